@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from forerun.build.engine import Loaded
-from forerun.constrain.grammar import Grammar
+from forerun.constrain.grammar import Grammar, Start
 from forerun.constrain.grammar.calls import Calling, Rules, tool_rules
 from forerun.errors import RequestError
 from forerun.options.config import ServeSettings
@@ -72,16 +72,14 @@ def dialogue(body: ChatBody, loaded: Loaded, settings: ServeSettings) -> Dialogu
             return Dialogue(prompt, rules)
         control = _is_control(loaded, format.opener)
         return Dialogue(prompt, rules, lambda: OutputParser(None, tools()), control)
-    found = Dialogue(prompt, rules)
-    if banned is None:
-        found = _after_reasoning(found, marks, loaded.tokenizer, free)
-    stage = _stage(found.prompt, marks, loaded.tokenizer)
     heard = (marks.opener, marks.closer, *([format.opener] if plain else []))
-    return replace(
-        found,
-        parser=lambda: OutputParser(ReasoningReader(marks, stage), tools()),
-        control=any(_is_control(loaded, mark) for mark in heard),
-    )
+    control = any(_is_control(loaded, mark) for mark in heard)
+    found = Dialogue(prompt, rules, control=control)
+    if banned is None:
+        seen = control or not body.skip_special_tokens
+        found = _after_reasoning(found, marks, loaded.tokenizer, free, seen)
+    stage = _stage(found.prompt, marks, loaded.tokenizer)
+    return replace(found, parser=lambda: OutputParser(ReasoningReader(marks, stage), tools()))
 
 
 def _apart(body: ChatBody) -> bool:
@@ -239,19 +237,21 @@ def _tool_rules(
 
 
 def _marks(settings: ServeSettings, template: ChatTemplate) -> Marks | None:
-    if settings.reasoning_end == "off":
+    end = settings.reasoning_end.strip()
+    if end in ("", "off"):
         return None
-    if settings.reasoning_end == "auto":
-        return Marks.found_in(template.source)
-    return Marks.of(settings.reasoning_end)
+    return Marks.found_in(template.source) if end == "auto" else Marks.of(end)
 
 
 def _stage(prompt: Ints, marks: Marks, tokenizer: Tokenizer) -> Stage:
     return marks.stage(tokenizer.decode(prompt[-TAIL:].tolist(), skip_special=False))
 
 
-def _after_reasoning(asked: Dialogue, marks: Marks, tokenizer: Tokenizer, free: bool) -> Dialogue:
-    """The same, its constraint beginning after the reasoning.
+def _after_reasoning(
+    asked: Dialogue, marks: Marks, tokenizer: Tokenizer, free: bool, control: bool
+) -> Dialogue:
+    """The same, its constraint beginning after the reasoning: where the reader of its text, in
+    which control tokens are seen with `control`, finds the end.
 
     Where the prompt leaves it to the model whether to think, and the constraint leaves no room
     for it, the prompt begins the reasoning: the constraint needs to know its beginning.
@@ -264,14 +264,7 @@ def _after_reasoning(asked: Dialogue, marks: Marks, tokenizer: Tokenizer, free: 
             return asked
         opened = np.array(_mark_ids(marks.opener, tokenizer), np.int32)
         asked = replace(asked, prompt=np.concatenate([asked.prompt, opened]))
-    closer = _mark_ids(marks.closer, tokenizer)
-    if len(closer) > 1 and any(len(tokenizer.token_bytes(id)) > 1 for id in closer):
-        raise RequestError(
-            f"This model has no token {marks.closer}, after which the constraint could begin. "
-            "Start the server with --reasoning-end off.",
-            rules.grammar.field,
-        )
-    return replace(asked, rules=rules.after(closer))
+    return replace(asked, rules=rules.after(Start(marks.closer, control)))
 
 
 def _mark_ids(mark: str, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from forerun.constrain.grammar import Grammar
+from forerun.constrain.grammar import Grammar, Start
 from forerun.constrain.matcher.matcher import Matcher
 from forerun.constrain.matcher.tree_mask import TreeGrammars
 from forerun.control.constants import FIXED_MIN_PROB
@@ -203,7 +203,7 @@ def test_special_tokens_stay_out_of_strings():
 
 
 def test_the_constraint_begins_after_its_marker_wherever_it_falls():
-    grammar = CITY.after(ids("</t>"))
+    grammar = CITY.after(Start("</t>"))
     grammars = TreeGrammars(VOCAB)
     grammars.open(0, compiled(grammar), ids("hm"))
     draft = chain(*ids("<</t>Px"))
@@ -223,7 +223,7 @@ def test_the_constraint_begins_after_its_marker_wherever_it_falls():
 
 def test_a_marker_that_overlaps_itself_is_found():
     grammars = TreeGrammars(VOCAB)
-    grammars.open(0, compiled(CITY.after(ids("aab"))), ids("aaa"))
+    grammars.open(0, compiled(CITY.after(Start("aab"))), ids("aaa"))
     assert grammars.commit(0, ids("b")) == Committed(len("b"))
     assert guide(grammars, chain(ord("x"), ord("y")), 4, 4).tokens.tolist() == []
 

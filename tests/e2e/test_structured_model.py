@@ -1,6 +1,7 @@
 """Structured output and tool calls with the default model."""
 
 import json
+import re
 
 import pytest
 from starlette.testclient import TestClient
@@ -103,15 +104,19 @@ def test_a_tool_may_be_called_or_not(server):
         assert json.loads(call["function"]["arguments"]).keys() == {"city"}
 
 
-def test_a_model_without_the_marker_cannot_wait_for_it(server):
-    """Its own spelling of `</think>` may run into what follows: the beginning could be missed."""
+def test_a_constraint_begins_where_the_text_of_a_marker_ends(server):
+    """A full stop is said by many tokens here, and some of them say more: `."`, `...`."""
     service = server.app.state.service
-    settings, service.settings = service.settings, ServeSettings(reasoning_end="</think>")
+    settings, service.settings = service.settings, ServeSettings(reasoning_end=".")
+    bound = {"regex": '"? ?[A-Z][a-z]{2,9}', "temperature": 0.9, "n": 4, "seed": 3}
     try:
-        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}
-        refused = server.post(CHAT, json={**body, "regex": "a"})
-        assert refused.status_code == 400 and refused.json()["error"]["param"] == "regex"
-        assert "--reasoning-end off" in refused.json()["error"]["message"]
-        assert server.post(CHAT, json=body).status_code == 200
+        question = "Name a city, and say why."
+        on = asked(server, question, **bound)["choices"]
+        assert on == asked(server, question, speculative={"enabled": False}, **bound)["choices"]
     finally:
         service.settings = settings
+    ended = [choice["message"] for choice in on if choice["finish_reason"] == "stop"]
+    assert len(ended) > 1
+    for message in ended:
+        assert "." not in message["reasoning_content"]
+        assert re.fullmatch('"? ?[A-Z][a-z]{2,9}', message["content"])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from forerun.constrain.grammar.glm import arguments
-from forerun.constrain.grammar.grammar import Grammar, Kind
+from forerun.constrain.grammar.grammar import Grammar, Kind, Start
 from forerun.errors import BusyError, RequestError
 from forerun.text.tools import GLM, LLAMA3, MISTRAL, MISTRAL_ARGS, ToolFormat
 
@@ -80,8 +80,8 @@ class Rules:
         """The same JSON, with white space as Python's json.dumps writes it."""
         return Rules(self.grammar.on_one_line(), self.parts)
 
-    def after(self, start: Sequence[int]) -> "Rules":
-        """The same, beginning after the token ids `start`."""
+    def after(self, start: Start) -> "Rules":
+        """The same, beginning after `start`."""
         return Rules(self.grammar.after(start), self.parts)
 
 

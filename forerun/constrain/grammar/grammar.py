@@ -24,6 +24,17 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Start:
+    """A text after which a constraint begins, wherever tokens end: the end of reasoning.
+
+    control  control tokens leave text, too; else they stand in nobody's way
+    """
+
+    text: str
+    control: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Grammar:
     """A constraint on the text, not yet compiled; equal values compile to one grammar.
 
@@ -32,8 +43,7 @@ class Grammar:
     lenient  of a schema: keywords that cannot be honoured are ignored instead of refused
     one_line of a schema: white space as Python's json.dumps writes it and nowhere else, so that
              more of the text is forced and needs no step of its own
-    start    token ids: the constraint begins after they appear in the output (the end of
-             reasoning); empty = at once
+    start    what the constraint begins after; None = it begins at once
     field    the request field that errors name
     """
 
@@ -41,7 +51,7 @@ class Grammar:
     source: str
     lenient: bool = False
     one_line: bool = False
-    start: tuple[int, ...] = ()
+    start: Start | None = None
     field: str = field(default="grammar", compare=False)
 
     @classmethod
@@ -106,9 +116,9 @@ class Grammar:
             raise RequestError(f"{self.field} is no JSON schema; its own white space counts")
         return replace(self, one_line=True)
 
-    def after(self, start: Sequence[int]) -> Self:
-        """The same constraint, beginning after the token ids `start`."""
-        return replace(self, start=tuple(start))
+    def after(self, start: Start) -> Self:
+        """The same constraint, beginning after `start`."""
+        return replace(self, start=start)
 
     def _checked(self) -> Self:
         if not isinstance(self.source, str) or not self.source:

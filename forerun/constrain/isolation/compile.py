@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from forerun.constrain.grammar import Grammar, Kind
+from forerun.constrain.grammar import Grammar, Kind, Start
 from forerun.constrain.isolation.fair_queue import FairQueue
 from forerun.constrain.isolation.remote_matcher import RemoteMatcher, RemoteMatchers
 from forerun.constrain.matcher.automaton import Automaton
 from forerun.constrain.matcher.limits import SECONDS
 from forerun.constrain.matcher.llguidance_backend import Guidance
 from forerun.constrain.matcher.matcher import Compiled, Translated
+from forerun.constrain.matcher.start_marker import MarkerTokens
 from forerun.errors import BusyError, ModelError, RequestError, WorkerError
 from forerun.sandbox import Fault, SandboxProcess
 from forerun.text.tokenizer import Tokenizer
@@ -27,6 +28,9 @@ longer begins again in the second, so it cannot hold up small ones for longer th
 
 QUICK_BYTES = 16 * 1024
 """Larger sources go to the second at once."""
+
+MAX_MARKERS = 8
+"""Starts whose spellings are kept."""
 
 COMMAND = (sys.executable, "-m", "forerun.constrain.isolation.llguidance_worker")
 """Starts a compiling process."""
@@ -57,6 +61,7 @@ class Compiler:
         limits = (min(QUICK_SECONDS, seconds), seconds)
         self._lanes = [_Lane(SandboxProcess(COMMAND, limit), FairQueue()) for limit in limits]
         self._cache = _Cache(cache_bytes)
+        self._markers: dict[Start, MarkerTokens] = {}
         self._lock = threading.Lock()
         self._waiting = threading.Semaphore(MAX_WAITING)
 
@@ -81,13 +86,22 @@ class Compiler:
             raise RequestError(self._library.explained(grammar, reason), grammar.field)
         return Compiled(
             prototype=beginning,
-            start=grammar.start,
+            start=None if grammar.start is None else self._marker(grammar.start),
             vocab=self._tokenizer.vocab_size,
             ends=self._tokenizer.eos_ids,
             translated=found,
             remote=partial(RemoteMatcher, self._matchers, found.text),
             unenforced=tuple(_named(grammar, path) for path in found.unenforced),
         )
+
+    def _marker(self, start: Start) -> MarkerTokens:
+        """How this tokenizer spells a start. A server knows one or two of them."""
+        found = self._markers.get(start)
+        if found is None:
+            found = MarkerTokens(start, self._tokenizer)
+            if len(self._markers) < MAX_MARKERS:
+                self._markers[start] = found
+        return found
 
     def close(self) -> None:
         """End the compiling processes."""

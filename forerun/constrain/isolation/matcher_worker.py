@@ -15,7 +15,7 @@ from typing import Any
 from forerun.constrain.matcher.automaton import Automaton
 from forerun.constrain.matcher.limits import ALL_SECONDS, MEMORY
 from forerun.constrain.matcher.llguidance_backend import Guidance
-from forerun.constrain.matcher.matcher import only
+from forerun.constrain.matcher.start_marker import only
 from forerun.sandbox import question, serve
 
 

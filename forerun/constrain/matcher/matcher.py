@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
 
 import numpy as np
 
 from forerun.constrain.matcher.automaton import AsyncMatcher, Automaton, Prepared
+from forerun.constrain.matcher.start_marker import MarkerTokens, StartMarker
 from forerun.errors import EngineError
 from forerun.types import Words
 
@@ -53,7 +53,7 @@ class Compiled:
 
     prototype   an automaton that has taken nothing, of this request alone: every sequence gets a
                 copy; None where the grammar is expensive
-    start       the constraint begins after these token ids; empty = at once
+    start       what the constraint begins after; None = it begins at once
     vocab       ids below this are known to the automaton
     ends        end-of-text ids
     remote      opens a matcher in a process of its own; it is given what to call when that answers
@@ -61,7 +61,7 @@ class Compiled:
     """
 
     prototype: Automaton | None
-    start: tuple[int, ...]
+    start: MarkerTokens | None
     vocab: int
     ends: tuple[int, ...]
     translated: Translated
@@ -81,54 +81,6 @@ class Compiled:
         if isinstance(found, str):
             raise EngineError(f"the grammar's matcher cannot begin: {found}")
         return found
-
-
-class StartMarker:
-    """Looks for the token ids after which a constraint begins.
-
-    seen  how many of them the text ends with
-    """
-
-    def __init__(self, ids: tuple[int, ...]) -> None:
-        self._ids = ids
-        self.seen = 0
-
-    @property
-    def waiting(self) -> bool:
-        """Whether the constraint has not begun."""
-        return self.seen < len(self._ids)
-
-    def take(self, token: int) -> None:
-        """Step over a token, while waiting."""
-        tail = (*self._ids[: self.seen], token)
-        sizes = range(min(len(tail), len(self._ids)), 0, -1)
-        self.seen = next((size for size in sizes if tail[-size:] == self._ids[:size]), 0)
-
-
-def waiting_mask(compiled: Compiled, first: bytes) -> bytes | None:
-    """What may follow while a constraint has not begun: anything but the end of the text, for it
-    would never begin; None = anything, where it is content with no text at all.
-
-    first  the mask at its beginning
-    """
-    return None if _has(first, compiled.ends) else _all_but(compiled.ends, compiled.vocab)
-
-
-def _has(mask: bytes, tokens: tuple[int, ...]) -> bool:
-    return any(mask[token >> 3] >> (token & 7) & 1 for token in tokens)
-
-
-@cache
-def only(tokens: tuple[int, ...], vocab: int) -> bytes:
-    """The mask that allows these tokens."""
-    bits = np.zeros(-(-vocab // 32) * 32, np.uint8)
-    bits[list(tokens)] = 1
-    return np.packbits(bits, bitorder="little").tobytes()
-
-
-@cache
-def _all_but(tokens: tuple[int, ...], vocab: int) -> bytes:
-    return bytes(~np.frombuffer(only(tokens, vocab), np.uint8))
 
 
 @dataclass(slots=True)
@@ -162,11 +114,11 @@ class Matcher:
     def __init__(self, compiled: Compiled) -> None:
         self._automaton = compiled.begin()
         self._vocab = compiled.vocab
-        self._start = StartMarker(compiled.start)
-        # While it waits.
-        self._mask = waiting_mask(compiled, self._automaton.mask()) if compiled.start else None
-        # How much of the start had been seen before each draft token; None = an automaton takes it.
-        self._trail: list[int | None] = []
+        self._start = StartMarker(compiled.start, compiled.ends, compiled.vocab)
+        # What the constraint begins with; asked for while that is ahead.
+        self._first = self._automaton.mask() if self.waiting else b""
+        # Where the matcher stood before each draft token: bytes of the start, and the path below.
+        self._trail: list[tuple[int | None, Path]] = []
         # Draft tokens that copies took, up to here; positions behind such, and copies there.
         self._path: Path = ()
         self._positions: dict[Path, _Position] = {}
@@ -200,37 +152,39 @@ class Matcher:
         self.back(len(self._trail))
         self._positions.clear()
         self._copies.clear()
-        if self.waiting:
-            self._start.take(token)
-            return True
-        return 0 <= token < self._vocab and self._automaton.take(token)
+        seen = self._start.seen
+        given = self._start.take(token)
+        if given is None:
+            return False
+        for under in given:
+            if not (0 <= under < self._vocab and self._automaton.take(under)):
+                self._start.seen = seen
+                return False
+        return True
 
     def advance(self, token: int) -> bool:
         """Step over a draft token. False where it does not fit; then nothing has changed."""
-        if self.waiting:
-            self._trail.append(self._start.seen)
-            self._start.take(token)
-            return True
-        position = self._position()
-        fits = position.fits.get(token)
-        if fits is None:
-            fits = position.fits[token] = self._try(position, token)
-        if not fits:
+        before = self._start.seen, self._path
+        given = self._start.take(token)
+        if given is None:
             return False
-        self._path = (*self._path, token)
-        self._trail.append(None)
+        for under in given:
+            position = self._position()
+            fits = position.fits.get(under)
+            if fits is None:
+                fits = position.fits[under] = self._try(position, under)
+            if not fits:
+                self._start.seen = before[0]
+                return False
+            self._path = (*self._path, under)
+        self._trail.append(before)
         return True
 
     def back(self, steps: int) -> None:
         """Undo the last `steps` advances."""
-        taken = 0
-        for _ in range(steps):
-            seen = self._trail.pop()
-            if seen is None:
-                taken += 1
-            else:
-                self._start.seen = seen
-        self._path = self._path[: len(self._path) - taken]
+        if steps:
+            self._start.seen, self._path = self._trail[-steps]
+            del self._trail[-steps:]
 
     def forced(self) -> list[int]:
         """Tokens that alone can follow, in order; often none."""
@@ -245,7 +199,7 @@ class Matcher:
     def mask(self) -> bytes | None:
         """Bits of the tokens that may follow, one per known id; None = all may."""
         if self.waiting:
-            return self._mask
+            return self._start.mask(self._first)
         mask = self._here().mask()
         self._position().error = self._here().error
         return mask

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from forerun.constrain.matcher.matcher import Compiled, StartMarker, only, waiting_mask
+from forerun.constrain.matcher.matcher import Compiled
+from forerun.constrain.matcher.start_marker import StartMarker, only
 from forerun.interface.grammars import Committed
 
 
@@ -18,7 +19,7 @@ class RemoteState:
     ) -> None:
         self._compiled = compiled
         self._matcher = compiled.remote(answered)
-        self._start = StartMarker(compiled.start)
+        self._start = StartMarker(compiled.start, compiled.ends, compiled.vocab)
         self._matcher.take(self._constrained(output))
 
     @property
@@ -31,7 +32,7 @@ class RemoteState:
         compiled, answer = self._compiled, self._matcher.answer
         if answer.error:  # What is emitted does not count; but something must be.
             return only(compiled.ends, compiled.vocab)
-        return waiting_mask(compiled, answer.mask) if self._start.waiting else answer.mask
+        return self._start.mask(answer.mask)
 
     def commit(self, tokens: Sequence[int]) -> Committed:
         """Step over tokens. That the text is complete, or cannot go on, it says before the next."""
@@ -48,9 +49,11 @@ class RemoteState:
         self._matcher.close()
 
     def _constrained(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Those behind the start marker."""
-        for count, token in enumerate(tokens):
-            if not self._start.waiting:
-                return tokens[count:]
-            self._start.take(token)
-        return ()
+        """What is behind the start, as the constraint takes it. A token that does not fit is for
+        the matcher to refuse.
+        """
+        under: list[int] = []
+        for token in tokens:
+            given = self._start.take(token)
+            under += (token,) if given is None else given
+        return under

@@ -1,0 +1,219 @@
+"""A constraint that begins after a text, over tokens that begin before its end and go on behind.
+
+The slow twin is the text itself: what stands behind the first marker must begin a text of the
+grammar, whichever tokens it is written with.
+"""
+
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+
+from forerun.constrain.grammar import Grammar, Start
+from forerun.constrain.isolation.compile import Compiler
+from forerun.constrain.matcher.matcher import Matcher
+from forerun.constrain.matcher.start_marker import MarkerTokens, StartMarker
+from forerun.constrain.matcher.tree_mask import TreeGrammars
+from forerun.engine.request import Finish
+from forerun.interface.grammars import Committed
+from forerun.speculative.sampling import unpack
+from forerun.speculative.tree import Draft, batch
+from forerun.text.pieces import Pieces
+from forerun.text.reasoning import Marks, ReasoningReader, Stage
+from forerun.text.tokenizer import AddedToken, Ends, Tokenizer
+from tests.constrain.test_lossless import engine, heard
+from tests.constrain.tools import members, random_draft
+from tests.engine.toys import ask, run
+
+MARK = "</t>"
+SPANNING = (
+    *("<", "/t", ">", ">P", ">Am", "</t", "x</", "t>", "t>Par", MARK),
+    *("</t>A", "</t>x", "h<</t>P", "</t>\n", "</t></t>", ">ster"),
+)
+"""What the toy's favourite ids, the letters a to p, stand for here: pieces of the marker."""
+LETTERS = "abcdefghijklmnop"
+MORE = ("Am", "Par", "aris", "ster", "m<", "<", "</")
+WORDS = ("Paris", "Amsterdam", "Adam")
+CITY = Grammar.regex("(Paris|Amsterdam|Adam)")
+
+
+def spanning() -> Tokenizer:
+    """259 ids as the byte level's, but for LETTERS, which stand behind them."""
+    plain = Tokenizer.byte_level()
+    table = list(plain.pieces)
+    for letter, text in zip(LETTERS, SPANNING, strict=True):
+        table[ord(letter)] = text.encode()
+    own = [*(letter.encode() for letter in LETTERS), *(text.encode() for text in MORE)]
+    ids = {letter: len(table) + index for index, letter in enumerate(LETTERS)}
+
+    def encode(text: str, first: bool) -> list[int]:
+        return [ids.get(chr(byte), byte) for byte in text.encode()]
+
+    added = [AddedToken(id, plain.pieces[id].decode(), True) for id in (256, 257, 258)]
+    return Tokenizer(encode, Pieces((*table, *own), 0), added, Ends((257, 258)))
+
+
+SPANS = spanning()
+COMPILER = Compiler(SPANS)
+VOCAB = SPANS.vocab_size + 5
+
+
+def compiled(control: bool = False, grammar=CITY):
+    return COMPILER.compile(grammar.after(Start(MARK, control)))
+
+
+def text_of(path, control: bool = False) -> str:
+    return SPANS.decode(path, skip_special=not control)
+
+
+def legal(path, control: bool = False) -> bool:
+    """The rule, by the text alone."""
+    _, mark, tail = text_of(path, control).partition(MARK)
+    if not mark:
+        return not set(path) & set(SPANS.eos_ids)
+    if set(path) & set(SPANS.eos_ids):
+        return False
+    return any(word.startswith(tail) for word in WORDS)
+
+
+@pytest.mark.parametrize("control", [False, True])
+@pytest.mark.parametrize("before", ["", "h", "</", "<<", "</t", "x</t", "</</t", "<"])
+def test_what_may_follow_is_what_the_text_says(before, control):
+    output = SPANS.encode_part(before, True)
+    matcher = Matcher(compiled(control))
+    assert all(matcher.commit(token) for token in output) and matcher.waiting
+    mask = matcher.mask()
+    allowed = set(range(VOCAB)) if mask is None else set(members(mask))
+    for token in range(SPANS.vocab_size):
+        wanted = legal([*output, token], control)
+        assert (token in allowed) == wanted, text_of([token])
+        assert matcher.advance(token) == wanted or token in SPANS.eos_ids
+        if wanted:
+            matcher.back(1)
+    assert {ord("d"), ord("i")} & allowed, "some token goes on behind the marker"
+
+
+def test_control_tokens_stand_in_nobodys_way_unless_they_leave_text():
+    output = [*SPANS.encode_part("</", True), 256, *SPANS.encode_part("t>", False)]
+    for control in (False, True):
+        matcher = Matcher(compiled(control))
+        assert all(matcher.commit(token) for token in output)
+        assert matcher.waiting == control
+
+
+def random_output(random: Random, most: int = 9) -> list[int]:
+    matcher, out = Matcher(compiled()), []
+    for _ in range(random.randrange(most)):
+        mask = matcher.mask()
+        choices = [*map(ord, LETTERS)] if matcher.waiting else members(mask)
+        token = random.choice(choices)
+        if mask is not None and token not in members(mask):
+            break
+        assert matcher.commit(token)
+        if matcher.complete:
+            return out
+        out.append(token)
+    return out
+
+
+def test_every_node_of_a_tree_has_the_mask_of_its_own_path():
+    random = Random(3)
+    begun = 0
+    for _ in range(60):
+        output = random_output(random)
+        tokens = [*random.sample([*map(ord, LETTERS)], 6), ord("P"), 259, 256, 299]
+        draft = random_draft(random, tokens, 12, 5)
+        trees = batch([np.array([1], np.int32)], [draft])
+        grammars = TreeGrammars(VOCAB)
+        grammars.open(0, compiled(), output)
+        masks = grammars.masks(np.zeros(1, np.int32), trees)
+        paths = [()]
+        for token, parent in zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True):
+            paths.append((*paths[parent + 1], token))
+        for node, path in enumerate(paths):
+            fresh = Matcher(compiled())
+            fits = all(fresh.commit(token) for token in [*output, *path])
+            if not fits or fresh.complete:
+                assert masks.row[node] == -1
+                continue
+            wanted = fresh.mask()
+            begun += not fresh.waiting and bool(path)
+            if wanted is None:
+                assert masks.row[node] == -1
+            else:
+                bits = unpack(masks.bits[masks.row[node]], VOCAB)
+                assert set(np.flatnonzero(bits)) == set(members(wanted)) - {*range(VOCAB, 320)}
+    assert begun > 15, "drafts were meant to run across the marker"
+
+
+def test_commits_stop_where_the_rest_of_a_token_does_not_fit():
+    grammars = TreeGrammars(VOCAB)
+    grammars.open(0, compiled(), [])
+    wrong = [ord("a"), ord("b"), ord("p")]  # "<", "/t", ">ster"
+    assert grammars.commit(0, wrong) == Committed(2, error=f"token {ord('p')} does not fit")
+    assert grammars.commit(0, [ord("d")]) == Committed(1)  # ">P"
+    assert grammars.guide(*one(Draft(), 8))[0].tokens.tolist() == SPANS.encode_part("aris", False)
+
+
+def one(draft: Draft, nodes: int):
+    numbers = [np.array([n], np.int32) for n in (0, nodes, nodes)]
+    return numbers[0], [draft], *numbers[1:]
+
+
+def split(text: str) -> tuple[str, str]:
+    reader = ReasoningReader(Marks(MARK.replace("/", ""), MARK), Stage.THINKING)
+    reasoning, content = reader.push(text)
+    rest = reader.finish()
+    return reasoning + rest[0], content + rest[1]
+
+
+@pytest.mark.parametrize("grammar", [CITY, Grammar.regex("(Paris|A[a-z<>/ ]{9})")], ids=str)
+def test_reader_and_constraint_agree_with_any_drafter_wherever_it_is_followed(grammar):
+    """The same text with speculation on and off; what the reader calls the answer is of the
+    grammar as a whole.
+    """
+
+    def asked(seed, expensive=False):
+        found = compiled(grammar=grammar)
+        known = replace(found.translated, expensive=expensive)
+        return ask(
+            str(seed),
+            SPANS.encode(f"city {seed}: "),
+            60,
+            stop_tokens=SPANS.eos_ids,
+            grammar=replace(found, translated=known),
+            temperature=4.0,
+            seed=seed,
+        )
+
+    def answers(name, seeds, **options):
+        ear = run(engine(name, "", tokenizer=SPANS), *(asked(s, **options) for s in seeds))
+        return [heard(ear, str(seed)) for seed in seeds]
+
+    seeds = range(24)
+    plain = answers("none", seeds)
+    for name in ("random", "ngram", "grammar"):
+        assert answers(name, seeds) == plain
+    assert answers("random", range(6), expensive=True) == plain[:6]
+    ended, straddled = 0, 0
+    for tokens, text, finish in plain:
+        thought, content = split(text)
+        assert MARK not in thought
+        if finish == Finish.STOP:
+            ended += 1
+            matcher = Matcher(COMPILER.compile(grammar))
+            assert all(map(matcher.advance, SPANS.encode_part(content, True))), content
+            straddled += not any(text_of(tokens[:n]).endswith(MARK) for n in range(len(tokens)))
+    assert ended > 8 and straddled > 1
+
+
+def test_what_no_token_says_alone_does_not_follow():
+    """The marker can always be ended by a token that ends with it."""
+    marker = MarkerTokens(Start(">"), SPANS)
+    assert marker.spelling(b"Am") is not None and marker.spelling(b"ster") is not None
+    assert marker.spelling(b"</t>") == ord("j") and marker.spelling(b"qqq") is None
+    place = StartMarker(marker, SPANS.eos_ids, SPANS.vocab_size)
+    assert place.take(ord("a")) == () and place.waiting
+    assert place.take(ord("e")) == (SPANS.pieces.index(b"Am"),) and not place.waiting
+    assert place.take(65) == (65,)
