@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from forerun.executors.torch.block import BlockDrafter, Rotary
-from forerun.executors.torch.layers import rotation
+from forerun.executors.torch.block import BlockDrafter
+from forerun.executors.torch.draft_layer import TrainedHeads
+from forerun.executors.torch.layers import Rotary, rotation
 from forerun.train.loss import Batch, StepScore, Vocabulary, summed_loss
 
 
@@ -108,19 +109,19 @@ def _read(drafter: BlockDrafter, batch: Batch, embed: Tensor, anchors: Anchors) 
     """What the output head reads, [B,N,places,H]."""
     head, (texts, count) = drafter.head, anchors.places.shape
     length, device = batch.tokens.shape[1], batch.tokens.device
-    context = drafter.context(batch.features.to(drafter.fc.weight.dtype))
     before = _rotary(drafter, torch.arange(length, device=device))
-    kept = [drafter.keys_values(layer, context, before) for layer in range(head.layers)]
+    kept = drafter.context(batch.features.to(drafter.fc.weight.dtype), before)
     tokens = torch.full((texts, count, head.places), max(head.mask, 0), device=device)
     tokens[:, :, 0] = batch.tokens.gather(1, anchors.places)
-    table = drafter.embed_tokens.weight if head.own_embedding else embed
-    x = drafter.with_masks(table[tokens]).flatten(1, 2)
+    x = drafter.embedded(tokens, embed).flatten(1, 2)
     position = anchors.places[:, :, None] + torch.arange(head.places, device=device)
     seen = _seen(head.causal, head.places, anchors, length)
 
-    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        every = (torch.cat(pair, 1) for pair in zip(kept[layer], (keys, values), strict=True))
-        q, k, v = (part.transpose(1, 2).to(values.dtype) for part in (queries, *every))
+    def attend(layer: int, heads: TrainedHeads) -> Tensor:
+        before = kept[layer].turned()[1:]
+        queries, *own = heads.turned()
+        every = (torch.cat(pair, 1) for pair in zip(before, own, strict=True))
+        q, k, v = (part.transpose(1, 2).to(heads.values.dtype) for part in (queries, *every))
         mixed = scaled_dot_product_attention(
             q, k, v, attn_mask=seen[:, None], enable_gqa=head.heads != head.kv_heads
         )

@@ -42,7 +42,7 @@ def start_from_target(
         layer.self_attn.o_proj.weight.copy_(target(f"{last}self_attn.o_proj.weight"))
         for name in ("gate_proj", "up_proj", "down_proj"):
             getattr(layer.mlp, name).weight.copy_(target(f"{last}mlp.{name}.weight"))
-        layer.hidden_norm.weight.copy_(target(f"{last}input_layernorm.weight"))
+        layer.entry_norm("hidden_norm").copy_(target(f"{last}input_layernorm.weight"))
         layer.post_attention_layernorm.weight.copy_(
             target(f"{last}post_attention_layernorm.weight")
         )

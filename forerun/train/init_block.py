@@ -7,10 +7,13 @@ beside small noise: a third of the heads finds the root, the others find feature
 first. Values and outputs are random, the feed-forward is the target's where shapes allow.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
-from forerun.executors.torch.block import BlockDrafter, BlockLayer
+from forerun.executors.torch.block import BlockDrafter
+from forerun.executors.torch.draft_layer import DraftLayer, Norm
 from forerun.models.checkpoint import Checkpoint
 from forerun.train.loss import Batch
 
@@ -54,7 +57,7 @@ def start_block(
     _start_mask(drafter.mask_embedding, tokens, generator)
     begin = target.layers - head.layers
     for number, module in enumerate(drafter.layers):
-        assert isinstance(module, BlockLayer)
+        assert isinstance(module, DraftLayer)
         attention = module.self_attn
         noise(attention.q_proj.weight, 0.02)
         noise(attention.k_proj.weight, 0.02)
@@ -64,7 +67,7 @@ def start_block(
             if name.startswith(("mlp", "post_attention")) and not target.beyond_llama():
                 stored = checkpoint.tensor(f"model.layers.{max(begin + number, 0)}.{name}")
                 parameter.copy_(torch.from_numpy(stored.copy()))
-    _look(drafter, tokens, drafter.context(features))
+    _look(drafter, tokens, drafter.read_features(features))
     norm = torch.from_numpy(checkpoint.tensor("model.norm.weight").copy()).to(rows.device)
     spread = (rows.float() * norm).pow(2).sum(1).mean().sqrt()
     drafter.norm.weight.copy_(norm * (SPREAD / spread))
@@ -84,10 +87,10 @@ def _look(drafter: BlockDrafter, tokens: Tensor, context: Tensor) -> None:
     Scores are of rank one: (a place's reading) times (a key's reading) times a sum of cosines of
     the distance, of the faster half of the rotary frequencies, which is greatest where near.
     """
-    head, layer = drafter.head, drafter.layers[0]
-    assert isinstance(layer, BlockLayer)
+    head, layer = drafter.head, drafter.layer(0)
     size = head.head_size
-    kinds = [layer.input_layernorm(tokens), layer.input_layernorm(drafter.mask_embedding[None])]
+    entering = cast(Norm, layer.input_layernorm)
+    kinds = [entering(tokens), entering(drafter.mask_embedding[None])]
     kinds.append(context)
     root, mask, feature = _readings(kinds)
     fast = torch.zeros(size, 1, device=tokens.device)

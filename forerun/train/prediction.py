@@ -11,13 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from forerun.errors import ModelError
-from forerun.executors.torch.eagle import Attend, Norm
-from forerun.executors.torch.layers import rotate
+from forerun.executors.torch.draft_layer import TRAINED, Attend, DraftLayer, LayerShape, Norm
+from forerun.executors.torch.layers import Rotary
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.layer_spec import Dense
@@ -69,68 +68,31 @@ class PredictionHead:
         return self.target.layer_specs[-1].rope
 
     @property
+    def layer(self) -> LayerShape:
+        """As the target's last one."""
+        arch, spec = self.target, self.target.layer_specs[-1]
+        sizes = arch.hidden, arch.heads, arch.kv_heads, arch.head_size, spec.active_width
+        biases = spec.qkv_bias, spec.o_bias
+        return LayerShape(*sizes, arch.norm_eps, None, ("input_layernorm",), spec.qk_norm, *biases)
+
+    @property
     def features(self) -> tuple[int, ...]:
         """The stream after the last layer, as in DraftHead."""
         return (self.target.layers,)
 
 
-class _Attention(nn.Module):
-    def __init__(self, about: PredictionHead) -> None:
-        super().__init__()
-        arch, spec = about.target, about.target.layer_specs[-1]
-        query, key = arch.heads * arch.head_size, arch.kv_heads * arch.head_size
-        self.head_size = arch.head_size
-        self.q_proj = nn.Linear(arch.hidden, query, bias=spec.qkv_bias)
-        self.k_proj = nn.Linear(arch.hidden, key, bias=spec.qkv_bias)
-        self.v_proj = nn.Linear(arch.hidden, key, bias=spec.qkv_bias)
-        self.o_proj = nn.Linear(query, arch.hidden, bias=spec.o_bias)
-        self.q_norm = Norm(arch.head_size, arch.norm_eps) if spec.qk_norm else nn.Identity()
-        self.k_norm = Norm(arch.head_size, arch.norm_eps) if spec.qk_norm else nn.Identity()
-
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, only: Tensor | None
-    ) -> Tensor:
-        """Output [R,H] of the rows `only` of x [N,H]; see EagleHead.forward."""
-        asking, *turns = (_chosen(rows, only) for rows in (x, cos, sin))
-        queries = rotate(self.q_norm(self._heads(asking, self.q_proj)), *turns)
-        keys = rotate(self.k_norm(self._heads(x, self.k_proj)), cos, sin)
-        mixed = attend(queries, keys, self._heads(x, self.v_proj))
-        out: Tensor = self.o_proj(mixed.flatten(-2))
-        return out
-
-    def _heads(self, x: Tensor, matrix: nn.Linear) -> Tensor:
-        split: Tensor = matrix(x).unflatten(-1, (-1, self.head_size))
-        return split
-
-
-class _Mlp(nn.Module):
-    def __init__(self, about: PredictionHead) -> None:
-        super().__init__()
-        hidden, width = about.hidden, about.target.layer_specs[-1].active_width
-        self.gate_proj = nn.Linear(hidden, width, bias=False)
-        self.up_proj = nn.Linear(hidden, width, bias=False)
-        self.down_proj = nn.Linear(width, hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
-
-
-class PredictionLayer(nn.Module):
+class PredictionLayer(DraftLayer):
     """The layer. Parameters are called as DeepSeek-V3 calls them, behind its layer's prefix; but
     `lm_head`, which is the target's rows and stays frozen.
     """
 
     def __init__(self, about: PredictionHead) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         hidden, eps = about.hidden, about.target.norm_eps
         self.head = about
         self.enorm, self.hnorm = Norm(hidden, eps), Norm(hidden, eps)
         self.eh_proj = nn.Linear(2 * hidden, hidden, bias=False)
-        self.input_layernorm = Norm(hidden, eps)
-        self.self_attn = _Attention(about)
-        self.post_attention_layernorm = Norm(hidden, eps)
-        self.mlp = _Mlp(about)
+        self.build(about.layer, TRAINED)
         self.shared_head = nn.ModuleDict({"norm": Norm(hidden, eps)})
         self.lm_head = nn.Linear(hidden, about.vocab, bias=False)
         self.lm_head.weight.requires_grad_(False)
@@ -150,23 +112,20 @@ class PredictionLayer(nn.Module):
 
     def forward(
         self,
-        embedded: Tensor,
+        tokens: Tensor,
+        embedding: Tensor,
         hidden: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        rotary: Rotary,
         attend: Attend,
         only: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """One draft step, as EagleHead.forward: what the head reads is what is fed back."""
-        x = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], -1))
-        mixed = self.self_attn(self.input_layernorm(x), cos, sin, attend, only)
-        x = _chosen(x, only) + mixed
-        out: Tensor = self.final_norm(x + self.mlp(self.post_attention_layernorm(x)))
+        parts, eps, norms = self.parts, self.shape.norm_eps, (self.enorm.weight, self.hnorm.weight)
+        x = self.eh_proj(parts.draft_inputs(tokens, embedding, hidden, norms, eps))
+        normed = parts.norm(x, self.entry_norm(), eps)
+        residual, fed = self.run(normed, x, rotary, attend, 0, only)
+        _, out = parts.add_norm(residual, fed, self.final_norm.weight, eps)
         return out, out
-
-
-def _chosen(x: Tensor, only: Tensor | None) -> Tensor:
-    return x if only is None else x.index_select(0, only)
 
 
 @torch.no_grad()

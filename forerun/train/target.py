@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from forerun.executors.torch.decoder import Decoder, apart
-from forerun.executors.torch.kernels import kernels_for
-from forerun.executors.torch.layers import PLAIN, WholeLinear, softcapped
+from forerun.executors.torch.kernels import kernels_for, parts_of
+from forerun.executors.torch.layers import WholeLinear, softcapped
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.layer_spec import AttentionSpec
 
@@ -42,7 +42,7 @@ class DenseTarget:
         self.device, self.dtype = device, dtype
         there = torch.device(device)
         kernels = kernels_for(there)
-        parts = kernels.parts if kernels else PLAIN
+        parts = parts_of(kernels)
         self._decoder = Decoder(checkpoint, there, dtype, WholeLinear, parts)
         assert isinstance(self._decoder.head, WholeLinear)
         self.embed, self.head = self._decoder.embedding, self._decoder.head.weight

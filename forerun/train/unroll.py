@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor, nn
 
+from forerun.executors.torch.draft_layer import TrainedHeads
 from forerun.executors.torch.layers import rotation
 from forerun.models.rope import Rope
 
@@ -138,12 +138,12 @@ def unrolled(
         ahead = (position + 1 + step).clamp(max=length - 1)
         cos, sin = rotation(position + step, frequencies, head.head.rope.attention_factor)
         cos, sin = cos.to(hidden.dtype), sin.to(hidden.dtype)
-        embedded = F.embedding(tokens.flatten()[rows - position + ahead], embed)
+        next_tokens = tokens.flatten()[rows - position + ahead]
         if step:
             hidden = hidden.index_select(0, turn.before)
         only = None if step else turn.rows
         history.turn = turn
-        read, hidden = head(embedded.to(hidden.dtype), hidden, cos, sin, history.attend, only)
+        read, hidden = head(next_tokens, embed, hidden, (cos, sin), history.attend, only)
         reads.append(read)
     return reads
 
@@ -158,8 +158,9 @@ class _History:
         self._true: tuple[Tensor, Tensor] | None = None
         self._own: list[Tensor] = []
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(self, _layer: int, heads: TrainedHeads) -> Tensor:
         """[R,A,E] queries over step 0's causal keys [B*T,G,E] and the same row's later keys."""
+        queries, keys, values = heads.turned()
         group = queries.shape[1] // keys.shape[1]
         q = self._gridded(queries * queries.shape[-1] ** -0.5)
         q = q.unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4)

@@ -84,7 +84,8 @@ class World:
 
     @torch.no_grad()
     def run(self, position, token, hidden):
-        def attend(q, k, v):
+        def attend(_layer, heads):
+            q, k, v = heads.turned()
             self.keys.append(k)
             self.values.append(v)
             group = q.shape[0] // k.shape[0]
@@ -93,8 +94,9 @@ class World:
             weights = torch.einsum("ae,tae->at", q, keys) * q.shape[-1] ** -0.5
             return torch.einsum("at,tae->ae", weights.softmax(-1), values)
 
-        cos, sin = rotation(torch.tensor(position), self.frequencies, 1.0)
-        read, hidden = self.head(self.target.embed[int(token)], hidden, cos, sin, attend)
+        rotary = rotation(torch.tensor(position), self.frequencies, 1.0)
+        token = torch.tensor(int(token))
+        read, hidden = self.head(token, self.target.embed, hidden, rotary, attend)
         return self.head.logits(read).numpy(), hidden
 
 

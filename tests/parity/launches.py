@@ -378,7 +378,8 @@ class Unread(Weights):
 def eagle(beside, arch):
     draft = random_draft(arch, DRAFT_VOCAB)
     with META:
-        module = EagleHead(draft.head).to(DTYPE).requires_grad_(False)
+        module = EagleHead(draft.head, kernels().parts).to(DTYPE).requires_grad_(False)
+    module.layer.stack()
     with patch.object(eagle_model, "_loaded", lambda *_: module):
         return eagle_model.TorchEagleModel(beside, RandomCheckpoint(arch), draft)
 
@@ -424,7 +425,9 @@ def block(beside, arch):
         mask=0,
     )
     with META:
-        module = BlockDrafter(head).to(DTYPE).requires_grad_(False)
+        module = BlockDrafter(head, kernels().parts).to(DTYPE).requires_grad_(False)
+    for layer in module.layers:
+        layer.stack()
     draft = BlockFile(Path(), head, np.arange(arch.vocab, dtype=np.int32), (), {})
     with patch.object(block_model, "_loaded", lambda *_: module):
         return block_model.TorchBlockModel(beside, RandomCheckpoint(arch), draft)

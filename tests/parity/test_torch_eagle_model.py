@@ -104,14 +104,14 @@ class Twin:
                 place = min(row + step + 1, len(text) - 1)
                 turn = rotation(torch.tensor(row + step), self.frequencies, 1.0)
                 attend = partial(_attend, past)
-                reads[step, row], state = self.head(
-                    self.embed[int(text[place])], state, *turn, attend
-                )
+                token = torch.tensor(int(text[place]))
+                reads[step, row], state = self.head(token, self.embed, state, turn, attend)
         return self.head.logits(reads).log_softmax(-1)
 
 
-def _attend(past, query, key, value):
+def _attend(past, _layer, heads):
     """One token's attention [A,E] to all that came before; it joins them."""
+    query, key, value = heads.turned()
     for kept, new in zip(past, (key, value), strict=True):
         kept.append(new.repeat_interleave(len(query) // len(key), 0))
     keys, values = (torch.stack(kept) for kept in past)
@@ -292,7 +292,8 @@ def _unrolled(twin, features, texts, steps):
     length, keys, values = texts.shape[1], [], []
     future = torch.ones(length, length, dtype=torch.bool).triu(1)
 
-    def attend(*qkv):
+    def attend(_layer, found):
+        qkv = found.turned()
         heads, size = qkv[0].shape[2:]
         q, k, v = (x.repeat_interleave(heads // x.shape[2], 2).transpose(1, 2) for x in qkv)
         keys.append(k)
@@ -310,7 +311,7 @@ def _unrolled(twin, features, texts, steps):
         places = torch.arange(length)
         turn = rotation(places + step, twin.frequencies, 1.0)
         tokens = texts[:, (places + step + 1).clamp(max=length - 1)]
-        read, hidden = twin.head(twin.embed[tokens], hidden, *turn, attend)
+        read, hidden = twin.head(tokens, twin.embed, hidden, turn, attend)
         yield twin.head.logits(read)
 
 

@@ -124,15 +124,15 @@ def test_attention_begins_at_the_root_and_the_newest_features(tmp_path):
 
 def first_attention(drafter, batch, embed):
     """What the first layer's heads see from the last token of each text: [B,A,places,keys]."""
-    about, attention = drafter.head, drafter.layers[0].self_attn
+    about, layer = drafter.head, drafter.layer(0)
     length = batch.tokens.shape[1]
     position = torch.arange(length - 1 + about.places)
     rotary = rotation(position, torch.from_numpy(about.rope.frequencies(about.head_size)), 1.0)
-    block = embed[batch.tokens[:, -1:]].repeat(1, about.places, 1)
-    states = drafter.layers[0].input_layernorm(drafter.with_masks(block))
-    context = drafter.context(batch.features[:, :-1])
-    keys, _ = attention.keys_values(torch.cat([context, states], 1), rotary)
-    queries = attention.queries(states, tuple(part[length - 1 :] for part in rotary))
+    block = drafter.embedded(batch.tokens[:, -1:].repeat(1, about.places), embed)
+    states = layer.input_layernorm(block)
+    context = drafter.read_features(batch.features[:, :-1])
+    keys = layer.heads(torch.cat([context, states], 1), rotary).keys
+    queries = layer.heads(states, tuple(part[length - 1 :] for part in rotary)).queries
     scores = torch.einsum("bqae,bkae->baqk", queries, keys) / about.head_size**0.5
     ahead = torch.ones(about.places, len(position), dtype=torch.bool).triu(length)
     return scores.masked_fill(ahead, -torch.inf).softmax(-1)

@@ -81,7 +81,8 @@ def served(head, batch, embed, sequence, row, steps):
     frequencies = torch.from_numpy(head.head.rope.frequencies(8))
     keys, values, reads = [], [], []
 
-    def attend(q, k, v):
+    def attend(_layer, heads):
+        q, k, v = heads.turned()
         keys.append(k)
         values.append(v)
         past_k, past_v = torch.stack(keys, 1), torch.stack(values, 1)
@@ -91,7 +92,7 @@ def served(head, batch, embed, sequence, row, steps):
 
     def run(position, token, hidden):
         cos, sin = rotation(torch.tensor(position), frequencies, 1.0)
-        return head(embed[token], hidden, cos.double(), sin.double(), attend)
+        return head(token, embed, hidden, (cos.double(), sin.double()), attend)
 
     for q in range(row + 1):  # True features: draft-extend.
         token = batch.tokens[sequence, q + 1]

@@ -5,7 +5,7 @@ by p; nothing of a block is ever kept. Root and masks stand behind what is cache
 that their tokens would have.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -14,14 +14,16 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
 from forerun.errors import EngineError
-from forerun.executors.torch.block import BlockDrafter, BlockLayer
+from forerun.executors.torch.block import BlockDrafter
 from forerun.executors.torch.decoder import Attend, apart
 from forerun.executors.torch.draft_cache import DraftCache, check_block, check_extension
+from forerun.executors.torch.draft_layer import for_serving
 from forerun.executors.torch.features import on_device
-from forerun.executors.torch.layers import PLAIN, Heads, Rotary, plain, rotation
+from forerun.executors.torch.kernels import parts_of
+from forerun.executors.torch.layers import Heads, Rotary, rotation
 from forerun.executors.torch.memory import check_fits
 from forerun.executors.torch.target import TorchTarget
-from forerun.executors.torch.weights import some_rows, stacked
+from forerun.executors.torch.weights import some_rows
 from forerun.interface.draft_model import (
     BlockCandidates,
     Candidates,
@@ -33,47 +35,15 @@ from forerun.interface.draft_model import (
     no_candidates,
 )
 from forerun.interface.features import Features
-from forerun.models.block_config import BlockHead
 from forerun.models.block_folder import BlockFile
 from forerun.models.checkpoint import Checkpoint
 from forerun.types import AnyArray
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """What a layer multiplies by; products of several matrices have them one above the other."""
-
-    before: Tensor
-    after: Tensor
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    qkv: Tensor
-    out: Tensor
-    gate_up: Tensor
-    down: Tensor
-
-    @staticmethod
-    def of(layer: BlockLayer, head: BlockHead) -> "_Layer":
-        """A layer's weights, which become views of these."""
-        attention, mlp = layer.self_attn, layer.mlp
-        norms = (attention.q_norm, attention.k_norm) if head.qk_norm else ()
-        q_norm, k_norm = [norm.get_parameter("weight") for norm in norms] or (None, None)
-        return _Layer(
-            before=layer.input_layernorm.weight,
-            after=layer.post_attention_layernorm.weight,
-            q_norm=q_norm,
-            k_norm=k_norm,
-            qkv=stacked(attention.q_proj, attention.k_proj, attention.v_proj),
-            out=attention.o_proj.weight,
-            gate_up=stacked(mlp.gate_proj, mlp.up_proj),
-            down=mlp.down_proj.weight,
-        )
-
-
 class TorchBlockModel:
     """DraftModel in torch, on the device and in the dtype of its target. Its passes only launch
     (`context`, `forward`, `logits`); captured rounds run the same ones
-    (captured/block_drafting.py). `BlockDrafter` is their slow twin.
+    (captured/block_drafting.py).
 
     cache, ids, ropes, gqa_group  as of LevelModel
 
@@ -102,48 +72,25 @@ class TorchBlockModel:
             "draft_cache": DraftCache.bytes(head.cache, limits, dtype),
         }
         check_fits(self._bytes, device)
-        self._parts = PLAIN if executor.kernels is None else executor.kernels.parts
-        module = self._module = _loaded(executor, draft)
-        self._layers = [_Layer.of(cast(BlockLayer, layer), head) for layer in module.layers]
+        self._module = _loaded(executor, draft)
         self._rows = _borrowed_rows(executor, checkpoint, draft)
         self.cache = DraftCache(head.cache, limits, device, dtype)
         self.ids = torch.from_numpy(draft.target_ids.astype(np.int32)).to(device)
         frequencies = torch.from_numpy(head.rope.frequencies(head.head_size)).to(device)
         self.ropes = [(frequencies, head.rope.attention_factor)]
         self.gqa_group = head.heads // head.kv_heads
-        self._queries = head.heads * head.head_size
         executor.request_aux_hidden_states(head.features)
 
     # --- launches only -----------------------------------------------------------------------
 
     def context(self, features: Tensor, rotary: Rotary) -> list[Heads]:
         """Of every layer keys and values, and no queries, of features [n,F*H]."""
-        fused = F.linear(features, self._module.fc.weight)
-        normed = self._parts.norm(fused, self._module.hidden_norm.weight, self.about.norm_eps)
-        return [
-            self._heads(F.linear(normed, layer.qkv[self._queries :]), layer, rotary)
-            for layer in self._layers
-        ]
+        return cast(list[Heads], self._module.context(features, rotary))
 
     def forward(self, tokens: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
         """What `logits` reads [R*P,H], of blocks: roots and masks int[R,P]."""
-        parts, eps, module = self._parts, self.about.norm_eps, self._module
-        x = self._embedded(tokens).flatten(0, 1)
-        normed = parts.norm(x, self._layers[0].before, eps)
-        for number, layer in enumerate(self._layers):
-            heads = self._heads(F.linear(normed, layer.qkv), layer, rotary)
-            mixed = F.linear(plain(attend(number, heads)).flatten(1), layer.out)
-            x, normed = parts.add_norm(x, mixed, layer.after, eps)
-            opened, up = F.linear(normed, layer.gate_up).chunk(2, -1)
-            fed = F.linear(parts.gate(opened, up), layer.down)
-            more = self._layers[number + 1 :]
-            x, normed = parts.add_norm(x, fed, more[0].before if more else module.norm.weight, eps)
-        return normed
-
-    def _heads(self, product: Tensor, layer: "_Layer", rotary: Rotary) -> Heads:
-        about, heads = self.about, product.view(len(product), -1, self.about.head_size)
-        norms = layer.q_norm, layer.k_norm
-        return Heads(heads, about.kv_heads, *norms, about.norm_eps, rotary, self._parts)
+        embedded = self._module.embedded(tokens, self._executor.decoder.embedding)
+        return self._module.forward(embedded.flatten(0, 1), rotary, attend)
 
     def logits(self, read: Tensor) -> Tensor:
         """[n,Vd] of any dtype."""
@@ -219,14 +166,6 @@ class TorchBlockModel:
             log_probs.unflatten(0, split).cpu().numpy(),
         )
 
-    def _embedded(self, tokens: Tensor) -> Tensor:
-        """[R,P,H]; a mask of the drafter's own stands for no token."""
-        module = self._module
-        own = module.embed_tokens.weight if self.about.own_embedding else None
-        embedding = self._executor.decoder.embedding if own is None else own
-        x: Tensor = module.with_masks(F.embedding(tokens, embedding))
-        return x
-
     def _rotary(self, position: AnyArray) -> Rotary:
         return rotation(self._index(position), *self.ropes[0])
 
@@ -247,14 +186,12 @@ class TorchBlockModel:
 
 def _loaded(executor: TorchTarget, draft: BlockFile) -> BlockDrafter:
     """The trained class with the file's weights."""
-    with torch.device("meta"):
-        drafter = BlockDrafter(draft.head)
-    weights = {
-        name: torch.from_numpy(np.array(draft.tensor(name))).to(executor.device, executor.dtype)
-        for name, _ in drafter.named_parameters()
-    }
-    drafter.load_state_dict(weights, assign=True)
-    return drafter.requires_grad_(False)
+
+    def weights(name: str) -> Tensor:
+        return torch.from_numpy(np.array(draft.tensor(name))).to(executor.device, executor.dtype)
+
+    parts = parts_of(executor.kernels)
+    return for_serving(lambda: BlockDrafter(draft.head, parts), weights)
 
 
 def _borrowed_rows(

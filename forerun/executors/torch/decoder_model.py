@@ -13,7 +13,8 @@ from torch import Tensor
 
 from forerun.executors.torch.decoder import Decoder
 from forerun.executors.torch.draft_cache import DraftCache
-from forerun.executors.torch.layers import PLAIN, Linear, padded_rows
+from forerun.executors.torch.kernels import parts_of
+from forerun.executors.torch.layers import Linear, padded_rows
 from forerun.executors.torch.level_model import LevelModel, Nodes
 from forerun.executors.torch.memory import check_fits
 from forerun.executors.torch.target import TorchTarget
@@ -44,7 +45,7 @@ class TorchDecoderModel(LevelModel):
             "draft_cache": DraftCache.bytes(draft.cache, limits, dtype),
         }
         check_fits(self._bytes, device)
-        parts = executor.kernels.parts if executor.kernels is not None else PLAIN
+        parts = parts_of(executor.kernels)
         decoder = self._decoder = Decoder(checkpoint, device, dtype, parts=parts)
         # As of the target: rows are padded only where no kernels of ours run.
         self._row_sizes = decoder.row_sizes if executor.kernels is None else ()

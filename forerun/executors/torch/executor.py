@@ -21,7 +21,7 @@ from forerun.executors.torch.decoder import Attend, Decoder, apart
 from forerun.executors.torch.features import TorchFeatures
 from forerun.executors.torch.float8 import FLOAT8, Float8Linear, Rows
 from forerun.executors.torch.geometry import tile_heads
-from forerun.executors.torch.kernels import kernels_for
+from forerun.executors.torch.kernels import kernels_for, parts_of
 from forerun.executors.torch.kv import PagedCache, Slots
 from forerun.executors.torch.layers import (
     PLAIN,
@@ -126,7 +126,7 @@ class TorchExecutor(Executor):
             self.device,
             self.dtype,
             products=Float8Linear if dtype == "float8" else Linear,
-            parts=compiled(PLAIN) if compile else kernels.parts if kernels else PLAIN,
+            parts=compiled(PLAIN) if compile else parts_of(kernels),
         )
         self._cache: PagedCache | None = PagedCache(kv_shape(arch), limits, self.device, pages)
 

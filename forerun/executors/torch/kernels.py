@@ -178,6 +178,11 @@ SLOW_TWINS = Kernels(
 """All of them in plain torch, on any device."""
 
 
+def parts_of(kernels: Kernels | None) -> Elementwise:
+    """What stands between products: a device's own kernels, or plain torch where it has none."""
+    return kernels.parts if kernels is not None else PLAIN
+
+
 def kernels_for(device: torch.device) -> Kernels | None:
     """Our Triton kernels on CUDA; None elsewhere, where plain torch does the work."""
     if device.type != "cuda":

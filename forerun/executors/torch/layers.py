@@ -244,8 +244,8 @@ def padded_rows(rows: int, sizes: tuple[int, ...]) -> int:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm (arXiv 1910.07467) over the last axis, in float32; dtype of `x`."""
-    wide = x.float()
+    """RMSNorm (arXiv 1910.07467) over the last axis, in float32 or better; dtype of `x`."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * weight).to(x.dtype)
 
@@ -269,7 +269,7 @@ def draft_inputs(
     embedding  [V,H]; norms: of both, in this order, whichever stands first
     """
     normed = (
-        rms_norm(F.embedding(tokens, embedding), norms[0], eps),
+        rms_norm(F.embedding(tokens, embedding).to(hidden.dtype), norms[0], eps),
         rms_norm(hidden, norms[1], eps),
     )
     return torch.cat(normed[::-1] if hidden_first else normed, -1)

@@ -11,7 +11,8 @@ from torch import Tensor
 from forerun.executors.layer_states import LayerStates, layer_read, layers_at
 from forerun.executors.torch.decoder import Block
 from forerun.executors.torch.draft_cache import DraftCache
-from forerun.executors.torch.layers import PLAIN, Elementwise, Linear
+from forerun.executors.torch.kernels import parts_of
+from forerun.executors.torch.layers import Elementwise, Linear
 from forerun.executors.torch.level_model import LevelModel, Nodes
 from forerun.executors.torch.memory import check_fits
 from forerun.executors.torch.target import TorchTarget
@@ -100,7 +101,7 @@ class TorchPredictionModel(LevelModel):
         super().__init__(executor, traits, cache, ropes, heads, draft.count * arch.hidden, states)
         self._draft, self._arch = draft, arch
         weights = Weights(draft, device, dtype, Linear, finite=True)
-        parts = executor.kernels.parts if executor.kernels is not None else PLAIN
+        parts = parts_of(executor.kernels)
         self._layers = [_Layer(number, draft, weights, parts) for number in range(draft.count)]
         self._embedding = self._own_embedding(weights)
         self._head = self._own_head(weights)

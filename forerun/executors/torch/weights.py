@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
-from torch import Tensor, nn
+from torch import Tensor
 
 from forerun.errors import ModelError
 from forerun.executors.torch.float8 import FLOAT8, Float8Linear, float8_rows
@@ -53,16 +53,6 @@ def some_rows(
     if packed is None:
         return torch.from_numpy(checkpoint.tensor(name)[which]).to(device, dtype)
     return numbers_of(packed.kind, packed.rows[which]).to(device).to(dtype)
-
-
-def stacked(*linears: nn.Linear) -> Tensor:
-    """Their weights, one above the other, kept once: theirs become views of it."""
-    whole = torch.cat([linear.weight for linear in linears])
-    for linear, part in zip(
-        linears, whole.split([len(each.weight) for each in linears]), strict=True
-    ):
-        linear.weight = nn.Parameter(part, requires_grad=False)
-    return whole
 
 
 class Weights:
