@@ -42,6 +42,18 @@ class Packed:
     rows: NDArray[np.uint8]
     columns: int
 
+    def floats(self) -> Floats:
+        """float32[rows,columns]; a read-only view of the file where that is how it is stored."""
+        if self.kind == "F32" and self.rows.flags.c_contiguous:
+            return np.require(self.rows.view("<f4"), requirements="A")
+        kind = GGMLQuantizationType[self.kind]
+        flat = np.empty((len(self.rows), self.columns), np.float32)
+        with np.errstate(all="ignore"):
+            for start in range(0, len(self.rows), _ROWS_AT_ONCE):
+                part = slice(start, start + _ROWS_AT_ONCE)
+                flat[part] = dequantize(np.ascontiguousarray(self.rows[part]), kind)
+        return flat
+
 
 @dataclass(frozen=True, slots=True)
 class TensorFile:
@@ -68,16 +80,8 @@ class TensorFile:
     def floats(self, name: str) -> Floats:
         """The tensor as float32; a read-only view where that is how it is stored."""
         stored = self.tensors[name]
-        rows = self.rows(name)
-        if stored.kind == "F32":
-            return np.require(rows.view("<f4").reshape(stored.shape), requirements="A")
-        kind = GGMLQuantizationType[stored.kind]
-        flat = np.empty((len(rows), stored.shape[-1]), np.float32)
-        with np.errstate(all="ignore"):
-            for start in range(0, len(rows), _ROWS_AT_ONCE):
-                part = slice(start, start + _ROWS_AT_ONCE)
-                flat[part] = dequantize(rows[part], kind)
-        return flat.reshape(stored.shape)
+        packed = Packed(stored.kind, self.rows(name), stored.shape[-1])
+        return packed.floats().reshape(stored.shape)
 
 
 def mapped(path: Path) -> NDArray[np.uint8]:

@@ -12,7 +12,7 @@ import torch
 
 from forerun.bench.fuzz import Fuzzer
 from forerun.bench.workload import read_prompts
-from forerun.executors.torch import executor
+from forerun.executors.torch import model_runner
 from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.eagle import EagleHead
 from forerun.models.draft_config import head_for
@@ -102,7 +102,7 @@ def test_no_answer_depends_on_speculation(name, model, head, drafts, monkeypatch
     elif "head" in name:
         changes["speculative_draft_model_path"] = str(head)
     if "captured" in name:
-        monkeypatch.setattr(executor, "kernels_for", twins)
+        monkeypatch.setattr(model_runner, "kernels_for", twins)
         monkeypatch.setattr(captured_executor, "recorder", lambda device: Tape())
     fuzzer = Fuzzer(EngineConfig(**changes), tuple(read_prompts()), seed=len(name))
     try:

@@ -6,7 +6,7 @@ import pytest
 
 from forerun.bench.sized import PUBLISHED, Published, Sweep, length, lines, measure, speed_ups
 from forerun.cli.main import main
-from forerun.executors.torch import executor
+from forerun.executors.torch import model_runner
 from forerun.executors.torch.captured import executor as captured_executor
 from tests.parity.tape import Tape
 from tests.parity.test_torch_drafting import KERNELS
@@ -35,7 +35,7 @@ def test_speed_up_is_tokens_over_time():
 
 @pytest.mark.slow
 def test_rounds_with_drafting_are_measured_as_one(monkeypatch):
-    monkeypatch.setattr(executor, "kernels_for", lambda device: KERNELS)
+    monkeypatch.setattr(model_runner, "kernels_for", lambda device: KERNELS)
     monkeypatch.setattr(captured_executor, "recorder", lambda device: Tape())
     report = measure("tiny", "cpu", "float32", Sweep((1, 2), (1, 2, 4), 32, 2, 1 << 16))
     for rows, entry in report["batches"].items():

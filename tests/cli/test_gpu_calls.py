@@ -14,7 +14,7 @@ import torch
 
 from bench import gpu_rounds
 from forerun.cli.main import COMMANDS
-from forerun.executors.torch import executor
+from forerun.executors.torch import model_runner
 from forerun.executors.torch.captured import executor as captured_executor
 from tests.parity.tape import Tape
 from tests.parity.test_torch_drafting import KERNELS
@@ -77,7 +77,7 @@ def test_what_a_call_names_exists(name, command):
 @pytest.mark.parametrize("what", ["rounds", "formats"])
 def test_the_8b_calls_run_with_captures(what, monkeypatch, tmp_path):
     """Every number, events apart: a tape captures, plain torch stands for Triton."""
-    monkeypatch.setattr(executor, "kernels_for", lambda device: KERNELS)
+    monkeypatch.setattr(model_runner, "kernels_for", lambda device: KERNELS)
     monkeypatch.setattr(captured_executor, "recorder", lambda device: Tape())
     monkeypatch.setattr(gpu_rounds, "kernels_of", lambda *_: [])
     command = ["gpu_rounds.py", what, "--device", "cpu", "--shape", "tiny", "--out", str(tmp_path)]

@@ -18,7 +18,7 @@ from forerun.bench.workload import Prompt
 from forerun.build.engine import open_target
 from forerun.constrain.grammar import Grammar
 from forerun.executors import cpu
-from forerun.executors.torch import CapturedExecutor, executor
+from forerun.executors.torch import CapturedExecutor, model_runner
 from forerun.executors.torch.captured import executor as captured_executor
 from forerun.models.folder import FolderCheckpoint
 from forerun.options.config import EngineConfig
@@ -197,7 +197,7 @@ def test_torch(made, hints, note, method):
 @pytest.fixture
 def emulated(monkeypatch):
     """Rounds are captured by a tape, which is held to CUDA's rules."""
-    monkeypatch.setattr(executor, "kernels_for", twins)
+    monkeypatch.setattr(model_runner, "kernels_for", twins)
     monkeypatch.setattr(captured_executor, "recorder", lambda device: Tape())
     monkeypatch.setattr(CapturedExecutor, "warm_up", lambda *_: None)
 

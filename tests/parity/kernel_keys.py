@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from forerun.executors.torch import TorchExecutor, compile_ahead, executor, with_captures
+from forerun.executors.torch import TorchExecutor, compile_ahead, model_runner, with_captures
 from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.eagle_model import TorchEagleModel
 from forerun.interface.executor import DraftShape, ExecutorLimits
@@ -66,7 +66,7 @@ def recorded(found):
 
 def opened():
     """An executor whose every sequence asks for something else, with a draft head."""
-    executor.kernels_for = lambda device: kernels()
+    model_runner.kernels_for = lambda device: kernels()
     captured_executor.recorder = lambda device: Tape()
     checkpoint = RandomCheckpoint(shape_named("tiny"))
     made = with_captures(TorchExecutor(checkpoint, LIMITS), overlap=True)

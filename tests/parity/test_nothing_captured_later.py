@@ -9,7 +9,7 @@ from forerun.build import engine as build
 from forerun.build.engine import make_engine, open_target
 from forerun.client.completion import make_request
 from forerun.constrain.grammar import Grammar
-from forerun.executors.torch import CapturedExecutor, executor
+from forerun.executors.torch import CapturedExecutor, model_runner
 from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.captured.round import CapturedRound
 from forerun.interface.next_draft import draft_sizes
@@ -101,7 +101,7 @@ def test_nothing_is_captured_after_the_first_request(
     folder, learned, monkeypatch, drafter, slots, steps
 ):
     tape, rounds = Tape(), []
-    monkeypatch.setattr(executor, "kernels_for", lambda device: KERNELS)
+    monkeypatch.setattr(model_runner, "kernels_for", lambda device: KERNELS)
     monkeypatch.setattr(captured_executor, "recorder", lambda device: tape)
     algorithm, nodes, depth, width = DRAFTERS[drafter]
     head = str(learned[0].folder) if width else None

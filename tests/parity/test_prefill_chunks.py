@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from forerun.build.memory import dense_needs, plan_memory
 from forerun.build.with_torch import ENTRY
 from forerun.errors import EngineError
-from forerun.executors.torch import TorchEagleModel, TorchExecutor, executor, with_captures
+from forerun.executors.torch import TorchEagleModel, TorchExecutor, model_runner, with_captures
 from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.kernels import SLOW_TWINS
 from forerun.interface.draft_model import Extension
@@ -58,8 +58,8 @@ class Held(TorchDispatchMode):
 
 def large(monkeypatch, **changes):
     """An 8B in bfloat16 on a device that has shapes and no numbers, under our kernels."""
-    monkeypatch.setattr(executor, "kernels_for", lambda device: kernels())
-    monkeypatch.setattr(executor, "check_fits", lambda *_: None)
+    monkeypatch.setattr(model_runner, "kernels_for", lambda device: kernels())
+    monkeypatch.setattr(model_runner, "check_fits", lambda *_: None)
     numbers = {"page_size": 16, "pages": 2048, "slots": 64, "context": 32_768, "max_scored": 512}
     most = ExecutorLimits(**numbers | {"max_nodes": CHUNK} | changes, vocab=LLAMA.vocab)
     return TorchExecutor(RandomCheckpoint(LLAMA), most, "meta", "bfloat16", prompts="triton")
@@ -97,7 +97,7 @@ def test_a_draft_head_reads_prompts_through_the_targets_kernels(checkpoint, monk
         return SLOW_TWINS.attend(queries, keys, values, geometry, spec, **others)
 
     for parts in (None, replace(SLOW_TWINS, attend=attend)):
-        monkeypatch.setattr(executor, "kernels_for", lambda device, parts=parts: parts)
+        monkeypatch.setattr(model_runner, "kernels_for", lambda device, parts=parts: parts)
         made = TorchExecutor(target, limits(tiny.VOCAB))
         head = TorchEagleModel(made, target, draft)
         launched.clear()
@@ -171,7 +171,7 @@ def test_more_nodes_than_are_scored_are_refused(checkpoint):
 
 @pytest.mark.parametrize("scored", [8, None])
 def test_rounds_hold_logits_of_what_is_scored(checkpoint, monkeypatch, scored):
-    monkeypatch.setattr(executor, "kernels_for", lambda device: SLOW_TWINS)
+    monkeypatch.setattr(model_runner, "kernels_for", lambda device: SLOW_TWINS)
     tape = Tape()
     monkeypatch.setattr(captured_executor, "recorder", lambda device: tape)
     most = limits(tiny.VOCAB, max_scored=scored)

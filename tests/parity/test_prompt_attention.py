@@ -8,7 +8,7 @@ import torch
 
 from forerun.errors import ConfigError
 from forerun.executors.torch import TorchExecutor
-from forerun.executors.torch import executor as module
+from forerun.executors.torch import model_runner as module
 from forerun.executors.torch.compile_ahead import _Zeros
 from forerun.executors.torch.geometry import attend_dense
 from forerun.executors.torch.kernels import SLOW_TWINS

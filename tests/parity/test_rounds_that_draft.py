@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from forerun.build.engine import make_engine, open_target
 from forerun.client.completion import make_request
 from forerun.drafters.model_drafter import ModelDrafter
-from forerun.executors.torch import CapturedExecutor, TorchBlockModel, executor
+from forerun.executors.torch import CapturedExecutor, TorchBlockModel, model_runner
 from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.captured.round import CapturedRound
 from forerun.executors.torch.level_model import LevelModel
@@ -131,7 +131,7 @@ def targets(made):
         if (method, page) not in opened:
             tape = Tape()
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(executor, "kernels_for", twins)
+                patch.setattr(model_runner, "kernels_for", twins)
                 patch.setattr(captured_executor, "recorder", lambda device: tape)
                 patch.setattr(CapturedExecutor, "warm_up", lambda *_: None)
                 rounds = open_target(configured(made, method, page, overlap=True))

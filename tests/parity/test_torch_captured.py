@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.errors import EngineError
-from forerun.executors.torch import TorchExecutor, executor, with_captures
+from forerun.executors.torch import TorchExecutor, model_runner, with_captures
 from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.captured.buffers import Size
 from forerun.executors.torch.captured.declared import declared
@@ -46,7 +46,7 @@ def pair_of(source):
     tape = Tape()
     small = limits(tiny.VOCAB, context=128, pages=40, max_nodes=128)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor, "kernels_for", twins)
+        patch.setattr(model_runner, "kernels_for", twins)
         patch.setattr(captured_executor, "recorder", lambda device: tape)
         captured = with_captures(TorchExecutor(source, small))
     return captured, TorchExecutor(source, small), tape

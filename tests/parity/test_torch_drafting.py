@@ -10,7 +10,7 @@ from forerun.build.engine import make_engine
 from forerun.client.completion import make_request
 from forerun.control.policy import Budget, FixedPolicy
 from forerun.drafters.model_drafter import ModelDrafter
-from forerun.executors.torch import CapturedExecutor, TorchEagleModel, executor
+from forerun.executors.torch import CapturedExecutor, TorchEagleModel, model_runner
 from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.captured.buffers import Size
 from forerun.executors.torch.features import TorchFeatures
@@ -29,7 +29,7 @@ def taped(folder, twin, tape=None, overlap=False, **changes):
     """
     tape = tape or Tape()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor, "kernels_for", lambda device: KERNELS)
+        patch.setattr(model_runner, "kernels_for", lambda device: KERNELS)
         patch.setattr(captured_executor, "recorder", lambda device: tape)
         patch.setattr(CapturedExecutor, "warm_up", lambda *_: None)
         target = opened(folder, twin, overlap=overlap, **changes)

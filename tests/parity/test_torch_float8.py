@@ -7,7 +7,7 @@ import torch
 from forerun.build.engine import open_target
 from forerun.build.registry import choose_executor
 from forerun.errors import ConfigError
-from forerun.executors.torch import TorchExecutor, executor, with_captures
+from forerun.executors.torch import TorchExecutor, model_runner, with_captures
 from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.float8 import FLOAT8, Float8Linear, Float8Rows, float8_rows
 from forerun.executors.torch.layers import PLAIN, Linear, compiled
@@ -161,7 +161,7 @@ def test_what_stands_before_a_product_quantises_for_it(checkpoint, monkeypatch, 
 
 
 def test_rounds_in_float8_run(checkpoint, monkeypatch):
-    monkeypatch.setattr(executor, "kernels_for", twins)
+    monkeypatch.setattr(model_runner, "kernels_for", twins)
     monkeypatch.setattr(captured_executor, "recorder", lambda device: Tape())
     small = limits(tiny.VOCAB, context=128, pages=40, max_nodes=128)
     made = with_captures(TorchExecutor(checkpoint(), small, dtype="float8"))
@@ -172,7 +172,7 @@ def test_rounds_in_float8_run(checkpoint, monkeypatch):
 @pytest.mark.parametrize("taped", [False, True])
 def test_guesses_change_nothing_over_float8_pages(checkpoint, monkeypatch, taped):
     if taped:
-        monkeypatch.setattr(executor, "kernels_for", twins)
+        monkeypatch.setattr(model_runner, "kernels_for", twins)
         monkeypatch.setattr(captured_executor, "recorder", lambda device: Tape())
     small = limits(tiny.VOCAB, context=128, pages=40, max_nodes=128)
     made = with_captures(TorchExecutor(checkpoint(), small, kv_dtype="float8"))

@@ -17,7 +17,7 @@ from forerun.constrain.grammar import Grammar
 from forerun.control.policy import FixedPolicy
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.engine.request import Finish
-from forerun.executors.torch import executor
+from forerun.executors.torch import model_runner
 from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.captured import future_map
 from forerun.executors.torch.captured.declared import declared
@@ -324,7 +324,7 @@ def test_a_row_that_is_not_finite_ends_alone(slow, learned, monkeypatch):
 def test_what_start_up_captured_is_what_runs(folder, learned, monkeypatch):
     """The head and overlap come before the captures: neither voids them afterwards."""
     tape, told = Tape(), []
-    monkeypatch.setattr(executor, "kernels_for", lambda device: KERNELS)
+    monkeypatch.setattr(model_runner, "kernels_for", lambda device: KERNELS)
     monkeypatch.setattr(captured_executor, "recorder", lambda device: tape)
     shape = {
         "speculative_algorithm": "EAGLE",

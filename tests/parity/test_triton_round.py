@@ -8,7 +8,7 @@ import torch
 
 from forerun.build.engine import open_target
 from forerun.client.completion import make_request
-from forerun.executors.torch import CapturedExecutor, TorchExecutor, executor, with_captures
+from forerun.executors.torch import CapturedExecutor, TorchExecutor, model_runner, with_captures
 from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.captured.buffers import BufferDims, Room, Size, Sized
 from forerun.executors.torch.captured.prepare_inputs import tree_intervals
@@ -143,12 +143,12 @@ def test_whole_rounds_of_interpreted_kernels_give_the_eager_text(checkpoint, mon
     # Whatever the lengths are: an eager step's tiles, a round's, and those of a draft head.
     monkeypatch.setattr(geometry, "KEYS", 8)
     monkeypatch.setattr(attention, "parts_for", lambda programs: 2)
-    monkeypatch.setattr(executor, "kernels_for", lambda device: kernels())
+    monkeypatch.setattr(model_runner, "kernels_for", lambda device: kernels())
     monkeypatch.setattr(captured_executor, "recorder", lambda device: Tape())
     small = limits(tiny.VOCAB, context=128, pages=40, max_nodes=128)
     monkeypatch.setattr(Tape, "capture", lambda self, work: work)  # A tape holds no kernel of ours.
     made = with_captures(TorchExecutor(checkpoint(family), small))
-    monkeypatch.setattr(executor, "kernels_for", lambda device: None)
+    monkeypatch.setattr(model_runner, "kernels_for", lambda device: None)
     eager = TorchExecutor(checkpoint(family), small)
     expected, _ = texts(eager, no_draft, count=10)
     random = np.random.default_rng(0)
@@ -170,7 +170,7 @@ def test_rounds_of_interpreted_kernels_grow_the_trees_of_single_passes(
     folders = make(tmp_path)
     eager = open_target(configured(folders, method, 16))
     monkeypatch.setattr(draft, "CHUNK", 512)  # The interpreter orders fewer for as many tokens.
-    monkeypatch.setattr(executor, "kernels_for", lambda device: kernels())
+    monkeypatch.setattr(model_runner, "kernels_for", lambda device: kernels())
     monkeypatch.setattr(captured_executor, "recorder", lambda device: Tape())
     monkeypatch.setattr(Tape, "capture", lambda self, work: work)
     monkeypatch.setattr(CapturedExecutor, "warm_up", lambda *_: None)

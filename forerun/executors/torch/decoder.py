@@ -14,6 +14,7 @@ from torch import Tensor
 
 from forerun.executors.torch.experts import Mixture
 from forerun.executors.torch.float8 import Rows
+from forerun.executors.torch.group import Group
 from forerun.executors.torch.layers import (
     PLAIN,
     AnyHeads,
@@ -47,13 +48,28 @@ def apart(attend: AttendApart) -> Attend:
     return lambda layer, heads: attend(layer, *heads.turned(), heads.sinks)
 
 
+def _alone(x: Tensor) -> Tensor:
+    """The sum over ranks, of one."""
+    return x
+
+
 class Block:
-    """One decoder layer, as `spec` says."""
+    """One decoder layer, as `spec` says, or a rank's part of it.
+
+    group  the ranks that have the other parts, if there are any
+    """
 
     def __init__(
-        self, weights: Weights, layer: int, spec: LayerSpec, arch: Architecture, parts: Elementwise
+        self,
+        weights: Weights,
+        layer: int,
+        spec: LayerSpec,
+        arch: Architecture,
+        parts: Elementwise,
+        group: Group | None = None,
     ) -> None:
         prefix, names = f"model.layers.{layer}", NORM_NAMES[spec.norms]
+        self._sum = group.sum if group else _alone
         self._layer, self._spec, self._arch, self._parts = layer, spec, arch, parts
 
         def norm(name: str | None) -> Tensor | None:
@@ -92,11 +108,12 @@ class Block:
         sizes  row counts that experts' products may be run at; empty = any
         """
         context = attend(self._layer, self._attention.heads(normed, rotary))
-        attended = self._added(self._attention.out(context), self._after_attention)
+        attended = self._sum(self._attention.out(context))
+        attended = self._added(attended, self._after_attention)
         # A mixture's router is never in float8.
         float8 = self._float8 and isinstance(self._feed_forward, FeedForward)
         x, normed = self._joined(x, attended, self._before_feed_forward, float8)
-        fed = self._feed_forward(normed, sizes)
+        fed = self._sum(self._feed_forward(normed, sizes))
         return x, self._added(fed, self._after_feed_forward)
 
     def _joined(
@@ -117,12 +134,65 @@ class Block:
         return x if self._spec.residual == 1.0 else x * self._spec.residual
 
 
-class Decoder:
-    """A target's weights and its forward pass over M flat nodes.
+class Ends:
+    """What a model begins and ends with: embedding, final norm and head. Of a rank's part of a
+    model, the embedding's and the head's rows of some tokens.
+
+    embedding  [V,H]
+    head       [n,H] -> [n,V]
+    row_sizes  as of Decoder
+    """
+
+    def __init__(self, weights: Weights, arch: Architecture, parts: Elementwise = PLAIN) -> None:
+        self.arch, self.dtype, self._parts = arch, weights.dtype, parts
+        self.embedding = weights.matrix("model.embed_tokens.weight")
+        self._norm = weights.norm("model.norm.weight")
+        self.head = weights.head(self.embedding)
+        self.row_sizes: tuple[int, ...] = ()
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """In which logits lose nothing: the head's own, or what caps them."""
+        plain = self.arch.final_softcap is None and self.arch.logit_scale == 1.0
+        return self.dtype if plain else torch.float32
+
+    def final_norm(self, last: Tensor) -> Tensor:
+        """[n,H]: what the head reads, from residual streams [n,H] after the last layer."""
+        return self._parts.norm(last, self._norm, self.arch.norm_eps)
+
+    def logits(self, last: Tensor, out: Tensor | None = None) -> Tensor:
+        """float32[n,V] from residual streams [n,H] after the last layer; or as `out` is."""
+        padding = padded_rows(len(last), self.row_sizes) - len(last)
+        normed = self.final_norm(F.pad(last, (0, 0, 0, padding)) if padding else last)
+        return self.read(normed, len(last), out)
+
+    def read(self, normed: Tensor, count: int, out: Tensor | None = None) -> Tensor:
+        """float32[n,V] of the first `count` rows of what `final_norm` returned, [n,H]; or into
+        `out`. n as M in `forward`.
+        """
+        cap, scale = self.arch.final_softcap, self.arch.logit_scale
+        if out is not None and isinstance(self.head, Linear) and cap is None and scale == 1.0:
+            return self.head.into(normed[:count], out)
+        logits = self.head(normed)[:count]
+        if scale != 1.0:
+            logits = logits.float() * scale
+        if cap is not None:
+            logits = softcapped(logits.float(), cap)
+        return logits.float() if out is None else out.copy_(logits)
+
+    def narrow(self, normed: Tensor) -> Tensor:
+        """[n,V] as `read`, but in `logits_dtype`."""
+        shape = len(normed), self.head.shape[0]
+        return self.read(normed, len(normed), normed.new_empty(shape, dtype=self.logits_dtype))
+
+
+class Decoder(Ends):
+    """A target's weights, or a rank's part of them, and its forward pass over M flat nodes.
 
     products   what the blocks' products are made of: Linear, Float8Linear (embedding and head
                stay in `dtype`), or WholeLinear for whole sequences
     parts      what stands between the products
+    group      the ranks that have the other parts, if there are any
     ropes, frequencies  the layers' rotary positions, each kind once, and float32[K,E/2] of them
     row_sizes  row counts its products may be run at (see layers.padded_rows); empty where bits
                may depend on the batch: anywhere but in Linear's float32 on the CPU with PLAIN
@@ -135,33 +205,24 @@ class Decoder:
         dtype: torch.dtype,
         products: type[Product] = Linear,
         parts: Elementwise = PLAIN,
+        group: Group | None = None,
     ) -> None:
-        arch = self.arch = checkpoint.architecture
-        weights = Weights(checkpoint, device, dtype, products)
-        self._parts = parts
-        self.embedding = weights.matrix("model.embed_tokens.weight")
+        arch, weights = checkpoint.architecture, Weights(checkpoint, device, dtype, products)
+        super().__init__(weights, arch, parts)
+        self._group, self._first = group, group.tp.span(arch.vocab).start if group else 0
         self._scale = torch.tensor(arch.embedding_scale).to(dtype).item()
         self._blocks = [
-            Block(weights, layer, spec, arch, parts) for layer, spec in enumerate(arch.layer_specs)
+            Block(weights, layer, spec, arch, parts, group)
+            for layer, spec in enumerate(arch.layer_specs)
         ]
-        self._norm = weights.norm("model.norm.weight")
-        self.head = weights.head(self.embedding)
-        self.dtype = dtype
         self.ropes = tuple(dict.fromkeys(spec.rope for spec in arch.layer_specs))
         self._rope_of = [self.ropes.index(spec.rope) for spec in arch.layer_specs]
         frequencies = np.stack([rope.frequencies(arch.rope_size) for rope in self.ropes])
         self.frequencies = torch.from_numpy(frequencies).to(device)
-        self.row_sizes: tuple[int, ...] = ()
         in_float32 = device.type == "cpu" and dtype == torch.float32
         if in_float32 and products is Linear and parts is PLAIN:
             linears = [linear for block in self._blocks for linear in block.linears]
             self.row_sizes = invariant_sizes([*linears, self.head])
-
-    @property
-    def logits_dtype(self) -> torch.dtype:
-        """In which logits lose nothing: the head's own, or what caps them."""
-        plain = self.arch.final_softcap is None and self.arch.logit_scale == 1.0
-        return self.dtype if plain else torch.float32
 
     def rotary(self, positions: Tensor) -> tuple[Rotary, ...]:
         """Of positions int64[M], in the order of `ropes`."""
@@ -199,33 +260,9 @@ class Decoder:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[M,H] for tokens int64[M]: rows of the embedding, not scaled."""
-        return F.embedding(tokens, self.embedding)
-
-    def final_norm(self, last: Tensor) -> Tensor:
-        """[n,H]: what the head reads, from residual streams [n,H] after the last layer."""
-        return self._parts.norm(last, self._norm, self.arch.norm_eps)
-
-    def logits(self, last: Tensor, out: Tensor | None = None) -> Tensor:
-        """float32[n,V] from residual streams [n,H] after the last layer; or as `out` is."""
-        padding = padded_rows(len(last), self.row_sizes) - len(last)
-        normed = self.final_norm(F.pad(last, (0, 0, 0, padding)) if padding else last)
-        return self.read(normed, len(last), out)
-
-    def read(self, normed: Tensor, count: int, out: Tensor | None = None) -> Tensor:
-        """float32[n,V] of the first `count` rows of what `final_norm` returned, [n,H]; or into
-        `out`. n as M in `forward`.
-        """
-        cap, scale = self.arch.final_softcap, self.arch.logit_scale
-        if out is not None and isinstance(self.head, Linear) and cap is None and scale == 1.0:
-            return self.head.into(normed[:count], out)
-        logits = self.head(normed)[:count]
-        if scale != 1.0:
-            logits = logits.float() * scale
-        if cap is not None:
-            logits = softcapped(logits.float(), cap)
-        return logits.float() if out is None else out.copy_(logits)
-
-    def narrow(self, normed: Tensor) -> Tensor:
-        """[n,V] as `read`, but in `logits_dtype`."""
-        shape = len(normed), self.head.shape[0]
-        return self.read(normed, len(normed), normed.new_empty(shape, dtype=self.logits_dtype))
+        if self._group is None:
+            return F.embedding(tokens, self.embedding)
+        tokens = tokens - self._first
+        mine = (tokens >= 0) & (tokens < len(self.embedding))
+        found = F.embedding(torch.where(mine, tokens, 0), self.embedding)
+        return self._group.sum(torch.where(mine.unsqueeze(1), found, 0))

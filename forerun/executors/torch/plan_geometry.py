@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.executors.device_choice import PlainNodes
 from forerun.executors.torch.geometry import (
     Geometry,
     most_parts,
@@ -20,6 +21,22 @@ from forerun.interface.plan import Plan
 from forerun.speculative.tree import TreeBatch
 from forerun.speculative.verify import intervals, positions
 from forerun.types import AnyArray, Ints
+
+
+@dataclass(frozen=True, slots=True)
+class StepNodes:
+    """What is wanted of which flat nodes of a step.
+
+    choosing  int32[n] those that choose a token
+    told      int32[m] those of which only log-probabilities are wanted
+    plain     those of which the device makes the choice
+    places    int64[M] where the keys and values of all are (kv.py)
+    """
+
+    choosing: Ints
+    told: Ints
+    plain: PlainNodes
+    places: Slots
 
 
 def choosing_nodes(plan: Plan, trees: TreeBatch) -> Ints:

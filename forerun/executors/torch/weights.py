@@ -34,7 +34,7 @@ def numbers_of(kind: str, rows: AnyArray) -> Tensor:
     if kind in _STORED:
         return torch.from_numpy(np.array(rows, order="C")).view(_STORED[kind])
     with np.errstate(all="ignore"):
-        return torch.from_numpy(dequantize(rows, GGMLQuantizationType[kind]))
+        return torch.from_numpy(dequantize(np.ascontiguousarray(rows), GGMLQuantizationType[kind]))
 
 
 def pieces_of(packed: Packed) -> Iterator[tuple[slice, Tensor]]:

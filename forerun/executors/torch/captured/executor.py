@@ -39,9 +39,10 @@ from forerun.executors.torch.captured.runner import CudaGraphRunner
 from forerun.executors.torch.captured.shaped_rows import ShapedRows
 from forerun.executors.torch.captured.warm_up import warm_up
 from forerun.executors.torch.decoder import Decoder
-from forerun.executors.torch.executor import TorchExecutor, TorchRound
+from forerun.executors.torch.executor import TorchExecutor
 from forerun.executors.torch.kernels import Kernels
 from forerun.executors.torch.level_model import LevelModel
+from forerun.executors.torch.model_runner import TorchRound
 from forerun.interface.executor import Capabilities, DraftShape, Executor, NotYetError
 from forerun.interface.next_draft import DraftRequest
 from forerun.interface.plan import Outcome, Plan, Reports, Round, SlotInit

@@ -1,0 +1,318 @@
+"""ModelRunner: a target's weights and pages on a device, and the forward pass of a step: all that a
+rank does of one which shares its model with others. Who accepts is executor.py.
+"""
+
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.errors import ConfigError, EngineError
+from forerun.executors.device_choice import PlainNodes
+from forerun.executors.host_choice import Logits
+from forerun.executors.torch.accept import choices
+from forerun.executors.torch.attention import attend, key_blocks
+from forerun.executors.torch.decoder import Attend, Decoder, apart
+from forerun.executors.torch.features import TorchFeatures
+from forerun.executors.torch.float8 import FLOAT8, Float8Linear, Rows
+from forerun.executors.torch.geometry import tile_heads
+from forerun.executors.torch.group import Group
+from forerun.executors.torch.kernels import kernels_for, parts_of
+from forerun.executors.torch.kv import PagedCache, Slots
+from forerun.executors.torch.layers import (
+    PLAIN,
+    AnyHeads,
+    Linear,
+    compiled,
+    padded_rows,
+)
+from forerun.executors.torch.memory import DTYPES, check_fits, kv_shape, planned_bytes
+from forerun.executors.torch.plan_geometry import StepNodes, geometry_of
+from forerun.executors.torch.prompt_attention import PromptAttention, prompt_rows, takes
+from forerun.interface.executor import ExecutorLimits
+from forerun.interface.plan import Plan, Round
+from forerun.models.arch import Architecture
+from forerun.models.checkpoint import Checkpoint
+from forerun.speculative.tree import NodeMasks, TreeBatch
+from forerun.speculative.verify import positions
+from forerun.types import Floats, Ints
+
+KV_DTYPES = {"same": None, "float8": FLOAT8}
+"""Names and what pages are kept in; None: as activations."""
+
+
+@dataclass(eq=False)
+class TorchRound(Round):
+    """What one forward pass found.
+
+    logits    float32[n,V] of the n nodes that choose a token, on the device
+    row_of    int32[M] a flat node's row in `logits`; -1 = it has none
+    plain     the nodes whose choice the device makes
+    places    int64[M] where keys and values of the flat nodes are (kv.py)
+    told      [m,H] residual streams of the m nodes that only log-probabilities are wanted of, and
+    told_of   int32[M] a flat node's row there; -1 = it has none
+    features  of the nodes, where they were requested
+    """
+
+    logits: Tensor = field(kw_only=True)
+    row_of: Ints = field(kw_only=True)
+    plain: PlainNodes = field(kw_only=True)
+    places: Slots = field(kw_only=True)
+    told: Tensor = field(kw_only=True)
+    told_of: Ints = field(kw_only=True)
+    features: TorchFeatures | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TorchOptions:
+    """How a model runs.
+
+    compile  let torch.compile write the kernels between the products
+    kv_dtype what pages are kept in: "same", which is as activations, or "float8"
+    prompts  what computes attention of prompt chunks on CUDA: "triton", which are our kernels, or
+             "torch_native" (prompt_attention.py)
+    """
+
+    device: str = "cpu"
+    dtype: str = "float32"
+    compile: bool = False
+    kv_dtype: str = "same"
+    prompts: str = "auto"
+
+
+class ModelRunner:
+    """A target in torch, or a rank's part of it.
+
+    In float32 on the CPU a row's bits are the same alone, in any batch, under any tree, in any
+    chunks and pages, for a fixed number of torch threads. Elsewhere products run at any number
+    of rows and their last bits may depend on the batch; `describe()` says which it is.
+
+    kernels  ours, where the device has any
+    group    the ranks that have the other parts of the model, where `checkpoint` is a part of one
+
+    Raises ConfigError for an unknown dtype or device or limits that are not the model's,
+    MemoryPlanError where weights, cache and scratch do not fit.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        limits: ExecutorLimits,
+        options: TorchOptions,
+        group: Group | None = None,
+    ) -> None:
+        arch = checkpoint.architecture
+        self.limits, self.group = limits, group
+        self.device, self.dtype = _device(options.device), _dtype(options.dtype)
+        self.options = options
+        _check_limits(arch, limits)
+        pages = KV_DTYPES[options.kv_dtype] or self.dtype
+        self._bytes = planned_bytes(arch, limits, self.device, options.dtype)
+        self._bytes["cache"] = kv_shape(arch).bytes(limits, pages)
+        check_fits(self._bytes, self.device)
+        self._aux_layers: tuple[int, ...] = ()
+        kernels = self.kernels = kernels_for(self.device)
+        self.prompts_natively = options.prompts == "torch_native"
+        if options.prompts == "auto":  # FlashAttention knows 16 bits.
+            self.prompts_natively = kernels is not None and self.dtype != torch.float32
+        if self.prompts_natively and kernels is None:
+            raise ConfigError(
+                f"prefill-attention-backend {options.prompts} is for cuda, but device is "
+                f"{options.device}, where attention keeps its bits whatever the chunks are; leave "
+                "it out"
+            )
+        self._decoder: Decoder | None = Decoder(
+            checkpoint,
+            self.device,
+            self.dtype,
+            products=Float8Linear if options.dtype == "float8" else Linear,
+            parts=compiled(PLAIN) if options.compile else parts_of(kernels),
+            group=group,
+        )
+        self._cache: PagedCache | None = PagedCache(kv_shape(arch), limits, self.device, pages)
+
+    @property
+    def decoder(self) -> Decoder:
+        """The target's weights. Raises EngineError after `shutdown`."""
+        if self._decoder is None:
+            raise EngineError("the executor was shut down")
+        return self._decoder
+
+    @property
+    def cache(self) -> PagedCache:
+        """The target's keys and values. Raises EngineError after `shutdown`."""
+        if self._cache is None:
+            raise EngineError("the executor was shut down")
+        return self._cache
+
+    def request_aux_hidden_states(self, layers: tuple[int, ...]) -> None:
+        """Keep, from the next step on, the residual streams entering these layers, for a draft
+        model (transformers' hidden_states indices; L = after the last layer, before its norm).
+
+        Raises ConfigError where the model has no such layer.
+        """
+        last = self.decoder.arch.layers
+        if not all(0 <= layer <= last for layer in layers):
+            raise ConfigError(f"features {layers} name a layer outside 0..{last}")
+        self._aux_layers = layers
+
+    @torch.inference_mode()
+    def run(
+        self, plan: Plan, trees: TreeBatch, nodes: StepNodes, masks: NodeMasks | None = None
+    ) -> TorchRound:
+        """One forward pass. Of the plan nothing is read but kv_len, samples and page_table."""
+        decoder, count, places = self.decoder, len(trees.tokens), nodes.places
+        # Our kernels know no padding; the bits are the batch's affair where they run.
+        rows = padded_rows(count, () if self.kernels else decoder.row_sizes)
+        tokens = self._padded(trees.tokens, rows)
+        rotary = decoder.rotary(self._padded(positions(trees, plan.kv_len), rows))
+        attend = self._attention(plan, trees, places)
+        last, streams = decoder.forward(tokens, rotary, attend, self._aux_layers)
+        features = None
+        if streams:
+            aligned = torch.cat([stream[:count] for stream in streams], -1)
+            features = TorchFeatures(aligned, np.arange(count))
+        return TorchRound(
+            plan,
+            trees,
+            masks,
+            logits=decoder.logits(last[self._padded(nodes.choosing, len(nodes.choosing))]),
+            row_of=_numbered(nodes.choosing, count),
+            plain=nodes.plain,
+            places=places,
+            told=last[self._padded(nodes.told, len(nodes.told))],
+            told_of=_numbered(nodes.told, count),
+            features=features,
+        )
+
+    def _attention(self, plan: Plan, trees: TreeBatch, places: Slots) -> Attend:
+        """Of one step: writes a layer's keys and values into `places`, then attends."""
+        kernels, cache, arch = self.kernels, self.cache, self.decoder.arch
+        count, specs = len(trees.tokens), [spec.attention for spec in arch.layer_specs]
+        if kernels is not None:
+            gqa_group = tile_heads(arch.heads // arch.kv_heads, arch.head_size)
+            geometry = geometry_of(plan, trees, places, cache, gqa_group, self.device)
+            prompts: PromptAttention | None = None
+            if self.prompts_natively and prompt_rows(trees, geometry.tile):
+                prompts = PromptAttention(
+                    kernels.attend, kernels.varlen, geometry, plan, trees, cache
+                )
+
+            def launched(layer: int, heads: AnyHeads) -> Rows:
+                held, spec = cache.of_layer(layer), specs[layer]
+                queries = kernels.enter(heads, held, geometry.slots)
+                if prompts is not None and takes(spec):
+                    return prompts(queries, *held, spec)
+                float8, sinks = heads.float8, heads.sinks
+                return kernels.attend(queries, *held, geometry, spec, float8=float8, sinks=sinks)
+
+            return launched
+        windows = dict.fromkeys(spec.window for spec in specs)
+        blocks = {w: key_blocks(plan, trees, places, cache, self.device, w) for w in windows}
+        there = torch.from_numpy(places).to(self.device)
+
+        def of_layer(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+            cache.write(layer, there, k[:count], v[:count])
+            spec = specs[layer]
+            return attend(q, *cache.of_layer(layer), blocks[spec.window], spec, sinks)
+
+        return apart(of_layer)
+
+    def logits_of(self, round: TorchRound) -> Logits:
+        """float32[V] on the host of a flat node of the step that ran last. Those of nodes that only
+        log-probabilities are wanted of are made here, as many at a time as may choose a token, so
+        that a long prompt needs no more room than any step.
+        """
+        size = self.limits.scored_nodes
+
+        @cache
+        def chosen() -> Floats:
+            found: Floats = round.logits.cpu().numpy()
+            return found
+
+        @lru_cache(maxsize=1)
+        @torch.inference_mode()
+        def told(piece: int) -> Floats:
+            rows = round.told[piece * size : (piece + 1) * size]
+            found: Floats = self.decoder.logits(rows).cpu().numpy()
+            return found
+
+        def of_node(node: int) -> Floats:
+            row = int(round.row_of[node])
+            if row >= 0:
+                found: Floats = chosen()[row]
+            else:
+                piece, row = divmod(int(round.told_of[node]), size)
+                found = told(piece)[row]
+            return found
+
+        return of_node
+
+    def choices_of(self, round: TorchRound) -> list[int]:
+        """The device's choices at the plain nodes of a round."""
+        nodes = round.plain.nodes
+        rows = self._padded(round.row_of[nodes], len(nodes))
+        found: list[int] = choices(round.logits[rows], round.plain).tolist()
+        return found
+
+    def move(self, source: Slots, target: Slots) -> None:
+        """Copy keys and values of all layers between slots int64[n] of the cache (kv.py)."""
+        begin, end = (torch.from_numpy(slots).to(self.device) for slots in (source, target))
+        move = self.kernels.move if self.kernels else PagedCache.move
+        move(self.cache, begin, end, None)
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for /server_info. row_sizes: row counts that products are run at."""
+        sizes = self._decoder.row_sizes if self._decoder else ()
+        return {
+            "device": str(self.device),
+            "dtype": self.options.dtype,
+            "kv_dtype": self.options.kv_dtype,
+            "threads": torch.get_num_threads() if self.device.type == "cpu" else None,
+            "batch_invariant": bool(sizes),
+            "row_sizes": sizes,
+            **{f"{part}_bytes": count for part, count in self._bytes.items()},
+        }
+
+    def shutdown(self) -> None:
+        """Release memory. Idempotent."""
+        self._decoder = self._cache = None
+
+    def _padded(self, values: Ints, rows: int) -> Tensor:
+        """int64[rows] on the device: values, then zeros."""
+        out = np.zeros(rows, np.int64)
+        out[: len(values)] = values
+        return torch.from_numpy(out).to(self.device)
+
+
+def _numbered(nodes: Ints, count: int) -> Ints:
+    """int32[count]: the place in `nodes` that each of so many nodes has; -1 = none."""
+    found = np.full(count, -1, np.int32)
+    found[nodes] = np.arange(len(nodes), dtype=np.int32)
+    return found
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"torch knows no device {name!r}: {error}") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device is {name}, but torch sees no CUDA device here")
+    return device
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise ConfigError(f"dtype is {name!r}; it must be one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _check_limits(arch: Architecture, limits: ExecutorLimits) -> None:
+    if limits.vocab != arch.vocab:
+        raise ConfigError(f"the limits' vocabulary is {limits.vocab}, the model's {arch.vocab}")
+    if limits.context > arch.context:
+        raise ConfigError(f"context is {limits.context}, the model was made for {arch.context}")

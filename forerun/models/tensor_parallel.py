@@ -1,0 +1,209 @@
+"""Tensor and expert parallelism: which part of every tensor a rank holds, and the model that its
+parts make up.
+
+Megatron's cut (Shoeybi et al. 2019, arXiv 1909.08053, section 3): queries, keys, values, gate and
+up are cut by their outputs, o_proj and down_proj by their inputs, so that a layer needs two sums
+over the ranks. Embedding and head are cut by token. Everything else is on every rank, and so is a
+key/value head that more ranks than there are such heads need.
+"""
+
+import re
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from forerun.errors import ConfigError
+from forerun.models.arch import Architecture
+from forerun.models.checkpoint import Checkpoint
+from forerun.models.layer_spec import Dense, Experts
+from forerun.models.mapped import Packed
+from forerun.types import Floats
+
+
+class Cut(Enum):
+    """How a tensor is divided among the ranks."""
+
+    WHOLE = "every rank has all of it"
+    ROWS = "by its first axis"
+    COLUMNS = "by its last axis"
+    KV_HEADS = "by its first axis, key/value head by key/value head"
+    ONCE = "rank 0 has it, the others zeros: it is added to a sum over the ranks"
+
+
+_CUTS = {
+    r".*\.(q_proj|q_b_proj|kv_b_proj|gate_proj|up_proj)\.(weight|bias)": Cut.ROWS,
+    r".*\.(k_proj|v_proj)\.(weight|bias)": Cut.KV_HEADS,
+    r".*\.(o_proj|down_proj)\.weight": Cut.COLUMNS,
+    r".*\.(o_proj|down_proj)\.bias": Cut.ONCE,
+    r".*\.sinks": Cut.ROWS,
+    r"(model\.embed_tokens|lm_head)\.weight": Cut.ROWS,
+}
+"""By canonical name; what is not here is whole."""
+
+
+def cut_of(name: str) -> Cut:
+    """How the tensor of this canonical name is divided."""
+    return next((cut for pattern, cut in _CUTS.items() if re.fullmatch(pattern, name)), Cut.WHOLE)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """One of the ranks that share a model.
+
+    rank  its number, from 0
+    size  how many there are
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    def span(self, length: int) -> slice:
+        """Its part of an axis of so many numbers: the ranks' parts follow each other, and differ
+        in length by one at most.
+        """
+        return slice(length * self.rank // self.size, length * (self.rank + 1) // self.size)
+
+    def kv_span(self, kv_heads: int, length: int) -> slice:
+        """The same of an axis of `kv_heads` heads, of which every rank has one at least."""
+        if kv_heads >= self.size:
+            return self.span(length)
+        head, each = kv_heads * self.rank // self.size, length // kv_heads
+        return slice(head * each, (head + 1) * each)
+
+    def architecture(self, arch: Architecture) -> Architecture:
+        """The model that this rank's parts of `arch` make up; its vocabulary is the whole one."""
+        if self.size == 1:
+            return arch
+        narrow = {spec: self._feed_forward(spec.feed_forward) for spec in set(arch.layer_specs)}
+        return replace(
+            arch,
+            heads=arch.heads // self.size,
+            kv_heads=max(1, arch.kv_heads // self.size),
+            layer_specs=tuple(
+                replace(spec, feed_forward=narrow[spec]) for spec in arch.layer_specs
+            ),
+        )
+
+    def _feed_forward(self, spec: Dense | Experts) -> Dense | Experts:
+        if isinstance(spec, Dense):
+            return replace(spec, width=spec.width // self.size)
+        return replace(spec, width=spec.width // self.size, shared=spec.shared // self.size)
+
+
+def check_divides(arch: Architecture, size: int) -> None:
+    """Raise ConfigError where a model cannot be shared by so many ranks; it says by how many it
+    could be.
+    """
+    fault = _fault(arch, size)
+    if fault is None:
+        return
+    able = [str(n) for n in range(1, arch.heads + 1) if _fault(arch, n) is None]
+    raise ConfigError(
+        f"tp-size is {size}, but {fault}; this model can be shared by {' or '.join(able)}."
+    )
+
+
+def _fault(arch: Architecture, size: int) -> str | None:
+    """Why a model cannot be shared by so many, in one clause; None where it can."""
+    parts = {"attention heads": arch.heads}
+    for spec in dict.fromkeys(arch.layer_specs):
+        match spec.feed_forward:
+            case Dense(width):
+                parts["feed-forward columns"] = width
+            case Experts() as experts:
+                parts["columns of each expert"] = experts.width
+                parts["columns of the shared expert"] = experts.shared
+        if spec.wide_qk_norm and size > 1:
+            return "its queries are normed over all heads at once"
+    for what, count in parts.items():
+        if count % size:
+            return f"its {count} {what} do not divide by that"
+    groups = arch.kv_heads
+    if groups % size and size % groups:
+        return f"its {groups} key/value heads neither divide by that nor divide it"
+    return None
+
+
+class RankCheckpoint:
+    """A rank's parts of a checkpoint, as a Checkpoint of its own: nothing else is read.
+
+    whole  the checkpoint
+    tp     which rank this is
+    """
+
+    def __init__(self, whole: Checkpoint, tp: TensorParallel) -> None:
+        self.whole, self.tp = whole, tp
+        self._kv_heads = whole.architecture.kv_heads
+        self._architecture = tp.architecture(whole.architecture)
+
+    @property
+    def architecture(self) -> Architecture:
+        """What the parts make up."""
+        return self._architecture
+
+    @property
+    def path(self) -> Path:
+        """The file or folder."""
+        return self.whole.path
+
+    def names(self) -> tuple[str, ...]:
+        """Canonical names of all tensors."""
+        return self.whole.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of this rank's part; KeyError for an unknown name."""
+        shape = self.whole.shape(name)
+        index = self._index(name, shape)
+        return tuple(len(range(*part.indices(n))) for part, n in zip(index, shape, strict=True))
+
+    def tensor(self, name: str) -> Floats:
+        """The rank's part as float32; KeyError."""
+        index = self._index(name, self.whole.shape(name))
+        if cut_of(name) is Cut.ONCE and self.tp.rank:
+            return np.zeros(self.shape(name), np.float32)
+        packed = self.whole.packed(name)
+        if packed is None:
+            return self.whole.tensor(name)[index]
+        rows, columns = index
+        blocks = _covering(packed.kind, columns, packed.columns)
+        part = _part(packed, rows, blocks).floats()
+        return part[:, columns.start - blocks.start : columns.stop - blocks.start]
+
+    def packed(self, name: str) -> Packed | None:
+        """The rank's part of a matrix as stored; None for a vector, and where a part does not end
+        where a block of the storage does: blocks are not cut.
+        """
+        packed = self.whole.packed(name)
+        if packed is None:
+            return None
+        rows, columns = self._index(name, self.whole.shape(name))
+        blocks = _covering(packed.kind, columns, packed.columns)
+        return _part(packed, rows, columns) if blocks == columns else None
+
+    def _index(self, name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
+        """Which part of a tensor of this shape is this rank's."""
+        all_of = tuple(slice(0, length) for length in shape)
+        match cut_of(name):
+            case Cut.ROWS:
+                return self.tp.span(shape[0]), *all_of[1:]
+            case Cut.KV_HEADS:
+                return self.tp.kv_span(self._kv_heads, shape[0]), *all_of[1:]
+            case Cut.COLUMNS:
+                return *all_of[:-1], self.tp.span(shape[-1])
+        return all_of
+
+
+def _covering(kind: str, columns: slice, length: int) -> slice:
+    """The columns of the storage's blocks that hold these."""
+    block = GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0]
+    return slice(columns.start // block * block, min(-(-columns.stop // block) * block, length))
+
+
+def _part(packed: Packed, rows: slice, columns: slice) -> Packed:
+    """Rows and whole blocks of columns of a matrix; a view of it."""
+    block, size = GGML_QUANT_SIZES[GGMLQuantizationType[packed.kind]]
+    octets = slice(columns.start // block * size, -(-columns.stop // block) * size)
+    return Packed(packed.kind, packed.rows[rows, octets], columns.stop - columns.start)
