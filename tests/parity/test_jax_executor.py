@@ -119,8 +119,7 @@ def test_a_decoding_step_is_one_dispatch_and_one_small_copy(warm, prompt, copied
 @pytest.mark.parametrize("masks_of", [None, grammar])
 def test_so_is_one_with_parameters_reports_and_masks(warm, prompt, copied, masks_of):
     """And beside each choice its log-probability and those of 20 others, not the logits."""
-    thresholds = {"accept_threshold_single": 0.2, "accept_threshold_acc": 0.6}
-    samplings = [*PARAMETERS[:3], Sampling(temperature=0.5, seed=3, **thresholds)]
+    samplings = [*PARAMETERS[:3], Sampling(temperature=0.5, seed=3)]
     with Driver(warm) as driver:
         for slot, sampling in enumerate(samplings):
             driver.open(slot, prompt[slot:9], replace(sampling, logprobs=slot or None))
@@ -134,6 +133,24 @@ def test_so_is_one_with_parameters_reports_and_masks(warm, prompt, copied, masks
             assert told == [[], *([n] * outcome.n_tokens[n] for n in (1, 2, 3))]
     assert warm.programs.dispatches == before + 5
     assert copied == [4 * 4 * 4 * (1 + line_size(tiny.VOCAB))] * 5
+
+
+@pytest.mark.parametrize("masks_of", [None, grammar])
+def test_accept_thresholds_cost_their_own_row_alone(warm, prompt, masks_of):
+    """Its logits cross to the host; the row beside it is decided where it is. What passes is held
+    to the other executors in test_executors.py.
+    """
+    lossy = Sampling(temperature=0.8, seed=3, accept_threshold_single=0.2, accept_threshold_acc=0.6)
+    with Driver(warm) as driver:
+        for slot, sampling in enumerate((lossy, Sampling(temperature=0.8, seed=4))):
+            driver.open(slot, prompt[slot:9], sampling)
+        driver.step([Row(0), Row(1)])
+        before = warm.programs.dispatches
+        for _ in range(3):
+            round = driver.step([Row(0, draft=chain_draft([5, 6])), Row(1)], masks_of).round
+            assert round.rows.decided.tolist() == [False, True]
+        # A round, its logits, and what was accepted goes to its page.
+        assert warm.programs.dispatches == before + 3 * 3
 
 
 def test_the_state_is_donated_and_nothing_else_stays(warm, prompt):

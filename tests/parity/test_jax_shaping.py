@@ -19,7 +19,6 @@ from forerun.executors.jax.shaping import (
 )
 from forerun.speculative.accept import NOTHING, choose
 from forerun.speculative.sampling import History, Sampling, _keep_largest, process
-from forerun.speculative.thresholds import relaxed
 from forerun.speculative.tree import batch
 from forerun.speculative.verify import intervals
 from tests.parity.driver import SHAPED, as_draft
@@ -121,60 +120,6 @@ def test_where_top_p_is_a_matter_of_rounding_there_is_no_choice(chosen):
             assert token in (host, NOTHING)
             seen.add(int(token))
     assert {NOTHING, 0, 1, 2} == seen
-
-
-def test_what_thresholds_let_pass_is_what_the_host_lets_pass(chosen):
-    """Of siblings, twins among them, beside rows without thresholds; likely, unlikely and excluded
-    draft tokens. Rounding leaves few open.
-    """
-    random = np.random.default_rng(4)
-    tree = as_draft([5, 9, 5], [-1, -1, -1])
-    thresholds = [0.0, 0.05, 0.3, 0.7, 1 - 1e-9, 1.0]
-    others = ({}, {"top_p": 0.8}, {"top_k": 3, "min_p": 0.01}, {"frequency_penalty": 0.4})
-    allowed = np.ones((ROWS, 4, VOCAB), bool)
-    history = History(np.array([3, 9, 4], np.int32), 1)
-    passed = unsure = 0
-    for turn in range(60):
-        samplings = [
-            Sampling(
-                temperature=1.1, seed=ROWS * turn + row,
-                accept_threshold_single=random.choice(thresholds),
-                accept_threshold_acc=random.choice(thresholds), **others[(turn + row) % 4],
-            )
-            for row in range(ROWS)
-        ]  # fmt: skip
-        logits = random.normal(size=(ROWS, 4, VOCAB)).astype(np.float32)
-        logits[..., [5, 9, 12]] += random.choice([-900, 0, 6, 7, 8], (ROWS, 4, 3))
-        found = chosen(logits, samplings, [history] * ROWS, allowed, tree)
-        for row, sampling in enumerate(samplings):
-            target = expected(logits[row, 0], sampling, history, (), allowed[row, 0])
-            processed = process(logits[row, 0], sampling, history, ())
-            wanted = target
-            if sampling.lossy:
-                wanted = relaxed(processed, sampling, history.output_len, [5, 9, 5], target)
-            passed += wanted != target
-            unsure += found[row, 0] == NOTHING
-            assert found[row, 0] in (wanted, NOTHING), sampling
-    assert passed > 30 and unsure <= 3
-
-
-def test_where_a_threshold_is_a_matter_of_rounding_there_is_no_choice(chosen):
-    """One draft token of four equally likely ones, and a threshold of a quarter."""
-    logits = np.full((ROWS, 4, VOCAB), -np.inf, np.float32)
-    logits[..., [5, 6, 7, 8]] = 0.0
-    history, seen = History(np.zeros(3, np.int32), 1), set()
-    for turn in range(5):
-        rows = [
-            Sampling(temperature=1.0, seed=ROWS * turn + row, accept_threshold_single=0.25)
-            for row in range(ROWS)
-        ]
-        found = chosen(logits, rows, [history] * ROWS, np.ones(logits.shape, bool))
-        for token, sampling in zip(found[:, 0], rows, strict=True):
-            target = expected(logits[0, 0], sampling, history, (), np.ones(VOCAB, bool))
-            assert relaxed(logits[0, 0], sampling, 2, [5], target) == 5
-            assert token == (5 if target == 5 else NOTHING)
-            seen.add(token)
-    assert seen == {5, NOTHING}
 
 
 def test_the_largest_are_the_hosts():

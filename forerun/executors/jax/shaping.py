@@ -5,9 +5,9 @@ much is read as there is; a node adds the draft tokens above it. Cut-offs sort n
 largest logit is found bit by bit, where somebody has one.
 
 The choice is the host's to the bit on machines whose float32 arithmetic is the host's. Only top_p
-and accept thresholds (thresholds.py) add numbers up, the host in float64: here a set that is
-certainly too small and one that is certainly too large are cut, and where these do not agree on the
-choice there is none: then the host decides, of a draft token's node nobody does.
+adds numbers up, the host in float64: here a set that is certainly too small and one that is
+certainly too large are cut, and where these do not agree on the choice there is none: then the host
+decides, of a draft token's node nobody does. Rows with accept thresholds are decided by the host.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,6 @@ from forerun.executors.jax.accept import Rules, Trees, sampled
 from forerun.executors.jax.batches import Batch
 from forerun.executors.jax.inputs import Shapes, total, views_of
 from forerun.executors.jax.reports import MASS_ERROR, is_told, mass
-from forerun.executors.jax.thresholds import NEVER, Cut, packed_thresholds, relaxed
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.sampling import LEAST_TOP_P, History, Sampling
 from forerun.types import Ints
@@ -76,13 +75,13 @@ def room_for_edits(slots: int, context: int, vocab: int) -> int:
     return -(-needed // _READ) * _READ
 
 
-FLOATS = ("repetition", "frequency", "presence", "min_p", "top_p", "single", "divisor")
+FLOATS = ("repetition", "frequency", "presence", "min_p", "top_p")
 """Of rows, in the vector as their bits."""
 
 
 def shaping_shapes(rows: int, room: int) -> Shapes:
-    """Of rows: bits of the penalties, of the logarithm of min_p, of top_p and of the accept
-    thresholds; top_k, min_tokens, and whether log-probabilities are told. The number of edits; of
+    """Of rows: bits of the penalties, of the logarithm of min_p, of top_p; top_k,
+    min_tokens, and whether log-probabilities are told. The number of edits; of
     edits: the row, the token, how often the output has it times 4 plus flags, and bits of the bias.
     """
     return {
@@ -99,9 +98,8 @@ def packed_shaping(batch: Batch, asked: Asked, room: int, vocab: int) -> Ints:
     views = views_of(whole, shapes)
     views["row"][:] = batch.size.rows
     views["top_k"][:] = vocab
-    for name in ("repetition", "top_p", "divisor"):
+    for name in ("repetition", "top_p"):
         views[name].view(np.float32)[:] = 1.0
-    views["single"].view(np.float32)[:] = NEVER
     views["min_p"].view(np.float32)[:] = -np.inf
     edits: list[tuple[int, int, int, float]] = []
     for line, row in enumerate(batch.rows):
@@ -116,9 +114,6 @@ def packed_shaping(batch: Batch, asked: Asked, room: int, vocab: int) -> Ints:
         if sampling.top_k > 0:
             views["top_k"][line] = min(sampling.top_k, vocab)
         views["top_p"].view(np.float32)[line] = sampling.top_p
-        single, divisor = packed_thresholds(sampling)
-        views["single"].view(np.float32)[line] = single
-        views["divisor"].view(np.float32)[line] = divisor
         if sampling.min_p > 0:
             views["min_p"].view(np.float32)[line] = np.log(sampling.min_p)
         edits += [(line, token, 4 * n + flags, b) for token, (n, flags, b) in listed.items()]
@@ -140,8 +135,6 @@ class Shaping(NamedTuple):
     presence: Array
     min_p: Array
     top_p: Array
-    single: Array
-    divisor: Array
     top_k: Array
     min_tokens: Array
     told: Array
@@ -222,15 +215,7 @@ def choose_shaped(
         most = jnp.where(more, heated, -jnp.inf)
         token = sampled(most.reshape(-1, vocab), rules).reshape(rows, nodes)
         sure = jnp.take_along_axis(fewer, token[..., None], -1)[..., 0]
-        lossy = ((shaping.single < NEVER) | (shaping.divisor < 1))[:, None]
-
-        def passed() -> tuple[Array, Array]:
-            thresholds = shaping.single, shaping.divisor
-            other, certain = relaxed(Cut(heated, fewer, more), token, trees, rules, thresholds)
-            return jnp.where(lossy, other, token), sure & (certain | ~lossy)
-
-        found: tuple[Array, Array] = lax.cond(lossy.any(), passed, lambda: (token, sure))
-        return found
+        return token, sure
 
     token, sure = lax.cond(hot.any(), drawn, lambda: (greedy, jnp.ones_like(hot)))
     token = jnp.where(hot, token, greedy)

@@ -47,14 +47,15 @@ class JaxRound(Round):
 
 def asked_of(plan: Plan, sampler: HostSampler, room: int) -> Asked:
     """By row: the parameters of those that a plain round does not decide. The host decides rows
-    that change more than `room` logits.
+    that change more than `room` logits, and those with accept thresholds.
     """
     found: Asked = {}
     more = (sampler.choosing.temperature[plan.slots] < 0) | plan.constrained
     more |= sampler.reports(plan.slots)
     for row in np.flatnonzero(plan.samples & more).tolist():
         slot = sampler.of_row(plan, row)
-        if slot.sampling.plain and not plan.constrained[row] and not is_told(slot.sampling):
+        shaped = not slot.sampling.plain or plan.constrained[row] or is_told(slot.sampling)
+        if slot.sampling.lossy or not shaped:
             continue
         edits = edits_of(slot.sampling, slot.history)
         if len(edits) <= room:
