@@ -1,7 +1,7 @@
 """Two source trees against each other: the same command in each, in alternating order.
 
     python bench/alternate.py OLD NEW --rounds 7 --out x.json \
-        --value ms1 rows.1.step.median -- -m bench.cpu_steps --json {out}
+        --value ms1 "ms.plain.cpu step.1x1.median" -- -m bench.steps --json {out}
 
 The command is run by this Python in each tree (the tree first on its path), {out} being a file
 that it writes as JSON; `--value NAME PATH` names a number in it (keys and list places, dotted).

@@ -1,29 +1,35 @@
 """What the torch executor costs on a device, against what its memory would allow.
 
-    python bench/gpu.py [model] [--device cuda] [--out bench/results/gpu.json] [--quick]
-                        [--sections plain,served]
+    python bench/gpu.py rounds|formats|served|overlap|leak|author ... --out DIR
+                        [--device cuda] [--shape llama-3.1-8b] [--model smollm2-135m]
 
-plain    one token for each of B sequences: whole steps (draft nothing, verify, accept, commit)
-         against the floor, the weights' bytes over the copy bandwidth measured first
-t(k)     a chain of k nodes of one sequence over one node
-sized    steps at a large model's size with random weights, and SYNTHETIC speed-ups
-served   the engine end to end, speculation off and on: tokens per second of wall time; host is
-         the share of it outside of captured rounds (prompts, which are eager, included)
+rounds   at a large model's size, random weights: each of (rows, nodes, levels), replays timed with
+         events, whole steps on the host's clock, the floor (weights, keys and values once, at the
+         bandwidth of a copy) and the kernels that the profiler names; and 64 rows with top_p 0.9
+formats  there too: a plain step in bfloat16, in float8, and with float8 pages; prompt tokens per
+         second
+served   the engine end to end with a real model, by way to speculate: tokens per second of wall
+         time, one stream and all; host is the share of it outside of captured rounds (prompts,
+         which are eager, included)
+overlap  the same on and off in turns, nothing drafted: at 1, 16 and 64 streams, greedy, with top_p,
+         and with prompts and answers of mixed lengths
 leak     bytes that so many rounds leave behind, on the device and in the process
 author   dense generation, as `forerun train` uses it
-overlap  served with overlap over served without, in turns; only where it is named (--sections)
 
-Every section is measured by itself: where one fails, its error stands in the table and the rest
-goes on. Prints a table last and writes JSON with the machine's stamp.
+Steps by batch, and the SYNTHETIC speed-ups of a large model, are `forerun bench --random-weights`.
+Writes DIR/NAME.json after every number, so that what was measured stays when time runs out. What
+fails is in it under "errors". On the CPU everything is tiny: does it run at all? Which call of
+docs/gpu-pending.md runs what stands there.
 """
 
 import argparse
+import gc
 import json
 import resource
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -32,221 +38,313 @@ from typing import Any
 import numpy as np
 import torch
 
-from forerun.bench.sized import (
-    Steps,
-    Sweep,
+from forerun.client.completion import acceptance_length, complete, make_request
+from forerun.client.llm import LLM
+from forerun.executors.torch import CapturedExecutor
+from forerun.hub.catalog import open_model, shipped_draft
+from forerun.machine import stamp
+from forerun.measure.sized import (
+    DRAFT_VOCAB,
+    StepSweep,
     copy_bandwidth,
     host_share,
-    lines,
-    measure,
-    milliseconds,
+    torch_bench,
+    wait,
 )
-from forerun.bench.workload import read_prompts
-from forerun.client.completion import complete, make_request
-from forerun.client.llm import LLM
-from forerun.hub.catalog import Model, open_model, shipped_draft
-from forerun.machine import stamp
-from forerun.models.shapes import SHAPES
+from forerun.measure.step_bench import StepBench, milliseconds
+from forerun.measure.workload import read_prompts
+from forerun.models.shapes import SHAPES, RandomCheckpoint, random_draft, shape_named
+from forerun.speculative.sampling import Sampling
 from forerun.train.answers import Ask
 from forerun.train.generate import DenseAuthor
 from forerun.train.target import DenseTarget
 
-
-@dataclass(frozen=True)
-class Size:
-    """How much is measured."""
-
-    context: int
-    batches: tuple[int, ...]
-    nodes: tuple[int, ...]
-    rounds: int
-    prompts: int
-    tokens: int
-    width: int
-    copy: int
-    """Bytes of the copy that measures bandwidth."""
-    shape: str
-    """Measured with random weights (forerun/models/shapes.py)."""
-    leak: int
-    """Step after which memory is looked at."""
-
-
-FULL = Size(
-    512,
-    (1, 4, 16, 64, 256),
-    (1, 2, 4, 8, 16, 32),
-    30,
-    16,
-    128,
-    1024,
-    4 << 30,
-    "llama-3.1-8b",
-    10_000,
+POINTS = (
+    *((1, 1, 0), (1, 2, 0), (1, 8, 0), (64, 1, 0), (64, 2, 0)),
+    *((1, 1, 1), (1, 1, 3), (1, 4, 3), (64, 2, 1), (64, 4, 3)),
 )
-QUICK = Size(40, (1, 2), (1, 4), 2, 2, 8, 4, 1 << 24, "tiny", 20)
+"""Rows, nodes of each, levels of a chain that the head grows: also in docs/gpu-roofline.md."""
+
+TOP_P = Sampling(temperature=0.8, top_p=0.9, seed=1)
 
 
-def say(text: str) -> None:
-    """One line on stdout, now."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+class Report:
+    """Numbers by name, written to a file whenever there is one more."""
+
+    def __init__(self, path: Path, device: torch.device, shape: str) -> None:
+        self._path = path
+        self.found: dict[str, Any] = {"machine": stamp(), "torch": torch.__version__}
+        self.found |= {"device": str(device), "shape": shape, "errors": {}}
+        if device.type == "cuda":
+            self.found["gpu"] = torch.cuda.get_device_properties(device).name
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def measure(self, name: str, work: Callable[[], Any]) -> None:
+        """Keep what `work` gives, or the error it ends with, and go on."""
+        begun = time.perf_counter()
+        try:
+            self.found[name] = work()
+        except Exception as error:  # noqa: BLE001 - the next number may still be worth it
+            traceback.print_exc()
+            self.found["errors"][name] = f"{type(error).__name__}: {error}"
+        self._path.write_text(json.dumps(self.found, indent=1) + "\n")
+        said = self.found.get(name, self.found["errors"].get(name))
+        took = time.perf_counter() - begun
+        sys.stdout.write(f"{name} ({took:.1f} s): {json.dumps(said)[:400]}\n")
+        sys.stdout.flush()
 
 
-def dtype_of(device: torch.device) -> str:
-    """What is measured there."""
-    return "bfloat16" if device.type == "cuda" else "float32"
+def replay_ms(executor: Any, device: torch.device, rounds: int) -> float | None:
+    """Milliseconds of a replay of the last round, many behind each other; None without rounds."""
+    if not isinstance(executor, CapturedExecutor):
+        return None
+    runner = executor.runner
+    if device.type != "cuda":
+        with torch.inference_mode():
+            return median(milliseconds(runner.replay, rounds))
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.inference_mode(), torch.cuda.device(device):
+        begin.record()
+        for _ in range(rounds):
+            runner.replay()
+        end.record()
+        end.synchronize()
+    return float(begin.elapsed_time(end)) / rounds
 
 
-def steps_of(model: Model, device: torch.device, rows: int, size: Size) -> Steps:
-    """An executor for `model` with `rows` sequences."""
-    sweep = Sweep(batches=(rows,), nodes=size.nodes, context=size.context)
-    return Steps(model.checkpoint, str(device), dtype_of(device), rows, sweep)
-
-
-def measure_plain(model: Model, device: torch.device, size: Size) -> dict[str, Any]:
-    """Milliseconds of a plain step by batch; the floor is one reading of the weights."""
-    bandwidth = copy_bandwidth(device, size.copy)
-    found = {}
-    for rows in size.batches:
-        steps = steps_of(model, device, rows, size)
-        found[rows] = milliseconds(steps.step(rows, 1), device, size.rounds)
-        weights = steps.executor.describe()["weight_bytes"]
-        steps.executor.shutdown()
-    floor = weights / bandwidth * 1e3
-    return {"bandwidth_bytes_per_s": bandwidth, "floor_ms": floor, "step_ms": found}
-
-
-def measure_nodes(model: Model, device: torch.device, size: Size) -> dict[str, Any]:
-    """Milliseconds of a step of one sequence by nodes."""
-    steps = steps_of(model, device, 1, size)
-    found = {k: milliseconds(steps.step(1, k), device, size.rounds) for k in size.nodes}
-    steps.executor.shutdown()
-    return {"step_ms": found}
-
-
-def measure_served(model: Model, device: torch.device, size: Size) -> dict[str, Any]:
-    """Tokens per second of wall time through the engine, greedy: one stream, then all."""
-    found: dict[str, Any] = {}
-    for name, how in _speculations(model).items():
-        with _llm(model, device, size, how) as llm:
-            for at_once in (1, size.prompts):
-                where = f"{name}, {at_once} at once"
-                made: list[Any] = []
-                serving = partial(_serve, llm, size, at_once, made)
-                start = time.perf_counter()
-                outside = host_share(llm.loaded.target.executor, serving)
-                rate = sum(len(choice.tokens) for choice in made) / (time.perf_counter() - start)
-                found[f"{where}, tokens/s"] = rate
-                found[f"{where}, tokens per step"] = _mean_length(made)
-                if outside is not None:
-                    found[f"{where}, host %"] = 100 * outside
-    return found
-
-
-def measure_overlap(model: Model, device: torch.device, size: Size) -> dict[str, Any]:
-    """Overlap and none side by side, with nothing that drafts from the text: the median ratio of
-    TURNS turns, the share of steps that were begun early, and how many texts are not the same.
-    """
-    found: dict[str, Any] = {}
-    for name, how in _speculations(model).items():
-        if how["speculative_algorithm"] == "NGRAM":
-            continue
-        with (
-            _llm(model, device, size, how | {"overlap": False}) as without,
-            _llm(model, device, size, how | {"overlap": True}) as with_it,
-        ):
-            for at_once in (1, size.prompts):
-                where = f"{name}, {at_once} at once"
-                found |= {
-                    f"{where}, {what}": value
-                    for what, value in _compare(without, with_it, size, at_once).items()
-                }
-    return found
-
-
-def _compare(without: LLM, with_it: LLM, size: Size, at_once: int) -> dict[str, float]:
-    """Both serve the same, in turns; the first turn warms up and does not count."""
-    rates: dict[LLM, list[float]] = {without: [], with_it: []}
-    output_tokens: dict[LLM, list[Any]] = {}
-    before = with_it.loaded.engine.stats()
-    for _ in range(TURNS + 1):
-        for llm, seen in rates.items():
-            made: list[Any] = []
-            start = time.perf_counter()
-            _serve(llm, size, at_once, made)
-            seen.append(sum(len(choice.tokens) for choice in made) / (time.perf_counter() - start))
-            output_tokens[llm] = [choice.tokens for choice in made]
-    after = with_it.loaded.engine.stats()
-    pairs = list(zip(rates[with_it][1:], rates[without][1:], strict=True))
-    parted = [
-        one != two for one, two in zip(output_tokens[without], output_tokens[with_it], strict=True)
+def kernels_of(work: Callable[[], object], device: torch.device) -> list[Any]:
+    """[name, calls, microseconds] of what one call of `work` runs there, longest first."""
+    on_cuda = device.type == "cuda"
+    activity = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[activity.CUDA if on_cuda else activity.CPU]) as seen:
+        work()
+        wait(device)
+    rows = [
+        [each.key[:80], each.count, took]
+        for each in seen.key_averages()
+        if (took := each.self_device_time_total if on_cuda else each.self_cpu_time_total) > 0
     ]
-    return {
-        "ratio": median(mine / other for mine, other in pairs),
-        "tokens/s": median(mine for mine, _ in pairs),
-        "carried %": 100 * (after.carried - before.carried) / max(1, after.steps - before.steps),
-        "texts that differ": sum(parted),
-    }
+    return sorted(rows, key=lambda row: -row[2])[:30]
 
 
-def _llm(model: Model, device: torch.device, size: Size, how: dict[str, Any]) -> LLM:
-    rows = max(size.prompts, 2)
+def profiled(steps: StepBench, work: Callable[[], object], device: torch.device) -> list[Any]:
+    """`kernels_of` a step, whose sequences are what they were before."""
+    steps.rewind()
+    return kernels_of(work, device)
+
+
+def point(
+    steps: StepBench, at: tuple[int, int, int], device: torch.device, count: int, floor: float
+) -> dict[str, Any]:
+    """All numbers of one (rows, nodes, levels)."""
+    rows, nodes, levels = at
+    work = steps.step(rows, nodes) if not levels else steps.drafted(rows, nodes, levels)
+    if work is None:
+        return {"error": "no round drafts here"}
+    step = steps.median(work, count)
+    replay = replay_ms(steps.executor, device, count)
+    found = {"step_ms": step, "replay_ms": replay, "floor_ms": floor}
+    if replay is not None:
+        found |= {"over_floor": replay / floor, "host": 1 - replay / step}
+    return found | {"kernels": profiled(steps, work, device)}
+
+
+def rounds(report: Report, device: torch.device, asked: argparse.Namespace) -> None:
+    """Fill `report` with every point."""
+    real = device.type == "cuda"
+    points = POINTS if real else tuple((min(r, 2), n, min(lv, 1)) for r, n, lv in POINTS)
+    most = max(rows for rows, _, _ in points)
+    sweep = StepSweep((most,), (1, 2, 4, 8), *((1024, 50, 4 << 30) if real else (40, 2, 1 << 22)))
+    bandwidth = copy_bandwidth(device, sweep.copy_bytes)
+    report.found["bandwidth_bytes_per_s"] = bandwidth
+    arch, dtype = shape_named(asked.shape), "bfloat16" if real else "float32"
+    draft = random_draft(arch, min(DRAFT_VOCAB, arch.vocab))
+    begun = time.perf_counter()
+    steps = torch_bench(RandomCheckpoint(arch), str(device), dtype, sweep, draft)
+    report.found["load_and_prompts_s"] = time.perf_counter() - begun
+    width = 2 if real else 4
+    # A step reads a row of the input embedding per node, not the matrix: only a tied head reads it.
+    lookup = 0 if arch.tied_head else arch.vocab * arch.hidden * width
+    facts: dict[str, Any] = steps.executor.describe()
+    weights = facts["weight_bytes"] - lookup
+    kept = 2 * arch.layers * arch.kv_heads * arch.head_size * width * sweep.context
+    for at in points:
+        floor = (weights + at[0] * kept) / bandwidth * 1e3
+        report.measure(str(at), partial(point, steps, at, device, sweep.rounds, floor))
+
+    def top_p() -> dict[str, Any]:
+        steps.fill(TOP_P)
+        floor = (weights + most * kept) / bandwidth * 1e3
+        return point(steps, (most, 1, 0), device, sweep.rounds, floor)
+
+    report.measure(f"top_p ({most}, 1, 0)", top_p)
+    facts = steps.executor.describe()
+    report.found |= {name: facts.get(name) for name in ("captured", "capture_seconds")}
+    steps.executor.shutdown()
+
+
+def formats(report: Report, device: torch.device, asked: argparse.Namespace) -> None:
+    """Fill `report` with steps by number format, and with the speed of prompts."""
+    real = device.type == "cuda"
+    arch, plain = shape_named(asked.shape), "bfloat16" if real else "float32"
+    context, count = (8192, 30) if real else (96, 2)
+    rows = 16 if real else 2
+    sweep = StepSweep((rows,), (1,), 1024 if real else 40)
+
+    def step(dtype: str, kv_dtype: str) -> dict[str, Any]:
+        steps = torch_bench(RandomCheckpoint(arch), str(device), dtype, sweep, kv_dtype=kv_dtype)
+        found: dict[str, Any] = {}
+        for batch in (1, rows):
+            found[f"{batch} rows, step_ms"] = steps.median(steps.step(batch, 1), count)
+            found[f"{batch} rows, replay_ms"] = replay_ms(steps.executor, device, count)
+        steps.executor.shutdown()
+        return found
+
+    def prompt(backend: str) -> dict[str, Any]:
+        long = StepSweep((1,), (1,), context)
+        steps = torch_bench(RandomCheckpoint(arch), str(device), plain, long, prompts=backend)
+        taken = {}
+        for chunk in (2048, 4096, 8192) if real else (32, 96):
+            took = steps.median(steps.prompt(chunk), 3)
+            taken[f"chunks of {chunk}, tokens/s"] = chunk / took * 1e3
+        found = taken | {"kernels": profiled(steps, steps.prompt(chunk), device)}
+        steps.executor.shutdown()
+        return found
+
+    for backend in ("triton", "torch_native") if real else ("triton",):
+        report.measure(f"prefill, {backend}", partial(prompt, backend))
+        gc.collect()
+    for dtype, kv_dtype in ((plain, "same"), ("float8", "same"), (plain, "float8")):
+        report.measure(f"{dtype}, pages {kv_dtype}", partial(step, dtype, kv_dtype))
+        gc.collect()
+    if real:
+        report.measure("float8 over bfloat16", lambda: gain(report.found))
+
+
+def gain(found: dict[str, Any]) -> dict[str, float]:
+    """How many times faster float8 is, by number."""
+    slow, fast = found["bfloat16, pages same"], found["float8, pages same"]
+    return {name: slow[name] / fast[name] for name in slow if slow[name] and fast[name]}
+
+
+def opened(asked: argparse.Namespace, device: torch.device, rows: int, **how: Any) -> LLM:
+    """The model with `rows` sequences of 1,024 tokens; two may be loaded at a time, and memory is
+    filled with pages otherwise.
+    """
     where = {"executor": "torch", "device": str(device), "max_sequences": rows, "context": 1024}
-    # Two may be loaded at a time, and memory is filled with pages otherwise.
-    return LLM(str(model.path), kv_tokens=rows * 1024, **where, **how)
+    return LLM(asked.model, kv_tokens=1024 * rows, **where, **how)
 
 
-def _speculations(model: Model) -> dict[str, dict[str, Any]]:
+def speculations(name: str) -> dict[str, dict[str, Any]]:
     """Ways to speculate; with a draft head where one comes with this model."""
     found: dict[str, dict[str, Any]] = {
         "off": {"speculative_algorithm": "OFF"},
         "ngram": {"speculative_algorithm": "NGRAM"},
     }
-    folder = shipped_draft("smollm2-135m")
-    if folder and model.architecture.parameters == SHAPES["smollm2-135m"].parameters:
+    folder, shape = shipped_draft("smollm2-135m"), SHAPES["smollm2-135m"]
+    if folder and open_model(name).architecture.parameters == shape.parameters:
         head = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": str(folder)}
         fixed = {"policy": "fixed", "speculative_num_draft_tokens": 4, "speculative_num_steps": 3}
         found |= {"head": head, "head, always 3": head | fixed}
     return found
 
 
-def _serve(llm: LLM, size: Size, at_once: int, made: list[Any]) -> None:
-    """Fill `made` with answers to all prompts at once, or to four, one by one."""
-    loaded = llm.loaded
-    assert loaded.chat is not None
-    prompts = read_prompts()[: size.prompts]
-    requests = [
-        make_request(
-            loaded.chat.encode(list(prompt.messages)),
-            loaded.tokenizer.eos_ids,
-            max_tokens=size.tokens,
+def served(report: Report, device: torch.device, asked: argparse.Namespace) -> None:
+    """Fill `report` with tokens per second through the engine, greedy, by way to speculate."""
+    real = device.type == "cuda"
+    for name, how in speculations(asked.model).items():
+        with opened(asked, device, 64 if real else 2, **how) as llm:
+            for at_once in (1, 16, 64) if real else (1, 2):
+                where = f"{name}, {at_once} streams"
+                report.measure(where, partial(spoken, llm, at_once, 128 if real else 6))
+
+
+def spoken(llm: LLM, at_once: int, tokens: int) -> dict[str, Any]:
+    """One stream answers four prompts; many answer one each."""
+    done: list[Any] = []
+    taken = 0.0
+
+    def work() -> float:
+        nonlocal taken
+        begun = time.perf_counter()
+        done.extend(asked_of(llm, at_once, "greedy", tokens, max(at_once, 4)))
+        taken = time.perf_counter() - begun
+        return 1e3 * taken
+
+    asked_of(llm, at_once, "greedy", tokens, at_once)  # Warms up.
+    host = host_share(llm.loaded.target.executor, work)
+    found = {"tokens/s": sum(len(choice.tokens) for choice in done) / taken}
+    found["tokens per step"] = acceptance_length([choice.stats for choice in done])
+    return found if host is None else found | {"host": host}
+
+
+def overlap(report: Report, device: torch.device, asked: argparse.Namespace) -> None:
+    """Fill `report` with overlap and none side by side."""
+    real = device.type == "cuda"
+    streams = (1, 16, 64) if real else (1, 2)
+    how, begun = {"speculative_algorithm": "OFF"}, time.perf_counter()
+    with opened(asked, device, streams[-1], overlap=False, **how) as without:
+        report.found["start_s"] = time.perf_counter() - begun
+        with opened(asked, device, streams[-1], overlap=True, **how) as with_it:
+            for at_once in streams:
+                for kind in ("greedy", "top_p", "mixed"):
+                    work = partial(turns, without, with_it, at_once, kind, 128 if real else 6)
+                    report.measure(f"{at_once} streams, {kind}", work)
+
+
+def turns(without: LLM, with_it: LLM, at_once: int, kind: str, tokens: int) -> dict[str, float]:
+    """Both in turns; the first turn warms up and does not count."""
+    taken: dict[str, list[float]] = {"off": [], "on": []}
+    texts: dict[str, list[list[int]]] = {}
+    before = with_it.loaded.engine.stats()
+    for _ in range(4):
+        for name, llm in (("off", without), ("on", with_it)):
+            begun = time.perf_counter()
+            done = asked_of(llm, at_once, kind, tokens, at_once)
+            texts[name] = [choice.tokens for choice in done]
+            taken[name].append(sum(map(len, texts[name])) / (time.perf_counter() - begun))
+    after = with_it.loaded.engine.stats()
+    ratios = [on / off for on, off in zip(taken["on"][1:], taken["off"][1:], strict=True)]
+    speeds = {f"overlap {name}, tokens/s": median(each[1:]) for name, each in taken.items()}
+    return speeds | {
+        "on over off": median(ratios),
+        "carried": (after.carried - before.carried) / max(1, after.steps - before.steps),
+        "texts that differ": sum(a != b for a, b in zip(texts["off"], texts["on"], strict=True)),
+    }
+
+
+def asked_of(llm: LLM, at_once: int, kind: str, tokens: int, count: int) -> list[Any]:
+    """`count` answers, so many at once."""
+    prompts, random = read_prompts(), np.random.default_rng(at_once)
+    how: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9} if kind == "top_p" else {}
+    requests, room = [], llm.loaded.context - 24
+    for index in range(count):
+        text = prompts[index % len(prompts)].messages[-1]["content"]
+        known = llm.loaded.tokenizer.encode(text).astype(np.int32)
+        length = tokens
+        if kind == "mixed":
+            known = np.tile(known, 1 + int(random.integers(8)))[: room - tokens]
+            length = int(random.integers(tokens // 2, tokens))
+        requests.append(
+            make_request(known, (), max_tokens=length, ignore_eos=True, seed=index, **how)
         )
-        for prompt in prompts[: 4 if at_once == 1 else None]
-    ]
-    made += [choice for (choice,) in complete(loaded.engine, requests, at_once)]
+    return [choice for (choice,) in complete(llm.loaded.engine, requests, at_once)]
 
 
-def _mean_length(answers: list[Any]) -> float:
-    stats = [answer.stats for answer in answers]
-    return 1 + sum(each.accepted for each in stats) / max(1, sum(each.steps for each in stats))
-
-
-def measure_leak(model: Model, device: torch.device, size: Size) -> dict[str, Any]:
-    """Bytes allocated by torch on the device, and by the process, before and after many steps."""
-    steps = steps_of(model, device, 1, size)
+def leak(report: Report, device: torch.device, asked: argparse.Namespace) -> None:
+    """Fill `report` with what torch holds on the device, and the process, after many steps."""
+    real = device.type == "cuda"
+    count, sweep = 10_000 if real else 20, StepSweep((1,), (1, 2), 512 if real else 40)
+    dtype = "bfloat16" if real else "float32"
+    steps = torch_bench(open_model(asked.model).checkpoint, str(device), dtype, sweep)
     work = steps.step(1, 2)
-    for _ in range(10):
-        work()
+    steps.times(work, 10)
     before = _held(device)
-    elapsed = milliseconds(lambda: [work() for _ in range(size.leak // 4)], device, 1) * 4
+    seconds = sum(steps.times(work, count)) / 1e3
     after = _held(device)
     steps.executor.shutdown()
-    return {
-        "rounds": size.leak,
-        "seconds": elapsed / 1e3,
-        "device bytes": after[0] - before[0],
-        "process bytes": after[1] - before[1],
-    }
+    report.found |= {"steps": count, "seconds": seconds}
+    report.found |= {"device bytes": after[0] - before[0], "process bytes": after[1] - before[1]}
 
 
 def _held(device: torch.device) -> tuple[int, int]:
@@ -255,108 +353,51 @@ def _held(device: torch.device) -> tuple[int, int]:
     return held, pages * resource.getpagesize()
 
 
-def measure_author(model: Model, device: torch.device, size: Size) -> dict[str, Any]:
-    """Dense generation: tokens per second with all rows busy, programs captured before."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    target = DenseTarget(model.checkpoint, str(device), dtype)
-    author = DenseAuthor(target, (), size.width, 1024, 4 * size.tokens)
+def author(report: Report, device: torch.device, asked: argparse.Namespace) -> None:
+    """Fill `report` with the speed of dense generation with all rows busy, programs captured."""
+    real = device.type == "cuda"
+    width, tokens = (1024, 128) if real else (4, 8)
+    dtype = torch.bfloat16 if real else torch.float32
+    target = DenseTarget(open_model(asked.model).checkpoint, str(device), dtype)
+    writer = DenseAuthor(target, (), width, 1024, 4 * tokens)
     prompt = np.arange(100, 140, dtype=np.int32)
 
     def run() -> None:
-        for key in range(author.width):
-            author.ask(key, Ask(prompt, 0.8 * (key % 2), key, size.tokens))
-        left = author.width
+        for key in range(writer.width):
+            writer.ask(key, Ask(prompt, 0.8 * (key % 2), key, tokens))
+        left = writer.width
         while left:
-            left -= len(author.finished())
+            left -= len(writer.finished())
 
-    elapsed = milliseconds(run, device, 1)
-    return {"width": author.width, "tokens/s": author.width * size.tokens / elapsed * 1e3}
-
-
-def measure_sized(model: Model, device: torch.device, size: Size) -> dict[str, Any]:
-    """`forerun bench --random-weights` for one shape."""
-    sweep = Sweep(size.batches, (1, 2, 4, 8), size.context, size.rounds, size.copy)
-    return measure(size.shape, str(device), dtype_of(device), sweep)
+    (elapsed,) = milliseconds(run, 1, partial(wait, device))
+    report.found |= {"width": writer.width, "tokens/s": writer.width * tokens / elapsed * 1e3}
 
 
-SECTIONS = {
-    "plain": measure_plain,
-    "t(k)": measure_nodes,
-    "sized": measure_sized,
-    "served": measure_served,
-    "leak": measure_leak,
-    "author": measure_author,
-    "overlap": measure_overlap,
+CALLS = {
+    "rounds": rounds,
+    "formats": formats,
+    "served": served,
+    "overlap": overlap,
+    "leak": leak,
+    "author": author,
 }
-USUAL = [name for name in SECTIONS if name != "overlap"]
-
-TURNS = 3
-"""Comparisons of overlap with none, after one that warms up."""
-
-
-def device_facts(device: torch.device) -> dict[str, Any]:
-    """The machine, and the device where it is another one."""
-    facts = stamp() | {"torch": torch.__version__, "device": str(device)}
-    if device.type == "cuda":
-        about = torch.cuda.get_device_properties(device)
-        facts |= {"gpu": about.name, "gpu_bytes": about.total_memory, "cuda": torch.version.cuda}
-    return facts
-
-
-def rows_of(report: dict[str, Any]) -> list[tuple[str, str]]:
-    """The table: (what, value)."""
-    table: list[tuple[str, str]] = []
-    for section in SECTIONS:
-        if section not in report:
-            continue
-        found = report[section]
-        if "error" in found:
-            table.append((section, f"FAILED: {found['error']}"))
-            continue
-        if section == "sized":
-            table += [(section, line) for line in lines(found)]
-            continue
-        steps = found.get("step_ms", {})
-        floor = found.get("floor_ms", next(iter(steps.values()), 0))
-        word = "floor" if "floor_ms" in found else "t(1)"
-        for name, value in found.items():
-            if name != "step_ms":
-                table.append((f"{section}: {name}", f"{value:,.3f}"))
-        table += [
-            (f"{section}: {count}", f"{value:9.3f} ms  {value / floor:7.2f} x {word}")
-            for count, value in steps.items()
-        ]
-    return table
 
 
 def main() -> int:
-    """Measure, write JSON, print a table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", nargs="?", default="smollm2-135m")
+    """Measure and write. 1 where something failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("what", nargs="+", choices=CALLS)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: does it run at all?")
-    parser.add_argument("--sections", default=",".join(USUAL), help="what is measured")
-    options = parser.parse_args()
-    sections = {name: SECTIONS[name] for name in options.sections.split(",")}
-    device, size = torch.device(options.device), QUICK if options.quick else FULL
-    model = open_model(options.model)
-    report: dict[str, Any] = {"machine": device_facts(device), "model": model.name}
-    for name, section in sections.items():
-        start = time.perf_counter()
-        try:
-            report[name] = section(model, device, size)
-        except Exception as error:  # noqa: BLE001 - the next section may still be worth it
-            traceback.print_exc()
-            report[name] = {"error": f"{type(error).__name__}: {error}"}
-        say(f"{name} took {time.perf_counter() - start:.1f} s")
-        if options.out:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.write_text(json.dumps(report, indent=1) + "\n")
-    say(json.dumps(report["machine"]))
-    for what, value in rows_of(report):
-        say(f"{what:44} {value}")
-    return int(any("error" in report[name] for name in sections))
+    parser.add_argument("--shape", default="llama-3.1-8b", help="of rounds and formats")
+    parser.add_argument("--model", default="smollm2-135m", help="of all else")
+    parser.add_argument("--out", type=Path, required=True, help="the folder of NAME.json")
+    asked = parser.parse_args()
+    device, failed = torch.device(asked.device), False
+    for name in asked.what:
+        report = Report(asked.out / f"{name}.json", device, asked.shape)
+        report.measure("took", partial(CALLS[name], report, device, asked))
+        failed |= bool(report.found["errors"])
+    return int(failed)
 
 
 if __name__ == "__main__":

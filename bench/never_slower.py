@@ -14,24 +14,24 @@ import argparse
 import json
 import statistics
 import sys
-from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from forerun.bench.paired import median_interval
-from forerun.bench.workload import Prompt, read_prompts, spread
-from forerun.build.engine import Target, encode_chat, make_engine, open_target
-from forerun.client.completion import complete, make_request
+from forerun.build.engine import open_target
+from forerun.client.completion import acceptance_length, make_request
 from forerun.drafters.native_ngram import CpuNgramDrafter
 from forerun.drafters.ngram import NgramDrafter
 from forerun.interface.plan import Plan
 from forerun.machine import stamp
+from forerun.measure.paired import median_interval
+from forerun.measure.prove import Answers, encode
+from forerun.measure.sweep import Pair, pair
+from forerun.measure.workload import read_prompts, spread
 from forerun.options.config import EngineConfig
 from forerun.speculative.tree import Draft
 
@@ -47,61 +47,27 @@ def wrong(_: object, plan: Plan) -> list[Draft]:
     return drafts
 
 
-@dataclass(frozen=True)
-class Served:
-    """One side of a round. decoding: tokens per second after the first; at one stream only."""
-
-    tokens: list[tuple[int, ...]]
-    speed: float
-    decoding: float
-    per_step: float
+def decoding(run: Answers) -> float:
+    """Tokens per second after the first, of one stream."""
+    return sum(len(item.tokens) - 1 for item in run.done) / (run.seconds - run.waited)
 
 
-def serve(
-    target: Target, side: str, prompts: list[Prompt], batch: int, args: argparse.Namespace
-) -> Served:
-    """Answer the prompts on one side."""
-    config = replace(target.config, speculative_algorithm="OFF") if side == "off" else target.config
-    requests = [
-        make_request(
-            encode_chat(target, prompt.messages),
-            max_tokens=args.tokens,
-            ignore_eos=True,
-            temperature=args.temperature,
-            seed=index,
-        )
-        for index, prompt in enumerate(prompts)
-    ]
-    engine = make_engine(target, config)
-    engine.start()
-    begun = perf_counter()
-    done = complete(engine, requests, batch)
-    seconds = perf_counter() - begun
-    stats = engine.stats()
-    engine.shutdown()
-    tokens = [choice.tokens for choices in done for choice in choices]
-    count = sum(map(len, tokens))
-    after = seconds - stats.first_token.total
-    decoding = (count - len(tokens)) / after if batch == 1 else 0.0
-    return Served(tokens, count / seconds, decoding, stats.acceptance_length)
-
-
-def _row(batch: int, prompts: int, on: list[Served], off: list[Served]) -> dict[str, Any]:
-    ratios = [a.speed / b.speed for a, b in zip(on, off, strict=True)]
+def _row(batch: int, prompts: int, pairs: list[Pair]) -> dict[str, Any]:
+    ratios = [on.speed / off.speed for off, on in pairs]
+    alone = [decoding(on) / decoding(off) for off, on in pairs] if batch == 1 else []
     ratio = median_interval(ratios)
-    decoding = [a.decoding / b.decoding for a, b in zip(on, off, strict=True) if b.decoding]
     return {
         "batch": batch,
         "prompts": prompts,
-        "on": statistics.median(one.speed for one in on),
-        "off": statistics.median(one.speed for one in off),
+        "on": statistics.median(on.speed for _, on in pairs),
+        "off": statistics.median(off.speed for off, _ in pairs),
         "ratio": ratio.middle,
         "interval": [round(ratio.low, 3), round(ratio.high, 3)],
         "confidence": round(ratio.confidence, 4),
         "ratios": [round(ratio, 3) for ratio in ratios],
-        "decoding": statistics.median(decoding) if decoding else None,
-        "decodings": [round(ratio, 3) for ratio in decoding],
-        "tokens_per_step": statistics.mean(one.per_step for one in on),
+        "decoding": statistics.median(alone) if alone else None,
+        "decodings": [round(ratio, 3) for ratio in alone],
+        "tokens_per_step": acceptance_length([c.stats for _, on in pairs for c in on.done]),
     }
 
 
@@ -127,15 +93,22 @@ def main() -> int:
         size = max(args.prompts, batch)
         wanted = size * args.rounds
         prompts = list(islice(cycle(spread(every, min(wanted, len(every)))), wanted))
-        on: list[Served] = []
-        off: list[Served] = []
+        pairs: list[Pair] = []
         for step in range(args.rounds):
-            part = prompts[step * size : (step + 1) * size]
-            for side in draw.permutation(["on", "off"]).tolist():
-                done = on if side == "on" else off
-                done.append(serve(target, side, part, batch, args))
-            same &= on[-1].tokens == off[-1].tokens
-        rows.append(_row(batch, size, on, off))
+            requests = [
+                make_request(
+                    encode(target, prompt, args.tokens),
+                    max_tokens=args.tokens,
+                    ignore_eos=True,
+                    temperature=args.temperature,
+                    seed=index,
+                )
+                for index, prompt in enumerate(prompts[step * size : (step + 1) * size])
+            ]
+            pairs.append(pair(target, target.config, requests, batch, draw))
+            off, on = ([item.tokens for item in side.done] for side in pairs[-1])
+            same &= on == off
+        rows.append(_row(batch, size, pairs))
         Console(stderr=True).print(rows[-1])
     sure = min(row["confidence"] for row in rows)
     table = Table(title=f"speculation on / off (interval at {sure:.0%} confidence or more)")

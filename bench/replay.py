@@ -24,7 +24,6 @@ from statistics import fmean
 
 import numpy as np
 
-from forerun.bench.workload import read_prompts
 from forerun.build.engine import encode_chat, make_engine, open_target
 from forerun.build.with_cpu import ngram_drafter
 from forerun.client.completion import complete, make_request
@@ -37,6 +36,7 @@ from forerun.control.step_costs import StepCosts
 from forerun.hub.catalog import shipped_draft
 from forerun.interface.drafter import Drafter, DrafterTraits
 from forerun.interface.plan import Outcome, Plan, SlotInit
+from forerun.measure.workload import read_prompts
 from forerun.models.ngram_table import FILE, NgramTable, read_ngram_table
 from forerun.options.config import EngineConfig
 from forerun.speculative.sampling import Sampling

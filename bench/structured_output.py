@@ -4,7 +4,6 @@
                                                            DIR/grammar/*.jsonl
     python bench/structured_output.py speed --out bench/results/structured-output.json
                                                            acceptance length and time per kind
-    python bench/structured_output.py tokens               acceptance length on a busy machine
 
 `suite` checks single texts against compiled grammars, with the byte-level tokenizer. A grammar
 writes one spelling where several are valid, so "valid refused" is not always a fault; "invalid
@@ -27,9 +26,6 @@ from forerun.constrain.grammar import Grammar
 from forerun.constrain.isolation.compile import Compiler
 from forerun.constrain.matcher.matcher import Compiled, Matcher
 from forerun.constrain.matcher.tree_mask import TreeGrammars
-from forerun.control.account import Account
-from forerun.control.report import StepReport
-from forerun.control.step_costs import StepCosts
 from forerun.errors import RequestError
 from forerun.machine import stamp
 from forerun.options.config import EngineConfig
@@ -246,36 +242,6 @@ def _measure(
     }
 
 
-FIXED = StepCosts(nodes=(1, 2, 4, 8, 16, 32, 64), verify_ms=(4.0, 4.4, 5.2, 10.1, 20.1, 38.3, 78.8))
-"""What steps cost on the CPU core (docs/log.md)."""
-
-
-def tokens_per_step(model: str, tokens: int, requests: int) -> None:
-    """The same counts on any machine, however busy: steps cost what FIXED says, and no clock
-    corrects that.
-    """
-    observe = Account.observe
-
-    def by_table(account: Account, report: StepReport) -> None:
-        ms = account.costs.one(report.nodes, report.cached)
-        observe(account, replace(report, ms=dict.fromkeys(report.ms, 0.0) | {"verify": ms}))
-
-    Account.observe = by_table  # type: ignore[method-assign]
-    target = open_target(EngineConfig(model=model, kv_tokens=4096, context=2048))
-    target = replace(target, costs=FIXED)
-    facts = ("tokens_per_step", "first", "draft_tokens", "accepted", "steps")
-    rows: list[tuple[str, list[Any]]] = []
-    for name, (prompt, grammar) in SPEED.items():
-        cells: list[Any] = []
-        for bound in (grammar, None):
-            found = _measure(target, prompt, bound, "on", tokens, requests)
-            cells += [found[fact] for fact in facts]
-        rows.append((name, cells))
-    columns = [f"{rule} {fact}" for rule in ("constrained", "free") for fact in facts]
-    show(("kind", *columns), rows)
-    target.close()
-
-
 def show(head: tuple[str, ...], rows: list[tuple[str, list[Any]]]) -> None:
     """A Markdown table."""
     lines: list[list[Any]] = [list(head), ["---"] * len(head)]
@@ -284,9 +250,9 @@ def show(head: tuple[str, ...], rows: list[tuple[str, list[Any]]]) -> None:
 
 
 def main() -> None:
-    """Run one of the three."""
+    """Run one of the two."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("suite", "speed", "tokens"))
+    parser.add_argument("what", choices=("suite", "speed"))
     parser.add_argument("--data", type=Path, help="where the suites lie")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--tokens", type=int, default=128)
@@ -296,8 +262,6 @@ def main() -> None:
     options = parser.parse_args()
     if options.what == "speed":
         speed(options.model, options.tokens, options.requests, options.rounds, options.out)
-    elif options.what == "tokens":
-        tokens_per_step(options.model, options.tokens, options.requests)
     elif options.data is None:
         parser.error("suite needs --data")
     else:

@@ -25,10 +25,10 @@ from rich.progress import Progress
 from rich.table import Table
 from servers import SERVERS, Job, Server, missing_tools, running
 
-from forerun.bench.client import Endpoint, Timing, body_of, find_model, load_level
-from forerun.bench.workload import Prompt, read_prompts, spread
 from forerun.hub.catalog import open_model
 from forerun.machine import stamp
+from forerun.measure.client import Endpoint, Timing, body_of, find_model, load_level
+from forerun.measure.workload import Prompt, read_prompts, spread
 from forerun.options.config import AskConfig
 
 ROOT = Path(__file__).parents[2]

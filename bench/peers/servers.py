@@ -19,7 +19,7 @@ from pathlib import Path
 
 from environments import ENVIRONMENTS, LLAMA, OUT, interpreter
 
-from forerun.bench.launch import healthy
+from forerun.measure.launch import healthy
 
 HERE = Path(__file__).parent
 START_SECONDS = 900.0

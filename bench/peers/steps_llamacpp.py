@@ -1,6 +1,6 @@
 """t(k) of llama.cpp: one llama_decode of k tokens behind `context` cached ones. JSON on stdout.
 
-Run by bench/cpu_steps.py --peers in llama.cpp's own environment.
+Run by bench/steps.py --peers in llama.cpp's own environment.
 """
 
 import ctypes

@@ -1,6 +1,6 @@
 """t(k) of ONNX Runtime's MatMulNBits: the products of a step of k rows. JSON on stdout.
 
-Run by bench/cpu_steps.py --peers in an environment with onnx and onnxruntime. Same shapes, bits
+Run by bench/steps.py --peers in an environment with onnx and onnxruntime. Same shapes, bits
 (4 with zero points in the layers, 8 in the head), groups of 32 and 8-bit activations as ours; the
 numbers are random. Attention, norms and activations are left out.
 """

@@ -9,15 +9,16 @@ from pathlib import Path
 from time import strftime
 from typing import Any
 
-from forerun.bench import report
-from forerun.bench.client import Endpoint, body_of, find_model, load_level
-from forerun.bench.files import write
-from forerun.bench.launch import launched
-from forerun.bench.report import Level
-from forerun.bench.workload import Prompt, labelled, read_prompts, spread
 from forerun.cli.console import bars, emit_json, out, say
 from forerun.errors import ConfigError
 from forerun.machine import stamp
+from forerun.measure import report
+from forerun.measure.client import Endpoint, body_of, find_model, load_level
+from forerun.measure.files import write
+from forerun.measure.launch import launched
+from forerun.measure.pictures import draw_load
+from forerun.measure.report import Level
+from forerun.measure.workload import Prompt, labelled, read_prompts, spread
 from forerun.options.config import AskConfig, EngineConfig
 from forerun.options.flags import command_line, configured
 
@@ -37,7 +38,7 @@ WARM_UP = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Sweep:
+class LoadSweep:
     """What to measure: sides alternate within a repeat, so that drift hits them alike."""
 
     prompts: tuple[Prompt, ...]
@@ -73,7 +74,9 @@ def main(arguments: argparse.Namespace) -> int:
     else:
         out.print(report.table(levels, title))
     if arguments.out:
-        written = write(Path(arguments.out), result, levels, title)
+        written = write(
+            Path(arguments.out), "report", result, lambda path: draw_load(path, levels, title)
+        )
         say("wrote " + ", ".join(map(str, written)))
     for level in levels:
         if level.errors:
@@ -89,12 +92,12 @@ def _refuse_engine_flags(config: EngineConfig) -> None:
         raise ConfigError(f"{given[0]} is for --launch; the server at --url was started already.")
 
 
-def _sweep(arguments: argparse.Namespace) -> Sweep:
+def _sweep(arguments: argparse.Namespace) -> LoadSweep:
     path = Path(arguments.prompts) if arguments.prompts else None
     if arguments.repeats < 1 or (arguments.requests is not None and arguments.requests < 1):
         raise ConfigError("repeats and requests must be 1 or more.")
     kind = arguments.speculative or ("both" if arguments.launch else "as-is")
-    return Sweep(
+    return LoadSweep(
         prompts=tuple(read_prompts(path)),
         levels=arguments.concurrency,
         sides=SIDES[kind],
@@ -104,7 +107,7 @@ def _sweep(arguments: argparse.Namespace) -> Sweep:
 
 
 def _measure(
-    endpoint: Endpoint, sweep: Sweep, ask: AskConfig, config: EngineConfig | None
+    endpoint: Endpoint, sweep: LoadSweep, ask: AskConfig, config: EngineConfig | None
 ) -> tuple[list[Level], dict[str, Any]]:
     facts = {
         "model": endpoint.model,
@@ -120,7 +123,7 @@ def _measure(
 
 
 async def _all_levels(
-    endpoint: Endpoint, sweep: Sweep, ask: AskConfig, progress: Callable[[str, int, int], None]
+    endpoint: Endpoint, sweep: LoadSweep, ask: AskConfig, progress: Callable[[str, int, int], None]
 ) -> list[Level]:
     levels: list[Level] = []
     for side in sweep.sides:

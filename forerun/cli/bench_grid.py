@@ -1,23 +1,22 @@
 """`forerun bench --speculative-grid`: settings of speculation side by side, without a server."""
 
 import argparse
-import json
 from dataclasses import replace
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
 from time import strftime
-from typing import Any
 
 from rich.table import Table
 
-from forerun.bench.grid import Cell, Grid, as_dict, best, measure, settings_of
-from forerun.bench.grid_picture import draw
-from forerun.bench.workload import read_prompts
 from forerun.build.engine import Target
 from forerun.build.tuned import save
 from forerun.cli.console import bars, emit_json, open_shown, out, say
 from forerun.errors import ConfigError
 from forerun.machine import stamp
+from forerun.measure.files import write
+from forerun.measure.pictures import draw_frontier
+from forerun.measure.sweep import Cell, Sweep, as_dict, best, combinations, every
+from forerun.measure.workload import read_prompts
 from forerun.options.config import AskConfig, EngineConfig
 from forerun.options.flags import configured
 
@@ -36,14 +35,14 @@ def main(arguments: argparse.Namespace) -> int:
     cells: list[Cell] = []
     interrupted = False
     try:
-        grid = _grid(target, arguments, ask)
-        batches, pairs = ", ".join(map(str, grid.batches)), len(grid.batches) * grid.runs
+        sweep = _sweep(target, arguments, ask)
+        batches, pairs = ", ".join(map(str, sweep.batches)), len(sweep.batches) * sweep.runs
         say(
-            f"{len(grid.settings)} settings, {grid.repeats} times at each of {batches} at once: "
+            f"{len(sweep.settings)} settings, {sweep.repeats} times at each of {batches} at once: "
             f"{pairs} pairs of runs; what is measured is kept when you interrupt it"
         )
         with bars() as progress:
-            measure(target, grid, progress, cells)
+            every(target, sweep, progress, cells)
     except KeyboardInterrupt:
         if not cells:
             raise
@@ -57,7 +56,8 @@ def main(arguments: argparse.Namespace) -> int:
     else:
         out.print(table(cells, target.name))
     if arguments.out:
-        _write(Path(arguments.out), result, cells, target.name)
+        draw = partial(draw_frontier, cells=cells, title=target.name)
+        say(f"wrote {write(Path(arguments.out), 'grid', result, draw)[0]}")
     if arguments.keep and not interrupted:
         setting = best(cells)
         say(f"best: {setting.name}; serve, run and chat use it from now on")
@@ -67,7 +67,7 @@ def main(arguments: argparse.Namespace) -> int:
     return int(any(cell.identical < cell.answers for cell in cells))
 
 
-def _grid(target: Target, arguments: argparse.Namespace, ask: AskConfig) -> Grid:
+def _sweep(target: Target, arguments: argparse.Namespace, ask: AskConfig) -> Sweep:
     """What to measure on an opened target. Raises ConfigError where nothing can be drafted."""
     config = target.config
     if not config.speculates:
@@ -76,11 +76,11 @@ def _grid(target: Target, arguments: argparse.Namespace, ask: AskConfig) -> Grid
     if arguments.grid_topk and shaped:
         raise ConfigError(f"--grid-topk: {config.algorithm.name} has no top-k; leave it out.")
     topks = () if shaped else arguments.grid_topk or TOPK
-    settings, refused = settings_of(config, arguments.grid_steps, topks, arguments.grid_tokens)
+    settings, refused = combinations(config, arguments.grid_steps, topks, arguments.grid_tokens)
     for sentence in refused:
         say(f"left out: {sentence}")
     path = Path(arguments.prompts) if arguments.prompts else None
-    return Grid(
+    return Sweep(
         prompts=tuple(read_prompts(path)),
         settings=tuple(settings),
         batches=arguments.concurrency,
@@ -111,15 +111,3 @@ def table(cells: list[Cell], title: str) -> Table:
             f"{cell.identical} of {cell.answers}",
         )
     return view
-
-
-def _write(folder: Path, result: dict[str, Any], cells: list[Cell], title: str) -> None:
-    """grid.json and, where matplotlib is installed, grid.png."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "grid.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-        if find_spec("matplotlib"):
-            draw(folder / "grid.png", cells, title)
-    except OSError as error:
-        raise ConfigError(f"The grid cannot be written to {folder}: {error}.") from error
-    say(f"wrote {folder / 'grid.json'}")

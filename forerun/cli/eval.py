@@ -7,7 +7,13 @@ from pathlib import Path
 
 from rich.table import Table
 
-from forerun.bench.acceptance import (
+from forerun.build.engine import Target
+from forerun.cli.console import bars, emit_json, open_shown, out, say
+from forerun.cli.probing import probed
+from forerun.errors import ConfigError
+from forerun.hub.catalog import open_model
+from forerun.machine import stamp
+from forerun.measure.acceptance import (
     CHAIN,
     TREE,
     Finding,
@@ -18,13 +24,7 @@ from forerun.bench.acceptance import (
     ask,
     default_draft,
 )
-from forerun.bench.workload import read_prompts, spread
-from forerun.build.engine import Target
-from forerun.cli.console import bars, emit_json, open_shown, out, say
-from forerun.cli.probing import probed
-from forerun.errors import ConfigError
-from forerun.hub.catalog import open_model
-from forerun.machine import stamp
+from forerun.measure.workload import read_prompts, spread
 from forerun.models.draft_folder import DraftFile
 from forerun.options.config import EngineConfig
 from forerun.options.flags import configured

@@ -6,10 +6,10 @@ from dataclasses import asdict
 from pathlib import Path
 from time import monotonic
 
-from forerun.bench.fuzz import Fuzzer, Report, replay
-from forerun.bench.fuzz_case import write
-from forerun.bench.workload import read_prompts
 from forerun.cli.console import bars, emit_json, say
+from forerun.measure.fuzz import Fuzzer, Report, replay
+from forerun.measure.fuzz_case import write
+from forerun.measure.workload import read_prompts
 from forerun.options.config import EngineConfig, exact
 from forerun.options.flags import configured
 

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from forerun.bench.probe import USELESS, Attempt, probe, probe_layers
 from forerun.build.drafting import AUTO, NO_DRAFT, with_shipped
 from forerun.cli.console import bars, say
 from forerun.errors import ConfigError, MemoryPlanError, ModelError
+from forerun.measure.probe import USELESS, Attempt, probe, probe_layers
 from forerun.options.config import EngineConfig
 
 

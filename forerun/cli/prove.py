@@ -6,12 +6,12 @@ from pathlib import Path
 
 from rich.table import Table
 
-from forerun.bench.prove import Divergence, Proof, Trial, as_dict, prove
-from forerun.bench.workload import read_prompts, spread
 from forerun.cli import fuzz
 from forerun.cli.console import bars, emit_json, open_shown, out, say
 from forerun.cli.constraint import grammar_of
 from forerun.machine import stamp
+from forerun.measure.prove import Divergence, Proof, Trial, as_dict, prove
+from forerun.measure.workload import read_prompts, spread
 from forerun.options.config import EngineConfig, exact
 from forerun.options.flags import configured
 

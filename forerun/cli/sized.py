@@ -1,16 +1,16 @@
 """`forerun bench --random-weights`: steps at a model's size, without a server."""
 
 import argparse
-import json
 from dataclasses import replace
 from pathlib import Path
 from time import strftime
 
-from forerun.bench.sized import Sweep, lines, measure
 from forerun.build.device import choose_device
 from forerun.cli.console import emit_json, out
 from forerun.errors import ConfigError
 from forerun.machine import stamp
+from forerun.measure.files import write
+from forerun.measure.sized import StepSweep, lines, measure
 from forerun.options.config import NATIVE_DTYPES, EngineConfig
 from forerun.options.flags import configured
 
@@ -27,7 +27,7 @@ def main(arguments: argparse.Namespace) -> int:
     on_cuda = device != "cpu"
     if dtype in ("auto", *NATIVE_DTYPES):
         dtype = "bfloat16" if on_cuda else "float32"
-    wanted = Sweep(batches=tuple(sorted(arguments.concurrency)))
+    wanted = StepSweep(batches=tuple(sorted(arguments.concurrency)))
     if not on_cuda:  # A rehearsal: what it prints is the CPU's.
         wanted = replace(wanted, context=64, rounds=2, copy_bytes=1 << 24)
     shape = arguments.random_weights
@@ -39,7 +39,5 @@ def main(arguments: argparse.Namespace) -> int:
         for line in lines(found):
             out.print(line, soft_wrap=True)
     if arguments.out:
-        folder = Path(arguments.out)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{shape}.json").write_text(json.dumps(found, indent=1) + "\n")
+        write(Path(arguments.out), shape, found)
     return 1 if "error" in found else 0

@@ -1,21 +1,22 @@
 """`forerun tune`: find the fastest way to speculate here, and keep it for `serve` and `run`."""
 
 import argparse
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from time import strftime
 
 from rich.table import Table
 
-from forerun.bench.frontier import draw
-from forerun.bench.tune import OFF, Sweep, Tuning, as_dict, settings_for, tune
-from forerun.bench.workload import read_prompts
-from forerun.build.tuned import forget, save
+from forerun.build.tuned import Setting, forget, save
 from forerun.cli.console import bars, emit_json, open_shown, out, say
 from forerun.errors import ConfigError
 from forerun.hub.catalog import open_model
 from forerun.machine import stamp
+from forerun.measure.pictures import draw_ratios
+from forerun.measure.sweep import OFF, Cell, Sweep, as_dict, best, halving, usual
+from forerun.measure.workload import read_prompts
 from forerun.options.config import EngineConfig
 from forerun.options.flags import configured
 
@@ -35,22 +36,25 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         if not target.config.speculates:
             raise ConfigError("there is nothing to tune: the draft cannot be used.")
-        settings = settings_for(target.config)
-        sweep = Sweep(prompts, settings, batches, arguments.tokens)
+        sweep = Sweep(prompts, usual(target.config), batches, arguments.tokens)
         with bars() as progress:
-            tuning = tune(target, sweep, progress)
+            cells = halving(target, sweep, progress)
     finally:
         target.close()
-    facts = as_dict(tuning) | {"model": target.name, "machine": stamp()}
-    facts["time"] = strftime("%Y-%m-%d %H:%M:%S")
+    fastest = best(cells)
+    facts = {"best": asdict(fastest), "cells": as_dict(cells), "model": target.name}
+    facts |= {"machine": stamp(), "time": strftime("%Y-%m-%d %H:%M:%S")}
     if arguments.json:
         emit_json(facts)
     else:
-        out.print(table(tuning, target.name))
-    written = save(target.config, tuning.best, facts)
-    say(f"best: {tuning.best.name}; serve, run and chat use it from now on ({written})")
+        out.print(table(cells, fastest, target.name))
+    written = save(target.config, fastest, facts)
+    different = sum(cell.answers - cell.identical for cell in cells)
+    if different:
+        say(f"{different} answers were not plain decoding's: ask `forerun prove` before you serve")
+    say(f"best: {fastest.name}; serve, run and chat use it from now on ({written})")
     if arguments.out:
-        _draw(Path(arguments.out), tuning, target.name)
+        _draw(Path(arguments.out), cells, fastest, target.name)
     return 0
 
 
@@ -61,23 +65,22 @@ def _forget(config: EngineConfig) -> int:
     return 0
 
 
-def table(tuning: Tuning, title: str) -> Table:
+def table(cells: Sequence[Cell], fastest: Setting, title: str) -> Table:
     """One row per setting, one column per batch size; dropped settings show when."""
-    batches = list(dict.fromkeys(trial.batch for trial in tuning.trials))
+    batches = list(dict.fromkeys(cell.batch for cell in cells))
     view = Table(title=f"{title}: speed over plain decoding (tokens per step)")
     view.add_column("setting")
     for batch in batches:
         view.add_column(f"{batch} at once", justify="right")
-    found = {(trial.setting, trial.batch): trial for trial in tuning.trials}
-    for setting in dict.fromkeys(trial.setting for trial in tuning.trials):
-        trials = [found[setting, batch] for batch in batches]
-        cells = [
-            f"{trial.speed:.0f} tokens/s"
+    found = {(cell.setting, cell.batch): cell for cell in cells}
+    for setting in dict.fromkeys(cell.setting for cell in cells):
+        told = [
+            f"{cell.speed:.0f} tokens/s"
             if setting == OFF
-            else f"{trial.ratio:.2f} ({trial.tokens_per_step:.2f}), round {trial.rounds}"
-            for trial in trials
+            else f"{cell.ratio:.2f} ({cell.acceptance_length:.2f}), round {cell.rounds}"
+            for cell in (found[setting, batch] for batch in batches)
         ]
-        view.add_row(setting.name, *cells, style="bold" if setting == tuning.best else None)
+        view.add_row(setting.name, *told, style="bold" if setting == fastest else None)
     return view
 
 
@@ -89,10 +92,10 @@ def _check_picture(path: Path) -> None:
         raise ConfigError(f"--out {path}: the picture is a PNG; let its name end in .png.")
 
 
-def _draw(path: Path, tuning: Tuning, title: str) -> None:
-    """The frontier as PNG, where matplotlib is installed."""
+def _draw(path: Path, cells: Sequence[Cell], fastest: Setting, title: str) -> None:
+    """The ratios as PNG, where matplotlib is installed."""
     if find_spec("matplotlib") is None:
         say("no picture: matplotlib is not installed (pip install 'forerun[plots]')")
         return
-    draw(path, tuning, title)
+    draw_ratios(path, cells, fastest, title)
     say(f"wrote {path}")

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from forerun.bench.acceptance import TREE, Question, ask
-from forerun.bench.workload import read_prompts, spread
 from forerun.build.engine import open_target
 from forerun.executors import cpu
+from forerun.measure.acceptance import TREE, Question, ask
+from forerun.measure.workload import read_prompts, spread
 from forerun.options.config import EngineConfig
 
 pytestmark = [

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from forerun.bench.acceptance import CHAIN, TREE, Question, alone, ask
-from forerun.bench.workload import read_prompts, spread
 from forerun.build.engine import open_target
 from forerun.executors import cpu
 from forerun.hub.catalog import shipped_draft
+from forerun.measure.acceptance import CHAIN, TREE, Question, alone, ask
+from forerun.measure.workload import read_prompts, spread
 from forerun.options.config import EngineConfig
 
 pytestmark = [

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from forerun.bench.acceptance import Question, Shape, ask
-from forerun.bench.workload import read_prompts, spread
 from forerun.build.engine import open_target
 from forerun.errors import ConfigError, ModelError
 from forerun.executors import cpu
 from forerun.hub.catalog import shipped_draft
+from forerun.measure.acceptance import Question, Shape, ask
+from forerun.measure.workload import read_prompts, spread
 from forerun.options.config import EngineConfig
 
 pytestmark = [

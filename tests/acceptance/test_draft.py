@@ -8,9 +8,9 @@ import json
 import numpy as np
 import pytest
 
-from forerun.bench.acceptance import CHAIN
 from forerun.cli.main import main
 from forerun.executors import cpu
+from forerun.measure.acceptance import CHAIN
 
 pytestmark = [
     pytest.mark.slow,

@@ -6,13 +6,13 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from forerun.bench.prove import Trial, prove
-from forerun.bench.workload import read_prompts, spread
 from forerun.build.engine import encode_chat, load, make_engine, open_target
 from forerun.client.completion import complete, make_request
 from forerun.client.llm import LLM
 from forerun.errors import ConfigError, EngineError, ModelError, RequestError
 from forerun.executors import cpu
+from forerun.measure.prove import Trial, prove
+from forerun.measure.workload import read_prompts, spread
 from forerun.options.config import EngineConfig
 from tests.cli.toys import toy_loaded, toy_target
 

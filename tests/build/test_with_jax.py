@@ -5,9 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from forerun.bench.prove import Trial, prove
-from forerun.bench.tune import OFF, Sweep, tune
-from forerun.bench.workload import Prompt
 from forerun.build import device, with_jax
 from forerun.build.device import DeviceChoice
 from forerun.build.engine import open_target
@@ -15,6 +12,9 @@ from forerun.build.registry import EXECUTORS, choose_executor, draft_model
 from forerun.build.tuned import Setting
 from forerun.constrain.grammar import Grammar
 from forerun.errors import ConfigError, ModelError
+from forerun.measure.prove import Trial, prove
+from forerun.measure.sweep import OFF, Sweep, halving
+from forerun.measure.workload import Prompt
 from forerun.models.draft_folder import DraftFile
 from forerun.models.folder import FolderCheckpoint
 from forerun.options.config import EngineConfig
@@ -137,9 +137,9 @@ def test_speculation_changes_no_text(target):
 def test_tuning_compares_settings(target):
     prompts = (Prompt("1", "text", ({"role": "user", "content": "the quick brown fox"},)),)
     setting = Setting("NGRAM", 5, 4, "fixed")
-    found = tune(target, Sweep(prompts, (setting,), batches=(1,), tokens=8))
-    assert {trial.setting for trial in found.trials} == {OFF, setting}
-    assert all(trial.speed > 0 for trial in found.trials)
+    cells = halving(target, Sweep(prompts, (setting,), batches=(1,), tokens=8))
+    assert {cell.setting for cell in cells} == {OFF, setting}
+    assert all(cell.speed > 0 for cell in cells)
 
 
 def test_a_kind_of_draft_that_is_not_offered_is_refused_in_words(monkeypatch):

@@ -1,7 +1,7 @@
 """Differential fuzzing on every executor, with every drafter.
 
 What `forerun prove --fuzz` does, on tiny random models: any requests, arrivals, aborts and tiny
-caches, each answer against the same request alone without speculation. See forerun/bench/fuzz.py.
+caches, each answer against the same request alone without speculation. See forerun/measure/fuzz.py.
 """
 
 import importlib.util
@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.bench.fuzz import Fuzzer
-from forerun.bench.workload import read_prompts
 from forerun.executors.torch import model_runner
 from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.eagle import EagleHead
+from forerun.measure.fuzz import Fuzzer
+from forerun.measure.workload import read_prompts
 from forerun.models.draft_config import head_for
 from forerun.models.folder import FolderCheckpoint
 from forerun.options.config import EngineConfig

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from forerun.bench.workload import read_prompts as prompts
 from forerun.build.engine import make_engine, open_target
+from forerun.measure.workload import read_prompts as prompts
 from forerun.options.config import EngineConfig
 from forerun.speculative.sampling import Sampling
 from tests.chaos.agents import Script, ask, ask_again, cached, cut_from, letters, told

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from forerun.bench import report
-from forerun.bench.client import Endpoint, Timing, body_of, find_model, load_level
-from forerun.bench.workload import read_prompts
 from forerun.cli.main import main
 from forerun.errors import ConfigError
+from forerun.measure import report
+from forerun.measure.client import Endpoint, Timing, body_of, find_model, load_level
+from forerun.measure.workload import read_prompts
 from forerun.options.config import AskConfig
 
 PROMPT = read_prompts()[0]

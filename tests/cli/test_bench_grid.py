@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-from forerun.bench import grid
-from forerun.bench.grid_picture import frontier
 from forerun.build.engine import load
 from forerun.cli.main import main
+from forerun.executors.toy import ToyExecutor
+from forerun.measure import prove, sweep
+from forerun.measure.pictures import frontier
 from forerun.options.config import EngineConfig
 
 FLAGS = [
@@ -49,7 +50,7 @@ def test_every_combination_is_measured_and_equal(capsys, tmp_path):
 
 
 def test_a_difference_is_the_verdict(capsys, monkeypatch):
-    real = grid.answers
+    real = sweep.answers
 
     def wrong(target, config, requests, at_once):
         found = real(target, config, requests, at_once)
@@ -57,7 +58,7 @@ def test_a_difference_is_the_verdict(capsys, monkeypatch):
             found.done[0].tokens[-1] += 1
         return found
 
-    monkeypatch.setattr(grid, "answers", wrong)
+    monkeypatch.setattr(sweep, "answers", wrong)
     assert main([*FLAGS, *SMALL, "--grid-steps", "2", "--grid-tokens", "3", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)["cells"]
     assert [cell["identical"] for cell in found] == [6, 6]
@@ -73,7 +74,10 @@ def test_a_setting_that_drafts_nothing_is_none(capsys):
     assert "none is drafted" in capsys.readouterr().err
 
 
-def test_the_best_is_kept(capsys):
+def test_the_best_is_kept(capsys, monkeypatch):
+    steps, begin = [], ToyExecutor.begin  # Steps are the clock: each takes a second.
+    monkeypatch.setattr(ToyExecutor, "begin", lambda *args: (steps.append(1), begin(*args))[1])
+    monkeypatch.setattr(prove, "perf_counter", lambda: float(len(steps)))
     cells(capsys, "--grid-steps", "8", "--grid-tokens", "5", "--keep")
     loaded = load(EngineConfig(model="toy", kv_tokens=8192, context=1024))
     loaded.close()
@@ -83,14 +87,14 @@ def test_the_best_is_kept(capsys):
 
 def test_the_frontier_leaves_out_what_another_beats():
     def cell(ms, length):
-        return grid.Cell(None, 1, 0.0, ms, 1.0, 1.0, 1.0, 0.95, length, 0.0, 1, 1)
+        return sweep.Cell(None, 1, 1, 0.0, ms, 1.0, 1.0, 1.0, 0.95, length, 0.0, 1, 1)
 
     good, better, beaten = cell(4.0, 1.2), cell(6.0, 1.9), cell(7.0, 1.5)
     assert frontier([beaten, better, good]) == [good, better]
 
 
 def test_what_was_measured_before_an_interruption_is_written(capsys, monkeypatch, tmp_path):
-    real, calls = grid.answers, []
+    real, calls = sweep.answers, []
 
     def interrupted(*arguments):
         calls.append(1)
@@ -98,7 +102,7 @@ def test_what_was_measured_before_an_interruption_is_written(capsys, monkeypatch
             raise KeyboardInterrupt
         return real(*arguments)
 
-    monkeypatch.setattr(grid, "answers", interrupted)
+    monkeypatch.setattr(sweep, "answers", interrupted)
     out = ("--out", str(tmp_path / "out"))
     assert main([*FLAGS, *SMALL, *out, "--grid-steps", "2,3,4,5", "--grid-tokens", "9"]) == 130
     written = json.loads((tmp_path / "out" / "grid.json").read_text())

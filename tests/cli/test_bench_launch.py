@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from forerun.bench.launch import healthy
+from forerun.measure.launch import healthy
 from tests.counted import lines
 
 

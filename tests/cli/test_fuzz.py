@@ -5,15 +5,15 @@ import json
 import numpy as np
 import pytest
 
-from forerun.bench import fuzz_case
-from forerun.bench.fuzz import Fuzzer
-from forerun.bench.fuzz_case import Asked, Case, read, write
-from forerun.bench.fuzz_grammars import GRAMMARS
-from forerun.bench.workload import read_prompts
 from forerun.build.engine import open_target
 from forerun.cli.main import main
 from forerun.errors import ConfigError
 from forerun.executors import host_choice
+from forerun.measure import fuzz_case
+from forerun.measure.fuzz import Fuzzer
+from forerun.measure.fuzz_case import Asked, Case, read, write
+from forerun.measure.fuzz_grammars import GRAMMARS
+from forerun.measure.workload import read_prompts
 from forerun.options.config import EngineConfig
 
 TOY = EngineConfig(model="toy")

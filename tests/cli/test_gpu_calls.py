@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 
-from bench import gpu_rounds
+from bench import gpu
 from forerun.cli.main import COMMANDS
 from forerun.executors.torch import model_runner
 from forerun.executors.torch.captured import executor as captured_executor
@@ -22,6 +22,8 @@ from tests.shape.tree import ROOT
 
 PAGE = (ROOT / "docs" / "gpu-pending.md").read_text()
 CALLS = re.findall(r"(?ms)^## (Call \d): .*?(limit \d+ s).*?\n    (\S.*?)\n", PAGE)
+
+SHELL = ("cat", "cp", "exit", "export", "nvidia-smi", "sha256sum", "tee", "wait")
 
 
 def parts_of(command):
@@ -55,7 +57,7 @@ def test_what_a_call_names_exists(name, command):
     for whole in parts_of(command):
         words = whole[2:] if whole[0] == "timeout" else whole
         if words[0] != "python3":
-            assert words[0] in ("export", "exit", "nvidia-smi", "tee", "wait") or "/" in words[0]
+            assert words[0] in SHELL or "/" in words[0]
             continue
         named += 1
         if words[1] != "-m":
@@ -79,10 +81,10 @@ def test_the_8b_calls_run_with_captures(what, monkeypatch, tmp_path):
     """Every number, events apart: a tape captures, plain torch stands for Triton."""
     monkeypatch.setattr(model_runner, "kernels_for", lambda device: KERNELS)
     monkeypatch.setattr(captured_executor, "recorder", lambda device: Tape())
-    monkeypatch.setattr(gpu_rounds, "kernels_of", lambda *_: [])
-    command = ["gpu_rounds.py", what, "--device", "cpu", "--shape", "tiny", "--out", str(tmp_path)]
+    monkeypatch.setattr(gpu, "kernels_of", lambda *_: [])
+    command = ["gpu.py", what, "--device", "cpu", "--shape", "tiny", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", command)
-    assert gpu_rounds.main() == 0
+    assert gpu.main() == 0
     found = json.loads((tmp_path / f"{what}.json").read_text())
     assert found["errors"] == {}
     if what == "formats":
@@ -95,7 +97,5 @@ def test_the_8b_calls_run_with_captures(what, monkeypatch, tmp_path):
 
 
 def test_the_profilers_table_names_what_ran():
-    table = gpu_rounds.kernels_of(
-        lambda: torch.ones(64, 64) @ torch.ones(64, 64), torch.device("cpu")
-    )
+    table = gpu.kernels_of(lambda: torch.ones(64, 64) @ torch.ones(64, 64), torch.device("cpu"))
     assert any("mm" in name and calls >= 1 and took > 0 for name, calls, took in table)

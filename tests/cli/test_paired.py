@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from forerun.bench.paired import median_interval
+from forerun.measure.paired import median_interval
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from forerun.bench import mixed
-from forerun.bench.prove import Trial, answers, first_difference, prove
-from forerun.bench.workload import read_prompts, spread
 from forerun.client.completion import Completion
 from forerun.constrain.grammar import Grammar
 from forerun.engine.request import Finish
@@ -13,6 +10,9 @@ from forerun.errors import ContextError, RequestError
 from forerun.executors import host_choice
 from forerun.executors.toy import ToyExecutor
 from forerun.interface.plan import TokenLogprobs
+from forerun.measure import mixed
+from forerun.measure.prove import Trial, answers, first_difference, prove
+from forerun.measure.workload import read_prompts, spread
 from forerun.options.config import EngineConfig
 from forerun.speculative.sampling import Sampling
 from tests.cli.toys import CONFIG, toy_target
@@ -161,7 +161,7 @@ def test_every_parameter_is_asked_for_with_the_grammar_and_without(monkeypatch):
         asked.extend(requests)
         return answers(target, config, requests, *rest)
 
-    monkeypatch.setattr("forerun.bench.prove.answers", spying)
+    monkeypatch.setattr("forerun.measure.prove.answers", spying)
     with toy_target() as target:
         prove(target, replace(target.config, speculative_algorithm="OFF"), replace(MIXED, tokens=2))
         kinds = [mixed.options(index, target.tokenizer) for index in range(9)]

@@ -12,10 +12,10 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from forerun.bench.launch import launched
 from forerun.cli.main import main
 from forerun.cli.serve import read_keys
 from forerun.errors import ConfigError, EngineError
+from forerun.measure.launch import launched
 from forerun.options.config import EngineConfig
 
 TOY = EngineConfig(model="toy", kv_tokens=8192, max_sequences=16)

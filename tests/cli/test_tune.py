@@ -3,14 +3,14 @@ from dataclasses import replace
 
 import pytest
 
-from forerun.bench import tune as bench_tune
-from forerun.bench.tune import OFF, Sweep, Trial, _best, tune
-from forerun.bench.workload import read_prompts
 from forerun.build import tuned
 from forerun.build.engine import load, open_target
 from forerun.build.tuned import Setting
 from forerun.cli.main import main
 from forerun.executors.toy import ToyExecutor
+from forerun.measure import prove
+from forerun.measure.sweep import OFF, Cell, Sweep, best, halving
+from forerun.measure.workload import read_prompts
 from forerun.options.config import EngineConfig
 
 TOY = EngineConfig(model="toy", policy="adaptive", kv_tokens=8192, context=1024, max_sequences=8)
@@ -35,23 +35,26 @@ class CountedToy(ToyExecutor):
 def test_free_guesses_win_and_off_is_always_there(monkeypatch):
     target = open_target(TOY)
     toy = CountedToy(target.memory.limits)
-    monkeypatch.setattr(bench_tune, "perf_counter", lambda: float(toy.steps))
+    monkeypatch.setattr(prove, "perf_counter", lambda: float(toy.steps))
     target = replace(target, executor=toy)
     sweep = Sweep(tuple(read_prompts()), settings=(FOUR,), batches=(1, 2), tokens=80)
-    tuning = tune(target, sweep)
+    cells = halving(target, sweep)
     target.close()
-    assert tuning.best == FOUR
-    assert {(trial.setting, trial.batch) for trial in tuning.trials} == {
+    assert best(cells) == FOUR
+    assert {(cell.setting, cell.batch) for cell in cells} == {
         (setting, batch) for setting in (OFF, FOUR) for batch in (1, 2)
     }
-    won = next(trial for trial in tuning.trials if trial.setting == FOUR)
-    assert won.ratio > 1.05 and won.tokens_per_step > 1.05
+    won = next(cell for cell in cells if cell.setting == FOUR)
+    assert won.ratio > 1.05 and won.acceptance_length > 1.05
+    assert all(cell.identical == cell.answers > 0 for cell in cells)
 
 
 def test_off_wins_where_nothing_beats_it():
-    trials = [Trial(OFF, 1, 1, 50.0, 1.0, 1.0), Trial(FOUR, 1, 1, 49.0, 0.98, 1.4)]
-    assert _best(trials) == OFF
-    assert _best([*trials, Trial(OFF, 4, 1, 50.0, 1.0, 1.0), Trial(FOUR, 4, 1, 75, 1.5, 1)]) == FOUR
+    def cell(batch, ratio):
+        return Cell(FOUR, batch, 1, 50.0, 20.0, ratio, ratio, ratio, 0.5, 1.4, 0.4, 4, 4)
+
+    assert best([cell(1, 0.98)]) == OFF
+    assert best([cell(1, 0.98), cell(4, 1.5)]) == FOUR
 
 
 def test_the_command_keeps_a_profile_that_is_used_from_then_on(capsys):

@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from forerun.bench.workload import labelled, read_prompts, spread
 from forerun.errors import ConfigError
+from forerun.measure.workload import labelled, read_prompts, spread
 
 
 def test_messages_and_plain_prompts_are_read(tmp_path):

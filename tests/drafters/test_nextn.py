@@ -9,15 +9,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from forerun.bench.acceptance import Finding
-from forerun.bench.probe import FEEDBACKS, probe_layers
-from forerun.bench.workload import Prompt
 from forerun.build.engine import open_target
 from forerun.cli.eval import collapsed
 from forerun.errors import ConfigError, ModelError
 from forerun.executors import cpu
 from forerun.executors.cpu import CpuPredictionModel
 from forerun.executors.torch import TorchPredictionModel
+from forerun.measure.acceptance import Finding
+from forerun.measure.probe import FEEDBACKS, probe_layers
+from forerun.measure.workload import Prompt
 from forerun.models.folder import FolderCheckpoint
 from forerun.options.config import EngineConfig
 from tests.drafters.draft_models import Told

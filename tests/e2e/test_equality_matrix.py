@@ -1,7 +1,7 @@
 """No answer depends on drafting: every method x shape x page size x temperature x parameters.
 
 Each cell is a `prove` of requests of nine kinds (penalties, bias, log-probabilities, several
-choices, stop strings, truncation, none: bench/mixed.py), with a grammar and without, alone and in
+choices, stop strings, truncation, none: measure/mixed.py), with a grammar and without, alone and in
 batches that are preempted. Random drafters are hardly ever right, so draft models are hinted
 (`Hinted`): what the reference said is put before what they say, at three of four places.
 """
@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.bench import prove as proving
-from forerun.bench.prove import Trial, answers, prove
-from forerun.bench.workload import Prompt
 from forerun.build.engine import open_target
 from forerun.constrain.grammar import Grammar
 from forerun.executors import cpu
 from forerun.executors.torch import CapturedExecutor, model_runner
 from forerun.executors.torch.captured import executor as captured_executor
+from forerun.measure import prove as proving
+from forerun.measure.prove import Trial, answers, prove
+from forerun.measure.workload import Prompt
 from forerun.models.folder import FolderCheckpoint
 from forerun.options.config import EngineConfig
 from tests.e2e.drafts import METHODS, Hinted, make

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from forerun.bench.prove import Trial
+from forerun.measure.prove import Trial
 from forerun.options.config import EngineConfig
 from tests.e2e.test_equality_matrix import PROMPTS, emulated, proved  # noqa: F401 - a fixture
 from tests.models import tiny

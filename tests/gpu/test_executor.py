@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.bench.prove import Trial, prove
-from forerun.bench.workload import Prompt
 from forerun.build.engine import open_target
 from forerun.executors.torch import TorchExecutor, with_captures
 from forerun.executors.torch.accept import choices, gumbel
+from forerun.measure.prove import Trial, prove
+from forerun.measure.workload import Prompt
 from forerun.options.config import EngineConfig
 from forerun.speculative import noise
 from forerun.speculative.sampling import Sampling

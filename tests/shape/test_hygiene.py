@@ -11,9 +11,7 @@ from tests.shape.tree import PACKAGE, ROOT, parsed, sources, text_files
 PRODUCT = sources("forerun")
 LAZY = {
     "forerun/__init__.py",
-    "forerun/bench/frontier.py",
-    "forerun/bench/grid_picture.py",
-    "forerun/bench/picture.py",
+    "forerun/measure/pictures.py",
     "forerun/build/device.py",
     "forerun/build/with_cpu.py",
     "forerun/build/with_jax.py",
@@ -148,7 +146,7 @@ def test_only_the_composition_root_names_executors():
     }
     # An entry of the registry each, and the toy; sized.py measures the torch executor alone.
     allowed = {f"forerun/build/with_{name}.py" for name in ("cpu", "torch", "jax")}
-    allowed |= {"forerun/build/engine.py", "forerun/cli/doctor.py", "forerun/bench/sized.py"}
+    allowed |= {"forerun/build/engine.py", "forerun/cli/doctor.py", "forerun/measure/sized.py"}
     allowed |= {"forerun/drafters/native_ngram.py"}  # It calls the compiled core, no executor.
     assert naming <= allowed | {
         # Training needs the torch decoder itself, not an executor behind a contract.

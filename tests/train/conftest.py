@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.bench.workload import Prompt, read_prompts
 from forerun.cli.main import main
+from forerun.measure.workload import Prompt, read_prompts
 from tests.models import tiny
 
 TEXT = "the quick brown fox jumps over lazy dog and then there is another one of them"

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.bench.acceptance import CHAIN, Question, alone, ask
 from forerun.build.engine import make_engine, open_target
 from forerun.client.completion import complete, make_request
 from forerun.executors.torch.block import BlockDrafter
 from forerun.executors.torch.layers import rotation
+from forerun.measure.acceptance import CHAIN, Question, alone, ask
 from forerun.models.block_folder import open_block
 from forerun.models.folder import FolderCheckpoint
 from forerun.options.config import EngineConfig

@@ -9,7 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forerun.bench.acceptance import (
+from forerun.build.engine import open_target
+from forerun.cli.main import main
+from forerun.executors import cpu
+from forerun.executors.cpu import hidden_state_model
+from forerun.executors.torch.eagle import EagleHead
+from forerun.hub.catalog import shipped_draft
+from forerun.measure.acceptance import (
     CHAIN,
     Question,
     Shape,
@@ -19,13 +25,7 @@ from forerun.bench.acceptance import (
     shaped,
     summed,
 )
-from forerun.bench.probe import probe
-from forerun.build.engine import open_target
-from forerun.cli.main import main
-from forerun.executors import cpu
-from forerun.executors.cpu import hidden_state_model
-from forerun.executors.torch.eagle import EagleHead
-from forerun.hub.catalog import shipped_draft
+from forerun.measure.probe import probe
 from forerun.models.draft_config import head_for
 from forerun.models.draft_folder import open_draft
 from forerun.models.folder import FolderCheckpoint

@@ -245,7 +245,7 @@ class CpuExecutor(Executor):
             self.shutdown()
 
     def native_model(self) -> int:
-        """The compiled core's handle, for a draft head beside it and for bench/cpu_steps.py."""
+        """The compiled core's handle, for a draft head beside it and for bench/steps.py."""
         return self._alive()
 
     def adopt(self, draft: int | None, features_width: int) -> None:

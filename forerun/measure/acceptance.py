@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from forerun.bench.prove import answers, encode
-from forerun.bench.workload import Prompt
 from forerun.build.engine import Target
 from forerun.client.completion import Completion, make_request
+from forerun.measure.prove import answers, encode
+from forerun.measure.workload import Prompt
 from forerun.options.config import EngineConfig
 from forerun.types import Ints
 

@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from forerun.bench.acceptance import (
+from forerun.build.engine import open_target
+from forerun.errors import ConfigError
+from forerun.hub.catalog import open_model
+from forerun.measure.acceptance import (
     CHAIN,
     Progress,
     Question,
@@ -20,10 +23,7 @@ from forerun.bench.acceptance import (
     serve,
     shaped,
 )
-from forerun.bench.workload import Prompt, read_prompts, spread
-from forerun.build.engine import open_target
-from forerun.errors import ConfigError
-from forerun.hub.catalog import open_model
+from forerun.measure.workload import Prompt, read_prompts, spread
 from forerun.models.block_folder import holds_block
 from forerun.models.config_variants import plausible, reading_of, turned
 from forerun.models.draft_config import DraftHead

@@ -15,8 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from forerun.bench import mixed
-from forerun.bench.workload import Prompt
 from forerun.build.engine import Target, encode_chat, make_engine
 from forerun.client.completion import Completion, acceptance_length, complete, make_request
 from forerun.constrain.grammar import Grammar
@@ -24,6 +22,8 @@ from forerun.constrain.matcher.matcher import Compiled
 from forerun.engine.request import Request, choice_seed
 from forerun.errors import ContextError
 from forerun.interface.plan import TokenLogprobs
+from forerun.measure import mixed
+from forerun.measure.workload import Prompt
 from forerun.options.config import EngineConfig
 from forerun.speculative.noise import gumbel
 from forerun.types import Ints
@@ -43,7 +43,7 @@ class Trial:
     group         sequences at once in the batched runs
     seed          of prompt 0; prompt i uses seed + i
     grammar       what every answer must follow; it then ends where the grammar does
-    mixed         each prompt asks for other things (bench/mixed.py), and some need not follow
+    mixed         each prompt asks for other things (mixed.py), and some need not follow
                   the grammar
     """
 
@@ -182,12 +182,22 @@ def _requests(
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What an engine said. prompts = for each answer the number of its request."""
+    """What an engine said.
+
+    prompts  for each answer the number of its request
+    waited   seconds until the first token, summed over the answers
+    """
 
     done: list[Completion]
     prompts: list[int]
     seconds: float
     preemptions: int
+    waited: float
+
+    @property
+    def speed(self) -> float:
+        """Output tokens per second, of all answers together."""
+        return sum(len(item.tokens) for item in self.done) / self.seconds
 
 
 def answers(
@@ -203,11 +213,13 @@ def answers(
     try:
         started = perf_counter()
         found = complete(engine, requests, at_once, finished)
+        seconds, stats = perf_counter() - started, engine.stats()
         return Answers(
             done=[choice for choices in found for choice in choices],
             prompts=[index for index, choices in enumerate(found) for _ in choices],
-            seconds=perf_counter() - started,
-            preemptions=engine.stats().preemptions,
+            seconds=seconds,
+            preemptions=stats.preemptions,
+            waited=stats.first_token.total,
         )
     finally:
         engine.shutdown()

@@ -14,34 +14,21 @@ speed-up   SYNTHETIC: random weights accept nothing. The measured times are comb
 """
 
 import statistics
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from forerun.errors import MemoryPlanError
-from forerun.executors.torch import (
-    TorchEagleModel,
-    TorchExecutor,
-    with_captures,
-)
-from forerun.interface.draft_model import DraftLevel
-from forerun.interface.executor import Executor, ExecutorLimits
-from forerun.interface.next_draft import DraftRequest
-from forerun.interface.plan import Plan, Round, SlotInit
+from forerun.executors.torch import TorchEagleModel, TorchExecutor, with_captures
+from forerun.interface.executor import Executor
+from forerun.measure.step_bench import StepBench, limits_for, milliseconds
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_folder import DraftFile
 from forerun.models.shapes import RandomCheckpoint, random_draft, shape_named
-from forerun.speculative.sampling import Sampling
-from forerun.speculative.tree import Draft, TreeBatch, batch
-from forerun.types import Ints
 
-PAGE = 16
-GREEDY = Sampling(temperature=0.0)
 DRAFT_VOCAB = 32_000
 
 
@@ -89,7 +76,7 @@ def length(rate: float, draft_tokens: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Sweep:
+class StepSweep:
     """What is measured: at each batch, chains of each number of nodes, behind `context` tokens."""
 
     batches: tuple[int, ...]
@@ -99,131 +86,28 @@ class Sweep:
     copy_bytes: int = 4 << 30
 
 
-class Steps:
-    """An executor with `rows` sequences of `context` cached tokens, and a draft head beside it,
-    where one is given.
+def torch_bench(
+    checkpoint: Checkpoint,
+    device: str,
+    dtype: str,
+    sweep: StepSweep,
+    draft: DraftFile | None = None,
+    **how: Any,
+) -> StepBench:
+    """The torch executor with as many sequences as the sweep's largest batch, its rounds captured
+    where its device captures, and a draft head beside it, where one is given.
 
     how  kv_dtype and prompts, as TorchExecutor takes them
     """
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        device: str,
-        dtype: str,
-        rows: int,
-        sweep: Sweep,
-        draft: DraftFile | None = None,
-        **how: Any,
-    ) -> None:
-        arch = checkpoint.architecture
-        self._context, most = sweep.context, max(sweep.nodes)
-        self._pages = -(-(sweep.context + most) // PAGE)
-        limits = ExecutorLimits(
-            page_size=PAGE,
-            pages=self._pages * rows,
-            slots=rows,
-            max_nodes=max(rows * most, sweep.context),
-            context=min(arch.context, self._pages * PAGE),
-            vocab=arch.vocab,
-            max_scored=rows * most,
-        )
-        eager = TorchExecutor(checkpoint, limits, device, dtype, **how)
-        made, self._sampler = with_captures(eager), eager.sampler
-        self.executor: Executor = made
-        self._head: TorchEagleModel | None = None
-        if draft is not None:
-            self._head = TorchEagleModel(made, checkpoint, draft)
-            made.draft_with(self._head)
-        random = np.random.default_rng(0)
-        self._tokens = random.integers(0, arch.vocab, sweep.context + most).astype(np.int32)
-        cached = self._tokens[: sweep.context]
-        self._rows = rows
-        self._open(GREEDY)
-        for row in range(rows):
-            self.run(*self._plan([row], 0, cached, 0))
-
-    def sample(self, sampling: Sampling) -> None:
-        """Choose so from now on, in all sequences."""
-        for row in range(self._rows):
-            self.executor.close(row)
-        self._open(sampling)
-
-    def _open(self, sampling: Sampling) -> None:
-        tokens = self._tokens[: self._context + 1]
-        for row in range(self._rows):
-            self.executor.open(SlotInit(row, tokens, self._context, sampling))
-
-    def step(self, rows: int, nodes: int) -> Callable[[], object]:
-        """One step of `rows` sequences with chains of `nodes` nodes. It may be repeated: what it
-        writes lies behind the cached tokens.
-        """
-        plan, trees = self._decoding(rows, nodes)
-        return lambda: self.run(plan, trees)
-
-    def prompt(self, tokens: int) -> Callable[[], object]:
-        """A chunk of so many prompt tokens, at most the context, of the first sequence."""
-        plan, trees = self._plan([0], 0, self._tokens[:tokens], 0)
-        return lambda: self.run(plan, trees)
-
-    def drafted(
-        self, rows: int, nodes: int, levels: int | None = None
-    ) -> Callable[[], object] | None:
-        """`step`, which also follows and grows `levels` draft tokens, by default nodes - 1; None
-        where no step does that.
-        """
-        if self._head is None:
-            return None
-        plan, trees = self._decoding(rows, nodes)
-        request = DraftRequest(plan.slots, 1, nodes - 1 if levels is None else levels)
-        work = partial(self.run, replace(plan, request=request), trees)
-        return work if len(work().drafting) else None
-
-    def draft_pass(self, rows: int) -> Callable[[], object]:
-        """A pass of the head for one draft token in each of `rows` sequences."""
-        assert self._head is not None, "a pass needs a head"
-        nodes = np.arange(rows, dtype=np.int32)
-        level = DraftLevel(
-            tokens=np.zeros(rows, np.int32),
-            parents=np.full(rows, -1, np.int32),
-            start=np.arange(rows + 1, dtype=np.int32),
-            kv_len=np.full(rows, self._context, np.int32),
-            slots=nodes,
-            pages=(nodes[:, None] * self._pages + np.arange(self._pages)).astype(np.int32),
-            first=0,
-            candidates=1,
-        )
-        return partial(self._head.expand, level)
-
-    def run(self, plan: Plan, trees: TreeBatch) -> Round:
-        """One step, of which nothing is remembered."""
-        round = self.executor.begin(plan, trees)
-        self.executor.finish(round)
-        for slot in plan.slots.tolist():
-            self._sampler.rewind(slot, self._context + 1)
-        return round
-
-    def _decoding(self, rows: int, nodes: int) -> tuple[Plan, TreeBatch]:
-        known = self._tokens[self._context : self._context + 1]
-        return self._plan(list(range(rows)), self._context, known, nodes - 1)
-
-    def _plan(
-        self, rows: list[int], kv_len: int, known: Ints, draft_tokens: int
-    ) -> tuple[Plan, TreeBatch]:
-        parents = np.arange(-1, draft_tokens - 1, dtype=np.int32)
-        draft = Draft(self._tokens[:draft_tokens].copy(), parents)
-        first = np.array(rows, np.int32)[:, None] * self._pages
-        plan = Plan(
-            slots=np.array(rows, np.int32),
-            kv_len=np.full(len(rows), kv_len, np.int32),
-            known=(known,) * len(rows),
-            samples=np.full(len(rows), bool(kv_len)),
-            max_nodes=np.full(len(rows), draft_tokens, np.int32),
-            max_depth=np.full(len(rows), draft_tokens, np.int32),
-            page_table=(first + np.arange(self._pages)).astype(np.int32),
-            constrained=np.zeros(len(rows), np.bool_),
-        )
-        return plan, batch([known] * len(rows), [draft] * len(rows))
+    arch = checkpoint.architecture
+    rows, nodes = max(sweep.batches), max(sweep.nodes)
+    limits = limits_for(arch.vocab, rows, nodes, sweep.context, arch.context)
+    executor = with_captures(TorchExecutor(checkpoint, limits, device, dtype, **how))
+    head = None
+    if draft is not None:
+        head = TorchEagleModel(executor, checkpoint, draft)
+        executor.draft_with(head)
+    return StepBench(executor, sweep.context, head=head, wait=partial(wait, torch.device(device)))
 
 
 def wait(device: torch.device) -> None:
@@ -232,26 +116,15 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def milliseconds(work: Callable[[], object], device: torch.device, rounds: int) -> float:
-    """Median over rounds, after three that warm up (the second captures)."""
-    taken = []
-    for _ in range(rounds + 3):
-        wait(device)
-        start = time.perf_counter()
-        work()
-        wait(device)
-        taken.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(taken[3:])
-
-
 def copy_bandwidth(device: torch.device, size: int) -> float:
     """Bytes per second, read and written together, of a large copy."""
     source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * size / milliseconds(lambda: target.copy_(source), device, 5) * 1e3
+    times = milliseconds(lambda: target.copy_(source), 5, partial(wait, device))
+    return 2 * size / statistics.median(times) * 1e3
 
 
-def measure(name: str, device: str, dtype: str, sweep: Sweep) -> dict[str, Any]:
+def measure(name: str, device: str, dtype: str, sweep: StepSweep) -> dict[str, Any]:
     """All numbers of one shape, in milliseconds, by batch. A batch that does not fit into memory
     has an "error" instead. Raises ConfigError for an unknown shape.
     """
@@ -271,14 +144,14 @@ def measure(name: str, device: str, dtype: str, sweep: Sweep) -> dict[str, Any]:
     draft = random_draft(arch, min(DRAFT_VOCAB, arch.vocab))
     # One executor for all batches: building it takes most of the time there is.
     try:
-        steps = Steps(RandomCheckpoint(arch), device, dtype, max(sweep.batches), sweep, draft)
+        steps = torch_bench(RandomCheckpoint(arch), device, dtype, sweep, draft)
     except MemoryPlanError as error:
         return report | {"error": str(error)}
     facts: dict[str, Any] = steps.executor.describe()
     report["floor_ms"] = facts["weight_bytes"] / bandwidth * 1e3
     report["weight_bytes"] = facts["weight_bytes"]
     for rows in sweep.batches:
-        report["batches"][rows] = _batch(steps, rows, there, sweep)
+        report["batches"][rows] = _batch(steps, rows, sweep)
     facts = steps.executor.describe()
     report["captured"] = facts.get("captured", [])
     report["capture_seconds"] = facts.get("capture_seconds", 0.0)
@@ -286,38 +159,40 @@ def measure(name: str, device: str, dtype: str, sweep: Sweep) -> dict[str, Any]:
     return report
 
 
-def _batch(steps: Steps, rows: int, device: torch.device, sweep: Sweep) -> dict[str, Any]:
+def _batch(steps: StepBench, rows: int, sweep: StepSweep) -> dict[str, Any]:
     """The numbers of one batch."""
-    step_ms = {k: milliseconds(steps.step(rows, k), device, sweep.rounds) for k in sweep.nodes}
-    draft_ms = milliseconds(steps.draft_pass(rows), device, sweep.rounds)
+    step_ms = {k: steps.median(steps.step(rows, k), sweep.rounds) for k in sweep.nodes}
+    draft_ms = steps.median(steps.draft_pass(rows), sweep.rounds)
     drafted_ms, within = {}, False
     for nodes in sweep.nodes:
         if nodes > 1:
             drafted_ms[nodes] = step_ms[nodes] + (nodes - 1) * draft_ms
-            work = steps.drafted(rows, nodes)
+            work = steps.drafted(rows, nodes, nodes - 1)
             if work is not None:
-                drafted_ms[nodes], within = milliseconds(work, device, sweep.rounds), True
+                drafted_ms[nodes], within = steps.median(work, sweep.rounds), True
+    plain = steps.step(rows, 1)
     return {
         "step_ms": step_ms,
         "draft_ms": draft_ms,
         "drafted_ms": drafted_ms,
         "drafted_within_rounds": within,
-        "host_share": host_share(steps.executor, steps.step(rows, 1), sweep.rounds),
+        "host_share": host_share(
+            steps.executor, lambda: sum(steps.times(plain, sweep.rounds, warm_up=0))
+        ),
         "speed_up": speed_ups(step_ms[1], drafted_ms),
     }
 
 
-def host_share(executor: Executor, work: Callable[[], object], times: int = 1) -> float | None:
-    """Share of the time of `work` that passes outside of captured rounds; None without any."""
+def host_share(executor: Executor, work: Callable[[], float]) -> float | None:
+    """Share of the milliseconds that `work` says it took that pass outside of captured rounds;
+    None without any.
+    """
     before: dict[str, Any] = executor.describe()
-    begun = time.perf_counter()
-    for _ in range(times):
-        work()
-    taken = time.perf_counter() - begun
+    taken = work()
     after: dict[str, Any] = executor.describe()
     if after.get("rounds") == before.get("rounds"):
         return None
-    return 1.0 - float(after["round_seconds"] - before["round_seconds"]) / taken
+    return 1.0 - 1e3 * float(after["round_seconds"] - before["round_seconds"]) / taken
 
 
 def speed_ups(plain_ms: float, drafted_ms: dict[int, float]) -> dict[str, dict[str, float]]:

@@ -18,7 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from forerun.bench.fuzz_case import (
+from forerun.build.engine import Target, make_engine, open_target
+from forerun.client.completion import Completion, make_request
+from forerun.engine.request import Delta, Finish, Request, Speculation
+from forerun.engine.thread import Engine
+from forerun.errors import ConfigError, ForerunError, RequestError
+from forerun.measure.fuzz_case import (
     SHAPES,
     Asked,
     Case,
@@ -27,14 +32,9 @@ from forerun.bench.fuzz_case import (
     read,
     simpler,
 )
-from forerun.bench.fuzz_grammars import GRAMMARS
-from forerun.bench.mixed import told_otherwise
-from forerun.bench.workload import Prompt
-from forerun.build.engine import Target, make_engine, open_target
-from forerun.client.completion import Completion, make_request
-from forerun.engine.request import Delta, Finish, Request, Speculation
-from forerun.engine.thread import Engine
-from forerun.errors import ConfigError, ForerunError, RequestError
+from forerun.measure.fuzz_grammars import GRAMMARS
+from forerun.measure.mixed import told_otherwise
+from forerun.measure.workload import Prompt
 from forerun.options.config import EngineConfig
 
 SHRINK_RUNS = 80

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from forerun.bench.client import Timing
+from forerun.measure.client import Timing
 
 PERCENTILES = (50, 90, 99)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 
-from forerun.bench.workload import Prompt
 from forerun.errors import ConfigError
+from forerun.measure.workload import Prompt
 from forerun.options.config import AskConfig
 
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)

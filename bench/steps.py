@@ -1,0 +1,255 @@
+"""What a step of R rows with k nodes each costs on one executor or on several, in turns.
+
+    python bench/steps.py [model] [--executors cpu] [--rows 1] [--nodes 1 2 4 8 ...] [--context 200]
+        [--kinds plain shaped] [--clock cpu] [--cores 1] [--peers] [--json out.json]
+
+A row has `context` cached tokens and a chain of nodes whose logits are all wanted: embedding,
+norms, products, attention, head, and the choice at every node. Rounds go over all sizes in turn,
+and over the executors in an order drawn anew, so that a slow moment of the machine hits all
+alike. Rows of kind plain have a temperature, shaped ones penalties, a cut-off and
+log-probabilities too. Milliseconds: minimum and median over the rounds, and, of several
+executors, the quartiles of the rounds' ratios to the first. `--clock cpu` counts the process's
+own time, for a machine that others use.
+
+Of the native core, "cpu products" are the matrix products alone and "cpu forward" is the step
+without choosing. `--peers` (of one row) takes turns with llama.cpp (one llama_decode) and ONNX
+Runtime's MatMulNBits (the same products), each in its own environment
+(bench/peers/environments.py makes it on first use), and the report says how fast the threads read
+the weights once: no step is faster than that.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forerun.executors.cpu import CpuExecutor, native
+from forerun.hub.catalog import Model, open_model
+from forerun.interface.executor import DraftShape, Executor, ExecutorLimits
+from forerun.machine import stamp
+from forerun.measure.step_bench import StepBench, limits_for
+from forerun.speculative.sampling import Sampling
+
+PEER_FOLDER = Path(__file__).parent / "peers"
+PEERS = {"llama.cpp step": "llamacpp", "onnxruntime products": "onnx"}
+BLOCKS = 3
+NODES = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
+KINDS = {
+    "plain": Sampling(temperature=0.8),
+    "shaped": Sampling(temperature=0.8, top_k=50, repetition_penalty=1.1, logprobs=5),
+}
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+Size = tuple[int, int]
+"""Rows, nodes of each."""
+Times = dict[str, dict[Size, list[float]]]
+"""By name and size, in milliseconds."""
+
+
+def built(name: str, model: Model, limits: ExecutorLimits, asked: argparse.Namespace) -> Executor:
+    """The executor called `name`, warmed up; torch and JAX compute in float32."""
+    if name == "cpu":
+        return CpuExecutor(model.checkpoint, limits, asked.cores)
+    if name == "torch":
+        torch = importlib.import_module("torch")
+        torch.set_num_threads(asked.cores or torch.get_num_threads())
+        return importlib.import_module("forerun.executors.torch").TorchExecutor(
+            model.checkpoint, limits
+        )
+    jax, most = importlib.import_module("forerun.executors.jax"), max(asked.nodes) - 1
+    options = jax.JaxOptions(draft_nodes=most, cache_dir=asked.cache)
+    executor: Executor = jax.JaxExecutor(model.checkpoint, limits, options)
+    executor.warm_up(DraftShape(most), lambda *told: sys.stderr.write(f"compiled {told}\n"))
+    return executor
+
+
+def works_of(name: str, bench: StepBench, sizes: list[Size]) -> dict[str, Callable[..., Any]]:
+    """What is measured of an executor: names, and what gives the work of a size."""
+    works: dict[str, Callable[..., Any]] = {f"{name} step": bench.step}
+    if isinstance(core := bench.executor, CpuExecutor):
+        most = max(rows * nodes for rows, nodes in sizes)
+        scratch = np.empty((most, core.limits.vocab), np.float32)
+        works["cpu forward"] = bench.forward
+        works["cpu products"] = lambda rows, nodes: lambda: multiply(core, rows * nodes, scratch)
+    return works
+
+
+def multiply(executor: CpuExecutor, rows: int, scratch: np.ndarray) -> None:
+    """The matrix products of a step of `rows` nodes alone, on meaningless numbers; `scratch`
+    float32[rows or more,V].
+    """
+    library = native.load()
+    if library.forerun_products(executor.native_model(), rows, scratch.ctypes.data):
+        raise RuntimeError(library.forerun_error().decode())
+
+
+def measure(
+    benches: dict[str, StepBench], sizes: list[Size], rounds: int, draw: np.random.Generator
+) -> Times:
+    """So many rounds, every work of every size once in each; one more before does not count."""
+    works = [
+        (bench, label, work)
+        for name, bench in benches.items()
+        for label, work in works_of(name, bench, sizes).items()
+    ]
+    taken: Times = {label: {size: [] for size in sizes} for _, label, _ in works}
+    for turn in range(rounds + 1):
+        for size in sizes:
+            for index in draw.permutation(len(works)).tolist():
+                bench, label, work = works[index]
+                (took,) = bench.times(work(*size), 1, warm_up=0)
+                if turn:
+                    taken[label][size].append(took)
+    return taken
+
+
+def peers(
+    model: Model, asked: argparse.Namespace, threads: int, rounds: int
+) -> Iterator[tuple[str, dict[Size, list[float]]]]:
+    """One block of each peer; of those that cannot be installed, a word."""
+    arch = model.checkpoint.architecture
+    common = {"threads": threads, "rounds": rounds, "rows": asked.nodes}
+    shapes = {
+        "layers": arch.layers,
+        "hidden": arch.hidden,
+        "qkv": (arch.heads + 2 * arch.kv_heads) * arch.head_size,
+        "ffn": arch.ffn,
+        "vocab": arch.vocab,
+    }
+    facts = {
+        "llamacpp": common | {"path": str(model.path), "context": asked.context},
+        "onnx": common | {"shapes": shapes},
+    }
+    for name, place in PEERS.items():
+        made = subprocess.run(
+            [sys.executable, str(PEER_FOLDER / "environments.py"), place],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+        if made.returncode:
+            sys.stderr.write(f"{name} left out: it cannot be installed\n")
+            continue
+        python = made.stdout.strip().splitlines()[-1]
+        command = [python, str(PEER_FOLDER / f"steps_{place}.py"), json.dumps(facts[place])]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        found = json.loads(done.stdout.splitlines()[-1])
+        yield name, {(1, int(key)): times for key, times in found.items()}
+
+
+def floor_ms(facts: dict[str, Any]) -> float:
+    """Milliseconds in which this machine's threads read the weights once, at their best."""
+    threads, size = facts["threads"], 1 << 26
+    blocks = [np.ones(size, np.float32) for _ in range(threads)]
+    best = 0.0
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(8):
+            start = time.perf_counter()
+            list(pool.map(np.max, blocks))
+            best = max(best, 4 * size * threads / (time.perf_counter() - start))
+    return float(1e3 * facts["weight_bytes"] / best)
+
+
+def summary(times: Times, executors: list[str]) -> dict[str, Any]:
+    """By name and size: minimum, median, and, of a step, the quartiles of ratios to the first
+    executor's.
+    """
+    first = times[f"{executors[0]} step"]
+    table: dict[str, Any] = {}
+    for label, sizes in times.items():
+        table[label] = {}
+        for size, taken in sizes.items():
+            line: dict[str, Any] = {"min": min(taken), "median": statistics.median(taken)}
+            if label in [f"{name} step" for name in executors[1:]]:
+                ratios = [a / b for a, b in zip(taken, first[size], strict=True)]
+                line["ratio"] = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+            table[label]["x".join(map(str, size))] = line
+    return table
+
+
+def main() -> None:
+    """Measure, print a table, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("model", nargs="?", default="smollm2-135m")
+    parser.add_argument("--executors", nargs="+", choices=("cpu", "torch", "jax"), default=["cpu"])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1])
+    parser.add_argument("--nodes", type=int, nargs="+", default=list(NODES))
+    parser.add_argument("--context", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["plain"])
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument("--cores", type=int, help="the process is bound to so many")
+    parser.add_argument("--cache", help="folder of JAX's compiled programs")
+    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    if asked.cores:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: asked.cores])
+    model = open_model(asked.model)
+    arch = model.checkpoint.architecture
+    most = max(asked.rows), max(asked.nodes)
+    limits = limits_for(arch.vocab, *most, asked.context, arch.context)
+    benches = {
+        name: StepBench(built(name, model, limits, asked), asked.context, clock=CLOCKS[asked.clock])
+        for name in asked.executors
+    }
+    facts: dict[str, Any] = {name: each.executor.describe() for name, each in benches.items()}
+    report: dict[str, Any] = {"command": sys.argv, "machine": stamp(), "executors": facts}
+    report |= {"model": asked.model, "context": asked.context, "clock": asked.clock, "ms": {}}
+    if "cpu" in facts:
+        report["floor_ms"] = floor_ms(facts["cpu"])
+    sizes, rounds = list(product(asked.rows, asked.nodes)), -(-asked.rounds // BLOCKS)
+    draw = np.random.default_rng(0)
+    for kind in asked.kinds:
+        report.setdefault("prompt_ms", {})[kind] = {
+            name: bench.fill(KINDS[kind]) for name, bench in benches.items()
+        }
+        times: Times = {}
+        for _ in range(BLOCKS):
+            blocks = list(measure(benches, sizes, rounds, draw).items())
+            if asked.peers:
+                blocks += peers(model, asked, facts["cpu"]["threads"], rounds)
+            for label, found in blocks:
+                for size, taken in found.items():
+                    times.setdefault(label, {}).setdefault(size, []).extend(taken)
+        report["ms"][kind] = summary(times, asked.executors)
+    if "jax" in benches:
+        report["executors"]["jax"] = benches["jax"].executor.describe()
+    print_table(report)
+    if asked.json:
+        asked.json.write_text(json.dumps(report, indent=1, default=str) + "\n")
+
+
+def print_table(report: dict[str, Any]) -> None:
+    """Medians, one column per size."""
+    out = sys.stdout.write
+    out(f"{report['machine']}\n")
+    if "floor_ms" in report:
+        out(f"reading the weights once takes {report['floor_ms']:.3f} ms\n")
+    for kind, table in report["ms"].items():
+        sizes = list(next(iter(table.values())))
+        out(f"{kind} rows x nodes".ljust(28) + "".join(f"{size:>9}" for size in sizes) + "\n")
+        for label, lines in table.items():
+            medians = [lines[size]["median"] for size in sizes]
+            out(label.ljust(28) + "".join(f"{ms:9.2f}" for ms in medians) + "\n")
+            ratios = [lines[size].get("ratio") for size in sizes]
+            if ratios[0]:
+                told = "".join(f"{middle:9.2f}" for _, middle, _ in ratios)
+                out("  over the first".ljust(28) + told + "\n")
+            else:
+                over = "".join(f"{ms / medians[0]:9.2f}" for ms in medians)
+                out("  over the smallest".ljust(28) + over + "\n")
+
+
+if __name__ == "__main__":
+    main()

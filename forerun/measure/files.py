@@ -1,0 +1,28 @@
+"""What `forerun bench --out` leaves in a folder: the numbers and their picture."""
+
+import json
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from forerun.errors import ConfigError
+
+
+def write(
+    folder: Path, name: str, report: dict[str, Any], draw: Callable[[Path], None] | None = None
+) -> list[Path]:
+    """Write NAME.json and, where matplotlib is installed and there is something to `draw`,
+    NAME.png. The files written. Raises ConfigError where the folder cannot be written.
+    """
+    written = [folder / f"{name}.json"]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(report, indent=2, default=str)
+        written[0].write_text(text + "\n", encoding="utf-8")
+        if draw is not None and find_spec("matplotlib"):
+            written.append(folder / f"{name}.png")
+            draw(written[1])
+    except OSError as error:
+        raise ConfigError(f"{name}.json cannot be written to {folder}: {error}.") from error
+    return written

@@ -1,0 +1,120 @@
+"""Pictures of measurements, as PNG. They need matplotlib (the extra "plots")."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forerun.build.tuned import Setting
+from forerun.measure.report import Level
+from forerun.measure.sweep import OFF, Cell
+
+
+def draw_load(path: Path, levels: Sequence[Level], title: str) -> None:
+    """`forerun bench`: throughput and time to first text over concurrency, a line per side."""
+    figure = _figure(title, 9, 4)
+    speed, wait = figure.subplots(1, 2)
+    for side in dict.fromkeys(level.side for level in levels):
+        mine = [level for level in levels if level.side == side]
+        at_once = [level.at_once for level in mine]
+        speed.plot(at_once, [level.throughput for level in mine], marker="o", label=side)
+        answered = [level for level in mine if level.first_ms]
+        wait.plot(
+            [level.at_once for level in answered],
+            [level.first_ms["p50"] for level in answered],
+            marker="o",
+            label=side,
+        )
+    speed.set_ylabel("output tokens per second, all requests")
+    wait.set_ylabel("time to first text, median, ms")
+    for axes in (speed, wait):
+        _counts(axes, [level.at_once for level in levels], "requests at once")
+        axes.set_ylim(bottom=0)
+        axes.legend(title="speculation")
+    figure.savefig(path, dpi=120)
+
+
+def draw_ratios(path: Path, cells: Sequence[Cell], best: Setting, title: str) -> None:
+    """`forerun tune`: speed over plain decoding by batch, a line per setting, `best` thick."""
+    from matplotlib import colormaps
+
+    figure = _figure(title, 8, 5)
+    axes = figure.subplots()
+    settings = list(dict.fromkeys(cell.setting for cell in cells))
+    colors = colormaps["turbo"](np.linspace(0.05, 0.95, len(settings)))
+    for setting, color in zip(settings, colors, strict=True):
+        mine = [cell for cell in cells if cell.setting == setting]
+        axes.plot(
+            [cell.batch for cell in mine],
+            [cell.ratio for cell in mine],
+            "--" if setting == OFF else "-",
+            color="black" if setting == OFF else color,
+            marker="o",
+            linewidth=3 if setting == best else 1,
+            label=setting.name,
+        )
+    _counts(axes, [cell.batch for cell in cells], "sequences at once")
+    axes.set_ylabel("tokens per second over plain decoding")
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+def draw_frontier(path: Path, cells: Sequence[Cell], title: str) -> None:
+    """`forerun bench --speculative-grid`: acceptance length against milliseconds per step, a colour
+    per batch; the frontier joined.
+    """
+    figure = _figure(title, 8, 5)
+    axes = figure.subplots()
+    for batch in dict.fromkeys(cell.batch for cell in cells):
+        mine = [cell for cell in cells if cell.batch == batch]
+        points = axes.scatter(
+            [cell.ms_per_step for cell in mine],
+            [cell.acceptance_length for cell in mine],
+            label=f"{batch} at once",
+        )
+        edge = frontier(mine)
+        axes.plot(
+            [cell.ms_per_step for cell in edge],
+            [cell.acceptance_length for cell in edge],
+            color=points.get_facecolor()[0],
+        )
+        for cell in edge:
+            at = (cell.ms_per_step, cell.acceptance_length)
+            axes.annotate(f"{cell.setting.name} ({cell.ratio:.2f})", at, fontsize="x-small")
+    axes.set_xlabel("milliseconds per step")
+    axes.set_ylabel("tokens per step (in brackets: speed over plain decoding)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def frontier(cells: Sequence[Cell]) -> list[Cell]:
+    """Those that no other beats in both acceptance length and time, by time."""
+    edge: list[Cell] = []
+    for cell in sorted(cells, key=lambda cell: (cell.ms_per_step, -cell.acceptance_length)):
+        if not edge or cell.acceptance_length > edge[-1].acceptance_length:
+            edge.append(cell)
+    return edge
+
+
+def _figure(title: str, wide: float, high: float) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(wide, high), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title)
+    return figure
+
+
+def _counts(axes: Any, counts: Sequence[int], label: str) -> None:
+    """An axis of counts that double, with a tick at each."""
+    from matplotlib.ticker import NullLocator
+
+    at = sorted(set(counts))
+    axes.set_xlabel(label)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(at, [str(count) for count in at])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.grid(alpha=0.3)

@@ -1,0 +1,208 @@
+"""Steps of any executor, timed: R rows of chains of k nodes behind cached tokens."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+
+import numpy as np
+
+from forerun.interface.draft_model import DraftLevel, DraftModel
+from forerun.interface.executor import Executor, ExecutorLimits
+from forerun.interface.next_draft import DraftRequest
+from forerun.interface.plan import Plan, Round, SlotInit
+from forerun.speculative.sampling import Sampling
+from forerun.speculative.tree import Draft, TreeBatch, batch
+from forerun.types import Ints
+
+PAGE = 16
+GREEDY = Sampling(temperature=0.0)
+WARM_UP = 3
+"""Calls that are not counted; the second of a new size is the one that captures."""
+
+
+def limits_for(vocab: int, rows: int, nodes: int, context: int, longest: int) -> ExecutorLimits:
+    """What an executor must be built for to take a StepBench of `rows` sequences with `context`
+    cached tokens and chains of at most `nodes` nodes; `longest` is the model's context.
+    """
+    pages = -(-(context + nodes) // PAGE)
+    return ExecutorLimits(
+        page_size=PAGE,
+        pages=pages * rows,
+        slots=rows,
+        max_nodes=max(rows * nodes, context),
+        context=min(longest, pages * PAGE),
+        vocab=vocab,
+        max_scored=rows * nodes,
+    )
+
+
+class StepBench:
+    """Sequences of random tokens, one for every slot of an executor, of which `context` tokens are
+    cached, and steps that begin there. A step may be repeated: what it writes lies behind the
+    cached tokens, and `rewind` makes the sequences what they were.
+
+    executor  built for `limits_for`, with every slot closed; the bench opens all of them
+    head      a draft model that the executor was told of, if any
+    wait      returns when the device has done everything
+    clock     seconds; the wall's, or the process's own where others share the machine
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        context: int,
+        sampling: Sampling = GREEDY,
+        head: DraftModel | None = None,
+        wait: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        limits = executor.limits
+        self.executor, self._context, self._head = executor, context, head
+        self._timed = partial(milliseconds, wait=wait, clock=clock)
+        self._rows, self._pages = limits.slots, limits.pages // limits.slots
+        random = np.random.default_rng(0)
+        longest = self._pages * limits.page_size
+        self._tokens = random.integers(0, limits.vocab, longest).astype(np.int32)
+        self._sampling, self._open = sampling, False
+        self._begun: Round | None = None
+        self.fill()
+
+    def fill(self, sampling: Sampling | None = None) -> float:
+        """Cache every sequence's tokens anew, and choose by `sampling` from now on; milliseconds
+        of the last sequence's step.
+        """
+        self._sampling = sampling or self._sampling
+        self.rewind()
+        took = 0.0
+        for row in range(self._rows):
+            plan, trees = self._plan([row], 0, self._tokens[: self._context], 0)
+            (took,) = self._timed(partial(self._run, plan, trees), 1, warm_up=0)
+        return took
+
+    def rewind(self) -> None:
+        """Every sequence has its cached tokens and the one behind them again."""
+        if self._begun is not None:
+            self.executor.finish(self._begun)
+            self._begun = None
+        tokens = self._tokens[: self._context + 1]
+        for row in range(self._rows):
+            if self._open:
+                self.executor.close(row)
+            self.executor.open(SlotInit(row, tokens, self._context, self._sampling))
+        self._open = True
+
+    def times(self, work: Callable[[], object], count: int, warm_up: int = WARM_UP) -> list[float]:
+        """Milliseconds of each of so many calls; sequences are rewound between them, untimed."""
+        return self._timed(work, count, before=self.rewind, warm_up=warm_up)
+
+    def median(self, work: Callable[[], object], count: int) -> float:
+        """Of `times`."""
+        return median(self.times(work, count))
+
+    def step(self, rows: int, nodes: int) -> Callable[[], Round]:
+        """A step of `rows` sequences with chains of `nodes` nodes, whose logits all choose."""
+        return partial(self._run, *self._decoding(rows, nodes))
+
+    def forward(self, rows: int, nodes: int) -> Callable[[], None]:
+        """`step` without its end: it begins, and `rewind` finishes it. Of an executor that does
+        everything at once it is the forward pass without choosing.
+        """
+        plan, trees = self._decoding(rows, nodes)
+
+        def begin() -> None:
+            self._begun = self.executor.begin(plan, trees)
+
+        return begin
+
+    def prompt(self, tokens: int) -> Callable[[], Round]:
+        """A chunk of so many prompt tokens, at most the context, of the first sequence."""
+        return partial(self._run, *self._plan([0], 0, self._tokens[:tokens], 0))
+
+    def drafted(self, rows: int, nodes: int, levels: int) -> Callable[[], Round] | None:
+        """`step`, which also follows the head and grows a chain of `levels` draft tokens; None
+        where no step does that.
+        """
+        if self._head is None:
+            return None
+        plan, trees = self._decoding(
+            rows, nodes, DraftRequest(np.arange(rows, dtype=np.int32), 1, levels)
+        )
+        work = partial(self._run, plan, trees)
+        self.rewind()
+        return work if len(work().drafting) else None
+
+    def draft_pass(self, rows: int) -> Callable[[], object]:
+        """A pass of the head for one draft token in each of `rows` sequences."""
+        assert self._head is not None, "a pass needs a head"
+        slots = np.arange(rows, dtype=np.int32)
+        level = DraftLevel(
+            tokens=np.zeros(rows, np.int32),
+            parents=np.full(rows, -1, np.int32),
+            start=np.arange(rows + 1, dtype=np.int32),
+            kv_len=np.full(rows, self._context, np.int32),
+            slots=slots,
+            pages=self._page_table(slots),
+            first=0,
+            candidates=1,
+        )
+        return partial(self._head.expand, level)
+
+    def _run(self, plan: Plan, trees: TreeBatch) -> Round:
+        round = self.executor.begin(plan, trees)
+        self.executor.finish(round)
+        return round
+
+    def _decoding(
+        self, rows: int, nodes: int, request: DraftRequest | None = None
+    ) -> tuple[Plan, TreeBatch]:
+        known = self._tokens[self._context : self._context + 1]
+        return self._plan(list(range(rows)), self._context, known, nodes - 1, request)
+
+    def _plan(
+        self,
+        rows: list[int],
+        kv_len: int,
+        known: Ints,
+        draft_tokens: int,
+        request: DraftRequest | None = None,
+    ) -> tuple[Plan, TreeBatch]:
+        parents = np.arange(-1, draft_tokens - 1, dtype=np.int32)
+        draft, slots = Draft(self._tokens[:draft_tokens].copy(), parents), np.array(rows, np.int32)
+        plan = Plan(
+            slots=slots,
+            kv_len=np.full(len(rows), kv_len, np.int32),
+            known=(known,) * len(rows),
+            samples=np.full(len(rows), bool(kv_len)),
+            max_nodes=np.full(len(rows), draft_tokens, np.int32),
+            max_depth=np.full(len(rows), draft_tokens, np.int32),
+            page_table=self._page_table(slots),
+            constrained=np.zeros(len(rows), np.bool_),
+            request=request,
+        )
+        return plan, batch([known] * len(rows), [draft] * len(rows))
+
+    def _page_table(self, slots: Ints) -> Ints:
+        return (slots[:, None] * self._pages + np.arange(self._pages)).astype(np.int32)
+
+
+def milliseconds(
+    work: Callable[[], object],
+    count: int,
+    wait: Callable[[], None] = lambda: None,
+    before: Callable[[], None] = lambda: None,
+    warm_up: int = WARM_UP,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
+    """Milliseconds of each of `count` calls of `work`, after `warm_up` more; `before` is called
+    ahead of each, untimed, and `wait` returns when the device has done everything.
+    """
+    taken = []
+    for _ in range(count + warm_up):
+        before()
+        wait()
+        start = clock()
+        work()
+        wait()
+        taken.append((clock() - start) * 1e3)
+    return taken[warm_up:]

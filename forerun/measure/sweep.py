@@ -1,0 +1,291 @@
+"""Settings of speculation beside plain decoding, on one loaded model, without a restart.
+
+Both searches are made of pairs: plain decoding and one setting answer the same prompts, in an order
+drawn anew, and no figure stands without the number of answers that were equal. `every` runs all
+settings equally often, as SGLang's bench_speculative.py does with a server per setting; `halving`
+gives the better half of them twice as many prompts, until one is left.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import cycle, islice, product
+from math import exp, log
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from forerun.build.engine import Target
+from forerun.build.tuned import Setting
+from forerun.client.completion import acceptance_length, make_request
+from forerun.engine.request import Request
+from forerun.errors import ConfigError
+from forerun.measure.paired import median_interval
+from forerun.measure.prove import Answers, answers, encode, first_difference
+from forerun.measure.workload import Prompt, spread
+from forerun.options.algorithms import capacity, check_shape
+from forerun.options.config import EngineConfig
+
+Progress = Callable[[str, int, int], None]
+Pair = tuple[Answers, Answers]
+"""What plain decoding said, and what the setting beside it."""
+
+OFF = Setting("OFF", 1, 0, "fixed")
+SHAPES = ((2, 2), (4, 4), (8, 4), (8, 8), (16, 8), (16, 16))
+"""(nodes, depth) that are tried, as a ceiling for the adaptive policy and as they are."""
+TOPKS = (1, 4)
+"""Widths that are tried where a draft model drafts alone and nobody said one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What to measure.
+
+    settings     compared with plain decoding; see `combinations` and `usual`
+    batches      sequences at once
+    tokens       output tokens per prompt, end of text ignored
+    repeats      how often `every` runs each setting per batch
+    temperature  of every request; prompt i has seed i
+    """
+
+    prompts: tuple[Prompt, ...]
+    settings: tuple[Setting, ...]
+    batches: tuple[int, ...] = (1, 4, 16)
+    tokens: int = 64
+    repeats: int = 3
+    temperature: float = 0.0
+
+    @property
+    def runs(self) -> int:
+        """Pairs of runs per batch that `every` makes."""
+        return self.repeats * len(self.settings)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One setting at one batch size: all its pairs, or those of the last round it reached.
+
+    rounds              of `halving` that it ran in, the last with the most prompts; else its pairs
+    speed, ms_per_step  medians: output tokens per second of all sequences; milliseconds of a step
+    ratio               median of speed over that of the plain run beside it
+    low, high           where the true one lies, with this confidence: see median_interval
+    acceptance_length   tokens per sequence and step; 1.0 = nothing was accepted
+    accept_rate         accepted draft tokens over verified ones; 0.0 where none was made
+    identical, answers  answers equal to plain decoding's, of so many
+    """
+
+    setting: Setting
+    batch: int
+    rounds: int
+    speed: float
+    ms_per_step: float
+    ratio: float
+    low: float
+    high: float
+    confidence: float
+    acceptance_length: float
+    accept_rate: float
+    identical: int
+    answers: int
+
+
+def combinations(
+    config: EngineConfig, steps: Sequence[int], topks: Sequence[int], tokens: Sequence[int]
+) -> tuple[list[Setting], list[str]]:
+    """All settings that `config`'s method can draft, and a sentence for each that it cannot.
+
+    `tokens` count the last accepted token. Raises ConfigError where none is left.
+    """
+    found: list[Setting] = []
+    refused: list[str] = []
+    method = config.algorithm
+    for deep, wide, most in product(steps, topks or (None,), tokens):
+        try:
+            if most < 2:
+                raise ConfigError(f"{most} draft tokens are the last accepted one: none is drafted")
+            check_shape(method, deep, wide, most)
+            setting = Setting(method.name, most, deep, "fixed", wide)
+            setting.on(config)
+            found.append(setting)
+        except ConfigError as error:
+            refused.append(str(error))
+    if not found:
+        raise ConfigError("no setting of the grid can be drafted: " + refused[0])
+    return found, refused
+
+
+def usual(config: EngineConfig) -> tuple[Setting, ...]:
+    """The settings that are worth a try with the drafter of a resolved configuration."""
+    method, asked = config.algorithm, config.speculative_eagle_topk
+    alone = method.model and not method.lookup
+    topks = (asked,) if asked or not alone else TOPKS
+    shapes = [
+        (nodes, depth, topk)
+        for topk in topks
+        for nodes, depth in SHAPES
+        if not alone or nodes < capacity(depth, topk or 1)
+    ]
+    return tuple(
+        Setting(method.name, nodes + 1, depth, policy, topk)
+        for policy in ("adaptive", "fixed")
+        for nodes, depth, topk in shapes
+    )
+
+
+def every(
+    target: Target,
+    sweep: Sweep,
+    progress: Progress = lambda *_: None,
+    cells: list[Cell] | None = None,
+) -> list[Cell]:
+    """Run every setting `repeats` times at each batch; answers are held against plain decoding one
+    at a time. Raises ContextError where a prompt does not fit, EngineError.
+
+    cells  takes what is measured; after a KeyboardInterrupt it has all settings that ran at least
+           once
+    """
+    cells = [] if cells is None else cells
+    draw = np.random.default_rng(0)
+    for batch in sweep.batches:
+        requests = _requests(target, sweep, max(4, 2 * batch))
+        reference = answers(target, OFF.on(target.config), requests, 1)  # Also warms up.
+        pairs: dict[Setting, list[Pair]] = {setting: [] for setting in sweep.settings}
+        try:
+            for number, setting in enumerate(_visits(sweep, draw)):
+                progress(f"{batch} at once: {setting.name}", number, sweep.runs)
+                config = setting.on(target.config)
+                pairs[setting].append(pair(target, config, requests, batch, draw))
+            progress(f"{batch} at once", 1, 1)
+        finally:
+            cells += [
+                _cell(setting, batch, len(runs), runs, reference)
+                for setting, runs in pairs.items()
+                if runs
+            ]
+    return cells
+
+
+def halving(target: Target, sweep: Sweep, progress: Progress = lambda *_: None) -> list[Cell]:
+    """The last round of every setting at each batch, and plain decoding's; answers are held
+    against those of the plain run beside them. Raises as `every`.
+    """
+    cells: list[Cell] = []
+    draw = np.random.default_rng(0)
+    answers(target, OFF.on(target.config), _requests(target, sweep, 1), max(sweep.batches))
+    for batch in sweep.batches:
+        left, last = list(sweep.settings), dict[Setting, Cell]()
+        plain: list[Pair] = []
+        rounds = len(left).bit_length()
+        for number in range(1, rounds + 1):
+            requests = _requests(target, sweep, max(batch, 2 ** min(number, 3)))
+            what = f"{batch} at once, round {number} of {rounds}"
+            for index, setting in enumerate(left):
+                progress(what, index, len(left))
+                run = pair(target, setting.on(target.config), requests, batch, draw)
+                plain.append((run[0], run[0]))
+                last[setting] = _cell(setting, batch, number, [run])
+            progress(what, len(left), len(left))
+            left.sort(key=lambda setting: -last[setting].ratio)
+            left = left[: max(1, len(left) // 2)]
+        cells += [_cell(OFF, batch, rounds, plain), *last.values()]
+    return cells
+
+
+def best(cells: Sequence[Cell]) -> Setting:
+    """The setting with the highest geometric mean of its ratios; OFF where none is above 1.
+
+    Only settings that won somewhere are looked at. Where one was dropped early, it counts with
+    the ratio it had then, but no more than the winner: it lost against it.
+    """
+    winners = {
+        batch: max(
+            (cell for cell in cells if cell.batch == batch and cell.setting != OFF),
+            key=lambda cell: (cell.rounds, cell.ratio),
+        )
+        for batch in {cell.batch for cell in cells}
+    }
+    mean = {OFF: 1.0}
+    for setting in {winner.setting for winner in winners.values()}:
+        mine = [cell for cell in cells if cell.setting == setting]
+        logs = [log(min(cell.ratio, winners[cell.batch].ratio)) for cell in mine]
+        mean[setting] = exp(sum(logs) / len(logs))
+    return max(mean, key=lambda setting: mean[setting])
+
+
+def as_dict(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """Plain values."""
+    return [asdict(cell) | {"name": cell.setting.name} for cell in cells]
+
+
+def pair(
+    target: Target,
+    config: EngineConfig,
+    requests: list[Request],
+    batch: int,
+    draw: np.random.Generator,
+) -> Pair:
+    """Plain decoding's answers and `config`'s, `batch` at once; which runs first is drawn."""
+    sides = [replace(config, speculative_algorithm="OFF"), config]
+    first = int(draw.integers(2))
+    runs = {side: answers(target, sides[side], requests, batch) for side in (first, 1 - first)}
+    return runs[0], runs[1]
+
+
+def _visits(sweep: Sweep, draw: np.random.Generator) -> Iterator[Setting]:
+    """Every setting once per repeat, in an order drawn anew."""
+    for _ in range(sweep.repeats):
+        for number in draw.permutation(len(sweep.settings)).tolist():
+            yield sweep.settings[number]
+
+
+def _requests(target: Target, sweep: Sweep, count: int) -> list[Request]:
+    prompts = spread(sweep.prompts, min(count, len(sweep.prompts)))
+    return [
+        make_request(
+            encode(target, prompt, sweep.tokens),
+            max_tokens=sweep.tokens,
+            temperature=sweep.temperature,
+            seed=index,
+            ignore_eos=True,
+        )
+        for index, prompt in enumerate(islice(cycle(prompts), count))
+    ]
+
+
+def _cell(
+    setting: Setting,
+    batch: int,
+    rounds: int,
+    runs: Sequence[Pair],
+    reference: Answers | None = None,
+) -> Cell:
+    """Reference  what the answers are held against; None: the plain run beside each"""
+    done = [item for _, found in runs for item in found.done]
+    expected = [item for plain, _ in runs for item in (reference or plain).done]
+    stats = [item.stats for item in done if item.stats]
+    drafted = sum(item.draft_tokens for item in stats)
+    ratio = median_interval([found.speed / plain.speed for plain, found in runs])
+    return Cell(
+        setting=setting,
+        batch=batch,
+        rounds=rounds,
+        speed=median(found.speed for _, found in runs),
+        ms_per_step=median(_ms_per_step(found, batch) for _, found in runs),
+        ratio=ratio.middle,
+        low=ratio.low,
+        high=ratio.high,
+        confidence=ratio.confidence,
+        acceptance_length=acceptance_length([item.stats for item in done]),
+        accept_rate=sum(item.accepted for item in stats) / drafted if drafted else 0.0,
+        identical=sum(
+            first_difference(a.tokens, b.tokens) is None
+            for a, b in zip(expected, done, strict=True)
+        ),
+        answers=len(done),
+    )
+
+
+def _ms_per_step(run: Answers, batch: int) -> float:
+    """Of the batch's steps: each sequence counts its own."""
+    steps = sum(item.stats.steps for item in run.done if item.stats)
+    return 1000.0 * run.seconds * min(batch, len(run.done)) / max(1, steps)

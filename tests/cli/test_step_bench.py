@@ -1,0 +1,44 @@
+"""The bench of steps on every executor that runs on the host: a step may be repeated."""
+
+import numpy as np
+import pytest
+
+from forerun.executors.jax import JaxExecutor
+from forerun.executors.torch import TorchExecutor
+from forerun.executors.toy import ToyExecutor
+from forerun.measure.step_bench import StepBench, limits_for
+from forerun.models.shapes import RandomCheckpoint, shape_named
+from forerun.speculative.sampling import Sampling
+
+ROWS, NODES, CONTEXT = 2, 4, 24
+SHAPED = Sampling(temperature=0.8, top_k=5, repetition_penalty=1.1, logprobs=2)
+
+
+def bench_of(name):
+    arch = shape_named("tiny")
+    limits = limits_for(arch.vocab, ROWS, NODES, CONTEXT, arch.context)
+    if name == "toy":
+        return StepBench(ToyExecutor(limits), CONTEXT)
+    made = {"torch": TorchExecutor, "jax": JaxExecutor}[name](RandomCheckpoint(arch), limits)
+    return StepBench(made, CONTEXT)
+
+
+@pytest.mark.parametrize("name", ["toy", "torch", pytest.param("jax", marks=pytest.mark.slow)])
+def test_a_step_is_repeated_as_it_was(name):
+    bench = bench_of(name)
+    for sampling in (None, SHAPED):
+        assert bench.fill(sampling) >= 0
+        for rows, nodes in ((1, 1), (ROWS, NODES)):
+            work = bench.step(rows, nodes)
+            seen = []
+            took = bench.times(lambda work=work, seen=seen: seen.append(work().outcome), 2)
+            assert len(took) == 2 and len(seen) == 5 and all(ms >= 0 for ms in took)
+            for outcome in seen:
+                np.testing.assert_array_equal(outcome.tokens, seen[0].tokens)
+                assert outcome.n_draft_tokens.tolist() == [nodes - 1] * rows
+    bench.rewind()
+    assert not bench.prompt(8)().outcome.n_tokens.any()
+    assert bench.drafted(ROWS, NODES, 1) is None
+    # A step that only begins is finished before the next one.
+    assert len(bench.times(bench.forward(ROWS, NODES), 2)) == 2
+    bench.rewind()
