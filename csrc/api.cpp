@@ -32,7 +32,7 @@ int guarded(Work work) {
 extern "C" {
 
 // Raised whenever the meaning of a call or structure changes; native.py asks for the same number.
-int forerun_abi() { return 15; }
+int forerun_abi() { return 16; }
 
 const char* forerun_error() { return last_error.c_str(); }
 
@@ -238,8 +238,9 @@ Ngrams* forerun_ngram_open(const NgramRules* rules) {
 
 void forerun_ngram_close(Ngrams* ngrams) { delete ngrams; }
 
-int forerun_ngram_begin(Ngrams* ngrams, int slot, const int32_t* tokens, int count) {
-    return guarded([&] { return ngrams->begin(slot, tokens, count); });
+int forerun_ngram_begin(Ngrams* ngrams, int slot, const int32_t* tokens, int count,
+                        int predicted) {
+    return guarded([&] { return ngrams->begin(slot, tokens, count, predicted); });
 }
 
 int forerun_ngram_end(Ngrams* ngrams, int slot) {

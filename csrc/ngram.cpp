@@ -5,6 +5,9 @@
 
 namespace forerun {
 
+// forerun.speculative.tree.DraftSource, and GAP of forerun/drafters/ngram.py.
+constexpr int32_t kNgram = 1, kTable = 2, kPrediction = 6, kGap = -1;
+
 // Where the last position after the run of tokens before `place` is kept.
 int32_t& Chain::last(const int32_t* text, size_t place) {
     const int32_t* run = text + place - order_;
@@ -56,10 +59,11 @@ bool Ngrams::open(int64_t slot) const {
     return 0 <= slot && slot < rules_.slots && texts_[(size_t)slot];
 }
 
-std::string Ngrams::begin(int slot, const int32_t* tokens, int count) {
+std::string Ngrams::begin(int slot, const int32_t* tokens, int count, int predicted) {
     if (slot < 0 || slot >= rules_.slots) return "there is no slot " + std::to_string(slot);
-    texts_[(size_t)slot].reset(new Text{{tokens, tokens + count},
-                                        {Chain(rules_.orders[0]), Chain(rules_.orders[1])}});
+    if (predicted < 0 || predicted > count) return "more tokens are predicted than there are";
+    texts_[(size_t)slot].reset(new Text{
+        {tokens, tokens + count}, {Chain(rules_.orders[0]), Chain(rules_.orders[1])}, predicted});
     return "";
 }
 
@@ -159,7 +163,13 @@ void Ngrams::offer(const Text& text, const Candidate& above, int parent) {
         const double share = heard + expected;
         if (share < min_prob_) return;
         const int32_t count = (int32_t)voters_.size() - first;
-        const int32_t source = heard >= expected ? 1 : 2;
+        double foretold = 0.0;
+        for (size_t i = (size_t)first; i < voters_.size(); i++) {
+            const int32_t place = voters_[i].place;
+            if (rules_.longest < place && place <= text.predicted) foretold += voters_[i].weight;
+        }
+        const int32_t said = foretold > 0.0 && foretold >= weight - foretold ? kPrediction : kNgram;
+        const int32_t source = heard >= expected ? said : kTable;
         heap_.push_back({share, above.level + 1, number, token, parent, first, count, source});
         std::push_heap(heap_.begin(), heap_.end());
     };
@@ -192,7 +202,8 @@ void Ngrams::hear(const Text& text, const Candidate& above) {
     agreeing_.clear();
     total_ = rules_.doubt;
     for (int i = above.first; i < above.first + above.voters; i++) {
-        if (voters_[i].place >= end) continue;
+        const int32_t place = voters_[i].place;
+        if (place >= end || text.tokens[(size_t)place] == kGap) continue;
         total_ += voters_[i].weight;
         agreeing_.push_back(voters_[i]);
     }
@@ -207,7 +218,8 @@ void Ngrams::follow(const Text& text, int parent) {
     for (int draft_token = parent; draft_token >= 0; draft_token = parents_[first_ + (size_t)draft_token]) {
         tail_.push_back(tokens_[first_ + (size_t)draft_token]);
     }
-    const size_t known = std::min(text.tokens.size(), (size_t)rules_.tail);
+    const size_t own = text.tokens.size() - (size_t)text.predicted;
+    const size_t known = std::min(own, (size_t)rules_.tail);
     for (size_t i = 1; i <= known; i++) tail_.push_back(text.tokens[text.tokens.size() - i]);
     int32_t context = 0;
     for (const int32_t token : tail_) {

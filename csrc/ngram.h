@@ -62,14 +62,15 @@ class Ngrams {
 public:
     explicit Ngrams(const NgramRules& rules);
 
-    // Empty, or what was wrong, from all three.
-    std::string begin(int slot, const int32_t* tokens, int count);
+    // Empty, or what was wrong, from all three. The first `predicted` of the tokens are what a
+    // client expects and what stands around it: see `indexed` in forerun/drafters/ngram.py.
+    std::string begin(int slot, const int32_t* tokens, int count, int predicted);
     std::string end(int slot);
 
     // For each of `rows` rows, `message` (`length` numbers) says: slot, draft tokens at most, their
     // depth at most, how many tokens the sequence has got, and these tokens.
     // `out` receives int32 counts[rows], then, row after row, tokens[total], parents[total], float
-    // scores[total] and sources[total] (1 or 2, as in forerun.speculative.tree.DraftSource). It
+    // scores[total] and sources[total] (as in forerun.speculative.tree.DraftSource). It
     // must have room for all the draft tokens that are asked for. Draft tokens with a score below
     // `min_prob`, or below the rules', are left out.
     std::string propose(const int32_t* message, int length, int rows, double min_prob, int32_t* out,
@@ -79,6 +80,7 @@ private:
     struct Text {
         std::vector<int32_t> tokens;
         Chain chains[2];
+        int32_t predicted;
     };
 
     // What may become a draft token: `voters` of them from `first` on agree with it.

@@ -65,9 +65,10 @@ class CpuNgramDrafter:
 
     def begin(self, slot_init: SlotInit) -> None:
         """Hand over all tokens of the sequence."""
-        tokens = np.ascontiguousarray(slot_init.tokens, np.int32)
+        found, predicted = ngram.indexed(slot_init)
+        tokens = np.ascontiguousarray(found, np.int32)
         if self._library.forerun_ngram_begin(
-            self._index, slot_init.slot, tokens.ctypes.data, len(tokens)
+            self._index, slot_init.slot, tokens.ctypes.data, len(tokens), predicted
         ):
             raise EngineError(self._why())
         self._news[slot_init.slot] = []

@@ -6,6 +6,9 @@ tokens. Walking the links of the longest order first finds the most recent earli
 past agrees with the present; what follows them, merged into a trie, is the draft. Where nothing
 agrees, a table of what the target usually says (models/ngram_table.py) drafts.
 
+A prediction (SlotInit) is text that came earlier, too: before the prompt, behind a copy of its end,
+so that it is what follows now.
+
 The compiled core has a twin of this (csrc/ngram.h) that drafts the same 4 to 20 times faster.
 """
 
@@ -95,9 +98,27 @@ class _Chains:
         self._key = key
 
 
+GAP = -1
+"""Stands where nothing follows, between a prediction and the prompt; nobody votes for it."""
+
+
+def indexed(slot_init: SlotInit) -> tuple[Ints, int]:
+    """The tokens that are looked through, and how many of them stand before the sequence itself:
+    the LONGEST last tokens of the prompt (a GAP for each that it does not have), the prediction and
+    a GAP.
+    """
+    tokens, prediction = slot_init.tokens, slot_init.prediction
+    if not len(prediction):
+        return tokens, 0
+    end = tokens[: slot_init.prompt_len][-LONGEST:]
+    pad, gap = np.full(LONGEST - len(end), GAP), np.array([GAP])
+    before = np.concatenate([pad, end, prediction, gap]).astype(np.int32)
+    return np.concatenate([before, tokens]), len(before)
+
+
 @dataclass(slots=True)
 class _Text:
-    """One sequence: its tokens, and the links between equal runs of them.
+    """One sequence: its tokens, `predicted` others before them, and the links between equal runs.
 
     The links are brought up to date when draft tokens are asked for, not before: a sequence that is
     not asked for its draft tokens should cost nothing.
@@ -105,6 +126,7 @@ class _Text:
 
     tokens: list[int]
     chains: list[_Chains]
+    predicted: int
 
     def places(self) -> Voters:
         """Earlier positions whose past agrees with the end of the text, with their weights.
@@ -140,10 +162,9 @@ class _Paths:
     What it keeps of an offer: the tokens of its path, and the voters that agree with it.
     """
 
-    def __init__(
-        self, text: list[int], min_prob: float, depth: int, table: NgramTable | None
-    ) -> None:
-        self._text, self._min_prob, self._depth, self._table = text, min_prob, depth, table
+    def __init__(self, text: _Text, min_prob: float, depth: int, table: NgramTable | None) -> None:
+        self._text, self._predicted = text.tokens, text.predicted
+        self._min_prob, self._depth, self._table = min_prob, depth, table
 
     def draft(self, places: Voters, nodes: int) -> Draft:
         """The best `nodes` draft tokens, best first."""
@@ -159,15 +180,15 @@ class _Paths:
         self, voters: Voters, path: tuple[int, ...], score: float, parent: int
     ) -> list[Offer]:
         """What `voters` vote for, and what the table expects, after `path`, whose score this is."""
-        text, total = self._text, DOUBT
+        text, total, last = self._text, DOUBT, self._predicted
         votes: dict[int, Voters] = {}
         for place, weight in voters:
-            if place < len(text):
+            if place < len(text) and text[place] != GAP:
                 total += weight
                 votes.setdefault(text[place], []).append((place + 1, 2 * weight))
         usual: dict[int, float] = {}
         if self._table is not None:
-            usual = self._table.follow([*text[-TAIL:], *path])
+            usual = self._table.follow([*text[max(self._predicted, len(text) - TAIL) :], *path])
         offers: list[Offer] = []
         # What was heard comes first, then what is usual; each in the order it was found.
         for number, token in enumerate(dict.fromkeys([*votes, *usual])):
@@ -179,8 +200,11 @@ class _Paths:
             if probability >= self._min_prob:
                 # Equal scores: what was found first, nearer the root first.
                 order = ((len(path) + 1) << 8) + number
-                # Whichever of the two counts for more.
+                # Whichever counts for more.
                 source = DraftSource.NGRAM if heard >= expected else DraftSource.TABLE
+                foretold = sum(share for place, share in agreeing if LONGEST < place <= last)
+                if source is DraftSource.NGRAM and 0 < foretold >= weight - foretold:
+                    source = DraftSource.PREDICTION
                 state = ((*path, token), agreeing)
                 offers.append((-probability, order, token, parent, state, source))
         return offers
@@ -213,8 +237,9 @@ class NgramDrafter:
         """Index all tokens of the sequence."""
         if not 0 <= slot_init.slot < self._slots:
             raise EngineError(f"there is no slot {slot_init.slot}")
-        chains = [_Chains(order, slot_init.tokens) for order in ORDERS]
-        self._texts[slot_init.slot] = _Text(slot_init.tokens.tolist(), chains)
+        tokens, predicted = indexed(slot_init)
+        chains = [_Chains(order, tokens) for order in ORDERS]
+        self._texts[slot_init.slot] = _Text(tokens.tolist(), chains, predicted)
 
     def propose(self, plan: Plan) -> list[Draft]:
         """One draft per row; empty where nothing is likely enough."""
@@ -225,7 +250,7 @@ class NgramDrafter:
             text = self._texts[slot]
             if nodes and depth:
                 least = max(self._min_prob, plan.min_prob)
-                paths = _Paths(text.tokens, least, depth, self._table)
+                paths = _Paths(text, least, depth, self._table)
                 drafts.append(paths.draft(text.places(), nodes))
             else:
                 drafts.append(NO_DRAFT)

@@ -307,6 +307,8 @@ class EngineCore:
         draft_tokens, accepted = int(outcome.n_draft_tokens[row]), len(tokens) - 1
         self.metrics.row(step.round.trees, row, outcome)
         sequence.tally.add(draft_tokens, accepted)
+        if len(sequence.request.prediction) and draft_tokens:
+            sequence.tally.add_predicted(step.round.trees, row, outcome.paths[row])
         try:
             kept, again = self._keep(sequence, tokens, committed)
         except Exception as error:

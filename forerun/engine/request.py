@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+import numpy as np
+
 from forerun.engine.trace import StepTrace
 from forerun.interface.plan import TokenLogprobs
 from forerun.speculative.sampling import Sampling
@@ -60,6 +62,7 @@ class Request:
     sampling  of choice 0; choice i uses `choice_seed(sampling.seed, i)`
     grammar   a compiled grammar (forerun.constrain) or None
     skip_special_tokens  special tokens leave no text
+    prediction  int32[.] what the output is expected to be, for drafters: changes no text
     """
 
     id: RequestId
@@ -70,6 +73,7 @@ class Request:
     speculation: Speculation = field(default_factory=Speculation)
     grammar: Any = None
     skip_special_tokens: bool = True
+    prediction: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
 
 
 def choice_seed(seed: int, index: int) -> int:
@@ -87,6 +91,7 @@ class SpeculationStats:
     histogram  histogram[a] = steps in which exactly `a` draft tokens were accepted
     reason     why the last step was allowed the draft tokens it was, in words; "" where none was
                asked
+    predicted  (draft tokens out of the request's prediction, how many of them were accepted)
     """
 
     steps: int = 0
@@ -94,6 +99,7 @@ class SpeculationStats:
     accepted: int = 0
     histogram: tuple[int, ...] = ()
     reason: str = ""
+    predicted: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from forerun.cache.table import PageTable
 from forerun.engine.request import Request, Sink, SpeculationStats, choice_seed
 from forerun.engine.trace import StepTrace
 from forerun.interface.plan import SlotInit, TokenLogprobs
+from forerun.speculative.tree import DraftSource, TreeBatch
 from forerun.text.stream import TextStream
 from forerun.types import Ints
 
@@ -22,6 +23,7 @@ class Tally:
     draft_tokens: int = 0
     reason: str = ""
     histogram: list[int] = field(default_factory=list)
+    predicted: tuple[int, int] = (0, 0)
 
     def add(self, draft_tokens: int, accepted: int) -> None:
         """Count one step that emitted tokens."""
@@ -38,7 +40,16 @@ class Tally:
             accepted=sum(a * steps for a, steps in enumerate(self.histogram)),
             histogram=tuple(self.histogram),
             reason=self.reason,
+            predicted=self.predicted,
         )
+
+    def add_predicted(self, trees: TreeBatch, row: int, path: Ints) -> None:
+        """Count the draft tokens of one step out of the prediction; `path`: nodes accepted."""
+        if trees.drafts:
+            sources, root = trees.drafts[row].sources(), trees.root(row)
+            right = [sources[node - root - 1] for node in path.tolist()]
+            counted = [found.count(DraftSource.PREDICTION) for found in (sources, right)]
+            self.predicted = self.predicted[0] + counted[0], self.predicted[1] + counted[1]
 
 
 class Sequence:
@@ -135,7 +146,8 @@ class Sequence:
     def slot_init(self) -> SlotInit:
         """What an executor and a drafter must know. The sequence has a slot."""
         assert self.slot is not None
-        return SlotInit(self.slot, self.tokens.copy(), self.prompt_len, self.sampling)
+        tokens, prediction = self.tokens.copy(), self.request.prediction
+        return SlotInit(self.slot, tokens, self.prompt_len, self.sampling, prediction)
 
     def append(self, tokens: list[int]) -> None:
         """More tokens are decided. Raises ValueError beyond what the request allows."""

@@ -24,12 +24,14 @@ class SlotInit:
     tokens      int32[T] all tokens decided so far (prompt, and output after a preemption);
                 the sampler's history, which prefix-cache hits never show in a plan
     prompt_len  how many of them are the prompt: output position n = index - prompt_len
+    prediction  int32[.] what the client expects behind the prompt, for drafters; often nothing
     """
 
     slot: int
     tokens: Ints
     prompt_len: int
     sampling: Sampling
+    prediction: Ints = field(default_factory=lambda: _NO_NODES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ def _text_part(value: Any, where: str) -> str:
 
 
 @takes({"anyOf": [plain_text.schema, items(_text_part, MAX_MESSAGES).schema]})
-def _content(value: Any, where: str) -> str:
+def content(value: Any, where: str) -> str:
     """A message's text: a string, or parts, which are joined by line breaks."""
     if isinstance(value, list):
         return "\n".join(items(_text_part, MAX_MESSAGES)(value, where))
@@ -54,7 +54,7 @@ class Message:
     """One turn of a conversation. What clients copy from earlier answers may be null or empty."""
 
     role: str = need(text(64))
-    content: str | None = accept(_content)
+    content: str | None = accept(content)
     name: str | None = accept(text(256, 1))
     tool_calls: tuple[dict[str, Any], ...] = accept(calls, ())
     tool_call_id: str | None = accept(text(256))

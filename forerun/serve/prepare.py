@@ -92,7 +92,7 @@ def chat_generation(body: ChatBody, loaded: Loaded, settings: ServeSettings) -> 
     sampling = _sampling(body, loaded, logprobs, body.prompt_logprobs)
     stopping = _stopping(body, sampling, limit)
     unseen = _unseen(body, loaded.tokenizer)
-    made = _generation(body, (prompt,), stopping, sampling, settings)
+    made = _generation(body, loaded, (prompt,), stopping, sampling, settings)
     made = _with_thresholds(made, body, loaded)
     made = replace(made, rules=asked.rules, unseen=unseen, parser=asked.parser)
     if asked.control:
@@ -117,7 +117,7 @@ def completion_generation(
     longest = max(map(len, prompts))
     free = max(loaded.context - longest, 1) if body.max_tokens == UNLIMITED else body.max_tokens
     stopping = _stopping(body, sampling, free)
-    made = _generation(body, prompts, stopping, sampling, settings)
+    made = _generation(body, loaded, prompts, stopping, sampling, settings)
     made = _with_thresholds(made, body, loaded)
     unseen = _unseen(body, loaded.tokenizer)
     rules = token_rules(body, loaded.tokenizer) or constraint(body, settings)
@@ -137,6 +137,7 @@ def _alternatives(body: ChatBody) -> int | None:
 
 def _generation(
     body: SampledBody,
+    loaded: Loaded,
     prompts: tuple[Ints, ...],
     stopping: Stopping,
     sampling: Sampling,
@@ -149,6 +150,7 @@ def _generation(
     speculation = Speculation(
         asked.enabled, asked.max_nodes, asked.max_depth, asked.stats, asked.trace
     )
+    predicted = _predicted(body, loaded)
     name = body.id_prefix + uuid.uuid4().hex
     id = name if body.request_id is None else body.id_prefix + body.request_id
     requests = tuple(
@@ -160,11 +162,22 @@ def _generation(
             n=body.n,
             speculation=speculation,
             skip_special_tokens=body.skip_special_tokens,
+            prediction=predicted,
         )
         for index, prompt in enumerate(prompts)
     )
     made = Generation(id, int(time.time()), requests, body.n, body.stream, frozenset())
     return made if body.request_id is None else replace(made, given=(body.request_id,))
+
+
+def _predicted(body: SampledBody, loaded: Loaded) -> Ints:
+    """int32[T] what the answer is expected to be. Raises ContextError beyond the context."""
+    given, place = body.prediction or "", "prediction.content"
+    _check_length(given, loaded, place)
+    ids = np.array(loaded.tokenizer.encode_part(given, False), np.int32)
+    if len(ids) > loaded.context:
+        raise _too_long(len(ids), loaded, place)
+    return ids
 
 
 def _with_thresholds(made: Generation, body: SampledBody, loaded: Loaded) -> Generation:
@@ -248,27 +261,26 @@ def _plain_prompt(prompt: Prompt, body: CompletionBody, loaded: Loaded, place: s
         ids = known_tokens(prompt, loaded, place)
     ids = _truncated(ids, body, loaded)
     if len(ids) > loaded.context:
-        raise ContextError(
-            f"This model's maximum context length is {loaded.context} tokens, but {place} has "
-            f"{len(ids)} tokens. Shorten it.",
-            place,
-            len(ids),
-            context=loaded.context,
-        )
+        raise _too_long(len(ids), loaded, place)
     return ids
+
+
+def _too_long(count: int, loaded: Loaded, place: str, least: str = "") -> ContextError:
+    """What is said of a text that has more tokens than the context; least: "at least "."""
+    return ContextError(
+        f"This model's maximum context length is {loaded.context} tokens, but {place} has "
+        f"{least}{count} tokens. Shorten it.",
+        place,
+        count,
+        context=loaded.context,
+    )
 
 
 def _check_length(text: str, loaded: Loaded, place: str) -> None:
     """Raises ContextError where a text certainly has more tokens than the context, unencoded."""
     least = loaded.tokenizer.least_tokens(text)
     if least > loaded.context:
-        raise ContextError(
-            f"This model's maximum context length is {loaded.context} tokens, but {place} has at "
-            f"least {least} tokens. Shorten it.",
-            place,
-            least,
-            context=loaded.context,
-        )
+        raise _too_long(least, loaded, place, "at least ")
 
 
 def _truncated(prompt: Ints, body: SampledBody, loaded: Loaded) -> Ints:

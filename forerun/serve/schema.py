@@ -27,7 +27,7 @@ from forerun.serve.fields import (
     takes,
     text,
 )
-from forerun.serve.messages import MAX_TEXT, NO_MEDIA, USE_TOOLS, messages, plain_text
+from forerun.serve.messages import MAX_TEXT, NO_MEDIA, USE_TOOLS, content, messages, plain_text
 from forerun.serve.tools import Tool, ToolChoice, tool_choice, tools
 from forerun.serve.unused import UnusedFields
 
@@ -78,6 +78,18 @@ class SpeculativeOptions:
     trace: bool = accept(boolean, False)
     accept_threshold_single: float | None = accept(number(0.0, 1.0))
     accept_threshold_acc: float | None = accept(number(0.0, 1.0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prediction:
+    type: str = accept(only("content", why="it is the one kind of prediction"), "content")
+    content: str = need(content)
+
+
+@takes(body_schema(_Prediction))
+def prediction(value: Any, where: str) -> str:
+    """`prediction` (OpenAI): the text that the answer is expected to be, or most of it."""
+    return read(_Prediction, value, where).content
 
 
 @takes({"type": ["object", "array"], "maxProperties": MAX_LOGIT_BIAS})
@@ -151,6 +163,7 @@ class SampledBody(UnusedFields):
     bad_words  texts that no answer contains (vLLM)
     allowed_token_ids  the only tokens that an answer may have (vLLM)
     timings_per_token  the answer tells what prompt and answer took (llama.cpp)
+    prediction  the text that the answer is expected to be; draft tokens come out of it (OpenAI)
     """
 
     id_prefix: ClassVar[str] = ""
@@ -185,6 +198,7 @@ class SampledBody(UnusedFields):
     allowed_token_ids: tuple[int, ...] = accept(items(integer(0, MAX_TOKENS), MAX_ALLOWED), ())
     timings_per_token: bool = accept(boolean, False)
     request_id: str | None = accept(text(256, 1))
+    prediction: str | None = accept(prediction)
 
     renamed: ClassVar[dict[str, str]] = {
         "repeat_penalty": "repetition_penalty",
@@ -251,7 +265,6 @@ class ChatBody(SampledBody):
         "echo": "it exists on /v1/completions only",
         "function_call": USE_TOOLS,
         "functions": USE_TOOLS,
-        "prediction": "speculation needs no hint",
         "web_search_options": "the server fetches nothing",
     }
 

@@ -36,6 +36,8 @@ class DraftSource(IntEnum):
     """Alone can follow in a grammar."""
     TOKEN_PRIOR = 5
     """Usually follows where a grammar leaves a choice."""
+    PREDICTION = 6
+    """What follows in the text that the client expects."""
 
 
 _SOURCES = list(DraftSource)

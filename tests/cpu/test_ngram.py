@@ -24,8 +24,9 @@ from tests.engine.toys import GREEDY
 SLOTS = 4
 
 
-def slot_init(slot, tokens):
-    return SlotInit(slot, np.array(tokens, np.int32), len(tokens), GREEDY)
+def slot_init(slot, tokens, prediction=()):
+    predicted = np.array(prediction, np.int32)
+    return SlotInit(slot, np.array(tokens, np.int32), len(tokens), GREEDY, predicted)
 
 
 def plan_of(slots, nodes, depths, min_prob=0.0):
@@ -61,9 +62,9 @@ class Twins:
         self.both = [kind(SLOTS, min_prob, table) for kind in kinds]
         self.open: set[int] = set()
 
-    def begin(self, slot, tokens):
+    def begin(self, slot, tokens, prediction=()):
         for drafter in self.both:
-            drafter.begin(slot_init(slot, tokens))
+            drafter.begin(slot_init(slot, tokens, prediction))
         self.open.add(slot)
 
     def end(self, slot):
@@ -104,7 +105,8 @@ def test_any_course_of_events(data, min_prob, tabled):
     twins = Twins(min_prob, table_of(data.draw(st.lists(WORDS, max_size=9)), 4) if tabled else None)
     for _ in range(data.draw(st.integers(1, 20))):
         if not twins.open or data.draw(st.integers(0, 4)) == 0:
-            twins.begin(data.draw(st.integers(0, SLOTS - 1)), data.draw(WORDS))
+            prediction = data.draw(st.one_of(st.just([]), WORDS))
+            twins.begin(data.draw(st.integers(0, SLOTS - 1)), data.draw(WORDS), prediction)
         elif data.draw(st.integers(0, 9)) == 0:
             twins.end(data.draw(st.sampled_from(sorted(twins.open))))
             continue

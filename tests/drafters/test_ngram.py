@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from forerun.drafters import ngram
 from forerun.drafters.ngram import NgramDrafter
 from forerun.interface.plan import Outcome, Plan, SlotInit
-from forerun.speculative.tree import batch
+from forerun.speculative.tree import DraftSource, batch
 from tests.engine.toys import GREEDY
 
 TEXTS = st.lists(st.integers(0, 3), max_size=40)
@@ -135,3 +135,28 @@ def test_slots_are_independent_and_end():
     assert len(propose(drafter)) == 0
     emit(drafter, [7])
     assert paths(propose(drafter))[0] == (8,)
+
+
+def predicted(prediction, tokens):
+    drafter = NgramDrafter(2, 0.0)
+    asked = SlotInit(1, np.array(tokens, np.int32), len(tokens), GREEDY, ints(*prediction))
+    drafter.begin(asked)
+    return drafter
+
+
+def test_a_prediction_is_what_follows_the_prompt():
+    drafter = predicted([7, 8, 9, 10], [1, 2, 3])
+    draft = propose(drafter)
+    assert paths(draft)[-1] == (7, 8, 9, 10), "and nothing behind its end"
+    assert set(draft.sources()) == {DraftSource.PREDICTION}
+    emit(drafter, [7, 8, 5])
+    assert len(propose(drafter)) == 0
+    emit(drafter, [9])
+    assert paths(propose(drafter)) == [(10,)]
+
+
+def test_what_the_text_says_counts_beside_a_prediction():
+    draft = propose(predicted([7, 1, 2, 8], [1, 2, 9, 1, 2]), nodes=64)
+    sources = dict(zip(paths(draft), draft.sources(), strict=True))
+    assert sources[(7,)] == sources[(8,)] == DraftSource.PREDICTION
+    assert sources[(9,)] == DraftSource.NGRAM

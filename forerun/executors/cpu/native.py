@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 Library = TypeVar("Library", ctypes.CDLL, ctypes.PyDLL)
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 15
+ABI = 16
 """What `forerun_abi` of csrc/api.cpp must say; raised together with it."""
 
 
@@ -152,7 +152,7 @@ _SHORT_CALLS = {
     "forerun_error": (c_char_p, []),
     "forerun_ngram_open": (c_void_p, [POINTER(NgramRules)]),
     "forerun_ngram_close": (None, [c_void_p]),
-    "forerun_ngram_begin": (c_int, [c_void_p, c_int, c_void_p, c_int]),
+    "forerun_ngram_begin": (c_int, [c_void_p, c_int, c_void_p, c_int, c_int]),
     "forerun_ngram_end": (c_int, [c_void_p, c_int]),
     "forerun_ngram_propose": (c_int, [c_void_p, c_void_p, c_int, c_int, c_void_p, c_double]),
 }

@@ -4,6 +4,7 @@ export const SOURCES = {
   target: ["The model itself", "decided without a draft"],
   ngram: ["n-gram", "repeats something earlier in the text"],
   table: ["n-gram table", "what the model usually says"],
+  prediction: ["Prediction", "what the client expects"],
   draft_model: ["Draft model", "a small network's proposal"],
   grammar: ["Grammar, forced", "alone can follow there"],
   token_prior: ["Grammar, likely", "usually follows there"],

@@ -12,6 +12,7 @@ from forerun.serve.dialects.openai.render import (
     Echo,
     ResponseFormat,
     Shown,
+    predicted,
     prompt_entries,
     speculation_metrics,
     timings,
@@ -43,6 +44,7 @@ class OpenAIDialect(Dialect):
     _format: ResponseFormat
     _options: StreamOptions
     _stats: bool
+    _predicts: bool
     _named = _begun = False
     _timed: bool
     _prompt_ids: list[list[int]] | None
@@ -56,6 +58,7 @@ class OpenAIDialect(Dialect):
         self.ignored += ignored_in_messages(value)
         self._options = body.stream_options or StreamOptions()
         self._stats, self._timed = body.speculative.stats, body.timings_per_token
+        self._predicts = body.prediction is not None
         asked = [request.prompt.tolist() for request in generation.requests]
         self._prompt_ids = asked if body.return_token_ids else None
         self._envelope = {
@@ -121,7 +124,10 @@ class OpenAIDialect(Dialect):
 
     def _usage(self, tally: Tally) -> dict[str, Any]:
         reasoning = self._format.reasoning_tokens
-        return usage(tally.prompt_tokens, tally.output_tokens, tally.cached_tokens, reasoning)
+        counts = usage(tally.prompt_tokens, tally.output_tokens, tally.cached_tokens, reasoning)
+        if self._predicts:
+            counts["completion_tokens_details"] |= predicted(tally.stats)
+        return counts
 
     def _running(self, chunk: dict[str, Any], tally: Tally) -> dict[str, Any] | None:
         """The counts that a chunk carries: none of an answer where it only says who speaks."""

@@ -329,6 +329,16 @@ def usage(prompt: int, completion: int, cached: int, reasoning: int = 0) -> dict
     }
 
 
+def predicted(stats: Iterable[SpeculationStats]) -> dict[str, int]:
+    """What became of a prediction: of its tokens that were verified, those in the text and those
+    that were in vain.
+    """
+    counts = [item.predicted for item in stats]
+    right = sum(accepted for _, accepted in counts)
+    wrong = sum(tried for tried, _ in counts) - right
+    return {"accepted_prediction_tokens": right, "rejected_prediction_tokens": wrong}
+
+
 def speculation_metrics(stats: Iterable[SpeculationStats]) -> dict[str, Any]:
     """The `metrics` of vLLM, summed over the choices of an answer, and Forerun's reasons: for
     each choice, why it got as many draft tokens as it did in the end.
