@@ -10,6 +10,7 @@ ForerunError
 ├── MemoryPlanError   weights, caches and scratch do not fit; says what to lower
 ├── ConfigError       flags that contradict each other or the machine
 └── EngineError       the engine itself failed; never the request's fault
+    └── RankError         a process that shares the model is gone: no step can run any more
 """
 
 
@@ -75,3 +76,9 @@ class ConfigError(ForerunError):
 
 class EngineError(ForerunError):
     """The engine failed; the request was not at fault."""
+
+
+class RankError(EngineError):
+    """A process that shares the model with others is gone, or out of step with them: no step can
+    run any more.
+    """

@@ -161,7 +161,9 @@ def make_engine(target: Target, config: EngineConfig) -> Engine:
         accept_threshold_single=config.speculative_accept_threshold_single,
         accept_threshold_acc=config.speculative_accept_threshold_acc,
     )
-    return Engine(target.executor, drafter, policy, target.tokenizer, grammars, options, fault)
+    engine = Engine(target.executor, drafter, policy, target.tokenizer, grammars, options, fault)
+    target.executor.watch(engine.fail)
+    return engine
 
 
 def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:

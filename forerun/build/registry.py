@@ -27,7 +27,7 @@ def choose_executor(config: EngineConfig, arch: Architecture) -> EngineConfig:
     config = replace(config, device=choose_device(config).device)
     entry = _suiting(config, arch) if config.executor == "auto" else EXECUTORS[config.executor]
     if config.tp_size > 1 and not entry.shards:
-        able = ", ".join(f"--executor {each.name}" for each in EXECUTORS.values() if each.shards)
+        able = " or ".join(f"--executor {each.name}" for each in EXECUTORS.values() if each.shards)
         raise ConfigError(
             f"tp-size is {config.tp_size}, but the {entry.name} executor runs on one device; use "
             f"{able}."
@@ -40,7 +40,8 @@ def choose_executor(config: EngineConfig, arch: Architecture) -> EngineConfig:
 
 def _suiting(config: EngineConfig, arch: Architecture) -> ExecutorEntry:
     """The first that suits and can."""
-    *better, last = (entry for entry in EXECUTORS.values() if entry.suits(config))
+    able = [each for each in EXECUTORS.values() if each.shards or config.tp_size == 1]
+    *better, last = (entry for entry in able if entry.suits(config))
     for entry in better:
         reason = entry.refusal(arch, config.context)
         if reason is None:

@@ -7,12 +7,13 @@ from forerun.build.memory import CHUNK, ITEM_BYTES, Needs, dense_needs
 from forerun.errors import ConfigError
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.executor import Executor, ExecutorLimits
-from forerun.machine import memory_available
+from forerun.machine import memory_available, physical_cores
 from forerun.models.arch import Architecture
 from forerun.models.block_folder import BlockFile
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_folder import DraftFile
 from forerun.models.prediction_layers import PredictionLayers
+from forerun.models.tensor_parallel import TensorParallel, check_divides
 from forerun.models.whole_draft import WholeDraft
 from forerun.options.config import EngineConfig
 
@@ -21,7 +22,14 @@ CHUNKS, MOST_CHUNK = ((35, 2048), (60, 4096)), 8192
 
 
 def _free_memory(config: EngineConfig) -> int:
-    return memory_available() if config.device == "cpu" else _cuda_memory(config.device)[0]
+    """Of each rank's device, the least; ranks on the CPU have one memory."""
+    if config.device == "cpu":
+        return memory_available() // config.tp_size
+    kind, _, first = config.device.partition(":")
+    begin = int(first or 0)
+    if config.tp_size == 1:
+        return _cuda_memory(config.device)[0]
+    return min(_cuda_memory(f"{kind}:{begin + rank}")[0] for rank in range(config.tp_size))
 
 
 def _prefill_chunk(config: EngineConfig) -> int:
@@ -48,10 +56,25 @@ def _needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint) -> 
     """Logits are read as float32 rows. Captured rounds keep what every token is in every slot's
     text, and its bias: 8 bytes a token of the vocabulary (executors/torch/captured/shaped_rows.py).
     """
+    if config.tp_size > 1:
+        return _rank_needs(config, arch, checkpoint)
     needs = replace(dense_needs(config, arch, checkpoint), per_scored=4 * arch.vocab)
     if config.device == "cpu" or config.disable_cuda_graph:
         return needs
     return replace(needs, fixed=8 * (config.max_sequences + 1) * arch.vocab)
+
+
+def _rank_needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint) -> Needs:
+    """What each rank asks of its device. Raises ConfigError where the model cannot be shared so."""
+    check_divides(arch, config.tp_size)
+    tp = TensorParallel(0, config.tp_size)
+    part = tp.architecture(arch)
+    needs = dense_needs(config, part, checkpoint)
+    weights = needs.weights // part.parameters * tp.parameters(arch)
+    # Rows of logits of its own tokens, and whole ones of rows that are decided on the host.
+    return replace(
+        needs, weights=weights, per_scored=4 * arch.vocab * (config.tp_size + 1) // config.tp_size
+    )
 
 
 def _build(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits) -> Executor:
@@ -62,10 +85,13 @@ def _build(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits)
             f"The torch executor needs torch, which cannot be imported ({error}). "
             "Install it with: pip install 'forerun[torch]', or `make tools` in a checkout."
         ) from error
-    if config.threads:
+    threads = _threads(config)
+    if threads:
         import torch
 
-        torch.set_num_threads(config.threads)
+        torch.set_num_threads(threads)
+    if config.tp_size > 1:
+        return _shared(config, checkpoint, limits)
     eager = TorchExecutor(
         checkpoint,
         limits,
@@ -82,11 +108,33 @@ def _build(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits)
     return with_captures(eager, cuda if config.overlap is None else config.overlap)
 
 
+def _threads(config: EngineConfig) -> int | None:
+    """Of each process; None: torch's own choice."""
+    if config.threads or config.tp_size == 1 or config.device != "cpu":
+        return config.threads
+    return max(1, physical_cores() // config.tp_size)
+
+
+def _shared(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits) -> Executor:
+    """One of several ranks. Their steps are eager: nothing is captured across processes yet."""
+    from forerun.executors.torch.model_runner import TorchOptions
+    from forerun.executors.torch.parallel.executor import ParallelExecutor
+
+    options = TorchOptions(
+        device=config.device,
+        dtype=config.dtype,
+        compile=config.enable_torch_compile,
+        kv_dtype=config.kv_dtype,
+        prompts=config.prefill_attention_backend,
+    )
+    return ParallelExecutor(checkpoint, limits, options, config.tp_size, _threads(config))
+
+
 def _eagle(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -> DraftModel:
     from forerun.executors.torch import CapturedExecutor, TorchEagleModel, TorchExecutor
 
     assert isinstance(executor, TorchExecutor | CapturedExecutor)
-    model = TorchEagleModel(executor, checkpoint, draft)
+    model = TorchEagleModel(executor.draft_target, checkpoint, draft)
     executor.draft_with(model)
     return model
 
@@ -95,7 +143,7 @@ def _block(executor: Executor, checkpoint: Checkpoint, draft: BlockFile) -> Draf
     from forerun.executors.torch import CapturedExecutor, TorchBlockModel, TorchExecutor
 
     assert isinstance(executor, TorchExecutor | CapturedExecutor)
-    model = TorchBlockModel(executor, checkpoint, draft)
+    model = TorchBlockModel(executor.draft_target, checkpoint, draft)
     executor.draft_with(model)
     return model
 
@@ -104,7 +152,7 @@ def _whole(executor: Executor, checkpoint: Checkpoint, draft: WholeDraft) -> Dra
     from forerun.executors.torch import CapturedExecutor, TorchDecoderModel, TorchExecutor
 
     assert isinstance(executor, TorchExecutor | CapturedExecutor)
-    model = TorchDecoderModel(executor, draft)
+    model = TorchDecoderModel(executor.draft_target, draft)
     executor.draft_with(model)
     return model
 
@@ -113,7 +161,7 @@ def _layers(executor: Executor, checkpoint: Checkpoint, draft: PredictionLayers)
     from forerun.executors.torch import CapturedExecutor, TorchExecutor, TorchPredictionModel
 
     assert isinstance(executor, TorchExecutor | CapturedExecutor)
-    model = TorchPredictionModel(executor, draft)
+    model = TorchPredictionModel(executor.draft_target, draft)
     executor.draft_with(model)
     return model
 
@@ -134,5 +182,6 @@ ENTRY = ExecutorEntry(
         PredictionLayers.kind: _layers,
     },
     within=frozenset({DraftFile.kind, BlockFile.kind, PredictionLayers.kind, WholeDraft.kind}),
+    shards=True,
     prefill_chunk=_prefill_chunk,
 )

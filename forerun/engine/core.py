@@ -35,7 +35,7 @@ from forerun.engine.scheduler import Schedule, Scheduler
 from forerun.engine.sequence import Sequence
 from forerun.engine.step import StageTimer, Step, begin, finish
 from forerun.engine.trace import MAX_STEPS
-from forerun.errors import EngineError
+from forerun.errors import EngineError, RankError
 from forerun.interface.executor import NotYetError
 from forerun.interface.grammars import Committed
 from forerun.interface.plan import Outcome, Plan, Round, TokenLogprobs
@@ -262,6 +262,8 @@ class EngineCore:
         self._failures += 1
         for sequence in rows:
             self.end(sequence.request.id, failed(error))
+        if isinstance(error, RankError):
+            raise error
         if self._failures >= self._max_failures:
             message = f"{self._failures} steps in a row failed, the last with: {error}"
             raise EngineError(message) from error

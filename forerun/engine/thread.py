@@ -18,7 +18,7 @@ from forerun.engine.request import Finish, Request, Sink
 from forerun.engine.sequence import Sequence
 from forerun.engine.stats import Stats
 from forerun.engine.validate import validate
-from forerun.errors import BusyError, EngineError, RequestError
+from forerun.errors import BusyError, EngineError, RankError, RequestError
 from forerun.interface.drafter import Drafter
 from forerun.interface.executor import Executor
 from forerun.interface.grammars import Grammars, NoGrammars
@@ -129,6 +129,16 @@ class Engine:
         """Have `order` called on the engine's thread before its next step."""
         with self._changed:
             self._news.append(partial(order, self._core))
+
+    def fail(self, message: str) -> None:
+        """End all requests with an error and take no more: the executor can run no step."""
+
+        def give_up(core: EngineCore) -> None:
+            raise RankError(message)
+
+        self.before_step(give_up)
+        with self._changed:
+            self._changed.notify_all()
 
     def drain(self, timeout: float) -> bool:
         """Refuse new requests and wait for the others, `timeout` seconds at most. True if all

@@ -129,6 +129,12 @@ class Executor(Protocol):
         """
         return
 
+    def watch(self, failed: Callable[[str], None]) -> None:
+        """Have `failed` called with a sentence, from any thread, when no step can run any more,
+        also while none does: a process that shares the model is gone.
+        """
+        return
+
     def describe(self) -> dict[str, object]:
         """Facts for /server_info: device, dtype, bytes of weights, caches and scratch."""
         ...

@@ -7,6 +7,7 @@ over the ranks. Embedding and head are cut by token. Everything else is on every
 key/value head that more ranks than there are such heads need.
 """
 
+import math
 import re
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -16,7 +17,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from forerun.errors import ConfigError
-from forerun.models.arch import Architecture
+from forerun.models.arch import Architecture, expected_tensors
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.layer_spec import Dense, Experts
 from forerun.models.mapped import Packed
@@ -87,6 +88,33 @@ class TensorParallel:
             ),
         )
 
+    def parameters(self, arch: Architecture) -> int:
+        """Number of weights that this rank has of `arch`, a tied head counted once."""
+        return sum(
+            math.prod(self.shape(name, shape, arch.kv_heads))
+            for name, shape in expected_tensors(arch).items()
+        )
+
+    def shape(self, name: str, shape: tuple[int, ...], kv_heads: int) -> tuple[int, ...]:
+        """Of its part of a tensor."""
+        index = self.index(name, shape, kv_heads)
+        return tuple(len(range(*part.indices(n))) for part, n in zip(index, shape, strict=True))
+
+    def index(self, name: str, shape: tuple[int, ...], kv_heads: int) -> tuple[slice, ...]:
+        """Which part of a tensor of this name and shape is its own.
+
+        kv_heads  G of the whole model
+        """
+        all_of = tuple(slice(0, length) for length in shape)
+        match cut_of(name):
+            case Cut.ROWS:
+                return self.span(shape[0]), *all_of[1:]
+            case Cut.KV_HEADS:
+                return self.kv_span(kv_heads, shape[0]), *all_of[1:]
+            case Cut.COLUMNS:
+                return *all_of[:-1], self.span(shape[-1])
+        return all_of
+
     def _feed_forward(self, spec: Dense | Experts) -> Dense | Experts:
         if isinstance(spec, Dense):
             return replace(spec, width=spec.width // self.size)
@@ -155,9 +183,7 @@ class RankCheckpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of this rank's part; KeyError for an unknown name."""
-        shape = self.whole.shape(name)
-        index = self._index(name, shape)
-        return tuple(len(range(*part.indices(n))) for part, n in zip(index, shape, strict=True))
+        return self.tp.shape(name, self.whole.shape(name), self._kv_heads)
 
     def tensor(self, name: str) -> Floats:
         """The rank's part as float32; KeyError."""
@@ -184,16 +210,7 @@ class RankCheckpoint:
         return _part(packed, rows, columns) if blocks == columns else None
 
     def _index(self, name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
-        """Which part of a tensor of this shape is this rank's."""
-        all_of = tuple(slice(0, length) for length in shape)
-        match cut_of(name):
-            case Cut.ROWS:
-                return self.tp.span(shape[0]), *all_of[1:]
-            case Cut.KV_HEADS:
-                return self.tp.kv_span(self._kv_heads, shape[0]), *all_of[1:]
-            case Cut.COLUMNS:
-                return *all_of[:-1], self.tp.span(shape[-1])
-        return all_of
+        return self.tp.index(name, shape, self._kv_heads)
 
 
 def _covering(kind: str, columns: slice, length: int) -> slice:

@@ -23,8 +23,8 @@ _S, _V, _L, _SV = (SGLANG,), (VLLM,), (LLAMA,), (SGLANG, VLLM)
 SETS, ONLY, IGNORED, REFUSED = Verdict
 
 _ONE_DEVICE = (
-    "a model is cut over devices by --tp-size alone (jax executor); beyond that start several "
-    "servers and put a proxy before them"
+    "a model is shared by devices by --tp-size alone; beyond that start several servers and put a "
+    "proxy before them"
 )
 _LOOKUP = "lookup and table have no such setting; --speculative-num-draft-tokens bounds their trees"
 _ONE_STEP = "prompts and answers share steps of at most --chunked-prefill-size tokens"

@@ -97,7 +97,11 @@ class EngineConfig:
         "and the executor leaves it open, else cpu",
     )
     tp_size: int = option(
-        1, "devices that share every layer, tensor parallel (jax executor)", low=1, high=4096
+        1,
+        "devices that share every layer, tensor parallel (docs/scaling.md): on torch a process "
+        "for each, which share the CPU where there is no GPU; on jax devices of one process",
+        low=1,
+        high=4096,
     )
     attention_backend: str = option(
         "auto",

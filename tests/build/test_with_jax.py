@@ -64,7 +64,7 @@ def test_without_jax_one_sentence_says_what_to_do(folder, installed):
         ({"device": "tpu"}, "device is tpu, but jax sees none here"),
         ({"dtype": "float16"}, "dtype is 'float16'; it must be one of float32, bfloat16"),
         ({"threads": 2}, "XLA chooses its threads itself"),
-        ({"executor": "torch", "tp_size": 2}, "torch executor runs on one device"),
+        ({"executor": "cpu", "tp_size": 2}, "cpu executor runs on one device"),
         ({"attention_backend": "slow"}, "'slow', but must be one of: auto, jnp, pallas"),
         ({"executor": "torch", "attention_backend": "pallas"}, "pallas needs the jax executor"),
     ],

@@ -252,7 +252,7 @@ def test_vllms_speculative_config():
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("--dp-size 2", "--dp-size 2 cannot be honoured: a model is cut"),
+        ("--dp-size 2", "--dp-size 2 cannot be honoured: a model is shared"),
         ("-ngl 12", "not parted between two devices"),
         ("--draft folder", "--draft takes a whole number, not 'folder'"),
         ("--speculation off", "There is no option --speculation of forerun serve"),

@@ -74,16 +74,22 @@ def philox(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
     return words
 
 
-def gumbel(seeds: AnyArray, positions: AnyArray, vocab: int, device: torch.device) -> Tensor:
-    """float32[n,V]: forerun.speculative.noise.gumbel of n seeds (uint64) and output positions."""
+def gumbel(
+    seeds: AnyArray, positions: AnyArray, vocab: int, device: torch.device, first: int = 0
+) -> Tensor:
+    """float32[n,V]: forerun.speculative.noise.gumbel of n seeds (uint64) and output positions, of
+    V tokens from `first` on.
+    """
     there = torch.from_numpy(seeds.view(np.int64)).to(device)
-    return _gumbel(there, torch.from_numpy(positions.astype(np.int64)).to(device), vocab)
+    before = first % 4  # Four tokens share a block of the generator.
+    at = torch.from_numpy(positions.astype(np.int64)).to(device)
+    return _gumbel(there, at, before + vocab, first // 4)[:, before:]
 
 
-def _gumbel(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
-    """float32[n,V] noise of int64[n] seeds and positions."""
+def _gumbel(seeds: Tensor, positions: Tensor, vocab: int, first: int = 0) -> Tensor:
+    """float32[n,V] noise of int64[n] seeds and positions, from the block `first` on."""
     low, high = (seeds & _LOW).unsqueeze(-1), ((seeds >> 32) & _LOW).unsqueeze(-1)
-    block = torch.arange(-(-vocab // 4), device=seeds.device)
+    block = torch.arange(first, first + -(-vocab // 4), device=seeds.device)
     nothing = torch.zeros((), dtype=torch.int64, device=seeds.device)
     counter = [block.expand(len(seeds), -1), positions.unsqueeze(-1), nothing, nothing]
     words = torch.stack(philox(counter, [low, high]), -1).flatten(1)[:, :vocab]
@@ -128,6 +134,14 @@ def choices(logits: Tensor, nodes: PlainNodes) -> Tensor:
     """int32[n] on the device: the target's choice from logits float32[n,V] of n plain nodes;
     NOTHING as in forerun.speculative.accept.choose.
     """
+    scores, tokens = best(logits, nodes)
+    return torch.where(scores.isfinite(), tokens, NOTHING).int()
+
+
+def best(logits: Tensor, nodes: PlainNodes, first: int = 0) -> tuple[Tensor, Tensor]:
+    """The greatest score float32[n] of n plain nodes, and the place int64[n] of the lowest token
+    that has it, from logits float32[n,V] of V tokens from `first` on. NaN where there is any.
+    """
     device = logits.device
     temperature = torch.from_numpy(nodes.temperatures).to(device)
     scores = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
@@ -137,11 +151,10 @@ def choices(logits: Tensor, nodes: PlainNodes) -> Tensor:
         # Nodes of one depth share their noise.
         pairs = np.stack([nodes.seeds[part], nodes.positions[part].astype(np.uint64)], 1)
         unique, which = np.unique(pairs, axis=0, return_inverse=True)
-        noise = gumbel(unique[:, 0], unique[:, 1], logits.shape[1], device)
+        noise = gumbel(unique[:, 0], unique[:, 1], logits.shape[1], device, first)
         rows = torch.from_numpy(part).to(device)
         scores[rows] += noise[torch.from_numpy(which.reshape(-1)).to(device)]
-    best, tokens = scores.max(-1).values, scores.argmax(-1)
-    return torch.where(best.isfinite(), tokens, NOTHING).int()
+    return scores.max(-1).values, scores.argmax(-1)
 
 
 def choose(logits: Tensor, noise: NodeNoise) -> Tensor:

@@ -9,9 +9,11 @@ import torch
 
 from forerun.errors import EngineError
 from forerun.executors.device_choice import plain_nodes
+from forerun.executors.host_choice import Logits, ReportsOf
 from forerun.executors.host_sampler import HostSampler, put_path
 from forerun.executors.torch.model_runner import ModelRunner, TorchOptions, TorchRound
 from forerun.executors.torch.plan_geometry import StepNodes, choosing_nodes, places_of
+from forerun.executors.torch.target import TorchTarget
 from forerun.interface.executor import Capabilities, Executor, ExecutorLimits
 from forerun.interface.plan import Outcome, Plan, Round, SlotInit
 from forerun.models.checkpoint import Checkpoint
@@ -91,9 +93,10 @@ class TorchExecutor(ModelRunner, Executor):
         plan, trees, cache = round.plan, round.trees, self.cache
         outcome = self.sampler.finish(
             round,
-            self.logits_of(round),
+            self.whole_logits(round),
             masks or round.masks,
             self._chosen(round),
+            self.reports_of(round),
             features=round.features,
         )
         nodes = outcome.accepted
@@ -113,6 +116,19 @@ class TorchExecutor(ModelRunner, Executor):
                 if root in chosen:
                     put_path(choice, root, accept_row(trees, row, lambda node, _: chosen[node]))
         return choice
+
+    def whole_logits(self, round: TorchRound) -> Logits:
+        """float32[V] on the host of a flat node whose row is decided there."""
+        return self.logits_of(round)
+
+    def reports_of(self, round: TorchRound) -> ReportsOf | None:
+        """A way to log-probabilities that needs no logits on the host; None: there is none."""
+        return None
+
+    @property
+    def draft_target(self) -> TorchTarget:
+        """What draft models run beside."""
+        return self
 
     def keep(self, round: Round, outcome: Outcome, rows: Sequence[int], place: Ints) -> None:
         """Copy what was accepted of these rows, at least one, from scratch into their pages, known

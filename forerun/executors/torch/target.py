@@ -4,7 +4,7 @@ from typing import Protocol
 
 import torch
 
-from forerun.executors.torch.decoder import Decoder
+from forerun.executors.torch.decoder import Ends
 from forerun.executors.torch.kernels import Kernels
 from forerun.interface.executor import ExecutorLimits
 
@@ -33,8 +33,8 @@ class TorchTarget(Protocol):
         ...
 
     @property
-    def decoder(self) -> Decoder:
-        """The target's weights."""
+    def decoder(self) -> Ends:
+        """The target's weights, as far as drafts borrow them."""
         ...
 
     def request_aux_hidden_states(self, layers: tuple[int, ...]) -> None:

@@ -43,6 +43,7 @@ from forerun.executors.torch.executor import TorchExecutor
 from forerun.executors.torch.kernels import Kernels
 from forerun.executors.torch.level_model import LevelModel
 from forerun.executors.torch.model_runner import TorchRound
+from forerun.executors.torch.target import TorchTarget
 from forerun.interface.executor import Capabilities, DraftShape, Executor, NotYetError
 from forerun.interface.next_draft import DraftRequest
 from forerun.interface.plan import Outcome, Plan, Reports, Round, SlotInit
@@ -109,6 +110,11 @@ class CapturedExecutor(Executor):
     def decoder(self) -> Decoder:
         """The target's weights."""
         return self.eager.decoder
+
+    @property
+    def draft_target(self) -> TorchTarget:
+        """What draft models run beside."""
+        return self
 
     def request_aux_hidden_states(self, layers: tuple[int, ...]) -> None:
         """As TorchExecutor does, of every step; what was captured is forgotten."""

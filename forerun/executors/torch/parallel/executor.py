@@ -1,0 +1,242 @@
+"""ParallelExecutor: the executor contract where a model is shared by several ranks, of which this
+process is rank 0. Slots, acceptance, grammars, policy and draft models are here alone; of a step
+one message goes to the others, and the outcome is made of what they gather.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from forerun.errors import ConfigError
+from forerun.executors.host_choice import Logits, ReportsOf
+from forerun.executors.host_sampler import HostSampler
+from forerun.executors.torch.decoder import Ends
+from forerun.executors.torch.executor import TorchExecutor
+from forerun.executors.torch.group import Processes
+from forerun.executors.torch.kernels import Kernels, parts_of
+from forerun.executors.torch.kv import Slots
+from forerun.executors.torch.layers import Linear
+from forerun.executors.torch.model_runner import ModelRunner, TorchOptions, TorchRound
+from forerun.executors.torch.parallel.channel import Message
+from forerun.executors.torch.parallel.processes import COMMAND, Ranks
+from forerun.executors.torch.parallel.start import RankStart, difference
+from forerun.executors.torch.parallel.step import Gathered, SharedStep, agree, gathered, reports
+from forerun.executors.torch.target import TorchTarget
+from forerun.executors.torch.weights import Weights
+from forerun.interface.executor import ExecutorLimits
+from forerun.interface.plan import Plan, Reports
+from forerun.models.checkpoint import Checkpoint
+from forerun.models.tensor_parallel import RankCheckpoint, TensorParallel, check_divides
+from forerun.speculative.tree import NO_TREES, NodeMasks, TreeBatch
+from forerun.types import Floats, Ints
+
+
+@dataclass(eq=False)
+class SharedRound(TorchRound):
+    """A round of all ranks.
+
+    logits  of this rank's tokens alone
+    wide    int32[w] nodes whose logits are there as a whole
+    found   what was gathered
+    """
+
+    wide: Ints = field(kw_only=True)
+    found: Gathered = field(kw_only=True)
+
+
+class ParallelExecutor(TorchExecutor):
+    """Rank 0 of `size` ranks, which it starts, watches and ends.
+
+    Raises what the ranks raise, ConfigError where the model cannot be shared by so many or there
+    are fewer devices, RankError where a rank is gone or is not like the others.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        limits: ExecutorLimits,
+        options: TorchOptions,
+        size: int,
+        threads: int | None = None,
+        command: tuple[str, ...] = COMMAND,
+    ) -> None:
+        check_divides(checkpoint.architecture, size)
+        devices = _devices(options.device, size)
+        self._whole = checkpoint
+        # Its port is the system's choice, and free again when this process ends.
+        store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+        starts = [
+            RankStart(
+                TensorParallel(rank, size),
+                str(checkpoint.path),
+                limits,
+                replace(options, device=device),
+                threads,
+                store.port,
+            )
+            for rank, device in enumerate(devices)
+        ]
+        own, others = starts[0], starts[1:]
+        self._ranks = Ranks(others, command)
+        self._moves: list[tuple[Slots, Slots]] = []
+        self._last: SharedRound | None = None
+        try:
+            self._ranks_are_like(own)
+            self._ranks.send(Message("meet"))
+            group = Processes(store, own.tp, torch.device(devices[0]))
+            part = RankCheckpoint(checkpoint, own.tp)
+            ModelRunner.__init__(self, part, limits, own.options, group)
+            self.shared = group
+            self._devices = [message.facts["device"] for message in self._ranks.answers("ready")]
+            with self._together():
+                self._ranks.send(Message("agree"))
+                agree(self, group)
+        except BaseException:
+            self._ranks.close()
+            raise
+        self.sampler = HostSampler(limits.slots, limits.vocab)
+
+    def watch(self, failed: Callable[[str], None]) -> None:
+        """See Executor."""
+        self._ranks.watch(failed)
+
+    def begin(
+        self, plan: Plan, trees: TreeBatch = NO_TREES, masks: NodeMasks | None = None
+    ) -> SharedRound:
+        """See Executor. All ranks run the step."""
+        nodes = self.nodes_of(plan, trees)
+        wide = np.setdiff1d(nodes.choosing, nodes.plain.nodes)
+        step = SharedStep(plan, trees, nodes, wide, self._moved())
+        self._ranks.send(step.message())
+        with self._together():
+            round = self.run(plan, trees, nodes, masks)
+            found = gathered(self, self.shared, round, wide)
+        assert found is not None
+        self._last = SharedRound(**vars(round), wide=wide, found=found)
+        return self._last
+
+    def choices_of(self, round: TorchRound) -> list[int]:
+        """The ranks' common choices."""
+        assert isinstance(round, SharedRound)
+        found: list[int] = round.found.tokens.tolist()
+        return found
+
+    def whole_logits(self, round: TorchRound) -> Logits:
+        """float32[V] of a wide node. Of others only a row without finite logits asks."""
+        assert isinstance(round, SharedRound)
+        rows, place = round.found.rows, {int(n): row for row, n in enumerate(round.wide)}
+
+        def of_node(node: int) -> Floats:
+            row = place.get(node)
+            return np.full(self.limits.vocab, np.nan, np.float32) if row is None else rows[row]
+
+        return of_node
+
+    def reports_of(self, round: TorchRound) -> ReportsOf | None:
+        """Log-probabilities, of which each rank makes its part."""
+
+        def told(top: int, pairs: list[tuple[int, int]]) -> Reports:
+            if not pairs:
+                return ()
+            nodes, tokens = np.array(pairs, np.int32).T
+            message = Message("reports", {"top": top}, {"nodes": nodes, "tokens": tokens})
+            self._ranks.send(message)
+            with self._together():
+                found = reports(self, self.shared, round, top, pairs)
+            assert found is not None
+            return found
+
+        return told
+
+    def move(self, source: Slots, target: Slots) -> None:
+        """Here, and on the others before their next step."""
+        super().move(source, target)
+        self._moves.append((source, target))
+
+    def _moved(self) -> tuple[Slots, Slots]:
+        moves, self._moves = self._moves, []
+        none = np.zeros(0, np.int64)
+        source, target = zip(*moves, strict=True) if moves else ((none,), (none,))
+        return np.concatenate(source), np.concatenate(target)
+
+    @property
+    def draft_target(self) -> TorchTarget:
+        """For draft models, which run here alone: with whole embedding and head."""
+        return DraftTarget(self, self._whole)
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for /server_info: of this rank, and of the others where they run."""
+        ranks = [
+            {"rank": number + 1, "pid": pid, "device": device}
+            for number, (pid, device) in enumerate(
+                zip(self._ranks.pids, self._devices, strict=False)
+            )
+        ]
+        return super().describe() | {"tp_size": self.shared.tp.size, "ranks": ranks}
+
+    def shutdown(self) -> None:
+        """End the other ranks and release memory. Idempotent."""
+        self._ranks.close()
+        self.shared.close()
+        self._last = None
+        super().shutdown()
+
+    def _ranks_are_like(self, own: RankStart) -> None:
+        """Raise RankError where one is not."""
+        mine = own.identity()
+        for number, message in enumerate(self._ranks.answers("here")):
+            fault = difference(mine, dict(message.facts))
+            if fault is not None:
+                raise ConfigError(f"rank {number + 1} is not like rank 0: {fault}.")
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Around what every rank does: whoever fails in it is out of step with the others."""
+        try:
+            yield
+        except BaseException as error:  # noqa: BLE001 - it is raised anew.
+            self._ranks.give_up(error)
+
+
+class DraftTarget:
+    """What draft models ask of the target beside which they run, where that is shared: they run on
+    rank 0 alone, and what they borrow of it they have whole.
+    """
+
+    def __init__(self, executor: ParallelExecutor, checkpoint: Checkpoint) -> None:
+        self._executor, self._checkpoint = executor, checkpoint
+        self.limits, self.device = executor.limits, executor.device
+        self.dtype: torch.dtype = executor.dtype
+        self.kernels: Kernels | None = executor.kernels
+
+    @cached_property
+    def decoder(self) -> Ends:
+        """Embedding, norm and head of the whole model; read when a draft borrows one."""
+        weights = Weights(self._checkpoint, self.device, self.dtype, Linear)
+        return Ends(weights, self._checkpoint.architecture, parts_of(self.kernels))
+
+    def request_aux_hidden_states(self, layers: tuple[int, ...]) -> None:
+        """See TorchTarget."""
+        self._executor.request_aux_hidden_states(layers)
+
+
+def _devices(device: str, size: int) -> list[str]:
+    """One for each rank. Raises ConfigError where there are fewer."""
+    kind, _, first = device.partition(":")
+    if kind != "cuda":
+        return [device] * size
+    begin, found = int(first or 0), torch.cuda.device_count()
+    if begin + size > found:
+        counted = f"{found} CUDA device{'s' * (found != 1)}"
+        raise ConfigError(
+            f"tp-size is {size}, but torch sees {counted} here"
+            + (f", of which {begin} come before {device}" if begin else "")
+            + f"; lower it to {max(1, found - begin)} or less."
+        )
+    return [f"cuda:{begin + rank}" for rank in range(size)]

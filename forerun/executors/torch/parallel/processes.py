@@ -1,0 +1,263 @@
+"""The other ranks' processes, as rank 0 sees them: started, watched, and ended together.
+
+A rank that ends, however that came, or that somebody stops, ends them all: what the ranks were at
+cannot go on without it. Nothing here waits for a clock to notice: the system tells a parent of its
+children's ends and stops (waitpid).
+"""
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NoReturn
+
+from forerun.errors import (
+    ConfigError,
+    EngineError,
+    ForerunError,
+    MemoryPlanError,
+    ModelError,
+    RankError,
+)
+from forerun.executors.torch.parallel.channel import Channel, Message
+from forerun.executors.torch.parallel.start import RankStart
+
+log = logging.getLogger("forerun.executors.torch")
+
+START_SECONDS = 1800.0
+"""A rank that has not read its weights by then will never come up."""
+END_SECONDS = 5.0
+"""For a rank to end by itself when it is told to."""
+LOOK = 0.05
+"""Seconds between two looks for an answer while ranks start."""
+
+COMMAND = (sys.executable, "-m", "forerun.executors.torch.parallel.rank")
+
+_ERRORS = {kind.__name__: kind for kind in (ConfigError, ModelError, MemoryPlanError, EngineError)}
+
+
+class RankProcess:
+    """One other rank, and the thread that starts it and waits for its end.
+
+    ended  told, on that thread, why it is no more: once
+    """
+
+    def __init__(
+        self, start: RankStart, command: Sequence[str], ended: Callable[["RankProcess", str], None]
+    ) -> None:
+        self.rank, self._ended = start.tp.rank, ended
+        self._start, self._command = start, command
+        own, self._other = socket.socketpair()
+        self.channel, self._lock = Channel(own), threading.Lock()
+        self._heard: list[Message] = []
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closing = False
+        self._started = threading.Event()
+        self._fault: OSError | None = None
+        # It lives as long as the process: Linux ends a rank with the thread that started it.
+        self._thread = threading.Thread(
+            target=self._run, name=f"forerun-rank-{self.rank}", daemon=True
+        )
+        self._thread.start()
+        self._started.wait()
+        if self._fault is not None:
+            raise EngineError(f"rank {self.rank} cannot be started: {self._fault}")
+
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        assert self._process is not None
+        return self._process.pid
+
+    def answer(self) -> Message | None:
+        """What it has said since; None: nothing."""
+        with self._lock:
+            self._hear()
+            return self._heard.pop(0) if self._heard else None
+
+    def kill(self) -> None:
+        """End it, stopped or not."""
+        process = self._process
+        if process is not None and process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Have it end by itself, or end it. Idempotent."""
+        self._closing = True
+        with suppress(OSError):
+            self.channel.send(Message("end"))
+        self._thread.join(END_SECONDS)
+        self.kill()
+        self._thread.join()
+        self.channel.close()
+
+    def _run(self) -> None:
+        command = [*self._command, str(self._other.fileno())]
+        try:
+            # Signals of the terminal are rank 0's affair.
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[self._other.fileno()],
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._fault = error
+            return
+        finally:
+            self._other.close()
+            self._started.set()
+        with suppress(OSError):
+            self.channel.send(Message("start", self._start.facts()))
+        why = self._until_it_ends(self._process)
+        if not self._closing:
+            self._ended(self, why)
+
+    def _until_it_ends(self, process: "subprocess.Popen[bytes]") -> str:
+        """Why the rank is no more."""
+        stopped = ""
+        while True:
+            found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WSTOPPED)
+            assert found is not None
+            if found.si_code not in (os.CLD_STOPPED, os.CLD_TRAPPED):
+                break
+            stopped = f"was stopped by {_signal(found.si_status)}"
+            os.kill(process.pid, signal.SIGKILL)
+        exited = found.si_code == os.CLD_EXITED
+        process.returncode = found.si_status if exited else -found.si_status
+        if stopped:
+            return stopped
+        with self._lock:
+            self._hear()
+            failed = next((m for m in self._heard if m.kind == "failed"), None)
+        if failed is not None:
+            return f"failed: {failed.facts['message']}"
+        if exited:
+            return f"ended with exit code {found.si_status}"
+        return f"was ended by {_signal(found.si_status)}"
+
+    def _hear(self) -> None:
+        with suppress(OSError, ValueError):
+            while (message := self.channel.poll()) is not None:
+                self._heard.append(message)
+
+
+def _signal(number: int) -> str:
+    return signal.Signals(number).name
+
+
+class Ranks:
+    """All ranks but this one, which is rank 0.
+
+    fault  why they can go on no more, in a sentence; None = all is well
+    """
+
+    def __init__(self, starts: Sequence[RankStart], command: Sequence[str] = COMMAND) -> None:
+        self._changed = threading.Condition()
+        self.fault: str | None = None
+        self._error: ForerunError | None = None
+        self._failed: Callable[[str], None] = lambda _: None
+        self._ranks: list[RankProcess] = []
+        try:
+            for start in starts:
+                self._ranks.append(RankProcess(start, command, self._ended))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        """Of their processes, from rank 1."""
+        return [rank.pid for rank in self._ranks]
+
+    def watch(self, failed: Callable[[str], None]) -> None:
+        """Have `failed` called with the fault, once, from some thread, when there is one."""
+        with self._changed:
+            self._failed = failed
+            fault = self.fault
+        if fault is not None:
+            failed(fault)
+
+    def send(self, message: Message) -> None:
+        """To every rank. Raises RankError where one is gone."""
+        self.check()
+        try:
+            for rank in self._ranks:
+                rank.channel.send(message)
+        except OSError as error:
+            self.give_up(error)
+
+    def answers(self, kind: str, seconds: float = START_SECONDS) -> list[Message]:
+        """What each rank answers, by rank. Raises what a rank failed with, RankError where one is
+        gone or says nothing for so many seconds.
+        """
+        found = []
+        for rank in self._ranks:
+            for _ in range(int(seconds / LOOK) + 1):
+                message = rank.answer()
+                if message is not None and message.kind == kind:
+                    found.append(message)
+                    break
+                self.check()
+                with self._changed:
+                    self._changed.wait(LOOK)
+            else:
+                self._end(f"rank {rank.rank} did not come up within {seconds:g} seconds.", None)
+                self.check()
+        return found
+
+    def check(self) -> None:
+        """Raise where there is a fault."""
+        if self.fault is not None:
+            raise self._error or RankError(self.fault)
+
+    def give_up(self, error: BaseException) -> NoReturn:
+        """Rank 0 cannot keep in step with the others: end them. Raises RankError."""
+        with self._changed:
+            # A rank that ended is the cause, and this one's error an effect.
+            self._changed.wait_for(lambda: self.fault is not None, 1.0)
+        self._end(f"rank 0 failed: {error or type(error).__name__}", None)
+        raise RankError(self.fault or "") from error
+
+    def close(self) -> None:
+        """End all ranks. Idempotent."""
+        for rank in self._ranks:
+            rank.close()
+        self._ranks.clear()
+
+    def _ended(self, rank: RankProcess, why: str) -> None:
+        """A rank is no more. On its thread."""
+        message = next((m for m in rank._heard if m.kind == "failed"), None)
+        error = None
+        if message is not None and message.facts["error"] in _ERRORS:
+            error = _ERRORS[message.facts["error"]](f"rank {rank.rank}: {message.facts['message']}")
+        self._end(f"rank {rank.rank} of the tensor-parallel group {why}.", error)
+
+    def _end(self, fault: str, error: ForerunError | None) -> None:
+        with self._changed:
+            first = self.fault is None
+            if first:
+                self.fault, self._error = fault, error
+                log.error("%s", fault)
+            failed = self._failed
+            self._changed.notify_all()
+        for rank in self._ranks:
+            rank.kill()
+        if first:
+            failed(fault)
+
+
+def end_with_parent() -> None:
+    """In a rank: end when the thread that started it does, on Linux, whatever this one is at. Else
+    it ends when it next hears or says something.
+    """
+    if sys.platform == "linux":
+        die_with_parent = 1  # PR_SET_PDEATHSIG, prctl(2).
+        ctypes.CDLL(None).prctl(die_with_parent, signal.SIGKILL)

@@ -1,0 +1,104 @@
+"""A rank's process: it runs what rank 0's messages name, and decides nothing."""
+
+import logging
+import os
+import socket
+import sys
+from pathlib import Path
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from forerun.errors import EngineError
+from forerun.executors.torch.group import Processes
+from forerun.executors.torch.model_runner import ModelRunner, TorchRound
+from forerun.executors.torch.parallel.channel import Channel, Message
+from forerun.executors.torch.parallel.processes import end_with_parent
+from forerun.executors.torch.parallel.start import RankStart
+from forerun.executors.torch.parallel.step import SharedStep, agree, gathered, reports
+from forerun.models.checkpoint import Checkpoint
+from forerun.models.folder import FolderCheckpoint
+from forerun.models.gguf import GgufCheckpoint
+from forerun.models.tensor_parallel import RankCheckpoint
+
+
+def opened(path: Path) -> Checkpoint:
+    """The checkpoint at a path. Raises ModelError."""
+    return FolderCheckpoint(path) if path.is_dir() else GgufCheckpoint(path)
+
+
+def main(argv: list[str]) -> int:
+    """Serve rank 0, which is at the other end of the socket of this number, until it says so or is
+    gone.
+    """
+    end_with_parent()
+    channel = Channel(socket.socket(fileno=int(argv[1])))
+    try:
+        serve(channel)
+    except EOFError:
+        return 0
+    except Exception as error:
+        logging.getLogger("forerun").debug("a rank failed", exc_info=True)
+        channel.send(
+            Message("failed", {"error": type(error).__name__, "message": str(error) or "no memory"})
+        )
+        return 1
+    return 0
+
+
+def serve(channel: Channel) -> None:
+    """Start as rank 0 says, and run its steps."""
+    start = RankStart.of(channel.receive().facts)
+    if start.threads:
+        torch.set_num_threads(start.threads)
+    checkpoint = opened(Path(start.path))
+    channel.send(Message("here", start.identity()))
+    _expect(channel, "meet")
+    store = TCPStore("127.0.0.1", start.port, start.tp.size, is_master=False)
+    group = Processes(store, start.tp, torch.device(start.options.device))
+    part = RankCheckpoint(checkpoint, start.tp)
+    runner = ModelRunner(part, start.limits, start.options, group)
+    channel.send(Message("ready", {"device": str(runner.device)}))
+    _expect(channel, "agree")
+    agree(runner, group)
+    round: TorchRound | None = None
+    while True:
+        message = channel.receive()
+        match message.kind:
+            case "step":
+                step = SharedStep.of(message)
+                round = run(runner, group, step)
+            case "reports" if round is not None:
+                pairs = list(
+                    zip(*(message.arrays[n].tolist() for n in ("nodes", "tokens")), strict=True)
+                )
+                reports(runner, group, round, message.facts["top"], pairs)
+            case "end":
+                group.close()
+                return
+            case other:
+                raise EngineError(f"rank 0 asks for {other!r}, which nobody knows here")
+
+
+def run(runner: ModelRunner, group: Processes, step: SharedStep) -> TorchRound:
+    """One step."""
+    if len(step.moves[0]):
+        with torch.inference_mode():
+            runner.move(*step.moves)
+    round = runner.run(step.plan, step.trees, step.nodes)
+    gathered(runner, group, round, step.wide)
+    return round
+
+
+def _expect(channel: Channel, kind: str) -> None:
+    message = channel.receive()
+    if message.kind == "end":
+        raise EOFError
+    if message.kind != kind:
+        raise EngineError(f"rank 0 says {message.kind!r} where {kind!r} is next")
+
+
+if __name__ == "__main__":
+    status = main(sys.argv)
+    sys.stdout.flush()
+    os._exit(status)  # Nothing is left to do, and libraries take seconds to end.

@@ -1,0 +1,97 @@
+"""What a rank is told when it starts, and what it says of itself: ranks of different weights or
+versions would write nonsense.
+"""
+
+import hashlib
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from forerun.executors.torch.model_runner import TorchOptions
+from forerun.interface.executor import ExecutorLimits
+from forerun.models.tensor_parallel import TensorParallel
+from forerun.version import __version__
+
+HEAD, SAMPLE, SAMPLES = 1 << 20, 1 << 12, 64
+"""Bytes of a file that its digest is made of: its first, and so many at so many places."""
+
+WEIGHTS = {".safetensors", ".gguf", ".json", ".bin"}
+"""Files whose bytes make up a model, by their names' ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankStart:
+    """What a rank is, in JSON values.
+
+    path     the checkpoint's file or folder
+    threads  compute threads; None = torch's own choice
+    port     of the store on 127.0.0.1 where ranks meet
+    """
+
+    tp: TensorParallel
+    path: str
+    limits: ExecutorLimits
+    options: TorchOptions
+    threads: int | None
+    port: int
+
+    def facts(self) -> dict[str, Any]:
+        """As `of` takes it."""
+        return asdict(self)
+
+    @staticmethod
+    def of(facts: Any) -> "RankStart":
+        """What `facts` was made of."""
+        limits = facts["limits"] | {"row_nodes": tuple(facts["limits"]["row_nodes"])}
+        return RankStart(
+            TensorParallel(**facts["tp"]),
+            facts["path"],
+            ExecutorLimits(**limits),
+            TorchOptions(**facts["options"]),
+            facts["threads"],
+            facts["port"],
+        )
+
+    def identity(self) -> dict[str, str]:
+        """What must be the same on every rank."""
+        own = {"rank", "device"}
+        flags = {"limits": asdict(self.limits), "options": asdict(self.options), "path": self.path}
+        flags["options"] = {k: v for k, v in asdict(self.options).items() if k not in own}
+        return {
+            "Python": sys.version.split()[0],
+            "forerun": __version__,
+            "numpy": np.__version__,
+            "torch": torch.__version__,
+            "flags": hashlib.sha256(json.dumps(flags).encode()).hexdigest()[:16],
+            "weights": digest(Path(self.path)),
+        }
+
+
+def digest(path: Path) -> str:
+    """Of a checkpoint's files: their names, sizes, headers, and samples of the rest. A model of any
+    size takes milliseconds.
+    """
+    files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix in WEIGHTS)
+    found = hashlib.sha256()
+    for each in files:
+        size = each.stat().st_size
+        found.update(f"{each.name} {size}\n".encode())
+        with each.open("rb") as file:
+            found.update(file.read(HEAD))
+            for number in range(1, SAMPLES + 1 if size > HEAD else 1):
+                file.seek(max(0, size * number // SAMPLES - SAMPLE))
+                found.update(file.read(SAMPLE))
+    return found.hexdigest()[:16]
+
+
+def difference(own: dict[str, str], other: dict[str, str]) -> str | None:
+    """In what two ranks differ, in a clause; None where they do not."""
+    for what, value in own.items():
+        if other.get(what) != value:
+            return f"it has {what} {other.get(what)}, rank 0 has {value}"
+    return None

@@ -1,0 +1,190 @@
+"""A step that every rank runs: the shape is the message's, and nothing is decided anywhere but on
+rank 0.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.executors.device_choice import PlainNodes
+from forerun.executors.torch.accept import best
+from forerun.executors.torch.group import Group
+from forerun.executors.torch.kv import Slots
+from forerun.executors.torch.model_runner import ModelRunner, TorchRound
+from forerun.executors.torch.parallel.channel import Message
+from forerun.executors.torch.plan_geometry import StepNodes
+from forerun.interface.plan import Plan, Reports, TokenLogprobs
+from forerun.models.tensor_parallel import TensorParallel
+from forerun.speculative.accept import NOTHING
+from forerun.speculative.sampling import largest
+from forerun.speculative.tree import TreeBatch
+from forerun.types import Floats, Ints
+
+Moves = tuple[Slots, Slots]
+"""int64[n] places in the cache (kv.py) that were copied, and where to."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedStep:
+    """What all ranks do in a step. Of the plan only what ModelRunner.run reads crosses.
+
+    wide   int32[w] choosing nodes whose logits rank 0 wants as a whole
+    moves  what rank 0 has copied within its cache since the step before
+    """
+
+    plan: Plan
+    trees: TreeBatch
+    nodes: StepNodes
+    wide: Ints
+    moves: Moves
+
+    def message(self) -> Message:
+        """For the others."""
+        plan, trees, nodes, plain = self.plan, self.trees, self.nodes, self.nodes.plain
+        return Message("step", arrays={
+            "kv_len": plan.kv_len, "samples": plan.samples, "page_table": plan.page_table,
+            "tokens": trees.tokens, "parents": trees.parents, "start": trees.start,
+            "known": trees.known, "depth": trees.depth,
+            "choosing": nodes.choosing, "told": nodes.told, "places": nodes.places,
+            "plain": plain.nodes, "seeds": plain.seeds, "positions": plain.positions,
+            "temperatures": plain.temperatures,
+            "wide": self.wide, "source": self.moves[0], "target": self.moves[1],
+        })  # fmt: skip
+
+    @staticmethod
+    def of(message: Message) -> "SharedStep":
+        """What `message` was made of, as far as it crosses."""
+        found = message.arrays
+        trees = TreeBatch(
+            *(found["tokens"], found["parents"], found["start"]), found["known"], found["depth"]
+        )
+        none = np.zeros(len(trees.known), np.int32)
+        known = tuple(
+            trees.tokens[begin : begin + count]
+            for begin, count in zip(trees.start.tolist(), trees.known.tolist(), strict=False)
+        )
+        plan = Plan(
+            *(none, found["kv_len"], known, found["samples"], none, none, found["page_table"]),
+            constrained=np.zeros(len(none), np.bool_),
+        )
+        plain = PlainNodes(
+            *(found[name] for name in ("plain", "seeds", "positions", "temperatures"))
+        )
+        nodes = StepNodes(found["choosing"], found["told"], plain, found["places"])
+        return SharedStep(plan, trees, nodes, found["wide"], (found["source"], found["target"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """What rank 0 has of all ranks' logits.
+
+    tokens  int32[n] the choice at every plain node
+    rows    float32[w,V] logits of the step's wide nodes
+    """
+
+    tokens: Ints
+    rows: Floats
+
+
+@torch.inference_mode()
+def gathered(runner: ModelRunner, group: Group, round: TorchRound, wide: Ints) -> Gathered | None:
+    """Collective: what rank 0 needs of a round to decide it; None on the others."""
+    tokens: Ints | None = np.zeros(0, np.int32)
+    plain, vocab = round.plain, runner.limits.vocab
+    if len(plain.nodes):
+        logits = round.logits[_index(round.row_of[plain.nodes], round.logits)]
+        tokens = _choices(group, logits, plain, group.tp.span(vocab).start)
+    rows: Floats | None = np.zeros((0, vocab), np.float32)
+    if len(wide):
+        rows = _rows(group, round.logits[_index(round.row_of[wide], round.logits)], vocab)
+    return None if tokens is None or rows is None else Gathered(tokens, rows)
+
+
+def _choices(group: Group, logits: Tensor, plain: PlainNodes, first: int) -> Ints | None:
+    """Each rank's best, with the noise of the position, and of these the best: ties go to the
+    lowest id, NaN anywhere is NOTHING.
+    """
+    scores, tokens = best(logits, plain, first)
+    parts = group.gathered(torch.stack([scores.double(), (tokens + first).double()]))
+    if not parts:
+        return None
+    most, token = parts[0]
+    for score, other in parts[1:]:
+        better = (score > most) | score.isnan()
+        most, token = torch.where(better, score, most), torch.where(better, other, token)
+    found: Ints = torch.where(most.isfinite(), token, NOTHING).int().cpu().numpy()
+    return found
+
+
+def _rows(group: Group, logits: Tensor, vocab: int) -> Floats | None:
+    """float32[w,V] of parts [w,V/N], which may differ by one token."""
+    longest = -(-vocab // group.tp.size)
+    padded = torch.nn.functional.pad(logits, (0, longest - logits.shape[1]))
+    parts = group.gathered(padded)
+    if not parts:
+        return None
+    spans = [TensorParallel(rank, group.tp.size).span(vocab) for rank in range(group.tp.size)]
+    cut = [part[:, : s.stop - s.start] for part, s in zip(parts, spans, strict=True)]
+    found: Floats = torch.cat(cut, 1).cpu().numpy()
+    return found
+
+
+def reports(
+    runner: ModelRunner,
+    group: Group,
+    round: TorchRound,
+    top: int,
+    pairs: Sequence[tuple[int, int]],
+) -> Reports | None:
+    """Collective: raw log-probabilities of (flat node, token that follows it) pairs, from each
+    rank's part of the logits; None on the others than rank 0.
+
+    A row of what is gathered: the token's logit where the rank has it, the greatest logit, the sum
+    of exp(logit - greatest), and the `top` best logits and their ids.
+    """
+    first = group.tp.span(runner.limits.vocab).start
+    logits, rows = runner.logits_of(round), np.full((len(pairs), 3 + 2 * top), -np.inf)
+    for row, (node, token) in zip(rows, pairs, strict=True):
+        own = logits(node)
+        if first <= token < first + len(own):
+            row[0] = own[token - first]
+        most = own.max()
+        row[1], row[2] = most, np.exp(own - most).sum(dtype=np.float64)
+        ids = largest(own, top) if top else np.zeros(0, np.int64)
+        row[3 : 3 + len(ids)], row[3 + top : 3 + top + len(ids)] = own[ids], ids + first
+    parts = group.gathered(torch.from_numpy(rows).to(runner.device))
+    if not parts:
+        return None
+    found = np.stack([part.cpu().numpy() for part in parts])
+    return tuple(_merged(found[:, place], token, top) for place, (_, token) in enumerate(pairs))
+
+
+def _merged(parts: Floats, token: int, top: int) -> TokenLogprobs:
+    """One report of the ranks' parts float64[N, 3 + 2 top]."""
+    most = parts[:, 1].max()
+    normaliser = float(most + np.log((parts[:, 2] * np.exp(parts[:, 1] - most)).sum()))
+    values, ids = parts[:, 3 : 3 + top].ravel(), parts[:, 3 + top :].ravel()
+    order = np.lexsort((ids, -values))[:top]
+    best_ones = tuple(
+        (int(ids[place]), float(values[place]) - normaliser)
+        for place in order
+        if values[place] > -np.inf
+    )
+    return TokenLogprobs(token, float(parts[:, 0].max()) - normaliser, best_ones)
+
+
+def _index(rows: Ints, beside: Tensor) -> Tensor:
+    return torch.from_numpy(rows.astype(np.int64)).to(beside.device)
+
+
+def agree(runner: ModelRunner, group: Group) -> None:
+    """Collective: products run only at row counts that keep their bits on every rank. Each has
+    tried its own (row_sizes.py), and ranks that padded differently would wait for ever.
+    """
+    known = torch.zeros(256, device=runner.device)
+    known[list(runner.decoder.row_sizes)] = 1
+    both = torch.stack(group.everywhere(known)).amin(0).nonzero().flatten()
+    runner.decoder.row_sizes = tuple(both.tolist())

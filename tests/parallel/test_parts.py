@@ -1,0 +1,118 @@
+"""Parts of a checkpoint: together they are the whole, and nothing else of it is read."""
+
+import numpy as np
+import pytest
+
+from forerun.errors import ConfigError
+from forerun.models.arch import FAMILIES
+from forerun.models.folder import FolderCheckpoint
+from forerun.models.gguf import GgufCheckpoint
+from forerun.models.mapped import TensorFile
+from forerun.models.shapes import shape_named
+from forerun.models.tensor_parallel import (
+    Cut,
+    RankCheckpoint,
+    TensorParallel,
+    check_divides,
+    cut_of,
+)
+from tests.models import tiny
+
+AXIS = {Cut.ROWS: 0, Cut.COLUMNS: -1, Cut.KV_HEADS: 0}
+
+
+def parts_of(whole, size):
+    return [RankCheckpoint(whole, TensorParallel(rank, size)) for rank in range(size)]
+
+
+def joined(whole, parts, name):
+    """The whole tensor of its parts."""
+    cut, found = cut_of(name), [part.tensor(name) for part in parts]
+    if cut is Cut.WHOLE:
+        return found[-1]
+    if cut is Cut.ONCE:
+        return np.sum(found, 0)
+    if cut is Cut.KV_HEADS and len(parts) > whole.architecture.kv_heads:
+        found = found[:: len(parts) // whole.architecture.kv_heads]
+    return np.concatenate(found, AXIS[cut])
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "olmo2"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_parts_make_up_the_whole(tmp_path, family, size):
+    whole = FolderCheckpoint(tiny.save_folder(tiny.model(family), tmp_path))
+    try:
+        check_divides(whole.architecture, size)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    parts = parts_of(whole, size)
+    for name in whole.names():
+        np.testing.assert_array_equal(joined(whole, parts, name), whole.tensor(name), name)
+        assert [part.shape(name) for part in parts] == [p.tensor(name).shape for p in parts]
+        for part in parts:
+            packed = part.packed(name)
+            if packed is not None and cut_of(name) is not Cut.ONCE:
+                np.testing.assert_array_equal(packed.floats(), part.tensor(name))
+
+
+@pytest.mark.parametrize("storage", ["Q8_0", "Q4_1", "BF16"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_blocks_are_not_cut(tmp_path, storage, size):
+    """Rows of 64 numbers in blocks of 32: halves end where blocks do, quarters do not."""
+    path = tmp_path / "model.gguf"
+    tiny.write_gguf(tiny.model("llama"), path, storage)
+    whole = GgufCheckpoint(path)
+    parts, name = parts_of(whole, size), "model.layers.0.self_attn.o_proj.weight"
+    np.testing.assert_array_equal(joined(whole, parts, name), whole.tensor(name))
+    ends = storage == "BF16" or size == 2
+    assert all((part.packed(name) is not None) == ends for part in parts)
+
+
+def test_a_rank_reads_its_part_alone(tmp_path, monkeypatch):
+    """Bytes that are asked of the file: a half, and what every rank needs."""
+    whole = FolderCheckpoint(tiny.save_folder(tiny.model("llama"), tmp_path))
+    seen, rows_of = [], TensorFile.rows
+
+    class Watched(np.ndarray):
+        def __getitem__(self, index):
+            found = super().__getitem__(index)
+            seen.append(found.nbytes)
+            return found
+
+    monkeypatch.setattr(TensorFile, "rows", lambda file, name: rows_of(file, name).view(Watched))
+    part = RankCheckpoint(whole, TensorParallel(1, 2))
+    for name in part.names():
+        packed = part.packed(name)
+        if packed is not None:
+            assert packed.rows.nbytes == packed.rows.size
+    matrices = [name for name in whole.names() if whole.packed(name) is not None]
+    assert 2 * sum(seen) == sum(whole.packed(name).rows.nbytes for name in matrices)
+
+
+def test_a_tokens_part_may_be_one_longer():
+    spans = [TensorParallel(rank, 4).span(323) for rank in range(4)]
+    assert [s.stop - s.start for s in spans] == [80, 81, 81, 81]
+    assert [s.start for s in spans[1:]] == [s.stop for s in spans[:-1]]
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "message"),
+    [
+        ("smollm2-135m", 2, "its 9 attention heads do not divide by that; .* by 1 or 3.$"),
+        ("llama-3.1-8b", 3, "its 32 attention heads .* by 1 or 2 or 4 or 8 or 16 or 32.$"),
+        ("qwen3-32b", 128, "its 64 attention heads"),
+    ],
+)
+def test_who_cannot_be_shared_says_by_how_many_it_could(name, size, message):
+    with pytest.raises(ConfigError, match=f"tp-size is {size}, but {message}"):
+        check_divides(shape_named(name), size)
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-32b", "llama-3.2-1b"])
+def test_parts_are_counted_without_a_file(name):
+    """Of two ranks each has half of what is cut, and all that is not: norms alone here."""
+    arch = shape_named(name)
+    norms = arch.layers * (2 * arch.hidden + 2 * arch.head_size * (arch.family == "qwen3"))
+    norms += arch.hidden
+    for rank in range(2):
+        assert TensorParallel(rank, 2).parameters(arch) == (arch.parameters - norms) // 2 + norms
