@@ -9,65 +9,74 @@ namespace {
 
 constexpr int kInputs = 256;  // of a block of the file, and of a tile
 
-// One channel of one tile, the bits of its numbers as the file has them.
-struct KBlock {
-    uint16_t d, m;        // halves; m is what offsets are multiplied by, of which Q6_K has none
-    uint8_t scales[16];   // Q6_K: int8 for every 16 inputs; else 6 bits: 8 scales, 8 offsets
-    uint8_t q[kInputs];
-};
-
 uint16_t load_half(const uint8_t* at) { return (uint16_t)(at[0] | at[1] << 8); }
 
 int file_bytes(int format) { return format == kQ4K ? 144 : format == kQ5K ? 176 : 210; }
 
-// Q4_K and Q5_K: a scale and an offset of 6 bits for each of eight groups in 12 bytes.
-void read_scales(const uint8_t* packed, KBlock& block) {
+// Four numbers at a time.
+constexpr uint32_t kNibble = 0x0f0f0f0f, kTwoBits = 0x03030303, kBit = 0x01010101;
+
+
+// Q4_K and Q5_K: eight scales of 6 bits, then eight offsets, in 12 bytes of the file; `lane` of 16
+// channels of a tile's sixes.
+void write_scales(const uint8_t* packed, int lane, uint8_t* sixes) {
+    uint8_t scales[16];
     for (int g = 0; g < 4; g++) {
-        block.scales[g] = packed[g] & 63;
-        block.scales[8 + g] = packed[g + 4] & 63;
-        block.scales[4 + g] = (uint8_t)((packed[g + 8] & 15) | packed[g] >> 6 << 4);
-        block.scales[12 + g] = (uint8_t)(packed[g + 8] >> 4 | packed[g + 4] >> 6 << 4);
+        scales[g] = packed[g] & 63;
+        scales[8 + g] = packed[g + 4] & 63;
+        scales[4 + g] = (uint8_t)((packed[g + 8] & 15) | packed[g] >> 6 << 4);
+        scales[12 + g] = (uint8_t)(packed[g + 8] >> 4 | packed[g + 4] >> 6 << 4);
+    }
+    for (int i = 0; i < 12; i++) {
+        sixes[16 * i + lane] = (uint8_t)(scales[i] | (scales[12 + i % 4] >> i / 4 * 2 & 3) << 6);
     }
 }
 
-void read_q4_or_q5(int format, const uint8_t* file, KBlock& block) {
-    block.d = load_half(file);
-    block.m = load_half(file + 2) ^ 0x8000;  // the file subtracts offsets
-    read_scales(file + 4, block);
-    const uint8_t* fifth = file + 16;
+// Q4_K and Q5_K: the file has two groups in the halves of 32 bytes, fifth bits apart.
+void write_q4_or_q5(int format, const uint8_t* file, int lane, uint8_t* tile) {
+    memcpy(tile + 2 * lane, file, 2);
+    const uint16_t m = load_half(file + 2) ^ 0x8000;  // the file subtracts offsets
+    memcpy(tile + 32 + 2 * lane, &m, 2);
+    write_scales(file + 4, lane, tile + 64);
     const uint8_t* nibbles = format == kQ5K ? file + 48 : file + 16;
-    for (int i = 0; i < kInputs; i++) {
-        const int group = i / kGroup;
-        int q = nibbles[group / 2 * kGroup + i % kGroup] >> group % 2 * 4 & 15;
-        if (format == kQ5K) q |= (fifth[i % kGroup] >> group & 1) << 4;
-        block.q[i] = (uint8_t)q;
+    uint8_t* quants = tile + quants_at(format) + 4 * lane;
+    for (int group = 0; group < 8; group++, quants += group_bytes(format)) {
+        const uint8_t* from = nibbles + group / 2 * kGroup;
+        uint32_t fifth = 0;
+        for (int j = 0; j < 4; j++) {
+            const uint32_t low = load_four(from + 8 * j) >> group % 2 * 4 & kNibble;
+            const uint32_t high = load_four(from + 8 * j + 4) >> group % 2 * 4 & kNibble;
+            store_four(quants + 64 * j, low | high << 4);
+            if (format != kQ5K) continue;
+            fifth |= (load_four(file + 16 + 8 * j) >> group & kBit) << 2 * j;
+            fifth |= (load_four(file + 20 + 8 * j) >> group & kBit) << (2 * j + 1);
+        }
+        if (format == kQ5K) store_four(quants + 256, fifth);
     }
 }
 
-// Q6_K: 128 numbers at a time, their upper two bits apart; a scale of 8 bits for every 16.
-void read_q6(const uint8_t* file, KBlock& block) {
-    block.d = load_half(file + 208);
-    memcpy(block.scales, file + 192, 16);
-    for (int i = 0; i < kInputs; i++) {
-        const int half = i / 128, quarter = i % 128 / 32, at = i % 32;
-        const uint8_t low = file[half * 64 + quarter % 2 * 32 + at];
-        const uint8_t high = file[128 + half * 32 + at];
-        block.q[i] = (uint8_t)((low >> quarter / 2 * 4 & 15) | (high >> 2 * quarter & 3) << 4);
+// Q6_K: the file has 128 numbers at a time, their upper two bits apart; a scale of 8 bits for every
+// 16 numbers.
+void write_q6(const uint8_t* file, int lane, uint8_t* tile) {
+    memcpy(tile + 2 * lane, file + 208, 2);
+    for (int i = 0; i < 16; i++) tile[32 + 16 * i + lane] = file[192 + i];
+    uint8_t* quants = tile + quants_at(kQ6K) + 4 * lane;
+    for (int group = 0; group < 8; group++) {
+        const int half = group / 4, quarter = group % 4;
+        const uint8_t* low = file + 64 * half + quarter % 2 * 32;
+        const uint8_t* high = file + 128 + 32 * half;
+        for (int p = 0; p < 2; p++, quants += 192) {
+            uint32_t q[4];
+            for (int j = 0; j < 4; j++) {
+                const int at = 16 * p + 4 * j;
+                q[j] = (load_four(low + at) >> quarter / 2 * 4 & kNibble) |
+                       (load_four(high + at) >> quarter * 2 & kTwoBits) << 4;
+            }
+            for (int j = 0; j < 3; j++) {
+                store_four(quants + 64 * j, q[j] | (q[3] >> 2 * j & kTwoBits) << 6);
+            }
+        }
     }
-}
-
-void put_six(uint8_t* sixes, int index, uint8_t number) {
-    if (index < 192) {
-        sixes[index] |= number;
-        return;
-    }
-    for (int k = 0; k < 3; k++) sixes[index - 192 + 64 * k] |= (number >> 2 * k & 3) << 6;
-}
-
-int six_at(const uint8_t* sixes, int index) {
-    if (index < 192) return sixes[index] & 63;
-    const uint8_t* at = sixes + index - 192;
-    return at[0] >> 6 | at[64] >> 6 << 2 | at[128] >> 6 << 4;
 }
 
 // Where q of one input lies within its group's quants: the byte, or of sixes the number.
@@ -76,26 +85,10 @@ int place_in(int format, int input, int lane) {
     return 64 * step + 4 * lane + input % 4;
 }
 
-void write_block(int format, const KBlock& block, int lane, uint8_t* tile) {
-    memcpy(tile + 2 * lane, &block.d, 2);
-    if (format == kQ6K) {
-        for (int i = 0; i < 16; i++) tile[32 + 16 * i + lane] = block.scales[i];
-    } else {
-        memcpy(tile + 32 + 2 * lane, &block.m, 2);
-        for (int i = 0; i < 16; i++) put_six(tile + 64, 16 * i + lane, block.scales[i]);
-    }
-    for (int i = 0; i < kInputs; i++) {
-        uint8_t* quants = tile + quants_at(format) + i / kGroup * group_bytes(format);
-        const int input = i % kGroup, place = place_in(format, input, lane);
-        if (format == kQ6K) {
-            put_six(quants + input / 16 * 192, place, block.q[i]);
-            continue;
-        }
-        quants[place] |= (block.q[i] & 15) << input % 8 / 4 * 4;
-        if (format == kQ5K) {
-            quants[256 + 4 * lane + input % 4] |= (block.q[i] >> 4) << input / 4;
-        }
-    }
+int six_at(const uint8_t* sixes, int index) {
+    if (index < 192) return sixes[index] & 63;
+    const uint8_t* at = sixes + index - 192;
+    return at[0] >> 6 | at[64] >> 6 << 2 | at[128] >> 6 << 4;
 }
 
 float number_at(int format, const uint8_t* tile, int i, int lane) {
@@ -116,17 +109,14 @@ float number_at(int format, const uint8_t* tile, int i, int lane) {
 
 }  // namespace
 
-void pack_k_quants(int format, const uint8_t* blocks, int inputs, int lane, uint8_t* tiles) {
-    for (int i = 0; i < inputs; i += kInputs) {
-        KBlock block;
-        if (format == kQ6K) {
-            read_q6(blocks, block);
-        } else {
-            read_q4_or_q5(format, blocks, block);
+void pack_k_quants(int format, const uint8_t* rows, size_t row_bytes, int inputs, int channels,
+                   uint8_t* tiles) {
+    if (channels < kBlock) memset(tiles, 0, (size_t)(inputs / kInputs) * tile_bytes(format));
+    for (int i = 0; i < inputs; i += kInputs, tiles += tile_bytes(format)) {
+        const uint8_t* file = rows + (size_t)(i / kInputs) * file_bytes(format);
+        for (int lane = 0; lane < channels; lane++, file += row_bytes) {
+            format == kQ6K ? write_q6(file, lane, tiles) : write_q4_or_q5(format, file, lane, tiles);
         }
-        write_block(format, block, lane, tiles);
-        blocks += file_bytes(format);
-        tiles += tile_bytes(format);
     }
 }
 

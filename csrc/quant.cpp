@@ -8,19 +8,19 @@
 namespace forerun {
 namespace {
 
-// One channel's group, whatever the file: 32 integers, scale and offset.
+// One channel's group, whatever the file: 32 integers, scale and offset as halves.
 struct Piece {
     uint8_t q[kGroup];
-    float d, m;
+    uint16_t d, m;
 };
 
 uint16_t load_half(const uint8_t* at) { return (uint16_t)(at[0] | at[1] << 8); }
 float half_at(const uint8_t* at) { return float_from_half(load_half(at)); }
 
 void read_nibbles(const uint8_t* at, Piece& piece) {
-    for (int i = 0; i < 16; i++) {
-        piece.q[i] = at[i] & 15;
-        piece.q[i + 16] = at[i] >> 4;
+    for (int i = 0; i < 16; i += 4) {
+        store_four(piece.q + i, load_four(at + i) & 0x0f0f0f0f);
+        store_four(piece.q + i + 16, load_four(at + i) >> 4 & 0x0f0f0f0f);
     }
 }
 
@@ -33,33 +33,36 @@ Span span_of(const float (&values)[kGroup]) {
     Span span = {values[0], values[0]};
     for (float value : values) {
         if (!std::isfinite(value)) return {NAN, NAN};
-        span.least = std::fmin(span.least, value);
-        span.most = std::fmax(span.most, value);
+        span.least = value < span.least ? value : span.least;
+        span.most = value > span.most ? value : span.most;
     }
     return span;
 }
 
-float as_half(float value) { return float_from_half(half_from_float(value)); }
+// The whole number nearest to x / d, ties to even, within [least, most], which are below 2^21; 0
+// where d is not a positive number. Adding 1.5 * 2^23 leaves no bit for a fraction.
+int nearest(float x, float d, float least, float most) {
+    const float scaled = d > 0 ? x / d : 0.0f;
+    const float within = scaled < least ? least : scaled > most ? most : scaled;
+    return (int)((within + 12582912.0f) - 12582912.0f);
+}
 
 // Four bits between the smallest number and the largest.
 void quantise_nibbles(const float (&values)[kGroup], Piece& piece) {
     const Span span = span_of(values);
-    piece.m = as_half(span.least);
-    piece.d = as_half((span.most - piece.m) / 15.0f);
-    for (int i = 0; i < kGroup; i++) {
-        const float scaled = piece.d > 0 ? (values[i] - piece.m) / piece.d : 0.0f;
-        piece.q[i] = (uint8_t)std::nearbyint(std::fmin(std::fmax(scaled, 0), 15));
-    }
+    piece.m = half_from_float(span.least);
+    const float m = float_from_half(piece.m);
+    piece.d = half_from_float((span.most - m) / 15.0f);
+    const float d = float_from_half(piece.d);
+    for (int i = 0; i < kGroup; i++) piece.q[i] = (uint8_t)nearest(values[i] - m, d, 0, 15);
 }
 
 // Symmetric 8 bits.
 void quantise_bytes(const float (&values)[kGroup], Piece& piece) {
     const Span span = span_of(values);
-    piece.d = as_half(std::isnan(span.least) ? NAN : std::fmax(-span.least, span.most) / 127.0f);
-    for (int i = 0; i < kGroup; i++) {
-        const float scaled = piece.d > 0 ? values[i] / piece.d : 0.0f;
-        piece.q[i] = (uint8_t)(int8_t)std::nearbyint(std::fmin(std::fmax(scaled, -127), 127));
-    }
+    piece.d = half_from_float((span.most > -span.least ? span.most : -span.least) / 127.0f);
+    const float d = float_from_half(piece.d);
+    for (int i = 0; i < kGroup; i++) piece.q[i] = (uint8_t)nearest(values[i], d, -127, 127);
 }
 
 // Numbers [begin, end) of a row of floats.
@@ -80,16 +83,16 @@ Piece read_piece(Source source, int format, const uint8_t* row, int group, int i
     float values[kGroup] = {0};
     switch (source) {
         case kFileQ4_0:
-            piece.d = half_at(row + (size_t)group * 18);
+            piece.d = load_half(row + (size_t)group * 18);
             read_nibbles(row + (size_t)group * 18 + 2, piece);
             return piece;
         case kFileQ4_1:
-            piece.d = half_at(row + (size_t)group * 20);
-            piece.m = half_at(row + (size_t)group * 20 + 2);
+            piece.d = load_half(row + (size_t)group * 20);
+            piece.m = load_half(row + (size_t)group * 20 + 2);
             read_nibbles(row + (size_t)group * 20 + 4, piece);
             return piece;
         case kFileQ8_0:
-            piece.d = half_at(row + (size_t)group * 34);
+            piece.d = load_half(row + (size_t)group * 34);
             memcpy(piece.q, row + (size_t)group * 34 + 2, kGroup);
             return piece;
         default: {
@@ -101,24 +104,17 @@ Piece read_piece(Source source, int format, const uint8_t* row, int group, int i
     return piece;
 }
 
-void write_scale(uint8_t* at, float scale) {
-    const uint16_t half = half_from_float(scale);  // exact: it was one
-    memcpy(at, &half, 2);
-}
-
 void write_piece(int format, const Piece& piece, int channel, uint8_t* tile) {
     uint8_t* at = tile + 4 * channel;
     uint8_t* scales = tile + scales_at(format) + 2 * channel;
-    write_scale(scales, piece.d);
+    memcpy(scales, &piece.d, 2);
+    if (format == kQ4M) memcpy(scales + 2 * kBlock, &piece.m, 2);
     if (format == kQ8) {
         for (int i = 0; i < kGroup; i += 4) memcpy(at + 16 * i, piece.q + i, 4);
         return;
     }
-    if (format == kQ4M) write_scale(scales + 2 * kBlock, piece.m);
     for (int i = 0; i < kGroup; i += 8) {
-        for (int b = 0; b < 4; b++) {
-            at[8 * i + b] = (uint8_t)(piece.q[i + b] | piece.q[i + 4 + b] << 4);
-        }
+        store_four(at + 8 * i, load_four(piece.q + i) | load_four(piece.q + i + 4) << 4);
     }
 }
 
@@ -128,13 +124,22 @@ size_t float_at(int format, int i, int lane) {
     return 2 * (size_t)(format == kF16 ? kBlock * i + lane : i / 2 * 2 * kBlock + 2 * lane + i % 2);
 }
 
-// Floats of one channel as they are, group after group.
-void write_floats(int format, const uint8_t* row, int inputs, int lane, uint8_t* tiles) {
-    const size_t item = format == kF32 ? 4 : 2;
-    for (int i = 0; i < inputs; i++) {
-        uint8_t* tile = tiles + (size_t)(i / kGroup) * tile_bytes(format);
-        memcpy(tile + float_at(format, i % kGroup, lane), row + item * i, item);
+// The first `count` items of one channel's group, `kBytes` each, as they are.
+template <int kBytes>
+void write_items(const uint8_t* row, int count, int lane, uint8_t* tile) {
+    for (int i = 0; i < count; i++) {
+        memcpy(tile + kBytes * (kBlock * i + lane), row + kBytes * i, kBytes);
     }
+}
+
+// Group `group` of one channel of floats as they are.
+void write_floats(int format, const uint8_t* row, int group, int inputs, int lane, uint8_t* tile) {
+    const int begin = group * kGroup, count = inputs - begin < kGroup ? inputs - begin : kGroup;
+    if (format == kF32) return write_items<4>(row + 4 * (size_t)begin, count, lane, tile);
+    row += 2 * (size_t)begin;
+    if (format == kF16) return write_items<2>(row, count, lane, tile);
+    write_items<4>(row, count / 2, lane, tile);
+    if (count % 2) memcpy(tile + float_at(format, count - 1, lane), row + 2 * (count - 1), 2);
 }
 
 float read_float(int format, const uint8_t* at) {
@@ -195,24 +200,21 @@ void pack(Source source, int format, const uint8_t* rows, int channels, int inpu
     const size_t block_bytes = (size_t)(groups / tile_groups(format)) * tile_bytes(format);
     for (int block = first; block < last; block++) {
         uint8_t* tile = tiles + block * block_bytes;
-        if (is_k_quant(format) || is_float(format)) {
-            memset(tile, 0, block_bytes);
-            for (int lane = 0; lane < kBlock && block * kBlock + lane < channels; lane++) {
-                const uint8_t* row = rows + (size_t)(block * kBlock + lane) * row_bytes;
-                is_float(format) ? write_floats(format, row, inputs, lane, tile)
-                                 : pack_k_quants(format, row, inputs, lane, tile);
-            }
+        const uint8_t* from = rows + (size_t)block * kBlock * row_bytes;
+        const int left = channels - block * kBlock, lanes = left < kBlock ? left : kBlock;
+        if (is_k_quant(format)) {
+            pack_k_quants(format, from, row_bytes, inputs, lanes, tile);
             continue;
         }
+        if (lanes < kBlock || inputs % kGroup) memset(tile, 0, block_bytes);
         for (int group = 0; group < groups; group++, tile += tile_bytes(format)) {
-            for (int lane = 0; lane < kBlock; lane++) {
-                const int channel = block * kBlock + lane;
-                Piece piece = {};
-                if (channel < channels) {
-                    piece = read_piece(source, format, rows + channel * row_bytes, group,
-                                       inputs);
+            for (int lane = 0; lane < lanes; lane++) {
+                const uint8_t* row = from + lane * row_bytes;
+                if (is_float(format)) {
+                    write_floats(format, row, group, inputs, lane, tile);
+                } else {
+                    write_piece(format, read_piece(source, format, row, group, inputs), lane, tile);
                 }
-                write_piece(format, piece, lane, tile);
             }
         }
     }

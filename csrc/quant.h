@@ -34,6 +34,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 namespace forerun {
 
@@ -110,6 +111,14 @@ struct Group {
 };
 static_assert(sizeof(Group) == 208, "Group must be dense");
 
+// Four bytes at a time.
+static inline uint32_t load_four(const uint8_t* at) {
+    uint32_t four;
+    memcpy(&four, at, 4);
+    return four;
+}
+static inline void store_four(uint8_t* at, uint32_t four) { memcpy(at, &four, 4); }
+
 // What a file stores, for `pack`.
 enum Source : int32_t {
     kFileQ4_0,
@@ -140,8 +149,10 @@ void pack(Source source, int format, const uint8_t* rows, int channels, int inpu
 // float[inputs] of one channel.
 void unpack_row(const Matrix& matrix, int channel, float* out);
 
-// The two for K-quants (k_quants.cpp): `blocks` is a file's blocks of one channel.
-void pack_k_quants(int format, const uint8_t* blocks, int inputs, int lane, uint8_t* tiles);
+// The two for K-quants (k_quants.cpp): one block's tiles from the rows of its channels, 16 or, of the
+// last block, fewer; and back.
+void pack_k_quants(int format, const uint8_t* rows, size_t row_bytes, int inputs, int channels,
+                   uint8_t* tiles);
 void unpack_k_quants(int format, const uint8_t* tiles, int inputs, int lane, float* out);
 
 }  // namespace forerun

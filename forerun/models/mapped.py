@@ -94,6 +94,21 @@ def mapped(path: Path) -> NDArray[np.uint8]:
     return np.frombuffer(mapping, np.uint8)
 
 
+def release(rows: NDArray[np.uint8]) -> None:
+    """Give the memory of rows that lie in a mapped file back to the system: they are loaded again
+    when touched. Nothing happens to rows that lie elsewhere, and where the system has no such call.
+    """
+    owner: object = rows
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    owner = owner.obj if isinstance(owner, memoryview) else owner
+    if not isinstance(owner, mmap.mmap) or not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    start = rows.ctypes.data - np.frombuffer(owner, np.uint8).ctypes.data
+    page = start // mmap.PAGESIZE * mmap.PAGESIZE
+    owner.madvise(mmap.MADV_DONTNEED, page, start + rows.nbytes - page)
+
+
 def check_disjoint(tensors: dict[str, Stored]) -> None:
     """Raise ModelError where two tensors share bytes."""
     end, before = 0, ""

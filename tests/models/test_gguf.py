@@ -9,6 +9,7 @@ from forerun.executors.torch import TorchExecutor
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.gguf import GgufCheckpoint
 from forerun.models.gguf_header import read_header
+from forerun.models.mapped import release
 from forerun.models.rope import Divided, Linear, Yarn
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, limits
@@ -50,6 +51,15 @@ def test_quantised_rows_come_back_in_canonical_order(family, kind, tmp_path):
         np.testing.assert_array_equal(checkpoint.tensor(name), dequantize(raw, quant))
         assert (packed.kind, packed.columns) == (kind, weight.shape[1])
         np.testing.assert_array_equal(packed.rows, raw.view(np.uint8))
+
+
+def test_rows_that_were_given_back_are_read_again(tmp_path):
+    checkpoint = GgufCheckpoint(tiny.write_gguf(tiny.model("llama"), tmp_path / "x.gguf", "Q8_0"))
+    for name in ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"):
+        rows = checkpoint.packed(name).rows
+        before = rows.copy()
+        release(rows)
+        np.testing.assert_array_equal(rows, before)
 
 
 def test_biases_of_a_llama_are_put_back_too(tmp_path):

@@ -14,6 +14,7 @@ import numpy as np
 from forerun.errors import ModelError
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
+from forerun.models.mapped import release
 from forerun.types import AnyArray, Floats, Ints
 
 _KINDS = {
@@ -214,6 +215,8 @@ class Packer:
         set_matrix(
             self._library, model, where, Stored(kind, rows, (channels, inputs), becomes), bias
         )
+        if packed is not None:
+            release(packed.rows)
 
     def _floats(self, name: str) -> Floats:
         return np.ascontiguousarray(self._checkpoint.tensor(name), "<f4")
