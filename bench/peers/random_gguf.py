@@ -2,8 +2,9 @@
 
     python bench/peers/random_gguf.py model.gguf
 
-667 MB of Q4_K, and Q6_K for the output head and for half of the value and down projections. Its text
-means nothing; the time it takes is a real model's. llama.cpp, ik_llama.cpp and Forerun load it.
+667 MB of Q4_K, and Q6_K for the output head and for half of the value and down projections. Its
+text means nothing; the time it takes is a real model's. llama.cpp, ik_llama.cpp and Forerun load
+it.
 """
 
 import sys
