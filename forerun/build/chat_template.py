@@ -4,16 +4,24 @@ from pathlib import Path
 
 from forerun.errors import ConfigError
 from forerun.options.config import EngineConfig
+from forerun.text.known_templates import KNOWN
 
 
 def template_source(config: EngineConfig, own: str | None) -> str | None:
-    """The chat template that was named, else the model's own. Raises ConfigError."""
-    if config.chat_template is None:
+    """The chat template that was named: one of KNOWN, a template itself, or a file with one; else
+    the model's own. Raises ConfigError.
+    """
+    given = config.chat_template
+    if given is None:
         return own
+    if given in KNOWN:
+        return KNOWN[given]
+    if "{{" in given or "{%" in given:
+        return given
     try:
-        return Path(config.chat_template).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
         raise ConfigError(
-            f"chat-template names a file with a Jinja template, but {config.chat_template} cannot "
-            f"be read ({error})."
+            f"chat-template is a file with a Jinja template, the template itself, or one of "
+            f"{', '.join(KNOWN)}; {given} is none of these ({error})."
         ) from error

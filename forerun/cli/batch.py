@@ -3,7 +3,7 @@
 A line of the input is {"custom_id", "method": "POST", "url": "/v1/chat/completions", "body"}; a
 line of the output is {"id", "custom_id", "response": {"status_code", "request_id", "body"},
 "error"}. Answers are written as they come. What the output already holds is not asked again, so
-the same command goes on where it was stopped.
+the same command goes on where it was stopped. A line that is no request gets an error of its own.
 """
 
 import argparse
@@ -41,50 +41,71 @@ def main(arguments: argparse.Namespace) -> int:
         raise ConfigError("--batch needs --out FILE for the answers.")
     if arguments.prompt is not None or arguments.raw or arguments.system:
         raise ConfigError("--batch brings its own prompts; leave PROMPT, --raw and --system out.")
-    asked = read_requests(source)
+    asked, refused = read_requests(source)
     answered = keep_answers(Path(target))
     waiting = [line for line in asked if line["custom_id"] not in answered]
     if len(waiting) < len(asked):
         say(f"{len(asked) - len(waiting)} of {len(asked)} were answered before")
-    failed = sum(status != httpx.codes.OK for status in answered.values())
+    failed = sum(status != httpx.codes.OK for status in answered.values()) + len(refused)
     config = configured(EngineConfig, arguments)
     config = replace(config, max_sequences=max(config.max_sequences, AT_ONCE))
+    with Path(target).open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in refused)
+    for line in refused:
+        say(f"{source}, line {line['error']['line']}: {line['error']['message']}")
     if waiting:
         loaded = load_shown(config)
         with bars() as progress, Path(target).open("a", encoding="utf-8") as file:
             failed += asyncio.run(_answer_all(loaded, waiting, file, progress))
-    facts = {"requests": len(asked), "answered": len(asked) - failed, "failed": failed}
+    count = len(asked) + len(refused)
+    facts = {"requests": count, "answered": count - failed, "failed": failed}
     if arguments.json:
         emit_json(facts | {"out": target})
     else:
-        say(f"{len(asked)} answers in {target}" + (f", {failed} of them errors" if failed else ""))
+        say(f"{count} answers in {target}" + (f", {failed} of them errors" if failed else ""))
     return 1 if failed else 0
 
 
-def read_requests(path: Path) -> list[Line]:
-    """All lines, checked before the first is asked. Raises ConfigError naming the line."""
+def read_requests(path: Path) -> tuple[list[Line], list[Line]]:
+    """The requests, and what the output says of the lines that are none. Raises ConfigError where
+    the file cannot be read or has no line.
+    """
     try:
         texts = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"The requests in {path} cannot be read: {error}.") from error
     found: dict[str, Line] = {}
+    refused: list[Line] = []
     for number, text in enumerate(texts, 1):
         if not text.strip():
             continue
-        line, place = _object(text), f"{path}, line {number}"
-        name = line.get("custom_id")
-        if not isinstance(name, str) or not isinstance(line.get("body"), dict):
-            raise ConfigError(f"{place}: it needs a custom_id, a url and a body.")
-        if line.get("method", "POST") != "POST" or line.get("url") not in URLS:
-            raise ConfigError(f"{place}: a request is a POST to one of {', '.join(URLS)}.")
-        if line["body"].get("stream"):
-            raise ConfigError(f"{place}: stream has no place in a batch.")
-        if name in found:
-            raise ConfigError(f"{place}: the custom_id {name!r} was there before.")
-        found[name] = line
-    if not found:
+        line = _object(text)
+        name, problem = line.get("custom_id"), _problem(line)
+        if problem is None and name in found:
+            problem = f"the custom_id {name!r} was there before."
+        if problem is None:
+            found[str(name)] = line
+        else:
+            fault = {"code": "invalid_request", "message": problem, "line": number}
+            refused.append(_answered(name, None, fault))
+    if not found and not refused:
         raise ConfigError(f"{path} holds no request.")
-    return list(found.values())
+    return list(found.values()), refused
+
+
+def _problem(line: Line) -> str | None:
+    """Why a line is no request; None where it is one."""
+    if not isinstance(line.get("custom_id"), str) or not isinstance(line.get("body"), dict):
+        return "it needs a custom_id, a url and a body."
+    if line.get("method", "POST") != "POST" or line.get("url") not in URLS:
+        return f"a request is a POST to one of {', '.join(URLS)}."
+    return "stream has no place in a batch." if line["body"].get("stream") else None
+
+
+def _answered(name: Any, response: Line | None, error: Line | None = None) -> Line:
+    """A line of the output."""
+    id = f"batch_req_{uuid.uuid4().hex}"
+    return {"id": id, "custom_id": name, "response": response, "error": error}
 
 
 def keep_answers(path: Path) -> dict[str, int]:
@@ -158,5 +179,4 @@ async def _answer(client: httpx.AsyncClient, line: Line) -> Line:
         "request_id": answer.headers.get("x-request-id", ""),
         "body": answer.json(),
     }
-    name = f"batch_req_{uuid.uuid4().hex}"
-    return {"id": name, "custom_id": line["custom_id"], "response": response, "error": None}
+    return _answered(line["custom_id"], response)

@@ -41,7 +41,7 @@ def main(arguments: argparse.Namespace) -> int:
         every = sources([*named, *arguments.more_models, *held], config, loader)
         run(every, settings, start.listening)
     else:
-        check_reference(config.model)
+        check_reference(config.model, config.revision)
         run(partial(loader, config), settings, start.listening)
     return 0
 

@@ -6,7 +6,7 @@ from typing import Any, Self, Unpack
 
 from forerun.build.engine import encode_chat, load
 from forerun.client.completion import Completion, complete, make_request, stream
-from forerun.client.options import AskOptions, EngineOptions
+from forerun.client.options import AskOptions, EngineOptions, check_ranges
 from forerun.engine.request import Delta, Request
 from forerun.errors import RequestError
 from forerun.options.config import EngineConfig
@@ -81,6 +81,7 @@ class LLM:
 
     def request(self, prompt: Prompt, **options: Unpack[AskOptions]) -> Request:
         """What the engine is asked. Raises RequestError naming an option that is wrong."""
+        check_ranges(options)
         given: dict[str, Any] = {**options}
         if given.get("grammar") is not None:
             given["grammar"] = self.loaded.target.compile(given["grammar"])

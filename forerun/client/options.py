@@ -8,6 +8,29 @@ from typing import TypedDict
 
 from forerun.constrain.grammar import Grammar
 from forerun.engine.request import Speculation
+from forerun.errors import RequestError
+
+RANGES: dict[str, tuple[float, float]] = {
+    "n": (1, 2**31 - 1),
+    "max_tokens": (0, 2**31 - 1),
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (-1, 2**31 - 1),
+    "min_p": (0.0, 1.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "presence_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.0, 2.0),
+}
+"""What requests over HTTP may say, too (a test holds them to that)."""
+
+
+def check_ranges(options: "AskOptions") -> None:
+    """Raise RequestError where a number is outside of what is taken over HTTP."""
+    for name, (low, high) in RANGES.items():
+        value = options.get(name)
+        if isinstance(value, int | float) and not low <= value <= high:
+            span = f"at least {low:g}" if high > 2 else f"{low:g} to {high:g}"
+            raise RequestError(f"{name} is {value}, but must be {span}.", name)
 
 
 class EngineOptions(TypedDict, total=False):

@@ -94,9 +94,9 @@ def open_model(
     raise _unknown(reference)
 
 
-def check_reference(reference: str) -> None:
+def check_reference(reference: str, revision: str | None = None) -> None:
     """Raise ModelError where `open_model` could only fail: the name of no model that is built in,
-    here, or could be on the hub. Nothing is fetched.
+    here, or on the hub, as far as that can be asked. Nothing is fetched.
     """
     if reference in BUILT_IN or reference == "toy":
         return
@@ -106,8 +106,11 @@ def check_reference(reference: str) -> None:
     elif path.is_file():
         if path.suffix != ".gguf":
             raise _no_model(path)
-    elif hub_reference(reference) is None:
-        raise _unknown(reference)
+    else:
+        hub = hub_reference(reference)
+        if hub is None:
+            raise _unknown(reference)
+        huggingface.check(hub.repository, revision)
 
 
 def is_reference(word: str) -> bool:

@@ -39,6 +39,7 @@ _PATTERNS = [
     "chat_template.jinja",
 ]
 """Data only: no code is ever fetched."""
+ASKING = 5.0
 _PICKLED = ["pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin"]
 """Weights that are read as plain tensors (models/pickled.py), where a model has no others."""
 
@@ -89,6 +90,20 @@ def gguf_fetched(
     return _snapshot(repository, [name], cache, revision) / name
 
 
+def check(repository: str, revision: str | None = None) -> None:
+    """Ask the hub whether a model that is not here exists. Fetches nothing; where nobody answers
+    within ASKING seconds, loading will tell. Raises DownloadError where there is no such model.
+    """
+    if any(one.name == repository for one in cached()):
+        return
+    try:
+        huggingface_hub.HfApi().model_info(repository, revision=revision, timeout=ASKING)
+    except Exception as error:
+        absent = _absent(repository, revision, error)
+        if absent is not None:
+            raise absent from error
+
+
 def cached() -> list[CachedModel]:
     """What huggingface_hub keeps of models that could be served, whoever fetched it."""
     try:
@@ -121,14 +136,8 @@ def _snapshot(
         folder = huggingface_hub.snapshot_download(
             repository, revision=revision, allow_patterns=patterns, cache_dir=cache
         )
-    except GatedRepoError as error:
-        raise DownloadError(
-            f"{repository} is gated: accept its terms on the hub, then log in with `hf auth login`"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise DownloadError(f"the hub has no model {repository}, or it is private") from error
-    except RevisionNotFoundError as error:
-        raise DownloadError(f"{repository} has no revision {revision!r} on the hub") from error
+    except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise _absent(repository, revision, error) or error from error
     except (LocalEntryNotFoundError, EntryNotFoundError) as error:
         raise DownloadError(
             f"{repository} is not on this machine and the hub cannot be reached; connect to the "
@@ -138,3 +147,16 @@ def _snapshot(
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DownloadError(f"{repository} was not fetched: {reason}") from error
     return Path(folder)
+
+
+def _absent(repository: str, revision: str | None, error: Exception) -> DownloadError | None:
+    """What an error of the hub's means, where it says that there is no such model for us."""
+    if isinstance(error, GatedRepoError):
+        return DownloadError(
+            f"{repository} is gated: accept its terms on the hub, then log in with `hf auth login`"
+        )
+    if isinstance(error, RepositoryNotFoundError):
+        return DownloadError(f"the hub has no model {repository}, or it is private")
+    if isinstance(error, RevisionNotFoundError):
+        return DownloadError(f"{repository} has no revision {revision!r} on the hub")
+    return None

@@ -267,7 +267,7 @@ SAME_NAMES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("prefill_attention_backend",), (SGLANG,)),
     **dict.fromkeys(("sampling_defaults",), (SGLANG,)),
     **dict.fromkeys(("log_level", "decode_log_interval"), (SGLANG,)),
-    **dict.fromkeys(("chat_template",), (SGLANG, VLLM)),
+    **dict.fromkeys(("chat_template",), (SGLANG, VLLM, LLAMA)),
     **dict.fromkeys(("allowed_origins", "max_logprobs"), (VLLM,)),
     **dict.fromkeys(("threads", "api_key_file", "top_k", "top_p", "min_p", "seed"), (LLAMA,)),
 }

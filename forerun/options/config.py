@@ -75,7 +75,9 @@ class EngineConfig:
         None, "branch, tag or commit of a model that is named by its hub id (default: main)"
     )
     chat_template: str | None = option(
-        None, "file with a Jinja chat template, instead of the model's own"
+        None,
+        "instead of the model's own chat template: a file with one (Jinja), the template itself, "
+        "or a name that llama.cpp knows, such as chatml",
     )
     sampling_defaults: str = option(
         "model",
@@ -488,7 +490,7 @@ class AskConfig:
         None,
         "0 is greedy; higher is more varied (default: what the model recommends, else 1)",
         low=0.0,
-        high=100.0,
+        high=2.0,
     )
     top_p: float | None = option(
         None,

@@ -68,22 +68,45 @@ def test_it_goes_on_where_it_was_stopped(files, capsys):
     assert run() == 0 and len(target.read_text().splitlines()) == 4
 
 
+def test_a_file_without_a_request(files, capsys):
+    _, run, _, source, target = files
+    source.write_text("\n")
+    assert run() == 2
+    assert "holds no request" in capsys.readouterr().err and not target.exists()
+
+
 @pytest.mark.parametrize(
-    ("text", "problem"),
+    ("name", "text", "problem"),
     [
-        ("", "holds no request"),
-        ("{", "line 1: it needs a custom_id"),
-        ('{"custom_id": "a", "url": "/v1/chat/completions"}', "line 1: it needs"),
-        ('{"custom_id": "a", "url": "/v1/embeddings", "body": {}}', "a POST to one of /v1/chat"),
-        (json.dumps(line("a")) + "\n" + json.dumps(line("a")), "line 2: the custom_id 'a' was"),
-        (json.dumps(line("a", stream=True)), "stream has no place"),
+        (None, "{", "it needs a custom_id"),
+        ("a", '{"custom_id": "a", "url": "/v1/chat/completions"}', "it needs"),
+        (
+            "a",
+            '{"custom_id": "a", "url": "/v1/embeddings", "body": {}}',
+            "a request is a POST to one of",
+        ),
+        ("good", json.dumps(line("good")), "the custom_id 'good' was there before"),
+        ("a", json.dumps(line("a", stream=True)), "stream has no place"),
     ],
 )
-def test_a_file_that_cannot_be_asked(files, text, problem, capsys):
+def test_a_line_that_is_no_request_keeps_no_other_from_its_answer(
+    files, name, text, problem, capsys
+):
     _, run, _, source, target = files
-    source.write_text(text)
-    assert run() == 2
-    assert problem in capsys.readouterr().err and not target.exists()
+    source.write_text(json.dumps(line("good")) + "\n" + text + "\n" + json.dumps(line("last")))
+    for _ in range(2):  # The second time only the bad line is left.
+        assert run("--json") == 1
+        told = capsys.readouterr()
+        report = json.loads(told.out)
+        assert (report["requests"], report["answered"], report["failed"]) == (3, 2, 1)
+        assert f"line 2: {problem}" in told.err
+        found = [json.loads(one) for one in target.read_text().splitlines()]
+        assert len(found) == 3
+        (refused,) = [one for one in found if one["error"]]
+        assert (refused["custom_id"], refused["response"]) == (name, None)
+        assert refused["error"]["line"] == 2 and problem in refused["error"]["message"]
+        good = [one["custom_id"] for one in found if one["response"]]
+        assert good == ["good", "last"]
 
 
 def test_flags_that_do_not_go_together(files, capsys):

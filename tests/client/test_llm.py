@@ -7,14 +7,16 @@ from dataclasses import fields
 from inspect import signature
 
 import pytest
+from starlette.testclient import TestClient
 
 import forerun
 from forerun import LLM, AsyncLLM
 from forerun.cli.main import main
 from forerun.client.completion import make_request
-from forerun.client.options import AskOptions, EngineOptions
+from forerun.client.options import RANGES, AskOptions, EngineOptions
 from forerun.errors import EngineError, RequestError
-from forerun.options.config import EngineConfig
+from forerun.options.config import EngineConfig, ServeSettings
+from forerun.serve.app import create_app
 from forerun.speculative.sampling import Sampling
 
 CHAT = [{"role": "user", "content": "Hello"}]
@@ -90,3 +92,24 @@ def test_shells_complete_options(shell, capsys):
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
     assert "--speculative-algorithm" in script and "serve" in script
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_numbers_are_taken_where_they_are_over_http(name):
+    """Just inside and just outside, of Python and of a server."""
+    low, high = RANGES[name]
+    whole = isinstance(low, int)
+    step = 1 if whole else 0.01
+    with LLM("toy") as llm, TestClient(create_app(llm.loaded, ServeSettings())) as client:
+        for value in (low - step, *((high + step,) if high <= 2 else ())):
+            with pytest.raises(RequestError, match=f"{name} is {value}") as refused:
+                llm.choices("Hi", **{name: value})
+            assert refused.value.field == name
+            body = {"prompt": "Hi", name: value}
+            if name == "max_tokens":  # -1 is everything there.
+                continue
+            assert client.post("/v1/completions", json=body).status_code == 400
+        for value in (low + step, low + 2 * step):
+            asked = {"max_tokens": 2, "temperature": 0.5} | {name: value}
+            assert len(llm.choices("Hi", **asked)) == asked.get("n", 1)
+            assert client.post("/v1/completions", json={"prompt": "Hi", **asked}).status_code == 200

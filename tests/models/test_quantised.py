@@ -223,8 +223,9 @@ def test_what_is_not_read_is_refused_with_what_to_do(what, tmp_path):
     folder = tiny.save_folder(tiny.model("llama"), tmp_path)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(ModelError, match=message) as refused:
         FolderCheckpoint(folder)
+    assert what == "no object" or str(refused.value).endswith("or a GGUF file of it")
 
 
 def test_a_plain_checkpoint_that_says_it_is_quantised_is_refused(tmp_path):

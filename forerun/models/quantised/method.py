@@ -66,12 +66,17 @@ def read_method(config: Mapping[str, Any]) -> tuple[Method, ...]:
     if name not in readers:
         raise ModelError(
             f"config.json: quantization_config.quant_method is {shown(name)}, which is not read "
-            f"here; these are: {', '.join(READ)}. Take the model's unquantised checkpoint, one "
-            "of these, or a GGUF file of it"
+            f"here; these are: {', '.join(READ)}. Take one of these, or {_OTHERWISE}"
         )
-    methods = readers[name](keys)
-    keys.refuse_the_rest(_harmless)
+    try:
+        methods = readers[name](keys)
+        keys.refuse_the_rest(_harmless)
+    except ModelError as error:
+        raise ModelError(f"{error}. Take {_OTHERWISE}") from error
     return methods
+
+
+_OTHERWISE = "the model's unquantised checkpoint, or a GGUF file of it"
 
 
 _HARMLESS = re.compile(

@@ -1,0 +1,64 @@
+"""A model that the hub does not have is said before anything is loaded."""
+
+import httpx
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import (
+    GatedRepoError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from forerun.cli.main import main
+from forerun.errors import DownloadError
+from forerun.hub import huggingface
+
+
+def answering(monkeypatch, error):
+    asked = []
+
+    def model_info(self, repository, revision=None, timeout=None):
+        asked.append((repository, revision, timeout))
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    monkeypatch.setattr(huggingface, "cached", list)
+    return asked
+
+
+def refused(kind):
+    request = httpx.Request("GET", "http://hub/api/models/some/thing")
+    return kind("no", response=httpx.Response(404, request=request))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (RepositoryNotFoundError, "the hub has no model some/thing"),
+        (GatedRepoError, "some/thing is gated"),
+        (RevisionNotFoundError, "has no revision 'old'"),
+    ],
+)
+def test_what_the_hub_says_ends_serve_before_it_listens(monkeypatch, capsys, kind, words):
+    asked = answering(monkeypatch, refused(kind))
+    assert main(["serve", "some/thing", "--revision", "old", "--port", "0"]) != 0
+    told = capsys.readouterr()
+    assert words in told.err and "listening" not in told.out + told.err
+    assert asked == [("some/thing", "old", huggingface.ASKING)]
+
+
+@pytest.mark.parametrize("error", [None, httpx.ConnectError("down"), OSError("off")])
+def test_who_does_not_say_no_is_asked_while_loading(monkeypatch, error):
+    answering(monkeypatch, error)
+    huggingface.check("some/thing")
+
+
+def test_what_is_here_is_not_asked_for(monkeypatch, tmp_path):
+    asked = answering(monkeypatch, refused(RepositoryNotFoundError))
+    here = huggingface.CachedModel("some/thing", 1, tmp_path)
+    monkeypatch.setattr(huggingface, "cached", lambda: [here])
+    huggingface.check("some/thing")
+    assert not asked
+    with pytest.raises(DownloadError, match="the hub has no model other/thing"):
+        huggingface.check("other/thing")
