@@ -11,7 +11,7 @@ TOOLS   := $(VENV)/.tools
 CLIENTS := .venv-clients
 
 .PHONY: setup tools demo serve test test-slow test-slower test-browser chaos chaos-nightly sanitize soak fuzz-loaders mutants check prove bench \
-	bench-peers gpu-test gpu-bench docs wheel clean
+	bench-peers test-ray gpu-test gpu-bench docs wheel clean
 
 # What running a model needs: the package, its CPU core, the default model.
 setup: $(READY)
@@ -101,6 +101,11 @@ $(CLIENTS)/%/.ready: tests/clients/%.txt
 	@test -x $(CLIENTS)/$*/bin/python || $(PYTHON) -m venv $(CLIENTS)/$*
 	@$(CLIENTS)/$*/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
+
+# Two real replicas by Ray Serve (docs/replicas.md).
+test-ray: tools
+	$(PIP) "forerun[ray]"
+	$(BIN)/python -m pytest -q tests/ray
 
 gpu-test: tools
 	$(BIN)/python -m pytest -q -rpfEs tests/gpu

@@ -137,6 +137,13 @@ def _serve_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--models-dir", metavar="FOLDER", help="serve every GGUF file and model folder in it"
     )
+    parser.add_argument(
+        "--replicas",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="engines of this model behind one address, by Ray Serve (pip install 'forerun[ray]')",
+    )
     flags_of(ServeSettings, parser, "server", first=FIRST)
     _probe_flag(parser)
     flags_of(EngineConfig, parser, "model and engine", first=FIRST)

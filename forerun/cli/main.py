@@ -47,7 +47,7 @@ EXIT_CODES: tuple[tuple[type[ForerunError], int], ...] = (
 )
 INTERRUPTED, NO_OUTPUT = 130, 141
 
-EXTRAS = {"torch": "torch", "matplotlib": "plots", "opentelemetry": "otel"}
+EXTRAS = {"torch": "torch", "matplotlib": "plots", "opentelemetry": "otel", "ray": "ray"}
 """Packages that a plain installation leaves out, and the extra that brings each."""
 
 

@@ -33,6 +33,8 @@ def main(arguments: argparse.Namespace) -> int:
     configure_logs(settings.log_level, settings.log_format)
     if settings.host not in LOOPBACK and not settings.api_keys:
         log.warning("anyone who can reach %s may use this server; see --api-key", settings.host)
+    if arguments.replicas > 1:
+        return _replicas(arguments, config, settings)
     start = StartLog(settings.log_format == "json", arguments.json, settings.ui)
     loader = partial(_load, arguments.probe, start)
     if arguments.more_models or arguments.models_dir:
@@ -43,6 +45,17 @@ def main(arguments: argparse.Namespace) -> int:
     else:
         check_reference(config.model, config.revision)
         run(partial(loader, config), settings, start.listening)
+    return 0
+
+
+def _replicas(arguments: argparse.Namespace, config: EngineConfig, settings: ServeSettings) -> int:
+    if arguments.more_models or arguments.models_dir or arguments.probe:
+        raise ConfigError("replicas: they serve one model, and take no --models-dir or --probe.")
+    check_reference(config.model)
+    from forerun.ray import local
+
+    start = StartLog(settings.log_format == "json", arguments.json, settings.ui)
+    local.run(config, settings, arguments.replicas, start.listening)
     return 0
 
 

@@ -11,6 +11,7 @@ answer may take; of the chat template's that is two minutes. Here all are second
 """
 
 import ctypes
+import functools
 import gc
 import os
 import signal
@@ -21,8 +22,9 @@ from typing import ClassVar
 from forerun import sandbox
 from forerun.cli.main import console
 from forerun.constrain.matcher.token_prior import Places
-from forerun.control import adaptive
 from forerun.text import rendering
+
+REMEMBERING = type(functools.cache(len))
 
 
 class Counts(ctypes.Structure):
@@ -41,13 +43,14 @@ def in_use() -> int:
     """Bytes that malloc has given out, in all arenas and in mappings of their own.
 
     What is kept up to a bound that thousands of answers reach does not count, and is thrown away:
-    the reasons of the adaptive policy (2 MB) and what was learned of grammars (20 MB). It decides
-    what is drafted and nothing else.
+    results that functions remember, and what was learned of grammars (20 MB). It decides what is
+    drafted and how fast, and nothing else.
     """
-    adaptive._budget.cache_clear()
     for kept in gc.get_objects():
         if isinstance(kept, Places):
             kept._weights.clear()
+        elif isinstance(kept, REMEMBERING) and kept.__module__.startswith("forerun."):
+            kept.cache_clear()
     gc.collect()
     mallinfo2 = ctypes.CDLL(None).mallinfo2
     mallinfo2.restype = Counts
@@ -61,7 +64,10 @@ def main() -> int:
     pipe = int(sys.argv.pop(1))
 
     def tell(_signal: int, _frame: FrameType | None) -> None:
-        os.write(pipe, b"%d\n" % in_use())
+        try:
+            os.write(pipe, b"%d\n" % in_use())
+        except Exception as error:  # noqa: BLE001 - else who asked would wait for ever
+            os.write(pipe, f"{error!r}\n".encode())
 
     signal.signal(signal.SIGUSR1, tell)
     if sys.argv[1] == "--impatient":

@@ -1,0 +1,342 @@
+"""A fleet of replicas, simulated: which router, and whether to speculate under load.
+
+    python bench/fleet.py routers|constants|speculation [--replicas 8 64] [--out FILE]
+
+Each replica steps as an H100 with the 8B shape does (bench/results/h100-rounds.json): a step costs
+by its rows, prompts by their tokens beside it, and a prefix that is still cached costs nothing.
+Conversations arrive at random: agents with system prompts of their own, some agents far more often
+than others, turns that follow each other after a pause. Replicas die and come back empty; some are
+slow. The router is forerun.ray's own code. Everything is seeded: the same command prints the same.
+"""
+
+import argparse
+import heapq
+import json
+import random
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count, product
+from pathlib import Path
+from statistics import mean, quantiles
+from typing import Any
+
+from forerun.ray.affinity import Affinity, PrefixAffinity
+
+STEP_MS = {1: 6.96, 64: 10.35}
+"""Of a plain step by rows, between them on a line, and beyond."""
+CHAIN_MS = {1: 8.50, 64: 14.33}
+"""The same with three draft tokens of a head."""
+CHAIN_TOKENS = 2.2
+"""Tokens of such a step: a head that is right .7, .7, .7 gives 1 + .7 + .49 + .34 = 2.5; this one
+.63, .6, .6."""
+PREFILL = 39.8
+"""Prompt tokens a millisecond."""
+CHUNK = 2048
+"""Of them in one step at most."""
+ROWS = 64
+CACHE = 400_000
+"""Tokens of a replica's prefix cache."""
+TOKENS = 64
+"""Of a block of 256 characters (forerun.ray.affinity.BLOCK)."""
+
+
+@dataclass
+class Turn:
+    """A request: its text is `blocks`, the last of them new; `answer` tokens come back."""
+
+    blocks: tuple[int, ...]
+    conversation: int
+    answer: int
+    arrived: float
+    retry: Callable[["Turn", float], None]
+    left: int = 0
+    uncached: int = 0
+    first: float | None = None
+    done: float | None = None
+
+
+@dataclass
+class Replica:
+    """speed: times as fast as others. cache: blocks that it has, the oldest first."""
+
+    name: str
+    speed: float = 1.0
+    alive: bool = True
+    speculates: bool = False
+    cache: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    waiting: deque[Turn] = field(default_factory=deque)
+    running: list[Turn] = field(default_factory=list)
+    stepping: bool = False
+
+    def admit(self) -> None:
+        """Take in who waits, while there are slots; what is cached of them need not be computed."""
+        while self.waiting and len(self.running) < ROWS:
+            turn = self.waiting.popleft()
+            known = 0
+            for block in turn.blocks:
+                if block not in self.cache:
+                    break
+                self.cache.move_to_end(block)
+                known += 1
+            turn.uncached = (len(turn.blocks) - known) * TOKENS + TOKENS // 2
+            self.running.append(turn)
+
+    def keep(self, blocks: Sequence[int]) -> None:
+        """Cache blocks; the longest unused go."""
+        for block in blocks:
+            self.cache[block] = None
+            self.cache.move_to_end(block)
+        while len(self.cache) > CACHE // TOKENS:
+            self.cache.popitem(last=False)
+
+
+def step_ms(rows: int, speculates: bool) -> float:
+    """Milliseconds of a step of so many rows."""
+    costs = CHAIN_MS if speculates else STEP_MS
+    return costs[1] + (costs[64] - costs[1]) * (rows - 1) / 63
+
+
+class Fleet:
+    """One run. route: (turn, loads by name) -> name."""
+
+    def __init__(self, replicas: list[Replica], router: "Router", seed: int) -> None:
+        self.replicas = {replica.name: replica for replica in replicas}
+        self.router, self.random = router, random.Random(seed)  # noqa: S311
+        self.loads = {replica.name: 0 for replica in replicas}
+        self.events: list[tuple[float, int, Callable[[float], None]]] = []
+        self.numbers, self.turns, self.lost = count(), [], 0
+        self.prompt_tokens = self.cached_tokens = 0
+
+    def at(self, when: float, what: Callable[[float], None]) -> None:
+        """Call `what` at a time."""
+        heapq.heappush(self.events, (when, next(self.numbers), what))
+
+    def run(self, until: float) -> None:
+        """Until a time."""
+        while self.events and self.events[0][0] <= until:
+            when, _, what = heapq.heappop(self.events)
+            what(when)
+
+    def ask(self, turn: Turn, now: float) -> None:
+        """A client asks."""
+        there = {name: load for name, load in self.loads.items() if self.replicas[name].alive}
+        name = self.router.place(turn, there)
+        self.loads[name] += 1
+        replica = self.replicas[name]
+        replica.waiting.append(turn)
+        if not replica.stepping:
+            self.begin(replica, now)
+
+    def begin(self, replica: Replica, now: float) -> None:
+        """A step begins, where there is work."""
+        replica.admit()
+        replica.stepping = bool(replica.running)
+        if not replica.stepping:
+            return
+        prompts, room = 0, CHUNK
+        decoding = []
+        for turn in replica.running:
+            if turn.uncached:
+                part = min(room, turn.uncached)
+                turn.uncached -= part
+                prompts, room = prompts + part, room - part
+            if not turn.uncached:
+                decoding.append(turn)
+        took = step_ms(max(1, len(decoding)), replica.speculates) + prompts / PREFILL
+        end = now + took / 1e3 / replica.speed
+        self.at(end, lambda when: self.end(replica, decoding, when))
+
+    def end(self, replica: Replica, decoding: list[Turn], now: float) -> None:
+        """A step is over: those that decoded have tokens."""
+        if not replica.alive:
+            return
+        for turn in decoding:
+            each = CHAIN_TOKENS if replica.speculates else 1.0
+            whole = int(each) + (self.random.random() < each - int(each))
+            if turn.first is None:
+                turn.first = now
+                replica.keep(turn.blocks)
+            turn.left -= whole
+            if turn.left <= 0:
+                turn.done = now
+                self.loads[replica.name] -= 1
+                self.turns.append(turn)
+                turn.retry(turn, now)
+        replica.running = [turn for turn in replica.running if turn.done is None]
+        self.begin(replica, now)
+
+    def kill(self, replica: Replica, now: float, back: float) -> None:
+        """Its streams are lost, each with an error event; clients ask again at once."""
+        replica.alive, replica.stepping = False, False
+        again = [*replica.running, *replica.waiting]
+        self.lost += len(again)
+        replica.running, self.loads[replica.name] = [], 0
+        replica.waiting.clear()
+        replica.cache.clear()
+        self.router.lost(replica.name)
+        for turn in again:
+            turn.left, turn.first = turn.answer, None
+            self.ask(turn, now)
+
+        def revive(when: float) -> None:
+            replica.alive = True
+
+        self.at(now + back, revive)
+
+
+class Router:
+    """Round robin, least load, or forerun.ray's."""
+
+    def __init__(self, kind: str, **options: float) -> None:
+        self.kind, self.turn = kind, 0
+        self.prefix = PrefixAffinity(**options)
+
+    def place(self, turn: Turn, loads: dict[str, int]) -> str:
+        """The replica that a request goes to."""
+        self.turn += 1
+        if self.kind == "round robin":
+            return list(loads)[self.turn % len(loads)]
+        if self.kind == "least load":
+            return min(loads, key=lambda name: loads[name])
+        asked = Affinity(turn.blocks, turn.conversation)
+        place = self.prefix.order(asked, loads)[0]
+        self.prefix.sent(asked, place)
+        return place
+
+    def lost(self, name: str) -> None:
+        """A replica died."""
+        self.prefix.lost(name)
+
+
+def conversations(fleet: Fleet, rate: float, seconds: float, seed: int, hot: bool) -> None:
+    """So many conversations a second begin; of 1 to 8 turns, pauses of 8 s in the mean; prompts and
+    answers as of shared chats: log-normal, medians of 60 and 180 tokens; a fifth carry a document
+    of 4,000 tokens; 200 agents, some far more often asked (Zipf), system prompts of 640 tokens.
+    hot: one agent alone, with a system prompt of 16,000.
+    """
+    random_, names = random.Random(seed), count(1)  # noqa: S311
+    length, many = (250, 1) if hot else (10, 200)
+    agents = [tuple(next(names) for _ in range(length)) for _ in range(many)]
+    weights = [1 / rank for rank in range(1, len(agents) + 1)]
+
+    def begin(now: float) -> None:
+        if now < seconds:
+            fleet.at(now + random_.expovariate(rate), begin)
+        system = random_.choices(agents, weights)[0]
+        turns = random_.choice((1, 1, 1, 2, 3, 4, 6, 8))
+        document = 4000 // TOKENS if random_.random() < 0.2 else 0
+        say(now, system, next(names), turns, document)
+
+    def say(now: float, before: tuple[int, ...], who: int, turns: int, extra: int) -> None:
+        asked = extra + max(1, round(random_.lognormvariate(4.1, 1.0) / TOKENS))
+        blocks = (*before, *(next(names) for _ in range(asked)))
+        answer = max(1, round(random_.lognormvariate(5.2, 0.8)))
+
+        def then(turn: Turn, when: float) -> None:
+            if turns > 1 and when < seconds:
+                told = tuple(next(names) for _ in range(max(1, answer // TOKENS)))
+                pause = random_.expovariate(1 / 8)
+                fleet.at(when + pause, lambda t: say(t, (*blocks, *told), who, turns - 1, 0))
+
+        fleet.ask(Turn(blocks, who, answer, now, then, left=answer), now)
+
+    fleet.at(0.0, begin)
+
+
+def simulated(
+    replicas: int,
+    load: float,
+    router: Router,
+    seconds: float,
+    seed: int = 1,
+    **how: bool,
+) -> dict[str, float]:
+    """What clients see after a quarter of the time.
+
+    load  conversations a second and replica
+    how   speculates: chains of three always; trouble: a quarter of the replicas is half as fast,
+          and one dies half-way; hot: see conversations
+    """
+    speculates, trouble, hot = how["speculates"], how["trouble"], how["hot"]
+    made = [Replica(f"r{index}", speculates=speculates) for index in range(replicas)]
+    if trouble:
+        for replica in made[:: max(2, replicas // 4)]:
+            replica.speed = 0.5
+    fleet = Fleet(made, router, seed)
+    conversations(fleet, load * replicas, seconds, seed, hot)
+    if trouble and replicas > 1:
+        victim = made[1]
+        fleet.at(seconds / 2, lambda now: fleet.kill(victim, now, 20.0))
+    fleet.run(seconds)
+    seen = [turn for turn in fleet.turns if turn.arrived > seconds / 4]
+    waits = [(turn.first or 0) - turn.arrived for turn in seen]
+    rates = [
+        (turn.answer - 1) / (turn.done - turn.first)
+        for turn in seen
+        if turn.done and turn.first and turn.done > turn.first and turn.answer > 16
+    ]
+    if len(seen) < 2 or len(rates) < 2:
+        raise SystemExit("too few answers: raise --seconds or --loads")
+    return {
+        "answers": len(seen),
+        "first_token_ms_mean": 1e3 * mean(waits),
+        "first_token_ms_p50": 1e3 * quantiles(waits, n=100)[49],
+        "first_token_ms_p99": 1e3 * quantiles(waits, n=100)[98],
+        "tokens_per_s": sum(turn.answer for turn in seen) / (seconds * 0.75),
+        "tokens_per_s_each_p50": quantiles(rates, n=100)[49],
+        "lost": fleet.lost,
+    }
+
+
+def averaged(seeds: int, *args: Any, **more: Any) -> dict[str, float]:
+    """The mean of several runs, and of the slowest first tokens the greatest."""
+    kind, options = args[2]
+    runs = [
+        simulated(args[0], args[1], Router(kind, **options), args[3], seed, **more)
+        for seed in range(1, seeds + 1)
+    ]
+    found = {name: mean(run[name] for run in runs) for name in runs[0]}
+    return found | {"first_token_ms_p99_worst": max(run["first_token_ms_p99"] for run in runs)}
+
+
+PREFIX = ("prefix", {})
+ROUTERS = (("round robin", {}), ("least load", {}), PREFIX)
+CONSTANTS = tuple(
+    ("prefix", {"overload": overload, "weight": weight})
+    for overload in (1.25, 2.0, 1e9)
+    for weight in (0.0, 0.5, 1.0, 2.0, 4.0, 16.0)
+)
+
+
+def main() -> None:
+    """Run one part; print a line for each point, and write all as JSON."""
+    parser = argparse.ArgumentParser(description="Simulate a fleet of replicas.")
+    parser.add_argument("part", choices=("routers", "constants", "speculation"))
+    parser.add_argument("--replicas", type=int, nargs="+", default=[8])
+    parser.add_argument("--loads", type=float, nargs="+", default=[1.0, 3.0, 5.0])
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--hot", action="store_true", help="one system prompt, 16,000 tokens")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    routers = {"routers": ROUTERS, "constants": CONSTANTS, "speculation": (PREFIX,)}[asked.part]
+    speculation = (False, True) if asked.part == "speculation" else (False,)
+    troubles = (False,) if asked.part == "speculation" else (False, True)
+    found = []
+    for replicas, load, trouble, speculates, router in product(
+        asked.replicas, asked.loads, troubles, speculation, routers
+    ):
+        how = {"trouble": trouble, "speculates": speculates, "hot": asked.hot}
+        point = averaged(asked.seeds, replicas, load, router, asked.seconds, **how)
+        about = {"replicas": replicas, "load": load, "router": router[0], **router[1], **how}
+        found.append(about | {name: round(value, 1) for name, value in point.items()})
+        sys.stdout.write(json.dumps(found[-1]) + "\n")
+        sys.stdout.flush()
+    if asked.out:
+        asked.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""One request to an ASGI application, asked and answered by values that can be sent anywhere."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import ASGIApp, Message
+
+from forerun.ray.affinity import NOWHERE, Affinity
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request: raw headers, a whole body, and where it belongs."""
+
+    method: str
+    path: str
+    query: bytes
+    headers: tuple[tuple[bytes, bytes], ...]
+    body: bytes
+    client: tuple[str, int] | None = None
+    affinity: Affinity = NOWHERE
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What an answer begins with. replica: who gives it."""
+
+    status: int
+    headers: tuple[tuple[bytes, bytes], ...]
+    replica: str = ""
+
+
+async def answered(app: ASGIApp, asked: Asked) -> AsyncIterator[Head | bytes]:
+    """A Head, then the body as it comes. Who stops listening is told to the application as a
+    client that went away. Raises what the application raises.
+    """
+    messages: asyncio.Queue[Message | None] = asyncio.Queue()
+    gone, given = asyncio.Event(), False
+
+    async def receive() -> Message:
+        nonlocal given
+        if not given:
+            given = True
+            return {"type": "http.request", "body": asked.body, "more_body": False}
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def run() -> None:
+        try:
+            await app(_scope(asked), receive, messages.put)
+        finally:
+            messages.put_nowait(None)
+
+    running = asyncio.create_task(run())
+    try:
+        while (message := await messages.get()) is not None:
+            if message["type"] == "http.response.start":
+                yield Head(message["status"], tuple(map(tuple, message["headers"])))
+            elif body := message.get("body"):
+                yield body
+        await running
+    finally:
+        gone.set()
+        with suppress(asyncio.CancelledError):
+            await asyncio.shield(running)
+
+
+def _scope(asked: Asked) -> dict[str, Any]:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": asked.method,
+        "scheme": "http",
+        "path": asked.path,
+        "raw_path": asked.path.encode(),
+        "query_string": asked.query,
+        "root_path": "",
+        "headers": list(asked.headers),
+        "client": asked.client,
+        "server": None,
+        "state": {},
+    }
+
+
+class Lifespan:
+    """Begins an application, and ends it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._in: asyncio.Queue[Message] = asyncio.Queue()
+        self._out: asyncio.Queue[Message] = asyncio.Queue()
+        self._running: asyncio.Task[None] | None = None
+
+    async def begin(self) -> None:
+        """Start-up, once. Raises RuntimeError where it fails."""
+        if self._running is not None:
+            return
+        scope = {"type": "lifespan", "asgi": {"version": "3.0"}, "state": {}}
+
+        async def run() -> None:
+            await self._app(scope, self._in.get, self._out.put)
+
+        self._running = asyncio.create_task(run())
+        await self._told("startup")
+
+    async def end(self) -> None:
+        """Shutdown, where it was begun."""
+        if self._running is not None:
+            await self._told("shutdown")
+            await self._running
+
+    async def _told(self, what: str) -> None:
+        await self._in.put({"type": f"lifespan.{what}"})
+        answer = await self._out.get()
+        if answer["type"].endswith("failed"):
+            raise RuntimeError(answer.get("message", f"the application's {what} failed"))

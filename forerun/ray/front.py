@@ -1,0 +1,115 @@
+"""What clients reach: takes a request whole, sends it to a replica, and streams what comes back."""
+
+import json
+import logging
+import re
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+from ray.exceptions import RayError
+from ray.serve.handle import DeploymentHandle
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from forerun.options.config import ServeSettings
+from forerun.ray.affinity import affinity_of
+from forerun.ray.asgi import Asked, Head
+
+log = logging.getLogger("forerun.ray")
+
+TRIES = 2
+"""Replicas that are asked before a client is told 503: the first may have died. Nothing of an
+answer was sent by then, and the same request has the same answer everywhere."""
+GONE = "The replica that was answering has died. Ask again."
+
+
+RESPONSE = re.compile(rb"resp_[0-9a-f]{32}")
+"""The id of an answer of /v1/responses, which only the replica that gave it has stored."""
+RESPONSES = 100_000
+"""Such ids that are remembered, the oldest go first. Another front knows none of them."""
+
+
+class Front:
+    """The application's ingress. replicas: the deployment of Replica."""
+
+    def __init__(self, replicas: DeploymentHandle, settings: ServeSettings) -> None:
+        self._replicas = replicas.options(stream=True)
+        self._most = settings.max_body_bytes
+        self._stored: OrderedDict[str, str] = OrderedDict()
+
+    async def __call__(self, request: Request) -> Response:
+        """Answer one request."""
+        body = bytearray()
+        async for piece in request.stream():
+            body += piece
+            if len(body) > self._most:
+                return refused(413, f"A body may have {self._most:,} bytes.", "body_too_large")
+        asked = self._asked(request, bytes(body))
+        for _ in range(TRIES):
+            parts = self._replicas.forward.remote(asked)
+            try:
+                head = await anext(parts)
+            except (RayError, StopAsyncIteration) as error:
+                log.warning("a replica did not answer: %s", error)
+                continue
+            if asked.path == "/v1/responses":
+                parts = self._remembered(parts, head.replica)
+            return answer(head, parts)
+        return refused(503, GONE, "replica_died")
+
+    def _asked(self, request: Request, body: bytes) -> Asked:
+        path: str = request.scope["path"]
+        affinity = affinity_of(dict(request.headers), body)
+        previous = affinity.previous or path.removeprefix("/v1/responses/").split("/")[0]
+        affinity = replace(affinity, replica=self._stored.get(previous, ""))
+        return Asked(
+            request.method,
+            path,
+            request.scope["query_string"],
+            tuple(request.scope["headers"]),
+            body,
+            request.scope["client"],
+            affinity,
+        )
+
+    async def _remembered(self, parts: AsyncIterator[bytes], replica: str) -> AsyncIterator[bytes]:
+        """The same parts; the answer's id, which stands in the first of them, is kept."""
+        known = False
+        async for part in parts:
+            if not known and (found := RESPONSE.search(part)):
+                known = True
+                self._stored[found[0].decode()] = replica
+                while len(self._stored) > RESPONSES:
+                    self._stored.popitem(last=False)
+            yield part
+
+
+def answer(head: Head, parts: AsyncIterator[bytes]) -> Response:
+    """What a replica says, as it comes; if it dies meanwhile, an error in the stream's words."""
+    kind = dict(head.headers).get(b"content-type", b"").decode()
+    response = StreamingResponse(_or_error(parts, kind), head.status)
+    response.raw_headers = [*head.headers, (b"x-forerun-replica", head.replica.encode())]
+    return response
+
+
+async def _or_error(parts: AsyncIterator[bytes], kind: str) -> AsyncIterator[bytes]:
+    try:
+        async for part in parts:
+            yield part
+    except RayError as error:
+        log.warning("a replica died while it answered: %s", error)
+        fault = {"message": GONE, "type": "server_error", "code": "replica_died"}
+        error = json.dumps({"type": "error", "error": fault})
+        if kind.startswith("text/event-stream"):
+            yield f"event: error\ndata: {error}\n\n".encode()
+        elif "ndjson" in kind:
+            yield f"{error}\n".encode()
+        else:  # A whole answer whose length was promised: the connection has to break.
+            raise
+
+
+def refused(status: int, message: str, code: str) -> JSONResponse:
+    """An error in OpenAI's words."""
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return JSONResponse({"error": {"message": message, "type": kind, "code": code}}, status)

@@ -1,0 +1,47 @@
+"""One replica: the application of `forerun serve`, with an engine of its own."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+from ray import serve
+
+from forerun.build.engine import load
+from forerun.options.config import EngineConfig, ServeSettings
+from forerun.ray.asgi import Asked, Head, Lifespan, answered
+from forerun.serve.app import create_app
+
+
+class Replica:
+    """Ray Serve makes one per actor; it is there when its model is loaded."""
+
+    def __init__(self, config: EngineConfig, settings: ServeSettings) -> None:
+        self._name = serve.get_replica_context().replica_id.unique_id
+        self._loaded = load(config)
+        self._app = create_app(self._loaded, settings)
+        self._lifespan, self._begun = Lifespan(self._app), asyncio.Lock()
+
+    async def forward(self, asked: Asked) -> AsyncIterator[Head | bytes]:
+        """The answer to a request: a Head, then its body as it comes."""
+        await self._begin()
+        async for part in answered(self._app, asked):
+            yield replace(part, replica=self._name) if isinstance(part, Head) else part
+
+    async def check_health(self) -> None:
+        """Asked by Ray Serve. Raises RuntimeError where this replica should be started anew: its
+        engine is dead, or a step of it does not end.
+        """
+        await self._begin()
+        asked = Asked("GET", "/health", b"", ((b"host", b"127.0.0.1"),), b"")
+        parts = [part async for part in answered(self._app, asked)]
+        head = parts[0]
+        if isinstance(head, Head) and head.status != 200:
+            raise RuntimeError(b"".join(p for p in parts[1:] if isinstance(p, bytes)).decode())
+
+    async def _begin(self) -> None:
+        async with self._begun:
+            await self._lifespan.begin()
+
+    def __del__(self) -> None:
+        """Ray Serve is done with it: what it ran has ended."""
+        self._loaded.close()

@@ -1,0 +1,64 @@
+"""Ray Serve's request router by prefix."""
+
+from collections import Counter
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from forerun.ray.affinity import NOWHERE, Affinity, PrefixAffinity
+from forerun.ray.asgi import Asked
+
+
+class PrefixRouter(RequestRouter):
+    """Asks PrefixAffinity. A load is what this router has chosen a replica for, sent there or not
+    yet, and not yet seen end: many choices are made before the first of them is sent.
+    """
+
+    def initialize_state(self, **options: Any) -> None:
+        """Called by Ray Serve with `request_router_kwargs`: PrefixAffinity's arguments."""
+        self._affinity = PrefixAffinity(**options)
+        self._sent: Counter[str] = Counter()
+        self._chosen: dict[str, tuple[PendingRequest, str]] = {}
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """Every replica in a rank of its own, the best first."""
+        named = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        # Who was given up before it was sent is done, too.
+        self._chosen = {id: one for id, one in self._chosen.items() if not one[0].future.done()}
+        if pending_request is None:
+            return [[replica] for replica in candidate_replicas]
+        id, asked = pending_request.metadata.internal_request_id, _asked(pending_request)
+        self._chosen.pop(id, None)
+        waiting = Counter(name for _, name in self._chosen.values())
+        order = self._affinity.order(
+            asked, {name: self._sent[name] + waiting[name] for name in named}
+        )
+        if order:
+            self._chosen[id] = pending_request, order[0]
+        return [[named[name]] for name in order]
+
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
+    ) -> None:
+        """It went there."""
+        self._chosen.pop(pending_request.metadata.internal_request_id, None)
+        self._sent[replica_id.unique_id] += 1
+        self._affinity.sent(_asked(pending_request), replica_id.unique_id)
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """It is over, well or not."""
+        self._sent[replica_id.unique_id] -= 1
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """What it had cached is gone; its requests are told to be over one by one."""
+        super().on_replica_actor_died(replica_id)
+        self._affinity.lost(replica_id.unique_id)
+
+
+def _asked(pending: PendingRequest) -> Affinity:
+    first = pending.args[0] if pending.args else None
+    return first.affinity if isinstance(first, Asked) else NOWHERE

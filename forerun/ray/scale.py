@@ -1,0 +1,70 @@
+"""How many replicas, of what: as values, and read from words."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from forerun.errors import ConfigError
+from forerun.options.config import EngineConfig, ServeSettings
+from forerun.options.flags import own_option
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How many replicas there are, and what Ray reserves for each.
+
+    replicas  at least so many
+    most      at most so many, as there is work for them; 0: no more than `replicas`
+    target    requests that a replica shall have on the mean, where their number may change
+    cpus, gpus  of each
+    """
+
+    replicas: int = 1
+    most: int = 0
+    target: float = 16.0
+    cpus: float = 1.0
+    gpus: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for what cannot be."""
+        if self.replicas < 1:
+            raise ConfigError(f"replicas is {self.replicas}; it must be at least 1.")
+        if self.most and self.most < self.replicas:
+            raise ConfigError(f"most is {self.most}, fewer than replicas, {self.replicas}.")
+        if self.target <= 0:
+            raise ConfigError(f"target is {self.target}; it must be above 0.")
+
+
+def read(words: Mapping[str, Any]) -> tuple[EngineConfig, ServeSettings, Scale]:
+    """Options by name, as flags have them without dashes or as fields: model=..., max-sequences=8,
+    replicas=2. Raises ConfigError: all words that are none, and all values that cannot be.
+    """
+    wanted = {name.replace("_", "-"): str(value) for name, value in words.items()}
+    problems: list[str] = []
+    config, settings = _of(EngineConfig, wanted, problems), _of(ServeSettings, wanted, problems)
+    numbers = {item.name: item.type for item in fields(Scale)}
+    scale: dict[str, Any] = {}
+    for name in numbers.keys() & wanted.keys():
+        text = wanted.pop(name)
+        try:
+            scale[name] = int(text) if numbers[name] is int else float(text)
+        except ValueError:
+            problems.append(f"{name} takes a number, not {text!r}.")
+    problems += [f"{name} is no option of replicas, serve or the engine." for name in wanted]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return EngineConfig(**config), ServeSettings(**settings), Scale(**scale)
+
+
+def _of(kind: type[Any], wanted: dict[str, str], problems: list[str]) -> dict[str, Any]:
+    """Values of a class's fields; their words are taken out of `wanted`."""
+    found: dict[str, Any] = {}
+    for item in fields(kind):
+        option = own_option(item)
+        if option.name not in wanted:
+            continue
+        try:
+            found |= option.assign(option.name, wanted.pop(option.name))
+        except ConfigError as error:
+            problems.append(str(error))
+    return found

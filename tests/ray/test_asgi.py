@@ -1,0 +1,103 @@
+"""An application asked by values answers as over HTTP, and hears when nobody listens any more."""
+
+import asyncio
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.routing import Route
+
+from forerun.ray.asgi import Asked, Head, Lifespan, answered
+
+
+def asked(path, method="GET", body=b"", query=b""):
+    return Asked(method, path, query, ((b"host", b"x"), (b"x-a", b"b")), body)
+
+
+async def echo(request: Request):
+    return JSONResponse(
+        {
+            "body": (await request.body()).decode(),
+            "query": dict(request.query_params),
+            "a": request.headers["x-a"],
+            "method": request.method,
+        },
+        status_code=418,
+        headers={"x-made": "here"},
+    )
+
+
+async def collected(app, request):
+    return [part async for part in answered(app, request)]
+
+
+def test_an_answer_is_a_head_and_a_body():
+    app = Starlette(routes=[Route("/e", echo, methods=["POST"])])
+    head, *body = asyncio.run(collected(app, asked("/e", "POST", b"hello", b"q=1")))
+    assert isinstance(head, Head) and head.status == 418
+    assert (b"x-made", b"here") in head.headers
+    assert b"".join(body) == b'{"body":"hello","query":{"q":"1"},"a":"b","method":"POST"}'
+
+
+def test_a_stream_comes_piece_by_piece_and_is_told_that_nobody_listens():
+    ended = []
+
+    async def pieces():
+        try:
+            for index in range(1000):
+                yield f"{index}\n"
+                await asyncio.sleep(0)
+            raise AssertionError("nobody stopped it")
+        finally:
+            ended.append(True)
+
+    async def endless(request):
+        return StreamingResponse(pieces())
+
+    async def two_of():
+        parts = answered(Starlette(routes=[Route("/s", endless)]), asked("/s"))
+        found = [await anext(parts) for _ in range(3)]
+        await parts.aclose()
+        return found
+
+    head, *body = asyncio.run(two_of())
+    assert head.status == 200 and body == [b"0\n", b"1\n"]
+    assert ended == [True]
+
+
+def test_what_fails_is_raised():
+    async def fails(scope, receive, send):
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        asyncio.run(collected(fails, asked("/")))
+
+
+def test_an_application_is_begun_once_and_ended():
+    told = []
+
+    async def app(scope, receive, send):
+        for what in ("startup", "shutdown"):
+            assert (await receive())["type"] == f"lifespan.{what}"
+            told.append(what)
+            await send({"type": f"lifespan.{what}.complete"})
+
+    async def run():
+        lifespan = Lifespan(app)
+        await lifespan.begin()
+        await lifespan.begin()
+        assert told == ["startup"]
+        await lifespan.end()
+
+    asyncio.run(run())
+    assert told == ["startup", "shutdown"]
+
+
+def test_an_application_that_cannot_begin_says_why():
+    async def app(scope, receive, send):
+        await receive()
+        await send({"type": "lifespan.startup.failed", "message": "no model"})
+
+    with pytest.raises(RuntimeError, match="no model"):
+        asyncio.run(Lifespan(app).begin())

@@ -1,0 +1,179 @@
+"""Two real replicas by Ray Serve: `make test-ray`. What one's death costs, and where turns go."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.processes import wait_for
+
+pytest.importorskip("ray")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+PATIENCE = 300.0
+QUESTION = "Write a long story about a lighthouse keeper. " * 20
+
+
+@pytest.fixture(scope="module")
+def served():
+    """(client, process) of two replicas."""
+    port = free_port()
+    line = ["serve", "smollm2-135m", "--replicas", "2", "--port", str(port), "--threads", "1"]
+    line += ["--max-sequences", "8", "--context", "2048", "--kv-tokens", "16384", "--json"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "forerun.cli", *line], stdout=subprocess.PIPE, text=True
+    )
+    told = "".join(iter(process.stdout.readline, "}\n")) + "}"
+    assert json.loads(told)["url"].endswith(f":{port}/v1")
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE) as client:
+        yield client, process
+    if process.poll() is None:  # A test failed; what it started has to go all the same.
+        process.terminate()
+        process.wait(PATIENCE)
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        return bound.getsockname()[1]
+
+
+def asked(text, **more):
+    messages = text if isinstance(text, list) else [{"role": "user", "content": text}]
+    return {"messages": messages, "temperature": 0, "max_tokens": 24, **more}
+
+
+def replica_processes():
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if line.startswith(b"ray::ServeReplica") and b"Replica" in line.split(b":default:")[-1]:
+                found.append((int(entry.name), line))
+    return found
+
+
+def both(client):
+    """Names of the replicas that answer, asked by many conversations."""
+    names = set()
+
+    def seen():
+        for index in range(16):
+            answer = client.post(
+                "/v1/chat/completions", json=asked("Hi", max_tokens=1, prompt_cache_key=str(index))
+            )
+            if answer.status_code == 200:
+                names.add(answer.headers["x-forerun-replica"])
+        return len(names) >= 2
+
+    assert wait_for(seen, PATIENCE)
+    return names
+
+
+def test_replicas_say_the_same_and_turns_find_their_prefix(served):
+    client, _ = served
+    assert len(both(client)) == 2
+    answers, places = set(), set()
+    for index in range(8):
+        request = asked(QUESTION, prompt_cache_key=str(index))
+        answer = client.post("/v1/chat/completions", json=request)
+        answers.add(answer.json()["choices"][0]["message"]["content"])
+        places.add(answer.headers["x-forerun-replica"])
+    assert len(answers) == 1 and places
+    first = client.post("/v1/chat/completions", json=asked(QUESTION + "And a dog."))
+    told = first.json()["choices"][0]["message"]
+    turns = [{"role": "user", "content": QUESTION + "And a dog."}, told]
+    turns += [{"role": "user", "content": "Go on."}]
+    second = client.post("/v1/chat/completions", json=asked(turns))
+    assert second.headers["x-forerun-replica"] == first.headers["x-forerun-replica"]
+    cached = second.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached >= first.json()["usage"]["prompt_tokens"] - 32
+
+
+def test_a_stored_answer_is_found_where_it_was_given(served):
+    client, _ = served
+    for index in range(6):
+        first = client.post("/v1/responses", json={"input": f"Say {index}", "max_output_tokens": 4})
+        id = first.json()["id"]
+        later = {"input": "Again", "previous_response_id": id, "max_output_tokens": 4}
+        assert client.post("/v1/responses", json=later).status_code == 200
+        assert client.get(f"/v1/responses/{id}").json()["id"] == id
+
+
+def test_errors_are_the_servers_own(served):
+    client, _ = served
+    broken = {"content": b"{", "headers": {"content-type": "application/json"}}
+    assert client.post("/v1/chat/completions", **broken).status_code == 400
+    assert client.get("/v1/nowhere").json()["error"]["code"] == "unknown_url"
+    large = client.post("/v1/completions", content=b" " * (1 << 26))
+    assert large.status_code == 413
+
+
+class Stream(threading.Thread):
+    """One streamed answer: its replica, its text, how it ended."""
+
+    def __init__(self, client, index):
+        super().__init__()
+        self.client, self.index = client, index
+        self.replica, self.text, self.error, self.done = None, "", None, False
+        self.begun = threading.Event()
+        self.start()
+
+    def run(self):
+        more = {"prompt_cache_key": str(self.index), "stream": True, "max_tokens": 300}
+        body = asked(QUESTION, ignore_eos=True, **more)
+        with self.client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            self.replica = answer.headers.get("x-forerun-replica")
+            for line in answer.iter_lines():
+                if line == "data: [DONE]":
+                    self.done = True
+                elif line.startswith("data: "):
+                    told = json.loads(line[6:])
+                    self.error = self.error or told.get("error")
+                    for choice in told.get("choices", ()):
+                        self.text += choice["delta"].get("content") or ""
+                    if len(self.text) > 40:
+                        self.begun.set()
+        self.begun.set()
+
+
+def test_a_killed_replica_loses_its_own_streams_with_an_error_event_each(served):
+    client, _ = served
+    both(client)
+    alone = Stream(client, "alone")
+    alone.join(PATIENCE)
+    streams = [Stream(client, index) for index in range(8)]
+    for stream in streams:
+        assert stream.begun.wait(PATIENCE)
+    assert len({stream.replica for stream in streams}) == 2, "all went to one"
+    victim = replica_processes()[0][0]
+    os.kill(victim, signal.SIGKILL)
+    for stream in streams:
+        stream.join(PATIENCE)
+        assert not stream.is_alive()
+    dead = {stream.replica for stream in streams if stream.error}
+    assert len(dead) == 1
+    for stream in streams:
+        if stream.replica in dead:
+            assert stream.error["code"] == "replica_died" or stream.done
+        else:
+            assert stream.done and stream.error is None and stream.text == alone.text
+    # What comes next is answered at once, and a new replica takes the dead one's place.
+    assert client.post("/v1/chat/completions", json=asked("Hello")).status_code == 200
+    assert wait_for(lambda: len(both(client) - dead) == 2, PATIENCE)
+
+
+def test_a_signal_ends_all_of_it(served):
+    _, process = served
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE) == 0
+    assert wait_for(lambda: not replica_processes(), PATIENCE)
