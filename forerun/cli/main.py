@@ -67,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sized = getattr(arguments, "random_weights", None) is not None
         name = "sized" if sized else arguments.command
         name = "bench_grid" if getattr(arguments, "speculative_grid", False) else name
+        name = "replicas" if getattr(arguments, "replicas", 1) > 1 else name
         command = importlib.import_module(f"forerun.cli.{name}")
         code: int = command.main(arguments)
         sys.stdout.flush()

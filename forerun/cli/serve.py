@@ -26,15 +26,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the command: serves until a signal ends it. With --json the address is an object."""
-    config, settings = configured(EngineConfig, arguments), configured(ServeSettings, arguments)
-    if settings.api_key_file:
-        keys = read_keys(Path(settings.api_key_file))
-        settings = replace(settings, api_keys=settings.api_keys + keys)
-    configure_logs(settings.log_level, settings.log_format)
-    if settings.host not in LOOPBACK and not settings.api_keys:
-        log.warning("anyone who can reach %s may use this server; see --api-key", settings.host)
-    if arguments.replicas > 1:
-        return _replicas(arguments, config, settings)
+    config, settings = prepared(arguments)
     start = StartLog(settings.log_format == "json", arguments.json, settings.ui)
     loader = partial(_load, arguments.probe, start)
     if arguments.more_models or arguments.models_dir:
@@ -48,15 +40,19 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _replicas(arguments: argparse.Namespace, config: EngineConfig, settings: ServeSettings) -> int:
-    if arguments.more_models or arguments.models_dir or arguments.probe:
-        raise ConfigError("replicas: they serve one model, and take no --models-dir or --probe.")
-    check_reference(config.model)
-    from forerun.ray import local
+def prepared(arguments: argparse.Namespace) -> tuple[EngineConfig, ServeSettings]:
+    """The configurations, keys read from their file; logs go where they say from now on.
 
-    start = StartLog(settings.log_format == "json", arguments.json, settings.ui)
-    local.run(config, settings, arguments.replicas, start.listening)
-    return 0
+    Raises ConfigError.
+    """
+    config, settings = configured(EngineConfig, arguments), configured(ServeSettings, arguments)
+    if settings.api_key_file:
+        keys = read_keys(Path(settings.api_key_file))
+        settings = replace(settings, api_keys=settings.api_keys + keys)
+    configure_logs(settings.log_level, settings.log_format)
+    if settings.host not in LOOPBACK and not settings.api_keys:
+        log.warning("anyone who can reach %s may use this server; see --api-key", settings.host)
+    return config, settings
 
 
 def _load(probe: bool, start: StartLog, config: EngineConfig) -> Loaded:

@@ -45,7 +45,7 @@ def application(config: EngineConfig, settings: ServeSettings, scale: Scale) -> 
 
 
 def builder(options: dict[str, str]) -> serve.Application:
-    """The same from words, for `serve run forerun.ray:builder model=... replicas=2` and for the
+    """The same from words, for `serve run forerun.ray.app:builder model=... replicas=2` and for the
     YAML of KubeRay. Raises ConfigError for a word that is no option.
     """
     return application(*read(options))

@@ -1,0 +1,20 @@
+"""`forerun serve --replicas N`: several engines of one model, by Ray Serve."""
+
+import argparse
+
+from forerun.cli.serve import prepared
+from forerun.cli.start_log import StartLog
+from forerun.errors import ConfigError
+from forerun.hub.catalog import check_reference
+from forerun.ray import local
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command: serves until a signal ends it."""
+    config, settings = prepared(arguments)
+    if arguments.more_models or arguments.models_dir or arguments.probe:
+        raise ConfigError("replicas: they serve one model, and take no --models-dir or --probe.")
+    check_reference(config.model)
+    start = StartLog(settings.log_format == "json", arguments.json, settings.ui)
+    local.run(config, settings, arguments.replicas, start.listening)
+    return 0
