@@ -29,7 +29,7 @@ from forerun.drafters.ngram import NgramDrafter
 from forerun.interface.plan import Plan
 from forerun.machine import stamp
 from forerun.measure.paired import median_interval
-from forerun.measure.prove import Answers, encode
+from forerun.measure.prove import Completions, encode
 from forerun.measure.sweep import Pair, pair
 from forerun.measure.workload import read_prompts, spread
 from forerun.options.config import EngineConfig
@@ -47,7 +47,7 @@ def wrong(_: object, plan: Plan) -> list[Draft]:
     return drafts
 
 
-def decoding(run: Answers) -> float:
+def decoding(run: Completions) -> float:
     """Tokens per second after the first, of one stream."""
     return sum(len(item.tokens) - 1 for item in run.done) / (run.seconds - run.waited)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from forerun.build.draft_file import open_draft_file
-from forerun.build.executor_entry import DraftSource
+from forerun.build.executor_entry import OpenedDraft
 from forerun.build.memory import Needs
 from forerun.build.standalone import open_standalone
 from forerun.control.adaptive import AdaptivePolicy
@@ -167,25 +167,25 @@ def resolved_drafting(
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class DraftParts:
     """What a draft's folder holds of what is wanted. Nothing: lookup in the text drafts alone."""
 
-    model: DraftSource | None = None
+    model: OpenedDraft | None = None
     table: NgramTable | None = None
 
 
-def open_drafts(config: EngineConfig, target: Model) -> Parts:
+def open_drafts(config: EngineConfig, target: Model) -> DraftParts:
     """The parts of the named draft that the configuration wants. Warns of its traps.
 
     Raises ModelError where the draft cannot be used.
     """
     named, method = config.speculative_draft_model_path, config.algorithm
     if config.speculates and method.kind == "layers" and named is None:
-        return Parts(_prediction_layers(config, target.checkpoint))
+        return DraftParts(_prediction_layers(config, target.checkpoint))
     if named is None or not config.speculates:
-        return Parts()
+        return DraftParts()
     if method.kind == "whole":
-        return Parts(_standalone(config, named, target))
+        return DraftParts(_standalone(config, named, target))
     arch = target.architecture
     folder, head, table = _folder(named, config.speculative_draft_model_revision), None, None
     tabled = (folder / TABLE).is_file()
@@ -204,7 +204,7 @@ def open_drafts(config: EngineConfig, target: Model) -> Parts:
             head = _deep_enough(config, head)
         for warning in head.warnings:
             warnings.warn(f"draft {named}: {warning}", stacklevel=2)
-    return Parts(head, table)
+    return DraftParts(head, table)
 
 
 def _standalone(config: EngineConfig, named: str, target: Model) -> WholeDraft:
@@ -271,7 +271,7 @@ def excused(config: EngineConfig, action: Callable[[], Result]) -> tuple[Result 
     return None, fault
 
 
-def with_draft(needs: Needs, draft: DraftSource, item: int | None) -> Needs:
+def with_draft(needs: Needs, draft: OpenedDraft, item: int | None) -> Needs:
     """The needs with a draft model's: weights, keys and values of all layers, what a node takes.
 
     item  bytes of a number; None: weights are packed to at most 8 bits, keys and values kept in 16;

@@ -15,7 +15,7 @@ from forerun.build import tuned
 from forerun.build.chat_template import template_source
 from forerun.build.device import DeviceChoice, choose_device
 from forerun.build.drafting import (
-    Parts,
+    DraftParts,
     drafting_sentence,
     excused,
     lossy_sentence,
@@ -26,7 +26,7 @@ from forerun.build.drafting import (
     with_draft,
     with_shipped,
 )
-from forerun.build.executor_entry import DraftSource
+from forerun.build.executor_entry import OpenedDraft
 from forerun.build.memory import MemoryPlan, Needs, plan_memory, widened
 from forerun.build.prepare import prepare
 from forerun.build.registry import EXECUTORS, check_offered, choose_executor, draft_model
@@ -88,7 +88,7 @@ class Target:
     memory: MemoryPlan
     costs: StepCosts | None
     compiler: Compiler | None
-    draft: DraftSource | None = None
+    draft: OpenedDraft | None = None
     draft_model: DraftModel | None = None
     table: NgramTable | None = None
     fault: str | None = None
@@ -305,7 +305,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     )
 
 
-def _drafts(config: EngineConfig, target: Model) -> Parts:
+def _drafts(config: EngineConfig, target: Model) -> DraftParts:
     """What is wanted of the named draft, of a kind that the executor runs."""
     parts = open_drafts(config, target)
     if parts.model is None:

@@ -14,7 +14,7 @@ from forerun.options.config import EngineConfig
 from forerun.types import Ints
 
 
-class DraftSource(Protocol):
+class OpenedDraft(Protocol):
     """An opened draft, of whatever kind: what the memory plan and the table of executors ask of it.
 
     kind        what draft models are made by, in a sentence's words: "EAGLE head", ...
@@ -41,7 +41,7 @@ class DraftSource(Protocol):
     @property
     def node_numbers(self) -> int: ...  # noqa: D102
 
-    def limited(self, token_map: Ints) -> "DraftSource":
+    def limited(self, token_map: Ints) -> "OpenedDraft":
         """Proposing nothing but these target ids, ascending. Raises ModelError where its ids are
         its own affair, or nothing is left.
         """

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from forerun.build import with_cpu, with_jax, with_torch
 from forerun.build.device import choose_device
-from forerun.build.executor_entry import DraftSource, ExecutorEntry
+from forerun.build.executor_entry import ExecutorEntry, OpenedDraft
 from forerun.errors import ConfigError, ModelError
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.executor import Executor
@@ -54,7 +54,7 @@ def _suiting(config: EngineConfig, arch: Architecture) -> ExecutorEntry:
     return last
 
 
-def check_offered(config: EngineConfig, draft: DraftSource) -> None:
+def check_offered(config: EngineConfig, draft: OpenedDraft) -> None:
     """Raise ModelError where the chosen executor has no draft model for this kind of draft."""
     if draft.kind in EXECUTORS[config.executor].draft_models:
         return
@@ -66,7 +66,7 @@ def check_offered(config: EngineConfig, draft: DraftSource) -> None:
 
 
 def draft_model(
-    config: EngineConfig, executor: Executor, checkpoint: Checkpoint, draft: DraftSource
+    config: EngineConfig, executor: Executor, checkpoint: Checkpoint, draft: OpenedDraft
 ) -> DraftModel:
     """The draft, ready to run beside the chosen executor. Raises ModelError, MemoryPlanError."""
     check_offered(config, draft)

@@ -19,7 +19,7 @@ from forerun.types import Ints
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class CachedPage:
     """One full page that is known by its content.
 
     key       the page's tokens, and `lookahead` more, as int32 bytes; "" for the root, which has no
@@ -29,8 +29,8 @@ class Entry:
 
     page: int
     key: bytes
-    parent: "Entry | None"
-    children: dict[bytes, "Entry"] = field(default_factory=dict)
+    parent: "CachedPage | None"
+    children: dict[bytes, "CachedPage"] = field(default_factory=dict)
 
 
 class PrefixIndex:
@@ -49,9 +49,9 @@ class PrefixIndex:
         self.pool = pool
         self.page_size = page_size
         self.lookahead = lookahead
-        self.root = Entry(page=-1, key=b"", parent=None)
-        self._entries: dict[int, Entry] = {}
-        self._idle: OrderedDict[int, Entry] = OrderedDict()
+        self.root = CachedPage(page=-1, key=b"", parent=None)
+        self._entries: dict[int, CachedPage] = {}
+        self._idle: OrderedDict[int, CachedPage] = OrderedDict()
 
     @property
     def kept(self) -> int:
@@ -63,14 +63,14 @@ class PrefixIndex:
         """Pages that `take` can supply: free ones and kept ones."""
         return self.pool.free + len(self._idle)
 
-    def acquire(self, tokens: Ints) -> list[Entry]:
+    def acquire(self, tokens: Ints) -> list[CachedPage]:
         """Hold the longest known chain of full pages that `tokens` int32[T] begins with.
 
         The entries, first page first, at most (T - ahead) // page_size; the caller holds one
         reference to each page until it releases it.
         """
         size, lookahead, node = self.page_size, self.lookahead, self.root
-        found: list[Entry] = []
+        found: list[CachedPage] = []
         data = np.ascontiguousarray(tokens, np.int32).tobytes()
         for start in range(0, len(tokens) - size - lookahead + 1, size):
             child = node.children.get(data[4 * start : 4 * (start + size + lookahead)])
@@ -81,7 +81,7 @@ class PrefixIndex:
             node = child
         return found
 
-    def insert(self, parent: Entry, tokens: Ints, page: int) -> Entry:
+    def insert(self, parent: CachedPage, tokens: Ints, page: int) -> CachedPage:
         """Make known that `page`, held by the caller, contains `tokens` after `parent`; the last
         `lookahead` of them are not in the page, but follow it.
 
@@ -94,7 +94,7 @@ class PrefixIndex:
             self._hold(known)
             self.release(page)
             return known
-        entry = Entry(page=page, key=key, parent=parent)
+        entry = CachedPage(page=page, key=key, parent=parent)
         parent.children[key] = entry
         self._entries[page] = entry
         return entry
@@ -123,7 +123,7 @@ class PrefixIndex:
         else:
             self._idle[page] = entry
 
-    def _hold(self, entry: Entry) -> None:
+    def _hold(self, entry: CachedPage) -> None:
         self.pool.hold(entry.page)
         self._idle.pop(entry.page, None)
 

@@ -2,7 +2,7 @@
 
 from array import array
 
-from forerun.cache.prefix import Entry, PrefixIndex
+from forerun.cache.prefix import CachedPage, PrefixIndex
 from forerun.types import Ints
 
 
@@ -19,7 +19,7 @@ class PageTable:
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
-        self._chain: list[Entry] = []
+        self._chain: list[CachedPage] = []
         self.pages = array("i")
         self.length = 0
 

@@ -16,9 +16,9 @@ from forerun.machine import stamp
 from forerun.measure.acceptance import (
     CHAIN,
     TREE,
+    DraftedShape,
     Finding,
     Question,
-    Shape,
     Simulate,
     alone,
     ask,
@@ -52,7 +52,7 @@ def main(arguments: argparse.Namespace) -> int:
     found: list[Finding] = []
     # n-gram lookup shapes its own trees: one shape says all.
     headed = target.draft is not None
-    shapes = (CHAIN, TREE) if headed else (Shape("n-grams", 8, 8, 1),)
+    shapes = (CHAIN, TREE) if headed else (DraftedShape("n-grams", 8, 8, 1),)
     try:
         if not target.config.speculates:
             raise ConfigError("there is nothing to measure: the draft cannot be used.")

@@ -23,8 +23,8 @@ from forerun.train.answers import Author
 from forerun.train.corpus import Corpus, open_corpus
 from forerun.train.init import check_trainable
 from forerun.train.ngrams import make_table
-from forerun.train.pipeline import Report, Source, dense_author, make_draft, write_corpus
-from forerun.train.prediction import PredictionHead
+from forerun.train.pipeline import Report, TrainingTarget, dense_author, make_draft, write_corpus
+from forerun.train.prediction import PredictionSpec
 from forerun.train.presets import TrainConfig, resolve
 from forerun.train.served import ServedAuthor
 from forerun.train.token_map import token_map
@@ -59,10 +59,12 @@ def main(arguments: argparse.Namespace) -> int:
             say(f"{len(ids)} token ids are in {out / MAP_FILE}: --speculative-token-map takes it")
             return 0
         if config.method == "mtp":  # What cannot be trained is refused before answers are written.
-            PredictionHead(model.architecture, config.draft_vocab)
+            PredictionSpec(model.architecture, config.draft_vocab)
         chat = ChatTemplate(model.chat_template, model.tokenizer)
         core = choose_executor(engine, model.architecture).executor == "cpu"
-        source = Source(model.checkpoint, model.tokenizer, chat, model.name, core, engine.threads)
+        source = TrainingTarget(
+            model.checkpoint, model.tokenizer, chat, model.name, core, engine.threads
+        )
         if engine.threads:
             torch.set_num_threads(engine.threads)
         start = _start(config, engine, model.architecture)
@@ -123,7 +125,7 @@ def _told_table(arguments: argparse.Namespace, out: Path, known: float) -> int:
 
 def _corpus(
     engine: EngineConfig,
-    source: Source,
+    source: TrainingTarget,
     config: TrainConfig,
     prompts: Path | None,
     out: Path,
@@ -144,7 +146,7 @@ def _corpus(
 
 @contextmanager
 def _author(
-    engine: EngineConfig, source: Source, config: TrainConfig, report: Report
+    engine: EngineConfig, source: TrainingTarget, config: TrainConfig, report: Report
 ) -> Iterator[Author]:
     """Who writes: dense batches, or an engine that lives as long as it is needed."""
     if config.author == "dense":

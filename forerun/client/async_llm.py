@@ -8,7 +8,7 @@ from typing import Any, Self, Unpack
 
 from forerun.client.completion import POLL_SECONDS, Completion
 from forerun.client.llm import LLM, Prompt, one_answer
-from forerun.client.options import AskOptions, EngineOptions
+from forerun.client.options import AskOptions, EngineArgs
 from forerun.engine.request import Delta, Request
 from forerun.errors import EngineError
 
@@ -25,7 +25,7 @@ class AsyncLLM:
     request.
     """
 
-    def __init__(self, model: str = "smollm2-135m", **config: Unpack[EngineOptions]) -> None:
+    def __init__(self, model: str = "smollm2-135m", **config: Unpack[EngineArgs]) -> None:
         self._model, self._config = model, config
         self._llm: LLM | None = None
 

@@ -6,7 +6,7 @@ from typing import Any, Self, Unpack
 
 from forerun.build.engine import encode_chat, load
 from forerun.client.completion import Completion, complete, make_request, stream
-from forerun.client.options import AskOptions, EngineOptions, check_ranges
+from forerun.client.options import AskOptions, EngineArgs, check_ranges
 from forerun.engine.request import Delta, Request
 from forerun.errors import RequestError
 from forerun.options.config import EngineConfig
@@ -30,7 +30,7 @@ class LLM:
     `options` has them with their types.
     """
 
-    def __init__(self, model: str = "smollm2-135m", **config: Unpack[EngineOptions]) -> None:
+    def __init__(self, model: str = "smollm2-135m", **config: Unpack[EngineArgs]) -> None:
         self.loaded = load(EngineConfig(model=model, **config))
 
     def __enter__(self) -> Self:

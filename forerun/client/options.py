@@ -33,7 +33,7 @@ def check_ranges(options: "AskOptions") -> None:
             raise RequestError(f"{name} is {value}, but must be {span}.", name)
 
 
-class EngineOptions(TypedDict, total=False):
+class EngineArgs(TypedDict, total=False):
     """How to run a model: fields of `EngineConfig`, which explains and checks them."""
 
     revision: str | None

@@ -21,7 +21,7 @@ from forerun.types import AnyArray, Ints
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptStates:
     """What an extension leaves behind: the states of its `nodes` int[n] in the rows `targets`."""
 
     nodes: AnyArray
@@ -56,13 +56,13 @@ class LayerStates:
                 rows[first] = self.pages + extension.pages[row, length // self._page_size - 1]
         return rows
 
-    def kept(self, extension: Extension) -> Kept:
+    def kept(self, extension: Extension) -> KeptStates:
         """Each row's last entry, and those that are the last of their pages."""
         position, size = extension.position, self._page_size
         row = np.repeat(np.arange(len(extension.kv_len)), np.diff(extension.start))
         full = np.flatnonzero(position % size == size - 1)
         pages = self.pages + extension.pages[row[full], position[full] // size]
-        return Kept(
+        return KeptStates(
             np.append(extension.start[1:] - 1, full),
             np.append(self.slots + extension.slots, pages),
         )

@@ -21,7 +21,7 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class DraftedShape:
     """What is drafted per step: a chain has width 1."""
 
     name: str
@@ -30,8 +30,8 @@ class Shape:
     width: int
 
 
-CHAIN = Shape("chain of 3", 3, 3, 1)
-TREE = Shape("tree of 16", 16, 5, 4)
+CHAIN = DraftedShape("chain of 3", 3, 3, 1)
+TREE = DraftedShape("tree of 16", 16, 5, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def ask(
     target: Target,
     config: EngineConfig,
     question: Question,
-    shapes: Sequence[Shape],
+    shapes: Sequence[DraftedShape],
     progress: Progress,
     simulate: Simulate | None = None,
 ) -> list[Finding]:
@@ -126,7 +126,7 @@ def _size(config: EngineConfig) -> str:
     return f"{config.draft_shape.nodes}x{config.draft_shape.steps}"
 
 
-def shaped(config: EngineConfig, shape: Shape) -> EngineConfig:
+def shaped(config: EngineConfig, shape: DraftedShape) -> EngineConfig:
     """The configuration that always drafts this shape."""
     return replace(
         config,

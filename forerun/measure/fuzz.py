@@ -25,10 +25,10 @@ from forerun.engine.thread import Engine
 from forerun.errors import ConfigError, ForerunError, RequestError
 from forerun.measure.fuzz_case import (
     SHAPES,
-    Asked,
     Case,
     CaseSource,
     Failure,
+    FuzzRequest,
     read,
     simpler,
 )
@@ -166,7 +166,7 @@ class Fuzzer:
             self._target = shape, open_target(replace(self._config, **shape))
         return self._target[1]
 
-    def _request(self, target: Target, asked: Asked) -> Request:
+    def _request(self, target: Target, asked: FuzzRequest) -> Request:
         grammar = None
         if asked.grammar is not None:
             grammar = target.compile(GRAMMARS[asked.grammar]())
@@ -181,7 +181,7 @@ class Fuzzer:
             **options,
         )
 
-    def _compare(self, asked: Asked, found: list[Completion]) -> str | None:
+    def _compare(self, asked: FuzzRequest, found: list[Completion]) -> str | None:
         key = json.dumps([asked.prompt, asked.options, asked.grammar])
         if key not in self._alone:
             target = self._reference_target

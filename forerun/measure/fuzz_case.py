@@ -19,7 +19,7 @@ SHAPES = ("page_size", "max_sequences", "chunked_prefill_size", "context", "kv_t
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class FuzzRequest:
     """One request of a case.
 
     prompt    token ids
@@ -43,7 +43,7 @@ class Case:
     """Fields of EngineConfig that differ from the given configuration, and the requests."""
 
     changes: dict[str, Any]
-    requests: tuple[Asked, ...]
+    requests: tuple[FuzzRequest, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +103,16 @@ class CaseSource:
             "overlap": self._overlap and self._pick(False, True),
         }
 
-    def requests(self) -> tuple[Asked, ...]:
+    def requests(self) -> tuple[FuzzRequest, ...]:
         """Several begin alike, and some are asked again: what the prefix cache keeps is used."""
-        made: list[Asked] = []
+        made: list[FuzzRequest] = []
         for _ in range(int(self._random.integers(1, 10))):
             again = made and self._random.random() < 0.3
             prompt = self._pick(*(one.prompt for one in made)) if again else self._prompt()
             arrives = int(self._random.integers(0, 40))
             aborts = arrives + int(self._random.integers(1, 30))
             made.append(
-                Asked(
+                FuzzRequest(
                     prompt=prompt,
                     options=self._options(),
                     grammar=self._pick(*self._grammars) if self._random.random() < 0.25 else None,
@@ -175,7 +175,7 @@ def simpler(case: Case) -> Iterator[Case]:
             yield replace(case, requests=tuple(requests))
 
 
-def _simpler_request(asked: Asked) -> Iterator[Asked]:
+def _simpler_request(asked: FuzzRequest) -> Iterator[FuzzRequest]:
     for name in asked.options:
         if name != "max_tokens":
             options = {key: value for key, value in asked.options.items() if key != name}
@@ -210,7 +210,7 @@ def read(path: Path) -> tuple[EngineConfig, Case]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         requests = tuple(
-            Asked(**asked | {"prompt": tuple(asked["prompt"])}) for asked in data["requests"]
+            FuzzRequest(**asked | {"prompt": tuple(asked["prompt"])}) for asked in data["requests"]
         )
         return EngineConfig(**data["config"]), Case(data["changes"], requests)
     except (OSError, ValueError, TypeError, KeyError) as error:

@@ -141,7 +141,7 @@ def prove(
     sides = [plain] if not config.speculates else [plain, config]
     runs: list[Run] = []
     for temperature in trial.temperatures:
-        reference: Answers | None = None
+        reference: Completions | None = None
         for at_once in (1, trial.group):
             for side in sides:
                 how = f"speculation {side.speculative_algorithm}, {at_once} at once"
@@ -181,7 +181,7 @@ def _requests(
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class Completions:
     """What an engine said.
 
     prompts  for each answer the number of its request
@@ -206,7 +206,7 @@ def answers(
     requests: list[Request],
     at_once: int,
     finished: Callable[[int], None] = lambda _: None,
-) -> Answers:
+) -> Completions:
     """Run requests on a fresh engine. All choices of all of them, in order."""
     engine = make_engine(target, config)
     engine.start()
@@ -214,7 +214,7 @@ def answers(
         started = perf_counter()
         found = complete(engine, requests, at_once, finished)
         seconds, stats = perf_counter() - started, engine.stats()
-        return Answers(
+        return Completions(
             done=[choice for choices in found for choice in choices],
             prompts=[index for index, choices in enumerate(found) for _ in choices],
             seconds=seconds,
@@ -229,7 +229,7 @@ def _run(
     side: EngineConfig,
     temperature: float,
     at_once: int,
-    pair: tuple[Answers, Answers],
+    pair: tuple[Completions, Completions],
     divergence: Divergence | None,
 ) -> Run:
     reference, found = pair
@@ -270,7 +270,7 @@ def _first_divergence(
     trial: Trial,
     prompts: Sequence[Ints],
     temperature: float,
-    pair: tuple[Answers, Answers],
+    pair: tuple[Completions, Completions],
 ) -> Divergence | None:
     """The first answer that differs, examined; None where none does."""
     both = zip(pair[0].prompts, pair[0].done, pair[1].done, strict=True)

@@ -21,13 +21,13 @@ from forerun.client.completion import acceptance_length, make_request
 from forerun.engine.request import Request
 from forerun.errors import ConfigError
 from forerun.measure.paired import median_interval
-from forerun.measure.prove import Answers, answers, encode, first_difference
+from forerun.measure.prove import Completions, answers, encode, first_difference
 from forerun.measure.workload import Prompt, spread
 from forerun.options.algorithms import capacity, check_shape
 from forerun.options.config import EngineConfig
 
 Progress = Callable[[str, int, int], None]
-Pair = tuple[Answers, Answers]
+Pair = tuple[Completions, Completions]
 """What plain decoding said, and what the setting beside it."""
 
 OFF = Setting("OFF", 1, 0, "fixed")
@@ -257,7 +257,7 @@ def _cell(
     batch: int,
     rounds: int,
     runs: Sequence[Pair],
-    reference: Answers | None = None,
+    reference: Completions | None = None,
 ) -> Cell:
     """Reference  what the answers are held against; None: the plain run beside each"""
     done = [item for _, found in runs for item in found.done]
@@ -285,7 +285,7 @@ def _cell(
     )
 
 
-def _ms_per_step(run: Answers, batch: int) -> float:
+def _ms_per_step(run: Completions, batch: int) -> float:
     """Of the batch's steps: each sequence counts its own."""
     steps = sum(item.stats.steps for item in run.done if item.stats)
     return 1000.0 * run.seconds * min(batch, len(run.done)) / max(1, steps)

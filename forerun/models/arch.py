@@ -57,7 +57,7 @@ _MOST = {
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class ArchitectureSizes:
     """Letters as in Architecture; `layers` L. Raises ModelError for what no model can have."""
 
     layers: int
@@ -69,7 +69,7 @@ class Sizes:
     context: int
 
     def __post_init__(self) -> None:
-        """Check them all: whoever has a Sizes may count on it."""
+        """Check them all: whoever has ArchitectureSizes may count on it."""
         for name, most in _MOST.items():
             value = getattr(self, name)
             if not 1 <= value <= most:
@@ -115,7 +115,7 @@ class Architecture:
 
     def __post_init__(self) -> None:
         """Raise ModelError for numbers that no model can have."""
-        Sizes(**{name: getattr(self, name) for name in _MOST})
+        ArchitectureSizes(**{name: getattr(self, name) for name in _MOST})
         if not (math.isfinite(self.norm_eps) and 0 < self.norm_eps < 1):
             raise ModelError(f"the norm's epsilon is {self.norm_eps}; it must be in (0, 1)")
         check_factor("embedding scale", self.embedding_scale)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from forerun.models import families_dense as dense
 from forerun.models import families_experts as experts
-from forerun.models.arch import Architecture, Family, Sizes
+from forerun.models.arch import Architecture, ArchitectureSizes, Family
 from forerun.models.family_parts import Layers, optional_real
 from forerun.models.keys import Keys
 
@@ -34,14 +34,14 @@ class Reader:
     """
 
     class_name: str
-    layers: Callable[[Keys, Sizes], Layers]
+    layers: Callable[[Keys, ArchitectureSizes], Layers]
     head_size: int | None = None
     every_head: bool = False
     gemma: bool = False
     granite: bool = False
     norm_eps: float = 1e-6
     tied: bool = False
-    sizes: Callable[[Keys], Sizes] | None = None
+    sizes: Callable[[Keys], ArchitectureSizes] | None = None
 
     def read(self, family: Family, keys: Keys) -> Architecture:
         """Raises ModelError naming the key that is missing or cannot be used."""
@@ -69,15 +69,15 @@ class Reader:
             logit_scale=1 / _positive(keys, "logits_scaling") if self.granite else 1.0,
         )
 
-    def _embedding_scale(self, keys: Keys, sizes: Sizes) -> float:
+    def _embedding_scale(self, keys: Keys, sizes: ArchitectureSizes) -> float:
         if self.granite:
             return keys.real("embedding_multiplier", 1.0)
         return sizes.hidden**0.5 if self.gemma else 1.0
 
-    def _sizes(self, keys: Keys) -> Sizes:
+    def _sizes(self, keys: Keys) -> ArchitectureSizes:
         hidden = keys.integer("hidden_size")
         heads = keys.integer("num_attention_heads")
-        return Sizes(
+        return ArchitectureSizes(
             layers=keys.integer("num_hidden_layers"),
             hidden=hidden,
             heads=heads,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from forerun.models.arch import Sizes
+from forerun.models.arch import ArchitectureSizes
 from forerun.models.family_parts import (
     FULL,
     SLIDING,
@@ -20,7 +20,7 @@ from forerun.models.rope import Rope
 from forerun.models.rope_config import rope_from, ropes_by_kind
 
 
-def llama(keys: Keys, sizes: Sizes) -> Layers:
+def llama(keys: Keys, sizes: ArchitectureSizes) -> Layers:
     """Llama 2 and 3 (arXiv 2407.21783)."""
     biased = keys.flag("attention_bias", False)
     feed_forward = Dense(keys.integer("intermediate_size"), keys.flag("mlp_bias", False))
@@ -29,7 +29,7 @@ def llama(keys: Keys, sizes: Sizes) -> Layers:
     return (spec,) * sizes.layers
 
 
-def mistral(keys: Keys, sizes: Sizes) -> Layers:
+def mistral(keys: Keys, sizes: ArchitectureSizes) -> Layers:
     """Mistral (arXiv 2310.06825)."""
     window = optional_integer(keys, "sliding_window", 4096)
     feed_forward = Dense(keys.integer("intermediate_size"))
@@ -37,7 +37,7 @@ def mistral(keys: Keys, sizes: Sizes) -> Layers:
     return (LayerSpec(plain_attention(sizes, window), rope, feed_forward),) * sizes.layers
 
 
-def qwen2(keys: Keys, sizes: Sizes) -> Layers:
+def qwen2(keys: Keys, sizes: ArchitectureSizes) -> Layers:
     """Qwen2 (arXiv 2407.10671)."""
     if sizes.head_size * sizes.heads != sizes.hidden:
         wanted = f"{sizes.hidden} / {sizes.heads} in a Qwen2 model"
@@ -49,7 +49,7 @@ def qwen2(keys: Keys, sizes: Sizes) -> Layers:
     )
 
 
-def qwen3(keys: Keys, sizes: Sizes) -> Layers:
+def qwen3(keys: Keys, sizes: ArchitectureSizes) -> Layers:
     """Qwen3 (arXiv 2505.09388)."""
     biased = keys.flag("attention_bias", False)
     feed_forward, rope = Dense(keys.integer("intermediate_size")), rope_from(keys, sizes.context)
@@ -66,7 +66,7 @@ def qwen3(keys: Keys, sizes: Sizes) -> Layers:
     )
 
 
-def gemma2(keys: Keys, sizes: Sizes) -> Layers:
+def gemma2(keys: Keys, sizes: ArchitectureSizes) -> Layers:
     """Gemma 2 (arXiv 2408.00118)."""
     softcap = optional_real(keys, "attn_logit_softcapping", 50.0)
     slides = slides_of(keys, sizes, [layer % 2 == 0 for layer in range(sizes.layers)])
@@ -74,7 +74,7 @@ def gemma2(keys: Keys, sizes: Sizes) -> Layers:
     return _gemma(keys, sizes, slides, {FULL: rope, SLIDING: rope}, softcap, qk_norm=False)
 
 
-def gemma3(keys: Keys, sizes: Sizes) -> Layers:
+def gemma3(keys: Keys, sizes: ArchitectureSizes) -> Layers:
     """Gemma 3 (arXiv 2503.19786)."""
     pattern = keys.integer("sliding_window_pattern", 6)
     if pattern < 1:
@@ -90,7 +90,7 @@ def gemma3(keys: Keys, sizes: Sizes) -> Layers:
 
 def _gemma(
     keys: Keys,
-    sizes: Sizes,
+    sizes: ArchitectureSizes,
     slides: Sequence[bool],
     ropes: dict[str, Rope],
     softcap: float | None = None,
@@ -121,7 +121,7 @@ def _gemma(
     )
 
 
-def phi3(keys: Keys, sizes: Sizes) -> Layers:
+def phi3(keys: Keys, sizes: ArchitectureSizes) -> Layers:
     """Phi-3 and Phi-4 (arXiv 2412.08905)."""
     keys.get("auto_map")  # Code that is never run.
     window = optional_integer(keys, "sliding_window", None)
@@ -130,7 +130,7 @@ def phi3(keys: Keys, sizes: Sizes) -> Layers:
     return (LayerSpec(plain_attention(sizes, window), rope, feed_forward),) * sizes.layers
 
 
-def smollm3(keys: Keys, sizes: Sizes) -> Layers:
+def smollm3(keys: Keys, sizes: ArchitectureSizes) -> Layers:
     """SmolLM3: Llama, in every fourth layer without positions."""
     keys.get("max_window_layers")  # Transformers does not look at it in this family.
     used, window = uses_windows(keys), keys.integer("sliding_window", 4096)
@@ -159,7 +159,7 @@ def smollm3(keys: Keys, sizes: Sizes) -> Layers:
     )
 
 
-def granite(keys: Keys, sizes: Sizes) -> Layers:
+def granite(keys: Keys, sizes: ArchitectureSizes) -> Layers:
     """Granite 3: Llama with its own scales."""
     biased = keys.flag("attention_bias", False)
     spec = LayerSpec(
@@ -173,7 +173,7 @@ def granite(keys: Keys, sizes: Sizes) -> Layers:
     return (spec,) * sizes.layers
 
 
-def olmo2(keys: Keys, sizes: Sizes) -> Layers:
+def olmo2(keys: Keys, sizes: ArchitectureSizes) -> Layers:
     """OLMo 2 (arXiv 2501.00656): norms behind attention and feed-forward, and over all heads."""
     biased = keys.flag("attention_bias", False)
     spec = LayerSpec(

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from forerun.models.arch import Sizes
+from forerun.models.arch import ArchitectureSizes
 from forerun.models.family_parts import (
     Layers,
     optional_integer,
@@ -25,7 +25,7 @@ from forerun.models.rope import Yarn, yarn_attention_factor
 from forerun.models.rope_config import rope_from
 
 
-def qwen2_moe(keys: Keys, sizes: Sizes) -> Layers:
+def qwen2_moe(keys: Keys, sizes: ArchitectureSizes) -> Layers:
     """Qwen2-MoE: one expert is shared by all tokens."""
     biased, rope = keys.flag("qkv_bias", True), rope_from(keys, sizes.context)
     shared = keys.integer("shared_expert_intermediate_size")
@@ -43,7 +43,7 @@ def qwen2_moe(keys: Keys, sizes: Sizes) -> Layers:
     )
 
 
-def qwen3_moe(keys: Keys, sizes: Sizes) -> Layers:
+def qwen3_moe(keys: Keys, sizes: ArchitectureSizes) -> Layers:
     """Qwen3-MoE (arXiv 2505.09388)."""
     biased, rope = keys.flag("attention_bias", False), rope_from(keys, sizes.context)
     used, window = uses_windows(keys), keys.integer("sliding_window", 4096)
@@ -64,7 +64,7 @@ def qwen3_moe(keys: Keys, sizes: Sizes) -> Layers:
     )
 
 
-def mixtral(keys: Keys, sizes: Sizes) -> Layers:
+def mixtral(keys: Keys, sizes: ArchitectureSizes) -> Layers:
     """Mixtral (arXiv 2401.04088)."""
     keys.get("router_jitter_noise")  # In training only.
     experts = Experts(
@@ -78,7 +78,7 @@ def mixtral(keys: Keys, sizes: Sizes) -> Layers:
     return (LayerSpec(plain_attention(sizes, window), rope, experts),) * sizes.layers
 
 
-def glm4_moe(keys: Keys, sizes: Sizes) -> Layers:
+def glm4_moe(keys: Keys, sizes: ArchitectureSizes) -> Layers:
     """GLM-4.5 and 4.6 (arXiv 2508.06471): DeepSeek-V3's experts, half of a head rotated."""
     rope = rope_from(keys, sizes.context, head_size=sizes.head_size, share=0.5)
     spec = LayerSpec(
@@ -91,11 +91,11 @@ def glm4_moe(keys: Keys, sizes: Sizes) -> Layers:
     return _mixed(keys, sizes, spec, groups=(1, 1), first=1)
 
 
-def deepseek_sizes(keys: Keys) -> Sizes:
+def deepseek_sizes(keys: Keys) -> ArchitectureSizes:
     """DeepSeek's: G is 1 and E what is kept of a position."""
     for name in ("num_key_value_heads", "head_dim", "qk_head_dim"):
         keys.get(name)  # Of the projections without absorption.
-    return Sizes(
+    return ArchitectureSizes(
         layers=keys.integer("num_hidden_layers"),
         hidden=keys.integer("hidden_size"),
         heads=keys.integer("num_attention_heads"),
@@ -106,7 +106,7 @@ def deepseek_sizes(keys: Keys) -> Sizes:
     )
 
 
-def deepseek_v3(keys: Keys, sizes: Sizes) -> Layers:
+def deepseek_v3(keys: Keys, sizes: ArchitectureSizes) -> Layers:
     """DeepSeek-V3 and R1 (arXiv 2412.19437), and what has their shape (Kimi K2)."""
     for name in ("ep_size", "aux_loss_alpha", "seq_aux", "auto_map"):
         keys.get(name)  # Of training, and code that is never run.
@@ -139,7 +139,7 @@ def deepseek_v3(keys: Keys, sizes: Sizes) -> Layers:
 
 
 def _mixed(
-    keys: Keys, sizes: Sizes, dense: LayerSpec, groups: tuple[int, int], first: int
+    keys: Keys, sizes: ArchitectureSizes, dense: LayerSpec, groups: tuple[int, int], first: int
 ) -> Layers:
     """Layers with DeepSeek-V3's experts behind the `first` dense ones; groups: how many there are
     and are kept where the keys are absent.
@@ -165,7 +165,7 @@ def _mixed(
     return tuple(dense if layer < first else mixed for layer in range(sizes.layers))
 
 
-def gpt_oss(keys: Keys, sizes: Sizes) -> Layers:
+def gpt_oss(keys: Keys, sizes: ArchitectureSizes) -> Layers:
     """gpt-oss (arXiv 2508.10925): sinks, a window in every other layer, clamped gates."""
     keys.require("swiglu_limit", CLAMP)
     keys.require("swiglu_alpha", CLAMP_SLOPE)
@@ -195,7 +195,7 @@ def gpt_oss(keys: Keys, sizes: Sizes) -> Layers:
     )
 
 
-def _qwen_experts(keys: Keys, sizes: Sizes, shared: int) -> list[Dense | Experts]:
+def _qwen_experts(keys: Keys, sizes: ArchitectureSizes, shared: int) -> list[Dense | Experts]:
     """Each layer's feed-forward: experts in every decoder_sparse_step-th that is not listed.
 
     shared  width of the expert that every token visits; 0 = none

@@ -1,6 +1,6 @@
 """What the readers of several families share: windows, scales and keys that may be null."""
 
-from forerun.models.arch import Sizes
+from forerun.models.arch import ArchitectureSizes
 from forerun.models.keys import Keys
 from forerun.models.layer_spec import AttentionSpec, LayerSpec
 
@@ -9,7 +9,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 Layers = tuple[LayerSpec, ...]
 
 
-def plain_attention(sizes: Sizes, window: int | None = None) -> AttentionSpec:
+def plain_attention(sizes: ArchitectureSizes, window: int | None = None) -> AttentionSpec:
     """Scaled by 1/sqrt(E)."""
     return AttentionSpec(sizes.head_size**-0.5, window)
 
@@ -34,7 +34,7 @@ def uses_windows(keys: Keys) -> bool:
     return used and not (keys.has("sliding_window") and keys.get("sliding_window") is None)
 
 
-def upper_windows(keys: Keys, sizes: Sizes) -> list[int | None]:
+def upper_windows(keys: Keys, sizes: ArchitectureSizes) -> list[int | None]:
     """Each layer's window in Qwen2 and Qwen3: those from max_window_layers on have one."""
     used = uses_windows(keys)
     window = keys.integer("sliding_window", 4096)
@@ -45,7 +45,9 @@ def upper_windows(keys: Keys, sizes: Sizes) -> list[int | None]:
     return [window if slide else None for slide in slides]
 
 
-def slides_of(keys: Keys, sizes: Sizes, default: list[bool], used: bool = True) -> list[bool]:
+def slides_of(
+    keys: Keys, sizes: ArchitectureSizes, default: list[bool], used: bool = True
+) -> list[bool]:
     """Which layers have a window: what layer_types says, else the default.
 
     used  windows are switched on; without, layer_types must not name any

@@ -15,7 +15,7 @@ from forerun.models.config_json import architecture_from, read_json
 from forerun.models.converted import read_pickled
 from forerun.models.keys import shown
 from forerun.models.mapped import Packed, TensorFile
-from forerun.models.naming import Held, Piece, layer_pieces
+from forerun.models.naming import Held, StoredPart, layer_pieces
 from forerun.models.prediction_layers import divided
 from forerun.models.quantised.files import with_matrices
 from forerun.models.quantised.method import Method, read_method
@@ -76,11 +76,11 @@ def _held(files: dict[str, TensorFile], arch: Architecture, where: Path) -> dict
     wrongly shaped tensor as the files call it.
     """
     pieces = {spec: layer_pieces(arch, spec) for spec in dict.fromkeys(arch.layer_specs)}
-    wanted: dict[str, tuple[str, Piece]] = {}
+    wanted: dict[str, tuple[str, StoredPart]] = {}
     for name, shape in expected_tensors(arch).items():
         found = _IN_LAYER.match(name)
         if found is None:
-            wanted[name] = name, Piece(name, shape, shape)
+            wanted[name] = name, StoredPart(name, shape, shape)
         else:
             piece = pieces[arch.layer_specs[int(found[1])]][name[found.end() :]]
             wanted[name] = found[0] + piece.stored, piece

@@ -5,11 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 from forerun.errors import ModelError
-from forerun.models.arch import Architecture, Family, Sizes
+from forerun.models.arch import Architecture, ArchitectureSizes, Family
 from forerun.models.gguf_header import GgufFile, Value
 from forerun.models.keys import Keys
 from forerun.models.layer_spec import AttentionSpec, Dense, LayerSpec
-from forerun.models.rope import Divided, Linear, Rope, Scaling, Yarn, yarn_attention_factor
+from forerun.models.rope import Divided, LinearScaling, Rope, Scaling, Yarn, yarn_attention_factor
 
 _FAMILIES: dict[str, Family] = {
     "llama": "llama",
@@ -69,9 +69,9 @@ def architecture_of(file: GgufFile) -> Architecture:
     return arch
 
 
-def _sizes(keys: Keys, file: GgufFile) -> Sizes:
+def _sizes(keys: Keys, file: GgufFile) -> ArchitectureSizes:
     hidden, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
-    return Sizes(
+    return ArchitectureSizes(
         layers=keys.integer("block_count"),
         hidden=hidden,
         heads=heads,
@@ -86,7 +86,9 @@ def _window(keys: Keys) -> int | None:
     return keys.integer("attention.sliding_window", 0) or None
 
 
-def _plain(keys: Keys, sizes: Sizes, file: GgufFile, family: Family) -> tuple[LayerSpec, ...]:
+def _plain(
+    keys: Keys, sizes: ArchitectureSizes, file: GgufFile, family: Family
+) -> tuple[LayerSpec, ...]:
     """The layers of Llama, Mistral (the window is in all of them), Qwen2 and Qwen3."""
     rope = Rope(keys.real("rope.freq_base", 10000.0), _scaling(keys, sizes.context, file))
     window = _window(keys) if family == "llama" else None
@@ -101,7 +103,7 @@ def _plain(keys: Keys, sizes: Sizes, file: GgufFile, family: Family) -> tuple[La
     return (spec,) * sizes.layers
 
 
-def _gemma3(keys: Keys, sizes: Sizes, file: GgufFile) -> tuple[LayerSpec, ...]:
+def _gemma3(keys: Keys, sizes: ArchitectureSizes, file: GgufFile) -> tuple[LayerSpec, ...]:
     """Gemma 3's layers, as llama.cpp runs them."""
     large = sizes.layers == _GEMMA_27B_LAYERS
     scale = ((sizes.hidden // sizes.heads) if large else sizes.head_size) ** -0.5
@@ -166,7 +168,7 @@ def _scaling(keys: Keys, context: int, file: GgufFile) -> Scaling | None:
     slow = keys.real("rope.scaling.yarn_beta_slow", 1.0)
     scaling: Scaling | None = None
     if kind == "linear":
-        scaling = Linear(factor) if factor != 1.0 else None
+        scaling = LinearScaling(factor) if factor != 1.0 else None
     elif kind == "yarn":
         scaling = Yarn(factor, original, extra * yarn_attention_factor(factor), fast, slow)
     elif kind != "none":

@@ -1,6 +1,6 @@
 """Where a folder keeps a layer's tensors: under other names, several in one, or in another order.
 
-`arch.layer_tensors` names what a layer has; a `Piece` says of each which stored tensor it is, or is
+`arch.layer_tensors` names what a layer has; a `StoredPart` says which stored tensor each is, or is
 a part of. Families differ in a table of names (_RENAMED) and in three layouts:
 
     fused        queries, keys and values are one matrix, gate and up another (Phi-3)
@@ -26,7 +26,7 @@ _HALVES = ("F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class StoredPart:
     """A tensor as a part of a stored one.
 
     stored      its name, without the layer's prefix
@@ -58,7 +58,7 @@ class Held:
 
     file: TensorFile
     name: str
-    piece: Piece
+    piece: StoredPart
 
     @property
     def kind(self) -> str:
@@ -130,13 +130,13 @@ _RENAMED: dict[Family, tuple[tuple[str, str], ...]] = {
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 
 
-def layer_pieces(arch: Architecture, spec: LayerSpec) -> dict[str, Piece]:
+def layer_pieces(arch: Architecture, spec: LayerSpec) -> dict[str, StoredPart]:
     """Canonical name -> piece of every tensor of a layer of `arch` that is as `spec` says; names
     without the layer's prefix.
     """
     found = {}
     for name, shape in layer_tensors(arch, spec).items():
-        piece = Piece(_renamed(name, arch.family), shape, shape)
+        piece = StoredPart(_renamed(name, arch.family), shape, shape)
         if arch.family == "phi3":
             piece = _fused(name, piece, arch, spec)
         elif arch.family == "gpt_oss":
@@ -154,7 +154,7 @@ def _renamed(name: str, family: Family) -> str:
     return name
 
 
-def _fused(name: str, piece: Piece, arch: Architecture, spec: LayerSpec) -> Piece:
+def _fused(name: str, piece: StoredPart, arch: Architecture, spec: LayerSpec) -> StoredPart:
     """Phi-3's: q, k and v one above the other, and gate and up."""
     queries, keys = arch.heads * arch.head_size, arch.kv_heads * arch.head_size
     width = spec.active_width
@@ -176,7 +176,7 @@ def _fused(name: str, piece: Piece, arch: Architecture, spec: LayerSpec) -> Piec
     return replace(piece, stored=stored, whole=(rows, piece.shape[1]), rows=part)
 
 
-def _stacked(name: str, piece: Piece, spec: LayerSpec) -> Piece:
+def _stacked(name: str, piece: StoredPart, spec: LayerSpec) -> StoredPart:
     """gpt-oss's: all experts in one tensor, rows of gate and up in turns."""
     found = _EXPERT.fullmatch(name)
     if found is None:

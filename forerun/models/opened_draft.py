@@ -13,7 +13,7 @@ from forerun.models.mapped import TensorFile
 from forerun.types import Floats, Ints
 
 
-class Described(Protocol):
+class DraftDescription(Protocol):
     """What a draft's configuration and tensors say of its network."""
 
     @property
@@ -32,7 +32,7 @@ class Described(Protocol):
         ...
 
 
-Head = TypeVar("Head", bound=Described)
+Head = TypeVar("Head", bound=DraftDescription)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from forerun.models.arch import Architecture
 from forerun.models.cache_layer import CacheLayer
 from forerun.models.checkpoint import Checkpoint, shortened
 from forerun.models.mapped import Packed, TensorFile
-from forerun.models.naming import Held, Piece, layer_pieces
+from forerun.models.naming import Held, StoredPart, layer_pieces
 from forerun.types import Floats, Ints
 
 EMBEDDING_NORM, HIDDEN_NORM, FUSE, FINAL_NORM = "embedding_norm", "hidden_norm", "fuse", "norm"
@@ -319,9 +319,9 @@ def _naming(files: Files, arch: Architecture, where: Path) -> tuple[Naming, int,
 
 def _pieces(
     arch: Architecture, naming: Naming, first: int, count: int
-) -> dict[str, tuple[str, Piece]]:
+) -> dict[str, tuple[str, StoredPart]]:
     """Canonical name -> stored name and piece of all that a file may have."""
-    wanted: dict[str, tuple[str, Piece]] = {}
+    wanted: dict[str, tuple[str, StoredPart]] = {}
     vocabulary, width = (arch.vocab, arch.hidden), (arch.hidden,)
     shapes = {_EMBEDDING: vocabulary, _HEAD: vocabulary, FUSE: (arch.hidden, 2 * arch.hidden)}
     for layer, spec in enumerate(arch.layer_specs):
@@ -334,7 +334,10 @@ def _pieces(
         for stored, part in naming.own.items():
             shape = shapes.get(part, width)
             name = _copy(part, layer) if part in _BORROWED else _own(layer, part)
-            wanted[name] = stored if naming.apart else prefix + stored, Piece(stored, shape, shape)
+            wanted[name] = (
+                stored if naming.apart else prefix + stored,
+                StoredPart(stored, shape, shape),
+            )
     return wanted
 
 

@@ -16,7 +16,7 @@ from forerun.types import Floats
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
+class LinearScaling:
     """Position interpolation (Chen et al. 2023, arXiv 2306.15595): all frequencies / factor."""
 
     factor: float
@@ -63,7 +63,7 @@ class Divided:
 _LEAST = 1e-20
 """Numbers outside (1e-20, 1e20) would leave float32 somewhere; no model has them."""
 
-Scaling = Linear | Llama3 | Yarn | Divided
+Scaling = LinearScaling | Llama3 | Yarn | Divided
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Rope:
         match self.scaling:
             case None:
                 return plain
-            case Linear(factor):
+            case LinearScaling(factor):
                 stretched: Floats = plain / np.float32(factor)
                 return stretched
             case Llama3():
@@ -125,7 +125,7 @@ class Rope:
                 "rope: an attention factor where only a part of a head is rotated does not run here"
             )
         match self.scaling:
-            case Linear(factor):
+            case LinearScaling(factor):
                 positive["factor"] = factor
             case Llama3(factor, low, high, original):
                 positive |= {"factor": factor, "low_freq_factor": low}

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from forerun.models.keys import Keys, shown
-from forerun.models.rope import Linear, Llama3, Rope, Scaling, Yarn, yarn_attention_factor
+from forerun.models.rope import LinearScaling, Llama3, Rope, Scaling, Yarn, yarn_attention_factor
 
 
 def rope_from(
@@ -75,7 +75,7 @@ def _scaling(kind: str, inner: Keys, context: int, original: int) -> Scaling | N
     if kind == "default":
         return None
     if kind == "linear":
-        return Linear(inner.real("factor"))
+        return LinearScaling(inner.real("factor"))
     if kind == "llama3":
         low, high = inner.real("low_freq_factor"), inner.real("high_freq_factor")
         return Llama3(inner.real("factor"), low, high, original)

@@ -120,7 +120,7 @@ def algorithm(name: str) -> Algorithm:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftShape:
+class DraftLimits:
     """The largest tree of draft tokens of a step.
 
     steps   longest path
@@ -147,7 +147,7 @@ def capacity(steps: int, topk: int, block: bool = False) -> int:
     return 1 + topk + (steps - 1) * topk * topk if steps > 0 else 1
 
 
-def draft_shape(steps: int | None, topk: int | None, tokens: int | None) -> DraftShape:
+def draft_shape(steps: int | None, topk: int | None, tokens: int | None) -> DraftLimits:
     """What was asked, and for what was not asked what goes with it."""
     width = topk or 1
     if steps is None:
@@ -155,7 +155,7 @@ def draft_shape(steps: int | None, topk: int | None, tokens: int | None) -> Draf
         steps = min(tokens - 1, MOST_STEPS) if chain and tokens is not None else DEFAULT_STEPS
     if tokens is None:
         tokens = min(steps * width + 1, max(MOST_TREE_TOKENS, steps + 1))
-    return DraftShape(steps, width, tokens)
+    return DraftLimits(steps, width, tokens)
 
 
 def check_shape(method: Algorithm, steps: int | None, topk: int | None, tokens: int | None) -> None:

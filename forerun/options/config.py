@@ -15,7 +15,7 @@ from forerun.options.algorithms import (
     MOST_STEPS,
     NAMES,
     Algorithm,
-    DraftShape,
+    DraftLimits,
     algorithm,
     check_shape,
     draft_shape,
@@ -330,7 +330,7 @@ class EngineConfig:
         return self.speculates and min(single, acc) < 1
 
     @property
-    def draft_shape(self) -> DraftShape:
+    def draft_shape(self) -> DraftLimits:
         """The largest tree of draft tokens, defaults filled in."""
         steps = self.speculative_num_steps
         return draft_shape(

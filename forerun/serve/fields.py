@@ -32,7 +32,7 @@ _UNSET: tuple[Any, ...] = (False, 0, "", [], {})
 """What a field that is not supported may hold: clients send it to say that they want nothing."""
 
 
-class Described:
+class DescribedReader:
     """A reader that says what it takes."""
 
     def __init__(self, reader: Reader, schema: Schema) -> None:
@@ -45,14 +45,14 @@ class Described:
         return self._reader(value, where)
 
 
-def takes(schema: Schema) -> Callable[[Reader], Described]:
+def takes(schema: Schema) -> Callable[[Reader], DescribedReader]:
     """Describe a reader, for /openapi.json."""
-    return lambda reader: Described(reader, schema)
+    return lambda reader: DescribedReader(reader, schema)
 
 
 def schema_of(reader: Reader) -> Schema:
     """What a reader takes; anything, where it does not say."""
-    return reader.schema if isinstance(reader, Described) else {}
+    return reader.schema if isinstance(reader, DescribedReader) else {}
 
 
 def body_schema(kind: type[Any]) -> Schema:
@@ -168,7 +168,7 @@ def boolean(value: Any, where: str) -> bool:
     return value
 
 
-def integer(low: int, high: int) -> Described:
+def integer(low: int, high: int) -> DescribedReader:
     """A whole number from `low` to `high`."""
 
     @takes({"type": "integer", "minimum": low, "maximum": high})
@@ -182,7 +182,7 @@ def integer(low: int, high: int) -> Described:
     return reader
 
 
-def number(low: float, high: float, above_low: bool = False) -> Described:
+def number(low: float, high: float, above_low: bool = False) -> DescribedReader:
     """A finite number from `low` to `high`; with `above_low`, `low` itself is too low."""
     span = f"above {low:g} and at most {high:g}" if above_low else f"from {low:g} to {high:g}"
     least = "exclusiveMinimum" if above_low else "minimum"
@@ -198,7 +198,7 @@ def number(low: float, high: float, above_low: bool = False) -> Described:
     return reader
 
 
-def text(longest: int, shortest: int = 0) -> Described:
+def text(longest: int, shortest: int = 0) -> DescribedReader:
     """A string of valid Unicode with a length in characters."""
 
     @takes({"type": "string", "minLength": shortest, "maxLength": longest})
@@ -222,7 +222,7 @@ def text(longest: int, shortest: int = 0) -> Described:
     return reader
 
 
-def items(each: Reader, longest: int, shortest: int = 0) -> Described:
+def items(each: Reader, longest: int, shortest: int = 0) -> DescribedReader:
     """A list, as a tuple."""
     bounds = {"minItems": shortest, "maxItems": longest}
 
@@ -239,7 +239,7 @@ def items(each: Reader, longest: int, shortest: int = 0) -> Described:
     return reader
 
 
-def one_or_more(each: Reader, longest: int) -> Described:
+def one_or_more(each: Reader, longest: int) -> DescribedReader:
     """One value or a list of them, as a tuple."""
     several = items(each, longest)
 
@@ -251,7 +251,7 @@ def one_or_more(each: Reader, longest: int) -> Described:
     return reader
 
 
-def only(*allowed: Any, why: str) -> Described:
+def only(*allowed: Any, why: str) -> DescribedReader:
     """A field that is accepted only where it asks for what happens anyway."""
 
     @takes({"enum": list(allowed)})
@@ -263,7 +263,7 @@ def only(*allowed: Any, why: str) -> Described:
     return reader
 
 
-def part(kind: type[Any]) -> Described:
+def part(kind: type[Any]) -> DescribedReader:
     """An object that is itself a declared body."""
 
     @takes(body_schema(kind))
@@ -273,7 +273,7 @@ def part(kind: type[Any]) -> Described:
     return reader
 
 
-def tagged(kinds: Mapping[str, type[Any]], refused: Mapping[str, str] = NOTHING) -> Described:
+def tagged(kinds: Mapping[str, type[Any]], refused: Mapping[str, str] = NOTHING) -> DescribedReader:
     """An object whose `type` says which declared body it is.
 
     refused  types that are known and not supported, and why

@@ -13,7 +13,7 @@ from forerun.serve.dialects.wording import error_body, request_ids
 from forerun.serve.errors import ApiError, ClientGoneError, api_error
 from forerun.serve.hosts import AllowedHosts
 from forerun.serve.logs import FIELDS
-from forerun.serve.record import Record
+from forerun.serve.record import RequestRecord
 from forerun.serve.wire import dump_json
 
 log = logging.getLogger("forerun.serve")
@@ -28,7 +28,7 @@ MOST_HEADERS = 256
 PIECE = 1 << 16
 """Bytes of an answer that are written at once, asyncio's own limit of what waits to be sent."""
 
-Traces = Callable[[Record, str, str, Mapping[str, str]], None]
+Traces = Callable[[RequestRecord, str, str, Mapping[str, str]], None]
 """Takes a request that has ended: what is known of it, its method, path and headers."""
 
 
@@ -61,7 +61,7 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        record = Record.of(headers)
+        record = RequestRecord.of(headers)
         scope.setdefault("state", {})["record"] = record
 
         async def stamped(message: Message) -> None:
@@ -83,7 +83,7 @@ class RequestMiddleware:
         finally:
             self._note(record, scope["method"], scope["path"], headers)
 
-    def _note(self, record: Record, method: str, path: str, headers: Headers) -> None:
+    def _note(self, record: RequestRecord, method: str, path: str, headers: Headers) -> None:
         """Into log and traces. What only looks and succeeds is for debugging: monitors, pages and
         clients ask every few seconds.
         """
@@ -96,7 +96,9 @@ class RequestMiddleware:
         if self._traces is not None and not poll:
             self._traces(record, method, path, headers)
 
-    async def _pass(self, scope: Scope, receive: Receive, send: Send, record: Record) -> None:
+    async def _pass(
+        self, scope: Scope, receive: Receive, send: Send, record: RequestRecord
+    ) -> None:
         try:
             self._admit(scope)
             await self._app(scope, receive, send)
@@ -167,7 +169,7 @@ def _pieces(message: Message) -> Iterator[Message]:
         yield message
 
 
-async def _answer(path: str, error: ApiError, send: Send, record: Record) -> None:
+async def _answer(path: str, error: ApiError, send: Send, record: RequestRecord) -> None:
     """Send an error body."""
     record.note = record.note or str(error.code or "")
     body = dump_json(error_body(path, error))

@@ -17,8 +17,7 @@ from forerun.serve.answering import Json
 from forerun.serve.dialects.anthropic.schema import CountBody, MessagesBody
 from forerun.serve.dialects.llama.schema import TemplateBody
 from forerun.serve.dialects.ollama.models import ShowBody
-from forerun.serve.dialects.ollama.schema import GenerateBody as OllamaGenerateBody
-from forerun.serve.dialects.ollama.schema import OllamaChatBody
+from forerun.serve.dialects.ollama.schema import OllamaChatBody, OllamaGenerateBody
 from forerun.serve.dialects.responses.schema import ResponsesBody
 from forerun.serve.dialects.sglang.routes import AbortBody
 from forerun.serve.dialects.sglang.schema import GenerateBody

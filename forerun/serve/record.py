@@ -33,7 +33,7 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}"
 
 
 @dataclass(slots=True)
-class Record:
+class RequestRecord:
     """One request, as far as it has come.
 
     trace       the caller's trace id, where it sent a traceparent
@@ -53,7 +53,7 @@ class Record:
     lossy: dict[str, float] | None = None
 
     @classmethod
-    def of(cls, headers: Mapping[str, str]) -> "Record":
+    def of(cls, headers: Mapping[str, str]) -> "RequestRecord":
         """Of a request that begins now, under the client's own id, if that is a harmless one."""
         given = headers.get("x-request-id", "")
         trace = _TRACEPARENT.fullmatch(headers.get("traceparent", ""))

@@ -11,7 +11,7 @@ from forerun.serve.dialects.anthropic.messages import MessagesDialect, counted
 from forerun.serve.dialects.anthropic.models import listed, model_card
 from forerun.serve.dialects.openai.completions import ChatDialect, CompletionDialect
 from forerun.serve.dialects.responses.responses import ResponsesDialect, input_tokens
-from forerun.serve.dialects.responses.store import ResponseStore, Stored
+from forerun.serve.dialects.responses.store import ResponseStore, StoredAnswer
 from forerun.serve.errors import ApiError
 from forerun.serve.service import Served
 from forerun.serve.tokens import TOKEN_ROUTES
@@ -125,7 +125,7 @@ ROUTES = [
 ]
 
 
-def _stored(request: Request) -> Stored:
+def _stored(request: Request) -> StoredAnswer:
     """The answer that a path names. Raises ApiError (404)."""
     store: ResponseStore = request.app.state.responses
     id = request.path_params["id"]

@@ -19,7 +19,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from forerun import __version__
-from forerun.serve.record import Record
+from forerun.serve.record import RequestRecord
 
 _BILLION = 1_000_000_000
 SHUTDOWN_MILLISECONDS = 3000
@@ -43,7 +43,9 @@ class RequestTraces:
         self._tracer = self._provider.get_tracer("forerun.serve")
         self._propagator = TraceContextTextMapPropagator()
 
-    def ended(self, record: Record, method: str, path: str, headers: Mapping[str, str]) -> None:
+    def ended(
+        self, record: RequestRecord, method: str, path: str, headers: Mapping[str, str]
+    ) -> None:
         """Make the span of a request that has just ended. Never waits."""
         seconds = monotonic() - record.began
         end = time_ns()
@@ -68,7 +70,7 @@ class RequestTraces:
         self._provider.shutdown()
 
 
-def _attributes(record: Record, method: str, path: str) -> dict[str, Any]:
+def _attributes(record: RequestRecord, method: str, path: str) -> dict[str, Any]:
     found = {
         "http.request.method": method,
         "url.path": path,

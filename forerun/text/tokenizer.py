@@ -51,7 +51,7 @@ class AddedToken:
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class TextEnds:
     """How texts begin and end.
 
     eos_ids  ids that end a text, the declared one first
@@ -82,7 +82,7 @@ class Tokenizer:
         plain: Codec,
         pieces: Pieces,
         added: Iterable[AddedToken],
-        ends: Ends,
+        ends: TextEnds,
         backend: tokenizers.Tokenizer | None = None,
         bound: LengthBound = UNKNOWN,
     ) -> None:
@@ -112,7 +112,7 @@ class Tokenizer:
             lambda text, first: list(text.encode()),
             Pieces(tuple(table), 0),
             added,
-            Ends((added[1].id, added[2].id)),
+            TextEnds((added[1].id, added[2].id)),
             bound=LengthBound(max(map(len, table)), ascii=False, blanks=1),
         )
 
@@ -159,7 +159,7 @@ class Tokenizer:
         except Exception as error:  # tokenizers raises bare Exception
             raise ModelError(f"the tokenizer cannot be built: {error}") from error
         prefix = tuple(backend.encode("").ids)
-        ends = Ends(eos_ids, bos_id, () if set(prefix) & set(eos_ids) else prefix)
+        ends = TextEnds(eos_ids, bos_id, () if set(prefix) & set(eos_ids) else prefix)
         bound = length_bound(spec, pieces.bytes, [token.text for token in added])
         return cls(codec, pieces, added, ends, backend, bound)
 

@@ -6,13 +6,13 @@ import numpy as np
 import torch
 
 from forerun.errors import ConfigError
-from forerun.train.corpus import Corpus, Piece
-from forerun.train.loss import Batch, Dense, Likely
+from forerun.train.corpus import ChatPiece, Corpus
+from forerun.train.loss import DenseTargets, LikeliestTargets, TrainingBatch
 from forerun.train.target import DenseTarget
 from forerun.types import AnyArray
 
 
-def _padded(array: AnyArray, pieces: list[Piece]) -> torch.Tensor:
+def _padded(array: AnyArray, pieces: list[ChatPiece]) -> torch.Tensor:
     """Rows of `array` [T, ...] for each piece, zero-padded at the end to the longest."""
     length = max(piece.end - piece.begin for piece in pieces)
     out = np.zeros((len(pieces), length, *array.shape[1:]), array.dtype)
@@ -21,21 +21,23 @@ def _padded(array: AnyArray, pieces: list[Piece]) -> torch.Tensor:
     return torch.from_numpy(out)
 
 
-def stored_reader(corpus: Corpus) -> Callable[[list[Piece]], Batch]:
+def stored_reader(corpus: Corpus) -> Callable[[list[ChatPiece]], TrainingBatch]:
     """Batches from what `write_features` stored: several epochs, one target pass."""
     stored = {
         name: np.load(corpus.folder / f"{name}.npy", mmap_mode="r")
         for name in ("features", "choice", "likely", "chance")
     }
 
-    def read(pieces: list[Piece]) -> Batch:
+    def read(pieces: list[ChatPiece]) -> TrainingBatch:
         got = {name: _padded(array, pieces) for name, array in stored.items()}
-        return Batch(
+        return TrainingBatch(
             tokens=_padded(corpus.tokens, pieces).long(),
             wanted=_padded(corpus.wanted, pieces),
             features=got["features"].float(),
             choice=got["choice"].long(),
-            teacher=Likely(got["likely"].flatten(0, 1).long(), got["chance"].flatten(0, 1).float()),
+            teacher=LikeliestTargets(
+                got["likely"].flatten(0, 1).long(), got["chance"].flatten(0, 1).float()
+            ),
         )
 
     return read
@@ -43,7 +45,7 @@ def stored_reader(corpus: Corpus) -> Callable[[list[Piece]], Batch]:
 
 def online_reader(
     corpus: Corpus, target: DenseTarget, features: tuple[int, ...], rows: torch.Tensor
-) -> Callable[[list[Piece]], Batch]:
+) -> Callable[[list[ChatPiece]], TrainingBatch]:
     """Batches whose features the target computes now: no disk, for a fast device.
 
     rows [Vd,H]: the target's output rows of the draft vocabulary. Raises ConfigError for a target
@@ -55,15 +57,15 @@ def online_reader(
             "know; use --train-device cpu, where features and logits are written first"
         )
 
-    def read(pieces: list[Piece]) -> Batch:
+    def read(pieces: list[ChatPiece]) -> TrainingBatch:
         tokens = _padded(corpus.tokens, pieces).long().to(target.device)
         found, last = target.run(tokens, features)
-        return Batch(
+        return TrainingBatch(
             tokens,
             _padded(corpus.wanted, pieces),
             found,
             target.choices(last),
-            Dense(last.flatten(0, 1), rows),
+            DenseTargets(last.flatten(0, 1), rows),
         )
 
     return read

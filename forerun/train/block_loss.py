@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from forerun.executors.torch.block import BlockDrafter
 from forerun.executors.torch.draft_layer import TrainedHeads
 from forerun.executors.torch.layers import Rotary, rotation
-from forerun.train.loss import Batch, StepScore, Vocabulary, summed_loss
+from forerun.train.loss import DraftVocabulary, StepScore, TrainingBatch, summed_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,9 @@ class BlockPlan:
 
 def block_loss(
     drafter: BlockDrafter,
-    batch: Batch,
+    batch: TrainingBatch,
     embed: Tensor,
-    vocabulary: Vocabulary,
+    vocabulary: DraftVocabulary,
     plan: BlockPlan,
     seed: int = 0,
 ) -> tuple[Tensor, list[StepScore]]:
@@ -105,7 +105,7 @@ def block_loss(
     return total, scores
 
 
-def _read(drafter: BlockDrafter, batch: Batch, embed: Tensor, anchors: Anchors) -> Tensor:
+def _read(drafter: BlockDrafter, batch: TrainingBatch, embed: Tensor, anchors: Anchors) -> Tensor:
     """What the output head reads, [B,N,places,H]."""
     head, (texts, count) = drafter.head, anchors.places.shape
     length, device = batch.tokens.shape[1], batch.tokens.device

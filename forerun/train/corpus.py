@@ -192,7 +192,7 @@ def distil(logits: Floats, ids: Ints, likely: int) -> tuple[Ints, Ints, Floats]:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ChatPiece:
     """Tokens of one chat that go into one row of a batch."""
 
     begin: int
@@ -201,7 +201,7 @@ class Piece:
 
 def batches(
     corpus: Corpus, chats: range, length: int, tokens: int, seed: int
-) -> Iterator[list[Piece]]:
+) -> Iterator[list[ChatPiece]]:
     """One epoch: pieces of at most `length`, shuffled, similar lengths together, some `tokens`
     answer tokens a batch: those are what the loss is a mean over, so steps are equally sure.
 
@@ -213,13 +213,13 @@ def batches(
     for chat in chats:
         span = corpus.span(chat)
         begin = max(span.start, span.stop - length)
-        pieces.append(Piece(begin, span.stop))
+        pieces.append(ChatPiece(begin, span.stop))
     random.shuffle(pieces)
-    groups: list[list[Piece]] = []
+    groups: list[list[ChatPiece]] = []
     window = 512
     for at in range(0, len(pieces), window):
         ordered = sorted(pieces[at : at + window], key=lambda p: p.end - p.begin)
-        group: list[Piece] = []
+        group: list[ChatPiece] = []
         answers = 0
         for piece in ordered:
             wanted = int(np.count_nonzero(corpus.wanted[piece.begin : piece.end]))

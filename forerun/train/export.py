@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from forerun.executors.torch.eagle import EagleHead
 from forerun.models.draft_config import DraftHead
-from forerun.models.rope import Linear, Llama3, Rope, Yarn
+from forerun.models.rope import LinearScaling, Llama3, Rope, Yarn
 from forerun.types import Ints
 
 Dialect = Literal["sglang", "speculators"]
@@ -68,7 +68,7 @@ def rope_keys(rope: Rope) -> dict[str, Any]:
     """How a configuration writes a rope."""
     scaling: dict[str, Any] | None = None
     match rope.scaling:
-        case Linear(factor):
+        case LinearScaling(factor):
             scaling = {"rope_type": "linear", "factor": factor}
         case Llama3(factor, low, high, original):
             scaling = {

@@ -14,14 +14,14 @@ from forerun.errors import ModelError
 from forerun.executors.torch.eagle import EagleHead
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_folder import DraftFile
-from forerun.train.loss import Batch, Vocabulary, ttt_loss
+from forerun.train.loss import DraftVocabulary, TrainingBatch, ttt_loss
 from forerun.train.unroll import Unrollable, Unrolling
 
 SCALES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
 
 
 def start_from_target(
-    head: EagleHead, checkpoint: Checkpoint, vocabulary: Vocabulary, seed: int
+    head: EagleHead, checkpoint: Checkpoint, vocabulary: DraftVocabulary, seed: int
 ) -> None:
     """Fill `head` in place: last target layer in the hidden half, small noise elsewhere."""
     generator = torch.Generator().manual_seed(seed)
@@ -69,7 +69,7 @@ def check_trainable(draft: DraftFile) -> None:
         )
 
 
-def start_from_draft(head: EagleHead, draft: DraftFile, vocabulary: Vocabulary) -> None:
+def start_from_draft(head: EagleHead, draft: DraftFile, vocabulary: DraftVocabulary) -> None:
     """Fill `head` in place with a draft's weights. Its output head, its own or the target's rows,
     stays frozen.
     """
@@ -83,7 +83,7 @@ def start_from_draft(head: EagleHead, draft: DraftFile, vocabulary: Vocabulary) 
 
 
 def calibrate(
-    head: Unrollable, norm: Tensor, batch: Batch, embed: Tensor, vocabulary: Vocabulary
+    head: Unrollable, norm: Tensor, batch: TrainingBatch, embed: Tensor, vocabulary: DraftVocabulary
 ) -> float:
     """Scale the final norm, the weight `norm`, to the smallest first-step loss on `batch`, which it
     returns.

@@ -15,7 +15,7 @@ from torch import Tensor
 from forerun.executors.torch.block import BlockDrafter
 from forerun.executors.torch.draft_layer import DraftLayer, Norm
 from forerun.models.checkpoint import Checkpoint
-from forerun.train.loss import Batch
+from forerun.train.loss import TrainingBatch
 
 SHARPNESS = 16.0
 """Of the first attention: what is sought outweighs the rest by exp of this, about."""
@@ -32,7 +32,7 @@ def start_block(
     checkpoint: Checkpoint,
     embed: Tensor,
     rows: Tensor,
-    batch: Batch,
+    batch: TrainingBatch,
     seed: int,
 ) -> None:
     """Fill `drafter` in place.

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from forerun.errors import ForerunError
-from forerun.train.corpus import Corpus, Piece, batches
+from forerun.train.corpus import ChatPiece, Corpus, batches
 from forerun.train.ema import WeightEma
-from forerun.train.loss import Batch, StepScore, Vocabulary, simulated_length, ttt_loss
+from forerun.train.loss import DraftVocabulary, StepScore, TrainingBatch, simulated_length, ttt_loss
 from forerun.train.progress import Check, Progress
 from forerun.train.shards import Shards
 from forerun.train.snapshot import load_snapshot, save_snapshot
 from forerun.train.unroll import Unrollable, Unrolling
 
-Reader = Callable[[list[Piece]], Batch]
+Reader = Callable[[list[ChatPiece]], TrainingBatch]
 
 
-LossOf = Callable[["Trial", Batch, int, bool], tuple[Tensor, list[StepScore]]]
+LossOf = Callable[["TrainingRun", TrainingBatch, int, bool], tuple[Tensor, list[StepScore]]]
 """(trial, batch, seed, whether it only judges) -> the loss, and the score of every draft token."""
 
 
@@ -33,7 +33,7 @@ class TrainingError(ForerunError):
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class TrainingSchedule:
     """How to train. Rates are AdamW's; a step is one batch of some `tokens` answer tokens.
 
     minutes     train this long at most, earlier runs counted in: the learning rate then falls
@@ -68,7 +68,7 @@ class Schedule:
 
 
 def unrolled_loss(
-    trial: "Trial", batch: Batch, seed: int, judging: bool
+    trial: "TrainingRun", batch: TrainingBatch, seed: int, judging: bool
 ) -> tuple[Tensor, list[StepScore]]:
     """Of what is fed its own outputs: see `ttt_loss`."""
     schedule = trial.schedule
@@ -80,7 +80,7 @@ def unrolled_loss(
 
 
 @dataclass(frozen=True)
-class Trial:
+class TrainingRun:
     """Everything a training run works on.
 
     loss_of  what the head is trained by
@@ -89,10 +89,10 @@ class Trial:
 
     head: nn.Module
     embed: Tensor
-    vocabulary: Vocabulary
+    vocabulary: DraftVocabulary
     corpus: Corpus
     read: Reader
-    schedule: Schedule
+    schedule: TrainingSchedule
     folder: Path
     compute: torch.dtype = torch.float32
     shards: Shards = field(default_factory=lambda: Shards(1))
@@ -104,7 +104,7 @@ class Trial:
         return torch.autocast(device, self.compute, enabled=self.compute != torch.float32)
 
 
-def train(trial: Trial, report: Callable[[Progress], None]) -> Progress:
+def train(trial: TrainingRun, report: Callable[[Progress], None]) -> Progress:
     """Train to the end of the schedule, resuming from the folder's last snapshot if it has one.
 
     Writes `last` every check and `best` when the held-out simulated length improves, be it that
@@ -148,7 +148,7 @@ def train(trial: Trial, report: Callable[[Progress], None]) -> Progress:
 class _Run:
     """What changes while a trial runs, beside its progress."""
 
-    trial: Trial
+    trial: TrainingRun
     optimiser: torch.optim.Optimizer
     trained: list[nn.Parameter]
     ema: WeightEma | None
@@ -159,7 +159,7 @@ class _Run:
         save_snapshot(folder, self.trial.head, self.optimiser, progress, self.ema)
 
 
-def _one_step(run: _Run, pieces: list[Piece], progress: Progress) -> Tensor:
+def _one_step(run: _Run, pieces: list[ChatPiece], progress: Progress) -> Tensor:
     """One update. Returns the loss of the first unrolled step, on the device."""
     trial, trained = run.trial, run.trained
     schedule = trial.schedule
@@ -192,7 +192,9 @@ class _Slope:
     wanted: int
 
 
-def _slope(trial: Trial, trained: Sequence[Tensor], pieces: list[Piece], seed: int) -> _Slope:
+def _slope(
+    trial: TrainingRun, trained: Sequence[Tensor], pieces: list[ChatPiece], seed: int
+) -> _Slope:
     batch = trial.read(pieces)
     with trial.computing():
         total, scores = trial.loss_of(trial, batch, seed, False)
@@ -200,17 +202,17 @@ def _slope(trial: Trial, trained: Sequence[Tensor], pieces: list[Piece], seed: i
     return _Slope(gradients, scores[0].loss, max(int(batch.wanted.sum()), 1))
 
 
-def _done(schedule: Schedule, progress: Progress) -> float:
+def _done(schedule: TrainingSchedule, progress: Progress) -> float:
     """How much of the training is done, 0 to 1: by steps, or by time where that is further."""
     by_time = progress.seconds / (60 * schedule.minutes) if schedule.minutes else 0.0
     return min(max(progress.step / progress.total, by_time), 1.0)
 
 
-def _over(schedule: Schedule, progress: Progress) -> bool:
+def _over(schedule: TrainingSchedule, progress: Progress) -> bool:
     return _done(schedule, progress) >= 1.0
 
 
-def _attend(trial: Trial, loss: Tensor, progress: Progress) -> None:
+def _attend(trial: TrainingRun, loss: Tensor, progress: Progress) -> None:
     """Wait for the device and read the loss. Raises TrainingError where it is not finite: a bad
     step spoils the weights, so every later loss shows it too.
     """
@@ -239,7 +241,7 @@ def _check(run: _Run, progress: Progress) -> None:
 
 
 @contextmanager
-def _written(trial: Trial) -> Iterator[None]:
+def _written(trial: TrainingRun) -> Iterator[None]:
     """Inside, checkpoints are written. Raises TrainingError where they cannot be."""
     try:
         yield
@@ -250,14 +252,14 @@ def _written(trial: Trial) -> Iterator[None]:
         ) from error
 
 
-def _keep_best(trial: Trial, length: float, progress: Progress) -> None:
+def _keep_best(trial: TrainingRun, length: float, progress: Progress) -> None:
     """Write the head as it is now where its held-out simulated length is the best so far."""
     if length > progress.best:
         progress.best = length
         save_snapshot(trial.folder / "best", trial.head, None, progress)
 
 
-def evaluate(trial: Trial, step: int) -> Check:
+def evaluate(trial: TrainingRun, step: int) -> Check:
     """Held-out loss, agreement per position and simulated chain length."""
     schedule = trial.schedule
     groups = batches(trial.corpus, trial.corpus.held, schedule.length, schedule.tokens, 0)
@@ -275,24 +277,24 @@ def evaluate(trial: Trial, step: int) -> Check:
 
 
 @torch.no_grad()
-def _scores(trial: Trial, pieces: list[Piece]) -> list[StepScore]:
+def _scores(trial: TrainingRun, pieces: list[ChatPiece]) -> list[StepScore]:
     with trial.computing():
         return trial.loss_of(trial, trial.read(pieces), 0, True)[1]
 
 
-def _steps(trial: Trial) -> int:
+def _steps(trial: TrainingRun) -> int:
     schedule = trial.schedule
     one = sum(1 for _ in _epoch(trial, 0))
     return max(math.ceil(one * schedule.epochs), 1)
 
 
-def _epoch(trial: Trial, number: int) -> Iterator[list[Piece]]:
+def _epoch(trial: TrainingRun, number: int) -> Iterator[list[ChatPiece]]:
     schedule = trial.schedule
     seed = schedule.seed * 1000 + number
     return batches(trial.corpus, trial.corpus.training, schedule.length, schedule.tokens, seed)
 
 
-def _batches_from(trial: Trial, step: int) -> Iterator[list[Piece]]:
+def _batches_from(trial: TrainingRun, step: int) -> Iterator[list[ChatPiece]]:
     """The endless sequence of batches, from batch `step` on: a function of the seed alone."""
     number = seen = 0
     while True:

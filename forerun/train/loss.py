@@ -19,7 +19,7 @@ class Teacher(Protocol):
 
 
 @dataclass(frozen=True)
-class Likely:
+class LikeliestTargets:
     """The K likeliest draft ids of each position, made to sum to one: ids, chance [B*T,K]."""
 
     ids: Tensor
@@ -31,7 +31,7 @@ class Likely:
 
 
 @dataclass(frozen=True)
-class Dense:
+class DenseTargets:
     """All of the draft vocabulary, computed when asked for.
 
     last [B*T,H] the target's hidden state after its final norm; head [Vd,H] its output rows.
@@ -46,7 +46,7 @@ class Dense:
 
 
 @dataclass(frozen=True)
-class Batch:
+class TrainingBatch:
     """B sequences of T tokens, padded at the end.
 
     tokens    int64[B,T]
@@ -66,7 +66,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class DraftVocabulary:
     """The draft vocabulary: target_ids int64[Vd] ascending; head [V,H] the target's output rows."""
 
     target_ids: Tensor
@@ -75,11 +75,11 @@ class Vocabulary:
     """int64[V]: draft id of a target id, or -1."""
 
     @staticmethod
-    def of(target_ids: Tensor, head: Tensor) -> "Vocabulary":
+    def of(target_ids: Tensor, head: Tensor) -> "DraftVocabulary":
         """From the chosen ids and the target's head [V,H]."""
         draft_ids = torch.full((len(head),), -1, dtype=torch.int64, device=head.device)
         draft_ids[target_ids] = torch.arange(len(target_ids), device=head.device)
-        return Vocabulary(target_ids, head[target_ids].contiguous(), draft_ids)
+        return DraftVocabulary(target_ids, head[target_ids].contiguous(), draft_ids)
 
 
 class _FusedCrossEntropy(torch.autograd.Function):
@@ -150,9 +150,9 @@ class StepScore:
 
 def ttt_loss(
     head: Unrollable,
-    batch: Batch,
+    batch: TrainingBatch,
     embed: Tensor,
-    vocabulary: Vocabulary,
+    vocabulary: DraftVocabulary,
     plan: Unrolling,
     seed: int = 0,
 ) -> tuple[Tensor, list[StepScore]]:

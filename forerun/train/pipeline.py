@@ -33,10 +33,10 @@ from forerun.train.corpus import (
     write_features,
 )
 from forerun.train.generate import DenseAuthor
-from forerun.train.loop import Schedule, Trial, train
-from forerun.train.loss import Vocabulary
+from forerun.train.loop import TrainingRun, TrainingSchedule, train
+from forerun.train.loss import DraftVocabulary
 from forerun.train.presets import TrainConfig
-from forerun.train.progress import Metrics, Progress
+from forerun.train.progress import Progress, TrainingMetrics
 from forerun.train.prompts import Messages, Problems, read_prompts
 from forerun.train.report import write_report
 from forerun.train.shards import Shards
@@ -51,7 +51,7 @@ Report = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Source:
+class TrainingTarget:
     """The target: its weights, its words and how it is talked to.
 
     core     the compiled CPU core will serve it, so that is what the draft should learn from
@@ -68,7 +68,7 @@ class Source:
 
 def write_corpus(
     author: Author,
-    source: Source,
+    source: TrainingTarget,
     config: TrainConfig,
     prompts: Path | None,
     out: Path,
@@ -105,7 +105,7 @@ def _remaining(prompts: Path | None, writer: Writer) -> Iterator[Messages] | Non
     return islice(read_prompts(prompts, writer.problems), writer.begun, None)
 
 
-def dense_author(source: Source, config: TrainConfig) -> DenseAuthor:
+def dense_author(source: TrainingTarget, config: TrainConfig) -> DenseAuthor:
     """The author for `train_device`: dense batches on the target's weights."""
     return DenseAuthor(
         _dense(source, config.train_device),
@@ -117,7 +117,7 @@ def dense_author(source: Source, config: TrainConfig) -> DenseAuthor:
     )
 
 
-def _dense(source: Source, name: str) -> DenseTarget:
+def _dense(source: TrainingTarget, name: str) -> DenseTarget:
     """The target on a torch device: float32 on the CPU, bfloat16 elsewhere."""
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -141,7 +141,7 @@ def forced_ids(tokenizer: Tokenizer) -> Ints:
 
 
 def make_draft(
-    source: Source,
+    source: TrainingTarget,
     corpus: Corpus,
     config: TrainConfig,
     out: Path,
@@ -161,15 +161,15 @@ def make_draft(
         with _teacher(source, about.features, corpus) as teacher:
             write_features(corpus, about, ids, teacher, lambda d, t: report("features", d, t))
         embed, rows = embeddings(source.checkpoint)
-        vocabulary = Vocabulary.of(torch.from_numpy(ids).long(), rows)
+        vocabulary = DraftVocabulary.of(torch.from_numpy(ids).long(), rows)
         read = stored_reader(corpus)
         compute = torch.bfloat16 if config.train_bfloat16 else torch.float32
     else:
         target = _dense(source, config.train_device)
-        vocabulary = Vocabulary.of(torch.from_numpy(ids).long().to(device), target.head)
+        vocabulary = DraftVocabulary.of(torch.from_numpy(ids).long().to(device), target.head)
         embed, compute = target.embed, target.dtype
         read = online_reader(corpus, target, about.features, vocabulary.rows)
-    trial = Trial(
+    trial = TrainingRun(
         head=student.head.to(device),
         embed=embed,
         vocabulary=vocabulary,
@@ -194,8 +194,8 @@ def make_draft(
     return progress
 
 
-def _schedule(config: TrainConfig, device: torch.device) -> Schedule:
-    return Schedule(
+def _schedule(config: TrainConfig, device: torch.device) -> TrainingSchedule:
+    return TrainingSchedule(
         epochs=config.epochs,
         tokens=config.batch_tokens,
         length=config.length,
@@ -211,7 +211,9 @@ def _schedule(config: TrainConfig, device: torch.device) -> Schedule:
     )
 
 
-def _student(source: Source, ids: Ints, config: TrainConfig, start: DraftFile | None) -> Student:
+def _student(
+    source: TrainingTarget, ids: Ints, config: TrainConfig, start: DraftFile | None
+) -> Student:
     if config.method == "block":
         return block_student(source.checkpoint, ids, config)
     if config.method == "mtp":
@@ -220,7 +222,7 @@ def _student(source: Source, ids: Ints, config: TrainConfig, start: DraftFile | 
 
 
 def _vocabulary(
-    source: Source, corpus: Corpus, config: TrainConfig, start: DraftFile | None
+    source: TrainingTarget, corpus: Corpus, config: TrainConfig, start: DraftFile | None
 ) -> Ints:
     """int32[Vd] the target ids of the draft vocabulary."""
     if start is not None:
@@ -230,7 +232,7 @@ def _vocabulary(
 
 
 def _teacher(
-    source: Source, features: tuple[int, ...], corpus: Corpus
+    source: TrainingTarget, features: tuple[int, ...], corpus: Corpus
 ) -> AbstractContextManager[Teacher]:
     """The compiled core where it runs this target and serving would use it, else torch."""
     if source.core:
@@ -240,13 +242,13 @@ def _teacher(
 
 
 def finish(
-    trial: Trial, student: Student, progress: Progress, config: TrainConfig, name: str
+    trial: TrainingRun, student: Student, progress: Progress, config: TrainConfig, name: str
 ) -> None:
     """Export the best checkpoint; write metrics.json and report.html beside it."""
     if not load_snapshot(trial.folder / "best", trial.head, None, Progress()):
         raise ModelError(f"{trial.folder} holds no checkpoint to export")
     student.export(trial.folder / "draft")
-    metrics: Metrics = {
+    metrics: TrainingMetrics = {
         "target": name,
         "config": asdict(config),
         "answer_tokens": int(np.asarray(trial.corpus.wanted).sum()),

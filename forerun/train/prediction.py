@@ -22,12 +22,12 @@ from forerun.models.checkpoint import Checkpoint
 from forerun.models.layer_spec import Dense
 from forerun.models.prediction_folder import SUFFIX
 from forerun.models.rope import Rope
-from forerun.train.loss import Vocabulary
+from forerun.train.loss import DraftVocabulary
 from forerun.types import Ints
 
 
 @dataclass(frozen=True, slots=True)
-class PredictionHead:
+class PredictionSpec:
     """One prediction layer beside `target`: a decoder layer as its last one.
 
     vocab  Vd
@@ -86,7 +86,7 @@ class PredictionLayer(DraftLayer):
     `lm_head`, which is the target's rows and stays frozen.
     """
 
-    def __init__(self, about: PredictionHead) -> None:
+    def __init__(self, about: PredictionSpec) -> None:
         nn.Module.__init__(self)
         hidden, eps = about.hidden, about.target.norm_eps
         self.head = about
@@ -130,7 +130,7 @@ class PredictionLayer(DraftLayer):
 
 @torch.no_grad()
 def start_layer(
-    layer: PredictionLayer, checkpoint: Checkpoint, vocabulary: Vocabulary, seed: int
+    layer: PredictionLayer, checkpoint: Checkpoint, vocabulary: DraftVocabulary, seed: int
 ) -> None:
     """Fill `layer` in place: the target's last layer, which reads the hidden state, nearly."""
     generator = torch.Generator().manual_seed(seed)

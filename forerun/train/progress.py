@@ -39,7 +39,7 @@ class Progress:
     history: list[Check] = field(default_factory=list)
 
 
-class Metrics(TypedDict):
+class TrainingMetrics(TypedDict):
     """What metrics.json holds.
 
     target   the model that the draft is for

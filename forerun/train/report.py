@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from forerun.train.progress import Metrics
+from forerun.train.progress import TrainingMetrics
 
 WIDTH, HEIGHT, MARGIN = 560, 220, 44
 COLOURS = ("#2563eb", "#dc2626", "#16a34a", "#9333ea", "#ea580c", "#0891b2", "#64748b")
@@ -35,7 +35,7 @@ class Line:
     values: Sequence[float]
 
 
-def write_report(path: Path, metrics: Metrics) -> None:
+def write_report(path: Path, metrics: TrainingMetrics) -> None:
     """From what metrics.json holds (forerun.train.pipeline.finish). Raises OSError."""
     history = metrics["history"]
     steps = [row["step"] for row in history]

@@ -14,7 +14,13 @@ from forerun.executors.torch.eagle import EagleHead
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_folder import DraftFile
 from forerun.train.init import check_trainable, start_from_draft
-from forerun.train.loss import Batch, Likely, Vocabulary, simulated_length, ttt_loss
+from forerun.train.loss import (
+    DraftVocabulary,
+    LikeliestTargets,
+    TrainingBatch,
+    simulated_length,
+    ttt_loss,
+)
 from forerun.train.target import DenseTarget, embeddings
 from forerun.train.teacher import Teacher, core_teacher, dense_teacher
 from forerun.train.unroll import Unrolling
@@ -34,7 +40,7 @@ class Simulation:
         self._checkpoint, self._core, self._threads = checkpoint, core, threads
         self._embed, rows = embeddings(checkpoint)
         ids = torch.from_numpy(draft.target_ids).long()
-        self._vocabulary = Vocabulary.of(ids, rows)
+        self._vocabulary = DraftVocabulary.of(ids, rows)
         self._head = EagleHead(draft.head)
         start_from_draft(self._head, draft, self._vocabulary)
 
@@ -68,8 +74,12 @@ class Simulation:
         # What was served is the target's choice, whatever this pass would have said.
         choice = torch.cat([ids[:, 1:], ids[:, -1:]], 1)
         nobody = torch.zeros(len(tokens), 1)  # Hits are wanted, no loss.
-        batch = Batch(
-            ids, wanted, torch.from_numpy(features)[None], choice, Likely(nobody.long(), nobody)
+        batch = TrainingBatch(
+            ids,
+            wanted,
+            torch.from_numpy(features)[None],
+            choice,
+            LikeliestTargets(nobody.long(), nobody),
         )
         _, scores = ttt_loss(self._head, batch, self._embed, self._vocabulary, Unrolling(steps))
         return [(int(score.hits), score.rows) for score in scores]

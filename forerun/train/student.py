@@ -20,11 +20,11 @@ from forerun.train.export import export_head
 from forerun.train.export_block import export_block
 from forerun.train.init import calibrate, start_from_draft, start_from_target
 from forerun.train.init_block import start_block
-from forerun.train.loop import LossOf, Trial, unrolled_loss
-from forerun.train.loss import Batch, StepScore
+from forerun.train.loop import LossOf, TrainingRun, unrolled_loss
+from forerun.train.loss import StepScore, TrainingBatch
 from forerun.train.prediction import (
-    PredictionHead,
     PredictionLayer,
+    PredictionSpec,
     export_prediction,
     start_layer,
 )
@@ -45,7 +45,7 @@ class Student:
 
     about: ReadsFeatures
     head: nn.Module
-    begin: Callable[[Trial, Batch], None]
+    begin: Callable[[TrainingRun, TrainingBatch], None]
     export: Callable[[Path], None]
     loss_of: LossOf
 
@@ -57,7 +57,7 @@ def eagle_student(
     about = head_for(checkpoint.architecture, len(ids)) if start is None else start.head
     head = EagleHead(about)
 
-    def begin(trial: Trial, first: Batch) -> None:
+    def begin(trial: TrainingRun, first: TrainingBatch) -> None:
         if start is not None:
             start_from_draft(head, start, trial.vocabulary)
             return
@@ -70,10 +70,10 @@ def eagle_student(
 
 def prediction_student(checkpoint: Checkpoint, ids: Ints, config: TrainConfig) -> Student:
     """A prediction layer for the vocabulary `ids`."""
-    about = PredictionHead(checkpoint.architecture, len(ids))
+    about = PredictionSpec(checkpoint.architecture, len(ids))
     layer = PredictionLayer(about)
 
-    def begin(trial: Trial, first: Batch) -> None:
+    def begin(trial: TrainingRun, first: TrainingBatch) -> None:
         start_layer(layer, checkpoint, trial.vocabulary, config.seed)
         with trial.computing():
             norm = layer.final_norm.weight
@@ -118,12 +118,12 @@ def block_student(checkpoint: Checkpoint, ids: Ints, config: TrainConfig) -> Stu
     drafter = BlockDrafter(about)
 
     def loss_of(
-        trial: Trial, batch: Batch, seed: int, judging: bool
+        trial: TrainingRun, batch: TrainingBatch, seed: int, judging: bool
     ) -> tuple[Tensor, list[StepScore]]:
         plan = BlockPlan(config.block_anchors, config.decay, judging)
         return block_loss(drafter, batch, trial.embed, trial.vocabulary, plan, seed)
 
-    def begin(trial: Trial, first: Batch) -> None:
+    def begin(trial: TrainingRun, first: TrainingBatch) -> None:
         rows = trial.vocabulary.rows
         start_block(drafter, checkpoint, trial.embed, rows, first, config.seed)
 

@@ -12,7 +12,7 @@ from forerun.build.engine import open_target
 from forerun.errors import ConfigError, ModelError
 from forerun.executors import cpu
 from forerun.hub.catalog import shipped_draft
-from forerun.measure.acceptance import Question, Shape, ask
+from forerun.measure.acceptance import DraftedShape, Question, ask
 from forerun.measure.workload import read_prompts, spread
 from forerun.options.config import EngineConfig
 
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available())),
 ]
 
-SHAPE = Shape("n-grams", 8, 8, 1)
+SHAPE = DraftedShape("n-grams", 8, 8, 1)
 SMALL = EngineConfig(kv_tokens=2048, policy="fixed", draft_on_error="stop")
 
 

@@ -11,7 +11,7 @@ from forerun.errors import ConfigError
 from forerun.executors import host_choice
 from forerun.measure import fuzz_case
 from forerun.measure.fuzz import Fuzzer
-from forerun.measure.fuzz_case import Asked, Case, read, write
+from forerun.measure.fuzz_case import Case, FuzzRequest, read, write
 from forerun.measure.fuzz_grammars import GRAMMARS
 from forerun.measure.workload import read_prompts
 from forerun.options.config import EngineConfig
@@ -81,7 +81,9 @@ def test_a_planted_fault_is_found_made_small_and_replayed(plant, monkeypatch, tm
 
 
 def test_a_reproduction_comes_back_as_it_was(tmp_path):
-    asked = Asked((1, 2, 3), {"n": 2, "logit_bias": [[1, 2.0]]}, "enum", {"max_nodes": 2}, 3, 9)
+    asked = FuzzRequest(
+        (1, 2, 3), {"n": 2, "logit_bias": [[1, 2.0]]}, "enum", {"max_nodes": 2}, 3, 9
+    )
     failure = fuzz_case.Failure(Case({"page_size": 2}, (asked,)), "it is wrong")
     write(failure, TOY, tmp_path / "x.json")
     config, case = read(tmp_path / "x.json")
@@ -99,7 +101,7 @@ def test_a_grammar_alone_in_a_step_without_decoding_rows():
     """Found by --fuzz: pricing what a grammar predicts divided by no rows, and the engine died."""
     config = EngineConfig(model="toy", policy="adaptive")
     prompt = tuple(np.arange(60, 120).tolist())
-    held = Asked(prompt, {"max_tokens": 16, "ignore_eos": True}, "closed object")
+    held = FuzzRequest(prompt, {"max_tokens": 16, "ignore_eos": True}, "closed object")
     shape = {"page_size": 2, "max_sequences": 1, "chunked_prefill_size": 16, "context": 256}
     drafting = {"speculative_num_draft_tokens": 3, "speculative_num_steps": 1}
     changes = shape | {"kv_tokens": 2048} | drafting

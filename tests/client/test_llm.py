@@ -13,7 +13,7 @@ import forerun
 from forerun import LLM, AsyncLLM
 from forerun.cli.main import main
 from forerun.client.completion import make_request
-from forerun.client.options import RANGES, AskOptions, EngineOptions
+from forerun.client.options import RANGES, AskOptions, EngineArgs
 from forerun.errors import EngineError, RequestError
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.serve.app import create_app
@@ -23,7 +23,7 @@ CHAT = [{"role": "user", "content": "Hello"}]
 
 
 def test_typed_options_are_the_real_ones():
-    assert EngineOptions.__annotations__.keys() == {
+    assert EngineArgs.__annotations__.keys() == {
         item.name for item in fields(EngineConfig) if item.name != "model"
     }
     named = {

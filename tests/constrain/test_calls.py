@@ -10,7 +10,7 @@ from forerun.constrain.isolation.compile import Compiler
 from forerun.constrain.matcher.matcher import Matcher
 from forerun.errors import RequestError
 from forerun.text.pieces import Pieces
-from forerun.text.tokenizer import AddedToken, Ends, Tokenizer
+from forerun.text.tokenizer import AddedToken, TextEnds, Tokenizer
 from forerun.text.tools import FORMATS, HERMES, ToolReader
 from tests.constrain.tools import allowed, compiler, fits
 
@@ -163,7 +163,7 @@ def test_an_opener_that_is_a_control_token(name, required):
             AddedToken(divider, "[D]", True),
             AddedToken(7002, "<end>", True),
         ],
-        Ends((7002,)),
+        TextEnds((7002,)),
     )
     made = Compiler(tokenizer)
     marks = {format.opener: special} | ({format.divider: divider} if format.divider else {})

@@ -29,7 +29,7 @@ from forerun.errors import BusyError, EngineError, ModelError, RequestError, Wor
 from forerun.sandbox import Fault, SandboxProcess
 from forerun.speculative.tree import Draft, batch
 from forerun.text.pieces import Pieces
-from forerun.text.tokenizer import Ends, Tokenizer
+from forerun.text.tokenizer import TextEnds, Tokenizer
 from tests.constrain.tools import BPE, BYTES, compiled, compiler, members
 
 FIELD = "response_format.json_schema.schema"
@@ -485,6 +485,6 @@ def test_thirty_schemas_of_1900_properties_hold_nobody_up():
 
 
 def test_a_model_without_an_end_cannot_be_constrained():
-    endless = Tokenizer(lambda text, first: [], Pieces((b"a",), 0), [], Ends(()))
+    endless = Tokenizer(lambda text, first: [], Pieces((b"a",), 0), [], TextEnds(()))
     with pytest.raises(ModelError, match="no end-of-text"):
         Compiler(endless)

@@ -16,7 +16,7 @@ from forerun.constrain.grammar import Grammar
 from forerun.constrain.isolation import remote_matcher
 from forerun.constrain.isolation.compile import Compiler
 from forerun.constrain.isolation.remote_matcher import RemoteMatcher, RemoteMatchers
-from forerun.constrain.matcher.automaton import Answer
+from forerun.constrain.matcher.automaton import MatcherAnswer
 from forerun.constrain.matcher.matcher import Translated
 from forerun.constrain.matcher.tree_mask import TreeGrammars
 from forerun.engine.request import GRAMMAR_LIMIT, Finish
@@ -96,7 +96,7 @@ class Stuck:
 
     @property
     def answer(self):
-        return Answer(error="it was stuck")
+        return MatcherAnswer(error="it was stuck")
 
     def take(self, tokens):
         self.tokens += tokens

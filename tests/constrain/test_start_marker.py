@@ -21,7 +21,7 @@ from forerun.speculative.sampling import unpack
 from forerun.speculative.tree import Draft, batch
 from forerun.text.pieces import Pieces
 from forerun.text.reasoning import Marks, ReasoningReader, Stage
-from forerun.text.tokenizer import AddedToken, Ends, Tokenizer
+from forerun.text.tokenizer import AddedToken, TextEnds, Tokenizer
 from tests.constrain.test_lossless import engine, heard
 from tests.constrain.tools import members, random_draft
 from tests.engine.toys import ask, run
@@ -51,7 +51,7 @@ def spanning() -> Tokenizer:
         return [ids.get(chr(byte), byte) for byte in text.encode()]
 
     added = [AddedToken(id, plain.pieces[id].decode(), True) for id in (256, 257, 258)]
-    return Tokenizer(encode, Pieces((*table, *own), 0), added, Ends((257, 258)))
+    return Tokenizer(encode, Pieces((*table, *own), 0), added, TextEnds((257, 258)))
 
 
 SPANS = spanning()

@@ -9,7 +9,7 @@ from forerun.text.tokenizer import Tokenizer
 from forerun.train.answers import Ask, Chat
 from forerun.train.corpus import write_chats
 from forerun.train.generate import DenseAuthor
-from forerun.train.pipeline import Source, make_draft
+from forerun.train.pipeline import TrainingTarget, make_draft
 from forerun.train.presets import PRESETS, TrainConfig
 from forerun.train.target import DenseTarget
 from tests.models import tiny
@@ -52,7 +52,9 @@ def test_a_draft_is_trained_within_its_minutes(folder, device, tmp_path):
     model = folder("llama", layers=6)
     checkpoint = FolderCheckpoint(model)
     tokenizer = Tokenizer.from_file(model / "tokenizer.json", (2,))
-    source = Source(checkpoint, tokenizer, ChatTemplate(tiny.CHAT_TEMPLATE, tokenizer), "tiny")
+    source = TrainingTarget(
+        checkpoint, tokenizer, ChatTemplate(tiny.CHAT_TEMPLATE, tokenizer), "tiny"
+    )
     corpus = write_chats(tmp_path / "corpus", list(chats(checkpoint, device)), held_out=8)
     config = TrainConfig(
         train_device=device,

@@ -4,7 +4,7 @@ from forerun.errors import ModelError
 from forerun.models.arch import FAMILIES
 from forerun.models.config_json import architecture_from, read_json
 from forerun.models.layer_spec import AttentionSpec, Dense, Experts, Router
-from forerun.models.rope import Linear, Rope, Yarn
+from forerun.models.rope import LinearScaling, Rope, Yarn
 from tests.models import tiny
 
 
@@ -192,7 +192,7 @@ def windows(arch):
 def test_old_spelling_of_rope(tmp_path):
     old = {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 3}}
     arch = read("llama", tmp_path, without=["rope_parameters"], **old)
-    assert (arch.rope.theta, arch.rope.scaling) == (5e5, Linear(3.0))
+    assert (arch.rope.theta, arch.rope.scaling) == (5e5, LinearScaling(3.0))
     yarn = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}
     scaling = read("qwen2", tmp_path, rope_scaling=yarn | {"finetuned": True}).rope.scaling
     assert isinstance(scaling, Yarn)

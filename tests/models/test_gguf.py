@@ -10,7 +10,7 @@ from forerun.models.checkpoint import Checkpoint
 from forerun.models.gguf import GgufCheckpoint
 from forerun.models.gguf_header import read_header
 from forerun.models.mapped import release
-from forerun.models.rope import Divided, Linear, Yarn
+from forerun.models.rope import Divided, LinearScaling, Yarn
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, limits
 
@@ -29,7 +29,7 @@ def test_weights_and_logits_are_those_of_transformers(family, rope, tmp_path):
     for name, weight in weights.items():
         np.testing.assert_array_equal(checkpoint.tensor(name), weight)
     assert checkpoint.architecture.norm_eps == 1e-5
-    kinds = {"linear": Linear, "llama3": Divided, "yarn": Yarn, None: type(None)}
+    kinds = {"linear": LinearScaling, "llama3": Divided, "yarn": Yarn, None: type(None)}
     assert isinstance(checkpoint.architecture.rope.scaling, kinds[rope.get("rope_type")])
     difference = (tiny.reference(checkpoint)(IDS).logits - hf(IDS).logits).abs().max()
     assert difference < 1e-4

@@ -13,7 +13,7 @@ from forerun.errors import ConfigError, ModelError
 from forerun.models.folder import FolderCheckpoint
 from forerun.models.prediction_folder import holds_prediction, open_prediction
 from forerun.options.config import EngineConfig
-from forerun.train.prediction import PredictionHead, PredictionLayer, export_prediction
+from forerun.train.prediction import PredictionLayer, PredictionSpec, export_prediction
 from tests.models import tiny
 
 IDS = np.arange(0, 300, 2, dtype=np.int32)
@@ -29,7 +29,7 @@ def target(tmp_path_factory):
 @pytest.fixture
 def folder(target, tmp_path):
     torch.manual_seed(0)
-    layer = PredictionLayer(PredictionHead(target.architecture, len(IDS)))
+    layer = PredictionLayer(PredictionSpec(target.architecture, len(IDS)))
     export_prediction(layer, IDS, tmp_path / "draft")
     return tmp_path / "draft"
 

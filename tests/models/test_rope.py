@@ -5,7 +5,7 @@ import pytest
 
 from forerun.errors import ModelError
 from forerun.models.config_json import architecture_from
-from forerun.models.rope import Divided, Linear, Llama3, Rope, Yarn
+from forerun.models.rope import Divided, LinearScaling, Llama3, Rope, Yarn
 from tests.models import tiny
 
 SCALINGS = {
@@ -48,8 +48,8 @@ def test_divisors_divide():
         Rope(0.0),
         Rope(math.nan),
         Rope(math.inf),
-        Rope(1e4, Linear(0.0)),
-        Rope(1e4, Linear(1e300)),
+        Rope(1e4, LinearScaling(0.0)),
+        Rope(1e4, LinearScaling(1e300)),
         Rope(1e4, Llama3(8.0, 4.0, 4.0, 64)),
         Rope(1e4, Llama3(8.0, 0.0, 4.0, 64)),
         Rope(1.0, Yarn(4.0, 64, 1.0)),

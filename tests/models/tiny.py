@@ -21,7 +21,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from forerun.models.arch import FAMILIES, Architecture
 from forerun.models.checkpoint import Checkpoint
-from forerun.models.rope import Divided, Linear, Llama3, Yarn
+from forerun.models.rope import Divided, LinearScaling, Llama3, Yarn
 
 VOCAB = 320
 QUANTS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
@@ -397,7 +397,7 @@ def reference(checkpoint: Checkpoint) -> Any:
 def _config_of(arch: Architecture, **changes: Any) -> Any:
     rope: dict[str, Any] = {"rope_theta": arch.rope.theta}
     match arch.rope.scaling:
-        case Linear(factor):
+        case LinearScaling(factor):
             rope |= LINEAR | {"factor": factor}
         case Llama3(factor, low, high, original):
             rope |= LLAMA3 | {"factor": factor, "low_freq_factor": low, "high_freq_factor": high}

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.errors import RequestError
-from forerun.serve.dialects.anthropic.schema import Message
-from forerun.serve.dialects.ollama.schema import Message as OllamaMessage
+from forerun.serve.dialects.anthropic.schema import AnthropicMessage
+from forerun.serve.dialects.ollama.schema import OllamaMessage
 from forerun.serve.dialects.openai.errors import error_body
-from forerun.serve.dialects.responses.schema import Message as Item
+from forerun.serve.dialects.responses.schema import InputMessage
 from forerun.serve.errors import ApiError
 from forerun.serve.fields import (
     accept,
@@ -126,7 +126,7 @@ JSON = st.recursive(
     ),
     max_leaves=12,
 )
-KINDS = (*BODIES.values(), Message, Item, OllamaMessage)
+KINDS = (*BODIES.values(), AnthropicMessage, InputMessage, OllamaMessage)
 NAMES = sorted({item.name for kind in KINDS for item in fields(kind)} | {"suffix", "x"})
 
 

@@ -16,7 +16,7 @@ from forerun.models.folder import FolderCheckpoint
 from forerun.options.config import EngineConfig
 from forerun.train.block_loss import Anchors, BlockPlan, block_loss
 from forerun.train.init_block import start_block
-from forerun.train.loss import Batch, Likely, Vocabulary
+from forerun.train.loss import DraftVocabulary, LikeliestTargets, TrainingBatch
 from forerun.train.presets import resolve
 from forerun.train.student import block_for
 from tests.models import tiny
@@ -51,7 +51,7 @@ def batch_of(hf, draft, texts):
     chance = torch.ones(choice.numel(), 1)
     inside = torch.bucketize(choice, torch.from_numpy(draft.target_ids).long())
     likely = inside.clamp(max=draft.head.vocab - 1).flatten()[:, None]
-    return Batch(tokens, wanted, features, choice, Likely(likely, chance)), hidden
+    return TrainingBatch(tokens, wanted, features, choice, LikeliestTargets(likely, chance)), hidden
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -63,7 +63,7 @@ def test_packed_blocks_are_blocks_one_at_a_time(hf, tmp_path, variant):
     texts = np.random.default_rng(0).integers(3, tiny.VOCAB, (3, 24)).tolist()
     batch, hidden = batch_of(hf, draft, texts)
     head = hf.get_output_embeddings().weight.detach()
-    vocabulary = Vocabulary.of(torch.from_numpy(draft.target_ids).long(), head)
+    vocabulary = DraftVocabulary.of(torch.from_numpy(draft.target_ids).long(), head)
     plan = BlockPlan(ANCHORS, 0.5, judging=True)
     embed = hf.get_input_embeddings().weight.detach()
     total, scores = block_loss(loaded(draft), batch, embed, vocabulary, plan, seed=7)
@@ -108,7 +108,7 @@ def test_attention_begins_at_the_root_and_the_newest_features(tmp_path):
     ])  # fmt: skip
     tokens = torch.tensor(texts)
     wanted = torch.ones_like(tokens, dtype=torch.bool)
-    batch = Batch(tokens, wanted, features, tokens, Likely(tokens, tokens))
+    batch = TrainingBatch(tokens, wanted, features, tokens, LikeliestTargets(tokens, tokens))
     start_block(drafter, checkpoint, embed, rows, batch, 0)
     finders, seen = (about.kv_heads + 1) // 3, first_attention(drafter, batch, embed)
     count = tokens.shape[1] - 1  # Features, the root, two masks behind it.

@@ -24,8 +24,8 @@ from forerun.train.corpus import (
 )
 from forerun.train.ema import WeightEma
 from forerun.train.init import SCALES, calibrate
-from forerun.train.loop import Schedule, TrainingError, Trial, evaluate, train
-from forerun.train.loss import Vocabulary
+from forerun.train.loop import TrainingError, TrainingRun, TrainingSchedule, evaluate, train
+from forerun.train.loss import DraftVocabulary
 from forerun.train.progress import Progress
 from forerun.train.snapshot import load_snapshot
 
@@ -84,17 +84,23 @@ def corpus(tmp_path_factory):
     return corpus
 
 
-def trial(corpus, folder: Path, shards=1, **changes) -> Trial:
+def trial(corpus, folder: Path, shards=1, **changes) -> TrainingRun:
     torch.manual_seed(1)
     head = EagleHead(HEAD)
     embed = torch.from_numpy(Language().embed)
-    vocabulary = Vocabulary.of(torch.arange(VOCAB), embed)
+    vocabulary = DraftVocabulary.of(torch.arange(VOCAB), embed)
     with torch.no_grad():
         head.lm_head.weight.copy_(vocabulary.rows)
     head.lm_head.weight.requires_grad_(False)
     values = {"epochs": 80, "tokens": 512, "length": 64, "rate": 3e-3, "check_every": 50}
-    return Trial(
-        head, embed, vocabulary, corpus, stored_reader(corpus), Schedule(**values | changes), folder
+    return TrainingRun(
+        head,
+        embed,
+        vocabulary,
+        corpus,
+        stored_reader(corpus),
+        TrainingSchedule(**values | changes),
+        folder,
     )
 
 
@@ -200,7 +206,7 @@ def test_nan_keeps_the_last_checkpoint(corpus, tmp_path):
         if progress.step == 6:
             poison.append(True)
 
-    bad = Trial(run.head, run.embed, run.vocabulary, corpus, bad_read, run.schedule, tmp_path)
+    bad = TrainingRun(run.head, run.embed, run.vocabulary, corpus, bad_read, run.schedule, tmp_path)
     with pytest.raises(TrainingError, match="nan at step 6"):
         train(bad, report)
     fresh = trial(corpus, tmp_path, epochs=4, check_every=4)

@@ -16,8 +16,8 @@ from forerun.train.batches import online_reader
 from forerun.train.corpus import batches, write_chats
 from forerun.train.generate import DenseAuthor
 from forerun.train.init import calibrate, start_from_target
-from forerun.train.loop import Schedule, Trial, train
-from forerun.train.loss import Vocabulary
+from forerun.train.loop import TrainingRun, TrainingSchedule, train
+from forerun.train.loss import DraftVocabulary
 from forerun.train.target import DenseTarget
 from tests.models import tiny
 from tests.train.test_generate import outputs, prompts
@@ -45,11 +45,18 @@ def trial(checkpoint, corpus, folder, dtype, **schedule):
     torch.manual_seed(0)
     target = DenseTarget(checkpoint, "cpu", dtype)
     about = head_for(checkpoint.architecture, 200)
-    vocabulary = Vocabulary.of(torch.arange(200), target.head)
+    vocabulary = DraftVocabulary.of(torch.arange(200), target.head)
     read = online_reader(corpus, target, about.features, vocabulary.rows)
     values = {"tokens": 512, "length": 64, "check_every": 1000, "look_every": 5} | schedule
-    made = Trial(
-        EagleHead(about), target.embed, vocabulary, corpus, read, Schedule(**values), folder, dtype
+    made = TrainingRun(
+        EagleHead(about),
+        target.embed,
+        vocabulary,
+        corpus,
+        read,
+        TrainingSchedule(**values),
+        folder,
+        dtype,
     )
     start_from_target(made.head, checkpoint, vocabulary, 0)
     first = next(batches(corpus, corpus.training, 64, 512, 0))
@@ -91,6 +98,6 @@ def test_the_clock_ends_training_and_the_rate_falls_in_time(
 
 
 def test_rate_follows_the_further_of_steps_and_time():
-    schedule = Schedule(rate=1.0, warm_up=0.1, floor=0.1)
+    schedule = TrainingSchedule(rate=1.0, warm_up=0.1, floor=0.1)
     rates = [schedule.rate_at(place, 100) for place in (0, 9.5, 10, 55, 100)]
     assert rates == pytest.approx([0.1, 1.05, 1.0, 0.55, 0.1], abs=1e-6)

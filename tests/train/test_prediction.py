@@ -13,8 +13,8 @@ from forerun.executors import cpu
 from forerun.models.folder import FolderCheckpoint
 from forerun.models.prediction_folder import open_prediction
 from forerun.options.config import EngineConfig
-from forerun.train.loss import Batch, Likely
-from forerun.train.prediction import PredictionHead, PredictionLayer
+from forerun.train.loss import LikeliestTargets, TrainingBatch
+from forerun.train.prediction import PredictionLayer, PredictionSpec
 from forerun.train.unroll import Unrolling, turns, unrolled
 from tests.drafters.test_nextn import dense, random_layer
 from tests.models import tiny
@@ -26,7 +26,7 @@ NATIVE = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.availabl
 def filled(hf, arch, made):
     """Our layer with the weights of one from transformers."""
     block, embedding_norm, hidden_norm, final_norm, fuse = made
-    layer = PredictionLayer(PredictionHead(arch, arch.vocab))
+    layer = PredictionLayer(PredictionSpec(arch, arch.vocab))
     weights = dict(block.named_parameters()) | {
         "enorm.weight": embedding_norm,
         "hnorm.weight": hidden_norm,
@@ -53,7 +53,7 @@ def test_unrolled_it_is_the_published_layer(tmp_path):
     hook.remove()
     wanted = torch.ones_like(text, dtype=torch.bool)
     nothing = torch.zeros(12, 1)
-    batch = Batch(text, wanted, stream[0], text, Likely(nothing.long(), nothing))
+    batch = TrainingBatch(text, wanted, stream[0], text, LikeliestTargets(nothing.long(), nothing))
     steps = turns(batch.wanted, Unrolling(3))
     embed = hf.get_input_embeddings().weight
     reads = unrolled(layer, batch.tokens, batch.features, embed, steps)
@@ -69,7 +69,7 @@ def test_unrolled_it_is_the_published_layer(tmp_path):
 def test_what_cannot_be_trained_is_refused_before_the_work(untrained, tmp_path, capsys):
     gemma = tiny.save_folder(tiny.model("gemma2"), tmp_path / "gemma")
     with pytest.raises(ModelError, match="norms after attention"):
-        PredictionHead(FolderCheckpoint(gemma).architecture, 64)
+        PredictionSpec(FolderCheckpoint(gemma).architecture, 64)
     out = tmp_path / "out"
     line = ["train", "--model", str(gemma), "--method", "mtp", "--out", str(out)]
     assert main(line) == 3

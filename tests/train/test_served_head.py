@@ -17,8 +17,8 @@ from forerun.executors.torch.eagle import EagleHead
 from forerun.hub.catalog import shipped_draft
 from forerun.measure.acceptance import (
     CHAIN,
+    DraftedShape,
     Question,
-    Shape,
     agreement,
     mean_length,
     serve,
@@ -69,7 +69,7 @@ def served(small, draft, shape=CHAIN, **changes) -> tuple[list[int], float]:
 
 def test_what_was_learnt_by_heart_is_accepted(small):
     """Two thousand tokens. One draft token at a time: none is lost behind a wrong one."""
-    histogram, accepted = served(small, small.draft, Shape("one", 1, 1, 1))
+    histogram, accepted = served(small, small.draft, DraftedShape("one", 1, 1, 1))
     print(histogram, accepted)
     assert accepted > 0.98
 

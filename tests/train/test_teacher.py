@@ -12,7 +12,7 @@ from forerun.models.folder import FolderCheckpoint
 from forerun.train import pipeline, teacher
 from forerun.train.answers import Chat
 from forerun.train.corpus import distil, write_chats
-from forerun.train.pipeline import Source
+from forerun.train.pipeline import TrainingTarget
 from forerun.train.target import DenseTarget
 from forerun.train.teacher import core_teacher, dense_teacher
 from tests.models import tiny
@@ -83,7 +83,7 @@ def test_threads_reach_the_core_teacher(checkpoint, monkeypatch, tmp_path):
     chats = [Chat(np.arange(9, dtype=np.int32), np.arange(9) > 3)] * 2
     corpus = write_chats(tmp_path, chats, 1)
     about = head_for(checkpoint.architecture, 10)
-    source = Source(checkpoint, None, None, "tiny", core=True, threads=1)
+    source = TrainingTarget(checkpoint, None, None, "tiny", core=True, threads=1)
     with pipeline._teacher(source, about.features, corpus) as teach:
         features, _ = teach(np.arange(9, dtype=np.int32), np.array([4], np.int32))
     assert seen == [1]

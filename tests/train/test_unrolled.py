@@ -12,7 +12,14 @@ from forerun.executors.torch.eagle import EagleHead
 from forerun.executors.torch.layers import rotation
 from forerun.models.draft_config import DraftHead
 from forerun.models.rope import Rope
-from forerun.train.loss import Batch, Dense, Likely, Vocabulary, simulated_length, ttt_loss
+from forerun.train.loss import (
+    DenseTargets,
+    DraftVocabulary,
+    LikeliestTargets,
+    TrainingBatch,
+    simulated_length,
+    ttt_loss,
+)
 from forerun.train.unroll import Unrolling, turns, unrolled
 
 SWITCHES = [
@@ -51,12 +58,12 @@ def make(seed=0, **changes):
         parameter.data.normal_(std=0.3)
     width = 16 * (1 if changes.get("algorithm") == "eagle1" else 3)
     tokens = torch.randint(20, (2, 9))
-    batch = Batch(
+    batch = TrainingBatch(
         tokens=tokens,
         wanted=torch.ones_like(tokens, dtype=torch.bool),
         features=torch.randn(2, 9, width, dtype=torch.float64),
         choice=torch.randint(20, (2, 9)),
-        teacher=Dense(torch.randn(18, 16, dtype=torch.float64), torch.empty(0)),
+        teacher=DenseTargets(torch.randn(18, 16, dtype=torch.float64), torch.empty(0)),
     )
     return head, batch, torch.randn(20, 16, dtype=torch.float64)
 
@@ -72,8 +79,8 @@ def reads_of(head, batch, embed, steps, thin=1.0):
 
 def vocabulary_for(batch, embed, ids):
     """The draft vocabulary, and the batch with a teacher over it."""
-    vocabulary = Vocabulary.of(ids, embed)
-    return vocabulary, replace(batch, teacher=Dense(batch.teacher.last, vocabulary.rows))
+    vocabulary = DraftVocabulary.of(ids, embed)
+    return vocabulary, replace(batch, teacher=DenseTargets(batch.teacher.last, vocabulary.rows))
 
 
 def served(head, batch, embed, sequence, row, steps):
@@ -151,7 +158,9 @@ def test_loss_and_gradient_are_the_plain_ones(likely):
     if likely:
         chance = torch.rand(18, 3)
         best = torch.rand(18, 12).argsort(-1)[:, :3]
-        batch = replace(batch, teacher=Likely(best, chance / chance.sum(-1, keepdim=True)))
+        batch = replace(
+            batch, teacher=LikeliestTargets(best, chance / chance.sum(-1, keepdim=True))
+        )
     loss, scores = ttt_loss(head, batch, embed, vocabulary, Unrolling(3))
     loss.backward()
     got = {n: p.grad for n, p in head.named_parameters() if p.grad is not None}

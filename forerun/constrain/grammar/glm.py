@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forerun.constrain.grammar.grammar import Grammar
-from forerun.constrain.schema.origins import Fault
+from forerun.constrain.schema.origins import UnenforcedKeyword
 from forerun.constrain.schema.rewrite import rewritten
 from forerun.constrain.schema.strings import RAW_FORMATS
 from forerun.errors import RequestError
@@ -74,14 +74,18 @@ class _Writer:
 
     def arguments(self, index: int) -> Arguments:
         for key in self._root.keys() - _OBJECT:
-            self._fault(Fault(key, "not supported in calls of this form"))
+            self._fault(UnenforcedKeyword(key, "not supported in calls of this form"))
         properties, required = self._root.get("properties") or {}, self._root.get("required") or ()
         for name in required:
             if properties.get(name, False) is False:
-                self._fault(Fault("required", f"{name!r} is not among the properties"))
+                self._fault(UnenforcedKeyword("required", f"{name!r} is not among the properties"))
         for pattern in self._root.get("patternProperties") or {}:
             if any(_fits(pattern, name) for name in properties):
-                self._fault(Fault("patternProperties", "it says more of a property that is listed"))
+                self._fault(
+                    UnenforcedKeyword(
+                        "patternProperties", "it says more of a property that is listed"
+                    )
+                )
         pairs = []
         for place, (key, value) in enumerate(properties.items()):
             if value is False:
@@ -129,12 +133,16 @@ class _Writer:
         """What a raw string must match, all of it; the first term keeps the closing tag out."""
         terms = [f"~({_ANY} {self._literal(CLOSER)} {_ANY})"]
         for keyword in schema.keys() - _STRING:
-            self._fault(Fault(f"{path}.{keyword}", "not supported in calls of this form"))
+            self._fault(
+                UnenforcedKeyword(f"{path}.{keyword}", "not supported in calls of this form")
+            )
         for part in (schema, *schema.get("allOf", ())):
             if part is not schema and (
                 not isinstance(part, dict) or part.keys() - {"pattern", "type"}
             ):
-                self._fault(Fault(f"{path}.allOf", "not supported in calls of this form"))
+                self._fault(
+                    UnenforcedKeyword(f"{path}.allOf", "not supported in calls of this form")
+                )
                 continue
             if isinstance(part.get("pattern"), str):
                 terms.append(f"/{_whole(part['pattern'])}/")
@@ -152,7 +160,7 @@ class _Writer:
             schema = self._defined.get(schema["$ref"].rpartition("/")[2])
         return schema if isinstance(schema, dict) else {}
 
-    def _fault(self, fault: Fault) -> None:
+    def _fault(self, fault: UnenforcedKeyword) -> None:
         if not self._grammar.lenient:
             raise RequestError(f"{self._grammar.field}: {fault}", self._grammar.field)
         self._out.left.append(f"{self._grammar.field}.{fault.path}")

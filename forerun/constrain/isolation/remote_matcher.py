@@ -17,7 +17,7 @@ from time import monotonic
 from typing import Any
 
 from forerun.constrain.isolation.fair_queue import LeastWorkedFirst
-from forerun.constrain.matcher.automaton import Answer, Vocabulary
+from forerun.constrain.matcher.automaton import MatcherAnswer, Vocabulary
 from forerun.constrain.matcher.limits import CALL_SECONDS
 from forerun.errors import EngineError
 from forerun.sandbox import Fault, SandboxProcess
@@ -80,7 +80,7 @@ class RemoteMatcher:
         self._jobs: SimpleQueue[list[int] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._asked = self._heard = 0
-        self._answer = Answer()
+        self._answer = MatcherAnswer()
         self._process = matchers.process()
         self._closed = threading.Event()
         self._started = False
@@ -94,7 +94,7 @@ class RemoteMatcher:
             return self._heard == self._asked
 
     @property
-    def answer(self) -> Answer:
+    def answer(self) -> MatcherAnswer:
         """See AsyncMatcher."""
         with self._lock:
             return self._answer
@@ -121,7 +121,7 @@ class RemoteMatcher:
             except EngineError as error:
                 if not self._closed.is_set():
                     log.warning("a grammar cannot be followed: %s", error)
-                failed = Answer(error="The process that it runs in did not start", lost=True)
+                failed = MatcherAnswer(error="The process that it runs in did not start", lost=True)
             finally:
                 self._process.close()
         while failed is not None and not self._closed.is_set():
@@ -129,7 +129,7 @@ class RemoteMatcher:
             if self._jobs.get() is None:
                 return
 
-    def _serve(self) -> Answer | None:
+    def _serve(self) -> MatcherAnswer | None:
         """Hand jobs to the process until there are no more, or it has failed: then why."""
         first: dict[str, Any] = {"begin": self._grammar}
         while (job := self._jobs.get()) is not None and not self._closed.is_set():
@@ -143,16 +143,16 @@ class RemoteMatcher:
             if found is None:
                 return self._failure()
             if found["error"]:
-                return Answer(error=found["error"])
-            self._tell(Answer(base64.b64decode(found["mask"]), found["complete"]))
+                return MatcherAnswer(error=found["error"])
+            self._tell(MatcherAnswer(base64.b64decode(found["mask"]), found["complete"]))
         return None
 
-    def _failure(self) -> Answer:
+    def _failure(self) -> MatcherAnswer:
         fault = self._process.fault or Fault.DIED
         message = f"What may follow cannot be told: {fault.words(self._process.seconds)}"
-        return Answer(error=message, lost=fault.ours)
+        return MatcherAnswer(error=message, lost=fault.ours)
 
-    def _tell(self, answer: Answer) -> None:
+    def _tell(self, answer: MatcherAnswer) -> None:
         with self._lock:
             self._answer = answer
             self._heard += 1

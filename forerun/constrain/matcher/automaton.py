@@ -94,7 +94,7 @@ class Vocabulary(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class MatcherAnswer:
     """What an AsyncMatcher says of its place. See Automaton.
 
     mask  of what may follow; where the text is complete, its end
@@ -116,7 +116,7 @@ class AsyncMatcher(Protocol):
         ...
 
     @property
-    def answer(self) -> Answer:
+    def answer(self) -> MatcherAnswer:
         """The latest."""
         ...
 

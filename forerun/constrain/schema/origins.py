@@ -25,7 +25,7 @@ _CHOICES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class UnenforcedKeyword:
     """A keyword that is left out. path: where it stands, itself included."""
 
     path: str
@@ -142,7 +142,7 @@ class Rewritten:
     """
 
     schema: Any
-    unenforced: tuple[Fault, ...] = ()
+    unenforced: tuple[UnenforcedKeyword, ...] = ()
     origins: Origins = field(default_factory=Origins)
 
     def original(self, path: str) -> str:

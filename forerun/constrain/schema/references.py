@@ -11,7 +11,7 @@ _NAMED = ("draft-03", "draft-04")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SchemaPlace:
     """A schema inside the document, and where it stands (`properties.a.items`)."""
 
     schema: Any
@@ -29,12 +29,12 @@ class References:
         self.alone = "draft-0" in dialect
         self._id = "id" if any(name in dialect for name in _NAMED) else "$id"
         self._bases: dict[int, str] = {}
-        self._named: dict[str, Place] = {"": Place(root, "")}
-        self._anchors: dict[tuple[str, str], Place] = {}
+        self._named: dict[str, SchemaPlace] = {"": SchemaPlace(root, "")}
+        self._anchors: dict[tuple[str, str], SchemaPlace] = {}
         self._dynamic: dict[str, int] = {}
         self._index(root)
 
-    def found(self, schema: dict[str, Any], reference: Any) -> Place | None:
+    def found(self, schema: dict[str, Any], reference: Any) -> SchemaPlace | None:
         """What a reference in `schema` points to; None where that is in another document."""
         if not isinstance(reference, str):
             return None
@@ -49,7 +49,7 @@ class References:
             return self._anchors.get((address, fragment)) or self._anchors.get(("", fragment))
         return _pointed(resource, fragment) or _pointed(self._named[""], fragment)
 
-    def dynamic(self, schema: dict[str, Any]) -> Place | None:
+    def dynamic(self, schema: dict[str, Any]) -> SchemaPlace | None:
         """What its `$dynamicRef` or `$recursiveRef` points to, where only one place is possible."""
         reference = schema.get("$dynamicRef", schema.get("$recursiveRef"))
         if not isinstance(reference, str):
@@ -66,14 +66,14 @@ class References:
             name = schema.get(self._id)
             if isinstance(name, str) and not (self.alone and "$ref" in schema):
                 if name.startswith("#"):
-                    self._anchors[base, name[1:]] = Place(schema, path)
+                    self._anchors[base, name[1:]] = SchemaPlace(schema, path)
                 else:
                     base = urljoin(base, name).partition("#")[0]
-                    self._named.setdefault(base, Place(schema, path))
+                    self._named.setdefault(base, SchemaPlace(schema, path))
             self._bases[id(schema)] = base
             for key in ("$anchor", "$dynamicAnchor"):
                 if isinstance(schema.get(key), str):
-                    self._anchors[base, schema[key]] = Place(schema, path)
+                    self._anchors[base, schema[key]] = SchemaPlace(schema, path)
             if isinstance(schema.get("$dynamicAnchor"), str):
                 anchor = schema["$dynamicAnchor"]
                 self._dynamic[anchor] = self._dynamic.get(anchor, 0) + 1
@@ -82,7 +82,7 @@ class References:
             todo += [(inner, where, base) for where, inner in children(schema, path)]
 
 
-def _pointed(place: Place, pointer: str) -> Place | None:
+def _pointed(place: SchemaPlace, pointer: str) -> SchemaPlace | None:
     """What a JSON pointer leads to from a schema."""
     value, path = place.schema, place.path
     for part in _parts(pointer):
@@ -92,7 +92,7 @@ def _pointed(place: Place, pointer: str) -> Place | None:
             value, path = value[int(part)], f"{path}[{part}]"
         else:
             return None
-    return Place(value, path)
+    return SchemaPlace(value, path)
 
 
 def _parts(pointer: str) -> Iterator[str]:

@@ -15,8 +15,8 @@ from forerun.constrain.schema.keys import with_plain_keys
 from forerun.constrain.schema.logic import NOTES, type_of
 from forerun.constrain.schema.numbers import LARGE_BOUND, bounded, exact, exclusive
 from forerun.constrain.schema.objects import counted, dependencies, depending, named
-from forerun.constrain.schema.origins import Fault, Origins, Rewritten
-from forerun.constrain.schema.references import Place, References
+from forerun.constrain.schema.origins import Origins, Rewritten, UnenforcedKeyword
+from forerun.constrain.schema.references import References, SchemaPlace
 from forerun.constrain.schema.shapes import check_types, well_formed
 from forerun.constrain.schema.strings import (
     FORMATS,
@@ -78,7 +78,7 @@ class Rewriter:
         self.brief = brief
         self.defined: dict[str, Any] = {}
         self.origins = Origins()
-        self.faults: list[Fault] = []
+        self.faults: list[UnenforcedKeyword] = []
         self.root = well_formed(root, self.fault)
         self._references = References(self.root)
         self._names: dict[int, str] = {}
@@ -86,7 +86,7 @@ class Rewriter:
 
     def fault(self, path: str, keyword: str, why: str) -> None:
         """Name a keyword that is left out."""
-        found = Fault(f"{path}.{keyword}" if path else keyword, why)
+        found = UnenforcedKeyword(f"{path}.{keyword}" if path else keyword, why)
         if found not in self.faults:
             self.faults.append(found)
 
@@ -114,7 +114,7 @@ class Rewriter:
         self._depth += 1
         try:
             if self._depth % HOISTED == 0:
-                return self._reference(Place(raw, path), fresh=True)
+                return self._reference(SchemaPlace(raw, path), fresh=True)
             return self._rewritten(raw, path)
         finally:
             self._depth -= 1
@@ -150,7 +150,7 @@ class Rewriter:
             return {} if place.schema else {"type": []}
         return self._reference(place)
 
-    def _reference(self, place: Place, fresh: bool = False) -> dict[str, Any]:
+    def _reference(self, place: SchemaPlace, fresh: bool = False) -> dict[str, Any]:
         """A reference to a schema that is rewritten once."""
         name = self._names.get(id(place.schema))
         if name is None or (fresh and name not in self.defined):

@@ -6,8 +6,8 @@ from typing import Any
 from forerun.constrain.grammar.calls import Rules
 from forerun.errors import RequestError
 from forerun.serve.dialects.anthropic.schema import (
+    AnthropicMessage,
     CountBody,
-    Message,
     MessagesBody,
     Text,
     Thinking,
@@ -63,7 +63,7 @@ def ignored(body: CountBody) -> tuple[str, ...]:
     return (*found, *(f"messages.{name}" for name in sorted(inner)))
 
 
-def _plain(message: Message) -> list[dict[str, Any]]:
+def _plain(message: AnthropicMessage) -> list[dict[str, Any]]:
     """A message as templates take it: results of tools are messages of their own, and come first,
     since they answer the calls before.
     """

@@ -113,17 +113,17 @@ _ROLES = only("user", "assistant", "system", why="roles are user, assistant and 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class AnthropicMessage:
     """One turn of a conversation."""
 
     role: str = need(_ROLES)
     content: tuple[Block, ...] = need(_content)
 
 
-@takes(body_schema(Message))
-def _message(value: Any, where: str) -> Message:
+@takes(body_schema(AnthropicMessage))
+def _message(value: Any, where: str) -> AnthropicMessage:
     """A message whose blocks are such as its role has."""
-    found = read(Message, value, where)
+    found = read(AnthropicMessage, value, where)
     others = {"assistant": ToolResult, "user": Thinking | ToolUse}
     wrong = others.get(found.role, Thinking | ToolUse | ToolResult)
     for index, block in enumerate(found.content):
@@ -178,7 +178,7 @@ def _tool(value: Any, where: str) -> Tool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolChoice:
+class AnthropicToolChoice:
     """auto, any, none, or tool with a name."""
 
     type: str = need(only("auto", "any", "none", "tool", why="it is one of these"))
@@ -214,10 +214,10 @@ class CountBody:
     """POST /v1/messages/count_tokens: what is counted."""
 
     model: str | None = accept(text(256, 1))
-    messages: tuple[Message, ...] = need(items(_message, MAX_MESSAGES, 1))
+    messages: tuple[AnthropicMessage, ...] = need(items(_message, MAX_MESSAGES, 1))
     system: str | None = accept(told)
     tools: tuple[Tool, ...] = accept(_tools, ())
-    tool_choice: ToolChoice | None = accept(part(ToolChoice))
+    tool_choice: AnthropicToolChoice | None = accept(part(AnthropicToolChoice))
     thinking: ThinkingConfig | None = accept(part(ThinkingConfig))
     output_config: OutputConfig | None = accept(part(OutputConfig))
     output_format: _Format | None = accept(part(_Format))

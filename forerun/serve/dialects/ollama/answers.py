@@ -14,7 +14,7 @@ from forerun.errors import RequestError
 from forerun.serve.dialects.contract import Dialect, News, Ready
 from forerun.serve.dialects.conversation import Hearing
 from forerun.serve.dialects.ollama.errors import error_body
-from forerun.serve.dialects.ollama.schema import GenerateBody, OllamaBody, OllamaChatBody
+from forerun.serve.dialects.ollama.schema import OllamaBody, OllamaChatBody, OllamaGenerateBody
 from forerun.serve.dialects.openai.render import logprob_entries, speculation_metrics
 from forerun.serve.dialogue import ignored_fields
 from forerun.serve.errors import ApiError
@@ -167,19 +167,19 @@ class OllamaChat(OllamaDialect):
 class OllamaGenerate(OllamaChat):
     """POST /api/generate: a conversation of one prompt, or a plain text."""
 
-    def _read(self, value: Any) -> GenerateBody:  # type: ignore[override]
-        body = read(GenerateBody, value)
+    def _read(self, value: Any) -> OllamaGenerateBody:  # type: ignore[override]
+        body = read(OllamaGenerateBody, value)
         if body.raw and body.system is not None:
             message = "system needs raw to be false: a raw prompt is all there is."
             raise RequestError(message, "system")
         return body
 
     def _empty(self, body: OllamaBody) -> bool:
-        assert isinstance(body, GenerateBody)
+        assert isinstance(body, OllamaGenerateBody)
         return not body.prompt
 
     def _asked(self, body: OllamaBody, service: Service) -> Generation:
-        assert isinstance(body, GenerateBody)
+        assert isinstance(body, OllamaGenerateBody)
         if body.raw:
             return completion_generation(plain(body), self.served.loaded, service.settings)
         messages = [{"role": "user", "content": body.prompt}]
@@ -255,7 +255,7 @@ def conversation(body: OllamaBody, messages: tuple[dict[str, Any], ...]) -> Chat
     )
 
 
-def plain(body: GenerateBody) -> CompletionBody:
+def plain(body: OllamaGenerateBody) -> CompletionBody:
     """A request with a raw prompt, in the server's own words."""
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true.", "top_logprobs")

@@ -137,7 +137,7 @@ class _Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class OllamaMessage:
     """One turn of a conversation."""
 
     role: str = need(only("system", "user", "assistant", "tool", why="these roles exist"))
@@ -149,10 +149,10 @@ class Message:
     tool_call_id: str | None = accept(text(256))
 
 
-@takes(body_schema(Message))
+@takes(body_schema(OllamaMessage))
 def _message(value: Any, where: str) -> dict[str, Any]:
     """A message as templates take it."""
-    message = read(Message, value, where)
+    message = read(OllamaMessage, value, where)
     plain: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.thinking:
         plain["reasoning_content"] = message.thinking
@@ -212,7 +212,7 @@ def _no_context(value: Any, where: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateBody(OllamaBody):
+class OllamaGenerateBody(OllamaBody):
     """POST /api/generate. Without a prompt it only asks whether the model is there."""
 
     prompt: str = accept(plain_text, "")

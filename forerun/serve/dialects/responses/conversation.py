@@ -9,8 +9,8 @@ from forerun.serve.dialects.responses.schema import (
     LOGPROBS,
     Call,
     CallOutput,
+    InputMessage,
     Item,
-    Message,
     Reasoning,
     ResponsesBody,
     TextConfig,
@@ -67,7 +67,7 @@ def messages_of(items: Iterable[Item]) -> Messages:
         if isinstance(item, CallOutput):
             found.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
             continue
-        if isinstance(item, Message) and item.role != "assistant":
+        if isinstance(item, InputMessage) and item.role != "assistant":
             role = "system" if item.role == "developer" else item.role
             found.append({"role": role, "content": item.content})
             continue
@@ -100,7 +100,7 @@ def _begins_turn(message: dict[str, Any], item: Item) -> bool:
     begun = message["content"] is not None or "tool_calls" in message
     if isinstance(item, Reasoning):
         return begun
-    return isinstance(item, Message) and begun
+    return isinstance(item, InputMessage) and begun
 
 
 def _add(message: dict[str, Any], item: Item) -> None:
@@ -112,7 +112,7 @@ def _add(message: dict[str, Any], item: Item) -> None:
         function = {"name": item.name, "arguments": item.arguments}
         call = {"id": item.call_id, "type": "function", "function": function}
         message.setdefault("tool_calls", []).append(call)
-    elif isinstance(item, Message):
+    elif isinstance(item, InputMessage):
         message["content"] = item.content
 
 
@@ -120,7 +120,7 @@ def input_item(item: Item, id: str) -> dict[str, Any]:
     """An item as it was read, for /v1/responses/{id}/input_items."""
     given = {field.name: getattr(item, field.name) for field in fields(item)}
     plain = {name: value for name, value in given.items() if value not in (None, "")}
-    if isinstance(item, Message):
+    if isinstance(item, InputMessage):
         kind = "output_text" if item.role == "assistant" else "input_text"
         plain["content"] = [{"type": kind, "text": item.content}]
     if isinstance(item, Reasoning):

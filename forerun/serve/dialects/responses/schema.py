@@ -73,7 +73,7 @@ def told(value: Any, where: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class InputMessage:
     """What somebody said."""
 
     type: str = accept(plain_text, "message")
@@ -126,9 +126,9 @@ class Reasoning:
     encrypted_content: str | None = ignore(plain_text)
 
 
-Item = Message | Call | CallOutput | Reasoning
+Item = InputMessage | Call | CallOutput | Reasoning
 _KNOWN: dict[str, type[Any]] = {
-    "message": Message,
+    "message": InputMessage,
     "function_call": Call,
     "function_call_output": CallOutput,
     "reasoning": Reasoning,
@@ -136,10 +136,10 @@ _KNOWN: dict[str, type[Any]] = {
 _item = tagged(_KNOWN, {"item_reference": "send the item itself, or previous_response_id"})
 
 
-@takes({"anyOf": [body_schema(Message), _item.schema]})
+@takes({"anyOf": [body_schema(InputMessage), _item.schema]})
 def _one(value: Any, where: str) -> Item:
     plain = isinstance(value, dict) and value.get("type") is None and "role" in value
-    found: Item = read(Message, value, where) if plain else _item(value, where)
+    found: Item = read(InputMessage, value, where) if plain else _item(value, where)
     return found
 
 
@@ -150,7 +150,7 @@ _items = items(_one, MAX_MESSAGES)
 def _input(value: Any, where: str) -> tuple[Item, ...]:
     """`input`: a text of the user's, or items."""
     if isinstance(value, str):
-        return (Message(role="user", content=str(plain_text(value, where))),)
+        return (InputMessage(role="user", content=str(plain_text(value, where))),)
     found: tuple[Item, ...] = _items(value, where)
     return found
 

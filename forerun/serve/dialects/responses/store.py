@@ -15,7 +15,7 @@ MAX_ANSWERS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredAnswer:
     """One answer.
 
     response  as it was sent
@@ -57,14 +57,14 @@ class ResponseStore:
                 _, oldest = self._answers.popitem(last=False)
                 self._bytes -= len(oldest)
 
-    def get(self, id: str) -> Stored | None:
+    def get(self, id: str) -> StoredAnswer | None:
         """The answer, if it is still kept."""
         with self._lock:
             data = self._answers.get(id)
         if data is None:
             return None
         response, input, messages = json.loads(data)
-        return Stored(response, input, tuple(messages))
+        return StoredAnswer(response, input, tuple(messages))
 
     def drop(self, id: str) -> bool:
         """Forget an answer. False where there is none."""

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from forerun.constrain.grammar.calls import Rules
 from forerun.errors import RequestError
 from forerun.serve.fields import (
-    Described,
+    DescribedReader,
     Reader,
     accept,
     boolean,
@@ -102,7 +102,7 @@ def _ids(value: Any, where: str) -> Prompts:
     return Prompts((token_ids(value, where),), False)
 
 
-def each(reader: Reader) -> Described:
+def each(reader: Reader) -> DescribedReader:
     """A value for all texts of a request, or a list with one for each, as PerText."""
     several = items(reader, MAX_PROMPTS, 1)
 
