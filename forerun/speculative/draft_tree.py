@@ -11,7 +11,7 @@ taken is always the next draft token: `best_first`. So grow a block's marginals 
 2604.12989) in `block_draft`, and the n-gram table's votes.
 
 Captured steps have a twin of the level-by-level growth in fixed shapes
-(executors/torch/captured/drafting.py grows, future_map.py reranks); `full_size` and `full_draft`
+(executors/torch/captured/drafting.py grows, triton_future.py reranks); `full_size` and `full_draft`
 are what host and twin agree on.
 """
 

@@ -7,18 +7,11 @@ import torch
 from forerun.executors.torch import TorchExecutor, with_captures
 from forerun.executors.torch.accept import NodeNoise
 from forerun.executors.torch.float8 import FLOAT8, Float8Linear, float8_rows
-from forerun.executors.torch.geometry import Geometry, attend_dense, tiles_of
-from forerun.executors.torch.kernels import SLOW_TWINS, kernels_for
+from forerun.executors.torch.geometry import Geometry, tiles_of
+from forerun.executors.torch.kernels import kernels_for
 from forerun.executors.torch.kv import Narrow, enter
 from forerun.executors.torch.layers import PLAIN, Heads
-from forerun.executors.torch.plain_round import (
-    Levels,
-    RoundShape,
-    accept,
-    descend,
-    grow,
-    prepare,
-)
+from forerun.executors.torch.round_types import Levels, RoundShape
 from forerun.executors.torch.varlen_attention import PackedPrompts, row_by_row
 from forerun.models.layer_spec import AttentionSpec
 from forerun.speculative.draft_tree import full_size
@@ -27,6 +20,8 @@ from forerun.speculative.verify import intervals
 from tests.models import tiny
 from tests.parity.cuts import lost, mixed, shaping_of
 from tests.parity.driver import Driver, Row, as_draft, limits
+from tests.twins.kernels import SLOW_TWINS, attend_dense
+from tests.twins.rounds import accept, descend, grow, prepare
 
 ERROR = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """Norm of the difference over the norm of the result."""

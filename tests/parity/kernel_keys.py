@@ -26,7 +26,7 @@ from triton.runtime.jit import JITFunction
 
 from forerun.executors.torch import TorchExecutor, compile_ahead, model_runner, with_captures
 from forerun.executors.torch.captured import executor as captured_executor
-from forerun.executors.torch.eagle_model import TorchEagleModel
+from forerun.executors.torch.eagle import TorchEagleModel
 from forerun.interface.executor import DraftShape, ExecutorLimits
 from forerun.interface.next_draft import DraftRequest
 from forerun.interface.plan import SlotInit

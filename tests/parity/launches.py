@@ -27,7 +27,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from forerun.executors.torch import block_model, decoder_model, eagle_model, prediction_model
+from forerun.executors.torch import block as block_model
+from forerun.executors.torch import decoder_model, prediction_model
+from forerun.executors.torch import eagle as eagle_model
 from forerun.executors.torch.block import BlockDrafter
 from forerun.executors.torch.captured.block_drafting import drafting_of
 from forerun.executors.torch.captured.buffers import Size

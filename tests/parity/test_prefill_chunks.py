@@ -13,7 +13,6 @@ from forerun.build.with_torch import ENTRY
 from forerun.errors import EngineError
 from forerun.executors.torch import TorchEagleModel, TorchExecutor, model_runner, with_captures
 from forerun.executors.torch.captured import executor as captured_executor
-from forerun.executors.torch.kernels import SLOW_TWINS
 from forerun.interface.draft_model import Extension
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.features import KeptFeatures
@@ -28,6 +27,7 @@ from tests.parity.interpreted import load
 from tests.parity.launches import counted_kernels, kernels, tensors
 from tests.parity.tape import Tape
 from tests.speculative.worlds import plan_of
+from tests.twins.kernels import SLOW_TWINS
 
 for name in ("attention", "choice", "layers", "round", "draft", "future"):
     load(f"triton_{name}")  # Interpreted, for whoever shares this process.

@@ -10,8 +10,6 @@ from forerun.errors import ConfigError
 from forerun.executors.torch import TorchExecutor
 from forerun.executors.torch import model_runner as module
 from forerun.executors.torch.compile_ahead import _Zeros
-from forerun.executors.torch.geometry import attend_dense
-from forerun.executors.torch.kernels import SLOW_TWINS
 from forerun.executors.torch.kv import KvShape, PagedCache
 from forerun.executors.torch.plan_geometry import geometry_of
 from forerun.executors.torch.prompt_attention import PromptAttention
@@ -23,6 +21,7 @@ from forerun.speculative.tree import NO_DRAFT, batch
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, as_draft, limits
 from tests.parity.launches import META, Launches
+from tests.twins.kernels import SLOW_TWINS, attend_dense
 
 
 @pytest.fixture

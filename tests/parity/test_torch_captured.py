@@ -12,9 +12,7 @@ from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.captured.buffers import Size
 from forerun.executors.torch.captured.declared import declared
 from forerun.executors.torch.captured.executor import MOST_NODES
-from forerun.executors.torch.captured.prepare_inputs import tree_intervals
-from forerun.executors.torch.kernels import SLOW_TWINS
-from forerun.executors.torch.plain_round import walk
+from forerun.executors.torch.captured.round import tree_intervals
 from forerun.interface.executor import DraftShape
 from forerun.speculative.accept import NOTHING, accept_row
 from forerun.speculative.sampling import Sampling
@@ -24,6 +22,8 @@ from tests.parity.driver import Driver, Row, as_draft, chain_draft, limits
 from tests.parity.tape import Tape, Watch
 from tests.parity.test_torch_invariance import half_true_draft
 from tests.speculative.worlds import drafts
+from tests.twins.kernels import SLOW_TWINS
+from tests.twins.rounds import walk
 
 SAMPLINGS = [
     Sampling(temperature=0.0),

@@ -14,11 +14,11 @@ from forerun.executors.torch import CapturedExecutor, TorchEagleModel, model_run
 from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.captured.buffers import Size
 from forerun.executors.torch.features import TorchFeatures
-from forerun.executors.torch.kernels import SLOW_TWINS
 from forerun.interface.features import KeptFeatures
 from tests.models import tiny
 from tests.parity.tape import Tape
 from tests.parity.test_torch_eagle_model import SWITCHES, Twin, opened, serve
+from tests.twins.kernels import SLOW_TWINS
 
 KERNELS = SLOW_TWINS
 

@@ -6,17 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.executors.device_choice import Choosing
-from forerun.executors.torch.captured import future_map
 from forerun.executors.torch.captured.buffers import BufferDims, Record, Room, Size, Sized
-from forerun.executors.torch.captured.future_map import FutureMap
-from forerun.executors.torch.captured.prepare_inputs import prepare_inputs_carried, tree_intervals
-from forerun.executors.torch.plain_round import Accepted
+from forerun.executors.torch.captured.round import prepare_inputs_carried, tree_intervals
+from forerun.executors.torch.captured.runner import FutureMap
+from forerun.executors.torch.round_types import Accepted
 from forerun.interface.plan import Plan
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.draft_tree import full_draft, full_size
 from forerun.speculative.tree import NO_DRAFT, batch
 from tests.parity.interpreted import load
 from tests.parity.tape import Watch
+from tests.twins import future
 
 triton_future = load("triton_future")
 
@@ -65,9 +65,7 @@ def left(carry, size, slots, rows):
     sized.whole.copy_(staging.whole)
     with Watch():
         count, last = kept.sum(1, dtype=torch.int32), torch.zeros(size.rows, dtype=torch.int32)
-        future_map.leave(
-            carry.state, size, sized.there, Accepted(choices, kept, count, last), record
-        )
+        future.leave(carry.state, size, sized.there, Accepted(choices, kept, count, last), record)
 
 
 def entered(carry, size, slots, bounds):
@@ -85,7 +83,7 @@ def entered(carry, size, slots, bounds):
     buffers["slot"][:many] = slots
     sized.whole.copy_(staging.whole)
     with Watch():
-        found = future_map.resume(carry.state, size, sized.there)
+        found = future.resume(carry.state, size, sized.there)
     again = triton_future.resume(carry.state, size, sized.there)
     assert all(torch.equal(again[name], values) for name, values in found.items())
     return {name: values.numpy() for name, values in found.items()}
@@ -150,7 +148,7 @@ def test_rows_that_are_not_ahead_keep_their_facts():
         values[...] = random.integers(1, 4, values.shape)
     buffers["carried"][:] = 0
     sized.whole.copy_(staging.whole)
-    found = future_map.resume(carry.state, size, sized.there)
+    found = future.resume(carry.state, size, sized.there)
     again = triton_future.resume(carry.state, size, sized.there)
     assert all(torch.equal(again[name], values) for name, values in found.items())
     assert all((found[name].numpy() == values).all() for name, values in buffers.items())
@@ -185,7 +183,7 @@ def test_the_kernel_leaves_what_its_twin_leaves(seed, width, levels, nodes):
         there(random.integers(0, nodes, 3).astype(np.int32)),
     )
     found = []
-    for leave in (future_map.leave, triton_future.leave):
+    for leave in (future.leave, triton_future.leave):
         random = np.random.default_rng(seed)
         carry, sized = FutureMap(SLOTS, torch.device("cpu")), sized_of(size, 3)
         carry.grow(Size(1, 1, max(levels, 1), width))

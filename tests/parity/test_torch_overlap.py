@@ -19,7 +19,7 @@ from forerun.drafters.model_drafter import ModelDrafter
 from forerun.engine.request import Finish
 from forerun.executors.torch import model_runner
 from forerun.executors.torch.captured import executor as captured_executor
-from forerun.executors.torch.captured import future_map
+from forerun.executors.torch.captured import runner as rounds
 from forerun.executors.torch.captured.declared import declared
 from forerun.interface.executor import DraftShape
 from forerun.interface.plan import Budget
@@ -194,7 +194,7 @@ def test_what_is_looked_at_first_says_the_same(slow, eager, learned, shape):
 @pytest.mark.parametrize("width", [1, 2])
 def test_wishes_that_change_from_step_to_step(slow, eager, learned, monkeypatch, width):
     """None at all now and then, and deeper ones than there is room for: looked at first."""
-    monkeypatch.setattr(future_map, "LEVELS", 1)
+    monkeypatch.setattr(rounds, "LEVELS", 1)
     requests = asked(learned[1], 0.0, (40, 33, 37))
     expected, _ = answered(eager, requests, False, **OFF)
     slow[0].executor.runner.future = None  # Room is made anew.

@@ -9,7 +9,6 @@ from forerun.executors.host_choice import report
 from forerun.executors.torch.accept import NodeNoise
 from forerun.executors.torch.captured.buffers import RULES, Size
 from forerun.executors.torch.captured.shaped_rows import ShapedRows
-from forerun.executors.torch.kernels import SLOW_TWINS
 from forerun.executors.torch.shaping import reported
 from forerun.interface.plan import SlotInit
 from forerun.speculative.accept import NOTHING
@@ -19,6 +18,7 @@ from forerun.speculative.tree import NodeMasks
 from forerun.speculative.verify import intervals
 from tests.parity.driver import SHAPED
 from tests.parity.tape import Watch
+from tests.twins.kernels import SLOW_TWINS
 
 VOCAB, ROWS, NODES = 700, 4, 4
 TOKENS, PARENTS = [7, 5, 9, 5], np.array([-1, 0, 1, 2], np.int32)

@@ -14,7 +14,6 @@ from forerun.executors.torch.float8 import FLOAT8, float8_rows
 from forerun.executors.torch.geometry import (
     KEYS,
     MOST_PARTS,
-    attend_dense,
     program_heads,
     programs_for,
     split_of,
@@ -29,6 +28,7 @@ from tests.parity.interpreted import load
 from tests.parity.test_torch_attention import SPECS, Pages
 from tests.speculative.worlds import as_draft, drafts
 from tests.twins import verify
+from tests.twins.kernels import attend_dense
 
 attention = load("triton_attention")
 CPU = torch.device("cpu")

@@ -3,10 +3,11 @@
 import numpy as np
 import torch
 
-from forerun.executors.torch.accept import NodeNoise, choices, choose
+from forerun.executors.torch.accept import NodeNoise, choices
 from forerun.speculative.accept import NOTHING
 from tests.parity.interpreted import load
 from tests.parity.test_torch_accept import SEEDS, nodes
+from tests.twins.rounds import choose
 
 choice = load("triton_choice")
 

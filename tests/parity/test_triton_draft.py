@@ -7,20 +7,13 @@ import pytest
 import torch
 
 from forerun.executors.torch.layers import PLAIN, rotation
-from forerun.executors.torch.plain_round import (
-    Accepted,
-    Extended,
-    Levels,
-    Prepared,
-    descend,
-    follow,
-    grow,
-)
+from forerun.executors.torch.round_types import Accepted, Extended, Levels, Prepared
 from forerun.speculative.draft_tree import full_size
 from forerun.speculative.noise import gumbel_of
 from tests.parity.interpreted import load
 from tests.parity.test_torch_accept import SEEDS
 from tests.parity.test_triton_choice import noise_of
+from tests.twins.rounds import descend, follow, grow
 
 draft = load("triton_draft")
 

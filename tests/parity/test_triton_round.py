@@ -11,10 +11,10 @@ from forerun.client.completion import make_request
 from forerun.executors.torch import CapturedExecutor, TorchExecutor, model_runner, with_captures
 from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.captured.buffers import BufferDims, Room, Size, Sized
-from forerun.executors.torch.captured.prepare_inputs import tree_intervals
+from forerun.executors.torch.captured.round import tree_intervals
 from forerun.executors.torch.float8 import FLOAT8
 from forerun.executors.torch.kv import KvShape, PagedCache
-from forerun.executors.torch.plain_round import RoundShape, accept, prepare
+from forerun.executors.torch.round_types import RoundShape
 from forerun.models.cache_layer import CacheLayer
 from forerun.speculative.tree import batch
 from tests.models import tiny
@@ -32,6 +32,7 @@ from tests.parity.test_rounds_that_draft import (
 )
 from tests.parity.test_torch_captured import no_draft, texts
 from tests.parity.test_torch_invariance import half_true_draft
+from tests.twins.rounds import accept, prepare
 
 CPU = torch.device("cpu")
 for name in ("choice", "layers", "merge", "future"):

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.executors.torch.accept import NodeNoise, choose
+from forerun.executors.torch.accept import NodeNoise
 from forerun.executors.torch.shaping import STOP, cut, shaped
 from forerun.speculative.accept import NOTHING
 from tests.parity.cuts import mixed, shaping_of
 from tests.parity.interpreted import load
+from tests.twins.rounds import choose
 
 kernels = load("triton_shaping")
 

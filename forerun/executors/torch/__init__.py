@@ -1,12 +1,12 @@
 """The torch executor: reference on CPU, and CUDA."""
 
-from forerun.executors.torch.block_model import TorchBlockModel
+from forerun.executors.torch.block import TorchBlockModel
 from forerun.executors.torch.captured.executor import (
     CapturedExecutor,
     with_captures,
 )
 from forerun.executors.torch.decoder_model import TorchDecoderModel
-from forerun.executors.torch.eagle_model import TorchEagleModel
+from forerun.executors.torch.eagle import TorchEagleModel
 from forerun.executors.torch.executor import TorchExecutor
 from forerun.executors.torch.prediction_model import TorchPredictionModel
 from forerun.executors.torch.target import TorchTarget

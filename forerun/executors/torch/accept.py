@@ -35,26 +35,6 @@ class NodeNoise:
     positions: Tensor
     temperatures: Tensor
 
-    def at(self, rows: Tensor, further: Tensor | int) -> "NodeNoise":
-        """Of nodes int64[n] of these, so many output positions further on."""
-        return NodeNoise(self.seeds[rows], self.positions[rows] + further, self.temperatures[rows])
-
-
-@dataclass(frozen=True, slots=True)
-class Likely:
-    """The k likeliest children of n nodes, as a draft head sees them.
-
-    logits      float32[n,k], descending
-    which       int64[n,k] their draft ids
-    normaliser  float32[n] logsumexp of all of a node's logits
-    ids         int32[Vd] target id of every draft id
-    """
-
-    logits: Tensor
-    which: Tensor
-    normaliser: Tensor
-    ids: Tensor
-
 
 def philox(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
     """Philox-4x32-10: four words and two key words, int64 that hold 32-bit words.
@@ -101,35 +81,6 @@ def _of_words(words: Tensor) -> Tensor:
     return -uniform.log_().neg_().log_().float()
 
 
-def pick(likely: Likely, noise: NodeNoise, width: int) -> tuple[Tensor, Tensor]:
-    """The `width` best children of n nodes, best first: target ids int32[n,width], and
-    log-probabilities float32[n,width]; -inf instead of NaN.
-
-    At T > 0 the noise of the position that a child would take, which the target will use too,
-    reorders the likely ones; log-probabilities are then those of being the greatest.
-    """
-    temperature = noise.temperatures[:, None]
-    values = likely.logits - likely.normaliser[:, None]
-    tokens = likely.ids[likely.which]
-    scores = values / torch.where(temperature > 0, temperature, 1.0) + _gumbel_of(
-        noise, tokens.long()
-    )
-    scores = scores - scores.logsumexp(-1, keepdim=True)
-    values = torch.where(temperature > 0, scores, values)
-    values = torch.where(values.isnan(), -torch.inf, values)
-    order = values.sort(dim=-1, descending=True, stable=True).indices[:, :width]
-    return tokens.gather(1, order), values.gather(1, order)
-
-
-def _gumbel_of(noise: NodeNoise, tokens: Tensor) -> Tensor:
-    """float32[n,k]: forerun.speculative.noise.gumbel_of of n nodes, tokens int64[n,k] for each."""
-    seeds, positions = noise.seeds[:, None], noise.positions.long()[:, None]
-    nothing = torch.zeros_like(tokens)
-    counter = [tokens // 4, positions + nothing, nothing, nothing]
-    words = torch.stack(philox(counter, [seeds & _LOW, (seeds >> 32) & _LOW]), -1)
-    return _of_words(words.gather(-1, (tokens % 4)[..., None])[..., 0])
-
-
 def choices(logits: Tensor, nodes: PlainNodes) -> Tensor:
     """int32[n] on the device: the target's choice from logits float32[n,V] of n plain nodes;
     NOTHING as in forerun.speculative.accept.choose.
@@ -155,17 +106,3 @@ def best(logits: Tensor, nodes: PlainNodes, first: int = 0) -> tuple[Tensor, Ten
         rows = torch.from_numpy(part).to(device)
         scores[rows] += noise[torch.from_numpy(which.reshape(-1)).to(device)]
     return scores.max(-1).values, scores.argmax(-1)
-
-
-def choose(logits: Tensor, noise: NodeNoise) -> Tensor:
-    """int32[M]: what `choices` gives, from logits float32[M,V] and what is on the device already.
-
-    Nothing here waits for the device; noise is made for all nodes, greedy ones included.
-    """
-    temperature = noise.temperatures[:, None]
-    made = _gumbel(noise.seeds, noise.positions.long(), logits.shape[1])
-    scores = torch.where(
-        temperature > 0, logits / torch.where(temperature > 0, temperature, 1.0) + made, logits
-    )
-    best, tokens = scores.max(-1).values, scores.argmax(-1)
-    return torch.where(best.isfinite(), tokens, NOTHING).int()

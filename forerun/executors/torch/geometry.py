@@ -7,14 +7,9 @@ see forerun.speculative.verify.intervals.
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from forerun.errors import EngineError
-from forerun.executors.torch.float8 import Rows, float8_rows
-from forerun.executors.torch.kv import CacheTensor, read
-from forerun.executors.torch.layers import softcapped
-from forerun.models.layer_spec import AttentionSpec
 from forerun.types import AnyArray, Ints
 
 LINES = 64
@@ -144,60 +139,3 @@ def positions_of(geometry: Geometry) -> Tensor:
     if geometry.position is None:
         raise EngineError("a layer has a sliding window, but the step's positions were not given")
     return geometry.position
-
-
-def attend_dense(
-    queries: Tensor,
-    keys: CacheTensor,
-    values: CacheTensor,
-    geometry: Geometry,
-    spec: AttentionSpec | None = None,
-    float8: bool = False,
-    sinks: Tensor | None = None,
-) -> Rows:
-    """Context [Q,A,E] of queries [Q,A,E] over one layer's keys and values.
-
-    The slow twin of the kernels: every page of every table is read, then masked. Shapes depend
-    on shapes alone, so it can be captured.
-
-    spec    how scores are made; None: scaled by 1/sqrt(E), no window
-    float8  give the context as float8 rows [Q,A*E] instead
-    sinks   float32[A]: a score of each head that carries no value
-    """
-    size, width, count = queries.shape[2], geometry.table.shape[1], len(geometry.slots)
-    nodes = torch.arange(count, device=queries.device)
-    row_of = torch.searchsorted(geometry.start[1:].contiguous(), nodes.int(), right=True)
-    asking = nodes if geometry.asking is None else geometry.asking.long()
-    row = row_of[asking]
-    position = torch.arange(width * geometry.page_size, device=queries.device)
-    page = geometry.table.long().clamp_min(0)[:, position // geometry.page_size]
-    slots = (page * geometry.page_size + position % geometry.page_size)[row]
-    spec = spec or AttentionSpec(size**-0.5)
-    cached = position < geometry.kv_len[row, None]
-    enter, leave = geometry.tree_intervals
-    step = enter[asking, None]
-    own = (enter <= step) & (step < leave) & (row_of == row[:, None])
-    if spec.window is not None or geometry.begin:
-        mine = positions_of(geometry)
-        oldest = mine.clamp_max(geometry.begin)
-        if spec.window is not None:
-            oldest = torch.maximum(oldest, mine - spec.window + 1)
-        oldest = oldest[asking, None]
-        cached &= position >= oldest
-        own &= mine >= oldest
-    seen = torch.cat([cached, own], 1)
-    slots = torch.cat([slots, geometry.slots.long().expand(len(asking), -1)], 1)
-    # [G, M, T, E]; what is not seen is read as zero, because NaN times zero is NaN.
-    key, value = (
-        torch.where(seen[..., None], read(cached, slots), 0.0).float() for cached in (keys, values)
-    )
-    grouped = queries.float().unflatten(1, (len(keys), -1)).transpose(0, 1)
-    scores = torch.einsum("gmae,gmte->gmat", grouped, key) * spec.scale
-    scores = softcapped(scores, spec.softcap)
-    scores = scores.masked_fill(~seen[:, None], -torch.inf)
-    if sinks is not None:
-        shape = *scores.shape[:3], 1
-        scores = torch.cat([scores, sinks.view(len(keys), 1, -1, 1).expand(shape)], -1)
-    weights = scores.softmax(-1)[..., : seen.shape[1]]
-    context = torch.einsum("gmat,gmte->mgae", weights, value).flatten(1, 2).to(queries.dtype)
-    return float8_rows(context.flatten(1)) if float8 else context

@@ -1,12 +1,11 @@
 """The product of experts as data: which rows visit which experts, and each row by the matrices of
-its own. The kernel is triton_experts.py; its slow twin stands here.
+its own. The kernel is triton_experts.py.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
 
@@ -47,21 +46,3 @@ class Pairs:
 
 GroupedProduct = Callable[[Tensor, Stacked, Pairs, int], Tensor]
 """(x [M,in], matrices, pairs, k) -> [P,out]: of pair p its expert's matrix times x[p // k]."""
-
-
-def grouped_loop(x: Tensor, matrices: Stacked, pairs: Pairs, k: int) -> Tensor:
-    """GroupedProduct, every expert for every pair: the slow twin of triton_experts.grouped. Shapes
-    depend on shapes alone, so it can be captured.
-    """
-    rows = x.repeat_interleave(k, 0)
-    found = x.new_zeros(len(rows), matrices.numbers.shape[1])
-    for expert in range(len(matrices.numbers)):
-        matrix = matrices.numbers[expert].to(x.dtype)
-        product = F.linear(rows, matrix).float()
-        if matrices.scale is not None:
-            product = product * matrices.scale[expert]
-        if matrices.bias is not None:
-            product = product + matrices.bias[expert].float()
-        mine = (pairs.expert == expert).unsqueeze(1)
-        found = torch.where(mine, product.to(x.dtype), found)
-    return found

@@ -1,46 +1,37 @@
 """Which kernels a device has: the one place that imports Triton."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import wraps
 from typing import ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from forerun.executors.torch.accept import NodeNoise, choose
+from forerun.executors.torch.accept import NodeNoise
 from forerun.executors.torch.captured.buffers import Record, Size
-from forerun.executors.torch.captured.future_map import leave, resume
-from forerun.executors.torch.captured.future_trees import FutureState
 from forerun.executors.torch.float8 import Float8Parts, Rows
-from forerun.executors.torch.geometry import Geometry, attend_dense
-from forerun.executors.torch.grouped import grouped_loop
-from forerun.executors.torch.kv import CacheTensor, Move, PagedCache, enter
+from forerun.executors.torch.geometry import Geometry
+from forerun.executors.torch.kv import CacheTensor, Move
 from forerun.executors.torch.layers import (
     PLAIN,
     AnyHeads,
     Elementwise,
     Rotary,
-    rotation,
 )
-from forerun.executors.torch.plain_round import (
+from forerun.executors.torch.round_types import (
     Accepted,
     Below,
     Extended,
     Facts,
     Frontier,
+    FutureState,
     Levels,
     Prepared,
     RoundShape,
-    accept,
-    descend,
-    follow,
-    grow,
-    keep,
-    prepare,
 )
-from forerun.executors.torch.shaping import Shape, shaped
-from forerun.executors.torch.varlen_attention import VariableLength, flash, row_by_row
+from forerun.executors.torch.shaping import Shape
+from forerun.executors.torch.varlen_attention import VariableLength, flash
 from forerun.models.layer_spec import AttentionSpec
 
 
@@ -72,31 +63,41 @@ Enter = Callable[[AnyHeads, tuple[CacheTensor, CacheTensor], Tensor], Tensor]
 """(heads of M nodes, keys and values of a layer, slots int32[M]) -> queries [M,A,E]: see kv.py."""
 
 Prepare = Callable[[Facts, RoundShape], Prepared]
-"""See plain_round.py."""
+"""(facts of a round, what rounds have in common) -> what the facts say of every node."""
 
 Accept = Callable[[Tensor, NodeNoise, Facts, Tensor], Accepted]
-"""(logits [M,V], how each node chooses, facts, int32[M] of the record): see plain_round.py."""
+"""(logits [M,V] of any dtype, how each node chooses, facts, int32[M] of the record) -> a path of
+every row, the choices on which are written into the record, NOTHING elsewhere.
+"""
 
 Choose = Callable[[Tensor, NodeNoise], Tensor]
 """(logits float32[M,V], how each node chooses) -> int32[M] tokens, or NOTHING."""
 
 Keep = Callable[[Tensor, Facts, Tensor], Accepted]
-"""(choices int32[M], facts, int32[M] of the record): see plain_round.py."""
+"""(choices int32[M], facts, int32[M] of the record) -> as Accept."""
 
 Rotation = Callable[[Tensor, Tensor, float], Rotary]
 """(positions int32[M], frequencies float32[E/2], factor) -> their cos and sin: layers.rotation."""
 
 Follow = Callable[[Extended, Accepted, Prepared, Facts, Levels], Below]
-"""See plain_round.py."""
+"""(what all nodes gave, ...) -> the ends of the rows' accepted paths, kept by slot too."""
 
 Descend = Callable[[Tensor, Levels, int, Tensor, Tensor | None, bool], Frontier]
-"""(grown, size, level, hidden, above, roots): see plain_round.py."""
+"""(grown int32[3,R,K], size, levels that are grown, hidden, above, roots) -> the `width` best nodes
+of the newest level, ties to the earlier, on which the trees go on.
+
+hidden  [R*width,W] outputs of the level that ran last, at level 1 of the rows' ends [R,W]
+above   of the frontier before; None at level 1
+roots   each row's root is run before its nodes
+"""
 
 Resume = Callable[[FutureState, Size, Facts], Facts]
-"""See captured/future_map.py."""
+"""(state by slot, size, facts of the host) -> facts, those of carried rows from their slots."""
 
 Leave = Callable[[FutureState, Size, Facts, Accepted, Record], None]
-"""See captured/future_map.py."""
+"""(state by slot, size, facts, what was accepted, record): keep what came of the rows, and write
+into the record what ran.
+"""
 
 Ahead = Callable[[Callable[[], None], Callable[[int, int], None]], None]
 """(work, progress): compile all that `work` would launch, telling how many are done of how many."""
@@ -119,7 +120,13 @@ class Grow(Protocol):
         grown: Tensor,
         chosen: Tensor | None,
     ) -> None:
-        """See plain_round.py."""
+        """Hang `width` children below the nodes that a level asks for.
+
+        logits  [n,Vd] of those nodes, of any dtype; ids int32[Vd] target ids
+        grown   int32[3,R,K] tokens, parents and values' bits of the trees (draft_tree.py)
+        chosen  int[R,width] which of the level before the nodes are; None: at the first level,
+                where the rows' ends ask, and in chains
+        """
         ...
 
 
@@ -155,27 +162,6 @@ def guarded(device: torch.device, launch: Callable[P, R]) -> Callable[P, R]:
             return launch(*args, **kwargs)
 
     return inside
-
-
-SLOW_TWINS = Kernels(
-    attend=attend_dense,
-    varlen=row_by_row,
-    enter=enter,
-    move=PagedCache.move,
-    prepare=prepare,
-    accept=accept,
-    choose=choose,
-    shape=shaped,
-    keep=keep,
-    rotation=rotation,
-    follow=follow,
-    grow=grow,
-    descend=descend,
-    resume=resume,
-    leave=leave,
-    parts=replace(PLAIN, grouped=grouped_loop),
-)
-"""All of them in plain torch, on any device."""
 
 
 def parts_of(kernels: Kernels | None) -> Elementwise:

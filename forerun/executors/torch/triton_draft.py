@@ -1,5 +1,5 @@
 """What a draft head's levels in a captured round are made of beside the head itself, as Triton
-kernels, for CUDA. The slow twins are in forerun.executors.torch.plain_round. Launches only.
+kernels, for CUDA. The slow twins are in tests/twins/rounds.py. Launches only.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from forerun.executors.torch.accept import NodeNoise
 from forerun.executors.torch.layers import Rotary
-from forerun.executors.torch.plain_round import (
+from forerun.executors.torch.round_types import (
     Accepted,
     Below,
     Extended,
@@ -79,7 +79,7 @@ def _follow(
 def follow(
     extended: Extended, accepted: Accepted, prepared: Prepared, facts: Facts, size: Levels
 ) -> Below:
-    """plain_round.follow."""
+    """As kernels.Follow."""
     rows, levels, width = len(accepted.count), size.levels, size.width
     sizes = extended.read.shape[1], extended.hidden.shape[1]
     read, hidden = (extended.read.new_empty(rows, each) for each in sizes)
@@ -238,7 +238,7 @@ def grow(
     grown: Tensor,
     chosen: Tensor | None,
 ) -> None:
-    """plain_round.grow."""
+    """As kernels.Grow."""
     count, vocab = logits.shape
     width, rows, places = size.width, grown.shape[1], grown.shape[2]
     candidates = min(max(CANDIDATES, width), vocab)
@@ -324,7 +324,7 @@ def _descend(
 def descend(
     grown: Tensor, size: Levels, level: int, hidden: Tensor, above: Tensor | None, roots: bool
 ) -> Frontier:
-    """plain_round.descend."""
+    """As kernels.Descend."""
     (_, rows, places), width, count = grown.shape, size.width, size.levels - 1
     passed = hidden.shape[1]
     begin, wide = full_size(width, level - 1), triton.next_power_of_2(width)

@@ -1,5 +1,5 @@
 """What a captured round takes from the one before it, and leaves for the next, one Triton kernel
-each, for CUDA. The slow twins are in forerun.executors.torch.captured.future_map. Launches only.
+each, for CUDA. The slow twins are in tests/twins/future.py. Launches only.
 """
 
 import triton
@@ -7,8 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forerun.executors.torch.captured.buffers import Record, Size
-from forerun.executors.torch.captured.future_trees import FutureState
-from forerun.executors.torch.plain_round import Accepted, Facts
+from forerun.executors.torch.round_types import Accepted, Facts, FutureState
 from forerun.speculative.accept import NOTHING
 
 BLOCK = 16
@@ -165,7 +164,7 @@ def _resume(
 
 
 def resume(future: FutureState, size: Size, given: Facts) -> Facts:
-    """future_map.resume."""
+    """As kernels.Resume."""
     rows, nodes, total = size.rows, size.nodes, size.total
     full = future.value.shape[1]
     out = given["where"].new_empty(3 * rows + 5 * total)
@@ -233,7 +232,7 @@ def _leave(
 def leave(
     future: FutureState, size: Size, facts: Facts, accepted: Accepted, record: Record
 ) -> None:
-    """future_map.leave."""
+    """As kernels.Leave."""
     whole: Tensor = record.grown if size.levels else record.tokens
     full = future.value.shape[1]
     _leave[(size.rows,)](

@@ -1,6 +1,6 @@
 """What stands before and after the forward pass of a captured round, as Triton kernels, for CUDA.
 
-The slow twins are in forerun.executors.torch.plain_round and `PagedCache.move`. Launches only.
+The slow twins are in tests/twins/rounds.py and `PagedCache.move`. Launches only.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from forerun.executors.torch.accept import NodeNoise
 from forerun.executors.torch.kv import PagedCache
-from forerun.executors.torch.plain_round import Accepted, Facts, Prepared, RoundShape
+from forerun.executors.torch.round_types import Accepted, Facts, Prepared, RoundShape
 from forerun.executors.torch.triton_choice import scored
 from forerun.speculative.accept import NOTHING
 
@@ -62,7 +62,7 @@ def _prepare(
 
 
 def prepare(facts: Facts, shape: RoundShape) -> Prepared:
-    """plain_round.prepare."""
+    """As kernels.Prepare."""
     rows, total = len(facts["count"]), len(facts["depth"])
     kinds, half = shape.frequencies.shape
     position, pages, slots, positions = (torch.empty_like(facts["depth"]) for _ in range(4))
@@ -131,12 +131,12 @@ def _walk(
 
 
 def accept(logits: Tensor, noise: NodeNoise, facts: Facts, record: Tensor) -> Accepted:
-    """plain_round.accept."""
+    """As kernels.Accept."""
     return _kept(*scored(logits, noise), facts, record)
 
 
 def keep(choices: Tensor, facts: Facts, record: Tensor) -> Accepted:
-    """plain_round.keep."""
+    """As kernels.Keep."""
     # As if each node's choice were all that its vocabulary's one chunk found.
     whole = choices[:, None]
     return _kept(torch.zeros_like(whole, dtype=torch.float32), whole, facts, record)

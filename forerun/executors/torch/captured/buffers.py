@@ -121,7 +121,7 @@ def _shapes(size: Size, dims: BufferDims) -> dict[str, tuple[int, ...]]:
         where [2,R]     kv_len and position (of the root's output); also under these names
         count (nodes), low and high halves of the seed, temperature (its bits), decided
         draft_slot      where the drafting keeps a row's state; -1 = it does not follow the row
-        slot            where the round leaves what the next one needs (future_map.py)
+        slot            where the round leaves what the next one needs (FutureMap)
         carried         1: begin with what stands there. Of such a row the host knows:
         most, deep, last  draft tokens and levels at most, and the last position that a draft token
                           may take

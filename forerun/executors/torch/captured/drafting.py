@@ -44,7 +44,7 @@ from forerun.executors.torch.geometry import Geometry, tile_nodes, tiles_of
 from forerun.executors.torch.kernels import Kernels
 from forerun.executors.torch.layers import AnyHeads, Rotary
 from forerun.executors.torch.level_model import LevelModel, Nodes
-from forerun.executors.torch.plain_round import (
+from forerun.executors.torch.round_types import (
     Below,
     Extended,
     Frontier,

@@ -12,7 +12,7 @@ from forerun.executors.layer_states import LayerStates
 from forerun.executors.torch.draft_cache import DraftCache
 from forerun.executors.torch.geometry import Geometry
 from forerun.executors.torch.level_model import LevelModel
-from forerun.executors.torch.plain_round import Accepted, Facts, Prepared
+from forerun.executors.torch.round_types import Accepted, Facts, Prepared
 
 Move = Callable[[Tensor, Tensor, Tensor], None]
 """(slots [n], slots they are copied to [n], bool[n] which): in all of a draft's layers."""
@@ -21,7 +21,7 @@ Move = Callable[[Tensor, Tensor, Tensor], None]
 @dataclass(frozen=True, slots=True)
 class Decided:
     """What a round knows when it has committed: its facts (buffers.py), the geometry of its step,
-    and what plain_round.py says.
+    and what round_types.py says.
     """
 
     facts: Facts

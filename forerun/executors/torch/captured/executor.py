@@ -8,7 +8,7 @@ prompt's, is an eager one. Sampling parameters, masks, and log-probabilities are
 in an eager step.
 
 Another round may begin before the record of this one is read (Plan.after): it takes up on the
-device what this one leaves there (future_map.py).
+device what this one leaves there (runner.py, FutureMap).
 """
 
 import logging
@@ -23,18 +23,18 @@ import torch
 from forerun.errors import EngineError
 from forerun.executors.device_choice import plain_nodes
 from forerun.executors.host_choice import report as report_of
-from forerun.executors.torch.block_model import TorchBlockModel
+from forerun.executors.torch.block import TorchBlockModel
 from forerun.executors.torch.captured.block_drafting import drafting_of
 from forerun.executors.torch.captured.buffers import Size, StagingBuffer
 from forerun.executors.torch.captured.declared import declared, row_nodes
 from forerun.executors.torch.captured.graphs import Recorder, recorder
-from forerun.executors.torch.captured.prepare_inputs import (
+from forerun.executors.torch.captured.round import (
+    CapturedRound,
     check_pages,
     check_pages_carried,
     prepare_inputs,
     prepare_inputs_carried,
 )
-from forerun.executors.torch.captured.round import CapturedRound
 from forerun.executors.torch.captured.runner import CudaGraphRunner
 from forerun.executors.torch.captured.shaped_rows import ShapedRows
 from forerun.executors.torch.captured.warm_up import warm_up

@@ -8,8 +8,8 @@ row has been found and its keys and values moved into pages.
     host    plan -> buffers                                               record -> Outcome
     device             '-> prepare -> forward -> accept -> move (-> draft) --'
 
-Where rounds keep state (future_map.py), a round takes up on the device what the one before it
-leaves there. Where a draft request comes with the step (drafting.py), the program extends the draft
+Where rounds keep state (FutureMap), a round takes up on the device what the one before it leaves
+there. Where a draft request comes with the step (drafting.py), the program extends the draft
 model by what was accepted and grows the next trees, which come back in the same copy.
 
 Sampling parameters, grammars' masks and log-probabilities are parts of a round that rows ask for
@@ -35,7 +35,6 @@ from forerun.executors.torch.captured.buffers import (
 from forerun.executors.torch.captured.declared import covering, padded_rows
 from forerun.executors.torch.captured.drafting import Drafting
 from forerun.executors.torch.captured.entries import Decided
-from forerun.executors.torch.captured.future_map import FutureMap
 from forerun.executors.torch.captured.graphs import Programs, Recorder
 from forerun.executors.torch.captured.shaped_rows import ShapedRows
 from forerun.executors.torch.decoder import Decoder
@@ -44,9 +43,11 @@ from forerun.executors.torch.geometry import Geometry, tile_heads
 from forerun.executors.torch.kernels import Kernels
 from forerun.executors.torch.kv import PagedCache
 from forerun.executors.torch.layers import AnyHeads
-from forerun.executors.torch.plain_round import Accepted, Facts, Prepared, RoundShape
+from forerun.executors.torch.round_types import Accepted, Facts, FutureState, Prepared, RoundShape
 from forerun.executors.torch.shaping import reported
 from forerun.interface.executor import ExecutorLimits
+from forerun.speculative.accept import NOTHING
+from forerun.speculative.draft_tree import full_size
 
 
 class CudaGraphRunner:
@@ -248,3 +249,39 @@ class CudaGraphRunner:
         wide, noise = logits.float(), prepared.noise
         choices = self.shaped.choose(size, facts, wide, noise, kernels)
         return kernels.keep(choices, facts, record)
+
+
+LEVELS = 8
+"""Room for trees so deep is made at least: deeper ones later void what was captured."""
+
+
+class FutureMap:
+    """The state by slot; one slot more takes what rows without a sequence write."""
+
+    def __init__(self, slots: int, device: torch.device) -> None:
+        state = torch.zeros(slots + 1, 3, dtype=torch.int32, device=device)
+        self.state = _with_room(state, 0, 0)
+
+    def grow(self, size: Size) -> bool:
+        """Make room for what rounds of this size grow. True where there was none: what slots held
+        is forgotten, and what was captured is void.
+        """
+        if not self.lacks(size):
+            return False
+        self.state = _with_room(self.state.state, size.width, max(size.levels, LEVELS))
+        return True
+
+    def lacks(self, size: Size) -> bool:
+        """Whether there is no room for what rounds of this size grow."""
+        return size.levels > 0 and (
+            self.state.width != size.width or self.state.levels < size.levels
+        )
+
+
+def _with_room(state: Tensor, width: int, levels: int) -> FutureState:
+    shape = len(state), full_size(width, levels)
+    kinds = (0, torch.int32), (NOTHING, torch.int32), (-torch.inf, torch.float32)
+    tokens, parents, value = (
+        torch.full(shape, none, dtype=kind, device=state.device) for none, kind in kinds
+    )
+    return FutureState(state, tokens, parents, value, width, levels)

@@ -1,61 +1,18 @@
-"""What the next round needs of this one, kept on the device: it can begin before the host knows.
+"""How a round takes up what the one before it left by slot, and leaves what the next one needs, in
+plain torch: the slow twins of forerun.executors.torch.triton_future, which does each in one launch.
 
-    slot      kv_len, output position, last token, and the full tree that was grown below it
-    round     [slots -> rows that are `carried`] -> forward -> walk -> ... -> [rows -> slots]
-
-A row that is `carried` takes up where the round before has left its slot. Of the host it gets only
-bounds: draft tokens and levels at most, and positions it may take up. The draft tokens are the best
-of the full tree, exactly those that forerun.speculative.draft_tree.full_draft takes, found by
-sorting; who is above whom follows from their parents.
-
-`resume` and `leave` are the slow twins of forerun.executors.torch.triton_future, which does each in
-one launch.
+The draft tokens are the best of the full tree, exactly those that
+forerun.speculative.draft_tree.full_draft takes, found by sorting; who is above whom follows from
+their parents.
 """
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the field's name for it
+import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.executors.torch.captured.buffers import Record, Size
-from forerun.executors.torch.captured.future_trees import FutureState, best_nodes
-from forerun.executors.torch.plain_round import Accepted, Facts
+from forerun.executors.torch.round_types import Accepted, Facts, FutureState
 from forerun.speculative.accept import NOTHING
-from forerun.speculative.draft_tree import full_size
-
-LEVELS = 8
-"""Room for trees so deep is made at least: deeper ones later void what was captured."""
-
-
-class FutureMap:
-    """The state by slot; one slot more takes what rows without a sequence write."""
-
-    def __init__(self, slots: int, device: torch.device) -> None:
-        state = torch.zeros(slots + 1, 3, dtype=torch.int32, device=device)
-        self.state = _with_room(state, 0, 0)
-
-    def grow(self, size: Size) -> bool:
-        """Make room for what rounds of this size grow. True where there was none: what slots held
-        is forgotten, and what was captured is void.
-        """
-        if not self.lacks(size):
-            return False
-        self.state = _with_room(self.state.state, size.width, max(size.levels, LEVELS))
-        return True
-
-    def lacks(self, size: Size) -> bool:
-        """Whether there is no room for what rounds of this size grow."""
-        return size.levels > 0 and (
-            self.state.width != size.width or self.state.levels < size.levels
-        )
-
-
-def _with_room(state: Tensor, width: int, levels: int) -> FutureState:
-    shape = len(state), full_size(width, levels)
-    kinds = (0, torch.int32), (NOTHING, torch.int32), (-torch.inf, torch.float32)
-    tokens, parents, value = (
-        torch.full(shape, none, dtype=kind, device=state.device) for none, kind in kinds
-    )
-    return FutureState(state, tokens, parents, value, width, levels)
 
 
 def resume(future: FutureState, size: Size, given: Facts) -> Facts:
@@ -98,6 +55,66 @@ def _chain(
         "depth": torch.minimum(places, draft_tokens[:, None]),
         "tree_intervals": torch.stack([places.expand_as(leaves), leaves]),
     }
+
+
+def best_nodes(
+    future: FutureState, size: Size, slot: Tensor, token: Tensor, most: Tensor, depth: Tensor
+) -> Facts:
+    """The best nodes of the slots' trees, as speculative.draft_tree.DraftTree.draft keeps them."""
+    value = future.value.index_select(0, slot)
+    parents = future.parents.index_select(0, slot).long()
+    # Of a full tree's nodes: place, and level from 1.
+    index = torch.arange(value.shape[1], device=value.device)
+    width = future.width
+    levels = 1 + (((index - width) // width**2) + 1).clamp_min(0)
+    real = (value > -torch.inf) & (levels <= depth[:, None])
+    value = torch.where(real, value, -torch.inf)
+    order = value.sort(dim=1, descending=True, stable=True).indices
+    rank = torch.zeros_like(order).scatter_(1, order, index.expand_as(order))
+    kept = real & (rank < most.clamp_max(size.nodes - 1)[:, None])
+    place = kept.cumsum(1)
+    into = torch.where(kept, place, size.nodes)
+
+    def sent(values: Tensor, root: Tensor, rest: int) -> Tensor:
+        """[R,N]: the kept ones in their places, behind the root."""
+        out = values.new_full((size.rows, size.nodes + 1), rest).scatter_(1, into, values)
+        out[:, 0] = root
+        return out[:, : size.nodes]
+
+    above = torch.where(parents < 0, 0, place.gather(1, parents.clamp_min(0)))
+    nothing = torch.full_like(place[:, 0], NOTHING)
+    count = 1 + place[:, -1]
+    found = {
+        "count": count.int(),
+        "tokens": sent(future.tokens.index_select(0, slot), token, 0),
+        "parents": sent(above, nothing, NOTHING).int(),
+        "depth": sent(levels.expand_as(place), torch.zeros_like(count), 0).int(),
+    }
+    deepest = min(size.nodes - 1, future.levels)
+    return found | {"tree_intervals": tree_intervals_of(size, found["parents"], count, deepest)}
+
+
+def tree_intervals_of(size: Size, parents: Tensor, count: Tensor, deepest: int) -> Tensor:
+    """[2,R,N]: enter and leave (geometry.py) of trees of `count` [R] nodes with such parents
+    [R,N], none deeper than `deepest`.
+    """
+    places = torch.arange(size.nodes, device=parents.device)
+    real = places < count[:, None]
+    # above[r,i,j]: node j is node i or above it. Paths of 1, 2, 4, ... edges.
+    above = ((parents[:, :, None] == places) | (places[:, None] == places)).float()
+    for _ in range((deepest - 1).bit_length()):
+        above = (above @ above).clamp_max(1.0)
+    inside = (above * real[:, :, None]).sum(1)
+    # Before a node come those above it, and all that is below its earlier siblings.
+    earlier = (parents[:, :, None] == parents[:, None]) & (places[:, None] > places)
+    carried = 1.0 + (earlier * inside[:, None]).sum(-1)
+    carried = torch.where(places > 0, carried, 0.0)
+    enter = (above @ carried[..., None])[..., 0].round().int()
+    alone = 2 * size.nodes + places.int()
+    return torch.stack([
+        torch.where(real, enter, alone),
+        torch.where(real, enter + inside.round().int(), alone + 1),
+    ])  # fmt: skip
 
 
 def leave(

@@ -1,8 +1,8 @@
-"""What stands before and after the forward pass of a captured round, and beside a draft head in the
-levels that it grows, in plain torch: the slow twins of forerun.executors.torch.triton_round and
-triton_draft, which do each in one or two launches.
+"""What a captured round launches before and after its forward pass, and beside a draft head in the
+levels that it grows, in plain torch: the slow twins of forerun.executors.torch.triton_round,
+triton_choice and triton_draft, which do each in one or two launches.
 
-A round has R rows of N nodes, M = R*N. Its facts come by name as in captured/buffers.py.
+What they take and give is said in forerun.executors.torch.round_types.
 """
 
 from dataclasses import dataclass
@@ -10,49 +10,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.executors.torch.accept import Likely, NodeNoise, choose, pick
-from forerun.executors.torch.layers import Rotary, rotation
+from forerun.executors.torch.accept import NodeNoise, _gumbel, _of_words, philox
+from forerun.executors.torch.layers import rotation
+from forerun.executors.torch.round_types import (
+    Accepted,
+    Below,
+    Extended,
+    Facts,
+    Frontier,
+    Levels,
+    Prepared,
+    RoundShape,
+)
 from forerun.interface.draft_model import CANDIDATES
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.draft_tree import full_size
 
-Facts = dict[str, Tensor]
-"""By name: captured/buffers.py."""
-
-
-@dataclass(frozen=True, slots=True)
-class RoundShape:
-    """What the rounds of a model have in common.
-
-    page_size    positions of a page
-    scratch      slot of node 0 (see kv.py)
-    frequencies  float32[K,E/2] of the K kinds of rotary positions
-    factors      float32[K] what their cos and sin are multiplied by
-    """
-
-    page_size: int
-    scratch: int
-    frequencies: Tensor
-    factors: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """What a round's facts say of its nodes.
-
-    position  int32[M] in tokens
-    pages     int32[M] slot of that position in the row's pages
-    slots     int32[M] where keys and values go: of a decided row that is a chain into `pages`,
-              where the accepted ones stay and the next step overwrites the rest; else in scratch
-    noise     how each node chooses
-    rotary    of the positions, one for each kind
-    """
-
-    position: Tensor
-    pages: Tensor
-    slots: Tensor
-    noise: NodeNoise
-    rotary: tuple[Rotary, ...]
+_LOW = 0xFFFFFFFF
 
 
 def prepare(facts: Facts, shape: RoundShape) -> Prepared:
@@ -80,22 +54,6 @@ def prepare(facts: Facts, shape: RoundShape) -> Prepared:
     return Prepared(position, pages.int(), slots.int(), noise, rotary)
 
 
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """What became of a round's rows.
-
-    choices  int32[M] of all nodes
-    kept     bool[R,N] nodes on the accepted path of a decided row, its root included
-    count    int32[R] how many those are
-    last     int32[R] node within the row at which the path ends; 0 where there is none
-    """
-
-    choices: Tensor
-    kept: Tensor
-    count: Tensor
-    last: Tensor
-
-
 def accept(logits: Tensor, noise: NodeNoise, facts: Facts, record: Tensor) -> Accepted:
     """Choose at every node, keep a path of every row, and write the choices on it into `record`
     int32[M], NOTHING elsewhere. Launches only.
@@ -103,6 +61,20 @@ def accept(logits: Tensor, noise: NodeNoise, facts: Facts, record: Tensor) -> Ac
     logits  [M,V] of any dtype
     """
     return keep(choose(logits.float(), noise), facts, record)
+
+
+def choose(logits: Tensor, noise: NodeNoise) -> Tensor:
+    """int32[M]: what `choices` gives, from logits float32[M,V] and what is on the device already.
+
+    Nothing here waits for the device; noise is made for all nodes, greedy ones included.
+    """
+    temperature = noise.temperatures[:, None]
+    made = _gumbel(noise.seeds, noise.positions.long(), logits.shape[1])
+    scores = torch.where(
+        temperature > 0, logits / torch.where(temperature > 0, temperature, 1.0) + made, logits
+    )
+    best, tokens = scores.max(-1).values, scores.argmax(-1)
+    return torch.where(best.isfinite(), tokens, NOTHING).int()
 
 
 def keep(choices: Tensor, facts: Facts, record: Tensor) -> Accepted:
@@ -139,46 +111,6 @@ def walk(choices: Tensor, facts: Facts) -> Tensor:
     above = (enter[:, None] <= enter[:, :, None]) & (enter[:, :, None] < leave[:, None])
     kept: Tensor = ~(above & ~right[:, None]).any(-1)
     return kept
-
-
-@dataclass(frozen=True, slots=True)
-class Levels:
-    """The trees that a round grows: `levels` deep, `width` children of each of `width` nodes."""
-
-    levels: int
-    width: int
-
-
-@dataclass(frozen=True, slots=True)
-class Below:
-    """Where the trees of R rows start: at the end of what was extended.
-
-    read, hidden  [R,H] what the output head reads there, [R,W] what a next step receives
-    kv_len        int32[R] cached draft positions
-    noise         of each level's askers, those of a child's position: [R] at first, then [R*width]
-    position      int32[levels-1,R*width] of the nodes that run, level by level
-    """
-
-    read: Tensor
-    hidden: Tensor
-    kv_len: Tensor
-    noise: tuple[NodeNoise, ...]
-    position: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Extended:
-    """What an extension of all M nodes gave.
-
-    read, hidden  [M,H] and [M,W], as in Below
-    outputs       [n,W] where a row's `hidden` is kept by slot, from `first` on; the last is of
-                  nobody
-    """
-
-    read: Tensor
-    hidden: Tensor
-    outputs: Tensor
-    first: int
 
 
 def follow(
@@ -243,23 +175,48 @@ def grow(
 
 
 @dataclass(frozen=True, slots=True)
-class Frontier:
-    """The nodes that a level of R trees runs, `width` of each.
+class Likely:
+    """The k likeliest children of n nodes, as a draft head sees them.
 
-    chosen  int32[R,width] which of the newest level they are, ascending
-    tokens  int32[R*width]
-    hidden  [R*width,W] what they receive: the outputs of the nodes they hang below
-    above   int32[R,levels-1,width] who is above each of them in each level that has run, by its
-            place there, in this level themselves; -1 in later ones
-    tree_intervals  int32[2,n] of each row's root, if it is run, and of the nodes of all levels that
-                    run: see geometry.py, where only this level's nodes ask
+    logits      float32[n,k], descending
+    which       int64[n,k] their draft ids
+    normaliser  float32[n] logsumexp of all of a node's logits
+    ids         int32[Vd] target id of every draft id
     """
 
-    chosen: Tensor
-    tokens: Tensor
-    hidden: Tensor
-    above: Tensor
-    tree_intervals: Tensor
+    logits: Tensor
+    which: Tensor
+    normaliser: Tensor
+    ids: Tensor
+
+
+def pick(likely: Likely, noise: NodeNoise, width: int) -> tuple[Tensor, Tensor]:
+    """The `width` best children of n nodes, best first: target ids int32[n,width], and
+    log-probabilities float32[n,width]; -inf instead of NaN.
+
+    At T > 0 the noise of the position that a child would take, which the target will use too,
+    reorders the likely ones; log-probabilities are then those of being the greatest.
+    """
+    temperature = noise.temperatures[:, None]
+    values = likely.logits - likely.normaliser[:, None]
+    tokens = likely.ids[likely.which]
+    scores = values / torch.where(temperature > 0, temperature, 1.0) + _gumbel_of(
+        noise, tokens.long()
+    )
+    scores = scores - scores.logsumexp(-1, keepdim=True)
+    values = torch.where(temperature > 0, scores, values)
+    values = torch.where(values.isnan(), -torch.inf, values)
+    order = values.sort(dim=-1, descending=True, stable=True).indices[:, :width]
+    return tokens.gather(1, order), values.gather(1, order)
+
+
+def _gumbel_of(noise: NodeNoise, tokens: Tensor) -> Tensor:
+    """float32[n,k]: forerun.speculative.noise.gumbel_of of n nodes, tokens int64[n,k] for each."""
+    seeds, positions = noise.seeds[:, None], noise.positions.long()[:, None]
+    nothing = torch.zeros_like(tokens)
+    counter = [tokens // 4, positions + nothing, nothing, nothing]
+    words = torch.stack(philox(counter, [seeds & _LOW, (seeds >> 32) & _LOW]), -1)
+    return _of_words(words.gather(-1, (tokens % 4)[..., None])[..., 0])
 
 
 def descend(

@@ -1,0 +1,117 @@
+"""Every kernel that rounds launch, in plain torch, on any device: what the Triton kernels are held
+to, and what captured rounds are tested with where there is no GPU.
+"""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from forerun.executors.torch.float8 import Rows, float8_rows
+from forerun.executors.torch.geometry import Geometry, positions_of
+from forerun.executors.torch.grouped import Pairs, Stacked
+from forerun.executors.torch.kernels import Kernels
+from forerun.executors.torch.kv import CacheTensor, PagedCache, enter, read
+from forerun.executors.torch.layers import PLAIN, rotation, softcapped
+from forerun.executors.torch.shaping import shaped
+from forerun.executors.torch.varlen_attention import row_by_row
+from forerun.models.layer_spec import AttentionSpec
+from tests.twins.future import leave, resume
+from tests.twins.rounds import accept, choose, descend, follow, grow, keep, prepare
+
+
+def attend_dense(
+    queries: Tensor,
+    keys: CacheTensor,
+    values: CacheTensor,
+    geometry: Geometry,
+    spec: AttentionSpec | None = None,
+    float8: bool = False,
+    sinks: Tensor | None = None,
+) -> Rows:
+    """Context [Q,A,E] of queries [Q,A,E] over one layer's keys and values.
+
+    The slow twin of the kernels: every page of every table is read, then masked. Shapes depend
+    on shapes alone, so it can be captured.
+
+    spec    how scores are made; None: scaled by 1/sqrt(E), no window
+    float8  give the context as float8 rows [Q,A*E] instead
+    sinks   float32[A]: a score of each head that carries no value
+    """
+    size, width, count = queries.shape[2], geometry.table.shape[1], len(geometry.slots)
+    nodes = torch.arange(count, device=queries.device)
+    row_of = torch.searchsorted(geometry.start[1:].contiguous(), nodes.int(), right=True)
+    asking = nodes if geometry.asking is None else geometry.asking.long()
+    row = row_of[asking]
+    position = torch.arange(width * geometry.page_size, device=queries.device)
+    page = geometry.table.long().clamp_min(0)[:, position // geometry.page_size]
+    slots = (page * geometry.page_size + position % geometry.page_size)[row]
+    spec = spec or AttentionSpec(size**-0.5)
+    cached = position < geometry.kv_len[row, None]
+    enter, leave = geometry.tree_intervals
+    step = enter[asking, None]
+    own = (enter <= step) & (step < leave) & (row_of == row[:, None])
+    if spec.window is not None or geometry.begin:
+        mine = positions_of(geometry)
+        oldest = mine.clamp_max(geometry.begin)
+        if spec.window is not None:
+            oldest = torch.maximum(oldest, mine - spec.window + 1)
+        oldest = oldest[asking, None]
+        cached &= position >= oldest
+        own &= mine >= oldest
+    seen = torch.cat([cached, own], 1)
+    slots = torch.cat([slots, geometry.slots.long().expand(len(asking), -1)], 1)
+    # [G, M, T, E]; what is not seen is read as zero, because NaN times zero is NaN.
+    key, value = (
+        torch.where(seen[..., None], read(cached, slots), 0.0).float() for cached in (keys, values)
+    )
+    grouped = queries.float().unflatten(1, (len(keys), -1)).transpose(0, 1)
+    scores = torch.einsum("gmae,gmte->gmat", grouped, key) * spec.scale
+    scores = softcapped(scores, spec.softcap)
+    scores = scores.masked_fill(~seen[:, None], -torch.inf)
+    if sinks is not None:
+        shape = *scores.shape[:3], 1
+        scores = torch.cat([scores, sinks.view(len(keys), 1, -1, 1).expand(shape)], -1)
+    weights = scores.softmax(-1)[..., : seen.shape[1]]
+    context = torch.einsum("gmat,gmte->mgae", weights, value).flatten(1, 2).to(queries.dtype)
+    return float8_rows(context.flatten(1)) if float8 else context
+
+
+def grouped_loop(x: Tensor, matrices: Stacked, pairs: Pairs, k: int) -> Tensor:
+    """GroupedProduct, every expert for every pair: the slow twin of triton_experts.grouped. Shapes
+    depend on shapes alone, so it can be captured.
+    """
+    rows = x.repeat_interleave(k, 0)
+    found = x.new_zeros(len(rows), matrices.numbers.shape[1])
+    for expert in range(len(matrices.numbers)):
+        matrix = matrices.numbers[expert].to(x.dtype)
+        product = F.linear(rows, matrix).float()
+        if matrices.scale is not None:
+            product = product * matrices.scale[expert]
+        if matrices.bias is not None:
+            product = product + matrices.bias[expert].float()
+        mine = (pairs.expert == expert).unsqueeze(1)
+        found = torch.where(mine, product.to(x.dtype), found)
+    return found
+
+
+SLOW_TWINS = Kernels(
+    attend=attend_dense,
+    varlen=row_by_row,
+    enter=enter,
+    move=PagedCache.move,
+    prepare=prepare,
+    accept=accept,
+    choose=choose,
+    shape=shaped,
+    keep=keep,
+    rotation=rotation,
+    follow=follow,
+    grow=grow,
+    descend=descend,
+    resume=resume,
+    leave=leave,
+    parts=replace(PLAIN, grouped=grouped_loop),
+)
+"""All of them in plain torch, on any device."""
