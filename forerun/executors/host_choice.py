@@ -1,14 +1,17 @@
-"""The target's own choices in one row, by the specification, and the reports a request asked for.
+"""Rows that an executor has not decided by itself: the target's own choices by the specification,
+and the reports a request asked for.
 
 The arithmetic is forerun/speculative; an executor's quicker ways to the same choice come first.
 """
 
+from array import array
 from collections.abc import Callable, Iterable
-from functools import partial
+from dataclasses import dataclass
+from math import isnan
 
 import numpy as np
 
-from forerun.interface.plan import Reports, TokenLogprobs
+from forerun.interface.plan import Plan, Reports, TokenLogprobs
 from forerun.speculative.accept import NOTHING, Path, accept_row, choose, choose_among
 from forerun.speculative.sampling import (
     History,
@@ -20,7 +23,7 @@ from forerun.speculative.sampling import (
 )
 from forerun.speculative.thresholds import children, relaxed
 from forerun.speculative.tree import NodeMasks, TreeBatch
-from forerun.types import Floats, Words
+from forerun.types import Bools, Floats, Ints, Words
 
 Logits = Callable[[int], Floats]
 """Flat node -> float32[V]; asked for nodes named by `HostSampler.scored` only."""
@@ -36,6 +39,38 @@ FEW = 2048
 """Tokens that a grammar allows, up to which noise for these alone is the quickest."""
 EXCLUDED = np.float32(-1e30)
 """A logit that is never chosen, yet finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What was decided of a step.
+
+    choice  int32[M] the target's choice at every node of an accepted path, from the root to the
+            last accepted draft token; NOTHING elsewhere
+    finite, logprobs, prompt_logprobs   as in Outcome
+    """
+
+    choice: Ints
+    finite: Bools
+    logprobs: tuple[Reports, ...] = ()
+    prompt_logprobs: tuple[Reports, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SlotState:
+    """What the sampler keeps of a sequence.
+
+    tokens  int32, all that are decided; grows
+    """
+
+    sampling: Sampling
+    tokens: "array[int]"
+    prompt_len: int
+
+    @property
+    def history(self) -> History:
+        """A copy: an array that is looked at cannot grow."""
+        return History(np.array(self.tokens, np.int32), self.prompt_len)
 
 
 class HostChoice:
@@ -78,9 +113,41 @@ class HostChoice:
 
         return accept_row(trees, row, choose_at)
 
-    def reports(self, logits: Logits) -> ReportsOf:
-        """From logits."""
-        return partial(reports_of, logits)
+    def complete(
+        self,
+        plan: Plan,
+        trees: TreeBatch,
+        rows: list[tuple[int, SlotState]],
+        logits: Logits,
+        masks: NodeMasks | None,
+        told: ReportsOf,
+        made: Choices,
+    ) -> Choices:
+        """Decide these rows of a step where `made` has nothing at their root, and report what is
+        asked for, as `told` says. Completes the arrays of `made` in place.
+        """
+        choice, finite = made.choice, made.finite
+        logprobs: list[Reports] = [()] * plan.rows
+        echoed: list[Reports] = [()] * plan.rows
+        for row, slot in rows:
+            nodes, root = trees.nodes(row), trees.root(row)
+            echo = _echo(plan, row, trees, slot, told)
+            if any(isnan(entry.logprob) for entry in echo):
+                choice[nodes.start : nodes.stop] = NOTHING
+                finite[row] = False
+                continue
+            echoed[row] = echo
+            if not plan.samples[row]:
+                continue
+            if choice[root] < 0:
+                path = self.path(trees, row, slot.sampling, slot.history, logits, masks)
+                put_path(choice, root, path)
+            if slot.sampling.logprobs is not None:
+                chosen = [node for node in nodes if choice[node] >= 0]
+                pairs = list(zip(chosen, choice[chosen].tolist(), strict=True))
+                logprobs[row] = told(slot.sampling.logprobs, pairs)
+            finite[row] = choice[root] >= 0
+        return Choices(choice, finite, tuple(logprobs), tuple(echoed))
 
     def _choose_plain(
         self, raw: Floats, mask: Words | None, sampling: Sampling, position: int
@@ -97,6 +164,22 @@ class HostChoice:
             return choose_among(raw, tokens, sampling, position)
         token = fast(np.where(allowed, raw, EXCLUDED), sampling, position) if fast else None
         return token if token is not None and allowed[token] else None
+
+
+def put_path(choice: Ints, root: int, path: Path) -> None:
+    """Write a row's path into `choice`, as Choices has it."""
+    for node, token in zip((root, *path.nodes), path.tokens, strict=False):
+        choice[node] = token
+
+
+def _echo(plan: Plan, row: int, trees: TreeBatch, slot: SlotState, told: ReportsOf) -> Reports:
+    """Reports of the decided tokens that follow the known ones, where they are asked for."""
+    top = slot.sampling.prompt_logprobs
+    if top is None:
+        return ()
+    following = slot.tokens[int(plan.kv_len[row]) + 1 :]
+    nodes = range(int(trees.start[row]), trees.root(row) + 1)
+    return told(top, list(zip(nodes, following, strict=False)))
 
 
 def reports_of(logits: Logits, top: int, pairs: Iterable[tuple[int, int]]) -> Reports:

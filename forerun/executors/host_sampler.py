@@ -4,55 +4,29 @@ Rows that the executor has not decided by itself are decided in host_choice.py.
 """
 
 from array import array
-from dataclasses import dataclass
-from math import isnan
+from functools import partial
 
 import numpy as np
 
 from forerun.errors import EngineError
 from forerun.executors.device_choice import MORE, Choosing
-from forerun.executors.host_choice import ChooseFast, HostChoice, Logits, ReportsOf
+from forerun.executors.host_choice import (
+    Choices,
+    ChooseFast,
+    HostChoice,
+    Logits,
+    ReportsOf,
+    SlotState,
+    reports_of,
+)
 from forerun.interface.features import Features
 from forerun.interface.next_draft import NextDrafts
-from forerun.interface.plan import Outcome, Plan, Reports, Round, SlotInit
-from forerun.speculative.accept import NOTHING, Path
-from forerun.speculative.sampling import History, Sampling
+from forerun.interface.plan import Outcome, Plan, Round, SlotInit
+from forerun.speculative.accept import NOTHING
 from forerun.speculative.tree import NodeMasks, TreeBatch
-from forerun.types import Bools, Ints
+from forerun.types import Ints
 
 _NONE: Ints = np.zeros(0, np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class Choices:
-    """What was decided of a step.
-
-    choice  int32[M] the target's choice at every node of an accepted path, from the root to the
-            last accepted draft token; NOTHING elsewhere
-    finite, logprobs, prompt_logprobs   as in Outcome
-    """
-
-    choice: Ints
-    finite: Bools
-    logprobs: tuple[Reports, ...] = ()
-    prompt_logprobs: tuple[Reports, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    """What the sampler keeps of a sequence.
-
-    tokens  int32, all that are decided; grows
-    """
-
-    sampling: Sampling
-    tokens: "array[int]"
-    prompt_len: int
-
-    @property
-    def history(self) -> History:
-        """A copy: an array that is looked at cannot grow."""
-        return History(np.array(self.tokens, np.int32), self.prompt_len)
 
 
 class HostSampler:
@@ -62,7 +36,7 @@ class HostSampler:
     """
 
     def __init__(self, slots: int, vocab: int, choose_fast: ChooseFast | None = None) -> None:
-        self._open: list[_Slot | None] = [None] * slots
+        self._open: list[SlotState | None] = [None] * slots
         self._vocab = vocab
         self._choice = HostChoice(choose_fast)
         # What every step asks of every row, by slot.
@@ -86,7 +60,7 @@ class HostSampler:
         if not np.all((slot_init.tokens >= 0) & (slot_init.tokens < self._vocab)):
             raise EngineError(f"slot {slot}: a token is outside 0..{self._vocab - 1}")
         tokens = array("i", np.ascontiguousarray(slot_init.tokens, np.int32).tobytes())
-        self._open[slot] = _Slot(sampling, tokens, slot_init.prompt_len)
+        self._open[slot] = SlotState(sampling, tokens, slot_init.prompt_len)
         self.choosing.temperature[slot] = sampling.temperature if sampling.plain else MORE
         self.choosing.seed[slot] = sampling.seed & 0xFFFFFFFFFFFFFFFF
         self.choosing.prompt_len[slot] = slot_init.prompt_len
@@ -165,21 +139,10 @@ class HostSampler:
         if not left:
             nothing = ((),) * plan.rows
             return Choices(choice, finite, nothing, nothing)
-        told = reports or self._choice.reports(logits)
-        logprobs: list[Reports] = [()] * plan.rows
-        echoed: list[Reports] = [()] * plan.rows
-        for row in left:
-            echo = self._echo(plan, row, trees, told)
-            if any(isnan(entry.logprob) for entry in echo):
-                choice[trees.start[row] : trees.start[row + 1]] = NOTHING
-                finite[row] = False
-                continue
-            echoed[row] = echo
-            if plan.samples[row]:
-                self._decide(plan, row, trees, logits, masks, choice)
-                logprobs[row] = self._report(plan, row, trees, told, choice)
-                finite[row] = choice[trees.root(row)] >= 0
-        return Choices(choice, finite, tuple(logprobs), tuple(echoed))
+        told = reports or partial(reports_of, logits)
+        rows = [(row, self.of_row(plan, row)) for row in left]
+        made = Choices(choice, finite)
+        return self._choice.complete(plan, trees, rows, logits, masks, told, made)
 
     def finish(
         self,
@@ -226,54 +189,12 @@ class HostSampler:
         )
         return round.outcome
 
-    def of_row(self, plan: Plan, row: int) -> _Slot:
+    def of_row(self, plan: Plan, row: int) -> SlotState:
         """What is kept of a row's sequence. Raises EngineError where it is not open."""
-        found: _Slot | None = self._open[plan.slots[row]]
+        found: SlotState | None = self._open[plan.slots[row]]
         if found is None:
             raise EngineError(f"row {row} plans slot {plan.slots[row]}, which is not open")
         return found
-
-    def _echo(self, plan: Plan, row: int, trees: TreeBatch, told: ReportsOf) -> Reports:
-        """Reports of the decided tokens that follow the known ones, where they are asked for."""
-        slot = self.of_row(plan, row)
-        top = slot.sampling.prompt_logprobs
-        if top is None:
-            return ()
-        following = slot.tokens[int(plan.kv_len[row]) + 1 :]
-        nodes = range(int(trees.start[row]), trees.root(row) + 1)
-        return told(top, list(zip(nodes, following, strict=False)))
-
-    def _decide(
-        self,
-        plan: Plan,
-        row: int,
-        trees: TreeBatch,
-        logits: Logits,
-        masks: NodeMasks | None,
-        choice: Ints,
-    ) -> None:
-        """Complete `choice` by the specification, unless the row is decided."""
-        root = trees.root(row)
-        if choice[root] < 0:
-            slot = self.of_row(plan, row)
-            path = self._choice.path(trees, row, slot.sampling, slot.history, logits, masks)
-            put_path(choice, root, path)
-
-    def _report(
-        self, plan: Plan, row: int, trees: TreeBatch, told: ReportsOf, choice: Ints
-    ) -> Reports:
-        """Reports of the emitted tokens, where they are asked for."""
-        top = self.of_row(plan, row).sampling.logprobs
-        if top is None:
-            return ()
-        nodes = [node for node in trees.nodes(row) if choice[node] >= 0]
-        return told(top, list(zip(nodes, choice[nodes].tolist(), strict=True)))
-
-
-def put_path(choice: Ints, root: int, path: Path) -> None:
-    """Write a row's path into `choice`, as Choices has it."""
-    for node, token in zip((root, *path.nodes), path.tokens, strict=False):
-        choice[node] = token
 
 
 def _paths(trees: TreeBatch, choice: Ints) -> tuple[list[list[int]], Ints]:

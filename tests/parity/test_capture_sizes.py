@@ -8,7 +8,6 @@ import pytest
 from forerun.executors.torch.captured.buffers import Size
 from forerun.executors.torch.captured.declared import (
     FORCED,
-    MOST_PADDING,
     NODES,
     ROWS,
     covering,
@@ -22,6 +21,7 @@ from forerun.interface.next_draft import draft_sizes
 
 PLAIN, NGRAM, CHAIN, LONG = DraftShape(), DraftShape(8), DraftShape(3, 1, 3), DraftShape(5, 1, 5)
 BOTH, TREE = DraftShape(8, 1, 3), DraftShape(15, 4, 5)
+MOST_PADDING = 1.5
 
 
 def limits(slots, scored=512):

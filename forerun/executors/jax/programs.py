@@ -223,10 +223,6 @@ class Programs:
         """What the compiler made of a program."""
         return str(self._of(key).as_text())
 
-    def lowered(self, key: Key) -> Any:
-        """A program before it is compiled."""
-        return self._lowered(key)
-
     def _there(self, given: Any) -> Any:
         return jax.device_put(given, self._whole)
 

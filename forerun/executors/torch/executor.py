@@ -9,8 +9,8 @@ import torch
 
 from forerun.errors import EngineError
 from forerun.executors.device_choice import plain_nodes
-from forerun.executors.host_choice import Logits, ReportsOf
-from forerun.executors.host_sampler import HostSampler, put_path
+from forerun.executors.host_choice import Logits, ReportsOf, put_path
+from forerun.executors.host_sampler import HostSampler
 from forerun.executors.torch.model_runner import ModelRunner, TorchOptions, TorchRound
 from forerun.executors.torch.plan_geometry import StepNodes, choosing_nodes, places_of
 from forerun.executors.torch.target import TorchTarget

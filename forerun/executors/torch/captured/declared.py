@@ -2,7 +2,7 @@
 
 A captured round has fixed shapes. So few sizes are declared, and a step is padded to the cheapest
 that holds it; nothing is captured later. Of few nodes padding costs little, because the weights are
-read once either way; beyond eight rows, rows and nodes are padded to MOST_PADDING times at most.
+read once either way; beyond eight rows, rows and nodes are padded to 1.5 times at most.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,7 +24,6 @@ FORCED = 16
 """Nodes of a row for what a grammar forces beyond the longest draft, in rounds of FREE nodes."""
 
 FREE = 64
-MOST_PADDING = 1.5
 
 
 def padded_rows(rows: int) -> int:
