@@ -134,7 +134,8 @@ class Engine:
         """End all requests with an error and take no more: the executor can run no step."""
 
         def give_up(core: EngineCore) -> None:
-            raise RankError(message)
+            if self._broken is None:
+                raise RankError(message)
 
         self.before_step(give_up)
         with self._changed:

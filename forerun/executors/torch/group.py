@@ -92,5 +92,6 @@ class Processes:
 
     def close(self) -> None:
         """See Group."""
-        if not self._on_cpu:
-            self._group.abort()
+        group, self._group = self._group, None
+        if group is not None and not self._on_cpu:
+            group.abort()

@@ -53,6 +53,8 @@ class SharedRound(TorchRound):
 class ParallelExecutor(TorchExecutor):
     """Rank 0 of `size` ranks, which it starts, watches and ends.
 
+    port  where they meet, on the loopback interface
+
     Raises what the ranks raise, ConfigError where the model cannot be shared by so many or there
     are fewer devices, RankError where a rank is gone or is not like the others.
     """
@@ -83,6 +85,7 @@ class ParallelExecutor(TorchExecutor):
             for rank, device in enumerate(devices)
         ]
         own, others = starts[0], starts[1:]
+        self.port = store.port
         self._ranks = Ranks(others, command)
         self._moves: list[tuple[Slots, Slots]] = []
         self._last: SharedRound | None = None

@@ -45,7 +45,8 @@ _ERRORS = {kind.__name__: kind for kind in (ConfigError, ModelError, MemoryPlanE
 class RankProcess:
     """One other rank, and the thread that starts it and waits for its end.
 
-    ended  told, on that thread, why it is no more: once
+    ended   told, on that thread, why it is no more: once
+    failed  what it said last, where it failed by itself
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class RankProcess:
         self._heard: list[Message] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._closing = False
+        self.failed: Message | None = None
         self._started = threading.Event()
         self._fault: OSError | None = None
         # It lives as long as the process: Linux ends a rank with the thread that started it.
@@ -136,9 +138,8 @@ class RankProcess:
             return stopped
         with self._lock:
             self._hear()
-            failed = next((m for m in self._heard if m.kind == "failed"), None)
-        if failed is not None:
-            return f"failed: {failed.facts['message']}"
+        if self.failed is not None:
+            return f"failed: {self.failed.facts['message']}"
         if exited:
             return f"ended with exit code {found.si_status}"
         return f"was ended by {_signal(found.si_status)}"
@@ -146,7 +147,10 @@ class RankProcess:
     def _hear(self) -> None:
         with suppress(OSError, ValueError):
             while (message := self.channel.poll()) is not None:
-                self._heard.append(message)
+                if message.kind == "failed":
+                    self.failed = message
+                else:
+                    self._heard.append(message)
 
 
 def _signal(number: int) -> str:
@@ -234,11 +238,9 @@ class Ranks:
 
     def _ended(self, rank: RankProcess, why: str) -> None:
         """A rank is no more. On its thread."""
-        message = next((m for m in rank._heard if m.kind == "failed"), None)
-        error = None
-        if message is not None and message.facts["error"] in _ERRORS:
-            error = _ERRORS[message.facts["error"]](f"rank {rank.rank}: {message.facts['message']}")
-        self._end(f"rank {rank.rank} of the tensor-parallel group {why}.", error)
+        kind = _ERRORS.get(rank.failed.facts["error"]) if rank.failed else None
+        fault = f"rank {rank.rank} of the tensor-parallel group {why.rstrip('.')}."
+        self._end(fault, kind(fault) if kind else None)
 
     def _end(self, fault: str, error: ForerunError | None) -> None:
         with self._changed:

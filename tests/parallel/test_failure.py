@@ -1,0 +1,252 @@
+"""A rank that is killed, stopped or exhausted, whenever: open requests end with an error that names
+it, no process is left, no port is kept. Nothing here waits for a clock.
+"""
+
+import os
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+from queue import SimpleQueue
+
+import numpy as np
+import pytest
+
+from forerun.build.engine import make_engine, open_target
+from forerun.client.completion import make_request
+from forerun.errors import ConfigError, EngineError, ModelError, RankError
+from forerun.executors.torch.model_runner import TorchOptions
+from forerun.executors.torch.parallel import processes
+from forerun.executors.torch.parallel.executor import ParallelExecutor
+from forerun.executors.torch.parallel.processes import Ranks
+from forerun.executors.torch.parallel.start import RankStart
+from forerun.models.folder import FolderCheckpoint
+from forerun.models.tensor_parallel import TensorParallel
+from forerun.options.config import EngineConfig
+from tests.models import tiny
+from tests.parity.driver import limits
+
+PATIENCE = 120.0
+"""Of a test for what comes at once: it is a failure that takes so long."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.save_folder(tiny.model("llama"), tmp_path_factory.mktemp("made"))
+
+
+def config(folder, **changes):
+    settled = {"executor": "torch", "device": "cpu", "tp_size": 2, "threads": 1, "context": 256}
+    settled |= {"max_sequences": 4, "kv_tokens": 1024, "policy": "fixed"}
+    return EngineConfig(model=str(folder), **settled | changes)
+
+
+def over(pid):
+    """Wait until a process that is no child of ours, or one that is reaped already, has ended."""
+    try:
+        watched = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([watched], [], [], PATIENCE)[0])
+    finally:
+        os.close(watched)
+
+
+@pytest.fixture
+def served(folder):
+    target = open_target(config(folder))
+    engine = make_engine(target, target.config)
+    engine.start()
+    yield target, engine, target.executor.describe()["ranks"][0]["pid"]
+    engine.shutdown()
+    target.close()
+
+
+def streaming(engine):
+    """The news of a request that would run for long, of which the first has come."""
+    news = SimpleQueue()
+    request = make_request(np.arange(5, 25, dtype=np.int32), max_tokens=200, ignore_eos=True)
+    engine.submit(request, news.put)
+    assert news.get(timeout=PATIENCE).finish is None
+    return news
+
+
+def last_of(news):
+    while True:
+        delta = news.get(timeout=PATIENCE)
+        if delta.finish is not None:
+            return delta
+
+
+def exhaust(pid):
+    """What it allocates next is not there."""
+    resource.prlimit(pid, resource.RLIMIT_AS, (1 << 20, 1 << 20))
+
+
+FAULTS = {
+    "killed": (lambda pid: os.kill(pid, signal.SIGKILL), "was ended by SIGKILL"),
+    "stopped": (lambda pid: os.kill(pid, signal.SIGSTOP), "was stopped by SIGSTOP"),
+    "terminated": (lambda pid: os.kill(pid, signal.SIGTERM), "was ended by SIGTERM"),
+    "exhausted": (exhaust, "failed: "),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_stream_hears_which_rank_is_gone(served, fault):
+    _, engine, pid = served
+    does, says = FAULTS[fault]
+    news = streaming(engine)
+    does(pid)
+    delta = last_of(news)
+    assert delta.finish.value == "error"
+    assert f"rank 1 of the tensor-parallel group {says}" in delta.error
+    engine._thread.join(PATIENCE)
+    assert over(pid) and not engine.alive
+    with pytest.raises(EngineError, match=f"rank 1 .* {says}"):
+        engine.submit(make_request(np.arange(3, dtype=np.int32), max_tokens=1), news.put)
+
+
+def test_also_while_nothing_runs(served):
+    """The engine sleeps; it is woken, and gives up. `/health` says what `alive` says."""
+    _, engine, pid = served
+    news = streaming(engine)
+    last_of(news)
+    assert engine.alive
+    os.kill(pid, signal.SIGKILL)
+    engine._thread.join(PATIENCE)
+    assert not engine.alive
+
+
+def test_rank_0_that_fails_in_a_step_ends_the_others(served, monkeypatch):
+    """They wait for it in the middle of a pass."""
+    target, engine, pid = served
+
+    def no_memory(*_):
+        raise MemoryError("out of memory")
+
+    monkeypatch.setattr(target.executor, "run", no_memory)
+    news = SimpleQueue()
+    engine.submit(make_request(np.arange(5, dtype=np.int32), max_tokens=5), news.put)
+    assert "rank 0 failed: out of memory" in last_of(news).error
+    engine._thread.join(PATIENCE)
+    assert over(pid) and not engine.alive
+
+
+def test_what_is_closed_leaves_nothing(folder):
+    target = open_target(config(folder))
+    pid, port = target.executor.describe()["ranks"][0]["pid"], target.executor.port
+    with socket.create_connection(("127.0.0.1", port)):
+        pass
+    target.close()
+    target.close()
+    assert over(pid)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port)).close()
+
+
+ALONE = """
+import sys, time
+from forerun.build.engine import open_target
+from forerun.options.config import EngineConfig
+target = open_target(EngineConfig(model=sys.argv[1], executor="torch", device="cpu", tp_size=2,
+                                  threads=1, policy="fixed", kv_tokens=1024, context=256))
+print(*(rank["pid"] for rank in target.executor.describe()["ranks"]), flush=True)
+time.sleep(1000)
+"""
+
+
+def test_no_rank_outlives_rank_0(folder):
+    command = [sys.executable, "-c", ALONE, str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        pid = int(process.stdout.readline())
+        os.kill(pid, signal.SIGSTOP) if sys.platform == "linux" else None
+        process.kill()
+        assert over(pid)
+
+
+# --- before the first step ---------------------------------------------------------------------
+
+
+def start(folder, rank=1):
+    tp = TensorParallel(rank, 2)
+    return RankStart(tp, str(folder), limits(tiny.VOCAB), TorchOptions(), 1, 1)
+
+
+def command(script):
+    head = (
+        "import socket, sys, time\n"
+        "from forerun.executors.torch.parallel.channel import Channel, Message\n"
+        "channel = Channel(socket.socket(fileno=int(sys.argv[1])))\n"
+    )
+    return sys.executable, "-c", head + script
+
+
+SLEEPS = (sys.executable, "-c", "import time; time.sleep(1000)")
+
+
+def test_a_rank_that_never_comes_up(folder):
+    ranks = Ranks([start(folder)], SLEEPS)
+    pid = ranks.pids[0]
+    with pytest.raises(RankError, match=r"rank 1 did not come up within 0\.2 seconds"):
+        ranks.answers("here", 0.2)
+    ranks.close()
+    assert over(pid)
+
+
+def test_a_rank_that_is_killed_while_it_loads(folder):
+    ranks = Ranks([start(folder)], SLEEPS)
+    os.kill(ranks.pids[0], signal.SIGKILL)
+    with pytest.raises(RankError, match=r"rank 1 .* was ended by SIGKILL"):
+        ranks.answers("here")
+    ranks.close()
+
+
+def test_what_a_rank_fails_with_is_raised_here(folder):
+    script = """channel.receive()
+channel.send(Message("failed", {"error": "ModelError", "message": "no such file"}))
+"""
+    ranks = Ranks([start(folder)], command(script))
+    with pytest.raises(ModelError, match=r"rank 1 .* failed: no such file"):
+        ranks.answers("here")
+    ranks.close()
+
+
+@pytest.mark.parametrize("what", ["torch", "weights", "flags"])
+def test_ranks_that_differ_are_refused(folder, what):
+    script = f"""found = dict(channel.receive().facts)
+from forerun.executors.torch.parallel.start import RankStart
+said = RankStart.of(found).identity() | {{{what!r}: "another"}}
+channel.send(Message("here", said))
+time.sleep(1000)
+"""
+    room = limits(tiny.VOCAB)
+    with pytest.raises(ConfigError, match=f"rank 1 is not like rank 0: it has {what} another"):
+        ParallelExecutor(*(FolderCheckpoint(folder), room, TorchOptions(), 2), 1, command(script))
+
+
+def test_a_program_that_is_not_there(folder):
+    with pytest.raises(EngineError, match="rank 1 cannot be started"):
+        Ranks([start(folder)], ("/no/such/program",))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"tp_size": 3}, "tp-size is 3, but its 4 attention heads .* by 1 or 2 or 4.$"),
+        ({"executor": "cpu"}, "the cpu executor runs on one device; use --executor jax or"),
+    ],
+)
+def test_what_cannot_be_shared_is_said_before_anything_starts(folder, changes, says, monkeypatch):
+    monkeypatch.setattr(processes, "RankProcess", None)
+    with pytest.raises(ConfigError, match=says):
+        open_target(config(folder, **changes))
+
+
+def test_more_ranks_than_devices(folder, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    options = TorchOptions(device="cuda", dtype="float32")
+    with pytest.raises(ConfigError, match="torch sees 1 CUDA device here; lower it to 1 or less"):
+        ParallelExecutor(FolderCheckpoint(folder), limits(tiny.VOCAB), options, 2)

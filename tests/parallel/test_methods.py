@@ -1,0 +1,86 @@
+"""Two ranks and four write what one process writes without speculation: every draft method, trees
+and chains, a grammar, mixed parameters, alone and in batches that are preempted.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from forerun.build.engine import open_target
+from forerun.measure.prove import _requests as requests_of
+from forerun.measure.prove import answers, encode
+from tests.e2e.drafts import METHODS, Hinted, make
+from tests.e2e.test_equality_matrix import TRIALS, configured, shaped
+
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("made"))
+
+
+def said(target, config, trial, temperature, group):
+    """Tokens and log-probabilities of every answer, and the texts of all."""
+    prompts = [encode(target, prompt, trial.tokens) for prompt in trial.prompts]
+    compiled = target.compile(trial.grammar) if trial.grammar is not None else None
+    requests = requests_of(target, prompts, trial, temperature, compiled)
+    done = answers(target, config, requests, group)
+    tokens = [item.tokens for item in done.done]
+    texts = [
+        np.concatenate([requests[index].prompt, item.tokens]).tolist()
+        for index, item in zip(done.prompts, done.done, strict=True)
+    ]
+    logprobs = [
+        [(e.token, round(e.logprob, 2), len(e.top)) for e in item.logprobs] for item in done.done
+    ]
+    accepted = sum(item.stats.accepted for item in done.done)
+    return (tokens, logprobs), texts, accepted
+
+
+def compared(made, method, size, shapes=("chain", "tree"), trials=TRIALS, temperatures=(0.0, 0.8)):
+    config = configured(made, method, executor="torch", max_sequences=5)
+    alone = open_target(replace(config, speculative_algorithm="OFF"))
+    shared = open_target(replace(config, tp_size=size))
+    accepted = 0
+    try:
+        for name, trial in trials.items():
+            for temperature in temperatures:
+                off = alone.config
+                expected, texts, _ = said(alone, off, trial, temperature, 1)
+                target = shared
+                if shared.draft_model is not None:
+                    model = Hinted(shared.draft_model, (), 0)
+                    model._texts = texts
+                    target = replace(shared, draft_model=model)
+                for shape in shapes:
+                    found, _, more = said(
+                        target, shaped(shared.config, shape), trial, temperature, trial.group
+                    )
+                    assert found == expected, (name, temperature, shape)
+                    accepted += more
+    finally:
+        alone.close()
+        shared.close()
+    assert accepted > 0
+
+
+def test_n_grams_parameters_and_a_grammar(made):
+    compared(made, "NGRAM", 2, shapes=("tree",), temperatures=(0.8,))
+
+
+@SLOW
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_draft_method(made, method, size):
+    compared(made, method, size)
