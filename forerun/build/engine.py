@@ -259,7 +259,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     layered = bool(getattr(model.checkpoint, "prediction_files", None))
     config = with_shipped(choose_executor(config, arch), layered)
     entry = EXECUTORS[config.executor]
-    chunk = config.chunked_prefill_size or entry.prefill_chunk(config)
+    chunk = config.chunked_prefill_size or entry.prefill_chunk(config, None)
     config = replace(config, chunked_prefill_size=chunk)
     needs = entry.needs(config, arch, model.checkpoint)
     for method in getattr(model.checkpoint, "methods", ()):

@@ -74,7 +74,8 @@ class ExecutorEntry:
     within        the kinds whose trees steps grow by themselves (Executor.warm_up)
     dtype         what "auto" means; None: bfloat16 on devices of their own, float32 on the CPU
     shards        whether it cuts a model over devices
-    prefill_chunk tokens of prompts and draft tokens in one step, where nothing is asked
+    prefill_chunk tokens of prompts and draft tokens in one step, where nothing is asked, of a
+                  device with so many bytes of memory (None: of the one that is there)
     """
 
     name: str
@@ -89,4 +90,4 @@ class ExecutorEntry:
     within: frozenset[str]
     dtype: str | None = None
     shards: bool = False
-    prefill_chunk: Callable[[EngineConfig], int] = lambda config: CHUNK
+    prefill_chunk: Callable[[EngineConfig, int | None], int] = lambda config, memory: CHUNK

@@ -161,10 +161,11 @@ def dense_needs(config: EngineConfig, arch: Architecture, checkpoint: object) ->
     head = arch.head_size + 4 if config.kv_dtype == "float8" else arch.head_size * width
     # In float32 on the CPU, torch packs a tied head once more.
     twice = arch.tied_head and config.device == "cpu" and config.dtype == "float32"
-    count = arch.parameters + (arch.vocab * arch.hidden if twice else 0)
-    return needs_of(
-        arch, count * width, arch.cache_layer.planes * arch.layers * arch.kv_heads * head
-    )
+    embedding = arch.vocab * arch.hidden
+    weights = width * (arch.parameters + (embedding if twice else 0))
+    if config.dtype == "float8":  # All but embedding and head is one byte a number.
+        weights -= arch.parameters - embedding * (1 if arch.tied_head else 2)
+    return needs_of(arch, weights, arch.cache_layer.planes * arch.layers * arch.kv_heads * head)
 
 
 def widened(path: Path, method: Method, weights: int) -> str:

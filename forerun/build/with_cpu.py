@@ -51,7 +51,9 @@ def _needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint) -> 
 
     cpu.check_runs(arch, config.context)
     per_token = cpu.cache_bytes_per_token(arch, cpu.cache_item(checkpoint, config.dtype))
-    weights = bytes_on_disk(checkpoint.path)
+    # Where there are no files, in 16 bits.
+    there = checkpoint.path.exists()
+    weights = bytes_on_disk(checkpoint.path) if there else 2 * arch.parameters
     if config.dtype in _BITS:
         weights = min(weights, arch.parameters * _BITS[config.dtype] // 8)
     if getattr(checkpoint, "methods", ()):

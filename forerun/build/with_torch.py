@@ -32,11 +32,11 @@ def _free_memory(config: EngineConfig) -> int:
     return min(_cuda_memory(f"{kind}:{begin + rank}")[0] for rank in range(config.tp_size))
 
 
-def _prefill_chunk(config: EngineConfig) -> int:
+def _prefill_chunk(config: EngineConfig, memory: int | None) -> int:
     """What SGLang takes, by a GPU's memory: its server_args.py, up to 8192."""
     if config.device == "cpu":
         return CHUNK
-    gib = _cuda_memory(config.device)[1] / (1 << 30)
+    gib = (_cuda_memory(config.device)[1] if memory is None else memory) / (1 << 30)
     return next((chunk for below, chunk in CHUNKS if gib < below), MOST_CHUNK)
 
 

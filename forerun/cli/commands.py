@@ -370,6 +370,17 @@ def _models_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _plan_flags(parser: argparse.ArgumentParser) -> None:
+    _model_word(parser)
+    parser.add_argument(
+        "--model-shape", metavar="NAME", help="a well-known model's sizes, without any file"
+    )
+    parser.add_argument(
+        "--device-memory", type=float, metavar="GIB", help="of each device (default: what is free)"
+    )
+    flags_of(EngineConfig, parser, "model and engine")
+
+
 def _completion_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=("bash", "zsh", "fish", "tcsh"), help="which shell")
 
@@ -408,6 +419,7 @@ COMMANDS: dict[str, tuple[str, Flags]] = {
     "tune": ("Find the fastest way to speculate here and keep it.", _tune_flags),
     "train": ("Make a draft head for a model.", _train_flags),
     "doctor": ("Describe this machine and what works on it.", _doctor_flags),
+    "plan": ("Say what a model would need, before it is loaded.", _plan_flags),
     "models": ("List, describe, remove or download models.", _models_flags),
     "completion": ("Print what makes a shell complete these options.", _completion_flags),
     "fetch": ("Download a model into the cache.", _fetch_flags),

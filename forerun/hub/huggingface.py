@@ -55,6 +55,19 @@ def fetched(repository: str, cache: Path | None = None, revision: str | None = N
     return _snapshot(repository, _PATTERNS, cache, revision)
 
 
+def config_fetched(repository: str, revision: str | None = None) -> Path:
+    """The folder of a hub model of which nothing but config.json has to be there. Raises
+    DownloadError.
+    """
+    folder = _snapshot(repository, ["config.json"], None, revision)
+    if not (folder / "config.json").is_file():
+        raise DownloadError(
+            f"{repository} has no config.json on the hub; name one of its files, as "
+            f"{repository}:Q4_K_M, which is fetched whole"
+        )
+    return folder
+
+
 def fetched_pickled(
     repository: str, cache: Path | None = None, revision: str | None = None
 ) -> Path:

@@ -13,6 +13,7 @@ from forerun.errors import ConfigError
 from forerun.models.arch import Architecture, Rope, expected_tensors, plain_layers
 from forerun.models.draft_config import expected_draft_tensors, head_for
 from forerun.models.draft_folder import DraftFile
+from forerun.models.layer_spec import AttentionSpec, Dense, Experts, Latent, LayerSpec, Router
 from forerun.models.mapped import Packed
 from forerun.types import Floats
 
@@ -20,6 +21,33 @@ _LLAMA, _QWEN = Rope(5e5), Rope(1e6)
 _SMOL, _LLAMA_1B = plain_layers(30, 64, 1536, Rope(1e5)), plain_layers(16, 64, 8192, _LLAMA)
 _QWEN_8B, _QWEN_32B = (
     plain_layers(count, 128, ffn, _QWEN, qk_norm=True) for count, ffn in ((36, 12288), (64, 25600))
+)
+
+
+def _experts(
+    dense: int, count: int, attention: AttentionSpec, width: int, experts: Experts
+) -> tuple[LayerSpec, ...]:
+    """`dense` layers of this width, then layers of experts, `count` in all."""
+    first = LayerSpec(attention, _QWEN, Dense(width))
+    return (first,) * dense + (replace(first, feed_forward=experts),) * (count - dense)
+
+
+_GLM = tuple(
+    replace(layer, qk_norm=True, qkv_bias=True)
+    for layer in _experts(
+        3,
+        92,
+        AttentionSpec(128**-0.5),
+        12288,
+        Experts(160, 8, 1536, Router("sigmoid", normalised=True, correction=True), shared=1536),
+    )
+)
+_DEEPSEEK = _experts(
+    3,
+    61,
+    AttentionSpec(192**-0.5, latent=Latent(512, 128, 64, 128, query_rank=1536)),
+    18432,
+    Experts(256, 8, 2048, Router("sigmoid", normalised=True, correction=True), shared=2048),
 )
 
 SHAPES: dict[str, Architecture] = {
@@ -33,8 +61,13 @@ SHAPES: dict[str, Architecture] = {
     "llama-3.1-8b": Architecture(
         "llama", 4096, 32, 8, 128, 128256, 131072, 1e-5, plain_layers(32, 128, 14336, _LLAMA)
     ),
+    "llama-3-70b": Architecture(
+        "llama", 8192, 64, 8, 128, 128256, 8192, 1e-5, plain_layers(80, 128, 28672, _LLAMA)
+    ),
     "qwen3-8b": Architecture("qwen3", 4096, 32, 8, 128, 151936, 40960, 1e-6, _QWEN_8B),
     "qwen3-32b": Architecture("qwen3", 5120, 64, 8, 128, 151936, 40960, 1e-6, _QWEN_32B),
+    "glm-4.5": Architecture("glm4_moe", 5120, 96, 8, 128, 151552, 131072, 1e-5, _GLM),
+    "deepseek-v3": Architecture("deepseek_v3", 7168, 128, 1, 576, 129280, 163840, 1e-6, _DEEPSEEK),
 }
 """Name -> architecture; RoPE scaling for long contexts is left out, it costs nothing."""
 

@@ -1,0 +1,117 @@
+"""What a model would need, from its configuration and the headers of its files: no weights are
+read, and nothing is allocated.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from forerun.build.drafting import with_draft
+from forerun.build.executor_entry import DraftSource
+from forerun.build.memory import MemoryPlan, Needs, plan_memory
+from forerun.build.registry import EXECUTORS, choose_executor
+from forerun.errors import MemoryPlanError
+from forerun.hub import huggingface
+from forerun.hub.catalog import BUILT_IN, open_model
+from forerun.hub.reference import hub_reference
+from forerun.models.arch import Architecture
+from forerun.models.checkpoint import Checkpoint
+from forerun.models.config_json import architecture_from
+from forerun.models.draft_folder import open_draft
+from forerun.models.folder import config_of
+from forerun.models.shapes import RandomCheckpoint, shape_named
+from forerun.options.config import EngineConfig
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A model as far as planning needs it.
+
+    checkpoint  its files, opened; or what stands for them where there is only a configuration
+    stored      whether these are the files: what their numbers take is known then
+    """
+
+    name: str
+    checkpoint: Checkpoint
+    stored: bool
+
+    @property
+    def architecture(self) -> Architecture:
+        """Its numbers."""
+        return self.checkpoint.architecture
+
+
+@dataclass(frozen=True, slots=True)
+class Sizing:
+    """What a model needs of each of `config.tp_size` devices, bytes.
+
+    config   every "auto" replaced
+    needs    of one device, the draft's part included
+    draft    the draft model's part of the weights
+    memory   what may be divided on one device
+    plan     how it is; None where it does not fit
+    refusal  why it does not
+    """
+
+    model: Described
+    config: EngineConfig
+    needs: Needs
+    draft: int
+    memory: int
+    plan: MemoryPlan | None
+    refusal: str
+
+
+def described(config: EngineConfig, shape: str | None) -> Described:
+    """The model that is named, or a shape (models/shapes.py) in its place. Of a hub id config.json
+    alone is fetched, where nothing of it is here.
+
+    Raises ModelError, DownloadError, ConfigError.
+    """
+    if shape is not None:
+        return Described(shape, RandomCheckpoint(shape_named(shape)), False)
+    path = Path(config.model).expanduser()
+    hub = None if path.exists() or config.model in BUILT_IN else hub_reference(config.model)
+    if hub is not None and hub.file is None:
+        path = huggingface.config_fetched(hub.repository, revision=config.revision)
+    if path.is_dir() and not any(path.glob("*.safetensors")):
+        name = hub.name if hub is not None else path.resolve().name
+        arch = architecture_from(config_of(path), path)
+        return Described(name, RandomCheckpoint(arch), False)
+    model = open_model(config.model, revision=config.revision)
+    return Described(model.name, model.checkpoint, True)
+
+
+def sizing(config: EngineConfig, model: Described, memory: int | None) -> Sizing:
+    """What `model` needs under `config`. memory: bytes of each device; None: of this machine's.
+
+    Raises ConfigError where the options contradict the model or the machine, ModelError for a draft
+    that cannot be used.
+    """
+    arch = model.architecture
+    config = choose_executor(config, arch)
+    entry = EXECUTORS[config.executor]
+    chunk = config.chunked_prefill_size or entry.prefill_chunk(config, memory)
+    config = replace(config, chunked_prefill_size=chunk)
+    needs = entry.needs(config, arch, model.checkpoint)
+    draft = _draft(config, arch)
+    whole = needs if draft is None else with_draft(needs, draft, entry.draft_item(config))
+    free = memory if memory is not None else entry.free_memory(config)
+    plan, refusal = _planned(config, whole, free)
+    return Sizing(model, config, whole, whole.weights - needs.weights, free, plan, refusal)
+
+
+def _draft(config: EngineConfig, arch: Architecture) -> DraftSource | None:
+    """The head in a folder that the configuration names; its weights are mapped, not read."""
+    named = config.speculative_draft_model_path
+    if named is None or not config.speculates or not (Path(named) / "config.json").is_file():
+        return None
+    return open_draft(Path(named), arch)
+
+
+def _planned(config: EngineConfig, needs: Needs, free: int) -> tuple[MemoryPlan | None, str]:
+    try:
+        return plan_memory(config, needs, free, fill=config.device != "cpu"), ""
+    except MemoryPlanError as error:
+        return None, str(error)

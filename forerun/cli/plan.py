@@ -1,0 +1,84 @@
+"""`forerun plan`: what a model would need, before anything of it is loaded."""
+
+import argparse
+from typing import Any
+
+from rich.table import Table
+
+from forerun.build.memory import human
+from forerun.build.sizing import GIB, Sizing, described, sizing
+from forerun.cli.console import emit_json, out
+from forerun.errors import ConfigError, MemoryPlanError
+from forerun.options.config import EngineConfig
+from forerun.options.flags import configured
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the command. Ends as MemoryPlanError does where the model does not fit."""
+    config = configured(EngineConfig, arguments)
+    memory = arguments.device_memory
+    if memory is not None and memory <= 0:
+        raise ConfigError(f"--device-memory is {memory}; it must be above 0.")
+    found = sizing(
+        config,
+        described(config, arguments.model_shape),
+        None if memory is None else int(memory * GIB),
+    )
+    if arguments.json:
+        emit_json(facts(found))
+    else:
+        table = Table(show_header=False, box=None)
+        for name, text in sentences(found).items():
+            table.add_row(name, text)
+        out.print(table)
+    if found.plan is None:
+        raise MemoryPlanError(found.refusal)
+    return 0
+
+
+def facts(found: Sizing) -> dict[str, Any]:
+    """Plain values: bytes of each device, tokens."""
+    arch, config, plan = found.model.architecture, found.config, found.plan
+    return {
+        "model": found.model.name,
+        "parameters": arch.parameters,
+        "context": found.needs.context,
+        "executor": config.executor,
+        "device": config.device,
+        "dtype": config.dtype,
+        "devices": config.tp_size,
+        "weights_from_files": found.model.stored,
+        "weights_bytes": found.needs.weights - found.draft,
+        "draft_bytes": found.draft,
+        "cache_bytes_per_1k_tokens": 1000 * found.needs.per_token,
+        "memory_bytes": found.memory,
+        "fits": plan is not None,
+        "scratch_bytes": plan.scratch if plan else None,
+        "cache_bytes": plan.cache if plan else None,
+        "cache_tokens": plan.limits.pages * plan.limits.page_size if plan else None,
+        "sequences": plan.limits.slots if plan else None,
+    }
+
+
+def sentences(found: Sizing) -> dict[str, str]:
+    """The same for people."""
+    told = facts(found)
+    each = f" on each of {told['devices']} devices" if told["devices"] > 1 else ""
+    source = "as its files have them" if told["weights_from_files"] else "by configuration alone"
+    lines = {
+        "model": f"{told['model']}, {told['parameters'] / 1e9:.2f}B parameters, made for "
+        f"{told['context']:,} tokens",
+        "runs on": f"{told['executor']}, {told['device']}, {told['dtype']}",
+        "weights": f"{human(told['weights_bytes'])}{each}, {source}",
+        "draft model": human(told["draft_bytes"]) if told["draft_bytes"] else "none is named",
+        "key/value cache": f"{human(told['cache_bytes_per_1k_tokens'])} for 1,000 tokens{each}",
+        "memory": f"{human(told['memory_bytes'])}{each}",
+    }
+    if not told["fits"]:
+        return lines
+    tokens, cache = f"{told['cache_tokens']:,} tokens", human(told["cache_bytes"])
+    return lines | {
+        "scratch": f"{human(told['scratch_bytes'])}{each}, of a step's activations and logits",
+        "room": f"{tokens} in a cache of {cache}{each}; {told['sequences']} sequences at once",
+        "not counted": "captured CUDA graphs, and what the driver and libraries take",
+    }

@@ -1,0 +1,83 @@
+"""`forerun plan`: what a model would need, without a weight being read."""
+
+import json
+
+import pytest
+
+from forerun.build.memory import human
+from forerun.cli.main import main
+from forerun.models.shapes import SHAPES
+from forerun.models.tensor_parallel import TensorParallel
+from tests.models import tiny
+
+
+def planned(capsys, *words, code=0):
+    assert main(["plan", *words, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+CARD = ("--device", "cuda", "--device-memory", "96")
+
+
+def test_a_shape_on_two_devices(capsys):
+    """No device is there, and torch is not asked for one."""
+    found = planned(capsys, "--model-shape", "llama-3-70b", "--tp-size", "2", *CARD)
+    arch = SHAPES["llama-3-70b"]
+    assert found["devices"] == 2 and found["fits"] and not found["weights_from_files"]
+    half = TensorParallel(0, 2).parameters(arch) * 2
+    assert abs(found["weights_bytes"] - half) < 1e-3 * half
+    assert found["cache_bytes_per_1k_tokens"] == 1000 * 80 * 2 * 4 * 128 * 2
+    used = found["weights_bytes"] + found["scratch_bytes"] + found["cache_bytes"]
+    assert used <= 0.88 * 96 * 2**30 < used + 2 * found["cache_bytes_per_1k_tokens"]
+
+
+def test_what_does_not_fit_says_so_behind_its_table(capsys):
+    assert main(["plan", "--model-shape", "glm-4.5", "--tp-size", "4", *CARD]) == 4
+    told = capsys.readouterr()
+    assert "352.80B parameters" in told.out
+    assert "does not fit" in told.err
+
+
+def test_float8_takes_one_byte_but_for_embedding_and_head(capsys):
+    arch = SHAPES["llama-3.1-8b"]
+    found = planned(capsys, "--model-shape", "llama-3.1-8b", "--dtype", "float8", *CARD)
+    embedding = 2 * arch.vocab * arch.hidden
+    assert found["weights_bytes"] == arch.parameters + embedding
+
+
+def test_parameters_are_the_published_ones():
+    sizes = {"llama-3-70b": 70.6, "glm-4.5": 353, "deepseek-v3": 671, "qwen3-32b": 32.8}
+    for name, billions in sizes.items():
+        assert SHAPES[name].parameters == pytest.approx(billions * 1e9, rel=0.01), name
+
+
+def test_a_folder_of_which_only_the_configuration_is_there(capsys, tmp_path):
+    tiny.config("llama").save_pretrained(tmp_path)
+    found = planned(capsys, str(tmp_path), *CARD)
+    assert found["model"] == tmp_path.name
+    assert found["weights_bytes"] == 2 * found["parameters"]
+
+
+def test_a_folder_with_its_weights(capsys, tmp_path):
+    tiny.save_folder(tiny.model("llama"), tmp_path)
+    assert planned(capsys, str(tmp_path), "--executor", "torch")["weights_from_files"]
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (("--model-shape", "nope"), "there are: tiny"),
+        (("--model-shape", "llama-3-70b", "--tp-size", "3", *CARD), "shared by 1 or 2 or 4"),
+        (("--model-shape", "tiny", "--device-memory", "0"), "--device-memory is 0"),
+        (("/no/such/folder",), "no file or folder"),
+    ],
+)
+def test_what_cannot_be_planned_is_said_in_a_sentence(capsys, words, said):
+    assert main(["plan", *words]) in (2, 3)
+    assert said in capsys.readouterr().err
+
+
+def test_people_get_a_table(capsys):
+    assert main(["plan", "--model-shape", "llama-3.1-8b", *CARD]) == 0
+    told = capsys.readouterr().out
+    assert human(2 * SHAPES["llama-3.1-8b"].parameters) in told and "131.1 MB for 1,000" in told
