@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from forerun.build.drafting import with_draft
-from forerun.build.executor_entry import DraftSource
+from forerun.build.executor_entry import OpenedDraft
 from forerun.build.memory import MemoryPlan, Needs, plan_memory
 from forerun.build.registry import EXECUTORS, choose_executor
 from forerun.errors import MemoryPlanError
@@ -102,7 +102,7 @@ def sizing(config: EngineConfig, model: Described, memory: int | None) -> Sizing
     return Sizing(model, config, whole, whole.weights - needs.weights, free, plan, refusal)
 
 
-def _draft(config: EngineConfig, arch: Architecture) -> DraftSource | None:
+def _draft(config: EngineConfig, arch: Architecture) -> OpenedDraft | None:
     """The head in a folder that the configuration names; its weights are mapped, not read."""
     named = config.speculative_draft_model_path
     if named is None or not config.speculates or not (Path(named) / "config.json").is_file():
