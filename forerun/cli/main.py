@@ -11,6 +11,7 @@ Exit codes:
     3    the model cannot be used or fetched
     4    it does not fit into memory
     5    the engine failed
+    6    a process that shares the model (--tp-size) was ended or stopped
     130  interrupted; 141 our output cannot be written: its reader went away, or the disk is full
 """
 
@@ -32,6 +33,7 @@ from forerun.errors import (
     ForerunError,
     MemoryPlanError,
     ModelError,
+    RankError,
     RequestError,
 )
 from forerun.options.aliases import OPTIONS
@@ -43,6 +45,7 @@ EXIT_CODES: tuple[tuple[type[ForerunError], int], ...] = (
     (RequestError, 2),
     (ModelError, 3),
     (MemoryPlanError, 4),
+    (RankError, 6),
     (EngineError, 5),
 )
 INTERRUPTED, NO_OUTPUT = 130, 141

@@ -67,6 +67,7 @@ class Engine:
         self._entering = 0
         self._draining = self._stopping = False
         self._broken: str | None = None
+        self._lost: Callable[[str], None] = lambda _: None
         self.step_began: float | None = None
         self._thread: threading.Thread | None = None
 
@@ -140,6 +141,12 @@ class Engine:
         self.before_step(give_up)
         with self._changed:
             self._changed.notify_all()
+
+    def when_lost(self, lost: Callable[[str], None]) -> None:
+        """Have `lost` called with a sentence, on the engine's thread, when a process that shares
+        the model is gone, and every sink was told.
+        """
+        self._lost = lost
 
     def drain(self, timeout: float) -> bool:
         """Refuse new requests and wait for the others, `timeout` seconds at most. True if all
@@ -229,6 +236,8 @@ class Engine:
         except Exception as error:
             log.exception("the engine failed and gives up")
             self._give_up(f"The engine failed and gave up: {error or type(error).__name__}")
+            if isinstance(error, RankError):
+                self._lost(str(error))
             return False
         return busy
 

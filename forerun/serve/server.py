@@ -161,7 +161,7 @@ class _Server(uvicorn.Server):
         self._signalled = False
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve; also end when the model cannot be loaded."""
+        """Serve; also end when the model cannot be loaded, or a process that shares it is gone."""
         self._loop = asyncio.get_running_loop()
         main = threading.current_thread() is threading.main_thread()
         if main and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # A terminal that closes.
@@ -188,4 +188,7 @@ class _Server(uvicorn.Server):
 
     async def _end_on_failure(self) -> None:
         await self.service.failed.wait()
+        # Requests that a lost engine ended with an error have still to say so.
+        await self.service.drain(FLUSH_SECONDS)
+        await self.service.close()
         self.should_exit = True

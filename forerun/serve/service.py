@@ -16,6 +16,7 @@ from forerun.build.engine import Loaded
 from forerun.constrain.grammar.calls import Rules
 from forerun.constrain.isolation.compile import MAX_WAITING
 from forerun.constrain.matcher.matcher import Compiled
+from forerun.errors import RankError
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.serve.bridge import Bridge
 from forerun.serve.decode_log import DecodeLog
@@ -54,7 +55,7 @@ class Service:
 
     source   a loaded model, or the function that loads it
     metrics  where it is shown; None = in some of its own
-    arrived, failed  set when it is loaded, or cannot be
+    arrived, failed  set when it is loaded; when it cannot be, or can run no step any more
     """
 
     def __init__(
@@ -186,6 +187,10 @@ class Service:
         if not _call_soon(loop, partial(self._arrived, loaded)):
             loaded.close()
 
+    def _lost(self, loop: asyncio.AbstractEventLoop, why: str) -> None:
+        """A process that shares the model is gone. On the engine's thread."""
+        _call_soon(loop, partial(self._fail, RankError(why)))
+
     def _fail(self, error: Exception) -> None:
         self.failure = error
         self.failed.set()
@@ -195,6 +200,8 @@ class Service:
         name = names[0]
         facts = f"{name} {loaded.config} {__version__}".encode()
         engine, cache = loaded.engine, cache_facts(loaded.config)
+        loop = asyncio.get_running_loop()
+        engine.when_lost(partial(self._lost, loop))
         meter = self.metrics.add(name, engine.stats, lambda: engine.fault, cache)
         self._served = Served(
             loaded=loaded,
@@ -203,13 +210,13 @@ class Service:
             created=int(time.time()),
             fingerprint="fp_" + hashlib.sha256(facts).hexdigest()[:10],
             meter=meter,
-            bridge=Bridge(asyncio.get_running_loop(), meter.gap),
+            bridge=Bridge(loop, meter.gap),
         )
         self.arrived.set()
         log.info("serving %s", name)
         if self.settings.decode_log_interval:
             decode_log = DecodeLog(self.settings.decode_log_interval, loaded.engine.stats)
-            self._logging = asyncio.get_running_loop().create_task(decode_log.run())
+            self._logging = loop.create_task(decode_log.run())
 
 
 def cache_facts(config: EngineConfig) -> dict[str, Any]:

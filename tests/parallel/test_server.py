@@ -1,0 +1,76 @@
+"""A server whose rank is gone: every stream hears it, and the process ends with a code and a
+sentence of its own. `/health` speaks for all ranks.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import threading
+
+import pytest
+
+from tests.e2e.processes import PATIENCE, PYTHON, ROOT, Server, wait_for
+from tests.models import tiny
+from tests.parallel.test_failure import over
+
+
+@pytest.fixture
+def server(tmp_path):
+    folder = tiny.save_folder(tiny.model("llama"), tmp_path / "made")
+    line = [PYTHON, "-m", "forerun", "serve", str(folder), "--executor", "torch", "--device", "cpu"]
+    line += ["--tp-size", "2", "--threads", "1", "--port", "0", "--json", "--context", "256"]
+    line += ["--kv-tokens", "2048", "--policy", "fixed"]
+    with (tmp_path / "server.log").open("w+") as log:
+        process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
+        try:
+            text = ""
+            while not text.rstrip().endswith("}"):
+                piece = process.stdout.readline()
+                assert piece, (log.seek(0), log.read())
+                text += piece
+            found = Server(process, json.loads(text)["url"], log)
+            assert wait_for(found.healthy), found.logged()
+            yield found
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
+def stream(server, begun, events):
+    """The events of a long answer; `begun` is set at the first."""
+    body = {"prompt": "a b c", "max_tokens": 220, "ignore_eos": True, "stream": True}
+    with server.http.stream("POST", "/v1/completions", json=body) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: "):
+                events.append(line.removeprefix("data: "))
+                begun.set()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_gone_ends_the_server(server, sent):
+    pid = server.http.get("/server_info").json()["executor"]["ranks"][0]["pid"]
+    heard = [[], [], []]
+    streams = [(threading.Event(), events) for events in heard]
+    threads = [threading.Thread(target=stream, args=(server, *each)) for each in streams]
+    for thread in threads:
+        thread.start()
+    assert all(begun.wait(PATIENCE) for begun, _ in streams)
+    os.kill(pid, sent)
+    for thread in threads:
+        thread.join(PATIENCE)
+    told = [e for e in heard if any("rank 1 of the tensor-parallel group was" in x for x in e)]
+    ended = [e for e in heard if e not in told and any('"length"' in x for x in e)]
+    assert told and len(told) + len(ended) == len(heard)
+    assert server.ends() == 6
+    assert over(pid)
+    last = server.logged().strip().splitlines()[-1]
+    assert last.startswith("forerun: rank 1 of the tensor-parallel group was ")
+
+
+def test_a_server_that_ends_leaves_no_rank(server):
+    pid = server.http.get("/server_info").json()["executor"]["ranks"][0]["pid"]
+    server.process.send_signal(signal.SIGTERM)
+    assert server.ends() == 0
+    assert over(pid)
