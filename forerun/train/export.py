@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from forerun.executors.torch.eagle import EagleHead
+from forerun.executors.torch.drafts.eagle import EagleHead
 from forerun.models.draft_config import DraftHead
 from forerun.models.rope import LinearScaling, Llama3, Rope, Yarn
 from forerun.types import Ints

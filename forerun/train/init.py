@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from forerun.errors import ModelError
-from forerun.executors.torch.eagle import EagleHead
+from forerun.executors.torch.drafts.eagle import EagleHead
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_folder import DraftFile
 from forerun.train.loss import DraftVocabulary, TrainingBatch, ttt_loss

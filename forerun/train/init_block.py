@@ -12,8 +12,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from forerun.executors.torch.block import BlockDrafter
-from forerun.executors.torch.draft_layer import DraftLayer, Norm
+from forerun.executors.torch.drafts.block import BlockDrafter
+from forerun.executors.torch.drafts.draft_layer import DraftLayer, Norm
 from forerun.models.checkpoint import Checkpoint
 from forerun.train.loss import TrainingBatch
 

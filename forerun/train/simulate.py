@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 import numpy as np
 import torch
 
-from forerun.executors.torch.eagle import EagleHead
+from forerun.executors.torch.drafts.eagle import EagleHead
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_folder import DraftFile
 from forerun.train.init import check_trainable, start_from_draft

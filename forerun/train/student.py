@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from forerun.executors.torch.block import BlockDrafter
-from forerun.executors.torch.eagle import EagleHead
+from forerun.executors.torch.drafts.block import BlockDrafter
+from forerun.executors.torch.drafts.eagle import EagleHead
 from forerun.models.arch import Architecture
 from forerun.models.block_config import BlockHead, default_block_features
 from forerun.models.checkpoint import Checkpoint

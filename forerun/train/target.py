@@ -1,8 +1,8 @@
 """The target as training sees it: whole sequences at once, with features.
 
-The decoder is serving's (executors/torch/decoder.py), with matrix products over whole sequences and
-another `attend`: serving steps over pages, here every token of a chat is known. Bits may differ,
-which training does not mind.
+The decoder is serving's (executors/torch/decoder/decoder.py), with matrix products over whole
+sequences and another `attend`: serving steps over pages, here every token of a chat is known. Bits
+may differ, which training does not mind.
 """
 
 from collections.abc import Callable
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from forerun.executors.torch.decoder import Decoder, apart
-from forerun.executors.torch.kernels import kernels_for, parts_of
-from forerun.executors.torch.layers import WholeLinear, softcapped
+from forerun.executors.torch.decoder.decoder import Decoder, apart
+from forerun.executors.torch.decoder.layers import WholeLinear, softcapped
+from forerun.executors.torch.triton.kernels import kernels_for, parts_of
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.layer_spec import AttentionSpec
 

@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from forerun.executors.torch.draft_layer import TrainedHeads
-from forerun.executors.torch.layers import rotation
+from forerun.executors.torch.decoder.layers import rotation
+from forerun.executors.torch.drafts.draft_layer import TrainedHeads
 from forerun.models.rope import Rope
 
 

@@ -12,7 +12,7 @@ import torch
 
 from forerun.executors.torch import model_runner
 from forerun.executors.torch.captured import executor as captured_executor
-from forerun.executors.torch.eagle import EagleHead
+from forerun.executors.torch.drafts.eagle import EagleHead
 from forerun.measure.fuzz import Fuzzer
 from forerun.measure.workload import read_prompts
 from forerun.models.draft_config import head_for

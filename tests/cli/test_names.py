@@ -13,7 +13,7 @@ from forerun.build.tuned import Setting
 from forerun.cli.layers import settle
 from forerun.cli.main import build_parser, main
 from forerun.errors import ConfigError
-from forerun.executors.torch.eagle import EagleHead
+from forerun.executors.torch.drafts.eagle import EagleHead
 from forerun.models.draft_config import head_for
 from forerun.models.folder import FolderCheckpoint
 from forerun.options import algorithms

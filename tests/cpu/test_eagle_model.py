@@ -11,8 +11,8 @@ from forerun.drafters.model_drafter import ModelDrafter
 from forerun.errors import EngineError, ModelError
 from forerun.executors import cpu
 from forerun.executors.cpu import CpuEagleModel, CpuExecutor
-from forerun.executors.torch.eagle import EagleHead
-from forerun.executors.torch.layers import rotation
+from forerun.executors.torch.decoder.layers import rotation
+from forerun.executors.torch.drafts.eagle import EagleHead
 from forerun.interface.draft_model import DraftBlock, DraftLevel, Extension
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.features import KeptFeatures

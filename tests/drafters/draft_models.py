@@ -1,5 +1,5 @@
 """Draft models that show what the contract is made for, some sixty lines each. (One that reads
-tokens alone is served: executors/torch/decoder_model.py.)
+tokens alone is served: executors/torch/drafts/decoder_model.py.)
 
 FeatureBlock  proposes a block in one pass: its layers' context is made of the target's features
 Told          any of them, but it says what it was told beforehand, or what it was told is wrong
@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from forerun.errors import EngineError
-from forerun.executors.torch.draft_cache import DraftCache, check_extension
+from forerun.executors.torch.decoder.layers import rotate, rotation
+from forerun.executors.torch.drafts.draft_cache import DraftCache, check_extension
 from forerun.executors.torch.features import on_device
-from forerun.executors.torch.layers import rotate, rotation
 from forerun.interface.draft_model import (
     BlockCandidates,
     Candidates,

@@ -18,8 +18,8 @@ from forerun.client.completion import complete, make_request
 from forerun.control.policy import FixedPolicy
 from forerun.drafters import model_drafter
 from forerun.executors.torch import TorchDecoderModel
-from forerun.executors.torch.draft_cache import DraftCache
-from forerun.executors.torch.kv import KvShape
+from forerun.executors.torch.attention.kv import KvShape
+from forerun.executors.torch.drafts.draft_cache import DraftCache
 from forerun.interface.draft_model import BlockCandidates
 from forerun.interface.plan import Budget
 from forerun.models.cache_layer import CacheLayer

@@ -14,7 +14,7 @@ from forerun.build.engine import open_target
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.errors import ModelError
 from forerun.executors import cpu
-from forerun.executors.torch.eagle import EagleHead
+from forerun.executors.torch.drafts.eagle import EagleHead
 from forerun.models.draft_config import head_for
 from forerun.models.folder import FolderCheckpoint
 from forerun.options.config import EngineConfig

@@ -7,7 +7,7 @@ import sys
 import httpx
 from safetensors.torch import load_file, save_file
 
-from forerun.executors.torch.eagle import EagleHead
+from forerun.executors.torch.drafts.eagle import EagleHead
 from forerun.models.draft_config import head_for
 from forerun.models.folder import FolderCheckpoint
 from forerun.train.export import export_head

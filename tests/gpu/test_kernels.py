@@ -6,13 +6,13 @@ import torch
 
 from forerun.executors.torch import TorchExecutor, with_captures
 from forerun.executors.torch.accept import NodeNoise
-from forerun.executors.torch.float8 import FLOAT8, Float8Linear, float8_rows
-from forerun.executors.torch.geometry import Geometry, tiles_of
-from forerun.executors.torch.kernels import kernels_for
-from forerun.executors.torch.kv import Narrow, enter
-from forerun.executors.torch.layers import PLAIN, Heads
-from forerun.executors.torch.round_types import Levels, RoundShape
-from forerun.executors.torch.varlen_attention import PackedPrompts, row_by_row
+from forerun.executors.torch.attention.geometry import Geometry, tiles_of
+from forerun.executors.torch.attention.kv import Narrow, enter
+from forerun.executors.torch.attention.varlen_attention import PackedPrompts, row_by_row
+from forerun.executors.torch.decoder.float8 import FLOAT8, Float8Linear, float8_rows
+from forerun.executors.torch.decoder.layers import PLAIN, Heads
+from forerun.executors.torch.triton.kernels import kernels_for
+from forerun.executors.torch.triton.round_types import Levels, RoundShape
 from forerun.models.layer_spec import AttentionSpec
 from forerun.speculative.draft_tree import full_size
 from forerun.speculative.sampling import Sampling

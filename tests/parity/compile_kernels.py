@@ -20,7 +20,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from forerun.executors.torch import (
+from forerun.executors.torch.attention.geometry import tile_nodes
+from forerun.executors.torch.captured.declared import NODES
+from forerun.executors.torch.triton import (
     triton_attention,
     triton_choice,
     triton_draft,
@@ -31,8 +33,6 @@ from forerun.executors.torch import (
     triton_round,
     triton_shaping,
 )
-from forerun.executors.torch.captured.declared import NODES
-from forerun.executors.torch.geometry import tile_nodes
 from forerun.models.layer_spec import CLAMP, CLAMP_SLOPE
 from forerun.speculative.draft_tree import full_size
 

@@ -24,9 +24,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from forerun.executors.torch import TorchExecutor, compile_ahead, model_runner, with_captures
+from forerun.executors.torch import TorchExecutor, model_runner, with_captures
 from forerun.executors.torch.captured import executor as captured_executor
-from forerun.executors.torch.eagle import TorchEagleModel
+from forerun.executors.torch.drafts.eagle import TorchEagleModel
+from forerun.executors.torch.triton import compile_ahead
 from forerun.interface.executor import DraftShape, ExecutorLimits
 from forerun.interface.next_draft import DraftRequest
 from forerun.interface.plan import SlotInit

@@ -27,24 +27,24 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from forerun.executors.torch import block as block_model
-from forerun.executors.torch import decoder_model, prediction_model
-from forerun.executors.torch import eagle as eagle_model
-from forerun.executors.torch.block import BlockDrafter
+from forerun.executors.torch.attention.geometry import KEYS, programs_for, split_of
+from forerun.executors.torch.attention.kv import KvShape, PagedCache
+from forerun.executors.torch.attention.varlen_attention import flash
 from forerun.executors.torch.captured.block_drafting import drafting_of
-from forerun.executors.torch.captured.buffers import Size
 from forerun.executors.torch.captured.declared import padded_rows
 from forerun.executors.torch.captured.graphs import Recorder
 from forerun.executors.torch.captured.runner import CudaGraphRunner
-from forerun.executors.torch.decoder import Decoder
-from forerun.executors.torch.eagle import EagleHead
-from forerun.executors.torch.float8 import Float8Linear, Float8Parts
-from forerun.executors.torch.geometry import KEYS, programs_for, split_of
-from forerun.executors.torch.kernels import Kernels
-from forerun.executors.torch.kv import KvShape, PagedCache
-from forerun.executors.torch.layers import Elementwise, Linear, Product
-from forerun.executors.torch.varlen_attention import flash
-from forerun.executors.torch.weights import Weights
+from forerun.executors.torch.decoder.decoder import Decoder
+from forerun.executors.torch.decoder.float8 import Float8Linear, Float8Parts
+from forerun.executors.torch.decoder.layers import Elementwise, Linear, Product
+from forerun.executors.torch.decoder.weights import Weights
+from forerun.executors.torch.drafts import block as block_model
+from forerun.executors.torch.drafts import decoder_model, prediction_model
+from forerun.executors.torch.drafts import eagle as eagle_model
+from forerun.executors.torch.drafts.block import BlockDrafter
+from forerun.executors.torch.drafts.eagle import EagleHead
+from forerun.executors.torch.triton.kernels import Kernels
+from forerun.executors.torch.triton.record import Size
 from forerun.interface.executor import ExecutorLimits
 from forerun.models.arch import Architecture, expected_tensors
 from forerun.models.block_config import BlockHead
@@ -235,12 +235,12 @@ def modules():
         "experts",
         "merge",
     )
-    return [import_module(f"forerun.executors.torch.triton_{name}") for name in names]
+    return [import_module(f"forerun.executors.torch.triton.triton_{name}") for name in names]
 
 
 def kernels():
     attention, choice, layers, around, draft, future, shaping, experts, _merge = modules()
-    compiling = import_module("forerun.executors.torch.compile_ahead")
+    compiling = import_module("forerun.executors.torch.triton.compile_ahead")
     return Kernels(
         attend=attention.attend,
         varlen=flash,

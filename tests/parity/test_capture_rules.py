@@ -5,9 +5,10 @@ import gc
 import pytest
 import torch
 
-from forerun.executors.torch import TorchExecutor, kernels, model_runner, with_captures
+from forerun.executors.torch import TorchExecutor, model_runner, with_captures
 from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.captured.graphs import Programs
+from forerun.executors.torch.triton import kernels
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, limits
 from tests.parity.tape import FakeCuda, Tape, Watch

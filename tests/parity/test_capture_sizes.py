@@ -5,7 +5,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from forerun.executors.torch.captured.buffers import Size
 from forerun.executors.torch.captured.declared import (
     FORCED,
     NODES,
@@ -16,6 +15,7 @@ from forerun.executors.torch.captured.declared import (
     row_nodes,
 )
 from forerun.executors.torch.captured.shaped_rows import CUT
+from forerun.executors.torch.triton.record import Size
 from forerun.interface.executor import DraftShape, ExecutorLimits
 from forerun.interface.next_draft import draft_sizes
 

@@ -11,7 +11,7 @@ import pytest
 from tests.parity.interpreted import load
 
 ROOT = Path(__file__).parents[2]
-compiling = load("compile_ahead")
+compiling = load("triton.compile_ahead")
 
 BINARIES = {
     **dict.fromkeys(("_norm", "_add_norm", "_gate", "_enter", "_merge", "_choose"), 1),

@@ -11,7 +11,7 @@ from tests.parity.launches import AIMS, COUNTED, Budget, Launches, budget, budge
 ROOT = Path(__file__).parents[2]
 
 for name in ("attention", "choice", "layers", "round", "draft", "future", "shaping", "merge"):
-    load(f"triton_{name}")  # Interpreted, for whoever shares this process.
+    load(f"triton.triton_{name}")  # Interpreted, for whoever shares this process.
 
 BUDGETS = {
     "plain": Budget(layer=10, outside=9, first=0, level=0, moves=0, carried=2),

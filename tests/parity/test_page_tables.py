@@ -10,15 +10,9 @@ from hypothesis import strategies as st
 
 from forerun.build.engine import make_engine
 from forerun.client.completion import make_request
-from forerun.executors.torch.captured.buffers import (
-    BufferDims,
-    PageTables,
-    Room,
-    Size,
-    Sized,
-    changes_of,
-)
+from forerun.executors.torch.captured.buffers import BufferDims, PageTables, Room, Sized, changes_of
 from forerun.executors.torch.captured.runner import CudaGraphRunner
+from forerun.executors.torch.triton.record import Size
 from tests.parity.tape import Tape
 from tests.parity.test_torch_drafting import taped
 from tests.parity.test_torch_overlap import answered, tokens

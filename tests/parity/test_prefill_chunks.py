@@ -30,7 +30,7 @@ from tests.speculative.worlds import plan_of
 from tests.twins.kernels import SLOW_TWINS
 
 for name in ("attention", "choice", "layers", "round", "draft", "future"):
-    load(f"triton_{name}")  # Interpreted, for whoever shares this process.
+    load(f"triton.triton_{name}")  # Interpreted, for whoever shares this process.
 
 LLAMA = shape_named("llama-3.1-8b")
 CHUNK = 8192

@@ -9,11 +9,11 @@ import torch
 from forerun.errors import ConfigError
 from forerun.executors.torch import TorchExecutor
 from forerun.executors.torch import model_runner as module
-from forerun.executors.torch.compile_ahead import _Zeros
-from forerun.executors.torch.kv import KvShape, PagedCache
-from forerun.executors.torch.plan_geometry import geometry_of
-from forerun.executors.torch.prompt_attention import PromptAttention
-from forerun.executors.torch.varlen_attention import flash, row_by_row
+from forerun.executors.torch.attention.kv import KvShape, PagedCache
+from forerun.executors.torch.attention.plan_geometry import geometry_of
+from forerun.executors.torch.attention.prompt_attention import PromptAttention
+from forerun.executors.torch.attention.varlen_attention import flash, row_by_row
+from forerun.executors.torch.triton.compile_ahead import _Zeros
 from forerun.interface.plan import Plan
 from forerun.models.cache_layer import CacheLayer
 from forerun.models.layer_spec import AttentionSpec

@@ -16,7 +16,7 @@ from forerun.drafters.model_drafter import ModelDrafter
 from forerun.executors.torch import CapturedExecutor, TorchBlockModel, model_runner
 from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.captured.round import CapturedRound
-from forerun.executors.torch.level_model import LevelModel
+from forerun.executors.torch.drafts.level_model import LevelModel
 from forerun.models.folder import FolderCheckpoint
 from forerun.options.config import EngineConfig
 from tests.drafters.test_nextn import with_layers

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.executors.torch.attention import BLOCK, attend, chains, key_blocks
-from forerun.executors.torch.kv import KvShape, PagedCache
-from forerun.executors.torch.plan_geometry import places_of
+from forerun.executors.torch.attention.attention import BLOCK, attend, chains, key_blocks
+from forerun.executors.torch.attention.kv import KvShape, PagedCache
+from forerun.executors.torch.attention.plan_geometry import places_of
 from forerun.models.cache_layer import CacheLayer
 from forerun.models.layer_spec import AttentionSpec
 from forerun.speculative.tree import batch

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from forerun.errors import EngineError
 from forerun.executors.torch import TorchExecutor, model_runner, with_captures
 from forerun.executors.torch.captured import executor as captured_executor
-from forerun.executors.torch.captured.buffers import Size
 from forerun.executors.torch.captured.declared import declared
 from forerun.executors.torch.captured.executor import MOST_NODES
 from forerun.executors.torch.captured.round import tree_intervals
+from forerun.executors.torch.triton.record import Size
 from forerun.interface.executor import DraftShape
 from forerun.speculative.accept import NOTHING, accept_row
 from forerun.speculative.sampling import Sampling

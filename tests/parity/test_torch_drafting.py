@@ -12,8 +12,8 @@ from forerun.control.policy import Budget, FixedPolicy
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.executors.torch import CapturedExecutor, TorchEagleModel, model_runner
 from forerun.executors.torch.captured import executor as captured_executor
-from forerun.executors.torch.captured.buffers import Size
 from forerun.executors.torch.features import TorchFeatures
+from forerun.executors.torch.triton.record import Size
 from forerun.interface.features import KeptFeatures
 from tests.models import tiny
 from tests.parity.tape import Tape

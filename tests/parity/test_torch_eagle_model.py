@@ -13,8 +13,8 @@ from forerun.build.engine import load, make_engine, open_target
 from forerun.client.completion import complete, make_request
 from forerun.errors import EngineError, ModelError
 from forerun.executors.torch import TorchEagleModel, TorchExecutor
-from forerun.executors.torch.eagle import EagleHead
-from forerun.executors.torch.layers import rotation
+from forerun.executors.torch.decoder.layers import rotation
+from forerun.executors.torch.drafts.eagle import EagleHead
 from forerun.interface.draft_model import DraftBlock, DraftLevel, Extension
 from forerun.models.draft_config import head_for
 from forerun.models.draft_folder import open_draft

@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.executors.device_choice import Choosing
-from forerun.executors.torch.captured.buffers import BufferDims, Record, Room, Size, Sized
+from forerun.executors.torch.captured.buffers import BufferDims, Room, Sized
 from forerun.executors.torch.captured.round import prepare_inputs_carried, tree_intervals
 from forerun.executors.torch.captured.runner import FutureMap
-from forerun.executors.torch.round_types import Accepted
+from forerun.executors.torch.triton.record import Record, Size
+from forerun.executors.torch.triton.round_types import Accepted
 from forerun.interface.plan import Plan
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.draft_tree import full_draft, full_size
@@ -18,7 +19,7 @@ from tests.parity.interpreted import load
 from tests.parity.tape import Watch
 from tests.twins import future
 
-triton_future = load("triton_future")
+triton_future = load("triton.triton_future")
 
 SLOTS = 4
 LOGS = np.array([0.0, -0.5, -0.5, -1.0, -2.0, -np.inf, np.nan], np.float32)

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.executors.torch import TorchExecutor
-from forerun.executors.torch.experts import Mixture
-from forerun.executors.torch.layers import (
+from forerun.executors.torch.decoder.experts import Mixture
+from forerun.executors.torch.decoder.layers import (
     MOST_ROWS,
     PLAIN,
     Linear,
@@ -25,8 +25,8 @@ from forerun.executors.torch.layers import (
     softcapped,
     swiglu,
 )
-from forerun.executors.torch.row_sizes import SIZES, invariant_sizes
-from forerun.executors.torch.weights import Weights
+from forerun.executors.torch.decoder.row_sizes import SIZES, invariant_sizes
+from forerun.executors.torch.decoder.weights import Weights
 from forerun.models.layer_spec import AttentionSpec, Experts, LayerSpec, Router
 from forerun.models.rope import Rope
 from forerun.models.shapes import RandomCheckpoint, shape_named

@@ -7,9 +7,10 @@ import torch
 from forerun.executors.device_choice import Choosing
 from forerun.executors.host_choice import report
 from forerun.executors.torch.accept import NodeNoise
-from forerun.executors.torch.captured.buffers import RULES, Size
+from forerun.executors.torch.captured.buffers import RULES
 from forerun.executors.torch.captured.shaped_rows import ShapedRows
 from forerun.executors.torch.shaping import reported
+from forerun.executors.torch.triton.record import Size
 from forerun.interface.plan import SlotInit
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.accept import choose as chosen_by_rule

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from forerun.errors import ModelError
-from forerun.executors.torch import weights as module
-from forerun.executors.torch.decoder import Decoder
-from forerun.executors.torch.layers import Linear
-from forerun.executors.torch.weights import Weights, some_rows
+from forerun.executors.torch.decoder import weights as module
+from forerun.executors.torch.decoder.decoder import Decoder
+from forerun.executors.torch.decoder.layers import Linear
+from forerun.executors.torch.decoder.weights import Weights, some_rows
 from forerun.models.arch import expected_tensors
 from forerun.models.folder import FolderCheckpoint
 from forerun.models.gguf import GgufCheckpoint

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.errors import EngineError
-from forerun.executors.torch.float8 import FLOAT8, float8_rows
-from forerun.executors.torch.geometry import (
+from forerun.executors.torch.attention.geometry import (
     KEYS,
     MOST_PARTS,
     program_heads,
@@ -19,7 +18,8 @@ from forerun.executors.torch.geometry import (
     split_of,
     tile_heads,
 )
-from forerun.executors.torch.plan_geometry import geometry_of
+from forerun.executors.torch.attention.plan_geometry import geometry_of
+from forerun.executors.torch.decoder.float8 import FLOAT8, float8_rows
 from forerun.models.cache_layer import CacheLayer
 from forerun.models.layer_spec import AttentionSpec
 from forerun.speculative.tree import batch
@@ -30,7 +30,7 @@ from tests.speculative.worlds import as_draft, drafts
 from tests.twins import verify
 from tests.twins.kernels import attend_dense
 
-attention = load("triton_attention")
+attention = load("triton.triton_attention")
 CPU = torch.device("cpu")
 
 

@@ -9,7 +9,7 @@ from tests.parity.interpreted import load
 from tests.parity.test_torch_accept import SEEDS, nodes
 from tests.twins.rounds import choose
 
-choice = load("triton_choice")
+choice = load("triton.triton_choice")
 
 
 def noise_of(cases):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.executors.torch.layers import PLAIN, rotation
-from forerun.executors.torch.round_types import Accepted, Extended, Levels, Prepared
+from forerun.executors.torch.decoder.layers import PLAIN, rotation
+from forerun.executors.torch.triton.round_types import Accepted, Extended, Levels, Prepared
 from forerun.speculative.draft_tree import full_size
 from forerun.speculative.noise import gumbel_of
 from tests.parity.interpreted import load
@@ -15,7 +15,7 @@ from tests.parity.test_torch_accept import SEEDS
 from tests.parity.test_triton_choice import noise_of
 from tests.twins.rounds import descend, follow, grow
 
-draft = load("triton_draft")
+draft = load("triton.triton_draft")
 
 MORE = [(4, 3, 1), (2, 3, 4), (3, 2, 2)]
 GROWN = [(1, 1, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE)]

@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.executors.torch.experts import Mixture, routes
-from forerun.executors.torch.float8 import float8_rows
-from forerun.executors.torch.grouped import Pairs, Stacked
-from forerun.executors.torch.layers import PLAIN, Linear, clamped_swiglu
-from forerun.executors.torch.weights import Weights
+from forerun.executors.torch.decoder.experts import Mixture, routes
+from forerun.executors.torch.decoder.float8 import float8_rows
+from forerun.executors.torch.decoder.grouped import Pairs, Stacked
+from forerun.executors.torch.decoder.layers import PLAIN, Linear, clamped_swiglu
+from forerun.executors.torch.decoder.weights import Weights
 from forerun.models.layer_spec import Router
 from tests.models import tiny
 from tests.parity.interpreted import load
 from tests.parity.tape import Watch
 from tests.twins.kernels import grouped_loop
 
-experts, layers = load("triton_experts"), load("triton_layers")
+experts, layers = load("triton.triton_experts"), load("triton.triton_layers")
 
 
 def stacked(kind, count, outputs, inputs):

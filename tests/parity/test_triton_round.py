@@ -9,12 +9,13 @@ import torch
 from forerun.build.engine import open_target
 from forerun.client.completion import make_request
 from forerun.executors.torch import CapturedExecutor, TorchExecutor, model_runner, with_captures
+from forerun.executors.torch.attention.kv import KvShape, PagedCache
 from forerun.executors.torch.captured import executor as captured_executor
-from forerun.executors.torch.captured.buffers import BufferDims, Room, Size, Sized
+from forerun.executors.torch.captured.buffers import BufferDims, Room, Sized
 from forerun.executors.torch.captured.round import tree_intervals
-from forerun.executors.torch.float8 import FLOAT8
-from forerun.executors.torch.kv import KvShape, PagedCache
-from forerun.executors.torch.round_types import RoundShape
+from forerun.executors.torch.decoder.float8 import FLOAT8
+from forerun.executors.torch.triton.record import Size
+from forerun.executors.torch.triton.round_types import RoundShape
 from forerun.models.cache_layer import CacheLayer
 from forerun.speculative.tree import batch
 from tests.models import tiny
@@ -36,11 +37,11 @@ from tests.twins.rounds import accept, prepare
 
 CPU = torch.device("cpu")
 for name in ("choice", "layers", "merge", "future"):
-    load(f"triton_{name}")
-draft = load("triton_draft")
-attention = load("triton_attention")
-geometry = load("geometry")
-rounds = load("triton_round")
+    load(f"triton.triton_{name}")
+draft = load("triton.triton_draft")
+attention = load("triton.triton_attention")
+geometry = load("attention.geometry")
+rounds = load("triton.triton_round")
 
 
 def facts_of(size, trees, decided, seed):

@@ -11,7 +11,7 @@ from tests.parity.cuts import mixed, shaping_of
 from tests.parity.interpreted import load
 from tests.twins.rounds import choose
 
-kernels = load("triton_shaping")
+kernels = load("triton.triton_shaping")
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ LAZY = {
     "forerun/cli/layers.py",
     "forerun/cli/main.py",
     "forerun/cli/terminal.py",
-    "forerun/executors/torch/kernels.py",
+    "forerun/executors/torch/triton/kernels.py",
     "forerun/serve/app.py",
 }
 """Files whose functions may import what is optional or slow: an executor is loaded only when

@@ -1,5 +1,6 @@
 """Counts what one token's walk opens: the package's files in which something runs between the
-plan of a step and the delta that reports its token.
+plan of a step and the delta that reports its token. A kernel of a GPU, and what its slow twin
+(tests/twins) calls instead of it, is none of them.
 
     with Walk() as walk:
         engine.step_once()
@@ -11,7 +12,9 @@ from collections import Counter
 from types import FrameType
 from typing import Any
 
-from tests.shape.tree import PACKAGE
+from tests.shape.tree import PACKAGE, ROOT
+
+TWINS = f"{ROOT / 'tests' / 'twins'}/"
 
 
 class Walk:
@@ -19,6 +22,7 @@ class Walk:
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
+        self._twins = 0  # How many of their frames are running.
 
     def __enter__(self) -> "Walk":
         sys.setprofile(self._count)
@@ -29,7 +33,9 @@ class Walk:
 
     def _count(self, frame: FrameType, event: str, arg: Any) -> None:
         name = frame.f_code.co_filename
-        if event == "call" and name.startswith(f"{PACKAGE}/"):
+        if name.startswith(TWINS):
+            self._twins += {"call": 1, "return": -1}.get(event, 0)
+        elif event == "call" and name.startswith(f"{PACKAGE}/") and not self._twins:
             self.calls[name.removeprefix(f"{PACKAGE}/")] += 1
 
     @property

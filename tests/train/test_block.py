@@ -8,8 +8,8 @@ import torch
 
 from forerun.build.engine import make_engine, open_target
 from forerun.client.completion import complete, make_request
-from forerun.executors.torch.block import BlockDrafter
-from forerun.executors.torch.layers import rotation
+from forerun.executors.torch.decoder.layers import rotation
+from forerun.executors.torch.drafts.block import BlockDrafter
 from forerun.measure.acceptance import CHAIN, Question, alone, ask
 from forerun.models.block_folder import open_block
 from forerun.models.folder import FolderCheckpoint

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forerun.errors import ModelError
-from forerun.executors.torch.eagle import EagleHead
+from forerun.executors.torch.drafts.eagle import EagleHead
 from forerun.models.arch import Architecture, plain_layers
 from forerun.models.draft_config import expected_draft_tensors, head_for
 from forerun.models.draft_folder import open_draft

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from forerun.errors import ModelError
-from forerun.executors.torch.eagle import EagleHead
+from forerun.executors.torch.drafts.eagle import EagleHead
 from forerun.models.draft_config import DraftHead
 from forerun.models.rope import Rope
 from forerun.train.answers import Chat, repeats

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.executors.torch.eagle import EagleHead
+from forerun.executors.torch.drafts.eagle import EagleHead
 from forerun.models.draft_config import head_for
 from forerun.models.folder import FolderCheckpoint
 from forerun.train import loop

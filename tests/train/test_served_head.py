@@ -13,7 +13,7 @@ from forerun.build.engine import open_target
 from forerun.cli.main import main
 from forerun.executors import cpu
 from forerun.executors.cpu import hidden_state_model
-from forerun.executors.torch.eagle import EagleHead
+from forerun.executors.torch.drafts.eagle import EagleHead
 from forerun.hub.catalog import shipped_draft
 from forerun.measure.acceptance import (
     CHAIN,

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from forerun.executors.torch.eagle import EagleHead
-from forerun.executors.torch.layers import rotation
+from forerun.executors.torch.decoder.layers import rotation
+from forerun.executors.torch.drafts.eagle import EagleHead
 from forerun.models.draft_config import DraftHead
 from forerun.models.rope import Rope
 from forerun.train.loss import (

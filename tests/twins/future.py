@@ -1,5 +1,6 @@
 """How a round takes up what the one before it left by slot, and leaves what the next one needs, in
-plain torch: the slow twins of forerun.executors.torch.triton_future, which does each in one launch.
+plain torch: the slow twins of forerun.executors.torch.triton.triton_future, which does each in one
+launch.
 
 The draft tokens are the best of the full tree, exactly those that
 forerun.speculative.draft_tree.full_draft takes, found by sorting; who is above whom follows from
@@ -10,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.executors.torch.captured.buffers import Record, Size
-from forerun.executors.torch.round_types import Accepted, Facts, FutureState
+from forerun.executors.torch.triton.record import Record, Size
+from forerun.executors.torch.triton.round_types import Accepted, Facts, FutureState
 from forerun.speculative.accept import NOTHING
 
 

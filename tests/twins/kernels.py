@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forerun.executors.torch.float8 import Rows, float8_rows
-from forerun.executors.torch.geometry import Geometry, positions_of
-from forerun.executors.torch.grouped import Pairs, Stacked
-from forerun.executors.torch.kernels import Kernels
-from forerun.executors.torch.kv import CacheTensor, PagedCache, enter, read
-from forerun.executors.torch.layers import PLAIN, rotation, softcapped
+from forerun.executors.torch.attention.geometry import Geometry, positions_of
+from forerun.executors.torch.attention.kv import CacheTensor, PagedCache, enter, read
+from forerun.executors.torch.attention.varlen_attention import row_by_row
+from forerun.executors.torch.decoder.float8 import Rows, float8_rows
+from forerun.executors.torch.decoder.grouped import Pairs, Stacked
+from forerun.executors.torch.decoder.layers import PLAIN, rotation, softcapped
 from forerun.executors.torch.shaping import shaped
-from forerun.executors.torch.varlen_attention import row_by_row
+from forerun.executors.torch.triton.kernels import Kernels
 from forerun.models.layer_spec import AttentionSpec
 from tests.twins.future import leave, resume
 from tests.twins.rounds import accept, choose, descend, follow, grow, keep, prepare

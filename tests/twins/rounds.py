@@ -1,8 +1,8 @@
 """What a captured round launches before and after its forward pass, and beside a draft head in the
-levels that it grows, in plain torch: the slow twins of forerun.executors.torch.triton_round,
+levels that it grows, in plain torch: the slow twins of forerun.executors.torch.triton.triton_round,
 triton_choice and triton_draft, which do each in one or two launches.
 
-What they take and give is said in forerun.executors.torch.round_types.
+What they take and give is said in forerun.executors.torch.triton.round_types.
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from forerun.executors.torch.accept import NodeNoise, _gumbel, _of_words, philox
-from forerun.executors.torch.layers import rotation
-from forerun.executors.torch.round_types import (
+from forerun.executors.torch.decoder.layers import rotation
+from forerun.executors.torch.triton.round_types import (
     Accepted,
     Below,
     Extended,

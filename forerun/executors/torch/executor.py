@@ -11,9 +11,9 @@ from forerun.errors import EngineError
 from forerun.executors.device_choice import plain_nodes
 from forerun.executors.host_choice import Logits, ReportsOf, put_path
 from forerun.executors.host_sampler import HostSampler
+from forerun.executors.torch.attention.plan_geometry import StepNodes, choosing_nodes, places_of
+from forerun.executors.torch.drafts.target import TorchTarget
 from forerun.executors.torch.model_runner import ModelRunner, TorchOptions, TorchRound
-from forerun.executors.torch.plan_geometry import StepNodes, choosing_nodes, places_of
-from forerun.executors.torch.target import TorchTarget
 from forerun.interface.executor import Capabilities, Executor, ExecutorLimits
 from forerun.interface.plan import Outcome, Plan, Round, SlotInit
 from forerun.models.checkpoint import Checkpoint

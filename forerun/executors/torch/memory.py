@@ -3,7 +3,7 @@
 import torch
 
 from forerun.errors import MemoryPlanError
-from forerun.executors.torch.kv import KvShape
+from forerun.executors.torch.attention.kv import KvShape
 from forerun.interface.executor import ExecutorLimits
 from forerun.machine import memory_available
 from forerun.models.arch import Architecture

@@ -14,24 +14,24 @@ from forerun.errors import ConfigError, EngineError
 from forerun.executors.device_choice import PlainNodes
 from forerun.executors.host_choice import Logits
 from forerun.executors.torch.accept import choices
-from forerun.executors.torch.attention import attend, key_blocks
-from forerun.executors.torch.decoder import Attend, Decoder, apart
-from forerun.executors.torch.features import TorchFeatures
-from forerun.executors.torch.float8 import FLOAT8, Float8Linear, Rows
-from forerun.executors.torch.geometry import tile_heads
-from forerun.executors.torch.group import Group
-from forerun.executors.torch.kernels import kernels_for, parts_of
-from forerun.executors.torch.kv import PagedCache, Slots
-from forerun.executors.torch.layers import (
+from forerun.executors.torch.attention.attention import attend, key_blocks
+from forerun.executors.torch.attention.geometry import tile_heads
+from forerun.executors.torch.attention.kv import PagedCache, Slots
+from forerun.executors.torch.attention.plan_geometry import StepNodes, geometry_of
+from forerun.executors.torch.attention.prompt_attention import PromptAttention, prompt_rows, takes
+from forerun.executors.torch.decoder.decoder import Attend, Decoder, apart
+from forerun.executors.torch.decoder.float8 import FLOAT8, Float8Linear, Rows
+from forerun.executors.torch.decoder.layers import (
     PLAIN,
     AnyHeads,
     Linear,
     compiled,
     padded_rows,
 )
+from forerun.executors.torch.features import TorchFeatures
+from forerun.executors.torch.group import Group
 from forerun.executors.torch.memory import DTYPES, check_fits, kv_shape, planned_bytes
-from forerun.executors.torch.plan_geometry import StepNodes, geometry_of
-from forerun.executors.torch.prompt_attention import PromptAttention, prompt_rows, takes
+from forerun.executors.torch.triton.kernels import kernels_for, parts_of
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.plan import Plan, Round
 from forerun.models.arch import Architecture

@@ -14,14 +14,14 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from forerun.executors.torch.accept import NodeNoise
-from forerun.executors.torch.block import TorchBlockModel
-from forerun.executors.torch.captured.buffers import Size
+from forerun.executors.torch.attention.geometry import Geometry, tile_nodes, tiles_of
 from forerun.executors.torch.captured.drafting import Drafting, LevelDrafting
 from forerun.executors.torch.captured.entries import Decided
-from forerun.executors.torch.geometry import Geometry, tile_nodes, tiles_of
-from forerun.executors.torch.kernels import Kernels
-from forerun.executors.torch.level_model import LevelModel
-from forerun.executors.torch.round_types import Below, Extended, Levels
+from forerun.executors.torch.drafts.block import TorchBlockModel
+from forerun.executors.torch.drafts.level_model import LevelModel
+from forerun.executors.torch.triton.kernels import Kernels
+from forerun.executors.torch.triton.record import Size
+from forerun.executors.torch.triton.round_types import Below, Extended, Levels
 from forerun.speculative.draft_tree import full_size
 
 

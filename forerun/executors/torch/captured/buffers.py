@@ -5,17 +5,16 @@ other; on the host twice, used in turn: it fills one while a round filled from t
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.executors.torch.geometry import programs_for, split_of, tile_nodes, tiles_of
-from forerun.interface.draft_model import CANDIDATES
+from forerun.executors.torch.attention.geometry import programs_for, split_of, tile_nodes, tiles_of
+from forerun.executors.torch.triton.record import Size
 from forerun.interface.plan import Plan
 from forerun.speculative.accept import NOTHING
-from forerun.speculative.draft_tree import full_size
 from forerun.types import AnyArray, Ints
 
 Work = Callable[[], None]
@@ -29,65 +28,6 @@ RULES = (
 
 UNTOUCHED = ("sent_to", "parents", "draft_slot", "slot", "tree_intervals", "masks", "split")
 """Facts of which a blank one is not 0, or nothing is read."""
-
-
-class Size(NamedTuple):
-    """R rows of N nodes (see declared.py), after which full trees of draft tokens are grown,
-    `levels` deep; no levels: none are. What else rows ask for (shaped_rows.py): 0, or
-
-    shaping  what of the sampler's parameters
-    masked   whether a grammar holds some row
-    reports  alternatives that are reported with each token
-    """
-
-    rows: int
-    nodes: int
-    levels: int = 0
-    width: int = 0
-    shaping: int = 0
-    masked: int = 0
-    reports: int = 0
-
-    @property
-    def total(self) -> int:
-        """Nodes of all rows."""
-        return self.rows * self.nodes
-
-    @property
-    def draft_tokens(self) -> int:
-        """Nodes of a tree that is grown."""
-        return full_size(self.width, self.levels)
-
-    @property
-    def candidates(self) -> int:
-        """Of the next root, for a grammar to choose among."""
-        return CANDIDATES if self.masked and self.levels else 0
-
-
-class Record(NamedTuple):
-    """The parts of a record: the choices of nodes [R*N]; where rounds carry on from each other,
-    their tokens and, where N > 1, parents [R*N] and how many nodes each row has [R]; tokens,
-    parents and values' bits of the trees that were grown, [3*R*K]; what may follow the roots of
-    the next trees, ids and bits of log-probabilities [2*R*candidates]; reports of nodes
-    [R*N*(1+2*reports)], see shaping.reported.
-    """
-
-    choices: Any
-    tokens: Any
-    parents: Any
-    count: Any
-    grown: Any
-    candidates: Any
-    reported: Any
-
-    @classmethod
-    def of(cls, size: Size, whole: Any) -> "Record":
-        """Views of a tensor or an array."""
-        ends = [size.total, 2 * size.total, 3 * size.total, 3 * size.total + size.rows]
-        ends.append(ends[-1] + 3 * size.rows * size.draft_tokens)
-        ends.append(ends[-1] + 2 * size.rows * size.candidates)
-        bounds = zip([0, *ends], [*ends, len(whole)], strict=True)
-        return cls(*(whole[begin:end] for begin, end in bounds))
 
 
 class BufferDims(NamedTuple):

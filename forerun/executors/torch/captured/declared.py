@@ -7,8 +7,8 @@ read once either way; beyond eight rows, rows and nodes are padded to 1.5 times 
 
 from collections.abc import Iterable, Iterator
 
-from forerun.executors.torch.captured.buffers import Size
 from forerun.executors.torch.captured.shaped_rows import CUT, REPORTS
+from forerun.executors.torch.triton.record import Size
 from forerun.interface.executor import DraftShape, ExecutorLimits
 from forerun.interface.next_draft import draft_sizes
 

@@ -30,26 +30,21 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from forerun.errors import EngineError
-from forerun.executors.torch.captured.buffers import Size
+from forerun.executors.torch.attention.geometry import Geometry, tile_nodes, tiles_of
 from forerun.executors.torch.captured.entries import (
     Decided,
     before_of,
     behind_roots,
     keep_page_ends,
 )
-from forerun.executors.torch.decoder import Attend
-from forerun.executors.torch.draft_cache import DraftCache
-from forerun.executors.torch.float8 import Rows
-from forerun.executors.torch.geometry import Geometry, tile_nodes, tiles_of
-from forerun.executors.torch.kernels import Kernels
-from forerun.executors.torch.layers import AnyHeads, Rotary
-from forerun.executors.torch.level_model import LevelModel, Nodes
-from forerun.executors.torch.round_types import (
-    Below,
-    Extended,
-    Frontier,
-    Levels,
-)
+from forerun.executors.torch.decoder.decoder import Attend
+from forerun.executors.torch.decoder.float8 import Rows
+from forerun.executors.torch.decoder.layers import AnyHeads, Rotary
+from forerun.executors.torch.drafts.draft_cache import DraftCache
+from forerun.executors.torch.drafts.level_model import LevelModel, Nodes
+from forerun.executors.torch.triton.kernels import Kernels
+from forerun.executors.torch.triton.record import Size
+from forerun.executors.torch.triton.round_types import Below, Extended, Frontier, Levels
 from forerun.interface.draft_model import CANDIDATES
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from forerun.executors.layer_states import LayerStates
-from forerun.executors.torch.draft_cache import DraftCache
-from forerun.executors.torch.geometry import Geometry
-from forerun.executors.torch.level_model import LevelModel
-from forerun.executors.torch.round_types import Accepted, Facts, Prepared
+from forerun.executors.torch.attention.geometry import Geometry
+from forerun.executors.torch.drafts.draft_cache import DraftCache
+from forerun.executors.torch.drafts.level_model import LevelModel
+from forerun.executors.torch.triton.round_types import Accepted, Facts, Prepared
 
 Move = Callable[[Tensor, Tensor, Tensor], None]
 """(slots [n], slots they are copied to [n], bool[n] which): in all of a draft's layers."""

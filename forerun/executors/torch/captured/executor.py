@@ -23,9 +23,8 @@ import torch
 from forerun.errors import EngineError
 from forerun.executors.device_choice import plain_nodes
 from forerun.executors.host_choice import report as report_of
-from forerun.executors.torch.block import TorchBlockModel
 from forerun.executors.torch.captured.block_drafting import drafting_of
-from forerun.executors.torch.captured.buffers import Size, StagingBuffer
+from forerun.executors.torch.captured.buffers import StagingBuffer
 from forerun.executors.torch.captured.declared import declared, row_nodes
 from forerun.executors.torch.captured.graphs import Recorder, recorder
 from forerun.executors.torch.captured.round import (
@@ -38,12 +37,14 @@ from forerun.executors.torch.captured.round import (
 from forerun.executors.torch.captured.runner import CudaGraphRunner
 from forerun.executors.torch.captured.shaped_rows import ShapedRows
 from forerun.executors.torch.captured.warm_up import warm_up
-from forerun.executors.torch.decoder import Decoder
+from forerun.executors.torch.decoder.decoder import Decoder
+from forerun.executors.torch.drafts.block import TorchBlockModel
+from forerun.executors.torch.drafts.level_model import LevelModel
+from forerun.executors.torch.drafts.target import TorchTarget
 from forerun.executors.torch.executor import TorchExecutor
-from forerun.executors.torch.kernels import Kernels
-from forerun.executors.torch.level_model import LevelModel
 from forerun.executors.torch.model_runner import TorchRound
-from forerun.executors.torch.target import TorchTarget
+from forerun.executors.torch.triton.kernels import Kernels
+from forerun.executors.torch.triton.record import Size
 from forerun.interface.executor import Capabilities, DraftShape, Executor, NotYetError
 from forerun.interface.next_draft import DraftRequest
 from forerun.interface.plan import Outcome, Plan, Reports, Round, SlotInit

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from forerun.errors import EngineError
 from forerun.executors.device_choice import Choosing, PlainNodes
-from forerun.executors.torch.captured.buffers import Record, Size
 from forerun.executors.torch.features import TorchFeatures
+from forerun.executors.torch.triton.record import Record, Size
 from forerun.interface.next_draft import NextDrafts
 from forerun.interface.plan import Plan, Round, TokenLogprobs
 from forerun.speculative.tree import TreeBatch

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from forerun.errors import EngineError
+from forerun.executors.torch.attention.geometry import Geometry, tile_heads
+from forerun.executors.torch.attention.kv import PagedCache
 from forerun.executors.torch.captured.buffers import (
     BufferDims,
     PageTables,
-    Record,
     Room,
-    Size,
     Sized,
     StagingBuffer,
 )
@@ -37,14 +37,19 @@ from forerun.executors.torch.captured.drafting import Drafting
 from forerun.executors.torch.captured.entries import Decided
 from forerun.executors.torch.captured.graphs import Programs, Recorder
 from forerun.executors.torch.captured.shaped_rows import ShapedRows
-from forerun.executors.torch.decoder import Decoder
-from forerun.executors.torch.float8 import Rows
-from forerun.executors.torch.geometry import Geometry, tile_heads
-from forerun.executors.torch.kernels import Kernels
-from forerun.executors.torch.kv import PagedCache
-from forerun.executors.torch.layers import AnyHeads
-from forerun.executors.torch.round_types import Accepted, Facts, FutureState, Prepared, RoundShape
+from forerun.executors.torch.decoder.decoder import Decoder
+from forerun.executors.torch.decoder.float8 import Rows
+from forerun.executors.torch.decoder.layers import AnyHeads
 from forerun.executors.torch.shaping import reported
+from forerun.executors.torch.triton.kernels import Kernels
+from forerun.executors.torch.triton.record import Record, Size
+from forerun.executors.torch.triton.round_types import (
+    Accepted,
+    Facts,
+    FutureState,
+    Prepared,
+    RoundShape,
+)
 from forerun.interface.executor import ExecutorLimits
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.draft_tree import full_size

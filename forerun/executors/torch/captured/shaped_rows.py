@@ -17,9 +17,10 @@ from torch import Tensor
 
 from forerun.executors.device_choice import MORE, Choosing
 from forerun.executors.torch.accept import NodeNoise
-from forerun.executors.torch.captured.buffers import RULES, Size
-from forerun.executors.torch.kernels import Kernels
+from forerun.executors.torch.captured.buffers import RULES
 from forerun.executors.torch.shaping import COUNT, SEEN, STOP, Shaping, chosen
+from forerun.executors.torch.triton.kernels import Kernels
+from forerun.executors.torch.triton.record import Size
 from forerun.interface.plan import SlotInit
 from forerun.speculative.sampling import History, Sampling
 from forerun.speculative.tree import NodeMasks

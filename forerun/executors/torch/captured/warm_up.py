@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from forerun.executors.torch.captured.buffers import Size
+from forerun.executors.torch.attention.geometry import LINES
 from forerun.executors.torch.captured.runner import CudaGraphRunner
 from forerun.executors.torch.executor import TorchExecutor
-from forerun.executors.torch.geometry import LINES
+from forerun.executors.torch.triton.record import Size
 
 
 def warm_up(

@@ -16,19 +16,19 @@ from torch._C._distributed_c10d import TCPStore
 from forerun.errors import ConfigError
 from forerun.executors.host_choice import Logits, ReportsOf
 from forerun.executors.host_sampler import HostSampler
-from forerun.executors.torch.decoder import Ends
+from forerun.executors.torch.attention.kv import Slots
+from forerun.executors.torch.decoder.decoder import Ends
+from forerun.executors.torch.decoder.layers import Linear
+from forerun.executors.torch.decoder.weights import Weights
+from forerun.executors.torch.drafts.target import TorchTarget
 from forerun.executors.torch.executor import TorchExecutor
 from forerun.executors.torch.group import Processes
-from forerun.executors.torch.kernels import Kernels, parts_of
-from forerun.executors.torch.kv import Slots
-from forerun.executors.torch.layers import Linear
 from forerun.executors.torch.model_runner import ModelRunner, TorchOptions, TorchRound
 from forerun.executors.torch.parallel.channel import Message
 from forerun.executors.torch.parallel.processes import COMMAND, Ranks
 from forerun.executors.torch.parallel.start import RankStart, difference
 from forerun.executors.torch.parallel.step import Gathered, SharedStep, agree, gathered, reports
-from forerun.executors.torch.target import TorchTarget
-from forerun.executors.torch.weights import Weights
+from forerun.executors.torch.triton.kernels import Kernels, parts_of
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.plan import Plan, Reports
 from forerun.models.checkpoint import Checkpoint

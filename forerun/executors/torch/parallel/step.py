@@ -11,11 +11,11 @@ from torch import Tensor
 
 from forerun.executors.device_choice import PlainNodes
 from forerun.executors.torch.accept import best
+from forerun.executors.torch.attention.kv import Slots
+from forerun.executors.torch.attention.plan_geometry import StepNodes
 from forerun.executors.torch.group import Group
-from forerun.executors.torch.kv import Slots
 from forerun.executors.torch.model_runner import ModelRunner, TorchRound
 from forerun.executors.torch.parallel.channel import Message
-from forerun.executors.torch.plan_geometry import StepNodes
 from forerun.interface.plan import Plan, Reports, TokenLogprobs
 from forerun.models.tensor_parallel import TensorParallel
 from forerun.speculative.accept import NOTHING

@@ -1,0 +1,1 @@
+"""Keys and values in pages, who sees whom, and attention in plain torch."""

@@ -1,0 +1,288 @@
+"""Attention over pages and trees in an order that depends on positions alone.
+
+Along its own path every node of a tree is an ordinary causal token: the key at position p is
+the cached one, or its ancestor's there. So a tree is read as a few *chains*, root to leaf, and
+what a node may see needs no tree mask: positions up to its own.
+
+Keys come in blocks of BLOCK consecutive positions, from position 0, and each node merges its
+blocks in that order by online softmax (Milakov and Gimelshein, arXiv 1805.02867). Which blocks
+exist, what stands in them and the shape of every product depend on the node's position only;
+a block of which a node sees nothing changes none of its bits (factor exp(0), addends 0). Hence
+the same bits alone and in a batch, under any tree, from pages of any size, in any chunks.
+
+With a sliding window of w tokens a node at position p sees the keys at positions above p - w, along
+its own path as in the prefix; blocks that a tile's nodes all see nothing of are left out.
+
+    row     |<-------- cached: kv_len -------->| known | draft tokens
+    blocks  |  0  |  1  |  2  |  3  |  4  |  5   ...
+            '- full of cached keys: shared  -'  '- from here on: one copy per chain
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.executors.torch.attention.kv import CacheTensor, PagedCache, Slots, read
+from forerun.executors.torch.decoder.layers import softcapped
+from forerun.interface.plan import Plan
+from forerun.models.layer_spec import AttentionSpec
+from forerun.speculative.tree import TreeBatch
+from forerun.speculative.verify import positions
+from forerun.types import Ints
+
+BLOCK = 128
+"""Keys of a block."""
+
+TILE = 8
+"""Nodes that read a block together. With BLOCK measured best over 1 to 512 nodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyBlock:
+    """The tiles that read keys at positions [i * BLOCK, (i + 1) * BLOCK), for one i.
+
+    nodes   int64[t*TILE]    nodes of each tile; M, which is nobody, where it is not full
+    slots   int64[t*BLOCK]   where each tile's keys are (see kv.py)
+    hidden  bool[t,TILE,BLOCK]  keys that a node may not see; None where there are none
+    """
+
+    nodes: Tensor
+    slots: Tensor
+    hidden: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The keys that each node sees: those at positions first[m] to last[m], both included.
+
+    int[M+1]; the last is nobody. first None: all from position 0.
+    """
+
+    first: Slots | None
+    last: Ints
+
+    @staticmethod
+    def of(position: Ints, window: int | None, begin: int = 0) -> "Seen":
+        """What the nodes at `position` int32[M] see: nothing before `begin` but themselves. Nobody
+        sees everything, which saves it from a softmax over nothing.
+        """
+        last = np.append(position, np.iinfo(np.int32).max)
+        if window is None and begin == 0:
+            return Seen(None, last)
+        first = np.minimum(position.astype(np.int64), begin)
+        if window is not None:
+            first = np.maximum(position.astype(np.int64) - window + 1, first)
+        return Seen(np.append(first, 0), last)
+
+    def first_block(self, nodes: Ints) -> int:
+        """The first block of which any of these nodes sees something."""
+        return 0 if self.first is None else int(self.first[nodes].min()) // BLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class RowKeys:
+    """One row of a pass and what its nodes can see, each as far as its own position.
+
+    nodes   int32[n]       flat nodes
+    cached  int64[kv_len]  where the keys of positions 0, 1, ... are; all nodes read these
+    chains  (int64[.] where the keys at positions kv_len, ... are, int32[.] nodes that read them):
+            every node reads along exactly one chain
+    """
+
+    nodes: Ints
+    cached: Slots
+    chains: Iterable[tuple[Slots, Ints]]
+
+
+def key_blocks(
+    plan: Plan,
+    trees: TreeBatch,
+    places: Slots,
+    cache: PagedCache,
+    device: torch.device,
+    window: int | None = None,
+) -> list[KeyBlock]:
+    """All blocks of a target's step, by ascending position. The same for every layer of one
+    window, in tokens; None: every node sees all before it.
+
+    places  int64[M] where the nodes' keys and values are (kv.py)
+    """
+    rows = [
+        RowKeys(
+            nodes=np.array(trees.nodes(row), np.int32),
+            cached=cache.slots(plan.page_table[row], np.arange(int(plan.kv_len[row]))),
+            chains=[(places[chain], nodes) for chain, nodes in chains(trees, row)],
+        )
+        for row in range(plan.rows)
+    ]
+    return blocks_of(rows, positions(trees, plan.kv_len), cache.null, device, window)
+
+
+def blocks_of(
+    rows: Iterable[RowKeys],
+    position: Ints,
+    null: int,
+    device: torch.device,
+    window: int | None = None,
+    begin: int = 0,
+) -> list[KeyBlock]:
+    """All blocks of a pass, by ascending position.
+
+    position  int32[M] of every flat node
+    null      where there is no key
+    window    as in key_blocks
+    begin     the first position, within the first block, that others may see
+    """
+    seen = Seen.of(position, window, begin)
+    tiles: dict[int, list[tuple[Ints, Slots]]] = defaultdict(list)
+    for row in rows:
+        for block, nodes, slots in _row_tiles(row, seen, null):
+            tiles[block].append((nodes, slots))
+    return [_stacked(block, tiles[block], seen, device) for block in sorted(tiles)]
+
+
+def _stacked(
+    block: int, tiles: list[tuple[Ints, Slots]], seen: Seen, device: torch.device
+) -> KeyBlock:
+    nodes = np.full((len(tiles), TILE), len(seen.last) - 1, np.int64)
+    for line, (members, _) in zip(nodes, tiles, strict=True):
+        line[: len(members)] = members
+    keys = block * BLOCK + np.arange(BLOCK)
+    hidden = keys > seen.last[nodes][:, :, None]
+    if seen.first is not None:
+        hidden |= keys < seen.first[nodes][:, :, None]
+    return KeyBlock(
+        nodes=torch.from_numpy(nodes.ravel()).to(device),
+        slots=torch.from_numpy(np.concatenate([slots for _, slots in tiles])).to(device),
+        hidden=torch.from_numpy(hidden).to(device) if hidden.any() else None,
+    )
+
+
+def _row_tiles(row: RowKeys, seen: Seen, null: int) -> Iterator[tuple[int, Ints, Slots]]:
+    """(block, at most TILE nodes, BLOCK slots) for all that the nodes of one row can see."""
+    full = len(row.cached) // BLOCK
+    for nodes in _tiles(row.nodes):
+        for block in range(seen.first_block(nodes), full):
+            yield block, nodes, row.cached[block * BLOCK : (block + 1) * BLOCK]
+    for chain, readers in row.chains:
+        slots = np.concatenate([row.cached[full * BLOCK :], chain])
+        slots = np.pad(slots, (0, -len(slots) % BLOCK), constant_values=null)
+        for nodes in _tiles(readers):
+            last = int(seen.last[nodes].max()) // BLOCK
+            for block in range(max(full, seen.first_block(nodes)), last + 1):
+                begin = (block - full) * BLOCK
+                yield block, nodes, slots[begin : begin + BLOCK]
+
+
+def _tiles(nodes: Ints) -> list[Ints]:
+    return [nodes[begin : begin + TILE] for begin in range(0, len(nodes), TILE)]
+
+
+def chains(trees: TreeBatch, row: int) -> Iterator[tuple[Ints, Ints]]:
+    """Paths of flat nodes from the row's first node to each leaf, and who reads along each.
+
+    Every node reads along exactly one chain that holds it. Yields (chain, readers).
+    """
+    root, end = trees.root(row), int(trees.start[row + 1])
+    known = np.arange(trees.start[row], root + 1, dtype=np.int32)
+    inner = set(trees.parents[root + 1 : end].tolist()) | {-1}
+    read: set[int] = set()
+    for leaf in range(root, end):
+        if leaf in inner:
+            continue
+        draft_tokens: list[int] = []
+        node = leaf
+        while node > root:
+            draft_tokens.append(node)
+            node = int(trees.parents[node])
+        chain = np.concatenate([known, np.array(draft_tokens[::-1], np.int32)])
+        readers = chain if not read else np.array([n for n in chain if n not in read], np.int32)
+        read.update(chain.tolist())
+        yield chain, readers
+
+
+def attend(
+    queries: Tensor,
+    keys: CacheTensor,
+    values: CacheTensor,
+    blocks: list[KeyBlock],
+    spec: AttentionSpec | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Context [M,A,E] of queries [M,A,E] over one layer's keys and values; of latent attention
+    [M,A,rank].
+
+    The step's own keys and values must be where the blocks say. Queries that no block names get
+    zeros.
+    spec   how scores are made, its window being that of `blocks`; None: scaled by 1/sqrt(E)
+    sinks  float32[A]: a score of each head that carries no value
+    """
+    count, heads, size = queries.shape
+    groups, value_size = len(keys), values.shape[-1]
+    spec = spec or AttentionSpec(size**-0.5)
+    running = _Running(queries, groups, value_size, sinks)
+    query = queries.new_zeros(groups, count + 1, heads // groups, size)
+    query[:, :count] = (queries * spec.scale).unflatten(1, (groups, -1)).transpose(0, 1)
+    for block in blocks:
+        tiles = len(block.nodes) // TILE
+        # Batches of products of one fixed shape: a tile's queries of a group by a block's keys.
+        tile = query.index_select(1, block.nodes).view(groups * tiles, -1, size)
+        key, value = (
+            read(cached, block.slots).to(queries.dtype).reshape(-1, BLOCK, width)
+            for cached, width in ((keys, size), (values, value_size))
+        )
+        scores = softcapped(torch.bmm(tile, key.transpose(1, 2)).float(), spec.softcap)
+        scores = scores.view(groups, tiles, TILE, -1, BLOCK)
+        if block.hidden is not None:
+            scores.masked_fill_(block.hidden[:, :, None], -torch.inf)
+        running.merge(block.nodes, scores.flatten(1, 2), value, spec.window is not None)
+    return running.context(queries.dtype)
+
+
+class _Running:
+    """Online softmax of all nodes: greatest score, sum of weights and weighted values so far.
+
+    [G, M+1, A/G] and [G, M+1, A/G, E], float32; the last node is nobody. Sinks are seen first.
+    """
+
+    def __init__(
+        self, queries: Tensor, groups: int, size: int, sinks: Tensor | None = None
+    ) -> None:
+        count, heads, _ = queries.shape
+        shape = (groups, count + 1, heads // groups)
+        if sinks is None:
+            self._most = torch.full(shape, -torch.inf, device=queries.device)
+            self._total = torch.zeros(shape, device=queries.device)
+        else:
+            self._most = sinks.view(groups, 1, -1).expand(shape).contiguous()
+            self._total = torch.ones(shape, device=queries.device)
+        self._sum = torch.zeros((*shape, size), device=queries.device)
+
+    def merge(self, nodes: Tensor, scores: Tensor, values: Tensor, windowed: bool) -> None:
+        """Add a block: scores [G,n,A/G,BLOCK] of nodes [n] and values [G*t,BLOCK,E].
+
+        windowed  a node may see nothing of this block and have seen nothing before it
+        """
+        before = self._most.index_select(1, nodes)
+        most = torch.maximum(before, scores.amax(-1))
+        # Nothing to subtract where nothing was seen: minus infinity less itself is no number.
+        level = torch.where(most == -torch.inf, 0.0, most) if windowed else most
+        weights = torch.exp(scores - level.unsqueeze(-1))
+        fade = torch.exp(before - level)
+        shape = len(values), -1, BLOCK
+        mixed = torch.bmm(weights.view(shape).to(values.dtype), values).float()
+        mixed = mixed.view(*scores.shape[:3], -1)
+        total = self._total.index_select(1, nodes) * fade + weights.sum(-1)
+        summed = self._sum.index_select(1, nodes) * fade.unsqueeze(-1) + mixed
+        self._most.index_copy_(1, nodes, most)
+        self._total.index_copy_(1, nodes, total)
+        self._sum.index_copy_(1, nodes, summed)
+
+    def context(self, dtype: torch.dtype) -> Tensor:
+        """[M,A,E]. A node's total is at least 1, its greatest score's own weight."""
+        out = self._sum / self._total.clamp_min(1).unsqueeze(-1)
+        return out[:, :-1].transpose(0, 1).flatten(1, 2).to(dtype)

@@ -1,0 +1,46 @@
+"""How the programs of attention (triton_attention.py) are laid out on a device."""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from forerun.executors.torch.attention.geometry import KEYS
+
+
+def lines_for(queries: int) -> int:
+    """Lines of a program for so many queries of a tile: a power of two that tensor cores take."""
+    return max(16, 1 << (queries - 1).bit_length())
+
+
+class Shape(NamedTuple):
+    """How a program is laid out: keys of a turn, turns whose keys are fetched ahead, and warps."""
+
+    keys: int
+    stages: int
+    warps: int = 4
+
+
+def shape_for(lines: int, itemsize: int, size: int, major: int) -> Shape:
+    """Chosen so that no register is spilt and eight warps fit on a multiprocessor, on compute
+    capabilities 8.0, 9.0 and 10.0 (docs/gpu-kernels.md). itemsize of a query's number, of which a
+    head has `size`; major: the first number of the compute capability. With 10, products are
+    summed in the tensor cores' own memory, whose contents pass through registers at every turn.
+    """
+    full, tensor_memory = lines == 64, major == 10
+    if size > 256:
+        return Shape(16, 2, 8)  # Latent attention; compiled for, but not measured.
+    if size > 128:
+        keys = KEYS // 4 if itemsize == 4 or full else KEYS // 2
+        return Shape(keys, 3 if full and not tensor_memory else 2)
+    if itemsize == 4:
+        return Shape(KEYS // 4 if full else KEYS // 2, 2, 8 if full and tensor_memory else 4)
+    if full and tensor_memory and size > 64:
+        return Shape(KEYS // 2, 2, 8)
+    return Shape(KEYS, 2 if full else 3)
+
+
+@cache
+def major_of(device: torch.device) -> int:
+    """First number of the compute capability; 9 where kernels are interpreted, not compiled."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9

@@ -1,0 +1,222 @@
+"""Where keys and values live: the pages, and the scratch of the step in progress.
+
+A target has one such cache, its draft head another with one layer and the same pages.
+
+One tensor [L, 2, G, slots, E] (2: keys, values); of latent attention [L, 1, 1, slots, E], in which
+values are the keys' first numbers. Along `slots`:
+
+    0 .. P*page_size          pages: offset o of page p is slot p*page_size + o
+    .. + scored_nodes         scratch: of draft tokens, and of whole rounds (captured/)
+    last                      null: zeros, read where there is no key, so that nothing is read
+                              that another sequence left behind
+
+In float8 (E4M3) every number takes one byte, and each head of each slot has a scale of its own,
+its greatest absolute value over float8's: float32 [L, 2, G, slots]. It needs no calibration, and
+attention multiplies it into scores and weights instead of into keys and values.
+
+A draft token's keys and values stay in scratch until they are committed; a rejected one's are
+overwritten by the next step. Known tokens' go into pages at once. Not to be confused with the
+sequences' slots of a plan.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from forerun.errors import EngineError
+from forerun.executors.torch.decoder.float8 import FLOAT8, float8_rows
+from forerun.executors.torch.decoder.layers import AnyHeads
+from forerun.interface.executor import ExecutorLimits
+from forerun.models.cache_layer import CacheLayer
+from forerun.types import AnyArray, Ints
+
+Slots = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """What is kept of a position in each of L layers: see CacheLayer."""
+
+    layers: int
+    layer: CacheLayer
+
+    def bytes(self, limits: ExecutorLimits, dtype: torch.dtype) -> int:
+        """Bytes of a PagedCache of this shape and dtype."""
+        slots = limits.pages * limits.page_size + limits.scored_nodes + 1
+        layer = self.layer
+        head = layer.head_size * dtype.itemsize + (SCALE_BYTES if dtype == FLOAT8 else 0)
+        return self.layers * layer.planes * layer.kv_heads * head * slots
+
+
+SCALE_BYTES = 4
+"""Of a head's scale in float8."""
+
+
+@dataclass(frozen=True, slots=True)
+class Narrow:
+    """Keys or values of one layer in float8: numbers [G,slots,E] and scale float32[G,slots]."""
+
+    numbers: Tensor
+    scale: Tensor
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def shape(self) -> torch.Size:
+        """[G,slots,E]."""
+        return self.numbers.shape
+
+
+CacheTensor = Tensor | Narrow
+"""Keys or values of one layer: [G,slots,E], or that in float8."""
+
+
+def read(cached: CacheTensor, slots: Tensor) -> Tensor:
+    """[G, *slots.shape, E] what is in `slots` int64; from float8 as float32."""
+    flat = slots.flatten()
+    if isinstance(cached, Narrow):
+        scale = cached.scale.index_select(1, flat)[..., None]
+        found = cached.numbers.index_select(1, flat).float() * scale
+    else:
+        found = cached.index_select(1, flat)
+    numbers: Tensor = found.unflatten(1, slots.shape)
+    return numbers
+
+
+def put(cached: CacheTensor, place: slice | Tensor, rows: Tensor) -> None:
+    """Write rows [M,G,E] into the slots `place`, M of them."""
+    rows = rows.transpose(0, 1)
+    if isinstance(cached, Narrow):
+        numbers, scale = float8_rows(rows)
+        cached.numbers[:, place], cached.scale[:, place] = numbers, scale[..., 0]
+    else:
+        cached[:, place] = rows
+
+
+def enter(heads: AnyHeads, layer: tuple[CacheTensor, CacheTensor], slots: Tensor) -> Tensor:
+    """Queries [M,A,E] of `heads`, normed and rotated; their keys and values go into the slots
+    int[M] of `layer`. The slow twin of forerun.executors.torch.triton.triton_layers.enter.
+    """
+    queries, keys, values = heads.turned()
+    write(layer, slots.long(), keys, values)
+    return queries
+
+
+def write(
+    layer: tuple[CacheTensor, CacheTensor], place: slice | Tensor, keys: Tensor, values: Tensor
+) -> None:
+    """Put keys [M,G,E] and values [M,G,E] into the slots `place`, M of them, of `layer`; where
+    values are fewer numbers, they are the keys' first and the keys alone are put.
+    """
+    rank = values.shape[-1]
+    if rank < keys.shape[-1]:
+        put(layer[0], place, _finite_latent(keys, rank))
+        return
+    for cached, rows in zip(layer, _finite_values(keys, values), strict=True):
+        put(cached, place, rows)
+
+
+def _finite_latent(keys: Tensor, rank: int) -> Tensor:
+    """`_finite_values` where values are the keys' first `rank` numbers: what is not finite is moved
+    into the rest.
+    """
+    rest = keys[..., rank:] + (keys * 0).sum(-1, keepdim=True)
+    return torch.cat([keys[..., :rank].nan_to_num(0, 0, 0), rest], -1)
+
+
+def _finite_values(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """What is not finite is moved into the key: a mask hides a NaN there from the nodes that
+    must not see it, while among values zero times NaN would spoil them.
+    """
+    return keys + (keys * 0 + values * 0).sum(-1, keepdim=True), values.nan_to_num(0, 0, 0)
+
+
+class Move(Protocol):
+    """PagedCache.move, or what does the same."""
+
+    def __call__(
+        self, cache: "PagedCache", source: Tensor, target: Tensor, kept: Tensor | None, /
+    ) -> None:
+        """Of `cache`."""
+        ...
+
+
+class PagedCache:
+    """Keys and values of all sequences and of the step in progress."""
+
+    def __init__(
+        self, shape: KvShape, limits: ExecutorLimits, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.page_size, self._pages = limits.page_size, limits.pages
+        layer = shape.layer
+        self.scratch_begin, self.groups = limits.pages * limits.page_size, layer.kv_heads
+        self.null = self.scratch_begin + limits.scored_nodes
+        sizes = (shape.layers, layer.planes, layer.kv_heads, self.null + 1, layer.head_size)
+        self._value_size = layer.value_size
+        self._kv = torch.zeros(sizes, device=device, dtype=dtype)
+        self._scale: Tensor | None = None
+        if dtype == FLOAT8:
+            self._scale = torch.zeros(sizes[:-1], device=device)
+        self.device = device
+
+    def of_layer(self, layer: int) -> tuple[CacheTensor, CacheTensor]:
+        """Keys and values of one layer."""
+        planes, size = self._kv[layer], self._value_size
+        keys, values = planes[0], planes[1] if size is None else planes[0, ..., :size]
+        if self._scale is None:
+            return keys, values
+        scales = self._scale[layer]
+        return Narrow(keys, scales[0]), Narrow(values, scales[-1])
+
+    def slots_of(self, table: Ints, row: AnyArray, positions: AnyArray) -> Slots:
+        """int64[n] slots of positions [n] in rows [n] of a page table int32[B,W].
+
+        Raises EngineError where a position has no page.
+        """
+        number = positions // self.page_size
+        inside = number < table.shape[1]
+        page = table[row, np.where(inside, number, 0)].astype(np.int64)
+        if not inside.all() or np.any((page < 0) | (page >= self._pages)):
+            raise EngineError("a plan's position has no page: the page table is too short")
+        found: Slots = page * self.page_size + positions % self.page_size
+        return found
+
+    def slots(self, pages: Ints, positions: Slots | Ints) -> Slots:
+        """int64[T] slots of positions [T], of a sequence whose page-table row is `pages` [W].
+
+        Raises EngineError where a position has no page.
+        """
+        page = pages[positions // self.page_size].astype(np.int64)
+        if np.any((page < 0) | (page >= self._pages)):
+            raise EngineError("a plan's position has no page: the page table is too short")
+        return page * self.page_size + positions % self.page_size
+
+    def scratch(self, nodes: AnyArray) -> Slots:
+        """int64[n] slots of nodes of the step in progress, as they are numbered in scratch."""
+        return self.scratch_begin + nodes.astype(np.int64)
+
+    def write(self, layer: int, place: slice | Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put keys and values [M,G,E] of one layer into the slots `place`, M of them."""
+        write(self.of_layer(layer), place, keys, values)
+
+    def whole(self) -> tuple[Tensor, Tensor | None]:
+        """Numbers [L,planes,G,slots,E] of all layers, and their scales float32[L,planes,G,slots],
+        where there are any.
+        """
+        return self._kv, self._scale
+
+    def move(self, source: Tensor, target: Tensor, kept: Tensor | None = None) -> None:
+        """Copy slots `source` [n] to slots `target` [n], all different, in all layers; only those
+        that are `kept` bool[n], if given.
+        """
+        source, numbers = source.long(), self._kv
+        target = target.long() if kept is None else torch.where(kept, target, source).long()
+        if self._scale is not None:
+            self._scale.index_copy_(3, target, self._scale.index_select(3, source))
+            numbers = numbers.view(torch.uint8)
+        numbers.index_copy_(3, target, numbers.index_select(3, source))

@@ -1,0 +1,268 @@
+"""The target model: embeddings, L layers as their specs say, final norm, head. All families, for
+serving and for training.
+
+How nodes see each other is not known here: `attend` gets a layer's queries, keys and values
+and returns the context.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+from torch import Tensor
+
+from forerun.executors.torch.decoder.experts import Mixture
+from forerun.executors.torch.decoder.float8 import Rows
+from forerun.executors.torch.decoder.layers import (
+    PLAIN,
+    AnyHeads,
+    Elementwise,
+    FeedForward,
+    Linear,
+    Product,
+    Rotary,
+    padded_rows,
+    rotation,
+    softcapped,
+)
+from forerun.executors.torch.decoder.projections import projections
+from forerun.executors.torch.decoder.row_sizes import invariant_sizes
+from forerun.executors.torch.decoder.weights import Weights
+from forerun.executors.torch.group import Group
+from forerun.models.arch import Architecture
+from forerun.models.checkpoint import Checkpoint
+from forerun.models.layer_spec import NORM_NAMES, Dense, LayerSpec
+
+Attend = Callable[[int, AnyHeads], Rows]
+"""(layer, its heads) -> context [M,A,E]; where Heads.float8 allows it, as float8 rows [M,A*E]. Of
+latent heads [M,A,rank].
+"""
+
+AttendApart = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""(layer, queries [M,A,E], keys [M,G,E], values [M,G,E], sinks), rotated -> context [M,A,E]."""
+
+
+def apart(attend: AttendApart) -> Attend:
+    """For a decoder: what attends to queries, keys and values that are rotated."""
+    return lambda layer, heads: attend(layer, *heads.turned(), heads.sinks)
+
+
+def _alone(x: Tensor) -> Tensor:
+    """The sum over ranks, of one."""
+    return x
+
+
+class Block:
+    """One decoder layer, as `spec` says, or a rank's part of it.
+
+    group  the ranks that have the other parts, if there are any
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        layer: int,
+        spec: LayerSpec,
+        arch: Architecture,
+        parts: Elementwise,
+        group: Group | None = None,
+    ) -> None:
+        prefix, names = f"model.layers.{layer}", NORM_NAMES[spec.norms]
+        self._sum = group.sum if group else _alone
+        self._layer, self._spec, self._arch, self._parts = layer, spec, arch, parts
+
+        def norm(name: str | None) -> Tensor | None:
+            return None if name is None else weights.norm(f"{prefix}.{name}.weight")
+
+        self._before_attention = norm(names.before_attention)
+        self._after_attention = norm(names.after_attention)
+        self._before_feed_forward = norm(names.before_feed_forward)
+        self._after_feed_forward = norm(names.after_feed_forward)
+        self._attention = projections(weights, f"{prefix}.self_attn", spec, arch, parts)
+        self._float8 = self._attention.float8
+        gate, mlp = parts.gate_for(spec.activation, self._float8), f"{prefix}.mlp"
+        self._feed_forward = (
+            FeedForward(*weights.feed_forward(mlp), gate)
+            if isinstance(spec.feed_forward, Dense)
+            else Mixture(weights, mlp, spec.feed_forward, parts, spec.activation, self._float8)
+        )
+
+    @property
+    def linears(self) -> tuple[Product, ...]:
+        """Its matrix products."""
+        return *self._attention.linears, *self._feed_forward.linears
+
+    def enter(self, x: Tensor, more: Tensor | None) -> tuple[Tensor, Rows]:
+        """The residual stream [M,H] entering this layer, which is x + more, and what its attention
+        reads.
+        """
+        return self._joined(x, more, self._before_attention, self._float8)
+
+    def __call__(
+        self, x: Tensor, normed: Rows, rotary: Rotary, attend: Attend, sizes: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Two parts [M,H] of the residual stream after this layer, from what `enter` gave. They are
+        added where the next one enters, together with its norm.
+
+        sizes  row counts that experts' products may be run at; empty = any
+        """
+        context = attend(self._layer, self._attention.heads(normed, rotary))
+        attended = self._sum(self._attention.out(context))
+        attended = self._added(attended, self._after_attention)
+        # A mixture's router is never in float8.
+        float8 = self._float8 and isinstance(self._feed_forward, FeedForward)
+        x, normed = self._joined(x, attended, self._before_feed_forward, float8)
+        fed = self._sum(self._feed_forward(normed, sizes))
+        return x, self._added(fed, self._after_feed_forward)
+
+    def _joined(
+        self, x: Tensor, more: Tensor | None, weight: Tensor | None, float8: bool
+    ) -> tuple[Tensor, Rows]:
+        """The sum, and that normed, if there is a weight; with `float8` as float8 rows."""
+        parts, eps = self._parts.float8 if float8 else self._parts, self._arch.norm_eps
+        if weight is None:
+            x = x if more is None else x + more
+            return x, self._parts.float8.rows(x) if float8 else x
+        if more is None:
+            return x, parts.norm(x, weight, eps)
+        return parts.add_norm(x, more, weight, eps)
+
+    def _added(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """What is added to the residual stream: `x`, normed if there is a weight."""
+        x = x if weight is None else self._parts.norm(x, weight, self._arch.norm_eps)
+        return x if self._spec.residual == 1.0 else x * self._spec.residual
+
+
+class Ends:
+    """What a model begins and ends with: embedding, final norm and head. Of a rank's part of a
+    model, the embedding's and the head's rows of some tokens.
+
+    embedding  [V,H]
+    head       [n,H] -> [n,V]
+    row_sizes  as of Decoder
+    """
+
+    def __init__(self, weights: Weights, arch: Architecture, parts: Elementwise = PLAIN) -> None:
+        self.arch, self.dtype, self._parts = arch, weights.dtype, parts
+        self.embedding = weights.matrix("model.embed_tokens.weight")
+        self._norm = weights.norm("model.norm.weight")
+        self.head = weights.head(self.embedding)
+        self.row_sizes: tuple[int, ...] = ()
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """In which logits lose nothing: the head's own, or what caps them."""
+        plain = self.arch.final_softcap is None and self.arch.logit_scale == 1.0
+        return self.dtype if plain else torch.float32
+
+    def final_norm(self, last: Tensor) -> Tensor:
+        """[n,H]: what the head reads, from residual streams [n,H] after the last layer."""
+        return self._parts.norm(last, self._norm, self.arch.norm_eps)
+
+    def logits(self, last: Tensor, out: Tensor | None = None) -> Tensor:
+        """float32[n,V] from residual streams [n,H] after the last layer; or as `out` is."""
+        padding = padded_rows(len(last), self.row_sizes) - len(last)
+        normed = self.final_norm(F.pad(last, (0, 0, 0, padding)) if padding else last)
+        return self.read(normed, len(last), out)
+
+    def read(self, normed: Tensor, count: int, out: Tensor | None = None) -> Tensor:
+        """float32[n,V] of the first `count` rows of what `final_norm` returned, [n,H]; or into
+        `out`. n as M in `forward`.
+        """
+        cap, scale = self.arch.final_softcap, self.arch.logit_scale
+        if out is not None and isinstance(self.head, Linear) and cap is None and scale == 1.0:
+            return self.head.into(normed[:count], out)
+        logits = self.head(normed)[:count]
+        if scale != 1.0:
+            logits = logits.float() * scale
+        if cap is not None:
+            logits = softcapped(logits.float(), cap)
+        return logits.float() if out is None else out.copy_(logits)
+
+    def narrow(self, normed: Tensor) -> Tensor:
+        """[n,V] as `read`, but in `logits_dtype`."""
+        shape = len(normed), self.head.shape[0]
+        return self.read(normed, len(normed), normed.new_empty(shape, dtype=self.logits_dtype))
+
+
+class Decoder(Ends):
+    """A target's weights, or a rank's part of them, and its forward pass over M flat nodes.
+
+    products   what the blocks' products are made of: Linear, Float8Linear (embedding and head
+               stay in `dtype`), or WholeLinear for whole sequences
+    parts      what stands between the products
+    group      the ranks that have the other parts, if there are any
+    ropes, frequencies  the layers' rotary positions, each kind once, and float32[K,E/2] of them
+    row_sizes  row counts its products may be run at (see layers.padded_rows); empty where bits
+               may depend on the batch: anywhere but in Linear's float32 on the CPU with PLAIN
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        device: torch.device,
+        dtype: torch.dtype,
+        products: type[Product] = Linear,
+        parts: Elementwise = PLAIN,
+        group: Group | None = None,
+    ) -> None:
+        arch, weights = checkpoint.architecture, Weights(checkpoint, device, dtype, products)
+        super().__init__(weights, arch, parts)
+        self._group, self._first = group, group.tp.span(arch.vocab).start if group else 0
+        self._scale = torch.tensor(arch.embedding_scale).to(dtype).item()
+        self._blocks = [
+            Block(weights, layer, spec, arch, parts, group)
+            for layer, spec in enumerate(arch.layer_specs)
+        ]
+        self.ropes = tuple(dict.fromkeys(spec.rope for spec in arch.layer_specs))
+        self._rope_of = [self.ropes.index(spec.rope) for spec in arch.layer_specs]
+        frequencies = np.stack([rope.frequencies(arch.rope_size) for rope in self.ropes])
+        self.frequencies = torch.from_numpy(frequencies).to(device)
+        in_float32 = device.type == "cpu" and dtype == torch.float32
+        if in_float32 and products is Linear and parts is PLAIN:
+            linears = [linear for block in self._blocks for linear in block.linears]
+            self.row_sizes = invariant_sizes([*linears, self.head])
+
+    def rotary(self, positions: Tensor) -> tuple[Rotary, ...]:
+        """Of positions int64[M], in the order of `ropes`."""
+        return tuple(
+            rotation(positions, frequencies, rope.attention_factor)
+            for rope, frequencies in zip(self.ropes, self.frequencies, strict=True)
+        )
+
+    def forward(
+        self,
+        tokens: Tensor,
+        rotary: tuple[Rotary, ...],
+        attend: Attend,
+        features: tuple[int, ...] = (),
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Residual stream [M,H] after the last layer, for tokens int[M] whose positions `rotary`
+        was made of.
+
+        M must be `padded_rows` of something. Also returns the stream [M,H] entering each layer
+        of `features`, in that order (transformers' hidden_states; L = after the last layer).
+        """
+        x = self.embed(tokens)
+        if self._scale != 1.0:
+            x = x * self._scale
+        more: Tensor | None = None
+        kept: dict[int, Tensor] = {}
+        for layer, (which, block) in enumerate(zip(self._rope_of, self._blocks, strict=True)):
+            x, normed = block.enter(x, more)
+            if layer in features:
+                kept[layer] = x
+            x, more = block(x, normed, rotary[which], attend, self.row_sizes)
+        x = x if more is None else x + more
+        kept[len(self._blocks)] = x
+        return x, [kept[layer] for layer in features]
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[M,H] for tokens int64[M]: rows of the embedding, not scaled."""
+        if self._group is None:
+            return F.embedding(tokens, self.embedding)
+        tokens = tokens - self._first
+        mine = (tokens >= 0) & (tokens < len(self.embedding))
+        found = F.embedding(torch.where(mine, tokens, 0), self.embedding)
+        return self._group.sum(torch.where(mine.unsqueeze(1), found, 0))

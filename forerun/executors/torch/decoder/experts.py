@@ -1,0 +1,143 @@
+"""A mixture of experts: each row runs through the few feed-forwards that a router chooses for it.
+
+Shazeer et al. 2017 (arXiv 1701.06538); what routers do is data (layer_spec.Router). Where a device
+has a grouped product (grouped.GroupedProduct), a mixture only launches and rounds are captured. On
+the CPU each expert is a product of its own, whose rows the host finds, and a row's bits do not
+depend on the others: the rows of one expert are multiplied at row counts at which that does not
+matter (layers.padded_rows), and a row's experts are added in the order of its own choice.
+"""
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+from torch import Tensor
+
+from forerun.executors.torch.decoder.float8 import Rows
+from forerun.executors.torch.decoder.grouped import GroupedProduct, Pairs
+from forerun.executors.torch.decoder.layers import (
+    Elementwise,
+    FeedForward,
+    Product,
+    padded_rows,
+    plain,
+)
+from forerun.executors.torch.decoder.weights import Weights
+from forerun.models.layer_spec import Activation, Experts, Router
+
+
+class Mixture:
+    """A router, its experts and the expert that every row visits, if there is one.
+
+    float8  products of the shared expert read float8
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        prefix: str,
+        about: Experts,
+        parts: Elementwise,
+        activation: Activation = "silu",
+        float8: bool = False,
+    ) -> None:
+        self._about = about
+        # DeepSeek's scores are so near each other that 16 bits would choose others.
+        wide = about.router.scores == "sigmoid"
+        self._router = (weights.wide_linear if wide else weights.linear)(f"{prefix}.gate")
+        self._correction = weights.vector(f"{prefix}.gate.e_score_correction_bias")
+        gate, experts = parts.gate_for(activation, float8), f"{prefix}.experts"
+        self._each: list[FeedForward] = []
+        self._grouped: GroupedProduct | None = parts.grouped
+        if parts.grouped is None:
+            self._each = [
+                FeedForward(*weights.feed_forward(f"{experts}.{expert}"), gate)
+                for expert in range(about.count)
+            ]
+        else:
+            self._gate = parts.gate_for(activation, False)
+            self._gate_up = weights.experts(experts, about.count, "gate_proj", "up_proj")
+            self._down = weights.experts(experts, about.count, "down_proj")
+        self._shared: FeedForward | None = None
+        self._shared_gate: Tensor | None = None
+        if about.shared:
+            self._shared = FeedForward(*weights.feed_forward(f"{prefix}.shared_expert"), gate)
+        if about.shared_gate:
+            self._shared_gate = weights.matrix(f"{prefix}.shared_expert_gate.weight").float()[0]
+
+    @property
+    def linears(self) -> tuple[Product, ...]:
+        """All matrix products that are one for all rows, or one for each expert."""
+        parts = [*self._each, *([self._shared] if self._shared else [])]
+        return self._router, *(linear for part in parts for linear in part.linears)
+
+    def __call__(self, x: Rows, sizes: tuple[int, ...]) -> Tensor:
+        """[M,H] -> [M,H], not from float8. `sizes`: row counts that products may be run at; empty
+        = any.
+        """
+        x = plain(x)
+        wide = self._about.router.scores == "sigmoid"
+        logits = self._router(x.float() if wide else x).float()
+        weights, chosen = routes(logits, self._about.router, self._about.top_k, self._correction)
+        if self._grouped is None:
+            found = self._outputs(x, chosen, sizes)
+        else:
+            found = self._launched(x, chosen, self._grouped)
+        # One after the other: a sum over an axis may add in an order that depends on its shape.
+        mixed = found[:, 0].float() * weights[:, :1]
+        for place in range(1, self._about.top_k):
+            mixed = mixed + found[:, place].float() * weights[:, place : place + 1]
+        if self._shared is not None:
+            shared = self._shared(x, sizes).float()
+            if self._shared_gate is not None:
+                score = (x.float() * self._shared_gate).sum(-1, keepdim=True)
+                shared = shared / (1 + torch.exp(-score))
+            mixed = mixed + shared
+        return mixed.to(x.dtype)
+
+    def _launched(self, x: Tensor, chosen: Tensor, grouped: GroupedProduct) -> Tensor:
+        """`_outputs`, launched: nothing here waits for the device."""
+        count, k = chosen.shape
+        pairs = Pairs.of(chosen, self._about.count)
+        opened, up = grouped(x, self._gate_up, pairs, k).chunk(2, -1)
+        between = plain(self._gate(opened, up))
+        return grouped(between, self._down, pairs, 1).view(count, k, -1)
+
+    def _outputs(self, x: Tensor, chosen: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """[M,k,H]: what each row's experts make of it. The host waits for the choices."""
+        count, width = chosen.shape
+        order = chosen.flatten().argsort(stable=True)
+        found = x.new_empty(count * width, x.shape[1])
+        bounds = torch.bincount(chosen.flatten(), minlength=self._about.count).tolist()
+        for expert, places in zip(self._each, order.split(bounds), strict=True):
+            if not len(places):
+                continue
+            rows = x[places // width]
+            rows = F.pad(rows, (0, 0, 0, padded_rows(len(rows), sizes) - len(rows)))
+            found[places] = expert(rows, sizes)[: len(places)]
+        return found.view(count, width, -1)
+
+
+def routes(
+    logits: Tensor, router: Router, top_k: int, correction: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Of each row its experts' weights float32[M,k] and numbers int64[M,k], best first.
+
+    logits  float32[M,N] of all experts; correction: float32[N], where the router has one
+    """
+    # Not torch.sigmoid: on the CPU its bits depend on where in the tensor a number stands.
+    sigmoid = router.scores == "sigmoid"
+    scores = 1 / (1 + torch.exp(-logits)) if sigmoid else logits.softmax(-1)
+    ranked = scores if correction is None else scores + correction
+    if router.groups > 1:
+        grouped = ranked.unflatten(-1, (router.groups, -1))
+        best = grouped.topk(2, -1)[0].sum(-1).topk(router.kept, -1)[1]
+        kept = torch.zeros_like(grouped[..., 0]).scatter_(-1, best, 1.0).unsqueeze(-1)
+        ranked = torch.where(kept > 0, grouped, -torch.inf).flatten(1)
+    chosen = ranked.topk(top_k, -1)[1]
+    weights = scores.gather(-1, chosen)
+    if router.normalised:
+        weights = weights / (weights.sum(-1, keepdim=True) + _LEAST)
+    return weights if router.scale == 1.0 else weights * router.scale, chosen
+
+
+_LEAST = 1e-20
+"""Keeps a sum of sigmoids from zero."""

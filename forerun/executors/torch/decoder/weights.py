@@ -1,0 +1,186 @@
+"""A checkpoint's tensors as a decoder wants them: on its device, in its dtype, several as one.
+
+A matrix goes from the file to where it stays in pieces, each in the dtype it is stored in; only
+what is quantised is widened to float32 on the way, a piece at a time. The host never holds more
+than a piece beside the file's own pages.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import dequantize
+from torch import Tensor
+
+from forerun.errors import ModelError
+from forerun.executors.torch.decoder.float8 import FLOAT8, Float8Linear, float8_rows
+from forerun.executors.torch.decoder.grouped import Stacked
+from forerun.executors.torch.decoder.layers import Linear, Product
+from forerun.models.checkpoint import Checkpoint, Repeated
+from forerun.models.mapped import Packed
+from forerun.types import AnyArray, Ints
+
+PIECE = 1 << 24
+"""Bytes of a file that are read at once."""
+
+_STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def numbers_of(kind: str, rows: AnyArray) -> Tensor:
+    """[n,K] of rows uint8[n,bytes of a row], copied: in the dtype they are stored in, or float32
+    where they are quantised.
+    """
+    if kind in _STORED:
+        return torch.from_numpy(np.array(rows, order="C")).view(_STORED[kind])
+    with np.errstate(all="ignore"):
+        return torch.from_numpy(dequantize(np.ascontiguousarray(rows), GGMLQuantizationType[kind]))
+
+
+def pieces_of(packed: Packed) -> Iterator[tuple[slice, Tensor]]:
+    """A matrix from top to bottom: which rows, and their numbers."""
+    step = max(1, PIECE // packed.rows.shape[1])
+    for first in range(0, len(packed.rows), step):
+        rows = slice(first, first + step)
+        yield rows, numbers_of(packed.kind, packed.rows[rows])
+
+
+def some_rows(
+    checkpoint: Checkpoint, name: str, which: Ints, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """[n,K] rows int32[n] of a matrix; nothing else of it is read."""
+    packed = checkpoint.packed(name)
+    if packed is None:
+        return torch.from_numpy(checkpoint.tensor(name)[which]).to(device, dtype)
+    return numbers_of(packed.kind, packed.rows[which]).to(device).to(dtype)
+
+
+class Weights:
+    """A checkpoint's tensors on `device` in `dtype`, read when asked for.
+
+    products  what the blocks' products are made of
+    finite    refuse what is not finite: ModelError
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        device: torch.device,
+        dtype: torch.dtype,
+        products: type[Product],
+        finite: bool = False,
+    ) -> None:
+        self._products, self._finite = products, finite
+        self._block: Tensor | None = None
+        self._unnarrowed: type[Product] = Linear if products is Float8Linear else products
+        self._checkpoint, self._names = checkpoint, set(checkpoint.names())
+        self._norm_offset = checkpoint.architecture.norm_offset
+        self.device, self.dtype = device, dtype
+
+    def vector(self, name: str) -> Tensor | None:
+        """float32 whatever the dtype, or None where the model has no such tensor."""
+        return self._load(name).float() if name in self._names else None
+
+    def norm(self, name: str) -> Tensor:
+        """What a norm multiplies by, float32[W]: the vector `name`, and the model's offset."""
+        stored = self._load(name).float()
+        return stored + self._norm_offset if self._norm_offset else stored
+
+    def matrix(self, name: str) -> Tensor:
+        """[N,K] in the dtype."""
+        return self._stacked((name,))
+
+    def block_linear(self, *names: str) -> Product:
+        """The matrices called names, one above the other, as one product of the blocks."""
+        return self._joined(self._products, names)
+
+    def linear(self, *names: str) -> Product:
+        """The same, never in float8."""
+        return self._joined(self._unnarrowed, names)
+
+    def feed_forward(self, prefix: str) -> tuple[Product, Product]:
+        """What layers.FeedForward multiplies by."""
+        gate_up = self.block_linear(f"{prefix}.gate_proj", f"{prefix}.up_proj")
+        return gate_up, self.block_linear(f"{prefix}.down_proj")
+
+    def wide_linear(self, *names: str) -> Product:
+        """The same in float32, whatever the dtype."""
+        weight = self._stacked(tuple(f"{name}.weight" for name in names)).float()
+        biases = [self.vector(f"{name}.bias") for name in names]
+        present = [bias for bias in biases if bias is not None]
+        return self._unnarrowed(weight, torch.cat(present) if present else None)
+
+    def experts(self, prefix: str, count: int, *parts: str) -> Stacked:
+        """`parts` of experts prefix.0 to prefix.(count - 1), one above the other, as one tensor; in
+        float8 where the blocks' products are.
+        """
+        rows = [self._checkpoint.shape(f"{prefix}.0.{part}.weight") for part in parts]
+        shape = count, sum(each[0] for each in rows), rows[0][1]
+        narrow = self._products is Float8Linear
+        numbers = torch.empty(shape, dtype=FLOAT8 if narrow else self.dtype, device=self.device)
+        scale = torch.empty(shape[:2], device=self.device) if narrow else None
+        biases = []
+        for expert in range(count):
+            names = [f"{prefix}.{expert}.{part}" for part in parts]
+            biases += [self.vector(f"{name}.bias") for name in names]
+            if scale is None:
+                for out, name in zip(
+                    numbers[expert].split([r[0] for r in rows]), names, strict=True
+                ):
+                    self._fill(out, f"{name}.weight")
+                continue
+            found = float8_rows(self._stacked(tuple(f"{name}.weight" for name in names)))
+            numbers[expert], scale[expert] = found.numbers, found.scale[:, 0]
+        present = [bias for bias in biases if bias is not None]
+        bias = torch.cat(present).view(shape[:2]).to(self.dtype) if present else None
+        return Stacked(numbers, scale, bias)
+
+    def head(self, embedding: Tensor) -> Product:
+        """The output head [V,H]; `embedding` is what it is tied to, if it is."""
+        if "lm_head.weight" in self._names:
+            return self.linear("lm_head")
+        return self._unnarrowed(embedding)
+
+    def _joined(self, kind: type[Product], names: tuple[str, ...]) -> Product:
+        biases = [self.vector(f"{name}.bias") for name in names]
+        present = [bias for bias in biases if bias is not None]
+        weight = self._stacked(tuple(f"{name}.weight" for name in names))
+        return kind(weight, torch.cat(present).to(self.dtype) if present else None)
+
+    def _stacked(self, names: tuple[str, ...]) -> Tensor:
+        """[N,K]: these matrices, one above the other."""
+        shapes = [self._checkpoint.shape(name) for name in names]
+        rows = [shape[0] for shape in shapes]
+        whole = torch.empty(sum(rows), shapes[0][1], dtype=self.dtype, device=self.device)
+        for part, name in zip(whole.split(rows), names, strict=True):
+            self._fill(part, name)
+        return whole
+
+    def _fill(self, out: Tensor, name: str) -> None:
+        if isinstance(self._checkpoint, Repeated):
+            self._repeat(out, self._checkpoint.block)
+            return
+        packed = self._checkpoint.packed(name)
+        if packed is None:
+            out.copy_(self._load(name))
+            return
+        for rows, numbers in pieces_of(packed):
+            there = numbers.to(self.device)
+            if self._finite and not bool(there.isfinite().all()):
+                raise ModelError(
+                    f"{self._checkpoint.path}: {name} holds NaN or infinity; the file is damaged"
+                )
+            out[rows].copy_(there)
+
+    def _repeat(self, out: Tensor, block: AnyArray) -> None:
+        """Fill `out` with `block`, again and again; it is copied to the device once."""
+        if self._block is None:
+            self._block = torch.from_numpy(block).to(self.device).to(self.dtype)
+        flat, length = out.view(-1), len(self._block)
+        whole = len(flat) // length * length
+        flat[:whole].view(-1, length).copy_(self._block.expand(whole // length, -1))
+        flat[whole:].copy_(self._block[: len(flat) - whole])
+
+    def _load(self, name: str) -> Tensor:
+        array = np.array(self._checkpoint.tensor(name))  # A copy: the file's view is read-only.
+        return torch.from_numpy(array).to(self.device)

@@ -1,0 +1,277 @@
+"""A block drafter in torch (DFlash): the network that is trained and that serves, and the draft
+model that runs it over pages beside its target.
+
+c = hidden_norm(fc(features)) is made once for each of the target's positions, and every layer's
+keys and values of that position are made of this same c. The block itself is an ordinary pre-norm
+decoder over root and masks, whose keys and values stand behind the context's. Position p of the
+cache holds every layer's keys and values of the features at p, rotated by p; nothing of a block is
+ever kept. Root and masks stand at the positions that their tokens would have.
+"""
+
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+from torch import Tensor, nn
+
+from forerun.errors import EngineError
+from forerun.executors.torch.decoder.decoder import apart
+from forerun.executors.torch.decoder.layers import Elementwise, Heads, Rotary, rotation
+from forerun.executors.torch.decoder.weights import some_rows
+from forerun.executors.torch.drafts.draft_cache import DraftCache, check_block, check_extension
+from forerun.executors.torch.drafts.draft_layer import (
+    TRAINED,
+    Attend,
+    DraftLayer,
+    LayerShape,
+    Norm,
+    TrainedHeads,
+    for_serving,
+)
+from forerun.executors.torch.drafts.target import TorchTarget
+from forerun.executors.torch.features import on_device
+from forerun.executors.torch.memory import check_fits
+from forerun.executors.torch.triton.kernels import parts_of
+from forerun.interface.draft_model import (
+    BlockCandidates,
+    Candidates,
+    DraftBlock,
+    DraftLevel,
+    DraftModelTraits,
+    Extension,
+    FeatureNeeds,
+    no_candidates,
+)
+from forerun.interface.features import Features
+from forerun.models.block_config import BlockHead
+from forerun.models.block_folder import BlockFile
+from forerun.models.checkpoint import Checkpoint
+from forerun.types import AnyArray
+
+
+class BlockDrafter(nn.Module):
+    """A block drafter. Parameter names are the canonical names of forerun.models.block_config.
+
+    Embedding and output head are parameters only where the drafter has its own.
+    """
+
+    def __init__(self, head: BlockHead, parts: Elementwise = TRAINED) -> None:
+        super().__init__()
+        self.head, self.parts = head, parts
+        self.fc = nn.Linear(len(head.features) * head.target_hidden, head.hidden, bias=False)
+        self.hidden_norm = Norm(head.hidden, head.norm_eps)
+        shape = LayerShape(
+            *(head.hidden, head.heads, head.kv_heads, head.head_size, head.ffn, head.norm_eps),
+            qk_norm=head.qk_norm,
+        )
+        self.layers = nn.ModuleList(DraftLayer(shape, parts) for _ in range(head.layers))
+        self.norm = Norm(head.hidden, head.norm_eps)
+        if head.own_mask:
+            self.mask_embedding = nn.Parameter(torch.zeros(head.hidden))
+        if head.own_embedding:
+            self.embed_tokens = nn.Embedding(head.target_vocab, head.hidden)
+        if head.own_head:
+            self.lm_head = nn.Linear(head.hidden, head.vocab, bias=False)
+
+    def layer(self, number: int) -> DraftLayer:
+        """One of its layers."""
+        return cast(DraftLayer, self.layers[number])
+
+    def read_features(self, features: Tensor) -> Tensor:
+        """What keys and values are made of, c [..., H], of features [..., F*H], side by side."""
+        norm = self.hidden_norm
+        return self.parts.norm(self.fc(features), norm.weight, norm.eps)
+
+    def context(self, features: Tensor, rotary: Rotary) -> list[Heads | TrainedHeads]:
+        """Of every layer keys and values, and no queries, of features [..., F*H]."""
+        made = self.read_features(features)
+        layers = range(self.head.layers)
+        return [self.layer(number).heads(made, rotary, context=True) for number in layers]
+
+    def embedded(self, tokens: Tensor, embedding: Tensor) -> Tensor:
+        """[..., places, H] of blocks int[..., places], by the drafter's own embedding and mask
+        where it has them, else by `embedding` [V,H].
+        """
+        own = self.embed_tokens.weight if self.head.own_embedding else None
+        rows = F.embedding(tokens, embedding if own is None else own)
+        if not self.head.own_mask:
+            return rows
+        masks = self.mask_embedding.expand_as(rows[..., 1:, :])
+        return torch.cat([rows[..., :1, :], masks.to(rows.dtype)], -2)
+
+    def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
+        """What the output head reads, [..., H], from the block's embeddings [..., H]."""
+        parts, eps, layers = self.parts, self.head.norm_eps, range(self.head.layers)
+        entering = [self.layer(number).entry_norm() for number in layers]
+        normed = parts.norm(x, entering[0], eps)
+        for number, after in zip(layers, [*entering[1:], self.norm.weight], strict=True):
+            residual, fed = self.layer(number).run(normed, x, rotary, attend, number)
+            x, normed = parts.add_norm(residual, fed, after, eps)
+        return normed
+
+
+class TorchBlockModel:
+    """DraftModel in torch, on the device and in the dtype of its target. Its passes only launch
+    (`context`, `forward`, `logits`); captured rounds run the same ones
+    (captured/block_drafting.py).
+
+    cache, ids, ropes, gqa_group  as of LevelModel
+
+    Raises MemoryPlanError where it does not fit, EngineError where a block is larger than a step.
+    """
+
+    def __init__(self, executor: TorchTarget, checkpoint: Checkpoint, draft: BlockFile) -> None:
+        head, limits = draft.head, executor.limits
+        self.traits = DraftModelTraits(
+            name=head.algorithm,
+            cache=head.cache,
+            target_ids=draft.target_ids,
+            max_nodes=limits.max_nodes,
+            features=FeatureNeeds("aux", head.features),
+            block_size=head.depth,
+        )
+        if head.places > limits.max_nodes:
+            raise EngineError(
+                f"a block of {head.places} does not fit into a step of {limits.max_nodes} nodes; "
+                "raise chunked-prefill-size"
+            )
+        self._executor, self.about, self._limits = executor, head, limits
+        device, dtype = executor.device, executor.dtype
+        self._bytes = {
+            "draft_weight": head.parameters * dtype.itemsize,
+            "draft_cache": DraftCache.bytes(head.cache, limits, dtype),
+        }
+        check_fits(self._bytes, device)
+        self._module = _loaded(executor, draft)
+        self._rows = _borrowed_rows(executor, checkpoint, draft)
+        self.cache = DraftCache(head.cache, limits, device, dtype)
+        self.ids = torch.from_numpy(draft.target_ids.astype(np.int32)).to(device)
+        frequencies = torch.from_numpy(head.rope.frequencies(head.head_size)).to(device)
+        self.ropes = [(frequencies, head.rope.attention_factor)]
+        self.gqa_group = head.heads // head.kv_heads
+        executor.request_aux_hidden_states(head.features)
+
+    # --- launches only -----------------------------------------------------------------------
+
+    def context(self, features: Tensor, rotary: Rotary) -> list[Heads]:
+        """Of every layer keys and values, and no queries, of features [n,F*H]."""
+        return cast(list[Heads], self._module.context(features, rotary))
+
+    def forward(self, tokens: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
+        """What `logits` reads [R*P,H], of blocks: roots and masks int[R,P]."""
+        embedded = self._module.embedded(tokens, self._executor.decoder.embedding)
+        return self._module.forward(embedded.flatten(0, 1), rotary, attend)
+
+    def logits(self, read: Tensor) -> Tensor:
+        """[n,Vd] of any dtype."""
+        if self.about.own_head:
+            return F.linear(read, self._module.lm_head.weight)
+        if self._rows is not None:
+            return F.linear(read, self._rows)
+        return self._executor.decoder.narrow(read)
+
+    def places(self, depth: int) -> int:
+        """Nodes of a block whose first `depth` draft tokens are wanted. Where places see each other
+        both ways, fewer masks would be another distribution.
+        """
+        about = self.about
+        return int(not about.anchored) + depth if about.causal else about.places
+
+    def read_at(self, read: Tensor, depth: int) -> Tensor:
+        """[R,depth,H] what draft tokens are read from, of `forward`'s [R*places,H]."""
+        first = int(not self.about.anchored)
+        blocks: Tensor = read.unflatten(0, (-1, self.places(depth)))
+        return blocks[:, first : first + depth]
+
+    # --- the contract, pass by pass ----------------------------------------------------------
+
+    @torch.inference_mode()
+    def extend(self, extension: Extension, features: Features | None) -> Candidates:
+        """Keep keys and values of the features of what became permanent."""
+        if features is None:
+            raise EngineError("a block drafter was extended without the target's features")
+        check_extension(extension, self.traits, self.about.target_vocab, self._limits)
+        streams = on_device(features, self._executor.device, self._executor.dtype)
+        if len(streams) != len(extension.tokens):
+            raise EngineError("an extension whose features are not one row per token")
+        for layer, heads in enumerate(self.context(streams, self._rotary(extension.position))):
+            _, keys, values = heads.turned()
+            self.cache.write(layer, keys, values)
+        self.cache.commit(extension)
+        return no_candidates(len(extension.scored))
+
+    def expand(self, level: DraftLevel) -> Candidates:
+        """A block drafter proposes at once. Raises EngineError."""
+        raise EngineError("a block drafter proposes a block, not level by level")
+
+    @torch.inference_mode()
+    def block(self, block: DraftBlock) -> BlockCandidates:
+        """Propose, as many rows in a pass as there are nodes in a step."""
+        check_block(block, self.traits, self.about.target_vocab, self._limits)
+        at_once = self._limits.max_nodes // self.about.places
+        parts = [
+            self._propose(block.part(begin, begin + at_once))
+            for begin in range(0, len(block.roots), at_once)
+        ]
+        return BlockCandidates(
+            np.concatenate([ids for ids, _ in parts]), np.concatenate([found for _, found in parts])
+        )
+
+    def _propose(self, block: DraftBlock) -> tuple[AnyArray, AnyArray]:
+        """Draft ids and log-probabilities, each [R,depth,k]."""
+        about, places = self.about, self.places(block.depth)
+        work = self.cache.block(replace(block, depth=places), max(about.mask, 0), about.causal)
+        tokens, rotary = self._index(work.tokens), self._rotary(work.position)
+        read = self.forward(tokens.view(-1, places), rotary, apart(work.attend))
+        logits = self.logits(self.read_at(read, block.depth).flatten(0, 1)).float()
+        best, ids = logits.topk(min(block.candidates, self.traits.vocab), -1)
+        log_probs = best - logits.logsumexp(-1, keepdim=True)
+        if not log_probs.isfinite().all():
+            raise EngineError(
+                "a block drafter's logits are not finite; float16 overflows where bfloat16 does not"
+            )
+        split = (-1, block.depth)
+        return (
+            ids.int().unflatten(0, split).cpu().numpy(),
+            log_probs.unflatten(0, split).cpu().numpy(),
+        )
+
+    def _rotary(self, position: AnyArray) -> Rotary:
+        return rotation(self._index(position), *self.ropes[0])
+
+    def _index(self, values: AnyArray) -> Tensor:
+        return torch.from_numpy(values.astype(np.int64)).to(self._executor.device)
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for /server_info."""
+        return {
+            "algorithm": self.about.algorithm,
+            "vocab": self.traits.vocab,
+            "features": list(self.about.features),
+            "block_size": self.about.places,
+            "causal": self.about.causal,
+            **{f"{part}_bytes": count for part, count in self._bytes.items()},
+        }
+
+
+def _loaded(executor: TorchTarget, draft: BlockFile) -> BlockDrafter:
+    """The trained class with the file's weights."""
+
+    def weights(name: str) -> Tensor:
+        return torch.from_numpy(np.array(draft.tensor(name))).to(executor.device, executor.dtype)
+
+    parts = parts_of(executor.kernels)
+    return for_serving(lambda: BlockDrafter(draft.head, parts), weights)
+
+
+def _borrowed_rows(
+    executor: TorchTarget, checkpoint: Checkpoint, draft: BlockFile
+) -> Tensor | None:
+    """[Vd,H] the target's output rows of a draft vocabulary; None where all or none are used."""
+    if draft.head.own_head or draft.head.vocab == draft.head.target_vocab:
+        return None
+    tied = checkpoint.architecture.tied_head
+    name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    return some_rows(checkpoint, name, draft.target_ids, executor.device, executor.dtype)

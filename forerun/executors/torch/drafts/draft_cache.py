@@ -1,0 +1,304 @@
+"""A draft model's keys and values under the target's page ids, for any number of layers.
+
+    scratch   draft nodes 0 .. max_nodes + slots, numbered as in DraftLevel; the tokens of an
+              extension pass through the same places
+    roots     one place per slot, for models that run a row's root itself
+
+Where draft entry q pairs the target's feature at q with the token after it (EAGLE), the root is the
+last *entry*, and nothing of it is left to keep here. A model that reads tokens alone runs the root
+as one node more; its keys and values wait by slot until the target has decided what follows.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.errors import EngineError
+from forerun.executors.torch.attention.attention import KeyBlock, RowKeys, attend, blocks_of
+from forerun.executors.torch.attention.kv import KvShape, PagedCache, Slots
+from forerun.interface.draft_model import DraftBlock, DraftLevel, DraftModelTraits, Extension
+from forerun.interface.executor import ExecutorLimits
+from forerun.models.cache_layer import CacheLayer
+from forerun.models.layer_spec import AttentionSpec
+from forerun.types import AnyArray, Ints
+
+AttendLayer = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""decoder.AttendApart. There may be more rows than nodes: they pad a product."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPass:
+    """M nodes of one pass.
+
+    tokens    int32[M]
+    position  int32[M]
+    ends      int32[R] the last node of each row
+    scored    int32[s] nodes whose candidates are wanted
+    attend    writes a layer's keys and values into scratch and returns the context
+    """
+
+    tokens: Ints
+    position: Ints
+    ends: Ints
+    scored: Ints
+    attend: AttendLayer
+
+
+class DraftCache:
+    """Pages, scratch and roots of a draft model.
+
+    kept       what each layer keeps; layers of equal shape lie in one tensor
+    roots      the model runs each row's root itself
+    partial    some layer does not see all that is before a node
+    attention  how each layer's scores are made; empty = scaled by 1/sqrt(E), no windows
+    begins     the first position at which each layer has an entry; empty = 0
+    layers     keys and values of each
+    scratch_begin, root_begin  slots (kv.py) of draft node 0, and of the root of slot 0
+    """
+
+    def __init__(
+        self,
+        kept: tuple[CacheLayer, ...],
+        limits: ExecutorLimits,
+        device: torch.device,
+        dtype: torch.dtype,
+        roots: bool = False,
+        attention: tuple[AttentionSpec, ...] = (),
+        begins: tuple[int, ...] = (),
+    ) -> None:
+        self.begins = begins or (0,) * len(kept)
+        self.attention: tuple[AttentionSpec | None, ...] = attention or (None,) * len(kept)
+        self._device, self.roots, self._scratch = device, roots, limits.max_nodes + limits.slots
+        windows = any(spec is not None and spec.window for spec in attention)
+        self.partial = windows or any(self.begins)
+        self.page_size = limits.page_size
+        room = _room(limits)
+        shapes = list(dict.fromkeys(kept))
+        self.parts = [
+            PagedCache(KvShape(kept.count(shape), shape), room, device, dtype) for shape in shapes
+        ]
+        self.scratch_begin = self.parts[0].scratch_begin
+        self.root_begin = self.scratch_begin + self._scratch
+        # Of a layer: its tensor, and its number there.
+        self._where = [
+            (shapes.index(layer), kept[:number].count(layer)) for number, layer in enumerate(kept)
+        ]
+        self.layers = [self.parts[part].of_layer(number) for part, number in self._where]
+        # Of draft nodes: the node above, -1 = the root, and how many are above.
+        self._above = np.full(self._scratch, -1, np.int32)
+        self._depth = np.zeros(self._scratch, np.int32)
+
+    @staticmethod
+    def bytes(layers: tuple[CacheLayer, ...], limits: ExecutorLimits, dtype: torch.dtype) -> int:
+        """Bytes of a DraftCache."""
+        room = _room(limits)
+        return sum(KvShape(1, layer).bytes(room, dtype) for layer in layers)
+
+    # --- passes --------------------------------------------------------------------------
+
+    def extension(self, extension: Extension) -> DraftPass:
+        """A pass over the tokens that became permanent: those after them, or with `roots`
+        themselves and each row's root. Raises EngineError where a position has no page.
+        """
+        self._targets(extension)
+        lengths = np.diff(extension.start)
+        row = np.repeat(np.arange(len(lengths)), lengths)
+        if not self.roots:
+            tokens: Ints = extension.next_tokens
+            start: Ints = extension.start
+            scored = extension.scored
+        else:
+            start = (extension.start + np.arange(len(lengths) + 1)).astype(np.int32)
+            tokens = np.zeros(int(start[-1]), np.int32)
+            tokens[np.arange(len(row)) + row] = extension.tokens
+            tokens[start[1:] - 1] = extension.next_tokens[extension.start[1:] - 1]
+            scored = (extension.scored + row[extension.scored] + 1).astype(np.int32)
+        nodes = np.arange(start[-1], dtype=np.int32)
+        counts = np.diff(start)
+        position = np.repeat(extension.kv_len - start[:-1], counts) + nodes
+        rows = [
+            RowKeys(mine, self._cached(pages, int(length)), [(self._places(mine), mine)])
+            for mine, pages, length in zip(
+                np.split(nodes, start[1:-1]), extension.pages, extension.kv_len, strict=True
+            )
+        ]
+        return self._pass(tokens, position, start, scored, rows, 0)
+
+    def level(self, level: DraftLevel) -> DraftPass:
+        """A pass over draft tokens."""
+        nodes = np.arange(len(level.tokens), dtype=np.int32)
+        numbers = level.first + nodes
+        self._above[numbers] = level.parents
+        above = np.where(level.parents < 0, -1, self._depth[level.parents])
+        self._depth[numbers] = above + 1
+        known = level.kv_len + self.roots
+        position = np.repeat(known, np.diff(level.start)) + self._depth[numbers]
+        rows = []
+        for row, (begin, end) in enumerate(zip(level.start[:-1], level.start[1:], strict=True)):
+            cached = self._cached(level.pages[row], int(level.kv_len[row]))
+            if self.roots:
+                cached = np.append(cached, self._root(level.slots[row]))
+            chains = [
+                (self._places(self._path(level.first + node)), nodes[node : node + 1])
+                for node in range(begin, end)
+            ]
+            rows.append(RowKeys(nodes[begin:end], cached, chains))
+        return self._pass(level.tokens, position, level.start, nodes, rows, level.first)
+
+    def block(self, block: DraftBlock, mask: int, causal: bool) -> DraftPass:
+        """A pass over blocks: each row's root, then as many `mask` tokens as make it `depth` long.
+
+        causal  a place sees those before it; else all places of its block. Either sees all that is
+                cached
+        """
+        depth, count = block.depth, len(block.roots)
+        tokens = np.full((count, depth), mask, np.int32)
+        tokens[:, 0] = block.roots
+        nodes = np.arange(count * depth, dtype=np.int32).reshape(count, depth)
+        rows = [
+            RowKeys(mine, self._cached(pages, int(length)), [(self._places(mine), mine)])
+            for mine, pages, length in zip(nodes, block.pages, block.kv_len, strict=True)
+        ]
+        position = block.kv_len[:, None] + np.arange(depth)
+        sees = position if causal else np.repeat(position[:, -1:], depth, 1)
+        start = np.arange(count + 1, dtype=np.int32) * np.int32(depth)
+        made = self._pass(tokens.ravel(), sees.ravel(), start, nodes.ravel(), rows, 0)
+        return replace(made, position=position.ravel().astype(np.int32))
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Put keys and values [n,G,E] of the tokens of an extension where `commit` takes them."""
+        part, number = self._where[layer]
+        keys = keys.to(values.dtype)  # Rotated by float32 angles, whatever the dtype.
+        place = slice(self.scratch_begin, self.scratch_begin + len(keys))
+        self.parts[part].write(number, place, keys, values)
+
+    def commit(self, extension: Extension) -> None:
+        """Make what an extension has written permanent: tokens in pages, roots by slot."""
+        targets, start = self._targets(extension), extension.start
+        row = np.repeat(np.arange(len(start) - 1), np.diff(start))
+        nodes = np.arange(start[-1])
+        if self.roots:
+            nodes = np.append(nodes + row, start[1:] + np.arange(len(start) - 1))
+            targets = np.append(targets, self._root(extension.slots))
+        source = torch.from_numpy(self._places(nodes)).to(self._device)
+        target = torch.from_numpy(targets).to(self._device)
+        for part in self.parts:
+            part.move(source, target)
+
+    def _pass(
+        self,
+        tokens: Ints,
+        position: AnyArray,
+        start: Ints,
+        scored: Ints,
+        rows: list[RowKeys],
+        first: int,
+    ) -> DraftPass:
+        null = self.parts[0].null
+        position = position.astype(np.int32)
+        sights = [
+            (spec.window if spec else None, begin)
+            for spec, begin in zip(self.attention, self.begins, strict=True)
+        ]
+        blocks: dict[tuple[int | None, int], list[KeyBlock]] = {}
+        count = len(position)
+
+        def attend_layer(
+            layer: int, queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None
+        ) -> Tensor:
+            # Turned by float32 angles, whatever the dtype. What is beyond `count` pads a product.
+            queries, keys = queries.to(values.dtype), keys.to(values.dtype)
+            (part, number), spec = self._where[layer], self.attention[layer]
+            sight = sights[layer]
+            if sight not in blocks:
+                blocks[sight] = blocks_of(rows, position, null, self._device, *sight)
+            place = slice(self.scratch_begin + first, self.scratch_begin + first + count)
+            self.parts[part].write(number, place, keys[:count], values[:count])
+            return attend(queries, *self.layers[layer], blocks[sight], spec, sinks)
+
+        return DraftPass(tokens, position, start[1:] - np.int32(1), scored, attend_layer)
+
+    # --- places --------------------------------------------------------------------------
+
+    def _cached(self, pages: Ints, length: int) -> Slots:
+        return self.parts[0].slots(pages, np.arange(length))
+
+    def _places(self, nodes: AnyArray) -> Slots:
+        return self.parts[0].scratch(nodes)
+
+    def _root(self, slots: AnyArray) -> Slots:
+        return self.parts[0].scratch(np.asarray(self._scratch + slots))
+
+    def _targets(self, extension: Extension) -> Slots:
+        """int64[n] where the tokens of an extension belong."""
+        return np.concatenate([
+            self.parts[0].slots(pages, np.arange(length, length + end - begin))
+            for pages, length, begin, end in zip(
+                extension.pages, extension.kv_len, extension.start, extension.start[1:],
+                strict=False,
+            )
+        ])  # fmt: skip
+
+    def _path(self, number: int) -> Ints:
+        """Draft nodes from below the root down to `number`."""
+        path = [number]
+        while self._above[path[-1]] >= 0:
+            path.append(int(self._above[path[-1]]))
+        return np.array(path[::-1], np.int32)
+
+
+def _room(limits: ExecutorLimits) -> ExecutorLimits:
+    """Of a PagedCache whose scratch also takes an extension's roots and the roots by slot."""
+    return replace(limits, max_nodes=limits.max_nodes + 2 * limits.slots, max_scored=None)
+
+
+def check_extension(
+    extension: Extension, about: DraftModelTraits, vocab: int, limits: ExecutorLimits
+) -> None:
+    """Raise EngineError for numbers that lead outside of what there is: a device would not say
+    which. vocab: V of the target.
+    """
+    count = len(extension.tokens)
+    _check({
+        "tokens": (extension.tokens, 0, vocab),
+        "next_tokens": (extension.next_tokens, 0, vocab),
+        "slots": (extension.slots, 0, limits.slots),
+        "kv_len": (extension.kv_len, 0, extension.pages.shape[1] * limits.page_size + 1),
+        "scored": (extension.scored, 0, count),
+        "the number of tokens": (np.array([count]), 1, about.max_nodes + 1),
+    })  # fmt: skip
+
+
+def check_level(
+    level: DraftLevel, about: DraftModelTraits, vocab: int, limits: ExecutorLimits
+) -> None:
+    """`check_extension` of draft tokens."""
+    count = len(level.tokens)
+    _check({
+        "tokens": (level.tokens, 0, vocab),
+        "parents": (level.parents, -1, level.first),
+        "slots": (level.slots, 0, limits.slots),
+        "kv_len": (level.kv_len, 0, level.pages.shape[1] * limits.page_size + 1),
+        "first": (np.array([level.first]), 0, about.max_nodes - count + 1),
+    })  # fmt: skip
+
+
+def check_block(
+    block: DraftBlock, about: DraftModelTraits, vocab: int, limits: ExecutorLimits
+) -> None:
+    """`check_extension` of blocks."""
+    _check({
+        "roots": (block.roots, 0, vocab),
+        "slots": (block.slots, 0, limits.slots),
+        "kv_len": (block.kv_len, 0, block.pages.shape[1] * limits.page_size + 1),
+        "depth": (np.array([block.depth]), 1, about.block_size + 1),
+    })  # fmt: skip
+
+
+def _check(bounds: dict[str, tuple[AnyArray, int, int]]) -> None:
+    for name, (values, low, high) in bounds.items():
+        if np.any((values < low) | (values >= high)):
+            raise EngineError(f"a draft step was refused: {name} is outside {low}..{high - 1}")

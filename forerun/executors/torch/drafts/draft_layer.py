@@ -1,0 +1,212 @@
+"""The decoder layer that draft networks in torch are made of: the class that is trained and that
+serves.
+
+Its weights are parameters under their published names. What stands between its products is
+`Elementwise`: TRAINED, which gradients pass, or what the target's device has. How rows see each
+other is the caller's affair: `attend` gets a layer's heads and returns the context. Serving calls
+`DraftLayer.stack`, after which products that read the same rows are one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+from torch import Tensor, nn
+
+from forerun.executors.torch.decoder.float8 import Rows
+from forerun.executors.torch.decoder.layers import (
+    PLAIN,
+    Elementwise,
+    Heads,
+    Rotary,
+    plain,
+    rms_norm,
+    rotate,
+)
+
+Attend = Callable[[int, Any], Rows]
+"""(layer, its heads, `Heads` or `TrainedHeads`) -> context [..., A, E]."""
+
+M = TypeVar("M", bound=nn.Module)
+
+
+TRAINED = replace(PLAIN, gate=lambda gate, up: F.silu(gate) * up, rotate=rotate)
+"""In the rows' own dtype, which may be float64; any axes in front of the last one."""
+
+
+class Norm(nn.Module):
+    """RMSNorm (arXiv 1910.07467) over the last axis, in float32 or better."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Same shape and dtype as `x`."""
+        return rms_norm(x, self.weight, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What a draft network's layer is like. Letters as in forerun/types.py.
+
+    input_width  of what queries, keys and values are made of; None = hidden
+    entry_norms  which norms it has before its attention, by their published names
+    qk_norm      RMSNorm over E on each query and key head, before the rotation
+    """
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    ffn: int
+    norm_eps: float
+    input_width: int | None = None
+    entry_norms: tuple[str, ...] = ("input_layernorm",)
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedHeads:
+    """Queries [..., A, E], of some rows only, keys and values [..., G, E]; rotated."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+
+    def turned(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Themselves, as Heads gives them."""
+        return self.queries, self.keys, self.values
+
+
+class _Attention(nn.Module):
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__()
+        wide = shape.input_width or shape.hidden
+        query, key = shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+        self.q_proj = nn.Linear(wide, query, bias=shape.qkv_bias)
+        self.k_proj = nn.Linear(wide, key, bias=shape.qkv_bias)
+        self.v_proj = nn.Linear(wide, key, bias=shape.qkv_bias)
+        self.o_proj = nn.Linear(query, shape.hidden, bias=shape.o_bias)
+        self.q_norm = Norm(shape.head_size, shape.norm_eps) if shape.qk_norm else None
+        self.k_norm = Norm(shape.head_size, shape.norm_eps) if shape.qk_norm else None
+
+
+class _Mlp(nn.Module):
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden, shape.ffn, bias=False)
+        self.up_proj = nn.Linear(shape.hidden, shape.ffn, bias=False)
+        self.down_proj = nn.Linear(shape.ffn, shape.hidden, bias=False)
+
+
+class DraftLayer(nn.Module):
+    """One decoder layer, whose attention reads what the network made of its inputs."""
+
+    def __init__(self, shape: LayerShape, parts: Elementwise = TRAINED) -> None:
+        super().__init__()
+        self.build(shape, parts)
+
+    def build(self, shape: LayerShape, parts: Elementwise) -> None:
+        """Add its modules behind those that there are."""
+        self.shape, self.parts = shape, parts
+        for name in shape.entry_norms:
+            self.add_module(name, Norm(shape.hidden, shape.norm_eps))
+        self.self_attn = _Attention(shape)
+        self.post_attention_layernorm = Norm(shape.hidden, shape.norm_eps)
+        self.mlp = _Mlp(shape)
+        self._stacked: tuple[Tensor, Tensor] | None = None
+
+    def stack(self) -> None:
+        """Keep matrices that read the same rows one above the other: one product each."""
+        attention, mlp = self.self_attn, self.mlp
+        qkv = _stacked(attention.q_proj, attention.k_proj, attention.v_proj)
+        self._stacked = qkv, _stacked(mlp.gate_proj, mlp.up_proj)
+
+    def entry_norm(self, name: str = "input_layernorm") -> Tensor:
+        """The weight [H] of a norm before the attention."""
+        return self.get_parameter(f"{name}.weight")
+
+    def heads(
+        self, x: Tensor, rotary: Rotary, only: Tensor | None = None, context: bool = False
+    ) -> Heads | TrainedHeads:
+        """Of rows [..., input_width] at the positions of `rotary`; context: keys and values alone.
+
+        only  int64[R]: of rows [N, ...] these have queries; for training
+        """
+        shape, layer, eps = self.shape, self.self_attn, self.shape.norm_eps
+        norms = [None if each is None else each.weight for each in (layer.q_norm, layer.k_norm)]
+        if self._stacked is not None:
+            weight = self._stacked[0][shape.heads * shape.head_size if context else 0 :]
+            qkv = F.linear(x, weight).unflatten(-1, (-1, shape.head_size))
+            return Heads(qkv, shape.kv_heads, norms[0], norms[1], eps, rotary, self.parts)
+
+        def rotated(x: Tensor, product: nn.Linear, norm: Tensor | None, *rotary: Tensor) -> Tensor:
+            each = product(x).unflatten(-1, (-1, shape.head_size))
+            each = each if norm is None else self.parts.norm(each, norm, eps)
+            return self.parts.rotate(each, *rotary)
+
+        keys = rotated(x, layer.k_proj, norms[1], *rotary)
+        values = layer.v_proj(x).unflatten(-1, (-1, shape.head_size))
+        if context:
+            return TrainedHeads(keys[..., :0, :], keys, values)
+        asking, *angles = (chosen(rows, only) for rows in (x, *rotary))
+        return TrainedHeads(rotated(asking, layer.q_proj, norms[0], *angles), keys, values)
+
+    def run(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        rotary: Rotary,
+        attend: Attend,
+        number: int = 0,
+        only: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Two parts [..., H] of the residual stream after this layer, to be added.
+
+        x         [..., input_width] what queries, keys and values are made of
+        residual  [..., H] the stream that its attention is added to
+        number    which layer `attend` is told it is
+        only      int64[R]: of N rows [N, ...] these run; all N give keys and values
+        """
+        mixed = plain(attend(number, self.heads(x, rotary, only))).flatten(-2)
+        residual, mixed = chosen(residual, only), self.self_attn.o_proj(mixed)
+        after, mlp = self.post_attention_layernorm, self.mlp
+        residual, normed = self.parts.add_norm(residual, mixed, after.weight, after.eps)
+        if self._stacked is None:
+            opened, up = mlp.gate_proj(normed), mlp.up_proj(normed)
+        else:
+            opened, up = F.linear(normed, self._stacked[1]).chunk(2, -1)
+        return residual, mlp.down_proj(self.parts.gate(opened, up))
+
+
+def _stacked(*linears: nn.Linear) -> Tensor:
+    """Their weights, one above the other, kept once: theirs become views of it."""
+    whole = torch.cat([linear.weight for linear in linears])
+    parts = whole.split([len(each.weight) for each in linears])
+    for linear, part in zip(linears, parts, strict=True):
+        linear.weight = nn.Parameter(part, requires_grad=False)
+    return whole
+
+
+def chosen(x: Tensor, only: Tensor | None) -> Tensor:
+    """The rows `only` of x [N, ...]; None: all."""
+    return x if only is None else x.index_select(0, only)
+
+
+def for_serving(network: Callable[[], M], weights: Callable[[str], Tensor]) -> M:
+    """A network with `weights` by their names, which are not trained."""
+    with torch.device("meta"):
+        made = network()
+    named = {name: weights(name) for name, _ in made.named_parameters()}
+    made.load_state_dict(named, assign=True)
+    made.requires_grad_(False)
+    for module in made.modules():
+        if isinstance(module, DraftLayer):
+            module.stack()
+    return made

@@ -1,0 +1,230 @@
+"""What draft models in torch have in common that propose level by level: a pass of theirs only
+launches, over nodes whose keys and values somebody else places. The contract (`extend`, `expand`)
+asks for passes one by one; captured rounds run the same ones in one program
+(captured/drafting.py).
+
+A model that reads a hidden state beside the next token, the target's at first and then what it made
+itself, has an entry for t_{q+1} at position q (EAGLE, section 4.1): it pairs feature f_q with that
+token and predicts t_{q+2}; so after n decided tokens, the last not yet run, both caches hold n - 1.
+
+Nothing here asks for the same bits in any batch: a draft that differs in its last bit costs at
+most an acceptance, never the text.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.errors import EngineError
+from forerun.executors.layer_states import LayerStates
+from forerun.executors.torch.attention.geometry import tile_heads
+from forerun.executors.torch.attention.plan_geometry import PassRows
+from forerun.executors.torch.decoder.decoder import Attend, apart
+from forerun.executors.torch.decoder.float8 import Rows
+from forerun.executors.torch.decoder.layers import AnyHeads, Rotary, rotation
+from forerun.executors.torch.drafts.draft_cache import (
+    DraftCache,
+    DraftPass,
+    check_extension,
+    check_level,
+)
+from forerun.executors.torch.drafts.target import TorchTarget
+from forerun.executors.torch.features import on_device
+from forerun.executors.torch.triton.kernels import Kernels
+from forerun.interface.draft_model import (
+    BlockCandidates,
+    Candidates,
+    DraftBlock,
+    DraftLevel,
+    DraftModelTraits,
+    Extension,
+)
+from forerun.interface.features import Features
+from forerun.models.rope import Rope
+from forerun.types import AnyArray, Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """What a pass runs, n nodes.
+
+    tokens  int[n] target ids
+    rotary  of their positions, one for each of the model's ropes
+    attend  of a layer: keeps its keys and values too
+    depth   0: tokens that became permanent; else of draft tokens, 1 = below the root
+    position  int[n] at depth 0; None: of draft tokens, which are never the first
+    before  at depth 0, where a layer reads the layer before it: (that layer, its outputs [n,H]) ->
+            what each node finds at the entry before its own
+    """
+
+    tokens: Tensor
+    rotary: tuple[Rotary, ...]
+    attend: Attend
+    depth: int
+    before: Callable[[int, Tensor], Tensor]
+    position: Tensor | None = None
+
+
+class LevelModel:
+    """The DraftModel contract around `enter`, `forward` and `logits`, which only launch.
+
+    cache      keys and values
+    outputs    [n,W] what a next draft step receives: of draft nodes from 0 on, and of each slot's
+               last entry from max_nodes on; the last row is of nobody
+    states     which rows those are where layers read each other; None = there is one
+    ids        int32[Vd] target id of every draft id
+    ropes      frequencies float32[E/2] and factor of each kind of rotary positions
+    gqa_group  query heads that share keys and values
+    """
+
+    def __init__(
+        self,
+        executor: TorchTarget,
+        traits: DraftModelTraits,
+        cache: DraftCache,
+        ropes: tuple[Rope, ...],
+        heads: tuple[int, int],
+        width: int,
+        states: LayerStates | None = None,
+    ) -> None:
+        """heads: A query heads, and numbers of one that a rope is over; width: W."""
+        self.traits, self.cache, self.states = traits, cache, states
+        self._executor, limits = executor, executor.limits
+        kept = traits.cache[0]
+        self.gqa_group = tile_heads(heads[0] // kept.kv_heads, kept.head_size)
+        rows = states.rows if states is not None else limits.max_nodes + limits.slots + 1
+        self.outputs = torch.zeros(rows, width, device=executor.device, dtype=executor.dtype)
+        self.ids = torch.from_numpy(traits.target_ids.astype(np.int32)).to(executor.device)
+        frequencies = [torch.from_numpy(rope.frequencies(heads[1])) for rope in ropes]
+        factors = [rope.attention_factor for rope in ropes]
+        there = [each.to(executor.device) for each in frequencies]
+        self.ropes = list(zip(there, factors, strict=True))
+
+    # --- launches only -----------------------------------------------------------------------
+
+    def enter(self, features: Tensor | None) -> Tensor:
+        """The hidden state [n,H] that permanent tokens are read beside, from the target's features
+        [n,F*H]; None exactly where the traits need none.
+        """
+        raise NotImplementedError
+
+    def forward(self, nodes: Nodes, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What `logits` reads [n,H], and what a next step receives [n,W]; hidden: of `enter`, or at
+        greater depths what the nodes above gave.
+        """
+        raise NotImplementedError
+
+    def logits(self, read: Tensor) -> Tensor:
+        """[n,Vd] of any dtype."""
+        raise NotImplementedError
+
+    # --- the contract, pass by pass ----------------------------------------------------------
+
+    @torch.inference_mode()
+    def extend(self, extension: Extension, features: Features | None) -> Candidates:
+        """Run what became permanent: the tokens after it beside its features, or tokens alone."""
+        executor, states = self._executor, self.states
+        check_extension(extension, self.traits, executor.limits.vocab, executor.limits)
+        hidden = self.enter(self._streams(extension, features))
+        work, before = self.cache.extension(extension), _nothing_before
+        if states is not None:
+            rows = self._index(states.before(extension))
+
+            def before(layer: int, outputs: Tensor) -> Tensor:
+                count, width = outputs.shape
+                mine = self.outputs[:, layer * width : (layer + 1) * width]
+                mine[:count] = outputs
+                return mine[rows]
+
+        read, outputs = self.forward(self._nodes(work, 0, before, extension), hidden)
+        self.cache.commit(extension)
+        nodes, targets = work.ends, executor.limits.max_nodes + extension.slots
+        if states is not None:
+            kept = states.kept(extension)
+            nodes, targets = kept.nodes, kept.targets
+        self.outputs[self._index(targets)] = outputs[self._index(nodes)]
+        return self._candidates(read, work.scored, extension.candidates)
+
+    @torch.inference_mode()
+    def expand(self, level: DraftLevel) -> Candidates:
+        """Run draft tokens."""
+        limits, count = self._executor.limits, len(level.tokens)
+        check_level(level, self.traits, limits.vocab, limits)
+        depth = 1 if self.states is None else self.states.depth(level)
+        kept = limits.max_nodes + np.repeat(level.slots, np.diff(level.start))
+        above = self._index(np.where(level.parents < 0, kept, level.parents))
+        work = self.cache.level(level)
+        nodes = self._nodes(work, depth, _nothing_before)
+        read, outputs = self.forward(nodes, self.outputs[above])
+        self.outputs[level.first : level.first + count] = outputs
+        return self._candidates(read, work.scored, level.candidates)
+
+    def block(self, block: DraftBlock) -> BlockCandidates:
+        """It proposes level by level. Raises EngineError."""
+        raise EngineError(f"{self.traits.name} proposes level by level, not a block")
+
+    def _streams(self, extension: Extension, features: Features | None) -> Tensor | None:
+        """The features of an extension on the device. Raises EngineError where they are not what
+        the traits need.
+        """
+        if self.traits.features.kind == "none":
+            return None
+        if features is None:
+            raise EngineError(f"{self.traits.name} was extended without the target's features")
+        streams = on_device(features, self._executor.device, self._executor.dtype)
+        if len(streams) != len(extension.tokens):
+            raise EngineError("an extension whose features are not one row per token")
+        return streams
+
+    def _nodes(
+        self,
+        work: DraftPass,
+        depth: int,
+        before: Callable[[int, Tensor], Tensor],
+        extension: Extension | None = None,
+    ) -> Nodes:
+        position = self._index(work.position)
+        rotary = tuple(rotation(position, *each) for each in self.ropes)
+        attend = apart(work.attend)
+        if extension is not None and self._executor.kernels is not None:
+            attend = self._launched(work, extension, self._executor.kernels)
+        first = position if depth == 0 else None
+        return Nodes(self._index(work.tokens), rotary, attend, depth, before, first)
+
+    def _launched(self, work: DraftPass, extension: Extension, kernels: Kernels) -> Attend:
+        """Of an extension: prompts are long, and go through the target's own kernels."""
+        cache, device = self.cache, self._executor.device
+        start = np.append(0, work.ends + 1).astype(np.int32)
+        places = cache.scratch_begin + np.arange(len(work.tokens))
+        rows = PassRows(start, extension.kv_len, extension.pages, work.position)
+        geometry = rows.chains(places, cache.parts[0], self.gqa_group, device)
+
+        def attend(layer: int, heads: AnyHeads) -> Rows:
+            held, begin = cache.layers[layer], cache.begins[layer]
+            queries = kernels.enter(heads, held, geometry.slots)
+            seen = replace(geometry, begin=begin) if begin else geometry
+            return kernels.attend(queries, *held, seen, cache.attention[layer], sinks=heads.sinks)
+
+        return attend
+
+    def _candidates(self, read: Tensor, scored: Ints, count: int) -> Candidates:
+        logits = self.logits(read[self._index(scored)]).float()
+        best, ids = logits.topk(min(count, logits.shape[-1]), -1)
+        log_probs = best - logits.logsumexp(-1, keepdim=True)
+        return Candidates(ids.int().cpu().numpy(), log_probs.cpu().numpy())
+
+    def _index(self, values: AnyArray) -> Tensor:
+        """int64 on the device."""
+        return torch.from_numpy(values.astype(np.int64)).to(self._executor.device)
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for /server_info."""
+        raise NotImplementedError
+
+
+def _nothing_before(layer: int, outputs: Tensor) -> Tensor:
+    raise EngineError("a pass in which no layer reads another")

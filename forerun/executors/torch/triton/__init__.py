@@ -1,0 +1,1 @@
+"""Kernels for CUDA, and the values that they take and give."""

@@ -1,0 +1,85 @@
+"""Compiles our Triton kernels before the first launch, several at a time."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import triton
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.jit import KernelInterface
+
+from forerun.executors.torch.triton import (
+    triton_attention,
+    triton_choice,
+    triton_draft,
+    triton_future,
+    triton_layers,
+    triton_merge,
+    triton_round,
+    triton_shaping,
+)
+from forerun.machine import cores
+
+MODULES = (
+    *(triton_attention, triton_choice, triton_shaping, triton_draft, triton_future, triton_layers),
+    *(triton_merge, triton_round),
+)
+
+
+class _Ahead(triton.AsyncCompileMode):  # type: ignore[misc]
+    """Who asks again for what is being compiled finds it in the kernel's own cache at once."""
+
+    def submit(self, key: Any, compile_fn: Any, finalize_fn: Any) -> Any:
+        future = super().submit(key, compile_fn, finalize_fn)
+        finalize_fn(future)
+        return future
+
+
+def compile_ahead(work: Callable[[], None], progress: Callable[[int, int], None]) -> None:
+    """Compile every binary that `work` would launch, one in each core; its other operations run, on
+    zeros where a kernel would have written.
+
+    Triton gives its compiler's passes and the assembler to other threads. progress: binaries done,
+    binaries in all. Raises what compiling raises.
+    """
+    with ThreadPoolExecutor(cores()) as pool, _Ahead(pool) as mode:
+        with _compiled_only(), _Zeros():  # type: ignore[no-untyped-call]
+            work()
+        made = mode.raw_futures
+        for done, _ in enumerate(as_completed(made), 1):
+            progress(done, len(made))
+
+
+class _Zeros(TorchDispatchMode):
+    """What is made empty is made of zeros, which are valid tokens, places and slots."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if "empty" in func._schema.name and isinstance(made, torch.Tensor):
+            made.zero_()
+        return made
+
+
+@contextmanager
+def _compiled_only() -> Iterator[None]:
+    """Launches of our kernels compile and do nothing else."""
+    with ExitStack() as stack:
+        # Some modules have kernels from others.
+        for kernel in {
+            value
+            for module in MODULES
+            for value in vars(module).values()
+            if isinstance(value, KernelInterface)
+        }:
+            kernel.run = _compiling(kernel.run)
+            stack.callback(delattr, kernel, "run")
+        yield
+
+
+def _compiling(run: Callable[..., Any]) -> Callable[..., Any]:
+    def compiled(*args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        return run(*args, grid=grid, warmup=True, **kwargs)
+
+    return compiled

@@ -1,0 +1,199 @@
+"""Which kernels a device has: the one place that imports Triton."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import ParamSpec, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from forerun.executors.torch.accept import NodeNoise
+from forerun.executors.torch.attention.geometry import Attend
+from forerun.executors.torch.attention.kv import CacheTensor, Move
+from forerun.executors.torch.attention.varlen_attention import VariableLength, flash
+from forerun.executors.torch.decoder.float8 import Float8Parts
+from forerun.executors.torch.decoder.layers import (
+    PLAIN,
+    AnyHeads,
+    Elementwise,
+    Rotary,
+)
+from forerun.executors.torch.shaping import Shape
+from forerun.executors.torch.triton.record import Record, Size
+from forerun.executors.torch.triton.round_types import (
+    Accepted,
+    Below,
+    Extended,
+    Facts,
+    Frontier,
+    FutureState,
+    Levels,
+    Prepared,
+    RoundShape,
+)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Enter = Callable[[AnyHeads, tuple[CacheTensor, CacheTensor], Tensor], Tensor]
+"""(heads of M nodes, keys and values of a layer, slots int32[M]) -> queries [M,A,E]: see kv.py."""
+
+Prepare = Callable[[Facts, RoundShape], Prepared]
+"""(facts of a round, what rounds have in common) -> what the facts say of every node."""
+
+Accept = Callable[[Tensor, NodeNoise, Facts, Tensor], Accepted]
+"""(logits [M,V] of any dtype, how each node chooses, facts, int32[M] of the record) -> a path of
+every row, the choices on which are written into the record, NOTHING elsewhere.
+"""
+
+Choose = Callable[[Tensor, NodeNoise], Tensor]
+"""(logits float32[M,V], how each node chooses) -> int32[M] tokens, or NOTHING."""
+
+Keep = Callable[[Tensor, Facts, Tensor], Accepted]
+"""(choices int32[M], facts, int32[M] of the record) -> as Accept."""
+
+Rotation = Callable[[Tensor, Tensor, float], Rotary]
+"""(positions int32[M], frequencies float32[E/2], factor) -> their cos and sin: layers.rotation."""
+
+Follow = Callable[[Extended, Accepted, Prepared, Facts, Levels], Below]
+"""(what all nodes gave, ...) -> the ends of the rows' accepted paths, kept by slot too."""
+
+Descend = Callable[[Tensor, Levels, int, Tensor, Tensor | None, bool], Frontier]
+"""(grown int32[3,R,K], size, levels that are grown, hidden, above, roots) -> the `width` best nodes
+of the newest level, ties to the earlier, on which the trees go on.
+
+hidden  [R*width,W] outputs of the level that ran last, at level 1 of the rows' ends [R,W]
+above   of the frontier before; None at level 1
+roots   each row's root is run before its nodes
+"""
+
+Resume = Callable[[FutureState, Size, Facts], Facts]
+"""(state by slot, size, facts of the host) -> facts, those of carried rows from their slots."""
+
+Leave = Callable[[FutureState, Size, Facts, Accepted, Record], None]
+"""(state by slot, size, facts, what was accepted, record): keep what came of the rows, and write
+into the record what ran.
+"""
+
+Ahead = Callable[[Callable[[], None], Callable[[int, int], None]], None]
+"""(work, progress): compile all that `work` would launch, telling how many are done of how many."""
+
+
+def nothing_to_compile(work: Callable[[], None], progress: Callable[[int, int], None]) -> None:
+    """`Ahead`, of what is not compiled."""
+
+
+class Grow(Protocol):
+    """One level of draft trees, launched."""
+
+    def __call__(
+        self,
+        logits: Tensor,
+        ids: Tensor,
+        noise: NodeNoise,
+        size: Levels,
+        level: int,
+        grown: Tensor,
+        chosen: Tensor | None,
+    ) -> None:
+        """Hang `width` children below the nodes that a level asks for.
+
+        logits  [n,Vd] of those nodes, of any dtype; ids int32[Vd] target ids
+        grown   int32[3,R,K] tokens, parents and values' bits of the trees (draft_tree.py)
+        chosen  int[R,width] which of the level before the nodes are; None: at the first level,
+                where the rows' ends ask, and in chains
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """Kernels that only launch: nothing in them waits for the device, so they can be captured."""
+
+    attend: Attend
+    varlen: VariableLength
+    enter: Enter
+    move: Move
+    prepare: Prepare
+    accept: Accept
+    choose: Choose
+    shape: Shape
+    keep: Keep
+    rotation: Rotation
+    follow: Follow
+    grow: Grow
+    descend: Descend
+    resume: Resume
+    leave: Leave
+    parts: Elementwise
+    ahead: Ahead = nothing_to_compile
+
+
+def guarded(device: torch.device, launch: Callable[P, R]) -> Callable[P, R]:
+    """`launch` with `device` as the current one: Triton launches there, whatever it is given."""
+
+    @wraps(launch)
+    def inside(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.cuda.device(device):
+            return launch(*args, **kwargs)
+
+    return inside
+
+
+def parts_of(kernels: Kernels | None) -> Elementwise:
+    """What stands between products: a device's own kernels, or plain torch where it has none."""
+    return kernels.parts if kernels is not None else PLAIN
+
+
+def kernels_for(device: torch.device) -> Kernels | None:
+    """Our Triton kernels on CUDA; None elsewhere, where plain torch does the work."""
+    if device.type != "cuda":
+        return None
+    from forerun.executors.torch.triton import (  # noqa: PLC0415
+        compile_ahead,
+        triton_attention,
+        triton_choice,
+        triton_draft,
+        triton_experts,
+        triton_future,
+        triton_layers,
+        triton_round,
+        triton_shaping,
+    )
+
+    return Kernels(
+        attend=guarded(device, triton_attention.attend),
+        varlen=flash,
+        enter=guarded(device, triton_layers.enter),
+        move=guarded(device, triton_round.move),
+        prepare=guarded(device, triton_round.prepare),
+        accept=guarded(device, triton_round.accept),
+        choose=guarded(device, triton_choice.choose),
+        shape=guarded(device, triton_shaping.shaped),
+        keep=guarded(device, triton_round.keep),
+        rotation=guarded(device, triton_draft.rotation),
+        follow=guarded(device, triton_draft.follow),
+        grow=guarded(device, triton_draft.grow),
+        descend=guarded(device, triton_draft.descend),
+        resume=guarded(device, triton_future.resume),
+        leave=guarded(device, triton_future.leave),
+        parts=Elementwise(
+            add_norm=guarded(device, triton_layers.add_norm),
+            norm=guarded(device, triton_layers.norm),
+            gate=guarded(device, triton_layers.gate),
+            gelu_gate=guarded(device, triton_layers.gelu_gate),
+            rotate=guarded(device, triton_layers.rotate),
+            draft_inputs=guarded(device, triton_draft.draft_inputs),
+            float8=Float8Parts(
+                rows=guarded(device, triton_layers.float8_rows),
+                norm=guarded(device, triton_layers.float8_norm),
+                add_norm=guarded(device, triton_layers.float8_add_norm),
+                gate=guarded(device, triton_layers.float8_gate),
+                gelu_gate=guarded(device, triton_layers.float8_gelu_gate),
+            ),
+            clamped_gate=guarded(device, triton_layers.clamped_gate),
+            grouped=guarded(device, triton_experts.grouped),
+        ),
+        ahead=compile_ahead.compile_ahead,
+    )

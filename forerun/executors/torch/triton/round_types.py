@@ -1,0 +1,143 @@
+"""What stands before and after the forward pass of a captured round, and beside a draft head in the
+levels that it grows, as values. What makes them is launched: triton_round.py, triton_draft.py and
+triton_future.py; in plain torch, their slow twins, in tests/twins/rounds.py and future.py.
+
+A round has R rows of N nodes, M = R*N. Its facts come by name as in captured/buffers.py.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from forerun.executors.torch.accept import NodeNoise
+from forerun.executors.torch.decoder.layers import Rotary
+
+Facts = dict[str, Tensor]
+"""By name: captured/buffers.py."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundShape:
+    """What the rounds of a model have in common.
+
+    page_size    positions of a page
+    scratch      slot of node 0 (see kv.py)
+    frequencies  float32[K,E/2] of the K kinds of rotary positions
+    factors      float32[K] what their cos and sin are multiplied by
+    """
+
+    page_size: int
+    scratch: int
+    frequencies: Tensor
+    factors: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a round's facts say of its nodes.
+
+    position  int32[M] in tokens
+    pages     int32[M] slot of that position in the row's pages
+    slots     int32[M] where keys and values go: of a decided row that is a chain into `pages`,
+              where the accepted ones stay and the next step overwrites the rest; else in scratch
+    noise     how each node chooses
+    rotary    of the positions, one for each kind
+    """
+
+    position: Tensor
+    pages: Tensor
+    slots: Tensor
+    noise: NodeNoise
+    rotary: tuple[Rotary, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """What became of a round's rows.
+
+    choices  int32[M] of all nodes
+    kept     bool[R,N] nodes on the accepted path of a decided row, its root included
+    count    int32[R] how many those are
+    last     int32[R] node within the row at which the path ends; 0 where there is none
+    """
+
+    choices: Tensor
+    kept: Tensor
+    count: Tensor
+    last: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """The trees that a round grows: `levels` deep, `width` children of each of `width` nodes."""
+
+    levels: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Below:
+    """Where the trees of R rows start: at the end of what was extended.
+
+    read, hidden  [R,H] what the output head reads there, [R,W] what a next step receives
+    kv_len        int32[R] cached draft positions
+    noise         of each level's askers, those of a child's position: [R] at first, then [R*width]
+    position      int32[levels-1,R*width] of the nodes that run, level by level
+    """
+
+    read: Tensor
+    hidden: Tensor
+    kv_len: Tensor
+    noise: tuple[NodeNoise, ...]
+    position: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Extended:
+    """What an extension of all M nodes gave.
+
+    read, hidden  [M,H] and [M,W], as in Below
+    outputs       [n,W] where a row's `hidden` is kept by slot, from `first` on; the last is of
+                  nobody
+    """
+
+    read: Tensor
+    hidden: Tensor
+    outputs: Tensor
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """The nodes that a level of R trees runs, `width` of each.
+
+    chosen  int32[R,width] which of the newest level they are, ascending
+    tokens  int32[R*width]
+    hidden  [R*width,W] what they receive: the outputs of the nodes they hang below
+    above   int32[R,levels-1,width] who is above each of them in each level that has run, by its
+            place there, in this level themselves; -1 in later ones
+    tree_intervals  int32[2,n] of each row's root, if it is run, and of the nodes of all levels that
+                    run: see geometry.py, where only this level's nodes ask
+    """
+
+    chosen: Tensor
+    tokens: Tensor
+    hidden: Tensor
+    above: Tensor
+    tree_intervals: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class FutureState:
+    """By slot, and of nobody in the last place; K = full_size(width, levels).
+
+    state   int32[S,3] kv_len, output position, last token
+    tokens, parents, value  int32, int32, float32[S,K] the full tree below it; -inf = no such node
+    """
+
+    state: Tensor
+    tokens: Tensor
+    parents: Tensor
+    value: Tensor
+    width: int
+    levels: int

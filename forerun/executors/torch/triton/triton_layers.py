@@ -1,0 +1,357 @@
+"""What stands between a decoder's products, one Triton kernel each, for CUDA.
+
+The slow twins are `PLAIN` and `Heads.turned` in forerun.executors.torch.decoder.layers and
+`PagedCache.write`. Inputs may be slices: only their last axis must be contiguous. Outputs are
+whole. Arithmetic in float32.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forerun.executors.torch.attention import kv
+from forerun.executors.torch.attention.kv import CacheTensor, Narrow
+from forerun.executors.torch.decoder.float8 import FLOAT8, Float8Rows
+from forerun.executors.torch.decoder.layers import AnyHeads, LatentHeads
+from forerun.models.layer_spec import CLAMP, CLAMP_SLOPE
+
+
+@triton.jit
+def narrowed(value, out, scales, row, at, there, width):
+    """Store a row `value`, float32 but rounded to the activations' dtype and zero where not
+    `there`, in float8; as forerun.executors.torch.decoder.float8.float8_rows.
+    """
+    # Greatest or NaN: a maximum alone would drop that.
+    bad = tl.sum(value * 0, 0)
+    scale = tl.maximum(tl.max(tl.abs(value), 0), 1e-12) * (1 / 448.0) + bad
+    tl.store(scales + row, scale)
+    numbers = tl.clamp(tl.div_rn(value, tl.zeros_like(value) + scale), -448.0, 448.0)
+    tl.store(out + row * width + at, numbers.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _rows(x, out, scales, row_stride, width, WIDE: tl.constexpr):
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
+    there = at < width
+    value = tl.load(x + row * row_stride + at, mask=there, other=0.0).to(tl.float32)
+    narrowed(value, out, scales, row, at, there, width)
+
+
+@triton.jit(do_not_specialize=["eps"])
+def _norm(
+    x, weight, out, scales, row_stride, head_stride, width, eps,
+    WIDE: tl.constexpr, NARROW: tl.constexpr,
+):  # fmt: skip
+    """One row, or one head of it, which is none of NARROW's."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tl.arange(0, WIDE)
+    there = at < width
+    value = tl.load(x + row * row_stride + head * head_stride + at, mask=there, other=0.0)
+    wide = value.to(tl.float32)
+    wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    wide = wide * tl.load(weight + at, mask=there, other=0.0)
+    normed = wide.to(x.dtype.element_ty)
+    if NARROW:
+        narrowed(normed.to(tl.float32), out, scales, row, at, there, width)
+    else:
+        tl.store(out + (row * tl.num_programs(1) + head) * width + at, normed, mask=there)
+
+
+@triton.jit
+def _gate(
+    gate, up, out, scales, gate_stride, up_stride, width,
+    BLOCK: tl.constexpr, GELU: tl.constexpr, NARROW: tl.constexpr, CLAMP: tl.constexpr,
+    SLOPE: tl.constexpr,
+):  # fmt: skip
+    """A block of a row; NARROW: all of it. CLAMP: 0, or layer_spec.CLAMP, with its SLOPE."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = at < width
+    opened = tl.load(gate + row * gate_stride + at, mask=there, other=0.0).to(tl.float32)
+    value = tl.load(up + row * up_stride + at, mask=there, other=0.0).to(tl.float32)
+    if CLAMP > 0:
+        opened = tl.minimum(opened, CLAMP)
+        value = tl.minimum(tl.maximum(value, -CLAMP), CLAMP) + 1
+    angle = opened * SLOPE
+    if GELU:
+        angle = 1.5957691216057308 * (opened + 0.044715 * opened * opened * opened)
+    found = (opened / (1 + tl.exp(-angle)) * value).to(gate.dtype.element_ty)
+    if NARROW:
+        narrowed(found.to(tl.float32), out, scales, row, at, there, width)
+    else:
+        tl.store(out + row * width + at, found, mask=there)
+
+
+@triton.jit
+def _rotate(x, cos, sin, out, row_stride, head_stride, HALF: tl.constexpr):
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    WIDE: tl.constexpr = triton.next_power_of_2(HALF)
+    at = tl.arange(0, WIDE)
+    there = at < HALF
+    begin = x + row * row_stride + head * head_stride
+    first = tl.load(begin + at, mask=there, other=0.0).to(tl.float32)
+    second = tl.load(begin + HALF + at, mask=there, other=0.0).to(tl.float32)
+    c = tl.load(cos + row * HALF + at, mask=there, other=0.0)
+    s = tl.load(sin + row * HALF + at, mask=there, other=0.0)
+    place = out + (row * tl.num_programs(1) + head) * (2 * HALF) + at
+    kind = out.dtype.element_ty
+    tl.store(place, (first * c - second * s).to(kind), mask=there)
+    tl.store(place + HALF, (second * c + first * s).to(kind), mask=there)
+
+
+@triton.jit(do_not_specialize=["eps"])
+def _add_norm(
+    x, more, weight, added, out, scales, x_stride, more_stride, width, eps,
+    WIDE: tl.constexpr, NARROW: tl.constexpr,
+):  # fmt: skip
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
+    there = at < width
+    kind = added.dtype.element_ty
+    one = tl.load(x + row * x_stride + at, mask=there, other=0.0).to(tl.float32)
+    other = tl.load(more + row * more_stride + at, mask=there, other=0.0).to(tl.float32)
+    whole = (one + other).to(kind)
+    tl.store(added + row * width + at, whole, mask=there)
+    wide = whole.to(tl.float32)
+    wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    wide = wide * tl.load(weight + at, mask=there, other=0.0)
+    normed = wide.to(kind)
+    if NARROW:
+        narrowed(normed.to(tl.float32), out, scales, row, at, there, width)
+    else:
+        tl.store(out + row * width + at, normed, mask=there)
+
+
+@triton.jit
+def _head(begin, weight, cos, sin, eps, at, there, HALF: tl.constexpr, NORMED: tl.constexpr):
+    """Both halves of a head, float32 but rounded, after its norm, if there is one, and rotation."""
+    first = tl.load(begin + at, mask=there, other=0.0)
+    second = tl.load(begin + HALF + at, mask=there, other=0.0)
+    kind = first.dtype
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    if NORMED:
+        mean = (tl.sum(first * first, 0) + tl.sum(second * second, 0)) / (2 * HALF)
+        scale = tl.rsqrt(mean + eps)
+        low = tl.load(weight + at, mask=there, other=0.0)
+        high = tl.load(weight + HALF + at, mask=there, other=0.0)
+        first = (first * scale * low).to(kind).to(tl.float32)
+        second = (second * scale * high).to(kind).to(tl.float32)
+    c = tl.load(cos + at, mask=there, other=0.0)
+    s = tl.load(sin + at, mask=there, other=0.0)
+    one = (first * c - second * s).to(kind).to(tl.float32)
+    other = (second * c + first * s).to(kind).to(tl.float32)
+    return one, other
+
+
+@triton.jit
+def _store(
+    cached, scales, where, at, there, first, second, HALF: tl.constexpr, NARROW: tl.constexpr
+):
+    """A head's halves, float32, into the slot `where`; as attention/kv.put."""
+    if NARROW:
+        # Greatest or NaN: a maximum alone would drop that.
+        bad = tl.sum(first * 0, 0) + tl.sum(second * 0, 0)
+        most = tl.maximum(tl.max(tl.abs(first), 0), tl.max(tl.abs(second), 0))
+        scale = tl.maximum(most, 1e-12) * (1 / 448.0) + bad
+        tl.store(scales + where, scale)
+        by = tl.zeros_like(first) + scale
+        first = tl.clamp(tl.div_rn(first, by), -448.0, 448.0)
+        second = tl.clamp(tl.div_rn(second, by), -448.0, 448.0)
+    kind = cached.dtype.element_ty
+    place = cached + where * (2 * HALF) + at
+    tl.store(place, first.to(kind), mask=there)
+    tl.store(place + HALF, second.to(kind), mask=there)
+
+
+@triton.jit(do_not_specialize=["heads", "groups", "slot_count", "eps"])
+def _enter(
+    qkv, q_norm, k_norm, cos, sin, slots, out, to_keys, to_values, key_scales, value_scales,
+    node_stride, heads, groups, slot_count, eps,
+    HALF: tl.constexpr, NORMED: tl.constexpr, NARROW: tl.constexpr,
+):  # fmt: skip
+    """One query head; or a key head and the value head beside it."""
+    node, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tl.arange(0, triton.next_power_of_2(HALF))
+    there = at < HALF
+    begin = qkv + node * node_stride + head * (2 * HALF)
+    cos, sin = cos + node * HALF, sin + node * HALF
+    if head < heads:
+        first, second = _head(begin, q_norm, cos, sin, eps, at, there, HALF, NORMED)
+        place = out + (node * heads + head) * (2 * HALF) + at
+        kind = out.dtype.element_ty
+        tl.store(place, first.to(kind), mask=there)
+        tl.store(place + HALF, second.to(kind), mask=there)
+    else:
+        first, second = _head(begin, k_norm, cos, sin, eps, at, there, HALF, NORMED)
+        value = begin + groups * (2 * HALF)
+        low = tl.load(value + at, mask=there, other=0.0).to(tl.float32)
+        high = tl.load(value + HALF + at, mask=there, other=0.0).to(tl.float32)
+        # What is not finite is moved into the key, where a mask hides it (PagedCache.write).
+        bad = tl.sum(first * 0 + low * 0, 0) + tl.sum(second * 0 + high * 0, 0)
+        low, high = tl.where(low * 0 == 0, low, 0.0), tl.where(high * 0 == 0, high, 0.0)
+        where = (head - heads).to(tl.int64) * slot_count + tl.load(slots + node)
+        first, second = first + bad, second + bad
+        _store(to_keys, key_scales, where, at, there, first, second, HALF, NARROW)
+        _store(to_values, value_scales, where, at, there, low, high, HALF, NARROW)
+
+
+def warps_for(wide: int, narrow: bool = False) -> int:
+    """Of a program that has a whole row of `wide` numbers, which is a power of two; `narrow`: and
+    quantises it, which with 8 warps for 4096 spills on sm_100 (docs/gpu-kernels.md).
+    """
+    if wide >= 4096:
+        return 16 if narrow else 8
+    return 4 if wide >= 512 else 1
+
+
+def _float8_like(x: Tensor) -> Float8Rows:
+    """Room for rows [M,W]."""
+    numbers = torch.empty(x.shape, dtype=FLOAT8, device=x.device)
+    return Float8Rows(numbers, x.new_empty((len(x), 1), dtype=torch.float32))
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """layers.rms_norm over x [M,W] or [M,heads,W]."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch_norm(x, weight, eps, out, None)
+    return out
+
+
+def float8_norm(x: Tensor, weight: Tensor, eps: float) -> Float8Rows:
+    """float8_rows of layers.rms_norm over x [M,W]."""
+    out = _float8_like(x)
+    _launch_norm(x, weight, eps, *out)
+    return out
+
+
+def _launch_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, scales: Tensor | None) -> None:
+    width, heads = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
+    wide = triton.next_power_of_2(width)
+    _norm[len(x), heads](
+        *(x, weight, out, out if scales is None else scales),
+        *(x.stride(0), x.stride(1) if x.dim() == 3 else 0, width, eps),
+        WIDE=wide,
+        NARROW=scales is not None,
+        num_warps=warps_for(wide, scales is not None),
+    )
+
+
+def gate(opened: Tensor, up: Tensor, gelu: bool = False, clamped: bool = False) -> Tensor:
+    """layers.swiglu of [M,I] and [M,I]; with `gelu` layers.geglu, `clamped` clamped_swiglu."""
+    out = torch.empty(opened.shape, dtype=opened.dtype, device=opened.device)
+    count, width = opened.shape
+    _gate[count, triton.cdiv(width, 1024)](
+        *(opened, up, out, out, opened.stride(0), up.stride(0), width),
+        BLOCK=1024,
+        GELU=gelu,
+        NARROW=False,
+        CLAMP=CLAMP if clamped else 0.0,
+        SLOPE=CLAMP_SLOPE if clamped else 1.0,
+        num_warps=4,
+    )
+    return out
+
+
+def gelu_gate(opened: Tensor, up: Tensor) -> Tensor:
+    """layers.geglu of [M,I] and [M,I]."""
+    return gate(opened, up, gelu=True)
+
+
+def clamped_gate(opened: Tensor, up: Tensor) -> Tensor:
+    """layers.clamped_swiglu of [M,I] and [M,I]."""
+    return gate(opened, up, clamped=True)
+
+
+def float8_gate(opened: Tensor, up: Tensor, gelu: bool = False) -> Float8Rows:
+    """float8_rows of `gate`."""
+    out = _float8_like(opened)
+    wide = triton.next_power_of_2(opened.shape[1])
+    _gate[len(opened), 1](
+        *(opened, up, *out, opened.stride(0), up.stride(0), opened.shape[1]),
+        BLOCK=wide,
+        GELU=gelu,
+        NARROW=True,
+        CLAMP=0.0,
+        SLOPE=1.0,
+        num_warps=warps_for(wide, narrow=True),
+    )
+    return out
+
+
+def float8_gelu_gate(opened: Tensor, up: Tensor) -> Float8Rows:
+    """float8_rows of `gelu_gate`."""
+    return float8_gate(opened, up, gelu=True)
+
+
+def float8_rows(x: Tensor) -> Float8Rows:
+    """float8.float8_rows of x [M,W]."""
+    out = _float8_like(x)
+    wide = triton.next_power_of_2(x.shape[1])
+    _rows[(len(x),)](
+        x, *out, x.stride(0), x.shape[1], WIDE=wide, num_warps=warps_for(wide, narrow=True)
+    )
+    return out
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """layers.turned of heads [M,heads,E] by float32 cos and sin [M,E/2]."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    half = x.shape[2] // 2
+    _rotate[len(x), x.shape[1]](x, cos, sin, out, x.stride(0), x.stride(1), HALF=half, num_warps=1)
+    return out
+
+
+def add_norm(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """layers.add_norm over x and more [M,H]."""
+    added, normed = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    _launch_add_norm(x, more, weight, eps, (added, normed, None))
+    return added, normed
+
+
+def float8_add_norm(
+    x: Tensor, more: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Float8Rows]:
+    """The sum of layers.add_norm, and float8_rows of what is normed."""
+    added, out = torch.empty(x.shape, dtype=x.dtype, device=x.device), _float8_like(x)
+    _launch_add_norm(x, more, weight, eps, (added, *out))
+    return added, out
+
+
+def _launch_add_norm(
+    x: Tensor, more: Tensor, weight: Tensor, eps: float, out: tuple[Tensor, Tensor, Tensor | None]
+) -> None:
+    wide = triton.next_power_of_2(x.shape[1])
+    added, normed, scales = out
+    _add_norm[(len(x),)](
+        *(x, more, weight, added, normed, normed if scales is None else scales),
+        *(x.stride(0), more.stride(0), x.shape[1], eps),
+        WIDE=wide,
+        NARROW=scales is not None,
+        num_warps=warps_for(wide, scales is not None),
+    )
+
+
+def enter(heads: AnyHeads, layer: tuple[CacheTensor, CacheTensor], slots: Tensor) -> Tensor:
+    """Queries [M,A,E] of `heads`, normed and rotated (Heads.turned); their keys and values go into
+    the slots int[M] of `layer` (PagedCache.write). Latent heads by the slow twin, which launches
+    only, too.
+    """
+    if isinstance(heads, LatentHeads):
+        return kv.enter(heads, layer, slots)
+    qkv, groups, normed = heads.qkv, heads.kv_heads, heads.q_norm is not None
+    count, parts, size = qkv.shape
+    assert qkv.stride(1) == size and normed == (heads.k_norm is not None)
+    queries = parts - 2 * groups
+    out = torch.empty((count, queries, size), dtype=qkv.dtype, device=qkv.device)
+    numbers = [cached.numbers if isinstance(cached, Narrow) else cached for cached in layer]
+    scales = [cached.scale if isinstance(cached, Narrow) else cached for cached in layer]
+    norms = [out if norm is None else norm for norm in (heads.q_norm, heads.k_norm)]
+    _enter[count, queries + groups](
+        *(qkv, *norms, *heads.rotary, slots, out, *numbers, *scales),
+        *(qkv.stride(0), queries, groups, numbers[0].shape[1], heads.eps),
+        HALF=size // 2,
+        NORMED=normed,
+        NARROW=isinstance(layer[0], Narrow),
+        num_warps=1,
+    )
+    return out
