@@ -6,6 +6,7 @@ import anthropic
 import openai
 import pytest
 
+from forerun.serve.dialects.responses.free_tools import free_input, shell_action
 from tests.dialects.asked import ASKED, GREEDY, PLACE
 
 TOOL = {"name": "travel", "description": "Plan a journey.", "input_schema": PLACE}
@@ -94,3 +95,71 @@ def test_a_forced_call_that_is_cut_says_so(server, claude, most):
     body = {"messages": ASKED, "max_tokens": most, "tools": [tool], "tool_choice": "required"}
     choice = server.post("/v1/chat/completions", {**body, **GREEDY}).json()["choices"][0]
     assert choice["finish_reason"] == "length" and not choice["message"]["content"]
+
+
+PATCH = {"type": "custom", "name": "patch", "description": "Edits a file."}
+HELD = {"type": "grammar", "syntax": "regex", "definition": "[a-c]{3}"}
+SHOWN = {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'}
+
+
+@pytest.mark.parametrize("format", [{"type": "text"}, HELD, SHOWN], ids=str)
+def test_a_custom_tool_takes_a_text(codex, format):
+    tool = {**PATCH, "format": format}
+    sent = {"model": "toy", "tools": [tool], "tool_choice": "required", "temperature": 1.2}
+    sent |= {"parallel_tool_calls": False, "extra_body": {"seed": 4}, "max_output_tokens": 200}
+    raw = codex.responses.with_raw_response.create(input="Edit.", **sent)
+    named = raw.headers.get("x-forerun-ignored", "")
+    assert ("tools.format.definition" in named) == (format is SHOWN), "no grammar for nothing"
+    answer = raw.parse()
+    (call,) = answer.output
+    assert (call.type, call.name) == ("custom_tool_call", "patch")
+    if format is HELD:
+        assert len(call.input) == 3 and set(call.input) <= set("abc")
+    off = {**sent, "extra_body": {"seed": 4, "speculative": {"enabled": False}}}
+    (plain,) = codex.responses.create(input="Edit.", **off).output
+    assert plain.input == call.input
+    with codex.responses.stream(input="Edit.", **sent) as stream:
+        events = list(stream)
+    kind = "response.custom_tool_call_input"
+    pieces = [one.delta for one in events if one.type == f"{kind}.delta"]
+    (done,) = [one for one in events if one.type == f"{kind}.done"]
+    assert "".join(pieces) == done.input == call.input
+    told = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "Done"}
+    again = codex.responses.create(input=[told], previous_response_id=answer.id, **sent)
+    turn = [{"role": "user", "content": "Edit."}, call.to_dict(), told]
+    assert codex.responses.create(input=turn, **sent).output[0].input == again.output[0].input
+
+
+def test_a_shell_of_the_clients_is_a_call_with_a_command(codex):
+    sent = {"model": "toy", "tools": [{"type": "local_shell"}], "tool_choice": "required"}
+    sent |= {"temperature": 0, "parallel_tool_calls": False, "max_output_tokens": 200}
+    answer = codex.responses.create(input="List.", **sent)
+    (call,) = answer.output
+    assert call.type == "local_shell_call" and call.action.type == "exec"
+    assert answer.status == "incomplete" or call.action.command
+    told = {"type": "local_shell_call_output", "id": call.id, "output": "a.txt"}
+    turn = [{"role": "user", "content": "List."}, call.to_dict(), told]
+    assert codex.responses.create(input=turn, **sent).output
+    told = {"type": "function_call_output", "call_id": call.call_id, "output": "a.txt"}
+    assert codex.responses.create(input=[told], previous_response_id=answer.id, **sent).output
+
+
+@pytest.mark.parametrize(
+    ("tool", "place"),
+    [
+        ({**PATCH, "format": {"type": "grammar", "syntax": "bnf", "definition": "x"}}, "syntax"),
+        ({**PATCH, "format": {**HELD, "definition": "[a"}}, "definition"),
+        ({**PATCH, "name": ""}, "name"),
+        ({"type": "local_shell", "name": "x"}, "name"),
+    ],
+)
+def test_what_is_no_free_tool_is_refused_with_its_place(codex, tool, place):
+    with pytest.raises(openai.BadRequestError, match=place):
+        codex.responses.create(input="Hi", model="toy", tools=[tool])
+
+
+def test_what_a_call_said_before_it_was_cut():
+    assert free_input('{"input": "a\\nb"}') == "a\nb"
+    assert free_input('{"input": "a\\nb') == "a\nb"
+    assert free_input('{"input": "a\\u00e') == "a" and free_input('{"inp') == ""
+    assert shell_action('{"command": ["ls"') == {"type": "exec", "command": [], "env": {}}

@@ -8,6 +8,7 @@ from forerun.constrain.grammar import Grammar, Kind
 from forerun.constrain.matcher.automaton import Vocabulary
 from forerun.constrain.matcher.limits import CALL_LIMITS, LIMITS
 from forerun.constrain.schema.paths import locate
+from forerun.constrain.schema.patterns import assertion
 
 LONG = 256
 """Characters of a forced text that are made into tokens at once; the last quarter is dropped
@@ -105,6 +106,10 @@ class Guidance:
                 return f"{grammar.field}: {message}"
             text, path = " ".join(map(str.strip, lines)), locate(grammar.source, message)
             return f"{grammar.field}: {f'{path} cannot be honoured: ' if path else ''}{text}"
+        if grammar.kind is Kind.REGEX and "lookarounds not supported" in message:
+            placed = assertion(grammar.source, grammar.field)
+            if placed is not None:
+                return str(placed)
         if grammar.kind is Kind.REGEX and "regex parse error" in message:
             # Between the headline and the excerpt of the grammar stand the pattern and its caret.
             ends = (i for i, line in enumerate(lines) if "start: " in line)

@@ -5,6 +5,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from forerun.constrain.schema.patterns import portable
+from forerun.errors import RequestError
+
 _IN_LIST = ("anyOf", "oneOf", "allOf", "prefixItems")
 _IN_MAP = (
     "properties",
@@ -81,10 +84,10 @@ def _located(schema: Any, message: str) -> tuple[str, dict[str, Any], str] | Non
     for path, inner in found if apart or read else ():
         patterns = inner.get("patternProperties") or {}
         for name in reversed(patterns):
-            if f"/{name}/" in message if apart else name in read:
+            if f"/{name}/" in message if apart else _is_named(name, read):
                 return _path(path, "patternProperties"), patterns, name
     for path, inner in found if read else ():
-        if inner.get("pattern") in read:
+        if _is_named(inner.get("pattern"), read):
             return path, inner, "pattern"
     for path, inner in found:
         for key in inner:
@@ -104,6 +107,16 @@ def _patterns(message: str) -> list[str]:
     lines = [line.strip() for line in message.splitlines()]
     quoted = re.findall(r" in regex /(.*)/$", lines[0]) if lines else []
     return lines if "regex parse error" in message else [one.replace("\\/", "/") for one in quoted]
+
+
+def _is_named(pattern: Any, read: list[str]) -> bool:
+    """Whether a pattern is one of these lines, as it was sent or as the engine reads it."""
+    if not isinstance(pattern, str) or not read:
+        return False
+    try:
+        return pattern in read or portable(pattern, "pattern") in read
+    except RequestError:
+        return False
 
 
 def _quoted(message: str) -> set[str]:

@@ -59,6 +59,22 @@ def portable(pattern: str, field: str) -> str:
     return "".join(out)
 
 
+def assertion(pattern: str, field: str) -> RequestError | None:
+    """An error that points at the first thing in a portable pattern that matches a place and no
+    character: a word boundary, or the beginning or end of the text within it; None without one.
+    """
+    index = 0
+    while index < len(pattern):
+        end = unit_end(pattern, index, field)
+        unit = pattern[index:end]
+        inside = unit in ("^", "$") and 0 < index < len(pattern) - 1
+        if unit in (r"\b", r"\B", r"\<", r"\>") or inside:
+            told = f"'{unit}' stands for a place between characters, which is not supported"
+            return _at(pattern, index, field, told)
+        index = end
+    return None
+
+
 def unit_end(pattern: str, start: int, field: str) -> int:
     """Where the escape, class, repetition or single character at `start` ends."""
     if pattern[start] == "\\":

@@ -5,6 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 from forerun.errors import RequestError
+from forerun.serve.dialects.responses.free_tools import CustomCall, ShellCall, unheld
 from forerun.serve.dialects.responses.schema import (
     LOGPROBS,
     Call,
@@ -13,6 +14,7 @@ from forerun.serve.dialects.responses.schema import (
     Item,
     Reasoning,
     ResponsesBody,
+    ShellOutput,
     TextConfig,
     is_hosted,
 )
@@ -64,8 +66,9 @@ def messages_of(items: Iterable[Item]) -> Messages:
     """Messages. What the model thought, said and called in one turn is one of them."""
     found: list[dict[str, Any]] = []
     for item in items:
-        if isinstance(item, CallOutput):
-            found.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
+        if isinstance(item, CallOutput | ShellOutput):
+            id = item.call_id or item.id or ""
+            found.append({"role": "tool", "tool_call_id": id, "content": item.output})
             continue
         if isinstance(item, InputMessage) and item.role != "assistant":
             role = "system" if item.role == "developer" else item.role
@@ -85,6 +88,7 @@ def ignored(body: ResponsesBody, value: dict[str, Any]) -> tuple[str, ...]:
     """
     found = list(ignored_in(body))
     if body.tools:
+        found += unheld(value["tools"])
         found += sorted({f"tools.{tool['type']}" for tool in value["tools"] if is_hosted(tool)})
     for name in ("text", "reasoning"):
         inner = getattr(body, name)
@@ -108,9 +112,10 @@ def _add(message: dict[str, Any], item: Item) -> None:
         thought = item.content or item.summary
         before = message.get("reasoning_content")
         message["reasoning_content"] = thought if before is None else f"{before}\n{thought}"
-    elif isinstance(item, Call):
+    elif isinstance(item, Call | CustomCall | ShellCall):
         function = {"name": item.name, "arguments": item.arguments}
-        call = {"id": item.call_id, "type": "function", "function": function}
+        id = item.call_id or item.id or ""
+        call = {"id": id, "type": "function", "function": function}
         message.setdefault("tool_calls", []).append(call)
     elif isinstance(item, InputMessage):
         message["content"] = item.content

@@ -4,6 +4,12 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
+from forerun.serve.dialects.responses.free_tools import (
+    free_input,
+    of_action,
+    of_input,
+    shell_action,
+)
 from forerun.serve.output_parser import Heard
 
 Event = dict[str, Any]
@@ -14,10 +20,14 @@ class Output:
     """Turns what is heard into events of items, one after the other.
 
     namespaces  of functions that have one, by name: calls of these say so
+    kinds       of functions that stand for tools of another kind, by name
+
+    calls  as the model called functions, in Chat Completions' words
     """
 
-    def __init__(self, namespaces: Mapping[str, str]) -> None:
-        self._namespaces = namespaces
+    def __init__(self, namespaces: Mapping[str, str], kinds: Mapping[str, str]) -> None:
+        self._namespaces, self._kinds = namespaces, kinds
+        self.calls: list[dict[str, Any]] = []
         self.items: list[dict[str, Any]] = []
         self._open: str | None = None
         self._waiting: Logprobs = []
@@ -41,6 +51,8 @@ class Output:
             if piece.name is not None:
                 events += [*self.close("completed"), *self._enter("function_call", piece.name)]
             if piece.arguments:
+                self.calls[-1]["function"]["arguments"] += piece.arguments
+            if piece.arguments and self.items[-1]["type"] == "function_call":
                 self.items[-1]["arguments"] += piece.arguments
                 kind = "response.function_call_arguments.delta"
                 events.append(self._of_item(kind, delta=piece.arguments))
@@ -53,8 +65,7 @@ class Output:
         events, item = [], self.items[-1]
         item["status"] = status
         if self._open == "function_call":
-            told = {"arguments": item["arguments"], "name": item["name"]}
-            events.append(self._of_item("response.function_call_arguments.done", **told))
+            events += self._called(item)
         else:
             part = self._part
             done = {"text": part["text"]}
@@ -69,6 +80,25 @@ class Output:
         events.append({"type": "response.output_item.done", "output_index": at, "item": item})
         self._open = None
         return events
+
+    def _called(self, item: dict[str, Any]) -> list[Event]:
+        """The end of a call. What a custom tool takes comes in one piece: it is JSON until then."""
+        function = self.calls[-1]["function"]
+        arguments = function["arguments"]
+        if item["type"] == "function_call":
+            told = {"arguments": arguments, "name": item["name"]}
+            return [self._of_item("response.function_call_arguments.done", **told)]
+        if item["type"] == "local_shell_call":
+            item["action"] = shell_action(arguments)
+            function["arguments"] = of_action(item["action"])  # JSON, also where it was cut.
+            return []
+        item["input"] = free_input(arguments)
+        function["arguments"] = of_input(item["input"])
+        kind = "response.custom_tool_call_input"
+        return [
+            self._of_item(f"{kind}.delta", delta=item["input"]),
+            self._of_item(f"{kind}.done", input=item["input"]),
+        ]
 
     @property
     def thought(self) -> str:
@@ -90,9 +120,7 @@ class Output:
         item: dict[str, Any] = {"type": kind, "status": "in_progress"}
         part: dict[str, Any] | None = None
         if kind == "function_call":
-            call = {"call_id": f"call_{uuid.uuid4().hex[:24]}", "name": name, "arguments": ""}
-            item |= {"id": f"fc_{uuid.uuid4().hex}", **call}
-            item |= {"namespace": space} if (space := self._namespaces.get(name)) else {}
+            item |= self._begun(name)
         elif kind == "reasoning":
             part = {"type": "reasoning_text", "text": ""}
             item |= {"id": f"rs_{uuid.uuid4().hex}", "summary": [], "content": []}
@@ -109,6 +137,23 @@ class Output:
             shown = {**part, "logprobs": []} if "logprobs" in part else {**part}
             events.append(self._of_part("response.content_part.added", part=shown))
         return events
+
+    def _begun(self, name: str) -> dict[str, Any]:
+        """What the item of a call has besides its status."""
+        id, own = f"call_{uuid.uuid4().hex[:24]}", uuid.uuid4().hex
+        function = {"name": name, "arguments": ""}
+        self.calls.append({"id": id, "type": "function", "function": function})
+        kind = self._kinds.get(name)
+        told: dict[str, Any]
+        if kind == "custom":
+            told = {"type": "custom_tool_call", "name": name, "input": ""}
+            return {**told, "id": f"ctc_{own}", "call_id": id}
+        if kind is not None:
+            told = {"type": "local_shell_call", "action": shell_action("")}
+            return {**told, "id": f"lsh_{own}", "call_id": id}
+        space = self._namespaces.get(name)
+        told = {"id": f"fc_{own}", "call_id": id, **function}
+        return told | ({"namespace": space} if space else {})
 
     def _of_item(self, kind: str, **told: Any) -> Event:
         at = len(self.items) - 1

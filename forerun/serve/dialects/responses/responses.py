@@ -21,6 +21,7 @@ from forerun.serve.dialects.responses.conversation import (
     input_item,
     messages_of,
 )
+from forerun.serve.dialects.responses.free_tools import kinds
 from forerun.serve.dialects.responses.output import Event, Logprobs, Output
 from forerun.serve.dialects.responses.schema import ResponsesBody, namespaces
 from forerun.serve.dialects.responses.store import ResponseStore
@@ -45,7 +46,7 @@ class ResponsesDialect(Dialect):
     def __init__(self, store: ResponseStore) -> None:
         super().__init__()
         self._store = store
-        self._output = Output({})
+        self._output = Output({}, {})
         self._number = 0
 
     def parse(self, value: Any, service: Service) -> Generation:
@@ -59,7 +60,7 @@ class ResponsesDialect(Dialect):
         unknown = ("reasoning.effort" for name in told if name == "reasoning_effort")
         self.ignored = (*ignored(body, value), *unknown)
         self._body = body
-        self._output = Output(namespaces(value.get("tools")))
+        self._output = Output(namespaces(value.get("tools")), kinds(value.get("tools")))
         self._messages = (*earlier, *messages_of(body.input))
         self._hearing = Hearing(made)
         self._generation = replace(made, id=f"resp_{uuid.uuid4().hex}")
@@ -141,17 +142,9 @@ class ResponsesDialect(Dialect):
         """The answer as a message, for the next request."""
         items = self._output.items
         texts = [item["content"][0]["text"] for item in items if item["type"] == "message"]
-        calls = [
-            {
-                "id": item["call_id"],
-                "type": "function",
-                "function": {"name": item["name"], "arguments": item["arguments"]},
-            }
-            for item in items
-            if item["type"] == "function_call"
-        ]
         message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
-        if calls:
+        if self._output.calls:
+            calls = [dict(call) for call in self._output.calls]
             message |= {"tool_calls": calls, "content": message["content"] or None}
         if self._output.thought:
             message["reasoning_content"] = self._output.thought

@@ -5,6 +5,12 @@ from typing import Any, ClassVar
 
 from forerun.constrain.grammar.calls import Rules
 from forerun.errors import RequestError
+from forerun.serve.dialects.responses.free_tools import (
+    CustomCall,
+    ShellCall,
+    free_tool,
+    is_free,
+)
 from forerun.serve.fields import (
     accept,
     body_schema,
@@ -126,12 +132,27 @@ class Reasoning:
     encrypted_content: str | None = ignore(plain_text)
 
 
-Item = InputMessage | Call | CallOutput | Reasoning
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShellOutput:
+    """What a command brought."""
+
+    type: str = need(plain_text)
+    output: str = need(told)
+    id: str | None = accept(text(256))
+    call_id: str | None = accept(text(256))
+    status: str | None = accept(_STATUS)
+
+
+Item = InputMessage | Call | CallOutput | Reasoning | CustomCall | ShellCall | ShellOutput
 _KNOWN: dict[str, type[Any]] = {
     "message": InputMessage,
     "function_call": Call,
     "function_call_output": CallOutput,
     "reasoning": Reasoning,
+    "custom_tool_call": CustomCall,
+    "custom_tool_call_output": CallOutput,
+    "local_shell_call": ShellCall,
+    "local_shell_call_output": ShellOutput,
 }
 _item = tagged(_KNOWN, {"item_reference": "send the item itself, or previous_response_id"})
 
@@ -169,6 +190,8 @@ class _Function:
 
 @takes(body_schema(_Function))
 def _tool(value: Any, where: str) -> Tool:
+    if is_free(value):
+        return free_tool(value, where)
     # Tools that the service itself would run come first: their other fields are of no interest.
     kind = value.get("type") if isinstance(value, dict) else None
     only("function", why=OWN_TOOLS)(kind, f"{where}.type")
@@ -228,7 +251,9 @@ def namespaces(tools: list[dict[str, Any]] | None) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Named:
-    type: str = need(only("function", why="tool_choice is none, auto, required or a function"))
+    type: str = need(
+        only("function", "custom", why="tool_choice is none, auto, required or a tool of these")
+    )
     name: str = need(function_name)
 
 

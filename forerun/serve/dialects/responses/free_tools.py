@@ -1,0 +1,183 @@
+"""Tools of /v1/responses that are no functions, as functions of the model's.
+
+`custom` tools take any text, `local_shell` a command: agents (Codex) run them. The model is offered
+a function instead, whose call becomes an item of the tool's own kind.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from forerun.constrain.grammar import Grammar
+from forerun.serve.fields import accept, items, mapping, need, only, read, tagged, takes
+from forerun.serve.messages import plain_text
+from forerun.serve.tools import Tool, function_name, plain_tool
+
+SHELL = "local_shell"
+KINDS = ("custom", SHELL)
+_SHELL_TAKES: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "command": {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        "working_directory": {"type": "string"},
+        "timeout_ms": {"type": "integer", "minimum": 0},
+    },
+    "required": ["command"],
+    "additionalProperties": False,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Text:
+    type: str = need(plain_text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Grammar:
+    type: str = need(plain_text)
+    syntax: str = need(only("lark", "regex", why="grammars are in one of these"))
+    definition: str = need(plain_text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Custom:
+    type: str = need(plain_text)
+    name: str = need(function_name)
+    description: str | None = accept(plain_text)
+    format: _Text | _Grammar | None = accept(tagged({"text": _Text, "grammar": _Grammar}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shell:
+    type: str = need(plain_text)
+
+
+def is_free(value: Any) -> bool:
+    """Whether a tool is one of these."""
+    return isinstance(value, dict) and value.get("type") in KINDS
+
+
+def free_tool(value: dict[str, Any], where: str) -> Tool:
+    """The function that stands for such a tool. A regular expression holds its text; a Lark grammar
+    does not (`unheld`): it is shown to the model. Raises RequestError.
+    """
+    if value["type"] == SHELL:
+        read(_Shell, value, where)
+        told = "Runs a command on the user's machine."
+        return plain_tool(SHELL, told, _SHELL_TAKES, False, where)
+    given = read(_Custom, value, where)
+    text: dict[str, Any] = {"type": "string"}
+    told = given.description or ""
+    if isinstance(given.format, _Grammar):
+        place = f"{where}.format.definition"
+        if given.format.syntax == "regex":
+            Grammar.regex(given.format.definition, place)
+            text["pattern"] = f"^(?:{given.format.definition})$"
+        else:
+            Grammar.grammar(given.format.definition, place)
+        shown = f"The input is a text of this {given.format.syntax}:\n{given.format.definition}"
+        told = f"{told}\n\n{shown}" if told else shown
+    schema = {"type": "object", "properties": {"input": text}, "required": ["input"]}
+    return plain_tool(given.name, told, schema | {"additionalProperties": False}, False, where)
+
+
+def unheld(tools: list[dict[str, Any]] | None) -> tuple[str, ...]:
+    """The places of grammars that nothing enforces, in checked `tools`."""
+    lark = [one for one in tools or [] if (one.get("format") or {}).get("syntax") == "lark"]
+    return ("tools.format.definition",) if lark else ()
+
+
+def kinds(tools: list[dict[str, Any]] | None) -> dict[str, str]:
+    """By name, what kind of tool a function stands for; `tools` are checked already."""
+    return {one.get("name", SHELL): one["type"] for one in tools or [] if is_free(one)}
+
+
+def free_input(arguments: str) -> str:
+    """The text of a custom tool's call; of one that was cut, as far as it goes."""
+    for cut in range(7):  # Of an escape that was cut: \uD83D has six letters.
+        for end in ("", '"}', "}"):
+            try:
+                found = json.loads(arguments[: len(arguments) - cut] + end)
+            except ValueError:
+                continue
+            text = found.get("input", "") if isinstance(found, dict) else ""
+            return text if isinstance(text, str) else ""
+    return ""
+
+
+def of_input(text: str) -> str:
+    """The arguments of a call with this text."""
+    return json.dumps({"input": text}, ensure_ascii=False)
+
+
+def of_action(action: dict[str, Any]) -> str:
+    """The arguments of a call that runs this."""
+    taken = _SHELL_TAKES["properties"]
+    given = {key: action[key] for key in taken if action.get(key) is not None}
+    return json.dumps(given, ensure_ascii=False)
+
+
+def shell_action(arguments: str) -> dict[str, Any]:
+    """What a call of the shell is to run; nothing where it was cut."""
+    try:
+        found = json.loads(arguments)
+    except ValueError:
+        found = {}
+    command = found.get("command", []) if isinstance(found, dict) else []
+    more = {key: found[key] for key in ("working_directory", "timeout_ms") if key in found}
+    return {"type": "exec", "command": command, "env": {}, **more}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CustomCall:
+    """A call of a custom tool in an earlier answer."""
+
+    type: str = need(plain_text)
+    call_id: str = need(plain_text)
+    name: str = need(function_name)
+    input: str = need(plain_text)
+    id: str | None = accept(plain_text)
+    status: str | None = accept(plain_text)
+    namespace: str | None = accept(plain_text)
+
+    @property
+    def arguments(self) -> str:
+        """As the function was called."""
+        return of_input(self.input)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Action:
+    type: str = need(only("exec", why="a shell runs commands"))
+    command: tuple[str, ...] = need(items(plain_text, 4096))
+    env: dict[str, Any] | None = accept(mapping)
+    timeout_ms: int | None = accept(lambda value, where: value)
+    user: str | None = accept(plain_text)
+    working_directory: str | None = accept(plain_text)
+
+
+@takes({"type": "object", "required": ["type", "command"]})
+def _action(value: Any, where: str) -> dict[str, Any]:
+    read(_Action, value, where)
+    return dict(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShellCall:
+    """A call of the shell in an earlier answer."""
+
+    type: str = need(plain_text)
+    action: dict[str, Any] = need(_action)
+    call_id: str | None = accept(plain_text)
+    id: str | None = accept(plain_text)
+    status: str | None = accept(plain_text)
+
+    @property
+    def name(self) -> str:
+        """Of the function."""
+        return SHELL
+
+    @property
+    def arguments(self) -> str:
+        """As the function was called."""
+        return of_action(self.action)
