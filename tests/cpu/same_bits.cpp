@@ -24,6 +24,7 @@ static inline __m256i emulated(__m256i sum, __m256i u, __m256i s) {
 #define FORERUN_VNNI emulated
 #include "simd_avx2.h"
 #include "matmul.inl"
+#include "matmul_float.inl"
 #include "rows.inl"
 #include "attention.inl"
 #include "sample.inl"
@@ -73,19 +74,32 @@ static std::vector<uint8_t> rows_by(const Kernels& k, const Floats& x, const Flo
     return all;
 }
 
-static Floats product_by(const Kernels& k, int format, int channels, int inputs, int rows,
-                         const std::vector<uint8_t>& tiles, const Floats& x) {
+static Matrix matrix_of(int format, int channels, int inputs, const std::vector<uint8_t>& tiles) {
     Matrix w;
     w.tiles = tiles.data();
     w.format = format;
     w.channels = channels;
     w.inputs = inputs;
+    return w;
+}
+
+static Floats product_by(const Kernels& k, int format, int channels, int inputs, int rows,
+                         const std::vector<uint8_t>& tiles, const Floats& x) {
+    const Matrix w = matrix_of(format, channels, inputs, tiles);
     std::vector<Group> groups((size_t)(rows + 3) / 4 * w.groups());
     for (int r = 0; r < rows; r++) {
         k.quantise(&x[(size_t)r * inputs], inputs, &groups[(size_t)(r / 4) * w.groups()], r % 4);
     }
     Floats out((size_t)rows * channels, 0.5f);
     k.product(w, groups.data(), rows, 0, w.blocks(), {out.data(), channels, true});
+    return out;
+}
+
+static Floats float_product_by(const Kernels& k, int format, int channels, int inputs, int rows,
+                               const std::vector<uint8_t>& tiles, const Floats& x) {
+    const Matrix w = matrix_of(format, channels, inputs, tiles);
+    Floats out((size_t)rows * channels, 0.5f);
+    k.float_product(w, x.data(), rows, 0, w.blocks(), {out.data(), channels, true});
     return out;
 }
 
@@ -98,8 +112,8 @@ static Floats attend_by(const Kernels& k, int size, int heads, int trunk, int ta
     Attend job = {};
     job.stride = padded_positions(trunk + tail);
     Floats scores(heads * job.stride + 3 * job.stride), totals(heads);
-    job.keys = cache.data();
-    job.values = cache.data() + 300 * size;
+    job.keys = (const uint8_t*)cache.data();
+    job.values = (const uint8_t*)(cache.data() + 300 * size);
     job.trunk = places.data();
     job.sight = {trunk, tail, path.data()};
     job.heads = heads;
@@ -146,7 +160,7 @@ static void compare(const Kernels& k) {
     }
     for (int source : {kFileQ4_0, kFileQ4_1, kFileQ8_0, kFileQ4_K, kFileQ5_K, kFileQ6_K}) {
         for (int rows : {1, 2, 3, 4, 7, 65}) {
-            const int format = packed_format((Source)source);
+            const int format = own_format((Source)source);
             const int channels = 40, inputs = is_k_quant(format) ? 512 : 96;
             std::vector<uint8_t> file(channels * source_row_bytes((Source)source, inputs));
             for (uint8_t& byte : file) byte = (uint8_t)(random_bits() & 0xff);
@@ -158,12 +172,33 @@ static void compare(const Kernels& k) {
                 file[at + 1] = 0x20 | (file[at + 1] & 0x93);
                 if (two) file[at + 3] = 0x20 | (file[at + 3] & 0x93);
             }
-            std::vector<uint8_t> tiles(packed_bytes((Source)source, channels, inputs));
-            pack((Source)source, file.data(), channels, inputs, 0, (channels + 15) / 16,
+            std::vector<uint8_t> tiles(packed_bytes(format, channels, inputs));
+            pack((Source)source, format, file.data(), channels, inputs, 0, (channels + 15) / 16,
                  tiles.data());
             const Floats x = normal((size_t)rows * inputs, 3);
             same(k.name, "product", product_by(k, format, channels, inputs, rows, tiles, x),
                  product_by(plain, format, channels, inputs, rows, tiles, x));
+        }
+    }
+    for (int source : {kFileF32, kFileF16, kFileBF16}) {
+        for (int rows : {1, 2, 3, 4, 7, 65}) {
+            const int format = own_format((Source)source), channels = 40, inputs = 96;
+            const Floats numbers = normal((size_t)channels * inputs, 1);
+            std::vector<uint8_t> file(channels * source_row_bytes((Source)source, inputs));
+            if (source == kFileF32) memcpy(file.data(), numbers.data(), file.size());
+            for (size_t i = 0; source != kFileF32 && i < numbers.size(); i++) {
+                uint32_t bits;
+                memcpy(&bits, &numbers[i], 4);
+                const uint16_t half = source == kFileF16 ? half_from_float(numbers[i])
+                                                         : (uint16_t)(bits >> 16);
+                memcpy(&file[2 * i], &half, 2);
+            }
+            std::vector<uint8_t> tiles(packed_bytes(format, channels, inputs));
+            pack((Source)source, format, file.data(), channels, inputs, 0, (channels + 15) / 16,
+                 tiles.data());
+            const Floats x = normal((size_t)rows * inputs, 3);
+            same(k.name, "float product", float_product_by(k, format, channels, inputs, rows, tiles, x),
+                 float_product_by(plain, format, channels, inputs, rows, tiles, x));
         }
     }
     for (int size : {8, 24, 64, 96, 128}) {
