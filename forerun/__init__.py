@@ -5,12 +5,10 @@
 `LLM` and `AsyncLLM` are loaded when they are first asked for; types are in __init__.pyi.
 """
 
-from typing import Any
-
 from forerun.version import __version__ as __version__
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """What Python programs use, loaded late: the command line should answer at once."""
     if name == "LLM":
         from forerun.client.llm import LLM

@@ -10,7 +10,8 @@ ForerunError
 ├── MemoryPlanError   weights, caches and scratch do not fit; says what to lower
 ├── ConfigError       flags that contradict each other or the machine
 └── EngineError       the engine itself failed; never the request's fault
-    └── RankError         a process that shares the model is gone: no step can run any more
+    ├── RankError         a process that shares the model is gone: no step can run any more
+    └── EngineLostError   its process ended
 """
 
 
@@ -82,3 +83,7 @@ class RankError(EngineError):
     """A process that shares the model with others is gone, or out of step with them: no step can
     run any more.
     """
+
+
+class EngineLostError(EngineError):
+    """The process that an engine runs in was killed or ended by itself."""

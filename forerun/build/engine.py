@@ -117,6 +117,23 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
+class Frontend:
+    """What a server has of a loaded model beside its engine, which may run in another process:
+    enough to make requests of what clients send, and answers of what comes back.
+
+    Fields as in Loaded and Target.
+    """
+
+    tokenizer: Tokenizer
+    chat: ChatTemplate | None
+    name: str
+    context: int
+    config: EngineConfig
+    info: dict[str, Any]
+    sampling: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class Loaded:
     """Everything that serves a model: what `serve`, `run` and `LLM` are built on.
 
@@ -132,6 +149,24 @@ class Loaded:
     config: EngineConfig
     info: dict[str, Any]
     target: Target
+
+    @property
+    def sampling(self) -> Mapping[str, float]:
+        """See Target."""
+        return self.target.sampling
+
+    @property
+    def frontend(self) -> Frontend:
+        """All but what runs."""
+        return Frontend(
+            self.tokenizer,
+            self.chat,
+            self.name,
+            self.context,
+            self.config,
+            self.info,
+            self.sampling,
+        )
 
     def close(self) -> None:
         """Stop the engine, then release the executor. Idempotent."""
@@ -334,6 +369,17 @@ def _resolved(
 
 def _chat(source: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:
     return ChatTemplate(source, tokenizer) if source else None
+
+
+def open_text(config: EngineConfig) -> tuple[Tokenizer, ChatTemplate | None]:
+    """The tokenizer and the chat template of a model that `open_target` could open. Raises what
+    that raises.
+    """
+    if config.toy:
+        tokenizer, template = Tokenizer.byte_level(), BYTE_LEVEL_TEMPLATE
+        return tokenizer, _chat(template_source(config, template), tokenizer)
+    model = open_model(config.model, revision=config.revision)
+    return model.tokenizer, _chat(template_source(config, model.chat_template), model.tokenizer)
 
 
 def encode_chat(loaded: Loaded | Target, messages: Sequence[dict[str, Any]]) -> Ints:

@@ -4,7 +4,7 @@ import argparse
 
 import shtab
 
-from forerun.cli.main import build_parser
+from forerun.cli.command_line import build_parser
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -1,8 +1,8 @@
 """The command line: names, flags, errors, exit codes. What a command does is in the other files
 here.
 
-Flags are derived from the dataclasses in `config.py`. Nothing heavy is imported before the
-command is known, so `--help` answers at once.
+Nothing heavy is imported before the command is known, so `--help` answers at once, and nearly
+nothing before `main`, where an interrupt is a word and not a traceback.
 
 Exit codes:
     0    done
@@ -11,11 +11,10 @@ Exit codes:
     3    the model cannot be used or fetched
     4    it does not fit into memory
     5    the engine failed
-    6    a process that shares the model (--tp-size) was ended or stopped
+    6    the engine's process, or one that shares the model (--tp-size), was ended or stopped
     130  interrupted; 141 our output cannot be written: its reader went away, or the disk is full
 """
 
-import argparse
 import errno
 import importlib
 import os
@@ -23,22 +22,16 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from forerun.cli import verbs
-from forerun.cli.commands import COMMANDS, SHOWN
-from forerun.cli.layers import settle
-from forerun.cli.parser import Parser
 from forerun.errors import (
     ConfigError,
     EngineError,
+    EngineLostError,
     ForerunError,
     MemoryPlanError,
     ModelError,
     RankError,
     RequestError,
 )
-from forerun.options.aliases import OPTIONS
-from forerun.options.flags import add_aliases
-from forerun.version import __version__
 
 EXIT_CODES: tuple[tuple[type[ForerunError], int], ...] = (
     (ConfigError, 2),
@@ -46,6 +39,7 @@ EXIT_CODES: tuple[tuple[type[ForerunError], int], ...] = (
     (ModelError, 3),
     (MemoryPlanError, 4),
     (RankError, 6),
+    (EngineLostError, 6),
     (EngineError, 5),
 )
 INTERRUPTED, NO_OUTPUT = 130, 141
@@ -57,15 +51,11 @@ EXTRAS = {"torch": "torch", "matplotlib": "plots", "opentelemetry": "otel", "ray
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, run, translate errors into a sentence on stderr and an exit code."""
     try:
-        parser = build_parser()
-        words = verbs.expanded(sys.argv[1:] if argv is None else argv)
-        passed_on = verbs.for_others(words)
-        arguments = parser.parse_args(words)
-        arguments.passed_on = passed_on
-        if arguments.command is None:
-            parser.print_help()
+        # Here, so that an interrupt meanwhile is one.
+        command_line = importlib.import_module("forerun.cli.command_line")
+        arguments = command_line.parsed(sys.argv[1:] if argv is None else argv)
+        if arguments is None:
             return 0
-        settle(arguments)
         # Measuring without a server needs torch, which takes seconds to import.
         sized = getattr(arguments, "random_weights", None) is not None
         name = "sized" if sized else arguments.command
@@ -110,32 +100,3 @@ def console() -> None:
     # A terminal that cannot show a letter of an answer gets another in its place.
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     sys.exit(main())
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The whole command line."""
-    parser = Parser(
-        prog="forerun",
-        description="LLM inference whose heart is speculative decoding: same text, only sooner.",
-    )
-    parser.add_argument("--version", action="version", version=f"forerun {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name, (summary, flags) in COMMANDS.items():
-        words, examples = SHOWN.get(name, ("", ()))
-        told = "".join(f"\n    {line}" for line in examples)
-        command = commands.add_parser(
-            name,
-            help=summary,
-            usage=f"%(prog)s {words}[options]",
-            description=summary + (f"\n\nexamples:{told}" if told else ""),
-        )
-        flags(command)
-        if command.get_default("options"):
-            add_aliases(command, OPTIONS)
-            command.add_argument(
-                "--config",
-                metavar="FILE",
-                help="YAML file of option names and values; flags and FORERUN_* go before it",
-            )
-        command.add_argument("--json", action="store_true", help="print the result as JSON")
-    return parser

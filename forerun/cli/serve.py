@@ -2,24 +2,29 @@
 
 import argparse
 import logging
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import monotonic
 
-from forerun.build.engine import Loaded, load
-from forerun.cli.console import load_with_progress, plain_warnings
-from forerun.cli.probing import probed
+from forerun.build.engine import Loaded
+from forerun.cli.engine_process import load_served
 from forerun.cli.several import in_folder, sources
-from forerun.cli.start_log import StartLog
+from forerun.cli.start_log import StartLog, model_facts
+from forerun.client.engine_process import EngineCommand
 from forerun.errors import ConfigError
 from forerun.hub.catalog import check_reference
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.options.flags import configured
 from forerun.serve.logs import configure_logs
 from forerun.serve.server import run
+from forerun.serve.service import Loader
 
 log = logging.getLogger("forerun")
+
+ENGINE = (sys.executable, "-m", "forerun.cli.engine_process")
+"""Starts the process of an engine."""
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -28,15 +33,15 @@ def main(arguments: argparse.Namespace) -> int:
     """Run the command: serves until a signal ends it. With --json the address is an object."""
     config, settings = prepared(arguments)
     start = StartLog(settings.log_format == "json", arguments.json, settings.ui)
-    loader = partial(_load, arguments.probe, start)
+    source = partial(_source, arguments.probe, start, settings)
     if arguments.more_models or arguments.models_dir:
         named = [arguments.model_word] if arguments.model_word else []
         held = in_folder(Path(arguments.models_dir)) if arguments.models_dir else []
-        every = sources([*named, *arguments.more_models, *held], config, loader)
+        every = sources([*named, *arguments.more_models, *held], config, source)
         run(every, settings, start.listening)
     else:
         check_reference(config.model, config.revision)
-        run(partial(loader, config), settings, start.listening)
+        run(source(config), settings, start.listening)
     return 0
 
 
@@ -55,15 +60,20 @@ def prepared(arguments: argparse.Namespace) -> tuple[EngineConfig, ServeSettings
     return config, settings
 
 
+def _source(
+    probe: bool, start: StartLog, settings: ServeSettings, config: EngineConfig
+) -> EngineCommand | Loader:
+    """What loads a model, and says so when it is loaded."""
+    if not settings.engine_process or sys.platform == "win32":
+        return partial(_load, probe, start, config)
+    options = {"probe": probe, "level": settings.log_level, "format": settings.log_format}
+    return EngineCommand(ENGINE, config, options, start.loaded)
+
+
 def _load(probe: bool, start: StartLog, config: EngineConfig) -> Loaded:
     began = monotonic()
-    config = probed(config, probe)[0]
-    if start.as_log:
-        with plain_warnings(log.warning):
-            loaded = load(config)
-    else:
-        loaded = load_with_progress(config)
-    start.loaded(loaded, began)
+    loaded = load_served(config, probe, start.as_log)
+    start.loaded(model_facts(loaded, began))
     return loaded
 
 

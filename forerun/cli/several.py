@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
-from forerun.build.engine import Loaded
 from forerun.errors import ConfigError
 from forerun.hub import catalog, huggingface
 from forerun.options.config import EngineConfig
 from forerun.serve.models import Source
+from forerun.serve.service import Start
 
 OWN = ("speculative_draft_model_path", "speculative_token_map", "draft_reading", "chat_template",
        "revision")  # fmt: skip
@@ -35,10 +34,10 @@ def in_folder(folder: Path) -> list[str]:
 
 
 def sources(
-    references: Sequence[str], config: EngineConfig, load: Callable[[EngineConfig], Loaded]
+    references: Sequence[str], config: EngineConfig, source: Callable[[EngineConfig], Start]
 ) -> list[Source]:
-    """What serves these models. Raises ModelError for a name that can be none, ConfigError where
-    two have one name, or where an option is of one model.
+    """What serves these models; `source` gives what loads one. Raises ModelError for a name that
+    can be none, ConfigError where two have one name, or where an option is of one model.
     """
     plain = EngineConfig()
     for name in OWN:
@@ -52,8 +51,8 @@ def sources(
         if any(one.name == name for one in found):
             raise ConfigError(f"two models are called {name!r}; give one of them another name.")
         others = tuple({reference, reference.rstrip("/").rpartition("/")[2]} - {name})
-        run = partial(load, replace(config, model=reference))
-        found.append(Source(name, others, size_of(reference), run))
+        load = source(replace(config, model=reference))
+        found.append(Source(name, others, size_of(reference), load))
     return found
 
 

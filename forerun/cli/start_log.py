@@ -2,7 +2,6 @@
 
 import logging
 from time import monotonic
-from typing import Any
 
 from forerun import __version__
 from forerun.build.engine import Loaded
@@ -36,21 +35,23 @@ class StartLog:
             if self._ui:
                 say(f"web UI at {url.removesuffix('v1')}")
 
-    def loaded(self, loaded: Loaded, began: float) -> None:
-        """A model is ready. began: when loading did, on the monotonic clock."""
-        facts = model_facts(loaded) | {
-            "ready": f"after {monotonic() - began:.1f} s, at {self._url}"
-        }
+    def loaded(self, facts: dict[str, str]) -> None:
+        """A model is ready. facts: see model_facts."""
+        facts = facts | {"ready": f"{facts['ready']}, at {self._url}"}
         if self.as_log:
-            log.info("ready: %s", loaded.name, extra={FIELDS: facts})
+            name = facts["model"].partition(",")[0]
+            log.info("ready: %s", name, extra={FIELDS: facts})
             return
         width = max(map(len, facts)) + 2
         for name, value in facts.items():
             say(f"  {name:<{width}}{value}")
 
 
-def model_facts(loaded: Loaded) -> dict[str, Any]:
-    """What runs, where, what drafts and why, what it takes and holds: a sentence each."""
+def model_facts(loaded: Loaded, began: float) -> dict[str, str]:
+    """What runs, where, what drafts and why, what it takes and holds: a sentence each.
+
+    began  when loading did, on the monotonic clock
+    """
     target, config = loaded.target, loaded.config
     about, memory = target.executor.describe(), target.memory
     limits, device = memory.limits, target.device
@@ -68,4 +69,5 @@ def model_facts(loaded: Loaded) -> dict[str, Any]:
     for name in ("profile", "lossy"):
         if loaded.info[name]:
             facts[name] = loaded.info[name]
+    facts["ready"] = f"after {monotonic() - began:.1f} s"
     return facts

@@ -59,6 +59,7 @@ class Engine:
         self._options = options
         self._core = EngineCore(parts, options.max_failures, self._ended, options.overlap)
         self._checked = False
+        self._turned: Callable[[], None] = lambda: None
         self._orders = count()
         # Shared with other threads, under the lock of `_changed`:
         self._changed = threading.Condition()
@@ -118,6 +119,10 @@ class Engine:
             self._entering += request.n
             self._news.append(partial(self._enter, sequences))
             self._changed.notify_all()
+
+    def listen(self, turned: Callable[[], None]) -> None:
+        """Have `turned` called on the engine's thread when sinks have been told a step's news."""
+        self._turned = turned
 
     def abort(self, request: RequestId) -> None:
         """End a request; its choices finish with ABORT before the next step. Unknown: nothing."""
@@ -230,6 +235,7 @@ class Engine:
         try:
             self._take_news()
             busy = self._core.step()
+            self._turned()
             if not busy and not self._checked:
                 self.check()
             self._checked = not busy
@@ -246,6 +252,7 @@ class Engine:
             with self._changed:
                 news = self._news.popleft()
             news()
+            self._turned()
 
     def _enter(self, sequences: list[Sequence]) -> None:
         """A submitted request reaches the queue."""
@@ -262,9 +269,11 @@ class Engine:
     def _stop(self) -> None:
         self._take_news()
         self._core.end_all(Ending(Finish.ABORT))
+        self._turned()
 
     def _give_up(self, message: str) -> None:
         with self._changed:
             self._broken = message
         self._take_news()
         self._core.abandon(Ending(Finish.ERROR, error=message))
+        self._turned()

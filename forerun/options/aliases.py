@@ -130,6 +130,8 @@ ALIASES: tuple[Alias, ...] = (
     Alias("--disable-overlap-schedule", _S, SETS, "overlap", values={"true": False},
           takes=NOTHING),
     Alias("--no-async-scheduling", _V, SETS, "overlap", values={"true": False}, takes=NOTHING),
+    Alias("--disable-frontend-multiprocessing", _V, SETS, "engine_process",
+          values={"true": False}, takes=NOTHING),
     Alias("--grammar-backend", _S, SETS, "", why=_GRAMMARS, read=grammar_backend),
     Alias("--structured-outputs-backend", _V, SETS, "", why=_GRAMMARS, read=grammar_backend),
     Alias("--guided-decoding-backend", _V, SETS, "", why=_GRAMMARS, read=grammar_backend),

@@ -424,6 +424,9 @@ class ServeSettings:
         False, "answer 404 to requests that name another model, instead of with the one served"
     )
     ui: bool = option(True, "show the web UI at /: chat, speculation, dashboard")
+    engine_process: bool = option(
+        True, "run the engine in a process of its own, which no client's request holds up"
+    )
     tool_parser: str = option(
         "auto",
         "how the model writes tool calls; auto looks at its chat template",

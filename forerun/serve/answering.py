@@ -42,7 +42,7 @@ class Generated(Response):
         dialect, generation, settings = self._dialect, self._generation, self._service.settings
         self._service.enter()  # The server may have begun to drain while the body came.
         served = dialect.served
-        events, engine = served.bridge.events(), served.loaded.engine
+        events, engine = served.events(), served.engine
         with (
             self._service.busy(),
             GenerationSession(generation, engine, events, settings, receive) as session,

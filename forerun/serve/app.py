@@ -16,7 +16,6 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Mount
 from starlette.types import Scope
 
-from forerun.build.engine import Loaded
 from forerun.options.config import ServeSettings
 from forerun.serve.dialects.llama.routes import LLAMA_ROUTES
 from forerun.serve.dialects.ollama.routes import KEPT_ROUTES, OLLAMA_ROUTES
@@ -31,17 +30,17 @@ from forerun.serve.models import Models, Source
 from forerun.serve.models_routes import MODELS_ROUTES
 from forerun.serve.openapi import openapi_route
 from forerun.serve.routes import ROUTES
-from forerun.serve.service import Loader, Service
+from forerun.serve.service import Service, Start
 from forerun.serve.static_files import ui_routes
 
 HONOURED = (*ROUTES, *OLLAMA_ROUTES, *SGLANG_ROUTES, *LLAMA_ROUTES)
 _API = (*HONOURED, *KEPT_ROUTES, *REFUSED_ROUTES, openapi_route(HONOURED))
 
 
-def create_app(source: Loaded | Loader, settings: ServeSettings) -> Starlette:
+def create_app(source: Start, settings: ServeSettings) -> Starlette:
     """The server for one model; `app.state.service` is what its routes share.
 
-    source  a loaded model, or a function that loads it: it runs on a thread while the server
+    source  a loaded model, or what loads it here or in a process of its own, while the server
             answers 503. The application closes the model when it ends.
     """
     service = Service(source, settings)

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from time import monotonic
 
 from forerun.engine.stats import Stats
@@ -17,18 +17,16 @@ class DecodeLog:
     """Says what the engine did since it last spoke.
 
     interval  steps between two lines
+    last      what it had done before
     clock     seconds that only grow
     """
 
-    def __init__(
-        self, interval: int, stats: Callable[[], Stats], clock: Callable[[], float] = monotonic
-    ) -> None:
-        self._interval, self._stats, self._clock = interval, stats, clock
-        self._last, self._time = stats(), clock()
+    def __init__(self, interval: int, last: Stats, clock: Callable[[], float] = monotonic) -> None:
+        self._interval, self._clock = interval, clock
+        self._last, self._time = last, clock()
 
-    def look(self) -> str | None:
+    def look(self, now: Stats) -> str | None:
         """The line, if the engine made `interval` steps since the last one."""
-        now = self._stats()
         if now.steps - self._last.steps < self._interval:
             return None
         before, seconds = self._last, self._clock() - self._time
@@ -46,10 +44,10 @@ class DecodeLog:
             f"acceptance length {now.acceptance_length:.2f}, rate {rate}"
         )
 
-    async def run(self) -> None:
+    async def run(self, stats: Callable[[], Awaitable[Stats]]) -> None:
         """Log until cancelled."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            line = self.look()
+            line = self.look(await stats())
             if line is not None:
                 log.info("%s", line)

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from forerun.build.engine import Loaded
+from forerun.build.engine import Frontend
 from forerun.constrain.grammar import Grammar, Start
 from forerun.constrain.grammar.calls import Calling, Rules, tool_rules
 from forerun.errors import RequestError
@@ -42,7 +42,7 @@ class Dialogue:
     control: bool = False
 
 
-def dialogue(body: ChatBody, loaded: Loaded, settings: ServeSettings) -> Dialogue:
+def dialogue(body: ChatBody, loaded: Frontend, settings: ServeSettings) -> Dialogue:
     """Render the conversation and find out what may come back.
 
     Raises RequestError naming the field, ApiError where the model has no chat template.
@@ -119,7 +119,7 @@ class Conversational(Protocol):
         ...
 
 
-def chat_prompt(body: Conversational, loaded: Loaded, offered: tuple[Tool, ...] = ()) -> Ints:
+def chat_prompt(body: Conversational, loaded: Frontend, offered: tuple[Tool, ...] = ()) -> Ints:
     """int32[T] a conversation by the model's template. Raises ApiError where there is none."""
     template, opens = _template(loaded), _opens(body)
     extra, most = dict(body.chat_template_kwargs or {}), None
@@ -137,7 +137,7 @@ def chat_prompt(body: Conversational, loaded: Loaded, offered: tuple[Tool, ...] 
     )
 
 
-def rendered_chat(body: TemplateBody, loaded: Loaded) -> str:
+def rendered_chat(body: TemplateBody, loaded: Frontend) -> str:
     """A conversation by the model's template, as text for people."""
     return _template(loaded).render(
         list(body.messages),
@@ -170,7 +170,7 @@ def effort_names(body: ChatBody, template: ChatTemplate) -> dict[str, Any]:
     return {}
 
 
-def ignored_fields(body: SampledBody, loaded: Loaded) -> tuple[str, ...]:
+def ignored_fields(body: SampledBody, loaded: Frontend) -> tuple[str, ...]:
     """Fields of a request that change nothing with this model."""
     found = ignored_in(body)
     if isinstance(body, ChatBody) and body.reasoning_effort is not None:
@@ -184,7 +184,7 @@ def _closed(tool: Tool) -> Tool:
     return replace(tool, signature=replace(tool.signature, arguments=arguments))
 
 
-def _template(loaded: Loaded) -> ChatTemplate:
+def _template(loaded: Frontend) -> ChatTemplate:
     if loaded.chat is None:
         raise ApiError(
             400,
@@ -214,7 +214,7 @@ def _offered(body: ChatBody) -> tuple[tuple[Tool, ...], ToolChoice]:
 
 def _tool_rules(
     body: ChatBody,
-    loaded: Loaded,
+    loaded: Frontend,
     format: ToolFormat,
     offered: tuple[Tool, ...],
     choice: ToolChoice,
@@ -272,6 +272,6 @@ def _mark_ids(mark: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     return (token.id,) if token is not None else tuple(tokenizer.encode_part(mark, False))
 
 
-def _is_control(loaded: Loaded, mark: str) -> bool:
+def _is_control(loaded: Frontend, mark: str) -> bool:
     token = loaded.tokenizer.added.get(mark)
     return token is not None and token.control

@@ -26,7 +26,7 @@ from forerun.machine import memory_available
 from forerun.options.config import ServeSettings
 from forerun.serve.errors import ApiError, api_error, unavailable
 from forerun.serve.metrics import Metrics
-from forerun.serve.service import Loader, Served, Service
+from forerun.serve.service import Served, Service, Start
 from forerun.serve.wire import Bodies
 
 SIZE_OF_WORK = 1.25
@@ -47,13 +47,13 @@ class Source:
 
     name   what requests call it, beside `others`
     size   bytes of its file or files; 0 = not known
-    load   loads it: on a thread, and again after it was let go
+    load   loads it, and again after it was let go
     """
 
     name: str
     others: tuple[str, ...]
     size: int
-    load: Loader
+    load: Start
 
 
 @dataclass(slots=True)
@@ -194,6 +194,12 @@ class Models:
         for entry in self.entries.values():
             if entry.app is not None:
                 await entry.service.close()
+
+    async def metrics_page(self) -> bytes:
+        """The text of /metrics."""
+        served = [entry.served for entry in self.entries.values()]
+        await asyncio.gather(*(one.engine.stats() for one in served if one is not None))
+        return self.metrics.page()
 
     async def _ready(self, entry: Entry) -> Starlette:
         """The model's application once it answers. Raises ApiError where it cannot be loaded."""

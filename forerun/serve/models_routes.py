@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import os
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -52,12 +53,15 @@ async def health(request: Request) -> Response:
         raise unavailable("The server is shutting down.", "shutting_down")
     states = {name: one.state for name, one in every.entries.items()}
     faults = {name: one.fault for name, one in every.entries.items() if one.fault}
-    return Json({"status": "ok", "models": states, "faults": faults})
+    loaded = [one for one in every.entries.values() if one.served is not None]
+    pids = {one.source.name: one.service.served().engine.pid for one in loaded}
+    about = {"models": states, "faults": faults, "server_pid": os.getpid(), "engine_pids": pids}
+    return Json({"status": "ok", **about})
 
 
 async def metrics(request: Request) -> Response:
     """GET /metrics: of every model that is loaded."""
-    page = _of(request).metrics.page()
+    page = await _of(request).metrics_page()
     return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from forerun.build.engine import Loaded
+from forerun.build.engine import Frontend
+from forerun.client.engine_client import Constraint
 from forerun.constrain.grammar.calls import Rules
-from forerun.constrain.matcher.matcher import Compiled
 from forerun.engine.request import Request, Speculation, Stopping
 from forerun.errors import ContextError, RequestError
 from forerun.options.config import NEUTRAL, ServeSettings
@@ -66,7 +66,7 @@ class Generation:
     ignored: tuple[str, ...] = ()
     given: tuple[str, ...] = ()
 
-    def under(self, grammar: Compiled) -> "Generation":
+    def under(self, grammar: Constraint) -> "Generation":
         """The same with its rules compiled."""
         requests = tuple(replace(request, grammar=grammar) for request in self.requests)
         return replace(self, requests=requests, rules=None)
@@ -77,7 +77,7 @@ class Generation:
         return sum(len(request.prompt) for request in self.requests)
 
 
-def chat_generation(body: ChatBody, loaded: Loaded, settings: ServeSettings) -> Generation:
+def chat_generation(body: ChatBody, loaded: Frontend, settings: ServeSettings) -> Generation:
     """What to ask of the engine for a conversation. Raises RequestError and ApiError."""
     logprobs = _alternatives(body)
     asked = dialogue(body, loaded, settings)
@@ -102,7 +102,7 @@ def chat_generation(body: ChatBody, loaded: Loaded, settings: ServeSettings) -> 
 
 
 def completion_generation(
-    body: CompletionBody, loaded: Loaded, settings: ServeSettings
+    body: CompletionBody, loaded: Frontend, settings: ServeSettings
 ) -> Generation:
     """What to ask of the engine for plain texts. Raises RequestError."""
     if body.best_of not in (None, body.n):
@@ -137,7 +137,7 @@ def _alternatives(body: ChatBody) -> int | None:
 
 def _generation(
     body: SampledBody,
-    loaded: Loaded,
+    loaded: Frontend,
     prompts: tuple[Ints, ...],
     stopping: Stopping,
     sampling: Sampling,
@@ -170,7 +170,7 @@ def _generation(
     return made if body.request_id is None else replace(made, given=(body.request_id,))
 
 
-def _predicted(body: SampledBody, loaded: Loaded) -> Ints:
+def _predicted(body: SampledBody, loaded: Frontend) -> Ints:
     """int32[T] what the answer is expected to be. Raises ContextError beyond the context."""
     given, place = body.prediction or "", "prediction.content"
     _check_length(given, loaded, place)
@@ -180,7 +180,7 @@ def _predicted(body: SampledBody, loaded: Loaded) -> Ints:
     return ids
 
 
-def _with_thresholds(made: Generation, body: SampledBody, loaded: Loaded) -> Generation:
+def _with_thresholds(made: Generation, body: SampledBody, loaded: Frontend) -> Generation:
     """The same, saying what the accept thresholds mean for it: that it is lossy, or that they
     change nothing although the request names them.
     """
@@ -195,7 +195,7 @@ def _with_thresholds(made: Generation, body: SampledBody, loaded: Loaded) -> Gen
 
 def _sampling(
     body: SampledBody,
-    loaded: Loaded,
+    loaded: Frontend,
     logprobs: int | None,
     prompt_logprobs: int | None = None,
 ) -> Sampling:
@@ -204,7 +204,7 @@ def _sampling(
     eos = () if body.ignore_eos else tokenizer.eos_ids
     given = {name: getattr(body, name) for name in NEUTRAL}
     asked = {name: value for name, value in given.items() if value is not None}
-    usual = {**NEUTRAL, **loaded.target.sampling, **asked}
+    usual = {**NEUTRAL, **loaded.sampling, **asked}
     single, acc = body.speculative.accept_threshold_single, body.speculative.accept_threshold_acc
     config = loaded.config
     return Sampling(
@@ -251,7 +251,7 @@ def places_of(prompts: tuple[Prompt, ...]) -> list[str]:
     return [f"prompt[{index}]" for index in range(len(prompts))]
 
 
-def _plain_prompt(prompt: Prompt, body: CompletionBody, loaded: Loaded, place: str) -> Ints:
+def _plain_prompt(prompt: Prompt, body: CompletionBody, loaded: Frontend, place: str) -> Ints:
     """int32[T] a prompt of /v1/completions. Raises RequestError, ContextError."""
     if isinstance(prompt, str):
         if body.truncate_prompt_tokens is None:
@@ -265,7 +265,7 @@ def _plain_prompt(prompt: Prompt, body: CompletionBody, loaded: Loaded, place: s
     return ids
 
 
-def _too_long(count: int, loaded: Loaded, place: str, least: str = "") -> ContextError:
+def _too_long(count: int, loaded: Frontend, place: str, least: str = "") -> ContextError:
     """What is said of a text that has more tokens than the context; least: "at least "."""
     return ContextError(
         f"This model's maximum context length is {loaded.context} tokens, but {place} has "
@@ -276,14 +276,14 @@ def _too_long(count: int, loaded: Loaded, place: str, least: str = "") -> Contex
     )
 
 
-def _check_length(text: str, loaded: Loaded, place: str) -> None:
+def _check_length(text: str, loaded: Frontend, place: str) -> None:
     """Raises ContextError where a text certainly has more tokens than the context, unencoded."""
     least = loaded.tokenizer.least_tokens(text)
     if least > loaded.context:
         raise _too_long(least, loaded, place, "at least ")
 
 
-def _truncated(prompt: Ints, body: SampledBody, loaded: Loaded) -> Ints:
+def _truncated(prompt: Ints, body: SampledBody, loaded: Frontend) -> Ints:
     """The last tokens of a prompt, as many as were asked for; -1: what leaves room for one more."""
     asked = body.truncate_prompt_tokens
     if asked is None:
@@ -292,7 +292,7 @@ def _truncated(prompt: Ints, body: SampledBody, loaded: Loaded) -> Ints:
     return prompt[-kept:]
 
 
-def known_tokens(tokens: tuple[int, ...], loaded: Loaded, place: str) -> Ints:
+def known_tokens(tokens: tuple[int, ...], loaded: Frontend, place: str) -> Ints:
     """int32[T] token ids that came from a client. Raises RequestError."""
     ids, vocab = np.array(tokens, np.int64), loaded.tokenizer.vocab_size
     unknown = np.flatnonzero(ids >= vocab)

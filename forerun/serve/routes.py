@@ -1,5 +1,6 @@
 """The routes: read the body, ask, answer. What each may say is in `schema`."""
 
+import os
 from typing import Any
 
 from starlette.requests import Request
@@ -91,13 +92,14 @@ async def model(request: Request) -> Response:
 async def health(request: Request) -> Response:
     """GET /health: 200 only where a request would be let in; why speculation is off, if it is."""
     service = service_of(request)
-    fault = service.enter().loaded.engine.fault
-    return Json({"status": service.state, "speculation_fault": fault})
+    engine = service.enter().engine
+    processes = {"server_pid": os.getpid(), "engine_pid": engine.pid}
+    return Json({"status": service.state, "speculation_fault": engine.fault, **processes})
 
 
 async def metrics(request: Request) -> Response:
     """GET /metrics."""
-    page = service_of(request).metrics.page()
+    page = await service_of(request).metrics_page()
     return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

@@ -15,13 +15,12 @@ from types import FrameType
 import uvicorn
 from starlette.applications import Starlette
 
-from forerun.build.engine import Loaded
 from forerun.errors import ConfigError
 from forerun.options.config import ServeSettings
 from forerun.serve.app import create_app, create_models_app
 from forerun.serve.connection import connections
 from forerun.serve.models import Models, Source
-from forerun.serve.service import Loader, Service
+from forerun.serve.service import Service, Start
 
 if sys.platform != "win32":
     import resource
@@ -39,7 +38,7 @@ log = logging.getLogger("forerun.serve")
 
 
 def run(
-    source: Loaded | Loader | Sequence[Source],
+    source: Start | Sequence[Source],
     settings: ServeSettings,
     announce: Callable[[str], None],
 ) -> None:
@@ -50,7 +49,8 @@ def run(
 
     The first SIGTERM, SIGINT or SIGHUP drains: new requests get 503, running ones have
     `settings.drain_seconds`. A second ends the process at once with status 128 + signal.
-    Raises ConfigError where it cannot listen, and what `source` raises.
+    Raises ConfigError where it cannot listen, what `source` raises, and EngineLostError where the
+    engine's process has ended.
     """
     listening = listen(settings.host, settings.port)
     allow_connections()

@@ -6,27 +6,28 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from forerun.build.engine import Loaded
+from forerun.build.engine import Frontend, Loaded, open_text
+from forerun.client.engine_client import Constraint, EngineClient, LocalEngine, call_soon
+from forerun.client.engine_process import EngineCommand, EngineProcess
 from forerun.constrain.grammar.calls import Rules
-from forerun.constrain.isolation.compile import MAX_WAITING
-from forerun.constrain.matcher.matcher import Compiled
-from forerun.errors import RankError
 from forerun.options.config import EngineConfig, ServeSettings
-from forerun.serve.bridge import Bridge
 from forerun.serve.decode_log import DecodeLog
 from forerun.serve.errors import ApiError, stuck, unavailable
+from forerun.serve.events import EventQueue
 from forerun.serve.metrics import Meter, Metrics
 from forerun.serve.wire import Bodies
 from forerun.serve.workers import Workers
 from forerun.version import __version__
 
 Loader = Callable[[], Loaded]
+
+Start = Loaded | Loader | EngineCommand
+"""A loaded model, what loads it into this process, or what starts a process that does."""
 
 log = logging.getLogger("forerun.serve")
 
@@ -41,25 +42,28 @@ class Served:
     fingerprint  changes when the model, the configuration or the version does
     """
 
-    loaded: Loaded
+    loaded: Frontend
+    engine: EngineClient
     name: str
     names: tuple[str, ...]
     created: int
     fingerprint: str
     meter: Meter
-    bridge: Bridge
+
+    def events(self) -> EventQueue:
+        """Where the news of one HTTP request comes in."""
+        return EventQueue(self.meter.gap)
 
 
 class Service:
     """Loads in the background, lets requests in while it can answer them, and drains.
 
-    source   a loaded model, or the function that loads it
     metrics  where it is shown; None = in some of its own
     arrived, failed  set when it is loaded; when it cannot be, or can run no step any more
     """
 
     def __init__(
-        self, source: Loaded | Loader, settings: ServeSettings, metrics: Metrics | None = None
+        self, source: Start, settings: ServeSettings, metrics: Metrics | None = None
     ) -> None:
         self.settings = settings
         self.bodies = Bodies(settings.max_body_bytes, settings.send_seconds)
@@ -73,15 +77,16 @@ class Service:
         self._draining = False
         self._active = 0
         self._idle = asyncio.Event()
-        self._logging: asyncio.Task[None] | None = None
-        # One more than may wait: the compiler itself says when there are too many.
-        self._compiling = ThreadPoolExecutor(MAX_WAITING + 1, "forerun-compile")
+        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Begin to load, on the running event loop."""
         loop = asyncio.get_running_loop()
         if isinstance(self._source, Loaded):
-            self._arrived(self._source)
+            self._arrived(self._source.frontend, LocalEngine(self._source))
+            return
+        if isinstance(self._source, EngineCommand):
+            self._tasks.append(loop.create_task(self._launch(self._source)))
             return
         # Not the loop's pool: that is waited for at exit, and a download can take minutes.
         load = (loop, self._source)
@@ -94,7 +99,7 @@ class Service:
             return "draining"
         if self._served is None:
             return "loading"
-        engine = self._served.loaded.engine
+        engine = self._served.engine
         if not engine.alive:
             return "stopped"
         return "stuck" if stuck(engine.step_began, self.settings.watchdog_seconds) else "ok"
@@ -110,9 +115,9 @@ class Service:
         if self._draining:
             raise unavailable("The server is shutting down.", "shutting_down")
         served = self.served()
-        if not served.loaded.engine.alive:
+        if not served.engine.alive:
             raise unavailable("The engine has stopped; see the server's log.", "engine_stopped")
-        if error := stuck(served.loaded.engine.step_began, self.settings.watchdog_seconds):
+        if error := stuck(served.engine.step_began, self.settings.watchdog_seconds):
             raise error
         return served
 
@@ -132,13 +137,11 @@ class Service:
             )
         return served
 
-    async def compiled(self, served: Served, rules: Rules, client: str) -> Compiled:
-        """Compile on another thread, on behalf of `client`. Raises RequestError naming the place,
+    async def compiled(self, served: Served, rules: Rules, client: str) -> Constraint:
+        """Compile, on behalf of `client`. Raises RequestError that names the part at fault,
         BusyError.
         """
-        loop = asyncio.get_running_loop()
-        compile = partial(served.loaded.target.compile, client=client)
-        return await loop.run_in_executor(self._compiling, rules.compiled, compile)
+        return await rules.compiled(lambda grammar: served.engine.compile(grammar, client))
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -168,55 +171,87 @@ class Service:
     async def close(self) -> None:
         """Stop the engine, which ends what still runs, and release the model."""
         self._draining = True
-        if self._logging is not None:
-            self._logging.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self.workers.close()
-        self._compiling.shutdown(wait=False, cancel_futures=True)
         served, self._served = self._served, None
         if served is not None:
             self.metrics.remove(served.meter)
-            await asyncio.to_thread(served.loaded.close)
+            await served.engine.close()
+            if served.loaded.chat is not None:
+                await asyncio.to_thread(served.loaded.chat.close)
+
+    async def metrics_page(self) -> bytes:
+        """The text of /metrics."""
+        if self._served is not None:
+            await self._served.engine.stats()
+        return self.metrics.page()
+
+    async def _launch(self, command: EngineCommand) -> None:
+        """Have the model loaded in another process."""
+        try:
+            engine, ready = await EngineProcess.open(command)
+        except Exception as error:
+            log.debug("loading failed", exc_info=True)
+            self._fail(error)
+            return
+        try:
+            tokenizer, chat = await asyncio.to_thread(open_text, ready.config)
+        except BaseException as error:
+            await engine.close()
+            if not isinstance(error, Exception):
+                raise
+            self._fail(error)
+            return
+        facts = (ready.name, ready.context, ready.config, ready.info, ready.sampling)
+        command.arrived(ready.facts)
+        self._arrived(Frontend(tokenizer, chat, *facts), engine)
 
     def _load(self, loop: asyncio.AbstractEventLoop, load: Loader) -> None:
         try:
             loaded = load()
         except Exception as error:
             log.debug("loading failed", exc_info=True)
-            _call_soon(loop, partial(self._fail, error))
+            call_soon(loop, partial(self._fail, error))
             return
-        if not _call_soon(loop, partial(self._arrived, loaded)):
+        if not call_soon(loop, partial(self._loaded, loaded)):
             loaded.close()
 
-    def _lost(self, loop: asyncio.AbstractEventLoop, why: str) -> None:
-        """A process that shares the model is gone. On the engine's thread."""
-        _call_soon(loop, partial(self._fail, RankError(why)))
+    async def _watch(self, engine: EngineClient) -> None:
+        await engine.lost.wait()
+        assert engine.loss is not None
+        self._fail(engine.loss)
+
+    def _loaded(self, loaded: Loaded) -> None:
+        self._arrived(loaded.frontend, LocalEngine(loaded))
 
     def _fail(self, error: Exception) -> None:
         self.failure = error
         self.failed.set()
 
-    def _arrived(self, loaded: Loaded) -> None:
+    def _arrived(self, loaded: Frontend, engine: EngineClient) -> None:
         names = self.settings.served_name or model_names(loaded.name, loaded.config.model)
         name = names[0]
         facts = f"{name} {loaded.config} {__version__}".encode()
-        engine, cache = loaded.engine, cache_facts(loaded.config)
-        loop = asyncio.get_running_loop()
-        engine.when_lost(partial(self._lost, loop))
-        meter = self.metrics.add(name, engine.stats, lambda: engine.fault, cache)
+        cache = cache_facts(loaded.config)
+        meter = self.metrics.add(name, lambda: engine.last_stats, lambda: engine.fault, cache)
         self._served = Served(
             loaded=loaded,
+            engine=engine,
             name=name,
             names=names,
             created=int(time.time()),
             fingerprint="fp_" + hashlib.sha256(facts).hexdigest()[:10],
             meter=meter,
-            bridge=Bridge(loop, meter.gap),
         )
+        loop = asyncio.get_running_loop()
+        self._tasks.append(loop.create_task(self._watch(engine)))
         self.arrived.set()
         log.info("serving %s", name)
         if self.settings.decode_log_interval:
-            decode_log = DecodeLog(self.settings.decode_log_interval, loaded.engine.stats)
-            self._logging = loop.create_task(decode_log.run())
+            decode_log = DecodeLog(self.settings.decode_log_interval, engine.last_stats)
+            self._tasks.append(loop.create_task(decode_log.run(engine.stats)))
 
 
 def cache_facts(config: EngineConfig) -> dict[str, Any]:
@@ -235,12 +270,3 @@ def model_names(name: str, given: str) -> tuple[str, ...]:
     the last part of that.
     """
     return tuple(dict.fromkeys((name, given, given.rstrip("/").rpartition("/")[2])))
-
-
-def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> bool:
-    """Call from another thread. False where the loop has ended meanwhile."""
-    try:
-        loop.call_soon_threadsafe(call)
-    except RuntimeError:
-        return False
-    return True

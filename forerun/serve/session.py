@@ -10,11 +10,12 @@ from typing import Self
 
 from starlette.types import Receive
 
+from forerun.client.engine_client import EngineClient
 from forerun.engine.request import GRAMMAR_LIMIT, Delta, Finish, SpeculationStats
-from forerun.engine.thread import Engine
+from forerun.errors import ForerunError
 from forerun.options.config import ServeSettings
-from forerun.serve.bridge import EventQueue, merged
-from forerun.serve.errors import ApiError, ClientGoneError, stuck, unavailable
+from forerun.serve.errors import ApiError, ClientGoneError, api_error, stuck, unavailable
+from forerun.serve.events import EventQueue, merged
 from forerun.serve.prepare import Generation
 from forerun.types import RequestId
 
@@ -56,7 +57,7 @@ class GenerationSession:
     def __init__(
         self,
         generation: Generation,
-        engine: Engine,
+        engine: EngineClient,
         events: EventQueue,
         settings: ServeSettings,
         receive: Receive,
@@ -78,7 +79,7 @@ class GenerationSession:
         """Submit. Raises RequestError (BusyError, ContextError) and EngineError."""
         try:
             for request in self.generation.requests:
-                self._engine.submit(request, self.events.put)
+                self._engine.submit(request, self.events)
                 self._open[request.id] = request.n
         except Exception:
             self._abort()
@@ -115,9 +116,7 @@ class GenerationSession:
         deadline = monotonic() + self._settings.request_seconds
         while self._open:
             left = max(deadline - monotonic(), 0.0)
-            deltas = await self.events.take(min(self._settings.keep_alive_seconds, left))
-            if self._gone:
-                raise ClientGoneError
+            deltas = await self._taken(min(self._settings.keep_alive_seconds, left))
             if not deltas and not self._engine.alive:
                 raise unavailable("The engine has stopped.", "engine_stopped")
             error = stuck(self._engine.step_began, self._settings.watchdog_seconds)
@@ -136,6 +135,16 @@ class GenerationSession:
                 for index, delta in news:
                     parts.setdefault(index, []).append(delta)
         return [(index, merged(parts[index])[0]) for index in sorted(parts)]
+
+    async def _taken(self, patience: float) -> list[Delta]:
+        """What is new. Raises ApiError where the engine refused a request or is no more."""
+        try:
+            deltas = await self.events.take(patience)
+        except ForerunError as error:
+            raise api_error(error) from error
+        if self._gone:
+            raise ClientGoneError
+        return deltas
 
     def _counted(self, delta: Delta) -> tuple[int, Delta]:
         self.tally.add(delta)

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from forerun.build.engine import Loaded
+from forerun.build.engine import Frontend
 from forerun.errors import RequestError
 from forerun.serve.answering import Json, received, rendered, service_of
 from forerun.serve.dialects.openai.render import token_text
@@ -137,12 +137,12 @@ TOKEN_ROUTES = [
 ]
 
 
-def _answer(body: TokenizeBody, loaded: Loaded) -> bytes:
+def _answer(body: TokenizeBody, loaded: Frontend) -> bytes:
     """The answer's JSON, made where the tokens are: there may be millions of them."""
     return dump_large(_tokens(body, loaded))
 
 
-def _tokens(body: TokenizeBody, loaded: Loaded) -> dict[str, Any]:
+def _tokens(body: TokenizeBody, loaded: Frontend) -> dict[str, Any]:
     given = [name for name in ("prompt", "content", "messages") if getattr(body, name) is not None]
     if len(given) != 1:
         raise RequestError("Give one of prompt, content and messages.", "prompt")
@@ -157,7 +157,7 @@ def _tokens(body: TokenizeBody, loaded: Loaded) -> dict[str, Any]:
     return _told(body, loaded, ids, several=not isinstance(asked, str))
 
 
-def _told(body: TokenizeBody, loaded: Loaded, found: list[Ints], several: bool) -> dict[str, Any]:
+def _told(body: TokenizeBody, loaded: Frontend, found: list[Ints], several: bool) -> dict[str, Any]:
     """Counts and ids: of one text, or lists of them where a list was asked."""
 
     def strings(ids: Ints) -> list[str]:
@@ -182,7 +182,7 @@ def _told(body: TokenizeBody, loaded: Loaded, found: list[Ints], several: bool) 
     return answer
 
 
-def _text(body: DetokenizeBody, loaded: Loaded) -> str | list[str]:
+def _text(body: DetokenizeBody, loaded: Frontend) -> str | list[str]:
     def one(tokens: tuple[int, ...], place: str) -> str:
         ids = known_tokens(tokens, loaded, place)
         return loaded.tokenizer.decode(ids.tolist(), skip_special=body.skip_special_tokens)

@@ -14,7 +14,7 @@ from typing import IO
 import httpx
 
 from tests.e2e import processes
-from tests.e2e.processes import ROOT, Server
+from tests.e2e.processes import ROOT, Server, alive, status
 
 NIGHTLY = os.environ.get("CHAOS") == "nightly"
 """The longer profile, `make chaos-nightly`."""
@@ -105,30 +105,28 @@ class Real(Server):
     def answers(self):
         return {name: self.answer(name) for name in GOLDEN}
 
-    def children(self, kind: str = "") -> list[int]:
-        """Ids of the processes it has started, whose command line holds `kind`."""
-        everybody = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-        mine = [pid for pid in everybody if status(pid)[1:2] == [str(self.process.pid)]]
-        return [pid for pid in mine if alive(pid) and kind in command_line(pid)]
-
     def resident(self) -> int:
         """Bytes of memory that are its own."""
-        return resident(self.process.pid)
+        return sum(map(resident, self.own()))
 
     def in_use(self) -> int:
         """Bytes of memory that it uses, those not counted which malloc keeps for later."""
-        os.kill(self.process.pid, signal.SIGUSR1)
-        return int(self.told.readline())
+        found = 0
+        for pid in self.own():
+            os.kill(pid, signal.SIGUSR1)
+            found += int(self.told.readline())
+        return found
 
     def processor_seconds(self) -> float:
-        """That it has used, its children's not counted."""
-        return sum(map(int, status(self.process.pid)[11:13])) / os.sysconf("SC_CLK_TCK")
+        """That it has used, its helpers' not counted."""
+        times = [int(ticks) for pid in self.own() for ticks in status(pid)[11:13]]
+        return sum(times) / os.sysconf("SC_CLK_TCK")
 
     def files(self) -> int:
-        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
+        return sum(len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in self.own())
 
     def threads(self) -> int:
-        return len(list(Path(f"/proc/{self.process.pid}/task").iterdir()))
+        return sum(len(list(Path(f"/proc/{pid}/task").iterdir())) for pid in self.own())
 
     def warm_up(self, rounds: int = 3) -> None:
         """Remember golden answers and what memory it takes to give them."""
@@ -228,29 +226,9 @@ def constant(response: httpx.Response):
     return 200, (body["choices"], usage)
 
 
-def command_line(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    except OSError:
-        return ""
-
-
 def resident(pid: int) -> int:
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
-
-
-def alive(pid: int) -> bool:
-    """Whether it runs: neither gone nor a zombie."""
-    return status(pid)[:1] not in ([], ["Z"])
-
-
-def status(pid: int) -> list[str]:
-    """Its state, its parent's id and what else /proc says; nothing where it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
 
 
 @contextmanager
@@ -288,7 +266,7 @@ def forerun_serve(tmp_path, *flags, stderr=None, impatient=False, measured=True,
             assert wait_for(server.healthy), server.logged()
             yield server
             if process.poll() is None:
-                children = server.children()
+                children = [*server.own()[1:], *server.children()]
         finally:
             for child in children:
                 os.kill(child, signal.SIGCONT)

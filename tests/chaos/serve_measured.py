@@ -2,9 +2,10 @@
 
     python -m tests.chaos.serve_measured FD [--impatient] serve ...
 
-At SIGUSR1 it writes a line to file descriptor FD: the bytes that are in use of all that malloc has,
-behind a garbage collection. Pages that are only kept for later do not count, as they do in what the
-system says of a process. It needs PYTHONMALLOC=malloc, so that Python asks malloc for everything.
+At SIGUSR1 it writes a line to file descriptor FD, and so does its engine's process: the bytes that
+are in use of all that malloc has, behind a garbage collection. Pages that are only kept for later
+do not count, as they do in what the system says of a process. It needs PYTHONMALLOC=malloc, so that
+Python asks malloc for everything.
 
 Impatient: a process that was stopped is given up after a multiple of the processor time that its
 answer may take; of the chat template's that is two minutes. Here all are seconds.
@@ -20,6 +21,7 @@ from types import FrameType
 from typing import ClassVar
 
 from forerun import sandbox
+from forerun.cli import serve
 from forerun.cli.main import console
 from forerun.constrain.matcher.token_prior import Places
 from forerun.text import rendering
@@ -58,10 +60,9 @@ def in_use() -> int:
     return int(counts.used + counts.mapped)
 
 
-def main() -> int:
-    """Serve."""
+def measured(pipe: int, impatient: bool) -> None:
+    """Have this process tell what it uses, and give up on others sooner where it is impatient."""
     assert os.environ["PYTHONMALLOC"] == "malloc"
-    pipe = int(sys.argv.pop(1))
 
     def tell(_signal: int, _frame: FrameType | None) -> None:
         try:
@@ -70,10 +71,19 @@ def main() -> int:
             os.write(pipe, f"{error!r}\n".encode())
 
     signal.signal(signal.SIGUSR1, tell)
-    if sys.argv[1] == "--impatient":
-        sys.argv.pop(1)
+    if impatient:
         sandbox.SILENCE, sandbox.START_SECONDS = 6.0, 60.0
         rendering.SECONDS = 1.0
+
+
+def main() -> int:
+    """Serve."""
+    pipe, impatient = int(sys.argv.pop(1)), sys.argv[1] == "--impatient"
+    del sys.argv[1 : 1 + impatient]
+    measured(pipe, impatient)
+    # The same pipe, which this process passes on to no other.
+    told = [f"/proc/{os.getpid()}/fd/{pipe}", str(int(impatient))]
+    serve.ENGINE = (sys.executable, "-m", "tests.chaos.engine_measured", *told)
     return console()
 
 

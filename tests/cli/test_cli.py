@@ -9,7 +9,8 @@ from statistics import median
 
 import pytest
 
-from forerun.cli.main import COMMANDS, main
+from forerun.cli.commands import COMMANDS
+from forerun.cli.main import main
 from forerun.cli.run import ROUNDS
 
 TOY = ["--model", "toy", "--kv-tokens", "8192"]
@@ -273,7 +274,7 @@ def test_doctor_describes_the_machine(capsys):
 
 def test_help_loads_nothing_heavy_and_is_quick():
     program = (
-        "import sys, forerun.cli.main as cli; cli.build_parser().format_help();"
+        "import sys, forerun.cli.command_line as cli; cli.build_parser().format_help();"
         "print([m for m in ('numpy','rich','torch','httpx','starlette') if m in sys.modules])"
     )
     done = subprocess.run(
@@ -325,11 +326,23 @@ def test_prove_with_everything(capsys):
     assert "speculation was at work" in err.replace("\n", " ")
 
 
+def test_nearly_nothing_is_imported_where_an_interrupt_would_be_a_traceback():
+    """All of Forerun that is loaded before `main` can turn it into a word."""
+    program = (
+        "import sys, forerun.cli.main; print(*sorted(m for m in sys.modules if 'forerun' in m))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", program], capture_output=True, check=False, text=True
+    )
+    own = "forerun forerun.cli forerun.cli.main forerun.errors forerun.version"
+    assert done.stdout.strip() == own, done.stderr
+
+
 def test_a_signal_while_the_command_line_is_built_is_no_traceback(monkeypatch, capsys):
     def interrupted():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("forerun.cli.main.build_parser", interrupted)
+    monkeypatch.setattr("forerun.cli.command_line.build_parser", interrupted)
     assert main(["serve"]) == 130
     assert capsys.readouterr().err.strip() == "interrupted"
 

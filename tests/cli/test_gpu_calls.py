@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bench import gpu
-from forerun.cli.main import COMMANDS
+from forerun.cli.commands import COMMANDS
 from forerun.executors.torch import model_runner
 from forerun.executors.torch.captured import executor as captured_executor
 from tests.parity.tape import Tape

@@ -10,8 +10,9 @@ import pytest
 from forerun.build import tuned
 from forerun.build.engine import load
 from forerun.build.tuned import Setting
+from forerun.cli.command_line import build_parser
 from forerun.cli.layers import settle
-from forerun.cli.main import build_parser, main
+from forerun.cli.main import main
 from forerun.errors import ConfigError
 from forerun.executors.torch.drafts.eagle import EagleHead
 from forerun.models.draft_config import head_for

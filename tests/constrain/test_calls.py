@@ -1,5 +1,6 @@
 """Grammars of answers with tool calls: what a model may say, and that the reader understands it."""
 
+import asyncio
 import json
 
 import pytest
@@ -122,8 +123,12 @@ def test_an_error_names_the_tool():
     field = "tools[1].function.parameters"
     tools = [TOOLS[0], Signature("bad", Grammar.json_schema(bad, field=field))]
     made = tool_rules(HERMES, tools, Calling(True, True))
+
+    async def compiled(grammar):
+        return compiler("bytes").compile(grammar)
+
     with pytest.raises(RequestError, match=r"tools\[1\].*properties\.a\.not") as error:
-        made.compiled(compiler("bytes").compile)
+        asyncio.run(made.compiled(compiled))
     assert error.value.field == field
 
 

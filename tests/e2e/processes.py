@@ -53,6 +53,20 @@ class Server:
         load = self.load()
         return load["running"] + load["waiting"] + load["pages_held"]
 
+    def own(self) -> list[int]:
+        """Ids of its own processes: HTTP, and the engine where that has one."""
+        return [self.process.pid, *self.children("engine", helpers=False)]
+
+    def children(self, kind: str = "", helpers: bool = True) -> list[int]:
+        """Ids of the processes that it or its engine has started, whose command line holds `kind`;
+        without `helpers`, of those that it itself has.
+        """
+        everybody = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+        parents = self.own() if helpers else [self.process.pid]
+        mine = [pid for pid in everybody if status(pid)[1:2] in ([str(id)] for id in parents)]
+        found = [pid for pid in mine if alive(pid) and kind in command_line(pid)]
+        return [pid for pid in found if pid not in parents]
+
     def connect(self, receive_buffer=None):
         sock = socket.socket()
         if receive_buffer is not None:
@@ -117,3 +131,23 @@ def read_until(sock, mark):
             break
         data += piece
     return data
+
+
+def command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+def alive(pid: int) -> bool:
+    """Whether it runs: neither gone nor a zombie."""
+    return status(pid)[:1] not in ([], ["Z"])
+
+
+def status(pid: int) -> list[str]:
+    """Its state, its parent's id and what else /proc says; nothing where it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.chaos.real_server import MANY, Real, strict
+from tests.chaos.real_server import MANY, strict
 from tests.constrain.test_remote_matcher import AMBIGUOUS
 from tests.e2e.processes import serving, wait_for
 from tests.e2e.test_structured import ASKED, CHAT, DENSE
@@ -16,7 +16,7 @@ COMPLETIONS = "/v1/completions"
 
 def children(server):
     """Ids of its matching processes."""
-    return Real.children(server, "matcher_worker")
+    return server.children("matcher_worker")
 
 
 def stats(server):

@@ -2,19 +2,27 @@
 
 What it takes beyond settings: a toy that needs `delay` seconds per step, loading that takes
 `load_seconds` or fails with `load_error`, an engine that dies of the token `poison`, a drafter
-that fails when it is asked for the `drafter_calls`-th time. Another `model` takes none of that.
+that fails when it is asked for the `drafter_calls`-th time, a file `steps` that grows by a byte
+per step. Another `model` takes none of that. The engine runs in a process of its own (toy_engine)
+unless the setting `engine_process` says no.
 """
 
 import json
 import logging
 import sys
 import time
+from functools import partial
+from pathlib import Path
 
 from forerun.build.engine import load
+from forerun.cli.main import EXIT_CODES
+from forerun.client.engine_process import EngineCommand
 from forerun.errors import ForerunError, ModelError
 from forerun.executors.toy import ToyExecutor
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.serve.server import run
+
+ENGINE = (sys.executable, "-m", "tests.e2e.toy_engine")
 
 
 class Poisoned(ToyExecutor):
@@ -22,8 +30,12 @@ class Poisoned(ToyExecutor):
 
     poison = -1
     dead = False
+    steps = None
 
     def begin(self, plan, trees, masks=None):
+        if self.steps is not None:
+            with Path(self.steps).open("ab") as file:
+                file.write(b".")
         self.dead = self.dead or self.poison in trees.tokens
         if self.dead:
             raise RuntimeError("the toy was poisoned")
@@ -47,30 +59,42 @@ def as_tuples(settings):
     return {name: tuple(v) if isinstance(v, list) else v for name, v in settings.items()}
 
 
+def load_toy(options):
+    """Load what the options say, wherever the engine runs."""
+    time.sleep(options.get("load_seconds", 0))
+    if "load_error" in options:
+        raise ModelError(options["load_error"])
+    loaded = load(config_of(options))
+    if not loaded.config.toy:
+        return loaded
+    executor = loaded.target.executor
+    executor.__class__ = Poisoned
+    executor.poison, executor.delay = options.get("poison", -1), options.get("delay", 0.0)
+    executor.steps = options.get("steps")
+    if "drafter_calls" in options:
+        failing(loaded.engine._parts.drafter, options["drafter_calls"])
+    return loaded
+
+
+def config_of(options):
+    return EngineConfig(model=options.get("model", "toy"), **options.get("config", {}))
+
+
+def configure_logs():
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
+
+
 def main(options):
     settings = ServeSettings(**{"port": 0, **as_tuples(options.get("settings", {}))})
-
-    def loader():
-        time.sleep(options.get("load_seconds", 0))
-        if "load_error" in options:
-            raise ModelError(options["load_error"])
-        model = options.get("model", "toy")
-        loaded = load(EngineConfig(model=model, **options.get("config", {})))
-        if model != "toy":
-            return loaded
-        executor = loaded.target.executor
-        executor.__class__ = Poisoned
-        executor.poison, executor.delay = options.get("poison", -1), options.get("delay", 0.0)
-        if "drafter_calls" in options:
-            failing(loaded.engine._parts.drafter, options["drafter_calls"])
-        return loaded
-
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
+    configure_logs()
+    source = EngineCommand(ENGINE, config_of(options), options)
+    if not settings.engine_process:
+        source = partial(load_toy, options)
     try:
-        run(loader, settings, lambda url: print(url, flush=True))
+        run(source, settings, lambda url: print(url, flush=True))
     except ForerunError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(3)
+        sys.exit(next(code for kind, code in EXIT_CODES if isinstance(error, kind)))
 
 
 if __name__ == "__main__":

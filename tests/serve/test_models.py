@@ -1,7 +1,11 @@
 """Several models in one server: loaded on demand, let go by memory and time, apart in failure."""
 
+import os
+import signal
+import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -9,10 +13,12 @@ from starlette.testclient import TestClient
 
 from forerun.build.engine import load
 from forerun.cli.several import in_folder, size_of, sources
+from forerun.client.engine_process import EngineCommand
 from forerun.errors import ConfigError, ModelError
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.serve.app import create_models_app
 from forerun.serve.models import Source
+from tests.e2e.processes import alive, wait_for
 
 
 class Shelf:
@@ -229,19 +235,48 @@ def test_the_end_closes_all():
     assert not any(loaded.engine.alive for loaded in shelf.open.values())
 
 
+def test_an_engine_that_is_killed_is_started_again_and_touches_no_other():
+    command = (sys.executable, "-m", "tests.e2e.toy_engine")
+    made = [
+        Source(name, (), 1000, EngineCommand(command, EngineConfig(model="toy"), {}))
+        for name in ("a", "b")
+    ]
+    with TestClient(
+        create_models_app(made, ServeSettings()), base_url="http://localhost"
+    ) as client:
+        text = ask(client, "a").json()["choices"][0]["text"]
+        assert ask(client, "b").status_code == 200
+        pids = client.get("/health").json()["engine_pids"]
+        assert len({os.getpid(), *pids.values()}) == 3
+        os.kill(pids["a"], signal.SIGKILL)
+        # Until the server has heard of it, a request that comes is told.
+        answers = []
+        assert wait_for(lambda: answers.append(ask(client, "a")) or answers[-1].status_code == 200)
+        assert {answer.json()["error"]["code"] for answer in answers[:-1]} <= {"engine_stopped"}
+        assert answers[-1].json()["choices"][0]["text"] == text
+        after = client.get("/health").json()["engine_pids"]
+        assert after["a"] != pids["a"] and after["b"] == pids["b"]
+        client.portal.call(client.app.state.service.close)
+        assert not any(map(alive, after.values()))
+
+
+def loading(config):
+    return partial(load, config)
+
+
 def test_a_folder_of_models_and_their_names(tmp_path):
     (tmp_path / "x.gguf").write_bytes(b"1234")
     (tmp_path / "y").mkdir()
     (tmp_path / "y" / "config.json").write_text("{}")
     (tmp_path / "y" / "model.safetensors").write_bytes(b"123")
     (tmp_path / "notes.txt").touch()
-    found = sources([*in_folder(tmp_path), "smollm2-135m"], EngineConfig(), load)
+    found = sources([*in_folder(tmp_path), "smollm2-135m"], EngineConfig(), loading)
     assert [(one.name, one.size) for one in found][:2] == [("x", 4), ("y", 3)]
     assert found[2].name == "smollm2-135m" and size_of("smollm2-135m") > 90_000_000
     with pytest.raises(ModelError, match="no model 'nonsense'"):
-        sources(["toy", "nonsense"], EngineConfig(), load)
+        sources(["toy", "nonsense"], EngineConfig(), loading)
     draft = EngineConfig(speculative_draft_model_path="d")
     with pytest.raises(ConfigError, match="--speculative-draft-model-path is of one model"):
-        sources(["toy", "smollm2-135m"], draft, load)
+        sources(["toy", "smollm2-135m"], draft, loading)
     with pytest.raises(ConfigError, match="holds no"):
         in_folder(tmp_path / "y")

@@ -6,7 +6,8 @@ import shlex
 
 import pytest
 
-from forerun.cli.main import COMMANDS, build_parser
+from forerun.cli.command_line import build_parser
+from forerun.cli.commands import COMMANDS
 from forerun.cli.verbs import SAME
 from tests.shape.tree import PACKAGE, ROOT, parsed, sources
 

@@ -5,7 +5,7 @@ Written in llguidance's Lark: a rule with `suffix` ends at the first occurrence 
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -65,15 +65,15 @@ class Rules:
     grammar: Grammar
     parts: tuple[Grammar, ...] = ()
 
-    def compiled(self, compile: Callable[[Grammar], Compiled]) -> Compiled:
+    async def compiled(self, compile: Callable[[Grammar], Awaitable[Compiled]]) -> Compiled:
         """The whole, compiled. Raises RequestError that names the part at fault, BusyError."""
         try:
-            return compile(self.grammar)
+            return await compile(self.grammar)
         except BusyError:
             raise
         except RequestError:
             for part in self.parts:
-                compile(part)
+                await compile(part)
             raise
 
     def on_one_line(self) -> "Rules":

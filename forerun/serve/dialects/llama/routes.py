@@ -24,8 +24,8 @@ async def props(request: Request) -> Response:
 
 async def slots(request: Request) -> Response:
     """GET /slots: places for sequences, and how many of them are taken."""
-    loaded = service_of(request).enter().loaded
-    running = loaded.engine.stats().load.running
+    served = service_of(request).enter()
+    loaded, running = served.loaded, (await served.engine.stats()).load.running
     return Json(
         [
             {

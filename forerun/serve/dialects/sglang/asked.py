@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from forerun.build.engine import Loaded
+from forerun.build.engine import Frontend
 from forerun.errors import RequestError
 from forerun.options.config import ServeSettings
 from forerun.serve.dialects.sglang.schema import GenerateBody, Prompts, SamplingParams
@@ -65,7 +65,7 @@ def unused_reports(body: GenerateBody, asked: tuple[Asked, ...]) -> tuple[str, .
     return (*told, "return_text_in_logprobs") if body.return_text_in_logprobs else told
 
 
-def made(asked: Asked, body: GenerateBody, loaded: Loaded, settings: ServeSettings) -> Generation:
+def made(asked: Asked, body: GenerateBody, loaded: Frontend, settings: ServeSettings) -> Generation:
     """What to ask of the engine for one text. Raises RequestError."""
     found = completion_generation(_plain(asked, body), loaded, settings)
     if not (asked.logprobs and asked.ids):

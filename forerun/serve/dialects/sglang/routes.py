@@ -7,7 +7,6 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from forerun.engine.maintenance import forget_prefixes
 from forerun.engine.stats import Stats
 from forerun.serve.answering import Json, generated, received, service_of
 from forerun.serve.dialects.sglang.generate import GenerateDialect
@@ -60,7 +59,7 @@ async def server_info(request: Request) -> Response:
     served = service.served()
     settings = asdict(service.settings)
     settings["api_keys"] = len(service.settings.api_keys)
-    stats = served.loaded.engine.stats()
+    stats = await served.engine.stats()
     return Json(
         {
             "version": __version__,
@@ -70,7 +69,7 @@ async def server_info(request: Request) -> Response:
             "settings": settings,
             **_sglang_names(served, stats),
             **served.loaded.info,
-            **served.loaded.engine.describe(),
+            **await served.engine.describe(),
             "stats": asdict(stats),
         }
     )
@@ -82,7 +81,7 @@ async def health_generate(request: Request) -> Response:
     served = service.enter()
     body = CompletionBody(prompt=((0,),), max_tokens=1, temperature=0.0)
     generation = completion_generation(body, served.loaded, service.settings)
-    events, engine = served.bridge.events(), served.loaded.engine
+    events, engine = served.events(), served.engine
     with GenerationSession(
         generation, engine, events, service.settings, request.receive
     ) as session:
@@ -98,7 +97,7 @@ async def ping(request: Request) -> Response:
 
 async def flush_cache(request: Request) -> Response:
     """GET or POST /flush_cache: forget all prefixes that no running sequence holds."""
-    forget_prefixes(service_of(request).enter().loaded.engine)
+    service_of(request).enter().engine.forget_prefixes()
     return PlainTextResponse("Prefixes that nobody holds are forgotten before the next step.\n")
 
 
@@ -123,9 +122,9 @@ async def load(request: Request) -> Response:
 
 async def get_load(request: Request) -> Response:
     """GET /get_load: sequences that run and wait, and tokens that they hold."""
-    loaded = service_of(request).enter().loaded
-    now = loaded.engine.stats().load
-    held = now.pages_held * loaded.config.page_size
+    served = service_of(request).enter()
+    now = (await served.engine.stats()).load
+    held = now.pages_held * served.loaded.config.page_size
     told = {"num_reqs": now.running + now.waiting, "num_waiting_reqs": now.waiting}
     return Json([{"dp_rank": 0, **told, "num_tokens": held}])
 

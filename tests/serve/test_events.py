@@ -1,13 +1,13 @@
-"""Mailboxes: order, merging, bounds, and one wake-up however much news there is."""
+"""The news of one HTTP request: order, merging, bounds."""
 
 import asyncio
-import threading
 
 import pytest
 
 from forerun.engine.request import Delta, Finish
+from forerun.errors import EngineError
 from forerun.interface.plan import TokenLogprobs
-from forerun.serve.bridge import MERGE_AT, Bridge, merged
+from forerun.serve.events import MERGE_AT, EventQueue, merged
 from forerun.types import RequestId
 from tests.counted import lines
 
@@ -21,19 +21,14 @@ def delta(text, index=0, finish=None, **more):
 
 
 def on_loop(scenario):
-    """Run `scenario(bridge, gaps)` on an event loop; gaps fills with what the bridge measures."""
+    """Run `scenario(queue)` on an event loop; it has a queue and fills `gaps` of it."""
 
     async def run():
         gaps = []
-        return await scenario(Bridge(asyncio.get_running_loop(), gaps.append), gaps)
+        queue = EventQueue(gaps.append)
+        return await scenario(queue, gaps)
 
     return asyncio.run(run())
-
-
-def in_thread(call):
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
 
 
 def test_merged_says_what_all_say():
@@ -52,12 +47,11 @@ def test_merged_says_what_all_say():
     assert second == news[1]
 
 
-def test_news_from_another_thread_wakes_the_reader():
-    async def scenario(bridge, gaps):
-        box = bridge.events()
+def test_news_wakes_the_reader():
+    async def scenario(box, gaps):
         reading = asyncio.create_task(box.take(60.0))
         await asyncio.sleep(0.01)
-        in_thread(lambda: box.put(delta("a")))
+        box.put(delta("a"))
         assert [news.text for news in await reading] == ["a"]
         assert await box.take(0.01) == []
 
@@ -67,9 +61,8 @@ def test_news_from_another_thread_wakes_the_reader():
 def test_stale_wake_ups_are_no_silence():
     """News taken without waiting leaves a wake-up behind; the next `take` must ignore it."""
 
-    async def scenario(bridge, gaps):
-        box = bridge.events()
-        in_thread(lambda: box.put(delta("a")))
+    async def scenario(box, gaps):
+        box.put(delta("a"))
         assert [news.text for news in await box.take(60.0)] == ["a"]
         loop = asyncio.get_running_loop()
         loop.call_later(0.05, box.put, delta("b"))
@@ -78,25 +71,20 @@ def test_stale_wake_ups_are_no_silence():
     on_loop(scenario)
 
 
-def test_one_wake_up_for_all_news_of_a_step():
-    async def scenario(bridge, gaps):
-        loop, calls = asyncio.get_running_loop(), []
-        real = loop.call_soon_threadsafe
-        loop.call_soon_threadsafe = lambda *args: calls.append(args) or real(*args)
-        boxes = [bridge.events() for _ in range(16)]
-        readers = [asyncio.create_task(box.take(60.0)) for box in boxes]
-        await asyncio.sleep(0)
-        in_thread(lambda: [box.put(delta("a")) for _ in range(4) for box in boxes])
-        assert len(calls) == 1
-        assert [news[0].text for news in await asyncio.gather(*readers)] == ["aaaa"] * 16
+def test_an_error_comes_after_the_news_before_it():
+    async def scenario(box, gaps):
+        box.put(delta("a"))
+        box.fail(EngineError("it is gone"))
+        assert [news.text for news in await box.take(60.0)] == ["a"]
+        with pytest.raises(EngineError, match="it is gone"):
+            await box.take(60.0)
 
     on_loop(scenario)
 
 
 @pytest.mark.parametrize("choices", [1, 100])
 def test_an_unread_mailbox_does_not_grow(choices):
-    async def scenario(bridge, gaps):
-        box = bridge.events()
+    async def scenario(box, gaps):
         for turn in range(50):
             for index in range(choices):
                 box.put(delta(chr(97 + turn % 26), index))
@@ -111,8 +99,7 @@ def test_an_unread_mailbox_does_not_grow(choices):
 def test_merging_costs_little():
     """20,000 deltas into a mailbox nobody reads: the last ones cost no more than the first."""
 
-    async def scenario(bridge, gaps):
-        box = bridge.events()
+    async def scenario(box, gaps):
         costs = [lines(lambda: [box.put(delta("a")) for _ in range(5000)]) for _ in range(4)]
         assert max(costs) < 1.1 * costs[0] < 5000 * 150
         assert len((await box.take(1.0))[0].text) == 20_000
@@ -121,8 +108,7 @@ def test_merging_costs_little():
 
 
 def test_close_ends_the_wait():
-    async def scenario(bridge, gaps):
-        box = bridge.events()
+    async def scenario(box, gaps):
         reading = asyncio.create_task(box.take(60.0))
         await asyncio.sleep(0.01)
         box.close()
@@ -132,8 +118,7 @@ def test_close_ends_the_wait():
 
 
 def test_gaps_are_those_of_one_choice():
-    async def scenario(bridge, gaps):
-        box = bridge.events()
+    async def scenario(box, gaps):
         box.put(delta("a", 0))
         box.put(delta("a", 1))
         assert gaps == []
@@ -144,12 +129,3 @@ def test_gaps_are_those_of_one_choice():
         assert box.last - box.first >= gaps[0]
 
     on_loop(scenario)
-
-
-def test_news_after_the_loop_has_ended_does_no_harm():
-    async def scenario(bridge, gaps):
-        return bridge.events()
-
-    box = on_loop(scenario)
-    box.put(delta("a"))
-    box.put(delta("b"))

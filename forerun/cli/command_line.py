@@ -1,0 +1,60 @@
+"""The whole command line as a parser, and what it makes of words.
+
+Flags are derived from the dataclasses in `options/config.py`.
+"""
+
+import argparse
+from collections.abc import Sequence
+
+from forerun.cli import verbs
+from forerun.cli.commands import COMMANDS, SHOWN
+from forerun.cli.layers import settle
+from forerun.cli.parser import Parser
+from forerun.options.aliases import OPTIONS
+from forerun.options.flags import add_aliases
+from forerun.version import __version__
+
+
+def parsed(words: Sequence[str]) -> argparse.Namespace | None:
+    """What a command line asks for, with what files and variables say beside it; None where it
+    names no command and is shown the help. Raises ConfigError.
+    """
+    parser = build_parser()
+    words = verbs.expanded(words)
+    passed_on = verbs.for_others(words)
+    arguments = parser.parse_args(words)
+    arguments.passed_on = passed_on
+    if arguments.command is None:
+        parser.print_help()
+        return None
+    settle(arguments)
+    return arguments
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = Parser(
+        prog="forerun",
+        description="LLM inference whose heart is speculative decoding: same text, only sooner.",
+    )
+    parser.add_argument("--version", action="version", version=f"forerun {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, (summary, flags) in COMMANDS.items():
+        words, examples = SHOWN.get(name, ("", ()))
+        told = "".join(f"\n    {line}" for line in examples)
+        command = commands.add_parser(
+            name,
+            help=summary,
+            usage=f"%(prog)s {words}[options]",
+            description=summary + (f"\n\nexamples:{told}" if told else ""),
+        )
+        flags(command)
+        if command.get_default("options"):
+            add_aliases(command, OPTIONS)
+            command.add_argument(
+                "--config",
+                metavar="FILE",
+                help="YAML file of option names and values; flags and FORERUN_* go before it",
+            )
+        command.add_argument("--json", action="store_true", help="print the result as JSON")
+    return parser

@@ -1,0 +1,43 @@
+"""The process of an engine that `forerun serve` starts: `python -m forerun.cli.engine_process FD`.
+
+What it says about loading goes to the server's standard error, in the server's words.
+"""
+
+import logging
+import sys
+from time import monotonic
+
+from forerun.build.engine import Loaded, load
+from forerun.cli.console import load_with_progress, plain_warnings
+from forerun.cli.probing import probed
+from forerun.cli.start_log import model_facts
+from forerun.client.engine_worker import run
+from forerun.client.messages import Start
+from forerun.options.config import EngineConfig
+from forerun.serve.logs import configure_logs
+
+log = logging.getLogger("forerun")
+
+
+def load_served(config: EngineConfig, probe: bool, as_log: bool) -> Loaded:
+    """Load a model for a server. as_log: what there is to say goes to the log, not to people.
+
+    Raises what `load` raises.
+    """
+    config = probed(config, probe)[0]
+    if as_log:
+        with plain_warnings(log.warning):
+            return load(config)
+    return load_with_progress(config)
+
+
+def load_started(start: Start) -> tuple[Loaded, dict[str, str]]:
+    """What the server's first message names. Raises what `load_served` raises."""
+    options, began = start.options, monotonic()
+    configure_logs(options["level"], options["format"])
+    loaded = load_served(start.config, options["probe"], options["format"] == "json")
+    return loaded, model_facts(loaded, began)
+
+
+if __name__ == "__main__":
+    sys.exit(run(int(sys.argv[1]), load_started))

@@ -1,0 +1,280 @@
+"""An engine in a process of its own: the server's side of it.
+
+The process ends when this one does, whatever ended it: the connection between them is gone then.
+"""
+
+import asyncio
+import itertools
+import logging
+import signal
+import socket
+import subprocess
+import weakref
+from asyncio import StreamReader, StreamWriter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from time import monotonic
+from typing import Any
+
+from forerun.client import messages
+from forerun.client.engine_client import Constraint, Sink, Sinks, call_soon
+from forerun.client.engine_worker import BEAT_SECONDS
+from forerun.constrain.grammar import Grammar
+from forerun.engine.request import Request
+from forerun.engine.stats import Stats
+from forerun.errors import EngineError, EngineLostError, ForerunError, RankError, RequestError
+from forerun.options.config import EngineConfig
+from forerun.types import RequestId
+
+CLOSE_SECONDS = 10.0
+"""What an engine has to end its step and release its memory before its process is killed."""
+
+SILENT_SECONDS = 10 * BEAT_SECONDS
+"""Without a sign of life for so long, a process counts as stuck since its last one."""
+
+ASK_SECONDS = 5.0
+"""How long counters of an engine that does not answer are waited for; then the last ones stand."""
+
+log = logging.getLogger("forerun.serve")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCommand:
+    """How the process of an engine is started.
+
+    command  what starts it; the number of its end of the connection is added as an argument
+    options  for it: see Start
+    arrived  is told what was loaded, in sentences for people, once it is
+    """
+
+    command: tuple[str, ...]
+    config: EngineConfig
+    options: dict[str, Any]
+    arrived: Callable[[dict[str, str]], None] = lambda _: None
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class RemoteGrammar:
+    """A grammar that the other process keeps under a number for as long as this object lives. See
+    Constraint.
+    """
+
+    number: int
+    unenforced: tuple[str, ...]
+
+
+class EngineProcess:
+    """An EngineClient; `open` makes it. On the event loop."""
+
+    def __init__(
+        self, process: "subprocess.Popen[bytes]", reader: StreamReader, writer: StreamWriter
+    ) -> None:
+        self.pid = process.pid
+        self.lost = asyncio.Event()
+        self.loss: EngineError | None = None
+        self._process, self._writer = process, writer
+        self._sinks = Sinks()
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = itertools.count()
+        self._condition = messages.Condition()
+        self._heard = monotonic()
+        self._closing = False
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[messages.Ready] = self._loop.create_future()
+        self._reading = self._loop.create_task(self._read(reader))
+        self.last_stats: Stats
+
+    @classmethod
+    async def open(cls, start: EngineCommand) -> tuple["EngineProcess", messages.Ready]:
+        """Start the process and wait until it has loaded the model.
+
+        Raises what loading raised, EngineLostError where the process ended first.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = _started(start.command, theirs)
+        reader, writer = await asyncio.open_connection(sock=ours)
+        found = cls(process, reader, writer)
+        found._send(messages.Start(start.config, start.options))
+        try:
+            ready = await asyncio.shield(found._ready)
+            await found.stats()
+        except BaseException:
+            await found.close()
+            raise
+        return found, ready
+
+    @property
+    def alive(self) -> bool:
+        """See EngineClient."""
+        return self._condition.alive and not self._closing and self.loss is None
+
+    @property
+    def fault(self) -> str | None:
+        """See EngineClient."""
+        return self._condition.fault
+
+    @property
+    def step_began(self) -> float | None:
+        """See EngineClient."""
+        silent = monotonic() - self._heard > SILENT_SECONDS
+        return self._heard if silent else self._condition.step_began
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """See EngineClient; what the engine says against it comes to the sink."""
+        if self.loss is not None or self._closing:
+            raise self.loss or EngineError("The engine was shut down; it takes no more requests.")
+        grammar = request.grammar
+        number = grammar.number if isinstance(grammar, RemoteGrammar) else grammar
+        self._send(messages.Submit(replace(request, grammar=number)))
+        self._sinks.add(request, sink)
+
+    def abort(self, request: RequestId) -> None:
+        """See EngineClient."""
+        self._send(messages.Abort(request))
+
+    async def compile(self, grammar: Grammar, client: str) -> Constraint:
+        """See EngineClient."""
+        number = next(self._numbers)
+        try:
+            found = await self._asked(number, messages.Compile(number, grammar, client))
+        except UnicodeEncodeError as error:
+            message = f"{grammar.field} has a lone surrogate; send valid Unicode"
+            raise RequestError(message, grammar.field) from error
+        except asyncio.CancelledError:
+            self._send(messages.Forget(number))
+            raise
+        constraint = RemoteGrammar(number, found.unenforced)
+        # A collection of garbage may run on any thread.
+        forget = partial(call_soon, self._loop, partial(self._send, messages.Forget(number)))
+        weakref.finalize(constraint, forget).atexit = False
+        return constraint
+
+    async def stats(self) -> Stats:
+        """See EngineClient. Of an engine that does not answer the last that are known."""
+        with suppress(TimeoutError, EngineError):
+            await self._told()
+        return self.last_stats
+
+    async def describe(self) -> dict[str, Any]:
+        """See EngineClient. Raises EngineError where it does not answer."""
+        try:
+            return (await self._told()).about
+        except TimeoutError:
+            raise EngineError("The engine's process does not answer.") from None
+
+    def forget_prefixes(self) -> None:
+        """See EngineClient."""
+        self._send(messages.ForgetPrefixes())
+
+    async def close(self) -> None:
+        """See EngineClient. A process that does not end in time is killed."""
+        self._closing = True
+        self._send(messages.Shutdown())
+        killing = self._loop.call_later(CLOSE_SECONDS, self._kill)
+        await asyncio.shield(self._reading)
+        killing.cancel()
+        self._writer.close()
+
+    def _kill(self) -> None:
+        if self._process.poll() is None:
+            log.warning("the engine's process (%d) does not end: killing it", self.pid)
+            self._process.kill()
+
+    async def _told(self) -> messages.Told:
+        call = next(self._numbers)
+        async with asyncio.timeout(ASK_SECONDS):
+            told: messages.Told = await self._asked(call, messages.Ask(call))
+        self.last_stats = told.stats
+        return told
+
+    async def _asked(self, call: int, message: messages.ToEngine) -> Any:
+        """The answer to a call. Raises what the engine raised, EngineLostError."""
+        if self.loss is not None:
+            raise self.loss
+        self._calls[call] = self._loop.create_future()
+        try:
+            self._send(message)
+            return await self._calls[call]
+        finally:
+            del self._calls[call]
+
+    def _send(self, message: messages.ToEngine) -> None:
+        """Raises UnicodeEncodeError."""
+        data = messages.encode(message)
+        if not self._writer.is_closing():
+            self._writer.write(len(data).to_bytes(4) + data)
+
+    async def _read(self, reader: StreamReader) -> None:
+        """Until the process ends."""
+        with suppress(asyncio.IncompleteReadError, OSError):
+            while True:
+                size = int.from_bytes(await reader.readexactly(4))
+                self._hear(messages.from_engine(await reader.readexactly(size)))
+        killing = self._loop.call_later(CLOSE_SECONDS, self._kill)
+        self._lose(await asyncio.to_thread(self._process.wait))
+        killing.cancel()
+
+    def _hear(self, message: messages.FromEngine) -> None:
+        self._heard = monotonic()
+        match message:
+            case messages.News(deltas, condition):
+                self._condition = condition
+                self._sinks.deliver(deltas)
+            case messages.Refused(request, problem):
+                self._sinks.drop(request, _ours(problem.error()))
+            case messages.Compiled(call) | messages.Told(call):
+                self._answer(call, lambda future: future.set_result(message))
+            case messages.Failed(call, problem):
+                self._answer(call, lambda future: future.set_exception(problem.error()))
+            case messages.Lost(problem):
+                self._lost_by(RankError(str(problem.error())))
+            case messages.Ready():
+                self._ready.set_result(message)
+            case messages.NotLoaded(problem):
+                self._ready.set_exception(problem.error())
+
+    def _answer(self, call: int, settle: Callable[["asyncio.Future[Any]"], None]) -> None:
+        future = self._calls.get(call)
+        if future is not None and not future.done():
+            settle(future)
+
+    def _lose(self, code: int) -> None:
+        """The process has ended: nobody waits for it any more."""
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+        how += ", perhaps for want of memory" if code == -signal.SIGKILL else ""
+        loss = EngineLostError(f"The engine's process {how}; see the server's log.")
+        self._sinks.fail(loss)
+        if not self._ready.done():
+            self._ready.set_exception(loss)
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(loss)
+        self._lost_by(loss)
+
+    def _lost_by(self, loss: EngineError) -> None:
+        """No step can run any more, for the first reason that is known."""
+        if not self._closing and self.loss is None:
+            self.loss = loss
+            self.lost.set()
+
+
+def _started(command: Sequence[str], connection: socket.socket) -> "subprocess.Popen[bytes]":
+    """In a session of its own: a terminal's interrupt is for the server, which ends the engine."""
+    fd, null = connection.fileno(), subprocess.DEVNULL
+    try:
+        return subprocess.Popen(
+            [*command, str(fd)],
+            stdin=null,
+            stdout=null,
+            pass_fds=(fd,),
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise EngineError(f"the engine's process cannot be started: {error}") from error
+
+
+def _ours(error: ForerunError | ImportError) -> ForerunError:
+    return error if isinstance(error, ForerunError) else EngineError(str(error))

@@ -1,0 +1,194 @@
+"""An engine in a process of its own: the engine's side of it.
+
+Its threads: the engine's own; one that hears, for which every message is a call that does not
+block; one that sends, since the engine never waits for who reads; those that compile grammars.
+"""
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from queue import Empty, SimpleQueue
+
+from forerun.build.engine import Loaded
+from forerun.client import messages
+from forerun.constrain.isolation.compile import MAX_WAITING
+from forerun.constrain.matcher.matcher import Compiled
+from forerun.engine.maintenance import forget_prefixes
+from forerun.engine.request import Delta
+from forerun.errors import EngineError, ForerunError, RankError
+
+BEAT_SECONDS = 0.5
+"""Between two signs of life while there is no news."""
+
+NOT_LOADED, SERVER_GONE = 3, 7
+"""Exit codes: the model cannot be loaded (the server says why); the server's process ended."""
+
+Load = Callable[[messages.Start], tuple[Loaded, dict[str, str]]]
+"""Loads what the first message names; also what was loaded, in sentences for people."""
+
+log = logging.getLogger("forerun.engine")
+
+
+def run(fd: int, load: Load) -> int:
+    """Be the engine of the server at the other end of file descriptor `fd`. The exit code.
+
+    Signals that end a server are for the server, which then ends this process. Where the server is
+    gone, so is this process, at once: nothing of it outlives it.
+    """
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(name, signal.SIG_IGN)
+    connection = Connection(fd)
+    start = messages.to_engine(connection.recv_bytes())
+    assert isinstance(start, messages.Start)
+    worker = _Worker(connection)
+    threading.Thread(target=worker.hear, name="forerun-hear", daemon=True).start()
+    try:
+        loaded, facts = load(start)
+    except (ForerunError, ImportError) as error:
+        connection.send_bytes(messages.encode(messages.NotLoaded(messages.Problem.of(error))))
+        return NOT_LOADED
+    except Exception as error:
+        log.exception("the model could not be loaded")
+        message = f"The model could not be loaded: {error or type(error).__name__}"
+        connection.send_bytes(
+            messages.encode(messages.NotLoaded(messages.Problem.of(EngineError(message))))
+        )
+        return NOT_LOADED
+    worker.serve(loaded, facts)
+    return 0
+
+
+class _Worker:
+    """The engine and its connection."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._outbox: SimpleQueue[list[Delta] | messages.FromEngine | None] = SimpleQueue()
+        self._news: list[Delta] = []
+        self._grammars: dict[int, Compiled | None] = {}
+        self._compiling = ThreadPoolExecutor(MAX_WAITING + 1, "forerun-compile")
+        self._ending = threading.Event()
+        self._loaded: Loaded | None = None
+
+    def serve(self, loaded: Loaded, facts: dict[str, str]) -> None:
+        """Say what is loaded, and serve it until the server has had enough."""
+        self._loaded = loaded
+        loaded.engine.listen(self._turned)
+        loaded.engine.when_lost(self._lost)
+        if loaded.chat is not None:
+            loaded.chat.close()  # The server renders.
+        self._outbox.put(
+            messages.Ready(
+                loaded.name,
+                loaded.context,
+                loaded.config,
+                loaded.info,
+                dict(loaded.sampling),
+                facts,
+            )
+        )
+        sending = threading.Thread(target=self._send, name="forerun-send", daemon=True)
+        sending.start()
+        self._ending.wait()
+        loaded.engine.shutdown()
+        self._outbox.put(None)
+        sending.join()
+        self._compiling.shutdown(wait=False, cancel_futures=True)
+        loaded.close()
+
+    # --- the thread that hears -------------------------------------------------------------
+
+    def hear(self) -> None:
+        """Until the server is gone."""
+        try:
+            while True:
+                self._do(messages.to_engine(self._connection.recv_bytes()))
+        except (EOFError, OSError):
+            log.warning("the server's process has ended: so does the engine's")
+        except Exception:
+            log.exception("the engine's process failed")
+        os._exit(SERVER_GONE)
+
+    def _do(self, message: messages.ToEngine) -> None:
+        if isinstance(message, messages.Shutdown):
+            if self._loaded is None:
+                os._exit(0)
+            self._ending.set()
+            return
+        assert self._loaded is not None, "the server speaks before it was told what is loaded"
+        engine = self._loaded.engine
+        match message:
+            case messages.Submit():
+                self._submit(message, self._loaded)
+            case messages.Abort(request):
+                engine.abort(request)
+            case messages.Compile():
+                self._grammars[message.call] = None
+                self._compiling.submit(self._compile, message, self._loaded)
+            case messages.Forget(number):
+                self._grammars.pop(number, None)
+            case messages.ForgetPrefixes():
+                forget_prefixes(engine)
+            case messages.Ask(call):
+                self._outbox.put(messages.Told(call, engine.stats(), engine.describe()))
+
+    def _submit(self, message: messages.Submit, loaded: Loaded) -> None:
+        request = message.request
+        try:
+            if request.grammar is not None:
+                request = replace(request, grammar=self._grammars[request.grammar])
+            loaded.engine.submit(request, self._news.append)
+        except ForerunError as error:
+            self._outbox.put(messages.Refused(request.id, messages.Problem.of(error)))
+
+    # --- other threads ---------------------------------------------------------------------
+
+    def _compile(self, message: messages.Compile, loaded: Loaded) -> None:
+        try:
+            found = loaded.target.compile(message.grammar, message.client)
+        except ForerunError as error:
+            self._grammars.pop(message.call, None)
+            self._outbox.put(messages.Failed(message.call, messages.Problem.of(error)))
+            return
+        except Exception as error:
+            log.exception("a grammar could not be compiled")
+            failed = EngineError(f"{type(error).__name__}: {error}")
+            self._grammars.pop(message.call, None)
+            self._outbox.put(messages.Failed(message.call, messages.Problem.of(failed)))
+            return
+        if message.call in self._grammars:  # Nobody may have waited for it.
+            self._grammars[message.call] = found
+        self._outbox.put(messages.Compiled(message.call, found.unenforced))
+
+    def _lost(self, why: str) -> None:
+        self._outbox.put(messages.Lost(messages.Problem.of(RankError(why))))
+
+    def _turned(self) -> None:
+        """On the engine's thread: the news of a step goes in one message."""
+        if self._news:
+            deltas = self._news.copy()
+            self._news.clear()
+            self._outbox.put(deltas)
+
+    def _send(self) -> None:
+        """Whatever lies there, until the end; a sign of life where nothing does for a while."""
+        assert self._loaded is not None
+        engine = self._loaded.engine
+        with suppress(OSError):  # The server is gone: who hears knows what to do.
+            while True:
+                try:
+                    message = self._outbox.get(timeout=BEAT_SECONDS)
+                except Empty:
+                    message = []
+                if message is None:
+                    return
+                if isinstance(message, list):
+                    condition = messages.Condition(engine.alive, engine.fault, engine.step_began)
+                    message = messages.News(message, condition)
+                self._connection.send_bytes(messages.encode(message))

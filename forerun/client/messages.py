@@ -1,0 +1,227 @@
+"""What crosses between a server and an engine in a process of its own: typed values as msgpack.
+
+One message is one frame of multiprocessing.connection: four bytes of length, then msgpack. Only
+Forerun's own two processes ever read it.
+"""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from forerun.constrain.grammar import Grammar
+from forerun.engine.request import Delta, Request
+from forerun.engine.stats import Stats
+from forerun.errors import (
+    BusyError,
+    ConfigError,
+    ContextError,
+    DownloadError,
+    EngineError,
+    ForerunError,
+    MemoryPlanError,
+    ModelError,
+    RankError,
+    RequestError,
+    WorkerError,
+)
+from forerun.options.config import EngineConfig
+from forerun.types import Ints, RequestId
+
+
+class Problem(msgspec.Struct):
+    """A ForerunError, or the ImportError of an extra that is not installed.
+
+    kind    name of its class, or of the nearest above it that all know
+    fields  its attributes beside the message
+    """
+
+    kind: str
+    message: str
+    fields: dict[str, Any]
+
+    @classmethod
+    def of(cls, error: ForerunError | ImportError) -> "Problem":
+        """What crosses in its place."""
+        if isinstance(error, ImportError):
+            return cls("ImportError", str(error), {"name": error.name})
+        names = (kind.__name__ for kind in type(error).__mro__)
+        kind = next(name for name in names if name in _KINDS)
+        return cls(kind, str(error), dict(vars(error)))
+
+    def error(self) -> ForerunError | ImportError:
+        """The error again."""
+        if self.kind == "ImportError":
+            return ImportError(self.message, name=self.fields["name"])
+        made = _KINDS[self.kind](self.message)
+        vars(made).update(self.fields)
+        return made
+
+
+_KINDS: dict[str, type[ForerunError]] = {
+    kind.__name__: kind
+    for kind in (
+        ForerunError,
+        ModelError,
+        DownloadError,
+        RequestError,
+        ContextError,
+        BusyError,
+        WorkerError,
+        MemoryPlanError,
+        ConfigError,
+        EngineError,
+        RankError,
+    )
+}
+
+
+# --- to the engine ---------------------------------------------------------------------------
+
+
+class Start(msgspec.Struct, tag=True):
+    """The first message: what to load. options: of the program that loads it."""
+
+    config: EngineConfig
+    options: dict[str, Any]
+
+
+class Submit(msgspec.Struct, tag=True):
+    """Engine.submit. The request's grammar is the number of a `Compile`."""
+
+    request: Request
+
+
+class Abort(msgspec.Struct, tag=True):
+    """Engine.abort."""
+
+    request: RequestId
+
+
+class Compile(msgspec.Struct, tag=True):
+    """Compile a grammar and keep it under the number `call`, until `Forget`."""
+
+    call: int
+    grammar: Grammar
+    client: str
+
+
+class Forget(msgspec.Struct, tag=True):
+    """Nobody will ask for this grammar any more."""
+
+    grammar: int
+
+
+class ForgetPrefixes(msgspec.Struct, tag=True):
+    """Forget all pages that no running sequence holds."""
+
+
+class Ask(msgspec.Struct, tag=True):
+    """Engine.stats and Engine.describe."""
+
+    call: int
+
+
+class Shutdown(msgspec.Struct, tag=True):
+    """End all requests, release the model, end the process."""
+
+
+# --- from the engine -------------------------------------------------------------------------
+
+
+class Ready(msgspec.Struct, tag=True):
+    """The model is loaded. Fields as in Loaded; facts: what runs, in sentences for people."""
+
+    name: str
+    context: int
+    config: EngineConfig
+    info: dict[str, Any]
+    sampling: dict[str, float]
+    facts: dict[str, str]
+
+
+class NotLoaded(msgspec.Struct, tag=True):
+    """It cannot be loaded; the process ends."""
+
+    problem: Problem
+
+
+class Condition(msgspec.Struct, frozen=True):
+    """How an engine is. See the properties of Engine of the same names.
+
+    step_began  on the monotonic clock, which all processes of a machine share
+    """
+
+    alive: bool = True
+    fault: str | None = None
+    step_began: float | None = None
+
+
+class News(msgspec.Struct, tag=True):
+    """The deltas of one step, or of several where this side was behind; a sign of life where there
+    are none.
+
+    condition  of the engine when this was sent
+    """
+
+    deltas: list[Delta]
+    condition: Condition
+
+
+class Refused(msgspec.Struct, tag=True):
+    """What `Engine.submit` raised."""
+
+    request: RequestId
+    problem: Problem
+
+
+class Compiled(msgspec.Struct, tag=True):
+    """Answers Compile."""
+
+    call: int
+    unenforced: tuple[str, ...]
+
+
+class Told(msgspec.Struct, tag=True):
+    """Answers Ask. about: what Engine.describe says."""
+
+    call: int
+    stats: Stats
+    about: dict[str, Any]
+
+
+class Lost(msgspec.Struct, tag=True):
+    """A process that shares the model is gone: see Engine.when_lost. problem: a RankError."""
+
+    problem: Problem
+
+
+class Failed(msgspec.Struct, tag=True):
+    """Answers a call that raised."""
+
+    call: int
+    problem: Problem
+
+
+ToEngine = Start | Submit | Abort | Compile | Forget | ForgetPrefixes | Ask | Shutdown
+FromEngine = Ready | NotLoaded | News | Refused | Compiled | Told | Failed | Lost
+
+
+def _plain(value: Any) -> Any:
+    """Token ids as bytes, NumPy's numbers as Python's."""
+    if isinstance(value, np.ndarray):
+        return np.asarray(value, np.int32).tobytes()
+    if isinstance(value, np.generic):
+        return value.item()
+    raise NotImplementedError(f"{type(value).__name__} does not cross between processes")
+
+
+def _array(kind: Any, value: Any) -> Ints:
+    return np.frombuffer(value, np.int32)
+
+
+encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
+"""Bytes of a message. Raises UnicodeEncodeError for a lone surrogate."""
+
+to_engine = msgspec.msgpack.Decoder[ToEngine](ToEngine, dec_hook=_array).decode
+from_engine = msgspec.msgpack.Decoder[FromEngine](FromEngine, dec_hook=_array).decode

@@ -1,0 +1,161 @@
+"""An engine in a process of its own, without a server."""
+
+import asyncio
+import sys
+
+import numpy as np
+import pytest
+
+from forerun.client import messages
+from forerun.client.completion import make_request
+from forerun.client.engine_process import EngineCommand, EngineProcess
+from forerun.client.engine_worker import _Worker
+from forerun.constrain.grammar import Grammar
+from forerun.engine.request import Delta, Finish, SpeculationStats
+from forerun.engine.trace import DraftRow, StepTrace
+from forerun.errors import (
+    BusyError,
+    ContextError,
+    EngineError,
+    EngineLostError,
+    ModelError,
+    RequestError,
+)
+from forerun.interface.plan import TokenLogprobs
+from forerun.options.config import EngineConfig
+from forerun.speculative.tree import DraftSource
+from forerun.types import RequestId
+from tests.cli.toys import toy_loaded
+
+TOY = EngineConfig(model="toy")
+HI = np.array([72, 105], np.int32)
+
+
+def command(**options):
+    return EngineCommand((sys.executable, "-m", "tests.e2e.toy_engine"), TOY, options)
+
+
+class Heard:
+    """A Sink that remembers; `ended` is set by the last delta, or an error."""
+
+    def __init__(self):
+        self.text, self.error, self.ended = "", None, asyncio.Event()
+
+    def put(self, delta):
+        self.text += delta.text
+        if delta.finish is not None:
+            self.ended.set()
+
+    def fail(self, error):
+        self.error = error
+        self.ended.set()
+
+
+def test_what_crosses_comes_out_as_it_went_in():
+    request = make_request(
+        HI, (257,), seed=2**64 - 1, logit_bias=((3, -100.0),), stop=("a", "b"), n=3, logprobs=2
+    )
+    found = messages.to_engine(messages.encode(messages.Submit(request))).request
+    assert found.prompt.tolist() == request.prompt.tolist() and found.prompt.dtype == np.int32
+    assert (found.sampling, found.stopping, found.n) == (request.sampling, request.stopping, 3)
+    row = DraftRow([5, 6], [-1, 0], [1, 2], [0.5, 0.25], [DraftSource.NGRAM] * 2, [0, 1])
+    delta = Delta(
+        RequestId("one"),
+        1,
+        "h\u00e9",
+        (1, 2),
+        (TokenLogprobs(1, -0.1, ((1, -0.1), (7, -2.5))),),
+        (TokenLogprobs(2, float("-inf")),),
+        Finish.STOP,
+        257,
+        SpeculationStats(3, 4, 2, (1, 2), "why"),
+        16,
+        trace=(StepTrace(0, 0, (1, 2), row, 0, 4, "why", 1.5),),
+    )
+    sent = messages.News([delta], messages.Condition(True, "off", 1.0))
+    assert messages.from_engine(messages.encode(sent)) == sent
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ContextError("too long", "prompt", 5, 6, 7),
+        BusyError("wait", 3.0),
+        RequestError("no", "seed"),
+        ModelError("bad"),
+        EngineError("gone"),
+        ImportError("no torch", name="torch"),
+    ],
+)
+def test_an_error_comes_out_as_it_went_in(error):
+    found = messages.Problem.of(error).error()
+    assert type(found) is type(error) and str(found) == str(error)
+    assert vars(found) == vars(error)
+
+
+def test_a_request_an_abort_a_grammar_and_the_end():
+    async def scenario():
+        engine, ready = await EngineProcess.open(command(delay=0.001))
+        assert ready.name == "toy" and engine.alive and engine.fault is None
+        heard = Heard()
+        engine.submit(make_request(HI, max_tokens=5), heard)
+        await heard.ended.wait()
+        assert heard.text == "djell"
+        gone, request = Heard(), make_request(HI, max_tokens=3000)
+        engine.submit(request, gone)
+        engine.abort(request.id)
+        await gone.ended.wait()
+        constraint = await engine.compile(Grammar.regex("(ab){3}", "regex"), "me")
+        held = Heard()
+        engine.submit(make_request(HI, (257,), max_tokens=20, grammar=constraint), held)
+        await held.ended.wait()
+        assert held.text == "ababab"
+        with pytest.raises(RequestError, match="regex") as error:
+            await engine.compile(Grammar.regex("(ab", "regex"), "me")
+        assert error.value.field == "regex"
+        refused = Heard()
+        engine.submit(make_request(HI, max_tokens=10**6), refused)
+        await refused.ended.wait()
+        assert isinstance(refused.error, ContextError) and refused.error.asked == 10**6
+        stats = await engine.stats()
+        assert stats.finished[Finish.ABORT] == 1 and stats.load.pages_held == 0
+        running = Heard()
+        engine.submit(make_request(HI, max_tokens=3000), running)
+        await engine.close()
+        assert running.ended.is_set() and not engine.alive and engine.loss is None
+
+    asyncio.run(scenario())
+
+
+def test_what_cannot_be_loaded_is_the_same_error_here():
+    with pytest.raises(ModelError, match="no such model"):
+        asyncio.run(EngineProcess.open(command(load_error="no such model")))
+
+
+def test_a_process_that_ends_is_an_error_of_whoever_waits():
+    async def scenario():
+        engine, _ = await EngineProcess.open(command(delay=0.01))
+        heard = Heard()
+        engine.submit(make_request(HI, max_tokens=3000), heard)
+        engine._process.kill()
+        await heard.ended.wait()
+        assert isinstance(heard.error, EngineLostError) and engine.lost.is_set()
+        assert not engine.alive and (await engine.stats()).load.running == 0
+        with pytest.raises(EngineLostError, match="SIGKILL"):
+            engine.submit(make_request(HI, max_tokens=3), heard)
+        with pytest.raises(EngineLostError):
+            await engine.compile(Grammar.regex("a", "regex"), "me")
+        await engine.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_grammar_that_nobody_has_any_more_is_forgotten():
+    with toy_loaded() as loaded:
+        worker = _Worker(None)
+        worker._loaded = loaded
+        worker._do(messages.Compile(7, Grammar.regex("a+", "regex"), "me"))
+        assert isinstance(worker._outbox.get(), messages.Compiled)
+        assert list(worker._grammars) == [7]
+        worker._do(messages.Forget(7))
+        assert worker._grammars == {}

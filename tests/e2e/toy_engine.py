@@ -1,0 +1,15 @@
+"""The process of a toy server's engine: `python -m tests.e2e.toy_engine FD`."""
+
+import sys
+
+from forerun.client.engine_worker import run
+from tests.e2e.toy_server import configure_logs, load_toy
+
+
+def load(start):
+    configure_logs()
+    return load_toy(start.options), {}
+
+
+if __name__ == "__main__":
+    sys.exit(run(int(sys.argv[1]), load))
