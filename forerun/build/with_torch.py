@@ -67,10 +67,16 @@ def _needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint) -> 
 def _rank_needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint) -> Needs:
     """What each rank asks of its device. Raises ConfigError where the model cannot be shared so."""
     check_divides(arch, config.tp_size)
-    tp = TensorParallel(0, config.tp_size)
-    part = tp.architecture(arch)
-    needs = dense_needs(config, part, checkpoint)
-    weights = needs.weights // part.parameters * tp.parameters(arch)
+    needs = dense_needs(config, TensorParallel(0, config.tp_size).architecture(arch), checkpoint)
+    # Embedding and head are counted as a whole there; each rank has its tokens' rows. Where a draft
+    # borrows them, rank 0 has the whole of both too.
+    ends = 1 if arch.tied_head else 2
+    copies = ends + (arch.tied_head and config.device == "cpu" and config.dtype == "float32")
+    matrix = ITEM_BYTES[config.dtype] * arch.vocab * arch.hidden
+    weights = needs.weights - copies * (matrix - matrix // config.tp_size)
+    named = config.speculative_draft_model_path not in (None, "none")
+    if config.speculates and config.algorithm.model and (named or config.algorithm.name == "NEXTN"):
+        weights += ends * matrix
     # Rows of logits of its own tokens, and whole ones of rows that are decided on the host.
     return replace(
         needs, weights=weights, per_scored=4 * arch.vocab * (config.tp_size + 1) // config.tp_size

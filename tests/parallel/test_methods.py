@@ -41,11 +41,9 @@ def said(target, config, trial, temperature, group):
         np.concatenate([requests[index].prompt, item.tokens]).tolist()
         for index, item in zip(done.prompts, done.done, strict=True)
     ]
-    logprobs = [
-        [(e.token, round(e.logprob, 2), len(e.top)) for e in item.logprobs] for item in done.done
-    ]
+    logprobs = [e.logprob for item in done.done for e in item.logprobs]
     accepted = sum(item.stats.accepted for item in done.done)
-    return (tokens, logprobs), texts, accepted
+    return tokens, logprobs, texts, accepted
 
 
 def compared(made, method, size, shapes=("chain", "tree"), trials=TRIALS, temperatures=(0.0, 0.8)):
@@ -57,17 +55,18 @@ def compared(made, method, size, shapes=("chain", "tree"), trials=TRIALS, temper
         for name, trial in trials.items():
             for temperature in temperatures:
                 off = alone.config
-                expected, texts, _ = said(alone, off, trial, temperature, 1)
+                expected, of_one, texts, _ = said(alone, off, trial, temperature, 1)
                 target = shared
                 if shared.draft_model is not None:
                     model = Hinted(shared.draft_model, (), 0)
                     model._texts = texts
                     target = replace(shared, draft_model=model)
                 for shape in shapes:
-                    found, _, more = said(
+                    found, logprobs, _, more = said(
                         target, shaped(shared.config, shape), trial, temperature, trial.group
                     )
                     assert found == expected, (name, temperature, shape)
+                    np.testing.assert_allclose(logprobs, of_one, atol=1e-3)
                     accepted += more
     finally:
         alone.close()

@@ -1,0 +1,62 @@
+"""Two ranks write what one process writes, whatever the layers are: windows, caps, biases, norms,
+sinks, latent attention, experts, shared experts, scales.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from forerun.executors.torch import TorchExecutor
+from forerun.executors.torch.model_runner import TorchOptions
+from forerun.executors.torch.parallel.executor import ParallelExecutor
+from forerun.models.arch import FAMILIES
+from forerun.models.folder import FolderCheckpoint
+from forerun.speculative.sampling import Sampling
+from tests.models import tiny
+from tests.parity.driver import Driver, Row, limits
+
+ABLE = [name for name in FAMILIES if name != "olmo2"]
+"""OLMo 2 norms its queries over all heads at once."""
+FAST = ("deepseek_v3", "gpt_oss")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def texts(executor, vocab):
+    """A greedy text and a sampled one, of 12 tokens each; and their log-probabilities."""
+    random, tokens, logprobs = np.random.default_rng(1), [], []
+    with Driver(executor) as driver:
+        for slot, temperature in enumerate((0.0, 1.0)):
+            sampling = Sampling(temperature=temperature, seed=slot, logprobs=2)
+            driver.open(slot, random.integers(0, vocab, 30 + slot), sampling)
+        for _ in range(12):
+            step = driver.step([Row(0), Row(1)])
+            tokens.append((step.emitted(0), step.emitted(1)))
+            logprobs += [e.logprob for row in step.outcome.logprobs for e in row]
+    return tokens, logprobs
+
+
+@pytest.mark.parametrize(
+    "family",
+    [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in ABLE],
+)
+def test_every_family_writes_the_same(tmp_path, family):
+    checkpoint = FolderCheckpoint(tiny.save_folder(tiny.model(family), tmp_path))
+    arch = checkpoint.architecture
+    room = replace(limits(arch.vocab), context=min(256, arch.context))
+    shared = ParallelExecutor(checkpoint, room, TorchOptions(), 2, threads=1)
+    try:
+        tokens, logprobs = texts(shared, arch.vocab)
+    finally:
+        shared.shutdown()
+    expected, of_one = texts(TorchExecutor(checkpoint, room), arch.vocab)
+    assert tokens == expected
+    np.testing.assert_allclose(logprobs, of_one, atol=1e-4)
