@@ -29,7 +29,7 @@ class PagePool:
         return sum(1 for count in self._references if count)
 
     def references(self, page: int) -> int:
-        """How many sequences hold `page`."""
+        """How many sequences hold `page`, from 0 to P-1; 0 = none does."""
         return self._references[page]
 
     def take(self, count: int) -> list[int]:

@@ -33,7 +33,7 @@ class Pending:
     features: KeptFeatures | None
 
     def part(self, begin: int, end: int | None) -> "Pending":
-        """Some of the tokens."""
+        """The tokens from `begin` to before `end`, with their features."""
         features = self.features
         if features is not None:
             features = KeptFeatures(features.values[begin:end])

@@ -118,7 +118,7 @@ class Metrics:
             self.seconds[stage] += ms / 1000.0
 
     def snapshot(self, load: Load) -> Stats:
-        """Freeze."""
+        """The counters as they are now, as a value of their own; load: what runs and waits."""
         recent = self._recent.copy()
         counted: dict[str, Any] = {
             name: value.frozen() if isinstance(value, _Growing) else copy(value)

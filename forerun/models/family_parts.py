@@ -10,7 +10,7 @@ Layers = tuple[LayerSpec, ...]
 
 
 def plain_attention(sizes: ArchitectureSizes, window: int | None = None) -> AttentionSpec:
-    """Scaled by 1/sqrt(E)."""
+    """Scores scaled by 1/sqrt(E), of keys within `window` tokens (None: all before)."""
     return AttentionSpec(sizes.head_size**-0.5, window)
 
 

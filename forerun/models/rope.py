@@ -80,7 +80,9 @@ class Rope:
     rotated: int | None = None
 
     def frequencies(self, head_size: int) -> Floats:
-        """float32[E/2] radians per position."""
+        """float32[E/2] radians per position of a head of E = `head_size` numbers; 0 of pairs that
+        are not rotated.
+        """
         if self.rotated is None or self.rotated >= head_size:
             return self._frequencies(head_size)
         found: Floats = np.zeros(head_size // 2, np.float32)

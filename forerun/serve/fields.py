@@ -156,13 +156,13 @@ def shown(value: Any) -> str:
 
 @takes({})
 def whatever(value: Any, where: str) -> Any:
-    """Anything: of fields that are ignored."""
+    """`value` as it is, unchecked: for fields that change nothing. Raises nothing."""
     return value
 
 
 @takes({"type": "boolean"})
 def boolean(value: Any, where: str) -> bool:
-    """True or false."""
+    """True or false. Raises RequestError that names `where` for anything else, 0 and 1 too."""
     if not isinstance(value, bool):
         raise RequestError(f"{where} must be true or false, not {shown(value)}.", where)
     return value
@@ -302,7 +302,7 @@ def _of_type(kind: type[Any], name: str) -> Schema:
 
 @takes({"type": "object"})
 def mapping(value: Any, where: str) -> dict[str, Any]:
-    """A JSON object with whatever keys."""
+    """A JSON object as it is, its keys unchecked. Raises RequestError that names `where`."""
     if not isinstance(value, dict):
         raise RequestError(f"{where} must be a JSON object, not {shown(value)}.", where)
     return value

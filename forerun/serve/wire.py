@@ -135,13 +135,13 @@ def dump_large(value: Any) -> bytes:
 
 
 def event(data: Any, name: str | None = None) -> bytes:
-    """A server-sent event whose data is JSON."""
+    """A server-sent event, bytes: its name, if it has one, and `data` as JSON in one line."""
     head = b"" if name is None else f"event: {name}\n".encode()
     return head + b"data: " + dump_json(data) + b"\n\n"
 
 
 def line(data: Any) -> bytes:
-    """A line of JSON."""
+    """`data` as JSON in one line, bytes with a line feed at the end (Ollama's streams)."""
     return dump_json(data) + b"\n"
 
 

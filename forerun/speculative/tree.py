@@ -121,7 +121,7 @@ class TreeBatch:
         return int(self.start[row] + self.known[row] - 1)
 
     def nodes(self, row: int) -> range:
-        """Flat indices of all nodes of `row`."""
+        """Flat indices of all nodes of `row`: its known tokens, then its draft tokens."""
         return range(int(self.start[row]), int(self.start[row + 1]))
 
 

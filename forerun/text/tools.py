@@ -98,7 +98,7 @@ class ToolReader:
         return self._body.count > 0
 
     def push(self, text: str) -> Parsed:
-        """What `text` makes certain."""
+        """What `text`, the next piece of an answer, makes certain of its content and tool calls."""
         content, calls = "", list[CallPiece]()
         self._held += text
         while self._held:

@@ -61,7 +61,7 @@ class Corpus:
         return len(self.starts) - 1
 
     def span(self, chat: int) -> slice:
-        """Where chat `chat` lies."""
+        """Where chat number `chat` lies in the corpus' flat tokens."""
         return slice(int(self.starts[chat]), int(self.starts[chat + 1]))
 
     def scored(self, chat: int) -> Ints:

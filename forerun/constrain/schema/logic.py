@@ -36,7 +36,7 @@ def types(schema: Schema) -> frozenset[str] | None:
 
 
 def type_of(value: Any) -> str:
-    """Of a value."""
+    """The JSON Schema type of a JSON value; a float without a fraction is an "integer"."""
     if isinstance(value, bool):
         return "boolean"
     names = {str: "string", int: "integer", float: "number", list: "array", dict: "object"}
@@ -84,7 +84,7 @@ def key(value: Any) -> Any:
 
 
 def without_values(values: Iterable[Any], gone: Iterable[Any]) -> list[Any]:
-    """Those that are not among the others."""
+    """Those of `values` that equal none of `gone`, in order, as JSON compares (1 equals 1.0)."""
     known = {key(value) for value in gone}
     return [value for value in values if key(value) not in known]
 

@@ -108,7 +108,7 @@ class Rewriter:
         return schema
 
     def schema(self, raw: Any, path: str) -> Any:
-        """A schema rewritten."""
+        """The schema `raw` that stands at `path`, in keywords that the grammar library enforces."""
         if not isinstance(raw, dict):
             return raw
         self._depth += 1

@@ -72,7 +72,9 @@ def matrices(arch: Architecture) -> list[Place]:
 
 
 def vectors(arch: Architecture) -> list[Place]:
-    """All norms' weights."""
+    """Where each norm's weight goes in the native model: by canonical name, layer (-1 = after the
+    last) and which of the layer's norms it is.
+    """
     names = _LAYER_VECTORS if arch.layer_specs[0].qk_norm else _LAYER_VECTORS[:2]
     places = [
         Place(f"model.layers.{layer}.{name}", layer, which)

@@ -36,7 +36,9 @@ class FutureMap(NamedTuple):
 
     @classmethod
     def of(cls, slots: int, width: int, levels: int) -> "FutureMap":
-        """Nothing yet, with room for such trees."""
+        """Of rounds that have left nothing yet: zeros, with room in each of the slots for a tree
+        of so many levels, `width` nodes each.
+        """
         trees = slots, full_size(width, levels)
         rows, more = jnp.zeros(slots, jnp.int32), jnp.zeros(slots, jnp.int32)
         # Arrays of their own: all of them are donated.

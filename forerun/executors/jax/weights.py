@@ -78,7 +78,9 @@ def load_named(
 
 
 def load_layer(checkpoint: Checkpoint, number: int, dtype: Any, sharding: Sharding) -> Params:
-    """One decoder layer, apart."""
+    """Parameters of decoder layer `number`, counted from 0, by their names without the layer's
+    prefix, in `dtype`, on the devices of `sharding`.
+    """
     group = _grouped(checkpoint, f"model.layers.{number}.")
     reader = _Reader(checkpoint, dtype, sharding)
     return {short: reader.made(short, names) for short, names in group.items()}

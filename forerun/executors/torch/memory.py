@@ -18,7 +18,7 @@ DTYPES = {
 
 
 def kv_shape(arch: Architecture) -> KvShape:
-    """What the cache keeps of a position."""
+    """Shape of the key/value cache of `arch`: L layers of its `cache_layer`."""
     return KvShape(arch.layers, arch.cache_layer)
 
 

@@ -27,7 +27,9 @@ FREE = 64
 
 
 def padded_rows(rows: int) -> int:
-    """The tables' rows for so many."""
+    """How many rows the tables of a round for `rows` sequences have: the least declared number of
+    at least so many.
+    """
     return next((count for count in ROWS if count >= rows), -(-rows // FURTHER_ROWS) * FURTHER_ROWS)
 
 
