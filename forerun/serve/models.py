@@ -17,6 +17,7 @@ from time import monotonic
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
@@ -129,16 +130,17 @@ class Models:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request by the model that it names; without a name by the one used last. What
-        only looks (GET) loads nothing, and keeps nothing loaded.
+        only looks (GET, `?model=NAME`) loads nothing, and keeps nothing loaded.
         """
         if self.draining:
             raise unavailable("The server is shutting down.", "shutting_down")
         if not self.known(scope):
             raise HTTPException(404)
         if scope["method"] in ("GET", "HEAD"):
-            entry = self.named(None)
+            entry = self.named(QueryParams(scope["query_string"]).get("model"))
             if entry.app is None or entry.state != "loaded":
-                raise unavailable("No model is loaded; the first request loads one.", "not_loaded")
+                told = f"{entry.source.name} is not loaded; the first request for it loads it."
+                raise unavailable(told, "not_loaded")
             await entry.app.router({**scope, "app": entry.app}, receive, send)
             return
         body, receive = await self._body(scope, receive)

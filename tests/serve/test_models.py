@@ -77,6 +77,19 @@ def test_models_are_loaded_when_they_are_named_and_answers_name_them():
         assert client.get("/server_info").json()["model"] == "toy"
 
 
+def test_a_look_may_name_the_model():
+    shelf = Shelf()
+    with client_of(shelf) as client:
+        for name in ("a", "b", "b"):
+            ask(client, name)
+        for name in ("a", "b"):
+            facts = client.get("/server_info", params={"model": name}).json()
+            assert facts["stats"]["output_tokens"] == {"a": 4, "b": 8}[name]
+        answer = client.get("/server_info", params={"model": "c"})
+        assert answer.json()["error"]["code"] == "not_loaded" and shelf.loads == ["a", "b"]
+        assert client.get("/server_info", params={"model": "d"}).status_code == 404
+
+
 def test_every_dialect_reaches_every_model():
     shelf = Shelf()
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}

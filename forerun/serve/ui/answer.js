@@ -1,6 +1,6 @@
 /** One answer: the request that a conversation makes, and how its stream becomes a message. */
 
-import { stream } from "./api.js";
+import { connection, stream } from "./api.js";
 import { withFiles } from "./attachments.js";
 
 /** What a new conversation asks for. Empty values leave the choice to the server. */
@@ -18,7 +18,7 @@ export const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "seed", "max_t
  * wrote. Raises SyntaxError where a text is no JSON.
  */
 export function requestOf(messages, options, continues = false) {
-  const body = { messages: [], stream: true, stream_options: { include_usage: true } };
+  const body = { ...connection.named, messages: [], stream: true, stream_options: { include_usage: true } };
   if (options.system.trim()) body.messages.push({ role: "system", content: options.system });
   body.messages.push(...messages.filter((message) => !message.failed).map(plain));
   for (const name of NUMBERS) if (options[name] !== "") body[name] = Number(options[name]);

@@ -18,12 +18,15 @@ export class ConnectionError extends Error {}
 /**
  * Whether the server is there. An EventTarget that fires "change".
  *
- * state  ok, loading, draining, stopped, locked (it wants a key), gone, connecting
- * fault  why nothing is drafted although it should be, or null
+ * state   ok, loading, draining, stopped, locked (it wants a key), gone, connecting
+ * fault   why nothing is drafted although it should be, or null
+ * models  what is served: {name, context, state, fault}
+ * model   the one of these that is asked
  */
 class Connection extends EventTarget {
   state = "connecting";
   fault = null;
+  models = [];
   model = null;
   #timer = 0;
 
@@ -39,12 +42,32 @@ class Connection extends EventTarget {
     try {
       const health = await json("health");
       this.fault = health.speculation_fault;
-      const card = (await json("v1/models")).data[0];
-      this.model = { name: card.id, context: card.max_model_len };
+      const cards = (await json("v1/models")).data;
+      this.models = cards.map((card) => ({ name: card.id, context: card.max_model_len, state: card.state, fault: card.fault }));
+      this.#chosen(load("model", null));
       this.#is("ok");
     } catch (error) {
       this.#is(stateOf(error));
     }
+  }
+
+  /** Ask this model from now on. */
+  choose(name) {
+    save("model", name);
+    this.#chosen(name);
+    this.dispatchEvent(new Event("change"));
+  }
+
+  /** The model of that name; without it one that is loaded, or the first that did not fail. */
+  #chosen(name) {
+    const found = (wanted) => this.models.find(wanted);
+    this.model = found((one) => one.name === name) ?? found((one) => one.state === "loaded")
+      ?? found((one) => one.state !== "failed") ?? this.models[0] ?? null;
+  }
+
+  /** What a request says of the model: nothing where there is one only. */
+  get named() {
+    return this.models.length > 1 && this.model ? { model: this.model.name } : {};
   }
 
   #is(state) {

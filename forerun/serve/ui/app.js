@@ -46,7 +46,9 @@ function showServer() {
   const { state, model, fault } = connection;
   const [word, sentence] = WORDS[state];
   by("server").dataset.state = state;
-  by("server-text").textContent = state === "ok" && model ? model.name : word;
+  const several = connection.models.length > 1;
+  by("server-text").textContent = state === "ok" && model && !several ? model.name : word;
+  showModels(several);
   by("server").setAttribute("aria-label", `Server: ${word}${model ? `, model ${model.name}` : ""}. Set the API key.`);
   const banner = by("banner");
   const text = sentence || (fault ? `Speculation is off: ${fault}` : "");
@@ -60,6 +62,28 @@ function showServer() {
   if (told === "gone" && state === "ok") announce("The server is back.");
   told = state;
 }
+
+const NOTES = { loading: " (loading)", unloaded: " (not loaded)", failed: " (cannot be loaded)" };
+
+/** Which model is asked, where there are several. */
+function showModels(several) {
+  const box = by("model");
+  box.hidden = !several;
+  if (!several) return;
+  const label = ({ name, state }) => name + (NOTES[state] ?? "");
+  const text = connection.models.map(label).join("\n");
+  if (box.dataset.text !== text) {
+    box.dataset.text = text;
+    box.replaceChildren(...connection.models.map((one) => h("option", { value: one.name, text: label(one), title: one.fault ?? null })));
+  }
+  box.value = connection.model.name;
+  box.title = connection.model.fault ?? "";
+}
+
+by("model").addEventListener("change", (event) => {
+  connection.choose(event.target.value);
+  announce(`${event.target.value} answers from now on.`);
+});
 
 function askForKey() {
   const box = h("input", { type: "password", autocomplete: "off", id: "key" });

@@ -1,6 +1,6 @@
 /** The dashboard: what /metrics and /server_info say, every two seconds while it is looked at. */
 
-import { json, text } from "./api.js";
+import { connection, json, text } from "./api.js";
 import { bar, lines, share, stacked } from "./charts.js";
 import { duration, h, number, percent } from "./dom.js";
 import { Metrics } from "./prom.js";
@@ -18,6 +18,7 @@ export class Dashboard {
   #timer = 0;
   #shown = false;
   #readings = [];
+  #model = null;
 
   constructor(root) {
     this.note = h("p.hint", { role: "status", text: "Reading /metrics and /server_info …" });
@@ -37,9 +38,12 @@ export class Dashboard {
   }
 
   async #read() {
+    const { model = null } = connection.named;
     try {
-      const [page, info] = await Promise.all([text("metrics"), json("server_info")]);
-      const metrics = new Metrics(page, performance.now() / 1000);
+      const [page, info] = await Promise.all([text("metrics"), json(`server_info?${new URLSearchParams(connection.named)}`)]);
+      const metrics = new Metrics(page, performance.now() / 1000, model);
+      if (model !== this.#model) this.#readings = [];
+      this.#model = model;
       const before = this.#readings.at(-1);
       if (before && metrics.value("forerun:steps_total") < before.value("forerun:steps_total")) this.#readings = []; // A new server.
       this.#readings = [...this.#readings.slice(1 - KEPT), metrics];

@@ -3,16 +3,17 @@
 const LINE = /^([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+)$/;
 const LABEL = /(\w+)="((?:[^"\\]|\\.)*)"/g;
 
-/** A page of metrics at one moment. */
+/** A page of metrics at one moment; of one model alone, where that is named. */
 export class Metrics {
   #samples = new Map();
 
-  constructor(text, time) {
+  constructor(text, time, model = null) {
     this.time = time;
     for (const line of text.split("\n")) {
       const found = LINE.exec(line);
       if (!found) continue;
       const labels = Object.fromEntries([...(found[2] ?? "").matchAll(LABEL)].map(([, name, value]) => [name, value.replace(/\\(.)/g, "$1")]));
+      if (model && (labels.model_name ?? model) !== model) continue;
       const list = this.#samples.get(found[1]) ?? [];
       list.push({ labels, value: Number(found[3]) });
       this.#samples.set(found[1], list);

@@ -82,6 +82,7 @@ export class Speculate {
 
   #body(enabled) {
     const body = {
+      ...connection.named,
       messages: [{ role: "user", content: this.prompt.value }],
       stream: true,
       max_tokens: Number(this.tokens.value) || 160,
