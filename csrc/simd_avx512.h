@@ -65,6 +65,13 @@ FORERUN_INLINE I16 low_nibbles16(I16 both) {
 FORERUN_INLINE I16 high_nibbles16(I16 both) {
     return low_nibbles16(_mm512_srli_epi16(both, 4));
 }
+// High nibbles in their place, sixteen times as large; sums of them, divided by that and added.
+FORERUN_INLINE I16 upper_nibbles16(I16 both) {
+    return _mm512_and_si512(both, _mm512_set1_epi8((char)0xf0));
+}
+FORERUN_INLINE I16 plus_sixteenth16(I16 sum, I16 high) {
+    return _mm512_add_epi32(sum, _mm512_srai_epi32(high, 4));
+}
 // Bit J of every byte as bit 4, with the low nibbles of `a`.
 template <int J>
 FORERUN_INLINE I16 with_fifth16(I16 a, I16 fifth) {

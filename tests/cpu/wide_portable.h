@@ -81,6 +81,10 @@ static I16 load_bytes16(const uint8_t* at) {
 static I16 splat_int16(int32_t a) { return words([&](int) { return a; }); }
 static I16 low_nibbles16(I16 both) { return bytes(both, [](uint8_t a) { return a & 15; }); }
 static I16 high_nibbles16(I16 both) { return bytes(both, [](uint8_t a) { return a >> 4; }); }
+static I16 upper_nibbles16(I16 both) { return bytes(both, [](uint8_t a) { return a & 240; }); }
+static I16 plus_sixteenth16(I16 sum, I16 high) {
+    return words([&](int i) { return sum.of[i] + high.of[i] / 16; });
+}
 template <int J>
 static I16 with_fifth16(I16 a, I16 fifth) {
     uint8_t low[64], bits[64];
