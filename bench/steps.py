@@ -11,11 +11,11 @@ log-probabilities too. Milliseconds: minimum and median over the rounds, and, of
 executors, the quartiles of the rounds' ratios to the first. `--clock cpu` counts the process's
 own time, for a machine that others use.
 
-Of the native core, "cpu products" are the matrix products alone and "cpu forward" is the step
-without choosing. `--peers` (of one row) takes turns with llama.cpp (one llama_decode) and ONNX
-Runtime's MatMulNBits (the same products), each in its own environment
-(bench/peers/environments.py makes it on first use), and the report says how fast the threads read
-the weights once: no step is faster than that.
+Of the native core, "cpu products" are the matrix products alone, "cpu forward" is the step
+without choosing, and "cpu reading" is what the weights take to be read once and not used: no step
+is faster than its least time. `--peers` (of one row) takes turns with llama.cpp and ik_llama.cpp
+(one llama_decode) and ONNX Runtime's MatMulNBits (the same products), each in its own environment
+(bench/peers/environments.py makes it on first use).
 """
 
 import argparse
@@ -27,7 +27,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,11 @@ from forerun.measure.step_bench import StepBench, limits_for
 from forerun.speculative.sampling import Sampling
 
 PEER_FOLDER = Path(__file__).parent / "peers"
-PEERS = {"llama.cpp step": "llamacpp", "onnxruntime products": "onnx"}
+PEERS = {
+    "llama.cpp step": "llamacpp",
+    "ik_llama.cpp step": "ikllama",
+    "onnxruntime products": "onnx",
+}
 BLOCKS = 3
 NODES = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 KINDS = {
@@ -80,6 +83,9 @@ def works_of(name: str, bench: StepBench, sizes: list[Size]) -> dict[str, Callab
         most = max(rows * nodes for rows, nodes in sizes)
         scratch = np.empty((most, core.limits.vocab), np.float32)
         works["cpu forward"] = bench.forward
+        works["cpu reading"] = lambda *_: (
+            lambda: native.load().forerun_read_weights(core.native_model())
+        )
         works["cpu products"] = lambda rows, nodes: lambda: multiply(core, rows * nodes, scratch)
     return works
 
@@ -126,8 +132,10 @@ def peers(
         "ffn": arch.ffn,
         "vocab": arch.vocab,
     }
+    file = common | {"path": str(model.path), "context": asked.context}
     facts = {
-        "llamacpp": common | {"path": str(model.path), "context": asked.context},
+        "llamacpp": file,
+        "ikllama": file,
         "onnx": common | {"shapes": shapes},
     }
     for name, place in PEERS.items():
@@ -145,19 +153,6 @@ def peers(
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         found = json.loads(done.stdout.splitlines()[-1])
         yield name, {(1, int(key)): times for key, times in found.items()}
-
-
-def floor_ms(facts: dict[str, Any]) -> float:
-    """Milliseconds in which this machine's threads read the weights once, at their best."""
-    threads, size = facts["threads"], 1 << 26
-    blocks = [np.ones(size, np.float32) for _ in range(threads)]
-    best = 0.0
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in range(8):
-            start = time.perf_counter()
-            list(pool.map(np.max, blocks))
-            best = max(best, 4 * size * threads / (time.perf_counter() - start))
-    return float(1e3 * facts["weight_bytes"] / best)
 
 
 def summary(times: Times, executors: list[str]) -> dict[str, Any]:
@@ -206,8 +201,6 @@ def main() -> None:
     facts: dict[str, Any] = {name: each.executor.describe() for name, each in benches.items()}
     report: dict[str, Any] = {"command": sys.argv, "machine": stamp(), "executors": facts}
     report |= {"model": asked.model, "context": asked.context, "clock": asked.clock, "ms": {}}
-    if "cpu" in facts:
-        report["floor_ms"] = floor_ms(facts["cpu"])
     sizes, rounds = list(product(asked.rows, asked.nodes)), -(-asked.rounds // BLOCKS)
     draw = np.random.default_rng(0)
     for kind in asked.kinds:
@@ -234,8 +227,6 @@ def print_table(report: dict[str, Any]) -> None:
     """Medians, one column per size."""
     out = sys.stdout.write
     out(f"{report['machine']}\n")
-    if "floor_ms" in report:
-        out(f"reading the weights once takes {report['floor_ms']:.3f} ms\n")
     for kind, table in report["ms"].items():
         sizes = list(next(iter(table.values())))
         out(f"{kind} rows x nodes".ljust(28) + "".join(f"{size:>9}" for size in sizes) + "\n")

@@ -32,7 +32,7 @@ int guarded(Work work) {
 extern "C" {
 
 // Raised whenever the meaning of a call or structure changes; native.py asks for the same number.
-int forerun_abi() { return 16; }
+int forerun_abi() { return 17; }
 
 const char* forerun_error() { return last_error.c_str(); }
 
@@ -149,6 +149,9 @@ int forerun_set_vector(Model* model, int layer, int which, const float* values, 
 int forerun_forward(Model* model, const Step* step) {
     return guarded([&]() -> std::string { return model->forward(*step); });
 }
+
+// See Model::read_weights.
+uint64_t forerun_read_weights(Model* model) { return model->read_weights(); }
 
 int forerun_products(Model* model, int rows, float* logits) {
     return guarded([&]() -> std::string {

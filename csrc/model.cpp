@@ -98,6 +98,25 @@ uint8_t* Model::take(size_t bytes) {
     return weights_.data() + begin;
 }
 
+uint64_t Model::read_weights() {
+    typedef uint64_t Line __attribute__((vector_size(64)));
+    const uint8_t* first = layers_[0].query.tiles;  // what lies before it is the embedding
+    if (head_.tiles == embedding_.tiles || !first) first = weights_.data();
+    const int lines = (int)((weights_.data() + used_ - first) / sizeof(Line));
+    std::atomic<uint64_t> total{0};
+    pool.run([&](int thread) {
+        const Share share(lines, thread, pool.threads());
+        const Line* at = (const Line*)first;
+        Line sums[2] = {};
+        for (int i = share.first; i + 1 < share.last; i += 2) {
+            sums[0] += at[i];
+            sums[1] += at[i + 1];
+        }
+        for (int i = 0; i < 8; i++) total += sums[0][i] + sums[1][i];
+    });
+    return total;
+}
+
 uint8_t* Model::plane(int layer, int kind, int head) const {
     const int64_t index = ((int64_t)layer * 2 + kind) * sizes.kv_heads + head;
     return cache_.data() + index * places_ * sizes.head_size * sizes.cache_item;

@@ -22,6 +22,7 @@ class Environment:
 LLAMA = "llama-cpp-python==0.3.36"
 ENVIRONMENTS = {
     "llamacpp": Environment((LLAMA,)),
+    "ikllama": Environment(("ik-llama-cpp-python==0.1.5",)),
     "onnx": Environment(("onnx==1.23.2", "onnxruntime==1.32.0")),
     "openvino": Environment(("openvino-genai==2026.4.1.0", "starlette", "uvicorn")),
     "vllm": Environment(

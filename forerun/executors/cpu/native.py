@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 Library = TypeVar("Library", ctypes.CDLL, ctypes.PyDLL)
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 16
+ABI = 17
 """What `forerun_abi` of csrc/api.cpp must say; raised together with it."""
 
 
@@ -125,6 +125,7 @@ _CALLS = {
     "forerun_share_head": (c_int, [c_void_p, c_void_p]),
     "forerun_set_vector": (c_int, [c_void_p, c_int, c_int, c_void_p, c_int]),
     "forerun_forward": (c_int, [c_void_p, POINTER(Step)]),
+    "forerun_read_weights": (c_uint64, [c_void_p]),
     "forerun_products": (c_int, [c_void_p, c_int, c_void_p]),
     "forerun_choose": (c_int, [c_void_p, c_void_p, c_float, c_uint64, c_uint32]),
     "forerun_accept": (c_int, [c_void_p, POINTER(Step), POINTER(Walk)]),

@@ -1,0 +1,47 @@
+"""t(k) of ik_llama.cpp: one llama_decode of k tokens behind `context` cached ones. JSON on stdout.
+
+Run by bench/steps.py --peers in ik_llama.cpp's own environment. Its wheel makes logits of the last
+token alone where it is asked for all, so that steps of several rows are a little flattered.
+"""
+
+import ctypes
+import json
+import sys
+import time
+
+from ik_llama_cpp import _ctypes_api as lib
+
+
+def main(path: str, context: int, threads: int, rounds: int, rows: list[int]) -> None:
+    """Milliseconds per count of rows, `rounds` of each, counts in turn."""
+    model = lib.llama_model_load_from_file(path.encode(), lib.llama_model_default_params())
+    params = lib.llama_context_default_params()
+    params.n_ctx, params.n_batch, params.n_ubatch = 1024, 512, 512
+    params.n_threads = params.n_threads_batch = threads
+    state = lib.llama_init_from_model(model, params)
+    remove = lib._lib.llama_kv_cache_seq_rm
+    remove.argtypes = (ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32)
+    batch = lib.llama_batch_init(512, 0, 1)
+
+    def decode(count: int, start: int, logits: bool) -> None:
+        batch.n_tokens = count
+        for i in range(count):
+            batch.token[i], batch.pos[i] = 100 + i, start + i
+            batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = 1, 0, logits
+        if code := lib.llama_decode(state, batch):
+            raise RuntimeError(f"llama_decode returned {code}")
+
+    decode(context, 0, False)
+    times: dict[int, list[float]] = {count: [] for count in rows}
+    for _ in range(rounds):
+        for count in rows:
+            begin = time.perf_counter()
+            decode(count, context, True)
+            lib.llama_get_logits_ith(state, count - 1)
+            times[count].append(1e3 * (time.perf_counter() - begin))
+            remove(state, 0, context, -1)
+    sys.stdout.write(json.dumps(times) + "\n")
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))
