@@ -36,7 +36,8 @@ def test_nothing_else_of_ours_is_excused():
     ]
     ours = {name for name in lenient() if name.startswith("forerun.")}
     unchecked = {name for name, checks in lenient().items() if "ignore_errors" in checks}
-    assert ours == unchecked | set(kernels)
+    # Ray is an extra that checks need not have: what is a subclass of its classes.
+    assert ours == unchecked | set(kernels) | {"forerun.ray.router"}
 
 
 def test_what_launches_kernels_is_annotated():
