@@ -17,7 +17,7 @@ from tests.drafters.test_nextn import with_layers
 from tests.drafters.test_standalone import other_vocabulary
 from tests.models import tiny
 from tests.parity.blocks import random_block
-from tests.parity.test_torch_eagle_model import Target, Twin
+from tests.parity.heads import Target, Twin
 
 METHODS = {
     "EAGLE": {"speculative_algorithm": "EAGLE", "draft": "eagle1"},

@@ -25,9 +25,10 @@ from forerun.options.config import EngineConfig
 from tests.e2e.drafts import METHODS, Hinted, make
 from tests.models import tiny
 from tests.parity import test_rounds_that_draft as rounds
+from tests.parity.heads import Target
 from tests.parity.tape import Tape
 from tests.parity.test_torch_captured import twins
-from tests.parity.test_torch_eagle_model import Target, learn
+from tests.parity.test_torch_eagle_model import learn
 
 NATIVE = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
 SHAPES = {

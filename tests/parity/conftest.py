@@ -10,6 +10,7 @@ from forerun.hub.catalog import open_model
 from forerun.models.folder import FolderCheckpoint
 from tests.models import tiny
 from tests.parity.driver import limits
+from tests.parity.heads import Target
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -60,8 +61,6 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def dense(folder):
     """The same in transformers."""
-    from tests.parity.test_torch_eagle_model import Target
-
     return Target(FolderCheckpoint(folder))
 
 

@@ -23,18 +23,10 @@ from forerun.speculative.draft_tree import full_size
 from forerun.speculative.tree import NodeMasks
 from tests.models import tiny
 from tests.parity.driver import limits
+from tests.parity.heads import SWITCHES, Target, Twin, compare, within
 from tests.parity.test_jax_executor import compilations  # noqa: F401 - a fixture
 from tests.parity.test_torch_drafting import Uneven, answered, mixed, same, seen  # noqa: F401 - a fixture
-from tests.parity.test_torch_eagle_model import (
-    SWITCHES,
-    Target,
-    Twin,
-    compare,
-    counted,
-    opened,
-    serve,
-    simulated,
-)
+from tests.parity.test_torch_eagle_model import counted, opened, serve, simulated
 
 SMALL = {"max_sequences": 2, "chunked_prefill_size": 64, "context": 128, "kv_tokens": 1024}
 
@@ -70,7 +62,7 @@ def test_extensions_and_trees_are_the_unrolled_forward(dense, tmp_path, compiled
     small = limits(tiny.VOCAB, context=192, pages=24)
     options = JaxOptions(draft_nodes=3, stacked=True, cache_dir=compiled)
     made = JaxExecutor(dense.checkpoint, small, options)
-    compare(Twin(dense, tmp_path, changes), made, 2e-5, JaxEagleModel)
+    compare(Twin(dense, tmp_path, changes), made, within(2e-5), JaxEagleModel)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 
 from forerun.models.folder import FolderCheckpoint
 from tests.models import tiny
-from tests.parity.test_torch_eagle_model import Target, Twin
+from tests.parity.heads import Target, Twin
 from tests.shape.tree import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

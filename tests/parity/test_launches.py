@@ -1,5 +1,6 @@
 """Launches of a captured round at the size of an 8B: what they are today, and no more."""
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -21,23 +22,24 @@ BUDGETS = {
     "plain, float8": Budget(layer=10, outside=9, first=0, level=0, moves=0, carried=2),
     "verified, float8": Budget(layer=10, outside=10, first=0, level=0, moves=0, carried=2),
 }
-"""Exact, so that who launches fewer says so here. The aims are in launches.py (AIMS)."""
+"""Upper bounds: what there was at last. The aims are in launches.py (AIMS)."""
+
+PARTS = [part.name for part in fields(Budget)]
+
+
+def beyond(found, budget):
+    """The parts of a round that launch more than a budget has."""
+    return [part for part in PARTS if getattr(found, part) > getattr(budget, part)]
 
 
 @pytest.mark.parametrize("kind", list(COUNTED))
-def test_a_round_launches_what_its_budget_says(kind):
+def test_a_round_launches_no_more_than_its_budget(kind):
     found = budget_of(kind)
-    assert found == BUDGETS[kind], found
+    assert not beyond(found, BUDGETS[kind]), found
 
 
 def test_budgets_reach_what_is_aimed_at():
-    missed = {
-        (name, part)
-        for name, found in BUDGETS.items()
-        for part in ("layer", "outside", "first", "level", "moves", "carried")
-        if getattr(found, part) > getattr(AIMS, part)
-    }
-    assert not missed
+    assert not {name: beyond(found, AIMS) for name, found in BUDGETS.items() if beyond(found, AIMS)}
 
 
 OTHERS = {
@@ -49,9 +51,9 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("method", OTHERS)
-def test_other_draft_models_launch_what_they_launched(method):
-    found = budget(COUNTED["drafted"], method=method)
-    assert (found.first, found.level) == OTHERS[method]
+def test_other_draft_models_launch_no_more_than_they_did(method):
+    found, (first, level) = budget(COUNTED["drafted"], method=method), OTHERS[method]
+    assert found.first <= first and found.level <= level, found
 
 
 def test_what_is_launched_is_counted():

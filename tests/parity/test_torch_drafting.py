@@ -16,8 +16,9 @@ from forerun.executors.torch.features import TorchFeatures
 from forerun.executors.torch.triton.record import Size
 from forerun.interface.features import KeptFeatures
 from tests.models import tiny
+from tests.parity.heads import SWITCHES, Twin
 from tests.parity.tape import Tape
-from tests.parity.test_torch_eagle_model import SWITCHES, Twin, opened, serve
+from tests.parity.test_torch_eagle_model import opened, serve
 from tests.twins.kernels import SLOW_TWINS
 
 KERNELS = SLOW_TWINS

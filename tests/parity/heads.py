@@ -1,0 +1,265 @@
+"""A draft head on any executor against one token at a time, and what every such model refuses:
+the contract of draft models that read features (forerun/interface/draft_model.py).
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from forerun.errors import EngineError
+from forerun.executors.torch.decoder.layers import rotation
+from forerun.executors.torch.drafts.eagle import EagleHead
+from forerun.interface.draft_model import DraftBlock, DraftLevel, Extension
+from forerun.models.draft_config import head_for
+from forerun.models.draft_folder import open_draft
+from forerun.train.export import export_head
+from tests.models import tiny
+from tests.parity.driver import Driver, Row
+
+SWITCHES = [
+    {},
+    {"normed_residual": True},
+    {"normed_feedback": True},
+    {"feature_norm": "joint"},
+    {"feature_norm": "each", "normed_residual": True, "normed_feedback": True},
+    {"algorithm": "eagle1", "fc_bias": True},
+    {"hidden": 48, "trained_head": True},
+]
+
+
+class Target:
+    """The target in transformers."""
+
+    def __init__(self, checkpoint):
+        self.checkpoint, self.arch = checkpoint, checkpoint.architecture
+        self._model = tiny.reference(checkpoint)
+        self.embed = self._model.get_input_embeddings().weight.detach()
+        self.head = self._model.get_output_embeddings().weight.detach()
+
+    @torch.no_grad()
+    def run(self, tokens, layers):
+        """Hidden states [B,T,F*H] (L = after the final norm), and the choices int64[B,T]."""
+        output = self._model(tokens, output_hidden_states=True)
+        states = [output.hidden_states[layer] for layer in layers] or [tokens]
+        return torch.cat(states, -1), output.logits.argmax(-1)
+
+
+class Twin:
+    """A random head with the given switches, on disk and run one token at a time."""
+
+    def __init__(self, dense, folder, changes, ids=range(0, tiny.VOCAB, 2)):
+        arch, self.dense = dense.arch, dense
+        self.ids = np.array(ids, np.int32)
+        if changes.get("algorithm") == "eagle1":
+            changes = {**changes, "features": (arch.layers,)}
+            self.ids = np.arange(arch.vocab, dtype=np.int32)
+        torch.manual_seed(0)
+        self.head = EagleHead(replace(head_for(arch, len(self.ids)), **changes))
+        for parameter in self.head.parameters():
+            noise = torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else 0.15)
+            parameter.data.copy_((noise + (parameter.dim() == 1)).bfloat16())
+        self.embed = dense.embed
+        if self.head.head.hidden == arch.hidden:
+            self.head.lm_head.weight.data.copy_(dense.head[torch.from_numpy(self.ids).long()])
+        else:
+            self.embed = torch.randn(arch.vocab, self.head.head.hidden).bfloat16().float()
+        self.frequencies = torch.from_numpy(arch.rope.frequencies(arch.head_size))
+        self.folder = folder
+        self.export()
+
+    def export(self):
+        export_head(self.head, self.ids, self.folder)
+        if self.embed is not self.dense.embed:
+            file = self.folder / "model.safetensors"
+            save_file(load_file(file) | {"embed_tokens.weight": self.embed.bfloat16()}, file)
+        self.draft = open_draft(self.folder, self.dense.arch)
+
+    @torch.no_grad()
+    def log_probs(self, text, steps, only=None):
+        """float32[steps,T,Vd]: from true features up to q, what the draft says follows
+        text[q+s+1] after it has drafted text[q+2..q+s+1] itself; for q `only`, where given.
+        """
+        known = torch.from_numpy(np.array([text], np.int64))
+        hidden = self.head.fuse(self.dense.run(known, self.head.head.features)[0][0])
+        reads = torch.zeros(steps, len(text), self.head.head.hidden)
+        history = ([], [])
+        for row in range(len(text)):
+            past, state = history, hidden[row]
+            for step in range(steps if only in (None, row) else 1):
+                if step == 1:
+                    past = tuple(map(list, history))  # Draft tokens are not kept.
+                place = min(row + step + 1, len(text) - 1)
+                turn = rotation(torch.tensor(row + step), self.frequencies, 1.0)
+                attend = partial(_attend, past)
+                token = torch.tensor(int(text[place]))
+                reads[step, row], state = self.head(token, self.embed, state, turn, attend)
+        return self.head.logits(reads).log_softmax(-1)
+
+
+def _attend(past, _layer, heads):
+    """One token's attention [A,E] to all that came before; it joins them."""
+    query, key, value = heads.turned()
+    for kept, new in zip(past, (key, value), strict=True):
+        kept.append(new.repeat_interleave(len(query) // len(key), 0))
+    keys, values = (torch.stack(kept) for kept in past)
+    scores = torch.einsum("ae,tae->at", query, keys) * query.shape[-1] ** -0.5
+    return torch.einsum("at,tae->ae", scores.softmax(-1), values)
+
+
+def where(rows):
+    """What extensions and levels of driver sequences `rows` = [(slot, kv_len, pages)] share."""
+    width = max(len(pages) for _, _, pages in rows)
+    return {
+        "kv_len": ints([kv_len for _, kv_len, _ in rows]),
+        "slots": ints([slot for slot, _, _ in rows]),
+        "pages": ints([[*pages, *[-1] * (width - len(pages))] for _, _, pages in rows]),
+    }
+
+
+def ints(values):
+    return np.array(values, np.int32)
+
+
+def extension(tokens, next_tokens, start, rows, **changes):
+    """An extension; all candidates of all tokens wanted."""
+    values = {"scored": np.arange(len(tokens), dtype=np.int32), "candidates": 10**6}
+    tokens = ints(tokens), ints(next_tokens), ints(start)
+    return Extension(*tokens, **where(rows) | values | changes)
+
+
+def level(tokens, parents, start, rows, **changes):
+    """A level of draft tokens, all candidates wanted."""
+    tokens = ints(tokens), ints(parents), ints(start)
+    return DraftLevel(*tokens, **where(rows) | {"first": 0, "candidates": 10**6} | changes)
+
+
+def by_id(children):
+    """float32[s,Vd] from what a pass returned, and that it was sorted."""
+    assert (np.diff(children.log_probs) <= 0).all()
+    out = np.empty_like(children.log_probs)
+    np.put_along_axis(out, children.ids.astype(np.int64), children.log_probs, -1)
+    return out
+
+
+def within(error):
+    """Log-probabilities that differ by so much of what they are."""
+
+    def close(found, wanted):
+        assert np.linalg.norm(found - wanted) < error * np.linalg.norm(wanted)
+
+    return close
+
+
+def compare(twin, executor, close, model):
+    """Two rows of different length, across blocks and pages, in chunks; then a tree each. `close`
+    asserts that log-probabilities [...,Vd] are those of the twin.
+    """
+    device = model(executor, twin.dense.checkpoint, twin.draft)
+    random = np.random.default_rng(1)
+    texts = {2: random.integers(0, tiny.VOCAB, 150), 0: random.integers(0, tiny.VOCAB, 21)}
+    with Driver(executor) as driver:
+        found = {slot: [] for slot in texts}
+        for slot, text in texts.items():
+            driver.open(slot, text[:-1])
+        for chunks in ({2: 100, 0: 5}, {2: 49, 0: 15}):  # Together all tokens but the last.
+            before = {slot: driver.sequences[slot].kv_len for slot in texts}
+            done = driver.step([Row(slot, known=count) for slot, count in chunks.items()])
+            outcome = done.outcome
+            ends = np.cumsum([0, *chunks.values()])
+            ran = [t[before[s] : before[s] + chunks[s]] for s, t in texts.items()]
+            after = [t[before[s] + 1 : before[s] + chunks[s] + 1] for s, t in texts.items()]
+            rows = [(s, before[s], driver.sequences[s].pages) for s in texts]
+            tokens = np.concatenate(ran), np.concatenate(after)
+            logits = by_id(device.extend(extension(*tokens, ends, rows), outcome.features))
+            for index, slot in enumerate(texts):
+                found[slot].append(logits[ends[index] : ends[index + 1]])
+        # A tree per row: a, b below the root; c below a, d and e below b; f below d.
+        a, b, c, d, e, f = [5, 7, 9, 11, 13, 15]
+        rows = [(s, len(t) - 1, driver.sequences[s].pages) for s, t in texts.items()]
+        first = level([a, b, a, b], [-1] * 4, [0, 2, 4], rows)
+        levels = [by_id(device.expand(first))]
+        parents = [0, 1, 1, 2, 3, 3]
+        second = level([c, d, e] * 2, parents, [0, 3, 6], rows, first=4)
+        levels.append(by_id(device.expand(second)))
+        third = level([f, f], [5, 8], [0, 1, 2], rows, first=10)
+        levels.append(by_id(device.expand(third)))
+    for index, (slot, text) in enumerate(texts.items()):
+        expected = twin.log_probs(text, 1)[0, : len(text) - 1]
+        close(np.concatenate(found[slot]), expected.numpy())
+        for which, node, path in [
+            (0, 2 * index, [a]), (0, 2 * index + 1, [b]), (1, 3 * index, [a, c]),
+            (1, 3 * index + 1, [b, d]), (1, 3 * index + 2, [b, e]), (2, index, [b, d, f]),
+        ]:  # fmt: skip
+            # The features of a draft token do not exist yet: whatever stands there must not matter.
+            wanted = twin.log_probs([*text, *path], len(path) + 1, only=len(text) - 2)
+            wanted = wanted[len(path), len(text) - 2].numpy()
+            close(levels[which][node], wanted)
+    executor.shutdown()
+
+
+def check_few_children(twin, executor, model):
+    """The best few of a token are the first of all, bit for bit; all of them, and the twin's."""
+    device, text = model(executor, twin.dense.checkpoint, twin.draft), random_text(40)
+    with Driver(executor) as driver:
+        driver.open(1, text[:-1])
+        features = driver.step([Row(1)]).outcome.features
+        rows = [(1, 0, driver.sequences[1].pages)]
+        whole = extension(text[:-1], text[1:], [0, 39], rows, scored=ints([4, 38]))
+        every = device.extend(whole, features)
+        few = device.extend(replace(whole, candidates=3), features)
+    assert few.ids.shape == (2, 3) and few.ids.dtype == np.int32
+    assert (few.ids == every.ids[:, :3]).all()
+    assert (few.log_probs == every.log_probs[:, :3]).all()
+    return by_id(every), twin.log_probs(text, 1)[0, [4, 38]].numpy()
+
+
+def random_text(length):
+    return np.random.default_rng(3).integers(0, tiny.VOCAB, length)
+
+
+def check_refusals(twin, executor, model, unread=None):
+    """Whatever is out of range, missing, or not for a model that goes level by level; of an
+    extension's fields but `unread`.
+    """
+    device, one = model(executor, twin.dense.checkpoint, twin.draft), np.ones(1, np.int32)
+    with Driver(executor) as driver:
+        driver.open(0, [1, 2, 3])
+        features = driver.step([Row(0)]).outcome.features
+        rows = [(0, 2, driver.sequences[0].pages)]
+        good = level([5], [-1], [0, 1], rows)
+        device.expand(good)
+        for name, value in {
+            "tokens": one * tiny.VOCAB,
+            "parents": one,
+            "kv_len": one * 1000,
+            "slots": one * 4,
+            "first": 384,
+        }.items():
+            with pytest.raises(EngineError, match="refused"):
+                device.expand(replace(good, **{name: value}))
+        last = features.select(one)
+        good = extension([5], [6], [0, 1], rows)
+        device.extend(good, last)
+        for name, value in {
+            "tokens": -one,
+            "next_tokens": one * tiny.VOCAB,
+            "kv_len": one * 1000,
+            "slots": one * 4,
+            "scored": one,
+        }.items():
+            if name == unread:
+                continue
+            with pytest.raises(EngineError, match="refused"):
+                device.extend(replace(good, **{name: value}), last)
+        with pytest.raises(EngineError, match="one row per token"):
+            device.extend(good, features)
+        with pytest.raises(EngineError, match=r"without (the target's )?features"):
+            device.extend(good, None)
+        with pytest.raises(EngineError, match=r"no page|does not exist"):
+            device.extend(replace(good, pages=-one[None]), last)
+        with pytest.raises(EngineError, match="level by level"):
+            device.block(DraftBlock(one, one, one, one[None], depth=1, candidates=1))
