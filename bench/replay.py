@@ -17,7 +17,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import fmean
@@ -27,7 +27,7 @@ import numpy as np
 from forerun.build.engine import encode_chat, make_engine, open_target
 from forerun.build.with_cpu import ngram_drafter
 from forerun.client.completion import complete, make_request
-from forerun.control import acceptance, account, adaptive, cost_model
+from forerun.control import account, adaptive, host_drafts, live_costs
 from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.calibration import NODES, REPEATS, SECONDS, believed_ms
 from forerun.control.constants import MIN_REPEATS
@@ -131,7 +131,6 @@ class Replay:
                 self.streams[slot] = Stream(answer["prompt"], answer["output"], 1)
                 text = np.array([*answer["prompt"], answer["output"][0]], np.int32)
                 self.drafter.begin(SlotInit(slot, text, len(text) - 1, Sampling()))
-                self.policy.open(slot)
         return bool(self.streams)
 
     def step(self) -> None:
@@ -139,29 +138,38 @@ class Replay:
         slots = np.array(sorted(self.streams), np.int32)
         streams = [self.streams[slot] for slot in slots.tolist()]
         kv_len = np.array([len(s.prompt) + s.done - 1 for s in streams], np.int32)
-        budget = self.policy.budget(slots, kv_len)
+        decision = self.policy.decide(slots, kv_len)
+        budgets = decision.rows
         left = np.array([len(s.left) - 1 for s in streams])
-        depth = np.minimum(budget.depth, left).astype(np.int32)
+        depth = np.minimum([b.depth for b in budgets], left).astype(np.int32)
         plan = Plan(
             slots=slots,
             kv_len=kv_len,
             known=tuple(np.zeros(1, np.int32) for _ in streams),
             samples=np.ones(len(slots), np.bool_),
-            max_nodes=np.where(depth > 0, budget.nodes, 0).astype(np.int32),
+            max_nodes=np.where(depth > 0, [b.nodes for b in budgets], 0).astype(np.int32),
             max_depth=depth,
             page_table=np.zeros((len(slots), 1), np.int32),
             constrained=np.zeros(len(slots), np.bool_),
-            min_prob=budget.min_prob,
+            min_prob=budgets[0].min_prob,
         )
-        drafts = [Draft()] * len(slots)
-        if asked := bool(plan.max_nodes.any()):
+        drafts, proposed = [Draft()] * len(slots), list[Draft]()
+        if bool(plan.max_nodes.any()):
             proposed = self.drafter.propose(plan)
             if self.wrong:
                 proposed = [bad(min(int(d), 4)) for d in depth]
-            drafts = self.policy.select(plan, proposed)
-        self._settle(plan, streams, drafts, asked)
+            assert decision.select is not None
+            drafts = decision.select(proposed)
+        self._settle(plan, streams, drafts, proposed, decision.reason)
 
-    def _settle(self, plan: Plan, streams: list[Stream], drafts: list[Draft], asked: bool) -> None:
+    def _settle(
+        self,
+        plan: Plan,
+        streams: list[Stream],
+        drafts: list[Draft],
+        proposed: list[Draft],
+        reason: str,
+    ) -> None:
         out = [s.left[: accepted(d, s.left) + 1] for s, d in zip(streams, drafts, strict=True)]
         counts = np.array(list(map(len, out)), np.int32)
         tokens = np.full((len(out), counts.max()), -1, np.int32)
@@ -172,16 +180,10 @@ class Replay:
         self.drafter.observe(plan, None, outcome)  # type: ignore[arg-type]
         nodes = len(out) + int(sizes.sum())
         noise, step = self.machine.noise(), self.machine.ms(len(out), nodes)
-        look = asked * (LOOK_MS + ROW_LOOK_MS * len(out))
-        self.policy.observe(
-            step_report(
-                plan,
-                outcome,
-                False,
-                {"draft": look, "verify": step * noise, "mask": 0.0},
-                step * noise + look,
-            )
-        )
+        look = bool(proposed) * (LOOK_MS + ROW_LOOK_MS * len(out))
+        stages = {"draft": look, "verify": step * noise, "mask": 0.0}
+        report = step_report(plan, outcome, stages, step * noise + look)
+        self.policy.observe(replace(report, reason=reason, proposed=proposed))
         self.ms += step + look
         self.look_ms += look
         self.plain_ms += self.machine.ms(len(out), len(out)) * int(counts.sum()) / len(out)
@@ -243,7 +245,7 @@ def run(options: argparse.Namespace) -> None:
     """Print one line per cost table and number of rows."""
     for change in options.set:
         name, value = change.split("=")
-        for module in (sys.modules[__name__], acceptance, account, adaptive, cost_model):
+        for module in (sys.modules[__name__], account, adaptive, host_drafts, live_costs):
             if hasattr(module, name):
                 setattr(module, name, type(getattr(module, name))(float(value)))
     answers = [a for a in json.loads(options.answers.read_text()) if len(a["output"]) > 1]

@@ -9,18 +9,12 @@ at the speed that steps reach on average (Dinkelbach 1967: the maximum of a rati
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import numpy as np
-
 from forerun.control import reasons
-from forerun.control.acceptance import CERTAIN, Acceptance
 from forerun.control.account import Account
 from forerun.control.constants import (
-    DECAY,
-    FIRST_RATE,
-    FIXED_MIN_PROB,
     LOSS_SHARE,
     MIN_PROB,
     MIN_REPEATS,
@@ -29,12 +23,13 @@ from forerun.control.constants import (
     STAKE,
     TRIAL,
 )
-from forerun.control.policy import Lookahead
+from forerun.control.host_drafts import CERTAIN, Found, Trust, cut, ranked, scored
+from forerun.control.policy import FIXED_MIN_PROB, Decision, Lookahead, with_known
 from forerun.control.report import StepReport
-from forerun.control.shapes import Found, Shapes, ranked
+from forerun.control.shapes import Shapes, found_in_round
 from forerun.control.step_costs import StepCosts
 from forerun.interface.drafter import DrafterTraits
-from forerun.interface.plan import Budget, Plan
+from forerun.interface.plan import Budget
 from forerun.speculative.tree import NO_DRAFT, Draft
 from forerun.types import Ints
 
@@ -60,240 +55,171 @@ class AdaptivePolicy:
         if not 1 <= max_depth <= max_nodes:
             raise ValueError(f"need 1 <= max_depth <= max_nodes, not {max_depth} and {max_nodes}")
         losing = costs.in_round and traits.needs_features and not traits.free
-        self.account = Account(costs, costs.in_round, traits.free, losing)
-        self.acceptance = Acceptance(FIRST_RATE, traits.merged)
-        self.shapes: Shapes | None = None
-        if not traits.free:
-            width = max_nodes // max_depth
-            self.shapes = Shapes(costs, self.account, max_depth, width, losing)
+        self.account, self.trust = Account(costs, costs.in_round, losing), Trust(traits.merged)
+        width = max_nodes // max_depth
+        self.shapes = None if traits.free else Shapes(costs, self.account, max_depth, width, losing)
         self.reasons: Counter[str] = Counter()
-        self._nodes, self._depth, self._traits = max_nodes, max_depth, traits
+        self._nodes, self._depth, self._merged = max_nodes, max_depth, traits.merged
         self._in_round, self._lookahead = costs.in_round, lookahead
         self._fault: str | None = None
-        self._answer = Budget(0, 0, reasons.PLAIN)
-        # Steps since draft tokens were verified, looked for, and not asked for at all.
-        self._idle, self._looked, self._drafted, self._looks = 0, 0, 0, 0
-
-    def open(self, slot: int) -> None:
-        """See Policy."""
-        self.acceptance.open(slot)
-        if self.shapes is not None:
-            self.shapes.open(slot)
+        # Steps since draft tokens were verified, and looked for; and in a row that had some.
+        self._idle, self._looked, self._drafted = 0, 0, 0
 
     def disable(self, reason: str) -> None:
         """See Policy."""
         self._fault = reason
 
-    def budget(self, slots: Ints, kv_len: Ints, constrained: bool = False) -> Budget:
+    def decide(self, slots: Ints, kv_len: Ints, constrained: bool = False) -> Decision:
         """See Policy."""
-        budget = self._asked(slots, kv_len, constrained)
+        rows, each = len(slots), kv_len.tolist()
+        budget = self._budget(slots.tolist(), sum(each), constrained)
+        budgets = (budget,) * rows
+        if budget.reason == reasons.PROBING:
+            first = -(-rows // 8)
+            budgets = (budget,) * first + (Budget(0, 0, reasons.PROBING),) * (rows - first)
         if self._lookahead is not None and constrained:
-            budget = self._with_known(budget, slots, kv_len)
-        self._answer = budget
-        return budget
+            known = self._known(self._lookahead, budget.reason, slots, each)
+            budgets = with_known(budgets, known)
+        select = None if self._in_round else partial(self._select, budget.reason, each)
+        return Decision(budget.reason, budgets, select)
 
-    def price(self, kv_len: Ints) -> float:
-        """What a draft token costs at least, in tokens of plain decoding, beside these rows.
-
-        Times grow in straight lines between measured counts of nodes: it is cheapest at one of
-        these, or as the first or the last.
-        """
-        rows, costs, cached = len(kv_len), self.account.costs, int(kv_len.sum())
-        most = rows * (1 + self._nodes)
-        plain = costs.one(rows, cached)
-        counts = {rows + 1, most, *(n for n in costs.measured.nodes if rows < n < most)}
-        return rows * min(
-            (costs.one(n, cached * n // rows) / plain - 1.0) / (n - rows) for n in counts
-        )
-
-    def _asked(self, slots: Ints, kv_len: Ints, constrained: bool) -> Budget:
-        """What the drafter is asked for."""
-        account, shapes = self.account, self.shapes
+    def _budget(self, slots: list[int], cached: int, constrained: bool) -> Budget:
+        """What the drafter is asked for, of every row."""
+        account, shapes, rows = self.account, self.shapes, len(slots)
         why = self._fault or (reasons.DISABLED if account.empty else None)
         # A new engine learns what plain steps take from plain steps: they are never too slow.
         losing = shapes is not None and shapes.losing
-        # Where plain steps are carried, what they take is known of carried ones only.
-        unknown = account.costs.known(len(slots)) < MIN_REPEATS
-        unknown = unknown or not (account.sure or constrained)
-        if shapes is not None and losing:
-            unknown = not account.sure and not shapes.promising(len(slots))
-        if why is None and (unknown or (self._drafted >= PLAIN_EVERY and not losing)):
+        ahead = account.costs.carries(rows) and not constrained
+        known = account.costs.seen(rows, ahead) >= MIN_REPEATS
+        if not known and losing and shapes is not None:
+            known = shapes.promising(rows)
+        elif ahead and not self._looked and not self._in_round:
+            # What one takes that is not carried is known of those that come after a look.
+            known = known and account.costs.seen(rows, False) > 0.0
+        if why is None and (not known or (self._drafted >= PLAIN_EVERY and not losing)):
             why = reasons.PLAIN
         if why is not None:
             return Budget(0, 0, why)
         if shapes is None:
-            return self._all(kv_len)
-        shape = shapes.choose(slots.tolist())
-        if shape is not None:
-            why = reasons.ON_LEVELS.format(shape.nodes)
-            return Budget(*shape, why, model_depth=shape.depth)
-        if self._traits.merged:
-            return self._all(kv_len)
-        return Budget(0, 0, reasons.WAITING if shapes.lost(slots.tolist()) else reasons.WRONG)
+            return self._all(rows, cached)
+        if (shape := shapes.choose(slots)) is not None:
+            return Budget(*shape, reasons.ON_LEVELS.format(shape.nodes), model_depth=shape.depth)
+        if self._merged:
+            return self._all(rows, cached)
+        return Budget(0, 0, reasons.WAITING if shapes.lost(slots) else reasons.WRONG)
 
-    def _all(self, kv_len: Ints) -> Budget:
+    def _all(self, rows: int, cached: int) -> Budget:
         """All that a free drafter knows, where something of it may pay."""
-        price = self.price(kv_len)
         if self._idle >= PLAIN_EVERY:
-            return Budget(1, 1, reasons.PROBING, most_rows=-(-len(kv_len) // 8))
-        if self.account.gain < 0.0 and not self._look_is_due(len(kv_len)):
+            return Budget(1, 1, reasons.PROBING)
+        if self.account.gain < 0.0 and not self._look_is_due(rows):
             return Budget(0, 0, reasons.SELDOM)
+        price = self.account.costs.price(rows, rows * (1 + self._nodes), cached)
         if price >= 1.0:
             return Budget(0, 0, reasons.TOO_DEAR)
         return Budget(self._nodes, self._depth, reasons.ON, min_prob=round(price, 2))
 
     def _look_is_due(self, rows: int) -> bool:
         """Whether to look although that lost lately: seldom; where dear, TRIAL rows in a row."""
-        loss, steps = self.account.look_loss, max(TRIAL / rows, 2.0)
+        loss, steps = self.account.look, max(TRIAL / rows, 2.0)
         if loss <= SPARING * LOSS_SHARE:
             return self._looked + 1 >= SPARING
         due = self._looked >= PLAIN_EVERY // 2 and self.account.covers(loss * steps)
-        return due or 0 < self._looks < steps
+        return due or 0 < self._looked < steps
 
-    def _with_known(self, budget: Budget, slots: Ints, kv_len: Ints) -> Budget:
-        """With room for what grammars know, as far as that pays."""
-        assert self._lookahead is not None
+    def _known(
+        self, lookahead: Lookahead, reason: str, slots: Ints, kv_len: list[int]
+    ) -> list[int]:
+        """By row, how many tokens there are that a grammar knows, as far as they pay."""
         if self._in_round:
-            rows = self._lookahead.predicted(slots, FIXED_MIN_PROB)
-            return replace(budget, known=tuple(min(len(row), self._depth) for row in rows))
-        plain = self.account.empty or budget.reason == reasons.PLAIN
-        price = CERTAIN if plain else self.price(kv_len)
-        rows = self._lookahead.predicted(slots, min(CERTAIN, max(MIN_PROB, price)))
+            rows = lookahead.predicted(slots, FIXED_MIN_PROB)
+            return [min(len(row), self._depth) for row in rows]
+        price, count = CERTAIN, len(kv_len)
+        if not self.account.empty and reason != reasons.PLAIN:
+            price = self.account.costs.price(count, count * (1 + self._nodes), sum(kv_len))
+        rows = lookahead.predicted(slots, min(CERTAIN, max(MIN_PROB, price)))
         owners = [row for row, scores in enumerate(rows) for _ in scores]
-        scores = [score for row in rows for score in row]
-        bought, _ = self._bought(scores, owners, kv_len.tolist())
-        counts = np.bincount([owners[i] for i in bought], minlength=len(slots))
-        return replace(budget, known=tuple(counts.tolist()))
+        bought, _ = self._bought([score for row in rows for score in row], owners, kv_len)
+        counts = Counter(owners[index] for index in bought)
+        return [counts[row] for row in range(count)]
 
-    def select(self, plan: Plan, drafts: list[Draft]) -> list[Draft]:
-        """Of all rows the draft tokens that pay: any path is kept down to where it stops to. In
-        rounds all: what one row does not verify saves nothing.
-        """
-        if self._in_round:
-            return drafts
-        self._learn_free(plan, drafts)
-        slots = plan.slots.tolist()
-        drafts = [
-            self.acceptance.believed(slot, draft) if len(draft) else draft
-            for slot, draft in zip(slots, drafts, strict=True)
-        ]
-        if self._answer.reason == reasons.PROBING:
+    def _select(self, reason: str, kv_len: list[int], drafts: list[Draft]) -> list[Draft]:
+        """Of all rows the draft tokens that pay: any path is kept down to where it stops to."""
+        drafts = [self.trust.believed(draft) if len(draft) else draft for draft in drafts]
+        if reason == reasons.PROBING:
             return [draft if any(draft.score > 0.5) else NO_DRAFT for draft in drafts]
-        bought = set(self._bought(*_scored(drafts), plan.kv_len.tolist())[0])
-        kept, end = [], 0
-        for draft in drafts:
-            begin, end = end, end + len(draft)
-            kept.append(cut(draft, [index in bought for index in range(begin, end)]))
-        return kept
-
-    def _learn_free(self, plan: Plan, drafts: list[Draft]) -> None:
-        """What the draft tokens of free drafters alone would win, where they are asked with a
-        draft model: what that has to beat.
-        """
-        if self.shapes is None or not self._traits.merged:
-            return
-        free = [draft if draft.free is None else draft.free for draft in drafts]
-        _, won = self._bought(*_scored(free), plan.kv_len.tolist())
-        won /= plan.rows
-        self.shapes.floor += (1.0 - DECAY) * (1.0 + won - self.shapes.floor)
+        return cut(drafts, self._bought(*scored(drafts), kv_len)[0])
 
     def _bought(
         self, scores: list[float], owners: list[int], kv_len: list[int]
     ) -> tuple[Sequence[int], float]:
         """Which of the tokens with these chances of being right bring most beyond what their time
         would bring elsewhere, by index, of those that can be afforded if all that is not certain
-        turns out wrong; and how many tokens that is. owners: the row of each. Of equals the first,
-        so that parents stay with children.
+        turns out wrong; and how many tokens that is. owners: the row of each.
 
         Plain Python: NumPy's calls, cold after a forward pass, take longer than the step can win.
         """
-        order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
         account, costs = self.account, self.account.costs
         rows, cached = len(kv_len), sum(kv_len)
-        padded, behind = costs.measured.padded, cached
-        layers = ranked(order, owners) if padded else [[index] for index in order]
-        plain = costs.one(rows, cached)
-        price, most_longer = (
-            rows * max(1.0, account.speed),
-            STAKE * max(account.credit, 0.0) * plain,
-        )
-        price *= account.late
-        best, most, tokens, certain, certain_longest, nodes = 0, 0.0, 0.0, plain, plain, rows
+        layers = ranked(scores, owners, costs.measured.padded)
+        price = rows * max(1.0, account.speed) * costs.late(rows, cached)
+        stake = STAKE * max(account.credit, 0.0)
+        best, most, tokens, certain, certain_longest, nodes = 0, 0.0, 0.0, 1.0, 1.0, rows
         for number, layer in enumerate(layers, 1):
-            cached += behind if padded else kv_len[owners[layer[0]]]
-            nodes += rows if padded else 1
+            nodes += rows if costs.measured.padded else 1
             tokens += sum(scores[index] for index in layer)
-            time = costs.one(nodes, cached)
-            longest = costs.at_most(nodes, cached, time)
+            time = costs.ratio(rows, nodes, cached)
+            longest = costs.at_most(rows, nodes, cached, time)
             if min(scores[index] for index in layer) >= CERTAIN:
                 certain, certain_longest = time, longest
-            if time - certain > most_longer or longest - certain_longest > most_longer:
+            if time - certain > stake or longest - certain_longest > stake:
                 break
-            won = tokens - price * (time / plain - 1.0)
-            if won > most:
+            if (won := tokens - price * (time - 1.0)) > most:
                 best, most = number, won
         return [index for layer in layers[:best] for index in layer], most
 
     def observe(self, report: StepReport) -> None:
         """See Policy."""
         allowed, verified = max(report.allowed), any(report.draft_tokens)
-        self.reasons[self._answer.reason] += report.rows
+        self.reasons[report.reason] += report.rows
         if allowed and not self._in_round:
             self.reasons[reasons.VERIFIED if verified else reasons.NOTHING_VERIFIED] += report.rows
-        plain = self.account.plain_ms(report)
-        self.account.observe(report)
+        ratio = self.account.observe(report)
         self._drafted = self._drafted + 1 if verified else 0
-        probed = allowed and self._answer.reason == reasons.PROBING
+        probed = allowed and report.reason == reasons.PROBING
         self._idle = 0 if verified or probed else self._idle + 1
         self._looked = 0 if allowed else self._looked + 1
-        self._looks = self._looks + 1 if allowed else 0
         found = self._found(report) if allowed else []
-        if self.shapes is not None and not report.prefill:
-            asked = allowed and (not self._traits.merged or self._answer.model_depth)
-            self.shapes.learn(report, bool(asked), found, plain)
+        if self.shapes is None:
+            return
+        self.shapes.fresh(report.fresh)
+        if self._merged and report.proposed:
+            free = [draft if draft.free is None else draft.free for draft in report.proposed]
+            cached = [report.cached // report.nodes] * report.rows
+            self.shapes.learn_floor(self._bought(*scored(free), cached)[1] / report.rows)
+        if report.prefill:
+            return
+        if not allowed or (self._merged and not report.modelled):
+            self.shapes.plain(report.slots)
+        else:
+            self.shapes.observe(report.rows, allowed, found, ratio)
 
     def _found(self, report: StepReport) -> list[Found]:
         """Of each row that had draft tokens, what came of them."""
-        found = []
-        columns = report.slots, report.tokens, report.draft_tokens
-        for slot, tokens, draft_tokens in zip(*columns, strict=True):
-            if not tokens:
-                continue
-            if self._in_round:  # Nobody saw what the device drafted by itself.
-                if draft_tokens:
-                    depth = -(-draft_tokens * self._depth // self._nodes)
-                    found.append(Found(min(len(tokens), depth), len(tokens) - 1))
-            elif (learned := self.acceptance.learn(slot, tokens)) is not None:
-                found.append(Found(*learned))
-        return found
+        if self._in_round:  # Nobody saw what the device drafted by itself.
+            return found_in_round(report, self._nodes // self._depth)
+        rows = zip(report.proposed, report.tokens, strict=bool(report.proposed))
+        found = [self.trust.learn(draft, tokens) for draft, tokens in rows if tokens]
+        return [each for each in found if each is not None]
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info: what is chosen, how often, and on what ground."""
         return (
             {
                 "policy": "adaptive",
-                "first_draft_token_right": round(self.acceptance.first_rate, 3),
-                "trust_in_scores": round(self.acceptance.shared_trust, 3),
+                "trust_in_scores": round(self.trust.share, 3),
                 "reasons": dict(self.reasons),
             }
             | self.account.describe()
             | (self.shapes.describe() if self.shapes else {})
         )
-
-
-def _scored(drafts: list[Draft]) -> tuple[list[float], list[int]]:
-    """Scores of all draft tokens, and the row of each."""
-    scores = [score for draft in drafts for score in draft.score.tolist()]
-    return scores, [row for row, draft in enumerate(drafts) for _ in range(len(draft))]
-
-
-def cut(draft: Draft, kept: list[bool]) -> Draft:
-    """The draft tokens that are kept; every one's parent is."""
-    if all(kept):
-        return draft
-    if not any(kept):
-        return NO_DRAFT
-    keep = np.array(kept)
-    place = np.append(np.cumsum(keep, dtype=np.int32) - 1, np.int32(-1))
-    parents = place[draft.parents[keep]]
-    return Draft(draft.tokens[keep], parents, draft.score[keep], draft.source_of(keep))

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import log
 from statistics import median
 from time import perf_counter
 
 import numpy as np
 
-from forerun.control.constants import MIN_REPEATS
+from forerun.control.constants import MIN_REPEATS, OUTLIER
 from forerun.control.step_costs import StepCosts
 from forerun.errors import ConfigError
 from forerun.interface.draft_model import DraftBlock, DraftLevel, DraftModel, Extension
@@ -21,8 +22,7 @@ from forerun.types import Ints
 NODES = (1, 2, 64, 8, 4, 16, 32, 3, 5, 6)
 """Node counts that are timed, the most telling first: no further one is begun after SECONDS."""
 PER_ROW = 8
-"""Nodes of one row at most; more nodes mean more rows, as they would in service. So from here on
-steps grow at least in proportion; below, kernels work in fours."""
+"""Nodes of one row at most; more nodes mean more rows, as they would in service."""
 CACHED = 256
 """Cached tokens in the measurement that tells what reading the cache costs."""
 SECONDS = 0.5
@@ -58,7 +58,7 @@ def believed_ms(times: dict[int, list[float]]) -> tuple[float, ...]:
     """Milliseconds of a step by ascending number of nodes, of seconds that such steps took."""
     counts = sorted(times)
     ms = [1000.0 * median(times[nodes]) for nodes in counts]
-    return tuple(smoothed(counts, rising(ms, [len(times[nodes]) for nodes in counts])))
+    return tuple(rising(smoothed(counts, ms), [len(times[nodes]) for nodes in counts]))
 
 
 def rising(ms: list[float], weights: list[int]) -> list[float]:
@@ -77,30 +77,23 @@ def rising(ms: list[float], weights: list[int]) -> list[float]:
 
 
 def smoothed(counts: list[int], ms: list[float]) -> list[float]:
-    """The times with what bulges upwards among large steps pressed flat.
+    """The times without what was disturbed: where a step took more than OUTLIER times what the
+    counts around it say (between them time is a power of nodes), it is believed to take that. One
+    slow step of 32 nodes made a draft token beside 64 rows look like a bargain.
 
-    From PER_ROW nodes on a further node costs as much as one before it or more, never less, and
-    noise only adds: so the times must be convex there, and the greatest such curve below them
-    is taken. One slow step of 32 nodes made a draft token beside 64 rows look like a bargain.
+    Nothing is said of how times bend: kernels work in fours, and where nodes share experts of a
+    sparse model, or the reading of weights, a further node costs less than the one before it.
     """
-    hull: list[int] = []
-    for here in range(len(counts)):
-        if counts[here] < PER_ROW:
-            continue
-        while len(hull) >= 2 and _above(hull[-2], hull[-1], here, counts, ms):
-            hull.pop()
-        hull.append(here)
-    corners = [counts[i] for i in hull], [ms[i] for i in hull]
-    return [
-        time if count < PER_ROW else float(np.interp(count, *corners))
-        for count, time in zip(counts, ms, strict=True)
-    ]
-
-
-def _above(left: int, middle: int, right: int, counts: list[int], ms: list[float]) -> bool:
-    """Whether the middle one lies above the line from left to right."""
-    fraction = (counts[middle] - counts[left]) / (counts[right] - counts[left])
-    return ms[middle] > ms[left] + fraction * (ms[right] - ms[left])
+    told = [*ms]
+    for place in range(1, len(ms) - 1):
+        (one, here, two), (low, high) = (
+            counts[place - 1 : place + 2],
+            (told[place - 1], ms[place + 1]),
+        )
+        fraction = log(here / one) / log(two / one)
+        between = low * (high / low) ** fraction
+        told[place] = ms[place] if ms[place] <= OUTLIER * between else between
+    return told
 
 
 def _time_interleaved(executor: Executor, possible: list[int]) -> dict[int, list[float]]:

@@ -28,8 +28,6 @@ defies the drafter uses up the credit within 50 steps.)"""
 MIN_PROB = 0.1
 """A token less likely than this is not looked for under a grammar, however cheap a node is: draft
 tokens given .15 to .24 come true less often than that (log, structured output)."""
-FIXED_MIN_PROB = 0.35
-"""The same where nobody knows what a node costs: the fixed policy, and rounds of a device."""
 SPARING = 4
 """While looking for draft tokens wins less than it costs, it is done in one step of so many at
 most. (Replayed, four and eight streams: .997 and 1.000 of plain; looking always .989 and .994.)"""

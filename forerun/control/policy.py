@@ -1,20 +1,56 @@
-"""The door to the control of speculation: one answer per step; the policy that never changes."""
+"""The one door to the control of speculation: it decides once per step, for the whole batch, and is
+told what the step was. And the policy that never changes its mind.
+"""
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from forerun.control.constants import FIXED_MIN_PROB
 from forerun.control.report import StepReport
-from forerun.interface.plan import Budget, Plan
+from forerun.interface.plan import Budget
 from forerun.speculative.tree import Draft
 from forerun.types import Ints
 
 FIXED = "fixed by the configuration"
+FIXED_MIN_PROB = 0.35
+"""A token that a grammar makes less likely than this is not drafted where nobody knows what a node
+costs: by the fixed policy, and in rounds of a device."""
 
 
 def off(reason: str) -> str:
     """How every part of the system words that nothing is drafted although it should be."""
     return f"speculation is off: {reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a step may draft. A value: to ask for it, and not to use it, changes nothing.
+
+    reason  in words for people
+    rows    B budgets; all zero: the step is exactly a plain one
+    select  of what drafter and grammars found on the host, a draft per row, that which pays; None:
+            all of it. Valid until the policy observes the next step
+    """
+
+    reason: str
+    rows: tuple[Budget, ...]
+    select: Callable[[list[Draft]], list[Draft]] | None = None
+
+    @classmethod
+    def same(cls, budget: Budget, rows: int) -> "Decision":
+        """One budget for all rows."""
+        return cls(budget.reason, (budget,) * rows)
+
+
+def with_known(budgets: tuple[Budget, ...], known: list[int]) -> tuple[Budget, ...]:
+    """The budgets of rows, with room for so many tokens that their grammars know."""
+    rows = list(budgets)
+    for row, (budget, count) in enumerate(zip(budgets, known, strict=True)):
+        if count > min(budget.nodes, budget.depth):
+            nodes, depth = max(budget.nodes, count), max(budget.depth, count)
+            reason = f"{budget.reason}; {count} tokens known from the grammar"
+            rows[row] = replace(budget, nodes=nodes, depth=depth, reason=reason)
+    return tuple(rows)
 
 
 class Lookahead(Protocol):
@@ -28,23 +64,11 @@ class Lookahead(Protocol):
 
 
 class Policy(Protocol):
-    """Chooses draft tokens and learns from what became of them."""
+    """Decides what is drafted, and learns from what came of it."""
 
-    def open(self, slot: int) -> None:
-        """A sequence took the slot; forget its predecessor."""
-        ...
-
-    def budget(self, slots: Ints, kv_len: Ints, constrained: bool = False) -> Budget:
-        """What the rows of the coming step may draft: slots int32[B], B > 0, cached tokens
-        int32[B]; whether a grammar holds some row. A plan may be thrown away: the policy goes on
-        with what it observes, not with what it was asked.
-        """
-        ...
-
-    def select(self, plan: Plan, drafts: list[Draft]) -> list[Draft]:
-        """Of all draft tokens that were found on the host, one draft per row, those that pay.
-
-        drafts  of the drafter and the grammars, with the drafter's scores
+    def decide(self, slots: Ints, kv_len: Ints, constrained: bool = False) -> Decision:
+        """What the decoding rows of the coming step may draft: slots int32[B], B > 0, cached tokens
+        int32[B]; whether a grammar holds some row. Changes nothing that is decided later.
         """
         ...
 
@@ -68,19 +92,13 @@ class FixedPolicy:
         self._budget = Budget(nodes, depth, FIXED, model_depth=depth)
         self._lookahead = lookahead
 
-    def open(self, slot: int) -> None:
-        """Nothing to remember."""
-
-    def budget(self, slots: Ints, kv_len: Ints, constrained: bool = False) -> Budget:
+    def decide(self, slots: Ints, kv_len: Ints, constrained: bool = False) -> Decision:
         """One and the same, with more where a grammar knows more."""
-        if self._lookahead is None or not constrained:
-            return self._budget
-        found = self._lookahead.predicted(slots, FIXED_MIN_PROB)
-        return replace(self._budget, known=tuple(map(len, found)))
-
-    def select(self, plan: Plan, drafts: list[Draft]) -> list[Draft]:
-        """All."""
-        return drafts
+        rows = (self._budget,) * len(slots)
+        if self._lookahead is not None and constrained:
+            known = self._lookahead.predicted(slots, FIXED_MIN_PROB)
+            rows = with_known(rows, list(map(len, known)))
+        return Decision(self._budget.reason, rows)
 
     def observe(self, report: StepReport) -> None:
         """Nothing to learn."""

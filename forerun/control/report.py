@@ -1,9 +1,11 @@
-"""What one step did and how long it took: the engine core makes it, policy and metrics read it."""
+"""What a step was and what it took. The engine makes one per step; policy and metrics read it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import mul
 
 from forerun.interface.plan import Outcome, Plan
+from forerun.speculative.tree import Draft
 
 STAGES = ("draft", "verify", "mask", "accept")
 """Stages whose time is measured; what is left of a step is the host's."""
@@ -23,6 +25,10 @@ class StepReport:
     carried       begun before the one before it was looked at: the device drafted by itself
     constrained   a grammar has a say: such a step is never carried, draft tokens or not
     ms            milliseconds by stage, the names of STAGES and "host"
+    reason        of the decision
+    modelled      whether a draft model was asked for draft tokens
+    fresh         slots that a sequence took, or whose sequence ran a prompt
+    proposed      B drafts of drafter and grammars, before any token was left out; () = the device's
     """
 
     slots: list[int]
@@ -32,9 +38,13 @@ class StepReport:
     nodes: int
     cached: int
     prefill: bool
-    carried: bool
     constrained: bool
     ms: dict[str, float]
+    carried: bool = False
+    reason: str = ""
+    modelled: bool = True
+    fresh: Sequence[int] = ()
+    proposed: Sequence[Draft] = ()
 
     @property
     def rows(self) -> int:
@@ -47,22 +57,21 @@ class StepReport:
         return sum(self.ms.values())
 
 
-def step_report(
-    plan: Plan, outcome: Outcome, carried: bool, stages: dict[str, float], total: float
-) -> StepReport:
-    """The report of a step: `stages` milliseconds of each, and the `total` of the whole step."""
-    draft_tokens = outcome.n_draft_tokens.tolist()
+def step_report(plan: Plan, outcome: Outcome, stages: dict[str, float], total: float) -> StepReport:
+    """What plan and outcome say of a step; milliseconds of its stages, and of the whole."""
+    draft_tokens, slots = outcome.n_draft_tokens.tolist(), plan.slots.tolist()
     known = list(map(len, plan.known))
     nodes = [sum(pair) for pair in zip(known, draft_tokens, strict=True)]
     return StepReport(
-        slots=plan.slots.tolist(),
+        slots=slots,
         tokens=outcome.output_tokens,
         draft_tokens=draft_tokens,
         allowed=plan.max_nodes.tolist(),
         nodes=sum(nodes),
         cached=sum(map(mul, nodes, plan.kv_len.tolist())),
         prefill=max(known) > 1,
-        carried=carried,
         constrained=bool(plan.some_constrained),
         ms=stages | {"host": max(total - sum(stages.values()), 0.0)},
+        modelled=plan.model_depth is None or bool(plan.model_depth.any()),
+        fresh=[slot for slot, count in zip(slots, known, strict=True) if count > 1],
     )

@@ -6,6 +6,7 @@ level was right where the one above was; what it takes is measured of each, in p
 powers of two of rows.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from forerun.control.constants import (
     PRIOR,
     TRIAL,
 )
+from forerun.control.host_drafts import Found
 from forerun.control.report import StepReport
 from forerun.control.step_costs import StepCosts
 
@@ -31,13 +33,6 @@ class Shape(NamedTuple):
 
     nodes: int
     depth: int
-
-
-class Found(NamedTuple):
-    """Of a row that had draft tokens: levels tried below one that was right, and levels right."""
-
-    tried: int
-    right: int
 
 
 @dataclass(slots=True)
@@ -81,10 +76,6 @@ class Shapes:
         # the draft token alone.
         self._tries, self._right = np.zeros(1 + depth), np.zeros(1 + depth)
 
-    def open(self, slot: int) -> None:
-        """A sequence took the slot; whatever was lost is lost no more."""
-        self._lost.discard(slot)
-
     def rates(self) -> list[float]:
         """By level: the chance that it is right where the one above is; unseen: as above. First
         that of a draft token alone, which a whole level is at least.
@@ -100,25 +91,16 @@ class Shapes:
 
     def ratio(self, rows: int, shape: Shape) -> float:
         """Plain steps that a step takes; where it was not seen, as start-up says."""
-        bucket = self._bucket(rows)
-        if shape in bucket.ratio:
-            return bucket.ratio[shape]
+        if (seen := self._bucket(rows).ratio.get(shape)) is not None:
+            return seen
         costs = self._costs
         plain, ms = costs.verify(np.array([rows, rows * (1 + shape.nodes)])).tolist()
         ms += costs.follow_ms
         ms += costs.draft_ms * (shape.depth - 1 if costs.in_round else shape.nodes * rows)
         return float(max(1.0, ms / plain))
 
-    def best(self, rows: int, share: float = 1.0) -> tuple[Shape, float]:
-        """The shape that brings most per millisecond where so many of the rows can have it, and its
-        speed over plain decoding.
-        """
-        speeds = self._speeds(rows, share)
-        place = int(np.argmax(speeds))
-        return self.shapes[place], speeds[place]
-
-    def _speeds(self, rows: int, share: float) -> list[float]:
-        """Of every shape, over plain decoding."""
+    def speeds(self, rows: int, share: float = 1.0) -> list[float]:
+        """Of every shape, over plain decoding, where so many of the rows can have it."""
         single, *levels = self.rates()
         brought = np.cumprod(levels).cumsum().tolist()
         return [
@@ -127,88 +109,86 @@ class Shapes:
             for shape in self.shapes
         ]
 
-    def _covered(self, rows: int, share: float) -> tuple[Shape, float] | None:
-        """The best shape whose loss the credit covers, and that loss in plain steps. Where trying
-        again costs a run-up, no less than the best will do.
-        """
-        speeds = self._speeds(rows, share)
-        order = sorted(range(len(speeds)), key=speeds.__getitem__, reverse=True)
-        for place in order[:1] if self.losing else order:
-            loss = self.ratio(rows, self.shapes[place]) - 1.0
-            if self._account.covers(loss) and loss < self.shapes[place].depth:
-                return self.shapes[place], loss
-        return None
-
     def choose(self, slots: list[int]) -> Shape | None:
-        """The shape of the coming step, None = no draft tokens. Changes nothing."""
+        """The shape of the coming step, None = no draft tokens. Changes nothing.
+
+        The best whose loss the credit covers; where trying again costs a run-up, no less than the
+        best will do.
+        """
         rows, able = len(slots), len(slots)
         if self.losing:
             able -= len(self._lost.intersection(slots))
-        if not able or (covered := self._covered(rows, able / rows)) is None:
+        if not able:
             return None
-        bucket, (shape, loss) = self._bucket(rows), covered
-        new = self._tries[:2].max() < MIN_REPEATS
-        on = bucket.on and (new or self._speed(rows, able) > self.floor * (1.0 - HYSTERESIS))
-        due = bucket.rest >= bucket.wait and self._account.covers(loss * TRIAL / rows)
-        return shape if on or due else None
-
-    def _speed(self, rows: int, able: int) -> float:
-        """Of the best shape, over plain decoding, while those who lost their draft entries give
-        way to others: on average half of them have.
-        """
-        return self.best(rows, (1.0 + able / rows) / 2.0 if self.losing else 1.0)[1]
+        speeds, bucket = self.speeds(rows, able / rows), self._bucket(rows)
+        order = sorted(range(len(speeds)), key=speeds.__getitem__, reverse=True)
+        for shape in [self.shapes[place] for place in order[: 1 if self.losing else None]]:
+            loss = self.ratio(rows, shape) - 1.0
+            if not self._account.covers(loss) or loss >= shape.depth:
+                continue
+            new = self._tries[:2].max() < MIN_REPEATS
+            on = bucket.on and (new or self._speed(rows, able) > self._least)
+            due = bucket.rest >= bucket.wait and self._account.covers(loss * TRIAL / rows)
+            return shape if on or due else None
+        return None
 
     def promising(self, rows: int) -> bool:
         """Whether draft tokens may pay by so much that it can wait what plain steps take: nobody
         knows yet what they bring, or they bring far more than start-up says that they cost.
         """
-        return bool(self._tries[:2].max() < TRIAL) or self.best(rows)[1] > CLEAR
+        return bool(self._tries[:2].max() < TRIAL) or max(self.speeds(rows)) > CLEAR
+
+    @property
+    def _least(self) -> float:
+        return self.floor * (1.0 - HYSTERESIS)
+
+    def _speed(self, rows: int, able: int) -> float:
+        """Of the best shape, over plain decoding, while those who lost their draft entries give
+        way to others: on average half of them have.
+        """
+        return max(self.speeds(rows, (1.0 + able / rows) / 2.0 if self.losing else 1.0))
 
     def lost(self, slots: list[int]) -> bool:
         """Whether none of these sequences can have draft tokens."""
         return self.losing and self._lost.issuperset(slots)
 
-    def learn(self, report: StepReport, asked: bool, found: list[Found], plain: float) -> None:
-        """Of a step without prompts. asked: whether it had draft tokens of this drafter, found: of
-        each row what came of them, plain: milliseconds that it would have taken without.
-        """
-        if not asked:
-            self.rested(report.slots)
-            return
-        # Who ends soon may have less, and a grammar may know more.
-        allowed = [shape for shape in self.shapes if shape.nodes <= max(report.allowed)]
-        ratio = (report.total_ms - report.ms["mask"]) / plain
-        steady = self._account.steady and self._account.sure
-        self.observe(report.rows, max(allowed, default=self.shapes[0]), found, ratio, steady)
-
-    def rested(self, slots: list[int]) -> None:
+    def plain(self, slots: list[int]) -> None:
         """A step of these sequences had no draft tokens of this drafter."""
         self._bucket(len(slots)).rest += 1
         if self.losing:
             self._lost.update(slots)
 
-    def observe(
-        self, rows: int, shape: Shape, found: list[Found], ratio: float, steady: bool
-    ) -> None:
-        """What came of a step without prompts: of each row that had draft tokens, and plain steps
-        that it took. steady: it took what such steps take.
+    def fresh(self, slots: Sequence[int]) -> None:
+        """Sequences took these slots, or ran a prompt: what was lost there is lost no more."""
+        self._lost.difference_update(slots)
+
+    def learn_floor(self, won: float) -> None:
+        """What the draft tokens of free drafters alone would have won of a row, where they are
+        asked with a draft model: what that has to beat.
         """
+        self.floor += (1.0 - DECAY) * (1.0 + won - self.floor)
+
+    def observe(self, rows: int, most: int, found: list[Found], ratio: float) -> None:
+        """What came of a step without prompts: of each row that had draft tokens, at most `most`,
+        and plain steps that it took.
+        """
+        # Who ends soon may have less, and a grammar may know more.
+        shape = max([s for s in self.shapes if s.nodes <= most], default=self.shapes[0])
         bucket = self._bucket(rows)
         if not bucket.on:
             bucket.on = True
             # What was seen before a pause counts for little: the text is another.
             share = min(1.0, PRIOR / max(float(self._tries.max()), PRIOR))
             self._tries, self._right = share * self._tries, share * self._right
-        if steady:
-            seen = bucket.seen.get(shape, 0)
+        if self._account.steady:
+            seen = bucket.seen[shape] = bucket.seen.get(shape, 0) + 1
             old = bucket.ratio.get(shape, ratio)
-            bucket.ratio[shape] = old + max(1.0 - DECAY, 1.0 / (seen + 1)) * (ratio - old)
-            bucket.seen[shape] = seen + 1
+            bucket.ratio[shape] = old + max(1.0 - DECAY, 1.0 / seen) * (ratio - old)
         self._learn(self._alone(shape), found)
-        speed = self._speed(rows, len(found))
         if self._tries[:2].max() < TRIAL:
             return
-        if speed < self.floor * (1.0 - HYSTERESIS):
+        speed = self._speed(rows, len(found))
+        if speed < self._least:
             bucket.on, bucket.rest = False, 0
             bucket.wait = min(2 * bucket.wait, 2 * PLAIN_EVERY)
         elif speed > self.floor * (1.0 + HYSTERESIS):
@@ -243,17 +223,10 @@ class Shapes:
         }
 
 
-def ranked(order: list[int], owners: list[int]) -> list[list[int]]:
-    """Draft tokens, best first, in layers: the best of every row, the second of every row, ...;
-    owners: the row of each. Where every row takes as long as the longest, one more of each is one
-    price.
-    """
-    layers: list[list[int]] = []
-    ranks = dict.fromkeys(owners, 0)
-    for index in order:
-        rank = ranks[owners[index]]
-        ranks[owners[index]] += 1
-        if rank == len(layers):
-            layers.append([])
-        layers[rank].append(index)
-    return layers
+def found_in_round(report: StepReport, width: int) -> list[Found]:
+    """Of each row that had draft tokens of a device, `width` a level, what came of them."""
+    return [
+        Found(min(len(tokens), -(-count // width)), len(tokens) - 1)
+        for tokens, count in zip(report.tokens, report.draft_tokens, strict=True)
+        if tokens and count
+    ]

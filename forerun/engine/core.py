@@ -23,6 +23,7 @@ runs once more here too.
 import logging
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from time import monotonic, perf_counter
 
 from forerun.control.report import step_report
@@ -198,7 +199,7 @@ class EngineCore:
         if schedule is None or not self._open_slots(schedule) or not schedule.rows:
             return schedule
         try:
-            self._steps.append(begin(schedule.plan, schedule.rows, self._parts, timer))
+            self._steps.append(begin(schedule, self._parts, timer))
         except Exception as error:
             log.exception("a step could not be begun")
             self._fail(schedule.rows, error)
@@ -216,7 +217,7 @@ class EngineCore:
         if schedule is None or not self._can_overlap(schedule.plan, round):
             return
         try:
-            self._steps.append(begin(schedule.plan, schedule.rows, self._parts, timer))
+            self._steps.append(begin(schedule, self._parts, timer))
         except NotYetError:
             pass
         except Exception:
@@ -252,7 +253,12 @@ class EngineCore:
         """A step is over: let policy and metrics know what it was and what it took."""
         self._finished = perf_counter()
         total = 1000.0 * (self._finished - step.timer.since)
-        report = step_report(step.round.plan, outcome, step.carried, step.timer.ms, total)
+        report = step_report(step.round.plan, outcome, step.timer.ms, total)
+        opened = [sequence.slot for sequence in step.schedule.opened if sequence.slot is not None]
+        reason, fresh = step.schedule.decision.reason, [*report.fresh, *opened]
+        report = replace(
+            report, carried=step.carried, reason=reason, fresh=fresh, proposed=step.proposed
+        )
         self._parts.policy.observe(report)
         self.metrics.step(report)
 

@@ -51,14 +51,13 @@ class Parts:
             return otherwise
 
     def open(self, sequence: Sequence) -> None:
-        """Open the slot of `sequence` to executor, drafter, policy and grammars. Raises what they
-        raise; then `close` cleans up.
+        """Open the slot of `sequence` to executor, drafter and grammars. Raises what they raise;
+        then `close` cleans up.
         """
         slot_init = sequence.slot_init()
         self.executor.open(slot_init)
         self.open_slots[slot_init.slot] = sequence
         self.ask_drafter(lambda drafter: drafter.begin(slot_init), None)
-        self.policy.open(slot_init.slot)
         grammar = sequence.request.grammar
         if grammar is not None:
             self.grammars.open(slot_init.slot, grammar, sequence.output.tolist())

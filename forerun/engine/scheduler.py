@@ -8,7 +8,7 @@ import numpy as np
 
 from forerun.cache.pages import PagePool
 from forerun.cache.prefix import PrefixIndex
-from forerun.control.policy import Policy
+from forerun.control.policy import Decision, Policy
 from forerun.engine.sequence import Sequence
 from forerun.engine.stats import Load
 from forerun.interface.executor import ExecutorLimits
@@ -17,6 +17,7 @@ from forerun.types import Ints
 
 UNWANTED = Budget(0, 0, "off: the request wants no speculation")
 NO_BUDGET = Budget(0, 0, "")
+NOBODY = Decision("", ())
 BOUND = "no more: the request's own bound"
 CRAMPED = "no more: the answer ends there, or the step or the pages have no room"
 
@@ -25,15 +26,16 @@ CRAMPED = "no more: the answer ends there, or the step or the pages have no room
 class Schedule:
     """A plan and the sequences behind it. Valid until the next call of the scheduler.
 
-    rows    B sequences, in row order
+    rows    B sequences, in row order; those that the decision is about come first
     opened  of which these took their slot just now: open it before the step
     closed  slots whose sequences were preempted: close them before anything is opened
     """
 
     plan: Plan
     rows: tuple[Sequence, ...]
-    opened: tuple[Sequence, ...]
-    closed: tuple[int, ...]
+    decision: Decision = NOBODY
+    opened: tuple[Sequence, ...] = ()
+    closed: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -140,11 +142,11 @@ class Scheduler:
         opened = () if closed else self._admit()
         if not self.running:
             return None
-        rows = self._rows(opened)
+        rows, decision = self._rows(opened)
         if not (rows or opened or closed):
             return None
         sequences = tuple(row.sequence for row in rows)
-        return Schedule(self._plan(rows), sequences, opened=opened, closed=closed)
+        return Schedule(self._plan(rows), sequences, decision, opened, closed)
 
     def plan_after(self, round: Round, sequences: tuple[Sequence, ...]) -> Schedule | None:
         """Plan the step that goes on from a running round of these sequences: they once more, but
@@ -164,10 +166,10 @@ class Scheduler:
         rows = [row for row in rows if row.sequence.remaining > 1]
         if not rows or not all(row.sequence.table.reserve(row.in_flight + 1) for row in rows):
             return None
-        self._grant(rows, self._scored - len(rows))
+        decision = self._grant(rows, self._scored - len(rows))
         ends = np.array([row.sequence.end for row in rows], np.int32)
         plan = replace(self._plan(rows), after=round, ends=ends)
-        return Schedule(plan, tuple(row.sequence for row in rows), (), ())
+        return Schedule(plan, tuple(row.sequence for row in rows), decision)
 
     # --- pages and slots ---------------------------------------------------------------
 
@@ -240,8 +242,8 @@ class Scheduler:
 
     # --- rows --------------------------------------------------------------------------
 
-    def _rows(self, opened: tuple[Sequence, ...]) -> list[_Row]:
-        """Divide the step's nodes.
+    def _rows(self, opened: tuple[Sequence, ...]) -> tuple[list[_Row], Decision]:
+        """Divide the step's nodes; the first rows are those that the decision is about.
 
         0 ... decoding rows ... + draft tokens ............ max_nodes
               one node each     | at most half of the | prefill chunks,
@@ -253,7 +255,7 @@ class Scheduler:
         room, logits = self.limits.max_nodes - len(decoding), self._scored - len(ready)
         fresh = [s for s in decoding if s in opened]  # Nobody knows anything of them yet.
         rows = [_Row(sequence, 1) for sequence in decoding if sequence not in fresh]
-        self._grant(rows, min(room // 2 if prefill else room, logits))
+        decision = self._grant(rows, min(room // 2 if prefill else room, logits))
         room -= sum(row.budget.nodes for row in rows)
         rows += [_Row(sequence, 1) for sequence in fresh]
         for sequence in prefill:
@@ -261,19 +263,19 @@ class Scheduler:
             if chunk:
                 rows.append(_Row(sequence, chunk))
                 room -= chunk
-        return rows
+        return rows, decision
 
-    def _grant(self, rows: list[_Row], room: int) -> None:
+    def _grant(self, rows: list[_Row], room: int) -> Decision:
         """Let rows have draft tokens for at most `room` nodes in all, and pages for them."""
         if not rows:
-            return
+            return NOBODY
         most = sizes[len(self.running) - 1] - 1 if (sizes := self.limits.row_nodes) else room
-        whole = self.policy.budget(
+        decision = self.policy.decide(
             np.array([row.sequence.slot for row in rows], np.int32),
             np.array([row.sequence.table.length + row.in_flight for row in rows], np.int32),
             any(row.sequence.request.grammar is not None for row in rows),
         )
-        for row, budget in zip(rows, whole.by_row(len(rows)), strict=True):
+        for row, budget in zip(rows, decision.rows, strict=True):
             if not row.sequence.request.speculation.enabled:
                 budget = UNWANTED  # noqa: PLW2901
             row.sequence.tally.reason = budget.reason
@@ -284,6 +286,7 @@ class Scheduler:
                 depth = self._reserve_draft_tokens(row, min(row.budget.depth, nodes))
                 row.budget = _bounded(row.budget, nodes, depth, CRAMPED)
         self._granted = tuple(row.budget for row in rows)
+        return decision
 
     def _reserve_draft_tokens(self, row: _Row, depth: int) -> int:
         """Pages for paths of up to `depth` draft tokens; how deep they may be. Preempts nobody."""

@@ -16,6 +16,7 @@ from time import perf_counter
 
 from forerun.control.report import STAGES
 from forerun.engine.parts import Parts
+from forerun.engine.scheduler import Schedule
 from forerun.engine.sequence import Sequence
 from forerun.interface.plan import Outcome, Plan, Round
 from forerun.speculative.tree import NO_DRAFT, NO_TREES, Draft, batch
@@ -56,16 +57,24 @@ class StageTimer:
 class Step:
     """A step that has begun.
 
-    rows     its sequences, in row order
-    round    what the executor runs, and what it finds
-    timer    of its stages
-    carried  it was begun before the step before it was finished
+    round     what the executor runs, and what it finds
+    proposed  what was found on the host, a draft per row, before any was left out; () = nothing
     """
 
-    rows: tuple[Sequence, ...]
+    schedule: Schedule
     round: Round
     timer: StageTimer
-    carried: bool
+    proposed: list[Draft]
+
+    @property
+    def rows(self) -> tuple[Sequence, ...]:
+        """Its sequences, in row order."""
+        return self.schedule.rows
+
+    @property
+    def carried(self) -> bool:
+        """Whether it was begun before the step before it was finished."""
+        return self.schedule.plan.after is not None
 
     @cached_property
     def grows(self) -> dict[int, int]:
@@ -75,12 +84,15 @@ class Step:
         return {slot: len(known) + depth for slot, known, depth in bounds}
 
 
-def begin(plan: Plan, rows: tuple[Sequence, ...], parts: Parts, timer: StageTimer) -> Step:
+def begin(schedule: Schedule, parts: Parts, timer: StageTimer) -> Step:
     """Draft and verify. A device that works by itself may still be at it afterwards."""
     timer.resume()
-    executor, masks, carried = parts.executor, None, plan.after is not None
-    # What goes on from a running round verifies what that drafts.
-    trees = NO_TREES if carried else batch(plan.known, draft(plan, parts))
+    executor, plan, masks, trees = parts.executor, schedule.plan, None, NO_TREES
+    proposed: list[Draft] = []
+    if plan.after is None:  # What goes on from a running round verifies what that drafts.
+        proposed, select = propose(plan, parts), schedule.decision.select
+        drafts = proposed or [NO_DRAFT] * plan.rows
+        trees = batch(plan.known, select(drafts) if select and proposed else drafts)
     request = parts.ask_drafter(lambda drafter: drafter.draft_request(plan), None)
     if request is not None:
         plan = replace(plan, request=request)
@@ -90,18 +102,18 @@ def begin(plan: Plan, rows: tuple[Sequence, ...], parts: Parts, timer: StageTime
         timer.lap("mask")
     running = executor.begin(plan, trees, masks)
     timer.lap("verify")
-    return Step(rows, running, timer, carried)
+    return Step(schedule, running, timer, proposed)
 
 
-def draft(plan: Plan, parts: Parts) -> list[Draft]:
-    """What the drafter proposes and the grammars know, as far as the policy finds it worth it."""
-    nothing = [NO_DRAFT] * plan.rows
+def propose(plan: Plan, parts: Parts) -> list[Draft]:
+    """What the drafter proposes and the grammars know, a draft per row; () if no row may draft."""
     if not any(plan.max_nodes.tolist()):
-        return nothing
+        return []
+    nothing = [NO_DRAFT] * plan.rows
     drafts = parts.ask_drafter(lambda drafter: drafter.propose(plan), nothing)
     if plan.some_constrained:
         drafts = parts.grammars.guide(plan.slots, drafts, plan.max_nodes, plan.max_depth)
-    return parts.policy.select(plan, drafts)
+    return drafts
 
 
 def finish(step: Step, parts: Parts) -> Outcome:

@@ -36,16 +36,13 @@ class SlotInit:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What every row may draft in the next step, and why, in words for people. Nothing: the step
-    is exactly a plain one.
+    """What a row may draft in the next step, and why, in words for people.
 
     nodes   draft tokens at most
     depth   longest path of draft tokens
     min_prob  draft tokens less likely than this would not be verified
     model_depth  of that, how deep a draft model may go that drafts one tree with free drafters; 0:
             only these are asked
-    known   by row, how many tokens its grammar knows, for which there is room too; () = none
-    most_rows  only the first so many rows may draft; 0 = all
     """
 
     nodes: int
@@ -53,20 +50,6 @@ class Budget:
     reason: str
     min_prob: float = 0.0
     model_depth: int = 0
-    known: tuple[int, ...] = ()
-    most_rows: int = 0
-
-    def by_row(self, rows: int) -> list["Budget"]:
-        """The same for each row, with room for what its grammar knows."""
-        budgets = [self] * rows
-        if self.most_rows:
-            budgets[self.most_rows :] = [replace(self, nodes=0)] * (rows - self.most_rows)
-        for row, count in enumerate(self.known):
-            if count > min(self.nodes, self.depth):
-                nodes, depth = max(self.nodes, count), max(self.depth, count)
-                reason = f"{self.reason}; {count} tokens known from the grammar"
-                budgets[row] = replace(self, nodes=nodes, depth=depth, reason=reason)
-        return budgets
 
 
 @dataclass(frozen=True, slots=True)

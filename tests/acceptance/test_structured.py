@@ -69,8 +69,10 @@ def target(monkeypatch):
     observe = Account.observe
 
     def by_table(account, report):
-        ms = account.costs.one(report.nodes, report.cached)
-        observe(account, replace(report, ms=dict.fromkeys(report.ms, 0.0) | {"verify": ms}))
+        rows, nodes, costs = report.rows, report.nodes, account.costs
+        cached = report.cached * rows // nodes
+        ms = costs.plain(rows, cached, False) * costs.ratio(rows, nodes, cached)
+        return observe(account, replace(report, ms=dict.fromkeys(report.ms, 0.0) | {"verify": ms}))
 
     monkeypatch.setattr(Account, "observe", by_table)
     target = open_target(EngineConfig(kv_tokens=2048))

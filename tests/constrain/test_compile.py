@@ -24,7 +24,7 @@ from forerun.constrain.matcher.jump_forward import MAX_AHEAD
 from forerun.constrain.matcher.llguidance_backend import LONG
 from forerun.constrain.matcher.matcher import Matcher
 from forerun.constrain.matcher.tree_mask import TreeGrammars
-from forerun.control.constants import FIXED_MIN_PROB
+from forerun.control.policy import FIXED_MIN_PROB
 from forerun.errors import BusyError, EngineError, ModelError, RequestError, WorkerError
 from forerun.sandbox import Fault, SandboxProcess
 from forerun.speculative.tree import Draft, batch

@@ -12,7 +12,7 @@ import pytest
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.matcher.matcher import Matcher
 from forerun.constrain.matcher.tree_mask import TreeGrammars
-from forerun.control.constants import FIXED_MIN_PROB
+from forerun.control.policy import FIXED_MIN_PROB
 from forerun.interface.grammars import Committed
 from forerun.speculative.sampling import unpack
 from forerun.speculative.tree import Draft, batch

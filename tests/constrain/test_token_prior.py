@@ -7,7 +7,7 @@ import numpy as np
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.matcher.token_prior import Places, TokenPrior, shared_places
 from forerun.constrain.matcher.tree_mask import TreeGrammars
-from forerun.control.constants import FIXED_MIN_PROB
+from forerun.control.policy import FIXED_MIN_PROB
 from forerun.engine.request import Finish
 from forerun.interface.grammars import legal
 from forerun.speculative.tree import Draft, batch

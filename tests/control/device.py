@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from forerun.control.policy import Decision
 from forerun.control.report import step_report
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.drafters.ngram import NgramDrafter
@@ -119,9 +120,11 @@ class Device:
         new = self._arrivals()
         slots = sorted(self.running)
         old = [slot for slot in slots if slot not in new]
-        plan = self._plan(slots, old)
+        order = [*old, *new]  # As in service: who is new comes last.
+        slots = order
+        plan, decision = self._plan(slots, old)
         carried = self._carries(plan, new)
-        drafts, host = self._drafts(plan, carried)
+        proposed, drafts, host = self._drafts(plan, decision, carried)
         wanted = self.drafter.draft_request(plan)
         sizes = np.array(list(map(len, drafts)), np.int32)
         said = [self._said(slot, draft, text) for slot, draft in zip(slots, drafts, strict=True)]
@@ -136,7 +139,9 @@ class Device:
         host += self._passes() - begun
         ms = max(device, host) if carried else device + host
         stages = {"draft": drafting, "verify": 0.0, "mask": 0.0}
-        self.policy.observe(step_report(plan, outcome, carried, stages, ms))
+        report = step_report(plan, outcome, stages, ms)
+        told = {"reason": decision.reason, "proposed": proposed}
+        self.policy.observe(replace(report, carried=carried, **told))
         self.ms, self.tokens = self.ms + ms, self.tokens + sum(map(len, said))
         self.verified.append(int(sizes.sum()))
         self._before = plan, wanted
@@ -157,18 +162,18 @@ class Device:
             known = self._prompt()
             self.running[slot] = Row(0, PROMPT + length, text=known.tolist())
             self.drafter.begin(SlotInit(slot, known, len(known), Sampling(temperature=0.0)))
-            self.policy.open(slot)
         return free
 
     def _plan(self, slots, old):
         kv_len = np.array([self.running[slot].kv_len for slot in slots], np.int32)
         plain = np.zeros(len(slots), np.int32)
         nodes, depth, model = plain.copy(), plain.copy(), plain.copy()
-        least = 0.0
+        least, decision = 0.0, Decision("", ())
         if old:
             places = [slots.index(slot) for slot in old]
             arrays = np.array(old, np.int32), kv_len[places]
-            given = self.policy.budget(*arrays).by_row(len(old))
+            decision = self.policy.decide(*arrays)
+            given = decision.rows
             nodes[places] = [budget.nodes for budget in given]
             depth[places] = [budget.depth for budget in given]
             model[places] = [budget.model_depth for budget in given]
@@ -177,7 +182,7 @@ class Device:
             np.array(self.running[slot].text[-1 if slot in old else -PROMPT :], np.int32)
             for slot in slots
         ]
-        return Plan(
+        plan = Plan(
             slots=np.array(slots, np.int32),
             kv_len=kv_len,
             known=tuple(known),
@@ -189,6 +194,7 @@ class Device:
             min_prob=least,
             model_depth=model,
         )
+        return plan, decision
 
     def _carries(self, plan, new):
         if new or self._before is None:
@@ -199,16 +205,18 @@ class Device:
         drafting = wanted.slots if wanted else np.zeros(0, np.int32)
         return self.drafter.can_overlap(plan, Round(before, drafting=drafting))
 
-    def _drafts(self, plan, carried):
-        """What is verified of each row, and milliseconds that the host and passes take for it."""
+    def _drafts(self, plan, decision, carried):
+        """What was proposed, and what of it is verified of each row, and milliseconds that the host
+        and passes take for it.
+        """
         if not plan.max_nodes.any():
-            return [NO_DRAFT] * plan.rows, 0.0
+            return [], [NO_DRAFT] * plan.rows, 0.0
         begun = self._passes()
         proposed = self.drafter.propose(plan)
         if carried:  # It came of the step before, on the device: nobody chose among it.
-            return proposed, 0.0
-        drafts = self.policy.select(plan, proposed)
-        return drafts, self._passes() - begun + self._look(plan)
+            return [], proposed, 0.0
+        drafts = decision.select(proposed) if decision.select else proposed
+        return proposed, drafts, self._passes() - begun + self._look(plan)
 
     def _round(self, rows, deepest, levels):
         size = 1 << (rows - 1).bit_length(), deepest, levels

@@ -6,7 +6,7 @@ import numpy as np
 
 from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.constants import MIN_REPEATS
-from forerun.control.cost_model import LARGEST
+from forerun.control.live_costs import LARGEST
 from forerun.control.report import StepReport
 from forerun.interface.drafter import DrafterTraits
 from forerun.interface.plan import Plan
@@ -50,7 +50,9 @@ def plan_of(rows, allowed, cached=64) -> Plan:
     )
 
 
-def report_of(tokens, draft_tokens, ms, *, draft_ms=0.0, allowed=None, carried=False, cached=64):
+def report_of(
+    tokens, draft_tokens, ms, *, draft_ms=0.0, allowed=None, carried=False, cached=64, **more
+):
     """A decoding step that emitted `tokens`, a list per row, and took `ms` beside drafting."""
     nodes = len(tokens) + sum(draft_tokens)
     return StepReport(
@@ -64,16 +66,16 @@ def report_of(tokens, draft_tokens, ms, *, draft_ms=0.0, allowed=None, carried=F
         carried=carried,
         constrained=False,
         ms={"draft": draft_ms, "mask": 0.0, "verify": ms, "host": 0.0},
+        **more,
     )
 
 
 def seen(policy):
     """The policy after steps of all sizes, which took what its table says."""
     costs = policy.account.costs
-    sizes = {*costs.measured.nodes, *(1 << power for power in range(LARGEST))}
-    for nodes in [*sizes] * MIN_REPEATS:
-        ms = costs.one(nodes, 0)
-        costs.learn(nodes, ms, ms)
+    for rows in (1 << power for power in range(LARGEST)):
+        for cached in (0, 64 * rows) * MIN_REPEATS:
+            costs.learn_plain(rows, cached, False, costs.plain(rows, cached, False))
     return policy
 
 
@@ -81,36 +83,35 @@ class Text:
     """A drafter that proposes chains with random shares; its draft tokens are right `honesty` times
     as often as it says.
 
-    late  how many times as long a step takes that looks for draft tokens, or comes after one that
-          does: others are carried
+    late   how many times as long a step takes that looks for draft tokens, or comes after one that
+           does: others are carried
+    share  of every token, instead of random ones
     """
 
-    def __init__(self, costs, rows, honesty, match=0.6, seed=0, late=None):
+    def __init__(self, costs, rows, honesty, match=0.6, seed=0, late=None, share=None):
         self.costs, self.rows, self.honesty, self.match = costs, rows, honesty, match
+        self.least, self.most = (0.2, 0.95) if share is None else (share, share)
         self.late, self.asked = late, True
         self.random = np.random.default_rng(seed)
         self.ms = self.tokens = self.drafted = 0.0
         self.verified: list[int] = []
 
-    def run(self, policy, steps, length=None):
-        for step in range(steps):
-            for slot in range(self.rows):
-                if length and step % length == 0:
-                    policy.open(slot)
+    def run(self, policy, steps):
+        for _ in range(steps):
             self.step(policy)
         return self
 
     def step(self, policy):
-        budget = policy.budget(*arrays(self.rows))
-        allowed = [each.nodes for each in budget.by_row(self.rows)]
+        decision = policy.decide(*arrays(self.rows))
+        allowed = [each.nodes for each in decision.rows]
         shares = [
-            self.random.uniform(0.2, 0.95, count if self.random.random() < self.match else 0)
+            self.random.uniform(
+                self.least, self.most, count if self.random.random() < self.match else 0
+            )
             for count in allowed
         ]
-        plan = plan_of(self.rows, allowed)
-        kept = [chain([])] * self.rows
-        if any(allowed):
-            kept = policy.select(plan, [chain(row) for row in shares])
+        proposed = [chain(row) for row in shares] if any(allowed) else []
+        kept = decision.select(proposed) if proposed else [chain([])] * self.rows
         out = []
         for row, draft in zip(shares, kept, strict=True):
             right = self.random.random(len(row)) < self.honesty * row
@@ -124,7 +125,8 @@ class Text:
         carried = self.late is not None and not any(allowed) and not self.asked
         self.asked = any(allowed)
         ms *= 1.0 if carried else self.late or 1.0
-        policy.observe(report_of(out, sizes, ms, allowed=allowed, carried=carried))
+        told = {"allowed": allowed, "carried": carried, "proposed": proposed}
+        policy.observe(report_of(out, sizes, ms, reason=decision.reason, **told))
         self.ms += ms
         self.verified.append(sum(sizes))
 

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from forerun.control.adaptive import AdaptivePolicy
-from forerun.control.constants import FIXED_MIN_PROB, MIN_PROB
-from forerun.control.policy import FixedPolicy
+from forerun.control.constants import MIN_PROB
+from forerun.control.policy import FIXED_MIN_PROB, FixedPolicy
 from forerun.control.step_costs import StepCosts
 from forerun.speculative.tree import Draft, DraftSource
-from tests.control.steps import FREE, MODEL, arrays, chain, plan_of, report_of, seen
+from tests.control.steps import FREE, MODEL, arrays, chain, report_of, seen
 
 COSTS = StepCosts(nodes=(1, 2, 4, 8, 16), verify_ms=(4.0, 4.4, 5.2, 10.1, 20.1))
 
@@ -34,8 +34,6 @@ def held(rows):
 
 def opened(costs, rows, lookahead, nodes=2, free=True):
     policy = AdaptivePolicy(costs, nodes, nodes, FREE if free else MODEL, lookahead)
-    for slot in range(rows):
-        policy.open(slot)
     policy.account.credit = 1e12  # Nothing is too dear to be tried.
     return seen(policy)
 
@@ -48,7 +46,7 @@ def reached(policy, speed):
 def bought(policy, *rows):
     """How many of each row's tokens are verified, given their chances."""
     drafts = [chain_of(row) for row in rows]
-    return [len(d) for d in policy.select(plan_of(len(rows), [32] * len(rows)), drafts)]
+    return list(map(len, policy.decide(*arrays(len(rows))).select(drafts)))
 
 
 def chain_of(scores):
@@ -65,15 +63,15 @@ def test_where_nodes_are_dear_only_what_is_certain_enters():
         known = Known()
         policy = opened(costs, rows, known)
         reached(policy, 1.0)
-        policy.budget(*held(rows))
+        policy.decide(*held(rows))
         chances += known.asked
     assert chances == sorted(chances)
     assert chances[0] == MIN_PROB < chances[1] and chances[2] > 0.9
     known = Known()
-    FixedPolicy(4, 4, known).budget(*held(64))
+    FixedPolicy(4, 4, known).decide(*held(64))
     assert known.asked == [FIXED_MIN_PROB]
     steep, known = StepCosts(nodes=(1, 2), verify_ms=(1.0, 9.0)), Known()
-    opened(steep, 4, known).budget(*held(4))
+    opened(steep, 4, known).decide(*held(4))
     assert known.asked == [1.0], "a forced token has probability 1"
 
 
@@ -99,10 +97,10 @@ def test_as_much_is_drafted_as_wins_more_time_than_it_costs():
 
 def test_a_row_gets_room_for_what_would_be_bought_and_is_told():
     policy = opened(COSTS, 2, Known([], [1.0, 0.9, 0.9]))
-    budgets = policy.budget(*held(2)).by_row(2)
+    budgets = policy.decide(*held(2)).rows
     assert [(b.nodes, b.depth) for b in budgets] == [(2, 2), (3, 3)]
     assert budgets[1].reason.endswith("; 3 tokens known from the grammar")
-    fixed = FixedPolicy(2, 2, Known([1.0], [1.0, 0.9, 0.9])).budget(*held(2)).by_row(2)
+    fixed = FixedPolicy(2, 2, Known([1.0], [1.0, 0.9, 0.9])).decide(*held(2)).rows
     assert [(b.nodes, b.depth) for b in fixed] == [(2, 2), (3, 3)]
 
 
@@ -111,12 +109,15 @@ def test_costs_that_were_corrected_price_what_a_grammar_knows_too():
     cheap = StepCosts((1, 2, 4, 8, 16), (4.0, 4.0, 4.0, 4.0, 4.0))
     known = Known([0.6, 0.6, 0.6])
     policy = opened(cheap, 1, known, nodes=1)
-    assert policy.budget(*held(1)).by_row(1)[0].nodes == 3
+    assert policy.decide(*held(1)).rows[0].nodes == 3
     for step in range(600):
         nodes = (1, 2, 4)[step % 3]
-        policy.account.costs.learn(nodes, 4.0 * nodes, policy.account.costs.one(nodes, 64 * nodes))
+        if nodes == 1:
+            policy.account.costs.learn_plain(1, 64, False, 4.0)
+        else:
+            policy.account.costs.learn(1, nodes, 64, nodes)
     for _ in range(20):
-        room = policy.budget(*held(1)).by_row(1)[0].nodes
+        room = policy.decide(*held(1)).rows[0].nodes
     assert room <= 1 and known.asked[-1] > 0.6
 
 
@@ -125,12 +126,12 @@ def test_while_speculation_is_disabled_only_what_is_certain_is_drafted():
     known = Known([1.0, 1.0, 0.9])
     policy = opened(COSTS, 2, known)
     policy.account.credit, policy.account.empty = -0.1, True
-    budgets = policy.budget(*held(2)).by_row(2)
+    budgets = policy.decide(*held(2)).rows
     assert [budget.nodes for budget in budgets] == [2, 0] and known.asked == [1.0]
     assert bought(policy, [1.0, 1.0, 0.9], [0.9]) == [2, 0]
     policy.account.credit, policy.account.empty = 8.0, False
     policy.disable("speculation is off: it failed")
-    budgets = policy.budget(*held(2)).by_row(2)
+    budgets = policy.decide(*held(2)).rows
     assert [budget.nodes for budget in budgets] == [3, 0]
     assert budgets[1].reason == "speculation is off: it failed"
 
@@ -178,18 +179,28 @@ def test_over_many_steps_the_price_is_faster_than_any_step_by_itself():
 @pytest.mark.parametrize("free", [True, False])
 def test_what_is_forced_teaches_the_policy_nothing_about_its_drafter(free):
     policy = opened(COSTS, 2, Known([], [1.0] * 3), free=free)
-    acceptance = policy.acceptance
 
     def learned():
-        trusts = [acceptance.trust(0), acceptance.trust(1)]
         rates = [] if policy.shapes is None else policy.shapes.rates()
-        return [*trusts, acceptance.first_rate, rates]
+        return policy.trust.share, rates
 
     before = learned()
-    plan = plan_of(2, [2, 3])
-    policy.select(plan, [chain([]), chain([])])  # The drafter found nothing.
-    policy.observe(report_of([[1], [1, 2, 3, 4]], [0, 3], 5.2))
+    nothing, told = chain([]), {"allowed": [2, 3]}
+    forced = chain_of([1.0] * 3)
+    policy.observe(report_of([[1], [1, 2, 3, 4]], [0, 3], 5.2, proposed=[nothing, forced], **told))
     assert learned() == before
-    policy.select(plan, [chain([]), chain([0.5, 0.5])])
-    policy.observe(report_of([[1], [7, 8]], [0, 3], 5.2))  # The grammar was right, not the drafter.
-    assert acceptance.trust(1) < before[1] and acceptance.trust(0) == before[0]
+    both = [nothing, joined(chain([0.5, 0.5]), forced)]
+    policy.observe(report_of([[1], [0, 8]], [0, 3], 5.2, proposed=both, **told))
+    assert policy.trust.share < before[0], "the grammar was right, not the drafter"
+
+
+def joined(drafted, known):
+    """One draft with what a drafter and what a grammar says of the same place."""
+    sources = [*drafted.sources(), *known.sources()]
+    parents = np.append(drafted.parents, np.where(known.parents < 0, -1, known.parents + 2))
+    return Draft(
+        np.append(drafted.tokens, known.tokens),
+        parents.astype(np.int32),
+        np.append(drafted.score, known.score),
+        np.array(sources, np.int32),
+    )

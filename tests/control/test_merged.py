@@ -92,7 +92,6 @@ class World:
             for slot in range(self.rows):
                 if step == 0 or (step + 7 * slot) % length == 0:
                     self.drafter.begin(SlotInit(slot, np.zeros(1, np.int32), 1, Sampling()))
-                    self.policy.open(slot)
             done = self.step()
             if step >= steps // 4:
                 tokens, ms, asked, verified = np.add((tokens, ms, asked, verified), done)
@@ -104,15 +103,17 @@ class World:
         for slot in range(self.rows):
             self.truths[slot] = self.random.integers(1, 9_000, DEPTH + 1).tolist()
         cached = np.full(self.rows, 64, np.int32)
-        budgets = self.policy.budget(slots_of(self.rows), cached).by_row(self.rows)
+        decision = self.policy.decide(slots_of(self.rows), cached)
+        budgets = decision.rows
         nodes, depth, modelled = (
             np.array([getattr(budget, name) for budget in budgets], np.int32)
             for name in ("nodes", "depth", "model_depth")
         )
         plan = replace(plan_of(self.rows, nodes), max_depth=depth, model_depth=modelled)
-        drafts = [NO_DRAFT] * self.rows
+        drafts, proposed = [NO_DRAFT] * self.rows, []
         if nodes.any():
-            drafts = self.policy.select(plan, self.drafter.propose(plan))
+            proposed = self.drafter.propose(plan)
+            drafts = decision.select(proposed)
         said = [self.accepted(slot, draft) for slot, draft in enumerate(drafts)]
         sizes = np.array(list(map(len, drafts)), np.int32)
         counts = np.array(list(map(len, said)), np.int32)
@@ -123,7 +124,8 @@ class World:
         taken = float(self.costs.verify(np.array(self.rows + sizes.sum())))
         levels = modelled.sum()
         drafting = (self.costs.follow_ms + self.costs.draft_ms * levels) * (levels > 0)
-        told = {"draft_ms": drafting, "allowed": nodes.tolist()}
+        told = {"draft_ms": drafting, "allowed": nodes.tolist(), "proposed": proposed}
+        told |= {"reason": decision.reason, "modelled": bool(modelled.any())}
         self.policy.observe(report_of(said, sizes.tolist(), taken, **told))
         return counts.sum(), taken + drafting, np.count_nonzero(modelled), sizes.sum()
 

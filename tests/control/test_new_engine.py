@@ -1,11 +1,10 @@
 """The first steps of an engine: whatever start-up measured, they are not slower than plain ones."""
 
-import numpy as np
 import pytest
 
 from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.constants import MIN_REPEATS
-from forerun.control.cost_model import LiveCosts
+from forerun.control.live_costs import LiveCosts
 from forerun.control.reasons import PLAIN
 from forerun.control.step_costs import StepCosts
 from tests.control.steps import FREE, Text, arrays, report_of
@@ -27,10 +26,7 @@ STEPS = 100
 
 
 def new(told, rows):
-    policy = AdaptivePolicy(told, 8, 8, FREE)
-    for slot in range(rows):
-        policy.open(slot)
-    return policy
+    return AdaptivePolicy(told, 8, 8, FREE)
 
 
 @pytest.mark.parametrize("honesty", [0.2, 0.6, 1.0])
@@ -51,31 +47,46 @@ def test_the_first_steps_of_every_number_of_rows_are_plain():
     policy = new(TOLD["small steps slow"], 4)
     for rows in (4, 2):
         for _ in range(MIN_REPEATS):
-            assert policy.budget(*arrays(rows)).reason == PLAIN
+            assert policy.decide(*arrays(rows)).reason == PLAIN
             policy.observe(report_of([[1]] * rows, [0] * rows, float(CPU.verify(rows))))
-        assert policy.budget(*arrays(rows)).reason != PLAIN
-        assert policy.account.costs.one(rows, 0) == pytest.approx(float(CPU.verify(rows)), rel=0.01)
+        assert policy.decide(*arrays(rows)).reason != PLAIN
+        plain = policy.account.costs.plain(rows, 64 * rows, False)
+        assert plain == pytest.approx(float(CPU.verify(rows)), rel=0.01)
 
 
 def test_a_step_larger_than_those_seen_may_take_as_long_as_its_nodes():
     live = LiveCosts(TOLD["nodes nearly free"])
-    assert live.at_most(16, 0, 1.0) == 1.0  # Nothing was seen: what is believed.
+    assert live.at_most(1, 16, 0, 1.01) == 1.01, "nothing was seen: what is believed"
+    live.learn_plain(1, 0, False, 4.0)
+    assert live.at_most(1, 16, 0, 1.01) == 16.0
     for _ in range(MIN_REPEATS):
-        live.learn(4, 5.2, live.one(4, 0))
-    assert live.at_most(8, 0, live.one(8, 0)) == pytest.approx(2 * 5.2)
-    live.learn(8, 10.1, live.one(8, 0))
-    believed = live.one(8, 0)
-    assert believed == pytest.approx(10.1, rel=0.01)
-    assert live.at_most(8, 0, believed) == believed
-    assert live.one(4, 0) == pytest.approx(5.2)  # Of steps of 4 nodes that said nothing.
-    assert live.known(6) == pytest.approx(np.mean([live.known(4), live.known(8)]))
+        live.learn(1, 4, 0, 1.3)
+    assert live.ratio(1, 4, 0) == pytest.approx(1.3)
+    assert live.at_most(1, 8, 0, live.ratio(1, 8, 0)) == pytest.approx(2 * 1.3)
+    live.learn(1, 8, 0, 2.5)
+    believed = live.ratio(1, 8, 0)
+    assert believed == pytest.approx(2.5, rel=0.01)
+    assert live.at_most(1, 8, 0, believed) == believed
+    assert live.ratio(1, 4, 0) == pytest.approx(1.3)  # Of steps of 4 nodes that said nothing.
 
 
 def test_a_lucky_step_says_little_of_counts_far_away():
     """65 nodes lie close to 64; what they say of 128 was once eleven times as much."""
     live = LiveCosts(CPU)
     for _ in range(5):
-        live.learn(64, 78.8, live.one(64, 0))
-    before = live.one(128, 0) / live.one(64, 0)
-    live.learn(65, 0.97 * live.one(65, 0), live.one(65, 0))
-    assert live.one(128, 0) / live.one(64, 0) == pytest.approx(before, rel=0.05)
+        live.learn(32, 64, 0, live.ratio(32, 64, 0))
+    before = live.ratio(32, 128, 0)
+    live.learn(32, 65, 0, 0.97 * live.ratio(32, 65, 0))
+    assert live.ratio(32, 128, 0) == pytest.approx(before, rel=0.05)
+
+
+def test_what_plain_steps_take_is_known_by_rows_and_context():
+    """Start-up says nothing of long contexts here; plain steps do, and long ones say nothing of
+    short ones.
+    """
+    live = LiveCosts(CPU)
+    for cached, ms in ((64, 4.0), (4096, 9.0)) * 20:
+        live.learn_plain(1, cached, False, ms)
+    assert live.plain(1, 64, False) == pytest.approx(4.0, rel=0.15)
+    assert live.plain(1, 4096, False) == pytest.approx(9.0, rel=0.15)
+    assert live.plain(1, 8191, False) == live.plain(1, 4096, False)

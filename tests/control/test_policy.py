@@ -16,14 +16,11 @@ TABLES = {"flat": FLAT, "middle": MIDDLE, "steep": STEEP}
 
 
 def opened(costs: StepCosts, rows: int, nodes: int = 4, depth: int = 4) -> AdaptivePolicy:
-    policy = AdaptivePolicy(costs, nodes, depth, MODEL)
-    for slot in range(rows):
-        policy.open(slot)
-    return policy
+    return AdaptivePolicy(costs, nodes, depth, MODEL)
 
 
 def asked(policy, rows, cached=64):
-    return policy.budget(slots_of(rows), np.full(rows, cached, np.int32)).by_row(rows)
+    return policy.decide(slots_of(rows), np.full(rows, cached, np.int32)).rows
 
 
 def told(policy, budgets, accepted, counts=None, ms=None):
@@ -41,6 +38,7 @@ def told(policy, budgets, accepted, counts=None, ms=None):
             draft_ms=costs.draft_ms * sum(counts),
             allowed=[budget.nodes for budget in budgets],
             carried=True,
+            reason=budgets[0].reason,
         )
     )
 
@@ -54,12 +52,9 @@ class Simulation:
         self.ms = self.tokens = 0.0
         self.nodes: list[int] = []
 
-    def run(self, steps, chance, match=1.0, length=None):
-        """`match`: how often the drafter finds anything; `length`: steps of a sequence."""
-        for step in range(steps):
-            if length and step % length == 0:
-                for slot in range(self.rows):
-                    self.policy.open(slot)
+    def run(self, steps, chance, match=1.0):
+        """`match`: how often the drafter finds anything."""
+        for _ in range(steps):
             budgets = asked(self.policy, self.rows)
             draft_tokens = [b.nodes if self.random.random() < match else 0 for b in budgets]
             right = []
@@ -102,9 +97,9 @@ def test_never_slower_than_plain_on_adversarial_text(table, rows):
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_short_adversarial_sequences_learn_from_their_predecessors(table):
+def test_a_long_adversarial_text_is_not_slower_either(table):
     costs = TABLES[table]
-    done = Simulation(costs, opened(costs, 1)).run(1500, chance=0.0, length=50)
+    done = Simulation(costs, opened(costs, 1)).run(1500, chance=0.0)
     assert done.speed >= 0.97 * plain_speed(costs, 1)
 
 
@@ -176,7 +171,6 @@ def test_costs_are_interpolated_and_continued():
 
 def test_fixed_is_fixed_and_nothing_is_nothing():
     policy = FixedPolicy(8, 3)
-    policy.open(0)
     told_of = report_of([[1], [1]], [8, 0], 5.0)
     policy.observe(told_of)
     budgets = asked(policy, 2)

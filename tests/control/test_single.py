@@ -35,7 +35,6 @@ class Load:
     def __init__(self, believed=COSTS, honesty=1.0, seed=0):
         self.policy = AdaptivePolicy(believed, NODES, DEPTH, MODEL)
         self.random, self.honesty = np.random.default_rng(seed), honesty
-        self.opened = 0
 
     def right(self, nodes):
         """How long the accepted path of a row with such a budget is."""
@@ -48,16 +47,15 @@ class Load:
         """Budgets of the steps, and tokens per ms over those of plain decoding in the last half."""
         made, tokens, ms = [], 0, 0.0
         for step in range(steps):
-            for slot in range(rows):
-                if (step + 7 * slot) % length == 0 or slot >= self.opened:
-                    self.policy.open(slot)
-            self.opened = max(self.opened, rows)
+            fresh = [slot for slot in range(rows) if (step + 7 * slot) % length == 0]
             cached = np.full(rows, 64, np.int32)
-            nodes = [self.policy.budget(slots_of(rows), cached).nodes] * rows
+            decision = self.policy.decide(slots_of(rows), cached)
+            nodes = [budget.nodes for budget in decision.rows]
             right = [self.right(count) if count else 0 for count in nodes]
             taken = float(COSTS.verify(np.array(rows + sum(nodes))))
             said = [[1] * (1 + count) for count in right]
-            self.policy.observe(report_of(said, nodes, taken, carried=True))
+            told = {"carried": True, "reason": decision.reason, "fresh": fresh}
+            self.policy.observe(report_of(said, nodes, taken, **told))
             made.append(nodes)
             if step >= steps // 2:
                 tokens, ms = tokens + rows + sum(right), ms + taken

@@ -15,7 +15,7 @@ from forerun.build.drafting import with_draft
 from forerun.build.engine import make_engine, open_target
 from forerun.build.memory import Needs, plan_memory
 from forerun.client.completion import complete, make_request
-from forerun.control.policy import FixedPolicy
+from forerun.control.policy import Decision, FixedPolicy
 from forerun.drafters import model_drafter
 from forerun.executors.torch import TorchDecoderModel
 from forerun.executors.torch.attention.kv import KvShape
@@ -214,10 +214,10 @@ class Resting(FixedPolicy):
         super().__init__(DEPTH, DEPTH)
         self.steps = iter(range(10**6))
 
-    def budget(self, slots, kv_len, constrained=False):
+    def decide(self, slots, kv_len, constrained=False):
         if next(self.steps) % 9 in (3, 4, 5, 6):
-            return Budget(0, 0, "not now")
-        return super().budget(slots, kv_len)
+            return Decision.same(Budget(0, 0, "not now"), len(slots))
+        return super().decide(slots, kv_len)
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from forerun.control.policy import FixedPolicy
+from forerun.control.policy import Decision, FixedPolicy
 from forerun.drafters import model_drafter
 from forerun.drafters.model_drafter import PATIENCE, ModelDrafter
 from forerun.engine.options import EngineOptions
@@ -190,10 +190,10 @@ class Moody(FixedPolicy):
         object.__setattr__(self, "wanted", wanted)
         object.__setattr__(self, "steps", iter(range(10**6)))
 
-    def budget(self, slots, kv_len, constrained=False):
+    def decide(self, slots, kv_len, constrained=False):
         if self.wanted(next(self.steps)):
-            return super().budget(slots, kv_len)
-        return Budget(0, 0, "not now")
+            return super().decide(slots, kv_len)
+        return Decision.same(Budget(0, 0, "not now"), len(slots))
 
 
 @pytest.mark.parametrize("rest", [2, 10, 40])

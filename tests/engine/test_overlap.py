@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from forerun.control.policy import FixedPolicy
+from forerun.control.policy import Decision, FixedPolicy
 from forerun.control.step_costs import StepCosts
 from forerun.engine.request import Finish
 from forerun.errors import EngineError
@@ -274,9 +274,11 @@ class Counting(FixedPolicy):
         super().__init__(3, 3)
         self.asked, self.looks = 0, []
 
-    def budget(self, slots, kv_len, constrained=False):
+    def decide(self, slots, kv_len, constrained=False):
         self.asked += 1
-        return super().budget(slots, kv_len) if True not in self.looks[-6:] else Budget(0, 0, "")
+        if True in self.looks[-6:]:
+            return Decision.same(Budget(0, 0, ""), len(slots))
+        return super().decide(slots, kv_len)
 
     def observe(self, report):
         self.looks.append(any(report.allowed))

@@ -9,6 +9,7 @@ from forerun.build import engine as build
 from forerun.build.engine import make_engine, open_target
 from forerun.client.completion import make_request
 from forerun.constrain.grammar import Grammar
+from forerun.control.policy import Decision, with_known
 from forerun.executors.torch import CapturedExecutor, model_runner
 from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.captured.round import CapturedRound
@@ -45,21 +46,17 @@ class Whim:
         self.random = np.random.default_rng(0)
         self.size, self.left = self.sizes[-1], 0
 
-    def budget(self, slots, kv_len, constrained=False):
+    def decide(self, slots, kv_len, constrained=False):
         if not self.left:
             self.size = self.sizes[self.random.integers(len(self.sizes))]
             self.left = int(self.random.integers(1, 6))
         self.left -= 1
         nodes, depth = self.size
         model = depth * bool(self.random.integers(2))
-        known = tuple(self.random.integers(0, 9, len(slots)).tolist()) if constrained else ()
-        return Budget(nodes, depth, "a whim", model_depth=model, known=known)
-
-    def open(self, slot):
-        pass
-
-    def select(self, plan, drafts):
-        return drafts
+        rows = Decision.same(Budget(nodes, depth, "a whim", model_depth=model), len(slots)).rows
+        if constrained:
+            rows = with_known(rows, self.random.integers(0, 9, len(slots)).tolist())
+        return Decision("a whim", rows)
 
     def observe(self, report):
         pass

@@ -8,7 +8,7 @@ import pytest
 from forerun.build import drafting
 from forerun.build.engine import make_engine
 from forerun.client.completion import make_request
-from forerun.control.policy import Budget, FixedPolicy
+from forerun.control.policy import FixedPolicy
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.executors.torch import CapturedExecutor, TorchEagleModel, model_runner
 from forerun.executors.torch.captured import executor as captured_executor
@@ -120,21 +120,6 @@ def kept_whole(features):
     return KeptFeatures(features.tensor().float().cpu().numpy())
 
 
-class Uneven(FixedPolicy):
-    """Other wishes for every sequence and step, now and then none."""
-
-    def __init__(self):
-        super().__init__(5, 5)
-        object.__setattr__(self, "steps", iter(range(10**6)))
-
-    def budgets(self, slots, kv_len, constrained=False):
-        step = next(self.steps)
-        if step % 11 in (4, 5, 6, 7):
-            return [Budget(0, 0, "not now")] * len(slots)
-        deep = [(int(slot) + step // 3) % 6 for slot in slots]
-        return [Budget(depth, depth, "as it comes") for depth in deep]
-
-
 def mixed(texts):
     """Requests that begin and end at different steps, some of which the device cannot decide."""
     kinds = [
@@ -172,10 +157,10 @@ def answered(target, requests, **changes):
 
 @pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_rows_come_go_and_rest(pair, seen, learned, monkeypatch, width):
-    """Also prompts between rounds, rows the device cannot decide, and wishes for deeper trees than
-    were grown ahead: these are as deep as they are, so where both draft the likeliest is compared.
+    """Also prompts between rounds, and rows the device cannot decide. Where both draft, the
+    likeliest is compared.
     """
-    monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: Uneven())
+    monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: FixedPolicy(5, 5))
     # What is followed by rounds is kept for later without them: here with all its bits.
     monkeypatch.setattr(TorchFeatures, "keep", kept_whole)
 

@@ -14,7 +14,7 @@ from forerun.build import drafting
 from forerun.build.engine import make_engine, open_target
 from forerun.client.completion import make_request
 from forerun.constrain.grammar import Grammar
-from forerun.control.policy import FixedPolicy
+from forerun.control.policy import Decision, FixedPolicy
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.engine.request import Finish
 from forerun.executors.torch import model_runner
@@ -216,10 +216,10 @@ class Resting(FixedPolicy):
         super().__init__(2, 2)
         object.__setattr__(self, "steps", iter(range(10**6)))
 
-    def budget(self, slots, kv_len, constrained=False):
+    def decide(self, slots, kv_len, constrained=False):
         if next(self.steps) < 8:
-            return super().budget(slots, kv_len, constrained)
-        return Budget(0, 0, "not now")
+            return super().decide(slots, kv_len, constrained)
+        return Decision.same(Budget(0, 0, "not now"), len(slots))
 
 
 def test_steps_without_draft_tokens_begin_early_too(slow, eager, learned, monkeypatch):

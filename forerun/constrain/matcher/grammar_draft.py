@@ -15,7 +15,7 @@ import numpy as np
 from forerun.constrain.matcher.jump_forward import PATIENCE, JumpForward, PredictedToken, move
 from forerun.constrain.matcher.matcher import Compiled, Matcher
 from forerun.constrain.matcher.token_prior import TAIL, Places, TokenPrior, last_of
-from forerun.control.constants import FIXED_MIN_PROB
+from forerun.control.policy import FIXED_MIN_PROB
 from forerun.interface.grammars import Committed, legal
 from forerun.models.ngram_table import NgramTable
 from forerun.speculative.draft_tree import pruned
