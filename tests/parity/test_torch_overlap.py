@@ -24,7 +24,7 @@ from forerun.executors.torch.captured.declared import declared
 from forerun.interface.executor import DraftShape
 from forerun.interface.plan import Budget
 from tests.parity.tape import Tape
-from tests.parity.test_torch_drafting import KERNELS, Uneven, taped
+from tests.parity.test_torch_drafting import KERNELS, taped
 from tests.parity.test_torch_eagle_model import opened, opened_config
 from tests.shape.walk import Walk
 
@@ -200,7 +200,7 @@ def test_wishes_that_change_from_step_to_step(slow, eager, learned, monkeypatch,
     expected, _ = answered(eager, requests, False, **OFF)
     slow[0].executor.runner.future = None  # Room is made anew.
     slow[0].executor.runner.keep_state()
-    monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: Uneven())
+    monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: FixedPolicy(5, 5))
     found, stats = answered(
         slow[0], requests, True, **SHAPES[2] | {"speculative_eagle_topk": width}
     )
