@@ -14,6 +14,7 @@ from forerun.build import drafting, engine, with_jax
 from forerun.build.engine import make_engine
 from forerun.client.completion import make_request
 from forerun.constrain.matcher.tree_mask import TreeGrammars
+from forerun.control.policy import FixedPolicy
 from forerun.executors.jax import JaxEagleModel, JaxExecutor, JaxOptions
 from forerun.executors.jax import executor as jax_executor
 from forerun.executors.jax.reports import line_size
@@ -25,7 +26,7 @@ from tests.models import tiny
 from tests.parity.driver import limits
 from tests.parity.heads import SWITCHES, Target, Twin, compare, within
 from tests.parity.test_jax_executor import compilations  # noqa: F401 - a fixture
-from tests.parity.test_torch_drafting import Uneven, answered, mixed, same, seen  # noqa: F401 - a fixture
+from tests.parity.test_torch_drafting import answered, mixed, same, seen  # noqa: F401 - a fixture
 from tests.parity.test_torch_eagle_model import counted, opened, serve, simulated
 
 SMALL = {"max_sequences": 2, "chunked_prefill_size": 64, "context": 128, "kv_tokens": 1024}
@@ -109,7 +110,7 @@ def test_drafts_and_texts_are_those_of_torch(target, judge, seen, learned, shape
 @pytest.mark.parametrize("width", [1, 2])
 def test_rows_come_go_and_rest(target, judge, learned, monkeypatch, width):
     """Prompts between rounds, rows that the host decides, steps without draft tokens."""
-    monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: Uneven())
+    monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: FixedPolicy(5, 5))
     requests = mixed(learned[1])
     found = answered(target, requests, speculative_eagle_topk=width)
     monkeypatch.undo()
