@@ -83,6 +83,7 @@ class _Worker:
         loaded.engine.when_lost(self._lost)
         if loaded.chat is not None:
             loaded.chat.close()  # The server renders.
+        self._outbox.put([])  # How the engine is has to be known before anybody asks.
         self._outbox.put(
             messages.Ready(
                 loaded.name,

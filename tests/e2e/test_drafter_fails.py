@@ -8,6 +8,11 @@ REASON = "speculation is off: the drafter ngram failed with RuntimeError: the dr
 BODY = {"max_tokens": 100, "ignore_eos": True}
 
 
+def health(server):
+    told = server.http.get("/health").json()
+    return told["status"], told["speculation_fault"]
+
+
 def fault_metric(server):
     page = server.http.get("/metrics").text
     (family,) = (
@@ -20,13 +25,13 @@ def fault_metric(server):
 def test_answers_go_on_and_say_why_they_are_slower(tmp_path):
     with serving(tmp_path, drafter_calls=110) as server:
         plain = server.complete(**BODY, speculative={"enabled": False}).json()
-        assert server.http.get("/health").json() == {"status": "ok", "speculation_fault": None}
+        assert health(server) == ("ok", None)
         assert fault_metric(server) == (0, "")
         answers = [server.complete(**BODY) for _ in range(2)]
         assert [answer.status_code for answer in answers] == [200, 200]
         for answer in answers:
             assert answer.json()["choices"] == plain["choices"]
-        assert server.http.get("/health").json() == {"status": "ok", "speculation_fault": REASON}
+        assert health(server) == ("ok", REASON)
         assert fault_metric(server) == (1, REASON)
         info = server.http.get("/server_info").json()
         assert info["drafter"]["fault"] == REASON

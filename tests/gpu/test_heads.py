@@ -3,15 +3,12 @@
 import numpy as np
 import pytest
 
-from forerun.executors.torch import TorchExecutor
+from forerun.executors.torch import TorchEagleModel, TorchExecutor
 from forerun.models.folder import FolderCheckpoint
 from tests.models import tiny
 from tests.parity.driver import limits
+from tests.parity.heads import SWITCHES, Target, Twin, compare, within
 from tests.parity.test_torch_eagle_model import (
-    SWITCHES,
-    Target,
-    Twin,
-    compare,
     counted,
     learn,
     opened,
@@ -34,7 +31,7 @@ def learned(dense, tmp_path_factory):
 @pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-3), ("bfloat16", 0.08)])
 def test_passes_are_those_of_one_token_at_a_time(dense, device, tmp_path, changes, dtype, error):
     executor = TorchExecutor(dense.checkpoint, limits(tiny.VOCAB), device, dtype)
-    compare(Twin(dense, tmp_path, changes), executor, error)
+    compare(Twin(dense, tmp_path, changes), executor, within(error), TorchEagleModel)
 
 
 def test_served_acceptance_is_the_simulated_one(learned, folder, device):

@@ -213,7 +213,8 @@ def test_a_gpu_is_planned_by_its_memory(monkeypatch, total, chunk):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total * GIB))
     config = EngineConfig(model="x", device="cuda", executor="torch", dtype="bfloat16")
-    assert ENTRY.prefill_chunk(config) == chunk
+    assert ENTRY.prefill_chunk(config, None) == chunk
+    assert ENTRY.prefill_chunk(config, total * GIB) == chunk
     config = replace(config, chunked_prefill_size=chunk)
     needs = ENTRY.needs(config, LLAMA, None)
     assert needs.weights == 2 * LLAMA.parameters == 16_060_522_496
@@ -230,4 +231,4 @@ def test_a_gpu_is_planned_by_its_memory(monkeypatch, total, chunk):
 
 
 def test_the_cpu_keeps_its_chunk():
-    assert ENTRY.prefill_chunk(EngineConfig(model="x", device="cpu")) == 512
+    assert ENTRY.prefill_chunk(EngineConfig(model="x", device="cpu"), None) == 512
