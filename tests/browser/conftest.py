@@ -64,7 +64,7 @@ class Page:
     def options(self, **options):
         """Settings that new conversations begin with; call before `open`."""
         self.page.add_init_script(
-            f"localStorage.setItem('forerun.options.fields', JSON.stringify({options}))"
+            f"localStorage.setItem('forerun.options', JSON.stringify({options}))"
         )
 
     def ask(self, text):

@@ -260,7 +260,7 @@ def test_five_hundred_messages(page):
     page.ask("One more")
     # They do not fit any more: the server says so, and the page offers to leave some out.
     for left_out in (252, 378):
-        page.wait_for_selector(".note:has-text('the context is 4096 tokens')")
+        page.wait_for_selector(".note:has-text('maximum context length is 4096 tokens')")
         page.click("text=Answer without the oldest messages")
         assert page.locator(".message.cut").get_attribute("data-id") == f"m{left_out}"
     page.wait_for_selector(":nth-match(.message, 502):not(.running) .facts:has-text('tokens')")

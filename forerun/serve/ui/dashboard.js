@@ -40,7 +40,7 @@ export class Dashboard {
   async #read() {
     const { model = null } = connection.named;
     try {
-      const [page, info] = await Promise.all([text("metrics"), json(`server_info?${new URLSearchParams(connection.named)}`)]);
+      const [page, info] = await Promise.all([text("metrics"), json(model === null ? "server_info" : `server_info?${new URLSearchParams({ model })}`)]);
       const metrics = new Metrics(page, performance.now() / 1000, model);
       if (model !== this.#model) this.#readings = [];
       this.#model = model;
