@@ -5,20 +5,22 @@ read, and nothing is allocated.
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from forerun.build.draft_file import open_draft_file
 from forerun.build.drafting import with_draft
 from forerun.build.executor_entry import OpenedDraft
 from forerun.build.memory import MemoryPlan, Needs, plan_memory
 from forerun.build.registry import EXECUTORS, choose_executor
-from forerun.errors import MemoryPlanError
+from forerun.errors import ConfigError, MemoryPlanError
 from forerun.hub import huggingface
 from forerun.hub.catalog import BUILT_IN, open_model
 from forerun.hub.reference import hub_reference
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.config_json import architecture_from
-from forerun.models.draft_folder import open_draft
 from forerun.models.folder import config_of
+from forerun.models.ngram_table import FILE as TABLE
 from forerun.models.shapes import RandomCheckpoint, shape_named
+from forerun.models.whole_draft import WholeDraft, equal_vocabulary
 from forerun.options.config import EngineConfig
 
 GIB = 1 << 30
@@ -95,19 +97,33 @@ def sizing(config: EngineConfig, model: Described, memory: int | None) -> Sizing
     chunk = config.chunked_prefill_size or entry.prefill_chunk(config, memory)
     config = replace(config, chunked_prefill_size=chunk)
     needs = entry.needs(config, arch, model.checkpoint)
-    draft = _draft(config, arch)
+    draft = _draft(config, model.checkpoint)
     whole = needs if draft is None else with_draft(needs, draft, entry.draft_item(config))
     free = memory if memory is not None else entry.free_memory(config)
     plan, refusal = _planned(config, whole, free)
     return Sizing(model, config, whole, whole.weights - needs.weights, free, plan, refusal)
 
 
-def _draft(config: EngineConfig, arch: Architecture) -> OpenedDraft | None:
-    """The head in a folder that the configuration names; its weights are mapped, not read."""
+def _draft(config: EngineConfig, target: Checkpoint) -> OpenedDraft | None:
+    """The draft model in the folder that the configuration names; its weights are mapped at most,
+    and of a whole model config.json alone is read.
+    """
     named = config.speculative_draft_model_path
-    if named is None or not config.speculates or not (Path(named) / "config.json").is_file():
+    if named is None or not config.speculates:
         return None
-    return open_draft(Path(named), arch)
+    folder = Path(named).expanduser()
+    if not (folder / "config.json").is_file():
+        if (folder / TABLE).is_file():  # Counted with nothing: a few megabytes of the host's.
+            return None
+        raise ConfigError(
+            f"speculative-draft-model-path is {named}, but there is no config.json; what a draft "
+            "needs can be said of a folder on this machine."
+        )
+    if config.algorithm.kind == "whole":
+        arch, vocab = architecture_from(config_of(folder), folder), target.architecture.vocab
+        vocabulary = equal_vocabulary(vocab, arch.vocab)
+        return WholeDraft(folder.name, RandomCheckpoint(arch), vocabulary)
+    return open_draft_file(config, folder, target)
 
 
 def _planned(config: EngineConfig, needs: Needs, free: int) -> tuple[MemoryPlan | None, str]:

@@ -71,9 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         package = (error.name or "").split(".")[0]
         if package not in EXTRAS:
             raise
+        tools = "" if package == "ray" else ", or `make tools` in a checkout"
         print(
             f"forerun: this needs {package}, which is not installed: pip install "
-            f"'forerun[{EXTRAS[package]}]', or `make tools` in a checkout.",
+            f"'forerun[{EXTRAS[package]}]'{tools}.",
             file=sys.stderr,
         )
         return 2

@@ -1,6 +1,7 @@
 """`forerun plan`: what a model would need, before anything of it is loaded."""
 
 import argparse
+import math
 from typing import Any
 
 from rich.table import Table
@@ -9,6 +10,7 @@ from forerun.build.memory import human
 from forerun.build.sizing import GIB, Sizing, described, sizing
 from forerun.cli.console import emit_json, out
 from forerun.errors import ConfigError, MemoryPlanError
+from forerun.machine import gpu_devices
 from forerun.options.config import EngineConfig
 from forerun.options.flags import configured
 
@@ -17,8 +19,10 @@ def main(arguments: argparse.Namespace) -> int:
     """Run the command. Ends as MemoryPlanError does where the model does not fit."""
     config = configured(EngineConfig, arguments)
     memory = arguments.device_memory
-    if memory is not None and memory <= 0:
-        raise ConfigError(f"--device-memory is {memory}; it must be above 0.")
+    if memory is not None and not (memory > 0 and math.isfinite(memory)):
+        raise ConfigError(f"--device-memory is {memory}; it must be a number above 0.")
+    if memory is None and config.device.startswith("cuda") and not gpu_devices():
+        raise ConfigError("no GPU is here: say what a device has with --device-memory GIB.")
     found = sizing(
         config,
         described(config, arguments.model_shape),

@@ -67,7 +67,7 @@ def affinity_of(headers: Mapping[str, str], body: bytes) -> Affinity:
     named = asked.get("prompt_cache_key") or headers.get("x-session-id")
     conversation = blocks[0] if blocks else _hash(before.encode(), body)
     if isinstance(named, str):
-        conversation = _hash(before.encode(), named.encode())
+        conversation = _hash(before.encode(), named.encode("utf-8", "surrogatepass"))
     previous = asked.get("previous_response_id")
     return Affinity(blocks, conversation, previous if isinstance(previous, str) else "")
 

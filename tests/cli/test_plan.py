@@ -10,6 +10,8 @@ from forerun.models.shapes import SHAPES
 from forerun.models.tensor_parallel import TensorParallel
 from tests.models import tiny
 
+DRAFT = ("--speculative-draft-model-path",)
+
 
 def planned(capsys, *words, code=0):
     assert main(["plan", *words, "--json"]) == code
@@ -69,12 +71,27 @@ def test_a_folder_with_its_weights(capsys, tmp_path):
         (("--model-shape", "nope"), "there are: tiny"),
         (("--model-shape", "llama-3-70b", "--tp-size", "3", *CARD), "shared by 1 or 2 or 4"),
         (("--model-shape", "tiny", "--device-memory", "0"), "--device-memory is 0"),
+        (("--model-shape", "tiny", "--device-memory", "nan"), "--device-memory is nan"),
+        (("--model-shape", "tiny", "--device-memory", "inf"), "--device-memory is inf"),
+        (("--model-shape", "tiny", *DRAFT, "/no/such", *CARD), "there is no config.json"),
         (("/no/such/folder",), "no file or folder"),
     ],
 )
 def test_what_cannot_be_planned_is_said_in_a_sentence(capsys, words, said):
     assert main(["plan", *words]) in (2, 3)
     assert said in capsys.readouterr().err
+
+
+def test_a_whole_model_that_drafts_is_counted_from_its_configuration(capsys, tmp_path):
+    tiny.config("llama").save_pretrained(tmp_path)
+    words = ("--model-shape", "tiny", "--speculative-algorithm", "STANDALONE", *DRAFT)
+    found = planned(capsys, *words, str(tmp_path), *CARD)
+    alone = planned(capsys, "--model-shape", "tiny", *CARD)
+    small = planned(capsys, str(tmp_path), *CARD)
+    assert found["draft_bytes"] == small["weights_bytes"]
+    assert found["weights_bytes"] == alone["weights_bytes"]
+    each = small["cache_bytes_per_1k_tokens"] + alone["cache_bytes_per_1k_tokens"]
+    assert found["cache_bytes_per_1k_tokens"] == each
 
 
 def test_people_get_a_table(capsys):

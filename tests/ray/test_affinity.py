@@ -78,7 +78,8 @@ def test_a_long_text_costs_a_bounded_number_of_blocks():
 
 
 def test_surrogates_are_text():
-    assert affinity_of({}, json.dumps({"prompt": "\ud800" * 300}).encode()).blocks
+    asked = {"prompt": "\ud800" * 300, "prompt_cache_key": "\udfff", "model": "\ud800"}
+    assert affinity_of({}, json.dumps(asked).encode()).blocks
 
 
 def test_a_client_may_name_the_conversation():
