@@ -42,10 +42,11 @@ from forerun.speculative.sampling import Sampling
 
 PEER_FOLDER = Path(__file__).parent / "peers"
 PEERS = {
-    "llama.cpp step": "llamacpp",
-    "ik_llama.cpp step": "ikllama",
-    "onnxruntime products": "onnx",
+    "llama.cpp step": ("llamacpp", "llamacpp"),
+    "ik_llama.cpp step": ("ikllama", "llamacpp"),
+    "onnxruntime products": ("onnx", "onnx"),
 }
+"""Name -> its environment, and which steps_*.py runs in that."""
 BLOCKS = 3
 NODES = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 KINDS = {
@@ -133,12 +134,8 @@ def peers(
         "vocab": arch.vocab,
     }
     file = common | {"path": str(model.path), "context": asked.context}
-    facts = {
-        "llamacpp": file,
-        "ikllama": file,
-        "onnx": common | {"shapes": shapes},
-    }
-    for name, place in PEERS.items():
+    facts = {"llamacpp": file, "onnx": common | {"shapes": shapes}}
+    for name, (place, script) in PEERS.items():
         made = subprocess.run(
             [sys.executable, str(PEER_FOLDER / "environments.py"), place],
             stdout=subprocess.PIPE,
@@ -149,7 +146,7 @@ def peers(
             sys.stderr.write(f"{name} left out: it cannot be installed\n")
             continue
         python = made.stdout.strip().splitlines()[-1]
-        command = [python, str(PEER_FOLDER / f"steps_{place}.py"), json.dumps(facts[place])]
+        command = [python, str(PEER_FOLDER / f"steps_{script}.py"), json.dumps(facts[script])]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         found = json.loads(done.stdout.splitlines()[-1])
         yield name, {(1, int(key)): times for key, times in found.items()}

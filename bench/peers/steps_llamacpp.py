@@ -1,14 +1,31 @@
-"""t(k) of llama.cpp: one llama_decode of k tokens behind `context` cached ones. JSON on stdout.
+"""t(k) of llama.cpp or ik_llama.cpp, whichever this environment has: one llama_decode of k tokens
+behind `context` cached ones. JSON on stdout.
 
-Run by bench/steps.py --peers in llama.cpp's own environment.
+Run by bench/steps.py --peers in the peer's own environment. ik_llama.cpp's wheel makes logits of
+the last token alone where it is asked for all, so that steps of several rows are a little
+flattered.
 """
 
 import ctypes
 import json
 import sys
 import time
+from collections.abc import Callable
 
-import llama_cpp as lib
+try:
+    import llama_cpp as lib
+except ModuleNotFoundError:
+    from ik_llama_cpp import _ctypes_api as lib
+
+
+def forgetter(state: object) -> Callable[[int], None]:
+    """What forgets all positions from one on."""
+    if hasattr(lib, "llama_get_memory"):
+        memory = lib.llama_get_memory(state)
+        return lambda first: lib.llama_memory_seq_rm(memory, 0, first, -1)
+    remove = lib._lib.llama_kv_cache_seq_rm
+    remove.argtypes = (ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32)
+    return lambda first: remove(state, 0, first, -1)
 
 
 def main(path: str, context: int, threads: int, rounds: int, rows: list[int]) -> None:
@@ -18,7 +35,7 @@ def main(path: str, context: int, threads: int, rounds: int, rows: list[int]) ->
     params.n_ctx, params.n_batch, params.n_ubatch = 1024, 512, 512
     params.n_threads = params.n_threads_batch = threads
     state = lib.llama_init_from_model(model, params)
-    memory = lib.llama_get_memory(state)
+    forget = forgetter(state)
     batch = lib.llama_batch_init(512, 0, 1)
 
     def decode(count: int, start: int, logits: bool) -> None:
@@ -37,7 +54,7 @@ def main(path: str, context: int, threads: int, rounds: int, rows: list[int]) ->
             decode(count, context, True)
             lib.llama_get_logits_ith(state, count - 1)
             times[count].append(1e3 * (time.perf_counter() - begin))
-            lib.llama_memory_seq_rm(memory, 0, context, -1)
+            forget(context)
     sys.stdout.write(json.dumps(times) + "\n")
 
 
@@ -47,6 +64,7 @@ def quiet(level: int, text: bytes, data: object) -> None:
 
 
 if __name__ == "__main__":
-    lib.llama_log_set(quiet, ctypes.c_void_p(0))
+    if hasattr(lib, "llama_log_set"):
+        lib.llama_log_set(quiet, ctypes.c_void_p(0))
     facts = json.loads(sys.argv[1])
     main(**facts)
