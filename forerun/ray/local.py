@@ -14,9 +14,6 @@ from forerun.options.config import EngineConfig, ServeSettings
 from forerun.ray.app import application
 from forerun.ray.scale import Scale
 
-AUTH = "RAY_AUTH_MODE"
-"""What Ray asks of who speaks to its processes; unset, it makes a token (from 2.60 on)."""
-
 
 def run(
     config: EngineConfig, settings: ServeSettings, count: int, announce: Callable[[str], None]
@@ -30,11 +27,6 @@ def run(
     """
     if settings.ssl_certfile:
         raise ConfigError("ssl-certfile: replicas have no TLS; put a proxy before them.")
-    if os.environ.get(AUTH, "token") != "token":
-        raise ConfigError(
-            f"{AUTH} is {os.environ[AUTH]}: Ray listens on every interface of this machine, and "
-            "runs code for whoever reaches it without a token; leave it unset."
-        )
     if settings.port == 0:
         raise ConfigError("port is 0: replicas need a port that is named.")
     ended = threading.Event()
