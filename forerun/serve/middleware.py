@@ -84,11 +84,12 @@ class RequestMiddleware:
             self._note(record, scope["method"], scope["path"], headers)
 
     def _note(self, record: RequestRecord, method: str, path: str, headers: Headers) -> None:
-        """Into log and traces. What only looks and succeeds is for debugging: monitors, pages and
-        clients ask every few seconds.
+        """Into log and traces. What only looks, and succeeds or is told to wait (503), is for
+        debugging: monitors, pages and clients ask every few seconds.
         """
-        poll = method in ("GET", "HEAD", "OPTIONS") and record.answered() < 400
-        fields = {"method": method, "path": path, "status": record.answered(), **record.fields()}
+        status = record.answered()
+        poll = method in ("GET", "HEAD", "OPTIONS") and (status < 400 or status == 503)
+        fields = {"method": method, "path": path, "status": status, **record.fields()}
         if record.note:
             fields["note"] = record.note
         level = logging.DEBUG if poll else logging.INFO

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
@@ -24,10 +25,13 @@ SERVE = [sys.executable, "-m", "forerun.cli", "serve", "--model", "toy", "--kv-t
 
 @contextmanager
 def serving(*flags, **options):
+    """A server, and its address. Its log goes nowhere: it would fill a pipe that nobody reads, and
+    a server that waits to write its log answers nobody.
+    """
     process = subprocess.Popen(
         [*SERVE, "--port", "0", "--json", *flags],
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
         text=True,
         **options,
     )
@@ -39,6 +43,13 @@ def serving(*flags, **options):
         process.communicate()
 
 
+def when_ready(client, **options):
+    """The answer of `/models` once the model is loaded."""
+    while (answer := client.get("/models", **options)).status_code == 503:
+        time.sleep(0.05)
+    return answer
+
+
 def test_a_server_answers_on_a_port_it_found_and_ends_on_sigterm(tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("# who may enter\nsecret\n\n")
@@ -47,8 +58,7 @@ def test_a_server_answers_on_a_port_it_found_and_ends_on_sigterm(tmp_path):
         with httpx.Client(transport=transport, base_url=url, timeout=120) as client:
             assert client.get("/models").status_code == 401
             key = {"Authorization": "Bearer secret"}
-            while (answer := client.get("/models", headers=key)).status_code == 503:
-                pass
+            answer = when_ready(client, headers=key)
             assert answer.json()["data"][0]["id"] == "toy"
             body = {"prompt": "Hi", "max_tokens": 5, "temperature": 0}
             text = client.post("/completions", json=body, headers=key).json()["choices"][0]["text"]
@@ -111,8 +121,6 @@ def test_more_connections_than_a_shell_allows_files():
         parts = urlsplit(url)
         idle = [socket.create_connection((parts.hostname, parts.port)) for _ in range(300)]
         with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
-            while (answer := client.get("/models")).status_code == 503:
-                pass
-            assert answer.status_code == 200
+            assert when_ready(client).status_code == 200
         for sock in idle:
             sock.close()

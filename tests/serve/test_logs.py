@@ -4,12 +4,15 @@ import json
 import logging
 
 import pytest
+from starlette.responses import Response
 from starlette.testclient import TestClient
 
 from forerun.build.engine import load
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.serve.app import create_app
+from forerun.serve.hosts import AllowedHosts
 from forerun.serve.logs import configure_logs
+from forerun.serve.middleware import RequestMiddleware
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 
@@ -54,6 +57,17 @@ def test_lines_are_for_requests_and_refusals_not_for_polls(logged):
         "POST /v1/completions 200", "GET /v1/nothing 404", "POST /v1/completions 400",
     ]  # fmt: skip
     assert "in=2 out=5" in " ".join(found)
+
+
+def test_who_polls_a_server_that_loads_fills_no_log(logged):
+    """Such lines filled the pipe of a parent that did not read them, and the server then stood."""
+    lines = logged("info", "text")
+    app = RequestMiddleware(Response(status_code=503), (), AllowedHosts("localhost", ()), 60)
+    client = TestClient(app, base_url="http://localhost")
+    assert client.get("/v1/models").status_code == 503
+    assert client.post("/v1/completions", json={}).status_code == 503
+    found = [line for line in lines() if " forerun.serve: " in line]
+    assert len(found) == 1 and "POST /v1/completions 503" in found[0], found
 
 
 def test_json_has_the_same_as_fields(logged):
