@@ -42,6 +42,11 @@ def _build(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits)
         raise ConfigError(
             "XLA chooses its threads itself: leave --threads out on the jax executor."
         )
+    if config.ep_size not in (0, 1, config.tp_size) or config.replicate_shared_expert:
+        raise ConfigError(
+            "the jax executor divides experts by all devices of --tp-size and cuts the shared: "
+            "leave --ep-size and --replicate-shared-expert out, or use --executor torch."
+        )
     from forerun.executors.jax import JaxExecutor, JaxOptions
 
     options = JaxOptions(

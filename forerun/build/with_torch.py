@@ -66,8 +66,9 @@ def _needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint) -> 
 
 def _rank_needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint) -> Needs:
     """What each rank asks of its device. Raises ConfigError where the model cannot be shared so."""
-    check_divides(arch, config.tp_size)
-    needs = dense_needs(config, TensorParallel(0, config.tp_size).architecture(arch), checkpoint)
+    tp = _first_rank(config)
+    check_divides(arch, tp)
+    needs = dense_needs(config, tp.architecture(arch), checkpoint)
     # Embedding and head are counted as a whole there; each rank has its tokens' rows. Where a draft
     # borrows them, rank 0 has the whole of both too.
     ends = 1 if arch.tied_head else 2
@@ -81,6 +82,11 @@ def _rank_needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint
     return replace(
         needs, weights=weights, per_scored=4 * arch.vocab * (config.tp_size + 1) // config.tp_size
     )
+
+
+def _first_rank(config: EngineConfig) -> TensorParallel:
+    experts = config.ep_size or config.tp_size
+    return TensorParallel(0, config.tp_size, experts, config.replicate_shared_expert)
 
 
 def _build(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits) -> Executor:
@@ -133,7 +139,7 @@ def _shared(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits
         kv_dtype=config.kv_dtype,
         prompts=config.prefill_attention_backend,
     )
-    return ParallelExecutor(checkpoint, limits, options, config.tp_size, _threads(config))
+    return ParallelExecutor(checkpoint, limits, options, _first_rank(config), _threads(config))
 
 
 def _eagle(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -> DraftModel:

@@ -42,6 +42,8 @@ class EngineArgs(TypedDict, total=False):
     executor: str
     device: str
     tp_size: int
+    ep_size: int
+    replicate_shared_expert: bool
     attention_backend: str
     prefill_attention_backend: str
     dtype: str

@@ -314,7 +314,7 @@ def _experts_tensors(tensors: _Tensors, arch: Architecture, experts: Experts) ->
     tensors.matrix("mlp.gate", experts.count, hidden, router.bias)
     if router.correction:
         tensors.found["mlp.gate.e_score_correction_bias"] = (experts.count,)
-    for expert in range(experts.count):
+    for expert in experts.here:
         tensors.feed_forward(f"mlp.experts.{expert}", experts.width, hidden, experts.bias)
     if experts.shared:
         tensors.feed_forward("mlp.shared_expert", experts.shared, hidden)

@@ -136,6 +136,8 @@ class Experts:
     shared       width of the expert that every token also visits; 0 = there is none
     shared_gate  its output is multiplied by the sigmoid of a learnt gate [1,H] (Qwen2-MoE)
     bias         each expert's products have biases
+    own          numbers of the experts that are here, of a rank's part of a model; None = all
+    shared_whole of such a part: the shared expert is no part of one but all of it
     """
 
     count: int
@@ -145,6 +147,13 @@ class Experts:
     shared: int = 0
     shared_gate: bool = False
     bias: bool = False
+    own: range | None = None
+    shared_whole: bool = False
+
+    @property
+    def here(self) -> range:
+        """Numbers of the experts that are here."""
+        return range(self.count) if self.own is None else self.own
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,14 @@ Megatron's cut (Shoeybi et al. 2019, arXiv 1909.08053, section 3): queries, keys
 up are cut by their outputs, o_proj and down_proj by their inputs, so that a layer needs two sums
 over the ranks. Embedding and head are cut by token. Everything else is on every rank, and so is a
 key/value head that more ranks than there are such heads need.
+
+Experts are cut likewise, each by its columns, or divided as wholes: groups of ranks have the same
+number of them each, and only within a group are they cut.
 """
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -54,12 +58,16 @@ def cut_of(name: str) -> Cut:
 class TensorParallel:
     """One of the ranks that share a model.
 
-    rank  its number, from 0
-    size  how many there are
+    rank          its number, from 0
+    size          how many there are
+    experts       groups of ranks among which experts are divided (ep-size); divides `size`
+    shared_whole  every rank has the shared expert whole; else it is cut by its columns
     """
 
     rank: int = 0
     size: int = 1
+    experts: int = 1
+    shared_whole: bool = False
 
     def span(self, length: int) -> slice:
         """Its part of an axis of so many numbers: the ranks' parts follow each other, and differ
@@ -73,6 +81,15 @@ class TensorParallel:
             return self.span(length)
         head, each = kv_heads * self.rank // self.size, length // kv_heads
         return slice(head * each, (head + 1) * each)
+
+    def among(self, name: str) -> "TensorParallel":
+        """The ranks that share the tensor of this canonical name, and which of them this is."""
+        if ".mlp.experts." in name:
+            share = self.size // self.experts
+            return TensorParallel(self.rank % share, share)
+        if self.shared_whole and ".mlp.shared_expert." in name:
+            return TensorParallel()
+        return self
 
     def architecture(self, arch: Architecture) -> Architecture:
         """The model that this rank's parts of `arch` make up; its vocabulary is the whole one."""
@@ -92,8 +109,19 @@ class TensorParallel:
         """Number of weights that this rank has of `arch`, a tied head counted once."""
         return sum(
             math.prod(self.shape(name, shape, arch.kv_heads))
-            for name, shape in expected_tensors(arch).items()
+            for name, shape in self.own(expected_tensors(arch), arch).items()
         )
+
+    def own(
+        self, tensors: Mapping[str, tuple[int, ...]], arch: Architecture
+    ) -> dict[str, tuple[int, ...]]:
+        """Those of `tensors`, by canonical name, of which this rank has a part: all but those of
+        experts that others have.
+        """
+        if self.experts == 1:
+            return dict(tensors)
+        mine = expected_tensors(self.architecture(arch))
+        return {name: shape for name, shape in tensors.items() if name in mine}
 
     def shape(self, name: str, shape: tuple[int, ...], kv_heads: int) -> tuple[int, ...]:
         """Of its part of a tensor."""
@@ -105,50 +133,97 @@ class TensorParallel:
 
         kv_heads  G of the whole model
         """
-        all_of = tuple(slice(0, length) for length in shape)
+        all_of, ranks = tuple(slice(0, length) for length in shape), self.among(name)
         match cut_of(name):
             case Cut.ROWS:
-                return self.span(shape[0]), *all_of[1:]
+                return ranks.span(shape[0]), *all_of[1:]
             case Cut.KV_HEADS:
-                return self.kv_span(kv_heads, shape[0]), *all_of[1:]
+                return ranks.kv_span(kv_heads, shape[0]), *all_of[1:]
             case Cut.COLUMNS:
-                return *all_of[:-1], self.span(shape[-1])
+                return *all_of[:-1], ranks.span(shape[-1])
         return all_of
 
     def _feed_forward(self, spec: Dense | Experts) -> Dense | Experts:
         if isinstance(spec, Dense):
             return replace(spec, width=spec.width // self.size)
-        return replace(spec, width=spec.width // self.size, shared=spec.shared // self.size)
+        share = self.size // self.experts
+        own = TensorParallel(self.rank // share, self.experts).span(spec.count)
+        return replace(
+            spec,
+            width=spec.width // share,
+            shared=spec.shared if self.shared_whole else spec.shared // self.size,
+            own=None if self.experts == 1 else range(own.start, own.stop),
+            shared_whole=self.shared_whole,
+        )
 
 
-def check_divides(arch: Architecture, size: int) -> None:
-    """Raise ConfigError where a model cannot be shared by so many ranks; it says by how many it
-    could be.
+def check_divides(arch: Architecture, tp: TensorParallel) -> None:
+    """Raise ConfigError where a model cannot be shared by the ranks of which `tp` is one; it says
+    by how many it could be.
     """
-    fault = _fault(arch, size)
+    _check_experts(arch, tp)
+    fault = _fault(arch, tp)
     if fault is None:
         return
-    able = [str(n) for n in range(1, arch.heads + 1) if _fault(arch, n) is None]
-    raise ConfigError(
-        f"tp-size is {size}, but {fault}; this model can be shared by {' or '.join(able)}."
-    )
+    able = [n for n in range(1, arch.heads + 1) if _fault(arch, _resized(tp, n)) is None]
+    ways = f"this model can be shared by {_listed(able)}"
+    if able == [1] and not tp.shared_whole and _fault(arch, replace(tp, shared_whole=True)) is None:
+        ways = "with --replicate-shared-expert every rank has all of it"
+    raise ConfigError(f"tp-size is {tp.size}, but {fault}; {ways}.")
 
 
-def _fault(arch: Architecture, size: int) -> str | None:
-    """Why a model cannot be shared by so many, in one clause; None where it can."""
-    parts = {"attention heads": arch.heads}
+def _check_experts(arch: Architecture, tp: TensorParallel) -> None:
+    mixtures = {s.feed_forward for s in arch.layer_specs if isinstance(s.feed_forward, Experts)}
+    if not mixtures:
+        if tp.experts > 1:
+            raise ConfigError(
+                f"ep-size is {tp.experts}, but this model has no experts; leave it out."
+            )
+        return
+    counts = {about.count for about in mixtures}
+    able = [n for n in range(1, tp.size + 1) if not any(c % n for c in (tp.size, *counts))]
+    fault = ""
+    if tp.size % tp.experts:
+        fault = f"does not divide tp-size, which is {tp.size}"
+    elif any(count % tp.experts for count in counts):
+        fault = f"does not divide the model's {_listed(sorted(counts), 'and')} experts"
+    if fault:
+        raise ConfigError(
+            f"ep-size is {tp.experts}, which {fault}; with {tp.size} ranks it can be "
+            f"{_listed(able)}."
+        )
+
+
+def _resized(tp: TensorParallel, size: int) -> TensorParallel:
+    """As `tp`, of so many ranks: the groups of experts grow with them where each rank is one."""
+    experts = size if tp.experts == tp.size else tp.experts if size > 1 else 1
+    return TensorParallel(0, size, experts, tp.shared_whole)
+
+
+def _listed(numbers: list[int], last: str = "or") -> str:
+    return f" {last} ".join(str(number) for number in numbers)
+
+
+def _fault(arch: Architecture, tp: TensorParallel) -> str | None:
+    """Why a model cannot be shared so, in one clause; None where it can."""
+    size = tp.size
+    if size % tp.experts:
+        return f"its {tp.experts} groups of experts do not divide by that"
+    parts = [("attention heads", arch.heads, size)]
     for spec in dict.fromkeys(arch.layer_specs):
         match spec.feed_forward:
             case Dense(width):
-                parts["feed-forward columns"] = width
+                parts.append(("feed-forward columns", width, size))
             case Experts() as experts:
-                parts["columns of each expert"] = experts.width
-                parts["columns of the shared expert"] = experts.shared
+                parts.append(("experts", experts.count, tp.experts))
+                parts.append(("columns of each expert", experts.width, size // tp.experts))
+                whole = tp.shared_whole
+                parts.append(("columns of the shared expert", experts.shared, 1 if whole else size))
         if spec.wide_qk_norm and size > 1:
             return "its queries are normed over all heads at once"
-    for what, count in parts.items():
-        if count % size:
-            return f"its {count} {what} do not divide by that"
+    for what, count, ranks in parts:
+        if count % ranks:
+            return f"its {count} {what} do not divide by {'that' if ranks == size else ranks}"
     groups = arch.kv_heads
     if groups % size and size % groups:
         return f"its {groups} key/value heads neither divide by that nor divide it"
@@ -166,6 +241,8 @@ class RankCheckpoint:
         self.whole, self.tp = whole, tp
         self._kv_heads = whole.architecture.kv_heads
         self._architecture = tp.architecture(whole.architecture)
+        shapes = {name: whole.shape(name) for name in whole.names()}
+        self._names = tuple(tp.own(shapes, whole.architecture))
 
     @property
     def architecture(self) -> Architecture:
@@ -178,8 +255,8 @@ class RankCheckpoint:
         return self.whole.path
 
     def names(self) -> tuple[str, ...]:
-        """Canonical names of all tensors."""
-        return self.whole.names()
+        """Canonical names of all tensors of which it has a part."""
+        return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of this rank's part; KeyError for an unknown name."""
@@ -188,7 +265,7 @@ class RankCheckpoint:
     def tensor(self, name: str) -> Floats:
         """The rank's part as float32; KeyError."""
         index = self._index(name, self.whole.shape(name))
-        if cut_of(name) is Cut.ONCE and self.tp.rank:
+        if cut_of(name) is Cut.ONCE and self.tp.among(name).rank:
             return np.zeros(self.shape(name), np.float32)
         packed = self.whole.packed(name)
         if packed is None:

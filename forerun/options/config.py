@@ -105,6 +105,19 @@ class EngineConfig:
         low=1,
         high=4096,
     )
+    ep_size: int = option(
+        1,
+        "groups among those devices that divide a mixture's experts, expert parallel: each group "
+        "has whole experts, 1 cuts every expert over all devices; 0 is as many as --tp-size (jax "
+        "always divides them so)",
+        low=0,
+        high=4096,
+    )
+    replicate_shared_expert: bool = option(
+        False,
+        "keep the expert that every token visits whole on each of those devices, instead of "
+        "cutting its columns (torch)",
+    )
     attention_backend: str = option(
         "auto",
         "what computes attention on the jax executor: jnp, or the Pallas kernel (TPUs; on the CPU "
@@ -284,6 +297,11 @@ class EngineConfig:
             raise ConfigError("the toy model and the toy executor only work with each other.")
 
     def _check_device(self) -> None:
+        if self.ep_size > self.tp_size:
+            raise ConfigError(
+                f"ep-size is {self.ep_size}, but tp-size is {self.tp_size}: experts are divided "
+                "among the devices of tp-size. Raise that or lower ep-size."
+            )
         kind = self.device.split(":")[0]
         if not re.fullmatch(r"auto|cpu|tpu|cuda(:\d+)?", self.device):
             raise ConfigError(

@@ -94,6 +94,9 @@ def test_what_is_refused_says_so_on_the_command_line(option, capsys):
         ("--dp-size 1 --enable-prefix-caching -fa on --load-format auto", {}),
         ("--tp 2 --executor jax", {"tp_size": 2, "executor": "jax"}),
         ("--tensor-parallel-size 4 --device tpu", {"tp_size": 4, "device": "tpu"}),
+        ("--tp 4 --ep-size 2", {"tp_size": 4, "ep_size": 2}),
+        ("--tp 4 --ep 4", {"tp_size": 4, "ep_size": 4}),
+        ("-tp 2 --enable-expert-parallel", {"tp_size": 2, "ep_size": 0}),
         ("-fa", {}),
         ("--speculative-algorithm eagle3 --speculative-draft-model-path d "
          "--speculative-num-steps 3 --speculative-eagle-topk 4 --speculative-num-draft-tokens 16",

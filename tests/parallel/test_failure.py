@@ -224,7 +224,11 @@ time.sleep(1000)
 """
     room = limits(tiny.VOCAB)
     with pytest.raises(ConfigError, match=f"rank 1 is not like rank 0: it has {what} another"):
-        ParallelExecutor(*(FolderCheckpoint(folder), room, TorchOptions(), 2), 1, command(script))
+        ParallelExecutor(
+            *(FolderCheckpoint(folder), room, TorchOptions(), TensorParallel(0, 2)),
+            1,
+            command(script),
+        )
 
 
 def test_a_program_that_is_not_there(folder):
@@ -249,4 +253,6 @@ def test_more_ranks_than_devices(folder, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     options = TorchOptions(device="cuda", dtype="float32")
     with pytest.raises(ConfigError, match="torch sees 1 CUDA device here; lower it to 1 or less"):
-        ParallelExecutor(FolderCheckpoint(folder), limits(tiny.VOCAB), options, 2)
+        ParallelExecutor(
+            FolderCheckpoint(folder), limits(tiny.VOCAB), options, TensorParallel(0, 2)
+        )

@@ -13,6 +13,7 @@ from forerun.executors.torch.model_runner import TorchOptions
 from forerun.executors.torch.parallel.executor import ParallelExecutor
 from forerun.models.arch import FAMILIES
 from forerun.models.folder import FolderCheckpoint
+from forerun.models.tensor_parallel import TensorParallel
 from forerun.speculative.sampling import Sampling
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, limits
@@ -52,7 +53,7 @@ def test_every_family_writes_the_same(tmp_path, family):
     checkpoint = FolderCheckpoint(tiny.save_folder(tiny.model(family), tmp_path))
     arch = checkpoint.architecture
     room = replace(limits(arch.vocab), context=min(256, arch.context))
-    shared = ParallelExecutor(checkpoint, room, TorchOptions(), 2, threads=1)
+    shared = ParallelExecutor(checkpoint, room, TorchOptions(), TensorParallel(0, 2), threads=1)
     try:
         tokens, logprobs = texts(shared, arch.vocab)
     finally:

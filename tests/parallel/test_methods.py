@@ -46,10 +46,13 @@ def said(target, config, trial, temperature, group):
     return tokens, logprobs, texts, accepted
 
 
-def compared(made, method, size, shapes=("chain", "tree"), trials=TRIALS, temperatures=(0.0, 0.8)):
+def compared(
+    made, method, size, shapes=("chain", "tree"), trials=TRIALS, temperatures=(0.0, 0.8), **shares
+):
+    """shares: options beside tp_size."""
     config = configured(made, method, executor="torch", max_sequences=5)
     alone = open_target(replace(config, speculative_algorithm="OFF"))
-    shared = open_target(replace(config, tp_size=size))
+    shared = open_target(replace(config, tp_size=size, **shares))
     accepted = 0
     try:
         for name, trial in trials.items():

@@ -42,7 +42,7 @@ def joined(whole, parts, name):
 def test_parts_make_up_the_whole(tmp_path, family, size):
     whole = FolderCheckpoint(tiny.save_folder(tiny.model(family), tmp_path))
     try:
-        check_divides(whole.architecture, size)
+        check_divides(whole.architecture, TensorParallel(0, size))
     except ConfigError as error:
         pytest.skip(str(error))
     parts = parts_of(whole, size)
@@ -105,7 +105,7 @@ def test_a_tokens_part_may_be_one_longer():
 )
 def test_who_cannot_be_shared_says_by_how_many_it_could(name, size, message):
     with pytest.raises(ConfigError, match=f"tp-size is {size}, but {message}"):
-        check_divides(shape_named(name), size)
+        check_divides(shape_named(name), TensorParallel(0, size))
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-32b", "llama-3.2-1b"])

@@ -11,6 +11,7 @@ from forerun.executors.torch import TorchExecutor
 from forerun.executors.torch.model_runner import TorchOptions
 from forerun.executors.torch.parallel.executor import ParallelExecutor
 from forerun.models.folder import FolderCheckpoint
+from forerun.models.tensor_parallel import TensorParallel
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft
 from tests.models import tiny
@@ -43,7 +44,9 @@ def alone(checkpoint):
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def shared(checkpoint, request):
     """Of four ranks two share a key/value head."""
-    executor = ParallelExecutor(checkpoint, LIMITS, TorchOptions(), request.param, threads=1)
+    executor = ParallelExecutor(
+        checkpoint, LIMITS, TorchOptions(), TensorParallel(0, request.param), threads=1
+    )
     yield executor
     executor.shutdown()
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
-from forerun.executors.torch.decoder.experts import Mixture
+from forerun.executors.torch.decoder.experts import Mixture, alone
 from forerun.executors.torch.decoder.float8 import Rows
 from forerun.executors.torch.decoder.layers import (
     PLAIN,
@@ -48,11 +48,6 @@ def apart(attend: AttendApart) -> Attend:
     return lambda layer, heads: attend(layer, *heads.turned(), heads.sinks)
 
 
-def _alone(x: Tensor) -> Tensor:
-    """The sum over ranks, of one."""
-    return x
-
-
 class Block:
     """One decoder layer, as `spec` says, or a rank's part of it.
 
@@ -69,7 +64,7 @@ class Block:
         group: Group | None = None,
     ) -> None:
         prefix, names = f"model.layers.{layer}", NORM_NAMES[spec.norms]
-        self._sum = group.sum if group else _alone
+        self._sum = self._sum_fed = group.sum if group else alone
         self._layer, self._spec, self._arch, self._parts = layer, spec, arch, parts
 
         def norm(name: str | None) -> Tensor | None:
@@ -82,11 +77,12 @@ class Block:
         self._attention = projections(weights, f"{prefix}.self_attn", spec, arch, parts)
         self._float8 = self._attention.float8
         gate, mlp = parts.gate_for(spec.activation, self._float8), f"{prefix}.mlp"
-        self._feed_forward = (
-            FeedForward(*weights.feed_forward(mlp), gate)
-            if isinstance(spec.feed_forward, Dense)
-            else Mixture(weights, mlp, spec.feed_forward, parts, spec.activation, self._float8)
-        )
+        self._feed_forward: FeedForward | Mixture
+        if isinstance(spec.feed_forward, Dense):
+            self._feed_forward = FeedForward(*weights.feed_forward(mlp), gate)
+            return
+        about = spec.feed_forward, parts, spec.activation, self._float8, group
+        self._feed_forward, self._sum_fed = Mixture(weights, mlp, *about), alone
 
     @property
     def linears(self) -> tuple[Product, ...]:
@@ -113,7 +109,7 @@ class Block:
         # A mixture's router is never in float8.
         float8 = self._float8 and isinstance(self._feed_forward, FeedForward)
         x, normed = self._joined(x, attended, self._before_feed_forward, float8)
-        fed = self._sum(self._feed_forward(normed, sizes))
+        fed = self._sum_fed(self._feed_forward(normed, sizes))
         return x, self._added(fed, self._after_feed_forward)
 
     def _joined(

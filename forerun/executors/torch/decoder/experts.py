@@ -21,6 +21,7 @@ from forerun.executors.torch.decoder.layers import (
     plain,
 )
 from forerun.executors.torch.decoder.weights import Weights
+from forerun.executors.torch.group import Group
 from forerun.models.layer_spec import Activation, Experts, Router
 
 
@@ -28,6 +29,8 @@ class Mixture:
     """A router, its experts and the expert that every row visits, if there is one.
 
     float8  products of the shared expert read float8
+    group   the ranks that have the other experts, or the other columns of each. The router is on
+            every rank, and so is the shared expert where it is not cut (Experts.shared_whole)
     """
 
     def __init__(
@@ -38,8 +41,9 @@ class Mixture:
         parts: Elementwise,
         activation: Activation = "silu",
         float8: bool = False,
+        group: Group | None = None,
     ) -> None:
-        self._about = about
+        self._about, self._sum = about, group.sum if group else alone
         # DeepSeek's scores are so near each other that 16 bits would choose others.
         wide = about.router.scores == "sigmoid"
         self._router = (weights.wide_linear if wide else weights.linear)(f"{prefix}.gate")
@@ -50,12 +54,12 @@ class Mixture:
         if parts.grouped is None:
             self._each = [
                 FeedForward(*weights.feed_forward(f"{experts}.{expert}"), gate)
-                for expert in range(about.count)
+                for expert in about.here
             ]
         else:
             self._gate = parts.gate_for(activation, False)
-            self._gate_up = weights.experts(experts, about.count, "gate_proj", "up_proj")
-            self._down = weights.experts(experts, about.count, "down_proj")
+            self._gate_up = weights.experts(experts, about.here, "gate_proj", "up_proj")
+            self._down = weights.experts(experts, about.here, "down_proj")
         self._shared: FeedForward | None = None
         self._shared_gate: Tensor | None = None
         if about.shared:
@@ -70,13 +74,15 @@ class Mixture:
         return self._router, *(linear for part in parts for linear in part.linears)
 
     def __call__(self, x: Rows, sizes: tuple[int, ...]) -> Tensor:
-        """[M,H] -> [M,H], not from float8. `sizes`: row counts that products may be run at; empty
-        = any.
+        """[M,H] -> [M,H], not from float8, summed over the ranks. `sizes`: row counts that products
+        may be run at; empty = any.
         """
         x = plain(x)
         wide = self._about.router.scores == "sigmoid"
         logits = self._router(x.float() if wide else x).float()
         weights, chosen = routes(logits, self._about.router, self._about.top_k, self._correction)
+        if self._about.own is not None:
+            chosen = _places(chosen, self._about.own)
         if self._grouped is None:
             found = self._outputs(x, chosen, sizes)
         else:
@@ -85,35 +91,56 @@ class Mixture:
         mixed = found[:, 0].float() * weights[:, :1]
         for place in range(1, self._about.top_k):
             mixed = mixed + found[:, place].float() * weights[:, place : place + 1]
-        if self._shared is not None:
-            shared = self._shared(x, sizes).float()
-            if self._shared_gate is not None:
-                score = (x.float() * self._shared_gate).sum(-1, keepdim=True)
-                shared = shared / (1 + torch.exp(-score))
-            mixed = mixed + shared
-        return mixed.to(x.dtype)
+        if self._shared is None:
+            return self._sum(mixed.to(x.dtype))
+        shared = self._shared(x, sizes).float()
+        if self._shared_gate is not None:
+            score = (x.float() * self._shared_gate).sum(-1, keepdim=True)
+            shared = shared / (1 + torch.exp(-score))
+        if self._about.shared_whole:
+            mixed = self._sum(mixed.to(x.dtype)).float()
+            return (mixed + shared).to(x.dtype)
+        return self._sum((mixed + shared).to(x.dtype))
 
     def _launched(self, x: Tensor, chosen: Tensor, grouped: GroupedProduct) -> Tensor:
         """`_outputs`, launched: nothing here waits for the device."""
         count, k = chosen.shape
-        pairs = Pairs.of(chosen, self._about.count)
+        pairs = Pairs.of(chosen, len(self._about.here))
         opened, up = grouped(x, self._gate_up, pairs, k).chunk(2, -1)
         between = plain(self._gate(opened, up))
-        return grouped(between, self._down, pairs, 1).view(count, k, -1)
+        found = grouped(between, self._down, pairs, 1)
+        if self._about.own is not None:
+            found = torch.where((pairs.expert < len(self._about.own)).unsqueeze(1), found, 0)
+        return found.view(count, k, -1)
 
     def _outputs(self, x: Tensor, chosen: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """[M,k,H]: what each row's experts make of it. The host waits for the choices."""
+        """[M,k,H]: what each row's experts make of it, 0 of those that are not here. The host waits
+        for the choices.
+        """
         count, width = chosen.shape
         order = chosen.flatten().argsort(stable=True)
-        found = x.new_empty(count * width, x.shape[1])
-        bounds = torch.bincount(chosen.flatten(), minlength=self._about.count).tolist()
-        for expert, places in zip(self._each, order.split(bounds), strict=True):
+        found = x.new_zeros(count * width, x.shape[1])
+        bounds = torch.bincount(chosen.flatten(), minlength=len(self._each) + 1).tolist()
+        for expert, places in zip(self._each, order.split(bounds)[:-1], strict=True):
             if not len(places):
                 continue
             rows = x[places // width]
             rows = F.pad(rows, (0, 0, 0, padded_rows(len(rows), sizes) - len(rows)))
             found[places] = expert(rows, sizes)[: len(places)]
         return found.view(count, width, -1)
+
+
+def alone(x: Tensor) -> Tensor:
+    """The sum over ranks, of one."""
+    return x
+
+
+def _places(chosen: Tensor, here: range) -> Tensor:
+    """Experts by their places among those that are here, from their numbers; of one that is not,
+    how many are.
+    """
+    place = chosen - here.start
+    return torch.where((place >= 0) & (place < len(here)), place, len(here))
 
 
 def routes(

@@ -26,9 +26,10 @@ class Stacked:
 class Pairs:
     """M rows that visit k experts each: P = M*k pairs, a row's side by side.
 
-    expert  int64[P] of each pair
+    expert  int64[P] of each pair; N = one that is not here
     order   int64[P] the pairs by expert
-    bounds  int64[N+1] expert e's are order[bounds[e]:bounds[e+1]]
+    bounds  int64[N+1] expert e's are order[bounds[e]:bounds[e+1]]; behind the last are those of
+            experts that are not here
     """
 
     expert: Tensor
@@ -45,4 +46,6 @@ class Pairs:
 
 
 GroupedProduct = Callable[[Tensor, Stacked, Pairs, int], Tensor]
-"""(x [M,in], matrices, pairs, k) -> [P,out]: of pair p its expert's matrix times x[p // k]."""
+"""(x [M,in], matrices, pairs, k) -> [P,out]: of pair p its expert's matrix times x[p // k];
+anything where its expert is not here.
+"""

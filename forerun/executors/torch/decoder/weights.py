@@ -110,27 +110,27 @@ class Weights:
         present = [bias for bias in biases if bias is not None]
         return self._unnarrowed(weight, torch.cat(present) if present else None)
 
-    def experts(self, prefix: str, count: int, *parts: str) -> Stacked:
-        """`parts` of experts prefix.0 to prefix.(count - 1), one above the other, as one tensor; in
+    def experts(self, prefix: str, which: range, *parts: str) -> Stacked:
+        """`parts` of experts prefix.N for each N of `which`, one above the other, as one tensor; in
         float8 where the blocks' products are.
         """
-        rows = [self._checkpoint.shape(f"{prefix}.0.{part}.weight") for part in parts]
-        shape = count, sum(each[0] for each in rows), rows[0][1]
+        rows = [self._checkpoint.shape(f"{prefix}.{which[0]}.{part}.weight") for part in parts]
+        shape = len(which), sum(each[0] for each in rows), rows[0][1]
         narrow = self._products is Float8Linear
         numbers = torch.empty(shape, dtype=FLOAT8 if narrow else self.dtype, device=self.device)
         scale = torch.empty(shape[:2], device=self.device) if narrow else None
         biases = []
-        for expert in range(count):
+        for place, expert in enumerate(which):
             names = [f"{prefix}.{expert}.{part}" for part in parts]
             biases += [self.vector(f"{name}.bias") for name in names]
             if scale is None:
                 for out, name in zip(
-                    numbers[expert].split([r[0] for r in rows]), names, strict=True
+                    numbers[place].split([r[0] for r in rows]), names, strict=True
                 ):
                     self._fill(out, f"{name}.weight")
                 continue
             found = float8_rows(self._stacked(tuple(f"{name}.weight" for name in names)))
-            numbers[expert], scale[expert] = found.numbers, found.scale[:, 0]
+            numbers[place], scale[place] = found.numbers, found.scale[:, 0]
         present = [bias for bias in biases if bias is not None]
         bias = torch.cat(present).view(shape[:2]).to(self.dtype) if present else None
         return Stacked(numbers, scale, bias)

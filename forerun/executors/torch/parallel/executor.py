@@ -51,7 +51,7 @@ class SharedRound(TorchRound):
 
 
 class ParallelExecutor(TorchExecutor):
-    """Rank 0 of `size` ranks, which it starts, watches and ends.
+    """Rank 0 of the ranks of `tp`, the others of which it starts, watches and ends.
 
     port  where they meet, on the loopback interface
 
@@ -64,18 +64,18 @@ class ParallelExecutor(TorchExecutor):
         checkpoint: Checkpoint,
         limits: ExecutorLimits,
         options: TorchOptions,
-        size: int,
+        tp: TensorParallel,
         threads: int | None = None,
         command: tuple[str, ...] = COMMAND,
     ) -> None:
-        check_divides(checkpoint.architecture, size)
-        devices = _devices(options.device, size)
+        check_divides(checkpoint.architecture, tp)
+        devices = _devices(options.device, tp.size)
         self._whole = checkpoint
         # Its port is the system's choice, and free again when this process ends.
-        store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+        store = TCPStore("127.0.0.1", 0, tp.size, is_master=True, wait_for_workers=False)
         starts = [
             RankStart(
-                TensorParallel(rank, size),
+                replace(tp, rank=rank),
                 str(checkpoint.path),
                 limits,
                 replace(options, device=device),
@@ -181,7 +181,8 @@ class ParallelExecutor(TorchExecutor):
                 zip(self._ranks.pids, self._devices, strict=False)
             )
         ]
-        return super().describe() | {"tp_size": self.shared.tp.size, "ranks": ranks}
+        tp = self.shared.tp
+        return super().describe() | {"tp_size": tp.size, "ep_size": tp.experts, "ranks": ranks}
 
     def shutdown(self) -> None:
         """End the other ranks and release memory. Idempotent."""

@@ -61,6 +61,7 @@ class RankStart:
         """What must be the same on every rank."""
         own = {"rank", "device"}
         flags = {"limits": asdict(self.limits), "options": asdict(self.options), "path": self.path}
+        flags["tp"] = {k: v for k, v in asdict(self.tp).items() if k not in own}
         flags["options"] = {k: v for k, v in asdict(self.options).items() if k not in own}
         return {
             "Python": sys.version.split()[0],
