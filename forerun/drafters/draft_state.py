@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from forerun.errors import EngineError
 from forerun.interface.features import KeptFeatures
 from forerun.interface.grammars import legal
 from forerun.interface.next_draft import NextDrafts
@@ -156,3 +157,15 @@ def allowed(found: Found, mask: bytes) -> Found:
     wrong = float(np.exp(log_probs[~keep]).sum())
     log_legal_mass = np.float32(np.log(max(1.0 - wrong, MIN_LEGAL_MASS)))
     return ids[keep], np.minimum(log_probs[keep] - log_legal_mass, 0)
+
+
+def check_finite(draft: str, log_probs: Floats) -> None:
+    """Of candidates float32[n,k], or the best ones of n levels float32[n]. Raises EngineError where
+    the best is not finite: such a model would draft nothing for ever, and nobody would know why.
+    """
+    best = log_probs.max(-1, initial=-np.inf) if log_probs.ndim > 1 else log_probs
+    if not np.isfinite(best).all():
+        raise EngineError(
+            f"the logits of the draft {draft} are not finite; in float16 numbers overflow that "
+            "bfloat16 and float32 hold (--dtype), else its weights are damaged"
+        )

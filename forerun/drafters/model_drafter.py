@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from forerun.drafters.draft_state import LOST, DraftState, Pending
-from forerun.errors import EngineError
+from forerun.drafters.draft_state import LOST, DraftState, Pending, check_finite
 from forerun.interface.draft_model import (
     CANDIDATES,
     DraftBlock,
@@ -34,7 +33,7 @@ from forerun.interface.next_draft import DraftRequest, draft_sizes
 from forerun.interface.plan import Outcome, Plan, Round, SlotInit
 from forerun.speculative.draft_tree import DraftTree, TreeShape, block_draft
 from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch
-from forerun.types import AnyArray, Floats, Ints
+from forerun.types import AnyArray, Ints
 
 PATIENCE = 1
 """Steps without a budget for draft tokens in which the model is still extended: the last step of an
@@ -114,7 +113,7 @@ class ModelDrafter:
             if drafts is not None and drafts.rows[row]:
                 self._within = True
                 ready = int(plan.kv_len[row] + outcome.n_tokens[row])
-                self._check_finite(drafts.best[row])
+                check_finite(self._about.name, drafts.best[row])
                 state.draft_extended(ready, drafts, row)
                 continue
             chains[row] = chain = self._permanent(plan, trees, outcome, row, paths[row])
@@ -222,8 +221,7 @@ class ModelDrafter:
         )
         for which in sampled:
             self._state(plan, rows[which]).ready = int(kv_len[which]) + len(chains[which].tokens)
-        if scored:
-            self._check_finite(found.log_probs)
+        check_finite(self._about.name, found.log_probs[: len(scored)])
         for index, which in enumerate(scored):
             ids = self._about.target_ids[found.ids[index]]
             self._state(plan, rows[which]).found = ids, found.log_probs[index]
@@ -360,7 +358,7 @@ class ModelDrafter:
                 candidates=self._wanted(plan, rows),
             )
         )
-        self._check_finite(found.log_probs)
+        check_finite(self._about.name, found.log_probs)
         ids = self._about.target_ids[found.ids]
         for index, ((row, tree), frontier) in enumerate(
             zip(growing.items(), frontiers, strict=True)
@@ -373,16 +371,6 @@ class ModelDrafter:
                 for n in span
             ]
             tree.extend(np.stack([each for each, _ in best]), np.stack([each for _, each in best]))
-
-    def _check_finite(self, log_probs: Floats) -> None:
-        """Raise EngineError where a best candidate, float32[...,k] or float32[levels], is worth
-        nothing: a model without one would draft nothing for ever, and nobody would know why.
-        """
-        if not np.isfinite(log_probs.max(-1) if log_probs.ndim > 1 else log_probs).all():
-            raise EngineError(
-                f"the logits of the draft {self._about.name} are not finite; in float16 numbers "
-                "overflow that bfloat16 and float32 hold (--dtype), else its weights are damaged"
-            )
 
     def _wanted(self, plan: Plan, rows: list[int]) -> int:
         """Candidates to ask for: more than are hung, where noise or a grammar will choose."""
