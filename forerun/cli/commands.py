@@ -138,6 +138,11 @@ def _serve_flags(parser: argparse.ArgumentParser) -> None:
         "--models-dir", metavar="FOLDER", help="serve every GGUF file and model folder in it"
     )
     parser.add_argument(
+        "--models-file",
+        metavar="FILE",
+        help="serve the models that a YAML file names, each with options of its own",
+    )
+    parser.add_argument(
         "--replicas",
         type=_positive,
         default=1,

@@ -120,6 +120,11 @@ def from_environment(environment: Mapping[str, str], options: Mapping[str, Optio
 
 def from_file(path: Path, options: Mapping[str, Option], command: str) -> list[Given]:
     """What a YAML file of names and values says. Raises ConfigError naming file and name."""
+    return list(entries(str(path), mapping(path), options, command))
+
+
+def mapping(path: Path) -> Mapping[Any, Any]:
+    """A YAML file that holds names and values. Raises ConfigError naming it."""
     try:
         facts = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -128,22 +133,25 @@ def from_file(path: Path, options: Mapping[str, Option], command: str) -> list[G
         reason = " ".join(str(error).split())
         raise ConfigError(f"The configuration {path} is not YAML: {reason}.") from error
     if facts is None:
-        return []
+        return {}
     if not isinstance(facts, dict):
         raise ConfigError(f"The configuration {path} must hold lines such as `port: 8000`.")
-    return list(_entries(path, facts, options, command))
+    return facts
 
 
-def _entries(
-    path: Path, facts: Mapping[Any, Any], options: Mapping[str, Option], command: str
+def entries(
+    where: str, facts: Mapping[Any, Any], options: Mapping[str, Option], command: str
 ) -> Iterable[Given]:
+    """The options of names and values that stand in `where`. Raises ConfigError for a name that
+    the command does not have.
+    """
     for key, value in facts.items():
         name = str(key).lstrip("-").replace("_", "-")
         if name not in options:
-            raise ConfigError(f"{path}: {unknown('--' + name, {**options}, command)}")
+            raise ConfigError(f"{where}: {unknown('--' + name, {**options}, command)}")
         for one in value if isinstance(value, list) else [value]:
             if one is not None:
-                yield Given(options[name], written(one), f"{name} in {path}")
+                yield Given(options[name], written(one), f"{name} in {where}")
 
 
 def written(value: Any) -> str:

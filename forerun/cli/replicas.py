@@ -12,8 +12,11 @@ from forerun.ray import local
 def main(arguments: argparse.Namespace) -> int:
     """Run the command: serves until a signal ends it."""
     config, settings = prepared(arguments)
-    if arguments.more_models or arguments.models_dir or arguments.probe:
-        raise ConfigError("replicas: they serve one model, and take no --models-dir or --probe.")
+    several = arguments.more_models or arguments.models_dir or arguments.models_file
+    if several or arguments.probe:
+        raise ConfigError(
+            "replicas: they serve one model, and take no --models-dir, --models-file or --probe."
+        )
     check_reference(config.model)
     start = StartLog(settings.log_format == "json", arguments.json, settings.ui)
     local.run(config, settings, arguments.replicas, start.listening)

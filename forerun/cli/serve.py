@@ -10,7 +10,7 @@ from time import monotonic
 
 from forerun.build.engine import Loaded
 from forerun.cli.engine_process import load_served
-from forerun.cli.several import in_folder, sources
+from forerun.cli.several import Named, in_file, in_folder, on_the_line, sources
 from forerun.cli.start_log import StartLog, model_facts
 from forerun.client.engine_process import EngineCommand
 from forerun.errors import ConfigError
@@ -34,15 +34,26 @@ def main(arguments: argparse.Namespace) -> int:
     config, settings = prepared(arguments)
     start = StartLog(settings.log_format == "json", arguments.json, settings.ui)
     source = partial(_source, arguments.probe, start, settings)
-    if arguments.more_models or arguments.models_dir:
-        named = [arguments.model_word] if arguments.model_word else []
-        held = in_folder(Path(arguments.models_dir)) if arguments.models_dir else []
-        every = sources([*named, *arguments.more_models, *held], config, source)
-        run(every, settings, start.listening)
+    if arguments.more_models or arguments.models_dir or arguments.models_file:
+        run(sources(_models(arguments, config, settings), source), settings, start.listening)
     else:
         check_reference(config.model, config.revision)
         run(source(config), settings, start.listening)
     return 0
+
+
+def _models(
+    arguments: argparse.Namespace, config: EngineConfig, settings: ServeSettings
+) -> list[Named]:
+    """All that are named one by one, in a folder and in a file. Raises ConfigError."""
+    if settings.served_name:
+        raise ConfigError("--served-name is of one model; name each in a file: --models-file.")
+    named = [arguments.model_word] if arguments.model_word else []
+    held = in_folder(Path(arguments.models_dir)) if arguments.models_dir else []
+    models = on_the_line([*named, *arguments.more_models, *held], config)
+    if arguments.models_file:
+        models += in_file(Path(arguments.models_file), arguments.options, config)
+    return models
 
 
 def prepared(arguments: argparse.Namespace) -> tuple[EngineConfig, ServeSettings]:

@@ -1,12 +1,15 @@
-"""Several models of a command line: their names, sizes, and how each is loaded."""
+"""Several models of a command line and of a file: their names, sizes, and how each is loaded."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
+from forerun.cli.layers import entries, mapping
 from forerun.errors import ConfigError
 from forerun.hub import catalog, huggingface
 from forerun.options.config import EngineConfig
+from forerun.options.flags import Option, gather
 from forerun.serve.models import Source
 from forerun.serve.service import Start
 
@@ -33,26 +36,77 @@ def in_folder(folder: Path) -> list[str]:
     return found
 
 
-def sources(
-    references: Sequence[str], config: EngineConfig, source: Callable[[EngineConfig], Start]
-) -> list[Source]:
-    """What serves these models; `source` gives what loads one. Raises ModelError for a name that
-    can be none, ConfigError where two have one name, or where an option is of one model.
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A model that is to be served.
+
+    name   what requests call it
+    also   other names that it was given
+    """
+
+    name: str
+    config: EngineConfig
+    also: tuple[str, ...] = ()
+
+
+def on_the_line(references: Sequence[str], config: EngineConfig) -> list[Named]:
+    """Models that are named one by one, with options of all. Raises ConfigError for an option that
+    is of one model.
     """
     plain = EngineConfig()
-    for name in OWN:
+    for name in OWN if references else ():
         if getattr(config, name) != getattr(plain, name):
             flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"{flag} is of one model; serve that alone.")
+            raise ConfigError(f"{flag} is of one model; serve that alone, or use --models-file.")
+    return [Named(_name(one), replace(config, model=one)) for one in dict.fromkeys(references)]
+
+
+def in_file(path: Path, options: Mapping[str, Option], config: EngineConfig) -> list[Named]:
+    """Models of a YAML file: names, and below each its own options, by any name that `forerun
+    serve` takes; what it leaves out is as in `config`. Without `model` the name is the reference.
+
+    Raises ConfigError naming file, model and option.
+    """
+    own = {item.name for item in fields(EngineConfig)} | {"served_name"}
+    found = []
+    for key, value in mapping(path).items():
+        name, where = str(key), f"{path}, {key}"
+        if not isinstance(value or {}, dict):
+            raise ConfigError(f"{where}: options of a model are lines such as `context: 4096`.")
+        given = list(entries(where, value or {}, options, "serve"))
+        for one in given:
+            if not set(one.option.fields) <= own:
+                raise ConfigError(
+                    f"{one.where} is of the whole server; say it on the command line."
+                )
+        said: dict[str, Any] = {"model": name} | gather(given)
+        also = said.pop("served_name", ())
+        try:
+            found.append(Named(name, replace(config, **said), also))
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
+    if not found:
+        raise ConfigError(f"--models-file {path} names no model.")
+    return found
+
+
+def sources(models: Sequence[Named], source: Callable[[EngineConfig], Start]) -> list[Source]:
+    """What serves these models; `source` gives what loads one. Raises ModelError for a reference
+    that can be none, ConfigError where two have one name.
+    """
     found: list[Source] = []
-    for reference in dict.fromkeys(references):
-        catalog.check_reference(reference)
-        name = _name(reference)
-        if any(one.name == name for one in found):
-            raise ConfigError(f"two models are called {name!r}; give one of them another name.")
-        others = tuple({reference, reference.rstrip("/").rpartition("/")[2]} - {name})
-        load = source(replace(config, model=reference))
-        found.append(Source(name, others, size_of(reference), load))
+    taken: set[str] = set()
+    for one in models:
+        reference = one.config.model
+        catalog.check_reference(reference, one.config.revision)
+        for name in {one.name, *one.also}:
+            if name in taken:
+                raise ConfigError(f"two models are called {name!r}; give one of them another name.")
+            taken.add(name)
+        # Clients may name a model by its reference and by the last part of that too.
+        others = (*one.also, reference, reference.rstrip("/").rpartition("/")[2])
+        others = tuple(dict.fromkeys(name for name in others if name != one.name))
+        found.append(Source(one.name, others, size_of(reference), source(one.config)))
     return found
 
 

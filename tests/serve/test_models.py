@@ -12,7 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from forerun.build.engine import load
-from forerun.cli.several import in_folder, size_of, sources
+from forerun.cli import serve
+from forerun.cli.command_line import build_parser, parsed
+from forerun.cli.several import in_file, in_folder, on_the_line, size_of, sources
 from forerun.client.engine_process import EngineCommand
 from forerun.errors import ConfigError, ModelError
 from forerun.options.config import EngineConfig, ServeSettings
@@ -277,19 +279,89 @@ def loading(config):
     return partial(load, config)
 
 
+def named(references, config):
+    return sources(on_the_line(references, config), loading)
+
+
 def test_a_folder_of_models_and_their_names(tmp_path):
     (tmp_path / "x.gguf").write_bytes(b"1234")
     (tmp_path / "y").mkdir()
     (tmp_path / "y" / "config.json").write_text("{}")
     (tmp_path / "y" / "model.safetensors").write_bytes(b"123")
     (tmp_path / "notes.txt").touch()
-    found = sources([*in_folder(tmp_path), "smollm2-135m"], EngineConfig(), loading)
+    found = named([*in_folder(tmp_path), "smollm2-135m"], EngineConfig())
     assert [(one.name, one.size) for one in found][:2] == [("x", 4), ("y", 3)]
     assert found[2].name == "smollm2-135m" and size_of("smollm2-135m") > 90_000_000
     with pytest.raises(ModelError, match="no model 'nonsense'"):
-        sources(["toy", "nonsense"], EngineConfig(), loading)
+        named(["toy", "nonsense"], EngineConfig())
     draft = EngineConfig(speculative_draft_model_path="d")
     with pytest.raises(ConfigError, match="--speculative-draft-model-path is of one model"):
-        sources(["toy", "smollm2-135m"], draft, loading)
+        named(["toy", "smollm2-135m"], draft)
     with pytest.raises(ConfigError, match="holds no"):
         in_folder(tmp_path / "y")
+
+
+OPTIONS = build_parser().parse_args(["serve"]).options
+
+
+def described(tmp_path, text, config=None):
+    file = tmp_path / "models.yaml"
+    file.write_text(text)
+    return in_file(file, OPTIONS, config or EngineConfig(max_sequences=3, context=64))
+
+
+def test_models_of_a_file_have_options_of_their_own(tmp_path):
+    models = described(
+        tmp_path,
+        """
+        small: {model: toy, ctx-size: 128, served-model-name: [gpt-4, tiny]}
+        smollm2-135m:
+        plain:
+          model: toy
+          speculative_algorithm: "OFF"
+          max-sequences: 1
+        """,
+    )
+    small, default, plain = (one.config for one in models)
+    assert (small.model, small.context, small.max_sequences) == ("toy", 128, 3)
+    assert (default.model, default.context) == ("smollm2-135m", 64)
+    assert (plain.speculative_algorithm, plain.max_sequences, plain.context) == ("OFF", 1, 64)
+    assert [one.name for one in models] == ["small", "smollm2-135m", "plain"]
+    found = sources(models, loading)
+    assert found[0].others == ("gpt-4", "tiny", "toy")
+    app = create_models_app(found, ServeSettings())
+    with TestClient(app, base_url="http://localhost") as client:
+        for name, answers, context in (("gpt-4", "small", 128), ("plain", "plain", 64)):
+            assert ask(client, name).json()["model"] == answers
+            facts = client.get("/server_info", params={"model": name}).json()
+            assert facts["config"]["context"] == context
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("a: {model: toy, port: 80}", "port in .*models.yaml, a is of the server"),
+        ("a: {model: toy, contxt: 80}", "models.yaml, a: There is no option --contxt"),
+        ("a: {model: toy, context: many}", "context in .*models.yaml, a takes a whole number"),
+        ("a: {model: toy, context: -8}", "models.yaml, a: context"),
+        ("a: {model: toy, lora: x}", "adapters are not loaded"),
+        ("a: 7", "models.yaml, a: options of a model are lines"),
+        ("- toy", "must hold lines"),
+        ("", "names no model"),
+    ],
+)
+def test_what_a_file_of_models_says_wrong_is_named(tmp_path, text, told):
+    with pytest.raises(ConfigError, match=told):
+        described(tmp_path, text)
+
+
+def test_no_two_models_have_one_name(tmp_path):
+    models = described(tmp_path, "a: {model: toy, served-name: b}\nb: {model: smollm2-135m}")
+    with pytest.raises(ConfigError, match="two models are called 'b'"):
+        sources(models, loading)
+
+
+def test_one_name_for_several_models_is_refused(tmp_path):
+    line = ["serve", "toy", "smollm2-135m", "--served-name", "x"]
+    with pytest.raises(ConfigError, match="--served-name is of one model"):
+        serve.main(parsed(line))
