@@ -76,13 +76,11 @@ def in_file(path: Path, options: Mapping[str, Option], config: EngineConfig) -> 
         given = list(entries(where, value or {}, options, "serve"))
         for one in given:
             if not set(one.option.fields) <= own:
-                raise ConfigError(
-                    f"{one.where} is of the whole server; say it on the command line."
-                )
-        said: dict[str, Any] = {"model": name} | gather(given)
-        also = said.pop("served_name", ())
+                raise ConfigError(f"{one.where} is of the server; say it on the command line.")
+        values: dict[str, Any] = {"model": name} | gather(given)
+        also = values.pop("served_name", ())
         try:
-            found.append(Named(name, replace(config, **said), also))
+            found.append(Named(name, replace(config, **values), also))
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
     if not found:
