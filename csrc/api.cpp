@@ -32,7 +32,7 @@ int guarded(Work work) {
 extern "C" {
 
 // Raised whenever the meaning of a call or structure changes; native.py asks for the same number.
-int forerun_abi() { return 17; }
+int forerun_abi() { return 18; }
 
 const char* forerun_error() { return last_error.c_str(); }
 
@@ -94,6 +94,15 @@ Model* forerun_open(const Sizes* sizes, const float* frequencies, int64_t weight
 
 void forerun_close(Model* model) { delete model; }
 
+// See Model::set_layer and Model::set_scales.
+int forerun_set_layer(Model* model, int layer, const LayerKind* kind) {
+    return guarded([&] { return model->set_layer(layer, *kind); });
+}
+
+void forerun_set_scales(Model* model, float embedding, float logits) {
+    model->set_scales(embedding, logits);
+}
+
 // Packs a matrix as `format`; `rows` may be freed afterwards. bias is float32[channels] or null.
 int forerun_set_matrix(Model* model, int layer, int which, int source, int format,
                        const uint8_t* rows, int channels, int inputs, const float* bias) {
@@ -101,7 +110,9 @@ int forerun_set_matrix(Model* model, int layer, int which, int source, int forma
         Matrix* matrix = model->matrix(layer, which);
         if (!matrix) return "no such matrix";
         if (!can_pack((Source)source, format)) return "a format that this cannot become";
-        if (is_float(format) && !model->takes_floats()) return "a head's weights cannot be floats";
+        if (is_float(format) && !model->takes_floats(layer, which)) {
+            return "a head's weights cannot be floats";
+        }
         uint8_t* tiles = model->take(packed_bytes(format, channels, inputs));
         if (!tiles) return "weights exceed the space planned for them";
         matrix->format = format;
@@ -114,6 +125,7 @@ int forerun_set_matrix(Model* model, int layer, int which, int source, int forma
             memcpy(copy, bias, sizeof(float) * channels);
             matrix->bias = copy;
         }
+        model->note_format(layer, which, format);
         model->pool.run([&](int thread) {
             const Share share(matrix->blocks(), thread, model->pool.threads());
             pack((Source)source, format, rows, channels, inputs, share.first, share.last, tiles);

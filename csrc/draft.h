@@ -90,7 +90,10 @@ public:
     // embedding), 3 + i = norm of feature i.
     Matrix* matrix(int layer, int which) override;
     const float** vector(int layer, int which) override;
-    bool takes_floats() const override { return false; }
+    // Routers alone.
+    bool takes_floats(int layer, int which) const override {
+        return layer >= 0 && (which == 7 || which == 8);
+    }
 
 private:
     const Matrix& embeddings() override { return *target_.matrix(-1, 0); }

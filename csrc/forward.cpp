@@ -40,7 +40,9 @@ void Model::embed(const Step& step, int thread) {
     const int half = sizes.head_size / 2;
     const Share share = columns_of(step.nodes, thread, pool.threads());
     for (int node = share.first; node < share.last; node++) {
-        unpack_row(embedding_, step.tokens[node], &stream_[(size_t)node * sizes.hidden]);
+        float* x = &stream_[(size_t)node * sizes.hidden];
+        unpack_row(embedding_, step.tokens[node], x);
+        for (int i = 0; embedding_scale_ != 1.0f && i < sizes.hidden; i++) x[i] *= embedding_scale_;
         for (int i = 0; i < half; i++) {
             const double angle = (float)position_[node] * frequencies_[i];
             cosine_[(size_t)node * half + i] = (float)std::cos(angle) * sizes.rope_factor;
@@ -72,16 +74,20 @@ void Model::multiply(std::initializer_list<const Matrix*> stack,
     }
 }
 
-// Row `row` of `normed()`: x after RMSNorm.
+// Row `row` of `normed()`: x after RMSNorm, or as it is where there is no norm.
 void Model::put_normed(const float* x, const float* weight, int row, Wanted wanted) {
     const int hidden = sizes.hidden;
+    Group* groups = column(hidden_q_.data(), row, hidden);
+    float* floats = &hidden_f_[(size_t)row * hidden];
+    if (!weight) {
+        if (wanted.groups) kernels->quantise(x, hidden, groups, row % kLanes);
+        if (wanted.floats) memcpy(floats, x, sizeof(float) * hidden);
+        return;
+    }
     if (wanted.groups) {
-        kernels->norm_quantise(x, weight, sizes.norm_eps, hidden,
-                               column(hidden_q_.data(), row, hidden), row % kLanes);
+        kernels->norm_quantise(x, weight, sizes.norm_eps, hidden, groups, row % kLanes);
     }
-    if (wanted.floats) {
-        kernels->norm(x, weight, sizes.norm_eps, hidden, &hidden_f_[(size_t)row * hidden]);
-    }
+    if (wanted.floats) kernels->norm(x, weight, sizes.norm_eps, hidden, floats);
 }
 
 // What enters `layer` is kept where a draft head asked for it. No barrier: a thread copies the
@@ -131,60 +137,95 @@ void Model::mix(const Step& step, int layer, Inputs x, int thread) {
                           n % kLanes);
     }
     pool.barrier();
-    multiply({&at.output}, {&stream_[0]}, {mixed_q_.data(), mixed_.data()}, nodes, hidden, true,
-             thread);
+    const bool add = adds(at, at.attention_end_norm);
+    multiply({&at.output}, {add ? &stream_[0] : &branch_[0]}, {mixed_q_.data(), mixed_.data()},
+             nodes, hidden, add, thread);
+    pool.barrier();
+    if (!add) end_branch(at, at.attention_end_norm, nodes, thread);
+}
+
+// What branch_ holds goes to the stream: normed where there is a norm, times the layer's factor.
+void Model::end_branch(const Layer& layer, const float* norm, int nodes, int thread) {
+    const int hidden = sizes.hidden;
+    const Share mine = columns_of(nodes, thread, pool.threads());
+    for (int n = mine.first; n < mine.last; n++) {
+        float *x = &stream_[(size_t)n * hidden], *branch = &branch_[(size_t)n * hidden];
+        if (norm) kernels->norm(branch, norm, sizes.norm_eps, hidden, branch);
+        for (int i = 0; i < hidden; i++) x[i] += branch[i] * layer.kind.residual;
+    }
     pool.barrier();
 }
 
 void Model::ffn_layer(const Step& step, int layer, int thread) {
     const Layer& at = layers_[layer];
-    const int hidden = sizes.hidden, ffn = sizes.ffn, nodes = step.nodes;
+    const int hidden = sizes.hidden, nodes = step.nodes;
     const Share mine = columns_of(nodes, thread, pool.threads());
+    Wanted wanted = {&at.feed.gate, &at.feed.up};
+    if (at.kind.experts) wanted.groups = at.reads_groups, wanted.floats = true;
     for (int n = mine.first; n < mine.last; n++) {
-        put_normed(&stream_[(size_t)n * hidden], at.ffn_norm, n, {&at.gate, &at.up});
+        put_normed(&stream_[(size_t)n * hidden], at.ffn_norm, n, wanted);
     }
     pool.barrier();
-    multiply({&at.gate, &at.up}, {&gate_[0], &up_[0]}, normed(), nodes, ffn, false, thread);
-    pool.barrier();
-    activate(at, nodes, thread);
-    pool.barrier();
-    multiply({&at.down}, {&stream_[0]}, {ffn_q_.data(), gate_.data()}, nodes, hidden, true, thread);
-    pool.barrier();
+    const bool add = adds(at, at.ffn_end_norm);
+    if (at.kind.experts) {
+        mixture(at, nodes, thread);
+    } else {
+        const Visit all = {&at.feed,  nodes,         at.kind.ffn, normed(), &gate_[0],
+                           &up_[0], ffn_q_.data(), add ? &stream_[0] : &branch_[0]};
+        multiply({&at.feed.gate, &at.feed.up}, {all.gate, all.up}, all.x, nodes, all.width, false,
+                 thread);
+        pool.barrier();
+        activate(all, thread);
+        pool.barrier();
+        multiply({&at.feed.down}, {all.out}, {all.between, all.gate}, nodes, hidden, add, thread);
+        pool.barrier();
+    }
+    if (!add) end_branch(at, at.ffn_end_norm, nodes, thread);
 }
 
 // silu(gate) * up, quantised, or in gate's place: group by group, so that every thread has some even
 // of one row.
-void Model::activate(const Layer& layer, int nodes, int thread) {
-    const bool floats = is_float(layer.down.format);
-    const int ffn = sizes.ffn, groups = (ffn + kGroup - 1) / kGroup;
-    const Share share((nodes + kLanes - 1) / kLanes * groups, thread, pool.threads());
+void Model::activate(const Visit& visit, int thread) {
+    const bool floats = is_float(visit.feed->down.format);
+    const int width = visit.width, groups = (width + kGroup - 1) / kGroup;
+    const Share share((visit.rows + kLanes - 1) / kLanes * groups, thread, pool.threads());
     for (int piece = share.first; piece < share.last; piece++) {
         const int begin = piece % groups * kGroup, first = piece / groups * kLanes;
-        const int count = ffn - begin < kGroup ? ffn - begin : kGroup;
-        for (int n = first; n < first + kLanes && n < nodes; n++) {
-            const size_t at = (size_t)n * ffn + begin;
+        const int count = width - begin < kGroup ? width - begin : kGroup;
+        for (int n = first; n < first + kLanes && n < visit.rows; n++) {
+            float* gate = visit.gate + (size_t)n * width + begin;
+            const float* up = visit.up + (size_t)n * width + begin;
             if (floats) {
-                kernels->silu(&gate_[at], &up_[at], count, &gate_[at]);
+                kernels->silu(gate, up, count, gate);
             } else {
-                kernels->silu_quantise(&gate_[at], &up_[at], count, &ffn_q_[piece], n % kLanes);
+                kernels->silu_quantise(gate, up, count, visit.between + piece, n % kLanes);
             }
         }
     }
 }
 
+// Norms over all query heads at once, and over all key heads.
+void Model::put_wide_norms(const Layer& layer, float* x) const {
+    const int queries = sizes.heads * sizes.head_size, keys = sizes.kv_heads * sizes.head_size;
+    kernels->norm(x, layer.query_norm, sizes.norm_eps, queries, x);
+    kernels->norm(x + queries, layer.key_norm, sizes.norm_eps, keys, x + queries);
+}
+
 void Model::rotate_and_store(int layer, int node) {
     const Layer& at = layers_[layer];
     const int size = sizes.head_size, half = size / 2;
-    const float* cosine = &cosine_[(size_t)node * half];
-    const float* sine = &sine_[(size_t)node * half];
-    const float scale = 1.0f / std::sqrt((float)size);
+    const bool turned = at.kind.rotated, wide = at.kind.wide_norms;
+    const float* cosine = turned ? &cosine_[(size_t)node * half] : &unturned_[0];
+    const float* sine = turned ? &sine_[(size_t)node * half] : &unturned_[half];
+    const float *query_norm = wide ? nullptr : at.query_norm, *key_norm = wide ? nullptr : at.key_norm;
     float* x = &qkv_[(size_t)node * qkv_width()];
     const int64_t place = place_of_[node];
+    if (wide) put_wide_norms(at, x);
     for (int head = 0; head < sizes.heads; head++, x += size) {
-        kernels->rotate(x, at.query_norm, sizes.norm_eps, cosine, sine, half, scale);
+        kernels->rotate(x, query_norm, sizes.norm_eps, cosine, sine, half, at.kind.score_scale);
     }
     for (int head = 0; head < sizes.kv_heads; head++, x += size) {
-        kernels->rotate(x, at.key_norm, sizes.norm_eps, cosine, sine, half, 1.0f);
+        kernels->rotate(x, key_norm, sizes.norm_eps, cosine, sine, half, 1.0f);
         keep(x, plane(layer, 0, head), place);
     }
     for (int head = 0; head < sizes.kv_heads; head++, x += size) {
@@ -207,18 +248,29 @@ void Model::keep(const float* x, uint8_t* plane, int64_t place) const {
 void Model::products(int rows, float* logits) {
     pool.run([&](int thread) {
         const int hidden = sizes.hidden, mixed = sizes.heads * sizes.head_size;
-        const int keys = sizes.kv_heads * sizes.head_size, ffn = sizes.ffn;
+        const int keys = sizes.kv_heads * sizes.head_size;
         for (const Layer& at : layers_) {
+            const int ffn = at.kind.ffn;
             multiply({&at.query, &at.key, &at.value}, {&qkv_[0], &qkv_[mixed], &qkv_[mixed + keys]},
                      normed(), rows, (int)qkv_width(), false, thread);
             pool.barrier();
             multiply({&at.output}, {&stream_[0]}, {mixed_q_.data(), mixed_.data()}, rows, hidden,
                      false, thread);
             pool.barrier();
-            multiply({&at.gate, &at.up}, {&gate_[0], &up_[0]}, normed(), rows, ffn, false, thread);
-            pool.barrier();
-            multiply({&at.down}, {&stream_[0]}, {ffn_q_.data(), gate_.data()}, rows, hidden, false,
+            if (at.kind.experts) {
+                multiply({&at.router}, {&scores_of_[0]}, normed(), rows, at.kind.experts + 1, false,
+                         thread);
+                for (int i = 0; thread == 0 && i < rows * at.kind.top_k; i++) {
+                    chosen_[i] = i % at.kind.experts;
+                }
+                visit_experts(at, rows, thread);
+                continue;
+            }
+            multiply({&at.feed.gate, &at.feed.up}, {&gate_[0], &up_[0]}, normed(), rows, ffn, false,
                      thread);
+            pool.barrier();
+            multiply({&at.feed.down}, {&stream_[0]}, {ffn_q_.data(), gate_.data()}, rows, hidden,
+                     false, thread);
             pool.barrier();
         }
         multiply({&head_}, {logits}, normed(), rows, sizes.vocab, false, thread);
@@ -234,6 +286,12 @@ void Model::head(const Step& step, int thread) {
     }
     pool.barrier();
     multiply({&head_}, {step.logits}, normed(), step.scored, sizes.vocab, false, thread);
+    if (logit_scale_ == 1.0f) return;
+    pool.barrier();
+    for (int i = mine.first; i < mine.last; i++) {
+        float* row = step.logits + (size_t)i * sizes.vocab;
+        for (int token = 0; token < sizes.vocab; token++) row[token] *= logit_scale_;
+    }
 }
 
 }  // namespace forerun

@@ -3,6 +3,8 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <new>
 
@@ -60,23 +62,57 @@ Model::Model(const Sizes& given, const float* frequencies, size_t weight_bytes,
     hidden_f_.resize(nodes * given.hidden);
     mixed_q_.resize(columns * groups(mixed));
     ffn_q_.resize(columns * groups(given.ffn));
+    branch_.resize(nodes * given.hidden);
     scratch_.resize(pool.most());
+    for (Layer& layer : layers_) {
+        layer.kind.ffn = given.ffn;
+        layer.kind.rotated = 1;
+        layer.kind.score_scale = 1.0f / std::sqrt((float)given.head_size);
+        layer.kind.residual = 1.0f;
+    }
 }
 
+std::string Model::set_layer(int layer, const LayerKind& kind) {
+    if (layer < 0 || layer >= sizes.layers) return "no such layer";
+    const int64_t ffn = kind.experts ? (int64_t)kind.top_k * kind.ffn + kind.shared : kind.ffn;
+    if (kind.experts && (kind.top_k < 1 || kind.top_k > kind.experts)) return "a top k of no node";
+    if (ffn > sizes.ffn) return "a feed-forward that is wider than the model's widest";
+    const int groups = kind.groups > 1 ? kind.groups : 1;
+    if (kind.experts % groups || kind.kept > groups) return "groups that cannot be";
+    Layer& at = layers_[layer];
+    at.kind = kind;
+    at.experts.resize(kind.experts);
+    if (!kind.rotated && unturned_.empty()) {
+        unturned_.assign(sizes.head_size, 0.0f);
+        std::fill_n(unturned_.begin(), sizes.head_size / 2, 1.0f);
+    }
+    if (kind.experts) reserve_for(kind);
+    return "";
+}
+
+// 0 to 6: attention and feed-forward; 7 the router, 8 the shared expert's gate, then each expert's
+// gate, up and down.
 Matrix* Model::matrix(int layer, int which) {
     if (layer == -1) return which == 0 ? &embedding_ : which == 1 ? &head_ : nullptr;
-    if (layer < 0 || layer >= sizes.layers) return nullptr;
+    if (layer < 0 || layer >= sizes.layers || which < 0) return nullptr;
     Layer& at = layers_[layer];
-    Matrix* const all[] = {&at.query, &at.key, &at.value, &at.output, &at.gate, &at.up, &at.down};
-    return which < 0 || which >= 7 ? nullptr : all[which];
+    Matrix* const all[] = {&at.query,   &at.key,     &at.value,     &at.output,     &at.feed.gate,
+                           &at.feed.up, &at.feed.down, &at.router, &at.shared_gate};
+    if (which < 9) return all[which];
+    if (which >= 9 + 3 * (int)at.experts.size()) return nullptr;
+    FeedForward& expert = at.experts[(which - 9) / 3];
+    Matrix* const parts[] = {&expert.gate, &expert.up, &expert.down};
+    return parts[which % 3];
 }
 
 const float** Model::vector(int layer, int which) {
     if (layer == -1) return which == 0 ? &final_norm_ : nullptr;
     if (layer < 0 || layer >= sizes.layers) return nullptr;
     Layer& at = layers_[layer];
-    const float** const all[] = {&at.attention_norm, &at.ffn_norm, &at.query_norm, &at.key_norm};
-    return which < 0 || which >= 4 ? nullptr : all[which];
+    const float** const all[] = {&at.attention_norm, &at.ffn_norm,           &at.query_norm,
+                                 &at.key_norm,       &at.attention_end_norm, &at.ffn_end_norm,
+                                 &at.correction};
+    return which < 0 || which >= 7 ? nullptr : all[which];
 }
 
 void Model::request_aux_hidden_states(const int32_t* layers, int count) {
@@ -100,17 +136,29 @@ uint8_t* Model::take(size_t bytes) {
 
 uint64_t Model::read_weights() {
     typedef uint64_t Line __attribute__((vector_size(64)));
-    const uint8_t* first = layers_[0].query.tiles;  // what lies before it is the embedding
-    if (head_.tiles == embedding_.tiles || !first) first = weights_.data();
-    const int lines = (int)((weights_.data() + used_ - first) / sizeof(Line));
+    std::vector<const Matrix*> read;
+    for (const Layer& at : layers_) {
+        for (const Matrix* w : {&at.query, &at.key, &at.value, &at.output, &at.router,
+                                &at.shared_gate, &at.feed.gate, &at.feed.up, &at.feed.down}) {
+            read.push_back(w);
+        }
+        for (int e = 0; e < (at.kind.experts ? at.kind.top_k : 0); e++) {
+            const FeedForward& expert = at.experts[e];
+            for (const Matrix* w : {&expert.gate, &expert.up, &expert.down}) read.push_back(w);
+        }
+    }
+    read.push_back(&head_);
     std::atomic<uint64_t> total{0};
     pool.run([&](int thread) {
-        const Share share(lines, thread, pool.threads());
-        const Line* at = (const Line*)first;
         Line sums[2] = {};
-        for (int i = share.first; i + 1 < share.last; i += 2) {
-            sums[0] += at[i];
-            sums[1] += at[i + 1];
+        for (const Matrix* w : read) {
+            const int lines = (int)(w->blocks() * w->block_bytes() / sizeof(Line));
+            const Share share(w->tiles ? lines : 0, thread, pool.threads());
+            const Line* at = (const Line*)w->tiles;
+            for (int i = share.first; i + 1 < share.last; i += 2) {
+                sums[0] += at[i];
+                sums[1] += at[i + 1];
+            }
         }
         for (int i = 0; i < 8; i++) total += sums[0][i] + sums[1][i];
     });

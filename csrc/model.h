@@ -43,10 +43,39 @@ struct Walk {
     int32_t all_slots;
 };
 
+// What one layer is: forerun/models/layer_spec.py. Where its norms stand is said by those it has.
+// The layout is shared with forerun/executors/cpu/native.py.
+struct LayerKind {
+    int32_t ffn;        // width of its feed-forward, or of one of its experts
+    int32_t experts;    // how many there are; 0: one feed-forward, which every node visits
+    int32_t top_k;      // how many of them a node visits
+    int32_t shared;     // width of the expert that every node also visits; 0: there is none
+    int32_t sigmoid;    // the router's scores: each one's sigmoid, or a softmax over all
+    int32_t normalised; // the weights of a node's experts are divided by their sum
+    int32_t groups, kept;  // groups of experts, and how many of them can be chosen from
+    int32_t rotated;       // 0: queries and keys know no positions
+    int32_t wide_norms;    // norms of queries and keys are over all heads at once
+    float router_scale;    // multiplies the weights of a node's experts
+    float score_scale;     // multiplies q.k
+    float residual;        // multiplies what attention and feed-forward add to the stream
+};
+
+// down(silu(gate x) * up x)
+struct FeedForward {
+    Matrix gate, up, down;
+};
+
 struct Layer {
-    Matrix query, key, value, output, gate, up, down;
-    const float *attention_norm = nullptr, *ffn_norm = nullptr;
+    LayerKind kind = {};
+    Matrix query, key, value, output;
+    FeedForward feed;                  // or, beside experts, the one that every node visits
+    Matrix router, shared_gate;        // the second: one channel, whose sigmoid multiplies `feed`
+    std::vector<FeedForward> experts;
+    const float *attention_norm = nullptr, *ffn_norm = nullptr;  // before them, and behind them:
+    const float *attention_end_norm = nullptr, *ffn_end_norm = nullptr;
     const float *query_norm = nullptr, *key_norm = nullptr;
+    const float* correction = nullptr;  // [experts] takes part in the choice alone
+    bool reads_groups = false;          // some feed-forward's weights are quantised
 };
 
 // Rows of activations as products read them: quantised for quantised weights, float32[rows][width]
@@ -62,6 +91,16 @@ struct Wanted {
     Wanted(std::initializer_list<const Matrix*> stack) {
         for (const Matrix* w : stack) (is_float(w->format) ? floats : groups) = true;
     }
+};
+
+// All rows that one expert has in a step, and where its products read and write.
+struct Visit {
+    const FeedForward* feed;
+    int32_t rows, width;
+    Inputs x;
+    float *gate, *up;  // [rows][width]
+    Group* between;    // columns of what `down` reads, where that is quantised
+    float* out;        // [rows][hidden]
 };
 
 // Memory from the system: zero and untouched until used.
@@ -95,8 +134,21 @@ public:
     virtual Matrix* matrix(int layer, int which);
     virtual const float** vector(int layer, int which);
 
-    // Whether its own matrices may be floats.
-    virtual bool takes_floats() const { return true; }
+    // Makes a layer what `kind` says, before its tensors are set: until then it is Llama's, with
+    // sizes.ffn. Empty, or what was wrong with it.
+    std::string set_layer(int layer, const LayerKind& kind);
+
+    // A matrix of a layer has got this format. To be called for each.
+    void note_format(int layer, int which, int format);
+
+    // What multiplies embeddings and logits.
+    void set_scales(float embedding, float logits) {
+        embedding_scale_ = embedding;
+        logit_scale_ = logits;
+    }
+
+    // Whether this matrix may be floats.
+    virtual bool takes_floats(int, int) const { return true; }
 
     // Space for weights, in the order in which a step reads them. Null when it is used up.
     uint8_t* take(size_t bytes);
@@ -124,11 +176,12 @@ public:
     // The kept states of the last step's first `count` nodes. Empty, or what was wrong.
     std::string copy_aux_hidden_states(int count, float* out) const;
 
-    // Reads what the products of a step read, once, and nothing else: no step takes less time. The
-    // sum of its bytes, eight at a time.
+    // Reads what the products of a step of one node read, once, and nothing else: no step takes
+    // less time. The sum of its bytes, eight at a time.
     uint64_t read_weights();
 
-    // The products of a step alone, for measurements; logits float32[rows][vocab].
+    // The products of a step alone, for measurements; logits float32[rows][vocab]. Experts are
+    // visited in turn.
     void products(int rows, float* logits);
 
     const Sizes sizes;
@@ -149,7 +202,16 @@ protected:
     void attention_layer(const Step& step, int layer, int thread);
     void mix(const Step& step, int layer, Inputs x, int thread);
     void ffn_layer(const Step& step, int layer, int thread);
-    void activate(const Layer& layer, int nodes, int thread);
+    size_t expert_rows(const LayerKind& kind) const;
+    void reserve_for(const LayerKind& kind);
+    void activate(const Visit& visit, int thread);
+    void end_branch(const Layer& layer, const float* norm, int nodes, int thread);
+    void mixture(const Layer& layer, int nodes, int thread);
+    void route(const Layer& layer, int node);
+    void list_visits(const Layer& layer, int nodes);
+    void visit_experts(const Layer& layer, int nodes, int thread);
+    void gather(const Layer& layer, int nodes, int thread);
+    void mix_experts(const Layer& layer, int nodes, int thread);
     void head(const Step& step, int thread);
     void rotate_and_store(int layer, int node);
     Attend job(int layer, const Unit& unit, int node);
@@ -158,6 +220,11 @@ protected:
     void multiply(std::initializer_list<const Matrix*> stack, std::initializer_list<float*> outs,
                   Inputs x, int rows, int stride, bool add, int thread);
     void put_normed(const float* x, const float* weight, int row, Wanted wanted);
+    void put_wide_norms(const Layer& layer, float* x) const;
+    // Whether a branch's last product adds to the stream by itself; else it leaves it in branch_.
+    bool adds(const Layer& layer, const float* norm) const {
+        return !norm && layer.kind.residual == 1.0f;
+    }
     Inputs normed() const { return {hidden_q_.data(), hidden_f_.data()}; }
 
     // Columns of four rows, so that no two threads write the same Group.
@@ -173,6 +240,7 @@ protected:
     Matrix embedding_, head_;
     const float* final_norm_ = nullptr;
     std::vector<float> frequencies_;
+    float embedding_scale_ = 1.0f, logit_scale_ = 1.0f;
 
     Region weights_;
     size_t used_ = 0;
@@ -197,6 +265,18 @@ protected:
     std::vector<float> stream_, qkv_, mixed_, gate_, up_, cosine_, sine_;
     std::vector<Group> hidden_q_, mixed_q_, ffn_q_;
     std::vector<float> hidden_f_;  // the others as floats are mixed_ and, when activated, gate_
+    std::vector<float> branch_;    // what attention or feed-forward made, where it is not added at once
+    std::vector<float> unturned_;  // cosines and sines of layers without positions
+
+    // Of the current layer of experts (experts.cpp).
+    std::vector<float> scores_of_;    // [nodes][experts + 1] the last: the shared one's gate
+    std::vector<int32_t> chosen_;     // [nodes][top_k] experts, best first
+    std::vector<float> share_;        // [nodes][top_k] their weights
+    std::vector<int32_t> row_at_;     // [nodes][top_k] rows of expert_out_
+    std::vector<int32_t> rows_of_;    // [experts] rows of each, then where the next one goes
+    std::vector<Visit> visits_;
+    std::vector<Group> gathered_q_;   // of `expert_rows()` rows, each expert's beginning a column
+    std::vector<float> gathered_f_, expert_out_;
     std::vector<std::vector<float>> scratch_;  // attention scores, one per thread
     bool together_ = false;                    // all threads attend to each unit:
     std::vector<float> scores_, totals_;       // [units][shared heads][stride], [..][..]

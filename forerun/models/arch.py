@@ -160,11 +160,12 @@ class Architecture:
 
     @property
     def rope(self) -> Rope:
-        """Of the last layer that sees the whole text, else of the last: what a draft head beside
-        this model turns by.
+        """Of the last layer that sees the whole text, else of the last, layers without positions
+        left out where others are: what a draft head beside this model turns by.
         """
-        whole = [spec for spec in self.layer_specs if spec.attention.window is None]
-        return (whole or self.layer_specs)[-1].rope
+        turned = [spec for spec in self.layer_specs if spec.rope.rotated != 0] or self.layer_specs
+        whole = [spec for spec in turned if spec.attention.window is None]
+        return (whole or turned)[-1].rope
 
     @property
     def windowless_context(self) -> int:

@@ -1,4 +1,4 @@
-"""What the compiled core can run: Llama's block, in contexts that no sliding window cuts."""
+"""What the compiled core can run: Llama's block and experts, in contexts that no sliding window cuts."""
 
 from forerun.errors import ModelError
 from forerun.models.arch import Architecture
@@ -8,7 +8,7 @@ def refusal(arch: Architecture, context: int | None = None) -> str | None:
     """Why the compiled core cannot run this model up to `context` tokens, in one clause; None
     where it can. Without a context: up to where the first sliding window would hide something.
     """
-    beyond, size, exact = arch.beyond_llama(), arch.head_size, arch.windowless_context
+    beyond, size, exact = _beyond(arch), arch.head_size, arch.windowless_context
     if beyond:
         return f"the CPU core cannot run this {arch.family} model, which needs {', '.join(beyond)}"
     if size % 8:
@@ -19,6 +19,23 @@ def refusal(arch: Architecture, context: int | None = None) -> str | None:
             f"context is {context}"
         )
     return None
+
+
+def _beyond(arch: Architecture) -> list[str]:
+    """What the core does not know, in words."""
+    specs = arch.layer_specs
+    ropes = {spec.rope for spec in specs if spec.rope.rotated != 0}
+    found = {
+        "a GELU gate": any(s.activation == "gelu_tanh" for s in specs),
+        "a clamped gate": any(s.activation == "clamped_silu" for s in specs),
+        "latent attention": arch.latent is not None,
+        "attention sinks": any(s.attention.sinks for s in specs),
+        "capped attention scores": any(s.attention.softcap for s in specs),
+        "capped logits": arch.final_softcap is not None,
+        "norm weights stored without their 1": arch.norm_offset != 0.0,
+        "a rope per layer": len(ropes) > 1,
+    }
+    return [what for what, there in found.items() if there]
 
 
 def check_runs(arch: Architecture, context: int | None) -> None:

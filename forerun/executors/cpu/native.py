@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 Library = TypeVar("Library", ctypes.CDLL, ctypes.PyDLL)
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 17
+ABI = 18
 """What `forerun_abi` of csrc/api.cpp must say; raised together with it."""
 
 
@@ -33,6 +33,17 @@ class Sizes(ctypes.Structure):
         *((name, c_int32) for name in ("ffn", "vocab", "page_size", "pages", "max_nodes")),
         *((name, c_int32) for name in ("context", "threads", "cache_item")),
         *((name, c_float) for name in ("norm_eps", "rope_factor")),
+    )
+
+
+class LayerKind(ctypes.Structure):
+    """`LayerKind` of csrc/model.h."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("ffn", "experts", "top_k", "shared")),
+        *((name, c_int32) for name in ("sigmoid", "normalised", "groups", "kept")),
+        *((name, c_int32) for name in ("rotated", "wide_norms")),
+        *((name, c_float) for name in ("router_scale", "score_scale", "residual")),
     )
 
 
@@ -117,6 +128,8 @@ _CALLS = {
     "forerun_packed_bytes": (c_int64, [c_int, c_int, c_int]),
     "forerun_open": (c_void_p, [POINTER(Sizes), c_void_p, c_int64, c_char_p]),
     "forerun_close": (None, [c_void_p]),
+    "forerun_set_layer": (c_int, [c_void_p, c_int, POINTER(LayerKind)]),
+    "forerun_set_scales": (None, [c_void_p, c_float, c_float]),
     "forerun_set_matrix": (
         c_int,
         [c_void_p, c_int, c_int, c_int, c_int, c_void_p, c_int, c_int, c_void_p],

@@ -17,7 +17,7 @@ from forerun.executors.cpu.hidden_state_model import (
     pass_of_level,
 )
 from forerun.executors.cpu.limits import check_runs
-from forerun.executors.cpu.weights import Packer, Place, matrices, vectors
+from forerun.executors.cpu.weights import Packer, Place, matrices, set_layer, vectors
 from forerun.executors.layer_states import LayerStates, layer_read, layers_at
 from forerun.interface.draft_model import (
     Candidates,
@@ -97,6 +97,7 @@ class CpuPredictionModel(CpuHiddenStateModel):
         self._weight_bytes = packer.planned_bytes()
         self._packed_bytes += self._weight_bytes
         model = self._open(number)
+        set_layer(self._library, model, 0, arch.layer_specs[number])
         packer.load(model)
         if shared:
             self._library.forerun_share_head(model, self._executor.native_model())

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from forerun.errors import ModelError
+from forerun.executors.cpu import native
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
+from forerun.models.layer_spec import NORM_NAMES, Dense, Experts, LayerSpec
 from forerun.models.mapped import release
 from forerun.types import AnyArray, Floats, Ints
 
@@ -32,23 +34,14 @@ _KINDS = {
 _FLOATS = ("F32", "F16", "BF16")
 BYTES = 2
 """`Format` of 8 bits in groups of 32."""
+_WIDE = 6
+"""`Format` of float32."""
 QUANTIZED = {"q8_0": BYTES, "q4_1": 1}
 """What floats can be made -> `Format` of csrc/quant.h; embedding and head 8 bits at least."""
-_LAYER_MATRICES = (
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.o_proj",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "mlp.down_proj",
-)
-_LAYER_VECTORS = (
-    "input_layernorm.weight",
-    "post_attention_layernorm.weight",
-    "self_attn.q_norm.weight",
-    "self_attn.k_norm.weight",
-)
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+_FEED, _ROUTER, _SHARED_GATE, _EXPERTS = 4, 7, 8, 9
+"""Numbers of a layer's matrices (csrc/model.cpp, `Model::matrix`), of which attention's come first."""
 _ALIGN = 64
 _HEAD = (-1, 1)
 
@@ -65,23 +58,73 @@ class Place:
 def matrices(arch: Architecture) -> list[Place]:
     """All matrices in the order in which a step reads them; names without `.weight`."""
     places = [Place("model.embed_tokens", -1, 0)]
-    for layer in range(arch.layers):
+    for layer, spec in enumerate(arch.layer_specs):
         prefix = f"model.layers.{layer}."
-        places += [Place(prefix + name, layer, i) for i, name in enumerate(_LAYER_MATRICES)]
+        places += _placed(f"{prefix}self_attn.", _ATTENTION, layer, 0)
+        match spec.feed_forward:
+            case Dense():
+                places += _placed(f"{prefix}mlp.", _FEED_FORWARD, layer, _FEED)
+            case Experts() as experts:
+                places += _expert_matrices(f"{prefix}mlp.", experts, layer)
     return places if arch.tied_head else [*places, Place("lm_head", *_HEAD)]
 
 
+def _expert_matrices(prefix: str, experts: Experts, layer: int) -> list[Place]:
+    places = [Place(f"{prefix}gate", layer, _ROUTER)]
+    if experts.shared_gate:
+        places.append(Place(f"{prefix}shared_expert_gate", layer, _SHARED_GATE))
+    for expert in range(experts.count):
+        first = _EXPERTS + len(_FEED_FORWARD) * expert
+        places += _placed(f"{prefix}experts.{expert}.", _FEED_FORWARD, layer, first)
+    if experts.shared:
+        places += _placed(f"{prefix}shared_expert.", _FEED_FORWARD, layer, _FEED)
+    return places
+
+
+def _placed(prefix: str, names: tuple[str, ...], layer: int, first: int) -> list[Place]:
+    return [Place(prefix + name, layer, first + i) for i, name in enumerate(names)]
+
+
 def vectors(arch: Architecture) -> list[Place]:
-    """Where each norm's weight goes in the native model: by canonical name, layer (-1 = after the
-    last) and which of the layer's norms it is.
+    """Where each norm's weight goes in the native model, and a router's correction: by canonical
+    name, layer (-1 = after the last) and which of the layer's vectors it is.
     """
-    names = _LAYER_VECTORS if arch.layer_specs[0].qk_norm else _LAYER_VECTORS[:2]
-    places = [
-        Place(f"model.layers.{layer}.{name}", layer, which)
-        for layer in range(arch.layers)
-        for which, name in enumerate(names)
-    ]
+    places = []
+    for layer, spec in enumerate(arch.layer_specs):
+        prefix, norms = f"model.layers.{layer}.", NORM_NAMES[spec.norms]
+        normed = spec.qk_norm or spec.wide_qk_norm
+        experts, correction = spec.feed_forward, "mlp.gate.e_score_correction_bias"
+        named = (
+            f"{norms.before_attention}.weight" if norms.before_attention else None,
+            f"{norms.before_feed_forward}.weight" if norms.before_feed_forward else None,
+            "self_attn.q_norm.weight" if normed else None,
+            "self_attn.k_norm.weight" if normed else None,
+            f"{norms.after_attention}.weight" if norms.after_attention else None,
+            f"{norms.after_feed_forward}.weight" if norms.after_feed_forward else None,
+            correction if isinstance(experts, Experts) and experts.router.correction else None,
+        )
+        places += [Place(prefix + name, layer, i) for i, name in enumerate(named) if name]
     return [*places, Place("model.norm.weight", -1, 0)]
+
+
+def layer_kind(spec: LayerSpec) -> native.LayerKind:
+    """The layer for the core, which `limits.refusal` finds nothing in."""
+    kind = native.LayerKind(
+        rotated=spec.rope.rotated != 0,
+        wide_norms=spec.wide_qk_norm,
+        score_scale=spec.attention.scale,
+        residual=spec.residual,
+    )
+    match spec.feed_forward:
+        case Dense(width):
+            kind.ffn = width
+        case Experts() as experts:
+            router = experts.router
+            kind.ffn, kind.experts, kind.top_k = experts.width, experts.count, experts.top_k
+            kind.shared, kind.sigmoid = experts.shared, router.scores == "sigmoid"
+            kind.normalised, kind.router_scale = router.normalised, router.scale
+            kind.groups, kind.kept = router.groups, router.kept
+    return kind
 
 
 def _kind(checkpoint: Checkpoint, name: str) -> str:
@@ -91,9 +134,13 @@ def _kind(checkpoint: Checkpoint, name: str) -> str:
 
 
 def stored_kinds(checkpoint: Checkpoint) -> set[str]:
-    """How the layers' matrices are stored."""
-    places = matrices(checkpoint.architecture)
-    return {_kind(checkpoint, place.name) for place in places if place.layer >= 0}
+    """How the layers' matrices are stored, routers not counted: they are floats."""
+    places = [place for place in matrices(checkpoint.architecture) if place.layer >= 0]
+    return {_kind(checkpoint, place.name) for place in places if not _routes(place)}
+
+
+def _routes(place: Place) -> bool:
+    return place.layer >= 0 and place.which in (_ROUTER, _SHARED_GATE)
 
 
 def computes_in_floats(checkpoint: Checkpoint, dtype: str) -> bool:
@@ -168,6 +215,8 @@ class Packer:
     def load(self, model: int) -> None:
         """Pack every tensor into the native model."""
         arch = self._checkpoint.architecture
+        if self._some is None:
+            self._set_layers(model, arch)
         for place in self._matrices():
             self._load_matrix(model, place)
         if arch.tied_head and self._head_rows is None and self._some is None:
@@ -175,6 +224,11 @@ class Packer:
         for place in self._vectors():
             values = self._floats(place.name)
             set_vector(self._library, model, (place.name, place.layer, place.which), values)
+
+    def _set_layers(self, model: int, arch: Architecture) -> None:
+        for layer, spec in enumerate(arch.layer_specs):
+            set_layer(self._library, model, layer, spec)
+        self._library.forerun_set_scales(model, arch.embedding_scale, arch.logit_scale)
 
     def _matrices(self) -> list[Place]:
         """All, and a tied head where it has not all rows of the embedding."""
@@ -191,10 +245,12 @@ class Packer:
         return self._head_rows is None or (place.layer, place.which) != _HEAD
 
     def _becomes(self, place: Place, kind: str) -> int:
-        """The `Format` of what is stored as `kind`."""
+        """The `Format` of what is stored as `kind`. Routers stay what they are: where scores are
+        near each other, fewer bits would choose other experts.
+        """
         if kind not in _KINDS:
-            return BYTES
-        if kind in _FLOATS and self._dtype in QUANTIZED:
+            return _WIDE if _routes(place) else BYTES
+        if kind in _FLOATS and not _routes(place) and self._dtype in QUANTIZED:
             return QUANTIZED[self._dtype] if place.layer >= 0 else BYTES
         return int(self._library.forerun_own_format(_KINDS[kind][0]))
 
@@ -237,6 +293,12 @@ class Stored:
     rows: AnyArray
     shape: tuple[int, int] | None = None
     becomes: int = BYTES
+
+
+def set_layer(library: ctypes.CDLL, model: int, layer: int, spec: LayerSpec) -> None:
+    """Make a native model's layer what `spec` says, before its tensors are set. Raises ModelError."""
+    code = library.forerun_set_layer(model, layer, ctypes.byref(layer_kind(spec)))
+    _raise_for(library, code, f"model.layers.{layer}")
 
 
 def set_matrix(
