@@ -105,6 +105,7 @@ void EagleHead::read(const DraftStep& step, int thread) {
             kernels->quantise(x, hidden, to + beside, n % kLanes);
         } else if (kind_.fusion != kBeside) {
             const bool turned = kind_.fusion == kHiddenFirst;
+            if (kind_.zeroed && position_[n] == 0) memset(e, 0, sizeof(float) * hidden);
             kernels->norm_quantise(e, joint_norm_, sizes.norm_eps, hidden,
                                    turned ? to + beside : to, n % kLanes);
             kernels->norm_quantise(x, hidden_norm_, sizes.norm_eps, hidden,

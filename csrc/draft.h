@@ -23,6 +23,7 @@ struct HeadKind {
     int32_t feature_norm;    // 0 none, 1 one norm over all, 2 one norm each
     int32_t normed_residual, normed_feedback;
     int32_t begin;           // the first position whose entry others see
+    int32_t zeroed;          // of prediction layers: the embedding at position 0 counts as zeros
 };
 
 // One pass over nodes that hang below a sequence's cached positions. Two kinds:

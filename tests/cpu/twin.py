@@ -7,6 +7,8 @@ float64 where the core sums in float32.
 
 import numpy as np
 
+from forerun.models.layer_spec import NORM_NAMES, Experts
+
 GROUP = 32
 FLOATS = ("F32", "F16", "BF16")
 KEPT = (*FLOATS, "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
@@ -51,11 +53,24 @@ def forward(checkpoint, tokens):
     return Twin(checkpoint).forward(np.asarray(tokens))
 
 
+def best(ranked, about):
+    """The chosen experts of one token, best first."""
+    router = about.router
+    if router.groups > 1:
+        grouped = ranked.reshape(router.groups, -1)
+        sums = np.sort(grouped, -1)[:, -2:].sum(-1)
+        ranked = np.full_like(grouped, -np.inf)
+        for group in np.argsort(-sums, kind="stable")[: router.kept]:
+            ranked[group] = grouped[group]
+        ranked = ranked.ravel()
+    return np.argsort(-ranked, kind="stable")[: about.top_k]
+
+
 class Twin:
     def __init__(self, checkpoint):
         self.checkpoint, self.arch = checkpoint, checkpoint.architecture
         self.names = set(checkpoint.names())
-        first = checkpoint.packed("model.layers.0.mlp.up_proj.weight")
+        first = checkpoint.packed("model.layers.0.self_attn.q_proj.weight")
         self.floats = first is not None and first.kind in FLOATS
 
     def product(self, name, x):
@@ -77,38 +92,80 @@ class Twin:
     def forward(self, tokens):
         arch = self.arch
         stream = packed(self.checkpoint, "model.embed_tokens.weight")[tokens].astype(np.float64)
-        for layer in range(arch.layers):
-            prefix = f"model.layers.{layer}."
-            x = normed(stream, self.vector(prefix + "input_layernorm.weight"), arch.norm_eps)
-            stream = stream + self.attention(prefix + "self_attn.", x)
-            weight = self.vector(prefix + "post_attention_layernorm.weight")
-            x = normed(stream, weight, arch.norm_eps)
-            gate = self.product(prefix + "mlp.gate_proj", x)
-            up = self.product(prefix + "mlp.up_proj", x)
-            stream = stream + self.product(
-                prefix + "mlp.down_proj", gate / (1 + np.exp(-gate)) * up
-            )
+        stream = stream * arch.embedding_scale
+        for layer, spec in enumerate(arch.layer_specs):
+            prefix, norms = f"model.layers.{layer}.", NORM_NAMES[spec.norms]
+            x = self.normed(stream, prefix, norms.before_attention)
+            made = self.attention(prefix + "self_attn.", x, spec)
+            stream = stream + self.normed(made, prefix, norms.after_attention) * spec.residual
+            x = self.normed(stream, prefix, norms.before_feed_forward)
+            if isinstance(spec.feed_forward, Experts):
+                made = self.mixture(prefix + "mlp.", x, spec.feed_forward)
+            else:
+                made = self.fed(prefix + "mlp.", x)
+            stream = stream + self.normed(made, prefix, norms.after_feed_forward) * spec.residual
         x = normed(stream, self.vector("model.norm.weight"), arch.norm_eps)
         head = "model.embed_tokens" if arch.tied_head else "lm_head"
-        return self.product(head, x)
+        return self.product(head, x) * arch.logit_scale
+
+    def normed(self, x, prefix, name):
+        return x if name is None else normed(x, self.vector(f"{prefix}{name}.weight"), self.arch.norm_eps)
+
+    def fed(self, prefix, x):
+        gate, up = (self.product(f"{prefix}{part}_proj", x) for part in ("gate", "up"))
+        return self.product(f"{prefix}down_proj", gate / (1 + np.exp(-gate)) * up)
+
+    def mixture(self, prefix, x, about):
+        """Token by token, expert by expert."""
+        router = about.router
+        logits = x.astype(np.float32) @ self.vector(prefix + "gate.weight").T
+        if router.scores == "sigmoid":
+            scores = 1 / (1 + np.exp(-logits))
+        else:
+            scores = np.exp(logits - logits.max(-1, keepdims=True))
+            scores /= scores.sum(-1, keepdims=True)
+        ranked = scores.copy()
+        if router.correction:
+            ranked += self.vector(prefix + "gate.e_score_correction_bias")
+        out = np.zeros_like(x)
+        for token in range(len(x)):
+            chosen = best(ranked[token], about)
+            weights = scores[token, chosen]
+            weights = weights / weights.sum() if router.normalised else weights
+            for expert, weight in zip(chosen, weights * router.scale, strict=True):
+                made = self.fed(f"{prefix}experts.{expert}.", x[token : token + 1])[0]
+                out[token] += weight * made
+        if about.shared:
+            share = 1.0
+            if about.shared_gate:
+                score = x.astype(np.float32) @ self.vector(prefix + "shared_expert_gate.weight").T
+                share = 1 / (1 + np.exp(-score))
+            out = out + share * self.fed(prefix + "shared_expert.", x)
+        return out
 
     def vector(self, name):
         return self.checkpoint.tensor(name)
 
-    def attention(self, prefix, x):
+    def attention(self, prefix, x, spec):
         arch, count = self.arch, len(x)
         heads = {"q": arch.heads, "k": arch.kv_heads, "v": arch.kv_heads}
-        q, k, v = (
-            self.product(f"{prefix}{which}_proj", x).reshape(count, n, arch.head_size)
-            for which, n in heads.items()
-        )
-        if arch.layer_specs[0].qk_norm:
+        q, k, v = (self.product(f"{prefix}{which}_proj", x) for which in heads)
+        if spec.wide_qk_norm:
             q = normed(q, self.vector(prefix + "q_norm.weight"), arch.norm_eps)
             k = normed(k, self.vector(prefix + "k_norm.weight"), arch.norm_eps)
-        q, k, v = self.rotated(q), self.kept(self.rotated(k)), self.kept(v)
+        q, k, v = (
+            made.reshape(count, n, arch.head_size)
+            for made, n in zip((q, k, v), heads.values(), strict=True)
+        )
+        if spec.qk_norm:
+            q = normed(q, self.vector(prefix + "q_norm.weight"), arch.norm_eps)
+            k = normed(k, self.vector(prefix + "k_norm.weight"), arch.norm_eps)
+        if spec.rope.rotated != 0:
+            q, k = self.rotated(q), self.rotated(k)
+        k, v = self.kept(k), self.kept(v)
         shared = arch.heads // arch.kv_heads
         k, v = np.repeat(k, shared, 1), np.repeat(v, shared, 1)
-        scores = np.einsum("ihe,jhe->hij", q, k) / np.sqrt(arch.head_size)
+        scores = np.einsum("ihe,jhe->hij", q, k) * spec.attention.scale
         scores[:, ~np.tri(count, dtype=bool)] = -np.inf
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)

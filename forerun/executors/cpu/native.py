@@ -82,6 +82,7 @@ class HeadKind(ctypes.Structure):
             "normed_residual",
             "normed_feedback",
             "begin",
+            "zeroed",
         )
     )
 

@@ -129,6 +129,7 @@ class CpuPredictionModel(CpuHiddenStateModel):
             fusion=_HIDDEN_FIRST if self._draft.hidden_first else _EMBEDDING_FIRST,
             normed_feedback=1,
             begin=number,
+            zeroed=self._draft.zeroed and number == 0,
         )
         last = (self._draft.target.architecture.layers,)
         return self.opened(sizes, kind, last, arch.rope.frequencies(arch.head_size))

@@ -1,0 +1,174 @@
+"""Experts on the compiled core: what a layer may be there, against transformers, torch and NumPy."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from forerun.executors.cpu import CpuExecutor, native
+from forerun.executors.torch import TorchExecutor
+from forerun.models.layer_spec import Experts, Router
+from forerun.models.shapes import RandomCheckpoint, shape_named
+from tests.cpu.test_floats import greedy
+from tests.cpu.test_logits import SAME, distance, fp32, logits_of
+from tests.cpu.twin import forward
+from tests.models import tiny
+from tests.parity.driver import Driver, Row, as_draft, limits
+from tests.parity.test_torch_logits import EXPERTS, FURTHER
+
+CASES = [
+    *(("qwen2_moe", name, changes) for name, changes in EXPERTS.items()),
+    *(("qwen2_moe", name, changes) for name, changes in {
+        "a wide shared expert": {"shared_expert_intermediate_size": 80},
+        "no biases": {"qkv_bias": False},
+    }.items()),
+    *(("qwen3_moe", name, changes) for name, changes in EXPERTS.items()),
+    *(
+        (family, name, changes)
+        for family in ("mixtral", "glm4_moe")
+        for name, changes in FURTHER[family].items()
+        if "sliding_window" not in changes
+    ),
+]  # fmt: skip
+FAMILIES = ("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe")
+
+
+@pytest.mark.parametrize(("family", "name", "changes"), CASES)
+def test_logits_are_those_of_transformers(executor, checkpoint, random, family, name, changes):
+    source = checkpoint(family, None, **changes)
+    tokens = random.integers(0, tiny.VOCAB, 120)
+    found, expected = logits_of(executor(source, 2), tokens), fp32(source, tokens)
+    assert expected.std() > 0.3
+    assert np.abs(found - expected).max() < 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sixty_four_greedy_tokens_are_torchs(executor, checkpoint, random, family):
+    source = checkpoint(family, None)
+    prompt = random.integers(0, tiny.VOCAB, 30)
+    expected = greedy(TorchExecutor(source, limits(tiny.VOCAB)), prompt, 64)
+    for page_size, threads in ((1, 1), (16, 2)):
+        made = executor(source, threads, page_size=page_size, pages=1024 // page_size)
+        assert greedy(made, prompt, 64) == expected
+    assert len(set(expected)) > 5
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_node_of_a_tree_is_a_token_of_its_path(
+    executor, checkpoint, random, family, page_size
+):
+    source = checkpoint(family, None)
+    prompt = random.integers(0, tiny.VOCAB, 40)
+    parents = [-1, 0, 1, 2, 3, 4, -1, 6, 7, 1, 9, 10]
+    draft = as_draft(random.integers(0, tiny.VOCAB, len(parents)), parents)
+    with Driver(executor(source, 2, page_size=page_size, pages=400)) as driver:
+        driver.open(0, prompt)
+        driver.step([Row(0, known=33)])
+        result = driver.step([Row(0, draft=draft)])
+        found = np.stack([result.logits(0, node) for node in range(7 + len(parents))])
+    for leaf in (5, 8, 11):
+        path = [leaf]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        text = np.concatenate([prompt, draft.tokens[path]])
+        alone = logits_of(executor(source), text)
+        assert np.array_equal(found[[7 + node for node in path]], alone[len(prompt) :])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_quantised_experts_are_the_slow_twins(executor, checkpoint, random, family):
+    """What the file's matrices of 8 bits come to, routers in float32."""
+    source = checkpoint(family, "Q8_0")
+    tokens = random.integers(0, tiny.VOCAB, 60)
+    found = logits_of(executor(source, 2), tokens)
+    assert distance(found, forward(source, tokens)) < SAME
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", None])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_instruction_set_gives_the_same_bits(executor, checkpoint, random, family, kind):
+    source = checkpoint(family, kind)
+    tokens = random.integers(0, tiny.VOCAB, 70)
+    plain = logits_of(executor(source, kernels="portable"), tokens)
+    for name in ("avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon"):
+        if native.kernels(name):
+            found = logits_of(executor(source, 2, kernels=name), tokens)
+            assert np.array_equal(plain, found), name
+
+
+ROUTERS = [
+    Router(),
+    Router(normalised=True),
+    Router("sigmoid", normalised=True, scale=2.5, correction=True, groups=4, kept=2),
+]
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("shared", [0, 40])
+def test_any_company_leaves_a_row_its_bits(random, router, shared):
+    """Quantised on the way: 16 experts, some with one row and some with many."""
+    arch = shape_named("tiny")
+    (spec,) = set(arch.layer_specs)
+    experts = Experts(16, 3, 48, router, shared, shared_gate=bool(shared))
+    arch = replace(arch, layer_specs=(spec, replace(spec, feed_forward=experts)))
+    source = RandomCheckpoint(arch)
+    made = [
+        CpuExecutor(source, limits(arch.vocab, max_nodes=200), threads, dtype="q8_0")
+        for threads in (1, 3)
+    ]
+    tokens = random.integers(0, arch.vocab, 150)
+    whole = logits_of(made[0], tokens)
+    with Driver(made[1]) as driver:
+        driver.open(0, tokens)
+        for known in (1, 2, 5, 60, 82):
+            start = driver.sequences[0].kv_len
+            rows = driver.step([Row(0, known=known)]).every().numpy()
+            assert np.array_equal(rows, whole[start : start + known])
+    for each in made:
+        each.shutdown()
+
+
+def test_a_router_that_is_not_finite_is_told_of(executor, checkpoint):
+    """A row without a choice is a row of NaN, and nothing is read out of bounds."""
+    arch = shape_named("tiny")
+    (spec,) = set(arch.layer_specs)
+    experts = Experts(8, 2, 32, ROUTERS[2])
+    source = Broken(replace(arch, layer_specs=(replace(spec, feed_forward=experts),)))
+    found = logits_of(executor(source), np.arange(20))
+    assert np.isnan(found).all()
+
+
+class Broken(RandomCheckpoint):
+    def tensor(self, name):
+        found = super().tensor(name)
+        return found * np.nan if name.endswith("mlp.gate.weight") else found
+
+
+def test_only_visited_experts_are_read(checkpoint, random):
+    """Experts that no node visits may hold anything."""
+    arch = shape_named("tiny")
+    (spec,) = set(arch.layer_specs)
+    experts = Experts(8, 2, 32, Router(normalised=True))
+    arch = replace(arch, layer_specs=(replace(spec, feed_forward=experts),))
+    tokens = random.integers(0, arch.vocab, 12)
+    source = Chosen(arch)
+    made = CpuExecutor(source, limits(arch.vocab), 1)
+    found = logits_of(made, tokens)
+    made.shutdown()
+    assert np.isfinite(found).all()
+
+
+class Chosen(RandomCheckpoint):
+    """Experts 0 and 5 are always chosen; the others are not numbers."""
+
+    def tensor(self, name):
+        found = super().tensor(name).copy()
+        if name.endswith("embed_tokens.weight"):
+            found[:, 0] = 5.0
+        if name.endswith("mlp.gate.weight"):
+            found[:] = 0.0
+            found[[0, 5], 0] = 9.0
+        if ".experts." in name and not any(f".experts.{kept}." in name for kept in (0, 5)):
+            found[:] = np.nan
+        return found
