@@ -1,4 +1,4 @@
-"""The compiled CPU core: Llama's block, in the numbers of the file."""
+"""The compiled CPU core, in the numbers of the file."""
 
 from forerun.build.executor_entry import ExecutorEntry
 from forerun.build.memory import Needs, bytes_on_disk, needs_of

@@ -15,7 +15,7 @@ from forerun.models.config_json import architecture_from, read_json
 from forerun.models.converted import read_pickled
 from forerun.models.keys import shown
 from forerun.models.mapped import Packed, TensorFile
-from forerun.models.naming import Held, StoredPart, layer_pieces
+from forerun.models.naming import IN_LAYER, Held, StoredPart, layer_pieces
 from forerun.models.prediction_layers import divided
 from forerun.models.quantised.files import with_matrices
 from forerun.models.quantised.method import Method, read_method
@@ -27,7 +27,6 @@ _PICKLED, _PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _MOST_SHARDS = 1024
-_IN_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 class FolderCheckpoint:
@@ -78,7 +77,7 @@ def _held(files: dict[str, TensorFile], arch: Architecture, where: Path) -> dict
     pieces = {spec: layer_pieces(arch, spec) for spec in dict.fromkeys(arch.layer_specs)}
     wanted: dict[str, tuple[str, StoredPart]] = {}
     for name, shape in expected_tensors(arch).items():
-        found = _IN_LAYER.match(name)
+        found = IN_LAYER.match(name)
         if found is None:
             wanted[name] = name, StoredPart(name, shape, shape)
         else:

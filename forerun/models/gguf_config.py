@@ -6,6 +6,7 @@ from typing import Any
 
 from forerun.errors import ModelError
 from forerun.models.arch import Architecture, ArchitectureSizes, Family
+from forerun.models.gguf_experts import experts_of
 from forerun.models.gguf_header import GgufFile, Value
 from forerun.models.keys import Keys
 from forerun.models.layer_spec import AttentionSpec, Dense, LayerSpec
@@ -16,8 +17,22 @@ _FAMILIES: dict[str, Family] = {
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "gemma3": "gemma3_text",
+    "qwen2moe": "qwen2_moe",
+    "qwen3moe": "qwen3_moe",
+    "glm4moe": "glm4_moe",
+    "smollm3": "smollm3",
+    "granite": "granite",
+    "olmo2": "olmo2",
 }
-"""general.architecture -> family. Mistral's files call themselves llama."""
+"""general.architecture -> family. Mistral's files call themselves llama; Mixtral's too, and have
+experts.
+"""
+_EXPERTS: tuple[Family, ...] = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe")
+_WINDOWS: tuple[Family, ...] = ("llama", "mixtral")
+"""Whose window, if there is one, is in all layers."""
+_NO_POSITIONS = 4
+"""Of SmolLM3 llama.cpp knows without being told that every fourth layer has no positions."""
+_QWENS: tuple[Family, ...] = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 
 _GEMMA_PATTERN, _GEMMA_LOCAL_THETA, _GEMMA_27B_LAYERS = 6, 1e4, 62
 """What llama.cpp knows of Gemma 3 without being told: every sixth layer sees the whole text, the
@@ -42,13 +57,14 @@ def architecture_of(file: GgufFile) -> Architecture:
     name = str(metadata["general.architecture"])
     keys = Keys(_below(metadata, f"{name}."), f"{name}.")
     family = _FAMILIES[name]
+    if family == "llama" and keys.integer("expert_count", 0):
+        family = "mixtral"
     sizes = _sizes(keys, file)
     keys.require("attention.value_length", sizes.head_size)
-    keys.require("rope.dimension_count", sizes.head_size)
     keys.require("vocab_size", sizes.vocab)
     gemma = family == "gemma3_text"
     layers = _gemma3(keys, sizes, file) if gemma else _plain(keys, sizes, file, family)
-    window = None if gemma or family == "llama" else _window(keys)
+    window = _window(keys) if family in _QWENS else None
     arch = Architecture(
         family=family,
         hidden=sizes.hidden,
@@ -62,8 +78,9 @@ def architecture_of(file: GgufFile) -> Architecture:
         layer_specs=layers,
         tied_head="output.weight" not in file.tensors,
         # The converter adds Gemma's 1 to the norms that it writes.
-        embedding_scale=sizes.hidden**0.5 if gemma else 1.0,
+        embedding_scale=sizes.hidden**0.5 if gemma else _factor(keys, family, "embedding_scale"),
         final_softcap=(keys.real("final_logit_softcapping", 0.0) or None) if gemma else None,
+        logit_scale=1 / _factor(keys, family, "logit_scale"),
     )
     keys.refuse_the_rest(_harmless)
     return arch
@@ -72,7 +89,8 @@ def architecture_of(file: GgufFile) -> Architecture:
 def _sizes(keys: Keys, file: GgufFile) -> ArchitectureSizes:
     hidden, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
     return ArchitectureSizes(
-        layers=keys.integer("block_count"),
+        # Prediction layers are counted, and left aside here.
+        layers=keys.integer("block_count") - keys.integer("nextn_predict_layers", 0),
         hidden=hidden,
         heads=heads,
         kv_heads=keys.integer("attention.head_count_kv", heads),
@@ -89,22 +107,50 @@ def _window(keys: Keys) -> int | None:
 def _plain(
     keys: Keys, sizes: ArchitectureSizes, file: GgufFile, family: Family
 ) -> tuple[LayerSpec, ...]:
-    """The layers of Llama, Mistral (the window is in all of them), Qwen2 and Qwen3."""
-    rope = Rope(keys.real("rope.freq_base", 10000.0), _scaling(keys, sizes.context, file))
-    window = _window(keys) if family == "llama" else None
+    """The layers of all other families."""
+    window = _window(keys) if family in _WINDOWS else None
+    whole = keys.integer("feed_forward_length", 0 if family in _EXPERTS else None)
+    own_scale = _factor(keys, family, "attention.scale", sizes.head_size**-0.5)
+    normed = family in ("qwen3", "qwen3_moe") or "blk.0.attn_q_norm.weight" in file.tensors
+    behind = family == "olmo2"
     spec = LayerSpec(
-        AttentionSpec(sizes.head_size**-0.5, window),
-        rope,
-        Dense(keys.integer("feed_forward_length"), "blk.0.ffn_up.bias" in file.tensors),
-        qk_norm=family == "qwen3",
+        AttentionSpec(own_scale, window),
+        _rope(keys, sizes, file, family),
+        Dense(whole, "blk.0.ffn_up.bias" in file.tensors),
+        norms="post" if behind else "pre",
+        qk_norm=normed and not behind,
+        wide_qk_norm=behind,
         qkv_bias=family == "qwen2" or "blk.0.attn_q.bias" in file.tensors,
         o_bias="blk.0.attn_output.bias" in file.tensors,
+        residual=_factor(keys, family, "residual_scale"),
     )
-    return (spec,) * sizes.layers
+    if family == "smollm3":
+        still = replace(spec, rope=Rope(spec.rope.theta, rotated=0))
+        return tuple(spec if (i + 1) % _NO_POSITIONS else still for i in range(sizes.layers))
+    if family not in _EXPERTS:
+        return (spec,) * sizes.layers
+    mixed = replace(spec, feed_forward=experts_of(keys, sizes, file, family))
+    dense = keys.integer("leading_dense_block_count", 0)
+    return tuple(spec if layer < dense else mixed for layer in range(sizes.layers))
+
+
+def _factor(keys: Keys, family: Family, name: str, absent: float = 1.0) -> float:
+    """One of Granite's own scales. It is not there, or 0, where there is none."""
+    return (keys.real(name, 0.0) if family == "granite" else 0.0) or absent
+
+
+def _rope(keys: Keys, sizes: ArchitectureSizes, file: GgufFile, family: Family) -> Rope:
+    """How queries and keys are turned: in GLM-4.5 a part of each head."""
+    rotated = keys.integer("rope.dimension_count", sizes.head_size)
+    if rotated != sizes.head_size and family != "glm4_moe":
+        raise keys.unfit("rope.dimension_count", rotated, f"{sizes.head_size} to run here")
+    theta, scaling = keys.real("rope.freq_base", 10000.0), _scaling(keys, sizes.context, file)
+    return Rope(theta, scaling, None if rotated == sizes.head_size else rotated)
 
 
 def _gemma3(keys: Keys, sizes: ArchitectureSizes, file: GgufFile) -> tuple[LayerSpec, ...]:
     """Gemma 3's layers, as llama.cpp runs them."""
+    keys.require("rope.dimension_count", sizes.head_size)
     large = sizes.layers == _GEMMA_27B_LAYERS
     scale = ((sizes.hidden // sizes.heads) if large else sizes.head_size) ** -0.5
     keys.require("attention.sliding_window_pattern", _GEMMA_PATTERN)

@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass, replace
 
 import numpy as np
+from gguf.constants import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from forerun.models.arch import Architecture, Family, layer_tensors
@@ -22,7 +23,6 @@ from forerun.models.rope import Rope
 from forerun.types import AnyArray, Floats
 
 Order = NDArray[np.int64]
-_HALVES = ("F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,18 +69,16 @@ class Held:
         """As float32; a read-only view of the file where it is stored like that."""
         if self.piece.alone:
             return self.file.floats(self.name)
-        piece, item = self.piece, self.file.tensors[self.name]
-        if len(piece.shape) == 1 or self.kind not in _HALVES:
-            found: Floats = self.cut(self.file.floats(self.name))
-            return found
-        rows = np.ascontiguousarray(self.rows())
-        part = {"": replace(item, shape=piece.shape, start=0, size=rows.nbytes)}
-        return TensorFile(self.file.path, part, rows.ravel()).floats("")
+        packed = self.packed()
+        if packed is not None and self.kind != "F32":
+            return packed.floats()
+        found: Floats = self.cut(self.file.floats(self.name)).reshape(self.piece.shape)
+        return found
 
     def rows(self) -> NDArray[np.uint8]:
-        """uint8[rows, bytes of a row] of a matrix."""
+        """uint8[rows, bytes of a row] of a matrix; a view of the file where possible."""
         stored, piece = self.file.rows(self.name), self.piece
-        if piece.alone:
+        if piece.alone or len(piece.whole) == 1:
             return stored
         if not piece.transposed:
             per = piece.whole[-2]
@@ -93,10 +91,10 @@ class Held:
         return turned
 
     def packed(self) -> Packed | None:
-        """A matrix of floats as stored; None for a vector, and for what is stored in few bits."""
+        """A matrix as stored; None for a vector, and for what only its own file can widen."""
         if self.piece.alone:
             return self.file.packed(self.name)
-        if len(self.piece.shape) != 2 or self.kind not in ("F32", *_HALVES):
+        if len(self.piece.shape) != 2 or self.kind not in GGMLQuantizationType.__members__:
             return None
         return Packed(self.kind, self.rows(), self.piece.shape[-1])
 
@@ -127,7 +125,8 @@ _RENAMED: dict[Family, tuple[tuple[str, str], ...]] = {
 }
 """By family: how canonical names begin, and how the files' do."""
 
-_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
+IN_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 
 
 def layer_pieces(arch: Architecture, spec: LayerSpec) -> dict[str, StoredPart]:
@@ -141,7 +140,7 @@ def layer_pieces(arch: Architecture, spec: LayerSpec) -> dict[str, StoredPart]:
             piece = _fused(name, piece, arch, spec)
         elif arch.family == "gpt_oss":
             piece = _stacked(name, piece, spec)
-        order = _order_of(name, arch, spec)
+        order = order_of(name, arch, spec)
         found[name] = piece if order is None else replace(piece, order=order)
     return found
 
@@ -178,7 +177,7 @@ def _fused(name: str, piece: StoredPart, arch: Architecture, spec: LayerSpec) ->
 
 def _stacked(name: str, piece: StoredPart, spec: LayerSpec) -> StoredPart:
     """gpt-oss's: all experts in one tensor, rows of gate and up in turns."""
-    found = _EXPERT.fullmatch(name)
+    found = EXPERT.fullmatch(name)
     if found is None:
         return piece
     count = spec.feed_forward.count  # type: ignore[union-attr]  # Named by an expert.
@@ -195,7 +194,7 @@ def _stacked(name: str, piece: StoredPart, spec: LayerSpec) -> StoredPart:
     return replace(piece, stored=stored, whole=whole, expert=expert, transposed=True, rows=rows)
 
 
-def _order_of(name: str, arch: Architecture, spec: LayerSpec) -> Order | None:
+def order_of(name: str, arch: Architecture, spec: LayerSpec) -> Order | None:
     """Of the rows of what makes or norms queries and keys, where files have another."""
     latent, rope = spec.attention.latent, spec.rope
     if latent is not None:
@@ -206,17 +205,18 @@ def _order_of(name: str, arch: Architecture, spec: LayerSpec) -> Order | None:
             return np.concatenate([np.arange(latent.rank), latent.rank + head])
         if name in ("self_attn.q_b_proj.weight", "self_attn.q_proj.weight"):
             whole = np.concatenate([np.arange(latent.nope), latent.nope + head])
-            return _each_head(whole, arch.heads)
+            return each_head(whole, arch.heads)
         return None
     if rope.rotated is None or not 0 < rope.rotated < arch.head_size:
         return None
     head = _rotated_first(rope, arch.head_size)
     kind = name.removeprefix("self_attn.").rsplit(".", 1)[0]
     heads = {"q_proj": arch.heads, "k_proj": arch.kv_heads, "q_norm": 1, "k_norm": 1}.get(kind)
-    return None if heads is None else _each_head(head, heads)
+    return None if heads is None else each_head(head, heads)
 
 
-def _each_head(head: Order, heads: int) -> Order:
+def each_head(head: Order, heads: int) -> Order:
+    """The order of one head's rows in each of `heads`."""
     found: Order = (np.arange(heads)[:, None] * len(head) + head).ravel()
     return found
 

@@ -1,16 +1,19 @@
-"""Experts on the compiled core: what a layer may be there, against transformers, torch and NumPy."""
+"""Experts on the compiled core, against transformers, the torch executor and NumPy."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
 
 from forerun.executors.cpu import CpuExecutor, native
 from forerun.executors.torch import TorchExecutor
+from forerun.models.gguf import GgufCheckpoint
 from forerun.models.layer_spec import Experts, Router
 from forerun.models.shapes import RandomCheckpoint, shape_named
 from tests.cpu.test_floats import greedy
 from tests.cpu.test_logits import SAME, distance, fp32, logits_of
+from tests.cpu.test_products import k_quantised
 from tests.cpu.twin import forward
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, as_draft, limits
@@ -30,6 +33,8 @@ CASES = [
         if "sliding_window" not in changes
     ),
 ]  # fmt: skip
+ROWS_OF_32 = {"qwen2_moe": {"shared_expert_intermediate_size": 64}}
+"""What quantised files need."""
 FAMILIES = ("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe")
 
 
@@ -76,19 +81,39 @@ def test_every_node_of_a_tree_is_a_token_of_its_path(
         assert np.array_equal(found[[7 + node for node in path]], alone[len(prompt) :])
 
 
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "F16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_quantised_experts_are_the_slow_twins(executor, checkpoint, random, family):
-    """What the file's matrices of 8 bits come to, routers in float32."""
-    source = checkpoint(family, "Q8_0")
+def test_files_of_few_bits_are_the_slow_twins(executor, checkpoint, random, family, kind):
+    """What a GGUF file's own numbers come to, routers in float32."""
+    source = checkpoint(family, kind, **ROWS_OF_32.get(family, {}))
     tokens = random.integers(0, tiny.VOCAB, 60)
     found = logits_of(executor(source, 2), tokens)
     assert distance(found, forward(source, tokens)) < SAME
 
 
+def test_experts_in_k_quants(executor, random, tmp_path):
+    """As files of today have them: experts in Q4_K and Q6_K, in blocks of 256."""
+    wide = {"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64}
+    hf = tiny.model("qwen3_moe", **wide)
+    stored = {}
+    for layer in range(2):
+        for part, kind in (("gate", "Q4_K"), ("up", "Q4_K"), ("down", "Q6_K")):
+            raw = k_quantised(random, kind, 6 * 256, 256).reshape(6, 256, -1)
+            name = f"model.layers.{layer}.mlp.experts.{part}_proj.weight"
+            stored[name] = raw, GGMLQuantizationType[kind]
+    source = GgufCheckpoint(tiny.write_gguf(hf, tmp_path / "x.gguf", "Q8_0", stored=stored))
+    tokens = random.integers(0, tiny.VOCAB, 60)
+    made = executor(source, 2)
+    assert "Q4_K, Q6_K, Q8_0 as in the file" in made.describe()["dtype"]
+    found = logits_of(made, tokens)
+    assert distance(found, forward(source, tokens)) < SAME
+    assert np.array_equal(found, logits_of(executor(source, kernels="portable"), tokens))
+
+
 @pytest.mark.parametrize("kind", ["Q4_1", None])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_instruction_set_gives_the_same_bits(executor, checkpoint, random, family, kind):
-    source = checkpoint(family, kind)
+    source = checkpoint(family, kind, **ROWS_OF_32.get(family, {}))
     tokens = random.integers(0, tiny.VOCAB, 70)
     plain = logits_of(executor(source, kernels="portable"), tokens)
     for name in ("avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon"):

@@ -109,7 +109,11 @@ class Twin:
         return self.product(head, x) * arch.logit_scale
 
     def normed(self, x, prefix, name):
-        return x if name is None else normed(x, self.vector(f"{prefix}{name}.weight"), self.arch.norm_eps)
+        return (
+            x
+            if name is None
+            else normed(x, self.vector(f"{prefix}{name}.weight"), self.arch.norm_eps)
+        )
 
     def fed(self, prefix, x):
         gate, up = (self.product(f"{prefix}{part}_proj", x) for part in ("gate", "up"))

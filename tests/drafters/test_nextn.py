@@ -262,7 +262,6 @@ def test_layers_of_experts_and_latents(tmp_path, executor, family, reading, monk
         _, other = compare(
             asked, done, lambda text, chain: dense(hf, [layer], False, text, chain, not zeroed, raw)
         )
-        print(max(worst), np.median(worst), max(other), np.median(other))
         assert compared > 30 and max(worst) < 0.2 < max(other)
         return
     assert compared > 30 and max(worst) < 1e-3

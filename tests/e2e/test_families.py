@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from forerun.executors import cpu
 from forerun.measure.prove import Trial
 from forerun.options.config import EngineConfig
 from tests.e2e.test_equality_matrix import PROMPTS, emulated, proved  # noqa: F401 - a fixture
@@ -22,6 +23,15 @@ CASES = [
     family if family in ALWAYS else pytest.param(family, marks=pytest.mark.slow)
     for family in FAMILIES
 ]
+
+NATIVE = [
+    "glm4_moe",
+    *(
+        pytest.param(family, marks=pytest.mark.slow)
+        for family in ("qwen2_moe", "qwen3_moe", "mixtral")
+    ),
+]
+"""What the compiled core runs that is not Llama's block."""
 
 
 def itself(folder, page):
@@ -61,6 +71,14 @@ def folder_of(tmp_path_factory):
 @pytest.mark.parametrize("family", CASES)
 def test_texts_do_not_depend_on_drafting(folder_of, family, page):
     proved(itself(folder_of(family), page), TRIAL, None, shapes=("tree",))
+
+
+@pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("family", NATIVE)
+def test_nor_on_the_compiled_core(folder_of, family, page):
+    config = replace(itself(folder_of(family), page), executor="cpu", dtype="file")
+    proved(config, TRIAL, None, shapes=("tree",))
 
 
 @pytest.mark.slow

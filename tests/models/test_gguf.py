@@ -1,3 +1,5 @@
+import re
+
 import gguf
 import numpy as np
 import pytest
@@ -107,7 +109,7 @@ def test_types_that_cannot_be_dequantised_are_refused_by_name(tmp_path):
 @pytest.mark.parametrize(
     ("key", "value", "named"),
     [
-        ("expert_count", 8, "expert_count"),
+        ("expert_count", 8, r"llama\.expert_used_count is missing"),
         ("attention.causal", False, None),
         ("attention.causal", True, None),
         ("attention.key_length", 32, "embedding|q_proj|value_length"),
@@ -120,8 +122,8 @@ def test_types_that_cannot_be_dequantised_are_refused_by_name(tmp_path):
         ("logit_scale", 0.5, "logit_scale"),
         ("logit_scale", 0.0, None),
         ("vocab_size", 321, "vocab_size"),
-        ("block_count", 3, r"missing model\.layers\.2"),
-        ("block_count", 1, r"unexpected model\.layers\.1"),
+        ("block_count", 3, r"missing blk\.2"),
+        ("block_count", 1, r"unexpected blk\.1"),
         ("block_count", 10**9, "layers"),
         ("block_count", "two", "block_count"),
         ("attention.head_count", 5, "heads"),
@@ -246,6 +248,122 @@ def test_a_window_that_names_no_layers_limits_the_context(tmp_path):
     path = tiny.write_gguf(tiny.model("qwen2"), tmp_path / "x.gguf", metadata=metadata)
     arch = GgufCheckpoint(path).architecture
     assert (arch.context, arch.windowless_context) == (100, 100)
+
+
+MIXTURES = {
+    "qwen2_moe": {},
+    "qwen3_moe": {},
+    "mixtral": {},
+    "glm4_moe": {"n_shared_experts": 2, "use_qk_norm": True, "attention_bias": True},
+}
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_are_those_of_transformers(family, tmp_path):
+    hf = tiny.model(family, **MIXTURES[family])
+    checkpoint = GgufCheckpoint(tiny.write_gguf(hf, tmp_path / "x.gguf"))
+    weights = tiny.weights(hf)
+    assert set(checkpoint.names()) == set(weights)
+    for name, weight in weights.items():
+        assert checkpoint.shape(name) == weight.shape
+        np.testing.assert_array_equal(checkpoint.tensor(name), weight)
+    executor = TorchExecutor(checkpoint, limits(tiny.VOCAB, context=256))
+    with Driver(executor) as driver:
+        driver.open(0, IDS[0].numpy())
+        logits = driver.step([Row(0)]).every()
+    with torch.no_grad():
+        assert (logits - hf(IDS).logits[0]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_1"])
+def test_an_experts_rows_are_its_part_of_the_stored_ones(kind, tmp_path):
+    hf = tiny.model("glm4_moe")
+    checkpoint = GgufCheckpoint(tiny.write_gguf(hf, tmp_path / "x.gguf", kind))
+    quant = gguf.GGMLQuantizationType[kind]
+    for name, weight in tiny.weights(hf).items():
+        if weight.ndim == 1 or name.endswith("mlp.gate.weight"):
+            np.testing.assert_array_equal(checkpoint.tensor(name), weight)
+            continue
+        raw = quantize(weight, quant)
+        packed = checkpoint.packed(name)
+        assert (packed.kind, packed.columns) == (kind, weight.shape[1])
+        np.testing.assert_array_equal(packed.rows, raw.view(np.uint8))
+        np.testing.assert_array_equal(checkpoint.tensor(name), dequantize(raw, quant))
+
+
+def test_experts_one_by_one_as_the_first_files_had_them(tmp_path):
+    hf = tiny.model("mixtral")
+    path = tmp_path / "x.gguf"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny, "stacked", lambda arrays, settings: arrays)
+        plain = tiny.gguf_name
+        patch.setattr(tiny, "gguf_name", lambda name, arch: first_name(name) or plain(name, arch))
+        tiny.write_gguf(hf, path)
+    checkpoint = GgufCheckpoint(path)
+    for name, weight in tiny.weights(hf).items():
+        np.testing.assert_array_equal(checkpoint.tensor(name), weight)
+
+
+def first_name(name):
+    """llama.cpp's of an expert's matrix, before experts were stacked."""
+    found = re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)_proj\.weight", name)
+    return found and f"blk.{found[1]}.ffn_{found[3]}.{found[2]}.weight"
+
+
+def test_prediction_layers_are_left_aside(tmp_path):
+    hf = tiny.model("glm4_moe")
+    more = {"glm4moe.nextn_predict_layers": 1, "glm4moe.block_count": 4}
+    extra = {"blk.3.nextn.eh_proj.weight": np.ones((64, 128), "f4")}
+    path = tiny.write_gguf(hf, tmp_path / "x.gguf", metadata=more, extra=extra)
+    assert GgufCheckpoint(path).architecture.layers == 3
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value", "named"),
+    [
+        ("qwen3_moe", "expert_gating_func", 3, r"qwen3moe\.expert_gating_func is 3.*softmax"),
+        ("qwen3_moe", "expert_gating_func", 1, None),
+        ("qwen3_moe", "expert_count", 7, r"blk\.0\.ffn_gate_exps\.weight is \[6, 32, 64\]"),
+        ("qwen3_moe", "expert_count", None, r"qwen3moe\.expert_count is missing"),
+        ("qwen3_moe", "expert_used_count", 7, "experts per token is 7"),
+        ("qwen3_moe", "expert_used_count", None, r"expert_used_count is missing"),
+        ("qwen3_moe", "expert_feed_forward_length", 40, r"ffn_down_exps\.weight is \[6, 64, 32\]"),
+        ("qwen3_moe", "expert_weights_scale", -1.0, "experts' scale"),
+        ("qwen3_moe", "leading_dense_block_count", 1, "ffn is 0|missing blk"),
+        ("qwen2_moe", "expert_shared_feed_forward_length", 40, r"ffn_gate_shexp\.weight"),
+        ("glm4_moe", "expert_group_count", 3, "groups"),
+        ("glm4_moe", "expert_group_used_count", 5, "kept groups"),
+        ("glm4_moe", "expert_shared_count", 0, r"unexpected blk\.1\.ffn_gate_shexp"),
+        ("glm4_moe", "rope.dimension_count", 7, "rotated in pairs"),
+        ("glm4_moe", "leading_dense_block_count", 2, r"missing blk\.1\.ffn_gate\.weight"),
+        ("glm4_moe", "expert_chunk_feed_forward_length", 5, "expert_chunk_feed_forward_length"),
+        ("mixtral", "expert_used_count", 9, "experts per token is 9"),
+    ],
+)
+def test_experts_metadata_is_honoured_or_refused_by_name(family, key, value, named, tmp_path):
+    name = tiny.GGUF_NAMES[family]
+    path = tiny.write_gguf(
+        tiny.model(family), tmp_path / "x.gguf", metadata={f"{name}.{key}": value}
+    )
+    if named is None:
+        GgufCheckpoint(path)
+        return
+    with pytest.raises(ModelError, match=named):
+        GgufCheckpoint(path)
+
+
+def test_experts_that_are_missing_are_named(tmp_path, monkeypatch):
+    plain = tiny.stacked
+
+    def without(arrays, settings):
+        found = plain(arrays, settings)
+        del found["model.layers.1.mlp.experts.up_proj.weight"]
+        return found
+
+    monkeypatch.setattr(tiny, "stacked", without)
+    path = tiny.write_gguf(tiny.model("qwen3_moe"), tmp_path / "x.gguf")
+    with pytest.raises(ModelError, match=r"missing blk\.1\.ffn_up_exps\.weight"):
+        GgufCheckpoint(path)
 
 
 def test_unknown_tensors_are_named(tmp_path):

@@ -255,19 +255,21 @@ def write_gguf(
     extra     more tensors, under their names in the file
     """
     settings, family = hf.config, hf.config.model_type
-    name = {"mistral": "llama", "gemma3_text": "gemma3"}.get(family, family)
+    name = GGUF_NAMES.get(family, family)
     writer = gguf.GGUFWriter(path, name)
     _add_metadata(writer, hf, metadata or {})
     quant = gguf.GGMLQuantizationType[kind]
-    for source, weight in weights(hf).items():
-        array = interleaved(source, weight, settings) if name == "llama" else weight
+    for source, weight in stacked(weights(hf), settings).items():
+        array = interleaved(source, weight, settings) if family in INTERLEAVED else weight
         if name == "gemma3" and "norm" in source:
             array = array + 1
+        if family == "glm4_moe":  # Its own inverse: the rotated numbers first.
+            array = _half_split(source, array, settings)
         if stored and source in stored:
             raw, raw_kind = stored[source]
             writer.add_tensor(gguf_name(source, name), raw, raw_dtype=raw_kind)
-        elif array.ndim == 1:
-            writer.add_tensor(gguf_name(source, name), array)
+        elif array.ndim == 1 or source.endswith((".mlp.gate.weight", ".shared_expert_gate.weight")):
+            writer.add_tensor(gguf_name(source, name), array.squeeze())
         else:
             writer.add_tensor(gguf_name(source, name), quantize(array, quant), raw_dtype=quant)
     for source, array in (extra or {}).items():
@@ -277,6 +279,64 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+GGUF_NAMES = {
+    "mistral": "llama",
+    "mixtral": "llama",
+    "gemma3_text": "gemma3",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "glm4_moe": "glm4moe",
+}
+"""What llama.cpp calls families that it does not call by their names here."""
+INTERLEAVED = ("llama", "mistral", "mixtral", "smollm3", "granite")
+"""Whose heads llama.cpp's converter turns (`undo_permute`)."""
+
+
+def stacked(arrays: dict[str, np.ndarray], settings: Any) -> dict[str, np.ndarray]:
+    """Experts' matrices one above the other, as converters write them."""
+    found, experts = {}, {}
+    for name, array in arrays.items():
+        prefix, _, rest = name.partition(".mlp.experts.")
+        if rest:
+            expert, part = rest.split(".", 1)
+            experts.setdefault(f"{prefix}.mlp.experts.{part}", {})[int(expert)] = array
+        else:
+            found[name] = array
+    for name, each in experts.items():
+        found[name] = np.stack([each[expert] for expert in range(len(each))])
+    return found
+
+
+def _add_experts(writer: gguf.GGUFWriter, settings: Any) -> None:
+    """As the converters of each family do."""
+    family = settings.model_type
+    for name in ("num_local_experts", "num_experts", "n_routed_experts"):
+        if family in GGUF_NAMES and hasattr(settings, name) and family != "mistral":
+            writer.add_expert_count(getattr(settings, name))
+            writer.add_expert_used_count(settings.num_experts_per_tok)
+            break
+    if family in ("qwen2_moe", "qwen3_moe", "glm4_moe"):
+        writer.add_expert_feed_forward_length(settings.moe_intermediate_size)
+    if family == "qwen2_moe":
+        writer.add_expert_shared_feed_forward_length(settings.shared_expert_intermediate_size)
+    if family == "glm4_moe":
+        writer.add_expert_group_count(settings.n_group)
+        writer.add_expert_group_used_count(settings.topk_group)
+        writer.add_expert_shared_count(settings.n_shared_experts)
+        writer.add_leading_dense_block_count(settings.first_k_dense_replace)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_scale(settings.routed_scaling_factor)
+        writer.add_expert_weights_norm(settings.norm_topk_prob)
+        writer.add_nextn_predict_layers(0)
+
+
+def _add_scales(writer: gguf.GGUFWriter, settings: Any) -> None:
+    writer.add_attention_scale(settings.attention_multiplier)
+    writer.add_embedding_scale(settings.embedding_multiplier)
+    writer.add_residual_scale(settings.residual_multiplier)
+    writer.add_logit_scale(settings.logits_scaling)
 
 
 def _add_metadata(writer: gguf.GGUFWriter, hf: Any, changes: dict[str, Any]) -> None:
@@ -295,6 +355,9 @@ def _add_metadata(writer: gguf.GGUFWriter, hf: Any, changes: dict[str, Any]) -> 
         writer.add_sliding_window(settings.sliding_window)
         if settings.final_logit_softcapping:
             writer.add_final_logit_softcapping(settings.final_logit_softcapping)
+    _add_experts(writer, settings)
+    if settings.model_type == "granite":
+        _add_scales(writer, settings)
     _add_rope(writer, hf)
     _add_tokenizer(writer)
     (values,) = writer.kv_data
@@ -318,12 +381,13 @@ def interleaved(name: str, array: np.ndarray, settings: Any) -> np.ndarray:
 
 @cache
 def _gguf_names(arch: str) -> Any:
-    kind = gguf.MODEL_ARCH.GEMMA3 if arch == "gemma3" else gguf.MODEL_ARCH.QWEN3
-    return gguf.get_tensor_name_map(kind, 64)
+    names = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    return gguf.get_tensor_name_map(names[arch], 64)
 
 
 def gguf_name(name: str, arch: str = "qwen3") -> str:
     """Canonical tensor name -> the GGUF one, by the gguf package's own table."""
+    name = name.replace("e_score_correction_bias", "e_score_correction.bias")
     found = _gguf_names(arch).get_name(name, try_suffixes=(".weight", ".bias"))
     assert found is not None, name
     return str(found)
@@ -333,7 +397,8 @@ def _add_rope(writer: gguf.GGUFWriter, hf: Any) -> None:
     rope = hf.config.rope_parameters
     rope = rope.get("full_attention", rope)
     writer.add_rope_freq_base(rope["rope_theta"])
-    writer.add_rope_dimension_count(hf.config.head_dim)
+    turned = rope.get("partial_rotary_factor", 1.0)
+    writer.add_rope_dimension_count(int(hf.config.head_dim * turned))
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])

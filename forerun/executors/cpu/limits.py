@@ -1,4 +1,4 @@
-"""What the compiled core can run: Llama's block and experts, in contexts that no sliding window cuts."""
+"""What the compiled core can run, in contexts that no sliding window cuts."""
 
 from forerun.errors import ModelError
 from forerun.models.arch import Architecture

@@ -41,7 +41,7 @@ QUANTIZED = {"q8_0": BYTES, "q4_1": 1}
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 _FEED, _ROUTER, _SHARED_GATE, _EXPERTS = 4, 7, 8, 9
-"""Numbers of a layer's matrices (csrc/model.cpp, `Model::matrix`), of which attention's come first."""
+"""Numbers of a layer's matrices in csrc/model.cpp, `Model::matrix`; attention's are the first."""
 _ALIGN = 64
 _HEAD = (-1, 1)
 
@@ -296,7 +296,7 @@ class Stored:
 
 
 def set_layer(library: ctypes.CDLL, model: int, layer: int, spec: LayerSpec) -> None:
-    """Make a native model's layer what `spec` says, before its tensors are set. Raises ModelError."""
+    """Make a native model's layer what `spec` says, before its tensors are set. ModelError."""
     code = library.forerun_set_layer(model, layer, ctypes.byref(layer_kind(spec)))
     _raise_for(library, code, f"model.layers.{layer}")
 

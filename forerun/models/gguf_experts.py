@@ -1,0 +1,46 @@
+"""Experts and what else llama.cpp's metadata say of layers that are not Llama's."""
+
+from typing import Literal
+
+from forerun.models.arch import ArchitectureSizes, Family
+from forerun.models.gguf_header import GgufFile
+from forerun.models.keys import Keys
+from forerun.models.layer_spec import Experts, Router
+
+_GATING: dict[int, Literal["softmax", "sigmoid"]] = {1: "softmax", 2: "sigmoid"}
+"""`expert_gating_func` of llama.cpp; the others weight what is chosen in ways of their own."""
+
+
+def experts_of(keys: Keys, sizes: ArchitectureSizes, file: GgufFile, family: Family) -> Experts:
+    """The experts of a family's layers. What llama.cpp knows without being told: Qwen2-MoE does not
+    normalise its weights, GLM-4.5 scores by sigmoids. Raises ModelError naming the key.
+    """
+    count, top_k = keys.integer("expert_count"), keys.integer("expert_used_count")
+    whole = keys.integer("feed_forward_length", 0)
+    # In Mixtral's files an expert is as wide as the feed-forward; elsewhere they are together.
+    together = whole if family == "mixtral" else whole // max(top_k, 1)
+    width = keys.integer("expert_feed_forward_length", together) or together
+    groups = keys.integer("expert_group_count", 1) or 1
+    sigmoid = family == "glm4_moe"
+    router = Router(
+        _gating(keys, 2 if sigmoid else 1),
+        normalised=keys.flag("expert_weights_norm", family not in ("qwen2_moe", "glm4_moe")),
+        scale=keys.real("expert_weights_scale", 0.0) or 1.0,
+        correction=sigmoid,
+        groups=groups,
+        kept=keys.integer("expert_group_used_count", groups) or groups,
+    )
+    shared = 0
+    if family == "qwen2_moe":
+        shared = keys.integer("expert_shared_feed_forward_length", whole) or whole
+    elif family == "glm4_moe":
+        shared = width * keys.integer("expert_shared_count", 0)
+    return Experts(count, top_k, width, router, shared, shared_gate=family == "qwen2_moe")
+
+
+def _gating(keys: Keys, default: int) -> Literal["softmax", "sigmoid"]:
+    code = keys.integer("expert_gating_func", default) or default
+    if code not in _GATING:
+        known = " or ".join(f"{number} ({name})" for number, name in _GATING.items())
+        raise keys.unfit("expert_gating_func", code, f"{known} to run here")
+    return _GATING[code]

@@ -1,0 +1,135 @@
+"""Where a GGUF file keeps a model's tensors: by llama.cpp's names, rows in its order."""
+
+import numpy as np
+
+from forerun.models.arch import Architecture, Family, expected_tensors
+from forerun.models.gguf_header import GgufFile
+from forerun.models.layer_spec import NORM_NAMES, Experts, LayerSpec
+from forerun.models.naming import EXPERT, IN_LAYER, Order, StoredPart, each_head, order_of
+
+_TOP = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+_IN_LAYER = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+}
+_CORRECTION = "mlp.gate.e_score_correction_bias", "exp_probs_b.bias"
+_AFTER_ATTENTION = "post_attention_norm"
+_NORMS = {
+    "before_attention": "attn_norm",
+    "after_attention": _AFTER_ATTENTION,
+    "before_feed_forward": "ffn_norm",
+    "after_feed_forward": "post_ffw_norm",
+}
+"""Names of norms by where they stand (layer_spec.NormNames)."""
+_AS_TRANSFORMERS: tuple[Family, ...] = ("glm4_moe",)
+"""Whose norm before the feed-forward is called as in transformers."""
+_INTERLEAVED: tuple[Family, ...] = ("llama", "mixtral", "smollm3", "granite")
+"""Whose queries and keys llama.cpp rotates in neighbouring pairs; their rows are in that order."""
+_IGNORED = ("rope_freqs.weight",)
+
+
+def stored_parts(file: GgufFile, arch: Architecture) -> dict[str, tuple[str, StoredPart]]:
+    """Canonical name -> name in the file, and which part of that tensor it is; all that `arch` has,
+    whether it is there or not.
+    """
+    found = {}
+    for name, shape in expected_tensors(arch).items():
+        inner = IN_LAYER.match(name)
+        if inner is None:
+            base, _, kind = name.rpartition(".")
+            found[name] = f"{_TOP[base]}.{kind}", StoredPart(name, shape, shape)
+            continue
+        layer = int(inner[1])
+        part = name[inner.end() :]
+        spec = arch.layer_specs[layer]
+        source, piece = _part_of(file, arch, spec, f"blk.{layer}.", part, shape)
+        found[name] = source, piece
+    return found
+
+
+def of_the_model(file: GgufFile, arch: Architecture) -> dict[str, tuple[int, ...]]:
+    """Name in the file -> shape, without prediction layers, which stand behind the others and are
+    not read from GGUF files, and tables that are read with the metadata.
+    """
+    behind = tuple(f"blk.{arch.layers + more}." for more in range(_prediction_layers(file)))
+    return {
+        name: stored.shape
+        for name, stored in file.tensors.items()
+        if name not in _IGNORED and not name.startswith(behind)
+    }
+
+
+def _prediction_layers(file: GgufFile) -> int:
+    count = file.metadata.get(f"{file.metadata['general.architecture']}.nextn_predict_layers", 0)
+    return count if isinstance(count, int) else 0
+
+
+def _part_of(
+    file: GgufFile,
+    arch: Architecture,
+    spec: LayerSpec,
+    prefix: str,
+    name: str,
+    shape: tuple[int, ...],
+) -> tuple[str, StoredPart]:
+    """Of one tensor of a layer, whose names in the file begin with `prefix`."""
+    if name == _CORRECTION[0]:
+        return prefix + _CORRECTION[1], StoredPart(name, shape, shape)
+    base, _, kind = name.rpartition(".")
+    if expert := EXPERT.fullmatch(name):
+        assert isinstance(spec.feed_forward, Experts)
+        return _of_expert(file, prefix, int(expert[1]), expert[2], kind, spec.feed_forward, shape)
+    whole = shape[1:] if base == "mlp.shared_expert_gate" else shape
+    order = _interleaved(base, arch)
+    if order is None:
+        order = order_of(name, arch, spec)
+    source = _IN_LAYER.get(base) or _norm(base, arch, spec)
+    return f"{prefix}{source}.{kind}", StoredPart(name, shape, whole, order=order)
+
+
+def _of_expert(
+    file: GgufFile,
+    prefix: str,
+    expert: int,
+    part: str,
+    kind: str,
+    about: Experts,
+    shape: tuple[int, ...],
+) -> tuple[str, StoredPart]:
+    """All experts' matrices are one tensor; in files of early 2024 each is one by itself."""
+    stacked, alone = f"{prefix}ffn_{part}_exps.{kind}", f"{prefix}ffn_{part}.{expert}.{kind}"
+    if stacked not in file.tensors and alone in file.tensors:
+        return alone, StoredPart(alone, shape, shape)
+    return stacked, StoredPart(stacked, shape, (about.count, *shape), expert=expert)
+
+
+def _norm(base: str, arch: Architecture, spec: LayerSpec) -> str:
+    norms = NORM_NAMES[spec.norms]
+    (where,) = (place for place in _NORMS if getattr(norms, place) == base)
+    if where == "before_feed_forward" and arch.family in _AS_TRANSFORMERS:
+        return _AFTER_ATTENTION
+    return _NORMS[where]
+
+
+def _interleaved(base: str, arch: Architecture) -> Order | None:
+    """The order that undoes llama.cpp's interleaving of a query or key head's two halves."""
+    heads = {"self_attn.q_proj": arch.heads, "self_attn.k_proj": arch.kv_heads}.get(base)
+    if heads is None or arch.family not in _INTERLEAVED:
+        return None
+    return each_head(np.arange(arch.head_size).reshape(-1, 2).T.ravel(), heads)
