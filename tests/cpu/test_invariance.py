@@ -20,7 +20,7 @@ class KeepingExecutor(CpuExecutor):
         return begun
 
 
-FAMILIES = ("llama", "qwen3", "qwen3_moe", "glm4_moe")
+FAMILIES = ("llama", "qwen3", "qwen3_moe", "glm4_moe", "olmo2")
 PLACES = [(1, 1), (16, 2), (256, 3)]
 """Page size and threads."""
 

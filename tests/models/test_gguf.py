@@ -250,7 +250,10 @@ def test_a_window_that_names_no_layers_limits_the_context(tmp_path):
     assert (arch.context, arch.windowless_context) == (100, 100)
 
 
-MIXTURES = {
+BLOCKS = {
+    "smollm3": {"num_hidden_layers": 6, "no_rope_layer_interval": 4, "attention_bias": True},
+    "granite": {"mlp_bias": True},
+    "olmo2": {"num_key_value_heads": 1},
     "qwen2_moe": {},
     "qwen3_moe": {},
     "mixtral": {},
@@ -258,9 +261,9 @@ MIXTURES = {
 }
 
 
-@pytest.mark.parametrize("family", MIXTURES)
-def test_experts_are_those_of_transformers(family, tmp_path):
-    hf = tiny.model(family, **MIXTURES[family])
+@pytest.mark.parametrize("family", BLOCKS)
+def test_other_blocks_are_those_of_transformers(family, tmp_path):
+    hf = tiny.model(family, **BLOCKS[family])
     checkpoint = GgufCheckpoint(tiny.write_gguf(hf, tmp_path / "x.gguf"))
     weights = tiny.weights(hf)
     assert set(checkpoint.names()) == set(weights)
@@ -338,10 +341,16 @@ def test_prediction_layers_are_left_aside(tmp_path):
         ("glm4_moe", "leading_dense_block_count", 2, r"missing blk\.1\.ffn_gate\.weight"),
         ("glm4_moe", "expert_chunk_feed_forward_length", 5, "expert_chunk_feed_forward_length"),
         ("mixtral", "expert_used_count", 9, "experts per token is 9"),
+        ("granite", "logit_scale", -2.0, "scale of logits"),
+        ("granite", "attention.scale", 0.0, None),
+        ("granite", "residual_scale", None, None),
+        ("olmo2", "attention.sliding_window", 20, r"olmo2\.attention\.sliding_window"),
+        ("olmo2", "embedding_scale", 3.0, r"olmo2\.embedding_scale"),
+        ("smollm3", "attention.sliding_window", 20, r"smollm3\.attention\.sliding_window"),
     ],
 )
-def test_experts_metadata_is_honoured_or_refused_by_name(family, key, value, named, tmp_path):
-    name = tiny.GGUF_NAMES[family]
+def test_their_metadata_is_honoured_or_refused_by_name(family, key, value, named, tmp_path):
+    name = tiny.GGUF_NAMES.get(family, family)
     path = tiny.write_gguf(
         tiny.model(family), tmp_path / "x.gguf", metadata={f"{name}.{key}": value}
     )

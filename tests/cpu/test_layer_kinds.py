@@ -1,4 +1,6 @@
-"""Experts on the compiled core, against transformers, the torch executor and NumPy."""
+"""Experts, and what else a layer may say on the compiled core, against transformers, the torch
+executor and NumPy.
+"""
 
 from dataclasses import replace
 
@@ -28,14 +30,17 @@ CASES = [
     *(("qwen3_moe", name, changes) for name, changes in EXPERTS.items()),
     *(
         (family, name, changes)
-        for family in ("mixtral", "glm4_moe")
+        for family in ("mixtral", "glm4_moe", "smollm3", "granite", "olmo2")
         for name, changes in FURTHER[family].items()
         if "sliding_window" not in changes
     ),
 ]  # fmt: skip
-ROWS_OF_32 = {"qwen2_moe": {"shared_expert_intermediate_size": 64}}
-"""What quantised files need."""
-FAMILIES = ("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe")
+IN_FILES = {
+    "qwen2_moe": {"shared_expert_intermediate_size": 64},
+    "smollm3": {"num_hidden_layers": 5, "no_rope_layer_interval": 4},
+}
+"""What quantised files need: rows of 32, and of SmolLM3 what llama.cpp knows."""
+FAMILIES = ("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "smollm3", "granite", "olmo2")
 
 
 @pytest.mark.parametrize(("family", "name", "changes"), CASES)
@@ -85,7 +90,7 @@ def test_every_node_of_a_tree_is_a_token_of_its_path(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_files_of_few_bits_are_the_slow_twins(executor, checkpoint, random, family, kind):
     """What a GGUF file's own numbers come to, routers in float32."""
-    source = checkpoint(family, kind, **ROWS_OF_32.get(family, {}))
+    source = checkpoint(family, kind, **IN_FILES.get(family, {}))
     tokens = random.integers(0, tiny.VOCAB, 60)
     found = logits_of(executor(source, 2), tokens)
     assert distance(found, forward(source, tokens)) < SAME
@@ -113,7 +118,7 @@ def test_experts_in_k_quants(executor, random, tmp_path):
 @pytest.mark.parametrize("kind", ["Q4_1", None])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_instruction_set_gives_the_same_bits(executor, checkpoint, random, family, kind):
-    source = checkpoint(family, kind, **ROWS_OF_32.get(family, {}))
+    source = checkpoint(family, kind, **IN_FILES.get(family, {}))
     tokens = random.integers(0, tiny.VOCAB, 70)
     plain = logits_of(executor(source, kernels="portable"), tokens)
     for name in ("avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon"):
