@@ -132,7 +132,8 @@ def _serve_flags(parser: argparse.ArgumentParser) -> None:
         "more_models",
         nargs="*",
         metavar="MODEL",
-        help="more models: each is loaded when a request names it",
+        help="more models, which makes it a server of several: each is loaded when a request "
+        "names it",
     )
     parser.add_argument(
         "--models-dir", metavar="FOLDER", help="serve every GGUF file and model folder in it"
@@ -153,8 +154,8 @@ def _serve_flags(parser: argparse.ArgumentParser) -> None:
     _probe_flag(parser)
     flags_of(EngineConfig, parser, "model and engine", first=FIRST)
     parser.epilog = (
-        "Names of SGLang, vLLM and llama.cpp for these options are known too, and FORERUN_* in "
-        "the\nenvironment: docs/migrating.md."
+        "Names of SGLang, vLLM and llama.cpp for these options are known too, and\n"
+        "FORERUN_* in the environment: docs/migrating.md."
     )
 
 

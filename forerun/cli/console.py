@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from forerun.build.engine import Loaded, Target, load, open_target
 from forerun.build.engine import Progress as Report
 from forerun.build.memory import human
+from forerun.cli.wrap import wrapped
 from forerun.options.config import EngineConfig
 
 QUIET = 20.0
@@ -24,12 +25,13 @@ err = Console(stderr=True, highlight=False)
 out = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
 
 
-def say(text: str) -> None:
-    """One line on stderr, so that stdout holds nothing but the result. Nobody stops working because
-    it cannot be written: a log may lie on a full disk.
+def say(text: str, indent: int = 0) -> None:
+    """One line on stderr, so that stdout holds nothing but the result; on a terminal as many as it
+    takes, all but the first behind `indent` blanks. Nobody stops working because it cannot be
+    written: a log may lie on a full disk.
     """
     with suppress(OSError):
-        err.print(text, markup=False, soft_wrap=True)
+        err.print(wrapped(text, indent), markup=False, soft_wrap=True)
 
 
 def emit_json(value: Any) -> None:

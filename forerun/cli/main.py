@@ -72,25 +72,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         if package not in EXTRAS:
             raise
         tools = "" if package == "ray" else ", or `make tools` in a checkout"
-        print(
-            f"forerun: this needs {package}, which is not installed: pip install "
-            f"'forerun[{EXTRAS[package]}]'{tools}.",
-            file=sys.stderr,
-        )
+        missing = f"this needs {package}, which is not installed: pip install "
+        _complain(f"{missing}'forerun[{EXTRAS[package]}]'{tools}.")
         return 2
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
         if error.errno == errno.ENOSPC:
-            print(f"forerun: the output cannot be written: {error.strerror}.", file=sys.stderr)
+            _complain(f"the output cannot be written: {error.strerror}.")
         # Python would complain again while it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NO_OUTPUT
     except ForerunError as error:
         for line in str(error).splitlines():
-            print(f"forerun: {line}", file=sys.stderr)
+            _complain(line)
         return next((code for kind, code in EXIT_CODES if isinstance(error, kind)), 5)
     return code
+
+
+def _complain(sentence: str) -> None:
+    """Say on stderr what is wrong."""
+    wrap = importlib.import_module("forerun.cli.wrap")
+    print(wrap.wrapped(f"forerun: {sentence}"), file=sys.stderr)
 
 
 def console() -> None:

@@ -38,10 +38,21 @@ def main(arguments: argparse.Namespace) -> int:
         _show_list(rows)
     else:
         table = Table(show_header=False, box=None)
+        table.add_column()
+        table.add_column(overflow="fold")
         for key, value in rows[0].items():
-            table.add_row(key.replace("_", " "), str(value))
+            table.add_row(key.replace("_", " "), _told(value))
         out.print(table)
     return 0
+
+
+def _told(value: Any) -> str:
+    """A fact as a person reads it."""
+    if value is None or isinstance(value, bool):
+        return "yes" if value else "none"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {one}" for name, one in value.items()) or "none"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def listed() -> list[dict[str, Any]]:

@@ -59,7 +59,7 @@ def _show(proof: Proof, trial: Trial, name: str, forced: bool) -> None:
     bound = f", constrained by {trial.grammar.field}" if trial.grammar else ""
     other = ", other parameters for each" if trial.mixed else ""
     table = Table(title=f"{name}: {asked}{bound}{other}")
-    for heading in ("T", "speculation", "at once"):
+    for heading in ("T", "method", "at once"):
         table.add_column(heading)
     for heading in ("identical", "tokens per step", "draft tokens", "accepted"):
         table.add_column(heading, justify="right")

@@ -44,7 +44,7 @@ class StartLog:
             return
         width = max(map(len, facts)) + 2
         for name, value in facts.items():
-            say(f"  {name:<{width}}{value}")
+            say(f"  {name:<{width}}{value}", indent=width + 2)
 
 
 def model_facts(loaded: Loaded, began: float) -> dict[str, str]:

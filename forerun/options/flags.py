@@ -225,13 +225,19 @@ def _add(group: Any, item: "Field[Any]", option: Option, default: Any) -> None:
         how["nargs"] = 0
     elif default not in (None, (), ""):
         text += f" (default: {default})"
-    if item.metadata["choices"]:
-        how["metavar"] = "{" + ",".join(item.metadata["choices"]) + "}"
+    listed = "{" + ",".join(item.metadata["choices"] or ()) + "}"
+    if item.metadata["choices"] and len(option.flag + listed) <= _LINE:
+        how["metavar"] = listed
+    elif item.metadata["choices"]:
+        how["metavar"] = "NAME"
+        text = f"one of {', '.join(item.metadata['choices'])}: {text}"
     elif kind is not bool:
         how["metavar"] = _METAVARS[kind]
     group.add_argument(*names, help=text.replace("%", "%%"), **how)
 
 
+_LINE = 70
+"""Letters of an option and its choices that fit into a line of help."""
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 

@@ -1,0 +1,78 @@
+"""What a person reads in a terminal of 80 columns."""
+
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+
+from forerun.cli.wrap import wrapped
+
+
+def in_terminal(*words, columns=80):
+    """What such a command writes into a terminal: its lines, without colours."""
+    main, other = pty.openpty()
+    fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    command = [sys.executable, "-m", "forerun.cli", *words]
+    process = subprocess.Popen(
+        command, stdin=other, stdout=other, stderr=other, close_fds=True,
+        env={**environment, "TERM": "dumb", "NO_COLOR": "1"},
+    )  # fmt: skip
+    os.close(other)
+    written = b""
+    while True:
+        try:
+            part = os.read(main, 65536)
+        except OSError:  # The other end is closed.
+            break
+        if not part:
+            break
+        written += part
+    process.wait()
+    os.close(main)
+    return written.decode().replace("\r\n", "\n").split("\n")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ("run", "--temprature", "1", "hi"),
+        ("run", "nosuchmodel", "hi"),
+        ("run", "llama3", "hi"),
+        ("run", "toy", "Say hi.", "--max-tokens", "40", "--seed", "1"),
+        ("serve", "--help"),
+        ("stop", "--url", "http://127.0.0.1:9"),
+        ("models", "show", "toy"),
+        ("prove", "toy", "--quick"),
+    ],
+)
+def test_no_line_is_wider_than_the_terminal(line):
+    lines = in_terminal(*line)
+    assert any(lines)
+    assert [one for one in lines if len(one) > 80] == []
+    assert not any("…" in one for one in lines), "nothing is cut"
+
+
+def test_sentences_are_broken_between_words():
+    told = "".join(one + "\n" for one in in_terminal("run", "nosuchmodel", "hi", columns=40))
+    assert "there is no model" in told and told.count("\n") >= 4
+    assert " ".join(told.split()).endswith("or a hub id like organisation/name")
+
+
+class Terminal:
+    def isatty(self):
+        return True
+
+
+def test_what_is_no_terminal_gets_whole_lines(monkeypatch, capsys):
+    text = "a word and another " * 20
+    assert wrapped(text) == text
+    monkeypatch.setenv("COLUMNS", "30")
+    lines = wrapped(f"two\n  {text} {'x' * 50}", 4, Terminal()).split("\n")
+    assert lines[0] == "two" and lines[1].startswith("  a word") and lines[2].startswith("    ")
+    assert lines[-1].strip() == "x" * 50 and all(len(one) <= 30 for one in lines[:-1])
