@@ -49,6 +49,15 @@ class Checkpoint(Protocol):
 
 
 @runtime_checkable
+class ReadInParts(Protocol):
+    """A checkpoint that can read a part of a matrix of which `packed` is None."""
+
+    def part(self, name: str, rows: slice, columns: slice) -> Floats:
+        """Some rows and columns as float32; little else is read. KeyError."""
+        ...
+
+
+@runtime_checkable
 class Repeated(Protocol):
     """A checkpoint whose matrices all repeat the same numbers, float32[n], row after row: who wants
     them elsewhere than on the host need not have the host write them out.

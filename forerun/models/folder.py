@@ -65,6 +65,12 @@ class FolderCheckpoint:
         """The tensor as float32; a read-only view of the file where that is how it is stored."""
         return self._held[name].floats()
 
+    def part(self, name: str, rows: slice, columns: slice) -> Floats:
+        """Some rows and columns of a matrix as float32; of one that is stored in few bits little
+        else is read.
+        """
+        return self._held[name].part(rows, columns)
+
     def packed(self, name: str) -> Packed | None:
         """A matrix of floats as stored; None for a vector, and for what is stored in few bits."""
         return self._held[name].packed()

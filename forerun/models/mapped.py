@@ -77,6 +77,10 @@ class TensorFile:
             return None
         return Packed(stored.kind, self.rows(name), stored.shape[-1])
 
+    def part(self, name: str, rows: slice, columns: slice) -> Floats:
+        """Some rows and columns of a matrix as float32."""
+        return self.floats(name)[rows, columns]
+
     def floats(self, name: str) -> Floats:
         """The tensor as float32; a read-only view where that is how it is stored."""
         stored = self.tensors[name]

@@ -75,6 +75,19 @@ class Held:
         found: Floats = self.cut(self.file.floats(self.name)).reshape(self.piece.shape)
         return found
 
+    def part(self, rows: slice, columns: slice) -> Floats:
+        """Some rows and columns of a matrix as float32; of one that is stored in few bits little
+        else is read.
+        """
+        piece = self.piece
+        if piece.transposed or piece.expert is not None:
+            return self.floats()[rows, columns]
+        which = self._ordered(np.arange(piece.whole[0]))[rows]
+        first = int(which.min())
+        cut = self.file.part(self.name, slice(first, int(which.max()) + 1), columns)
+        found: Floats = cut[which - first]
+        return found
+
     def rows(self) -> NDArray[np.uint8]:
         """uint8[rows, bytes of a row] of a matrix; a view of the file where possible."""
         stored, piece = self.file.rows(self.name), self.piece

@@ -22,7 +22,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from forerun.errors import ConfigError
 from forerun.models.arch import Architecture, expected_tensors
-from forerun.models.checkpoint import Checkpoint
+from forerun.models.checkpoint import Checkpoint, ReadInParts
 from forerun.models.layer_spec import Dense, Experts
 from forerun.models.mapped import Packed
 from forerun.types import Floats
@@ -268,6 +268,8 @@ class RankCheckpoint:
         if cut_of(name) is Cut.ONCE and self.tp.among(name).rank:
             return np.zeros(self.shape(name), np.float32)
         packed = self.whole.packed(name)
+        if packed is None and len(index) == 2 and isinstance(self.whole, ReadInParts):
+            return self.whole.part(name, *index)
         if packed is None:
             return self.whole.tensor(name)[index]
         rows, columns = index

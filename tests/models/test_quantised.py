@@ -1,6 +1,7 @@
 """Quantised checkpoints: every format against its definition, and damaged ones."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from forerun.errors import ModelError
 from forerun.models.folder import FolderCheckpoint
-from forerun.models.quantised.matrices import widened
+from forerun.models.quantised.numbers import widened
+from forerun.models.tensor_parallel import RankCheckpoint, TensorParallel
 from tests.models import packers, tiny
 
 
@@ -92,6 +94,63 @@ def test_matrices_are_what_their_format_says(name, tmp_path):
         assert checkpoint.shape(weight) == numbers.shape
         np.testing.assert_array_equal(checkpoint.tensor(weight), numbers)
         assert checkpoint.packed(weight) is None
+
+
+class Watched(np.ndarray):
+    """Counts the bytes that are taken of it as a matrix."""
+
+    seen = 0
+
+    def __getitem__(self, index):
+        found = super().__getitem__(index)
+        if np.ndim(found) >= 2 and self.ndim >= 2:
+            Watched.seen += found.nbytes
+        return found
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_part_is_that_of_the_whole_and_little_else_is_read(name, tmp_path):
+    """Cuts wherever they come, groups and words included; then halves: half the bytes, but for what
+    belongs to groups in any order.
+    """
+    folder, meant = made(tmp_path, name)
+    checkpoint, random = FolderCheckpoint(folder), np.random.default_rng(2)
+    weight = "model.layers.0.mlp.down_proj.weight"
+    for _ in range(12):
+        (top, bottom), (left, right) = (
+            sorted(random.choice(length + 1, 2, False)) for length in meant[weight].shape
+        )
+        cut = slice(int(top), int(bottom)), slice(int(left), int(right))
+        np.testing.assert_array_equal(checkpoint.part(weight, *cut), meant[weight][cut])
+    held = checkpoint._held[weight]
+    matrix = held.file.matrices[held.name]
+    watched = {
+        part: (replace(file, data=file.data.view(Watched)), stored)
+        for part, (file, stored) in matrix.parts.items()
+    }
+    watched, (rows, columns) = replace(matrix, parts=watched), matrix.shape
+    taken = []
+    for cut in ((rows, columns), (rows // 2, columns), (rows, columns // 2)):
+        Watched.seen = 0
+        watched.part(*(slice(0, end) for end in cut))
+        taken.append(Watched.seen)
+    assert 0 < taken[1] <= 0.51 * taken[0], taken
+    assert 0 < taken[2] <= (0.6 if name.endswith(("order", "8")) else 0.55) * taken[0], taken
+
+
+@pytest.mark.parametrize("family", ["phi3", "glm4_moe", "llama"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_parts_of_ranks_are_those_of_the_whole(family, size, tmp_path):
+    """Several matrices in one, and rows in another order."""
+    folder = tiny.save_folder(tiny.model(family), tmp_path / "tiny")
+    packers.quantise(folder, *FORMATS["awq"])
+    whole = FolderCheckpoint(folder)
+    for rank in range(size):
+        tp = TensorParallel(rank, size)
+        part = RankCheckpoint(whole, tp)
+        for name in part.names():
+            index = tp.index(name, whole.shape(name), whole.architecture.kv_heads)
+            np.testing.assert_array_equal(part.tensor(name), whole.tensor(name)[index], name)
 
 
 @pytest.mark.parametrize("name", ["fp8-block", "awq", "packed-order"])

@@ -36,6 +36,10 @@ class QuantisedFile(TensorFile):
         """float32[N,K]. Raises ModelError as StoredMatrix.floats."""
         return self.matrices[name].floats()
 
+    def part(self, name: str, rows: slice, columns: slice) -> Floats:
+        """float32[n,k] of some rows and columns; little else is read (StoredMatrix.part)."""
+        return self.matrices[name].part(rows, columns)
+
     def packed(self, name: str) -> Packed | None:
         """None: nobody else knows these storages."""
         return None

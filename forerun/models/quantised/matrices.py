@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from forerun.errors import ModelError
 from forerun.models.mapped import TensorFile
 from forerun.models.quantised.method import Layout, Method
+from forerun.models.quantised.numbers import unpacked, widened
 from forerun.types import AnyArray, Floats
 
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -42,6 +43,9 @@ PARTS: dict[Layout, tuple[tuple[str, ...], tuple[str, ...]]] = {
 _INTEGERS = {"I8": "<i1", "I32": "<i4", "I64": "<i8"}
 
 
+_ALL = slice(None)
+
+
 @dataclass(frozen=True, slots=True)
 class StoredMatrix:
     """One matrix in its file.
@@ -58,7 +62,13 @@ class StoredMatrix:
 
     def floats(self) -> Floats:
         """float32[N,K]. Raises ModelError where a column's group is none."""
-        return _WIDEN[self.method.layout](self)
+        return self.part(slice(0, self.shape[0]), slice(0, self.shape[1]))
+
+    def part(self, rows: slice, columns: slice) -> Floats:
+        """float32[n,k] of these rows and columns; of what is stored only the words that they lie in
+        are read, and their groups' scales. A group that is cut keeps its scale on both sides.
+        """
+        return _WIDEN[self.method.layout](self, rows, columns)
 
     def integers(self, part: str) -> AnyArray:
         """A tensor of integers as it is stored."""
@@ -67,14 +77,16 @@ class StoredMatrix:
         flat = file.data[there.start : there.start + there.size]
         return flat.view(_INTEGERS[there.kind]).reshape(there.shape)
 
-    def scales(self, part: str) -> Floats:
-        """A tensor of floats as float32[rows,columns]; a vector is a column, a scalar [1,1]."""
+    def scales(self, part: str, rows: slice = _ALL, columns: slice = _ALL) -> Floats:
+        """Of a tensor of floats [rows,columns] a part as float32; a vector is a column, a scalar
+        [1,1].
+        """
         file, stored = self.parts[part]
         there = file.tensors[stored]
-        if there.shape and there.kind != "F32":
-            return file.floats(stored).reshape(_two(there.shape))
+        shape = _two(there.shape)
         flat = file.data[there.start : there.start + there.size]
-        return widened(flat, there.kind).reshape(_two(there.shape))
+        found = flat.reshape(*shape, -1)[rows, columns]
+        return widened(np.ascontiguousarray(found).ravel(), there.kind).reshape(found.shape[:2])
 
 
 def stored_matrix(
@@ -221,112 +233,125 @@ def _two(shape: tuple[int, ...]) -> tuple[int, int]:
     return (shape[0] if shape else 1, math.prod(shape[1:]))
 
 
-def _float8_numbers() -> Floats:
-    """float32[256] what each byte of float8 E4M3 stands for (arXiv 2209.05433, table 1)."""
-    code = np.arange(256)
-    exponent, mantissa = code >> 3 & 15, (code & 7).astype(np.float32)
-    small = np.float32(2.0**-9) * mantissa
-    large = (1 + mantissa / 8) * np.exp2(exponent.astype(np.float32) - 7)
-    numbers = np.where(exponent == 0, small, large)
-    numbers[code & 127 == 127] = np.nan
-    return np.where(code & 128, -numbers, numbers).astype(np.float32)
+def _within(part: slice, each: int) -> tuple[slice, slice]:
+    """Of numbers that stand `each` to a word: the words that a part of them lies in, and where in
+    these it is.
+    """
+    first = part.start // each
+    inside = slice(part.start - first * each, part.stop - first * each)
+    return slice(first, -(-part.stop // each)), inside
 
 
-_FLOAT8 = _float8_numbers()
+def _blocks(part: slice, each: int) -> tuple[slice, AnyArray | slice]:
+    """Which blocks of `each` numbers a part lies in (0 = one block for all), and for each of its
+    numbers which of these; a slice where every number, or none, has one of its own.
+    """
+    if each == 0:
+        return _ALL, _ALL
+    if each == 1:
+        return part, _ALL
+    blocks, _ = _within(part, each)
+    return blocks, np.arange(part.start, part.stop) // each - blocks.start
 
 
-def widened(flat: NDArray[np.uint8], kind: str) -> Floats:
-    """Bytes of a float type as float32."""
-    if kind == "BF16":
-        return (flat.view("<u2").astype(np.uint32) << 16).view(np.float32)
-    if kind == "F8_E4M3":
-        return _FLOAT8[flat]
-    return flat.view({"F32": "<f4", "F16": "<f2"}[kind]).astype(np.float32)
+def _spread(matrix: StoredMatrix, read: "_Read", rows: slice, columns: slice) -> AnyArray:
+    """[n,k] of a number for each block of rows and columns; axes of one block stay as they are."""
+    of_rows, row = _blocks(rows, matrix.method.rows)
+    of_columns, column = _blocks(columns, matrix.method.group)
+    return read(of_rows, of_columns)[row][:, column]
 
 
-def unpacked(words: AnyArray, bits: int) -> NDArray[np.uint8]:
-    """uint8[...,n] the n = 32 / bits numbers of each word, the lowest bits first."""
-    shifts = np.arange(0, 32, bits, dtype=np.uint32)
-    numbers = words.astype("<i4", copy=False).view("<u4")[..., None] >> shifts
-    return (numbers & np.uint32((1 << bits) - 1)).astype(np.uint8)
+_Read = Callable[[slice, slice], AnyArray]
 
 
-def _spread(blocks: AnyArray, method: Method, shape: tuple[int, int]) -> AnyArray:
-    """[N,K] of a number for each block of rows and columns; axes of one block stay as they are."""
-    rows, columns = shape
-    if method.rows > 1:
-        blocks = np.repeat(blocks, method.rows, 0)[:rows]
-    if method.group:
-        blocks = np.repeat(blocks, method.group, 1)[:, :columns]
-    return blocks
+def _read(matrix: StoredMatrix, part: str) -> _Read:
+    if matrix.parts[part][0].tensors[matrix.parts[part][1]].kind in _INTEGERS:
+        whole = matrix.integers(part)
+        return lambda rows, columns: whole.reshape(_two(whole.shape))[rows, columns].astype(
+            np.float32
+        )
+    return lambda rows, columns: matrix.scales(part, rows, columns)
 
 
-def _of_float8(matrix: StoredMatrix) -> Floats:
+def _of_float8(matrix: StoredMatrix, rows: slice, columns: slice) -> Floats:
     scale = next(name for name in ("weight_scale_inv", "weight_scale") if name in matrix.parts)
     file, stored = matrix.parts["weight"]
     there = file.tensors[stored]
-    flat = file.data[there.start : there.start + there.size]
-    numbers = widened(flat, "F8_E4M3").reshape(matrix.shape)
-    numbers *= _spread(matrix.scales(scale), matrix.method, matrix.shape)
+    flat = file.data[there.start : there.start + there.size].reshape(matrix.shape)
+    numbers = widened(flat[rows, columns], "F8_E4M3")
+    numbers *= _spread(matrix, _read(matrix, scale), rows, columns)
     return numbers
 
 
-def _of_int8(matrix: StoredMatrix) -> Floats:
-    numbers = matrix.integers("weight").astype(np.float32)
+def _of_int8(matrix: StoredMatrix, rows: slice, columns: slice) -> Floats:
+    numbers = matrix.integers("weight")[rows, columns].astype(np.float32)
     if "weight_zero_point" in matrix.parts:
-        zeros = matrix.integers("weight_zero_point").astype(np.float32)
-        numbers -= _spread(zeros.reshape(_two(zeros.shape)), matrix.method, matrix.shape)
-    numbers *= _spread(matrix.scales("weight_scale"), matrix.method, matrix.shape)
+        numbers -= _spread(matrix, _read(matrix, "weight_zero_point"), rows, columns)
+    numbers *= _spread(matrix, _read(matrix, "weight_scale"), rows, columns)
     return numbers
 
 
-def _of_packed(matrix: StoredMatrix) -> Floats:
-    (rows, columns), method = matrix.shape, matrix.method
-    numbers = unpacked(matrix.integers("weight_packed"), method.bits)
-    wide = numbers.reshape(rows, -1)[:, :columns].astype(np.float32)
-    middle = np.float32(1 << (method.bits - 1))
-    scales = matrix.scales("weight_scale")
-    zeros = np.full_like(scales, middle)
-    if method.zeros:
-        packed = unpacked(matrix.integers("weight_zero_point"), method.bits)
-        zeros = packed.swapaxes(1, 2).reshape(-1, packed.shape[1])[:rows].astype(np.float32)
+def _of_packed(matrix: StoredMatrix, rows: slice, columns: slice) -> Floats:
+    method, each = matrix.method, 32 // matrix.method.bits
+    words, inside = _within(columns, each)
+    numbers = unpacked(matrix.integers("weight_packed")[rows, words], method.bits)
+    wide = numbers.reshape(len(numbers), -1)[:, inside].astype(np.float32)
+    of_rows, row = _blocks(rows, method.rows)
+    of_columns, column = _blocks(columns, method.group)
     if "weight_g_idx" in matrix.parts and method.group:
-        groups = _groups(matrix, "weight_g_idx", scales.shape[1])
-        wide -= zeros[:, groups]
-        wide *= scales[:, groups]
-        return wide
-    wide -= _spread(zeros, method, matrix.shape)
-    wide *= _spread(scales, method, matrix.shape)
+        count = matrix.parts["weight_scale"]
+        groups = _two(count[0].tensors[count[1]].shape)[1]
+        of_columns, column = _ALL, _groups(matrix, "weight_g_idx", groups)[columns]
+    if method.zeros:
+        words, inside = _within(rows, each)
+        packed = unpacked(matrix.integers("weight_zero_point")[words, of_columns], method.bits)
+        zeros = packed.swapaxes(1, 2).reshape(-1, packed.shape[1])[inside].astype(np.float32)
+        wide -= zeros[:, column]
+    else:
+        wide -= np.float32(1 << (method.bits - 1))
+    wide *= matrix.scales("weight_scale", of_rows, of_columns)[row][:, column]
     return wide
 
 
-def _of_gptq(matrix: StoredMatrix) -> Floats:
-    (rows, columns), method = matrix.shape, matrix.method
-    numbers = unpacked(matrix.integers("qweight"), method.bits)
-    wide = numbers.transpose(1, 0, 2).reshape(rows, columns).astype(np.float32)
-    zeros = unpacked(matrix.integers("qzeros"), method.bits).reshape(-1, rows)
+def _of_gptq(matrix: StoredMatrix, rows: slice, columns: slice) -> Floats:
+    method, each = matrix.method, 32 // matrix.method.bits
+    words, inside = _within(columns, each)
+    numbers = unpacked(matrix.integers("qweight")[words, rows], method.bits)
+    wide = numbers.transpose(1, 0, 2).reshape(numbers.shape[1], -1)[:, inside]
+    words, inside = _within(rows, each)
+    zeros = unpacked(matrix.integers("qzeros")[:, words], method.bits)
+    zeros = zeros.reshape(len(zeros), -1)[:, inside]
     if method.minus_one:
         zeros = zeros + np.uint8(1) & np.uint8((1 << method.bits) - 1)
-    return _grouped(matrix, wide, zeros)
+    return _grouped(matrix, wide.astype(np.float32), zeros, rows, columns)
 
 
-def _of_awq(matrix: StoredMatrix) -> Floats:
-    rows, columns = matrix.shape
-    places = list(_AWQ_PLACES)
-    numbers = unpacked(matrix.integers("qweight"), 4)[..., places].reshape(columns, rows)
-    zeros = unpacked(matrix.integers("qzeros"), 4)[..., places].reshape(-1, rows)
-    return _grouped(matrix, np.ascontiguousarray(numbers.T).astype(np.float32), zeros)
+def _of_awq(matrix: StoredMatrix, rows: slice, columns: slice) -> Floats:
+    words, inside = _within(rows, 8)
+
+    def numbers(part: str, lines: slice) -> NDArray[np.uint8]:
+        found = unpacked(matrix.integers(part)[lines, words], 4)[..., list(_AWQ_PLACES)]
+        return found.reshape(len(found), -1)[:, inside]
+
+    wide = np.ascontiguousarray(numbers("qweight", columns).T).astype(np.float32)
+    return _grouped(matrix, wide, numbers("qzeros", _ALL), rows, columns)
 
 
-def _grouped(matrix: StoredMatrix, numbers: Floats, zeros: NDArray[np.uint8]) -> Floats:
-    """float32[N,K] of numbers q [N,K] and the zeros [groups,N], by GPTQ's and AWQ's rule."""
-    scales = matrix.scales("scales")
+def _grouped(
+    matrix: StoredMatrix,
+    numbers: Floats,
+    zeros: NDArray[np.uint8],
+    rows: slice,
+    columns: slice,
+) -> Floats:
+    """float32[n,k] of numbers q [n,k] and the zeros [groups,n], by GPTQ's and AWQ's rule."""
+    scales = matrix.scales("scales", _ALL, rows)
     if "g_idx" in matrix.parts:
-        groups = _groups(matrix, "g_idx", len(scales))
+        groups = _groups(matrix, "g_idx", len(scales))[columns]
     elif matrix.method.group:
-        groups = np.arange(matrix.shape[1]) // matrix.method.group
+        groups = np.arange(columns.start, columns.stop) // matrix.method.group
     else:
-        groups = np.zeros(matrix.shape[1], np.intp)
+        groups = np.zeros(columns.stop - columns.start, np.intp)
     numbers -= zeros.T[:, groups]
     numbers *= scales.T[:, groups]
     return numbers
@@ -343,7 +368,7 @@ def _groups(matrix: StoredMatrix, part: str, count: int) -> AnyArray:
     return groups
 
 
-_WIDEN: dict[Layout, Callable[[StoredMatrix], Floats]] = {
+_WIDEN: dict[Layout, Callable[[StoredMatrix, slice, slice], Floats]] = {
     "float8": _of_float8,
     "int8": _of_int8,
     "packed": _of_packed,
