@@ -181,7 +181,7 @@ class AdaptivePolicy:
     def observe(self, report: StepReport) -> None:
         """See Policy."""
         allowed, verified = max(report.allowed), any(report.draft_tokens)
-        self.reasons[report.reason] += report.rows
+        self.reasons[report.reason or reasons.PROMPTS] += report.rows
         if allowed and not self._in_round:
             self.reasons[reasons.VERIFIED if verified else reasons.NOTHING_VERIFIED] += report.rows
         ratio = self.account.observe(report)

@@ -1,5 +1,6 @@
 """Why rows get the draft tokens they get, in words for people."""
 
+PROMPTS = "only prompts were read"
 DISABLED = "off: lately speculation took more time than it saved"
 SELDOM = (
     "off, and looked for now and then: lately draft tokens saved less than looking for them took"

@@ -10,6 +10,9 @@ from tests.e2e.processes import serving, wait_for
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 PATIENCE_MS = 30_000
 
+axe_module = pytest.importorskip(
+    "axe_playwright_python.sync_playwright", reason="needs the package axe-playwright-python"
+)
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
 
 
@@ -110,3 +113,14 @@ def streamed(*chunks):
     """The body of a stream of these choices, as the server would send it."""
     lines = [f"data: {chunk}\n\n" for chunk in chunks]
     return "".join([*lines, "data: [DONE]\n\n"])
+
+
+def findings(page):
+    """What axe finds, in words."""
+    # It colours while it fades; there is nothing to wait for but the next frame.
+    page.evaluate("() => new Promise(requestAnimationFrame)")
+    found = axe_module.Axe().run(page.page).response["violations"]
+    return [
+        f"{one['id']}: {one['help']}: {[node['target'] for node in one['nodes']][:3]}"
+        for one in found
+    ]

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests.browser.conftest import Page, opened
+from tests.browser.conftest import Page, findings, opened
 from tests.browser.test_chat import GROWN, expected, says
 
 TEN = {"max_tokens": "10", "temperature": "0"}
@@ -184,6 +184,18 @@ def f(x):
     return "<b>" + x
 ```
 
+```python
+print(f(1))
+```
+
+| a | b |
+| --- | --- |
+| 1 | 2 |
+
+| c | d |
+| --- | --- |
+| 3 | 4 |
+
 - [x] done
 - [ ] open
 
@@ -207,6 +219,7 @@ def test_formulas_coloured_code_and_tasks(page):
     assert page.get_attribute(".message.assistant ol", "start") == "3"
     assert page.locator(".message.assistant :is(img, [href^=javascript])").count() == 0
     assert not page.outside()
+    assert findings(page) == []
 
 
 def test_large_libraries_are_loaded_when_they_are_needed(page):

@@ -11,7 +11,7 @@ from forerun.errors import ModelError
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.serve.app import create_models_app
 from forerun.serve.models import Source
-from tests.browser.conftest import opened
+from tests.browser.conftest import findings, opened
 from tests.e2e.processes import wait_for
 
 
@@ -46,6 +46,7 @@ def test_the_model_that_is_chosen_answers(browser, several):
         box = page.locator("#model")
         shown = ["a/first (not loaded)", "b/second (not loaded)", "c/third (not loaded)"]
         assert box.locator("option").all_inner_texts() == shown
+        assert findings(page) == []
         box.select_option("b/second")
         with page.expect_request("**/v1/chat/completions") as asked:
             page.ask("Hello")
@@ -63,6 +64,8 @@ def test_the_model_that_is_chosen_answers(browser, several):
         page.wait_for_selector(f"{note}:has-text('c/third is not loaded')")
         box.select_option("b/second")
         page.wait_for_selector(f"{note}:has-text('toy,')")
+        page.wait_for_selector(".tiles")
+        assert findings(page) == []
         assert not page.errors and not page.outside()
 
 

@@ -5,11 +5,7 @@ import re
 
 import pytest
 
-from tests.browser.conftest import opened
-
-axe_module = pytest.importorskip(
-    "axe_playwright_python.sync_playwright", reason="needs the package axe-playwright-python"
-)
+from tests.browser.conftest import findings, opened
 
 SIZES = {"desktop": (1280, 820), "phone": (390, 844)}
 
@@ -124,21 +120,9 @@ def test_the_dashboard_says_why_speculation_rests(page, server):
     assert "Disabled now" in card.inner_text() and "1.04 times" in card.inner_text()
 
 
-def findings(page):
-    """Serious and critical findings of axe, in words."""
-    # It colours while it fades; there is nothing to wait for but the next frame.
-    page.evaluate("() => new Promise(requestAnimationFrame)")
-    found = axe_module.Axe().run(page.page).response["violations"]
-    return [
-        f"{one['id']}: {one['help']}: {[node['target'] for node in one['nodes']][:3]}"
-        for one in found
-        if one["impact"] in ("serious", "critical")
-    ]
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", SIZES)
-def test_axe_finds_nothing_serious(browser, server, size, scheme):
+def test_axe_finds_nothing(browser, server, size, scheme):
     width, height = SIZES[size]
     with opened(browser, server.root, color_scheme=scheme) as page:
         page.set_viewport_size({"width": width, "height": height})

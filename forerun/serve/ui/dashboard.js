@@ -183,7 +183,7 @@ function amount(text) {
 }
 
 function table(heads, rows, label) {
-  return h("div.table", { tabindex: "0", role: "region", "aria-label": label, id: `table-${label.replace(/\W+/g, "-")}` }, h("table", {},
+  return h("div.table", { tabindex: "0", role: "group", "aria-label": label, id: `table-${label.replace(/\W+/g, "-")}` }, h("table", {},
     h("thead", {}, h("tr", {}, heads.map((text) => (text ? h("th", { scope: "col", text }) : h("td"))))),
     h("tbody", {}, rows.map(([first, ...rest]) => h("tr", {}, h("th", { scope: "row" }, first), rest.map((cell) => h("td", {}, cell)))))));
 }

@@ -96,7 +96,7 @@ function rendered(token, links) {
   const fragment = purify.sanitize(marked.parser(tokens), RULES);
   for (const pre of fragment.querySelectorAll("pre")) pre.replaceWith(codeBlock(pre));
   for (const table of fragment.querySelectorAll("table")) {
-    const frame = h("div.table", { tabindex: "0", role: "region", "aria-label": "Table" });
+    const frame = h("div.table", { tabindex: "0", role: "group", "aria-label": "Table" });
     table.replaceWith(frame);
     frame.append(table);
   }
@@ -112,7 +112,7 @@ function codeBlock(pre) {
   const button = h("button.small", { type: "button", "aria-label": "Copy the code", onclick: () => copy(button, pre.textContent) }, icon("copy"));
   const frame = h("div.code", {}, h("div.code-head", {}, h("span", { text: language }), button));
   pre.setAttribute("tabindex", "0");
-  pre.setAttribute("role", "region");
+  pre.setAttribute("role", "group");
   pre.setAttribute("aria-label", `Code, ${language}`);
   const shown = pre.cloneNode(true);
   frame.append(shown);

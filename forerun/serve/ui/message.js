@@ -88,13 +88,13 @@ export class MessageView {
     const files = this.message.files ?? [];
     this.files.hidden = !files.length;
     this.files.replaceChildren(...files.map(({ name, text }) => h("li", {},
-      h("details", {}, h("summary", { text: name }), h("pre", { tabindex: "0", role: "region", "aria-label": `File ${name}`, text })))));
+      h("details", {}, h("summary", { text: name }), h("pre", { tabindex: "0", role: "group", "aria-label": `File ${name}`, text })))));
   }
 
   #showCalls(running) {
     const calls = this.message.tool_calls ?? [];
     this.calls.replaceChildren(...calls.map((call) => {
-      const said = h("pre", { tabindex: "0", role: "region", "aria-label": `Arguments of ${call.function.name}`, text: pretty(call.function.arguments) });
+      const said = h("pre", { tabindex: "0", role: "group", "aria-label": `Arguments of ${call.function.name}`, text: pretty(call.function.arguments) });
       const button = h("button.small", { type: "button", text: "Answer this call", onclick: () => this.actions.result(call) });
       return h("div.call", {}, h("div.code-head", {}, h("span", { text: `calls ${call.function.name}` }), !running && button), said);
     }));

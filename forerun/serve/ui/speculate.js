@@ -220,7 +220,7 @@ export class Speculate {
       h("td", { text: source === "target" ? "–" : number(drafted) }), h("td", { text: number(accepted) }),
       h("td", { text: source === "target" ? "–" : percent(accepted / drafted) }), h("td", { text: percent(accepted / counts.tokens) })));
     this.strip.setAttribute("aria-label", `Tokens of each of ${counts.steps} steps, ${number(counts.tokens / counts.steps)} on average`);
-    this.sources.replaceChildren(h("div.table", { tabindex: "0", role: "region", "aria-label": "Tokens by source" }, h("table", {},
+    this.sources.replaceChildren(h("div.table", { tabindex: "0", role: "group", "aria-label": "Tokens by source" }, h("table", {},
       h("thead", {}, h("tr", {}, ["Source", "Drafted", "In the text", "Right", "Of the text"].map((text) => h("th", { scope: "col", text })))), h("tbody", {}, rows))));
   }
 }
