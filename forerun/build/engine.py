@@ -8,7 +8,6 @@ load = both
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from forerun.build import tuned
@@ -42,6 +41,7 @@ from forerun.engine.options import EngineOptions
 from forerun.engine.thread import Engine
 from forerun.errors import ConfigError, ModelError, RequestError
 from forerun.executors.toy import ToyExecutor
+from forerun.hub import huggingface
 from forerun.hub.catalog import Model, open_model
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.drafter import Drafter
@@ -348,7 +348,8 @@ def _drafts(config: EngineConfig, target: Model) -> DraftParts:
     check_offered(config, parts.model)
     if config.speculative_token_map is None:
         return parts
-    token_map = read_token_map(Path(config.speculative_token_map), target.architecture.vocab)
+    path = huggingface.token_map_fetched(config.speculative_token_map)
+    token_map = read_token_map(path, target.architecture.vocab)
     return replace(parts, model=parts.model.limited(token_map))
 
 

@@ -1,5 +1,6 @@
 """Models by hub id (`organisation/name`), fetched and cached by huggingface_hub."""
 
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +40,9 @@ _PATTERNS = [
     "chat_template.jinja",
 ]
 """Data only: no code is ever fetched."""
+_HUB_FILE = re.compile(
+    r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*/[\w.-]+\.(json|safetensors|pt)", re.A
+)
 ASKING = 5.0
 _PICKLED = ["pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin"]
 """Weights that are read as plain tensors (models/pickled.py), where a model has no others."""
@@ -84,6 +88,16 @@ def draft_fetched(repository: str, revision: str | None) -> Path:
     if any(folder.glob("*.safetensors")):
         return folder
     return fetched_pickled(repository, revision=revision)
+
+
+def token_map_fetched(named: str) -> Path:
+    """A token map: a file here, or `organisation/name/file` of the hub, which is fetched. Where it
+    is neither, the path as it was named. Raises DownloadError.
+    """
+    repository, _, name = named.rpartition("/")
+    if Path(named).exists() or _HUB_FILE.fullmatch(named) is None:
+        return Path(named)
+    return _snapshot(repository, [name], None, None) / name
 
 
 def gguf_fetched(

@@ -205,7 +205,9 @@ class EngineConfig:
         None, "branch, tag or commit of a draft that is named by its hub id (default: main)"
     )
     speculative_token_map: str | None = option(
-        None, "file of the target ids that a draft model may propose: .json, .safetensors or .pt"
+        None,
+        "file of the target ids that a draft model may propose (.json, .safetensors, .pt), or "
+        "one of a hub's model: org/name/freq_32768.pt",
     )
     speculative_num_steps: int | None = option(
         None,

@@ -323,6 +323,7 @@ class CompletionBody(SampledBody):
     echo: bool = accept(boolean, False)
     logprobs: int | None = accept(integer(0, MAX_TOKENS))
     best_of: int | None = accept(integer(1, MAX_TOKENS))
+    separate_reasoning: bool | None = ignore(boolean)
     add_special_tokens: bool = accept(boolean, True)
     parse_special: bool = accept(boolean, True)
 

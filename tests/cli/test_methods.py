@@ -2,6 +2,7 @@
 
 import json
 
+import huggingface_hub
 import pytest
 
 from forerun.cli.main import main
@@ -64,6 +65,28 @@ def test_run(made, answer, name):
     assert found[1]["text"] == plain[1]["text"] != ""
     method = "NEXTN" if "MiMo" in name else name
     assert found[1]["info"]["config"]["speculative_algorithm"] == method
+
+
+def test_frequent_words_of_a_hub(made, answer, monkeypatch):
+    """FR-Spec's line of that page: the map is a file of a repository."""
+    fetched = []
+
+    def snapshot(repository, *, allow_patterns, **_):
+        fetched.append((repository, allow_patterns))
+        return str(made / "map")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    line = ["run", "the quick", "--raw", "--max-tokens", "16", "--ignore-eos", *COMMON]
+    own, given = ("--speculative-token-map", str(made / "map" / "map.json")), "map.json"
+    plain = answer(*line, *flags(made, "EAGLE"), *own)
+    hub = ("--speculative-token-map", f"thunlp/LLaMA3-Instruct-8B-FR-Spec/{given}")
+    found = answer(*line, *flags(made, "EAGLE"), *hub)
+    assert (plain[0], found[0]) == (0, 0), found
+    assert fetched == [("thunlp/LLaMA3-Instruct-8B-FR-Spec", [given])]
+    for part in ("text", "speculation"):  # The draft tokens of that map, and their acceptance.
+        assert found[1][part] == plain[1][part]
+    nowhere = answer(*line, *flags(made, "EAGLE"), "--speculative-token-map", "org/name/x.json")
+    assert nowhere[0] == 3 and "there is no token map" in nowhere[1]
 
 
 @pytest.mark.slow

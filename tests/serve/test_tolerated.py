@@ -168,6 +168,12 @@ def test_settings_of_other_servers_that_are_off(client, path):
     assert HEADER not in ask(client, path, **dict.fromkeys(OFF)).headers
 
 
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_continued_text_has_no_reasoning_to_part(client, apart):
+    answer = ask(client, "/v1/completions", separate_reasoning=apart)
+    assert answer.status_code == 200 and answer.headers[HEADER] == "separate_reasoning"
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
