@@ -119,7 +119,7 @@ ALIASES: tuple[Alias, ...] = (
     Alias("--cache-type-k --cache-type-v -ctk -ctv", _L, SETS, "kv_dtype", values={"f16": "same"},
           why="--kv-dtype float8 halves the cache, on torch"),
     Alias("--quantization -q", _SV, SETS, "dtype", values=_WEIGHTS,
-          why="weights are read as the model's file has them"),
+          why="leave it out for files that are quantised: they say so themselves"),
     Alias("--load-format", _SV, ONLY, allowed=("auto", "safetensors", "gguf"),
           why="weights are safetensors, GGUF, or tensors of pytorch_model.bin"),
     Alias("--gpu-layers --n-gpu-layers -ngl", _L, SETS, "device",

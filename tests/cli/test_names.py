@@ -152,6 +152,7 @@ def test_llama_cpps_environment(caplog):
         ("-ctk q8_0", "--kv-dtype float8 halves the cache"),
         ("--embeddings", "run an embedding server beside it"),
         ("--rope-scaling yarn", "a model is what its file says"),
+        ("--quantization awq", "leave it out for files that are quantised"),
     ],
 )
 def test_what_to_say_instead(line, told):
