@@ -15,7 +15,11 @@ kernels = load("triton.triton_shaping")
 
 
 @pytest.mark.parametrize(
-    "vocab, scale", [(1, 1), (7, 1), (50, 3), (1001, 4), (9001, 1), (9001, 8), (20000, 0.2)]
+    "vocab, scale",
+    [
+        *((1, 1), (7, 1), (50, 3), (1001, 4), (2000, 0.2), (9001, 8)),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((9001, 1), (20000, 0.2))),
+    ],
 )
 def test_kept_are_the_twins(vocab, scale):
     random = np.random.default_rng(vocab)
