@@ -45,6 +45,20 @@ void Model::plan_attention(const Step& step) {
     }
 }
 
+// What a node sees in a layer: without what lies before the window.
+Sight Model::seen(const Layer& layer, int node) const {
+    Sight sight = sights_[node];
+    const int window = layer.kind.window, hidden = window ? sight.length() - window : 0;
+    if (hidden <= 0) return sight;
+    const int beyond = hidden - sight.trunk;  // of its own path
+    sight.trunk = beyond > 0 ? 0 : -beyond;
+    if (beyond > 0) {
+        sight.path += beyond;
+        sight.tail -= beyond;
+    }
+    return sight;
+}
+
 Attend Model::job(int layer, const Unit& unit, int node) {
     const int size = sizes.head_size, shared = sizes.heads / sizes.kv_heads;
     const int64_t first_query = (int64_t)unit.head * shared * size;
@@ -52,8 +66,10 @@ Attend Model::job(int layer, const Unit& unit, int node) {
     job.keys = plane(layer, 0, unit.head);
     job.values = plane(layer, 1, unit.head);
     job.floats = sizes.cache_item == sizeof(float);
-    job.trunk = trunks_.data() + trunk_at_[unit.row];  // There may be none to point at.
-    job.sight = sights_[node];
+    job.sight = seen(layers_[layer], node);
+    // There may be none to point at.
+    job.trunk = trunks_.data() + trunk_at_[unit.row] + (sights_[node].trunk - job.sight.trunk);
+    if (const float* sinks = layers_[layer].sinks) job.sinks = sinks + unit.head * shared;
     job.heads = shared;
     job.size = size;
     job.cold = node == unit.first;
@@ -94,8 +110,11 @@ void Model::attend_together(int layer, int thread) {
     pool.barrier();
     const Share weighed(whole * shared, thread, threads);
     for (int query = weighed.first; query < weighed.last; query++) {
-        const int length = sights_[units_[query / shared].first].length();
-        totals_[query] = kernels->weigh(&scores_[query * stride_], length);
+        const Unit& unit = units_[query / shared];
+        const int length = seen(layers_[layer], unit.first).length();
+        const float* sinks = layers_[layer].sinks;
+        const float* sink = sinks ? sinks + unit.head * shared + query % shared : nullptr;
+        totals_[query] = kernels->weigh(&scores_[query * stride_], length, sink);
     }
     pool.barrier();
     int width = 32;  // numbers of the output at a time, fewer where threads would have none

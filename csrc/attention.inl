@@ -80,8 +80,9 @@ static void score(const Attend& job, int head, int first, int last, float* score
     }
 }
 
-// scores[length] become e^(score - largest), zero up to a multiple of 8. Returns their sum.
-static float weigh(float* scores, int length) {
+// scores[length] become e^(score - largest), zero up to a multiple of 8. Returns their sum, a sink's
+// with them.
+static float weigh(float* scores, int length, const float* sink) {
     const int padded = (length + 7) / 8 * 8;
     for (int i = length; i < padded; i++) scores[i] = scores[0];
     F8 most = load8(scores);
@@ -90,12 +91,15 @@ static float weigh(float* scores, int length) {
     store8(lanes, most);
     largest = lanes[0];
     for (int i = 1; i < 8; i++) largest = lanes[i] > largest ? lanes[i] : largest;
+    if (sink && *sink > largest) largest = *sink;
     const F8 shift = splat8(largest);
     for (int i = 0; i < padded; i += 8) store8(scores + i, exp8(sub8(load8(scores + i), shift)));
     for (int i = length; i < padded; i++) scores[i] = 0.0f;
     F8 total = splat8(0.0f);
     for (int i = 0; i < padded; i += 8) total = add8(total, load8(scores + i));
-    return sum8(total);
+    if (!sink) return sum8(total);
+    store8(lanes, exp8(sub8(splat8(*sink), shift)));
+    return sum8(total) + lanes[0];
 }
 
 // Numbers [e, e + 8 * Eights) of Q heads' output.
@@ -199,7 +203,10 @@ static void attend(const Attend& job) {
             constexpr int S = decltype(size)::value, Q = decltype(count)::value;
             score<Number, S, Q>(job, head, 0, length, job.scores, job.stride);
             float totals[Q];
-            for (int q = 0; q < Q; q++) totals[q] = weigh(job.scores + q * job.stride, length);
+            for (int q = 0; q < Q; q++) {
+                const float* sink = job.sinks ? job.sinks + head + q : nullptr;
+                totals[q] = weigh(job.scores + q * job.stride, length, sink);
+            }
             mix<Number, S, Q>(job, head, 0, job.size, job.scores, job.stride, totals);
         });
     });

@@ -211,7 +211,7 @@ void Model::visit_experts(const Layer& layer, int nodes, int thread) {
                  thread);
     }
     pool.barrier();
-    for (const Visit& at : visits_) activate(at, thread);
+    for (const Visit& at : visits_) activate(at, layer.kind.clamped, thread);
     pool.barrier();
     for (const Visit& at : visits_) {
         multiply({&at.feed->down}, {at.out}, {at.between, at.gate}, at.rows, sizes.hidden, false,

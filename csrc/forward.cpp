@@ -175,7 +175,7 @@ void Model::ffn_layer(const Step& step, int layer, int thread) {
         multiply({&at.feed.gate, &at.feed.up}, {all.gate, all.up}, all.x, nodes, all.width, false,
                  thread);
         pool.barrier();
-        activate(all, thread);
+        activate(all, at.kind.clamped, thread);
         pool.barrier();
         multiply({&at.feed.down}, {all.out}, {all.between, all.gate}, nodes, hidden, add, thread);
         pool.barrier();
@@ -183,9 +183,11 @@ void Model::ffn_layer(const Step& step, int layer, int thread) {
     if (!add) end_branch(at, at.ffn_end_norm, nodes, thread);
 }
 
-// silu(gate) * up, quantised, or in gate's place: group by group, so that every thread has some even
+// silu(gate) * up or what the layer has for it, quantised, or in gate's place: group by group, so that every thread has some even
 // of one row.
-void Model::activate(const Visit& visit, int thread) {
+void Model::activate(const Visit& visit, bool clamped, int thread) {
+    const auto as_floats = clamped ? kernels->clamped : kernels->silu;
+    const auto as_groups = clamped ? kernels->clamped_quantise : kernels->silu_quantise;
     const bool floats = is_float(visit.feed->down.format);
     const int width = visit.width, groups = (width + kGroup - 1) / kGroup;
     const Share share((visit.rows + kLanes - 1) / kLanes * groups, thread, pool.threads());
@@ -196,9 +198,9 @@ void Model::activate(const Visit& visit, int thread) {
             float* gate = visit.gate + (size_t)n * width + begin;
             const float* up = visit.up + (size_t)n * width + begin;
             if (floats) {
-                kernels->silu(gate, up, count, gate);
+                as_floats(gate, up, count, gate);
             } else {
-                kernels->silu_quantise(gate, up, count, visit.between + piece, n % kLanes);
+                as_groups(gate, up, count, visit.between + piece, n % kLanes);
             }
         }
     }

@@ -111,8 +111,8 @@ const float** Model::vector(int layer, int which) {
     Layer& at = layers_[layer];
     const float** const all[] = {&at.attention_norm, &at.ffn_norm,           &at.query_norm,
                                  &at.key_norm,       &at.attention_end_norm, &at.ffn_end_norm,
-                                 &at.correction};
-    return which < 0 || which >= 7 ? nullptr : all[which];
+                                 &at.correction,     &at.sinks};
+    return which < 0 || which >= 8 ? nullptr : all[which];
 }
 
 void Model::request_aux_hidden_states(const int32_t* layers, int count) {

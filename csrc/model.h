@@ -53,6 +53,8 @@ struct LayerKind {
     int32_t sigmoid;    // the router's scores: each one's sigmoid, or a softmax over all
     int32_t normalised; // the weights of a node's experts are divided by their sum
     int32_t groups, kept;  // groups of experts, and how many of them can be chosen from
+    int32_t window;        // positions that a node sees, itself the last; 0: all
+    int32_t clamped;       // the gate is gpt-oss's (Kernels::clamped), not silu's
     int32_t rotated;       // 0: queries and keys know no positions
     int32_t wide_norms;    // norms of queries and keys are over all heads at once
     float router_scale;    // multiplies the weights of a node's experts
@@ -60,7 +62,7 @@ struct LayerKind {
     float residual;        // multiplies what attention and feed-forward add to the stream
 };
 
-// down(silu(gate x) * up x)
+// down(silu(gate x) * up x), or by the layer's other gate
 struct FeedForward {
     Matrix gate, up, down;
 };
@@ -75,6 +77,7 @@ struct Layer {
     const float *attention_end_norm = nullptr, *ffn_end_norm = nullptr;
     const float *query_norm = nullptr, *key_norm = nullptr;
     const float* correction = nullptr;  // [experts] takes part in the choice alone
+    const float* sinks = nullptr;       // [heads] scores that carry no value
     bool reads_groups = false;          // some feed-forward's weights are quantised
 };
 
@@ -204,7 +207,7 @@ protected:
     void ffn_layer(const Step& step, int layer, int thread);
     size_t expert_rows(const LayerKind& kind) const;
     void reserve_for(const LayerKind& kind);
-    void activate(const Visit& visit, int thread);
+    void activate(const Visit& visit, bool clamped, int thread);
     void end_branch(const Layer& layer, const float* norm, int nodes, int thread);
     void mixture(const Layer& layer, int nodes, int thread);
     void route(const Layer& layer, int node);
@@ -214,6 +217,7 @@ protected:
     void mix_experts(const Layer& layer, int nodes, int thread);
     void head(const Step& step, int thread);
     void rotate_and_store(int layer, int node);
+    Sight seen(const Layer& layer, int node) const;
     Attend job(int layer, const Unit& unit, int node);
     void attend(int layer, int thread);
     void attend_together(int layer, int thread);

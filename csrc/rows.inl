@@ -94,8 +94,19 @@ FORERUN_INLINE F8 silu8(F8 g, F8 u) {
     return mul8(div8(g, one_plus), u);
 }
 
+FORERUN_INLINE F8 clamped8(F8 g, F8 u) {
+    g = min8(g, splat8(7.0f));
+    u = min8(max8(u, splat8(-7.0f)), splat8(7.0f));
+    const F8 one_plus = add8(splat8(1.0f), exp8(mul8(g, splat8(-1.702f))));
+    return mul8(div8(g, one_plus), add8(u, splat8(1.0f)));
+}
+
 static void silu_quantise(const float* gate, const float* up, int count, Group* out, int lane) {
     quantise_joined(gate, up, count, out, lane, [](F8 g, F8 u) { return silu8(g, u); });
+}
+
+static void clamped_quantise(const float* gate, const float* up, int count, Group* out, int lane) {
+    quantise_joined(gate, up, count, out, lane, [](F8 g, F8 u) { return clamped8(g, u); });
 }
 
 // join(a, b), eight numbers at a time, as float32. `out` may be `a`.
@@ -118,6 +129,10 @@ static void norm(const float* x, const float* weight, float eps, int count, floa
 
 static void silu(const float* gate, const float* up, int count, float* out) {
     write_joined(gate, up, count, out, [](F8 g, F8 u) { return silu8(g, u); });
+}
+
+static void clamped(const float* gate, const float* up, int count, float* out) {
+    write_joined(gate, up, count, out, [](F8 g, F8 u) { return clamped8(g, u); });
 }
 
 static void rotate(float* x, const float* weight, float eps, const float* cosine, const float* sine,

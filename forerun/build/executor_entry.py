@@ -63,8 +63,7 @@ class ExecutorEntry:
     title         as sentences say
     suits         whether a configuration that names no executor, its device decided, leaves it open
                   for this one. The first entry that suits is taken
-    refusal       why it cannot run a model up to a context (None: as far as it can), in one
-                  clause; None where it can
+    refusal       why it cannot run a model, in one clause; None where it can
     needs         what a model asks of the machine
     draft_item    bytes of a number in a draft model's weights and cache; None: 8 bits in blocks,
                   and 16 bits
@@ -81,7 +80,7 @@ class ExecutorEntry:
     name: str
     title: str
     suits: Callable[[EngineConfig], bool]
-    refusal: Callable[[Architecture, int | None], str | None]
+    refusal: Callable[[Architecture], str | None]
     needs: Callable[[EngineConfig, Architecture, Checkpoint], Needs]
     draft_item: Callable[[EngineConfig], int | None]
     free_memory: Callable[[EngineConfig], int]

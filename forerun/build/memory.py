@@ -139,13 +139,10 @@ def human(count: int) -> str:
     return f"{size:.1f} TB"
 
 
-def needs_of(arch: Architecture, weights: int, per_token: int, context: int | None = None) -> Needs:
-    """What a model asks, given bytes of its weights and of a token's keys and values.
-
-    context  longest sequence; None: what the model was made for
-    """
+def needs_of(arch: Architecture, weights: int, per_token: int) -> Needs:
+    """What a model asks, given bytes of its weights and of a token's keys and values."""
     return Needs(
-        context=arch.context if context is None else context,
+        context=arch.context,
         vocab=arch.vocab,
         weights=weights,
         per_token=per_token,

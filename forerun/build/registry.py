@@ -43,7 +43,7 @@ def _suiting(config: EngineConfig, arch: Architecture) -> ExecutorEntry:
     able = [each for each in EXECUTORS.values() if each.shards or config.tp_size == 1]
     *better, last = (entry for entry in able if entry.suits(config))
     for entry in better:
-        reason = entry.refusal(arch, config.context)
+        reason = entry.refusal(arch)
         if reason is None:
             return entry
         warnings.warn(

@@ -37,28 +37,26 @@ def _suits(config: EngineConfig) -> bool:
     )
 
 
-def _refusal(arch: Architecture, context: int | None) -> str | None:
+def _refusal(arch: Architecture) -> str | None:
     from forerun.executors import cpu
 
-    return cpu.available() or cpu.refusal(arch, context)
+    return cpu.available() or cpu.refusal(arch)
 
 
 def _needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint) -> Needs:
-    """Weights stay as they are in the file, or become fewer bytes. The core knows no sliding
-    windows: it is exact up to the shortest.
-    """
+    """Weights stay as they are in the file, or become fewer bytes; some kinds become 8 bits."""
     from forerun.executors import cpu
 
-    cpu.check_runs(arch, config.context)
+    cpu.check_runs(arch)
     per_token = cpu.cache_bytes_per_token(arch, cpu.cache_item(checkpoint, config.dtype))
     # Where there are no files, in 16 bits.
     there = checkpoint.path.exists()
     weights = bytes_on_disk(checkpoint.path) if there else 2 * arch.parameters
     if config.dtype in _BITS:
         weights = min(weights, arch.parameters * _BITS[config.dtype] // 8)
-    if getattr(checkpoint, "methods", ()):
-        weights = arch.parameters * _BITS["q8_0"] // 8
-    return needs_of(arch, weights, per_token, arch.windowless_context)
+    if there and cpu.widens(checkpoint):
+        weights = max(weights, arch.parameters * _BITS["q8_0"] // 8)
+    return needs_of(arch, weights, per_token)
 
 
 def _build(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits) -> Executor:

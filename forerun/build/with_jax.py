@@ -103,7 +103,7 @@ ENTRY = ExecutorEntry(
     name="jax",
     title="jax executor",
     suits=lambda config: config.device == "tpu",
-    refusal=lambda arch, context: None,
+    refusal=lambda arch: None,
     needs=dense_needs,
     draft_item=lambda config: ITEM_BYTES[config.dtype],
     free_memory=_free_memory,

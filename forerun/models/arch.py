@@ -168,14 +168,6 @@ class Architecture:
         return (whole or turned)[-1].rope
 
     @property
-    def windowless_context(self) -> int:
-        """Longest sequence, in tokens, in which no layer's window hides anything: up to it an
-        executor that knows no windows is exact.
-        """
-        windows = [spec.attention.window for spec in self.layer_specs]
-        return min(self.context, *(window or self.context for window in windows))
-
-    @property
     def parameters(self) -> int:
         """Number of weights, a tied head counted once."""
         return sum(math.prod(shape) for shape in expected_tensors(self).values())
@@ -184,8 +176,8 @@ class Architecture:
         """What an executor must know besides Llama's block to run this model, in words.
 
         That block: one pre-norm layer repeated, 1/sqrt(E) scores, one rope, dense SwiGLU; with or
-        without biases and norms on queries and keys. Windows are not counted: up to
-        `windowless_context` they change nothing. Empty where the block will do.
+        without biases and norms on queries and keys. Windows are not counted: they
+        change what is seen, not the block. Empty where the block will do.
         """
         specs = self.layer_specs
         found = {

@@ -20,6 +20,7 @@ _FAMILIES: dict[str, Family] = {
     "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe",
     "glm4moe": "glm4_moe",
+    "gpt-oss": "gpt_oss",
     "smollm3": "smollm3",
     "granite": "granite",
     "olmo2": "olmo2",
@@ -27,7 +28,7 @@ _FAMILIES: dict[str, Family] = {
 """general.architecture -> family. Mistral's files call themselves llama; Mixtral's too, and have
 experts.
 """
-_EXPERTS: tuple[Family, ...] = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe")
+_EXPERTS: tuple[Family, ...] = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss")
 _WINDOWS: tuple[Family, ...] = ("llama", "mixtral")
 """Whose window, if there is one, is in all layers."""
 _NO_POSITIONS = 4
@@ -130,8 +131,23 @@ def _plain(
     if family not in _EXPERTS:
         return (spec,) * sizes.layers
     mixed = replace(spec, feed_forward=experts_of(keys, sizes, file, family))
+    if family == "gpt_oss":
+        return _gpt_oss(keys, sizes, mixed)
     dense = keys.integer("leading_dense_block_count", 0)
     return tuple(spec if layer < dense else mixed for layer in range(sizes.layers))
+
+
+def _gpt_oss(keys: Keys, sizes: ArchitectureSizes, mixed: LayerSpec) -> tuple[LayerSpec, ...]:
+    """Sinks, clamped gates and a window in every other layer, the first one. Its YaRN blends from
+    where the model was trained to, which llama.cpp rounds to whole dimensions.
+    """
+    scaling = mixed.rope.scaling
+    if isinstance(scaling, Yarn):
+        mixed = replace(mixed, rope=replace(mixed.rope, scaling=replace(scaling, truncate=False)))
+    scale = mixed.attention.scale
+    whole = replace(mixed, attention=AttentionSpec(scale, sinks=True), activation="clamped_silu")
+    local = replace(whole, attention=AttentionSpec(scale, _window(keys), sinks=True))
+    return tuple(whole if layer % 2 else local for layer in range(sizes.layers))
 
 
 def _factor(keys: Keys, family: Family, name: str, absent: float = 1.0) -> float:

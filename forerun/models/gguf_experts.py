@@ -7,8 +7,11 @@ from forerun.models.gguf_header import GgufFile
 from forerun.models.keys import Keys
 from forerun.models.layer_spec import Experts, Router
 
-_GATING: dict[int, Literal["softmax", "sigmoid"]] = {1: "softmax", 2: "sigmoid"}
-"""`expert_gating_func` of llama.cpp; the others weight what is chosen in ways of their own."""
+_GATING: dict[int, Literal["softmax", "sigmoid"]] = {1: "softmax", 2: "sigmoid", 3: "softmax"}
+"""`expert_gating_func` of llama.cpp. The third is a softmax over the chosen alone: one over all
+whose weights are normalised. Others weight what is chosen in ways of their own.
+"""
+_OF_THE_CHOSEN = 3
 
 
 def experts_of(keys: Keys, sizes: ArchitectureSizes, file: GgufFile, family: Family) -> Experts:
@@ -22,9 +25,12 @@ def experts_of(keys: Keys, sizes: ArchitectureSizes, file: GgufFile, family: Fam
     width = keys.integer("expert_feed_forward_length", together) or together
     groups = keys.integer("expert_group_count", 1) or 1
     sigmoid = family == "glm4_moe"
+    gating = _gating(keys, 2 if sigmoid else 1)
+    normalised = keys.flag("expert_weights_norm", family not in ("qwen2_moe", "glm4_moe"))
     router = Router(
-        _gating(keys, 2 if sigmoid else 1),
-        normalised=keys.flag("expert_weights_norm", family not in ("qwen2_moe", "glm4_moe")),
+        _GATING[gating],
+        normalised=normalised or gating == _OF_THE_CHOSEN,
+        bias=family == "gpt_oss",
         scale=keys.real("expert_weights_scale", 0.0) or 1.0,
         correction=sigmoid,
         groups=groups,
@@ -35,12 +41,13 @@ def experts_of(keys: Keys, sizes: ArchitectureSizes, file: GgufFile, family: Fam
         shared = keys.integer("expert_shared_feed_forward_length", whole) or whole
     elif family == "glm4_moe":
         shared = width * keys.integer("expert_shared_count", 0)
-    return Experts(count, top_k, width, router, shared, shared_gate=family == "qwen2_moe")
+    gated, biased = family == "qwen2_moe", family == "gpt_oss"
+    return Experts(count, top_k, width, router, shared, shared_gate=gated, bias=biased)
 
 
-def _gating(keys: Keys, default: int) -> Literal["softmax", "sigmoid"]:
+def _gating(keys: Keys, default: int) -> int:
     code = keys.integer("expert_gating_func", default) or default
     if code not in _GATING:
         known = " or ".join(f"{number} ({name})" for number, name in _GATING.items())
         raise keys.unfit("expert_gating_func", code, f"{known} to run here")
-    return _GATING[code]
+    return code

@@ -28,7 +28,11 @@ _IN_LAYER = {
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }
-_CORRECTION = "mlp.gate.e_score_correction_bias", "exp_probs_b.bias"
+_ALONE = {
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "self_attn.sinks": "attn_sinks.weight",
+}
+"""Vectors that are no part of a matrix or norm."""
 _AFTER_ATTENTION = "post_attention_norm"
 _NORMS = {
     "before_attention": "attn_norm",
@@ -37,7 +41,7 @@ _NORMS = {
     "after_feed_forward": "post_ffw_norm",
 }
 """Names of norms by where they stand (layer_spec.NormNames)."""
-_AS_TRANSFORMERS: tuple[Family, ...] = ("glm4_moe",)
+_AS_TRANSFORMERS: tuple[Family, ...] = ("glm4_moe", "gpt_oss")
 """Whose norm before the feed-forward is called as in transformers."""
 _INTERLEAVED: tuple[Family, ...] = ("llama", "mixtral", "smollm3", "granite")
 """Whose queries and keys llama.cpp rotates in neighbouring pairs; their rows are in that order."""
@@ -89,8 +93,8 @@ def _part_of(
     shape: tuple[int, ...],
 ) -> tuple[str, StoredPart]:
     """Of one tensor of a layer, whose names in the file begin with `prefix`."""
-    if name == _CORRECTION[0]:
-        return prefix + _CORRECTION[1], StoredPart(name, shape, shape)
+    if name in _ALONE:
+        return prefix + _ALONE[name], StoredPart(name, shape, shape)
     base, _, kind = name.rpartition(".")
     if expert := EXPERT.fullmatch(name):
         assert isinstance(spec.feed_forward, Experts)

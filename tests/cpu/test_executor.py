@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.build.engine import open_target
 from forerun.build.registry import EXECUTORS, choose_executor
 from forerun.errors import ConfigError, EngineError, MemoryPlanError, ModelError
 from forerun.executors.cpu import CpuExecutor, available, cache_bytes_per_token, native
@@ -48,7 +47,6 @@ def test_models_it_cannot_run(checkpoint, executor):
 @pytest.mark.parametrize(
     ("family", "named"),
     [
-        ("gpt_oss", ["a clamped gate", "attention sinks"]),
         ("deepseek_v3", ["latent attention"]),
         ("gemma2", ["capped attention scores", "capped logits", "a GELU gate"]),
         ("gemma3_text", ["without their 1", "a GELU gate", "a rope per layer"]),
@@ -82,22 +80,13 @@ def test_matrices_that_are_several_in_one_give_llamas_bits(executor, tmp_path):
     assert torch.equal(*found)
 
 
-def test_a_window_ends_its_context(checkpoint, executor, tmp_path):
-    """Up to the window nothing is hidden, so the core is exact there; beyond, torch serves."""
+def test_a_window_is_no_end_of_its_context(checkpoint, executor):
+    """Longer contexts than the shortest window run on the core and are planned for."""
     source = checkpoint("mistral", None, sliding_window=100)
-    arch = source.architecture
-    config = EngineConfig(model=str(source.path))
-    assert EXECUTORS["cpu"].needs(config, arch, source).context == 100
-    torch_config = replace(config, executor="torch", dtype="float32")
-    assert EXECUTORS["torch"].needs(torch_config, arch, source).context == 512
-    assert executor(source, context=100).limits.context == 100
-    with pytest.raises(ModelError, match=r"no sliding windows.*100 tokens.*context is 101"):
-        executor(source, context=101)
-    assert choose_executor(config, arch).executor == "cpu"
-    with pytest.warns(UserWarning, match="sliding windows"):
-        assert choose_executor(replace(config, context=300), arch).executor == "torch"
-    with pytest.raises(ModelError, match=r"context is 300; use the torch executor"):
-        open_target(replace(config, executor="cpu", context=300))
+    config = EngineConfig(model=str(source.path), context=300)
+    assert EXECUTORS["cpu"].needs(config, source.architecture, source).context == 512
+    assert choose_executor(config, source.architecture).executor == "cpu"
+    assert executor(source, context=300).limits.context == 300
 
 
 class Damaged:

@@ -7,8 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
 
+from forerun.errors import ModelError
 from forerun.executors.cpu import CpuExecutor, native
+from forerun.executors.cpu.weights import eight_bits
 from forerun.executors.torch import TorchExecutor
 from forerun.models.gguf import GgufCheckpoint
 from forerun.models.layer_spec import Experts, Router
@@ -30,9 +33,8 @@ CASES = [
     *(("qwen3_moe", name, changes) for name, changes in EXPERTS.items()),
     *(
         (family, name, changes)
-        for family in ("mixtral", "glm4_moe", "smollm3", "granite", "olmo2")
+        for family in ("mixtral", "glm4_moe", "gpt_oss", "smollm3", "granite", "olmo2")
         for name, changes in FURTHER[family].items()
-        if "sliding_window" not in changes
     ),
 ]  # fmt: skip
 IN_FILES = {
@@ -40,7 +42,25 @@ IN_FILES = {
     "smollm3": {"num_hidden_layers": 5, "no_rope_layer_interval": 4},
 }
 """What quantised files need: rows of 32, and of SmolLM3 what llama.cpp knows."""
-FAMILIES = ("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "smollm3", "granite", "olmo2")
+FAMILIES = (
+    *("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "gpt_oss"),
+    *("smollm3", "granite", "olmo2"),
+)
+
+
+WINDOWS = [(family, n) for family in ("mistral", "qwen2", "qwen3") for n in (1, 16, 100)]
+
+
+@pytest.mark.parametrize(("family", "window"), WINDOWS)
+def test_contexts_longer_than_the_window(executor, checkpoint, random, family, window):
+    changes = {"sliding_window": window}
+    if family != "mistral":
+        kinds = ["full_attention", "sliding_attention"]
+        changes |= {"use_sliding_window": True, "layer_types": kinds}
+    source = checkpoint(family, None, **changes)
+    tokens = random.integers(0, tiny.VOCAB, 180)
+    found = logits_of(executor(source, 2), tokens)
+    assert np.abs(found - fp32(source, tokens)).max() < 1e-4
 
 
 @pytest.mark.parametrize(("family", "name", "changes"), CASES)
@@ -68,7 +88,8 @@ def test_sixty_four_greedy_tokens_are_torchs(executor, checkpoint, random, famil
 def test_every_node_of_a_tree_is_a_token_of_its_path(
     executor, checkpoint, random, family, page_size
 ):
-    source = checkpoint(family, None)
+    changes = {"sliding_window": 5} if family in ("gpt_oss", "mixtral") else {}
+    source = checkpoint(family, None, **changes)
     prompt = random.integers(0, tiny.VOCAB, 40)
     parents = [-1, 0, 1, 2, 3, 4, -1, 6, 7, 1, 9, 10]
     draft = as_draft(random.integers(0, tiny.VOCAB, len(parents)), parents)
@@ -113,6 +134,39 @@ def test_experts_in_k_quants(executor, random, tmp_path):
     found = logits_of(made, tokens)
     assert distance(found, forward(source, tokens)) < SAME
     assert np.array_equal(found, logits_of(executor(source, kernels="portable"), tokens))
+
+
+def test_mxfp4_keeps_its_numbers(executor, random, tmp_path):
+    """gpt-oss as its files are: experts in MXFP4, any bytes, scales that 16 bits hold."""
+    hf = tiny.model("gpt_oss", max_position_embeddings=512)
+    stored, kind = {}, GGMLQuantizationType["MXFP4"]
+    for layer in range(2):
+        for part, (rows, columns) in {"gate": (96, 64), "up": (96, 64), "down": (64, 96)}.items():
+            raw = random.integers(0, 256, (5, rows, columns // 32, 17), dtype=np.uint8)
+            raw[..., 0] = random.integers(122, 126, raw.shape[:3])
+            name = f"model.layers.{layer}.mlp.experts.{part}_proj.weight"
+            stored[name] = raw.reshape(5, rows, -1), kind
+    source = GgufCheckpoint(tiny.write_gguf(hf, tmp_path / "x.gguf", "Q8_0", stored=stored))
+    name = "model.layers.1.mlp.experts.3.down_proj.weight"
+    packed = source.packed(name)
+    assert packed.kind == "MXFP4"
+    same = dequantize(eight_bits(packed.rows, name), GGMLQuantizationType["Q8_0"])
+    assert np.array_equal(same, source.tensor(name))
+    made = executor(source, 2)
+    assert "MXFP4 as the same numbers in 8 bits" in made.describe()["dtype"]
+    tokens = random.integers(0, tiny.VOCAB, 60)
+    found = logits_of(made, tokens)
+    assert distance(found, forward(source, tokens)) < SAME
+    assert np.array_equal(found, logits_of(executor(source, kernels="portable"), tokens))
+
+
+def test_mxfp4_scales_out_of_range_are_named():
+    rows = np.zeros((2, 34), np.uint8)
+    rows[:, ::17] = 127
+    assert eight_bits(rows, "here").shape == (2, 68)
+    rows[1, 17] = 250
+    with pytest.raises(ModelError, match=r"here: MXFP4 scales"):
+        eight_bits(rows, "here")
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", None])

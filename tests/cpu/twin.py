@@ -100,9 +100,9 @@ class Twin:
             stream = stream + self.normed(made, prefix, norms.after_attention) * spec.residual
             x = self.normed(stream, prefix, norms.before_feed_forward)
             if isinstance(spec.feed_forward, Experts):
-                made = self.mixture(prefix + "mlp.", x, spec.feed_forward)
+                made = self.mixture(prefix + "mlp.", x, spec)
             else:
-                made = self.fed(prefix + "mlp.", x)
+                made = self.fed(prefix + "mlp.", x, spec.activation)
             stream = stream + self.normed(made, prefix, norms.after_feed_forward) * spec.residual
         x = normed(stream, self.vector("model.norm.weight"), arch.norm_eps)
         head = "model.embed_tokens" if arch.tied_head else "lm_head"
@@ -115,14 +115,21 @@ class Twin:
             else normed(x, self.vector(f"{prefix}{name}.weight"), self.arch.norm_eps)
         )
 
-    def fed(self, prefix, x):
+    def fed(self, prefix, x, activation):
         gate, up = (self.product(f"{prefix}{part}_proj", x) for part in ("gate", "up"))
+        if activation == "clamped_silu":
+            gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+            opened = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+            return self.product(f"{prefix}down_proj", opened)
         return self.product(f"{prefix}down_proj", gate / (1 + np.exp(-gate)) * up)
 
-    def mixture(self, prefix, x, about):
+    def mixture(self, prefix, x, spec):
         """Token by token, expert by expert."""
+        about, activation = spec.feed_forward, spec.activation
         router = about.router
         logits = x.astype(np.float32) @ self.vector(prefix + "gate.weight").T
+        if router.bias:
+            logits = logits + self.vector(prefix + "gate.bias")
         if router.scores == "sigmoid":
             scores = 1 / (1 + np.exp(-logits))
         else:
@@ -137,14 +144,14 @@ class Twin:
             weights = scores[token, chosen]
             weights = weights / weights.sum() if router.normalised else weights
             for expert, weight in zip(chosen, weights * router.scale, strict=True):
-                made = self.fed(f"{prefix}experts.{expert}.", x[token : token + 1])[0]
+                made = self.fed(f"{prefix}experts.{expert}.", x[token : token + 1], activation)[0]
                 out[token] += weight * made
         if about.shared:
             share = 1.0
             if about.shared_gate:
                 score = x.astype(np.float32) @ self.vector(prefix + "shared_expert_gate.weight").T
                 share = 1 / (1 + np.exp(-score))
-            out = out + share * self.fed(prefix + "shared_expert.", x)
+            out = out + share * self.fed(prefix + "shared_expert.", x, activation)
         return out
 
     def vector(self, name):
@@ -170,7 +177,14 @@ class Twin:
         shared = arch.heads // arch.kv_heads
         k, v = np.repeat(k, shared, 1), np.repeat(v, shared, 1)
         scores = np.einsum("ihe,jhe->hij", q, k) * spec.attention.scale
-        scores[:, ~np.tri(count, dtype=bool)] = -np.inf
+        seen = np.tri(count, dtype=bool)
+        if spec.attention.window:
+            seen &= ~np.tri(count, k=-spec.attention.window, dtype=bool)
+        scores[:, ~seen] = -np.inf
+        if spec.attention.sinks:
+            sinks = self.vector(prefix + "sinks")[:, None, None]
+            scores = np.concatenate([scores, np.broadcast_to(sinks, (len(sinks), count, 1))], -1)
+            v = np.concatenate([v, np.zeros_like(v[:1])])
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
         mixed = np.einsum("hij,jhe->ihe", weights, v).reshape(count, -1)

@@ -28,7 +28,7 @@ NATIVE = [
     "glm4_moe",
     *(
         pytest.param(family, marks=pytest.mark.slow)
-        for family in ("qwen2_moe", "qwen3_moe", "mixtral", "olmo2")
+        for family in ("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "olmo2")
     ),
 ]
 """What the compiled core runs that is not Llama's block."""

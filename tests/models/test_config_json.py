@@ -52,7 +52,8 @@ def test_gemma_3_is_data(tmp_path):
     assert whole.attention.scale == slides.attention.scale == 24**-0.5
     assert (whole.norms, whole.activation, whole.qk_norm) == ("sandwich", "gelu_tanh", True)
     assert (arch.embedding_scale, arch.norm_offset, arch.final_softcap) == (8.0, 1.0, 20.0)
-    assert (arch.rope, arch.windowless_context, arch.context) == (Rope(1e4), 24, 256)
+    assert (arch.rope, arch.context) == (Rope(1e4), 256)
+    assert arch.layer_specs[0].attention.window == 24
 
 
 def test_the_configuration_that_gemma_3_came_with(tmp_path):
@@ -179,7 +180,7 @@ def test_absent_keys_mean_what_transformers_means(tmp_path):
     assert read("qwen3", tmp_path, without=["head_dim"]).head_size == 128
     mistral = read("mistral", tmp_path, ["sliding_window"], max_position_embeddings=32768)
     assert windows(mistral) == [4096, 4096]
-    assert (mistral.windowless_context, mistral.context) == (4096, 32768)
+    assert (mistral.layer_specs[0].attention.window, mistral.context) == (4096, 32768)
     gemma = read("gemma2", tmp_path, ["attn_logit_softcapping", "final_logit_softcapping"])
     assert (gemma.layer_specs[0].attention.softcap, gemma.final_softcap) == (50.0, 30.0)
     assert windows(read("gemma3_text", tmp_path, ["layer_types"])) == [24, 24, 24]
@@ -223,7 +224,6 @@ def test_each_layer_has_its_window(family, changes, expected, tmp_path):
     arch = read(family, tmp_path, **changes)
     assert windows(arch) == expected
     assert arch.context == 256
-    assert arch.windowless_context == min(256, *(window or 256 for window in expected))
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ def test_window_and_yarn_factors(tmp_path):
     }
     path = tiny.write_gguf(tiny.model("llama"), tmp_path / "x.gguf", metadata=metadata)
     arch = GgufCheckpoint(path).architecture
-    assert (arch.context, arch.windowless_context) == (256, 100)
+    assert arch.context == 256
     assert {spec.attention.window for spec in arch.layer_specs} == {100}
     assert arch.rope.scaling == Yarn(4.0, 64, 0.5 * (0.1 * np.log(4.0) + 1))
 
@@ -247,7 +247,7 @@ def test_a_window_that_names_no_layers_limits_the_context(tmp_path):
     metadata = {"qwen2.attention.sliding_window": 100}
     path = tiny.write_gguf(tiny.model("qwen2"), tmp_path / "x.gguf", metadata=metadata)
     arch = GgufCheckpoint(path).architecture
-    assert (arch.context, arch.windowless_context) == (100, 100)
+    assert arch.context == 100
 
 
 BLOCKS = {
@@ -257,6 +257,7 @@ BLOCKS = {
     "qwen2_moe": {},
     "qwen3_moe": {},
     "mixtral": {},
+    "gpt_oss": {"rope": tiny.YARN | {"truncate": False}, "num_hidden_layers": 3},
     "glm4_moe": {"n_shared_experts": 2, "use_qk_norm": True, "attention_bias": True},
 }
 
@@ -324,7 +325,8 @@ def test_prediction_layers_are_left_aside(tmp_path):
 @pytest.mark.parametrize(
     ("family", "key", "value", "named"),
     [
-        ("qwen3_moe", "expert_gating_func", 3, r"qwen3moe\.expert_gating_func is 3.*softmax"),
+        ("qwen3_moe", "expert_gating_func", 4, r"qwen3moe\.expert_gating_func is 4.*softmax"),
+        ("qwen3_moe", "expert_gating_func", 3, None),
         ("qwen3_moe", "expert_gating_func", 1, None),
         ("qwen3_moe", "expert_count", 7, r"blk\.0\.ffn_gate_exps\.weight is \[6, 32, 64\]"),
         ("qwen3_moe", "expert_count", None, r"qwen3moe\.expert_count is missing"),
@@ -341,6 +343,8 @@ def test_prediction_layers_are_left_aside(tmp_path):
         ("glm4_moe", "leading_dense_block_count", 2, r"missing blk\.1\.ffn_gate\.weight"),
         ("glm4_moe", "expert_chunk_feed_forward_length", 5, "expert_chunk_feed_forward_length"),
         ("mixtral", "expert_used_count", 9, "experts per token is 9"),
+        ("gpt_oss", "expert_count", 4, r"ffn_gate_exps\.bias is \[5, 96\]"),
+        ("gpt_oss", "attention.sliding_window", None, None),
         ("granite", "logit_scale", -2.0, "scale of logits"),
         ("granite", "attention.scale", 0.0, None),
         ("granite", "residual_scale", None, None),

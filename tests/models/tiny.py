@@ -268,7 +268,7 @@ def write_gguf(
         if stored and source in stored:
             raw, raw_kind = stored[source]
             writer.add_tensor(gguf_name(source, name), raw, raw_dtype=raw_kind)
-        elif array.ndim == 1 or source.endswith((".mlp.gate.weight", ".shared_expert_gate.weight")):
+        elif array.ndim == 1 or source.endswith(AS_FLOATS):
             writer.add_tensor(gguf_name(source, name), array.squeeze())
         else:
             writer.add_tensor(gguf_name(source, name), quantize(array, quant), raw_dtype=quant)
@@ -288,10 +288,15 @@ GGUF_NAMES = {
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "glm4_moe": "glm4moe",
+    "gpt_oss": "gpt-oss",
 }
 """What llama.cpp calls families that it does not call by their names here."""
 INTERLEAVED = ("llama", "mistral", "mixtral", "smollm3", "granite")
 """Whose heads llama.cpp's converter turns (`undo_permute`)."""
+
+
+AS_FLOATS = (".bias", ".mlp.gate.weight", ".shared_expert_gate.weight")
+"""Ends of names of what is never quantised."""
 
 
 def stacked(arrays: dict[str, np.ndarray], settings: Any) -> dict[str, np.ndarray]:
@@ -319,6 +324,9 @@ def _add_experts(writer: gguf.GGUFWriter, settings: Any) -> None:
             break
     if family in ("qwen2_moe", "qwen3_moe", "glm4_moe"):
         writer.add_expert_feed_forward_length(settings.moe_intermediate_size)
+    if family == "gpt_oss":
+        writer.add_expert_feed_forward_length(settings.intermediate_size)
+        writer.add_sliding_window(settings.sliding_window)
     if family == "qwen2_moe":
         writer.add_expert_shared_feed_forward_length(settings.shared_expert_intermediate_size)
     if family == "glm4_moe":
@@ -388,6 +396,9 @@ def _gguf_names(arch: str) -> Any:
 def gguf_name(name: str, arch: str = "qwen3") -> str:
     """Canonical tensor name -> the GGUF one, by the gguf package's own table."""
     name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+    name = name.replace("self_attn.sinks", "self_attn.sinks.weight")
+    if arch == "gpt-oss":
+        name = name.replace("mlp.gate.", "mlp.router.")
     found = _gguf_names(arch).get_name(name, try_suffixes=(".weight", ".bias"))
     assert found is not None, name
     return str(found)

@@ -7,7 +7,7 @@ from forerun.executors.cpu.hidden_states import HiddenStates
 from forerun.executors.cpu.limits import check_runs, refusal
 from forerun.executors.cpu.native import available
 from forerun.executors.cpu.prediction_model import CpuPredictionModel
-from forerun.executors.cpu.weights import cache_bytes_per_token, cache_item
+from forerun.executors.cpu.weights import cache_bytes_per_token, cache_item, widens
 
 __all__ = [
     "CpuDecoderModel",
@@ -20,4 +20,5 @@ __all__ = [
     "cache_item",
     "check_runs",
     "refusal",
+    "widens",
 ]

@@ -35,7 +35,7 @@ class CpuDecoderModel:
 
     def __init__(self, executor: CpuExecutor, draft: WholeDraft) -> None:
         arch, vocabulary = draft.checkpoint.architecture, draft.vocabulary
-        check_runs(arch, executor.limits.context)
+        check_runs(arch)
         self.traits = DraftModelTraits(
             name=draft.algorithm,
             cache=draft.cache,

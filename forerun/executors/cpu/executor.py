@@ -89,7 +89,7 @@ class CpuExecutor(Executor):
         dtype: str = "file",
     ) -> None:
         arch = checkpoint.architecture
-        check_runs(arch, limits.context)
+        check_runs(arch)
         if limits.vocab != arch.vocab:
             raise ModelError(f"the limits' vocabulary is {limits.vocab}, the model's {arch.vocab}")
         self.limits = limits

@@ -1,23 +1,16 @@
-"""What the compiled core can run, in contexts that no sliding window cuts."""
+"""What the compiled core can run."""
 
 from forerun.errors import ModelError
 from forerun.models.arch import Architecture
 
 
-def refusal(arch: Architecture, context: int | None = None) -> str | None:
-    """Why the compiled core cannot run this model up to `context` tokens, in one clause; None
-    where it can. Without a context: up to where the first sliding window would hide something.
-    """
-    beyond, size, exact = _beyond(arch), arch.head_size, arch.windowless_context
+def refusal(arch: Architecture) -> str | None:
+    """Why the compiled core cannot run this model, in one clause; None where it can."""
+    beyond, size = _beyond(arch), arch.head_size
     if beyond:
         return f"the CPU core cannot run this {arch.family} model, which needs {', '.join(beyond)}"
     if size % 8:
         return f"the CPU core needs a head size that is a multiple of 8, not {size}"
-    if context is not None and exact < min(context, arch.context):
-        return (
-            f"the CPU core knows no sliding windows: this model's has {exact} tokens and the "
-            f"context is {context}"
-        )
     return None
 
 
@@ -27,9 +20,7 @@ def _beyond(arch: Architecture) -> list[str]:
     ropes = {spec.rope for spec in specs if spec.rope.rotated != 0}
     found = {
         "a GELU gate": any(s.activation == "gelu_tanh" for s in specs),
-        "a clamped gate": any(s.activation == "clamped_silu" for s in specs),
         "latent attention": arch.latent is not None,
-        "attention sinks": any(s.attention.sinks for s in specs),
         "capped attention scores": any(s.attention.softcap for s in specs),
         "capped logits": arch.final_softcap is not None,
         "norm weights stored without their 1": arch.norm_offset != 0.0,
@@ -38,8 +29,8 @@ def _beyond(arch: Architecture) -> list[str]:
     return [what for what, there in found.items() if there]
 
 
-def check_runs(arch: Architecture, context: int | None) -> None:
+def check_runs(arch: Architecture) -> None:
     """Raise ModelError where `refusal` has a reason."""
-    reason = refusal(arch, context)
+    reason = refusal(arch)
     if reason is not None:
         raise ModelError(f"{reason}; use the torch executor (--executor torch)")

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 Library = TypeVar("Library", ctypes.CDLL, ctypes.PyDLL)
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 18
+ABI = 19
 """What `forerun_abi` of csrc/api.cpp must say; raised together with it."""
 
 
@@ -42,7 +42,7 @@ class LayerKind(ctypes.Structure):
     _fields_ = (
         *((name, c_int32) for name in ("ffn", "experts", "top_k", "shared")),
         *((name, c_int32) for name in ("sigmoid", "normalised", "groups", "kept")),
-        *((name, c_int32) for name in ("rotated", "wide_norms")),
+        *((name, c_int32) for name in ("window", "clamped", "rotated", "wide_norms")),
         *((name, c_float) for name in ("router_scale", "score_scale", "residual")),
     )
 

@@ -53,7 +53,7 @@ class CpuPredictionModel(CpuHiddenStateModel):
 
     def __init__(self, executor: CpuExecutor, draft: PredictionLayers) -> None:
         arch, limits = draft.architecture, executor.limits
-        check_runs(arch, limits.context)
+        check_runs(arch)
         if not draft.carries_normed:
             raise ModelError(
                 f"{draft.path}: the CPU executor carries what is normed from one draft step to the "

@@ -1,15 +1,16 @@
 """A checkpoint's tensors into the compiled core, packed as csrc/quant.h describes.
 
-Floats, Q4_0, Q4_1, Q8_0, Q4_K, Q5_K and Q6_K keep the file's own numbers exactly, in as many bytes.
-Other quants, and floats where that is asked for, become 8 bits in groups of 32: symmetric, scale =
-largest / 127 as a half, rounded to nearest; or floats 4 bits, 16 steps from a group's smallest
-number to its largest.
+Floats, Q4_0, Q4_1, Q8_0, Q4_K, Q5_K and Q6_K keep the file's own numbers exactly, in as many
+bytes, MXFP4 in twice as many. Other quants, and floats where that is asked for, become 8 bits in
+groups of 32: symmetric, scale = largest / 127 as a half, rounded to nearest; or floats 4 bits, 16
+steps from a group's smallest number to its largest.
 """
 
 import ctypes
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from forerun.errors import ModelError
 from forerun.executors.cpu import native
@@ -31,6 +32,8 @@ _KINDS = {
     "Q6_K": (8, 256, 210),
 }
 """ggml's name -> `Source` of csrc/quant.h, numbers in a block, bytes of a block."""
+_MXFP4 = "MXFP4"
+"""Floats of 4 bits that share a power of two among 32: 8 bits with that scale are the same."""
 _FLOATS = ("F32", "F16", "BF16")
 BYTES = 2
 """`Format` of 8 bits in groups of 32."""
@@ -102,6 +105,7 @@ def vectors(arch: Architecture) -> list[Place]:
             f"{norms.after_attention}.weight" if norms.after_attention else None,
             f"{norms.after_feed_forward}.weight" if norms.after_feed_forward else None,
             correction if isinstance(experts, Experts) and experts.router.correction else None,
+            "self_attn.sinks" if spec.attention.sinks else None,
         )
         places += [Place(prefix + name, layer, i) for i, name in enumerate(named) if name]
     return [*places, Place("model.norm.weight", -1, 0)]
@@ -110,6 +114,8 @@ def vectors(arch: Architecture) -> list[Place]:
 def layer_kind(spec: LayerSpec) -> native.LayerKind:
     """The layer for the core, which `limits.refusal` finds nothing in."""
     kind = native.LayerKind(
+        window=spec.attention.window or 0,
+        clamped=spec.activation == "clamped_silu",
         rotated=spec.rope.rotated != 0,
         wide_norms=spec.wide_qk_norm,
         score_scale=spec.attention.scale,
@@ -137,6 +143,11 @@ def stored_kinds(checkpoint: Checkpoint) -> set[str]:
     """How the layers' matrices are stored, routers not counted: they are floats."""
     places = [place for place in matrices(checkpoint.architecture) if place.layer >= 0]
     return {_kind(checkpoint, place.name) for place in places if not _routes(place)}
+
+
+def widens(checkpoint: Checkpoint) -> bool:
+    """Whether some matrices take more bytes in the core than in their file."""
+    return bool(stored_kinds(checkpoint) - _KINDS.keys())
 
 
 def _routes(place: Place) -> bool:
@@ -170,8 +181,9 @@ def sentence(checkpoint: Checkpoint, dtype: str) -> str:
     made += ["embedding and output head made q8_0"] if made and dtype != "q8_0" else []
     kept = sorted(kinds & _KINDS.keys() - (names.keys() if made else set()))
     made += [f"{', '.join(kept)} as in the file"] if kept else []
-    other = sorted(kinds - _KINDS.keys())
+    other = sorted(kinds - _KINDS.keys() - {_MXFP4})
     made += [f"{', '.join(other)} made q8_0"] if other else []
+    made += [f"{_MXFP4} as the same numbers in 8 bits"] if _MXFP4 in kinds else []
     return f"weights {', '.join(made)}, activations 8 bits in groups of 32"
 
 
@@ -261,6 +273,8 @@ class Packer:
         rows: AnyArray
         if packed is not None and packed.kind in _KINDS:
             kind, rows = packed.kind, np.ascontiguousarray(packed.rows)
+        elif packed is not None and packed.kind == _MXFP4:
+            kind, rows = "Q8_0", eight_bits(packed.rows, name)
         else:
             kind, rows = "F32", np.ascontiguousarray(self._checkpoint.tensor(name), "<f4")
         if not self._whole(place):
@@ -278,6 +292,27 @@ class Packer:
 
     def _floats(self, name: str) -> Floats:
         return np.ascontiguousarray(self._checkpoint.tensor(name), "<f4")
+
+
+_FP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+"""Twice the numbers of E2M1 (OCP Microscaling Formats 1.0, section 5.3.3)."""
+
+
+def eight_bits(rows: NDArray[np.uint8], name: str) -> NDArray[np.uint8]:
+    """uint8[rows, bytes] of MXFP4 as Q8_0 with the same numbers.
+
+    Raises ModelError naming the tensor where a scale, 2^(byte - 127), is out of the half's range.
+    """
+    blocks = rows.reshape(len(rows), -1, 17)
+    exponents = blocks[..., 0].astype(np.int32) - 128  # Of the scale of twice the numbers.
+    if exponents.min() < -24 or exponents.max() > 15:
+        raise ModelError(f"{name}: MXFP4 scales that 16 bits do not hold; use the torch executor")
+    found = np.empty((*blocks.shape[:2], 34), np.uint8)
+    scales = np.ldexp(np.float32(1), exponents).astype("<f2")
+    found[..., :2] = scales[..., None].view(np.uint8)
+    found[..., 2:18] = _FP4[blocks[..., 1:] & 15].view(np.uint8)
+    found[..., 18:] = _FP4[blocks[..., 1:] >> 4].view(np.uint8)
+    return found.reshape(len(rows), -1)
 
 
 @dataclass(frozen=True, slots=True)
