@@ -6,6 +6,7 @@ and of more, in turns; the least, the median and the ratio of both, milliseconds
 """
 
 import argparse
+import sys
 import time
 from dataclasses import replace
 from statistics import median
@@ -60,6 +61,7 @@ def step(executor: CpuExecutor, tokens: np.ndarray, kv_len: int) -> float:
 
 
 def main() -> None:
+    """Measure and write the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--width", type=int, default=768, help="of one expert")
@@ -74,7 +76,8 @@ def main() -> None:
         for feed in (Dense(TOP_K * asked.width), sparse)
     ]
     random = np.random.default_rng(1)
-    print(f"{models[0].name}; weights", *(m.describe()["weight_bytes"] >> 20 for m in models), "MiB")
+    sizes = " ".join(str(m.describe()["weight_bytes"] >> 20) for m in models)
+    sys.stdout.write(f"{models[0].name}; weights {sizes} MiB\n")
     for rows in (1, 2, 4, 8, 16, 64, 256):
         taken: list[list[float]] = [[], []]
         for turn in range(asked.turns + 1):
@@ -82,10 +85,10 @@ def main() -> None:
             for index in (turn % 2, 1 - turn % 2):
                 taken[index].append(1e3 * step(models[index], tokens, CONTEXT))
         dense, experts = (sorted(times[1:]) for times in taken)
-        print(
+        sys.stdout.write(
             f"{rows:4d} rows: dense {dense[0]:7.2f} {median(dense):7.2f}, "
             f"experts {experts[0]:7.2f} {median(experts):7.2f}, "
-            f"ratio {experts[0] / dense[0]:.2f} {median(experts) / median(dense):.2f}"
+            f"ratio {experts[0] / dense[0]:.2f} {median(experts) / median(dense):.2f}\n"
         )
 
 
