@@ -1,8 +1,8 @@
 """What a step of experts takes beside its dense twin: `python bench/sparse_steps.py`.
 
-Two models of random numbers in 8 bits on the compiled core, alike but for the feed-forward: 32 experts
-of which a token visits 4, and one that is as wide as these 4. Steps of one row at a context of 128,
-and of more, in turns; the least, the median and the ratio of both, milliseconds.
+Two models of random numbers in 8 bits on the compiled core, alike but for the feed-forward: 32
+experts of which a token visits 4, and one that is as wide as these 4. Steps of one row and more
+behind 128 tokens, in turns; the least, the median and the ratio of both, milliseconds.
 """
 
 import argparse
