@@ -8,13 +8,14 @@ import pytest
 from forerun.build import drafting
 from forerun.build.engine import make_engine
 from forerun.client.completion import make_request
-from forerun.control.policy import FixedPolicy
+from forerun.control.policy import Decision, FixedPolicy
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.executors.torch import CapturedExecutor, TorchEagleModel, model_runner
 from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.features import TorchFeatures
 from forerun.executors.torch.triton.record import Size
 from forerun.interface.features import KeptFeatures
+from forerun.interface.plan import Budget
 from tests.models import tiny
 from tests.parity.heads import SWITCHES, Twin
 from tests.parity.tape import Tape
@@ -49,14 +50,16 @@ def pair(folder, learned):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """What head drafters propose, and how many passes they ask for."""
+    """What head drafters propose, and how many passes they ask for. A draft is known by the tokens
+    that its sequence was opened with, since slots are given again, and by how many are cached.
+    """
     found = {"drafts": [], "passes": 0}
     propose = ModelDrafter.propose
 
     def proposed(self, plan):
         drafts = propose(self, plan)
-        slots = zip(plan.slots.tolist(), plan.kv_len.tolist(), drafts, strict=True)
-        found["drafts"] += [(slot, length, draft) for slot, length, draft in slots]
+        sequences = [self._state(plan, row).tokens.tobytes() for row in range(plan.rows)]
+        found["drafts"] += zip(sequences, plan.kv_len.tolist(), drafts, strict=True)
         return drafts
 
     monkeypatch.setattr(ModelDrafter, "propose", proposed)
@@ -120,6 +123,20 @@ def kept_whole(features):
     return KeptFeatures(features.tensor().float().cpu().numpy())
 
 
+class Uneven(FixedPolicy):
+    """Other wishes for every sequence and position, now and then none."""
+
+    def __init__(self):
+        super().__init__(5, 5)
+
+    def decide(self, slots, kv_len, constrained=False):
+        rows = []
+        for slot, cached in zip(slots.tolist(), kv_len.tolist(), strict=True):
+            depth = 0 if cached % 11 in (4, 5, 6, 7) else (slot + cached // 3) % 6
+            rows.append(Budget(depth, depth, "as it comes", model_depth=depth))
+        return Decision("as it comes", tuple(rows))
+
+
 def mixed(texts):
     """Requests that begin and end at different steps, some of which the device cannot decide."""
     kinds = [
@@ -137,8 +154,8 @@ def mixed(texts):
     ]
 
 
-def answered(target, requests, **changes):
-    """What is said to the requests, one more of which comes every five steps."""
+def answered(target, requests, every=5, **changes):
+    """What is said to the requests, one more of which comes after `every` steps."""
     shape = {
         "speculative_algorithm": "EAGLE",
         "speculative_num_draft_tokens": 6,
@@ -147,7 +164,7 @@ def answered(target, requests, **changes):
     engine = make_engine(target, replace(target.config, **shape))
     output_tokens, waiting, steps = [[] for _ in requests], list(requests), 0
     while engine.step_once() or waiting:
-        if waiting and steps % 5 == 0:
+        if waiting and steps % every == 0:
             engine.submit(waiting[0], output_tokens[-len(waiting)].append)
             waiting = waiting[1:]
         steps += 1
@@ -157,19 +174,20 @@ def answered(target, requests, **changes):
 
 @pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_rows_come_go_and_rest(pair, seen, learned, monkeypatch, width):
-    """Also prompts between rounds, and rows the device cannot decide. Where both draft, the
-    likeliest is compared.
+    """Also prompts between rounds, rows the device cannot decide, and wishes for deeper trees than
+    were grown ahead: these are as deep as they are, so where both draft the likeliest is compared.
+    Enough rows at once that seldom all of them rest: rounds then give them up until they end.
     """
-    monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: FixedPolicy(5, 5))
+    monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: Uneven())
     # What is followed by rounds is kept for later without them: here with all its bits.
     monkeypatch.setattr(TorchFeatures, "keep", kept_whole)
 
     def run(target):
-        return answered(target, mixed(learned[1]), speculative_eagle_topk=width)
+        return answered(target, mixed(learned[1]), 2, speculative_eagle_topk=width)
 
     (carried, drafts, few), (behind, expected, many) = both(pair, seen, run)
     monkeypatch.undo()
-    assert carried == behind == answered(pair[1], mixed(learned[1]), speculative_algorithm="OFF")
+    assert carried == behind == answered(pair[1], mixed(learned[1]), 2, speculative_algorithm="OFF")
     firsts, others = (
         {tuple(where): draft.tokens[0] for *where, draft in each if len(draft)}
         for each in (drafts, expected)
