@@ -1,7 +1,7 @@
 """What the control of speculation wins on recorded answers, on a virtual clock: no machine needed.
 
     python bench/replay.py record answers.json --prompts prompts.jsonl     once, with the model
-    python bench/replay.py run answers.json [--rows 1 2 4 8] [--set PROBE_EVERY=64 ...]
+    python bench/replay.py run answers.json [--rows 1 2 4 8] [--set PLAIN_EVERY=64 ...]
 
 `run` plays the answers back through the real n-gram drafter and the real policy. A step takes
 what COSTS says of its nodes, LOOK_MS and ROW_LOOK_MS more where the drafter was asked, and NOISE;
@@ -27,7 +27,7 @@ import numpy as np
 from forerun.build.engine import encode_chat, make_engine, open_target
 from forerun.build.with_cpu import ngram_drafter
 from forerun.client.completion import complete, make_request
-from forerun.control import account, adaptive, host_drafts, live_costs
+from forerun.control import account, adaptive, costs, host_drafts
 from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.calibration import NODES, REPEATS, SECONDS, believed_ms
 from forerun.control.constants import MIN_REPEATS
@@ -245,7 +245,7 @@ def run(options: argparse.Namespace) -> None:
     """Print one line per cost table and number of rows."""
     for change in options.set:
         name, value = change.split("=")
-        for module in (sys.modules[__name__], account, adaptive, host_drafts, live_costs):
+        for module in (sys.modules[__name__], account, adaptive, host_drafts, costs):
             if hasattr(module, name):
                 setattr(module, name, type(getattr(module, name))(float(value)))
     answers = [a for a in json.loads(options.answers.read_text()) if len(a["output"]) > 1]

@@ -7,8 +7,8 @@ draft tokens are asked for only while it covers the worst loss of the coming ste
 speculation can therefore lose CREDIT + LOSS_SHARE * n plain steps at most.
 """
 
-from forerun.control.constants import CREDIT, DECAY, LOSS_SHARE, MIN_REPEATS, OUTLIER, PLAIN_EVERY
-from forerun.control.live_costs import LiveCosts
+from forerun.control.constants import CREDIT, LOSS_SHARE, MIN_REPEATS, OUTLIER, PLAIN_EVERY
+from forerun.control.costs import LiveCosts, Mean
 from forerun.control.report import StepReport
 from forerun.control.step_costs import StepCosts
 
@@ -16,35 +16,35 @@ from forerun.control.step_costs import StepCosts
 class Account:
     """What steps take on this machine now, and what speculation has won or lost.
 
-    costs   of steps, corrected by every step
+    costs   of steps, corrected by every step. Where draft tokens are grown in the rounds of a
+            device, steps of as many nodes do not take the same: only plain steps teach them
     saved   plain steps saved so far; negative: lost
-    gain    the same of a step that draft tokens were asked for in, a mean of the last few
+    brought, paid  of a step that draft tokens were asked for in: tokens of a row, and plain steps
+            that it took; means of the last few
     look    plain steps that looking for draft tokens takes on the host, a mean of the last few:
             found or not, the step cannot be carried
     steady  the last step was like the one before it: it took what such steps take
     empty   the credit is used up: no draft tokens until there is CREDIT again
 
-    in_round  draft tokens are grown in the rounds of a device, so that steps of as many nodes do
-              not take the same: only plain steps teach `costs`
-    losing    see Shapes: going back takes a run-up, so that more is put at stake
+    losing  see Shapes: going back takes a run-up, so that more is put at stake
     """
 
-    def __init__(self, measured: StepCosts, in_round: bool = False, losing: bool = False) -> None:
-        self.costs, self._in_round = LiveCosts(measured), in_round
-        self.saved = self.gain = self.look = 0.0
+    def __init__(self, measured: StepCosts, losing: bool = False) -> None:
+        self.costs, self.saved = LiveCosts(measured), 0.0
         self._refill = 8.0 * CREDIT if losing else CREDIT
         self._most = max(4.0 * CREDIT, self._refill)
         # A device's look keeps the next step from beginning early: it takes some of them to tell.
         self.credit = self._most if measured.padded else self._refill
-        self.empty, self.times_empty = False, 0
-        self._brought, self._paid, self._asked, self._rest = 1.0 + LOSS_SHARE, 1.0, MIN_REPEATS, 0
+        self.empty, self.times_empty, self._rest = False, 0, 0
+        self.brought = Mean(1.0 + LOSS_SHARE, MIN_REPEATS)
+        self.paid, self.look = Mean(1.0, MIN_REPEATS), Mean(0.0, MIN_REPEATS)
         # Of the step before: whether it had a prompt, and what a row was allowed at most.
         self._prompt, self._before, self.steady = False, 0, False
 
     @property
     def speed(self) -> float:
         """Of steps that draft tokens were asked for in, over plain decoding; a mean of the last."""
-        return self._brought / self._paid
+        return self.brought.value / self.paid.value
 
     def covers(self, loss: float) -> bool:
         """Whether the credit covers a loss of so many plain steps."""
@@ -57,57 +57,54 @@ class Account:
         """
         prompt, before, asked = self._prompt, self._before, max(report.allowed)
         self._prompt, self._before, self.steady = report.prefill, asked, False
-        rows, costs = report.rows, self.costs
+        rows, costs, in_round = report.rows, self.costs, self.costs.measured.in_round
         cached = report.cached * rows // report.nodes
         # What it would have been without draft tokens: under a grammar no step is carried.
-        ahead = costs.carries(rows) and not report.constrained
+        ahead = costs.seen(rows, True) > 0.0 and not report.constrained
         plain, late = costs.plain(rows, cached, ahead), ahead and not report.carried
         whole, look = (report.total_ms - report.ms["mask"]) / plain, report.ms["draft"] / plain
-        if report.prefill or (late and (prompt or self._in_round)):
+        if report.prefill or (late and (prompt or in_round)):
             return whole
         known = costs.seen(rows, ahead) >= MIN_REPEATS
         self.steady = known and not prompt and before == asked and not late
-        paid = look + self._paid_of(report, cached, plain, late, asked or before)
-        if known or not self._in_round:
+        if in_round and (asked or before):
+            paid = min(whole, look + OUTLIER * max(report.nodes / rows, 2.0))
+        else:
+            without = costs.late(rows, cached) if late else 1.0
+            paid = look + without * self._learn(report, cached, plain, without, late)
+            look += without - 1.0
+        if known or not in_round:
             brought = sum(map(len, report.tokens)) / rows
-            self._mean(brought, paid, asked > 0, look + late * (costs.late(rows, cached) - 1.0))
+            self._mean(brought, paid, look, asked > 0)
             self._settle(brought - paid, asked > 0 or before > 0)
         return whole
 
-    def _paid_of(
-        self, report: StepReport, cached: int, plain: float, late: bool, drafting: int
+    def _learn(
+        self, report: StepReport, cached: int, plain: float, without: float, late: bool
     ) -> float:
-        """Plain steps that a step took, drafting not counted, without what is no fault of draft
-        tokens. It teaches the costs.
+        """Teach the costs. Plain steps (`without` of them, as it is late) that the step took,
+        drafting not counted, and no more than is the fault of draft tokens.
         """
-        rows, costs = report.rows, self.costs
+        rows, costs, nodes = report.rows, self.costs, report.nodes
         ms = report.total_ms - report.ms["mask"] - report.ms["draft"]
-        if self._in_round and drafting:
-            return min(ms / plain, OUTLIER * max(report.nodes / rows, 2.0))
-        nodes = rows * (1 + max(report.draft_tokens)) if costs.measured.padded else report.nodes
+        if costs.measured.padded:
+            nodes = rows * (1 + max(report.draft_tokens))
         if nodes == rows:
             costs.learn_plain(rows, cached, report.carried, ms)
-            return costs.late(rows, cached) if late else 1.0
-        without = costs.late(rows, cached) if late else 1.0
-        believed, ratio = costs.ratio(rows, nodes, cached), ms / plain / without
-        most = OUTLIER * costs.at_most(rows, nodes, cached, believed)
+            return 1.0
+        ratio, most = ms / plain / without, OUTLIER * costs.at_most(rows, nodes, cached)
         if not late or costs.seen(rows, False):
             costs.learn(rows, nodes, cached, ratio)
-        return without * min(ratio, most)
+        return min(ratio, most)
 
-    def _mean(self, brought: float, paid: float, asked: bool, look: float) -> None:
-        """A plain mean at first; after a rest the text is another, and the mean begins anew."""
+    def _mean(self, brought: float, paid: float, look: float, asked: bool) -> None:
+        """After a rest the text is another, and the means begin anew."""
         self._rest = 0 if asked else self._rest + 1
-        if self._rest >= PLAIN_EVERY // 2:
-            self._asked = 1
-        if not asked:
-            return
-        self._asked += 1
-        weight = max(1.0 - DECAY, 1.0 / self._asked)
-        self._brought += weight * (brought - self._brought)
-        self._paid += weight * (paid - self._paid)
-        self.gain += weight * (brought - paid - self.gain)
-        self.look += weight * (look - self.look)
+        for mean, value in ((self.brought, brought), (self.paid, paid), (self.look, look)):
+            if self._rest >= PLAIN_EVERY // 2:
+                mean.seen = 1.0
+            if asked:
+                mean.learn(value - mean.value)
 
     def _settle(self, gain: float, asked: bool) -> None:
         """So many plain steps were won (< 0: lost); asked: draft tokens have a part in that."""

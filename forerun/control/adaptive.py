@@ -26,11 +26,11 @@ from forerun.control.constants import (
 from forerun.control.host_drafts import CERTAIN, Found, Trust, cut, ranked, scored
 from forerun.control.policy import FIXED_MIN_PROB, Decision, Lookahead, with_known
 from forerun.control.report import StepReport
-from forerun.control.shapes import Shapes, found_in_round
+from forerun.control.shapes import Shapes
 from forerun.control.step_costs import StepCosts
 from forerun.interface.drafter import DrafterTraits
 from forerun.interface.plan import Budget
-from forerun.speculative.tree import NO_DRAFT, Draft
+from forerun.speculative.tree import Draft
 from forerun.types import Ints
 
 
@@ -55,15 +55,15 @@ class AdaptivePolicy:
         if not 1 <= max_depth <= max_nodes:
             raise ValueError(f"need 1 <= max_depth <= max_nodes, not {max_depth} and {max_nodes}")
         losing = costs.in_round and traits.needs_features and not traits.free
-        self.account, self.trust = Account(costs, costs.in_round, losing), Trust(traits.merged)
+        self.account, self.trust = Account(costs, losing), Trust(traits.merged)
         width = max_nodes // max_depth
-        self.shapes = None if traits.free else Shapes(costs, self.account, max_depth, width, losing)
+        self.shapes = None if traits.free else Shapes(self.account, max_depth, width, losing)
         self.reasons: Counter[str] = Counter()
         self._nodes, self._depth, self._merged = max_nodes, max_depth, traits.merged
         self._in_round, self._lookahead = costs.in_round, lookahead
         self._fault: str | None = None
-        # Steps since draft tokens were verified, and looked for; and in a row that had some.
-        self._idle, self._looked, self._drafted = 0, 0, 0
+        # Steps since draft tokens were looked for; and in a row that had some.
+        self._looked, self._drafted = 0, 0
 
     def disable(self, reason: str) -> None:
         """See Policy."""
@@ -80,7 +80,7 @@ class AdaptivePolicy:
         if self._lookahead is not None and constrained:
             known = self._known(self._lookahead, budget.reason, slots, each)
             budgets = with_known(budgets, known)
-        select = None if self._in_round else partial(self._select, budget.reason, each)
+        select = None if self._in_round else partial(self._select, each)
         return Decision(budget.reason, budgets, select)
 
     def _budget(self, slots: list[int], cached: int, constrained: bool) -> Budget:
@@ -89,17 +89,15 @@ class AdaptivePolicy:
         why = self._fault or (reasons.DISABLED if account.empty else None)
         # A new engine learns what plain steps take from plain steps: they are never too slow.
         losing = shapes is not None and shapes.losing
-        ahead = account.costs.carries(rows) and not constrained
+        ahead = account.costs.seen(rows, True) > 0.0 and not constrained
         known = account.costs.seen(rows, ahead) >= MIN_REPEATS
         if not known and losing and shapes is not None:
             known = shapes.promising(rows)
         elif ahead and not self._looked and not self._in_round:
             # What one takes that is not carried is known of those that come after a look.
             known = known and account.costs.seen(rows, False) > 0.0
-        if why is None and (not known or (self._drafted >= PLAIN_EVERY and not losing)):
-            why = reasons.PLAIN
-        if why is not None:
-            return Budget(0, 0, why)
+        if why or not known or (self._drafted >= PLAIN_EVERY and not losing):
+            return Budget(0, 0, why or reasons.PLAIN)
         if shapes is None:
             return self._all(rows, cached)
         if (shape := shapes.choose(slots)) is not None:
@@ -109,19 +107,22 @@ class AdaptivePolicy:
         return Budget(0, 0, reasons.WAITING if shapes.lost(slots) else reasons.WRONG)
 
     def _all(self, rows: int, cached: int) -> Budget:
-        """All that a free drafter knows, where something of it may pay."""
-        if self._idle >= PLAIN_EVERY:
+        """All that a free drafter knows, where something of it may pay, and now and then one draft
+        token where it may not: what is believed of costs may be wrong.
+        """
+        costs, most = self.account.costs, rows * (1 + self._nodes)
+        if self._looked >= PLAIN_EVERY:
             return Budget(1, 1, reasons.PROBING)
-        if self.account.gain < 0.0 and not self._look_is_due(rows):
+        if self.account.brought.value < self.account.paid.value and not self._due(rows):
             return Budget(0, 0, reasons.SELDOM)
-        price = self.account.costs.price(rows, rows * (1 + self._nodes), cached)
-        if price >= 1.0:
+        if costs.price(rows, most, cached) >= 1.0:
             return Budget(0, 0, reasons.TOO_DEAR)
+        price = costs.price(rows, most, cached, hopeful=True)
         return Budget(self._nodes, self._depth, reasons.ON, min_prob=round(price, 2))
 
-    def _look_is_due(self, rows: int) -> bool:
+    def _due(self, rows: int) -> bool:
         """Whether to look although that lost lately: seldom; where dear, TRIAL rows in a row."""
-        loss, steps = self.account.look, max(TRIAL / rows, 2.0)
+        loss, steps = self.account.look.value, max(TRIAL / rows, 2.0)
         if loss <= SPARING * LOSS_SHARE:
             return self._looked + 1 >= SPARING
         due = self._looked >= PLAIN_EVERY // 2 and self.account.covers(loss * steps)
@@ -143,11 +144,9 @@ class AdaptivePolicy:
         counts = Counter(owners[index] for index in bought)
         return [counts[row] for row in range(count)]
 
-    def _select(self, reason: str, kv_len: list[int], drafts: list[Draft]) -> list[Draft]:
+    def _select(self, kv_len: list[int], drafts: list[Draft]) -> list[Draft]:
         """Of all rows the draft tokens that pay: any path is kept down to where it stops to."""
         drafts = [self.trust.believed(draft) if len(draft) else draft for draft in drafts]
-        if reason == reasons.PROBING:
-            return [draft if any(draft.score > 0.5) else NO_DRAFT for draft in drafts]
         return cut(drafts, self._bought(*scored(drafts), kv_len)[0])
 
     def _bought(
@@ -164,15 +163,15 @@ class AdaptivePolicy:
         layers = ranked(scores, owners, costs.measured.padded)
         price = rows * max(1.0, account.speed) * costs.late(rows, cached)
         stake = STAKE * max(account.credit, 0.0)
-        best, most, tokens, certain, certain_longest, nodes = 0, 0.0, 0.0, 1.0, 1.0, rows
+        best, most, tokens, certain_longest, nodes = 0, 0.0, 0.0, 1.0, rows
         for number, layer in enumerate(layers, 1):
             nodes += rows if costs.measured.padded else 1
             tokens += sum(scores[index] for index in layer)
-            time = costs.ratio(rows, nodes, cached)
-            longest = costs.at_most(rows, nodes, cached, time)
+            time = costs.ratio(rows, nodes, cached, hopeful=True)
+            longest = costs.at_most(rows, nodes, cached)
             if min(scores[index] for index in layer) >= CERTAIN:
-                certain, certain_longest = time, longest
-            if time - certain > stake or longest - certain_longest > stake:
+                certain_longest = longest
+            if longest - certain_longest > stake:
                 break
             if (won := tokens - price * (time - 1.0)) > most:
                 best, most = number, won
@@ -186,8 +185,6 @@ class AdaptivePolicy:
             self.reasons[reasons.VERIFIED if verified else reasons.NOTHING_VERIFIED] += report.rows
         ratio = self.account.observe(report)
         self._drafted = self._drafted + 1 if verified else 0
-        probed = allowed and report.reason == reasons.PROBING
-        self._idle = 0 if verified or probed else self._idle + 1
         self._looked = 0 if allowed else self._looked + 1
         found = self._found(report) if allowed else []
         if self.shapes is None:
@@ -207,7 +204,9 @@ class AdaptivePolicy:
     def _found(self, report: StepReport) -> list[Found]:
         """Of each row that had draft tokens, what came of them."""
         if self._in_round:  # Nobody saw what the device drafted by itself.
-            return found_in_round(report, self._nodes // self._depth)
+            width = self._nodes // self._depth
+            counts = zip(report.tokens, report.draft_tokens, strict=True)
+            return [Found(min(len(t), -(-n // width)), len(t) - 1) for t, n in counts if t and n]
         rows = zip(report.proposed, report.tokens, strict=bool(report.proposed))
         found = [self.trust.learn(draft, tokens) for draft, tokens in rows if tokens]
         return [each for each in found if each is not None]

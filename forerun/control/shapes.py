@@ -14,18 +14,17 @@ import numpy as np
 
 from forerun.control.account import Account
 from forerun.control.constants import (
-    CLEAR,
     DECAY,
     FIRST_RATE,
     HYSTERESIS,
     MIN_REPEATS,
+    OUTLIER,
     PLAIN_EVERY,
     PRIOR,
     TRIAL,
 )
+from forerun.control.costs import Mean
 from forerun.control.host_drafts import Found
-from forerun.control.report import StepReport
-from forerun.control.step_costs import StepCosts
 
 
 class Shape(NamedTuple):
@@ -39,13 +38,12 @@ class Shape(NamedTuple):
 class _Bucket:
     """What is known of steps of about so many rows.
 
-    ratio   by shape: plain steps that a step of it takes; seen: how many such steps tell that
+    ratio   by shape: plain steps that a step of it takes
     on      whether draft tokens are asked for
     rest    plain steps since they were; wait: how many come before they are tried again
     """
 
-    ratio: dict[Shape, float] = field(default_factory=dict)
-    seen: dict[Shape, int] = field(default_factory=dict)
+    ratio: dict[Shape, Mean] = field(default_factory=dict)
     on: bool = True
     rest: int = 0
     wait: int = PLAIN_EVERY // 2
@@ -60,16 +58,12 @@ class Shapes:
     floor   what is reached without this drafter, over plain decoding
     """
 
-    def __init__(
-        self, costs: StepCosts, account: Account, depth: int, width: int, losing: bool
-    ) -> None:
-        self._costs, self._account, self.losing, self.floor = costs, account, losing, 1.0
+    def __init__(self, account: Account, depth: int, width: int, losing: bool) -> None:
+        self._account, self.losing, self.floor, self._wide = account, losing, 1.0, width > 1
         # 1, 3, 7, ... levels and as many as may be; of wide levels also one draft token alone.
         depths = sorted({(2 << power) - 1 for power in range(depth.bit_length())} | {depth})
-        self.shapes = [Shape(width * levels, levels) for levels in depths if levels <= depth]
-        if width > 1:
-            self.shapes.insert(0, Shape(1, 1))
-        self._wide = width > 1
+        self.shapes = [Shape(1, 1)] * self._wide
+        self.shapes += [Shape(width * levels, levels) for levels in depths if levels <= depth]
         self._buckets: dict[int, _Bucket] = {}
         self._lost: set[int] = set()
         # How often each level was tried below one that was right, and right; decayed. First comes
@@ -81,19 +75,21 @@ class Shapes:
         that of a draft token alone, which a whole level is at least.
         """
         tries, right = self._tries.tolist(), self._right.tolist()
-        above = (PRIOR * FIRST_RATE + right[0]) / (PRIOR + tries[0])
-        rates = [0.0]
+
+        def rate(believed: float, level: int) -> float:
+            return (PRIOR * believed + right[level]) / (PRIOR + tries[level])
+
+        rates = [rate(FIRST_RATE, 0)]
         for level in range(1, len(tries)):
-            above = (PRIOR * above + right[level]) / (PRIOR + tries[level])
-            rates.append(above)
-        rates[0] = (PRIOR * rates[1] + right[0]) / (PRIOR + tries[0])
+            rates.append(rate(rates[-1], level))
+        rates[0] = rate(rates[1], 0)
         return rates
 
     def ratio(self, rows: int, shape: Shape) -> float:
         """Plain steps that a step takes; where it was not seen, as start-up says."""
         if (seen := self._bucket(rows).ratio.get(shape)) is not None:
-            return seen
-        costs = self._costs
+            return seen.value
+        costs = self._account.costs.measured
         plain, ms = costs.verify(np.array([rows, rows * (1 + shape.nodes)])).tolist()
         ms += costs.follow_ms
         ms += costs.draft_ms * (shape.depth - 1 if costs.in_round else shape.nodes * rows)
@@ -115,9 +111,7 @@ class Shapes:
         The best whose loss the credit covers; where trying again costs a run-up, no less than the
         best will do.
         """
-        rows, able = len(slots), len(slots)
-        if self.losing:
-            able -= len(self._lost.intersection(slots))
+        rows, able = len(slots), len(slots) - len(self._lost.intersection(slots))
         if not able:
             return None
         speeds, bucket = self.speeds(rows, able / rows), self._bucket(rows)
@@ -127,7 +121,7 @@ class Shapes:
             if not self._account.covers(loss) or loss >= shape.depth:
                 continue
             new = self._tries[:2].max() < MIN_REPEATS
-            on = bucket.on and (new or self._speed(rows, able) > self._least)
+            on = bucket.on and (new or self._speed(rows, able) > self.floor * (1.0 - HYSTERESIS))
             due = bucket.rest >= bucket.wait and self._account.covers(loss * TRIAL / rows)
             return shape if on or due else None
         return None
@@ -136,11 +130,7 @@ class Shapes:
         """Whether draft tokens may pay by so much that it can wait what plain steps take: nobody
         knows yet what they bring, or they bring far more than start-up says that they cost.
         """
-        return bool(self._tries[:2].max() < TRIAL) or max(self.speeds(rows)) > CLEAR
-
-    @property
-    def _least(self) -> float:
-        return self.floor * (1.0 - HYSTERESIS)
+        return bool(self._tries[:2].max() < TRIAL) or max(self.speeds(rows)) > OUTLIER
 
     def _speed(self, rows: int, able: int) -> float:
         """Of the best shape, over plain decoding, while those who lost their draft entries give
@@ -150,7 +140,7 @@ class Shapes:
 
     def lost(self, slots: list[int]) -> bool:
         """Whether none of these sequences can have draft tokens."""
-        return self.losing and self._lost.issuperset(slots)
+        return self._lost.issuperset(slots)
 
     def plain(self, slots: list[int]) -> None:
         """A step of these sequences had no draft tokens of this drafter."""
@@ -177,21 +167,20 @@ class Shapes:
         bucket = self._bucket(rows)
         if not bucket.on:
             bucket.on = True
-            # What was seen before a pause counts for little: the text is another.
-            share = min(1.0, PRIOR / max(float(self._tries.max()), PRIOR))
+            # What was seen before a pause counts for PRIOR: the text is another.
+            share = PRIOR / max(float(self._tries.max()), PRIOR)
             self._tries, self._right = share * self._tries, share * self._right
         if self._account.steady:
-            seen = bucket.seen[shape] = bucket.seen.get(shape, 0) + 1
-            old = bucket.ratio.get(shape, ratio)
-            bucket.ratio[shape] = old + max(1.0 - DECAY, 1.0 / seen) * (ratio - old)
+            mean = bucket.ratio.setdefault(shape, Mean())
+            mean.learn(ratio - mean.value)
         self._learn(self._alone(shape), found)
         if self._tries[:2].max() < TRIAL:
             return
-        speed = self._speed(rows, len(found))
-        if speed < self._least:
+        over = self._speed(rows, len(found)) / self.floor
+        if over < 1.0 - HYSTERESIS:
             bucket.on, bucket.rest = False, 0
             bucket.wait = min(2 * bucket.wait, 2 * PLAIN_EVERY)
-        elif speed > self.floor * (1.0 + HYSTERESIS):
+        elif over > 1.0 + HYSTERESIS:
             bucket.wait = PLAIN_EVERY // 2
 
     def _learn(self, alone: bool, found: list[Found]) -> None:
@@ -216,17 +205,8 @@ class Shapes:
         return {
             "right_by_level": [round(rate, 3) for rate in self.rates()[1:]],
             "plain_steps_by_rows": {
-                f"{1 << power} rows, {shape.nodes} draft tokens": round(ratio, 2)
+                f"{1 << power} rows, {shape.nodes} draft tokens": round(mean.value, 2)
                 for power, bucket in sorted(self._buckets.items())
-                for shape, ratio in bucket.ratio.items()
+                for shape, mean in bucket.ratio.items()
             },
         }
-
-
-def found_in_round(report: StepReport, width: int) -> list[Found]:
-    """Of each row that had draft tokens of a device, `width` a level, what came of them."""
-    return [
-        Found(min(len(tokens), -(-count // width)), len(tokens) - 1)
-        for tokens, count in zip(report.tokens, report.draft_tokens, strict=True)
-        if tokens and count
-    ]

@@ -6,7 +6,7 @@ import numpy as np
 
 from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.constants import MIN_REPEATS
-from forerun.control.live_costs import LARGEST
+from forerun.control.costs import LARGEST
 from forerun.control.report import StepReport
 from forerun.interface.drafter import DrafterTraits
 from forerun.interface.plan import Plan
@@ -93,7 +93,8 @@ class Text:
         self.least, self.most = (0.2, 0.95) if share is None else (share, share)
         self.late, self.asked = late, True
         self.random = np.random.default_rng(seed)
-        self.ms = self.tokens = self.drafted = 0.0
+        self.ms = self.tokens = 0.0
+        self.looks = 0
         self.verified: list[int] = []
 
     def run(self, policy, steps):
@@ -119,11 +120,11 @@ class Text:
             accepted = min(truth, len(draft))
             out.append([*range(1, accepted + 1), accepted + 1 if truth > accepted else 0])
             self.tokens += 1 + accepted
-            self.drafted += len(row)
         sizes = list(map(len, kept))
         ms = float(self.costs.verify(self.rows + sum(sizes)))
         carried = self.late is not None and not any(allowed) and not self.asked
         self.asked = any(allowed)
+        self.looks += self.asked
         ms *= 1.0 if carried else self.late or 1.0
         told = {"allowed": allowed, "carried": carried, "proposed": proposed}
         policy.observe(report_of(out, sizes, ms, reason=decision.reason, **told))

@@ -40,7 +40,7 @@ def opened(costs, rows, lookahead, nodes=2, free=True):
 
 def reached(policy, speed):
     """Steps have been so many times as fast as plain ones."""
-    policy.account._brought, policy.account._paid = speed, 1.0
+    policy.account.brought.value, policy.account.paid.value = speed, 1.0
 
 
 def bought(policy, *rows):

@@ -4,9 +4,8 @@ import pytest
 
 from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.constants import MIN_REPEATS
-from forerun.control.live_costs import LiveCosts
+from forerun.control.costs import LiveCosts, StepCosts
 from forerun.control.reasons import PLAIN
-from forerun.control.step_costs import StepCosts
 from tests.control.steps import FREE, Text, arrays, report_of
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
@@ -56,17 +55,17 @@ def test_the_first_steps_of_every_number_of_rows_are_plain():
 
 def test_a_step_larger_than_those_seen_may_take_as_long_as_its_nodes():
     live = LiveCosts(TOLD["nodes nearly free"])
-    assert live.at_most(1, 16, 0, 1.01) == 1.01, "nothing was seen: what is believed"
+    assert live.at_most(1, 16, 0) == live.ratio(1, 16, 0), "nothing was seen: what is believed"
     live.learn_plain(1, 0, False, 4.0)
-    assert live.at_most(1, 16, 0, 1.01) == 16.0
+    assert live.at_most(1, 16, 0) == 16.0
     for _ in range(MIN_REPEATS):
         live.learn(1, 4, 0, 1.3)
     assert live.ratio(1, 4, 0) == pytest.approx(1.3)
-    assert live.at_most(1, 8, 0, live.ratio(1, 8, 0)) == pytest.approx(2 * 1.3)
+    assert live.at_most(1, 8, 0) == pytest.approx(2 * 1.3)
     live.learn(1, 8, 0, 2.5)
     believed = live.ratio(1, 8, 0)
     assert believed == pytest.approx(2.5, rel=0.01)
-    assert live.at_most(1, 8, 0, believed) == believed
+    assert live.at_most(1, 8, 0) == believed
     assert live.ratio(1, 4, 0) == pytest.approx(1.3)  # Of steps of 4 nodes that said nothing.
 
 
