@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
-from forerun.executors.torch.decoder.experts import Mixture, alone
+from forerun.executors.torch.decoder.experts import Mixture
 from forerun.executors.torch.decoder.float8 import Rows
 from forerun.executors.torch.decoder.layers import (
     PLAIN,
@@ -22,6 +22,7 @@ from forerun.executors.torch.decoder.layers import (
     Linear,
     Product,
     Rotary,
+    alone,
     padded_rows,
     rotation,
     softcapped,

@@ -17,6 +17,7 @@ from forerun.executors.torch.decoder.layers import (
     Elementwise,
     FeedForward,
     Product,
+    alone,
     padded_rows,
     plain,
 )
@@ -128,11 +129,6 @@ class Mixture:
             rows = F.pad(rows, (0, 0, 0, padded_rows(len(rows), sizes) - len(rows)))
             found[places] = expert(rows, sizes)[: len(places)]
         return found.view(count, width, -1)
-
-
-def alone(x: Tensor) -> Tensor:
-    """The sum over ranks, of one."""
-    return x
 
 
 def _places(chosen: Tensor, here: range) -> Tensor:

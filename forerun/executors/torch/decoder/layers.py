@@ -232,6 +232,11 @@ def compiled(parts: Elementwise) -> Elementwise:
     return whole
 
 
+def alone(x: Tensor) -> Tensor:
+    """The sum over ranks, of one."""
+    return x
+
+
 def padded_rows(rows: int, sizes: tuple[int, ...]) -> int:
     """Rows to run for `rows` wanted ones, so that only products of `sizes` occur.
 
