@@ -6,7 +6,7 @@ import numpy as np
 
 from forerun.errors import EngineError
 from forerun.interface.features import KeptFeatures
-from forerun.interface.grammars import legal
+from forerun.interface.grammars import Found, allowed
 from forerun.interface.next_draft import NextDrafts
 from forerun.speculative.draft_tree import full_draft
 from forerun.speculative.noise import gumbel_of
@@ -15,11 +15,6 @@ from forerun.speculative.tree import Draft
 from forerun.types import Floats, Ints
 
 LOST = -1
-MIN_LEGAL_MASS = 0.05
-"""Chance that a draft model leaves to legal tokens at least: what is smaller is rounding."""
-
-Found = tuple[Ints, Floats]
-"""Candidates: target ids and log-probabilities, best first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,20 +143,9 @@ class DraftState:
         return ids[order], scores[order]
 
 
-def allowed(found: Found, mask: bytes) -> Found:
-    """Those candidates that a mask allows; among them the chance of the others is divided, of
-    which it is certain that they are wrong.
-    """
-    ids, log_probs = found
-    keep = np.array([legal(mask, token) for token in ids.tolist()], bool)
-    wrong = float(np.exp(log_probs[~keep]).sum())
-    log_legal_mass = np.float32(np.log(max(1.0 - wrong, MIN_LEGAL_MASS)))
-    return ids[keep], np.minimum(log_probs[keep] - log_legal_mass, 0)
-
-
 def check_finite(draft: str, log_probs: Floats) -> None:
-    """Of candidates float32[n,k], or the best ones of n levels float32[n]. Raises EngineError where
-    the best is not finite: such a model would draft nothing for ever, and nobody would know why.
+    """Of candidates float32[n,k], or the best of n levels float32[n]. Raises EngineError where the
+    best is not finite: such a model would draft nothing for ever, and nobody would know why.
     """
     best = log_probs.max(-1, initial=-np.inf) if log_probs.ndim > 1 else log_probs
     if not np.isfinite(best).all():

@@ -31,7 +31,7 @@ from forerun.interface.executor import ExecutorLimits
 from forerun.interface.features import Features, KeptFeatures
 from forerun.interface.next_draft import DraftRequest, draft_sizes
 from forerun.interface.plan import Outcome, Plan, Round, SlotInit
-from forerun.speculative.draft_tree import DraftTree, TreeShape, block_draft
+from forerun.speculative.draft_tree import DraftTree, TreeShape, block_draft, full_size
 from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch
 from forerun.types import AnyArray, Ints
 
@@ -107,13 +107,15 @@ class ModelDrafter:
         chains: dict[int, _Chain] = {}
         rows: list[int] = []
         lazy: list[int] = []
+        if drafts is not None:
+            first = [full_size(drafts.width, level) for level in range(drafts.levels)]
+            check_finite(self._about.name, drafts.value[drafts.rows][:, first].ravel())
         for row in range(plan.rows):
             state = self._state(plan, row)
             state.idle = 0 if plan.max_nodes[row] or not plan.samples[row] else state.idle + 1
             if drafts is not None and drafts.rows[row]:
                 self._within = True
                 ready = int(plan.kv_len[row] + outcome.n_tokens[row])
-                check_finite(self._about.name, drafts.best[row])
                 state.draft_extended(ready, drafts, row)
                 continue
             chains[row] = chain = self._permanent(plan, trees, outcome, row, paths[row])

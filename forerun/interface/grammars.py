@@ -4,8 +4,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from forerun.speculative.tree import Draft, NodeMasks, TreeBatch
-from forerun.types import Ints
+from forerun.types import Floats, Ints
+
+MIN_LEGAL_MASS = 0.05
+"""Chance that a draft model leaves to legal tokens at least: what is smaller is rounding."""
+
+Found = tuple[Ints, Floats]
+"""Candidates: target ids and log-probabilities, best first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +111,14 @@ def legal(mask: bytes | None, token: int) -> bool:
     if mask is None:
         return True
     return 0 <= token < 8 * len(mask) and bool(mask[token >> 3] >> (token & 7) & 1)
+
+
+def allowed(found: Found, mask: bytes) -> Found:
+    """Those candidates that a mask allows; among them the chance of the others is divided, of
+    which it is certain that they are wrong.
+    """
+    ids, log_probs = found
+    keep = np.array([legal(mask, token) for token in ids.tolist()], bool)
+    wrong = float(np.exp(log_probs[~keep]).sum())
+    log_legal_mass = np.float32(np.log(max(1.0 - wrong, MIN_LEGAL_MASS)))
+    return ids[keep], np.minimum(log_probs[keep] - log_legal_mass, 0)

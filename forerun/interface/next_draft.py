@@ -5,7 +5,6 @@ outcome. Both are ordinary values; a device that cannot do it leaves the request
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from forerun.speculative.draft_tree import full_size
 from forerun.types import Bools, Floats, Ints
 
 
@@ -49,14 +48,6 @@ class NextDrafts:
     value: Floats
     ids: Ints | None = None
     log_probs: Floats | None = None
-
-    @property
-    def best(self) -> Floats:
-        """float32[B,levels]: the value of the first node of each level, below the best of the one
-        above; finite in every row that was drafted for by a model whose logits are.
-        """
-        first = [full_size(self.width, level) for level in range(self.levels)]
-        return self.value[:, first]
 
 
 class DraftSize(NamedTuple):

@@ -5,7 +5,6 @@ import pytest
 
 from forerun.constrain.matcher.tree_mask import TreeGrammars
 from forerun.control.policy import FixedPolicy
-from forerun.drafters.draft_state import allowed
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.engine.options import EngineOptions
 from forerun.engine.request import Finish
@@ -18,6 +17,7 @@ from forerun.interface.draft_model import (
     Extension,
 )
 from forerun.interface.executor import ExecutorLimits
+from forerun.interface.grammars import allowed
 from forerun.speculative.draft_tree import TreeShape
 from tests.constrain.test_lossless import CASES, SAMPLINGS, constrained, heard, plain
 from tests.constrain.tools import BYTES
