@@ -77,8 +77,8 @@ class Beside:
         self.traits, self._pair, self.asked = model.traits, (model, twin), []
 
     def extend(self, extension, features):
-        for model in self._pair:
-            model.extend(extension, features)
+        found, _ = (model.extend(extension, features) for model in self._pair)
+        return found
 
     def block(self, block):
         block = replace(block, candidates=self.traits.vocab)
