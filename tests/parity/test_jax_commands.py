@@ -46,7 +46,9 @@ def place(tmp_path_factory):
 def serving(place, flags):
     """The address of a server with these flags."""
     forced = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "PYTHONPATH": str(ROOT)}
+    # In one process, which is where devices are pretended.
     more = ["--port", "0", "--json", "--kv-tokens", "4096", "--policy", "fixed"]
+    more += ["--no-engine-process"]
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.parity.sgl_jax", "serve", *flags, *more],
         cwd=place,
