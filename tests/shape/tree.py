@@ -11,8 +11,11 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def sources(*folders: str) -> list[Path]:
-    """Python files under the given folders of the repository, in a stable order."""
-    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    """Python files under the given folders of the repository, in a stable order. Without bench/out,
+    where peers are built.
+    """
+    found = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    return sorted(path for path in found if ROOT / "bench" / "out" not in path.parents)
 
 
 @cache
