@@ -45,8 +45,8 @@ BODIES: dict[str, type[Any]] = {
     "/v1/tokenize": TokenizeBody,
     "/v1/detokenize": DetokenizeBody,
 }
-ANSWERS = {"/metrics": "text/plain"}
-"""Routes whose answer is no JSON."""
+ANSWERS = {"/metrics": ("text/plain",), "/flush_cache": ("text/plain",), "/ping": ()}
+"""Routes whose answer is no JSON: its types; () = an empty body."""
 STREAMS = {"/api/chat": "application/x-ndjson", "/api/generate": "application/x-ndjson"}
 
 _REFUSED = {
@@ -97,7 +97,7 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
 def _operation(route: Route, path: str, method: str) -> dict[str, Any]:
     about = " ".join((route.endpoint.__doc__ or "").split())
     names = re.findall(r"{(\w+)}", path)
-    kinds = [ANSWERS.get(path, "application/json")]
+    kinds = [*ANSWERS.get(path, ("application/json",))]
     body = BODIES.get(path) if method == "POST" else None
     found: dict[str, Any] = {
         "operationId": f"{method.lower()}_{re.sub(r'[^a-z0-9]+', '_', path.lower()).strip('_')}",
@@ -112,10 +112,11 @@ def _operation(route: Route, path: str, method: str) -> dict[str, Any]:
         schema = body_schema(body)
         if "stream" in schema["properties"]:
             kinds.append(STREAMS.get(path, "text/event-stream"))
-        content = {"application/json": {"schema": schema}}
-        found["requestBody"] = {"required": True, "content": content}
+        taken = {"application/json": {"schema": schema}}
+        found["requestBody"] = {"required": True, "content": taken}
     error = {"application/json": {"schema": {"type": "object", "required": ["error"]}}}
     refused = {code: {"description": why, "content": error} for code, why in _REFUSED.items()}
-    answers = {"description": "The answer.", "content": {kind: {} for kind in kinds}}
+    content = {"content": {kind: {} for kind in kinds}} if kinds else {}
+    answers = {"description": "The answer.", **content}
     found["responses"] = {"200": answers, **refused}
     return found

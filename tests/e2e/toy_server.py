@@ -3,7 +3,7 @@
 What it takes beyond settings: a toy that needs `delay` seconds per step, loading that takes
 `load_seconds` or fails with `load_error`, an engine that dies of the token `poison`, a drafter
 that fails when it is asked for the `drafter_calls`-th time, a file `steps` that grows by a byte
-per step. Another `model` takes none of that. The engine runs in a process of its own (toy_engine)
+per step, or a `script` that it writes (scripted.py). Another `model` takes none of that. The engine runs in a process of its own (toy_engine)
 unless the setting `engine_process` says no.
 """
 
@@ -14,6 +14,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+from forerun.build import engine as engine_module
 from forerun.build.engine import load
 from forerun.cli.main import EXIT_CODES
 from forerun.client.engine_process import EngineCommand
@@ -21,7 +22,9 @@ from forerun.errors import ForerunError, ModelError
 from forerun.executors.toy import ToyExecutor
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.serve.server import run
+from tests.e2e.scripted import Scripted
 
+LONG = 1 << 18
 ENGINE = (sys.executable, "-m", "tests.e2e.toy_engine")
 
 
@@ -64,11 +67,15 @@ def load_toy(options):
     time.sleep(options.get("load_seconds", 0))
     if "load_error" in options:
         raise ModelError(options["load_error"])
+    if "script" in options:
+        engine_module.TOY_CONTEXT = LONG  # Programs begin with prompts of 80 kB.
     loaded = load(config_of(options))
     if not loaded.config.toy:
         return loaded
     executor = loaded.target.executor
     executor.__class__ = Poisoned
+    if "script" in options:
+        executor.__class__, executor.script = Scripted, options["script"]
     executor.poison, executor.delay = options.get("poison", -1), options.get("delay", 0.0)
     executor.steps = options.get("steps")
     if "drafter_calls" in options:

@@ -23,6 +23,25 @@ def test_every_route_is_told():
     assert posts == BODIES.keys()
 
 
+def test_what_is_asked_without_a_body_answers_in_the_type_that_is_told():
+    """Every route that takes neither a body nor a name: its 200 has a type of the document's, and
+    an answer without one is empty.
+    """
+    asked = 0
+    with toy_loaded() as loaded, TestClient(create_app(loaded, ServeSettings())) as client:
+        for path, methods in document(HONOURED)["paths"].items():
+            for method, told in methods.items():
+                if "{" in path or "requestBody" in told:
+                    continue
+                answer = client.request(method, path)
+                kinds = told["responses"]["200"].get("content", {})
+                kind = answer.headers.get("content-type", "").split(";")[0]
+                assert answer.status_code == 200, (method, path)
+                assert kind in kinds if kinds else not answer.content, (method, path)
+                asked += 1
+    assert asked > 15
+
+
 @pytest.mark.parametrize("kind", BODIES.values(), ids=BODIES)
 def test_a_body_forbids_what_nobody_declared_and_needs_what_is_needed(kind):
     schema = body_schema(kind)
