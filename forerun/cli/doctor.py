@@ -7,6 +7,7 @@ import shutil
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -70,7 +71,9 @@ def _torch(look: bool) -> dict[str, Any]:
 
 def _cache() -> dict[str, Any]:
     folder = cache_dir()
-    files = [f for f in folder.rglob("*") if f.is_file()] if folder.is_dir() else []
+    # Models often lie on another disk behind a link, which rglob does not follow.
+    files = [Path(place, name) for place, _, names in os.walk(folder, followlinks=True)
+             for name in names]  # fmt: skip
     existing = next(p for p in (folder, *folder.parents) if p.exists())
     return {
         "folder": str(folder),

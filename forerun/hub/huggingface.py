@@ -4,14 +4,11 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-import httpx
 import huggingface_hub
 from huggingface_hub.errors import (
     CacheNotFound,
     EntryNotFoundError,
     GatedRepoError,
-    HfHubHTTPError,
-    LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -44,6 +41,8 @@ _HUB_FILE = re.compile(
     r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*/[\w.-]+\.(json|safetensors|pt)", re.A
 )
 ASKING = 5.0
+_UNANSWERED = {"ConnectError", "ConnectTimeout", "ReadTimeout", "OfflineModeIsEnabled"}
+"""Errors by name: which HTTP library raises them differs between versions of huggingface_hub."""
 _PICKLED = ["pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin"]
 """Weights that are read as plain tensors (models/pickled.py), where a model has no others."""
 
@@ -109,10 +108,14 @@ def gguf_fetched(
     """
     repository = reference.repository
     try:
-        names = huggingface_hub.HfApi().list_repo_files(repository, revision=revision)
-    except (OSError, HfHubHTTPError, httpx.HTTPError):  # What is here already may do.
-        folder = _snapshot(repository, ["*.gguf"], cache, revision)
+        info = huggingface_hub.HfApi().model_info(repository, revision=revision, timeout=ASKING)
+        names = [one.rfilename for one in info.siblings or ()]
+    except Exception as error:
+        folder = _here(repository, cache, revision)
+        if folder is None:
+            raise _failure(repository, revision, error) from error
         names = [str(path.relative_to(folder)) for path in folder.rglob("*.gguf")]
+        return folder / choose_gguf(names, reference)
     name = choose_gguf(names, reference)
     return _snapshot(repository, [name], cache, revision) / name
 
@@ -163,17 +166,34 @@ def _snapshot(
         folder = huggingface_hub.snapshot_download(
             repository, revision=revision, allow_patterns=patterns, cache_dir=cache
         )
-    except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError) as error:
-        raise _absent(repository, revision, error) or error from error
-    except (LocalEntryNotFoundError, EntryNotFoundError) as error:
-        raise DownloadError(
+    except Exception as error:
+        raise _failure(repository, revision, error) from error
+    return Path(folder)
+
+
+def _here(repository: str, cache: Path | None, revision: str | None) -> Path | None:
+    """The folder of a hub model, where some of it is on this machine; the hub is not asked."""
+    try:
+        found = huggingface_hub.snapshot_download(
+            repository, revision=revision, cache_dir=cache, local_files_only=True
+        )
+    except (OSError, ValueError):
+        return None
+    return Path(found)
+
+
+def _failure(repository: str, revision: str | None, error: Exception) -> DownloadError:
+    """What to say where the hub did not give something."""
+    absent = _absent(repository, revision, error)
+    if absent is not None:
+        return absent
+    if type(error).__name__ in _UNANSWERED or isinstance(error, EntryNotFoundError):
+        return DownloadError(
             f"{repository} is not on this machine and the hub cannot be reached; connect to the "
             "network, or download the folder elsewhere and give its path"
-        ) from error
-    except Exception as error:  # its HTTP library, hence its errors, differ between versions
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DownloadError(f"{repository} was not fetched: {reason}") from error
-    return Path(folder)
+        )
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return DownloadError(f"{repository} was not fetched: {reason}")
 
 
 def _absent(repository: str, revision: str | None, error: Exception) -> DownloadError | None:

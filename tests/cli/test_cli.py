@@ -272,6 +272,17 @@ def test_doctor_describes_the_machine(capsys):
     assert "native CPU core" in capsys.readouterr().out
 
 
+def test_doctor_sees_models_behind_a_link(capsys, monkeypatch, tmp_path):
+    """A cache on another disk, as `forerun list` sees it."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk" / "a.gguf").write_bytes(b"abc")
+    (tmp_path / "forerun").mkdir()
+    (tmp_path / "forerun" / "models").symlink_to(tmp_path / "disk")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    main(["doctor", "--json", "--no-torch"])
+    assert json.loads(capsys.readouterr().out)["cache"]["models"] == {"a.gguf": 3}
+
+
 def test_help_loads_nothing_heavy_and_is_quick():
     program = (
         "import sys, forerun.cli.command_line as cli; cli.build_parser().format_help();"

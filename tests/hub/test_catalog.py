@@ -11,7 +11,9 @@ import zipfile
 from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import httpx
 import huggingface_hub
 import pytest
 
@@ -19,7 +21,7 @@ from forerun import cache_dir
 from forerun.errors import DownloadError, ModelError
 from forerun.hub import catalog, huggingface, wheel
 from forerun.hub.catalog import open_model
-from forerun.hub.reference import hub_reference
+from forerun.hub.reference import HubReference, hub_reference
 from forerun.hub.well_known import WELL_KNOWN, well_known
 from forerun.hub.wheel import WheelModel, fetched
 from tests.models import tiny
@@ -343,6 +345,37 @@ def test_hub_ids_offline_are_a_plain_sentence(no_hub, tmp_path, monkeypatch):
         open_model("org/absent", cache_dir=tmp_path)
 
 
+@pytest.mark.parametrize("kind", [httpx.ConnectError, type("ConnectError", (Exception,), {})])
+def test_one_file_of_a_hub_id_without_a_network(kind, tmp_path, monkeypatch):
+    """Whichever HTTP library huggingface_hub uses: a sentence where the file is not here, and the
+    file where it is. The hub is asked once.
+    """
+    asked = []
+
+    class Session:
+        def get(self, *_, **__):
+            asked.append(1)
+            raise kind("Name or service not known")
+
+        request = get
+
+    for module in (huggingface_hub.hf_api, huggingface_hub.utils._http):
+        monkeypatch.setattr(module, "get_session", Session)
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits for a network"))
+    reference = HubReference("org/models", "Q4_K_M")
+    with pytest.raises(DownloadError, match="org/models is not on this machine and the hub cannot"):
+        huggingface.gguf_fetched(reference, tmp_path)
+    assert len(asked) == 1
+    repository = tmp_path / "models--org--models"
+    here = repository / "snapshots" / ("a" * 40) / "m.Q4_K_M.gguf"
+    for file, text in ((here, ""), (repository / "refs" / "main", "a" * 40)):
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
+    assert huggingface.gguf_fetched(reference, tmp_path) == here
+    with pytest.raises(ModelError, match=r"it has m\.Q4_K_M\.gguf"):
+        huggingface.gguf_fetched(HubReference("org/models", "Q8_0"), tmp_path)
+
+
 def test_only_data_is_wanted_from_a_hub():
     wanted = " ".join([*huggingface._PATTERNS, *huggingface._PICKLED])
     assert not any(ending in wanted for ending in (".py", ".pt", ".pkl"))
@@ -360,7 +393,8 @@ def test_pickled_weights_are_fetched_where_there_are_no_others(monkeypatch, tmp_
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *_, **__: ["a.txt"])
+    found = SimpleNamespace(siblings=[SimpleNamespace(rfilename="a.txt")])
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: found)
     for name in ("org/pickled", "org/safe", "org/bare"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "org/safe/model.safetensors").touch()
