@@ -8,6 +8,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from time import strftime
 from typing import Any
+from urllib.parse import urlsplit
 
 from forerun.cli.console import bars, emit_json, out, say
 from forerun.errors import ConfigError
@@ -65,8 +66,8 @@ def main(arguments: argparse.Namespace) -> int:
     else:
         _refuse_engine_flags(config)
         wanted = config.model if config.model != EngineConfig().model else None
-        name = find_model(arguments.url, arguments.api_key, wanted)
-        endpoint = Endpoint(arguments.url, name, arguments.api_key)
+        url = _with_version(arguments.url)
+        endpoint = Endpoint(url, find_model(url, arguments.api_key, wanted), arguments.api_key)
         levels, facts = _measure(endpoint, sweep, ask, None)
     result, title = report.as_dict(levels, facts), f"{facts['model']} at {facts['url']}"
     if arguments.json:
@@ -82,6 +83,11 @@ def main(arguments: argparse.Namespace) -> int:
         if level.errors:
             say(f"{level.errors} of {level.requests} requests failed, first: {level.first_error}")
     return 1 if any(level.errors for level in levels) else 0
+
+
+def _with_version(url: str) -> str:
+    """The address of an OpenAI API; /v1 where it has no path, as other commands take it."""
+    return url if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1"
 
 
 def _refuse_engine_flags(config: EngineConfig) -> None:

@@ -5,6 +5,7 @@ A file of the user's keeps what else it holds: ours stands between two marks, an
 
 import argparse
 import os
+import shlex
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -56,18 +57,20 @@ def main(arguments: argparse.Namespace) -> int:
         emit_json({"environment": setup.environment, "command": setup.command,
                    "file": None if setup.file is None else str(setup.file)})  # fmt: skip
     if setup.command:
-        _start(setup, arguments.passed_on, arguments.config_only)
+        _start(setup, arguments.passed_on, arguments.config_only, arguments.json)
     return 0
 
 
-def _start(setup: Setup, words: list[str], only_told: bool) -> None:
-    """Become the program, or say how it is started."""
+def _start(setup: Setup, words: list[str], only_told: bool, as_json: bool) -> None:
+    """Become the program, or print what starts it: one line, which a shell takes as it is."""
     program = shutil.which(setup.command[0])
     if not only_told and program is not None:
         os.execve(program, [*setup.command, *words], os.environ | setup.environment)  # noqa: S606
     missing = "" if program else f"{setup.command[0]} is not installed here. "
-    shown = [f"{name}={value}" for name, value in setup.environment.items()]
-    say(f"{missing}It is started with: {' '.join((*shown, *setup.command))}")
+    say(f"{missing}It is started with:")
+    if not as_json:
+        shown = [f"{name}={shlex.quote(value)}" for name, value in setup.environment.items()]
+        print(" ".join((*shown, shlex.join([*setup.command, *words]))))
 
 
 def written(file: Path, text: str) -> None:

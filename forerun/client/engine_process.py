@@ -102,6 +102,7 @@ class EngineProcess:
             ready = await asyncio.shield(found._ready)
             await found.stats()
         except BaseException:
+            found._ready.cancel()  # Nobody waits any more, so nobody would retrieve its error.
             await found.close()
             raise
         return found, ready
@@ -232,14 +233,18 @@ class EngineProcess:
             case messages.Lost(problem):
                 self._lost_by(RankError(str(problem.error())))
             case messages.Ready():
-                self._ready.set_result(message)
+                self._loaded(lambda ready: ready.set_result(message))
             case messages.NotLoaded(problem):
-                self._ready.set_exception(problem.error())
+                self._loaded(lambda ready: ready.set_exception(problem.error()))
 
     def _answer(self, call: int, settle: Callable[["asyncio.Future[Any]"], None]) -> None:
         future = self._calls.get(call)
         if future is not None and not future.done():
             settle(future)
+
+    def _loaded(self, settle: Callable[["asyncio.Future[messages.Ready]"], None]) -> None:
+        if not self._ready.done():
+            settle(self._ready)
 
     def _lose(self, code: int) -> None:
         """The process has ended: nobody waits for it any more."""
@@ -247,8 +252,7 @@ class EngineProcess:
         how += ", perhaps for want of memory" if code == -signal.SIGKILL else ""
         loss = EngineLostError(f"The engine's process {how}; see the server's log.")
         self._sinks.fail(loss)
-        if not self._ready.done():
-            self._ready.set_exception(loss)
+        self._loaded(lambda ready: ready.set_exception(loss))
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(loss)

@@ -180,7 +180,8 @@ def find_model(url: str, api_key: str, wanted: str | None) -> str:
         answer.raise_for_status()
         return str(answer.json()["data"][0]["id"])
     except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
         raise ConfigError(
-            f"{url} does not list its models ({error}). Is a server running there, and does the "
+            f"{url} does not list its models ({reason}). Is a server running there, and does the "
             "address end in /v1?"
         ) from error

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from forerun.measure.client import Timing
@@ -89,9 +90,10 @@ def median_of(repeats: Sequence[Level]) -> Level:
 
 def table(levels: Sequence[Level], title: str) -> Table:
     """A table for the terminal; times as p50 / p99."""
-    drawn = Table(title=title, caption="times: p50 / p99 in ms; medians over repeats")
-    drawn.add_column("speculation")
+    caption = "times: p50 / p99 in ms; medians over repeats"
+    drawn = Table(title=title, caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     names = (
+        "speculation",
         "at once",
         "tokens/s",
         "first text",
@@ -101,7 +103,9 @@ def table(levels: Sequence[Level], title: str) -> Table:
         "errors",
     )
     for name in names:
-        drawn.add_column(name, justify="right")
+        # In 80 columns headings are broken between words, and none is cut.
+        longest = max(map(len, name.split()))
+        drawn.add_column(name, justify="right" if drawn.columns else "left", min_width=longest)
     for level in levels:
         drawn.add_row(
             level.side,

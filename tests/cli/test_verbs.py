@@ -7,6 +7,7 @@ import pytest
 
 from forerun.cli.main import main
 from forerun.cli.verbs import expanded
+from tests.cli.test_width import in_terminal
 from tests.e2e.processes import serving
 
 
@@ -59,6 +60,31 @@ def test_agents_are_configured_beside_what_there_is(server, capsys, tmp_path, mo
     file.write_text("# >>> forerun launch >>>\n", encoding="utf-8")
     code, _, told = run(capsys, *asked)
     assert code == 2 and "without its end" in told
+
+
+def test_what_starts_an_agent_is_one_line_in_a_narrow_terminal(server):
+    """Broken into several, a shell would take each for a command."""
+    lines = in_terminal("launch", "claude", "--config-only", "--url", server.url, "--", "-p", "a b")
+    (line,) = [one for one in lines if one.startswith("ANTHROPIC_BASE_URL=")]
+    assert line.endswith(" claude -p 'a b'") and len(line) > 200
+
+
+def test_bench_takes_an_address_as_other_commands_do(server, capsys, tmp_path):
+    asked = (
+        "bench",
+        "--concurrency",
+        "1",
+        "--requests",
+        "1",
+        "--repeats",
+        "1",
+        "--max-tokens",
+        "4",
+    )
+    code, out, told = run(capsys, *asked, "--url", server.root)
+    assert code == 0 and f"toy at {server.url}" in out, told
+    code, _, told = run(capsys, *asked, "--url", f"{server.root}/v9")
+    assert code == 2 and "404" in told and "developer." not in told
 
 
 @pytest.mark.parametrize("agent", ["claude", "cline", "continue", "open-webui"])

@@ -7,10 +7,13 @@ import struct
 import subprocess
 import sys
 import termios
+from io import StringIO
 
 import pytest
+from rich.console import Console
 
 from forerun.cli.wrap import wrapped
+from forerun.measure.report import Level, table
 
 
 def in_terminal(*words, columns=80):
@@ -62,6 +65,17 @@ def test_sentences_are_broken_between_words():
     told = "".join(one + "\n" for one in in_terminal("run", "nosuchmodel", "hi", columns=40))
     assert "there is no model" in told and told.count("\n") >= 4
     assert " ".join(told.split()).endswith("or a hub id like organisation/name")
+
+
+def test_the_table_of_bench_cuts_nothing():
+    thousands = {"p50": 1234.5, "p99": 12345.6}
+    level = Level("speculation", 64, 1024, 10, 1234.5, 9, thousands, thousands, thousands, {}, None)
+    console = Console(width=80, file=StringIO())
+    console.print(table([level], "smollm2-135m at http://127.0.0.1:8000/v1"))
+    drawn = console.file.getvalue()
+    assert "…" not in drawn and all(len(line) <= 80 for line in drawn.split("\n"))
+    for word in ("speculation", "tokens/s", "between", "requests", "errors", "12345.6"):
+        assert word in drawn
 
 
 class Terminal:

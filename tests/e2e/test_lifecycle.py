@@ -51,6 +51,7 @@ def test_a_signal_while_loading_ends_it(tmp_path):
         assert wait_for(lambda: server.http.get("/health").status_code == 503)
         server.process.send_signal(signal.SIGTERM)
         assert server.ends() == 0
+        assert "never retrieved" not in server.logged()
 
 
 @pytest.fixture
