@@ -116,7 +116,8 @@ def _operation(route: Route, path: str, method: str) -> dict[str, Any]:
         found["requestBody"] = {"required": True, "content": taken}
     error = {"application/json": {"schema": {"type": "object", "required": ["error"]}}}
     refused = {code: {"description": why, "content": error} for code, why in _REFUSED.items()}
-    content = {"content": {kind: {} for kind in kinds}} if kinds else {}
-    answers = {"description": "The answer.", **content}
+    answers: dict[str, Any] = {"description": "The answer."}
+    if kinds:
+        answers["content"] = {kind: {} for kind in kinds}
     found["responses"] = {"200": answers, **refused}
     return found
