@@ -28,6 +28,12 @@ def test_the_race_shows_the_same_text_and_the_steps(page):
     )
     assert 0 < int(steps) < count
     assert page.locator(".strip .column").count() == int(steps)
+    columns = "[...document.querySelectorAll('.strip .column')]"
+    assert page.evaluate(f"() => {columns}.some((one) => one.children.length > 8)")
+    top = "document.querySelector('.strip').getBoundingClientRect().top"
+    assert page.evaluate(
+        f"() => {columns}.every((one) => one.getBoundingClientRect().top >= {top})"
+    ), "the column of a step of many tokens is cut"
     drafted = page.locator(".lane").first.locator(".token:not(.src-target)")
     assert drafted.count() > 0
     assert page.locator(".lane").nth(1).locator(".token:not(.src-target)").count() == 0
