@@ -22,6 +22,7 @@ from forerun.control.constants import (
     PLAIN_EVERY,
     PRIOR,
     TRIAL,
+    TURNOVER,
 )
 from forerun.control.costs import Mean
 from forerun.control.host_drafts import Found
@@ -39,12 +40,13 @@ class _Bucket:
     """What is known of steps of about so many rows.
 
     ratio   by shape: plain steps that a step of it takes
-    on      whether draft tokens are asked for
+    on      whether draft tokens are asked for; trial: again, and not yet told whether that pays
     rest    plain steps since they were; wait: how many come before they are tried again
     """
 
     ratio: dict[Shape, Mean] = field(default_factory=dict)
     on: bool = True
+    trial: bool = False
     rest: int = 0
     wait: int = PLAIN_EVERY // 2
 
@@ -133,10 +135,13 @@ class Shapes:
         return bool(self._tries[:2].max() < TRIAL) or max(self.speeds(rows)) > OUTLIER
 
     def _speed(self, rows: int, able: int) -> float:
-        """Of the best shape, over plain decoding, while those who lost their draft entries give
-        way to others: on average half of them have.
+        """Of the best shape, over plain decoding. Those who lost their draft entries give way to
+        others, and what is decided holds for longer than that takes: they count for TURNOVER, in a
+        trial for less, as there is something yet to lose.
         """
-        return max(self.speeds(rows, (1.0 + able / rows) / 2.0 if self.losing else 1.0))
+        lost = TURNOVER**2 if self._bucket(rows).trial else TURNOVER
+        share = lost + (1.0 - lost) * able / rows
+        return max(self.speeds(rows, share if self.losing else 1.0))
 
     def lost(self, slots: list[int]) -> bool:
         """Whether none of these sequences can have draft tokens."""
@@ -166,7 +171,7 @@ class Shapes:
         shape = max([s for s in self.shapes if s.nodes <= most], default=self.shapes[0])
         bucket = self._bucket(rows)
         if not bucket.on:
-            bucket.on = True
+            bucket.on = bucket.trial = True
             # What was seen before a pause counts for PRIOR: the text is another.
             share = PRIOR / max(float(self._tries.max()), PRIOR)
             self._tries, self._right = share * self._tries, share * self._right
@@ -177,6 +182,7 @@ class Shapes:
         if self._tries[:2].max() < TRIAL:
             return
         over = self._speed(rows, len(found)) / self.floor
+        bucket.trial = False
         if over < 1.0 - HYSTERESIS:
             bucket.on, bucket.rest = False, 0
             bucket.wait = min(2 * bucket.wait, 2 * PLAIN_EVERY)

@@ -2,8 +2,6 @@
 the real policy and drafters, a clock that counts what an H100's steps take.
 """
 
-from functools import cache
-
 import numpy as np
 import pytest
 
@@ -61,20 +59,20 @@ def ran(device, *text):
     return device.tokens / device.ms, late
 
 
-@cache
-def plain(rows, text):
-    return ran(PlainDevice(FixedPolicy(0, 0), rows), *text)[1]
-
-
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("rows", ROWS)
 def test_a_head_is_never_slower_than_none_and_close_to_the_best_shape(rows, head):
-    fixed = [ran(HeadDevice(FixedPolicy(depth, depth), rows), *head)[1] for depth in (1, 3)]
-    device = HeadDevice(adaptive(), rows)
-    whole, late = ran(device, *head)
-    assert whole >= 0.97 * plain(rows, head)
-    assert late >= 0.95 * max(plain(rows, head), *fixed)
-    assert device.captures == 0, "only what was declared runs"
+    """Over four seeds: the luck of one is worth 5 % in 400 steps."""
+    sums = np.zeros((2, 4))
+    for seed in range(4):
+        fixed = [HeadDevice(FixedPolicy(depth, depth), rows, seed) for depth in (1, 3)]
+        alone = PlainDevice(FixedPolicy(0, 0), rows, seed)
+        device = HeadDevice(adaptive(), rows, seed)
+        sums += np.array([ran(each, *head) for each in (device, alone, *fixed)]).T
+        assert device.captures == 0, "only what was declared runs"
+    whole, late = sums
+    assert whole[0] >= 0.97 * whole[1]
+    assert late[0] >= 0.95 * late[1:].max()
 
 
 def raced(devices, texts):
