@@ -132,7 +132,7 @@ bench-peers: setup
 docs: setup
 	$(PIP) "forerun[docs]"
 	$(BIN)/python docs/migrating.py --check
-	$(BIN)/mkdocs build --strict
+	$(BIN)/python -m mkdocs build --strict
 
 # dist/: a source archive, and a wheel whose tag says how old a Linux may be.
 wheel: setup
