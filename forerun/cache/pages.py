@@ -37,9 +37,11 @@ class PagePool:
 
         Valid until each is dropped. Raises ValueError, and takes nothing, when fewer are free.
         """
-        if count > len(self._free):
+        left = len(self._free) - count
+        if left < 0:
             raise ValueError(f"{count} pages wanted, {len(self._free)} free")
-        taken = [self._free.pop() for _ in range(count)]
+        taken = self._free[left:][::-1]
+        del self._free[left:]
         for page in taken:
             self._references[page] = 1
         return taken

@@ -1,7 +1,7 @@
 """What a step was and what it took. The engine makes one per step; policy and metrics read it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import mul
 
 from forerun.interface.plan import Outcome, Plan
@@ -11,7 +11,7 @@ STAGES = ("draft", "verify", "mask", "accept")
 """Stages whose time is measured; what is left of a step is the host's."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepReport:
     """One step that is over, B rows.
 
@@ -43,7 +43,7 @@ class StepReport:
     carried: bool = False
     reason: str = ""
     modelled: bool = True
-    fresh: Sequence[int] = ()
+    fresh: list[int] = field(default_factory=list)
     proposed: Sequence[Draft] = ()
 
     @property

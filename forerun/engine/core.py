@@ -23,7 +23,6 @@ runs once more here too.
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from time import monotonic, perf_counter
 
 from forerun.control.report import step_report
@@ -254,11 +253,10 @@ class EngineCore:
         self._finished = perf_counter()
         total = 1000.0 * (self._finished - step.timer.since)
         report = step_report(step.round.plan, outcome, step.timer.ms, total)
-        opened = [sequence.slot for sequence in step.schedule.opened if sequence.slot is not None]
-        reason, fresh = step.schedule.decision.reason, [*report.fresh, *opened]
-        report = replace(
-            report, carried=step.carried, reason=reason, fresh=fresh, proposed=step.proposed
-        )
+        opened = step.schedule.opened
+        report.fresh += [sequence.slot for sequence in opened if sequence.slot is not None]
+        report.carried, report.proposed = step.carried, step.proposed
+        report.reason = step.schedule.decision.reason
         self._parts.policy.observe(report)
         self.metrics.step(report)
 

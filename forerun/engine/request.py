@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from forerun.engine.trace import StepTrace
@@ -102,8 +103,7 @@ class SpeculationStats:
     predicted: tuple[int, int] = (0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True):
     """News of one choice of one request, in order. The last has `finish` set.
 
     text             newly final text (never half a character, never part of a stop string)

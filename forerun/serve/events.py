@@ -6,9 +6,10 @@ per choice once it is many; it is bounded by the tokens the request may have. Al
 
 import asyncio
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from itertools import chain
 from time import monotonic
+
+from msgspec.structs import replace
 
 from forerun.engine.request import Delta
 from forerun.errors import ForerunError
