@@ -104,7 +104,8 @@ static Floats float_product_by(const Kernels& k, int format, int channels, int i
 }
 
 static Floats attend_by(const Kernels& k, int size, int heads, int trunk, int tail,
-                        const Floats& queries, const std::vector<uint16_t>& cache) {
+                        const Floats& queries, const std::vector<uint16_t>& cache,
+                        const float* sinks) {
     std::vector<int32_t> places(trunk), path(tail);
     for (int i = 0; i < trunk; i++) places[i] = (i * 7) % 300;
     for (int i = 0; i < tail; i++) path[i] = 299 - i;
@@ -123,6 +124,7 @@ static Floats attend_by(const Kernels& k, int size, int heads, int trunk, int ta
     job.out = out.data();
     job.scores = scores.data();
     job.totals = totals.data();
+    job.sinks = sinks;
     k.attend(job);
     // In pieces, as by several threads: the same.
     Floats pieces((size_t)heads * size);
@@ -130,7 +132,8 @@ static Floats attend_by(const Kernels& k, int size, int heads, int trunk, int ta
     const int length = trunk + tail, middle = length / 16 * 8;
     k.score(job, middle, length);
     k.score(job, 0, middle);
-    for (int h = 0; h < heads; h++) totals[h] = k.weigh(&scores[h * job.stride], length);
+    for (int h = 0; h < heads; h++)
+        totals[h] = k.weigh(&scores[h * job.stride], length, sinks ? sinks + h : nullptr);
     k.mix(job, 8, size);
     k.mix(job, 0, 8);
     same(k.name, "attention in pieces", out, pieces);
@@ -205,11 +208,14 @@ static void compare(const Kernels& k) {
         std::vector<uint16_t> cache(600 * size);
         for (uint16_t& half : cache) half = half_from_float(normal(1, 1)[0]);
         for (int heads : {1, 2, 3, 4, 7}) {
-            const Floats queries = normal((size_t)heads * size, 0.3f);
+            const Floats queries = normal((size_t)heads * size, 0.3f), sinks = normal(heads, 3);
             for (int trunk : {1, 7, 8, 9, 50, 290}) {
                 for (int tail : {0, 1, 5}) {
-                    same(k.name, "attention", attend_by(k, size, heads, trunk, tail, queries, cache),
-                         attend_by(plain, size, heads, trunk, tail, queries, cache));
+                    for (const float* given : {(const float*)nullptr, sinks.data()}) {
+                        same(k.name, given ? "attention with sinks" : "attention",
+                             attend_by(k, size, heads, trunk, tail, queries, cache, given),
+                             attend_by(plain, size, heads, trunk, tail, queries, cache, given));
+                    }
                 }
             }
         }

@@ -98,9 +98,20 @@ class Kernel:
 
 
 def attention(
-    dtype, gqa_group, size, lines, arch, pages=None, special=False, counted=False, values=None
+    dtype,
+    gqa_group,
+    size,
+    lines,
+    arch,
+    pages=None,
+    cap=False,
+    sinks=False,
+    counted=False,
+    values=None,
 ):
-    """values: numbers of a value that is part of its key; None: keys and values are alike."""
+    """cap, sinks: as Gemma and gpt-oss have them, beside a window; values: numbers of a value that
+    is part of its key, None: keys and values are alike.
+    """
     number = f"*{dtype}"
     signature = {
         "queries": number,
@@ -117,8 +128,8 @@ def attention(
     shape = triton_attention.shape_for(lines, 4 if dtype == "fp32" else 2, size, arch // 10)
     constants = {
         **{"GQA_GROUP": gqa_group, "E": size, "PAGE": 16, "LINES": lines},
-        **{"SHARING": 1 if values is None else 8, "V": values or size, "SINKS": special},
-        **{"NARROW": pages is not None, "WINDOWED": special, "CAPPED": special},
+        **{"SHARING": 1 if values is None else 8, "V": values or size, "SINKS": sinks},
+        **{"NARROW": pages is not None, "WINDOWED": cap or sinks, "CAPPED": cap},
         "COUNTED": counted,
         "KEYS": shape.keys,
     }
@@ -359,8 +370,8 @@ def in_float8(name, arch, hidden, ffn, heads, group, size):
 
 def matrix(arch):
     """All binaries for an architecture, by name: an 8B shape (its draft head has the same), the
-    default model, float32, float8 pages, windows with a softcap, Gemma's wide heads; and what the
-    choice needs.
+    default model, float32, float8 pages, windows with a softcap, Gemma's wide heads, gpt-oss's
+    sinks; and what the choice needs.
     """
     return {
         **model("8b", arch, "bf16", 4096, 4, 128),
@@ -371,13 +382,17 @@ def matrix(arch):
         **model("135m float32", arch, "fp32", 576, 3, 64),
         **{
             f"attend 8b with window and cap, {lines} lines": attention(
-                "bf16", 4, 128, lines, arch, special=True
+                "bf16", 4, 128, lines, arch, cap=True
             )
             for lines in attention_lines(4)
         },
         **{
-            f"attend gemma, {lines} lines": attention("bf16", 4, 256, lines, arch, special=True)
+            f"attend gemma, {lines} lines": attention("bf16", 4, 256, lines, arch, cap=True)
             for lines in attention_lines(4)
+        },
+        **{
+            f"attend gpt-oss, {lines} lines": attention("bf16", 8, 64, lines, arch, sinks=True)
+            for lines in attention_lines(8)
         },
         "gelu gate": gate("bf16", gelu=True),
         "clamped gate": gate("bf16", clamped=True),

@@ -35,8 +35,8 @@ def shape_for(lines: int, itemsize: int, size: int, major: int) -> Shape:
         return Shape(keys, 3 if full and not tensor_memory else 2)
     if itemsize == 4:
         return Shape(KEYS // 4 if full else KEYS // 2, 2, 8 if full and tensor_memory else 4)
-    if full and tensor_memory and size > 64:
-        return Shape(KEYS // 2, 2, 8)
+    if full and tensor_memory:
+        return Shape(KEYS // 2, 2, 8 if size > 64 else 4)
     return Shape(KEYS, 2 if full else 3)
 
 
