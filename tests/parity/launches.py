@@ -192,7 +192,7 @@ class Launches(TorchDispatchMode):
 
 
 CACHES = {
-    **{"_attend": (1, 2, 3, 4, 6), "_merge": (0,), "_enter": (7, 8, 9, 10), "_move": (0, 1)},
+    **{"_attend": (1, 2, 3, 4, 7), "_merge": (0,), "_enter": (7, 8, 9, 10), "_move": (0, 1)},
     "_inputs": (1,),
 }
 """Arguments that are a cache's or an embedding, or of which a step uses a few parts, by kernel."""
