@@ -245,6 +245,10 @@ def test_a_full_tree_holds_a_blocks_best_paths_where_no_level_can_have_more(widt
     assert TreeShape(width, 4, nodes=nodes).full(block=False)
 
 
+def test_nobody_has_said_how_many_nodes_a_tree_has_unless_somebody_does():
+    assert TreeShape(2, 4).nodes == 0
+
+
 @pytest.mark.parametrize("width", [1, 2, 3])
 def test_a_full_tree_has_width_nodes_and_then_their_squares(width):
     """As many as are grown where every node has `width` children."""
