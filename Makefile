@@ -54,7 +54,7 @@ test-slower: tools
 	PYTHONPATH=$(CURDIR)/tests/chaos/slower $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu and not browser and not chaos"
 
 # What an adversary would try: faults, load, damaged files, statistics, whatever /openapi.json allows
-# and forbids. 25 minutes on two quiet cores.
+# and forbids. 11 minutes on two quiet cores.
 chaos: tools $(CLIENTS)/document/.ready
 	$(BIN)/python -m pytest -q -m chaos tests/chaos
 	FORERUN_PYTHON=$(BIN)/python $(CLIENTS)/document/bin/python -m pytest -q tests/clients/test_document.py
