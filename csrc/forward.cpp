@@ -183,8 +183,8 @@ void Model::ffn_layer(const Step& step, int layer, int thread) {
     if (!add) end_branch(at, at.ffn_end_norm, nodes, thread);
 }
 
-// silu(gate) * up or what the layer has for it, quantised, or in gate's place: group by group, so that every thread has some even
-// of one row.
+// silu(gate) * up, or what the layer has for it, quantised, or in gate's place: group by group, so
+// that every thread has some even of one row.
 void Model::activate(const Visit& visit, bool clamped, int thread) {
     const auto as_floats = clamped ? kernels->clamped : kernels->silu;
     const auto as_groups = clamped ? kernels->clamped_quantise : kernels->silu_quantise;

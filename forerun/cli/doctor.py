@@ -7,7 +7,6 @@ import shutil
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -15,6 +14,7 @@ from rich.table import Table
 from forerun.build.memory import human
 from forerun.cache_dir import cache_dir
 from forerun.cli.console import emit_json, out
+from forerun.cli.models import listed
 from forerun.executors import cpu
 from forerun.machine import memory_available, stamp
 from forerun.version import __version__
@@ -71,17 +71,12 @@ def _torch(look: bool) -> dict[str, Any]:
 
 def _cache() -> dict[str, Any]:
     folder = cache_dir()
-    # Models often lie on another disk behind a link, which rglob does not follow.
-    files = [Path(place, name) for place, _, names in os.walk(folder, followlinks=True)
-             for name in names]  # fmt: skip
     existing = next(p for p in (folder, *folder.parents) if p.exists())
     return {
         "folder": str(folder),
         "writable": os.access(existing, os.W_OK),
         "free_bytes": shutil.disk_usage(existing).free,
-        "models": {
-            f.name: f.stat().st_size for f in files if f.suffix in (".gguf", ".safetensors")
-        },
+        "models": {row["name"]: row["bytes"] for row in listed() if row["path"] is not None},
     }
 
 

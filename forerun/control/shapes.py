@@ -135,9 +135,10 @@ class Shapes:
         return bool(self._tries[:2].max() < TRIAL) or max(self.speeds(rows)) > OUTLIER
 
     def _speed(self, rows: int, able: int) -> float:
-        """Of the best shape, over plain decoding. Those who lost their draft entries give way to
-        others, and what is decided holds for longer than that takes: they count for TURNOVER, in a
-        trial for less, as there is something yet to lose.
+        """Of the best shape, over plain decoding. Sequences that lost their draft entries end and
+        others take their place, and what is decided now holds for longer than that takes: each
+        counts for TURNOVER of one that can draft; in a trial, which can be ended at little cost,
+        for TURNOVER of that.
         """
         lost = TURNOVER**2 if self._bucket(rows).trial else TURNOVER
         share = lost + (1.0 - lost) * able / rows

@@ -12,6 +12,8 @@ import pytest
 from forerun.cli.commands import COMMANDS
 from forerun.cli.main import main
 from forerun.cli.run import ROUNDS
+from forerun.hub import huggingface
+from forerun.hub.catalog import BUILT_IN
 
 TOY = ["--model", "toy", "--kv-tokens", "8192"]
 FORERUN = [sys.executable, "-m", "forerun.cli"]
@@ -272,15 +274,24 @@ def test_doctor_describes_the_machine(capsys):
     assert "native CPU core" in capsys.readouterr().out
 
 
-def test_doctor_sees_models_behind_a_link(capsys, monkeypatch, tmp_path):
-    """A cache on another disk, as `forerun list` sees it."""
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "disk" / "a.gguf").write_bytes(b"abc")
+def test_doctor_names_the_models_that_forerun_list_has(capsys, monkeypatch, tmp_path):
+    """Behind a link to another disk too, whatever else lies there: links that lead nowhere, or
+    round and round.
+    """
+    model, disk = BUILT_IN["smollm2-135m"], tmp_path / "disk"
+    disk.mkdir()
+    with (disk / model.file_name).open("wb") as file:
+        file.truncate(model.size)
+    (disk / "gone.gguf").symlink_to(tmp_path / "nowhere")
+    (disk / "here").symlink_to(".")
+    (disk / "above").symlink_to("..")
     (tmp_path / "forerun").mkdir()
-    (tmp_path / "forerun" / "models").symlink_to(tmp_path / "disk")
+    (tmp_path / "forerun" / "models").symlink_to(disk)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(huggingface, "cached", list)
     main(["doctor", "--json", "--no-torch"])
-    assert json.loads(capsys.readouterr().out)["cache"]["models"] == {"a.gguf": 3}
+    found = json.loads(capsys.readouterr().out)["cache"]["models"]
+    assert found == {"smollm2-135m": model.size}
 
 
 def test_help_loads_nothing_heavy_and_is_quick():
