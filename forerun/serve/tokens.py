@@ -2,11 +2,12 @@
 llama.cpp have them.
 """
 
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from forerun.build.engine import Frontend
@@ -21,6 +22,9 @@ from forerun.serve.schema import MAX_PROMPTS, template_options, token_ids
 from forerun.serve.tools import Tool, tools
 from forerun.serve.wire import dump_large
 from forerun.types import Ints
+
+_PART = 1 << 16
+"""Bytes of an answer that are sent at once."""
 
 
 @takes(one_or_more(plain_text, MAX_PROMPTS).schema)
@@ -91,8 +95,7 @@ async def tokenize(request: Request) -> Response:
     service = service_of(request)
     body = await service.workers.run(len(data), read, TokenizeBody, value)
     loaded = service.named(body.model).loaded
-    answer = await rendered(service, len(data), _answer, body, loaded)
-    return Response(answer, media_type=Json.media_type)
+    return _sent(await rendered(service, len(data), _answer, body, loaded))
 
 
 async def detokenize(request: Request) -> Response:
@@ -101,9 +104,7 @@ async def detokenize(request: Request) -> Response:
     service = service_of(request)
     body = await service.workers.run(len(data), read, DetokenizeBody, value)
     loaded = service.named(body.model).loaded
-    found = await service.workers.run(len(data), _text, body, loaded)
-    # As vLLM, llama.cpp and SGLang call it.
-    return Json({"prompt": found, "content": found, "text": found})
+    return _sent(await service.workers.run(len(data), _detokenized, body, loaded))
 
 
 async def tokenizer_info(request: Request) -> Response:
@@ -135,6 +136,19 @@ TOKEN_ROUTES = [
     Route("/v1/detokenize", detokenize, methods=["POST"]),
     Route("/tokenizer_info", tokenizer_info),
 ]
+
+
+def _sent(answer: bytes) -> Response:
+    """JSON that may be fifteen times as long as a request may be: its client takes it in parts, and
+    others have their turn in between.
+    """
+
+    async def parts() -> AsyncIterator[bytes]:
+        for start in range(0, len(answer), _PART):
+            yield answer[start : start + _PART]
+
+    headers = {"content-length": str(len(answer))}
+    return StreamingResponse(parts(), media_type=Json.media_type, headers=headers)
 
 
 def _answer(body: TokenizeBody, loaded: Frontend) -> bytes:
@@ -180,6 +194,12 @@ def _told(body: TokenizeBody, loaded: Frontend, found: list[Ints], several: bool
     if body.return_token_strs:
         answer["token_strs"] = shaped([strings(ids) for ids in found])
     return answer
+
+
+def _detokenized(body: DetokenizeBody, loaded: Frontend) -> bytes:
+    """The answer's JSON, as vLLM, llama.cpp and SGLang call what is in it."""
+    found = _text(body, loaded)
+    return dump_large({"prompt": found, "content": found, "text": found})
 
 
 def _text(body: DetokenizeBody, loaded: Frontend) -> str | list[str]:

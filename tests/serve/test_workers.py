@@ -1,14 +1,19 @@
 """What takes time is not done on the event loop, and small bodies do not wait for large ones."""
 
 import asyncio
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 from starlette.testclient import TestClient
 
 from forerun.errors import WorkerError
 from forerun.options.config import ServeSettings
+from forerun.serve import tokens, wire
 from forerun.serve.app import create_app
+from forerun.serve.errors import ApiError
+from forerun.serve.wire import MOST_CONTAINERS, dump_json, dump_large, parse_json
 from forerun.serve.workers import HUGE, LARGE, LARGE_AT_ONCE, Workers
 from forerun.text.rendering import is_large
 from tests.cli.toys import toy_loaded
@@ -107,3 +112,81 @@ def test_a_large_conversation_is_large_for_its_renderer_too():
     content = "<|im_start|>" + "\u00e9" * (LARGE // 2 - 100)
     assert not is_large({"messages": [{"role": "user", "content": content}]})
     assert is_large({"messages": [{"role": "user", "content": "a" * (2 * LARGE + 1)}]})
+
+
+def calls_during(work, *args):
+    """Calls of wire's own functions while `work` runs: after each another thread may run, in
+    between none may.
+    """
+    calls = 0
+
+    def count(frame, event, _):
+        nonlocal calls
+        calls += event == "call" and frame.f_code.co_filename == wire.__file__
+
+    sys.setprofile(count)
+    try:
+        work(*args)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+MANY = 3000
+
+
+@pytest.mark.parametrize("one", ["1", "1.5", "{}", '{"a":null}', "-12345678901234567890"])
+def test_the_event_loop_has_its_turn_between_two_numbers_of_a_large_body(one):
+    assert calls_during(parse_json, f"[{','.join([one] * MANY)}]".encode()) >= MANY
+
+
+def test_the_event_loop_has_its_turn_between_two_entries_of_a_large_object():
+    body = "{" + ",".join(f'"{key}":1' for key in range(MANY)) + "}"
+    assert calls_during(parse_json, body.encode()) >= MANY
+
+
+def test_the_event_loop_has_its_turn_while_strings_are_left_out():
+    body = '{"a":"b"}' * (MOST_CONTAINERS + 1)
+    assert calls_during(_refused, body.encode()) >= 2 * MOST_CONTAINERS
+
+
+def _refused(body):
+    with pytest.raises(ApiError, match="arrays and objects"):
+        parse_json(body)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-32-be"])
+@pytest.mark.parametrize("unit", ["[]", "{}", "[[{}]]"])
+def test_more_arrays_and_objects_than_can_be_made_at_once_are_refused(unit, encoding):
+    some = MOST_CONTAINERS // unit.count("]" if "]" in unit else "}") + 1
+    with pytest.raises(ApiError, match="more than 131,072 arrays and objects"):
+        parse_json(f"[{','.join([unit] * some)}]".encode(encoding))
+
+
+def test_brackets_in_a_text_are_no_arrays():
+    text = 'a[0] = {"b": "[\\"};\n' * MOST_CONTAINERS
+    assert parse_json(dump_json({"prompt": text, "n": [[1], {}]})) == {
+        "prompt": text,
+        "n": [[1], {}],
+    }
+
+
+def test_large_answers_are_written_as_small_ones_are():
+    value = {"tokens": [*range(9000)], "a": ["\u00e9\ud800", 1.5, None], "b": {}}
+    assert dump_large(value) == dump_json(value)
+
+
+def test_large_answers_are_sent_in_parts():
+    answer, sent = bytes(range(256)) * 1000, []
+
+    async def send(message):
+        sent.append(message)
+
+    async def receive():
+        await asyncio.Event().wait()
+
+    scope = {"type": "http", "method": "POST", "headers": [], "asgi": {"spec_version": "2.4"}}
+    asyncio.run(tokens._sent(answer)(scope, receive, send))
+    parts = [message.get("body", b"") for message in sent]
+    assert b"".join(parts) == answer and max(map(len, parts)) == tokens._PART
+    assert (b"content-length", b"256000") in sent[0]["headers"]
