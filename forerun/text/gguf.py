@@ -1,8 +1,7 @@
 """The tokenizer of a GGUF file, written as the `tokenizer.json` its author published.
 
 A GGUF carries tokens, merges or scores, and the *name* of how text is cut into words before
-merging (`tokenizer.ggml.pre`); the rule behind each name is known from llama.cpp and from the
-`tokenizer.json` files of the models that use it.
+merging (`tokenizer.ggml.pre`), whose meaning stands in `pre_tokenizers`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,63 +9,36 @@ from typing import Any
 
 from forerun.errors import ModelError
 from forerun.text.pieces import SPACE_MARK
+from forerun.text.pre_tokenizers import NOT_BYTE_LEVEL, PRE_TOKENIZERS, PreTokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_TAIL = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_SIGNS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_HEAD = r"[^\r\n\p{L}\p{N}]?"
-
-_LLAMA3 = f"{_CONTRACTIONS}|{_LETTERS}|\\p{{N}}{{1,3}}{_SIGNS}{_TAIL}"
-_QWEN2 = f"{_CONTRACTIONS}|{_LETTERS}|\\p{{N}}{_SIGNS}{_TAIL}"
-_QWEN35 = (
-    f"{_CONTRACTIONS}|{_HEAD}[\\p{{L}}\\p{{M}}]+|\\p{{N}}"
-    f"| ?[^\\s\\p{{L}}\\p{{M}}\\p{{N}}]+[\\r\\n]*{_TAIL}"
-)
-_TEKKEN = (
-    f"{_HEAD}{_UPPER}*{_LOWER}+|{_HEAD}{_UPPER}+{_LOWER}*|\\p{{N}}"
-    f"| ?[^\\s\\p{{L}}\\p{{N}}]+[\\r\\n/]*{_TAIL}"
-)
-_GPT4O = (
-    f"{_HEAD}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_HEAD}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
-    f"|\\p{{N}}{{1,3}}| ?[^\\s\\p{{L}}\\p{{N}}]+[\\r\\n/]*{_TAIL}"
-)
-
-_SPLITS = {
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "falcon3": _LLAMA3,
-    "lfm2": _LLAMA3,
-    "pixtral": _LLAMA3,
-    "dbrx": _LLAMA3,
-    "smaug-bpe": _LLAMA3,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "qwen35": _QWEN35,
-    "tekken": _TEKKEN,
-    "gpt-4o": _GPT4O,
-    "llama4": _GPT4O,
-}
-_WHOLE_WORDS_FIRST = {"llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2", "pixtral", "tekken"}
-_BEGIN_BY_DEFAULT = _WHOLE_WORDS_FIRST
-_COMPOSED = {"qwen2", "deepseek-r1-qwen", "qwen35"}
-_DIGIT_BY_DIGIT = {"smollm", "starcoder", "refact", "codeshell"}
-_GPT2 = {"default", "gpt-2", "phi-2"}
 
 _ENDS = (
     "<|eot_id|>",
     "<|eom_id|>",
     "<|im_end|>",
     "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<|calls|>",
+    "<|flush|>",
     "<end_of_turn>",
+    "<end_of_utterance>",
     "<|endoftext|>",
     "<|end_of_text|>",
     "<｜end▁of▁sentence｜>",
+    "</s>",
+    "<EOT>",
+    "_<EOT>",
+    "[EOT]",
+    "[EOS]",
+    "[e~[",
 )
+"""Control tokens that end a turn by what they are called, llama.cpp's list."""
+_END_OF_MESSAGE = "<|end|>"
+"""In gpt-oss's format (and Solar's) a turn is several messages, each with this at its end."""
+_SEVERAL_MESSAGES = ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|calls|>"})
+"""Tokens by which such a format is known; one pair is enough."""
 
 
 def tokenizer_json(
@@ -87,7 +59,7 @@ def tokenizer_json(
         )
     if kind == "gpt2":
         spec = _byte_level(metadata, tokens, types)
-        begin = metadata.get("tokenizer.ggml.pre") in _BEGIN_BY_DEFAULT
+        begin = _pre_tokenizer(metadata).begins
     elif kind == "llama":
         spec = _sentence_piece(metadata, tokens, types)
         begin = True
@@ -110,41 +82,51 @@ def tokenizer_json(
 def _byte_level(
     metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]
 ) -> dict[str, Any]:
-    pre = metadata.get("tokenizer.ggml.pre", "default")
+    pre = _pre_tokenizer(metadata)
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    if pre in _SPLITS:
-        split = {"type": "Split", "pattern": {"Regex": _SPLITS[pre]}, "behavior": "Isolated"}
-        steps: list[dict[str, Any]] = [split | {"invert": False}, level | {"use_regex": False}]
-    elif pre in _DIGIT_BY_DIGIT:
-        digits = {"type": "Digits", "individual_digits": True}
-        steps = [digits, level | {"use_regex": True}]
-    elif pre in _GPT2:
-        steps = [level | {"use_regex": True}]
-    else:
-        known = ", ".join(sorted({*_SPLITS, *_DIGIT_BY_DIGIT, *_GPT2}))
-        raise ModelError(f"tokenizer.ggml.pre is {pre!r}, which is not supported; known: {known}")
+    split = {"type": "Split", "behavior": "Isolated", "invert": False}
+    steps = [split | {"pattern": {"Regex": regex}} for regex in pre.splits]
+    steps.append(level | {"use_regex": False})
     merges = [merge.split(" ", 1) for merge in _strings(metadata, "tokenizer.ggml.merges")]
     return {
-        "normalizer": {"type": "NFC"} if pre in _COMPOSED else None,
+        "normalizer": {"type": "NFC"} if pre.composed else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
         "decoder": level | {"use_regex": True},
         "model": {
             "type": "BPE",
-            "ignore_merges": pre in _WHOLE_WORDS_FIRST,
+            "ignore_merges": pre.whole_words,
             "vocab": _vocab(tokens, types),
             "merges": merges,
         },
     }
 
 
+def _pre_tokenizer(metadata: Mapping[str, Any]) -> PreTokenizer:
+    name = metadata.get("tokenizer.ggml.pre", "default")
+    if name in PRE_TOKENIZERS:
+        return PRE_TOKENIZERS[name]
+    why = "is not written as bytes" if name in NOT_BYTE_LEVEL else "is unknown"
+    raise ModelError(
+        f"tokenizer.ggml.pre is {name!r}, which {why}; these are read: "
+        f"{', '.join(sorted(PRE_TOKENIZERS))}"
+    )
+
+
 def _sentence_piece(
     metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]
 ) -> dict[str, Any]:
+    """As Llama 2's tokenizer.json is written: a space before the text, and after control tokens, is
+    added even where one stands, so that it can be told from none.
+    """
     scores = metadata.get("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(tokens):
         raise ModelError("tokenizer.ggml.scores is missing or not as long as the tokens")
     spaced = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-    scheme = "first" if spaced else "never"
+    marks: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_MARK}
+    ]
+    if spaced:
+        marks.insert(0, {"type": "Prepend", "prepend": SPACE_MARK})
     steps: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": SPACE_MARK}, "content": " "},
         {"type": "ByteFallback"},
@@ -154,13 +136,8 @@ def _sentence_piece(
         steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     unknown = _id(metadata, "unknown", len(tokens))
     return {
-        "normalizer": None,
-        "pre_tokenizer": {
-            "type": "Metaspace",
-            "replacement": SPACE_MARK,
-            "prepend_scheme": scheme,
-            "split": False,
-        },
+        "normalizer": {"type": "Sequence", "normalizers": marks},
+        "pre_tokenizer": None,
         "decoder": {"type": "Sequence", "decoders": steps},
         "model": {
             "type": "BPE",
@@ -222,11 +199,14 @@ def _ends(
 ) -> tuple[int, ...]:
     """The declared end first, then control tokens that end a turn by their well-known names."""
     declared = [_id(metadata, name, len(tokens)) for name in ("eos", "eot", "eom")]
-    named = [
-        index
+    controls = {
+        token: index
         for index, token in enumerate(tokens)
-        if token in _ENDS and types[index] in (CONTROL, USER_DEFINED)
-    ]
+        if types[index] in (CONTROL, USER_DEFINED)
+    }
+    several = any(pair <= controls.keys() for pair in _SEVERAL_MESSAGES)
+    ends = [name for name in _ENDS if not (several and name == _END_OF_MESSAGE)]
+    named = sorted(controls[name] for name in ends if name in controls)
     return tuple(dict.fromkeys([index for index in declared if index is not None] + named))
 
 

@@ -10,7 +10,7 @@ import tokenizers
 import transformers
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tokenizers import Regex, pre_tokenizers
+from tokenizers import Regex, normalizers, pre_tokenizers
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 from transformers.tokenization_utils_base import generate_merges
@@ -18,8 +18,10 @@ from transformers.tokenization_utils_base import generate_merges
 from forerun.errors import ModelError, RequestError
 from forerun.text.length_bound import length_bound
 from forerun.text.pieces import byte_alphabet
+from forerun.text.pre_tokenizers import PRE_TOKENIZERS
 from forerun.text.tokenizer import Tokenizer
 from tests.text.corpus import (
+    AROUND_CONTROLS,
     CONTROLS,
     TEXTS,
     byte_level_vocabulary,
@@ -93,10 +95,35 @@ def sentence_piece_reference(spaced: bool = True) -> transformers.LlamaTokenizer
     vocab = {token: index for index, token in enumerate(tokens)}
     special = {token for token, kind in zip(tokens, types, strict=True) if kind != 1}
     merges = generate_merges(vocab, dict(zip(tokens, scores, strict=True)), special)
-    return transformers.LlamaTokenizer(vocab=vocab, merges=merges, add_prefix_space=spaced)
+    hf = transformers.LlamaTokenizer(vocab=vocab, merges=merges, add_prefix_space=spaced)
+    # As the tokenizer.json of Llama 2, Mistral and Phi-3 say; transformers 5 makes one of its own
+    # where it has only a vocabulary, which adds no space before one.
+    marks = [normalizers.Prepend("▁")] * spaced + [normalizers.Replace(" ", "▁")]
+    hf.backend_tokenizer.normalizer = normalizers.Sequence(marks)
+    hf.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([])
+    return hf
 
 
-PRES = ("smollm", "llama-bpe", "qwen2", "default", "gpt-2", "tekken", "qwen35", "gpt-4o")
+PRES = ("smollm", "llama-bpe", "qwen2", "gpt-2", "tekken", "qwen35", "gpt-4o")
+WORDS, IDS = (
+    json.loads((Path(__file__).parent / f"llama_cpp_{name}.json").read_text(encoding="utf-8"))
+    for name in ("words", "ids")
+)
+"""What llama.cpp says (bench/llama_cpp_words.py wrote it down)."""
+
+LLAMA_CPP_APPROXIMATES = {
+    **{name: {0, 6} for name in ("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2")},
+    **{name: {0, 2, 13} for name in ("tiny_aya", "cohere2moe")},
+    "granite-embed-multi-97m": {0},
+    "tekken": {6},
+    "kimi-k2": {0, 2, 5, 6},
+    "youtu": {0, 2},
+    "afmoe": {13},
+}
+"""Texts that its own engine cuts otherwise than the author's expression, which is ours: it folds no
+case of letters beyond ASCII, takes marks for no letters, knows no capitals, and counts digits by
+code that joins them to the blanks before.
+"""
 
 
 @pytest.mark.parametrize("pre", PRES)
@@ -115,6 +142,50 @@ def test_gguf_byte_level_ids_equal_transformers_on_any_text(text, pre):
     assume(not any(token in text for token in reference(pre).all_special_tokens))
     ours = byte_level(pre).encode(text).tolist()
     assert ours == reference(pre)(text, add_special_tokens=False).input_ids
+
+
+@pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))
+def test_words_are_those_of_llama_cpp(pre):
+    (group,) = (group for group in WORDS if pre in group["names"])
+    cuts = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in PRE_TOKENIZERS[pre].splits]
+    differ = set()
+    for index, words in enumerate(group["words"]):
+        found = pre_tokenizers.Sequence(cuts).pre_tokenize_str("".join(words))
+        if [word for word, _ in found] != words:
+            differ.add(index)
+    assert differ == LLAMA_CPP_APPROXIMATES.get(pre, set())
+
+
+def test_pre_tokenizers_that_differ_are_told_apart_by_a_text():
+    """Two names in one group of llama.cpp's have one rule here; the texts tell all others apart."""
+    cuts = [{PRE_TOKENIZERS[name].splits for name in group["names"]} for group in WORDS]
+    for group, rules in zip(WORDS, cuts, strict=True):
+        assert len(rules) == 1, group["names"]
+    # Of gpt-4o's expression llama.cpp has two approximations, one of them for Granite's embeddings.
+    assert len({rule for rules in cuts for rule in rules}) == len(WORDS) - 1
+    assert sorted(name for group in WORDS for name in group["names"]) == sorted(PRE_TOKENIZERS)
+
+
+def test_a_message_of_harmony_ends_no_turn():
+    """A turn of gpt-oss is several messages; `<|end|>` stands behind each of them."""
+    metadata = dict(gguf_metadata("gpt-4o"))
+    tokens = metadata["tokenizer.ggml.tokens"]
+    size, types = len(tokens), metadata["tokenizer.ggml.token_type"]
+    for more, ends in (
+        (["<|end|>"], {2, 0, size}),
+        (["<|end|>", "<|return|>", "<|call|>"], {2, 0, size + 1, size + 2}),
+    ):
+        metadata["tokenizer.ggml.tokens"] = [*tokens, *more]
+        metadata["tokenizer.ggml.token_type"] = [*types, *[3] * len(more)]
+        assert set(Tokenizer.from_gguf(metadata).eos_ids) == ends
+
+
+@pytest.mark.parametrize("row", IDS, ids=["spaced", "unspaced"])
+def test_sentence_piece_ids_are_those_of_llama_cpp(row):
+    """Spaces at the start are kept apart, and a control token is a start of its own."""
+    ours = sentence_piece(row["spaced"])
+    assert [ours.encode(text).tolist() for text in TEXTS] == row["texts"]
+    assert [ours.encode(text, specials=True).tolist() for text in AROUND_CONTROLS] == row["around"]
 
 
 @pytest.mark.parametrize("spaced", [True, False])
