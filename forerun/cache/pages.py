@@ -20,7 +20,7 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        """Pages on the free list."""
+        """Pages on the free list, which nobody holds and whose content means nothing."""
         return len(self._free)
 
     @property

@@ -55,7 +55,9 @@ class PrefixIndex:
 
     @property
     def kept(self) -> int:
-        """Pages that nobody holds but whose content is still known."""
+        """Pages that no sequence holds but whose content is known: they can be shared again, or
+        evicted.
+        """
         return len(self._idle)
 
     @property
@@ -66,8 +68,8 @@ class PrefixIndex:
     def acquire(self, tokens: Ints) -> list[CachedPage]:
         """Hold the longest known chain of full pages that `tokens` int32[T] begins with.
 
-        The entries, first page first, at most (T - ahead) // page_size; the caller holds one
-        reference to each page until it releases it.
+        The entries, first page first, at most (T - lookahead) // page_size; none where nothing is
+        known. The caller holds one reference to each page until it releases it.
         """
         size, lookahead, node = self.page_size, self.lookahead, self.root
         found: list[CachedPage] = []
@@ -82,11 +84,11 @@ class PrefixIndex:
         return found
 
     def insert(self, parent: CachedPage, tokens: Ints, page: int) -> CachedPage:
-        """Make known that `page`, held by the caller, contains `tokens` after `parent`; the last
-        `lookahead` of them are not in the page, but follow it.
+        """Make known that `page`, held by the caller, contains `tokens` int32[page_size +
+        lookahead] after `parent`; the last `lookahead` of them follow the page.
 
-        Where an equal page is known already, the caller's reference moves to that one and
-        `page` becomes free: two sequences that computed the same page end up with one.
+        Returns the entry. Where an equal page is known already, the caller's reference moves to
+        that one and `page` becomes free: two sequences that computed the same page end up with one.
         """
         key = np.ascontiguousarray(tokens, np.int32).tobytes()
         known = parent.children.get(key)
@@ -100,9 +102,8 @@ class PrefixIndex:
         return entry
 
     def take(self, count: int) -> list[int] | None:
-        """Hold `count` pages without content, evicting kept pages where too few are free.
-
-        None, and nothing changes, when even that is not enough.
+        """Hold `count` pages without content, evicting the least recently used kept pages where too
+        few are free. Page numbers; None, and nothing changes, when even that is not enough.
         """
         if count > self.available:
             return None
@@ -111,9 +112,8 @@ class PrefixIndex:
         return self.pool.take(count)
 
     def release(self, page: int) -> None:
-        """Drop one reference; the last leaves the page kept if its content is known, else free.
-
-        A sequence releases its pages last to first.
+        """Drop one reference; the last leaves the page kept if its content is known, else free. A
+        sequence releases its pages last to first. Raises ValueError where nobody holds the page.
         """
         if not self.pool.drop(page):
             return
@@ -137,9 +137,8 @@ class PrefixIndex:
         self.pool.put_back(page)
 
     def check(self) -> None:
-        """Prove that every page is free, held or kept, and that the tree is sound.
-
-        Raises AssertionError with what is wrong.
+        """Prove that every page is free, held or kept, and that the tree is sound. Raises
+        AssertionError that says what is wrong. Reads all pages: for tests and idle moments.
         """
         self.pool.check()
         free, held, kept = self.pool.free, self.pool.held, self.kept

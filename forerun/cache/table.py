@@ -25,13 +25,13 @@ class PageTable:
 
     @property
     def reserved(self) -> int:
-        """Positions that have a page."""
+        """Positions that have a page, committed or not: len(pages) * page_size."""
         return len(self.pages) * self._index.page_size
 
     def start(self, tokens: Ints) -> int:
-        """Take over the pages that the index has of `tokens` int32[T]; how many tokens they hold.
+        """Hold the pages that the index knows of `tokens` int32[T]; how many tokens they contain.
 
-        For an empty table only. The pages are this table's until `release`.
+        For an empty table only (AssertionError). They are this table's until `release`.
         """
         assert not self.pages, "a table starts once"
         self._chain = self._index.acquire(tokens)
@@ -40,9 +40,9 @@ class PageTable:
         return self.length
 
     def reserve(self, tokens: int) -> bool:
-        """Make sure that positions length .. length+tokens-1 have pages.
+        """Take pages for positions length .. length+tokens-1, valid until commit or rollback.
 
-        False, and nothing changes, when there are not enough. Valid until commit or rollback.
+        False, and nothing changes, when there are not enough, evictable ones included.
         """
         missing = -(-(self.length + tokens) // self._index.page_size) - len(self.pages)
         if missing <= 0:
@@ -78,13 +78,13 @@ class PageTable:
             self.pages[number] = entry.page
 
     def rollback(self, growing: int = 0) -> None:
-        """Give back every page beyond the committed positions, and the `growing` next ones."""
+        """Release the pages beyond position length + `growing`; committed positions keep theirs."""
         needed = -(-(self.length + growing) // self._index.page_size)
         while len(self.pages) > needed:
             self._index.release(self.pages.pop())
 
     def release(self) -> None:
-        """Give back everything; full pages stay known to the index. The table is empty again."""
+        """Release all pages; full ones stay known to the index. The table is empty again."""
         while self.pages:
             self._index.release(self.pages.pop())
         self._chain = []

@@ -45,13 +45,25 @@ class Calibration:
         self.hits = np.zeros_like(self.tries)
 
     def chance(self, who: int, depth: int, claim: float) -> float:
-        """That a token is right whose parent is, depth from 1; in (0, 1]."""
+        """The probability, in (0, 1], that a token is right whose parent is.
+
+        who    its drafters, a bit each, and `free_only` where only free ones were asked
+        depth  levels below the root, from 1; those from DEPTHS on are one
+        claim  the greatest of the probabilities that its drafters gave it, in [0, 1]
+
+        It is the share of such claims that came true, the claim itself counting as PRIOR
+        observations.
+        """
         place = _place(who, depth, claim)
         tries, hits = float(self.tries[place]), float(self.hits[place])
         return max((PRIOR * claim + hits) / (PRIOR + tries), 1e-6)
 
     def learn(self, who: int, depth: int, claim: float, right: bool) -> None:
-        """One that was below a node that was right."""
+        """Record whether a node was right whose parent was; who, depth and claim as in `chance`.
+
+        A bin with more than MOST observations is halved first of all, so that recent ones count for
+        more.
+        """
         place = _place(who, depth, claim)
         self.tries[place] += 1.0
         self.hits[place] += right
@@ -60,9 +72,11 @@ class Calibration:
             self.hits[place] /= 2.0
 
     def share(self, who: int) -> dict[str, float]:
-        """Of all depths: how many nodes below right ones, and how many of these were right.
+        """Of all depths: `proposed`, how many nodes hung below right ones, and `right`, how many of
+        those were right themselves; both after halving (`learn`).
 
-        Of free ones alone: of what they say in every step, whoever else says it too.
+        who  a set of drafters as in `chance`; where all of them are free, what they say in every
+        step is counted, whoever else says it too
         """
         who |= self.free_only * (who < self.free_only >> 1)
         tries, hits = float(self.tries[who].sum()), float(self.hits[who].sum())
@@ -182,12 +196,17 @@ class CombinedDrafter:
         )
 
     def begin(self, slot_init: SlotInit) -> None:
-        """Pass on to all."""
+        """Open the slot for every drafter. Raises what they raise."""
         for drafter in self._drafters:
             drafter.begin(slot_init)
 
     def propose(self, plan: Plan) -> list[Draft]:
-        """The best of what all propose."""
+        """One draft per row: the best plan.max_nodes[b] nodes of what all drafters propose, merged
+        by path and scored by `Calibration`. Where the draft model was asked, `Draft.free` is what
+        the others would have proposed alone.
+
+        Everything proposed is remembered by slot until `observe`.
+        """
         proposals = [drafter.propose(plan) for drafter in self._drafters[:-1]]
         model = _for_model(plan)
         proposed = self._head.propose(model)
@@ -206,15 +225,19 @@ class CombinedDrafter:
         return drafts
 
     def draft_request(self, plan: Plan) -> DraftRequest | None:
-        """The head's."""
+        """The draft model's request, for the rows that it may draft for; None where it has none."""
         return self._head.draft_request(_for_model(plan))
 
     def can_overlap(self, plan: Plan, running: Round) -> bool:
-        """Lookup needs the text, and a head that is not asked the features of every step."""
+        """False: lookup needs the text, and a draft model that is not asked needs every step's
+        features.
+        """
         return False
 
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
-        """Compare what came with what was proposed, verified or not; pass on to all."""
+        """Compare the emitted tokens with all that was proposed, verified or not, and calibrate by
+        that; then have every drafter observe the step.
+        """
         for slot, tokens in zip(plan.slots.tolist(), outcome.output_tokens, strict=True):
             for merged in self._proposed.pop(slot, ()):
                 merged.learn(self.calibration, tokens)
@@ -223,14 +246,15 @@ class CombinedDrafter:
         self._head.observe(_for_model(plan), trees, outcome)
 
     def end(self, slot: int) -> None:
-        """Pass on to all."""
+        """Forget the slot, here and in every drafter."""
         self._proposed.pop(slot, None)
         for drafter in self._drafters:
             drafter.end(slot)
 
     def describe(self) -> dict[str, Any]:
-        """Facts for /server_info: of every drafter, and what came of what each said alone, and of
-        what several said.
+        """Facts for /server_info: `name`; `sources`, by set of drafters, how many nodes that they
+        proposed hung below right ones and how many were right; and, by name, each drafter's own
+        facts.
         """
         names = [drafter.traits.name for drafter in self._drafters]
         shares = {

@@ -29,7 +29,7 @@ class Pending:
     features: KeptFeatures | None
 
     def part(self, begin: int, end: int | None) -> "Pending":
-        """The tokens from `begin` to before `end`, with their features."""
+        """Tokens `begin` to before `end` (None = to the last) with their features, as views."""
         features = self.features
         if features is not None:
             features = KeptFeatures(features.values[begin:end])
@@ -62,26 +62,26 @@ class DraftState:
 
     @property
     def current(self) -> bool:
-        """Whether the draft model has seen all that was decided."""
+        """Whether the draft model has run every token that was decided."""
         return not self.behind and self.begin != LOST
 
     @property
     def lag(self) -> int:
-        """How many tokens the draft model is behind."""
+        """How many decided tokens the draft model has not run."""
         return sum(len(part.tokens) for part in self.behind)
 
     def keep(self, pending: Pending, begin: int) -> None:
-        """More tokens are behind; the first of them stands at position `begin`."""
+        """Append tokens to those behind; the first of `pending` stands at position `begin`."""
         if not self.behind:
             self.begin = begin
         self.behind.append(pending)
 
     def give_up(self) -> None:
-        """The draft model never catches up any more."""
+        """Drop what is behind for good: this sequence is not drafted for any more."""
         self.behind, self.begin = [], LOST
 
     def take(self, most: int) -> Pending:
-        """The first `most` of the tokens behind, which are forgotten here."""
+        """Remove and return the first `most` tokens behind, all where fewer; resets `idle`."""
         kept = [part.features for part in self.behind if part.features is not None]
         whole = Pending(
             np.concatenate([part.tokens for part in self.behind]),
@@ -95,15 +95,15 @@ class DraftState:
         return whole.part(0, most)
 
     def draft_extended(self, ready: int, drafts: NextDrafts, row: int) -> None:
-        """The step has extended the draft model to `ready` and drafted below that."""
+        """A step ran the draft model up to `ready` and drafted `row` of `drafts` below that."""
         self.ready, self.drafted, self.found = ready, (drafts, row), None
         if drafts.ids is not None and drafts.log_probs is not None:
             real = drafts.log_probs[row] > -np.inf
             self.found = drafts.ids[row][real], drafts.log_probs[row][real]
 
     def draft(self, depth: int, nodes: int, constrained: bool) -> Draft | None:
-        """What the last step drafted, cut to this; None where it is not so deep, or where a grammar
-        may choose better ones for the only level.
+        """What the last step drafted, cut to `depth` and `nodes`; None where it is not so deep, or
+        where a grammar may choose better ones for the only level.
         """
         if self.drafted is None or self.drafted[0].levels < depth:
             return None
@@ -114,7 +114,7 @@ class DraftState:
         return full_draft(drafts.width, depth, nodes, *found)
 
     def children(self, width: int, mask: bytes | None) -> Found:
-        """The `width` best tokens that may follow, of those that `mask` allows; none where nobody
+        """The `width` best next tokens that `mask` allows, with their scores; none where nobody
         knows. Of what the last step drafted the first level as it is, unless a grammar chooses.
         """
         if self.drafted is not None and (mask is None or self.found is None):
@@ -126,8 +126,8 @@ class DraftState:
         return self.best(self.found, width, 1, mask)
 
     def best(self, found: Found, width: int, depth: int, mask: bytes | None = None) -> Found:
-        """The `width` best for the token that comes `depth` behind the last that is ready, of those
-        that `mask` allows.
+        """The `width` best of `found` that `mask` allows, for the token that comes `depth` behind
+        the last that is ready, best first.
 
         At T > 0 the noise of that position, which the target will use, reorders the likeliest.
         """
@@ -144,8 +144,8 @@ class DraftState:
 
 
 def check_finite(draft: str, log_probs: Floats) -> None:
-    """Of candidates float32[n,k], or the best of n levels float32[n]. Raises EngineError where the
-    best is not finite: such a model would draft nothing for ever, and nobody would know why.
+    """Raises EngineError where the best of candidates float32[n,k], or a best float32[n], is not
+    finite: such a model would draft nothing for ever, and nobody would know why.
     """
     best = log_probs.max(-1, initial=-np.inf) if log_probs.ndim > 1 else log_probs
     if not np.isfinite(best).all():

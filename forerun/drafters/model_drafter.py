@@ -86,23 +86,23 @@ class ModelDrafter:
         self._within = False
 
     def begin(self, slot_init: SlotInit) -> None:
-        """Remember the known tokens; features come with the steps."""
+        """Remember the decided tokens of a sequence; features come with the steps."""
         self._states[slot_init.slot] = DraftState(
             slot_init.tokens, slot_init.prompt_len, slot_init.sampling
         )
 
     def end(self, slot: int) -> None:
-        """Forget the slot."""
+        """Forget the slot; its pages are freed by the owner of the target's."""
         self._states[slot] = None
 
     def describe(self) -> dict[str, Any]:
-        """Facts for /server_info."""
+        """Facts for /server_info: `name`, `width` of the trees, and the model's own."""
         return {"name": self.traits.name, "width": self._shape.width, **self._model.describe()}
 
     # --- learning what was accepted ------------------------------------------------------
 
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
-        """Extend the draft model by every permanent position, or keep what that takes for later."""
+        """Extend the model by what became permanent, or keep it for later. EngineError: NaN."""
         drafts, paths = outcome.drafts, outcome.paths
         chains: dict[int, _Chain] = {}
         rows: list[int] = []
@@ -231,7 +231,7 @@ class ModelDrafter:
     # --- proposing -----------------------------------------------------------------------
 
     def propose(self, plan: Plan) -> list[Draft]:
-        """Draft for each row that may have draft tokens and that the model has caught up with."""
+        """A draft per row, empty where none is allowed or the model lags. Raises as `observe`."""
         self._catch_up(plan)
         drafts = [NO_DRAFT] * plan.rows
         rows: list[int] = []
@@ -255,10 +255,9 @@ class ModelDrafter:
         return drafts
 
     def draft_request(self, plan: Plan) -> DraftRequest | None:
-        """Let the step do what would come after it, of rows that the model is not behind with.
-
-        As deep as draft tokens are wanted now, which mostly is what will be wanted then, or one
-        level: the model keeps up.
+        """Have the step extend the model and draft, for slots that the model is not behind with;
+        else None. As many levels as are wanted now, which mostly holds for the next step too, or
+        one: the model keeps up.
         """
         depth = min(int(plan.max_depth.max()), self.traits.max_depth)
         if not self.traits.drafts_on_device:
@@ -274,7 +273,7 @@ class ModelDrafter:
         return DraftRequest(slots, self._shape.width, levels) if len(slots) else None
 
     def can_overlap(self, plan: Plan, running: Round) -> bool:
-        """Where the running round drafts for every row that is not lost, or the coming one is
+        """Whether the running round drafts for every row that is not lost, or the coming one is
         plain: nothing of it is needed on the host.
         """
         if self._within and not plan.max_nodes.any():

@@ -64,7 +64,7 @@ class CpuNgramDrafter:
         self._out_at = 0
 
     def begin(self, slot_init: SlotInit) -> None:
-        """Hand over all tokens of the sequence."""
+        """Give the core all tokens of the sequence. Raises EngineError with what it answers."""
         found, predicted = ngram.indexed(slot_init)
         tokens = np.ascontiguousarray(found, np.int32)
         if self._library.forerun_ngram_begin(
@@ -74,7 +74,7 @@ class CpuNgramDrafter:
         self._news[slot_init.slot] = []
 
     def propose(self, plan: Plan) -> list[Draft]:
-        """One draft per row; empty where nothing is likely enough."""
+        """One draft per row, empty where nothing is likely enough. EngineError of the core."""
         slots, depths = plan.slots.tolist(), plan.max_depth.tolist()
         drafts = [NO_DRAFT] * len(slots)
         asked: list[int] = []
@@ -125,24 +125,24 @@ class CpuNgramDrafter:
                 begin = end
 
     def draft_request(self, plan: Plan) -> None:
-        """There is no draft model."""
+        """None: there is no draft model."""
 
     def can_overlap(self, plan: Plan, running: Round) -> bool:
-        """Draft tokens need the text."""
+        """True only without draft tokens: they need the text of the running round."""
         return not plan.max_nodes.any()
 
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
-        """Write down what was emitted, for when draft tokens are asked for."""
+        """Keep what was emitted until draft tokens are asked for. EngineError: slot not open."""
         for slot, tokens in zip(plan.slots.tolist(), outcome.output_tokens, strict=True):
             self._news[slot].extend(tokens)
 
     def end(self, slot: int) -> None:
-        """Forget the sequence."""
+        """Forget the sequence, here and in the core. A slot that is not open is no error."""
         if self._news.pop(slot, None) is not None:
             self._library.forerun_ngram_end(self._index, slot)
 
     def describe(self) -> dict[str, Any]:
-        """Facts for /server_info."""
+        """Facts for /server_info: `drafter`, `native`, and those of `ngram.about`."""
         facts = ngram.about(self._min_prob, self._table)
         return {"drafter": self.traits.name, "native": True} | facts
 

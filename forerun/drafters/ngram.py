@@ -103,9 +103,11 @@ GAP = -1
 
 
 def indexed(slot_init: SlotInit) -> tuple[Ints, int]:
-    """The tokens that are looked through, and how many of them stand before the sequence itself:
-    the LONGEST last tokens of the prompt (a GAP for each that it does not have), the prediction and
-    a GAP.
+    """The tokens that are searched for repetitions, int32[.], and how many of them stand before the
+    sequence itself, 0 without a prediction.
+
+    Before it stand the LONGEST last tokens of the prompt (a GAP for each that it does not have),
+    the prediction, and a GAP: the prediction then looks like what once followed the prompt's end.
     """
     tokens, prediction = slot_init.tokens, slot_init.prediction
     if not len(prediction):
@@ -211,18 +213,22 @@ class _Paths:
 
 
 def about(min_prob: float, table: NgramTable | None) -> dict[str, Any]:
-    """Facts for /server_info that both twins tell."""
+    """Facts for /server_info that both twins report: `least`, the smallest probability of a draft
+    token that is proposed, and `table`, how many contexts the n-gram table has (0 = there is no
+    table).
+    """
     return {"least": min_prob, "table": table.contexts if table else 0}
 
 
 class NgramDrafter:
-    """Looks up continuations in prompt and output.
+    """Proposes continuations found in prompt and output, by prompt lookup and suffix decoding as
+    above.
 
-    slots  S
-    min_prob  draft tokens with a smaller estimated probability are not worth their node. The best
-           choice is about twice what a node adds to the time of a step of one node: .1 where
-           that is .02, .15 at .05, .3 at .14 (simulated on the answers named in `grow`)
-    table  what the target usually says, beside what the text repeats
+    slots     S
+    min_prob  draft tokens with a smaller estimated probability are not proposed. The best choice is
+              about twice what a node adds to the time of a step of one node: .1 where that is .02,
+              .15 at .05, .3 at .14 (simulated on the answers named in `_Paths`)
+    table     what the target usually says, beside what the text repeats; None = no table
     """
 
     def __init__(
@@ -234,7 +240,9 @@ class NgramDrafter:
         self._texts: OpenSlots[_Text] = OpenSlots()
 
     def begin(self, slot_init: SlotInit) -> None:
-        """Index all tokens of the sequence."""
+        """Index all tokens of the sequence, replacing what the slot held. Raises EngineError where
+        there is no such slot.
+        """
         if not 0 <= slot_init.slot < self._slots:
             raise EngineError(f"there is no slot {slot_init.slot}")
         tokens, predicted = indexed(slot_init)
@@ -242,7 +250,13 @@ class NgramDrafter:
         self._texts[slot_init.slot] = _Text(tokens.tolist(), chains, predicted)
 
     def propose(self, plan: Plan) -> list[Draft]:
-        """One draft per row; empty where nothing is likely enough."""
+        """One draft per row, in target ids, best first, at most plan.max_nodes[b] tokens and
+        plan.max_depth[b] deep; empty where nothing reaches the least probability. Scores are
+        estimated probabilities.
+
+        Brings the links of the rows that may draft up to date; cost grows with the tokens since the
+        last call. Raises EngineError for a slot that is not open.
+        """
         drafts = []
         for slot, nodes, depth in zip(
             plan.slots.tolist(), plan.max_nodes.tolist(), plan.max_depth.tolist(), strict=True
@@ -257,21 +271,23 @@ class NgramDrafter:
         return drafts
 
     def draft_request(self, plan: Plan) -> None:
-        """There is no draft model."""
+        """None: there is no draft model."""
 
     def can_overlap(self, plan: Plan, running: Round) -> bool:
-        """Draft tokens need the text."""
+        """True only without draft tokens: drafting needs the text of the running round."""
         return not plan.max_nodes.any()
 
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
-        """Append what was emitted."""
+        """Append each row's emitted tokens to its text. Raises EngineError for a slot that is not
+        open.
+        """
         for slot, tokens in zip(plan.slots.tolist(), outcome.output_tokens, strict=True):
             self._texts[slot].tokens.extend(tokens)
 
     def end(self, slot: int) -> None:
-        """Forget the sequence."""
+        """Forget the sequence. A slot that is not open is no error."""
         self._texts.pop(slot, None)
 
     def describe(self) -> dict[str, Any]:
-        """Facts for /server_info."""
+        """Facts for /server_info: `drafter`, `native` (False), and those of `about`."""
         return {"drafter": self.traits.name, "native": False} | about(self._min_prob, self._table)

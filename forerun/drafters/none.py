@@ -13,25 +13,25 @@ class NoDrafter:
     traits = DrafterTraits(name="none", max_depth=0)
 
     def begin(self, slot_init: SlotInit) -> None:
-        """Nothing to remember."""
+        """Does nothing: nothing is remembered of a sequence."""
 
     def propose(self, plan: Plan) -> list[Draft]:
-        """An empty draft per row."""
+        """B empty drafts."""
         return [Draft()] * plan.rows
 
     def draft_request(self, plan: Plan) -> None:
-        """There is no draft model."""
+        """None: there is no draft model."""
 
     def can_overlap(self, plan: Plan, running: Round) -> bool:
-        """Nothing to propose, nothing to observe."""
+        """True: a step without draft tokens needs nothing of the running round."""
         return True
 
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
-        """Nothing to learn."""
+        """Does nothing: there is nothing to learn."""
 
     def end(self, slot: int) -> None:
-        """Nothing to forget."""
+        """Does nothing: nothing was remembered."""
 
     def describe(self) -> dict[str, Any]:
-        """Facts for /server_info."""
+        """Facts for /server_info: {"drafter": "none"}."""
         return {"drafter": self.traits.name}

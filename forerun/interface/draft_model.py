@@ -63,7 +63,7 @@ class DraftModelTraits:
 
     @property
     def vocab(self) -> int:
-        """Vd, the number of draft ids."""
+        """Vd, the number of draft ids: the length of `target_ids`."""
         return len(self.target_ids)
 
 
@@ -93,7 +93,9 @@ class Extension:
 
     @property
     def position(self) -> Ints:
-        """int32[n] where the tokens stand in their texts."""
+        """int32[n]: each token's position in its own sequence, counted from the prompt's first
+        token.
+        """
         lengths = np.diff(self.start)
         begins = np.repeat(self.kv_len - self.start[:-1], lengths)
         return (begins + np.arange(len(self.tokens))).astype(np.int32)
@@ -143,7 +145,11 @@ class DraftBlock:
     candidates: int
 
     def part(self, begin: int, end: int) -> "DraftBlock":
-        """The rows from `begin` to before `end`."""
+        """The block of rows `begin` to before `end` alone, same depth and candidates; its arrays
+        are views.
+
+        Used where rows do not all fit into one pass.
+        """
         rows = slice(begin, end)
         mine = self.roots[rows], self.kv_len[rows], self.slots[rows], self.pages[rows]
         return DraftBlock(*mine, self.depth, self.candidates)
@@ -174,8 +180,11 @@ class BlockCandidates:
 
 
 def no_candidates(scored: int) -> Candidates:
-    """What a model that proposes blocks answers to an extension. Raises EngineError where it was
-    asked for candidates.
+    """The answer of a block drafter to `DraftModel.extend`: Candidates of shape [0,0].
+
+    scored  how many tokens' candidates the extension asked for
+
+    Raises EngineError where that is not 0: a block drafter proposes through `block` only.
     """
     if scored:
         raise EngineError("a block drafter has no candidates of single nodes")
@@ -188,27 +197,37 @@ class DraftModel(Protocol):
     traits: DraftModelTraits
 
     def extend(self, extension: Extension, features: Features | None) -> Candidates:
-        """Make tokens permanent in the draft's cache, and keep what it needs of each row's root.
+        """Run tokens that became permanent: append their entries to the draft's cache, and keep by
+        slot what the model needs of each row's root.
 
-        features  a row per token of the extension; None exactly where the traits need none
+        extension  n tokens of R rows
+        features   n rows, one per token; None exactly where `traits.features.kind` is "none"
 
-        Raises EngineError, and changes nothing, where the extension is not sound. A model that
-        proposes blocks is asked for no candidates.
+        Returns Candidates [s,k] of the tokens in `extension.scored`, s = 0 where the model proposes
+        blocks. Raises EngineError, and changes nothing, where a shape, slot, page or position is
+        not sound, or where there are more than `traits.max_nodes` tokens.
         """
         ...
 
     def expand(self, level: DraftLevel) -> Candidates:
-        """Run draft tokens. Changes nothing permanent. Raises EngineError where `level` is not
-        sound, or the model proposes blocks.
+        """Run one level of draft tokens and return Candidates [n,k] for each, at least
+        `level.candidates` per node or all there are.
+
+        Their keys and values last until the next level with `first` 0; nothing permanent changes.
+        Raises EngineError where `level` is not sound, or the model proposes blocks.
         """
         ...
 
     def block(self, block: DraftBlock) -> BlockCandidates:
-        """Propose a block below each root. Changes nothing permanent. Raises EngineError where
-        `block` is not sound, or the model proposes level by level.
+        """Propose a block below each of R roots in one pass: BlockCandidates [R,depth,k].
+
+        Changes nothing permanent. Raises EngineError where `block` is not sound, or the model
+        proposes level by level.
         """
         ...
 
     def describe(self) -> dict[str, Any]:
-        """Facts for /server_info."""
+        """Facts for /server_info as JSON values, such as kind, dtype and bytes of weights. Changes
+        nothing.
+        """
         ...

@@ -40,21 +40,30 @@ class Drafter(Protocol):
     traits: DrafterTraits
 
     def begin(self, slot_init: SlotInit) -> None:
-        """A sequence took a slot; `slot_init.tokens` is all there is of it."""
+        """A sequence takes slot `slot_init.slot`; `slot_init.tokens` int32[T] is all that is
+        decided of it.
+
+        Called once before the slot's first plan; replaces whatever was known of the slot. Any
+        exception ends speculation for the engine, never a request (engine.parts.Parts.ask_drafter);
+        so for all methods.
+        """
         ...
 
     def propose(self, plan: Plan) -> list[Draft]:
-        """One draft per row, at most plan.max_nodes[b] draft tokens and plan.max_depth[b] deep.
+        """One draft per row, at most plan.max_nodes[b] draft tokens and plan.max_depth[b] deep, in
+        target ids.
 
-        A row with max_nodes 0 gets an empty draft; where no row may draft, there may be no call
-        at all, only `observe`. Changes nothing that a rejected draft token
-        would have to undo, or undoes it in `observe`.
+        A row with max_nodes 0 gets an empty draft; where no row may draft, there may be no call at
+        all, only `observe`. Changes nothing that a rejected draft token would have to undo, or
+        undoes it in `observe`.
         """
         ...
 
     def draft_request(self, plan: Plan) -> DraftRequest | None:
-        """What the coming step shall do for the draft model, asked after `propose`, or where the
-        plan goes on from a running round. Changes nothing.
+        """What the executor shall do for the draft model at the end of the coming step; None =
+        nothing.
+
+        Asked after `propose`, or where `plan.after` names a running round. Changes nothing.
         """
         ...
 
@@ -69,13 +78,20 @@ class Drafter(Protocol):
         ...
 
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
-        """The step's known tokens and accepted path are permanent; everything else never was."""
+        """Learn the outcome of a step: of each row's tree the known tokens and the accepted path
+        became permanent, all other nodes are void.
+
+        Called once per finished step, in order, also for rows without a draft. `outcome.features`
+        are valid during the call only, unless they are kept.
+        """
         ...
 
     def end(self, slot: int) -> None:
-        """The sequence left its slot."""
+        """The sequence left its slot: forget what was kept of it. A slot that is not open is no
+        error.
+        """
         ...
 
     def describe(self) -> dict[str, Any]:
-        """Facts for /server_info."""
+        """Facts for /server_info as JSON values; changes nothing."""
         ...

@@ -36,7 +36,9 @@ class ExecutorLimits:
 
     @property
     def scored_nodes(self) -> int:
-        """`max_scored` as a number."""
+        """Nodes in one step whose logits choose a token, as a number: max_nodes where `max_scored`
+        is None.
+        """
         return min(self.max_scored or self.max_nodes, self.max_nodes)
 
 
@@ -90,11 +92,17 @@ class Executor(Protocol):
     capabilities: Capabilities
 
     def open(self, slot_init: SlotInit) -> None:
-        """Bind a sequence to its slot. The slot must be closed. Changes only that slot."""
+        """Bind a sequence to slot `slot_init.slot`: sampling parameters and token history.
+
+        Changes only that slot. Raises EngineError where the slot is already open, or a token is
+        outside the vocabulary.
+        """
         ...
 
     def close(self, slot: int) -> None:
-        """Forget a slot's sequence; its pages now belong to the engine alone."""
+        """Forget a slot's sequence; its pages now belong to the engine alone. Raises nothing where
+        the slot is closed already.
+        """
         ...
 
     def begin(
@@ -124,21 +132,33 @@ class Executor(Protocol):
 
     def warm_up(self, draft: DraftShape, progress: Callable[[str, int, int], None]) -> None:
         """Compile and capture whatever steps with such drafts will run, before the first request,
-        and when nothing more is asked of the executor that would void it (a draft model). All slots
-        are closed. `limits` says afterwards what steps may be. progress(what, done, total).
+        once nothing more is asked of the executor that would void it (a draft model). All slots are
+        closed.
+
+        draft     the largest drafts that steps will verify
+        progress  called with (what is prepared, how many are done, how many in total)
+
+        `limits` says afterwards what steps may be. Executors that compile nothing return at once.
         """
         return
 
     def watch(self, failed: Callable[[str], None]) -> None:
-        """Have `failed` called with a sentence, from any thread, when no step can run any more,
-        also while none does: a process that shares the model is gone.
+        """Register a listener for the end of service: `failed` is called with one sentence, from
+        any thread, when no step can run any more (a process that shares the model is gone), also
+        while no step runs.
+
+        An executor in one process never calls it.
         """
         return
 
     def describe(self) -> dict[str, object]:
-        """Facts for /server_info: device, dtype, bytes of weights, caches and scratch."""
+        """Facts for /server_info as JSON values: device, dtype, bytes of weights, caches and
+        scratch.
+        """
         ...
 
     def shutdown(self) -> None:
-        """Release threads and memory. Idempotent."""
+        """Release threads, processes and memory. May be called twice; nothing else may be called
+        afterwards.
+        """
         return

@@ -14,11 +14,13 @@ class Features(Protocol):
     """A row of features per node. Those of a step are valid until the executor's next step."""
 
     def select(self, nodes: AnyArray) -> "Features":
-        """The rows nodes int[n], in this order. Raises EngineError where there is no such row."""
+        """The rows nodes int[n], in this order, as a new handle. Raises EngineError where there is
+        no such row, or where the step's features are no longer valid.
+        """
         ...
 
     def keep(self) -> "KeptFeatures":
-        """A copy on the host, valid for ever."""
+        """A copy in host memory, float16, which stays valid after the executor's next step."""
         ...
 
 
@@ -32,14 +34,18 @@ class KeptFeatures:
     values: AnyArray
 
     def select(self, nodes: AnyArray) -> "KeptFeatures":
-        """The rows `nodes`."""
+        """The rows nodes int[n] or bool[rows], in this order, copied. Raises IndexError where there
+        is none.
+        """
         return KeptFeatures(self.values[nodes])
 
     def keep(self) -> "KeptFeatures":
-        """These."""
+        """Itself: these are on the host already."""
         return self
 
     @staticmethod
     def joined(parts: list["KeptFeatures"]) -> "KeptFeatures":
-        """The rows of all parts, in order."""
+        """float16[sum of n,F*H]: the rows of all `parts`, in order. Raises ValueError where there
+        is no part or widths differ.
+        """
         return KeptFeatures(np.concatenate([part.values for part in parts]))

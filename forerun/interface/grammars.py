@@ -36,7 +36,9 @@ class Committed:
 
     @property
     def ends(self) -> bool:
-        """Whether the sequence cannot simply go on behind these."""
+        """Whether the sequence cannot go on as it is: its text is complete, its matcher failed, or
+        it must be closed and opened anew.
+        """
         return self.complete or self.again or bool(self.error)
 
 
@@ -44,35 +46,63 @@ class Grammars(Protocol):
     """Holds one matcher per constrained slot. Unconstrained slots cost nothing."""
 
     def open(self, slot: int, grammar: object, output: Iterable[int]) -> None:
-        """Start a fresh matcher in `slot` and advance it over the output so far."""
+        """Start a fresh matcher of `grammar` in `slot` and advance it over `output`, the target ids
+        that the sequence has emitted so far (some after a preemption).
+
+        grammar  what `forerun.constrain` compiled for the request
+
+        Raises RequestError where the grammar is not a compiled one, NotImplementedError where the
+        engine has no structured output; the slot then stays unconstrained.
+        """
         ...
 
     def close(self, slot: int) -> None:
-        """Forget the slot's matcher, if it has one."""
+        """Forget the slot's matcher, and end its process where it has one. Without a matcher,
+        nothing happens.
+        """
         ...
 
     def ready(self, slot: int, grammar: object) -> bool:
         """Whether the sequence in `slot` may take part in a step: what may follow is known, or will
-        be without delay. The slot may not be open yet.
+        be without delay. Changes nothing.
+
+        The slot may not be open yet: then `grammar` alone decides.
         """
         ...
 
     def wait(self, seconds: float) -> None:
-        """Return as soon as a sequence that was not ready may be, or after that time."""
+        """Block the engine's thread until a sequence that was not ready may be, or for `seconds` at
+        most.
+        """
         ...
 
     def guide(self, slots: Ints, drafts: list[Draft], nodes: Ints, depth: Ints) -> list[Draft]:
-        """Drafts without illegal draft tokens, with forced and likely tokens; others pass
-        unchanged.
+        """Drafts that obey the grammars: illegal draft tokens are removed together with what hangs
+        below them, tokens that alone can follow and likely ones are added.
+
+        slots   int32[B]
+        drafts  B drafts, left unchanged
+        nodes   int32[B]  draft tokens of each row at most
+        depth   int32[B]  longest path of each row
+
+        Returns B drafts; rows that no grammar holds pass unchanged. Changes no matcher.
         """
         ...
 
     def masks(self, slots: Ints, trees: TreeBatch) -> NodeMasks | None:
-        """One mask per reachable node of every constrained row; None when none is."""
+        """Masks for the nodes of every constrained row that can be accepted; None where no row is
+        constrained.
+
+        slots int32[B] of the rows of `trees`. A node below an illegal token, or behind a complete
+        text, has no mask (row -1): it cannot be reached. Leaves every matcher where it was.
+        """
         ...
 
     def commit(self, slot: int, tokens: Sequence[int]) -> Committed:
-        """Advance over emitted tokens, as far as they count."""
+        """Advance the slot's matcher over emitted tokens, as far as they count: `Committed` says
+        how many do, and whether the text is complete or cannot go on. Raises KeyError for a slot
+        without a matcher.
+        """
         ...
 
 
@@ -80,42 +110,50 @@ class NoGrammars:
     """The Grammars of an engine without structured output."""
 
     def open(self, slot: int, grammar: object, output: Iterable[int]) -> None:
-        """Refuse: nothing here can hold a grammar."""
+        """Raises NotImplementedError: an engine without structured output can hold no grammar."""
         raise NotImplementedError("this engine was built without structured output")
 
     def close(self, slot: int) -> None:
-        """Nothing to forget."""
+        """Does nothing: no slot has a matcher."""
 
     def ready(self, slot: int, grammar: object) -> bool:
-        """Always."""
+        """True: nothing has to be waited for."""
         return True
 
     def wait(self, seconds: float) -> None:
-        """For nothing."""
+        """Returns at once."""
 
     def guide(self, slots: Ints, drafts: list[Draft], nodes: Ints, depth: Ints) -> list[Draft]:
-        """Unchanged."""
+        """The same list, unchanged: no row is constrained."""
         return drafts
 
     def masks(self, slots: Ints, trees: TreeBatch) -> NodeMasks | None:
-        """No row is constrained."""
+        """None: no row is constrained."""
         return None
 
     def commit(self, slot: int, tokens: Sequence[int]) -> Committed:
-        """Never complete."""
+        """All tokens count and the text is never complete."""
         return Committed(len(tokens))
 
 
 def legal(mask: bytes | None, token: int) -> bool:
-    """Whether a mask (bit i of byte t is token 8 t + i) allows a token; None allows all."""
+    """Whether a mask allows a token id. In byte t, bit i (counted from the least) stands for token
+    8 t + i; ids beyond its end and below 0 are not allowed. None allows every id.
+    """
     if mask is None:
         return True
     return 0 <= token < 8 * len(mask) and bool(mask[token >> 3] >> (token & 7) & 1)
 
 
 def allowed(found: Found, mask: bytes) -> Found:
-    """Those candidates that a mask allows; among them the chance of the others is divided, of
-    which it is certain that they are wrong.
+    """The candidates that a mask allows, in their order, with log-probabilities given that the next
+    token is legal.
+
+    found  int32[n] target ids, float32[n] log-probabilities in nats
+    mask   as in `legal`
+
+    The probability of the illegal ones is taken out of the total, which counts as MIN_LEGAL_MASS at
+    least; no result is above 0 nats. May return no candidates. The inputs stay unchanged.
     """
     ids, log_probs = found
     keep = np.array([legal(mask, token) for token in ids.tolist()], bool)

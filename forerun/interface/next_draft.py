@@ -58,9 +58,12 @@ class DraftSize(NamedTuple):
 
 
 def draft_sizes(nodes: int, depth: int) -> list[DraftSize]:
-    """The few sizes that drafts of at most `nodes` draft tokens and `depth` levels come in, so that
-    a device can prepare for each: 1, 3, 7, ... levels and all of them, every level as wide as the
-    others; of wide levels also one draft token alone. Ascending; 1 <= depth <= nodes.
+    """The few sizes that drafts of at most `nodes` tokens and `depth` levels come in, ascending, so
+    that a device can prepare a program for each.
+
+    Depths are 1, 3, 7, ... and `depth` itself, every level as wide as the others (nodes // depth);
+    where levels are wider than one, also a single draft token. Requires 1 <= depth <= nodes; not
+    checked.
     """
     width = nodes // depth
     depths = sorted({(2 << power) - 1 for power in range(depth.bit_length())} | {depth})

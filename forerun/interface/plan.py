@@ -96,19 +96,20 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """Number of rows B."""
+        """B, the number of sequences that the step advances."""
         return len(self.slots)
 
     @property
     def some_constrained(self) -> bool:
-        """Whether a grammar holds some row."""
+        """Whether a grammar holds at least one row, so that masks are needed."""
         return True in self.constrained.tolist()
 
     def completed(self) -> "Plan":
-        """The plan, now that the round that it goes on from is finished; itself without one.
+        """A copy with true `kv_len` and `known`, when the round that it goes on from is finished;
+        itself without one. A row that failed there keeps its last known token; nobody reads what
+        comes of it.
 
-        A row that failed there goes on from where it was; nobody cares any more. Raises EngineError
-        where that round was not finished.
+        Raises EngineError where that round is not finished.
         """
         if self.after is None:
             return self
@@ -158,8 +159,7 @@ class Outcome:
                     token after its chunk, so a prompt's chunks join up without a hole; for a
                     sampling row the emitted tokens' entries follow in `logprobs`
     accepted        int32[.]   nodes of the round's trees: the accepted draft tokens, row after row,
-                    downwards:
-                    n_tokens[b] - 1 of row b, none where it emitted nothing
+                    downwards: n_tokens[b] - 1 of row b, none where it emitted nothing
     drafts          what the step drafted for the next one, where that was asked for and done
     features        of the step's flat nodes, where a draft model reads any; valid until the
                     executor's next step
@@ -177,18 +177,18 @@ class Outcome:
 
     @cached_property
     def output_tokens(self) -> list[list[int]]:
-        """The emitted tokens of every row, unpadded."""
+        """B lists of target ids: what each row emitted, unpadded, empty where nothing."""
         counts = self.n_tokens.tolist()
         return [row[:count] for row, count in zip(self.tokens.tolist(), counts, strict=True)]
 
     def committed(self, plan: Plan) -> list[int]:
-        """Per row, positions that became permanent: its known tokens plus accepted draft tokens."""
+        """B counts of positions that became permanent: known tokens plus accepted draft tokens."""
         counts = self.n_tokens.tolist()
         return [len(k) + max(count - 1, 0) for k, count in zip(plan.known, counts, strict=True)]
 
     @cached_property
     def paths(self) -> list[Ints]:
-        """Per row, int32[.] the nodes of its accepted draft tokens, downwards."""
+        """B arrays int32[.]: flat nodes of each row's accepted draft tokens, downwards."""
         paths, end = [], 0
         for count in self.n_tokens.tolist():
             begin, end = end, end + max(count - 1, 0)
@@ -196,12 +196,9 @@ class Outcome:
         return paths
 
     def permanent(self, trees: TreeBatch, row: int) -> Ints:
-        """int32[.] nodes of a row whose keys and values stay: known ones, then accepted ones."""
+        """int32[.] flat nodes of `row` whose keys and values stay: all known, then accepted."""
         known = np.arange(trees.start[row], trees.root(row) + 1, dtype=np.int32)
         return np.concatenate([known, self.paths[row]])
-
-
-_NOBODY: Ints = np.zeros(0, np.int32)
 
 
 @dataclass(eq=False)
@@ -222,5 +219,5 @@ class Round:
     trees: TreeBatch = NO_TREES
     masks: NodeMasks | None = None
     continues: bool = False
-    drafting: Ints = field(default_factory=lambda: _NOBODY)
+    drafting: Ints = field(default_factory=lambda: _NO_NODES)
     outcome: Outcome | None = None

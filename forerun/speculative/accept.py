@@ -56,9 +56,12 @@ class Path:
 
 
 def choose(processed: Floats, sampling: Sampling, position: int) -> int:
-    """The target's choice at output position `position` from processed logits float32[V].
+    """The target's choice c at output position `position` (counted from the first output token).
 
-    Arithmetic in float32. NaN or +inf anywhere, or everything excluded, gives NOTHING.
+    processed  float32[V] logits after `sampling.process`, left unchanged
+
+    Returns a target id, ties to the lowest; NOTHING where a value is NaN or +inf, or all are -inf.
+    Arithmetic in float32. At temperature 0 the noise is 0.
     """
     scores = processed
     if sampling.temperature > 0:
@@ -68,8 +71,14 @@ def choose(processed: Floats, sampling: Sampling, position: int) -> int:
 
 
 def choose_among(logits: Floats, tokens: Ints, sampling: Sampling, position: int) -> int:
-    """`choose` where all but `tokens`, int32[n] ascending, is excluded and the temperature alone
-    shapes the rest; at the price of these tokens. logits float32[V] are the target's own.
+    """`choose` where all tokens but a few are excluded and the temperature alone shapes the rest,
+    computed at the price of those few: grammars often leave two or three.
+
+    logits    float32[V] the target's own, before any sampling parameter, left unchanged
+    tokens    int32[n] allowed ids, ascending
+    position  output position that is decided
+
+    Returns one of `tokens`; NOTHING where there is none or its logit is not finite.
     """
     if len(tokens) == 0:
         return NOTHING
@@ -82,11 +91,14 @@ def choose_among(logits: Floats, tokens: Ints, sampling: Sampling, position: int
 
 
 def accept_row(trees: TreeBatch, row: int, choose_at: ChooseAt) -> Path:
-    """Walk from the root of `row` along the target's choices.
+    """The accepted path of one row: walk from its root along the target's choices (rule and proof
+    above).
 
-    `choose_at` is asked for nodes on the accepted path only, root first. A draft token without a
-    choice of its own is not entered: the step ends before it, as if it had not been drafted,
-    and the trouble shows when it is the root, exactly where plain decoding meets it.
+    choose_at is called for nodes of the accepted path only, root first, at most depth + 1 times.
+
+    Returns a `Path`, empty where the root has no choice. A draft token without a choice of its own
+    is not entered: the step ends before it, as if it had not been drafted, and the trouble shows
+    when it is the root, exactly where plain decoding meets it. Changes nothing.
     """
     nodes = [trees.root(row)]
     tokens = [choose_at(nodes[0], ())]

@@ -46,7 +46,7 @@ class DraftTree:
         self._newest = 0
 
     def frontier(self) -> Ints:
-        """Nodes to expand next, ascending: the best of the newest level; at first the root."""
+        """int32[F] ascending: `width` best nodes of the newest level; at first [-1], the root."""
         if not self.levels:
             return np.array([-1], np.int32)
         best = _best(self.value[self._newest :], self._width)
@@ -89,7 +89,7 @@ class DraftTree:
         return tree
 
     def draft(self, nodes: int) -> Draft:
-        """The best `nodes` of what was grown, in the order of growth."""
+        """The best `nodes` of what was grown, in the order of growth; all where there are fewer."""
         keep = _best(self.value, nodes)
         source = DraftSource.DRAFT_MODEL
         return pruned(self.tokens, self.parents, np.exp(self.value), keep, source)
@@ -109,21 +109,21 @@ class TreeShape:
     nodes: int = 0
 
     def full(self, block: bool) -> bool:
-        """Whether a full tree of this width and depth holds every draft: of a block's paths the
-        best ones may be more than that on one level.
+        """Whether a full tree of this width and depth holds every draft: of a block's paths
+        (`block`) the best ones may be more than that on one level.
         """
         return not block or self.width == 1 or 0 < self.nodes <= self.width**2
 
 
 def full_size(width: int, levels: int) -> int:
-    """Nodes of so many levels of a tree of this width where no child is missing."""
+    """Nodes of so many levels of a tree of this width where no child is missing; 0 of none."""
     return width + (levels - 1) * width * width if levels else 0
 
 
 def full_draft(
     width: int, depth: int, nodes: int, tokens: Ints, parents: Ints, value: Floats
 ) -> Draft:
-    """`DraftTree.regrown(...).draft(nodes)`; of chains without growing anything."""
+    """`DraftTree.regrown(width, depth, tokens, parents, value).draft(nodes)`, faster for chains."""
     if width > 1:
         return DraftTree.regrown(width, depth, tokens, parents, value).draft(nodes)
     value = value[: min(depth, nodes)]
@@ -142,7 +142,7 @@ with a better score."""
 
 
 def best_first(first: Iterable[Offer], below: Below, nodes: int) -> Draft:
-    """The `nodes` best paths, best first; the score of each is the drafter's probability of it.
+    """The `nodes` best paths below the root, best first; their scores are those of the offers.
 
     Where no score is better than the one above it, they are the best there are and connected.
     """
@@ -201,7 +201,7 @@ def pruned(
     tokens: Ints, parents: Ints, score: Floats, keep: AnyArray, source: Ints | DraftSource
 ) -> Draft:
     """The draft of nodes keep int[n], ascending, with whose parents they are: others' children
-    would hang below the root. The source is of all nodes, or one for all.
+    would hang below the root. The source is int32[.] by node, or one for all.
     """
     # Where each kept node went; the last entry sends the root, -1, to itself.
     place = np.full(len(tokens) + 1, -1, np.int32)

@@ -54,14 +54,18 @@ def gumbel(seed: int, position: int, vocab: int) -> Floats:
 
 
 def gumbel_of(seed: int, position: int, tokens: Ints) -> Floats:
-    """float32[n]: what `gumbel` says of `tokens` int32[n], at the price of these alone."""
+    """float32[n]: the noise of some tokens at one output position, equal bit for bit to
+    `gumbel(seed, position, V)[tokens]`, at the price of these alone.
+
+    tokens  int32[n] ids, in any order
+    """
     words = _words(seed, position, tokens // 4)
     return _gumbel(words[tokens % 4, np.arange(len(tokens))])
 
 
 def coin(seed: int, position: int) -> float:
-    """A uniform number in (0, 1) of an output position, independent of its noise: a counter whose
-    third word is 1, where the noise has 0.
+    """A uniform number in (0, 1) of (seed, output position), independent of the position's noise:
+    its counter's third word is 1, where the noise has 0. Used by accept thresholds only.
     """
     counter = np.array([[0], [position], [1], [0]], np.uint64)
     word = philox(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))[0, 0]

@@ -57,7 +57,10 @@ class Sampling:
 
     @property
     def plain(self) -> bool:
-        """Nothing but the temperature is asked: no penalty, no bias, no cut-off, nothing lossy."""
+        """Whether nothing but the temperature shapes the distribution: no penalty, bias, minimum
+        length or cut-off, and no lossy accept threshold. At temperature 0 cut-offs change nothing
+        and do not count.
+        """
         cut = self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
         return not (
             self.repetition_penalty != 1.0
@@ -71,14 +74,14 @@ class Sampling:
 
     @property
     def accept_thresholds(self) -> tuple[float, float]:
-        """(single, acc); 1 where none is said."""
+        """(single, acc) as floats in [0, 1]; 1, which is lossless, where the request names none."""
         single, acc = self.accept_threshold_single, self.accept_threshold_acc
         return 1.0 if single is None else single, 1.0 if acc is None else acc
 
     @property
     def lossy(self) -> bool:
-        """Draft tokens may be accepted that are not the target's choice. Never where that is
-        greedy.
+        """Whether draft tokens may be accepted that are not the target's choice: a threshold is
+        below 1 and the temperature is not 0.
         """
         return self.temperature > 0 and min(self.accept_thresholds) < 1
 
@@ -95,7 +98,7 @@ class History:
 
     @property
     def output_len(self) -> int:
-        """Output tokens so far: the output position that is decided next."""
+        """Output tokens so far, which is the output position that is decided next."""
         return len(self.tokens) - self.prompt_len
 
 
@@ -170,7 +173,7 @@ def _exclude(out: Floats, banned: Sequence[int], mask: Words | None) -> None:
 
 
 def unpack(mask: Words, vocab: int) -> Bools:
-    """Grammar bits uint32[ceil(V/32)] as bool[V]."""
+    """bool[V] of grammar bits uint32[ceil(V/32)]: True where bit t % 32 of word t // 32 is set."""
     octets = np.ascontiguousarray(mask, "<u4").view(np.uint8)
     return np.unpackbits(octets, count=vocab, bitorder="little").view(np.bool_)
 
@@ -199,9 +202,10 @@ def _nucleus(logits: Floats, top_p: float) -> int:
 
 
 def largest(logits: Floats, count: int) -> AnyArray:
-    """Ids of the `count` largest logits, best first, ties by lowest id.
+    """int64[.] ids of the `count` largest of float32[V] logits, best first, ties by lowest id.
 
-    Fewer where fewer are possible: excluded tokens, -inf, and NaN are never among them.
+    Fewer where fewer are possible: excluded tokens (-inf) and NaN are never among them. `logits`
+    stays unchanged.
     """
     kept = logits.copy()
     _keep_largest(kept, count)
@@ -210,6 +214,8 @@ def largest(logits: Floats, count: int) -> AnyArray:
 
 
 def log_normaliser(logits: Floats) -> float:
-    """log(sum(exp(logits))), computed stably in float64 from float32[V]."""
+    """log(sum(exp(logits))) in nats, of float32[V], summed in float64 after subtracting the
+    maximum. Not finite where the maximum is not.
+    """
     most = float(logits.max())
     return most + float(np.log(np.exp(logits - np.float32(most)).sum(dtype=np.float64)))

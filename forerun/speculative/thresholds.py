@@ -37,10 +37,10 @@ def relaxed(
 
     processed  float32[V] as in accept.choose
     position   output position that the node decides
-    drafted    tokens of the node's children, in their order
-    chosen     the target's choice there
+    drafted    tokens of the node's children, in their order; at least one
+    chosen     the target's choice there, not NOTHING
 
-    Arithmetic in float64.
+    Arithmetic in float64. Changes nothing; equal to `chosen` where both thresholds are 1.
     """
     tokens = list(dict.fromkeys(drafted))
     weights = np.exp(processed.astype(np.float64) - float(processed.max()))
@@ -61,7 +61,7 @@ def relaxed(
 
 
 def children(trees: TreeBatch, row: int, node: int) -> Iterator[int]:
-    """Tokens of the draft tokens right below `node`, in their order."""
+    """Target ids of the draft tokens right below flat node `node` of `row`, in their order."""
     for below in range(node + 1, int(trees.start[row + 1])):
         if trees.parents[below] == node:
             yield int(trees.tokens[below])

@@ -66,11 +66,11 @@ class Draft:
         return len(self.tokens)
 
     def source_of(self, part: slice | AnyArray) -> Ints | DraftSource:
-        """The source of some of the draft tokens, by slice, index or boolean mask."""
+        """The source of what a slice, index or bool[K] selects: int32[.], or one for all."""
         return self.source if isinstance(self.source, DraftSource) else self.source[part]
 
     def sources(self) -> list[DraftSource]:
-        """The source of each draft token."""
+        """K DraftSource members, one per draft token."""
         if isinstance(self.source, DraftSource):
             return [self.source] * len(self.tokens)
         return [_SOURCES[number] for number in self.source.tolist()]
@@ -102,26 +102,26 @@ class TreeBatch:
 
     @property
     def rows(self) -> int:
-        """Number of rows B."""
+        """B, the number of trees."""
         return len(self.known)
 
     @property
     def decode_only(self) -> bool:
-        """Every row is one node: plain decoding."""
+        """Whether every row is one known node without draft tokens: plain decoding."""
         return len(self.tokens) == len(self.known)
 
     @property
     def roots(self) -> Ints:
-        """int32[B] flat index of every row's root (the last known node)."""
+        """int32[B]: flat index of every row's root, which is its last known node."""
         last: Ints = self.start[:-1]
         return last if self.decode_only else last + self.known - np.int32(1)
 
     def root(self, row: int) -> int:
-        """Flat index of the root of `row` (the last known node)."""
+        """Flat index of the root of `row`, which is its last known node."""
         return int(self.start[row] + self.known[row] - 1)
 
     def nodes(self, row: int) -> range:
-        """Flat indices of all nodes of `row`: its known tokens, then its draft tokens."""
+        """Flat indices of all nodes of `row`, known ones first."""
         return range(int(self.start[row]), int(self.start[row + 1]))
 
 
@@ -142,7 +142,7 @@ class NodeMasks:
 
 
 def batch(known: Sequence[Ints], drafts: Sequence[Draft]) -> TreeBatch:
-    """Hang each draft below the end of its known chain and flatten.
+    """Hang B drafts below the ends of B known chains int32[.] and flatten them, row after row.
 
     Raises ValueError where a chain is empty or a draft's parent does not precede its child.
     """

@@ -36,5 +36,8 @@ def intervals(parents: Ints) -> Ints:
 
 
 def positions(trees: TreeBatch, kv_len: Ints) -> Ints:
-    """int32[M]: position of every node, given int32[B] cached tokens of every row."""
+    """int32[M]: each node's position in its sequence, which RoPE and pages go by.
+
+    kv_len  int32[B] cached tokens of every row
+    """
     return (np.repeat(kv_len, np.diff(trees.start)) + trees.depth).astype(np.int32)

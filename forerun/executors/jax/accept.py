@@ -30,8 +30,13 @@ class Rules(NamedTuple):
 
 
 def choose(logits: Array, rules: Rules, allowed: Array | None = None) -> Array:
-    """int32[n]: the choice from logits float32[n,V]; NOTHING where any of them is NaN or +inf or
-    none is possible. allowed bool[n,V]: all else is excluded.
+    """The target's choice at each of n nodes, int32[n]: argmax of logits / temperature + noise.
+
+    logits   float32[n,V]
+    allowed  bool[n,V], None = everything; all else is excluded
+
+    NOTHING (-1) where a logit is NaN or +inf, or none is possible. Equals
+    forerun.speculative.accept.choose on the same logits.
     """
     finite = jnp.isfinite(logits.max(-1))
     if allowed is not None:
@@ -46,7 +51,11 @@ def choose(logits: Array, rules: Rules, allowed: Array | None = None) -> Array:
 
 
 def sampled(scaled: Array, rules: Rules) -> Array:
-    """int32[n]: the argmax of scaled float32[n,V] plus noise."""
+    """int32[n]: argmax of scaled float32[n,V] plus Gumbel noise, ties to the lowest id.
+
+    `scaled` are logits over the temperature. The noise is approximate first; among tokens within
+    its error of the best the exact noise decides, so the result is that of exact noise throughout.
+    """
     words = noise_words(rules.seeds, rules.positions, scaled.shape[1])
     near = scaled + approximate(words)
     best = near.max(-1)
@@ -86,7 +95,9 @@ class Trees(NamedTuple):
 
 
 def twins(trees: Trees) -> Array:
-    """bool[R,N]: nodes that draft what a node of the same parent has drafted before them."""
+    """bool[R,N]: nodes whose token an earlier child of the same parent has drafted already; they
+    can never be accepted.
+    """
     tokens, parents = trees.tokens, trees.parents
     order = jnp.arange(tokens.shape[1])
     same = (parents[:, :, None] == parents[:, None]) & (tokens[:, :, None] == tokens[:, None])
@@ -95,11 +106,14 @@ def twins(trees: Trees) -> Array:
 
 
 def walk(choices: Array, trees: Trees) -> Array:
-    """bool[R,N]: nodes on the accepted path, its root included; choices [R,N].
+    """bool[R,N]: nodes on the accepted path, its root included.
+
+    choices  int32[R,N] of all nodes, NOTHING where there is none
 
     The rule of forerun.speculative.accept without a loop: a node is right where it is the first
     child of its parent that drafts the parent's choice, and has a choice itself; it is kept where
-    it and everything above it is right.
+    it and everything above it is right. Padding and undecided rows (`trees.real` False) are never
+    kept.
     """
     tokens, parents = trees.tokens, trees.parents
     order = jnp.arange(tokens.shape[1])
@@ -110,6 +124,6 @@ def walk(choices: Array, trees: Trees) -> Array:
 
 
 def unpacked(bits: Array, vocab: int) -> Array:
-    """bool[n,V] from grammar masks uint32[n,ceil(V/32)]."""
+    """bool[n,V] of grammar masks uint32[n,ceil(V/32)]: bit t % 32 of word t // 32 is token t."""
     token = jnp.arange(vocab)
     return (bits[:, token // 32] >> (token % 32).astype(jnp.uint32)) & 1 > 0

@@ -42,9 +42,9 @@ class Layer(NamedTuple):
 
 
 def ancestors(intervals: Array) -> Array:
-    """bool[R,N,N]: [r,i,j] is true where node j is node i or above it.
+    """bool[R,N,N]: [r,i,j] is True where node j of row r is node i or an ancestor of it.
 
-    intervals  int32[2,R,N] enter and leave of a walk, depth first (forerun.speculative.verify)
+    intervals  int32[2,R,N] enter and leave of each node, as forerun.speculative.verify.intervals
     """
     enter, leave = intervals
     seen: Array = (enter[:, None] <= enter[..., None]) & (enter[..., None] < leave[:, None])
@@ -61,8 +61,15 @@ class Tree(NamedTuple):
 
 
 def attend(queries: Array, fresh: tuple[Array, Array], past: Past, tree: Tree, how: Layer) -> Array:
-    """Context [R,N,A,E] of queries [R,N,A,E], rotated. fresh: keys and values [R,T,G,E] that are
-    not in pages, those of the same nodes among them.
+    """Attention of R rows of N nodes: context [R,N,A,E], in the dtype of the queries.
+
+    queries  [R,N,A,E], rotated
+    fresh    keys and values [R,T,G,E] that are not in pages, those of the same nodes among them
+    past     pages of which row r reads positions 0 .. kv_len[r]-1
+    tree     which fresh keys each node sees
+
+    Scores and sums are float32; the prefix is read in blocks and merged by online softmax (arXiv
+    1805.02867). A node that sees no key gives NaN; every node sees itself at least.
     """
     rows, nodes, heads, size = queries.shape
     groups, spec = fresh[0].shape[2], how.spec

@@ -27,9 +27,13 @@ BACKENDS = ("auto", "jnp", "pallas")
 
 
 def attention_of(backend: str, sharding: Sharding) -> Attention:
-    """What a backend is called by the programs of these devices.
+    """The attention function that programs on these devices call, with the signature of
+    attention.attend.
 
-    Raises ConfigError for an unknown name, and for the kernel on anything but a TPU or the CPU.
+    backend  one of BACKENDS; auto = jnp
+
+    Raises ConfigError for an unknown name, and for the kernel on anything but a TPU or the CPU,
+    where it is interpreted (a warning is logged).
     """
     if backend not in BACKENDS:
         raise ConfigError(
@@ -45,10 +49,10 @@ def attention_of(backend: str, sharding: Sharding) -> Attention:
         )
     if platform == "cpu":
         log.warning("attention-backend pallas is interpreted on the CPU, which is very slow")
-    return on_shards(partial(attend_pallas, interpret=platform == "cpu"), sharding)
+    return _on_shards(partial(attend_pallas, interpret=platform == "cpu"), sharding)
 
 
-def on_shards(kernel: Attention, sharding: Sharding) -> Attention:
+def _on_shards(kernel: Attention, sharding: Sharding) -> Attention:
     """The kernel on every shard for its own heads: the compiler cannot cut what it cannot read."""
     shards = sharding.shards
     if shards == 1:

@@ -37,7 +37,7 @@ class Size(NamedTuple):
 
     @property
     def total(self) -> int:
-        """R*N."""
+        """R*N, nodes of a dispatch with its padding."""
         return self.rows * self.nodes
 
 
@@ -57,7 +57,9 @@ class Buckets:
 
     @classmethod
     def of(cls, limits: ExecutorLimits, draft_nodes: int) -> "Buckets":
-        """For trees of at most `draft_nodes` draft tokens: powers of four, then the largest."""
+        """The sizes for these limits and trees of at most `draft_nodes` draft tokens: rows and
+        nodes in powers of four, then the largest; chunks of 16, 64 and at most 256 known tokens.
+        """
         rows = _powers(limits.slots)
         nodes = _powers(min(1 + draft_nodes, limits.max_nodes))
         largest = max(16, min(256, limits.max_nodes))
@@ -67,19 +69,24 @@ class Buckets:
 
     @property
     def rounds(self) -> tuple[Size, ...]:
-        """All sizes of rounds, the smallest first."""
+        """All sizes of rounds that programs are compiled for, ascending by nodes with padding."""
         every = (Size(rows, nodes) for rows in self.rows for nodes in self.nodes)
         sizes = [size for size in every if size.rows == 1 or size.total <= self.most]
         return tuple(sorted(sizes, key=lambda size: size.total))
 
     def padded(self, rows: int, nodes: int) -> int:
-        """Nodes of the smallest round that holds rows of so many nodes; of several, together."""
+        """Nodes that a step of `rows` rows of `nodes` nodes runs, padding included: the smallest
+        round that holds them, or, where none does, several rounds together. Counts beyond the
+        largest sizes are cut.
+        """
         rows, nodes = min(rows, self.rows[-1]), _at_least(self.nodes, min(nodes, self.nodes[-1]))
         size = Size(_at_least(self.rows, rows), nodes)
         return size.total if size in self.rounds else rows * nodes
 
     def round(self, rows: int, nodes: int) -> Size | None:
-        """The size of the one round that runs rows of so many nodes; None where none does."""
+        """The size of the one round that runs `rows` rows of `nodes` nodes; None where none
+        does.
+        """
         if rows > self.rows[-1] or nodes > self.nodes[-1]:
             return None
         size = Size(_at_least(self.rows, rows), _at_least(self.nodes, nodes))
@@ -87,7 +94,7 @@ class Buckets:
 
     @property
     def widest(self) -> "Buckets":
-        """The same rows with the most nodes: sizes for what is seldom done."""
+        """A copy with the same rows and the most nodes alone: sizes for passes that are rare."""
         return replace(self, nodes=self.nodes[-1:])
 
 
@@ -116,8 +123,9 @@ class Batch:
     begins: tuple[int, ...]
 
     def places(self) -> Ints:
-        """int32[R,N] rows of State.hidden of all nodes; what is no node has one, too: behind its
-        row's, which in a round is its own.
+        """int32[R,N]: the row of State.hidden that each node has.
+
+        Padding has places too, right behind its row's nodes; in a round these are the row's own.
         """
         first = np.arange(self.size.rows, dtype=np.int32) * self.size.nodes + self.begins[0]
         first[: len(self.begins)] = self.begins
@@ -133,11 +141,14 @@ def batches(
     room: int = 0,
     weights: dict[int, int] | None = None,
 ) -> list[Batch]:
-    """All dispatches of a step, chunks first. weights: of rows, of which no round has more than
-    `room`; others weigh nothing.
+    """All dispatches of a step, prompt chunks first, in the order in which they must run.
 
-    Of a tree that is larger than what was compiled, the first nodes run, which hold whatever is
-    above them; to the others it is as if they had not been drafted.
+    shape    where chunks begin in State.hidden
+    weights  by row of the plan: edits of its logits (shaping.py); other rows weigh nothing
+    room     a round's rows weigh at most this together
+
+    Of a tree larger than the largest round only the first nodes run, which hold whatever is above
+    them; the others count as not drafted.
     """
     cut: list[Batch] = []
     begin = shape.scratch
@@ -169,8 +180,10 @@ def _groups(rows: list[_Row], weights: dict[int, int], room: int) -> list[list[_
 
 
 def chunks(nodes: Ints, sizes: tuple[int, ...]) -> Iterator[tuple[Size, Ints]]:
-    """A row's nodes in parts, each with the size of the chunk that runs it, which cost least
-    together.
+    """Cut the flat nodes int32[n] of one row into chunks, each with its Size, so that padded nodes
+    plus DISPATCH per chunk are fewest.
+
+    sizes  of chunks, ascending
     """
     while len(nodes):
         size = sizes[-1] if len(nodes) > sizes[-1] else _cheapest(len(nodes), sizes)[1]
@@ -204,8 +217,11 @@ def _rounds(groups: list[list[_Row]], buckets: Buckets) -> Iterator[Batch]:
 def sized(
     rows: list[_Row], buckets: Buckets, full: bool = False
 ) -> Iterator[tuple[Size, list[_Row]]]:
-    """Rows in groups, each with the size of the round that runs it. full: no round has empty rows,
-    so that several lists of rows take no more nodes than one.
+    """Cut rows into rounds: yields each round's Size with its rows, which are all of one padded
+    width where one round does not hold them all.
+
+    rows  (row of the plan, its flat nodes), at least one
+    full  allow no empty rows, so that several lists of rows take no more nodes than one
     """
     largest = max(len(nodes) for _, nodes in rows)
     size = Size(_at_least(buckets.rows, len(rows)), _at_least(buckets.nodes, largest))

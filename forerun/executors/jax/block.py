@@ -30,7 +30,7 @@ class BlockNetwork(NamedTuple):
 
     @property
     def sizes(self) -> DraftSizes:
-        """For the arrays that it shares with the target's steps."""
+        """Sizes of the arrays that the drafter keeps from step to step beside the target's."""
         about = self.about
         return DraftSizes(
             features=about.features,
@@ -46,11 +46,17 @@ class BlockNetwork(NamedTuple):
 
     @property
     def first(self) -> int:
-        """The first place of a block that predicts a draft token."""
+        """Index of the first place of a block that predicts a draft token: 0 where the root's own
+        place does (`anchored`), else 1.
+        """
         return 0 if self.about.anchored else 1
 
     def kept(self, params: Params, features: Array, position: Array) -> tuple[Array, Array]:
-        """Keys and values [layers,R,N,G,E] of the target's streams [R,N,F*H] at `position`."""
+        """Keys and values, each [layers,R,N,G,E], that the drafter keeps of the target's features.
+
+        features  [R,N,F*H] aux hidden states, side by side
+        position  int32[R,N]
+        """
         weights = params["draft"]
         context = self._normed(weights, "hidden_norm", product(features, weights["fc"]))
         made = [
@@ -61,7 +67,13 @@ class BlockNetwork(NamedTuple):
         return keys, values
 
     def block(self, params: Params, roots: Array, position: Array, attend: Attend) -> Array:
-        """float32[R,places,Vd] of blocks below roots int32[R]; position int32[R,places]."""
+        """Logits float32[R,places,Vd] of one block below each root, in one pass.
+
+        roots     int32[R] target ids of the decided tokens that begin the blocks; mask tokens
+                  follow
+        position  int32[R,places]
+        attend    attention over the drafter's pages and the block itself
+        """
         about, weights = self.about, params["draft"]
         tokens = jnp.full(position.shape, max(about.mask, 0), jnp.int32).at[:, 0].set(roots)
         embedding = weights if "embed" in weights else params
@@ -115,8 +127,10 @@ _OWN = {"embed_tokens": "embed", "lm_head": "head"}
 def load_block(
     network: BlockNetwork, checkpoint: Checkpoint, draft: BlockFile, dtype: Any
 ) -> Params:
-    """params["draft"] of a block drafter, on the devices. Where the drafter has a vocabulary of its
-    own and no head, the target's rows of it.
+    """params["draft"] of a block drafter, on the devices, matrices in `dtype`, vectors in float32.
+
+    A drafter with a vocabulary of its own but no head gets the target's rows of it, read from
+    `checkpoint`. Raises what reading a tensor raises (ModelError).
     """
     about, sharding = network.about, network.target.sharding
 

@@ -63,7 +63,14 @@ class JaxBlockModel:
         executor.attach(network, load_block(network, checkpoint, draft, executor.dtype))
 
     def extend(self, extension: Extension, features: Features | None) -> Candidates:
-        """Keep keys and values of the features of what became permanent."""
+        """Write keys and values of the extension's features into the drafter's pages; dispatches
+        without waiting.
+
+        features  one row per token, of this executor or kept on the host
+
+        Returns no candidates. Raises EngineError for an unsound extension, or where candidates are
+        wanted.
+        """
         check_extension(extension, self._limits)
         stream = streams_of(self._executor, extension, features)
         buckets, start = self._executor.buckets.widest, extension.start
@@ -92,11 +99,16 @@ class JaxBlockModel:
         self._executor.programs.run(Key("keep", size), whole)
 
     def expand(self, level: DraftLevel) -> Candidates:
-        """A block drafter proposes at once. Raises EngineError."""
+        """Raises EngineError: a block drafter proposes a whole block at once."""
         raise EngineError("a block drafter proposes a block, not level by level")
 
     def block(self, block: DraftBlock) -> BlockCandidates:
-        """Propose, as many rows in a pass as there are sequences."""
+        """Propose a block below each of R roots, as many rows per pass as there are slots; waits
+        for the device.
+
+        Returns [R,depth,k] with k = block.candidates, or Vd where that is smaller. Raises
+        EngineError where `block` is not sound or a log-probability is not finite.
+        """
         check_block(block, self._about.depth, self._limits)
         sizes = self._executor.buckets.rows
         parts = [
@@ -125,7 +137,9 @@ class JaxBlockModel:
         return np.ascontiguousarray(found[0]), np.ascontiguousarray(found[1]).view(np.float32)
 
     def describe(self) -> dict[str, Any]:
-        """Facts for /server_info."""
+        """Facts for /server_info: algorithm, vocab, features, block_size, causal, and bytes by
+        purpose.
+        """
         return {
             "algorithm": self._about.algorithm,
             "vocab": self.traits.vocab,

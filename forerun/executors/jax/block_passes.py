@@ -23,13 +23,18 @@ from forerun.executors.jax.weights import Params
 
 
 def keep_shapes(size: Size, width: int) -> Shapes:
-    """kv_len of rows; where their streams are, and real (1 = is a node) of nodes."""
+    """Parts of the int32 vector that `keep` reads: by row kv_len; by node `stream`, the row of the
+    streams that holds its features, and `real`, 1 where there is a node; page tables of `width`
+    places.
+    """
     nodes = dict.fromkeys(("stream", "real"), (size.rows, size.nodes))
     return {"kv_len": (size.rows,), **nodes, "table": (size.rows, width)}
 
 
 def block_shapes(rows: int, width: int) -> Shapes:
-    """kv_len and root token of rows."""
+    """Parts of the int32 vector that `block` reads: by row kv_len, root token and page table of
+    `width` places.
+    """
     return {"kv_len": (rows,), "root": (rows,), "table": (rows, width)}
 
 
@@ -42,7 +47,11 @@ class BlockPasses(NamedTuple):
     attend: Callable[..., Array]
 
     def keep(self, params: Params, state: State, whole: Array, *, size: Size) -> State:
-        """Make chains permanent."""
+        """The state with keys and values of R rows of N accepted positions written into the
+        drafter's pages.
+
+        whole  int32 vector of `keep_shapes(size, width)`; padding is written nowhere
+        """
         held = state.draft
         assert held is not None, "a draft network was attached"
         given = views_of(whole, keep_shapes(size, self.width))
@@ -57,8 +66,10 @@ class BlockPasses(NamedTuple):
         return state._replace(draft=held._replace(keys=keys, values=values))
 
     def block(self, params: Params, state: State, whole: Array, *, size: Size) -> Array:
-        """int32[2,R,depth,k]: draft ids and log-probabilities' bits, best first; k is
-        size.nodes.
+        """Candidates of one block below each of R = size.rows roots, int32[2,R,depth,k]: draft ids,
+        and the bits of float32 log-probabilities (nats), best first; k = size.nodes.
+
+        whole  int32 vector of `block_shapes`. Changes nothing.
         """
         held, about = state.draft, self.network.about
         assert held is not None, "a draft network was attached"

@@ -45,7 +45,7 @@ class Forwarded(NamedTuple):
 
     @property
     def features(self) -> Array:
-        """[R,N,F*H] those streams side by side."""
+        """[R,N,F*H]: the streams that were asked for, side by side; width 0 where none was."""
         if not self.streams:
             return self.last[..., :0]
         return jnp.concatenate(self.streams, -1)
@@ -65,7 +65,15 @@ class Decoder(NamedTuple):
         attend: Attend,
         aux_layers: tuple[int, ...] = (),
     ) -> Forwarded:
-        """Run tokens and positions int32[R,N]. aux_layers as transformers' hidden_states."""
+        """One forward pass over tokens and positions, int32[R,N] each.
+
+        params      of the model (weights.py)
+        attend      how nodes see pages and each other
+        aux_layers  hidden states to keep, numbered as transformers' hidden_states (L = after the
+                    last)
+
+        The activations' dtype is the parameters'. Pure: writes no pages.
+        """
         specs = self.arch.layer_specs
         rotary = {
             rope: rotation(positions, frequencies, rope.attention_factor)
@@ -104,19 +112,25 @@ class Decoder(NamedTuple):
         return lax.scan(layer, x, (layers, jnp.arange(self.arch.layers)))
 
     def embed(self, params: Params, tokens: Array) -> Array:
-        """[...,H] for tokens int32[...]: rows of the embedding, not scaled."""
+        """[...,H] rows of the embedding for tokens int32[...], without embedding_scale; ids out of
+        range are clipped.
+        """
         return jnp.take(params["embed"], tokens, axis=0, mode="clip")
 
     def logits(self, params: Params, last: Array) -> Array:
-        """float32[n,V] from residual streams [n,H] after the last layer."""
+        """float32[n,V] from residual streams [n,H] after the last layer: `final_norm`, then
+        `read`.
+        """
         return self.read(params, self.final_norm(params, last))
 
     def final_norm(self, params: Params, last: Array) -> Array:
-        """[...,H]: what the head reads, from residual streams [...,H] after the last layer."""
+        """[...,H]: the final RMSNorm of residual streams [...,H] after the last layer."""
         return rms_norm(last, params["norm"], self.arch.norm_eps)
 
     def read(self, params: Params, normed: Array) -> Array:
-        """float32[n,V] from what `final_norm` gives, [n,H]."""
+        """float32[n,V] logits from normed hidden states [n,H], with the model's final soft cap, if
+        it has one.
+        """
         head: Array = params["embed"] if self.arch.tied_head else params["head"]
         made = self.sharding.put(product(normed, head.T).astype(jnp.float32), None, None)
         return softcapped(made, self.arch.final_softcap)
@@ -129,7 +143,15 @@ class Decoder(NamedTuple):
         rotary: Rotary,
         attend: Callable[..., Array],
     ) -> tuple[Array, tuple[Array, Array]]:
-        """The stream after a layer, and its keys and values."""
+        """One decoder layer: the residual stream [R,N,H] after it, and its keys and values
+        [R,N,G,E] each, rotated and ready for pages.
+
+        spec     what the layer is
+        weights  its parameters by short name
+        x        [R,N,H] the stream that enters
+        rotary   cos and sin of the nodes' positions
+        attend   called with queries, keys, values; gives the context
+        """
         names = NORM_NAMES[spec.norms]
         before = self._normed(x, weights, names.before_attention)
         context, kept = self._attention(spec, weights, before, rotary, attend)

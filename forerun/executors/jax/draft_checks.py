@@ -12,7 +12,9 @@ Bounds = dict[str, tuple[AnyArray, int, int]]
 
 
 def check_extension(extension: Extension, limits: ExecutorLimits) -> None:
-    """Raise EngineError where one is not sound, or a token's position has no page."""
+    """Raise EngineError where a slot, token, position or count of an extension is out of range, or
+    a position has no page.
+    """
     count = np.array([len(extension.tokens)])
     _check({
         **_of_rows(extension, limits),
@@ -29,7 +31,7 @@ def check_extension(extension: Extension, limits: ExecutorLimits) -> None:
 
 
 def check_level(level: DraftLevel, limits: ExecutorLimits) -> None:
-    """Raise EngineError where one is not sound."""
+    """Raise EngineError where a slot, token, parent or count of a level is out of range."""
     count = len(level.tokens)
     _check({
         **_of_rows(level, limits),
@@ -41,7 +43,9 @@ def check_level(level: DraftLevel, limits: ExecutorLimits) -> None:
 
 
 def check_block(block: DraftBlock, size: int, limits: ExecutorLimits) -> None:
-    """Raise EngineError where one is not sound. size: draft tokens of a block at most."""
+    """Raise EngineError where a slot, root or position of a block is out of range, or it is deeper
+    than `size` draft tokens.
+    """
     depth = np.array([block.depth])
     _check({
         **_of_rows(block, limits),
@@ -62,6 +66,8 @@ def _check(bounds: Bounds) -> None:
 
 
 def put_table(into: AnyArray, pages: Ints) -> None:
-    """A row's pages where a program reads them."""
+    """Copy one row's pages int32[W] into a program's table row, in place; absent pages (-1) become
+    0, pages beyond its width are dropped.
+    """
     width = min(len(pages), len(into))
     into[:width] = np.maximum(pages[:width], 0)

@@ -29,13 +29,15 @@ class DraftDecoder(NamedTuple):
 
     @classmethod
     def of(cls, about: WholeDraft, sharding: Sharding) -> "DraftDecoder":
-        """Cut over the target's devices where it divides."""
+        """The network of a draft checkpoint, cut over the target's devices where its dimensions
+        divide, else whole on each.
+        """
         arch = about.checkpoint.architecture
         return cls(about, Decoder(arch, where_it_divides(arch, sharding)))
 
     @property
     def sizes(self) -> DraftSizes:
-        """What does not change."""
+        """Sizes of the arrays that the draft model keeps from step to step beside the target's."""
         return DraftSizes(
             features=(),
             width=0,
@@ -49,21 +51,25 @@ class DraftDecoder(NamedTuple):
         )
 
     def enter(self, params: Params, features: Array) -> Array:
-        """Nothing is read of the target: [...,0]."""
+        """The features as given, [...,0]: a whole model reads nothing of the target."""
         del params
         return features
 
     def run(
         self, params: Params, tokens: Array, hidden: Array, position: Array, attend: Attend
     ) -> Ran:
-        """The streams after its last layer; nothing is fed back."""
+        """One pass over target ids tokens int32[R,N], mapped to its own ids, at `position`
+        int32[R,N].
+
+        Ran.read is [R,N,H] after the last layer; `hidden` is handed through unread.
+        """
         weights = params["draft"]
         own = jnp.take(weights["inputs"], tokens, mode="clip")
         ran = self.decoder.forward(weights, own, position, attend)
         return Ran(ran.last, hidden, ran.keys, ran.values)
 
     def logits(self, params: Params, read: Array) -> Array:
-        """float32[n,Vd]."""
+        """float32[n,Vd] from streams [n,H] after its last layer."""
         weights = params["draft"]
         if "rows" not in weights:
             return self.decoder.logits(weights, read)
@@ -72,7 +78,12 @@ class DraftDecoder(NamedTuple):
 
 
 def load_decoder(network: DraftDecoder, dtype: Any, stacked: bool) -> Params:
-    """params["draft"] of a whole model, on the devices."""
+    """params["draft"] of a whole draft model, on the devices, in `dtype`; `stacked` where its
+    layers are alike and may run in a scan.
+
+    Where not every token may be proposed, only the head's rows of those that may are kept. Raises
+    what reading the checkpoint raises (ModelError).
+    """
     about, sharding = network.about, network.decoder.sharding
     arch = network.decoder.arch
     params = load_params(about.checkpoint, dtype, sharding, stacked and can_stack(arch))

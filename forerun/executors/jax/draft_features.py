@@ -11,8 +11,10 @@ from forerun.types import Ints
 
 
 def streams_of(executor: JaxExecutor, extension: Extension, features: Features | None) -> Ints:
-    """int32[n] the rows of the streams that hold them; what the host kept is loaded first. Raises
-    EngineError for features that are not this executor's, or not one row per token.
+    """int32[n]: the row of `DraftArrays.streams` that holds each token's features.
+
+    Features kept on the host are copied to the device first. Raises EngineError where there are
+    none, where they are another executor's, or where they are not one row per token.
     """
     if features is None:
         raise EngineError("a draft head was extended without the target's features")

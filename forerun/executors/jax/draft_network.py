@@ -36,21 +36,28 @@ class DraftNetwork(Protocol):
 
     @property
     def sizes(self) -> DraftSizes:
-        """What does not change."""
+        """Sizes of the arrays that the network keeps from step to step; fixed for its life."""
         ...
 
     def enter(self, params: Params, features: Array) -> Array:
-        """Hidden states [...,H] from the target's streams [...,width], side by side."""
+        """Hidden states [...,H] from the target's features [...,width], F streams side by side;
+        width 0 where the network reads none.
+        """
         ...
 
     def run(
         self, params: Params, tokens: Array, hidden: Array, position: Array, attend: Attend
     ) -> Ran:
-        """One draft step of the target's tokens int32[R,N] beside hidden states [R,N,H], at rope
-        positions int32[R,N].
+        """One draft step over R rows of N nodes, as a pure function.
+
+        tokens    int32[R,N] target ids
+        hidden    [R,N,H] what stands beside each token: `enter`'s result, or an earlier step's
+                  output
+        position  int32[R,N] for RoPE
+        attend    attention over the draft's pages and the step's own nodes
         """
         ...
 
     def logits(self, params: Params, read: Array) -> Array:
-        """float32[n,Vd] from what `run` says the output head reads, [n,.]."""
+        """float32[n,Vd] logits from `Ran.read`, [n,.]."""
         ...

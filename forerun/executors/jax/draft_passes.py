@@ -29,9 +29,11 @@ DEPTHS = (4, 16, 64)
 
 
 def extend_shapes(size: Size, width: int) -> Shapes:
-    """kv_len and root (where the last node's output is kept, and its keys and values where it is a
-    root that is a node) of rows; tokens, where their streams
-    are, where what the output head reads is kept, and real (1 = is a node) of nodes.
+    """Parts of the int32 vector that `extend` reads. By row: kv_len; root, the row of `outputs`
+    where the last node's output is kept (and, of a network that runs roots, its keys and values).
+
+    By node: tokens; stream, the row of its features; read, the row of `reads` to write; real, 1
+    where there is a node. Page tables have `width` places.
     """
     nodes = dict.fromkeys(("tokens", "stream", "read", "real"), (size.rows, size.nodes))
     return {
@@ -43,9 +45,12 @@ def extend_shapes(size: Size, width: int) -> Shapes:
 
 
 def expand_shapes(size: Size, width: int, depth: int) -> Shapes:
-    """kv_len of rows, and root (where its output is); tokens, where the output above is, the node's
-    number and its depth below the first level, and the numbers of what is above, -1 = nothing, of
-    nodes.
+    """Parts of the int32 vector that `expand` reads. By row: kv_len; root, the row of `outputs` of
+    its root.
+
+    By node: tokens; above, the row of `outputs` of its parent; number; depth below the first level;
+    path, the numbers of the `depth` draft nodes above it, -1 = none. Page tables have `width`
+    places.
     """
     nodes = dict.fromkeys(("tokens", "above", "number", "depth"), (size.rows, size.nodes))
     return {
@@ -58,7 +63,9 @@ def expand_shapes(size: Size, width: int, depth: int) -> Shapes:
 
 
 def blank(shapes: Shapes) -> tuple[Ints, dict[str, AnyArray]]:
-    """A vector of rows without a node, and its parts."""
+    """A zero int32 vector of these parts with no node in it, and views of the parts: places to
+    write are NOWHERE, paths -1.
+    """
     whole = np.zeros(total(shapes), np.int32)
     views = views_of(whole, shapes)
     for name in ("root", "read", "number"):
@@ -80,7 +87,11 @@ class DraftPasses(NamedTuple):
         return self.drafting.network.sizes.runs_root
 
     def extend(self, params: Params, state: State, whole: Array, *, size: Size) -> State:
-        """Make chains permanent."""
+        """The state after R rows of N permanent nodes ran through the draft network: their keys and
+        values in its pages, outputs of roots in `outputs`, what the head reads in `reads`.
+
+        whole  int32 vector of `extend_shapes(size, width)`
+        """
         held, given = _held(state), views_of(whole, extend_shapes(size, self.width))
         hidden = self.drafting.network.enter(params, held.streams[given["stream"]])
         position = given["kv_len"][:, None] + jnp.arange(size.nodes)
@@ -103,7 +114,11 @@ class DraftPasses(NamedTuple):
     def expand(
         self, params: Params, state: State, whole: Array, *, size: Size, levels: int
     ) -> State:
-        """Run draft tokens that are at most `levels` below the first level."""
+        """The state after draft nodes ran, each of which has at most `levels` draft nodes above it.
+
+        Their keys, values and outputs go to the draft nodes' places; pages stay as they are. whole:
+        int32 vector of `expand_shapes(size, width, levels)`.
+        """
         held, given = _held(state), views_of(whole, expand_shapes(size, self.width, levels))
         position = given["kv_len"][:, None] + given["depth"] + self._runs_root
         past = Past(held.keys, held.values, given["table"], given["kv_len"])
@@ -130,8 +145,8 @@ class DraftPasses(NamedTuple):
         return state._replace(draft=_read(held._replace(outputs=outputs), number, ran.read))
 
     def candidates(self, params: Params, state: State, rows: Array, *, size: Size) -> Array:
-        """int32[2,FEW,k]: draft ids and log-probabilities' bits, best first, of rows of `reads`; k
-        is size.nodes.
+        """int32[2,FEW,k] of rows int32[FEW] of `reads`: draft ids, and bits of float32
+        log-probabilities (nats), best first; k = size.nodes. Changes nothing.
         """
         logits = self.drafting.network.logits(params, _held(state).reads[rows])
         best, ids = lax.top_k(logits, size.nodes)

@@ -23,18 +23,22 @@ class Drafted:
 
     @classmethod
     def of(cls, rows: Bools, width: int, levels: int) -> "Drafted":
-        """Nothing yet."""
+        """Arrays for the trees of these rows bool[B], all zero until `fill`."""
         made = np.zeros((3, len(rows), full_size(width, levels)), np.int32)
         return cls(rows, width, levels, *made)
 
     def fill(self, batch: Batch, grown: Ints) -> None:
-        """A record's trees: tokens, parents and values' bits of its rows."""
+        """Copy the trees of a batch's rows from its record, int32[3*R*K]: tokens, parents, and bits
+        of values.
+        """
         lines = grown.reshape(3, batch.size.rows, -1)[:, : len(batch.rows)]
         for into, found in zip((self.tokens, self.parents, self.value), lines, strict=True):
             into[list(batch.rows)] = found
 
     def joined(self, made: Bools) -> NextDrafts:
-        """As it goes out, of rows that were decided, bool[B]."""
+        """The finished NextDrafts, for those of its rows that are also in made bool[B]: rows that
+        were decided in the step.
+        """
         return NextDrafts(
             self.rows & made,
             self.width,

@@ -155,7 +155,16 @@ class Drafting(NamedTuple):
     def work(
         self, params: Params, held: DraftArrays, decided: Decided, width: int, levels: int
     ) -> tuple[DraftArrays, Array]:
-        """What is held now, and int32[3*R*K]: tokens, parents and values' bits of full trees."""
+        """Extend the draft network by the accepted paths and grow full trees below their ends.
+
+        held     the draft's arrays, read and replaced
+        decided  what the round chose and kept
+        width    children per node, and nodes expanded per level
+        levels   of draft tokens, at least one
+
+        Returns the new arrays and a record int32[3*R*K], K = full_size(width, levels): tokens,
+        parents and bits of values. Rows with draft_slot -1 keep nothing.
+        """
         roots, past, target = self._extend(params, held, decided)
         grown = self._grow(params, decided.given, roots, past, (width, levels))
         whole = [jnp.concatenate(part, 1) for part in zip(*grown, strict=True)]
@@ -171,8 +180,10 @@ class Drafting(NamedTuple):
     def attention(
         self, past: Past, tree: Tree, held: tuple[Array, Array] | None = None, begin: Any = 0
     ) -> Attend:
-        """A layer's attention: cached prefix and own nodes; with `held`, keys and values
-        [layers,R,T,G,E] of other nodes, among which the own ones are put from `begin` on.
+        """How a layer of the draft network attends: to the cached prefix and the pass's own nodes.
+
+        held  keys and values [layers,R,T,G,E] of nodes that ran before; the own ones are put among
+        them from index `begin` on
         """
 
         def of_layer(layer: Numbered, queries: Array, keys: Array, values: Array) -> Array:
@@ -279,11 +290,14 @@ class Drafting(NamedTuple):
 
 
 def children(logits: Array, ids: Array, noise: Noise, width: int) -> tuple[Array, Array]:
-    """Target ids and values [n,width] of the best children of n nodes, best first; logits
-    float32[n,Vd], ids int32[Vd] target id of each.
+    """The best children of n nodes, best first: target ids int32[n,width] and values
+    float32[n,width] in nats, -inf where a logit is NaN.
 
-    At T > 0 the noise of the position that a child takes, which the target will use too, reorders
-    the likeliest; it need not be exact here.
+    logits  float32[n,Vd]
+    ids     int32[Vd] target id of every draft id
+
+    At T > 0 the noise of the child's position, which the target will use too, reorders the
+    CANDIDATES likeliest (arXiv 2408.07978); it need not be exact here.
     """
     normaliser = log_normaliser(logits)[:, None]
     hot = noise.temperature > 0
@@ -307,14 +321,18 @@ def children(logits: Array, ids: Array, noise: Noise, width: int) -> tuple[Array
 
 
 def log_normaliser(logits: Array) -> Array:
-    """float32[n]: log of the sum of exp, of logits [n,V]."""
+    """float32[n]: log(sum(exp(logits))) in nats over the last axis of logits [n,V], maximum
+    subtracted.
+    """
     most = logits.max(-1)
     total: Array = most + jnp.log(jnp.exp(logits - most[:, None]).sum(-1))
     return total
 
 
 def committed(held: DraftArrays, ran: Ran, target: Array) -> DraftArrays:
-    """What is held with a pass's keys and values at slots int32[R,N]; beyond the last: nowhere."""
+    """The draft's arrays with a pass's keys and values written at slots target int32[R,N]; NOWHERE
+    writes nothing.
+    """
     keys, values = (
         into.at[:, target.reshape(-1)].set(
             new.reshape(new.shape[0], -1, *new.shape[3:]), mode="drop"

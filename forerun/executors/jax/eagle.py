@@ -33,7 +33,7 @@ class EagleHead(NamedTuple):
 
     @property
     def sizes(self) -> DraftSizes:
-        """What does not change."""
+        """Sizes of the arrays that the head keeps from step to step beside the target's."""
         about = self.about
         return DraftSizes(
             features=about.features,
@@ -43,22 +43,24 @@ class EagleHead(NamedTuple):
             read=about.hidden,
             vocab=about.vocab,
             parameters=about.parameters,
-            cut=self.by_heads,
+            cut=self._by_heads,
         )
 
     @property
-    def spec(self) -> AttentionSpec:
+    def _spec(self) -> AttentionSpec:
         """How its one layer attends."""
         return AttentionSpec(self.about.head_size**-0.5)
 
     @property
-    def by_heads(self) -> bool:
+    def _by_heads(self) -> bool:
         """Whether attention is cut over the shards."""
         shards = self.target.sharding.shards
         return self.about.heads % shards == 0 and self.about.kv_heads % shards == 0
 
     def enter(self, params: Params, features: Array) -> Array:
-        """Hidden states [...,H] from the target's streams [...,F*H], F side by side."""
+        """Hidden states [...,H] from the target's features [...,F*H], F side by side: EAGLE's fused
+        projection (arXiv 2503.01840), or for eagle1 the target's final norm.
+        """
         about, weights = self.about, params["draft"]
         if about.algorithm == "eagle1":
             return rms_norm(features, params["norm"], self.target.arch.norm_eps)
@@ -76,7 +78,9 @@ class EagleHead(NamedTuple):
     def run(
         self, params: Params, tokens: Array, hidden: Array, position: Array, attend: Attend
     ) -> Ran:
-        """One draft step of tokens int32[R,N] beside hidden states [R,N,H] at `position`."""
+        """One draft step of target ids tokens int32[R,N] beside hidden states [R,N,H] at position
+        int32[R,N]: one decoder layer on both.
+        """
         about, weights = self.about, params["draft"]
         embedded = self._embed(params, tokens)
         if about.algorithm == "eagle1":
@@ -100,7 +104,7 @@ class EagleHead(NamedTuple):
         return Ran(read, output, keys[None], values[None])
 
     def logits(self, params: Params, read: Array) -> Array:
-        """float32[n,Vd] from what `run` says the output head reads, [n,H]."""
+        """float32[n,Vd] from `Ran.read`, [n,H]."""
         made = product(read, params["draft"]["lm_head"].T).astype(jnp.float32)
         return self.target.sharding.put(made, None, None)
 
@@ -119,7 +123,7 @@ class EagleHead(NamedTuple):
     ) -> tuple[Array, Array, Array]:
         about, put = self.about, self.target.sharding.put
         cos, sin = rotation(position, weights["frequencies"], about.rope.attention_factor)
-        axis = "model" if self.by_heads else None
+        axis = "model" if self._by_heads else None
 
         def heads(name: str, count: int) -> Array:
             made = product(x, weights[f"{name}_proj"])
@@ -127,7 +131,7 @@ class EagleHead(NamedTuple):
 
         q, k = heads("q", about.heads), heads("k", about.kv_heads)
         k, v = sanitised(rotate(k, cos, sin), heads("v", about.kv_heads))
-        context = attend((0, self.spec), rotate(q, cos, sin), k, v).reshape(*x.shape[:2], -1)
+        context = attend((0, self._spec), rotate(q, cos, sin), k, v).reshape(*x.shape[:2], -1)
         return put(product(context, weights["o_proj"]), None, None, None), k, v
 
     def _feed_forward(self, weights: Params, x: Array) -> Array:
@@ -137,8 +141,11 @@ class EagleHead(NamedTuple):
 
 
 def load_head(head: EagleHead, checkpoint: Checkpoint, draft: DraftFile, dtype: Any) -> Params:
-    """params["draft"] of a head, on the devices. The output head is the target's rows where it
-    has none of its own. Raises ModelError for a head without an embedding of its width.
+    """params["draft"] of an EAGLE head, on the devices: matrices in `dtype`, vectors in float32.
+    The output head is the target's rows where the draft has none of its own.
+
+    Raises ModelError for a head without an embedding of its width, and what reading a tensor
+    raises.
     """
     about, sharding = head.about, head.target.sharding
 
@@ -182,7 +189,7 @@ def _where(head: EagleHead, name: str, dimensions: int) -> Any:
     about, sharding = head.about, head.target.sharding
     cut = {
         "lm_head": about.vocab % sharding.shards == 0,
-        **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), head.by_heads),
+        **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), head._by_heads),
         **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), about.ffn % sharding.shards == 0),
     }
     if not cut.get(name, False):

@@ -113,7 +113,7 @@ class JaxExecutor(Executor):
             self._programs.keep_state(*self._within)
 
     def warm_up(self, draft: DraftShape, progress: Callable[[str, int, int], None]) -> None:
-        """Compile every program that steps with such drafts can need."""
+        """Compile every program that steps with such drafts can run; chooses sizes of steps."""
         nodes = min(max(draft.nodes, TIMED_NODES) if draft.nodes else 0, self._options.draft_nodes)
         self._buckets, self._grown = Buckets.of(self.limits, nodes), draft
         if self._options.overlap:
@@ -125,38 +125,40 @@ class JaxExecutor(Executor):
 
     @property
     def buckets(self) -> Buckets:
-        """Sizes that programs are compiled for."""
+        """Padded sizes of steps that programs are compiled for; `warm_up` replaces them."""
         return self._buckets
 
     @property
     def width(self) -> int:
-        """Places of a page table's row."""
+        """Places of a page table's row in programs: pages of the longest sequence."""
         return self._width
 
     @property
     def place(self) -> tuple[Any, int]:
-        """A device, and how many like it there are."""
+        """A device, and how many like it share the model: for `check_fits`."""
         return self._device, self._options.shards
 
     @property
     def level_nodes(self) -> int:
-        """Draft tokens of a row that one pass of the host runs."""
+        """Draft tokens of one row that a pass of `expand` runs."""
         return self._grown.width or FEW
 
     @property
     def stacked(self) -> bool:
-        """Whether layers run in a scan, where they are alike."""
+        """Whether layers that are alike run in a scan, here and in draft models."""
         return self._stack
 
     def draft_bytes(self, sizes: DraftSizes) -> dict[str, int]:
-        """Bytes that `attach` takes, by purpose."""
+        """Bytes that `attach` allocates on all devices: draft_weight and draft_cache."""
         shape = self._shape.drafting(sizes, self.limits, self._buckets.chunks[-1])
         size = self.dtype.itemsize
         arrays = size * sum(int(np.prod(part)) for part in shape)
         return {"draft_weight": sizes.parameters * size, "draft_cache": arrays}
 
     def attach(self, network: DraftNetwork | BlockNetwork, weights: Params) -> None:
-        """Keep what a network reads from the next step on, and let rounds follow and draft."""
+        """Bind a draft network: from the next step on the target's features are kept for it, and
+        rounds draft with it, level by level. Allocates its arrays and drops compiled programs.
+        """
         sizes, sharding = network.sizes, self.decoder.sharding
         shape = self._shape.drafting(sizes, self.limits, self._buckets.chunks[-1])
         cache = sharding.cache if sizes.cut else sharding.whole
@@ -169,8 +171,8 @@ class JaxExecutor(Executor):
         self.programs.attach(network, weights, held)
 
     def load(self, values: AnyArray) -> Ints:
-        """int32[n] rows of the streams that hold features [n,F*H] from the host, from now until
-        the next such call.
+        """Copy features [n,F*H] from the host; int32[n] the rows of the streams that hold them
+        until the next call.
         """
         begin, most = self._shape.hidden, self._buckets.chunks[-1]
         for first in range(0, len(values), most):
@@ -214,19 +216,19 @@ class JaxExecutor(Executor):
         return self._programs
 
     def open(self, slot_init: SlotInit) -> None:
-        """Bind a sequence to its slot."""
+        """Bind a sequence to its slot. EngineError: it is open, or a token is out of range."""
         self._sampler.open(slot_init)
 
     def close(self, slot: int) -> None:
-        """Forget a slot's sequence."""
+        """Forget the slot's sequence, if it has one."""
         self._sampler.close(slot)
 
     def begin(
         self, plan: Plan, trees: TreeBatch = NO_TREES, masks: NodeMasks | None = None
     ) -> JaxRound:
-        """Begin the step; waits for nothing. Rounds decide and commit their rows, and draft for
-        them what is requested; where a grammar holds a row they begin with `finish`, which brings
-        its masks.
+        """Dispatch the step; waits for nothing. Rounds with a row under a grammar begin with
+        `finish`, which brings its masks. Raises EngineError where the plan is too large or a
+        position has no page; NotYetError where no one round can go on from the running one.
         """
         round = self._go_on(plan) if plan.after is not None else self._begin(plan, trees)
         if round.drafted is not None:
@@ -340,9 +342,9 @@ class JaxExecutor(Executor):
             raise EngineError(f"row {row}: a position has no page: the page table is too short")
 
     def finish(self, round: Round, masks: NodeMasks | None = None) -> Outcome:
-        """Keep one path per tree; waits for the step. Logits cross to the host where rounding
-        leaves a choice open, and for more alternatives than a program reports. What the host
-        accepted is moved from scratch into pages.
+        """Wait for the step, decide what programs left open, and return its Outcome. Logits are
+        copied to the host where rounding leaves a choice open or a long report is wanted. What the
+        host accepted is moved from scratch into pages.
         """
         assert isinstance(round, JaxRound)
         if round.plan.after is not None:
@@ -376,7 +378,7 @@ class JaxExecutor(Executor):
             self.programs.run(Key("move"), moves)
 
     def describe(self) -> dict[str, Any]:
-        """Facts for /server_info."""
+        """Facts for /server_info: device, dtype, counts of programs and steps, bytes."""
         programs = self._programs
         return {
             "device": str(self._device),
@@ -394,5 +396,5 @@ class JaxExecutor(Executor):
         }
 
     def shutdown(self) -> None:
-        """Release memory. Idempotent."""
+        """Drop programs and device arrays. Idempotent."""
         self._programs = None

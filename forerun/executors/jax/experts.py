@@ -17,7 +17,12 @@ Weights = dict[str, Any]
 
 
 def mixture(weights: Weights, about: Experts, activation: str, x: Array) -> Array:
-    """[R,N,H] -> [R,N,H]: the experts' outputs, weighted; without the shared expert."""
+    """The weighted sum of the experts' outputs, float32[R,N,H], without the shared expert.
+
+    weights  the layer's, `gate` [H,count] and stacked `experts.*`
+    about    how many there are, and how many a row takes
+    x        [R,N,H]
+    """
     chances = product(x, weights["gate"]).astype(jnp.float32)
     chances = jnp.exp(chances - chances.max(-1, keepdims=True))
     chances = chances / chances.sum(-1, keepdims=True)
@@ -36,7 +41,9 @@ def mixture(weights: Weights, about: Experts, activation: str, x: Array) -> Arra
 
 
 def shared(weights: Weights, activation: str, x: Array) -> Array:
-    """float32[R,N,H]: the expert that every row visits, times the sigmoid of its gate."""
+    """float32[R,N,H]: the output of the expert that every row runs, times the sigmoid of
+    its gate.
+    """
     wide = GATES[activation](
         product(x, weights["shared.gate_proj"]), product(x, weights["shared.up_proj"])
     )

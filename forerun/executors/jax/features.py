@@ -21,7 +21,9 @@ class JaxFeatures:
     place: AnyArray
 
     def select(self, nodes: AnyArray) -> "JaxFeatures":
-        """Of these nodes, in this order. Raises EngineError where one is not there."""
+        """The rows nodes int[n], in this order, without a copy. Raises EngineError where a node is
+        out of range.
+        """
         if len(nodes) and not 0 <= nodes.min() <= nodes.max() < len(self.place):
             raise EngineError(
                 f"features of a node outside of 0..{len(self.place) - 1} were asked for"
@@ -29,6 +31,6 @@ class JaxFeatures:
         return JaxFeatures(self.programs, self.place[nodes])
 
     def keep(self) -> KeptFeatures:
-        """A copy on the host."""
+        """A copy in host memory, float16[n,F*H]; waits for the step."""
         values = self.programs.rows("features", np.asarray(self.place, np.int32))
         return KeptFeatures(values.astype(np.float16))

@@ -62,14 +62,18 @@ class Functions:
 
     @property
     def drafting(self) -> Drafting:
-        """The network's part of a round."""
+        """The draft network's part of a round. A network that drafts level by level must be
+        attached (AssertionError).
+        """
         assert self.network is not None, "a draft network was attached"
         assert not isinstance(self.network, BlockNetwork), "blocks are proposed beside rounds"
         shape = self.shape
         return Drafting(self.network, self.page_size, shape.slots, shape.nodes, self.attend)
 
     def of(self, kind: str) -> Callable[..., Any]:
-        """A program by its name."""
+        """The program named `kind` (programs.py lists them) as a pure function, not compiled.
+        Raises AttributeError for another name.
+        """
         if hasattr(self, kind):
             return cast("Callable[..., Any]", getattr(self, kind))
         passes: Any
@@ -82,14 +86,20 @@ class Functions:
     def chunk(
         self, params: Params, state: State, whole: Array, *, size: Size
     ) -> tuple[State, Array]:
-        """Keep what N known tokens leave. Gives nothing."""
+        """The state with keys, values and streams of N known tokens of one row; and int32[0],
+        nothing.
+
+        whole  int32 vector of inputs.py for `size`
+        """
         given, passed = self._forward(params, state, Inputs.of(whole, size, self.width))
         return self._kept(state, given, passed, given.trees.real), jnp.zeros(0, jnp.int32)
 
     def round(self, params: Params, state: State, whole: Array, *, key: Key) -> tuple[State, Array]:
-        """Score, choose, accept, commit; with levels also follow and draft. Gives int32[R*N]:
-        choices along the accepted paths of decided rows, NOTHING elsewhere; then what was drafted
-        (drafting.py), and what ran (future_map.py), where the next round may carry on.
+        """One step of R rows: forward, choose, walk, commit; with key.levels also extend and draft.
+
+        Returns the state and a record: int32[R*N] choices along the accepted paths of decided rows,
+        NOTHING elsewhere; then what was drafted (drafting.py), then what ran (future_map.py), where
+        the next round may go on from this one.
         """
         given, passed = self._forward(params, state, self._entered(state, whole, key.size))
         logits = self.decoder.logits(params, passed.last.reshape(key.size.total, -1))
@@ -107,8 +117,11 @@ class Functions:
         *,
         key: Key,
     ) -> tuple[State, Array]:
-        """As `round`, under grammar masks (inputs.py) and every sampling parameter (shaping.py).
-        Behind the choices: the nodes' lines (reports.py), zeros where nobody is told.
+        """As `round`, under grammar masks (inputs.padded_masks) and every sampling parameter
+        (shaping.py).
+
+        In the record, right behind the choices: int32[R*N,line_size] lines of log-probabilities
+        (reports.py), zeros where nobody is told.
         """
         size = key.size
         given, passed = self._forward(params, state, self._entered(state, whole, size))
@@ -129,20 +142,24 @@ class Functions:
         return state, jnp.concatenate([record, told.reshape(-1), grown])
 
     def report(self, params: Params, state: State, asked: Array) -> Array:
-        """Lines of tokens asked[1] that follow rows asked[0] of the streams, int32[2,REPORTED]."""
+        """int32[REPORTED,line_size] lines (reports.py) of tokens asked[1] at rows asked[0] of the
+        streams; asked int32[2,REPORTED].
+        """
         return lines(self.decoder.logits(params, state.hidden[asked[0]]), asked[1])
 
     def logits(self, params: Params, state: State, rows: Array) -> Array:
-        """float32[FEW,V] of rows int32[FEW] of the streams."""
+        """float32[FEW,V] logits of rows int32[FEW] of the streams."""
         return self.decoder.logits(params, state.hidden[rows])
 
     def move(self, params: Params, state: State, moves: Array) -> State:
-        """Copy slots moves[0] to slots moves[1], int32[2,MOVED]."""
+        """The state with keys and values of slots moves[0] copied to slots moves[1]; moves
+        int32[2,MOVED].
+        """
         del params
         return _moved(state, moves[0], moves[1])
 
     def features(self, params: Params, state: State, rows: Array) -> Array:
-        """float32[FEW,F*H] of rows int32[FEW] of the streams, for the host to keep."""
+        """float32[FEW,F*H]: rows int32[FEW] of the draft's streams, for the host to keep."""
         del params
         assert state.draft is not None, "a draft network was attached"
         return state.draft.streams[rows].astype(jnp.float32)
@@ -150,7 +167,9 @@ class Functions:
     def load(
         self, params: Params, state: State, given: tuple[Array, Array], *, size: Size
     ) -> State:
-        """Put streams float32[N,F*H] that the host has kept at rows int32[N]."""
+        """The state with features float32[N,F*H] put at rows int32[N] of the draft's streams; rows
+        beyond the last are dropped.
+        """
         del params, size
         assert state.draft is not None, "a draft network was attached"
         held, (rows, values) = state.draft, given

@@ -36,8 +36,8 @@ class FutureMap(NamedTuple):
 
     @classmethod
     def of(cls, slots: int, width: int, levels: int) -> "FutureMap":
-        """Of rounds that have left nothing yet: zeros, with room in each of the slots for a tree
-        of so many levels, `width` nodes each.
+        """A map for S slots of trees of `levels` levels and this width, in which no round has left
+        anything.
         """
         trees = slots, full_size(width, levels)
         rows, more = jnp.zeros(slots, jnp.int32), jnp.zeros(slots, jnp.int32)
@@ -47,7 +47,11 @@ class FutureMap(NamedTuple):
 
 
 def enter(given: Inputs, held: FutureMap, shape: tuple[int, int]) -> Inputs:
-    """The inputs, with those of carried rows from their slots. shape: width, levels of trees."""
+    """A round's inputs, where rows that are carried get length, root, tree and positions from their
+    slots; other rows stay as the host packed them.
+
+    shape  width and levels of the trees
+    """
     carried, slot = given.bounds.carried > 0, jnp.maximum(given.bounds.slot, 0)
     kv_len = jnp.where(carried, held.kv_len[slot], given.kv_len)
     own, depth = _trees(given, held, kv_len, shape)
@@ -116,8 +120,12 @@ def _seen(parents: Array, levels: int) -> Array:
 def leave(
     held: FutureMap, given: Inputs, choices: Array, kept: Array, grown: Array
 ) -> tuple[FutureMap, Array]:
-    """What is held now, and int32[3*R*N] what ran: tokens, parents, which nodes there are. grown:
-    what was drafted (drafting.py); trees of another shape than there is room for are not held.
+    """The map after a round, and int32[3*R*N] of what ran: tokens, parents, and which nodes there
+    are.
+
+    choices, kept  [R,N] of the round
+    grown          int32[3*R*K] what was drafted (drafting.py); trees of another shape than the map
+                   has room for are not held
     """
     slot = jnp.where(given.bounds.slot < 0, NOWHERE, given.bounds.slot)
     rows, count = len(slot), held.tokens.shape[1]

@@ -56,17 +56,17 @@ def _shapes(size: Size, width: int) -> Shapes:
 
 
 def packed_size(size: Size, width: int) -> int:
-    """Numbers in the vector, for page tables of `width` places."""
+    """Length of the int32 vector of a dispatch, for page tables of `width` places."""
     return total(_shapes(size, width))
 
 
 def total(shapes: Shapes) -> int:
-    """Numbers in a vector of parts of these shapes."""
+    """Length of a vector that holds parts of these shapes one behind the other."""
     return sum(int(np.prod(shape)) for shape in shapes.values())
 
 
 def views_of(whole: Any, shapes: Shapes) -> dict[str, Any]:
-    """Views of a NumPy or a jnp vector, part after part."""
+    """Reshaped views of a NumPy or jnp vector, by the names of `shapes`, in their order."""
     views, begin = {}, 0
     for name, shape in shapes.items():
         end = begin + int(np.prod(shape))
@@ -92,7 +92,12 @@ class Rows(NamedTuple):
 def packed(
     batch: Batch, plan: Plan, trees: TreeBatch, choosing: Choosing, asked: Rows, width: int
 ) -> Ints:
-    """A batch as a program reads it."""
+    """The int32 vector that a program reads for one batch of a plan of which everything is known.
+
+    choosing  temperature, seed and prompt length by slot
+    asked     what is wanted of the plan's rows
+    width     places of a page table's row
+    """
     whole, views = _blank(batch, width)
     for line, (row, nodes) in enumerate(zip(batch.rows, batch.nodes, strict=True)):
         count, first, slot = len(nodes), int(nodes[0]), int(plan.slots[row])
@@ -117,7 +122,10 @@ def packed(
 def packed_carried(
     batch: Batch, plan: Plan, choosing: Choosing, asked: Rows, width: int, most: Ints
 ) -> Ints:
-    """A plan with `after` as a program reads it; most int32[B] draft tokens."""
+    """The int32 vector of a plan with `after`: every row takes length, root and tree from its slot.
+
+    most  int32[B] draft tokens of each row at most
+    """
     whole, views = _blank(batch, width)
     rows = slice(0, plan.rows)
     views["count"][rows] = views["decided"][rows] = views["of_carried"][rows] = 1
@@ -169,7 +177,9 @@ class Inputs(NamedTuple):
 
     @classmethod
     def of(cls, whole: Array, size: Size, width: int) -> "Inputs":
-        """Views and what follows from them."""
+        """Read a vector inside a program: views of its parts, and the ancestors, positions and
+        seeds that follow from them.
+        """
         views = views_of(whole, _shapes(size, width))
         depth = views["depth"]
         real = jnp.arange(size.nodes) < views["count"][:, None]
@@ -202,7 +212,9 @@ class Inputs(NamedTuple):
 
 def padded_masks(batch: Batch, masks: NodeMasks | None, words: int) -> tuple[Ints, Ints]:
     """Grammar masks at a fixed size: which mask each node uses, int32[R*N], and their bits
-    int32[R*N+1,words], of which the last are all ones and stand for "everything allowed".
+    int32[R*N+1,words], of which the last row is all ones, "everything allowed".
+
+    words  ceil(V/32)
     """
     size = batch.size
     row = np.full(size, -1, np.int32)

@@ -104,7 +104,9 @@ class StateShape:
 
     @classmethod
     def of(cls, limits: ExecutorLimits, scratch: int, largest_chunk: int) -> "StateShape":
-        """Room for any step."""
+        """Sizes with room for any step: `scratch` padded nodes of rounds and chunks of at most
+        `largest_chunk` tokens.
+        """
         return cls(
             slots=limits.pages * limits.page_size,
             scratch=scratch,
@@ -113,14 +115,18 @@ class StateShape:
         )
 
     def cache_bytes(self, arch: Architecture, itemsize: int) -> int:
-        """Bytes of keys and values."""
+        """Bytes of keys and values of pages and scratch, all devices together; `itemsize` bytes per
+        number.
+        """
         per_slot = 2 * arch.layers * arch.kv_heads * arch.head_size * itemsize
         return (self.slots + self.scratch) * per_slot
 
     def drafting(
         self, sizes: DraftSizes, limits: ExecutorLimits, largest_chunk: int
     ) -> tuple[tuple[int, ...], ...]:
-        """Shapes of DraftArrays. The host keeps no more features than fit into a step."""
+        """Shapes of DraftArrays, in its order, for a network of these sizes. The host keeps no more
+        features than fit into a step.
+        """
         room, nodes = self.hidden + limits.max_nodes + largest_chunk, limits.max_nodes
         layer, roots = sizes.cache[0], limits.slots * sizes.runs_root
         places = self.slots + nodes + roots
@@ -129,7 +135,7 @@ class StateShape:
         return (room, sizes.width), cache, cache, (kept, sizes.hidden), (kept, sizes.read)
 
     def made(self, arch: Architecture, dtype: jnp.dtype, sharding: Sharding) -> State:
-        """All zeros, on the device."""
+        """A State of zeros, allocated on the devices."""
         cache = (arch.layers, self.slots + self.scratch, arch.kv_heads, arch.head_size)
         return State(
             keys=jnp.zeros(cache, dtype, device=sharding.cache),
@@ -139,31 +145,35 @@ class StateShape:
 
 
 def slots_of(table: Array, positions: Array, page_size: int) -> Array:
-    """int32[R,T] slots of positions [R,T] through page tables [R,W]; no page counts as page 0."""
+    """int32[R,T]: slot of each position [R,T] through page tables [R,W]. A missing page (-1) counts
+    as page 0, positions beyond the table as its last page; the caller masks them.
+    """
     last = table.shape[1] - 1
     page = jnp.take_along_axis(table, jnp.minimum(positions // page_size, last), 1)
     return jnp.maximum(page, 0) * page_size + positions % page_size
 
 
 def after(slots: Array, made: Array) -> Array:
-    """The same slots int32[...], known when `made` is: what is written there is then written behind
-    everything that `made` was read from, in place. XLA else writes first, and copies all pages for
-    those who read later. What is added is 0, which XLA does not see.
+    """`slots` int32[...] unchanged, but computed from `made`: a write at them then follows
+    everything that `made` was read from, and happens in place. XLA would otherwise write first and
+    copy all pages for later readers. What is added is always 0, which XLA cannot tell.
     """
     bits = lax.bitcast_convert_type(made.reshape(-1)[0].astype(jnp.float32), jnp.int32)
     return slots + ((bits & 1) >> 1)
 
 
 def sanitised(keys: Array, values: Array) -> tuple[Array, Array]:
-    """What may be kept: what is not finite is moved into the key, where a mask hides it; among
-    values zero times NaN would spoil the nodes that must not see it.
+    """Keys and values [...,E] that may go into pages: a NaN or infinity in a value becomes 0 there
+    and NaN in its key, where masks hide it; in a value, zero times NaN would spoil other nodes.
     """
     spoiled = (keys * 0 + values * 0).sum(-1, keepdims=True)
     return keys + spoiled, jnp.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def first_without_page(plan: Plan, reach: np.ndarray, page_size: int) -> int | None:
-    """The first row that has a position below reach[b] without a page; None = all have them."""
+    """The first row of a plan that has a position below reach int[B] without a page; None = all
+    have them.
+    """
     pages = -(-reach // page_size)
     width = plan.page_table.shape[1]
     missing = (plan.page_table < 0) & (np.arange(width) < pages[:, None])

@@ -21,14 +21,16 @@ def product(x: Array, weight: Array, bias: Array | None = None) -> Array:
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """RMSNorm (arXiv 1910.07467) over the last axis, in float32; dtype of `x`."""
+    """RMSNorm (arXiv 1910.07467) over the last axis: x / rms(x) * weight in float32, returned in
+    the dtype of `x`.
+    """
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps)
     return (wide * weight).astype(x.dtype)
 
 
 def swiglu(gate: Array, up: Array) -> Array:
-    """silu(gate) * up, in float32; dtype of `gate`."""
+    """silu(gate) * up (SwiGLU, arXiv 2002.05202), computed in float32, in the dtype of `gate`."""
     wide = gate.astype(jnp.float32)
     return (wide / (1 + jnp.exp(-wide)) * up).astype(gate.dtype)
 
@@ -50,7 +52,9 @@ GATES = {"silu": swiglu, "gelu_tanh": geglu}
 
 
 def softcapped(x: Array, cap: float | None) -> Array:
-    """Cap times tanh(x / cap): between -cap and cap (arXiv 2408.00118, section 2); `x` without."""
+    """`x` itself where cap is None, else cap * tanh(x / cap), between -cap and cap (arXiv
+    2408.00118, section 2).
+    """
     return x if cap is None else jnp.tanh(x / cap) * cap
 
 
@@ -65,6 +69,11 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
 
 
 def rotation(positions: Array, frequencies: Array, factor: float) -> tuple[Array, Array]:
-    """Cos and sin, each [..., E/2], of positions [...] (tokens) at frequencies [E/2]."""
+    """Cos and sin for RoPE (arXiv 2104.09864), float32[...,E/2] each.
+
+    positions    int32[...] tokens
+    frequencies  float32[E/2]
+    factor       attention factor that scales both (YaRN), 1 without
+    """
     angles = positions.astype(jnp.float32)[..., None] * frequencies
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor

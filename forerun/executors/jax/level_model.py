@@ -104,7 +104,13 @@ class JaxLevelModel:
         self._above = np.full(self._limits.max_nodes, -1, np.int32)
 
     def extend(self, extension: Extension, features: Features | None) -> Candidates:
-        """Run what became permanent, or the tokens after that beside these features."""
+        """Run the n tokens that became permanent through the draft network, and write its pages.
+
+        features  one row per token; None for a network that reads tokens alone
+
+        Returns candidates [s,k] of the scored tokens; waits for these. Raises EngineError where the
+        extension or its features are not sound.
+        """
         check_extension(extension, self._limits)
         chains = _Chains.with_roots(extension) if self._roots else self._beside(extension, features)
         programs, buckets = self._executor.programs, self._executor.buckets.widest
@@ -144,7 +150,10 @@ class JaxLevelModel:
         return _Chains.of(extension, streams_of(self._executor, extension, features))
 
     def expand(self, level: DraftLevel) -> Candidates:
-        """Run draft tokens."""
+        """Run one level of n draft tokens, at most `level_nodes` of a row in one dispatch.
+
+        Returns candidates [n,k]; waits for them. Raises EngineError where the level is not sound.
+        """
         count = len(level.tokens)
         check_level(level, self._limits)
         numbers = level.first + np.arange(count, dtype=np.int32)
@@ -185,11 +194,11 @@ class JaxLevelModel:
         return whole
 
     def block(self, block: DraftBlock) -> BlockCandidates:
-        """It proposes level by level. Raises EngineError."""
+        """Raises EngineError: this network proposes level by level."""
         raise EngineError("this draft model proposes level by level, not a block")
 
     def describe(self) -> dict[str, Any]:
-        """Facts for /server_info."""
+        """Facts for /server_info: algorithm, features or layers, vocab, and bytes by purpose."""
         return {**self._facts, "vocab": self.traits.vocab, **self._bytes}
 
     def _candidates(self, nodes: Ints, asked: int, first: int = 0) -> Candidates:

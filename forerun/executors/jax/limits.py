@@ -6,7 +6,9 @@ from forerun.models.layer_spec import Experts, Router
 
 
 def refusal(arch: Architecture) -> str | None:
-    """Why jax cannot run this model, in one clause; None where it can."""
+    """Why this executor cannot run the model, as one clause for an error message; None where it
+    can.
+    """
     specs = arch.layer_specs
     mixtures = [s.feed_forward for s in specs if isinstance(s.feed_forward, Experts)]
     plain = {Router(), Router(normalised=True)}
@@ -28,7 +30,7 @@ def refusal(arch: Architecture) -> str | None:
 
 
 def check_runs(arch: Architecture) -> None:
-    """Raise ModelError where `refusal` has a reason."""
+    """Raise ModelError, which names the torch executor instead, where `refusal` has a reason."""
     reason = refusal(arch)
     if reason is not None:
         raise ModelError(f"{reason}; use the torch executor (--executor torch)")

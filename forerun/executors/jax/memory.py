@@ -13,7 +13,11 @@ from forerun.models.arch import Architecture
 def planned_bytes(
     arch: Architecture, shape: StateShape, buckets: Buckets, itemsize: int
 ) -> dict[str, int]:
-    """Bytes by purpose, all shards together. A round's logits and noise are its largest part."""
+    """Bytes that the executor will allocate, all devices together: weight, cache, and round
+    (logits, noise and streams of the largest step).
+
+    itemsize  bytes of a number in weights and cache
+    """
     nodes = max(size.total for size in buckets.rounds)
     widest = max(buckets.chunks[-1], nodes)
     streams = widest * (4 * arch.hidden + 3 * arch.ffn) * 4
@@ -25,8 +29,12 @@ def planned_bytes(
 
 
 def check_fits(parts: dict[str, int], device: Any, shards: int) -> None:
-    """Raise MemoryPlanError where the parts exceed what is free now."""
-    free = free_on(device, shards)
+    """Raise MemoryPlanError, with the parts and what to lower, where they exceed what is free now.
+
+    parts   bytes by purpose, all devices together
+    device  one of `shards` like it
+    """
+    free = _free_on(device, shards)
     if sum(parts.values()) > free:
         listed = " + ".join(f"{part} {count:,}" for part, count in parts.items())
         raise MemoryPlanError(
@@ -36,7 +44,7 @@ def check_fits(parts: dict[str, int], device: Any, shards: int) -> None:
         )
 
 
-def free_on(device: Any, shards: int) -> int:
+def _free_on(device: Any, shards: int) -> int:
     """Bytes that are free on so many devices like this one; the machine's where it does not say."""
     known = device.memory_stats() or {}
     if "bytes_limit" not in known:
@@ -45,5 +53,7 @@ def free_on(device: Any, shards: int) -> int:
 
 
 def free_bytes(platform: str | None, shards: int) -> int:
-    """The same for a platform's devices. Raises ConfigError where it has none."""
-    return free_on(devices_of(platform)[0], shards)
+    """Bytes free on `shards` devices of a platform (None = jax's own choice); the machine's memory
+    where the device does not say. Raises ConfigError where jax has no such device.
+    """
+    return _free_on(devices_of(platform)[0], shards)

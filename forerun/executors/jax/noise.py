@@ -36,10 +36,12 @@ def _multiply(word: Array, constant: int) -> tuple[Array, Array]:
 def philox(
     counter: tuple[Array, ...], key: tuple[Array, Array], looped: bool = False
 ) -> tuple[Array, ...]:
-    """The four words of Philox-4x32-10 for counters of two or more words, which zeros follow, all
-    uint32 of one shape.
+    """The four words of Philox-4x32-10 (Salmon et al., SC 2011), uint32 arrays of the counters'
+    shape.
 
-    looped  as a loop, which compiles sooner, and runs slower on large arrays
+    counter  two to four words, the others being zero
+    key      two words
+    looped   as a loop, which compiles sooner and runs slower on large arrays
     """
 
     def step(index: Any, words: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -59,8 +61,10 @@ def philox(
 
 
 def words_of_all(seeds: Array, positions: Array, vocab: int) -> Array:
-    """uint32[n,V] words of all tokens, for seeds uint32[2,n] (low, high halves) and output
-    positions int32[n].
+    """uint32[n,V]: the noise words of all tokens at n nodes.
+
+    seeds      uint32[2,n] low and high halves
+    positions  int32[n] output positions
     """
     blocks = -(-vocab // 4)
     shape = (len(positions), blocks)
@@ -72,7 +76,9 @@ def words_of_all(seeds: Array, positions: Array, vocab: int) -> Array:
 
 
 def words_of(seeds: Array, positions: Array, tokens: Array) -> Array:
-    """uint32[...] words of single tokens int32[...]; seeds uint32[2,...] and positions likewise."""
+    """uint32[...]: noise words of single tokens int32[...]; seeds uint32[2,...] and output
+    positions int32[...] of the same shape.
+    """
     block = (tokens // 4).astype(jnp.uint32)
     place = positions.astype(jnp.uint32)
     words = jnp.stack(philox((block, place), (seeds[0], seeds[1]), looped=True))
@@ -96,7 +102,9 @@ def approximate(words: Array) -> Array:
 
 
 def exact(words: Array) -> Array:
-    """float32: Gumbel variables of words uint32, as forerun.speculative.noise rounds them."""
+    """float32: Gumbel variables of words uint32, computed in float64 and rounded as
+    forerun.speculative.noise does, bit for bit.
+    """
     with jax.enable_x64(True):
         uniform = (lax.convert_element_type(words, np.float64) + np.float64(0.5)) * _STEP
         return lax.convert_element_type(-lax.log(-lax.log(uniform)), np.float32)

@@ -36,7 +36,9 @@ class JaxOptions:
 
 
 def check_options(arch: Architecture, limits: ExecutorLimits, options: JaxOptions) -> None:
-    """Raise ConfigError for an unknown dtype, or limits that are not the model's."""
+    """Raise ConfigError for an unknown dtype, another vocabulary than the model's, or a context
+    longer than the model was made for.
+    """
     if options.dtype not in DTYPES:
         raise ConfigError(f"dtype is {options.dtype!r}; it must be one of {', '.join(DTYPES)}")
     if limits.vocab != arch.vocab:

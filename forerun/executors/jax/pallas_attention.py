@@ -55,7 +55,10 @@ def attend_pallas(
     how: Layer,
     interpret: bool = False,
 ) -> Array:
-    """As attention.attend."""
+    """As attention.attend, same arguments and result, as one Pallas kernel.
+
+    interpret  run it step by step on the CPU, for comparison only
+    """
     rows, nodes, heads, size = queries.shape
     groups, spec, page = fresh[0].shape[2], how.spec, how.page_size
     share, fresh_count = heads // groups, fresh[0].shape[1]

@@ -35,7 +35,9 @@ class PredictionHead(NamedTuple):
 
     @property
     def sizes(self) -> DraftSizes:
-        """What does not change. It reads what the target's last layer leaves."""
+        """Sizes of the arrays that the layer keeps from step to step. It reads what the target's
+        last layer leaves.
+        """
         arch = self.target.arch
         return DraftSizes(
             features=(arch.layers,),
@@ -49,13 +51,17 @@ class PredictionHead(NamedTuple):
         )
 
     def enter(self, params: Params, features: Array) -> Array:
-        """The target's hidden states after its final norm, from before it."""
+        """The target's final norm of features [...,H], which are its stream after the last
+        layer.
+        """
         return self.target.final_norm(params, features)
 
     def run(
         self, params: Params, tokens: Array, hidden: Array, position: Array, attend: Attend
     ) -> Ran:
-        """Outputs after the layer's final norm: they are read, and fed back."""
+        """One draft step (DeepSeek-V3, arXiv 2412.19437, section 2.2): fuse token embedding and
+        hidden state, one decoder layer, final norm. The normed output is both read and fed back.
+        """
         weights, eps = params["draft"], self.target.arch.norm_eps
         spec = self.about.architecture.layer_specs[0]
         embedding = weights if "embed" in weights else params
@@ -74,7 +80,9 @@ class PredictionHead(NamedTuple):
         return Ran(out, out, keys[None], values[None])
 
     def logits(self, params: Params, read: Array) -> Array:
-        """float32[n,Vd]."""
+        """float32[n,Vd] from `Ran.read` [n,H], by its own head where it has one, else by the
+        target's.
+        """
         head = params["draft"].get("head")
         if head is None:
             return self.target.read(params, read)
@@ -83,7 +91,9 @@ class PredictionHead(NamedTuple):
 
 
 def load_prediction(head: PredictionHead, dtype: Any) -> Params:
-    """params["draft"] of a prediction layer, on the devices."""
+    """params["draft"] of the first prediction layer, on the devices, matrices in `dtype`. Raises
+    what reading a tensor raises (ModelError).
+    """
     draft, sharding = head.about, head.target.sharding
     own = {
         "embedding_norm": draft.own(0, EMBEDDING_NORM),

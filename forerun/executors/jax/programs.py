@@ -85,7 +85,7 @@ class Programs:
 
     @property
     def keys(self) -> tuple[Key, ...]:
-        """Every program that can be asked for."""
+        """Every program that can be asked for with the present sizes, network and draft shape."""
         chunks = [Key("chunk", Size(1, nodes)) for nodes in self._buckets.chunks]
         network, shape = self._functions.network, (0, 0)
         if network is not None and not network.sizes.block:
@@ -121,15 +121,15 @@ class Programs:
     def attach(
         self, network: DraftNetwork | BlockNetwork, weights: Params, held: DraftArrays
     ) -> None:
-        """A network that drafts joins; what was compiled is forgotten."""
+        """Bind a draft network, its weights and its arrays; every compiled program is dropped."""
         self._functions = replace(self._functions, network=network)
         self.params = {**self.params, "draft": weights}
         self.state = self.state._replace(draft=held)
         self._compiled.clear()
 
     def keep_state(self, width: int, levels: int) -> None:
-        """Let rounds carry on from each other, below which such trees are grown; what was compiled
-        is forgotten, if there was no room for these.
+        """Let rounds go on from each other: make room in the state for trees of this width and
+        these levels. Compiled programs are dropped, unless there was such room already.
         """
         if self._functions.future == (width, levels):
             return
@@ -146,7 +146,7 @@ class Programs:
 
     @property
     def compiled(self) -> tuple[Key, ...]:
-        """Every program that is ready."""
+        """The keys of all programs that are compiled."""
         return tuple(self._compiled)
 
     def warm_up(
@@ -156,7 +156,11 @@ class Programs:
         threads: int,
         progress: Callable[[int, int], None],
     ) -> None:
-        """Compile everything for these sizes; `threads` at once: the compiler is not Python."""
+        """Compile every program for these sizes, `threads` at once: the compiler releases Python's
+        lock.
+
+        progress  called after each with (done, total). Sets compile_seconds.
+        """
         self._buckets, self._draft = buckets, draft
         began, keys = perf_counter(), self.keys
         with ThreadPoolExecutor(threads) as pool:
@@ -168,14 +172,17 @@ class Programs:
         self.compile_seconds = perf_counter() - began
 
     def run(self, key: Key, *given: Any) -> Any:
-        """Dispatch a program that changes the state; returns what else it gives, not waited for."""
+        """Dispatch a program that changes the state. Returns its record on the device, not waited
+        for; None where it has none. A program that is not compiled yet is compiled first and
+        counted in `late`.
+        """
         self.dispatches += 1
         found = self._of(key)(self.params, self.state, *self._there(given))
         self.state, rest = found if key.kind not in STATE_ONLY else (found, None)
         return rest
 
     def ask(self, key: Key, *given: Any) -> np.ndarray:
-        """What a program gives that changes nothing, on the host."""
+        """The result of a program that changes nothing, copied to the host; waits for it."""
         self.dispatches += 1
         found: np.ndarray = jax.device_get(
             self._of(key)(self.params, self.state, *self._there(given))
@@ -183,7 +190,9 @@ class Programs:
         return found
 
     def everything(self, size: Size) -> Any:
-        """Grammar masks that allow all nodes everything, which stay on the device."""
+        """Grammar masks that allow every node of a round everything, as `padded_masks` has them, on
+        the device; made once per size.
+        """
         if size not in self._everything:
             which = np.full(size.total, size.total, np.int32)
             bits = np.full((size.total + 1, self._words), -1, np.int32)
@@ -191,7 +200,9 @@ class Programs:
         return self._everything[size]
 
     def lines(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """What `report` gives of rows int32[n] of the streams and tokens int32[n] behind them."""
+        """int32[n,line_size] of the report program for rows int32[n] of the streams and the tokens
+        int32[n] that follow them; n >= 1. Waits.
+        """
         found = []
         for begin in range(0, len(rows), REPORTED):
             part = slice(begin, begin + REPORTED)
@@ -202,15 +213,19 @@ class Programs:
         return np.concatenate(found)
 
     def logits(self, rows: np.ndarray) -> np.ndarray:
-        """float32[n,V] of rows int32[n] of the streams, on the host."""
+        """float32[n,V] logits of rows int32[n] of the streams, n >= 1, on the host."""
         return self.rows("logits", rows)
 
     def rows(self, kind: str, rows: np.ndarray) -> np.ndarray:
-        """What `logits` or `features` gives of rows int32[n], at least one, on the host."""
+        """Results of program `kind`, `logits` or `features`, for rows int32[n], n >= 1,
+        float32[n,.] on the host.
+        """
         return np.concatenate(self.parts(Key(kind), rows, 0))
 
     def parts(self, key: Key, rows: np.ndarray, axis: int = 1) -> list[np.ndarray]:
-        """The same in parts of FEW rows, which lie along `axis`."""
+        """Results of a program that reads FEW rows at a time, for rows int32[n], as a list of
+        arrays on the host; the rows lie along `axis`. Empty for no row.
+        """
         found = []
         for begin in range(0, len(rows), FEW):
             part = np.zeros(FEW, np.int32)
@@ -220,7 +235,7 @@ class Programs:
         return found
 
     def text(self, key: Key) -> str:
-        """What the compiler made of a program."""
+        """The compiler's text of a program (HLO), for tests and people; compiles it if need be."""
         return str(self._of(key).as_text())
 
     def _there(self, given: Any) -> Any:
@@ -292,7 +307,9 @@ def _shapes(tree: Any) -> Any:
 
 
 def keep_compiled(folder: str) -> None:
-    """Keep compiled programs in a folder, and use what is there: for the whole process."""
+    """Keep compiled programs in `folder`, and load those that are there, for the whole process
+    (JAX's persistent compilation cache).
+    """
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

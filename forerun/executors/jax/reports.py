@@ -28,17 +28,21 @@ _RUN = 256
 
 
 def is_told(sampling: Sampling) -> bool:
-    """Whether a program is to report the tokens that it chooses."""
+    """Whether a program reports the log-probabilities of the tokens it chooses: they are wanted,
+    and no more than TOP alternatives.
+    """
     return sampling.logprobs is not None and sampling.logprobs <= TOP
 
 
 def line_size(vocab: int) -> int:
-    """Numbers of a line."""
+    """Numbers of a line: 1 + 2 * min(TOP, vocab)."""
     return 1 + 2 * min(TOP, vocab)
 
 
 def mass(weights: Array) -> Array:
-    """Sums of [...,V] in runs of _RUN."""
+    """float32[...]: sums of [...,V] over the last axis, in runs of _RUN, so that the relative error
+    stays below MASS_ERROR.
+    """
     vocab = weights.shape[-1]
     padding = [(0, 0)] * (weights.ndim - 1) + [(0, -vocab % _RUN)]
     runs = jnp.pad(weights, padding).reshape(*weights.shape[:-1], -1, _RUN)
@@ -47,7 +51,11 @@ def mass(weights: Array) -> Array:
 
 
 def lines(logits: Array, tokens: Array) -> Array:
-    """int32[n,1+2*k] of tokens int32[n] (below 0: of token 0) by logits float32[n,V]."""
+    """int32[n,line_size]: one line per node, as described above.
+
+    logits  float32[n,V]
+    tokens  int32[n] whose own log-probability comes first; below 0 counts as token 0
+    """
     best, ids = lax.top_k(logits, min(TOP, logits.shape[1]))
     # A slice of `best` would make XLA's CPU backend sort the whole vocabulary: 143 ms, not 1.3.
     most = logits.max(-1, keepdims=True)
@@ -60,7 +68,9 @@ def lines(logits: Array, tokens: Array) -> Array:
 
 
 def report(line: Ints, token: int, top: int) -> TokenLogprobs:
-    """What a line says of the token that it was made for; tokens that are excluded are not told."""
+    """What a line int32[line_size] says of `token`, for which it was made, and of the `top`
+    likeliest tokens; excluded ones (-inf) are left out.
+    """
     kept = (len(line) - 1) // 2
     ids = line[1 : 1 + kept][:top].tolist()
     values: AnyArray = line.view(np.float32)

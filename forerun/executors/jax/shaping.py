@@ -49,7 +49,9 @@ Asked = dict[int, tuple[Sampling, Edits]]
 
 
 def edits_of(sampling: Sampling, history: History) -> Edits:
-    """What changes the logits of single tokens."""
+    """What a request changes of single tokens' logits at its next output position: penalties'
+    counts, stop tokens that come too early, biases. Empty where nothing.
+    """
     found: Edits = {}
     counted = sampling.frequency_penalty or sampling.presence_penalty
     if counted or sampling.repetition_penalty != 1.0:
@@ -70,7 +72,9 @@ def edits_of(sampling: Sampling, history: History) -> Edits:
 
 
 def room_for_edits(slots: int, context: int, vocab: int) -> int:
-    """Edits of all rows of a dispatch: a few of each, and one sequence's different tokens."""
+    """Edits that one dispatch holds, all rows together: some of each row's, and one whole context's
+    different tokens. A multiple of _READ.
+    """
     needed = FEW_EDITS * slots + min(context, vocab) + MOST_BIASES
     return -(-needed // _READ) * _READ
 
@@ -80,9 +84,11 @@ FLOATS = ("repetition", "frequency", "presence", "min_p", "top_p")
 
 
 def shaping_shapes(rows: int, room: int) -> Shapes:
-    """Of rows: bits of the penalties, of the logarithm of min_p, of top_p; top_k,
-    min_tokens, and whether log-probabilities are told. The number of edits; of
-    edits: the row, the token, how often the output has it times 4 plus flags, and bits of the bias.
+    """Parts of the int32 vector that `shaped` reads, for `room` edits.
+
+    By row: bits of the penalties, of log(min_p), of top_p; top_k; min_tokens; told, 1 where
+    log-probabilities are reported. Then the number of edits, and of each: the row, the token, 4
+    times its count in the output plus flags, and bits of the bias.
     """
     return {
         **dict.fromkeys((*FLOATS, "top_k", "min_tokens", "told"), (rows,)),
@@ -92,7 +98,9 @@ def shaping_shapes(rows: int, room: int) -> Shapes:
 
 
 def packed_shaping(batch: Batch, asked: Asked, room: int, vocab: int) -> Ints:
-    """A batch's parameters as a program reads them; rows that are not asked have none."""
+    """The int32 vector of `shaping_shapes` for a batch; rows that are not in `asked` keep neutral
+    values. Raises ValueError where there are more than `room` edits.
+    """
     shapes = shaping_shapes(batch.size.rows, room)
     whole = np.zeros(total(shapes), np.int32)
     views = views_of(whole, shapes)
@@ -146,7 +154,7 @@ class Shaping(NamedTuple):
 
     @classmethod
     def of(cls, whole: Array, rows: int, room: int) -> "Shaping":
-        """Views."""
+        """Read a vector inside a program, for `rows` rows and `room` edits."""
         views = views_of(whole, shaping_shapes(rows, room))
         for name in (*FLOATS, "bias"):
             views[name] = lax.bitcast_convert_type(views[name], jnp.float32)
@@ -163,7 +171,9 @@ class Edited(NamedTuple):
 
     @classmethod
     def of(cls, shaping: Shaping, rows: int, vocab: int) -> "Edited":
-        """Put where they belong, _READ at a time: a program reads no more than there are."""
+        """Scatter the edits to [R,V] tables, _READ at a time: a program reads no more than there
+        are.
+        """
 
         def read(number: Array, tables: tuple[Array, Array]) -> tuple[Array, Array]:
             row, token, counted, bias = (
@@ -185,8 +195,13 @@ class Edited(NamedTuple):
 def choose_shaped(
     logits: Array, rules: Rules, trees: Trees, shaping: Shaping, allowed: Array
 ) -> Array:
-    """int32[R,N]: the choice of R rows of N nodes from logits float32[R,N,V], of which bool[R,N,V]
-    are allowed; NOTHING as in accept.choose, and where top_p leaves it open.
+    """int32[R,N]: the target's choice at R rows of N nodes under every sampling parameter.
+
+    logits   float32[R,N,V]
+    allowed  bool[R,N,V] of grammar masks
+
+    NOTHING (-1) as in accept.choose, and where float32 sums leave open whether top_p keeps the
+    choice: then the host decides.
     """
     rows, nodes, vocab = logits.shape
     finite = jnp.isfinite(logits.max(-1)) & ~jnp.isnan(logits).any(-1)

@@ -41,25 +41,27 @@ class Sharding:
 
     @property
     def shards(self) -> int:
-        """Devices that share a layer."""
+        """Devices that share every layer; 1 where nothing is cut."""
         return int(self.mesh.shape["model"]) if self.cut else 1
 
     def of(self, *axes: str | None) -> NamedSharding:
-        """The sharding of an array whose axes lie along these axes of the mesh."""
+        """The sharding of an array, one mesh axis ("model", "data") or None per dimension."""
         return NamedSharding(self.mesh, PartitionSpec(*axes))
 
     @property
     def whole(self) -> NamedSharding:
-        """On every shard."""
+        """The sharding of an array of which every device has a copy."""
         return self.of()
 
     @property
     def cache(self) -> NamedSharding:
-        """Of pages [L,slots,G,E]."""
+        """The sharding of pages [L,slots,G,E]: key/value heads by shard."""
         return self.of(None, None, "model", None) if self.cut else self.whole
 
     def weight(self, name: str, dimensions: int) -> NamedSharding:
-        """Of a parameter by its short name: a matrix, or the bias or norm of that name."""
+        """The sharding of a parameter by its short name and number of dimensions: a matrix, or the
+        bias or norm of that name.
+        """
         part = name.removeprefix("shared.").removesuffix(".bias")
         if not self.cut:
             return self.of(*[None] * dimensions)
@@ -74,7 +76,9 @@ class Sharding:
         return self.of(*[None] * dimensions)
 
     def put(self, x: Array, *axes: str | None) -> Array:
-        """Inside a program: `x` lies so from here on."""
+        """Constrain `x`, inside a program, to lie along these axes from here on; `x` itself on one
+        device.
+        """
         if self.shards == 1:
             return x
         placed: Array = jax.lax.with_sharding_constraint(x, self.of(*axes))
@@ -82,7 +86,9 @@ class Sharding:
 
 
 def check_shards(arch: Architecture, shards: int, devices: int) -> None:
-    """Raise ConfigError where the model cannot be cut into so many parts, or nobody is there."""
+    """Raise ConfigError where there are fewer than `shards` devices, or heads, vocabulary,
+    feed-forward or experts do not divide by it.
+    """
     if shards > devices:
         raise ConfigError(
             f"tp-size is {shards}, but jax sees {devices} device{'s' * (devices != 1)} here; "
@@ -109,7 +115,9 @@ def check_shards(arch: Architecture, shards: int, devices: int) -> None:
 
 
 def devices_of(platform: str | None) -> list[Any]:
-    """What jax sees of a platform; of its own choice, for None. Raises ConfigError without one."""
+    """The devices that jax has of a platform; None = its own choice. Raises ConfigError without
+    one.
+    """
     try:
         return jax.devices(platform)
     except RuntimeError as error:
@@ -117,7 +125,9 @@ def devices_of(platform: str | None) -> list[Any]:
 
 
 def where_it_divides(arch: Architecture, sharding: Sharding) -> Sharding:
-    """The same for another model: whole on every device where it cannot be cut."""
+    """The target's sharding for another model; a copy with everything whole on every device where
+    that model does not divide.
+    """
     try:
         check_shards(arch, sharding.shards, sharding.shards)
     except ConfigError:
@@ -126,7 +136,9 @@ def where_it_divides(arch: Architecture, sharding: Sharding) -> Sharding:
 
 
 def make_sharding(arch: Architecture, shards: int, platform: str | None = None) -> Sharding:
-    """The mesh of the first `shards` devices. Raises ConfigError as `check_shards` does."""
+    """The mesh of the first `shards` devices. Raises ConfigError as `devices_of` and `check_shards`
+    do.
+    """
     devices = devices_of(platform)
     check_shards(arch, shards, len(devices))
     placed = np.array(devices[:shards]).reshape(1, shards)

@@ -46,8 +46,11 @@ class JaxRound(Round):
 
 
 def asked_of(plan: Plan, sampler: HostSampler, room: int) -> Asked:
-    """By row: the parameters of those that a plain round does not decide. The host decides rows
-    that change more than `room` logits, and those with accept thresholds.
+    """By row: sampling parameters and edits of the rows that a plain round cannot decide but a
+    shaped one can.
+
+    Left to the host are rows with accept thresholds, with more than `room` edits, or with more
+    reported alternatives than a program finds.
     """
     found: Asked = {}
     more = (sampler.choosing.temperature[plan.slots] < 0) | plan.constrained
@@ -64,8 +67,9 @@ def asked_of(plan: Plan, sampler: HostSampler, room: int) -> Asked:
 
 
 def certain(plan: Plan, sampler: HostSampler) -> bool:
-    """Whether a program's choices for all rows need no look of the host: neither at their text, nor
-    at logits, nor at a grammar.
+    """Whether the programs' choices for all rows are final without the host: no grammar, no
+    penalty, no top_p, no threshold, no long report. Only then may the next round go on from this
+    one.
     """
     samplings = [sampler.of_row(plan, row).sampling for row in range(plan.rows)]
     return not plan.constrained.any() and all(map(_certain, samplings))
@@ -79,8 +83,8 @@ def _certain(sampling: Sampling) -> bool:
 
 
 def complete(round: JaxRound) -> None:
-    """Complete a round that went on from another: its plan, and its trees, of which its only record
-    tells; waits for it.
+    """Fill in plan, batch and trees of a round that went on from another, from its record; waits
+    for it. Changes `round`. Raises EngineError where the round before is not finished.
     """
     batch, rows = round.batches[0], round.plan.rows
     round.records[0] = record = jax.device_get(round.records[0])
@@ -104,8 +108,8 @@ def complete(round: JaxRound) -> None:
 def left_to_move(
     round: JaxRound, outcome: Outcome, scratch: int, page_size: int
 ) -> tuple[Ints, Ints]:
-    """int[n] each: slots in scratch, which begins at `scratch`, and slots of pages where they
-    belong, of what the host accepted in rows that programs did not decide.
+    """int[n] each: slots in scratch (from `scratch` on) and slots in pages, of what the host
+    accepted in rows that no program decided.
     """
     plan, trees = round.plan, round.trees
     source, target = [plan.slots[:0]], [plan.slots[:0]]
@@ -120,14 +124,18 @@ def left_to_move(
 
 
 def asked_rows(plan: Plan, decided: Bools, drafted: Drafted | None = None) -> Rows:
-    """What a step's programs do for its rows."""
+    """What programs do for the plan's rows: which they decide (bool[B]) and whose draft follows.
+    Temperatures are 0 until they are filled in.
+    """
     follows = np.zeros(plan.rows, np.bool_) if drafted is None else drafted.rows
     cold = np.zeros(plan.rows, np.float32)
     return Rows(decided, np.where(follows, plan.slots, -1).astype(np.int32), cold)
 
 
 def receive(record: Any, batch: Batch, choice: Ints, round: JaxRound, vocab: int) -> None:
-    """Put what a round gave where it belongs; waits for it."""
+    """Wait for a round's record and store its parts: choices into choice int32[M] of flat nodes,
+    reported lines into `round.told`, trees into `round.drafted`.
+    """
     found, end = jax.device_get(record), batch.size.total
     _spread(choice, batch, found[:end])
     if not round.asked.keys().isdisjoint(batch.rows):
@@ -165,7 +173,9 @@ class Answers:
         self._logits: dict[int, Floats] = {}
 
     def of_node(self, node: int) -> Floats:
-        """Logits of a flat node, and a few more than were asked for; NaN where it did not run."""
+        """float32[V] raw logits of a flat node, fetched with a few of the next ones and remembered;
+        all NaN where it did not run, or where a later step has overwritten it.
+        """
         place = self._round.place
         if place[node] < 0 or not self._there:
             return np.full(self._vocab, np.nan, np.float32)
@@ -177,7 +187,9 @@ class Answers:
         return self._logits[node]
 
     def reports(self, top: int, pairs: list[tuple[int, int]]) -> Reports:
-        """As ReportsOf; what came with a round's record is asked for no more."""
+        """Log-probabilities of (flat node, token) pairs with `top` alternatives each, as
+        host_choice.ReportsOf; what came with the record is not fetched again.
+        """
         if top > TOP or not pairs:
             return reports_of(self.of_node, top, pairs)
         told = self._round.told

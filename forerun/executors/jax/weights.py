@@ -33,17 +33,24 @@ Params = dict[str, Any]
 
 
 def ropes(arch: Architecture) -> list[Rope]:
-    """The different ropes of a model's layers, in their order."""
+    """The different RoPE settings of a model's layers, in order of first use; params["frequencies"]
+    has one entry for each.
+    """
     return list(dict.fromkeys(spec.rope for spec in arch.layer_specs))
 
 
 def can_stack(arch: Architecture) -> bool:
-    """Whether all layers are the same but for their weights."""
+    """Whether all layers have the same spec, so that their weights can be stacked for a scan."""
     return len(set(arch.layer_specs)) == 1
 
 
 def load_params(checkpoint: Checkpoint, dtype: Any, sharding: Sharding, stacked: bool) -> Params:
-    """Read a checkpoint, one matrix at a time, each device its own part."""
+    """A checkpoint's parameters on the devices, as the pytree above; each device reads its own part
+    only.
+
+    dtype  of matrices; stacked: layers in one array per name. Raises ModelError where a tensor is
+    missing or of another shape.
+    """
     arch = checkpoint.architecture
     reader = _Reader(checkpoint, dtype, sharding)
     params: Params = {
@@ -72,14 +79,16 @@ def load_params(checkpoint: Checkpoint, dtype: Any, sharding: Sharding, stacked:
 def load_named(
     checkpoint: Checkpoint, names: dict[str, str], dtype: Any, sharding: Sharding
 ) -> Params:
-    """Parameters by short name, of which the names in the checkpoint are given."""
+    """Parameters on the devices under the short names in `names`, which maps them to the
+    checkpoint's. Raises ModelError where a tensor is missing.
+    """
     reader = _Reader(checkpoint, dtype, sharding)
     return {short: reader.made(short, name) for short, name in names.items()}
 
 
 def load_layer(checkpoint: Checkpoint, number: int, dtype: Any, sharding: Sharding) -> Params:
-    """Parameters of decoder layer `number`, counted from 0, by their names without the layer's
-    prefix, in `dtype`, on the devices of `sharding`.
+    """Parameters of decoder layer `number`, from 0, by short name, in `dtype`, on the devices of
+    `sharding`. Raises ModelError where a tensor cannot be read.
     """
     group = _grouped(checkpoint, f"model.layers.{number}.")
     reader = _Reader(checkpoint, dtype, sharding)
