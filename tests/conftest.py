@@ -1,8 +1,14 @@
 """What holds for every test."""
 
+import os
 from importlib.util import find_spec
 
 import pytest
+
+# Small products only: more threads than one would mostly spin while they wait for each other, here
+# and in every process that a test starts. Whoever wants two threads sets them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session", autouse=True)

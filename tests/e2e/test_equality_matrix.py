@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from forerun.build.engine import open_target
 from forerun.constrain.grammar import Grammar
@@ -56,14 +55,6 @@ TRIALS = {
     "parameters": TRIAL,
     "grammar": replace(TRIAL, grammar=Grammar.regex("([a-p]{2},){20}[a-p]!")),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

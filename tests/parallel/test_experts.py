@@ -50,14 +50,6 @@ FAST = {("deepseek_v3", "2 by 2, shared whole"), ("gpt_oss", "2 by 2")}
 FASTER = {("glm4_moe", "4 by 2, shared whole"), ("qwen2_moe", "4 by 4")}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     made = {}

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from forerun.executors.torch import TorchExecutor
 from forerun.executors.torch.model_runner import TorchOptions
@@ -21,14 +20,6 @@ from tests.parity.driver import Driver, Row, limits
 ABLE = [name for name in FAMILIES if name != "olmo2"]
 """OLMo 2 norms its queries over all heads at once."""
 FAST = ("deepseek_v3", "gpt_oss")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def texts(executor, vocab):

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from forerun.build.engine import open_target
 from forerun.measure.prove import _requests as requests_of
@@ -15,14 +14,6 @@ from tests.e2e.drafts import METHODS, Hinted, make
 from tests.e2e.test_equality_matrix import TRIALS, configured, shaped
 
 SLOW = pytest.mark.slow
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from forerun.errors import EngineError
 from forerun.executors.torch import TorchExecutor
@@ -26,14 +25,6 @@ LIMITS = replace(limits(VOCAB), context=256)
 def checkpoint(tmp_path_factory):
     hf = tiny.model("llama", vocab_size=VOCAB)
     return FolderCheckpoint(tiny.save_folder(hf, tmp_path_factory.mktemp("made")))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-import torch
 
 from forerun.executors.torch import TorchExecutor
 from forerun.hub.catalog import open_model
@@ -11,15 +10,6 @@ from forerun.models.folder import FolderCheckpoint
 from tests.models import tiny
 from tests.parity.driver import limits
 from tests.parity.heads import Target
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread():
-    """Small products only: more threads would mostly wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -27,6 +27,7 @@ from forerun.train.init import SCALES, calibrate
 from forerun.train.loop import TrainingError, TrainingRun, TrainingSchedule, evaluate, train
 from forerun.train.loss import DraftVocabulary
 from forerun.train.progress import Progress
+from forerun.train.shards import Shards
 from forerun.train.snapshot import load_snapshot
 
 VOCAB, HIDDEN = 40, 32
@@ -101,6 +102,7 @@ def trial(corpus, folder: Path, shards=1, **changes) -> TrainingRun:
         stored_reader(corpus),
         TrainingSchedule(**values | changes),
         folder,
+        shards=Shards(shards),
     )
 
 
