@@ -22,7 +22,7 @@ from forerun.measure.acceptance import (
     Simulate,
     alone,
     ask,
-    default_draft,
+    metrics_beside,
 )
 from forerun.measure.workload import read_prompts, spread
 from forerun.models.draft_folder import DraftFile
@@ -108,7 +108,7 @@ def _simulation(target: Target) -> Simulate:
 
 def _promised(draft: str | None) -> float | None:
     """The trainer's simulated chain length on its held-out answers."""
-    metrics = default_draft(draft)
+    metrics = metrics_beside(draft)
     if metrics is None:
         return None
     value = json.loads(metrics.read_text()).get("best_simulated_length")

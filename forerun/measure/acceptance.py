@@ -78,7 +78,9 @@ Simulate = Callable[[Sequence[tuple[Ints, Ints]], int], float]
 
 
 def alone(config: EngineConfig) -> EngineConfig:
-    """Drafting without the lookup's help: that is what the trainer of a draft model promised."""
+    """A copy of `config` without the n-gram drafter beside a draft model ("+NGRAM"), since that is
+    what the draft's trainer simulated; `config` itself where no model drafts.
+    """
     name = config.algorithm.name.removesuffix("+NGRAM")
     return replace(config, speculative_algorithm=name) if config.algorithm.model else config
 
@@ -91,9 +93,15 @@ def ask(
     progress: Progress,
     simulate: Simulate | None = None,
 ) -> list[Finding]:
-    """Serve the prompts plainly and under each shape. Raises what `prove` raises.
+    """Serve a question's prompts without speculation, then under each shape: one Finding per shape.
 
-    simulate  asked of greedy chains: the trainer's view of text that is not greedy says little
+    config    of an opened target; its algorithm drafts, with policy "fixed"
+    progress  called with (what, answers so far, answers in all)
+    simulate  asked for chains at T=0 only: the trainer's view of text that is not greedy says
+              little
+
+    Runs one engine after the other on `target`. Raises ContextError where a prompt does not fit,
+    EngineError where an engine fails.
     """
     plain = serve(target, replace(config, speculative_algorithm="OFF"), question, progress)
     found = []
@@ -127,7 +135,9 @@ def _size(config: EngineConfig) -> str:
 
 
 def shaped(config: EngineConfig, shape: DraftedShape) -> EngineConfig:
-    """The configuration that always drafts this shape."""
+    """A copy of `config` that drafts this shape in every step: policy fixed. Raises ConfigError
+    where the algorithm cannot draft it.
+    """
     return replace(
         config,
         policy="fixed",
@@ -140,7 +150,11 @@ def shaped(config: EngineConfig, shape: DraftedShape) -> EngineConfig:
 def serve(
     target: Target, config: EngineConfig, question: Question, progress: Progress
 ) -> tuple[list[Completion], float]:
-    """The answers to a question on a fresh engine, and the seconds they took."""
+    """The answers to a question on a fresh engine, prompt by prompt, and the wall time in seconds.
+
+    At most question.at_once run at once; prompt i has seed question.seed + i. Raises ContextError
+    where a prompt does not fit, EngineError where the engine fails.
+    """
     requests = [
         make_request(
             encode(target, prompt, question.tokens),
@@ -164,7 +178,9 @@ def serve(
 
 
 def summed(histograms: Sequence[Sequence[int]]) -> np.ndarray:
-    """int64[.] steps by number of accepted draft tokens, over all sequences."""
+    """int64[.]: entry k counts the steps that accepted k draft tokens, over all sequences. [0] for
+    none.
+    """
     total = np.zeros(max(map(len, histograms), default=1), np.int64)
     for histogram in histograms:
         total[: len(histogram)] += np.array(histogram, np.int64)
@@ -172,26 +188,34 @@ def summed(histograms: Sequence[Sequence[int]]) -> np.ndarray:
 
 
 def drafting(done: Sequence[Completion]) -> np.ndarray:
-    """int64[.] as `summed`, of the steps that could draft: not those that read a prompt."""
+    """int64[.] as `summed`, over answers with statistics, without each answer's first step, which
+    read the prompt and could not draft.
+    """
     total = summed([c.stats.histogram for c in done if c.stats])
     total[0] -= sum(1 for c in done if c.stats and c.stats.steps)
     return total
 
 
 def mean_length(histogram: np.ndarray) -> float:
-    """Tokens per step, the target's own included."""
+    """Acceptance length: tokens per step, the target's own included, of a histogram as `summed`
+    gives it; 1.0 without steps.
+    """
     steps = histogram.sum()
     return 1.0 + float((np.arange(len(histogram)) * histogram).sum() / max(steps, 1))
 
 
 def agreement(histogram: np.ndarray) -> tuple[float, ...]:
-    """Chance that level j + 1 was accepted, given that level j was."""
+    """Entry j: the share of steps that accepted draft token j + 1, of those that accepted token j,
+    from a histogram as `summed` gives it; 0.0 where none got so far.
+    """
     reached = histogram[::-1].cumsum()[::-1]
     return tuple(float(b / a) if a else 0.0 for a, b in pairwise(reached))
 
 
-def default_draft(folder: str | None) -> Path | None:
-    """The metrics that the trainer left beside a draft, if it did."""
+def metrics_beside(folder: str | None) -> Path | None:
+    """The metrics.json that `forerun train` left beside a draft's folder; None where there is no
+    such file or no draft.
+    """
     if folder is None:
         return None
     metrics = Path(folder).parent / "metrics.json"

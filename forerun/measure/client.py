@@ -32,7 +32,7 @@ class Endpoint:
 
     @property
     def headers(self) -> dict[str, str]:
-        """With the key, if there is one."""
+        """HTTP headers: the key as a bearer token, or none without a key."""
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
 
@@ -52,26 +52,35 @@ class Timing:
 
     @property
     def first(self) -> float:
-        """Time to the first piece of text."""
+        """Seconds to the first piece of text. Raises IndexError where none came (then `error` is
+        set).
+        """
         return self.arrivals[0]
 
     @property
     def per_token(self) -> float | None:
-        """Mean seconds per token after the first piece; None for answers too short to tell."""
+        """Mean seconds per token after the first piece (time per output token); None for answers of
+        one token, or whose text came in one piece.
+        """
         span = self.arrivals[-1] - self.arrivals[0]
         return span / (self.tokens - 1) if self.tokens > 1 and span > 0 else None
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between pieces of text: what a reader sees as stutter."""
+        """Seconds between pieces of text, one fewer than there are pieces (inter-token latency, by
+        piece).
+        """
         return [b - a for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
 
 
 def body_of(
     prompt: Prompt, model: str, ask: AskConfig, speculative: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """The request's JSON, greedy unless asked otherwise.
+    """The JSON of one streaming chat request, greedy unless `ask` says otherwise, with usage
+    wanted.
 
+    ask          sampling options; those that OpenAI does not know are sent only where they change
+                 anything
     speculative  Forerun's own field; None leaves it out
     """
     body: dict[str, Any] = {
@@ -95,7 +104,7 @@ def body_of(
     return body
 
 
-async def ask_once(client: httpx.AsyncClient, endpoint: Endpoint, body: dict[str, Any]) -> Timing:
+async def _ask_once(client: httpx.AsyncClient, endpoint: Endpoint, body: dict[str, Any]) -> Timing:
     """Send one request and read its stream to the end. Errors are recorded, not raised."""
     timing, started, pieces, finish = Timing(), perf_counter(), 0, ""
     url = f"{endpoint.url.rstrip('/')}/chat/completions"
@@ -149,7 +158,14 @@ async def load_level(
     at_once: int,
     finished: Callable[[int], None] = lambda _: None,
 ) -> tuple[list[Timing], float]:
-    """Keep `at_once` requests in flight until all are answered. Timings and total seconds."""
+    """Keep `at_once` requests in flight until all bodies are answered.
+
+    bodies    the JSON of each request
+    finished  called with the number of answers so far
+
+    Returns timings in the order of completion, failed ones included, and wall time in seconds.
+    Raises nothing for a failed request: its Timing has the error.
+    """
     waiting = iter(bodies)
     done: list[Timing] = []
     limits = httpx.Limits(max_connections=at_once, max_keepalive_connections=at_once)
@@ -157,7 +173,7 @@ async def load_level(
 
         async def worker() -> None:
             for body in waiting:
-                done.append(await ask_once(client, endpoint, body))
+                done.append(await _ask_once(client, endpoint, body))
                 finished(len(done))
 
         started = perf_counter()
@@ -166,7 +182,7 @@ async def load_level(
 
 
 def find_model(url: str, api_key: str, wanted: str | None) -> str:
-    """The name of the model to ask for: `wanted`, or the first that the server lists.
+    """The model name to ask for: `wanted`, or the first that GET {url}/models lists (10 s timeout).
 
     Raises ConfigError where the server does not answer or lists none.
     """

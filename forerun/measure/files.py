@@ -12,8 +12,10 @@ from forerun.errors import ConfigError
 def write(
     folder: Path, name: str, report: dict[str, Any], draw: Callable[[Path], None] | None = None
 ) -> list[Path]:
-    """Write NAME.json and, where matplotlib is installed and there is something to `draw`,
-    NAME.png. The files written. Raises ConfigError where the folder cannot be written.
+    """Write NAME.json into `folder` (made if missing) and, where matplotlib is installed and `draw`
+    is given, NAME.png by calling it with the path. Replaces what is there.
+
+    Returns the files written, the JSON first. Raises ConfigError where they cannot be written.
     """
     written = [folder / f"{name}.json"]
     try:

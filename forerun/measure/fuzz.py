@@ -84,14 +84,19 @@ class Fuzzer:
         self.report = Report()
 
     def close(self) -> None:
-        """Release the targets. Idempotent."""
+        """Release both targets. Idempotent; nothing may run afterwards."""
         self._reference_target.close()
         if self._target is not None:
             self._target[1].close()
             self._target = None
 
     def run(self, enough: Callable[[Report], bool]) -> Report:
-        """Run cases until `enough` says so or one fails; a failure is made smaller first."""
+        """Run drawn cases until `enough`, asked before each with the report so far, returns True or
+        one fails.
+
+        Returns the report, which is also `self.report`; its failure is made smaller first. Raises
+        what opening a target raises.
+        """
         shape: dict[str, Any] = {}
         while not enough(self.report):
             if self.report.cases % CASES_PER_TARGET == 0:
@@ -101,14 +106,16 @@ class Fuzzer:
             what = self.check(case)
             self.report.cases += 1
             if what is not None:
-                self.report.failure = self.shrink(Failure(case, what))
+                self.report.failure = self._shrink(Failure(case, what))
                 break
         return self.report
 
     def check(self, case: Case) -> str | None:
-        """Run one case. What is wrong, in words; None where every answer is as it should be.
+        """Run one case. What is wrong with its answers, in words; None where every answer is as it
+        should be.
 
-        After a failure the next case gets a target of its own: nothing is left of this one.
+        Errors of the engine are such words as well. Raises what opening the case's target raises.
+        After a failure the next case gets a new target: nothing is left of this one.
         """
         what = self._run(case)
         if what is not None and self._target is not None:
@@ -136,7 +143,7 @@ class Fuzzer:
                 return f"request {number}: {what}"
         return None
 
-    def shrink(self, failure: Failure) -> Failure:
+    def _shrink(self, failure: Failure) -> Failure:
         """A smaller case that fails too, found greedily within SHRINK_RUNS runs."""
         runs = 0
         smaller = True
@@ -260,9 +267,11 @@ def _difference(expected: Completion, found: Completion) -> str | None:
 
 
 def replay(path: Path) -> str | None:
-    """Run a reproduction again: what is wrong, or None where the answers are right now.
+    """Run the case of a reproduction file again: what is wrong, or None where the answers are right
+    now.
 
-    Raises ConfigError where the file cannot be read, and what opening the target raises.
+    Raises ConfigError where the file cannot be read, RequestError where it names an unknown
+    grammar, and what opening the target raises.
     """
     config, case = read(path)
     unknown = {asked.grammar for asked in case.requests} - {None, *GRAMMARS}

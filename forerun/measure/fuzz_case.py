@@ -74,7 +74,9 @@ class CaseSource:
         return values[int(self._random.integers(len(values)))]
 
     def shape(self) -> dict[str, Any]:
-        """Pages, slots and room of an executor: see SHAPES."""
+        """Draw what an executor is built with: EngineConfig fields of SHAPES. Moves the generator
+        on.
+        """
         return {
             "page_size": self._pick(1, 2, 16, 16, 64),
             "max_sequences": self._pick(1, 4, 8, 16),
@@ -84,8 +86,8 @@ class CaseSource:
         }
 
     def drafting(self, method: Algorithm) -> dict[str, Any]:
-        """How an engine speculates with a method: fields of EngineConfig. What a draft model grows
-        are trees of a width, which hold no more than so many draft tokens.
+        """Draw how an engine speculates with `method`, as fields of EngineConfig that are valid
+        together; off in one of ten. Moves the generator on.
         """
         if self._random.random() < 0.1:
             return {"speculative_algorithm": "OFF"}
@@ -104,7 +106,9 @@ class CaseSource:
         }
 
     def requests(self) -> tuple[FuzzRequest, ...]:
-        """Several begin alike, and some are asked again: what the prefix cache keeps is used."""
+        """Draw 1 to 9 requests with any sampling parameters, arriving within 40 steps. Some share a
+        prompt, so that the prefix cache is used; some are aborted. Moves the generator on.
+        """
         made: list[FuzzRequest] = []
         for _ in range(int(self._random.integers(1, 10))):
             again = made and self._random.random() < 0.3
@@ -159,7 +163,9 @@ class CaseSource:
 
 
 def simpler(case: Case) -> Iterator[Case]:
-    """Smaller cases, the boldest steps first."""
+    """Smaller cases than this one, the boldest steps first: fewer requests, then fewer changes,
+    then plainer requests. Empty where nothing is left to take away.
+    """
     for number in range(len(case.requests)):
         if len(case.requests) > 1:
             rest = case.requests[:number] + case.requests[number + 1 :]
@@ -191,7 +197,9 @@ def _simpler_request(asked: FuzzRequest) -> Iterator[FuzzRequest]:
 
 
 def write(failure: Failure, config: EngineConfig, path: Path) -> None:
-    """Write a reproduction. Raises ConfigError where the file cannot be written."""
+    """Write a failure as JSON that `read` takes. Replaces the file; raises ConfigError where it
+    cannot be written.
+    """
     data = {
         "forerun": __version__,
         "what": failure.what,
@@ -206,7 +214,9 @@ def write(failure: Failure, config: EngineConfig, path: Path) -> None:
 
 
 def read(path: Path) -> tuple[EngineConfig, Case]:
-    """The configuration and the case of a reproduction. Raises ConfigError naming the file."""
+    """The configuration and the case of a reproduction file. Raises ConfigError, which names the
+    file, where it cannot be read or is none.
+    """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         requests = tuple(

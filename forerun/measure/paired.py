@@ -20,13 +20,16 @@ class Interval(NamedTuple):
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
-    """The median of independent values with an interval between two of them, the sign test's:
-    whatever their distribution, so a slow moment of the machine that spoils a few pairs moves it by
-    a few ranks at most.
+    """The median of n independent values, and the sign test's confidence interval between two of
+    them.
 
-    Of n values the k-th smallest and the k-th largest hold the median between them but where fewer
-    than k fall on one side of it, which has probability 2 P[Binomial(n, 1/2) < k]. Raises
-    ValueError where there are none.
+    values      ratios, say, one per pair of runs
+    confidence  wanted, in (0, 1); what the interval has is in the result
+
+    It holds whatever their distribution, and a slow moment of the machine that spoils a few pairs
+    moves it by a few ranks at most: the k-th smallest and the k-th largest value hold the true
+    median between them with probability 1 - 2 P[Binomial(n, 1/2) < k]. Raises ValueError where
+    there are none.
     """
     if not values:
         raise ValueError("no values")

@@ -12,7 +12,10 @@ from forerun.measure.sweep import OFF, Cell
 
 
 def draw_load(path: Path, levels: Sequence[Level], title: str) -> None:
-    """`forerun bench`: throughput and time to first text over concurrency, a line per side."""
+    """Write a PNG for `forerun bench`: output tokens per second and median time to first text (ms)
+    over requests at once, a line per side. Raises ImportError without matplotlib, OSError for the
+    file.
+    """
     figure = _figure(title, 9, 4)
     speed, wait = figure.subplots(1, 2)
     for side in dict.fromkeys(level.side for level in levels):
@@ -36,7 +39,9 @@ def draw_load(path: Path, levels: Sequence[Level], title: str) -> None:
 
 
 def draw_ratios(path: Path, cells: Sequence[Cell], best: Setting, title: str) -> None:
-    """`forerun tune`: speed over plain decoding by batch, a line per setting, `best` thick."""
+    """Write a PNG for `forerun tune`: speed over plain decoding by sequences at once, a line per
+    setting, `best` thick. Raises ImportError without matplotlib, OSError for the file.
+    """
     from matplotlib import colormaps
 
     figure = _figure(title, 8, 5)
@@ -61,8 +66,9 @@ def draw_ratios(path: Path, cells: Sequence[Cell], best: Setting, title: str) ->
 
 
 def draw_frontier(path: Path, cells: Sequence[Cell], title: str) -> None:
-    """`forerun bench --speculative-grid`: acceptance length against milliseconds per step, a colour
-    per batch; the frontier joined.
+    """Write a PNG for `forerun bench --speculative-grid`: acceptance length against milliseconds
+    per step, a colour per batch, the `frontier` joined. Raises ImportError without matplotlib,
+    OSError for the file.
     """
     figure = _figure(title, 8, 5)
     axes = figure.subplots()
@@ -90,7 +96,9 @@ def draw_frontier(path: Path, cells: Sequence[Cell], title: str) -> None:
 
 
 def frontier(cells: Sequence[Cell]) -> list[Cell]:
-    """Those that no other beats in both acceptance length and time, by time."""
+    """The Pareto frontier: cells that no other beats in both acceptance length and milliseconds per
+    step, fastest step first.
+    """
     edge: list[Cell] = []
     for cell in sorted(cells, key=lambda cell: (cell.ms_per_step, -cell.acceptance_length)):
         if not edge or cell.acceptance_length > edge[-1].acceptance_length:

@@ -63,10 +63,17 @@ def probe(
     prompts: Sequence[Prompt] | None = None,
     tokens: int = TOKENS,
 ) -> list[Attempt]:
-    """Serve a chain of 3 under every plausible reading of the draft; those close to the best,
-    and the best with the other rotary bases, on more prompts. What to use comes first.
+    """Serve a chain of 3 under every plausible reading of a draft head's configuration, the
+    recommended one first in the result.
 
-    Raises ConfigError without a draft, and what `open_target` raises.
+    config    names the draft; each reading gets a target of its own
+    progress  called with (what, readings so far, readings in all)
+    prompts   None = PROMPTS built-in ones, of which every FIRST-th is served in the first round
+    tokens    output tokens per prompt, greedy
+
+    Those within CLOSE of the best, and the best with other rotary bases, are served on the other
+    prompts. Raises ConfigError without a draft or for a block drafter, and what `open_target`
+    raises.
     """
     named = config.speculative_draft_model_path
     if named is None:
@@ -108,9 +115,9 @@ def probe_layers(
     prompts: Sequence[Prompt] | None = None,
     tokens: int = TOKENS,
 ) -> list[Attempt]:
-    """`probe` of the target's own prediction layers, whose configurations leave one thing open:
-    which hidden state goes from one draft step to the next. A wrong one is accepted less from the
-    second position on.
+    """`probe` for the target's own prediction layers, same arguments and result: their
+    configurations leave one thing open, which hidden state goes from one draft step to the next. A
+    wrong one is accepted less from the second position on. Raises what `open_target` raises.
     """
     prompts = prompts or spread(read_prompts(), PROMPTS)
     found = []

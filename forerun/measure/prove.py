@@ -97,7 +97,7 @@ class Run:
 
     @property
     def share_accepted(self) -> float:
-        """Accepted draft tokens over all draft tokens; 0 where none was made."""
+        """Accepted draft tokens over all draft tokens, in [0, 1]; 0 where none was made."""
         return self.accepted / self.draft_tokens if self.draft_tokens else 0.0
 
 
@@ -110,30 +110,34 @@ class Proof:
 
     @property
     def identical(self) -> bool:
-        """True where no run diverged."""
+        """Whether no run diverged from its reference."""
         return all(run.divergence is None for run in self.runs)
 
     @property
     def speculated(self) -> bool:
-        """True where every run that should speculate carried draft tokens, and some were
-        accepted.
+        """Whether every run that should speculate carried draft tokens, and at least one was
+        accepted somewhere: else nothing was proved.
         """
         runs = [run for run in self.runs if run.speculation != "OFF"]
         return all(run.draft_tokens > 0 for run in runs) and any(run.accepted > 0 for run in runs)
 
     @property
     def holds(self) -> bool:
-        """The verdict."""
+        """The verdict: identical answers, and speculation at work unless it was switched off."""
         return self.identical and (self.speculated or self.speculation == "OFF")
 
 
 def prove(
     target: Target, config: EngineConfig, trial: Trial, progress: Progress = lambda *_: None
 ) -> Proof:
-    """Run the trial on an opened target, with `config`'s speculation against none.
+    """Run every prompt of the trial with and without `config`'s speculation, alone and in groups,
+    at each temperature, and compare with the run without it, one at a time.
 
-    Raises ContextError where a prompt does not fit, RequestError where the grammar cannot be
-    used, EngineError where the engine fails.
+    target    opened; its engines run one after the other
+    progress  called with (what, answers so far, answers in all)
+
+    Raises ContextError where a prompt does not fit, RequestError where the grammar cannot be used,
+    EngineError where the engine fails.
     """
     prompts = [encode(target, prompt, trial.tokens) for prompt in trial.prompts]
     plain = replace(config, speculative_algorithm="OFF")
@@ -196,7 +200,7 @@ class Completions:
 
     @property
     def speed(self) -> float:
-        """Output tokens per second, of all answers together."""
+        """Output tokens per second of wall time, all answers together."""
         return sum(len(item.tokens) for item in self.done) / self.seconds
 
 
@@ -207,7 +211,12 @@ def answers(
     at_once: int,
     finished: Callable[[int], None] = lambda _: None,
 ) -> Completions:
-    """Run requests on a fresh engine. All choices of all of them, in order."""
+    """Run requests on a fresh engine, `at_once` in flight, and shut it down: all choices of all
+    requests, in the order of the requests.
+
+    finished  called with the number of requests that have ended. Raises EngineError where one
+    fails.
+    """
     engine = make_engine(target, config)
     engine.start()
     try:
@@ -253,7 +262,9 @@ def _run(
 
 
 def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | None:
-    """Index of the first token that differs (or is missing on one side); None if equal."""
+    """Index of the first token that differs or that one side lacks; None where the sequences are
+    equal.
+    """
     for index, (a, b) in enumerate(zip(expected, found, strict=False)):
         if a != b:
             return index
@@ -303,7 +314,9 @@ def _logit_gap(target: Target, text: Ints, a: int, b: int) -> float | None:
 
 
 def encode(target: Target, prompt: Prompt, tokens: int) -> Ints:
-    """The prompt's ids. Raises ContextError where the answer would not fit behind it."""
+    """int32[T]: the prompt's ids, by the chat template where the model has one, else of its last
+    user message. Raises ContextError where `tokens` of output would not fit behind it.
+    """
     if target.chat is not None:
         ids = encode_chat(target, prompt.messages)
     else:
@@ -317,7 +330,7 @@ def encode(target: Target, prompt: Prompt, tokens: int) -> Ints:
 
 
 def as_dict(proof: Proof) -> dict[str, Any]:
-    """The proof as plain values, for --json."""
+    """The proof as JSON values, for --json: verdicts, and each run's fields."""
     return {
         "identical": proof.identical,
         "speculated": proof.speculated,

@@ -38,7 +38,9 @@ class Level:
 
 
 def one_repeat(side: str, at_once: int, timings: Sequence[Timing], seconds: float) -> Level:
-    """The numbers of one repeat at one level. Failed requests count as errors only."""
+    """The Level of one repeat: throughput over `seconds` of wall time, percentiles in milliseconds.
+    Failed requests count as errors and in nothing else.
+    """
     good = [timing for timing in timings if timing.error is None]
     tokens = sum(timing.tokens for timing in good)
     return Level(
@@ -57,7 +59,9 @@ def one_repeat(side: str, at_once: int, timings: Sequence[Timing], seconds: floa
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    """Percentiles in milliseconds, by linear interpolation; empty without values."""
+    """{"p50", "p90", "p99"} in milliseconds of values in seconds, by linear interpolation; {}
+    without values.
+    """
     if not seconds:
         return {}
     values = np.percentile(np.asarray(seconds) * 1000.0, PERCENTILES)
@@ -65,7 +69,9 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def median_of(repeats: Sequence[Level]) -> Level:
-    """Number by number the median over repeats of one level; counts add up."""
+    """One Level of several repeats (at least one) of the same side and concurrency: each number the
+    median over the repeats that have it; requests, errors and tokens add up.
+    """
     first = repeats[0]
 
     def middle(name: str) -> dict[str, float]:
@@ -89,7 +95,9 @@ def median_of(repeats: Sequence[Level]) -> Level:
 
 
 def table(levels: Sequence[Level], title: str) -> Table:
-    """A table for the terminal; times as p50 / p99."""
+    """A rich table of levels for the terminal, at least 80 columns wide; times as p50 / p99
+    in ms.
+    """
     caption = "times: p50 / p99 in ms; medians over repeats"
     drawn = Table(title=title, caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     names = (
@@ -125,5 +133,5 @@ def _pair(values: dict[str, float]) -> str:
 
 
 def as_dict(levels: Sequence[Level], facts: dict[str, Any]) -> dict[str, Any]:
-    """Everything as plain values: what was asked, where, and the numbers."""
+    """`facts` (what was asked, where) and the levels' fields as JSON values."""
     return facts | {"levels": [asdict(level) for level in levels]}

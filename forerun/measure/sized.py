@@ -45,7 +45,7 @@ class Published:
     positions: tuple[float, ...] = ()
 
     def rate(self) -> float:
-        """The one rate a with 1 + a + ... + a^chain = tau."""
+        """The conditional acceptance a in [0, 1] with 1 + a + ... + a^chain = tau, by bisection."""
         low, high = 0.0, 1.0
         for _ in range(60):
             middle = (low + high) / 2
@@ -53,8 +53,8 @@ class Published:
         return low
 
     def tokens(self, draft_tokens: int) -> float:
-        """Tokens that a round emits on average with so many draft tokens, up to `chain`: by
-        position where that is known, else by the one rate.
+        """Tokens that a round emits on average with `draft_tokens` draft tokens, up to `chain`: by
+        position where that is published, else from `rate`.
         """
         if self.positions:
             return 1.0 + sum(self.positions[:draft_tokens])
@@ -71,7 +71,9 @@ PUBLISHED = {
 
 
 def length(rate: float, draft_tokens: int) -> float:
-    """Tokens a round emits on average where each draft token is right at `rate`, given the last."""
+    """Tokens a round emits on average where each of `draft_tokens` is right with probability
+    `rate`, given that the one before was: 1 + rate + ... + rate^draft_tokens.
+    """
     return float(sum(rate**depth for depth in range(draft_tokens + 1)))
 
 
@@ -94,10 +96,13 @@ def torch_bench(
     draft: DraftFile | None = None,
     **how: Any,
 ) -> StepBench:
-    """The torch executor with as many sequences as the sweep's largest batch, its rounds captured
-    where its device captures, and a draft head beside it, where one is given.
+    """A StepBench on the torch executor, with as many sequences as the sweep's largest batch; its
+    rounds are captured where its device captures.
 
-    how  kv_dtype and prompts, as TorchExecutor takes them
+    draft  a draft head beside it; None = none
+    how    kv_dtype and prompts, as TorchExecutor takes them
+
+    Raises what TorchExecutor raises: ConfigError, MemoryPlanError.
     """
     arch = checkpoint.architecture
     rows, nodes = max(sweep.batches), max(sweep.nodes)
@@ -111,13 +116,15 @@ def torch_bench(
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done everything."""
+    """Return when a CUDA device has finished everything launched; at once on other devices."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def copy_bandwidth(device: torch.device, size: int) -> float:
-    """Bytes per second, read and written together, of a large copy."""
+    """Bytes per second, read and written counted, of copying `size` bytes on the device; the median
+    of 5.
+    """
     source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     times = milliseconds(lambda: target.copy_(source), 5, partial(wait, device))
@@ -125,8 +132,13 @@ def copy_bandwidth(device: torch.device, size: int) -> float:
 
 
 def measure(name: str, device: str, dtype: str, sweep: StepSweep) -> dict[str, Any]:
-    """All numbers of one shape, in milliseconds, by batch. A batch that does not fit into memory
-    has an "error" instead. Raises ConfigError for an unknown shape.
+    """Measure one model shape with random weights: times in milliseconds by batch, as plain values.
+
+    name   a shape of forerun.models.shapes
+    sweep  batches, nodes, context and repeats
+
+    Where the executor does not fit into memory, "error" stands instead of batches. Raises
+    ConfigError for an unknown shape.
     """
     arch, there = shape_named(name), torch.device(device)
     bandwidth = copy_bandwidth(there, sweep.copy_bytes)
@@ -184,8 +196,8 @@ def _batch(steps: StepBench, rows: int, sweep: StepSweep) -> dict[str, Any]:
 
 
 def host_share(executor: Executor, work: Callable[[], float]) -> float | None:
-    """Share of the milliseconds that `work` says it took that pass outside of captured rounds;
-    None without any.
+    """The share, in [0, 1], of the milliseconds that `work` returns which passed outside of
+    captured rounds; None where the executor captured none.
     """
     before: dict[str, Any] = executor.describe()
     taken = work()
@@ -196,9 +208,11 @@ def host_share(executor: Executor, work: Callable[[], float]) -> float | None:
 
 
 def speed_ups(plain_ms: float, drafted_ms: dict[int, float]) -> dict[str, dict[str, float]]:
-    """By published acceptance: draft tokens that pay most, and how much; 0 draft tokens = 1.
+    """For each published acceptance, the number of draft tokens that pays most and its speed over
+    plain decoding (SYNTHETIC: measured times, published lengths). 0 draft tokens count as 1.
 
-    drafted_ms  by nodes of a row, one more than its draft tokens
+    plain_ms    a plain step
+    drafted_ms  a drafting step, by nodes of a row, one more than its draft tokens
     """
     found = {}
     for name, published in PUBLISHED.items():
@@ -213,7 +227,7 @@ def speed_ups(plain_ms: float, drafted_ms: dict[int, float]) -> dict[str, dict[s
 
 
 def lines(report: dict[str, Any]) -> list[str]:
-    """The report as text, the table last."""
+    """The report as text for people, one line per batch last."""
     if "error" in report:
         return [f"{report['shape']}: {report['error']}"]
     found = [

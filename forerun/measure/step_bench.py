@@ -22,8 +22,11 @@ WARM_UP = 3
 
 
 def limits_for(vocab: int, rows: int, nodes: int, context: int, longest: int) -> ExecutorLimits:
-    """What an executor must be built for to take a StepBench of `rows` sequences with `context`
-    cached tokens and chains of at most `nodes` nodes; `longest` is the model's context.
+    """ExecutorLimits for a StepBench of `rows` sequences with `context` cached tokens and chains of
+    at most `nodes` nodes.
+
+    vocab    V
+    longest  the model's context, tokens
     """
     pages = -(-(context + nodes) // PAGE)
     return ExecutorLimits(
@@ -69,8 +72,8 @@ class StepBench:
         self.fill()
 
     def fill(self, sampling: Sampling | None = None) -> float:
-        """Cache every sequence's tokens anew, and choose by `sampling` from now on; milliseconds
-        of the last sequence's step.
+        """Cache every sequence's `context` tokens anew, and sample by `sampling` (None = as before)
+        from now on. Returns the milliseconds of the last sequence's step.
         """
         self._sampling = sampling or self._sampling
         self.rewind()
@@ -81,7 +84,9 @@ class StepBench:
         return took
 
     def rewind(self) -> None:
-        """Every sequence has its cached tokens and the one behind them again."""
+        """Finish what `forward` began, and reopen every slot with its cached tokens and the one
+        behind them.
+        """
         if self._begun is not None:
             self.executor.finish(self._begun)
             self._begun = None
@@ -93,20 +98,24 @@ class StepBench:
         self._open = True
 
     def times(self, work: Callable[[], object], count: int, warm_up: int = WARM_UP) -> list[float]:
-        """Milliseconds of each of so many calls; sequences are rewound between them, untimed."""
+        """Milliseconds of each of `count` calls of `work`, after `warm_up` more; sequences are
+        rewound before each, untimed.
+        """
         return self._timed(work, count, before=self.rewind, warm_up=warm_up)
 
     def median(self, work: Callable[[], object], count: int) -> float:
-        """Of `times`."""
+        """The median of `times`, milliseconds."""
         return median(self.times(work, count))
 
     def step(self, rows: int, nodes: int) -> Callable[[], Round]:
-        """A step of `rows` sequences with chains of `nodes` nodes, whose logits all choose."""
+        """A callable that runs one step of `rows` sequences, each a chain of `nodes` nodes whose
+        logits all choose a token, and returns its finished Round.
+        """
         return partial(self._run, *self._decoding(rows, nodes))
 
     def forward(self, rows: int, nodes: int) -> Callable[[], None]:
-        """`step` without its end: it begins, and `rewind` finishes it. Of an executor that does
-        everything at once it is the forward pass without choosing.
+        """A callable that begins the step of `step` and leaves `rewind` to finish it: of an
+        executor that does everything in `begin` this is the forward pass without choosing.
         """
         plan, trees = self._decoding(rows, nodes)
 
@@ -116,12 +125,15 @@ class StepBench:
         return begin
 
     def prompt(self, tokens: int) -> Callable[[], Round]:
-        """A chunk of so many prompt tokens, at most the context, of the first sequence."""
+        """A callable that runs a chunk of `tokens` prompt tokens, at most the context, of the first
+        sequence.
+        """
         return partial(self._run, *self._plan([0], 0, self._tokens[:tokens], 0))
 
     def drafted(self, rows: int, nodes: int, levels: int) -> Callable[[], Round] | None:
-        """`step`, which also follows the head and grows a chain of `levels` draft tokens; None
-        where no step does that.
+        """A callable as of `step` whose step also extends the head and grows a chain of `levels`
+        draft tokens within it; None without a head, or where the executor's steps do not draft.
+        Runs one step to find out.
         """
         if self._head is None:
             return None
@@ -133,7 +145,9 @@ class StepBench:
         return work if len(work().drafting) else None
 
     def draft_pass(self, rows: int) -> Callable[[], object]:
-        """A pass of the head for one draft token in each of `rows` sequences."""
+        """A callable that runs one pass of the head over one draft token in each of `rows`
+        sequences. A head must be there (AssertionError).
+        """
         assert self._head is not None, "a pass needs a head"
         slots = np.arange(rows, dtype=np.int32)
         level = DraftLevel(
@@ -194,8 +208,11 @@ def milliseconds(
     warm_up: int = WARM_UP,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    """Milliseconds of each of `count` calls of `work`, after `warm_up` more; `before` is called
-    ahead of each, untimed, and `wait` returns when the device has done everything.
+    """Milliseconds of each of `count` calls of `work`, after `warm_up` more that are not counted.
+
+    wait    returns when the device has done everything; called before and after each
+    before  called ahead of each, untimed
+    clock   seconds
     """
     taken = []
     for _ in range(count + warm_up):

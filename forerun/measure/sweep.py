@@ -57,7 +57,7 @@ class Sweep:
 
     @property
     def runs(self) -> int:
-        """Pairs of runs per batch that `every` makes."""
+        """Pairs of runs that `every` makes per batch: repeats times settings."""
         return self.repeats * len(self.settings)
 
 
@@ -92,9 +92,14 @@ class Cell:
 def combinations(
     config: EngineConfig, steps: Sequence[int], topks: Sequence[int], tokens: Sequence[int]
 ) -> tuple[list[Setting], list[str]]:
-    """All settings that `config`'s method can draft, and a sentence for each that it cannot.
+    """Every setting of the grid that `config`'s method can draft, and a sentence for each that it
+    cannot.
 
-    `tokens` count the last accepted token. Raises ConfigError where none is left.
+    steps   depths in draft tokens
+    topks   widths; empty = the configured one
+    tokens  draft tokens, the last accepted token counted in, as SGLang counts
+
+    Raises ConfigError where none is left.
     """
     found: list[Setting] = []
     refused: list[str] = []
@@ -115,7 +120,9 @@ def combinations(
 
 
 def usual(config: EngineConfig) -> tuple[Setting, ...]:
-    """The settings that are worth a try with the drafter of a resolved configuration."""
+    """The settings worth a try with the drafter of a resolved configuration: SHAPES under both
+    policies, in TOPKS widths where a draft model drafts alone and no width was configured.
+    """
     method, asked = config.algorithm, config.speculative_eagle_topk
     alone = method.model and not method.lookup
     topks = (asked,) if asked or not alone else TOPKS
@@ -138,11 +145,15 @@ def every(
     progress: Progress = lambda *_: None,
     cells: list[Cell] | None = None,
 ) -> list[Cell]:
-    """Run every setting `repeats` times at each batch; answers are held against plain decoding one
-    at a time. Raises ContextError where a prompt does not fit, EngineError.
+    """Run every setting `repeats` times at each batch, paired with plain decoding; answers are
+    compared with plain decoding's, one at a time. A Cell per setting and batch.
 
-    cells  takes what is measured; after a KeyboardInterrupt it has all settings that ran at least
-           once
+    progress  called with (what, pairs so far, pairs in all)
+    cells     takes what is measured; after a KeyboardInterrupt it has all settings that ran at
+              least
+              once
+
+    Raises ContextError where a prompt does not fit, EngineError where an engine fails.
     """
     cells = [] if cells is None else cells
     draw = np.random.default_rng(0)
@@ -166,8 +177,10 @@ def every(
 
 
 def halving(target: Target, sweep: Sweep, progress: Progress = lambda *_: None) -> list[Cell]:
-    """The last round of every setting at each batch, and plain decoding's; answers are held
-    against those of the plain run beside them. Raises as `every`.
+    """Successive halving: at each batch all settings run, the better half again with twice the
+    prompts, until one is left. A Cell for plain decoding and for each setting's last round.
+
+    Answers are compared with those of the plain run beside them. progress and errors as `every`.
     """
     cells: list[Cell] = []
     draw = np.random.default_rng(0)
@@ -192,10 +205,11 @@ def halving(target: Target, sweep: Sweep, progress: Progress = lambda *_: None) 
 
 
 def best(cells: Sequence[Cell]) -> Setting:
-    """The setting with the highest geometric mean of its ratios; OFF where none is above 1.
+    """The setting with the highest geometric mean, over batches, of its speed over plain decoding;
+    OFF where none is above 1.
 
-    Only settings that won somewhere are looked at. Where one was dropped early, it counts with
-    the ratio it had then, but no more than the winner: it lost against it.
+    Only settings that won at some batch are candidates. One that was dropped early at another batch
+    counts there with its last ratio, but no more than the winner's: it lost against it.
     """
     winners = {
         batch: max(
@@ -213,7 +227,7 @@ def best(cells: Sequence[Cell]) -> Setting:
 
 
 def as_dict(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Plain values."""
+    """The cells as JSON values, each with its setting's name."""
     return [asdict(cell) | {"name": cell.setting.name} for cell in cells]
 
 
@@ -224,7 +238,9 @@ def pair(
     batch: int,
     draw: np.random.Generator,
 ) -> Pair:
-    """Plain decoding's answers and `config`'s, `batch` at once; which runs first is drawn."""
+    """Plain decoding's answers and `config`'s to the same requests, `batch` in flight; which side
+    runs first is drawn from `draw`, which moves on. Raises as `every`.
+    """
     sides = [replace(config, speculative_algorithm="OFF"), config]
     first = int(draw.integers(2))
     runs = {side: answers(target, sides[side], requests, batch) for side in (first, 1 - first)}

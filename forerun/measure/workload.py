@@ -23,14 +23,16 @@ class Prompt:
 
     @property
     def text(self) -> str:
-        """The last user message, for models without a chat template."""
+        """The content of the last message, for models without a chat template."""
         return str(self.messages[-1]["content"])
 
 
 def read_prompts(path: Path | None = None) -> list[Prompt]:
-    """Prompts from a jsonl file: one object per line with `messages`, or with `prompt` (text);
-    `id` and `kind` are optional. None reads the built-in ones. Raises ConfigError that names
-    the line.
+    """Prompts of a jsonl file: one object per line with `messages`, or with `prompt` (text); `id`
+    and `kind` are optional. None reads the built-in ones.
+
+    Raises ConfigError, which names file and line, for a file that cannot be read, a bad line, or no
+    prompt at all.
     """
     path = path or BUILT_IN
     try:
@@ -49,9 +51,10 @@ def read_prompts(path: Path | None = None) -> list[Prompt]:
 
 
 def spread(prompts: Sequence[Prompt], count: int | None) -> list[Prompt]:
-    """`count` prompts, evenly spaced over all so that every kind has its part.
+    """`count` prompts, evenly spaced over all so that every kind has its part; all of them for
+    None.
 
-    Raises ConfigError where there are fewer.
+    Raises ConfigError where `count` is below 1 or there are fewer.
     """
     if count is None:
         return list(prompts)
@@ -61,7 +64,7 @@ def spread(prompts: Sequence[Prompt], count: int | None) -> list[Prompt]:
 
 
 def labelled(prompt: Prompt, label: str) -> Prompt:
-    """The prompt with `label` before its first message."""
+    """A copy of the prompt with `label` before its first message, so that no prefix is shared."""
     first, *rest = prompt.messages
     return replace(prompt, messages=(first | {"content": label + first["content"]}, *rest))
 

@@ -26,14 +26,18 @@ class AnswerStore:
             self._load(path)
 
     def add(self, chat: Chat, begun: int) -> None:
-        """Keep a chat; every PART of them are written."""
+        """Keep one chat; every PART of them are written (`save`). begun: chats begun so far, stored
+        with them.
+        """
         self.chats.append(chat)
         self.begun = begun
         if len(self.chats) - self._stored >= PART:
             self.save()
 
     def save(self) -> None:
-        """Write what is not on disk yet. Raises OSError."""
+        """Write the chats that are not on disk yet as one new part, whole or not at all. Raises
+        OSError.
+        """
         fresh = self.chats[self._stored :]
         if not fresh:
             return

@@ -72,13 +72,16 @@ class Author(Protocol):
     """Continues prompts, many at once."""
 
     def ask(self, key: int, ask: Ask) -> None:
-        """Begin one continuation. Raises RequestError where the prompt does not fit."""
+        """Begin one continuation; its output comes back under `key`. Raises RequestError where the
+        prompt does not fit the context.
+        """
         ...
 
     def finished(self) -> list[tuple[int, Ints]]:
-        """(key, output ids) of what has finished since the last call; works or waits a while,
-        and may come back with nothing yet. The end-of-text id is part of the output; no ids at
-        all = it failed.
+        """(key, output int32[.] ids) of all that finished since the last call, each once.
+
+        Works or waits a while, and may come back with nothing yet. The end-of-text id is part of
+        the output; no ids at all = that continuation failed.
         """
         ...
 
@@ -107,10 +110,14 @@ class Writer:
     def write(
         self, prompts: Iterator[Messages] | None, done: Callable[[Chat], None], written: int = 0
     ) -> None:
-        """Answer prompts (None: self-written ones) until the recipe is met, they run out or
-        time is up. `done` gets every usable chat, in no particular order.
+        """Answer prompts until the recipe is met, they run out or its time is up.
 
-        written  chats that count already. Raises ModelError where hardly any chat is usable.
+        prompts  chats that end with a user's turn; None: the target writes the user's turns as well
+        done     called with every usable chat, in no particular order
+        written  chats that count already
+
+        Raises ModelError where hardly any chat is usable, or the template leaves no place for a
+        user's turn.
         """
         until = monotonic() + 60 * self.recipe.minutes if self.recipe.minutes else inf
         flying: dict[int, Session] = {}
@@ -144,7 +151,9 @@ class Writer:
                 )
 
     def first_message(self, messages: Messages) -> Ints:
-        """The template up to where the user's words would begin."""
+        """int32[.]: the template's ids up to where the next user's words would begin, after
+        `messages`. Raises ModelError where the template does not show them as they are.
+        """
         if not messages and self._first_message is not None:
             return self._first_message
         marked = [*messages, {"role": "user", "content": _MARK}]
@@ -210,11 +219,13 @@ class Session:
 
     @property
     def answered(self) -> bool:
-        """Whether at least one answer is usable."""
+        """Whether at least one answer is usable, so that `result` has a chat."""
         return self._chat is not None
 
     def next(self) -> Ask | None:
-        """What comes next, or None where the chat is over."""
+        """The continuation that this chat needs next: a user's turn (at T=1) or an answer; None
+        where the chat is over. Raises RequestError where the template refuses the messages.
+        """
         if self._over:
             return None
         most = self._writer.recipe.max_tokens
@@ -227,15 +238,19 @@ class Session:
         return self._asked
 
     def take(self, ids: Ints, extra_turn: bool) -> None:
-        """Use the output of what `next` asked for. Without `extra_turn` no second turn begins."""
+        """Use the output int32[.] of what `next` asked for. An answer that loops or is empty ends
+        the chat.
+
+        extra_turn  False: no second turn is begun any more
+        """
         if self._answering:
             self._take_answer(ids, extra_turn)
         else:
             self._take_question(ids)
 
     def result(self) -> Chat | None:
-        """The chat, once it is over; None where no answer is usable. Only its last answer is
-        wanted, with everything before it.
+        """The chat so far: its last usable answer is what is wanted, with everything before it as
+        context. None where no answer is usable.
         """
         return self._chat
 
@@ -264,7 +279,9 @@ class Session:
 
 
 def repeats(ids: Ints, length: int = 8, most: int = 3) -> bool:
-    """True where one n-gram stands more than `most` times: loops would flatter the draft."""
+    """Whether some run of `length` tokens occurs more than `most` times in ids int32[.]: loops are
+    easy to draft and would flatter the draft. False for short texts.
+    """
     if len(ids) < length + most:
         return False
     windows = np.lib.stride_tricks.sliding_window_view(np.asarray(ids, np.int32), length)

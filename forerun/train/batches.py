@@ -22,7 +22,10 @@ def _padded(array: AnyArray, pieces: list[ChatPiece]) -> torch.Tensor:
 
 
 def stored_reader(corpus: Corpus) -> Callable[[list[ChatPiece]], TrainingBatch]:
-    """Batches from what `write_features` stored: several epochs, one target pass."""
+    """A function from pieces to batches, out of what `write_features` stored beside the corpus:
+    several epochs cost one pass of the target. On the CPU. Raises OSError where features are
+    missing.
+    """
     stored = {
         name: np.load(corpus.folder / f"{name}.npy", mmap_mode="r")
         for name in ("features", "choice", "likely", "chance")
@@ -46,10 +49,13 @@ def stored_reader(corpus: Corpus) -> Callable[[list[ChatPiece]], TrainingBatch]:
 def online_reader(
     corpus: Corpus, target: DenseTarget, features: tuple[int, ...], rows: torch.Tensor
 ) -> Callable[[list[ChatPiece]], TrainingBatch]:
-    """Batches whose features the target computes now: no disk, for a fast device.
+    """A function from pieces to batches whose features `target` computes then and there, on its
+    device: no disk, for a fast device.
 
-    rows [Vd,H]: the target's output rows of the draft vocabulary. Raises ConfigError for a target
-    that caps its logits: the teacher's distribution is made of the rows alone.
+    features  hidden states to keep, as transformers numbers them
+    rows      [Vd,H] the target's output rows of the draft vocabulary
+
+    Raises ConfigError for a target that caps its logits: the teacher is made of the rows alone.
     """
     if target.arch.final_softcap is not None:
         raise ConfigError(

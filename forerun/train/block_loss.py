@@ -31,7 +31,11 @@ class Anchors:
 
     @staticmethod
     def drawn(wanted: Tensor, most: int, seed: int) -> "Anchors":
-        """At most `most` per text of wanted bool[B,T]."""
+        """At most `most` blocks per text, drawn by `seed` among positions whose successor belongs
+        to an answer.
+
+        wanted  bool[B,T], on the CPU
+        """
         begins = torch.zeros_like(wanted)
         begins[:, 1:-1] = wanted[:, 2:]  # A root has something before it.
         noise = torch.rand(wanted.shape, generator=torch.Generator().manual_seed(seed))

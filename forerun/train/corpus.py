@@ -57,15 +57,17 @@ class Corpus:
 
     @property
     def chats(self) -> int:
-        """Number of chats C."""
+        """C, the number of chats."""
         return len(self.starts) - 1
 
     def span(self, chat: int) -> slice:
-        """Where chat number `chat` lies in the corpus' flat tokens."""
+        """Where chat `chat`, from 0 to C-1, lies in the flat arrays."""
         return slice(int(self.starts[chat]), int(self.starts[chat + 1]))
 
     def scored(self, chat: int) -> Ints:
-        """int32[n]: positions in the chat whose next token is wanted: the teacher's part."""
+        """int32[n]: positions within the chat, ascending, whose next token belongs to an answer:
+        there the teacher's distribution is stored.
+        """
         wanted = np.asarray(self.wanted[self.span(chat)])
         return np.flatnonzero(wanted[1:]).astype(np.int32)
 
@@ -76,18 +78,23 @@ class Corpus:
 
     @property
     def training(self) -> range:
-        """Chats to learn from."""
+        """Numbers of the chats to learn from: all but the last `held_out`."""
         return range(self.chats - self.held_out)
 
     @property
     def held(self) -> range:
-        """Chats to judge by."""
+        """Numbers of the chats to choose a checkpoint by: the last `held_out`."""
         return range(self.chats - self.held_out, self.chats)
 
 
 def write_chats(folder: Path, chats: list[Chat], held_out: int) -> Corpus:
-    """Store chats as they were begun: the same answers make the same corpus, whichever came
-    first. At least one stays for training and, where there are two, one for judging.
+    """Store chats in the order in which they were begun, whichever finished first, and map them.
+
+    folder    made if missing; a corpus in it is replaced
+    held_out  chats kept for judging; at least one stays for training and, of two or more, one for
+              that
+
+    Raises ModelError where there is no chat.
     """
     if not chats:
         raise ModelError("the target wrote no usable answer; nothing to train on")
@@ -104,7 +111,9 @@ def write_chats(folder: Path, chats: list[Chat], held_out: int) -> Corpus:
 
 
 def open_corpus(folder: Path) -> Corpus:
-    """Map a stored corpus. Raises ModelError where a file is missing or short."""
+    """Map a stored corpus. Raises ModelError where a file is missing, short or of another
+    corpus.
+    """
     try:
         facts = json.loads((folder / "corpus.json").read_text())
         tokens, wanted, starts = (
@@ -125,10 +134,15 @@ def write_features(
     teacher: Teacher,
     progress: Callable[[int, int], None],
 ) -> None:
-    """Run the target once over every chat and store what the trainer needs of it.
+    """Run the target once over every chat and store what the trainer needs of it (the files above).
 
-    ids int32[Vd]: the draft vocabulary. Resumable: chats already done (progress.json) are kept,
-    unless they were done for another vocabulary.
+    head      which hidden states it reads
+    ids       int32[Vd] the draft vocabulary
+    teacher   the target
+    progress  called with (tokens done, tokens in all) after each chat
+
+    Resumable: chats already done for the same vocabulary and hidden states (progress.json) are
+    kept. Raises ModelError where the disk has too little space.
     """
     total, width = len(corpus.tokens), head.target_hidden * len(head.features)
     likely = min(LIKELY, len(ids))
@@ -183,8 +197,9 @@ def _chats_done(note: Path, facts: dict[str, object]) -> int:
 
 
 def distil(logits: Floats, ids: Ints, likely: int) -> tuple[Ints, Ints, Floats]:
-    """Logits [n,V] -> choice [n] over the full vocabulary, and of the draft vocabulary `ids`
-    the `likely` best: draft ids [n,K] and probabilities [n,K] that sum to one.
+    """What is stored of a teacher's logits float32[n,V]: choice int32[n], the argmax over the full
+    vocabulary; and of the draft vocabulary ids int32[Vd] the `likely` best: draft ids int32[n,K]
+    and their probabilities float32[n,K], which sum to one.
     """
     known = torch.from_numpy(logits)
     best, where = known.index_select(1, torch.from_numpy(ids)).topk(likely)
@@ -202,8 +217,11 @@ class ChatPiece:
 def batches(
     corpus: Corpus, chats: range, length: int, tokens: int, seed: int
 ) -> Iterator[list[ChatPiece]]:
-    """One epoch: pieces of at most `length`, shuffled, similar lengths together, some `tokens`
-    answer tokens a batch: those are what the loss is a mean over, so steps are equally sure.
+    """One epoch over `chats`: lists of pieces, each the last `length` tokens at most of a chat,
+    shuffled by `seed`, similar lengths together.
+
+    tokens  answer tokens of a batch, about: the loss is a mean over those, so steps are equally
+    sure
 
     Long questions with short answers end a batch earlier: at CROWD times as many tokens of all
     kinds, padding included, which is what takes memory.
@@ -235,8 +253,9 @@ def batches(
 
 
 def choose_vocabulary(corpus: Corpus, size: int, vocab: int, forced: Ints) -> Ints:
-    """int32[Vd] ascending target ids: `forced` ones, then the most frequent in the answers,
-    then the lowest ids (merge order: the commonest pieces come first).
+    """int32[Vd] ascending target ids: `forced` ones, then the most frequent in the training
+    answers, then the lowest ids (merge order: the commonest pieces come first). All ids where size
+    >= vocab.
     """
     if size >= vocab:
         return np.arange(vocab, dtype=np.int32)

@@ -23,14 +23,18 @@ class WeightEma:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take in the weights after `step` updates."""
+        """Move the averages towards the module's weights, which have seen `step` updates, from 1.
+        Each moves by 1 - min(decay, step / (step + WARM)) of the way.
+        """
         new = 1 - min(self._decay, step / (step + WARM))
         for name, parameter in self._trained.items():
             self.weights[name].lerp_(parameter.detach(), new)
 
     @contextmanager
     def worn(self) -> Iterator[None]:
-        """Inside, the module has the averaged weights."""
+        """A context manager: inside, the module has the averaged weights; after it, its own
+        again.
+        """
         self._swap()
         try:
             yield

@@ -23,10 +23,13 @@ Dialect = Literal["sglang", "speculators"]
 def export_head(
     head: EagleHead, target_ids: Ints, folder: Path, dialect: Dialect = "sglang", full: bool = False
 ) -> None:
-    """Write config.json and model.safetensors (bfloat16).
+    """Write a trained EAGLE-3 head as config.json and model.safetensors (bfloat16) into `folder`.
 
     target_ids  int32[Vd] ascending; stored as offsets d2t and membership t2d
-    full        with the output head, for servers that do not borrow it
+    dialect     whose keys and names: SGLang's or speculators'
+    full        with the output head, for servers that do not take the target's rows
+
+    Raises OSError where the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     about = head.head
@@ -65,7 +68,9 @@ def _layer(about: DraftHead) -> dict[str, Any]:
 
 
 def rope_keys(rope: Rope) -> dict[str, Any]:
-    """How a configuration writes a rope."""
+    """The keys by which a config.json in transformers' format writes RoPE: rope_theta, and
+    rope_scaling where the rope is scaled.
+    """
     scaling: dict[str, Any] | None = None
     match rope.scaling:
         case LinearScaling(factor):

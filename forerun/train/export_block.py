@@ -17,11 +17,13 @@ from forerun.types import Ints
 def export_block(
     head: BlockHead, tensors: dict[str, Tensor], target_ids: Ints, folder: Path, layers: int
 ) -> None:
-    """Write config.json and model.safetensors (bfloat16).
+    """Write a block drafter as config.json and model.safetensors (bfloat16) into `folder`.
 
     tensors     canonical name -> weight, without the vocabulary map
     target_ids  int32[Vd] ascending; stored as offsets d2t
     layers      L of the target
+
+    Raises OSError where the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     stored = {name: t.detach().cpu().to(torch.bfloat16) for name, t in tensors.items()}

@@ -101,7 +101,9 @@ class DenseAuthor:
         self._results: _Results | None = None
 
     def ask(self, key: int, ask: Ask) -> None:
-        """Queue one continuation. Raises RequestError where the prompt does not fit."""
+        """Queue one continuation. Raises RequestError where the prompt does not leave room for one
+        token.
+        """
         if len(ask.prompt) >= self._context:
             raise RequestError(
                 f"a prompt of {len(ask.prompt)} tokens; at most {self._context - 1} fit"
@@ -110,7 +112,10 @@ class DenseAuthor:
 
     @torch.no_grad()
     def finished(self) -> list[tuple[int, Ints]]:
-        """Run STEPS steps; return what had finished before them (often nothing)."""
+        """Prefill waiting prompts into free rows and launch STEPS steps; returns the (key, output
+        int32[.]) that the run before had finished, often none. With nothing queued it only returns
+        those.
+        """
         self._admit()
         before, self._results = self._results, self._run() if self._busy else None
         return self._collect(before) if before else []

@@ -23,7 +23,14 @@ SCALES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
 def start_from_target(
     head: EagleHead, checkpoint: Checkpoint, vocabulary: DraftVocabulary, seed: int
 ) -> None:
-    """Fill `head` in place: last target layer in the hidden half, small noise elsewhere."""
+    """Fill `head` in place: the target's last layer on the hidden half of its input, small noise
+    elsewhere, the target's final norm and output rows, which stay frozen.
+
+    vocabulary  whose rows the output head gets
+    seed        of the noise
+
+    Raises ModelError where the target lacks a tensor.
+    """
     generator = torch.Generator().manual_seed(seed)
     last = f"model.layers.{checkpoint.architecture.layers - 1}."
     layer, width = head.layer, head.head.hidden
@@ -55,7 +62,9 @@ def start_from_target(
 
 
 def check_trainable(draft: DraftFile) -> None:
-    """Raise ModelError where a draft that can be served cannot be trained here."""
+    """Raise ModelError where a draft that can be served cannot be trained here: it is EAGLE-1, or
+    of another width than the target.
+    """
     head = draft.head
     if head.algorithm != "eagle3":
         raise ModelError(
@@ -70,8 +79,8 @@ def check_trainable(draft: DraftFile) -> None:
 
 
 def start_from_draft(head: EagleHead, draft: DraftFile, vocabulary: DraftVocabulary) -> None:
-    """Fill `head` in place with a draft's weights. Its output head, its own or the target's rows,
-    stays frozen.
+    """Fill `head` in place with a draft's weights. The output head, its own or the target's rows of
+    the vocabulary, stays frozen.
     """
     with torch.no_grad():
         for name, parameter in head.named_parameters():
@@ -85,10 +94,11 @@ def start_from_draft(head: EagleHead, draft: DraftFile, vocabulary: DraftVocabul
 def calibrate(
     head: Unrollable, norm: Tensor, batch: TrainingBatch, embed: Tensor, vocabulary: DraftVocabulary
 ) -> float:
-    """Scale the final norm, the weight `norm`, to the smallest first-step loss on `batch`, which it
-    returns.
+    """Scale the weight `norm` of the final norm, in place, to the smallest first-step loss on
+    `batch`, which is returned in nats.
 
-    At most ln(Vd), because the scale 0 is among the candidates.
+    At most ln(Vd), because the scale 0 is among the candidates; where 0 is best, 0.001 is kept so
+    that gradients pass.
     """
     original = norm.detach().clone()
     losses = {}

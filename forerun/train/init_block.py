@@ -35,8 +35,9 @@ def start_block(
     batch: TrainingBatch,
     seed: int,
 ) -> None:
-    """Fill `drafter` in place.
+    """Fill `drafter` in place, as described above. Draws from `seed` alone.
 
+    checkpoint   the target's, for final norm and feed-forward
     embed, rows  the target's embedding [V,H] and its output rows of the draft vocabulary [Vd,H]
     batch        its answers say what features and tokens look like
     """

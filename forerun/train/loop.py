@@ -59,7 +59,9 @@ class TrainingSchedule:
     ema: float = 0.0
 
     def rate_at(self, step: float, total: int) -> float:
-        """Linear warm-up, then a cosine from `rate` to `floor` times it."""
+        """The learning rate at update `step` of `total`: linear warm-up, then a cosine down to
+        floor * rate.
+        """
         warm = max(self.warm_up * total, 1.0)
         if step < warm:
             return self.rate * (step + 1) / warm
@@ -70,7 +72,9 @@ class TrainingSchedule:
 def unrolled_loss(
     trial: "TrainingRun", batch: TrainingBatch, seed: int, judging: bool
 ) -> tuple[Tensor, list[StepScore]]:
-    """Of what is fed its own outputs: see `ttt_loss`."""
+    """The loss of a network that is fed its own outputs, as LossOf has it: `ttt_loss`, with all
+    rows and no decay where it only judges.
+    """
     schedule = trial.schedule
     plan = Unrolling(schedule.steps)
     if not judging:
@@ -99,17 +103,21 @@ class TrainingRun:
     loss_of: LossOf = unrolled_loss
 
     def computing(self) -> AbstractContextManager[object]:
-        """Inside of it, products of the head run in `compute`."""
+        """A context manager: inside, matrix products of the head run in `compute`
+        (torch.autocast).
+        """
         device = self.embed.device.type
         return torch.autocast(device, self.compute, enabled=self.compute != torch.float32)
 
 
 def train(trial: TrainingRun, report: Callable[[Progress], None]) -> Progress:
-    """Train to the end of the schedule, resuming from the folder's last snapshot if it has one.
+    """Train to the end of the schedule; goes on from the folder's last snapshot, if there is one.
 
-    Writes `last` every check and `best` when the held-out simulated length improves, be it that
-    of the weights or of their average. Raises TrainingError on NaN or a full disk; a
-    KeyboardInterrupt saves and goes on up.
+    report  called after every look at the loss and every check
+
+    Writes `last` at every check and `best` when the held-out simulated length improves, be it that
+    of the weights or of their average. Raises TrainingError on a loss that is not finite or a full
+    disk; a KeyboardInterrupt saves and is raised again.
     """
     schedule = trial.schedule
     trained = [p for p in trial.head.parameters() if p.requires_grad]
@@ -260,7 +268,9 @@ def _keep_best(trial: TrainingRun, length: float, progress: Progress) -> None:
 
 
 def evaluate(trial: TrainingRun, step: int) -> Check:
-    """Held-out loss, agreement per position and simulated chain length."""
+    """Judge the head as it is on the held-out chats: first-step loss in nats, agreement with the
+    target by position, simulated chain length. `step` is only noted. Changes nothing.
+    """
     schedule = trial.schedule
     groups = batches(trial.corpus, trial.corpus.held, schedule.length, schedule.tokens, 0)
     scores = trial.shards.map(lambda pieces: _scores(trial, pieces), list(groups))

@@ -14,7 +14,9 @@ class Teacher(Protocol):
     """The target's distributions over the draft vocabulary, at every token of a batch."""
 
     def at(self, rows: Tensor) -> tuple[Tensor | None, Tensor]:
-        """For flat positions int64[n]: draft ids [n,K], or None for all, and probabilities."""
+        """Of flat positions int64[n]: draft ids int64[n,K], or None for all Vd in order, and their
+        probabilities float32[n,K or Vd], which sum to one.
+        """
         ...
 
 
@@ -26,7 +28,7 @@ class LikeliestTargets:
     chance: Tensor
 
     def at(self, rows: Tensor) -> tuple[Tensor | None, Tensor]:
-        """See Teacher."""
+        """The stored ids int64[n,K] and probabilities [n,K] of flat positions int64[n]."""
         return self.ids[rows], self.chance[rows]
 
 
@@ -41,7 +43,9 @@ class DenseTargets:
     head: Tensor
 
     def at(self, rows: Tensor) -> tuple[Tensor | None, Tensor]:
-        """See Teacher."""
+        """None, all draft ids, and the softmax float32[n,Vd] over the draft vocabulary at flat
+        positions int64[n].
+        """
         return None, (self.last[rows] @ self.head.T).float().softmax(-1)
 
 
@@ -76,7 +80,9 @@ class DraftVocabulary:
 
     @staticmethod
     def of(target_ids: Tensor, head: Tensor) -> "DraftVocabulary":
-        """From the chosen ids and the target's head [V,H]."""
+        """The vocabulary of the chosen target_ids int64[Vd], ascending, and the target's head
+        [V,H], whose rows are copied.
+        """
         draft_ids = torch.full((len(head),), -1, dtype=torch.int64, device=head.device)
         draft_ids[target_ids] = torch.arange(len(target_ids), device=head.device)
         return DraftVocabulary(target_ids, head[target_ids].contiguous(), draft_ids)
@@ -156,11 +162,16 @@ def ttt_loss(
     plan: Unrolling,
     seed: int = 0,
 ) -> tuple[Tensor, list[StepScore]]:
-    """Sum over steps of decay**s times the mean soft cross-entropy, and each step's score.
+    """Training-time test (EAGLE-3, arXiv 2503.01840, section 3.2): the sum over steps of decay**s
+    times the mean soft cross-entropy in nats, a scalar with a gradient, and each step's score.
+
+    embed  [V,H] the target's embedding
+    plan   steps, decay, and the share of rows that goes on
+    seed   draws the rows that go on, where not all do
 
     The teacher is the target's distribution renormalised inside the draft vocabulary. Rows whose
-    full-vocabulary argmax lies outside give no loss, but count as misses in the score: that is
-    what serving sees. `seed` draws the rows that go on, where not all do.
+    full-vocabulary argmax lies outside give no loss, but count as misses in the score: that is what
+    serving sees.
     """
     device = batch.tokens.device
     total = torch.zeros((), dtype=torch.float32, device=device)
@@ -190,11 +201,11 @@ def ttt_loss(
 
 
 def simulated_length(accuracies: list[float]) -> float:
-    """Mean tokens per step of a chain whose depth-i draft token agrees with probability
-    accuracies[i].
+    """Mean tokens per step of a chain of draft tokens, the target's own included: 1 + the sum over
+    j of the product of the first j accuracies.
 
-    1 + sum over j of the product of the first j: the conditional acceptances of a chain on text
-    that the target wrote itself.
+    accuracies[i] is the probability that draft token i agrees with the target, given that those
+    before it did, on text that the target wrote itself. 1.0 for none.
     """
     length = product = 1.0
     for accuracy in accuracies:

@@ -28,8 +28,11 @@ JUDGED = 4000
 
 
 def make_table(corpus: Corpus, vocab: int, folder: Path) -> float:
-    """Count the training chats' answers into `folder`. Returns the share of held-out answer
-    tokens that the table's best prediction hits; 0 where there was too little to count.
+    """Count the training chats' answers, write the table into `folder`, and judge it on held-out
+    answers.
+
+    Returns the share of held-out answer tokens, in [0, 1], that its best prediction hits. Where
+    nothing could be counted that is 0, and no file is written. Raises OSError.
     """
     end = int(corpus.starts[corpus.chats - corpus.held_out])
     tokens, wanted = np.asarray(corpus.tokens), np.asarray(corpus.wanted)
@@ -50,9 +53,13 @@ def make_table(corpus: Corpus, vocab: int, folder: Path) -> float:
 
 
 def count_ngrams(tokens: AnyArray, wanted: AnyArray, starts: AnyArray, vocab: int) -> NgramTable:
-    """The table of the answers in chats.
+    """The n-gram table of the answers in chats, contexts of 1 to len(SEEN) tokens, with absolute
+    discounting.
 
-    tokens int[T], all chats; wanted bool[T], those of answers; starts int[C+1], where chats begin
+    tokens  int[T] all chats
+    wanted  bool[T] tokens of answers
+    starts  int[C+1] where chats begin
+    vocab   V
     """
     chat = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
     at = np.flatnonzero(wanted)  # What is predicted, ...
@@ -110,7 +117,9 @@ def _predict(
 
 
 def write_ngrams(table: NgramTable, folder: Path) -> bool:
-    """Store the table in the folder of a draft. False where it predicts nothing: no file then."""
+    """Store the table in a draft's folder (made if missing), whole or not at all. False, and no
+    file, where it predicts nothing. Raises OSError.
+    """
     if not len(table.tokens):
         return False
     folder.mkdir(parents=True, exist_ok=True)

@@ -74,7 +74,16 @@ def write_corpus(
     out: Path,
     report: Report,
 ) -> tuple[Corpus, Problems]:
-    """Stage 1: the target writes answers into `out`/corpus, by way of `out`/answers."""
+    """Stage 1: the target writes answers, kept in `out`/answers, and they become the corpus
+    `out`/corpus.
+
+    author   generates
+    prompts  a jsonl file of chats; None: the target writes the user's turns
+    report   called with ("answers", written, wanted)
+
+    Goes on where an earlier run stopped. Returns what was left out as well. Raises ModelError where
+    hardly any chat is usable.
+    """
     recipe = Recipe(
         answers=config.answers,
         max_tokens=config.answer_tokens,
@@ -106,7 +115,10 @@ def _remaining(prompts: Path | None, writer: Writer) -> Iterator[Messages] | Non
 
 
 def dense_author(source: TrainingTarget, config: TrainConfig) -> DenseAuthor:
-    """The author for `train_device`: dense batches on the target's weights."""
+    """The author on config.train_device: dense batches on the target's weights, float32 on the CPU,
+    else bfloat16. Raises ConfigError for CUDA without a GPU, MemoryPlanError where one row does not
+    fit.
+    """
     return DenseAuthor(
         _dense(source, config.train_device),
         source.tokenizer.eos_ids,
@@ -128,7 +140,8 @@ def _dense(source: TrainingTarget, name: str) -> DenseTarget:
 
 
 def forced_ids(tokenizer: Tokenizer) -> Ints:
-    """int32[.] ids every draft vocabulary needs: specials, single bytes, pure punctuation.
+    """int32[.] ascending ids that every draft vocabulary has: special tokens, single bytes, pure
+    punctuation.
 
     Answer text never shows the specials, and constrained text leans on bytes and punctuation.
     """
@@ -150,7 +163,11 @@ def make_draft(
 ) -> Progress:
     """Stages 2 to 5: vocabulary, features, start, training, export to `out`/draft.
 
-    start  a draft to go on from, instead of a new one
+    start   an EAGLE-3 draft to go on from; None = a new one
+    report  called with (what, done, total)
+
+    Goes on where an earlier run stopped. Returns the final progress. Raises TrainingError where
+    training breaks off, ConfigError and ModelError where target or draft cannot be trained.
     """
     torch.manual_seed(config.seed)
     device = torch.device(config.train_device)
@@ -244,7 +261,9 @@ def _teacher(
 def finish(
     trial: TrainingRun, student: Student, progress: Progress, config: TrainConfig, name: str
 ) -> None:
-    """Export the best checkpoint; write metrics.json and report.html beside it."""
+    """Load the best checkpoint into the student, export it to folder/draft, and write metrics.json
+    and report.html beside that. Raises ModelError where there is no checkpoint, OSError.
+    """
     if not load_snapshot(trial.folder / "best", trial.head, None, Progress()):
         raise ModelError(f"{trial.folder} holds no checkpoint to export")
     student.export(trial.folder / "draft")

@@ -49,27 +49,27 @@ class PredictionSpec:
 
     @property
     def hidden(self) -> int:
-        """H."""
+        """H, the target's hidden size."""
         return self.target.hidden
 
     @property
     def target_hidden(self) -> int:
-        """H too."""
+        """H as well: the layer is as wide as the target."""
         return self.target.hidden
 
     @property
     def head_size(self) -> int:
-        """E."""
+        """E of the target's attention heads."""
         return self.target.head_size
 
     @property
     def rope(self) -> Rope:
-        """Of the layer."""
+        """The rope of the target's last layer, which the layer takes over."""
         return self.target.layer_specs[-1].rope
 
     @property
     def layer(self) -> LayerShape:
-        """As the target's last one."""
+        """The shape of the layer: that of the target's last one."""
         arch, spec = self.target, self.target.layer_specs[-1]
         sizes = arch.hidden, arch.heads, arch.kv_heads, arch.head_size, spec.active_width
         biases = spec.qkv_bias, spec.o_bias
@@ -77,7 +77,7 @@ class PredictionSpec:
 
     @property
     def features(self) -> tuple[int, ...]:
-        """The stream after the last layer, as in DraftHead."""
+        """(L,): it reads the stream after the target's last layer, numbered as in DraftHead."""
         return (self.target.layers,)
 
 
@@ -100,13 +100,15 @@ class PredictionLayer(DraftLayer):
 
     @property
     def final_norm(self) -> Norm:
-        """What makes of the layer's output what the head reads and the next step receives."""
+        """The norm whose result the output head reads and the next draft step receives."""
         norm = self.shared_head["norm"]
         assert isinstance(norm, Norm)
         return norm
 
     def fuse(self, features: Tensor) -> Tensor:
-        """The target's hidden state after its final norm [..., H], from its last stream."""
+        """The target's hidden state [...,H] after its final norm, from features [...,H], its last
+        stream.
+        """
         made: Tensor = self.target_norm(features)
         return made
 
@@ -119,7 +121,10 @@ class PredictionLayer(DraftLayer):
         attend: Attend,
         only: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """One draft step, as EagleHead.forward: what the head reads is what is fed back."""
+        """One draft step, with the arguments of EagleHead.forward: two equal tensors [R,H], what
+        the output head reads and what the next step receives. `only` are the rows to run, None =
+        all.
+        """
         parts, eps, norms = self.parts, self.shape.norm_eps, (self.enorm.weight, self.hnorm.weight)
         x = self.eh_proj(parts.draft_inputs(tokens, embedding, hidden, norms, eps))
         normed = parts.norm(x, self.entry_norm(), eps)
@@ -132,7 +137,10 @@ class PredictionLayer(DraftLayer):
 def start_layer(
     layer: PredictionLayer, checkpoint: Checkpoint, vocabulary: DraftVocabulary, seed: int
 ) -> None:
-    """Fill `layer` in place: the target's last layer, which reads the hidden state, nearly."""
+    """Fill `layer` in place: the target's last layer, reading the hidden state almost alone; norms
+    and output rows are the target's. `seed` draws the small rest. Raises ModelError for a missing
+    tensor.
+    """
     generator = torch.Generator().manual_seed(seed)
     about = layer.head
 
@@ -152,10 +160,12 @@ def start_layer(
 
 
 def export_prediction(layer: PredictionLayer, target_ids: Ints, folder: Path) -> None:
-    """Write config.json and model.safetensors (bfloat16), as forerun.models.prediction_folder reads
-    them.
+    """Write config.json and model.safetensors (bfloat16) into `folder`, as
+    forerun.models.prediction_folder reads them.
 
     target_ids  int32[Vd] ascending; stored as offsets d2t where they are not all
+
+    Raises OSError where the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     about, frozen = layer.head, ("lm_head.", "target_norm.")

@@ -162,9 +162,10 @@ PRESETS: dict[str, tuple[str, TrainConfig]] = {
 
 
 def resolve(preset: str, changes: dict[str, Any]) -> TrainConfig:
-    """The preset's values with whatever was said explicitly (not None) in their place.
+    """The preset's values with the changes that are not None in their place.
 
-    Raises ConfigError, also for an option of other methods.
+    Raises KeyError for an unknown preset, ConfigError for a value out of bounds or an option that
+    belongs to other methods.
     """
     given = {name: value for name, value in changes.items() if value is not None}
     config = replace(PRESETS[preset][1], **given)

@@ -19,8 +19,11 @@ class Problems:
 
 
 def read_prompts(path: Path, problems: Problems) -> Iterator[Messages]:
-    """Chats of a jsonl file: {"messages": [...]} up to the last user turn, {"turns": [...]} or
-    {"prompt": "..."}. A bad line is noted in `problems` and skipped.
+    """Chats of a jsonl file, each ending with a user's turn: {"messages": [...]}, {"turns": [...]}
+    (the first turn) or {"prompt": "..."}.
+
+    A bad line is noted in problems.bad_lines and skipped. Raises OSError where the file cannot be
+    read, when iteration begins.
     """
     with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, 1):

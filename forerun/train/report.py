@@ -36,7 +36,9 @@ class Line:
 
 
 def write_report(path: Path, metrics: TrainingMetrics) -> None:
-    """From what metrics.json holds (forerun.train.pipeline.finish). Raises OSError."""
+    """Write the report of a finished run as one HTML file, from what metrics.json holds. Raises
+    OSError.
+    """
     history = metrics["history"]
     steps = [row["step"] for row in history]
     depths = range(len(history[0]["accuracy"]))
@@ -78,14 +80,16 @@ def write_report(path: Path, metrics: TrainingMetrics) -> None:
 
 
 def table(heads: list[str], rows: list[list[str]]) -> str:
-    """An HTML table."""
+    """An HTML table; cells are escaped."""
     lines = ["".join(f"<th>{escape(cell)}</th>" for cell in heads)]
     lines += ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
     return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
 
 
 def plot(title: str, steps: Sequence[float], lines: Sequence[Line]) -> str:
-    """An SVG of curves over training steps."""
+    """An SVG of curves over training steps, one line per entry of `lines`, which has a value per
+    step.
+    """
     values = [value for line in lines for value in line.values]
     low, high = min(values), max(values)
     low, high = (low, high) if high > low else (low - 1, high + 1)

@@ -20,7 +20,9 @@ class ServedAuthor:
         self._serial = 0
 
     def ask(self, key: int, ask: Ask) -> None:
-        """Submit one request. Raises RequestError where the prompt does not fit."""
+        """Submit one request to the engine; an answer is cut where the context ends. Raises
+        RequestError where the prompt does not fit or the queue is full.
+        """
         self._serial += 1
         room = self._loaded.context - len(ask.prompt)
         collected: list[int] = []
@@ -45,7 +47,9 @@ class ServedAuthor:
         )
 
     def finished(self) -> list[tuple[int, Ints]]:
-        """Wait for at least one, then take all that are there."""
+        """Block until at least one continuation has finished, then return all that have. No ids: it
+        failed.
+        """
         found = [self._done.get()]
         while not self._done.empty():
             found.append(self._done.get())

@@ -27,19 +27,23 @@ class Shards:
 
     @staticmethod
     def on(device: torch.device) -> "Shards":
-        """As many as torch would use on the CPU; one elsewhere."""
+        """As many shards as torch has threads where the device is the CPU, else one."""
         return Shards(torch.get_num_threads() if device.type == "cpu" else 1)
 
     def split(self, items: Sequence[Item]) -> list[list[Item]]:
-        """Deal out items like cards: neighbours in length go to different threads."""
+        """At most `count` lists; items are dealt in turn, so that neighbours in length go to
+        different threads.
+        """
         return [list(items[first :: self.count]) for first in range(min(self.count, len(items)))]
 
     def map(self, work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-        """Results in the order of the items, whoever computed them."""
+        """The results of `work` in the order of the items, one thread each. Raises what `work`
+        raises.
+        """
         run = self._pool.map if self._pool else map
         return list(run(work, items))
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads and wait for them."""
         if self._pool:
             self._pool.shutdown()

@@ -45,7 +45,10 @@ class Simulation:
         start_from_draft(self._head, draft, self._vocabulary)
 
     def length(self, chats: Sequence[tuple[Ints, Ints]], steps: int) -> float:
-        """Simulated tokens per step of a chain of `steps` on greedy (prompt, answer) pairs."""
+        """Simulated tokens per step (`simulated_length`) of a chain of `steps` draft tokens on
+        chats of prompt and greedy answer, int32[.] each. Only the head's hits are computed, no
+        loss.
+        """
         hits, rows = np.zeros(steps), np.zeros(steps)
         with self._teacher(max(len(prompt) + len(answer) for prompt, answer in chats)) as teach:
             for prompt, answer in chats:

@@ -19,9 +19,10 @@ def save_snapshot(
     progress: Progress,
     ema: WeightEma | None = None,
 ) -> None:
-    """Head, optimiser moments and averages (where given) and progress, atomically.
+    """Write a head, optimiser moments and averages (where given) and progress as a folder, in the
+    place of what is there; at every instant one whole checkpoint exists.
 
-    Raises OSError.
+    Raises OSError where it cannot be written; the one before is then intact.
     """
     fresh = folder.with_name(folder.name + ".new")
     shutil.rmtree(fresh, ignore_errors=True)
@@ -61,8 +62,8 @@ def load_snapshot(
     progress: Progress,
     ema: WeightEma | None = None,
 ) -> bool:
-    """Restore what `save_snapshot` wrote; False where there is nothing. An average that was not
-    kept before begins with the weights as they are.
+    """Restore in place what `save_snapshot` wrote; False, and nothing changes, where there is
+    nothing. An average that was not kept before begins with the weights as they are.
 
     Raises ModelError where the checkpoint is of another head.
     """

@@ -53,7 +53,9 @@ class Student:
 def eagle_student(
     checkpoint: Checkpoint, ids: Ints, config: TrainConfig, start: DraftFile | None
 ) -> Student:
-    """An EAGLE-3 head for the vocabulary `ids`; or `start`, to go on from it."""
+    """A new EAGLE-3 head for the draft vocabulary ids int32[Vd], or one that begins as `start` is.
+    Raises ModelError where the target cannot have one.
+    """
     about = head_for(checkpoint.architecture, len(ids)) if start is None else start.head
     head = EagleHead(about)
 
@@ -69,7 +71,9 @@ def eagle_student(
 
 
 def prediction_student(checkpoint: Checkpoint, ids: Ints, config: TrainConfig) -> Student:
-    """A prediction layer for the vocabulary `ids`."""
+    """A new prediction layer for the draft vocabulary ids int32[Vd]. Raises ModelError for a target
+    beside which none is trained.
+    """
     about = PredictionSpec(checkpoint.architecture, len(ids))
     layer = PredictionLayer(about)
 
@@ -83,8 +87,9 @@ def prediction_student(checkpoint: Checkpoint, ids: Ints, config: TrainConfig) -
 
 
 def block_for(target: Architecture, vocab: int, config: TrainConfig) -> BlockHead:
-    """The block drafter our trainer makes for `target`: of its layers' width, a mask of its own,
-    and as many key heads as query heads, since features reach the block through values alone.
+    """The block drafter that the trainer makes for `target`, for `vocab` draft ids: of its layers'
+    width, a mask of its own, and as many key heads as query heads, since features reach the block
+    through values alone.
     """
     return BlockHead(
         layers=config.block_layers,
@@ -110,7 +115,9 @@ def block_for(target: Architecture, vocab: int, config: TrainConfig) -> BlockHea
 
 
 def block_student(checkpoint: Checkpoint, ids: Ints, config: TrainConfig) -> Student:
-    """A block drafter of `steps` draft tokens for the vocabulary `ids`."""
+    """A new block drafter of config.steps draft tokens for the draft vocabulary ids int32[Vd].
+    Seeds torch. Raises ModelError where the target does not fit it.
+    """
     target = checkpoint.architecture
     about = block_for(target, len(ids), config)
     about.check_against(target, "train")

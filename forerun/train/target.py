@@ -24,7 +24,9 @@ decoder.AttendApart, values may be narrower than keys.
 
 
 def embeddings(checkpoint: Checkpoint) -> tuple[torch.Tensor, torch.Tensor]:
-    """The target's embedding and output rows, each float32[V,H]; one tensor where tied."""
+    """The target's embedding and output rows, each float32[V,H] on the CPU; one tensor where tied.
+    Raises ModelError where a tensor is missing.
+    """
     embed = torch.from_numpy(checkpoint.tensor("model.embed_tokens.weight").copy())
     if checkpoint.architecture.tied_head:
         return embed, embed
@@ -50,10 +52,15 @@ class DenseTarget:
     def forward(
         self, tokens: Tensor, positions: Tensor, attend: Attend, features: tuple[int, ...] = ()
     ) -> tuple[Tensor, list[Tensor]]:
-        """Residual stream [B,T,H] after the last layer, and those entering the layers `features`
-        (transformers' hidden_states; L = after the last), in that order.
+        """Residual stream [B,T,H] after the last layer, and those entering the layers `features`,
+        in that order.
 
-        tokens int64[B,T] at positions int64[T] or [B,T]. The caller switches gradients off.
+        tokens     int64[B,T]
+        positions  int64[T] or [B,T]
+        attend     called per layer with rotated queries, keys, values
+        features   as transformers' hidden_states; L = after the last layer
+
+        The caller switches gradients off.
         """
         shape = tokens.shape
 
@@ -71,9 +78,10 @@ class DenseTarget:
 
     @torch.no_grad()
     def run(self, tokens: Tensor, features: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """int64[B,T], padded at the end -> features [B,T,F*H], last [B,T,H] after the final norm.
+        """One causal pass over tokens int64[B,T], padded at the end: features [B,T,F*H] side by
+        side, and last [B,T,H] after the final norm. Without gradients.
 
-        Feature i is the residual stream entering layer i (transformers' hidden_states[i]).
+        features  feature i is the residual stream entering layer i (transformers' hidden_states[i])
         """
         positions = torch.arange(tokens.shape[1], device=self.device)
         last, streams = self.forward(tokens, positions, self.causal, features)
@@ -82,7 +90,9 @@ class DenseTarget:
     def causal(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None
     ) -> Tensor:
-        """Attention of a whole sequence to itself, as the layer's spec says."""
+        """Attention of whole sequences to themselves as the layer's spec says, window, soft cap and
+        sinks included: context [B,A,T,E]. Arguments as of Attend.
+        """
         spec, length = self.arch.layer_specs[layer].attention, queries.shape[-2]
         windowed = spec.window is not None and spec.window < length
         if spec.softcap is None and not windowed and sinks is None:
@@ -99,8 +109,9 @@ class DenseTarget:
         return masked_attention(queries, keys, values, bias, spec, sinks)
 
     def mask(self, spec: AttentionSpec, query: Tensor, key: Tensor) -> Tensor:
-        """What is added to the scores of queries at positions `query` with keys at positions
-        `key`: minus infinity where one does not see the other. The two are broadcast.
+        """What is added to the scores of queries at positions `query` with keys at positions `key`,
+        int64 that are broadcast: 0, or minus infinity where one does not see the other (causality,
+        window).
         """
         hidden = key > query
         if spec.window is not None:
@@ -109,17 +120,19 @@ class DenseTarget:
         return bias.masked_fill_(hidden, -torch.inf)
 
     def final_norm(self, x: Tensor) -> Tensor:
-        """What the head reads, [..., H], from the stream after the last layer."""
+        """What the head reads, [...,H], from the stream [...,H] after the last layer."""
         return self._decoder.final_norm(x.flatten(0, -2)).view(x.shape)
 
     @torch.no_grad()
     def logits(self, last: Tensor) -> Tensor:
-        """float32[n,V] from normed hidden states [n,H]."""
+        """float32[n,V] from normed hidden states [n,H], without gradients."""
         return self._decoder.read(last, len(last))
 
     @torch.no_grad()
     def choices(self, last: Tensor) -> Tensor:
-        """int64[...]: the argmax over the full vocabulary at each normed hidden state [..., H]."""
+        """int64[...]: the argmax over the full vocabulary at each normed hidden state [...,H], a
+        chunk of rows at a time, without gradients.
+        """
         flat = last.reshape(-1, last.shape[-1])
         chunk = max(1, (1 << 26) // len(self.head))
         parts = [(part @ self.head.T).argmax(-1) for part in flat.split(chunk)]
@@ -134,7 +147,7 @@ def masked_attention(
     spec: AttentionSpec,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Context [B,A,T,E] of queries [B,A,T,E] over keys and values [B,G,S,E].
+    """Context [B,A,T,E] of queries [B,A,T,E] over keys and values [B,G,S,E], in the values' dtype.
 
     bias   added to the scores, [T,S] or what broadcasts to [B,A,T,S]: see DenseTarget.mask
     sinks  float32[A] or what broadcasts to [A,T]: a score of each query that carries no value

@@ -24,7 +24,14 @@ Teacher = Callable[[Ints, Ints], tuple[Floats, Floats]]
 def core_teacher(
     checkpoint: Checkpoint, features: tuple[int, ...], longest: int, threads: int | None = None
 ) -> Iterator[Teacher]:
-    """The compiled core, for chats of at most `longest` tokens. Raises as CpuExecutor does."""
+    """A context manager: the Teacher on the compiled core, for chats of at most `longest` tokens.
+    Leaving it frees the core.
+
+    features  hidden states to return, as transformers numbers them
+    threads   None = the core's own choice
+
+    Raises as CpuExecutor does.
+    """
     states = HiddenStates(checkpoint, features, longest, threads)
     try:
         yield states.run
@@ -34,7 +41,9 @@ def core_teacher(
 
 @contextmanager
 def dense_teacher(target: DenseTarget, features: tuple[int, ...]) -> Iterator[Teacher]:
-    """The slow twin: one causal pass of `target`, on the CPU."""
+    """A context manager: the Teacher by one causal pass of `target` on the CPU, the slow twin of
+    `core_teacher`.
+    """
 
     @torch.no_grad()
     def teach(tokens: Ints, scored: Ints) -> tuple[Floats, Floats]:

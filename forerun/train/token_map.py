@@ -14,9 +14,11 @@ _PIECE = 1 << 20
 
 
 def token_map(text: Path, tokenizer: Tokenizer, vocab: int, size: int) -> Ints:
-    """int32[size] ascending target ids: specials, single bytes and punctuation, then the most
-    frequent of `text` (UTF-8), then the lowest. Raises ConfigError where there is no such file, or
-    no room for more than what every map has.
+    """int32[size] ascending target ids for a token map: special tokens, single bytes and
+    punctuation, then the most frequent of the file `text` (UTF-8), then the lowest.
+
+    Raises ConfigError where the file cannot be read, or `size` leaves no room beyond what every map
+    has or exceeds `vocab`.
     """
     forced = forced_ids(tokenizer)
     if not len(forced) < size <= vocab:

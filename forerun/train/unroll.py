@@ -47,7 +47,7 @@ class Unrollable(Protocol):
     def lm_head(self) -> nn.Linear: ...  # noqa: D102
 
     def fuse(self, features: Tensor) -> Tensor:
-        """The hidden state [..., H] that step 0 reads, from the target's features."""
+        """The hidden state [...,H] that step 0 reads, from the target's features [...,F*H]."""
         ...
 
     def __call__(self, *rows: Any) -> Any:
@@ -89,8 +89,13 @@ class Turn:
 def turns(
     wanted: Tensor, plan: Unrolling, seed: int = 0, device: torch.device | str = "cpu"
 ) -> list[Turn]:
-    """One turn per step. Row q predicts at step s where token q + s + 2 is wanted, and goes on
-    as long as it will predict later. wanted bool[B,T] and the drawing are on the CPU.
+    """Which rows run at each step, one Turn per step, on `device`.
+
+    wanted  bool[B,T] on the CPU: tokens of answers
+    seed    draws the rows that go on, where plan.thin < 1
+
+    Row q predicts at step s where token q + s + 2 is wanted, and goes on as long as it will predict
+    later.
     """
     drawn = torch.rand(wanted.shape, generator=torch.Generator().manual_seed(seed))
     asks = [_ahead(wanted, s + 2) & (drawn < plan.thin**s) for s in range(plan.steps)]
@@ -121,10 +126,13 @@ def _ahead(wanted: Tensor, ahead: int) -> Tensor:
 def unrolled(
     head: Unrollable, tokens: Tensor, features: Tensor, embed: Tensor, steps: list[Turn]
 ) -> list[Tensor]:
-    """What the output head reads of each step's rows: tensors [R,H].
+    """What the output head reads of each step's rows: one tensor [R,H] per step, with gradients.
 
-    tokens int64[B,T], features [B,T,F*H], embed [V,H] the target's embedding. Rows whose token
-    lies beyond the sequence read the last token again; they are never wanted.
+    tokens    int64[B,T]
+    features  [B,T,F*H]
+    embed     [V,H] the target's embedding
+
+    Rows whose token lies beyond the sequence read the last token again; they are never wanted.
     """
     batch, length = tokens.shape
     frequencies = torch.from_numpy(head.head.rope.frequencies(head.head.head_size))

@@ -45,7 +45,9 @@ class Calling:
     special: Mapping[str, int] = field(default_factory=dict)
 
     def mark(self, text: str) -> str:
-        """A mark of the format, as grammars name it."""
+        """How a Lark grammar names a mark of the format: a control token by its id, else the text
+        as a literal.
+        """
         return f"<[{self.special[text]}]>" if text in self.special else _literal(text)
 
 
@@ -66,7 +68,11 @@ class Rules:
     parts: tuple[Grammar, ...] = ()
 
     async def compiled(self, compile: Callable[[Grammar], Awaitable[Compiled]]) -> Compiled:
-        """The whole, compiled. Raises RequestError that names the part at fault, BusyError."""
+        """Compile the whole grammar with `compile`. Where that is refused, each part is compiled
+        alone, so that the error names the part at fault.
+
+        Raises RequestError of the part, else of the whole; BusyError where the compiler is busy.
+        """
         try:
             return await compile(self.grammar)
         except BusyError:
@@ -77,11 +83,13 @@ class Rules:
             raise
 
     def on_one_line(self) -> "Rules":
-        """The same JSON, with white space as Python's json.dumps writes it."""
+        """A copy whose JSON has white space as Python's json.dumps writes it and nowhere else.
+        Raises RequestError where the grammar is no schema.
+        """
         return Rules(self.grammar.on_one_line(), self.parts)
 
     def after(self, start: Start) -> "Rules":
-        """The same, beginning after `start`."""
+        """A copy that constrains only what comes after `start`."""
         return Rules(self.grammar.after(start), self.parts)
 
 
@@ -91,7 +99,15 @@ def tool_rules(
     calling: Calling,
     answer: Grammar | None = None,
 ) -> Rules:
-    """Answers with calls of `tools`; the others are free text, or texts of the schema `answer`."""
+    """The grammar of answers that may call `tools` in a model's format.
+
+    tools    at least one; each one's arguments follow its schema
+    calling  whether calls are required, and whether there may be several
+    answer   a schema for answers without a call; None = free text
+
+    Raises RequestError where `answer` is no JSON schema, or GLM's arguments cannot honour a strict
+    one.
+    """
     lines = [f"call: {_either('call', len(tools))}"]
     for index, tool in enumerate(tools):
         lines += _call(format, calling, index, tool)
@@ -101,7 +117,11 @@ def tool_rules(
 
 
 def tag_rules(tags: Sequence[Tag], triggers: Sequence[str], field: str) -> Rules:
-    """Free text in which every trigger begins a tag (SGLang's structural tags).
+    """The grammar of free text in which every trigger begins one of the tags (SGLang's structural
+    tags).
+
+    triggers  beginnings of tags; free text may contain none of them
+    field     the request field that errors name
 
     Raises RequestError where a tag does not begin with a trigger.
     """
@@ -180,7 +200,7 @@ def _content(answer: Grammar) -> str:
 
 
 def _json(grammar: Grammar) -> str:
-    """Texts of a schema, which the compiling process rewrites (see with_schemas)."""
+    """Texts of a schema, which the compiling process rewrites (see llguidance_worker.py)."""
     asked = [grammar.field, grammar.lenient, grammar.one_line]
     return f"%json {_plain({'x-forerun': asked, 'schema': json.loads(grammar.source)})}"
 
@@ -195,7 +215,7 @@ def _plain(value: Any) -> str:
 
 
 def without(texts: Sequence[str]) -> str:
-    """A terminal of any text in which none of `texts` occurs."""
+    """A Lark terminal that matches any text in which none of `texts` occurs."""
     return " & ".join([ANY_TEXT, *(f"~({ANY_TEXT} {_literal(text)} {ANY_TEXT})" for text in texts)])
 
 

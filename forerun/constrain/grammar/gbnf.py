@@ -18,8 +18,10 @@ _NEXT_RULE = re.compile(r"[A-Za-z0-9_-]+(?:[ \t]|#[^\n]*)*::=")
 
 
 def lark(source: str) -> str:
-    """The same language in Lark. Raises ValueError naming the line where it cannot be read, or a
-    rule that is not there or never ends.
+    """Translate a GBNF grammar to Lark; the same language, matched without greed.
+
+    Raises ValueError, naming the line, where it cannot be read or names a rule that is not there;
+    also where no text of `root` is finite.
     """
     reader = _Reader(source)
     rules = reader.rules()

@@ -43,9 +43,16 @@ class Arguments:
 def arguments(
     index: int, grammar: Grammar, literal: Callable[[str], str], content: Callable[[Grammar], str]
 ) -> Arguments:
-    """Of the function with that index. literal: a text in Lark; content: a schema's texts in Lark.
+    """The rules of a function's arguments in GLM's form: tags of keys and values, strings without
+    quotes.
 
-    Raises RequestError naming what a strict schema asks for in vain.
+    index    number of the function, for the names of rules
+    grammar  a schema of its arguments
+    literal  makes a Lark literal of a text
+    content  makes a Lark expression of a schema's texts
+
+    Raises RequestError where a strict schema has a keyword that this form cannot honour; of a
+    lenient one such keywords are left out and listed.
     """
     raw = json.loads(grammar.source)
     writer = _Writer(grammar, raw, literal, content)

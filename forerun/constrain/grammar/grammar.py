@@ -56,9 +56,13 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Any, lenient: bool = False, field: str = "grammar") -> Self:
-        """Text that is JSON valid under `schema` (an object, or true).
+        """Text that is JSON valid under `schema`: an object, or true or false.
 
-        Raises RequestError where it is no schema, or is too large or too deep.
+        lenient  leave out keywords that cannot be honoured, instead of refusing them
+        field    the request field that errors name
+
+        Raises RequestError where it is no schema, not JSON, larger than MAX_SOURCE or nested too
+        deep; unless lenient, also for a bad pattern or member.
         """
         if not isinstance(schema, dict | bool):
             raise RequestError(f"{field} must be a JSON schema: an object", field)
@@ -75,21 +79,24 @@ class Grammar:
 
     @classmethod
     def json_object(cls, field: str = "grammar") -> Self:
-        """Text that is any JSON object."""
+        """Text that is any JSON object: `json_schema` of {"type": "object"}."""
         return cls.json_schema({"type": "object"}, field=field)
 
     @classmethod
     def regex(cls, pattern: str, field: str = "grammar") -> Self:
-        """Text that matches `pattern` as a whole.
+        """Text that `pattern` matches as a whole, read as JavaScript reads it.
 
-        Raises RequestError that points at a bracket without its partner.
+        Raises RequestError that points at the fault where it is no regular expression, is larger
+        than MAX_SOURCE, or forces a text of more than MAX_FORCED characters.
         """
         grammar = cls(Kind.REGEX, pattern, field=field)._checked()
         return replace(grammar, source=portable(pattern, field))
 
     @classmethod
     def choice(cls, choices: Sequence[str], field: str = "grammar") -> Self:
-        """Text that is one of `choices`."""
+        """Text that is one of `choices`, exactly. Raises RequestError where there is none, one is
+        empty or no string, or all together are larger than MAX_SOURCE.
+        """
         if not choices or not all(isinstance(text, str) and text for text in choices):
             raise RequestError(f"{field} must be a list of at least one non-empty string", field)
         size = sum(map(len, choices))
@@ -101,15 +108,19 @@ class Grammar:
 
     @classmethod
     def grammar(cls, source: str, field: str = "grammar") -> Self:
-        """Text of a context-free grammar: GBNF (`root ::= ...`) or Lark (`start: ...`)."""
+        """Text of a context-free grammar: GBNF (`root ::= ...`) or Lark (`start: ...`). Rules are
+        read when it is compiled.
+
+        Raises RequestError where it is larger than MAX_SOURCE or nests brackets deeper than
+        MAX_NESTING.
+        """
         grammar = cls(Kind.GRAMMAR, source, field=field)._checked()
         if max(_depths(source), default=0) > MAX_NESTING:
             raise RequestError(f"{field} nests brackets deeper than {MAX_NESTING} levels", field)
         return grammar
 
     def on_one_line(self) -> Self:
-        """The same JSON, with white space as Python's json.dumps writes it.
-
+        """A copy whose JSON has white space as Python's json.dumps writes it and nowhere else.
         Raises RequestError where the grammar is no schema.
         """
         if self.kind is not Kind.JSON_SCHEMA:
@@ -117,7 +128,7 @@ class Grammar:
         return replace(self, one_line=True)
 
     def after(self, start: Start) -> Self:
-        """The same constraint, beginning after `start`."""
+        """A copy that begins after `start` instead of at once."""
         return replace(self, start=start)
 
     def _checked(self) -> Self:

@@ -66,12 +66,15 @@ class Compiler:
         self._waiting = threading.Semaphore(MAX_WAITING)
 
     def compile(self, grammar: Grammar, client: str = "") -> Compiled:
-        """Compile, or find in the cache. Blocks; not for the engine's thread.
+        """A grammar ready to run, from the cache or compiled in another process first. Blocks up to
+        some seconds; not for the engine's thread.
 
-        client  on whose behalf: of several that wait, who has used least comes first
+        client  on whose behalf: of several that wait, who has used least comes first ("" = one
+                client)
 
         Raises RequestError naming the field and, where it can be told, the place at fault;
-        BusyError when too many wait, WorkerError when the compiling process does not answer.
+        BusyError where MAX_WAITING wait already; WorkerError where the compiling process was ended
+        or stopped by somebody.
         """
         key = (grammar.kind, grammar.source, grammar.lenient, grammar.one_line)
         with self._lock:
@@ -104,7 +107,7 @@ class Compiler:
         return found
 
     def close(self) -> None:
-        """End the compiling processes."""
+        """Wait for the compilations under way and end the compiling processes."""
         for lane in self._lanes:
             with lane.queue.place("", 0.0):
                 lane.worker.close()
@@ -177,7 +180,9 @@ class Compiler:
 
 
 def open_compiler(tokenizer: Tokenizer) -> Compiler | None:
-    """A compiler for the tokenizer; None where it declares no token that could end a text."""
+    """A compiler for the tokenizer; None where that declares no end-of-text token, so that no
+    constrained text could end.
+    """
     return Compiler(tokenizer) if tokenizer.eos_ids else None
 
 

@@ -29,7 +29,14 @@ class FairQueue:
 
     @contextmanager
     def place(self, client: str, cost: float) -> Iterator[None]:
-        """Wait for one's turn, and hold it. cost: in seconds, an estimate."""
+        """A context manager: wait until nobody works and this is next, then hold the one place
+        until it is left.
+
+        client  whose use of late counts
+        cost    seconds of work expected
+
+        The seconds it was held are added to what the client has used.
+        """
         with self._changed:
             place = self._clock() + cost + self._of(client), next(self._numbers)
             self._waiting.append(place)
@@ -77,7 +84,10 @@ class LeastWorkedFirst:
 
     @contextmanager
     def place(self, worked: float) -> Iterator[None]:
-        """Wait for one's turn, and hold it. worked: in seconds, in all turns so far."""
+        """A context manager: wait until one of the places is free and this is next, then hold it.
+
+        worked  seconds worked in all turns so far; the smallest comes first
+        """
         with self._changed:
             place = worked, next(self._numbers)
             self._waiting.append(place)

@@ -35,26 +35,32 @@ from forerun.sandbox import serve
 def translate(
     kind: str, source: str, lenient: bool, one_line: bool, vocabulary: llguidance.LLTokenizer
 ) -> tuple[str, list[str]]:
-    """The grammar in llguidance's form, and the paths of what it leaves out of a lenient schema.
+    """A request's grammar in llguidance's own form, and the paths of what is left out of a lenient
+    schema.
 
-    Raises ValueError where the source cannot be read, or a strict schema not be honoured.
+    kind        a Kind, as its value
+    source      of the grammar
+    one_line    of a schema: white space as json.dumps has it
+    vocabulary  that schemas are tried on
+
+    Raises ValueError where the source cannot be read or a strict schema cannot be honoured.
     """
     matcher = llguidance.LLMatcher
     if kind == "regex":
         return str(matcher.grammar_from_regex(source)), []
     if kind == "json_schema":
-        schema, left_out = fitted(json.loads(source), lenient, one_line, vocabulary, alone=True)
+        schema, left_out = _fitted(json.loads(source), lenient, one_line, vocabulary, alone=True)
         options: Any = json_options(one_line)
         return str(
             matcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
         ), left_out
     if "::=" not in source:
-        source, left_out = with_schemas(source, vocabulary)
+        source, left_out = _with_schemas(source, vocabulary)
         return str(matcher.grammar_from_lark(source)), left_out
     return str(matcher.grammar_from_lark(lark(source))), []
 
 
-def fitted(
+def _fitted(
     schema: Any,
     lenient: bool,
     one_line: bool,
@@ -112,7 +118,7 @@ def _refusal(schema: Any, one_line: bool, vocabulary: llguidance.LLTokenizer) ->
 _SCHEMA = re.compile(r'%json (?=\{"x-forerun":)')
 
 
-def with_schemas(source: str, vocabulary: llguidance.LLTokenizer) -> tuple[str, list[str]]:
+def _with_schemas(source: str, vocabulary: llguidance.LLTokenizer) -> tuple[str, list[str]]:
     """A Lark grammar with its schemas (see calls.py) as llguidance honours them, and the paths of
     what is left out of them.
     """
@@ -124,7 +130,7 @@ def with_schemas(source: str, vocabulary: llguidance.LLTokenizer) -> tuple[str, 
     while match := _SCHEMA.search(source, at):
         part, end = json.JSONDecoder().raw_decode(source, match.end())
         place, lenient, one_line = part["x-forerun"]
-        schema, paths = fitted(part["schema"], lenient, one_line, vocabulary)
+        schema, paths = _fitted(part["schema"], lenient, one_line, vocabulary)
         options = {"x-guidance": json_options(one_line)}
         whole = {**schema, **options} if isinstance(schema, dict) else schema
         out += source[at : match.end()] + json.dumps(whole)
@@ -158,7 +164,11 @@ _BYTES_OF_TOKEN = 8
 
 
 def answer(request: dict[str, Any], vocabulary: llguidance.LLTokenizer) -> dict[str, Any]:
-    """Translate one grammar, compile it, ask for its first mask and try a few steps."""
+    """The reply to one request of the server: {"grammar", "expensive", "unenforced"}, or {"error"}.
+
+    Translates the grammar, compiles it, computes its first mask and tries a few steps. Raises
+    nothing that a source may cause.
+    """
     try:
         grammar, left_out = translate(**request, vocabulary=vocabulary)
     except MemoryError:
@@ -180,7 +190,9 @@ def answer(request: dict[str, Any], vocabulary: llguidance.LLTokenizer) -> dict[
 
 
 def main() -> None:
-    """Answer with llguidance."""
+    """Run the compiling process: limit its memory, then answer the lines of standard input until
+    they end.
+    """
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     sys.setrecursionlimit(RECURSION)
     like_a_tokenizer: Any = Bytes()

@@ -30,11 +30,13 @@ class SentVocabulary:
         self.special_ids = frozenset[int](sent["special_ids"])
 
     def token_bytes(self, id: int) -> bytes:
-        """See Tokenizer."""
+        """The bytes that token `id` stands for. Raises IndexError beyond the vocabulary."""
         return self._tokens[id]
 
     def encode_part(self, text: str, first: bool) -> list[int]:
-        """See Tokenizer: it is asked."""
+        """Ids of a part of a text, as Tokenizer.encode_part: the server's process is asked, which
+        has the tokenizer.
+        """
         ids: list[int] = question([text, first])
         return ids
 
@@ -47,7 +49,12 @@ class Follower:
         self._automaton: Automaton | str = "no grammar was sent"
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Step over tokens and say what may follow."""
+        """Step over the tokens of request["take"] and reply with what may follow: {"mask" (base64
+        of one bit per id), "complete", "error"}.
+
+        "begin" in the request names a new grammar in llguidance's form. Where a token does not fit
+        or a limit is reached, "error" says so and the mask allows the end of text alone.
+        """
         if "begin" in request:
             self._automaton = self._library.build(request["begin"]).begin(apart=True)
         automaton = self._automaton
@@ -66,7 +73,9 @@ class Follower:
 
 
 def main() -> None:
-    """Answer until standard input ends."""
+    """Run the matching process: read the vocabulary from the first line, limit processor time and
+    memory, then answer requests until standard input ends.
+    """
     os.nice(5)  # Those who are served by the model come first.
     resource.setrlimit(resource.RLIMIT_CPU, (ALL_SECONDS, ALL_SECONDS + 5))
     sent = json.loads(sys.stdin.readline())

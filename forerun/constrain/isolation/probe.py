@@ -17,10 +17,14 @@ PATIENCE = 0.1
 
 
 def expensive(beginning: Automaton, ends: frozenset[int], slow: float) -> bool:
-    """Whether a grammar should be followed in a process of its own: a limit is reached within a
-    few tokens, or one of them takes longer than `slow` seconds.
+    """Whether a grammar should be followed in a process of its own: on one of WALKS random walks of
+    STEPS tokens it reaches a limit, or a step takes more than `slow` seconds of processor time.
 
-    Half of the walks repeat a token while they can, the others go anywhere.
+    beginning  stays where it is; copies walk
+    ends       end-of-text ids, which are not taken
+
+    Half of the walks repeat a token while they can, the others go anywhere. After PATIENCE seconds
+    in all the answer is False.
     """
     end = thread_time() + PATIENCE
     for seed in range(WALKS):

@@ -42,7 +42,7 @@ class RemoteMatchers:
         self._vocabulary = vocabulary
 
     def process(self) -> SandboxProcess:
-        """A new one, not started."""
+        """A new matching process, not started yet; it is sent the vocabulary when it starts."""
         return SandboxProcess(
             COMMAND, CALL_SECONDS, self._init_message, self._encoded, stateful=True
         )
@@ -89,18 +89,20 @@ class RemoteMatcher:
 
     @property
     def ready(self) -> bool:
-        """See AsyncMatcher."""
+        """Whether everything that was taken is answered."""
         with self._lock:
             return self._heard == self._asked
 
     @property
     def answer(self) -> MatcherAnswer:
-        """See AsyncMatcher."""
+        """The latest answer; that of the last tokens once it is `ready`."""
         with self._lock:
             return self._answer
 
     def take(self, tokens: Sequence[int]) -> None:
-        """See AsyncMatcher."""
+        """Hand over decided tokens to step over; returns at once. The first call starts a thread,
+        which may wait for a free process.
+        """
         with self._lock:
             self._asked += 1
         self._jobs.put(list(tokens))
@@ -109,7 +111,7 @@ class RemoteMatcher:
             threading.Thread(target=self._run, name="forerun-matcher", daemon=True).start()
 
     def close(self) -> None:
-        """End the process; nothing is answered any more."""
+        """Kill the process; `answered` is not called any more. The matcher cannot be used again."""
         self._closed.set()
         self._jobs.put(None)
         self._process.kill()

@@ -22,25 +22,29 @@ class Automaton(Protocol):
 
     @property
     def error(self) -> str:
-        """Why it failed, for good; empty while it has not. Its forks made before have not."""
+        """Why it failed for good, as a limit was reached; empty while it has not. Forks made before
+        have not failed with it.
+        """
         ...
 
     def fork(self) -> Self:
-        """Another one at the same place; what becomes of one does not touch the other."""
+        """A copy at the same place; what becomes of one does not touch the other."""
         ...
 
     def take(self, token: int) -> bool:
-        """Step over `token`. False where it does not fit; then nothing has changed, unless a
-        limit was reached (see error).
+        """Step over token id `token`. False where it does not fit; then nothing has changed, unless
+        a limit was reached (see error).
         """
         ...
 
     def forced(self) -> list[int]:
-        """Tokens that alone can follow, in order; often none. The mask of each allows no other."""
+        """Ids of the tokens that alone can follow, in order; often none. Changes nothing."""
         ...
 
     def mask(self) -> bytes:
-        """Bits of the tokens that may follow, one per id of the tokenizer."""
+        """One bit per id of the tokenizer, set where the token may follow: token 8 t + i is bit i
+        of byte t. Changes nothing but `error`.
+        """
         ...
 
 
@@ -49,14 +53,14 @@ class Prepared(Protocol):
 
     @property
     def size(self) -> int:
-        """Bytes that it takes."""
+        """Bytes that it takes, about: for the cache's budget."""
         ...
 
     def begin(self, apart: bool = False) -> Automaton | str:
-        """A new automaton at the beginning, which shares nothing that can fail with any other, or
-        why there is none.
+        """A new automaton at the beginning, which shares nothing that can fail with any other; or,
+        as a string, why there is none.
 
-        apart  for a process of its own: it may take more of a step
+        apart  for a process of its own: a step may take more
         """
         ...
 
@@ -66,30 +70,30 @@ class Vocabulary(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id."""
+        """One more than the largest token id."""
         ...
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Ids that end a text, the declared one first."""
+        """Ids that end a text, the declared one first; at least one."""
         ...
 
     @property
     def bos_id(self) -> int | None:
-        """Begin-of-text id, if there is one."""
+        """The begin-of-text id; None where there is none."""
         ...
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids of the control tokens."""
+        """Ids of the control tokens, whose bytes are no text."""
         ...
 
     def token_bytes(self, id: int) -> bytes:
-        """What a token stands for."""
+        """The bytes that token `id` stands for, possibly half a character."""
         ...
 
     def encode_part(self, text: str, first: bool) -> list[int]:
-        """Ids of a part of a text. See Tokenizer."""
+        """Ids of a part of a text; `first` where it begins the text (see Tokenizer.encode_part)."""
         ...
 
 
@@ -112,18 +116,20 @@ class AsyncMatcher(Protocol):
 
     @property
     def ready(self) -> bool:
-        """Whether the answer behind the last token is there."""
+        """Whether the answer behind the last token taken is there. Never blocks."""
         ...
 
     @property
     def answer(self) -> MatcherAnswer:
-        """The latest."""
+        """The latest answer, empty before the first."""
         ...
 
     def take(self, tokens: Sequence[int]) -> None:
-        """Step over decided tokens. What follows them will be answered."""
+        """Step over decided tokens; returns at once. What may follow them will be answered
+        later.
+        """
         ...
 
     def close(self) -> None:
-        """End it; nothing is answered any more."""
+        """End it and free its process; nothing is answered any more."""
         ...

@@ -46,13 +46,19 @@ class GrammarState:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Around what is asked of the matcher."""
+        """A context manager around questions to the matcher: adds the thread's processor time to
+        `seconds`.
+        """
         begun = thread_time()
         yield
         self.seconds += thread_time() - begun
 
     def mask(self, path: tuple[int, ...]) -> bytes | None:
-        """The mask where the matcher now stands, at the end of `path`; None = all may follow."""
+        """The mask at the end of `path`, where the matcher must stand; None = every token may
+        follow. Remembered until the root moves on.
+
+        Where the matcher fails, `failed[path]` says why.
+        """
         found = self._masks.get(path)
         if found is None:
             found = self.matcher.mask()
@@ -63,16 +69,18 @@ class GrammarState:
         return found
 
     def predicted(self, min_prob: float = FIXED_MIN_PROB) -> list[PredictedToken]:
-        """Certain and likely tokens below the root, whose paths have a probability of `min_prob` or
-        more. They are looked for once per step.
+        """Certain and likely tokens below the root, parents first, whose paths have a probability
+        of `min_prob` or more. They are computed once per step; later calls ignore `min_prob`.
         """
         if self._predicted is None:
             self._predicted = JumpForward(self.matcher, self._likely, min_prob).draft_tokens()
         return self._predicted
 
     def commit(self, tokens: Sequence[int]) -> Committed:
-        """Move the root over `tokens`, up to where the text is complete, a token does not fit, or
-        one follows where no mask could be computed.
+        """Move the root over emitted `tokens`, up to where the text is complete, a token does not
+        fit, or one follows where no mask could be computed; the result says how far and why.
+
+        Teaches the token prior what was chosen, and forgets the step's masks.
         """
         matcher, masks = self.matcher, self._masks
         path: tuple[int, ...] = ()
@@ -102,9 +110,13 @@ class GrammarState:
 
 
 def guide(state: GrammarState, draft: Draft, depth: int) -> "GuidedDraft":
-    """What lies ahead, what is legal of `draft`, and what is forced below that.
+    """The draft of one row under its grammar: what the grammar predicts, what is legal of `draft`,
+    and what is forced below that.
 
-    No path is longer than `depth`.
+    depth  longest path, in draft tokens
+
+    The matcher ends where it stood. Stops after PATIENCE seconds; what was checked until then
+    counts.
     """
     guided = GuidedDraft()
     # By number of what lies ahead: its node, and how deep that is; -1 = the root.
@@ -119,7 +131,7 @@ def guide(state: GrammarState, draft: Draft, depth: int) -> "GuidedDraft":
 
 
 def children(nodes: Iterable[int], parents: Ints) -> dict[int, list[int]]:
-    """Nodes by their parents, in order."""
+    """The given nodes by their parents (entries of int32 `parents`), in their order."""
     below: dict[int, list[int]] = {}
     for node in nodes:
         below.setdefault(int(parents[node]), []).append(node)
@@ -170,8 +182,11 @@ class GuidedDraft:
         self._place: dict[tuple[int, int], int] = {}
 
     def hang(self, token: int, parent: int, score: float, rank: int, source: int) -> int:
-        """Hang a token below `parent` (-1 = root), or find it there; a path is no likelier than
-        its beginning. Its source is whoever named it first.
+        """Add a token below node `parent` (-1 = root), or find it there; returns its node number.
+
+        score  probability of its path; kept as the greatest heard, and never above the parent's
+        rank   place in the drafter's order, and
+        source who named it: both are kept from the first call
         """
         node = self._place.setdefault((parent, token), len(self._tokens))
         score = min(score, self._score[parent] if parent >= 0 else 1.0)
@@ -185,7 +200,7 @@ class GuidedDraft:
         return node
 
     def path(self, node: int) -> list[int]:
-        """Tokens from below the root down to `node`."""
+        """Token ids from below the root down to `node`; empty for the root, -1."""
         tokens: list[int] = []
         while node >= 0:
             tokens.append(self._tokens[node])
@@ -194,7 +209,9 @@ class GuidedDraft:
         return tokens
 
     def best(self, nodes: int) -> Draft:
-        """The `nodes` likeliest. Ties go to what the drafter named first, so paths stay whole."""
+        """A Draft of the `nodes` likeliest nodes. Ties go to what the drafter named first, so paths
+        stay whole.
+        """
         order = sorted(
             range(len(self._tokens)), key=lambda node: (-self._score[node], self.rank[node], node)
         )

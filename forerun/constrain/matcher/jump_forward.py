@@ -46,7 +46,10 @@ class JumpForward:
         self._path: list[int] = []
 
     def draft_tokens(self) -> list[PredictedToken]:
-        """Parents before children, each as likely as those behind it or likelier."""
+        """The tokens ahead, likeliest first, parents before children, MAX_AHEAD at most; none where
+        min_prob is above 1. Stops after PATIENCE seconds of work. Call it once; the matcher ends
+        where it stood.
+        """
         if self._min_prob > 1.0:
             return []
         end = thread_time() + PATIENCE
@@ -83,7 +86,7 @@ class JumpForward:
 
 
 def path_of(draft_tokens: list[PredictedToken], node: int) -> list[int]:
-    """Tokens from below the root down to a draft token."""
+    """Token ids from below the root down to number `node` of `draft_tokens`; empty for -1."""
     path: list[int] = []
     while node >= 0:
         path.append(draft_tokens[node].token)
@@ -93,7 +96,8 @@ def path_of(draft_tokens: list[PredictedToken], node: int) -> list[int]:
 
 
 def move(matcher: Matcher, path: list[int], wanted: list[int]) -> bool:
-    """Move the matcher from the end of `path` to that of `wanted`, over their common ancestor.
+    """Move the matcher from the end of `path` to that of `wanted`, over their common ancestor;
+    `path` is updated in place.
 
     False where a token did not fit; then `path` says how far it came.
     """

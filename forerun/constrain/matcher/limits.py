@@ -15,7 +15,9 @@ a model may write spaces until max_tokens."""
 
 
 def json_options(one_line: bool) -> dict[str, Any]:
-    """How llguidance is to read a JSON schema."""
+    """Options with which llguidance reads a JSON schema: white space as WHITESPACE allows it, or,
+    on one line, exactly as Python's json.dumps writes it.
+    """
     if one_line:
         return {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
     return {"whitespace_pattern": WHITESPACE}

@@ -36,13 +36,15 @@ class Translated:
     slow: float = 0
 
     def moved(self, limit: bool) -> None:
-        """A matcher had to leave the engine's thread, at a limit or because it was slow."""
+        """Record that a matcher had to leave the engine's thread, at a limit or because it was
+        slow. After a limit, or a second slow one, the grammar is `expensive`.
+        """
         self.slow += 1
         self.expensive |= limit or self.slow > 1
 
     def stayed(self) -> None:
-        """A matcher was done on the engine's thread. Eight of them make up for a slow one, which
-        may have had a bad moment of the machine and not of the grammar.
+        """Record that a matcher was done on the engine's thread. Eight of them make up for a slow
+        one, which may have had a bad moment of the machine and not of the grammar.
         """
         self.slow = max(0, self.slow - 1 / 8)
 
@@ -70,11 +72,13 @@ class Compiled:
 
     @property
     def expensive(self) -> bool:
-        """To be followed in a process of its own."""
+        """Whether its sequences are to be followed in processes of their own."""
         return self.prototype is None or self.translated.expensive
 
     def begin(self) -> Automaton:
-        """An automaton at the beginning, on this thread whatever it costs. Raises EngineError."""
+        """A new automaton at the beginning, on this thread whatever it costs. Raises EngineError
+        where the library has none.
+        """
         if self.prototype is not None:
             return self.prototype.fork()
         found = self.translated.prepared.begin(apart=True)
@@ -126,12 +130,12 @@ class Matcher:
 
     @property
     def waiting(self) -> bool:
-        """Whether the constraint has not begun."""
+        """Whether the constraint has not begun: its start marker is still ahead."""
         return self._start.waiting
 
     @property
     def complete(self) -> bool:
-        """Whether the text is whole and nothing but its end may follow."""
+        """Whether the text, draft tokens included, is whole and nothing but its end may follow."""
         if self.waiting:
             return False
         position = self._position()
@@ -142,12 +146,12 @@ class Matcher:
 
     @property
     def error(self) -> str:
-        """Why the automaton failed here; empty while it has not."""
+        """Why the automaton failed here, for good; empty while it has not."""
         return self._position().error if self._path else self._automaton.error
 
     def commit(self, token: int) -> bool:
-        """Step over `token`, which is decided; draft tokens are forgotten. False where it does not
-        fit; then nothing else has changed.
+        """Step over `token`, which is decided; draft tokens are taken back first. False where it
+        does not fit; then nothing else has changed.
         """
         self.back(len(self._trail))
         self._positions.clear()
@@ -163,7 +167,7 @@ class Matcher:
         return True
 
     def advance(self, token: int) -> bool:
-        """Step over a draft token. False where it does not fit; then nothing has changed."""
+        """Step over draft token `token`. False where it does not fit; then nothing has changed."""
         before = self._start.seen, self._path
         given = self._start.take(token)
         if given is None:
@@ -181,13 +185,13 @@ class Matcher:
         return True
 
     def back(self, steps: int) -> None:
-        """Undo the last `steps` advances."""
+        """Take back the last `steps` draft tokens; 0 does nothing."""
         if steps:
             self._start.seen, self._path = self._trail[-steps]
             del self._trail[-steps:]
 
     def forced(self) -> list[int]:
-        """Tokens that alone can follow, in order; often none."""
+        """Ids that alone can follow here, in order; often none, and none while `waiting`."""
         if self.waiting:
             return []
         position = self._position()
@@ -197,7 +201,9 @@ class Matcher:
         return position.forced
 
     def mask(self) -> bytes | None:
-        """Bits of the tokens that may follow, one per known id; None = all may."""
+        """One bit per known id, set where the token may follow; None = every token may. Where the
+        automaton fails, `error` says so.
+        """
         if self.waiting:
             return self._start.mask(self._first)
         mask = self._here().mask()
@@ -251,7 +257,9 @@ class Matcher:
 
 
 def words(mask: bytes, size: int) -> Words:
-    """uint32[size] of a mask's bits; ids that the matcher does not know are forbidden."""
+    """uint32[size] of a mask's bits, as NodeMasks has them: bit t % 32 of word t // 32. Ids beyond
+    the mask's end are forbidden; bits beyond `size` words are dropped.
+    """
     out = np.zeros(size * 4, np.uint8)
     bits = np.frombuffer(mask, np.uint8)[: size * 4]
     out[: len(bits)] = bits

@@ -24,18 +24,22 @@ class RemoteState:
 
     @property
     def ready(self) -> bool:
-        """Whether it can be asked."""
+        """Whether the process has answered, so that `mask` and `commit` may be called."""
         return self._matcher.ready
 
     def mask(self) -> bytes | None:
-        """Bits of what may follow; None = all may."""
+        """One bit per known id, set where the token may follow; None = every token may. After a
+        failure it is the end of text alone: something must be emitted, though it does not count.
+        """
         compiled, answer = self._compiled, self._matcher.answer
         if answer.error:  # What is emitted does not count; but something must be.
             return only(compiled.ends, compiled.vocab)
         return self._start.mask(answer.mask)
 
     def commit(self, tokens: Sequence[int]) -> Committed:
-        """Step over tokens. That the text is complete, or cannot go on, it says before the next."""
+        """Hand decided tokens to the process. That the text is complete, or cannot go on, is known
+        one call later: then none of `tokens` count.
+        """
         answer = self._matcher.answer
         if answer.error or (answer.complete and not self._start.waiting):
             return Committed(0, answer.complete, answer.error, answer.lost)

@@ -12,6 +12,7 @@ import numpy as np
 
 from forerun.constrain.grammar import Start
 from forerun.constrain.matcher.automaton import Vocabulary
+from forerun.interface.grammars import legal
 
 
 class MarkerTokens:
@@ -43,8 +44,8 @@ class MarkerTokens:
         return len(self._text)
 
     def take(self, seen: int, token: int) -> tuple[int, bytes]:
-        """How much of the text is there behind `token` where `seen` bytes were before it, and what
-        the token says behind the text's end.
+        """How many bytes of the marker the text ends with behind `token`, where it ended with
+        `seen` before; and the token's bytes behind the marker's end, b"" where there are none.
         """
         piece = self._bytes[token] if 0 <= token < len(self._bytes) else b""
         tail = self._text[:seen] + piece
@@ -55,11 +56,15 @@ class MarkerTokens:
         return next((size for size in sizes if tail.endswith(self._text[:size])), 0), b""
 
     def spelling(self, rest: bytes) -> int | None:
-        """The token that says what another says behind the text's end; None where none does."""
+        """The token whose bytes are exactly `rest`; None where there is none. Known only for bytes
+        that some token has behind the marker's end.
+        """
         return self._spelling.get(rest)
 
     def beyond(self, seen: int) -> dict[int, bytes]:
-        """Tokens that go on behind the text's end where `seen` bytes of it were, and with what."""
+        """Tokens that go on behind the marker's end where the text ended with `seen` bytes of it,
+        and with what.
+        """
         return self._beyond[seen]
 
 
@@ -82,9 +87,11 @@ class StartMarker:
         return self.seen is not None
 
     def take(self, token: int) -> tuple[int, ...] | None:
-        """Step over a token. What it gives for the constraint: itself where that has begun; where
-        it begins in this token, the one that says the same behind the text's end, if there is
-        anything; None where no token does, then nothing changes.
+        """Step over a token, and say what the constraint sees of it: the token itself once that has
+        begun; none while the marker is ahead.
+
+        Where the marker ends within the token, its rest is seen as the token that says just that;
+        where no token does, None, and nothing changes.
         """
         if self._marker is None or self.seen is None:
             return (token,)
@@ -96,37 +103,35 @@ class StartMarker:
         return () if spelling is None else (spelling,)
 
     def mask(self, first: bytes) -> bytes | None:
-        """What may follow; None = anything. While waiting that is all but tokens that say
-        something behind the text's end with which the constraint (its mask there is `first`) does
-        not begin, and but the end of the text where the constraint asks for more than no text:
-        it would never begin. Afterwards it is `first`.
+        """What may follow: one bit per id; None = any token.
+
+        first  the constraint's mask where it now stands, or at its beginning while waiting
+
+        While waiting, all but tokens that say something behind the marker's end with which the
+        constraint does not begin, and but the end of text where the constraint asks for more than
+        no text: it would never begin. Afterwards it is `first`.
         """
         if self._marker is None or self.seen is None:
             return first
         if self.seen not in self._masks:
-            wrong = [] if any(has(first, token) for token in self._ends) else [*self._ends]
+            wrong = [] if any(legal(first, token) for token in self._ends) else [*self._ends]
             for token, rest in self._marker.beyond(self.seen).items():
                 spelling = self._marker.spelling(rest)
-                if spelling is None or not has(first, spelling):
+                if spelling is None or not legal(first, spelling):
                     wrong.append(token)
-            self._masks[self.seen] = all_but(wrong, self._vocab) if wrong else None
+            self._masks[self.seen] = _all_but(wrong, self._vocab) if wrong else None
         return self._masks[self.seen]
-
-
-def has(mask: bytes, token: int) -> bool:
-    """Whether a mask allows a token."""
-    return bool(mask[token >> 3] >> (token & 7) & 1)
 
 
 @cache
 def only(tokens: tuple[int, ...], vocab: int) -> bytes:
-    """The mask that allows these tokens."""
+    """The mask, one bit per id below `vocab`, that allows these tokens and no others."""
     bits = np.zeros(-(-vocab // 32) * 32, np.uint8)
     bits[list(tokens)] = 1
     return np.packbits(bits, bitorder="little").tobytes()
 
 
-def all_but(tokens: list[int], vocab: int) -> bytes:
+def _all_but(tokens: list[int], vocab: int) -> bytes:
     """The mask that forbids these tokens."""
     bits = np.ones(-(-vocab // 32) * 32, np.uint8)
     bits[tokens] = 0

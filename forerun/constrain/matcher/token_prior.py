@@ -43,7 +43,9 @@ class Places:
         self._weights: OrderedDict[Hashable, Weights] = OrderedDict()
 
     def learn(self, place: Hashable, token: int) -> None:
-        """At this place, `token` was chosen."""
+        """Record that `token` was chosen at this place; earlier choices there fade by `decay`. May
+        forget the least recently used place.
+        """
         faded = {t: self._decay * w for t, w in self._weights.pop(place, {}).items()}
         weights = {t: w for t, w in faded.items() if w > FADED}
         weights[token] = weights.get(token, 0.0) + 1.0
@@ -52,7 +54,7 @@ class Places:
             self._weights.popitem(last=False)
 
     def at(self, place: Hashable) -> Weights:
-        """What was learned of a place."""
+        """Decayed counts by token of what was chosen at a place; {} where nothing was."""
         return self._weights.get(place, {})
 
 
@@ -67,16 +69,19 @@ class TokenPrior:
         self._own = Places(decay=0.7, size=1024)
 
     def learn(self, mask: bytes, last: Last, token: int) -> None:
-        """After the tokens `last`, in the state with this mask, `token` was chosen."""
+        """Record that `token` was chosen after the tokens `last`, where the grammar's mask was
+        `mask`: for this sequence and for all that share places.
+        """
         for place in _places(mask, last):
             self._shared.learn(place, token)
             self._own.learn(place, token)
 
     def likely(self, mask: bytes, text: Sequence[int]) -> list[tuple[int, float]]:
-        """The likeliest tokens after `text` and their probabilities, best first; none where
-        nothing is known.
+        """The likeliest tokens after `text` that `mask` allows, and their probabilities, best
+        first, CHILDREN at most; none where nothing is known.
 
-        Estimates from the most general to the most special, each smoothed by the one before.
+        Estimates go from the most general place to the most special, each smoothed by the one
+        before (back-off).
         """
         here = _places(mask, last_of(text))
         chance = self._usual(mask, text)
@@ -104,13 +109,13 @@ class TokenPrior:
 
 
 def last_of(text: Sequence[int]) -> Last:
-    """The last two tokens of a text, as places know them."""
+    """The last two tokens of a text, -1 for those before its beginning."""
     before, last = (-1, -1, *text[-2:])[-2:]
     return before, last
 
 
 def shared_places() -> Places:
-    """What is learned about all sequences of an engine: some twenty megabytes at most."""
+    """New places for all sequences of an engine: twenty megabytes at most."""
     return Places(decay=0.9, size=16384)
 
 

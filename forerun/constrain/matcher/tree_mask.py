@@ -42,9 +42,10 @@ class TreeGrammars:
         self._places = shared_places()
 
     def open(self, slot: int, grammar: object, output: Iterable[int]) -> None:
-        """Start a fresh matcher in `slot` and advance it over the output so far.
+        """Start a fresh matcher in `slot` and advance it over the output so far, in a process of
+        its own where the grammar is expensive or fails here.
 
-        Raises RequestError where `grammar` is not a compiled one.
+        Raises RequestError where `grammar` is not a Compiled.
         """
         if not isinstance(grammar, Compiled):
             raise RequestError("the grammar of a request must be compiled", "grammar")
@@ -58,7 +59,7 @@ class TreeGrammars:
         self._remote[slot] = RemoteState(grammar, self._answered.set, tokens)
 
     def close(self, slot: int) -> None:
-        """Forget the slot's matcher, if it has one."""
+        """Forget the slot's matcher and end its process, if it has any."""
         compiled = self._compiled.pop(slot, None)
         if self._states.pop(slot, None) is not None and compiled is not None:
             compiled.translated.stayed()
@@ -67,21 +68,28 @@ class TreeGrammars:
             remote.close()
 
     def ready(self, slot: int, grammar: object) -> bool:
-        """See Grammars."""
+        """Whether the slot's mask is known or can be computed here at once; only a matcher in a
+        process of its own is not always ready.
+        """
         remote = self._remote.get(slot)
         if remote is not None:
             return remote.ready
         return slot in self._states or not (isinstance(grammar, Compiled) and grammar.expensive)
 
     def wait(self, seconds: float) -> None:
-        """See Grammars."""
+        """Block until a matcher in a process of its own has answered, or `seconds` have passed; not
+        at all where one is ready.
+        """
         self._answered.clear()
         if not any(state.ready for state in self._remote.values()):
             self._answered.wait(seconds)
 
     def guide(self, slots: Ints, drafts: list[Draft], nodes: Ints, depth: Ints) -> list[Draft]:
-        """Drafts without illegal draft tokens, with forced and likely tokens; others pass
-        unchanged.
+        """B drafts under the grammars of slots int32[B]: without illegal tokens, with forced and
+        likely ones, nodes[b] draft tokens and depth[b] deep at most. A row that a process follows
+        gets no draft.
+
+        Other rows pass unchanged, as do rows where nodes[b] is 0.
         """
         guided = list(drafts)
         for row, slot in enumerate(slots.tolist()):
@@ -95,14 +103,18 @@ class TreeGrammars:
         return guided
 
     def mask(self, slot: int) -> bytes | None:
-        """Bits of what may follow next; None where everything may."""
+        """The mask of what may follow next in `slot`, one bit per id; None where every
+        token may.
+        """
         if slot in self._remote:
             return self._remote[slot].mask()
         state = self._states.get(slot)
         return state.mask(()) if state is not None else None
 
     def predicted(self, slots: Ints, min_prob: float) -> list[list[float]]:
-        """See control.policy.Lookahead."""
+        """By slot of int32[B], the scores of what its grammar predicts with a probability of
+        `min_prob` or more, best first (control.policy.Lookahead); [] where none holds it.
+        """
         scores: list[list[float]] = []
         for slot in slots.tolist():
             state = self._states.get(slot)
@@ -114,7 +126,9 @@ class TreeGrammars:
         return scores
 
     def masks(self, slots: Ints, trees: TreeBatch) -> NodeMasks | None:
-        """One mask per reachable node of every constrained row; None when none is."""
+        """Masks for the nodes of every constrained row that can be reached; None where no row of
+        slots int32[B] is constrained. Matchers end where they stood.
+        """
         rows = [(row, slot) for row, slot in enumerate(slots.tolist()) if slot in self._compiled]
         if not rows:
             return None
@@ -128,7 +142,11 @@ class TreeGrammars:
         return table.masks()
 
     def commit(self, slot: int, tokens: Sequence[int]) -> Committed:
-        """See Grammars."""
+        """Advance the slot's matcher over emitted tokens. One that failed, or took more than SLOW
+        seconds of processor time, moves to a process of its own.
+
+        Raises KeyError for a slot without a matcher.
+        """
         if slot in self._remote:
             return self._remote[slot].commit(tokens)
         state, compiled = self._states[slot], self._compiled[slot]

@@ -16,8 +16,12 @@ Schema = dict[str, Any]
 
 
 def arrays(out: Schema, raw: Schema, contains: Any, resolve: Resolve) -> tuple[Schema, list[str]]:
-    """The schema with `uniqueItems`, `contains` and `unevaluatedItems` in other words, and the
-    names of those for which there are none.
+    """A copy of `out` with `uniqueItems`, `contains` and `unevaluatedItems` of `raw` in keywords
+    that llguidance enforces, and the names of those that cannot be.
+
+    out       rewritten so far
+    raw       the same schema as it was sent
+    contains  the rewritten `contains`; None = there is none
     """
     faults: list[str] = []
     if raw.get("uniqueItems") is True:

@@ -13,7 +13,9 @@ MAX_LEVELS = 250
 
 
 def check_depth(value: Any, field: str) -> None:
-    """Raise RequestError where data is nested too deep; iterative, for it may be very deep."""
+    """Raise RequestError where a value is nested deeper than MAX_LEVELS; iterative, so any depth is
+    safe.
+    """
     level = [value]
     for _ in range(MAX_LEVELS):
         parts = [part for part in level if isinstance(part, dict | list)]
@@ -26,7 +28,7 @@ def check_depth(value: Any, field: str) -> None:
 
 
 def check_patterns(schema: Any, field: str) -> None:
-    """Raise RequestError naming the path of a `pattern` that `portable` would refuse."""
+    """Raise RequestError naming the path of the first `pattern` that `portable` refuses."""
     for path, inner in schemas(schema):
         if isinstance(inner.get("pattern"), str):
             try:
@@ -36,7 +38,7 @@ def check_patterns(schema: Any, field: str) -> None:
 
 
 def check_members(schema: Any, field: str) -> None:
-    """Raise RequestError naming the path of what stands where a schema must, and is none."""
+    """Raise RequestError naming the path of the first property or definition that is no schema."""
     for path, inner in schemas(schema):
         for keyword in ("properties", "patternProperties", "$defs", "definitions"):
             members = inner.get(keyword)
@@ -48,7 +50,9 @@ def check_members(schema: Any, field: str) -> None:
 
 
 def finite(value: Any, bound: bool = False) -> Any:
-    """The same with bounds that no 64-bit float can be (`1.8e308`) as the largest that can."""
+    """A copy of a schema in which bounds that no 64-bit float can be (`1.8e308`) are the largest
+    that can. `bound`: the value itself is a bound.
+    """
     if isinstance(value, dict):
         return {key: finite(inner, key in _BOUNDS) for key, inner in value.items()}
     if isinstance(value, list):

@@ -24,8 +24,11 @@ Schema = dict[str, Any]
 
 
 def exclusive_choice(raw: Schema, branches: list[Any], resolve: Resolve) -> list[Any] | None:
-    """The rewritten branches of a `oneOf` as those of an `anyOf`, each without what another one
+    """The rewritten branches of a `oneOf` as branches of an `anyOf`, each without what another one
     allows too; None where that cannot be said.
+
+    raw       the schema as it was sent, with its `oneOf`
+    branches  rewritten, one each
     """
     sent = [beside(raw, resolve(branch)) for branch in raw["oneOf"]]
     if len(sent) ** 2 > MAX_PAIRS:
@@ -48,7 +51,8 @@ def exclusive_choice(raw: Schema, branches: list[Any], resolve: Resolve) -> list
 
 
 def negated(schema: Any, raw: Schema, resolve: Resolve) -> Any:  # noqa: PLR0911
-    """A schema of values that are not valid under `schema`; None where there is none known.
+    """A schema of values that are not valid under `schema`, perhaps not of all of them; False where
+    there are none, None where none is known.
 
     raw  what stands beside the `not`
     """
@@ -82,8 +86,10 @@ def negated(schema: Any, raw: Schema, resolve: Resolve) -> Any:  # noqa: PLR0911
 def conditional(  # noqa: PLR0911
     condition: Any, then: Any, otherwise: Any, raw: Schema, resolve: Resolve
 ) -> Any:
-    """`if` over constants and required keys, as a choice; None where it asks for more.
+    """An `if` over constants and required keys as a choice of two; None where the condition asks
+    for more.
 
+    condition        as it was sent
     then, otherwise  rewritten
     raw              what stands beside the `if`
     """

@@ -16,7 +16,9 @@ _MERGING = ("anyOf", "allOf", "$ref")
 
 
 def with_plain_keys(root: Schema) -> None:
-    """Say it of every object that is merged with no other."""
+    """Forbid, in place, keys with escapes in every object schema that is merged with no other: its
+    further keys match a pattern of plain characters then.
+    """
     definitions = root.get("$defs", {})
     merged: set[int] = set()
     todo = [root]

@@ -27,7 +27,7 @@ _DEPTH = 4
 
 
 def types(schema: Schema) -> frozenset[str] | None:
-    """The types that it allows; None = all."""
+    """The JSON types that a schema allows, by `type`, `const` or `enum`; None = all."""
     given = schema.get("type")
     if given is not None:
         return frozenset([given] if isinstance(given, str) else given)
@@ -50,8 +50,8 @@ _FEW: dict[str, list[Any]] = {"boolean": [False, True], "null": [None]}
 
 
 def values_of(schema: Schema) -> list[Any] | None:
-    """Values beside which it allows no others, though perhaps not all of them; None where it may
-    allow any.
+    """The list of values outside of which the schema allows none, though perhaps not all of them;
+    None where it may allow any.
     """
     if "const" in schema:
         return [schema["const"]]
@@ -61,7 +61,9 @@ def values_of(schema: Schema) -> list[Any] | None:
 
 
 def exact_values(schema: Any) -> list[Any] | None:
-    """The values that it allows, all of them and no others; None where that is not so simple."""
+    """The values that the schema allows, all of them and no others; None where that cannot be
+    listed.
+    """
     if not isinstance(schema, dict) or schema.keys() - {"type", "const", "enum"} - NOTES:
         return None
     values = values_of(schema)
@@ -73,7 +75,9 @@ def exact_values(schema: Any) -> list[Any] | None:
 
 
 def key(value: Any) -> Any:
-    """Equal for values that JSON Schema calls equal."""
+    """A hashable that is equal exactly for values that JSON Schema calls equal (1 and 1.0, but not
+    true).
+    """
     if isinstance(value, bool):
         return "boolean", value
     if isinstance(value, dict):
@@ -83,14 +87,16 @@ def key(value: Any) -> Any:
     return value
 
 
-def without_values(values: Iterable[Any], gone: Iterable[Any]) -> list[Any]:
+def _without_values(values: Iterable[Any], gone: Iterable[Any]) -> list[Any]:
     """Those of `values` that equal none of `gone`, in order, as JSON compares (1 equals 1.0)."""
     known = {key(value) for value in gone}
     return [value for value in values if key(value) not in known]
 
 
 def without_types(kept: frozenset[str] | None, gone: frozenset[str]) -> list[str]:
-    """Types that share no value with those that are gone."""
+    """The types in `kept` (None = all) that share no value with those in `gone`, in TYPES'
+    order.
+    """
     names = frozenset(TYPES) - {"integer"} if kept is None else kept
     left = [name for name in TYPES if name in names and name not in gone]
     if "integer" in gone and "number" in left:
@@ -101,7 +107,7 @@ def without_types(kept: frozenset[str] | None, gone: frozenset[str]) -> list[str
 
 
 def disjoint(one: Any, other: Any, resolve: Resolve, depth: int = 0) -> bool:
-    """Whether certainly no value is allowed by both."""
+    """Whether certainly no value is valid under both schemas; False where that is not certain."""
     one, other = resolve(one), resolve(other)
     if one is False or other is False:
         return True
@@ -130,8 +136,8 @@ def _parts(one: Schema, other: Schema) -> Iterable[tuple[Any, Any]]:
 
 
 def joined(base: Schema, branch: Any) -> Any:
-    """A schema of at least the values that both allow: a branch with what stands beside it, as far
-    as that is of use here.
+    """A schema of at least the values that are valid under both `base` and `branch`: the branch
+    with what stands beside it, merged only as far as `disjoint` needs.
     """
     if not isinstance(branch, dict) or "$ref" in branch:
         return branch
@@ -156,7 +162,7 @@ def _disjoint(one: Schema, other: Schema, resolve: Resolve, depth: int) -> bool:
             return True
     values = values_of(one), values_of(other)
     if values[0] is not None and values[1] is not None:
-        return len(without_values(values[0], values[1])) == len(values[0])
+        return len(_without_values(values[0], values[1])) == len(values[0])
     only = next((kind for kind in kinds if kind is not None and len(kind) == 1), None)
     if only is None:
         return False
@@ -184,7 +190,7 @@ def _number(value: Any, otherwise: float) -> float:
 
 def _disjoint_objects(one: Schema, other: Schema, resolve: Resolve, depth: int) -> bool:
     mine, theirs = _names(one), _names(other)
-    if any(forbids(b, name) for a, b in ((mine, other), (theirs, one)) for name in a):
+    if any(_forbids(b, name) for a, b in ((mine, other), (theirs, one)) for name in a):
         return True
     shared = [name for name in mine if name in theirs]
     pairs = [
@@ -203,7 +209,7 @@ def _properties(schema: Schema) -> dict[str, Any]:
     return given if isinstance(given, dict) else {}
 
 
-def forbids(schema: Schema, name: str) -> bool:
+def _forbids(schema: Schema, name: str) -> bool:
     """Whether no object under it has the property."""
     if name in _properties(schema):
         return _properties(schema)[name] is False
@@ -211,7 +217,9 @@ def forbids(schema: Schema, name: str) -> bool:
 
 
 def beside(base: Schema, branch: Any) -> Any:
-    """A branch of a choice, seen together with what stands beside the choice."""
+    """A branch of a choice, joined with the type, keys and properties of `base`, which stands
+    beside the choice.
+    """
     if not isinstance(branch, dict):
         return branch
     names = ("type", "required", "properties", "patternProperties", "additionalProperties")
@@ -219,8 +227,8 @@ def beside(base: Schema, branch: Any) -> Any:
 
 
 def narrowed(one: Any, other: Any, resolve: Resolve) -> Schema | None:  # noqa: PLR0911
-    """A schema that, beside `one`, leaves values that `other` does not allow; None where none is
-    known.
+    """A schema to hold beside `one` so that no value of `other` is left; {} where they are disjoint
+    already, None where none is known.
     """
     if disjoint(one, other, resolve):
         return {}
@@ -235,7 +243,7 @@ def narrowed(one: Any, other: Any, resolve: Resolve) -> Schema | None:  # noqa: 
             return {"type": "object", "properties": {name: False}}
     values, gone = values_of(one), values_of(other)
     if values is not None and gone is not None:
-        return {"enum": left} if (left := without_values(values, gone)) else None
+        return {"enum": left} if (left := _without_values(values, gone)) else None
     kinds = types(other)
     if kinds is not None and (kept := without_types(types(one), kinds)):
         return {"type": kept}
@@ -243,13 +251,15 @@ def narrowed(one: Any, other: Any, resolve: Resolve) -> Schema | None:  # noqa: 
 
 
 def other_values(gone: list[Any], known: Any) -> Any:
-    """A schema of values that are none of these; False where there are none, None where none is
-    known. known: what else is known of them.
+    """A schema of values that are none of `gone`; False where there are none, None where none is
+    known.
+
+    known  a schema that they satisfy as well
     """
     schema = known if isinstance(known, dict) else {}
     values = values_of(schema)
     if values is not None:
-        left = without_values(values, gone)
+        left = _without_values(values, gone)
         return {"enum": left} if left else False
     kinds = frozenset(map(type_of, gone))
     branches: list[Any] = []

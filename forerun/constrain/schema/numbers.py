@@ -20,7 +20,9 @@ _DIGITS = 10**18
 
 
 def exclusive(schema: dict[str, Any]) -> dict[str, Any]:
-    """The bounds of draft 4, where `exclusiveMinimum` is true or false, as they are now."""
+    """A copy with the bounds of draft 4, where `exclusiveMinimum` is true or false, in today's
+    form.
+    """
     out = dict(schema)
     for bound, name in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
         if isinstance(out.get(name), bool) and out.pop(name) and bound in out:
@@ -29,8 +31,8 @@ def exclusive(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def bounded(schema: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The same bounds or narrower ones that llguidance does not round, and those that it cannot
-    have.
+    """A copy with bounds that llguidance does not round, the same or narrower, and the names of
+    those that cannot be kept (LARGE_BOUND says why).
     """
     out, faults, narrowed = dict(schema), list[str](), list[str]()
     for name, sign in (
@@ -75,8 +77,8 @@ def _inside(value: float, sign: int, exclusive: bool, limit: int) -> int | None:
 
 
 def exact(value: Any) -> bool:
-    """Whether llguidance writes this constant as it is. From 2**63 on it writes the shortest
-    decimal that is the same float.
+    """Whether llguidance writes this constant, numbers within it included, as it is. From 2**63 on
+    it writes the shortest decimal of the same float.
     """
     if isinstance(value, dict):
         return all(map(exact, value.values()))

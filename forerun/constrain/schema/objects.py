@@ -14,7 +14,9 @@ Schema = dict[str, Any]
 
 
 def dependencies(schema: Schema) -> dict[str, list[Any]]:
-    """What must hold where a key is there, by key: names of further keys, or schemas."""
+    """By key, what must hold where that key is there: lists of further keys, or schemas. {} without
+    dependencies.
+    """
     found: dict[str, list[Any]] = {}
     for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
         given = schema.get(keyword)
@@ -24,7 +26,12 @@ def dependencies(schema: Schema) -> dict[str, list[Any]]:
 
 
 def depending(name: str, needs: Any, required: list[str]) -> Schema:
-    """One dependency: a schema to stand beside the others."""
+    """One dependency as a schema to hold beside the others; {} where it always holds.
+
+    name      the key on which `needs` depends
+    needs     names of keys, or a rewritten schema
+    required  keys that are always there
+    """
     if isinstance(needs, str):
         needs = [needs]
     if isinstance(needs, list):
@@ -41,8 +48,8 @@ def depending(name: str, needs: Any, required: list[str]) -> Schema:
 
 
 def counted(schema: Schema) -> tuple[Schema, list[str]]:
-    """The schema with minProperties and maxProperties as llguidance can count them, and the names
-    of those that it cannot.
+    """A copy with minProperties and maxProperties as llguidance can count them, and the names of
+    those that it cannot.
 
     It counts where all properties are required; keys that repeat, which only further keys can,
     count each time.
@@ -96,7 +103,9 @@ def _chosen(optional: list[str], least: int, most: Any, required: int) -> list[S
 
 
 def named(schema: Schema, names: Any) -> Schema | None:  # noqa: PLR0911
-    """The schema with the keys that `propertyNames` allows; None where that cannot be said."""
+    """A copy with only the keys that `propertyNames` (`names`) allows; None where that cannot be
+    said.
+    """
     properties = dict(schema.get("properties") or {})
     out = {**schema, "additionalProperties": False}
     kinds = types(names) if isinstance(names, dict) else None

@@ -52,15 +52,17 @@ class Origins:
         self._known: dict[int, _Origin] = {}  # By identity: equal schemas stand in many places.
 
     def note(self, made: Any, path: str, raw: dict[str, Any]) -> None:
-        """Remember what became of the schema at `path`."""
+        """Remember that `made` is what became of `raw`, the schema at `path` of the document as it
+        was sent.
+        """
         if isinstance(made, dict):
             self._known[id(made)] = _Origin(made, path, raw)
 
     def original(self, root: Any, path: str) -> str:
-        """Where what stands at `path` of the rewritten `root` came from, as nearly as can be told.
+        """The path in the document as it was sent of what stands at `path` of the rewritten `root`,
+        as nearly as can be told.
 
-        What nothing in the schema that was sent corresponds to is named by the keyword that it was
-        written for.
+        What nothing that was sent corresponds to is named by the keyword that it was written for.
         """
         node, left, tail = root, path, list[str]()
         origin = self._known.get(id(root))
@@ -146,5 +148,7 @@ class Rewritten:
     origins: Origins = field(default_factory=Origins)
 
     def original(self, path: str) -> str:
-        """Where what now stands at `path` came from, as nearly as can be told."""
+        """The path in the document as it was sent of what stands at `path` of the rewritten schema,
+        as nearly as can be told.
+        """
         return self.origins.original(self.schema, path)

@@ -33,7 +33,9 @@ _SINGLE = (
 
 
 def schemas(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every object schema inside `schema`, itself first, with its path (`properties.a.items`)."""
+    """Every object schema inside `schema`, itself first, each with its path (`properties.a.items`),
+    which begins with `path`.
+    """
     if not isinstance(schema, dict):
         return
     yield path, schema
@@ -42,7 +44,7 @@ def schemas(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def children(schema: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
-    """The schemas right below one, each with its path."""
+    """The schemas right below one, booleans and malformed ones included, each with its path."""
     for key, value in schema.items():
         here = f"{path}.{key}" if path else key
         if key in _IN_LIST or (key == "items" and isinstance(value, list)):
@@ -56,14 +58,16 @@ def children(schema: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
 
 
 def locate(source: str, message: str) -> str | None:
-    """Path of the first keyword, reference or value that a compiler's message quotes."""
+    """The path of the first keyword, reference or value in a schema (`source`, JSON) that a
+    compiler's message quotes; None where none is found.
+    """
     found = _located(json.loads(source), message)
     return None if found is None else _path(found[0], found[2])
 
 
 def without(schema: Any, message: str) -> str | None:
-    """Take out of a schema the keyword that a compiler's message quotes, and say where it stood;
-    None where none is found.
+    """Remove from `schema`, in place, the keyword that a compiler's message is about, and return
+    its path; None, and nothing changes, where none is found.
     """
     found = _located(schema, message)
     if found is None:

@@ -28,11 +28,12 @@ _ATOM = r"\\[pPux]\{[^{}]*\}|\\.|\[:\w+:\]|."
 
 
 def portable(pattern: str, field: str) -> str:
-    """The pattern with character classes as JavaScript reads them: `[`, `&&`, `--` and `~~` in a
-    class are plain characters there, set operations in Rust; digits and letters are ASCII's.
+    """The pattern for Rust's regex engine, with the meaning that JavaScript gives it: `[`, `&&`,
+    `--` and `~~` are plain characters in a class; digits and letters are ASCII's.
 
-    Raises RequestError pointing at the first bracket that has no partner, or at a repetition
-    that makes every text longer than MAX_FORCED: such a text is forced on every step anew.
+    Raises RequestError, naming `field` and pointing at the character, where a bracket has no
+    partner, groups nest deeper than MAX_NESTING, or every text is longer than MAX_FORCED: such a
+    text would be forced anew on every step.
     """
     out: list[str] = []
     lengths = _Lengths()
@@ -60,8 +61,8 @@ def portable(pattern: str, field: str) -> str:
 
 
 def assertion(pattern: str, field: str) -> RequestError | None:
-    """An error that points at the first thing in a portable pattern that matches a place and no
-    character: a word boundary, or the beginning or end of the text within it; None without one.
+    """An error that points at the first part of a portable pattern that matches a place and no
+    character: a word boundary, or the beginning or end of the text within it. None without one.
     """
     index = 0
     while index < len(pattern):
@@ -76,7 +77,9 @@ def assertion(pattern: str, field: str) -> RequestError | None:
 
 
 def unit_end(pattern: str, start: int, field: str) -> int:
-    """Where the escape, class, repetition or single character at `start` ends."""
+    """The index behind the escape, class, repetition or single character that begins at `start`.
+    Raises RequestError, naming `field`, for a class without end or an escape of nothing.
+    """
     if pattern[start] == "\\":
         if start + 1 == len(pattern):
             raise _at(pattern, start, field, "'\\' escapes nothing")
@@ -91,7 +94,9 @@ def unit_end(pattern: str, start: int, field: str) -> int:
 
 
 def portable_class(text: str) -> str:
-    """A character class in which no character means a set operation."""
+    """A character class `text` ("[...]") in which no character means a set operation to Rust's
+    engine.
+    """
     head = "[^" if text.startswith("[^") else "["
     atoms = re.findall(_ATOM, text[len(head) : -1], re.DOTALL)
     out, index = head, 0

@@ -35,7 +35,9 @@ class References:
         self._index(root)
 
     def found(self, schema: dict[str, Any], reference: Any) -> SchemaPlace | None:
-        """What a reference in `schema` points to; None where that is in another document."""
+        """What a reference that stands in `schema` points to, by $id, anchor or JSON pointer; None
+        where that is in another document or nowhere.
+        """
         if not isinstance(reference, str):
             return None
         base = self._bases.get(id(schema), "")
@@ -50,7 +52,9 @@ class References:
         return _pointed(resource, fragment) or _pointed(self._named[""], fragment)
 
     def dynamic(self, schema: dict[str, Any]) -> SchemaPlace | None:
-        """What its `$dynamicRef` or `$recursiveRef` points to, where only one place is possible."""
+        """What the schema's `$dynamicRef` or `$recursiveRef` points to; None where more than one
+        place is possible, or none.
+        """
         reference = schema.get("$dynamicRef", schema.get("$recursiveRef"))
         if not isinstance(reference, str):
             return None

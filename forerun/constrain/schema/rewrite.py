@@ -43,11 +43,11 @@ _APPLICATORS = ("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas", "pa
 
 
 def rewritten(schema: Any, plain: bool = True, brief: bool = False) -> Rewritten:
-    """A schema whose values all are valid under `schema`, but for what is named.
+    """A schema in keywords that llguidance enforces, whose values all are valid under `schema` but
+    for what `unenforced` names.
 
-    plain  keys have no escapes where they could hide a listed one
-    brief  conditions, negations and `contains` are left out, for they may multiply, or what can be
-           said of them may leave nothing
+    plain  forbid keys with escapes, which could hide a listed one (keys.py)
+    brief  leave out conditions, negations and `contains`, which may multiply, or leave no value
 
     Raises ValueError where a `type` names none: that is a mistake, and not left out.
     """
@@ -85,13 +85,15 @@ class Rewriter:
         self._depth = 0
 
     def fault(self, path: str, keyword: str, why: str) -> None:
-        """Name a keyword that is left out."""
+        """Note that `keyword` of the schema at `path` is left out, and why; each only once."""
         found = UnenforcedKeyword(f"{path}.{keyword}" if path else keyword, why)
         if found not in self.faults:
             self.faults.append(found)
 
     def resolve(self, schema: Any) -> Any:
-        """A schema as it was sent; where it is nothing but a reference, what that points to."""
+        """The schema that `schema` refers to, as it was sent, together with what stands beside the
+        reference; itself where it is no reference or that leads out of the document.
+        """
         for _ in range(8):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 break
@@ -108,7 +110,9 @@ class Rewriter:
         return schema
 
     def schema(self, raw: Any, path: str) -> Any:
-        """The schema `raw` that stands at `path`, in keywords that the grammar library enforces."""
+        """What becomes of `raw`, the schema at `path`; False where no value is valid. May add to
+        `defined` and `faults`.
+        """
         if not isinstance(raw, dict):
             return raw
         self._depth += 1
@@ -189,7 +193,9 @@ changed) to what becomes of it; False = no value is valid.
 
 
 def also(out: dict[str, Any], *schemas: Any) -> dict[str, Any]:
-    """The schema with others that must hold too."""
+    """A copy of `out` under which `schemas` must hold too (`allOf`); those that always hold are
+    left out.
+    """
     more = [schema for schema in schemas if schema not in ({}, True)]
     return {**out, "allOf": [*out.get("allOf", []), *more]} if more else out
 

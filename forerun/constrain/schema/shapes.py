@@ -26,7 +26,7 @@ _SINGLE = frozenset(
 
 
 def check_types(root: Schema) -> None:
-    """Raise ValueError where a `type` names none."""
+    """Raise ValueError, naming the path, where a `type` is none of JSON's."""
     for path, schema in schemas(root):
         named = schema.get("type", [])
         for name in named if isinstance(named, list) else [named]:
@@ -36,8 +36,10 @@ def check_types(root: Schema) -> None:
 
 
 def well_formed(schema: Any, told: Told, path: str = "") -> Any:
-    """A copy in which every keyword has a value that it may have; others are left out. Counts that
-    are written with a fraction of zero (`2.0`) are integers.
+    """A copy without the keywords whose values they may not have; `told` is called with each.
+    Counts that are written with a fraction of zero (`2.0`) become integers.
+
+    path  where the schema stands
     """
     if not isinstance(schema, dict):
         return schema

@@ -82,7 +82,10 @@ class Unenforceable(Exception):  # noqa: N818
 
 
 def plain_patterns(pattern: str) -> list[str]:
-    """Patterns all of which together mean `pattern`, or less. Raises Unenforceable."""
+    """Patterns all of which together match what `pattern` matches, or less: look-aheads at the
+    beginning become patterns of their own. Raises Unenforceable for other look-around, word
+    boundaries, back-references and what is no regular expression.
+    """
     found = []
     while match := re.match(r"\^?\(\?=", pattern):
         end = _closing(pattern, match.end() - 3)
@@ -165,7 +168,9 @@ def _class(text: str) -> str:
 
 
 def other_than(words: Iterable[str]) -> str:
-    r"""A pattern of plain texts, without `"`, `\` and control characters, other than these."""
+    r"""A pattern of plain texts, without `"`, backslash and control characters, other than
+    `words`.
+    """
     trie: dict[str, dict[str, object]] = {}
     for word in words:
         if all(ord(character) >= 32 and character not in '"\\' for character in word):
@@ -204,5 +209,7 @@ def _range(first: int, last: int) -> str:
 
 
 def lengths(least: int, most: int | None) -> str:
-    """A pattern of the texts of these lengths."""
+    """A pattern of the texts of at least `least` and at most `most` characters; None = any
+    number.
+    """
     return rf"^[\s\S]{{{least},{'' if most is None else most}}}$"
