@@ -20,6 +20,7 @@ from forerun.errors import ConfigError, MemoryPlanError, ModelError
 from forerun.hub import huggingface
 from forerun.hub.catalog import Model, shipped_draft
 from forerun.hub.reference import hub_reference
+from forerun.hub.well_known import known_head
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.drafter import Drafter
 from forerun.interface.executor import ExecutorLimits
@@ -76,9 +77,17 @@ def with_shipped(config: EngineConfig, layered: bool = False) -> EngineConfig:
         raise ConfigError(
             f"speculative-algorithm is {config.speculative_algorithm}, but no draft is named and "
             f"none comes with {config.model}; add --speculative-draft-model-path "
-            f"{'FOLDER' if head else 'MODEL'}."
+            f"{'FOLDER' if head else 'MODEL'}{_besides(config, layered)}."
         )
     return replace(config, speculative_draft_model_path=None)
+
+
+def _besides(config: EngineConfig, layered: bool) -> str:
+    """What there is for a model that no draft is named for, as the rest of a sentence."""
+    if layered:
+        return ", or say NEXTN: the model has prediction layers of its own"
+    head = known_head(config.model) if config.algorithm.kind == "head" else None
+    return f", such as {head}" if head else ""
 
 
 def _automatic(config: EngineConfig, layered: bool) -> str:
@@ -106,7 +115,9 @@ def drafting_sentence(
     if not resolved.speculates:
         return f"drafting: OFF ({fault or 'as asked'})"
     if asked.speculative_algorithm != AUTO:
-        why = "as asked"
+        own = "the draft that comes with the model" if named else "the target's own layers"
+        why = f"as asked, by {asked.speculative_draft_model_path or own}" * method.model
+        why = why or "as asked"
     elif method.name == "NEXTN" and named is not None:
         why = f"AUTO: {named} holds prediction layers"
     elif method.name == "NEXTN":

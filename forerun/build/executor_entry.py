@@ -61,8 +61,8 @@ class ExecutorEntry:
 
     name          as --executor says
     title         as sentences say
-    suits         whether a configuration that names no executor, its device decided, leaves it open
-                  for this one. The first entry that suits is taken
+    unsuited      why a configuration that names no executor, its device decided, is not for this
+                  one, as a clause; None where it is. The first entry that it is for is taken
     refusal       why it cannot run a model, in one clause; None where it can
     needs         what a model asks of the machine
     draft_item    bytes of a number in a draft model's weights and cache; None: 8 bits in blocks,
@@ -79,7 +79,7 @@ class ExecutorEntry:
 
     name: str
     title: str
-    suits: Callable[[EngineConfig], bool]
+    unsuited: Callable[[EngineConfig], str | None]
     refusal: Callable[[Architecture], str | None]
     needs: Callable[[EngineConfig, Architecture, Checkpoint], Needs]
     draft_item: Callable[[EngineConfig], int | None]

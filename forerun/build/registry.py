@@ -4,6 +4,7 @@ models it offers. Who adds one adds a line here; who adds a draft model adds one
 
 import warnings
 from dataclasses import replace
+from importlib.util import find_spec
 
 from forerun.build import with_cpu, with_jax, with_torch
 from forerun.build.device import choose_device
@@ -39,9 +40,17 @@ def choose_executor(config: EngineConfig, arch: Architecture) -> EngineConfig:
 
 
 def _suiting(config: EngineConfig, arch: Architecture) -> ExecutorEntry:
-    """The first that suits and can."""
+    """The first that it is for and that can. Raises ConfigError where that is torch, which is not
+    installed.
+    """
     able = [each for each in EXECUTORS.values() if each.shards or config.tp_size == 1]
-    *better, last = (entry for entry in able if entry.suits(config))
+    *better, last = (entry for entry in able if entry.unsuited(config) is None)
+    if not better and last.name == "torch" and find_spec("torch") is None:
+        why = with_cpu.ENTRY.unsuited(config) or f"tp-size is {config.tp_size}"
+        raise ConfigError(
+            f"{why}: that is for the torch executor, and torch is not installed. Leave the option "
+            "out, or: pip install 'forerun[torch]' (`make tools` in a checkout)."
+        )
     for entry in better:
         reason = entry.refusal(arch)
         if reason is None:

@@ -28,13 +28,14 @@ def ngram_drafter(slots: int, table: NgramTable | None = None) -> Drafter:
     return kind(slots, table=table)
 
 
-def _suits(config: EngineConfig) -> bool:
-    return (
-        config.device == "cpu"
-        and config.dtype in ("auto", *NATIVE_DTYPES)
-        and config.kv_dtype == "same"
-        and not config.enable_torch_compile
-    )
+def _unsuited(config: EngineConfig) -> str | None:
+    if config.device != "cpu":
+        return f"device is {config.device}"
+    if config.dtype not in ("auto", *NATIVE_DTYPES):
+        return f"dtype is {config.dtype}, and the native core computes with the file's own numbers"
+    if config.kv_dtype != "same":
+        return f"kv-dtype is {config.kv_dtype}, which the native core has not"
+    return "enable-torch-compile is said" if config.enable_torch_compile else None
 
 
 def _refusal(arch: Architecture) -> str | None:
@@ -89,7 +90,7 @@ def _layers(executor: Executor, checkpoint: Checkpoint, draft: PredictionLayers)
 ENTRY = ExecutorEntry(
     name="cpu",
     title="native CPU core",
-    suits=_suits,
+    unsuited=_unsuited,
     refusal=_refusal,
     needs=_needs,
     draft_item=lambda config: None,

@@ -102,7 +102,7 @@ def _layers(executor: Executor, checkpoint: Checkpoint, draft: PredictionLayers)
 ENTRY = ExecutorEntry(
     name="jax",
     title="jax executor",
-    suits=lambda config: config.device == "tpu",
+    unsuited=lambda config: None if config.device == "tpu" else "device is no TPU",
     refusal=lambda arch: None,
     needs=dense_needs,
     draft_item=lambda config: ITEM_BYTES[config.dtype],

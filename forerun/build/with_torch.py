@@ -181,7 +181,7 @@ def _layers(executor: Executor, checkpoint: Checkpoint, draft: PredictionLayers)
 ENTRY = ExecutorEntry(
     name="torch",
     title="torch executor",
-    suits=lambda config: True,
+    unsuited=lambda config: None,
     refusal=lambda arch: None,
     needs=_needs,
     draft_item=lambda config: ITEM_BYTES[config.dtype],

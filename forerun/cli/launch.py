@@ -4,12 +4,14 @@ A file of the user's keeps what else it holds: ours stands between two marks, an
 """
 
 import argparse
+import json
 import os
 import shlex
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from forerun.cli.console import emit_json, say
 from forerun.cli.running import asked
@@ -18,6 +20,20 @@ from forerun.errors import ConfigError
 BEGIN, END = "# >>> forerun launch >>>", "# <<< forerun launch <<<"
 NO_KEY = "none"
 """Programs want a key even where the server wants none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """What a program has to know.
+
+    url      without /v1
+    context  tokens that the model takes; None where the server does not say
+    """
+
+    url: str
+    model: str
+    key: str
+    context: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +56,15 @@ class Setup:
 def main(arguments: argparse.Namespace) -> int:
     """Run the command."""
     url = arguments.url.rstrip("/").removesuffix("/v1")
-    names = [one["id"] for one in asked(url, "/v1/models", arguments.api_key).get("data", [])]
-    if not names:
+    found = asked(url, "/v1/models", arguments.api_key).get("data", [])
+    models = {one["id"]: one.get("max_model_len") for one in found}
+    if not models:
         raise ConfigError(f"The server at {url} has no model.")
-    if arguments.model is not None and arguments.model not in names:
+    if arguments.model is not None and arguments.model not in models:
         raise ConfigError(f"The server at {url} has no model {arguments.model!r}; it has "
-                          f"{', '.join(names)}.")  # fmt: skip
-    make = SETUPS[arguments.agent]
-    setup = make(url, arguments.model or names[0], arguments.api_key or NO_KEY)
+                          f"{', '.join(models)}.")  # fmt: skip
+    name = arguments.model or next(iter(models))
+    setup = SETUPS[arguments.agent](Server(url, name, arguments.api_key or NO_KEY, models[name]))
     if setup.file is not None:
         written(setup.file, setup.text)
         say(f"{setup.file}: written between {BEGIN!r} and {END!r}")
@@ -88,63 +105,90 @@ def written(file: Path, text: str) -> None:
         raise ConfigError(f"{file} cannot be written: {error}.") from error
 
 
-def _claude(url: str, model: str, key: str) -> Setup:
+def _claude(at: Server) -> Setup:
     models = ("ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL")
-    environment = {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_AUTH_TOKEN": key}
+    environment = {"ANTHROPIC_BASE_URL": at.url, "ANTHROPIC_AUTH_TOKEN": at.key}
     quiet = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
-    return Setup(environment | dict.fromkeys(models, model) | quiet, ("claude",))
+    return Setup(environment | dict.fromkeys(models, at.model) | quiet, ("claude",))
 
 
-def _codex(url: str, model: str, key: str) -> Setup:
+def _codex(at: Server) -> Setup:
     home = Path(os.environ.get("CODEX_HOME") or Path.home() / ".codex")
     text = f"""model_provider = "forerun"
-model = "{model}"
+model = "{at.model}"
 
 [model_providers.forerun]
 name = "Forerun"
-base_url = "{url}/v1"
+base_url = "{at.url}/v1"
 env_key = "FORERUN_KEY"
 wire_api = "responses\""""
     command = ("codex", "--profile", "forerun")
-    return Setup({"FORERUN_KEY": key}, command, home / "forerun.config.toml", text)
+    return Setup({"FORERUN_KEY": at.key}, command, home / "forerun.config.toml", text)
 
 
-def _open_webui(url: str, model: str, key: str) -> Setup:
-    environment = {"OPENAI_API_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key}
+def _open_webui(at: Server) -> Setup:
+    environment = {"OPENAI_API_BASE_URL": f"{at.url}/v1", "OPENAI_API_KEY": at.key}
     return Setup({**environment, "ENABLE_OLLAMA_API": "false"}, ("open-webui", "serve"))
 
 
-def _cline(url: str, model: str, key: str) -> Setup:
+def _cline(at: Server) -> Setup:
     told = (
         "In an editor, enter for Cline:",
         "  API provider   OpenAI Compatible",
-        f"  base URL       {url}/v1",
-        f"  API key        {key}",
-        f"  model ID       {model}",
+        f"  base URL       {at.url}/v1",
+        f"  API key        {at.key}",
+        f"  model ID       {at.model}",
         "Its command line is told by what follows; then: cline",
     )
-    where = ("--provider", "openai", "--baseurl", f"{url}/v1")
-    whom = ("--apikey", key, "--modelid", model)
+    where = ("--provider", "openai", "--baseurl", f"{at.url}/v1")
+    whom = ("--apikey", at.key, "--modelid", at.model)
     return Setup(command=("cline", "auth", *where, *whom), told=told)
 
 
-def _continue(url: str, model: str, key: str) -> Setup:
+def _continue(at: Server) -> Setup:
     told = (
         "Continue reads ~/.continue/config.yaml. Put this under `models:` there:",
-        f"  - name: {model}",
+        f"  - name: {at.model}",
         "    provider: openai",
-        f"    model: {model}",
-        f"    apiBase: {url}/v1",
-        f"    apiKey: {key}",
+        f"    model: {at.model}",
+        f"    apiBase: {at.url}/v1",
+        f"    apiKey: {at.key}",
         "    roles: [chat, edit, apply]",
     )
     return Setup(told=told)
 
 
-SETUPS: dict[str, Callable[[str, str, str], Setup]] = {
+def _opencode(at: Server) -> Setup:
+    model: dict[str, Any] = {"name": at.model}
+    if at.context is not None:
+        model["limit"] = {"context": at.context, "output": at.context}
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "Forerun",
+        "options": {"baseURL": f"{at.url}/v1", "apiKey": at.key},
+        "models": {at.model: model},
+    }
+    told = {"model": f"forerun/{at.model}", "provider": {"forerun": provider}}
+    return Setup({"OPENCODE_CONFIG_CONTENT": json.dumps(told)}, ("opencode",))
+
+
+def _qwen(at: Server) -> Setup:
+    environment = {"OPENAI_BASE_URL": f"{at.url}/v1", "OPENAI_API_KEY": at.key}
+    return Setup({**environment, "OPENAI_MODEL": at.model}, ("qwen", "--auth-type", "openai"))
+
+
+def _aider(at: Server) -> Setup:
+    environment = {"OPENAI_API_BASE": f"{at.url}/v1", "OPENAI_API_KEY": at.key}
+    return Setup(environment, ("aider", "--model", f"openai/{at.model}"))
+
+
+SETUPS: dict[str, Callable[[Server], Setup]] = {
     "claude": _claude,
     "codex": _codex,
     "cline": _cline,
     "continue": _continue,
+    "opencode": _opencode,
+    "qwen": _qwen,
+    "aider": _aider,
     "open-webui": _open_webui,
 }

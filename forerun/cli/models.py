@@ -5,12 +5,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from forerun.build.memory import human
 from forerun.cache_dir import cache_dir
 from forerun.cli import fetch
-from forerun.cli.console import bars, emit_json, out, say
+from forerun.cli.console import bars, emit_json, say
 from forerun.errors import ConfigError, ModelError
 from forerun.hub import huggingface
 from forerun.hub.catalog import BUILT_IN, open_model, shipped_draft
@@ -37,12 +35,9 @@ def main(arguments: argparse.Namespace) -> int:
     elif action == "list":
         _show_list(rows)
     else:
-        table = Table(show_header=False, box=None)
-        table.add_column()
-        table.add_column(overflow="fold")
+        width = max(map(len, rows[0])) + 2
         for key, value in rows[0].items():
-            table.add_row(key.replace("_", " "), _told(value))
-        out.print(table)
+            print(f"{key.replace('_', ' '):<{width}}{_told(value)}")
     return 0
 
 
@@ -52,6 +47,8 @@ def _told(value: Any) -> str:
         return "yes" if value else "none"
     if isinstance(value, dict):
         return ", ".join(f"{name} {one}" for name, one in value.items()) or "none"
+    if isinstance(value, str):
+        return _short(value)
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
@@ -142,10 +139,19 @@ def _write_tokenizer(name: str, folder: Path) -> int:
 
 
 def _show_list(rows: list[dict[str, Any]]) -> None:
-    table = Table(box=None)
-    for heading in ("model", "size", "where"):
-        table.add_column(heading, overflow="fold")
-    for row in rows:
+    """Each where it is; a line that is too long is left to the terminal, so that a path which is
+    copied from it is whole.
+    """
+    names = max(len("model"), *(len(row["name"]) for row in rows))
+    sizes = [human(row["bytes"]) for row in rows]
+    wide = max(map(len, ("size", *sizes)))
+    print(f"{'model':<{names}}  {'size':<{wide}}  where")
+    for row, size in zip(rows, sizes, strict=True):
         away = f"not here yet: forerun models pull {row['name']}"
-        table.add_row(row["name"], human(row["bytes"]), row["path"] or away)
-    out.print(table)
+        print(f"{row['name']:<{names}}  {size:<{wide}}  {_short(row['path']) or away}")
+
+
+def _short(path: str | None) -> str:
+    """A path as a shell takes it too, from the user's home on."""
+    home = f"{Path.home()}/"
+    return f"~/{path.removeprefix(home)}" if path and path.startswith(home) else path or ""

@@ -16,7 +16,7 @@ SAME: dict[str, tuple[str, ...]] = {
 """Verbs of ollama and of shells, and what they are here."""
 
 URL = "http://127.0.0.1:8000"
-AGENTS = ("claude", "codex", "cline", "continue", "open-webui")
+AGENTS = ("claude", "codex", "cline", "continue", "opencode", "qwen", "aider", "open-webui")
 
 
 def expanded(words: Sequence[str]) -> list[str]:

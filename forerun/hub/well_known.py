@@ -78,3 +78,17 @@ def well_known(word: str) -> WellKnown | None:
     names = {name: model for model in WELL_KNOWN for name in model.names}
     close = difflib.get_close_matches(word.lower().removesuffix(":latest"), names, n=1, cutoff=0.75)
     return names[close[0]] if close else None
+
+
+def known_head(reference: str) -> str | None:
+    """Hub id of an EAGLE-3 head for the model that a reference names, whoever keeps its files and
+    in whatever form; None where none is known.
+    """
+    heads = {_plain(model.reference): model.draft for model in WELL_KNOWN}
+    return heads.get(_plain(reference))
+
+
+def _plain(reference: str) -> str:
+    """A model's name without what says who keeps it, and how."""
+    name = reference.rsplit("/", 1)[-1].partition(":")[0].lower()
+    return name.removesuffix("-gguf").removesuffix("-instruct").removeprefix("meta-")

@@ -17,12 +17,14 @@ from forerun.constrain.schema.checks import check_members
 from forerun.errors import RequestError
 from forerun.serve.closing import closed_grammar, closed_rules
 from forerun.serve.fields import (
+    Reader,
     accept,
     boolean,
     items,
     need,
     only,
     read,
+    schema_of,
     shown,
     takes,
     text,
@@ -224,20 +226,32 @@ class _StructuralTag:
     refused: ClassVar[dict[str, str]] = {"format": "send structures and triggers"}
 
 
+def _or_nothing(reader: Reader) -> Reader:
+    """The same reader, for which an empty text says nothing."""
+
+    def empty_or_read(value: Any, where: str) -> Rules | None:
+        rules: Rules | None = None if value == "" else reader(value, where)
+        return rules
+
+    return takes(schema_of(reader))(empty_or_read)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConstrainedBody:
-    """The part of a request that constrains its answer; at most one of these fields."""
+    """The part of a request that constrains its answer; at most one of these fields. An empty text
+    is none: clients send it for what their users left open.
+    """
 
     response_format: Rules | None = accept(response_rules)
     structured_outputs: Rules | None = accept(structured_rules)
-    regex: Rules | None = accept(regex_rules)
-    ebnf: Rules | None = accept(grammar_rules)
-    json_schema: Rules | None = accept(json_rules)
-    grammar: Rules | None = accept(grammar_rules)
-    guided_json: Rules | None = accept(json_rules)
-    guided_regex: Rules | None = accept(regex_rules)
+    regex: Rules | None = accept(_or_nothing(regex_rules))
+    ebnf: Rules | None = accept(_or_nothing(grammar_rules))
+    json_schema: Rules | None = accept(_or_nothing(json_rules))
+    grammar: Rules | None = accept(_or_nothing(grammar_rules))
+    guided_json: Rules | None = accept(_or_nothing(json_rules))
+    guided_regex: Rules | None = accept(_or_nothing(regex_rules))
     guided_choice: Rules | None = accept(choice_rules)
-    guided_grammar: Rules | None = accept(grammar_rules)
+    guided_grammar: Rules | None = accept(_or_nothing(grammar_rules))
 
     @property
     def rules(self) -> Rules | None:

@@ -87,7 +87,36 @@ def test_bench_takes_an_address_as_other_commands_do(server, capsys, tmp_path):
     assert code == 2 and "404" in told and "developer." not in told
 
 
-@pytest.mark.parametrize("agent", ["claude", "cline", "continue", "open-webui"])
+def started_with(capsys, server, agent, *more):
+    asked = ("launch", agent, "--config-only", "--json", "--url", server.url, *more)
+    code, out, _ = run(capsys, *asked)
+    found = json.loads(out)
+    return code, found["environment"], found["command"]
+
+
+def test_opencode_has_a_provider_of_its_own(server, capsys):
+    code, environment, command = started_with(capsys, server, "opencode", "--api-key", "k")
+    told = json.loads(environment["OPENCODE_CONFIG_CONTENT"])
+    assert (code, command, told["model"]) == (0, ["opencode"], "forerun/toy")
+    provider = told["provider"]["forerun"]
+    assert provider["npm"] == "@ai-sdk/openai-compatible" and list(provider["models"]) == ["toy"]
+    assert provider["models"]["toy"]["limit"]["context"] == 4096
+    assert provider["options"] == {"baseURL": server.url, "apiKey": "k"}
+
+
+def test_qwen_code_and_aider_are_told_in_the_environment(server, capsys):
+    code, environment, command = started_with(capsys, server, "qwen")
+    assert (code, command) == (0, ["qwen", "--auth-type", "openai"])
+    assert environment["OPENAI_BASE_URL"] == server.url and environment["OPENAI_MODEL"] == "toy"
+    assert environment["OPENAI_API_KEY"]
+    code, environment, command = started_with(capsys, server, "aider")
+    assert (code, command) == (0, ["aider", "--model", "openai/toy"])
+    assert environment["OPENAI_API_BASE"] == server.url and environment["OPENAI_API_KEY"]
+
+
+@pytest.mark.parametrize(
+    "agent", ["claude", "cline", "continue", "open-webui", "opencode", "qwen", "aider"]
+)
 def test_agents_are_told_the_server(server, capsys, agent):
     code, out, told = run(
         capsys, "launch", agent, "--config-only", "--json", "--url", server.url, "--api-key", "k"

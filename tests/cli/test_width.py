@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from forerun.cli.wrap import wrapped
+from forerun.hub.catalog import BUILT_IN
 from forerun.measure.report import Level, table
 
 
@@ -81,6 +82,21 @@ def test_the_table_of_bench_cuts_nothing():
 class Terminal:
     def isatty(self):
         return True
+
+
+def test_long_paths_stay_whole(tmp_path, monkeypatch):
+    """What is pasted from a terminal has to be a path, however long it is."""
+    cache = tmp_path / ("a-rather-long-name-of-a-folder-" * 3) / "cache"
+    file = cache / "forerun" / "models" / BUILT_IN["smollm2-135m"].file_name
+    file.parent.mkdir(parents=True)
+    with file.open("wb") as sparse:
+        sparse.truncate(BUILT_IN["smollm2-135m"].size)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    lines = in_terminal("models", "list")
+    assert any(str(file) in line for line in lines)
+    assert all(len(line) <= 80 for line in lines if str(file) not in line)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert any(f"~/{file.relative_to(tmp_path)}" in line for line in in_terminal("models", "list"))
 
 
 def test_what_is_no_terminal_gets_whole_lines(monkeypatch, capsys):

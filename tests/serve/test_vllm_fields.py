@@ -54,6 +54,8 @@ def test_what_chats_send_to_ask_nothing(client):
     chat = PATHS[0]
     asked = {"top_logprobs": 0, "n_probs": 0, "echo": False, "documents": []}
     asked["service_tier"] = "flex"
+    asked |= dict.fromkeys(("grammar", "regex", "ebnf", "guided_grammar", "guided_regex"), "")
+    asked["json_schema"] = ""
     assert text(ask(client, chat, **asked)) == text(ask(client, chat))
     assert "top_logprobs" in ask(client, chat, 400, top_logprobs=1)["error"]["message"]
 
