@@ -47,7 +47,13 @@ class AsyncLLM:
     async def generate(
         self, prompts: str | Sequence[str], **options: Unpack[AskOptions]
     ) -> list[Completion]:
-        """Continue plain texts, together. One completion per prompt (n per prompt, in order)."""
+        """Continue plain texts, together: one Completion per prompt (n per prompt, prompt by
+        prompt).
+
+        options  as of LLM.generate. Raises RequestError where a prompt or an option is wrong,
+        EngineError where the engine fails or no model is loaded. Cancelling the call ends its
+        requests.
+        """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         found = await asyncio.gather(*(self.choices(text, **options) for text in texts))
         return [item for choices in found for item in choices]
@@ -55,12 +61,16 @@ class AsyncLLM:
     async def chat(
         self, messages: Sequence[dict[str, Any]], **options: Unpack[AskOptions]
     ) -> Completion:
-        """Answer a conversation, once: see `LLM.chat`."""
+        """Answer a conversation once; options and errors as of `LLM.chat`. Cancelling the call ends
+        its request.
+        """
         one_answer(messages, options)
         return (await self.choices(messages, **options))[0]
 
     async def choices(self, prompt: Prompt, **options: Unpack[AskOptions]) -> list[Completion]:
-        """All n continuations of a text, or answers to a conversation, in order."""
+        """All n continuations of a text, or answers to a conversation, in the order of their
+        indices. Errors as of `generate`.
+        """
         found = [Completion(index) for index in range(options.get("n", 1))]
         async with aclosing(self.stream(prompt, **options)) as deltas:
             async for delta in deltas:
@@ -68,7 +78,9 @@ class AsyncLLM:
         return found
 
     async def stream(self, prompt: Prompt, **options: Unpack[AskOptions]) -> AsyncGenerator[Delta]:
-        """Delta by delta; `index` says of which choice. Abandoning the iterator aborts."""
+        """Yield the deltas of all choices as they come; `index` says of which choice. Abandoning
+        the iterator aborts the request. Errors as of `generate`, on the first step.
+        """
         llm = self._llm
         if llm is None:
             raise EngineError("the model is not loaded: use `async with AsyncLLM(...) as llm`")

@@ -35,15 +35,17 @@ class Submits(Protocol):
 
     @property
     def alive(self) -> bool:
-        """False once the engine's thread has died."""
+        """False once the engine's thread or process has ended: no delta will come any more."""
         ...
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Queue a request. Raises RequestError where it cannot be honoured."""
+        """Queue a request; its deltas go to `sink`, on the engine's thread. Raises RequestError
+        where it cannot be honoured, EngineError where the engine is gone.
+        """
         ...
 
     def abort(self, request: RequestId) -> None:
-        """End a request early; its last delta follows."""
+        """End a request early; its last delta follows. An unknown request is no error."""
         ...
 
 
@@ -61,7 +63,9 @@ class Completion:
     cached_tokens: int = 0
 
     def add(self, delta: Delta) -> None:
-        """Take in one delta of this choice. Raises EngineError where the engine gave up."""
+        """Append one delta of this choice. Raises EngineError where it says that the engine ended
+        the request with an error.
+        """
         self.text += delta.text
         self.tokens.extend(delta.tokens)
         self.logprobs.extend(delta.logprobs)
@@ -95,8 +99,13 @@ def make_request(
     """A request from keyword options: every field of `Sampling`, plus stop, stop_token_ids and
     include_stop.
 
-    `eos` are the model's end-of-text ids; `temperature` is 0 (greedy) unless given. Statistics
-    are always asked for. Raises RequestError naming an option that does not exist.
+    prompt       int32[T], not empty
+    eos          end-of-text ids of the model, left out with ignore_eos
+    speculation  None = as the engine is configured, with statistics
+    options      temperature is 0 (greedy) unless given
+
+    Values are not checked here. Raises RequestError naming an option that does not exist, and for
+    an empty prompt.
     """
     unknown = set(options) - _SAMPLING - _STOPPING
     if unknown:
@@ -125,7 +134,11 @@ def make_request(
 
 
 def stream(engine: Submits, request: Request) -> Generator[Delta]:
-    """Yield the deltas of all choices as they come. Abandoning the iterator aborts."""
+    """Submit a request and yield the deltas of all choices as they come; blocks between them.
+    Abandoning the iterator aborts the request.
+
+    Raises RequestError where the engine refuses it, EngineError where the engine has died.
+    """
     inbox: queue.SimpleQueue[Delta] = queue.SimpleQueue()
     engine.submit(request, inbox.put)
     left = request.n
@@ -145,11 +158,13 @@ def complete(
     at_once: int | None = None,
     finished: Callable[[int], None] = lambda _: None,
 ) -> list[list[Completion]]:
-    """Run requests together and wait for all: one list of n completions per request.
+    """Run requests together and wait for all: one list of n completions per request, in order.
 
-    With `at_once`, no more than so many are in flight; the next starts when one ends.
-    `finished` is told how many have ended. Raises EngineError when the engine fails one of
-    them; the others are aborted.
+    at_once   no more than so many are in flight; the next starts when one ends. None = all
+    finished  called with how many have ended
+
+    Raises RequestError where the engine refuses one, EngineError where it fails one or has died;
+    the others are aborted.
     """
     inbox: queue.SimpleQueue[Delta] = queue.SimpleQueue()
     results: dict[RequestId, list[Completion]] = {}
@@ -186,8 +201,8 @@ def _take(engine: Submits, inbox: "queue.SimpleQueue[Delta]") -> Delta:
 
 
 def acceptance_length(stats: Sequence[SpeculationStats | None]) -> float:
-    """Tokens per verify step over finished sequences; 1.0 means that no draft token was
-    accepted.
+    """Tokens per verify step over finished sequences, those without statistics left out; 1.0 means
+    that no draft token was accepted, or that there was no step.
     """
     steps = sum(item.steps for item in stats if item)
     accepted = sum(item.accepted for item in stats if item)

@@ -21,7 +21,7 @@ class Sink(Protocol):
     """Gets the news of requests, on the event loop."""
 
     def put(self, delta: Delta) -> None:
-        """Of a choice. The last of each choice has `finish` set."""
+        """The next delta of a choice, in order. The last of each choice has `finish` set."""
         ...
 
     def fail(self, error: ForerunError) -> None:
@@ -61,51 +61,58 @@ class EngineClient(Protocol):
 
     @property
     def step_began(self) -> float | None:
-        """When the step under way began, or the last sign of life of a process that gives none
-        any more (time.monotonic); None between steps.
+        """When the step under way began, in seconds of time.monotonic; None between steps. Of a
+        process that gives no sign of life, when it gave the last one.
         """
         ...
 
     @property
     def pid(self) -> int:
-        """Of the process that it runs in."""
+        """Id of the process that the engine runs in, which may be this one."""
         ...
 
     @property
     def last_stats(self) -> Stats:
-        """What `stats` said last."""
+        """The counters that `stats` returned last, without asking again."""
         ...
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Queue a request. Where it cannot be honoured, either this raises RequestError or
-        EngineError, or the sink fails with it.
+        """Queue a request; deltas go to the sink on the event loop. Where it cannot be honoured,
+        either this raises RequestError or EngineError, or the sink fails with it.
         """
         ...
 
     def abort(self, request: RequestId) -> None:
-        """End a request; its last delta follows. Unknown: nothing."""
+        """End a request; its last delta follows. An unknown request is no error."""
         ...
 
     async def compile(self, grammar: Grammar, client: str) -> Constraint:
-        """A grammar for one request. Raises RequestError naming the field and the place at fault,
-        BusyError, EngineError.
+        """Compile a grammar for a request of `client`, away from the event loop; the result goes
+        into Request.grammar.
+
+        Raises RequestError naming the field and the place at fault, BusyError where too many wait,
+        EngineError where the engine is gone.
         """
         ...
 
     async def stats(self) -> Stats:
-        """A snapshot of the counters."""
+        """A snapshot of the engine's counters; the last known where it does not answer."""
         ...
 
     async def describe(self) -> dict[str, Any]:
-        """Facts for /server_info: what drafts, and how much."""
+        """Facts for /server_info: what drafts, and how much. Raises EngineError where the engine
+        does not answer.
+        """
         ...
 
     def forget_prefixes(self) -> None:
-        """Forget, before the next step, all pages that no running sequence holds."""
+        """Have the engine forget, before its next step, all cached pages that no running sequence
+        holds.
+        """
         ...
 
     async def close(self) -> None:
-        """End what runs, and release the model. Idempotent."""
+        """End what runs, and release the model; waits for it. Idempotent."""
         ...
 
 
@@ -116,17 +123,21 @@ class Sinks:
         self._open: dict[RequestId, tuple[Sink, int]] = {}
 
     def add(self, request: Request, sink: Sink) -> None:
-        """A request of n choices is submitted."""
+        """Remember the sink of a request that is being submitted, for its n choices."""
         self._open[request.id] = (sink, request.n)
 
     def drop(self, request: RequestId, error: ForerunError | None = None) -> None:
-        """It was refused; its sink fails with `error`, if one is given."""
+        """Forget a request that was refused; its sink fails with `error`, if one is given. Unknown:
+        nothing.
+        """
         sink, _ = self._open.pop(request, (None, 0))
         if sink is not None and error is not None:
             sink.fail(error)
 
     def deliver(self, deltas: Iterable[Delta]) -> None:
-        """Hand on the news of a step."""
+        """Hand deltas to their requests' sinks, in order; a request is forgotten with the end of
+        its last choice. Deltas of unknown requests are dropped.
+        """
         for delta in deltas:
             sink, left = self._open.get(delta.request, (None, 0))
             if sink is None:
@@ -138,7 +149,7 @@ class Sinks:
             sink.put(delta)
 
     def fail(self, error: ForerunError) -> None:
-        """Nothing will come any more."""
+        """Fail every open request's sink with `error`, and forget it."""
         for request in tuple(self._open):
             self.drop(request, error)
 
@@ -162,21 +173,23 @@ class LocalEngine:
 
     @property
     def alive(self) -> bool:
-        """See EngineClient."""
+        """Whether the engine's thread runs."""
         return self._engine.alive
 
     @property
     def fault(self) -> str | None:
-        """See EngineClient."""
+        """Why nothing is drafted although it should be; None = all is well."""
         return self._engine.fault
 
     @property
     def step_began(self) -> float | None:
-        """See EngineClient."""
+        """When the step under way began (time.monotonic); None between steps."""
         return self._engine.step_began
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """See EngineClient; raises."""
+        """Queue a request. Raises RequestError or EngineError at once where it cannot be honoured;
+        then the sink hears nothing.
+        """
         self._sinks.add(request, sink)
         try:
             self._engine.submit(request, self._news.append)
@@ -185,29 +198,31 @@ class LocalEngine:
             raise
 
     def abort(self, request: RequestId) -> None:
-        """See EngineClient."""
+        """End a request; its last delta follows."""
         self._engine.abort(request)
 
     async def compile(self, grammar: Grammar, client: str) -> Constraint:
-        """See EngineClient."""
+        """Compile a grammar on a thread of its own. Errors as of EngineClient.compile."""
         work = partial(self._loaded.target.compile, grammar, client)
         return await self._loop.run_in_executor(self._compiling, work)
 
     async def stats(self) -> Stats:
-        """See EngineClient."""
+        """A snapshot of the engine's counters, taken at once."""
         self.last_stats = self._engine.stats()
         return self.last_stats
 
     async def describe(self) -> dict[str, Any]:
-        """See EngineClient."""
+        """Facts for /server_info, from Engine.describe."""
         return self._engine.describe()
 
     def forget_prefixes(self) -> None:
-        """See EngineClient."""
+        """Have the engine forget cached pages that nobody holds, before its next step."""
         forget_prefixes(self._engine)
 
     async def close(self) -> None:
-        """See EngineClient."""
+        """End the engine and release the model, on a thread; compilations that wait are
+        cancelled.
+        """
         self._compiling.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._loaded.close)
 
@@ -228,7 +243,9 @@ class LocalEngine:
 
 
 def call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> bool:
-    """Call from another thread. False where the loop has ended meanwhile."""
+    """Have the event loop call `call`, from any thread. False where the loop has ended
+    meanwhile.
+    """
     try:
         loop.call_soon_threadsafe(call)
     except RuntimeError:

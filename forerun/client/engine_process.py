@@ -88,9 +88,11 @@ class EngineProcess:
 
     @classmethod
     async def open(cls, start: EngineCommand) -> tuple["EngineProcess", messages.Ready]:
-        """Start the process and wait until it has loaded the model.
+        """Start the process and wait until it has loaded the model: the client, and what was
+        loaded.
 
-        Raises what loading raised, EngineLostError where the process ended first.
+        Raises what loading raised, EngineLostError where the process ended first; the process is
+        gone then.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -109,22 +111,28 @@ class EngineProcess:
 
     @property
     def alive(self) -> bool:
-        """See EngineClient."""
+        """Whether the process runs, is not being closed, and said so last that its engine does."""
         return self._condition.alive and not self._closing and self.loss is None
 
     @property
     def fault(self) -> str | None:
-        """See EngineClient."""
+        """Why nothing is drafted although it should be, as the process said last; None = all is
+        well.
+        """
         return self._condition.fault
 
     @property
     def step_began(self) -> float | None:
-        """See EngineClient."""
+        """When the step under way began, as the process said last; after SILENT_SECONDS without a
+        sign of life, when it gave the last one.
+        """
         silent = monotonic() - self._heard > SILENT_SECONDS
         return self._heard if silent else self._condition.step_began
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """See EngineClient; what the engine says against it comes to the sink."""
+        """Send a request. Raises EngineError where the process is gone; what the engine says
+        against it comes to the sink.
+        """
         if self.loss is not None or self._closing:
             raise self.loss or EngineError("The engine was shut down; it takes no more requests.")
         grammar = request.grammar
@@ -133,11 +141,13 @@ class EngineProcess:
         self._sinks.add(request, sink)
 
     def abort(self, request: RequestId) -> None:
-        """See EngineClient."""
+        """Ask the process to end a request; its last delta follows."""
         self._send(messages.Abort(request))
 
     async def compile(self, grammar: Grammar, client: str) -> Constraint:
-        """See EngineClient."""
+        """Compile a grammar in the process, which keeps it as long as the result lives; a cancelled
+        call forgets it. Errors as of EngineClient.compile.
+        """
         number = next(self._numbers)
         try:
             found = await self._asked(number, messages.Compile(number, grammar, client))
@@ -154,24 +164,30 @@ class EngineProcess:
         return constraint
 
     async def stats(self) -> Stats:
-        """See EngineClient. Of an engine that does not answer the last that are known."""
+        """The counters; after ASK_SECONDS without an answer, or of a process that is gone, the last
+        known.
+        """
         with suppress(TimeoutError, EngineError):
             await self._told()
         return self.last_stats
 
     async def describe(self) -> dict[str, Any]:
-        """See EngineClient. Raises EngineError where it does not answer."""
+        """Facts for /server_info. Raises EngineError where the process does not answer within
+        ASK_SECONDS.
+        """
         try:
             return (await self._told()).about
         except TimeoutError:
             raise EngineError("The engine's process does not answer.") from None
 
     def forget_prefixes(self) -> None:
-        """See EngineClient."""
+        """Ask the process to forget cached pages that no running sequence holds."""
         self._send(messages.ForgetPrefixes())
 
     async def close(self) -> None:
-        """See EngineClient. A process that does not end in time is killed."""
+        """End the process and wait for it; one that has not ended after CLOSE_SECONDS is killed.
+        Idempotent.
+        """
         self._closing = True
         self._send(messages.Shutdown())
         killing = self._loop.call_later(CLOSE_SECONDS, self._kill)

@@ -36,10 +36,13 @@ log = logging.getLogger("forerun.engine")
 
 
 def run(fd: int, load: Load) -> int:
-    """Be the engine of the server at the other end of file descriptor `fd`. The exit code.
+    """Be the engine of the server at the other end of file descriptor `fd`; blocks until the server
+    has had enough. Returns the exit code: 0, or NOT_LOADED where `load` raised.
+
+    load  loads the model that the first message names
 
     Signals that end a server are for the server, which then ends this process. Where the server is
-    gone, so is this process, at once: nothing of it outlives it.
+    gone, so is this process, at once (SERVER_GONE): nothing of it outlives it.
     """
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)

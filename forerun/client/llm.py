@@ -49,29 +49,40 @@ class LLM:
     def generate(
         self, prompts: str | Sequence[str], **options: Unpack[AskOptions]
     ) -> list[Completion]:
-        """Continue plain texts, together. One completion per prompt (n per prompt, in order)."""
+        """Continue plain texts, together, and wait: one Completion per prompt (n per prompt, prompt
+        by prompt).
+
+        Raises RequestError where a prompt or an option is wrong, EngineError where the engine
+        fails.
+        """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         requests = [self.request(text, **options) for text in texts]
         return [item for choices in complete(self.loaded.engine, requests) for item in choices]
 
     def chat(self, messages: Sequence[dict[str, Any]], **options: Unpack[AskOptions]) -> Completion:
-        """Answer a conversation: messages with `role` and `content`.
+        """Answer a conversation: messages with `role` and `content`, the last of a user or a tool.
 
-        One answer: with `n` above 1 it raises RequestError; `choices` returns all of them.
+        One answer: with `n` above 1, or for a text, it raises RequestError; `choices` returns all
+        of them. EngineError where the engine fails.
         """
         one_answer(messages, options)
         return self.choices(messages, **options)[0]
 
     def choices(self, prompt: Prompt, **options: Unpack[AskOptions]) -> list[Completion]:
-        """All n continuations of a text, or answers to a conversation, in order."""
+        """All n continuations of a text, or answers to a conversation, in the order of their
+        indices. Errors as of `generate`.
+        """
         return complete(self.loaded.engine, [self.request(prompt, **options)])[0]
 
     def stream(self, prompt: Prompt, **options: Unpack[AskOptions]) -> Iterator[Delta]:
-        """Like `choices`, but delta by delta; `index` says of which choice."""
+        """Yield the deltas of all choices as they come; `index` says of which choice. Abandoning
+        the iterator aborts the request. Errors as of `generate`; options are checked at once, not
+        when iteration begins.
+        """
         return stream(self.loaded.engine, self.request(prompt, **options))
 
     def close(self) -> None:
-        """Release the model. Idempotent."""
+        """End the engine and release the model. Idempotent."""
         self.loaded.close()
 
     def _tokens(self, prompt: Prompt) -> Ints:
@@ -80,7 +91,10 @@ class LLM:
         return encode_chat(self.loaded, prompt)
 
     def request(self, prompt: Prompt, **options: Unpack[AskOptions]) -> Request:
-        """What the engine is asked. Raises RequestError naming an option that is wrong."""
+        """The request that the other methods submit; compiles its grammar. Raises RequestError
+        naming an option that is wrong or out of range, ContextError for a prompt that is certainly
+        too long.
+        """
         check_ranges(options)
         given: dict[str, Any] = {**options}
         if given.get("grammar") is not None:
@@ -89,7 +103,9 @@ class LLM:
 
 
 def one_answer(messages: Prompt, options: AskOptions) -> None:
-    """Raise RequestError where `chat` is asked for what only other methods give."""
+    """Raise RequestError where `chat` is given a text instead of messages, or asked for several
+    answers.
+    """
     if isinstance(messages, str):
         raise RequestError("chat takes messages; to continue a text use generate.", "messages")
     if options.get("n", 1) != 1:

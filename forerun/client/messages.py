@@ -42,7 +42,7 @@ class Problem(msgspec.Struct):
 
     @classmethod
     def of(cls, error: ForerunError | ImportError) -> "Problem":
-        """What crosses in its place."""
+        """The error as a value that crosses between processes."""
         if isinstance(error, ImportError):
             return cls("ImportError", str(error), {"name": error.name})
         names = (kind.__name__ for kind in type(error).__mro__)
@@ -50,7 +50,9 @@ class Problem(msgspec.Struct):
         return cls(kind, str(error), dict(vars(error)))
 
     def error(self) -> ForerunError | ImportError:
-        """The error again."""
+        """The error again, with its message and attributes; of the nearest class that both sides
+        know.
+        """
         if self.kind == "ImportError":
             return ImportError(self.message, name=self.fields["name"])
         made = _KINDS[self.kind](self.message)

@@ -25,7 +25,9 @@ RANGES: dict[str, tuple[float, float]] = {
 
 
 def check_ranges(options: "AskOptions") -> None:
-    """Raise RequestError where a number is outside of what is taken over HTTP."""
+    """Raise RequestError naming the first number that is outside of RANGES; options without one
+    pass.
+    """
     for name, (low, high) in RANGES.items():
         value = options.get(name)
         if isinstance(value, int | float) and not low <= value <= high:

@@ -44,7 +44,9 @@ class PlainNodes:
 
 
 def plain_nodes(choosing: Choosing, plan: Plan, trees: TreeBatch) -> PlainNodes:
-    """The nodes, of rows that sample, that neither a parameter nor a grammar touches."""
+    """The nodes of rows that sample and that neither a parameter beyond the temperature nor a
+    grammar touches, from their roots on: n nodes, none where there is no such row.
+    """
     temperatures = choosing.temperature[plan.slots]
     asked = np.flatnonzero((temperatures >= 0) & plan.samples & ~plan.constrained)
     first, stop = trees.roots[asked], trees.start[1:][asked]

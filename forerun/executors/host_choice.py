@@ -69,7 +69,7 @@ class SlotState:
 
     @property
     def history(self) -> History:
-        """A copy: an array that is looked at cannot grow."""
+        """A copy of its tokens as a History: an array that NumPy looks at cannot grow."""
         return History(np.array(self.tokens, np.int32), self.prompt_len)
 
 
@@ -91,7 +91,14 @@ class HostChoice:
         logits: Logits,
         masks: NodeMasks | None,
     ) -> Path:
-        """What of a row's tree is accepted, and the target's own token."""
+        """The accepted path of one row and the target's own token, by forerun.speculative.
+
+        history  the decided tokens of the row's sequence
+        logits   asked for nodes of the path only
+        masks    of grammars, by flat node; None = no row is constrained
+
+        A path is empty where the root has no choice. Changes nothing.
+        """
 
         def choose_at(node: int, ancestors: tuple[int, ...]) -> int:
             position, allowed = history.output_len + len(ancestors), None
@@ -123,8 +130,14 @@ class HostChoice:
         told: ReportsOf,
         made: Choices,
     ) -> Choices:
-        """Decide these rows of a step where `made` has nothing at their root, and report what is
-        asked for, as `told` says. Completes the arrays of `made` in place.
+        """Decide the given rows of a step where `made` has no choice at their root, and report what
+        is asked for.
+
+        rows    numbers of rows, with their slots' states
+        logits  of flat nodes
+        told    makes the reports
+
+        Completes the arrays of `made` in place and returns them with the reports.
         """
         choice, finite = made.choice, made.finite
         logprobs: list[Reports] = [()] * plan.rows
@@ -167,7 +180,9 @@ class HostChoice:
 
 
 def put_path(choice: Ints, root: int, path: Path) -> None:
-    """Write a row's path into `choice`, as Choices has it."""
+    """Write a row's path, whose root is flat node `root`, into choice int32[M], as Choices
+    has it.
+    """
     for node, token in zip((root, *path.nodes), path.tokens, strict=False):
         choice[node] = token
 
@@ -183,12 +198,16 @@ def _echo(plan: Plan, row: int, trees: TreeBatch, slot: SlotState, told: Reports
 
 
 def reports_of(logits: Logits, top: int, pairs: Iterable[tuple[int, int]]) -> Reports:
-    """Reports of (flat node, token that follows it) pairs."""
+    """Reports of (flat node, token that follows it) pairs, with `top` alternatives each, from raw
+    logits.
+    """
     return tuple(report(logits(int(node)), int(token), top) for node, token in pairs)
 
 
 def report(logits: Floats, token: int, top: int) -> TokenLogprobs:
-    """Raw log-probabilities, in nats, of `token` and of the `top` best, ties by lowest id."""
+    """Raw log-probabilities, in nats, of `token` and of the `top` likeliest by logits float32[V],
+    ties by lowest id; excluded tokens are left out.
+    """
     normaliser = log_normaliser(logits)
     best = largest(logits, top) if top else ()
     return TokenLogprobs(

@@ -50,9 +50,9 @@ class HostSampler:
         self._echoes: set[int] = set()
 
     def open(self, slot_init: SlotInit) -> None:
-        """Bind a sequence to its slot.
+        """Bind a sequence to its slot, which must be closed.
 
-        Raises EngineError where the slot is taken or a token is outside the vocabulary.
+        Raises EngineError where the slot is open or a token is outside the vocabulary.
         """
         slot, sampling = slot_init.slot, slot_init.sampling
         if self._open[slot] is not None:
@@ -77,15 +77,15 @@ class HostSampler:
         self._echoes.discard(slot)
 
     def rewind(self, slot: int, length: int) -> None:
-        """Forget what was decided behind the first `length` tokens: for measurements, which repeat
-        a step.
+        """Forget what was decided behind the first `length` tokens, so that a measurement can
+        repeat a step. A closed slot is no error.
         """
         found = self._open[slot]
         if found is not None:
             del found.tokens[length:]
 
     def reports(self, slots: Ints) -> bool:
-        """Whether log-probabilities are asked for in one of these slots."""
+        """Whether log-probabilities are asked for in one of the slots int32[n]."""
         return bool(self._reports) and not self._reports.isdisjoint(slots.tolist())
 
     def scored(self, plan: Plan, trees: TreeBatch) -> Ints:
@@ -190,7 +190,7 @@ class HostSampler:
         return round.outcome
 
     def of_row(self, plan: Plan, row: int) -> SlotState:
-        """What is kept of a row's sequence. Raises EngineError where it is not open."""
+        """What is kept of plan row `row`'s sequence. Raises EngineError where it is not open."""
         found: SlotState | None = self._open[plan.slots[row]]
         if found is None:
             raise EngineError(f"row {row} plans slot {plan.slots[row]}, which is not open")

@@ -42,8 +42,9 @@ class LayerStates:
         self._depth = np.zeros(limits.max_nodes, np.int32)
 
     def before(self, extension: Extension) -> Ints:
-        """int32[n] rows of the entries before each of an extension's. Only what `keep` has put
-        there is read behind cached positions.
+        """int32[n]: the table row of the entry before each token of an extension.
+
+        Of cached positions only what `kept` named may be read.
         """
         rows = np.arange(-1, len(extension.tokens) - 1, dtype=np.int32)
         for row, first in enumerate(extension.start[:-1]):
@@ -57,7 +58,9 @@ class LayerStates:
         return rows
 
     def kept(self, extension: Extension) -> KeptStates:
-        """Each row's last entry, and those that are the last of their pages."""
+        """Which states an extension must keep: each row's last entry, by slot, and the last entry
+        of each full page, by page.
+        """
         position, size = extension.position, self._page_size
         row = np.repeat(np.arange(len(extension.kv_len)), np.diff(extension.start))
         full = np.flatnonzero(position % size == size - 1)
@@ -68,14 +71,16 @@ class LayerStates:
         )
 
     def above(self, level: DraftLevel) -> Ints:
-        """int32[n] rows of the entries above each draft token."""
+        """int32[n]: the table row of the entry above each draft token of a level, a draft node's or
+        the root's.
+        """
         slots = np.repeat(self.slots + level.slots, np.diff(level.start))
         rows: Ints = np.where(level.parents < 0, slots, level.parents).astype(np.int32)
         return rows
 
     def depth(self, level: DraftLevel) -> int:
-        """How deep a level's tokens are; a child of the root is at 1. Raises EngineError where
-        they are not all as deep.
+        """The depth of a level's tokens, 1 for children of roots; remembered for the levels below.
+        Raises EngineError where they are not all equally deep.
         """
         above = np.where(level.parents < 0, 0, self._depth[level.parents])
         if np.any(above != above[0]):
@@ -85,14 +90,14 @@ class LayerStates:
 
 
 def layers_at(depth: int, count: int) -> range:
-    """Which of `count` layers (from 0) run the tokens at a depth; the first of them predicts what
-    follows, the others serve what is deeper.
+    """Which of `count` layers (from 0) run the tokens at a depth: the first of them predicts what
+    follows, the others serve deeper tokens.
     """
     return range(min(depth, count - 1), count)
 
 
 def layer_read(layer: int, depth: int, count: int) -> int:
-    """Of which layer the one that runs tokens at this depth reads the states: the one before, or
-    beyond the last layer's depth its own.
+    """The layer whose states layer `layer` reads for tokens at this depth: the one before it, or
+    itself beyond the last layer's depth.
     """
     return layer if depth >= count else layer - 1

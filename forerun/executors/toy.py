@@ -66,17 +66,21 @@ class ToyExecutor(Executor):
         self._ramps = np.concatenate([ramp, ramp])
 
     def open(self, slot_init: SlotInit) -> None:
-        """Bind a sequence to its slot."""
+        """Bind a sequence to its slot. Raises EngineError where it is open or a token is out of
+        range.
+        """
         self._sampler.open(slot_init)
 
     def close(self, slot: int) -> None:
-        """Forget the slot's sequence."""
+        """Forget the slot's sequence, if it has one."""
         self._sampler.close(slot)
 
     def begin(
         self, plan: Plan, trees: TreeBatch = NO_TREES, masks: NodeMasks | None = None
     ) -> ToyRound:
-        """Find the best next token of every node. Writes no page; drafts nothing."""
+        """Find the best next token of every node, at once. Writes no page; drafts nothing. Raises
+        EngineError where a page does not hold the positions it should.
+        """
         if self.delay:
             time.sleep(self.delay)
         best = np.zeros(len(trees.tokens), np.int32)
@@ -86,7 +90,7 @@ class ToyExecutor(Executor):
 
     def finish(self, round: Round, masks: NodeMasks | None = None) -> Outcome:
         """Accept on the host, by the specification; write the accepted paths, and nothing else,
-        into pages.
+        into pages. Raises EngineError where a kept position has no page.
         """
         assert isinstance(round, ToyRound)
         best = round.best.tolist()
@@ -106,7 +110,7 @@ class ToyExecutor(Executor):
         self._values[pages, positions % size] = trees.tokens[nodes]
 
     def describe(self) -> dict[str, Any]:
-        """Facts for /server_info."""
+        """Facts for /server_info: executor, device, kv_bytes, weights_bytes."""
         cache = self._keys.nbytes + self._values.nbytes
         return {"executor": "toy", "device": "cpu", "kv_bytes": cache, "weights_bytes": 0}
 

@@ -67,15 +67,16 @@ def open_model(
     cache_dir: Path | None = None,
     revision: str | None = None,
 ) -> Model:
-    """Find, fetch where needed, and open a model.
+    """Find a model, fetch it where needed, and open it; weights stay on disk.
 
     reference  a built-in name; a folder of config.json and safetensors; a .gguf file; or a hub
                id `organisation/name`, perhaps with `:Q4_K_M` or `:file.gguf` behind it. A path
                that exists goes before a hub id.
+    progress   called with (what, bytes done, bytes in all) while a built-in model is fetched
     cache_dir  where fetched models are kept instead of the user's cache directory
     revision   branch, tag or commit on the hub; None = main
 
-    Raises ModelError; DownloadError where it could not be fetched.
+    Raises ModelError where it cannot be used; DownloadError where it could not be fetched.
     """
     if reference in BUILT_IN:
         place = (cache_dir or default_cache_dir()) / "models"
@@ -96,7 +97,8 @@ def open_model(
 
 def check_reference(reference: str, revision: str | None = None) -> None:
     """Raise ModelError where `open_model` could only fail: the name of no model that is built in,
-    here, or on the hub, as far as that can be asked. Nothing is fetched.
+    here, or on the hub, as far as that can be asked (DownloadError where the hub says no). Nothing
+    is fetched.
     """
     if reference in BUILT_IN or reference == "toy":
         return
@@ -114,8 +116,8 @@ def check_reference(reference: str, revision: str | None = None) -> None:
 
 
 def is_reference(word: str) -> bool:
-    """Whether a word alone can only mean a model: a built-in name, something on this machine that
-    looks like one, or what has the shape of a hub id.
+    """Whether a word alone can only mean a model: a built-in name, a .gguf file or model folder on
+    this machine, or what has the shape of a hub id. Asks nobody, raises nothing.
     """
     if word in BUILT_IN or word == "toy":
         return True
@@ -130,8 +132,8 @@ def is_reference(word: str) -> bool:
 
 
 def shipped_draft(reference: str) -> Path | None:
-    """The folder of the draft head that comes with this package for a built-in model, if one
-    does.
+    """The folder of the draft head that this package has for a built-in model; None where it has
+    none.
     """
     folder = Path(__file__).parent.parent / "drafts" / reference
     return folder if reference in BUILT_IN and folder.is_dir() else None

@@ -48,19 +48,21 @@ _PICKLED = ["pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-
 
 
 def fetched(repository: str, cache: Path | None = None, revision: str | None = None) -> Path:
-    """The folder of a hub model, downloaded if it is not in huggingface_hub's cache yet, which
-    draws its own progress: files, bytes, speed and the rest.
+    """The folder of a hub model, downloaded if it is not in huggingface_hub's cache yet; that
+    library draws its own progress.
 
-    cache     where to keep it; None = where huggingface_hub's own settings say
-    revision  branch, tag or commit; None = main
-    Raises DownloadError.
+    repository  organisation/name
+    cache       where to keep it; None = where huggingface_hub's own settings say
+    revision    branch, tag or commit; None = main
+
+    Fetches configuration, safetensors and tokenizer, no code. Raises DownloadError.
     """
     return _snapshot(repository, _PATTERNS, cache, revision)
 
 
 def config_fetched(repository: str, revision: str | None = None) -> Path:
-    """The folder of a hub model of which nothing but config.json has to be there. Raises
-    DownloadError.
+    """The folder of a hub model of which config.json alone has to be there; only that is fetched.
+    Raises DownloadError, also where the model has none.
     """
     folder = _snapshot(repository, ["config.json"], None, revision)
     if not (folder / "config.json").is_file():
@@ -74,12 +76,13 @@ def config_fetched(repository: str, revision: str | None = None) -> Path:
 def fetched_pickled(
     repository: str, cache: Path | None = None, revision: str | None = None
 ) -> Path:
-    """The same with pickled weights, for a model that has no others."""
+    """As `fetched`, with pickled weights (pytorch_model*.bin), for a model that has no others."""
     return _snapshot(repository, [*_PATTERNS, *_PICKLED], cache, revision)
 
 
 def draft_fetched(repository: str, revision: str | None) -> Path:
-    """The folder of a draft on the hub: its safetensors, or else its pickled weights.
+    """The folder of a draft on the hub: its safetensors, or else its pickled weights. revision None
+    = main.
 
     Raises DownloadError.
     """
@@ -90,8 +93,8 @@ def draft_fetched(repository: str, revision: str | None) -> Path:
 
 
 def token_map_fetched(named: str) -> Path:
-    """A token map: a file here, or `organisation/name/file` of the hub, which is fetched. Where it
-    is neither, the path as it was named. Raises DownloadError.
+    """The path of a token map: a file on this machine, or `organisation/name/file` of the hub,
+    which is fetched; the path as it was named where it is neither. Raises DownloadError.
     """
     repository, _, name = named.rpartition("/")
     if Path(named).exists() or _HUB_FILE.fullmatch(named) is None:
@@ -102,7 +105,9 @@ def token_map_fetched(named: str) -> Path:
 def gguf_fetched(
     reference: HubReference, cache: Path | None = None, revision: str | None = None
 ) -> Path:
-    """One GGUF file of a hub model, downloaded if it is not in the cache yet; arguments as above.
+    """The path of one GGUF file of a hub model, downloaded if it is not in the cache yet; cache and
+    revision as in `fetched`. Where the hub does not answer within ASKING seconds, the cache's files
+    count.
 
     Raises DownloadError, and ModelError where there is no such file.
     """
@@ -121,8 +126,10 @@ def gguf_fetched(
 
 
 def check(repository: str, revision: str | None = None) -> None:
-    """Ask the hub whether a model that is not here exists. Fetches nothing; where nobody answers
-    within ASKING seconds, loading will tell. Raises DownloadError where there is no such model.
+    """Ask the hub whether a model that is not on this machine exists; nothing is fetched. Where
+    nobody answers within ASKING seconds, loading will tell.
+
+    Raises DownloadError where there is no such model or revision, or it is gated.
     """
     if any(one.name == repository for one in cached()):
         return
@@ -135,7 +142,9 @@ def check(repository: str, revision: str | None = None) -> None:
 
 
 def cached() -> list[CachedModel]:
-    """What huggingface_hub keeps of models that could be served, whoever fetched it."""
+    """The models in huggingface_hub's cache, whoever fetched them, sorted by name; none without a
+    cache.
+    """
     try:
         found = huggingface_hub.scan_cache_dir().repos
     except CacheNotFound:
@@ -145,7 +154,9 @@ def cached() -> list[CachedModel]:
 
 
 def remove(repository: str) -> int:
-    """Delete a model from huggingface_hub's cache: bytes that are free now."""
+    """Delete a model, all its revisions, from huggingface_hub's cache. The bytes that are free now;
+    0 where it was not there.
+    """
     try:
         cache = huggingface_hub.scan_cache_dir()
     except CacheNotFound:

@@ -35,12 +35,16 @@ class HubReference:
 
     @property
     def name(self) -> str:
-        """What the model calls itself in the API."""
+        """The model's name in the API: organisation/name, with the file behind a colon where one is
+        named.
+        """
         return f"{self.repository}:{self.file}" if self.file else self.repository
 
 
 def hub_reference(text: str) -> HubReference | None:
-    """What `text` means on the hub; None where it is no name of a hub's model."""
+    """What `text` means on the hub, with or without the hub's address before it; None where it has
+    not the shape of a hub id. Asks nobody.
+    """
     found = _REPOSITORY.fullmatch(_without_host(text))
     if found is None or found["name"].endswith(".gguf"):  # A file that is not there.
         return None
@@ -57,7 +61,12 @@ def _without_host(text: str) -> str:
 
 
 def choose_gguf(names: list[str], reference: HubReference) -> str:
-    """The file that is meant among a repository's. Raises ModelError that lists what there is."""
+    """The GGUF file that `reference` means among a repository's `names`: the one it names, by file
+    or kind of numbers, else the first kind of PREFERRED.
+
+    Raises NoGgufError where there is none in one piece, ModelError that lists what there is where
+    the named one is absent.
+    """
     whole = sorted(
         name
         for name in names

@@ -74,7 +74,7 @@ WELL_KNOWN = (
 
 
 def well_known(word: str) -> WellKnown | None:
-    """The model that a word most likely stands for; None where none is near."""
+    """The well-known model whose name is nearest to `word`; None where none is near."""
     names = {name: model for model in WELL_KNOWN for name in model.names}
     close = difflib.get_close_matches(word.lower().removesuffix(":latest"), names, n=1, cutoff=0.75)
     return names[close[0]] if close else None

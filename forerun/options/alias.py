@@ -65,12 +65,18 @@ class Alias:
 
     @property
     def options(self) -> list[Option]:
-        """One per name."""
+        """One Option per name in `flags`."""
         names = tuple(self.fields.split())
         return [Option(flag, names, self.assign, self.takes) for flag in self.flags.split()]
 
     def assign(self, where: str, text: str) -> dict[str, Any]:
-        """Values of fields that `text` means. Raises ConfigError, which names `where`."""
+        """By field, the values that `text` stands for; {} where it changes nothing (a line in the
+        log says so).
+
+        where  how the option was named, for messages
+
+        Raises ConfigError where it cannot be honoured, says why, and names `where`.
+        """
         off = self.takes == NOTHING and not truth(where, text)
         if self.verdict is Verdict.SETS:
             return {} if off else self._set(where, text)
@@ -95,7 +101,7 @@ class Alias:
 
     @property
     def meaning(self) -> str:
-        """What it does here, for docs/migrating.md."""
+        """What the name does here, as a sentence or our own flag, for docs/migrating.md."""
         if self.verdict is Verdict.IGNORED:
             return f"taken, changes nothing: {self.why}"
         if self.verdict is Verdict.ONLY and self.takes != NOTHING:
@@ -115,18 +121,22 @@ class Alias:
 
 
 def chain_length(where: str, text: str) -> dict[str, Any]:
-    """A number of draft tokens without the root, of a chain."""
+    """Fields for a number of draft tokens without the root, drafted as a chain. Raises ConfigError
+    for no whole number.
+    """
     steps = parsed(FIELDS["speculative_num_steps"], where, text)
     return {"speculative_num_steps": steps, "speculative_num_draft_tokens": steps + 1}
 
 
 def draft_model(where: str, text: str) -> dict[str, Any]:
-    """A whole model that drafts."""
+    """Fields for a whole model that drafts (STANDALONE), named by `text`."""
     return {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": text}
 
 
 def grammar_backend(where: str, text: str) -> dict[str, Any]:
-    """A library that matches grammars: llguidance does, whichever is named."""
+    """No fields: llguidance matches all grammars, whichever known library is named (a line in the
+    log). Raises ConfigError for an unknown one.
+    """
     name = text.lower()
     if name in ("xgrammar", "outlines", "lm-format-enforcer"):
         log.warning("%s %s: llguidance matches all grammars here.", where, text)
@@ -136,7 +146,9 @@ def grammar_backend(where: str, text: str) -> dict[str, Any]:
 
 
 def gpu_layers(where: str, text: str) -> dict[str, Any]:
-    """llama.cpp's number of layers on the GPU."""
+    """The device for llama.cpp's number of layers on the GPU: 0 = cpu, all or 99 and more = cuda,
+    -1 or auto = our own choice. Raises ConfigError for a part of the layers.
+    """
     if text in ("-1", "auto"):
         return {}
     if text == "all" or (text.isdecimal() and int(text) >= 99):
@@ -150,7 +162,7 @@ def gpu_layers(where: str, text: str) -> dict[str, Any]:
 
 
 def gpu(where: str, text: str) -> dict[str, Any]:
-    """A CUDA device by its number."""
+    """The CUDA device of this number. Raises ConfigError for anything but a whole number."""
     if not text.isdecimal():
         raise ConfigError(f"{where} takes a whole number, not {text!r}.")
     return {"device": f"cuda:{text}"}
@@ -184,7 +196,9 @@ _KEYS_REFUSED = {
 
 
 def speculative_config(where: str, text: str) -> dict[str, Any]:
-    """VLLM's JSON object."""
+    """Fields for the JSON object of vLLM's option of this name. Raises ConfigError for what is no
+    object, and for keys and methods that are unknown or cannot be honoured, each with its reason.
+    """
     try:
         keys = json.loads(text)
     except ValueError as error:

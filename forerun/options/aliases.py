@@ -281,7 +281,9 @@ OPTIONS = tuple(option for alias in ALIASES for option in alias.options)
 
 
 def elsewhere(field: str) -> list[str]:
-    """What a field's option is called by others: "--max-model-len (vLLM)"."""
+    """The options of other servers that set this field of ours, each as "--name (server, server)";
+    none where only its own name does.
+    """
     return [
         f"{flag} ({', '.join(alias.sources)})"
         for alias in ALIASES

@@ -33,8 +33,10 @@ _KERNELS = frozenset(
 
 
 def attention_kernel(name: str, *own: str) -> str:
-    """A name of what computes attention; where only other servers have such a kernel, auto, and a
-    line in the log.
+    """The attention backend to use for a name: itself, or "auto" with a line in the log where only
+    other servers have such a kernel.
+
+    own  names of such kernels that we have as well
     """
     if name.lower() not in _KERNELS or name in own:
         return name
@@ -332,17 +334,19 @@ class EngineConfig:
 
     @property
     def algorithm(self) -> Algorithm:
-        """What is known of the speculative algorithm."""
+        """The row of the speculative algorithm in options.algorithms."""
         return algorithm(self.speculative_algorithm)
 
     @property
     def speculates(self) -> bool:
-        """False where nothing is to be drafted, whatever else is said."""
+        """Whether the algorithm drafts at all, whatever else is said."""
         return self.algorithm.model or self.algorithm.lookup
 
     @property
     def lossy(self) -> bool:
-        """Sampled texts may differ from plain decoding's where a request says nothing else."""
+        """Whether sampled texts may differ from plain decoding's, where a request names no accept
+        thresholds of its own.
+        """
         single, acc = (
             self.speculative_accept_threshold_single,
             self.speculative_accept_threshold_acc,
@@ -351,7 +355,7 @@ class EngineConfig:
 
     @property
     def draft_shape(self) -> DraftLimits:
-        """The largest tree of draft tokens, defaults filled in."""
+        """The largest tree of draft tokens, with defaults for what is not said."""
         steps = self.speculative_num_steps
         return draft_shape(
             self.algorithm.max_steps if steps is None else steps,
@@ -361,12 +365,14 @@ class EngineConfig:
 
     @property
     def toy(self) -> bool:
-        """True for the hand-computable model, which needs no file and no torch."""
+        """Whether the model is the hand-computable one, which needs no file and no torch."""
         return self.model == "toy"
 
 
 def exact(config: EngineConfig) -> EngineConfig:
-    """The configuration, where it lets no text differ. Raises ConfigError."""
+    """The configuration itself, where speculation leaves every text as it is. Raises ConfigError
+    where its accept thresholds do not.
+    """
     if config.lossy:
         raise ConfigError(
             "this compares texts that are to be the same, but accept thresholds below 1 let them "
@@ -548,8 +554,8 @@ class AskConfig:
             raise ConfigError("a stop text is empty; leave stop out to have none.")
 
     def options(self, recommended: Mapping[str, float]) -> dict[str, Any]:
-        """Every field with a value: what was asked, else what the model recommends, else what
-        changes nothing.
+        """Every field with a value, by name: what was asked, else what the model recommends, else
+        what leaves the distribution as it is (NEUTRAL).
         """
         asked = {item.name: getattr(self, item.name) for item in fields(self)}
         given = {name: value for name, value in asked.items() if value is not None}

@@ -21,15 +21,20 @@ def option(
 ) -> Any:
     """A dataclass field that knows its help text, its bounds (inclusive) and its flag.
 
-    `choices` lists the allowed strings; `flag` overrides the flag's name, which is otherwise
-    the field's; `spellings` makes a choice of the other ways to write it.
+    text       help, half a sentence
+    choices    the allowed strings; () = any
+    low, high  bounds of a number; None = none
+    flag       the flag's name without dashes, where it is not the field's
+    spellings  makes a choice, or a member of a tuple, of the other ways to write it
     """
     facts = {"help": text, "choices": choices, "low": low, "high": high, "flag": flag}
     return field(default=default, metadata=facts | {"spellings": spellings})
 
 
 def spell(config: Any) -> None:
-    """Bring every choice of a new configuration into its usual spelling. Raises ConfigError."""
+    """Bring every choice of a new configuration into its usual spelling, in place. Raises
+    ConfigError, where a field's `spellings` does.
+    """
     for item in fields(config):
         value = getattr(config, item.name)
         if item.metadata["choices"] and isinstance(value, str):
@@ -37,7 +42,9 @@ def spell(config: Any) -> None:
 
 
 def validate(config: Any) -> None:
-    """Hold every field of a configuration to its declared bounds. Raises ConfigError."""
+    """Raise ConfigError naming the first field whose value is no choice of it, not finite, or out
+    of its bounds.
+    """
     for item in fields(config):
         value, facts = getattr(config, item.name), item.metadata
         name = item.name.replace("_", "-")
@@ -55,7 +62,9 @@ def validate(config: Any) -> None:
 
 
 def addresses(text: str) -> tuple[str, ...]:
-    """Web pages: one, several between commas, or a JSON list."""
+    """The addresses in `text`: one, several between commas, or a JSON list of strings. Raises
+    ConfigError for any other JSON.
+    """
     if not text.startswith("["):
         return tuple(one.strip() for one in text.split(",") if one.strip())
     try:

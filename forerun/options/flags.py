@@ -40,7 +40,7 @@ class Option:
 
     @property
     def name(self) -> str:
-        """Without dashes: its name in a file."""
+        """The option's name in a file: the flag without its leading dashes."""
         return self.flag.lstrip("-")
 
 
@@ -54,9 +54,10 @@ class Given:
 
 
 def configured(kind: type[Config], arguments: argparse.Namespace) -> Config:
-    """The configuration that the parsed options describe; a field without one keeps its default.
+    """The configuration of class `kind` that parsed options describe; a field that nobody named
+    keeps its default.
 
-    Raises ConfigError.
+    Raises ConfigError where an option cannot be honoured or the whole contradicts itself.
     """
     values = vars(arguments).get("values")
     if values is None:
@@ -65,9 +66,11 @@ def configured(kind: type[Config], arguments: argparse.Namespace) -> Config:
 
 
 def gather(given: Iterable[Given]) -> dict[str, Any]:
-    """Values of fields, of options that were all given in one place: the last of one name holds,
-    tuples add up. Raises ConfigError: all that cannot be honoured, a line each, and two names of
-    one field that disagree.
+    """Values of fields, by name, from options that were all given in one place. Of one name the
+    last holds; tuples add up.
+
+    Raises ConfigError that lists, a line each, all that cannot be honoured, and names of one field
+    that disagree.
     """
     values: dict[str, Any] = {}
     sources: dict[str, Given] = {}
@@ -101,13 +104,15 @@ def flags_of(
     first: Collection[str] = (),
     **defaults: Any,
 ) -> None:
-    """One flag per field of a configuration class; `defaults` override the fields' own.
+    """Add one flag per field of a configuration class to `parser`.
 
-    The parsed namespace has `given`, what was said, `defaults`, what holds otherwise, and
-    `options`, all names. `configured` reads them.
+    title     of their group in the help
+    without   fields that the command decides itself: they get no flag
+    first     fields whose flags stand in a group of their own, before all others
+    defaults  override the fields' own
 
-    without  fields that the command decides itself: they get no flag
-    first    fields whose flags stand in a group of their own, before all others
+    The parsed namespace then has `given`, what was said, `defaults`, what holds otherwise, and
+    `options`, all names; `configured` reads them.
     """
     groups = {True: _group(parser, "what matters first"), False: parser.add_argument_group(title)}
     known: dict[str, Any] = parser.get_default("defaults") or {}
@@ -135,8 +140,8 @@ def _group(parser: argparse.ArgumentParser, title: str) -> Any:
 
 
 def add_aliases(parser: argparse.ArgumentParser, aliases: Iterable[Option]) -> None:
-    """Let a command take other names too, unseen by its help. A name that the command has for
-    something of its own keeps that meaning; one that sets fields it has not is left out.
+    """Let `parser` take other servers' names too, unseen in its help. A name that the command has
+    for something of its own keeps that meaning; one that sets fields it lacks is left out.
     """
     known, options = parser.get_default("defaults") or {}, parser.get_default("options") or {}
     for option in aliases:
@@ -150,7 +155,9 @@ def add_aliases(parser: argparse.ArgumentParser, aliases: Iterable[Option]) -> N
 
 
 def command_line(config: Any) -> list[str]:
-    """The flags that describe a configuration: the inverse of `configured`."""
+    """The flags that describe a configuration, fields at their defaults left out: the inverse of
+    `configured`.
+    """
     line: list[str] = []
     for item in fields(config):
         value = getattr(config, item.name)
@@ -176,7 +183,9 @@ def own_option(item: "Field[Any]") -> Option:
 
 
 def parsed(item: "Field[Any]", where: str, text: str) -> Any:
-    """A field's value as it was written, bounds not yet looked at. Raises ConfigError."""
+    """A field's value as it was written in `text`, bounds not looked at. Raises ConfigError, naming
+    `where`, where it is of another kind.
+    """
     kind = _kind(item)
     if kind is bool:
         return truth(where, text)
@@ -192,7 +201,9 @@ def parsed(item: "Field[Any]", where: str, text: str) -> Any:
 
 
 def whole(text: str) -> int:
-    """A whole number; 8K is 8192 and 8k is 8000, as vLLM reads them. Raises ValueError."""
+    """A whole number; 8k is 8000 and 8K is 8192, likewise m, M, g and G, as vLLM reads them. Raises
+    ValueError.
+    """
     unit = _UNITS.get(text[-1:])
     return int(text) if unit is None else round(float(text[:-1]) * unit)
 
@@ -201,7 +212,9 @@ _UNITS = {"k": 1000, "K": 1 << 10, "m": 10**6, "M": 1 << 20, "g": 10**9, "G": 1 
 
 
 def truth(where: str, text: str) -> bool:
-    """Yes or no. Raises ConfigError."""
+    """Whether `text` is one of YES. Raises ConfigError, naming `where`, where it is none of YES and
+    NO.
+    """
     if text.lower() not in YES + NO:
         raise ConfigError(f"{where} is on or off (true or false), not {text!r}.")
     return text.lower() in YES

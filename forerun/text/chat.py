@@ -51,16 +51,18 @@ class ChatTemplate:
 
     @property
     def waits(self) -> bool:
-        """Whether rendering waits for another process."""
+        """Whether rendering waits for another process, so that it must not be called on an event
+        loop.
+        """
         return self._renderer.waits
 
     @property
     def source(self) -> str:
-        """The template's text: it shows how the model calls tools and reasons."""
+        """The template's text, by which the formats of tool calls and reasoning are recognised."""
         return self._source
 
     def close(self) -> None:
-        """End the process that renders, if there is one; it starts again when needed."""
+        """End the processes that render, if there are any; they start again when needed."""
         self._renderer.close()
 
     def encode(
@@ -72,13 +74,18 @@ class ChatTemplate:
         continues: bool = False,
         most: int | None = None,
     ) -> Ints:
-        """int32[T]: the prompt. `messages` and `tools` are OpenAI's; `extra` are template names.
+        """int32[T]: the prompt's ids. Control strings that users wrote stay plain text.
 
+        messages   OpenAI's, role and content each
+        tools      OpenAI's; None = none are offered
+        add_generation_prompt  end with the beginning of an answer
+        extra      further names for the template (chat_template_kwargs)
         continues  the prompt ends within the last message, which the model wrote and goes on with
-        most       tokens that there is room for: what certainly has more is not encoded
+        most       tokens that there is room for: what certainly has more is not encoded; None = any
 
         Raises RequestError naming the field where the messages cannot be rendered, ContextError
-        where there is certainly no room for them.
+        where there is certainly no room for them, WorkerError where the rendering process was ended
+        by somebody.
         """
         if not continues:
             text, marker = self._render(messages, tools, add_generation_prompt, extra)
@@ -105,7 +112,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         extra: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt as text, for people to read. Errors as in `encode`."""
+        """The prompt as text, for people to read. Arguments and errors as of `encode`."""
         text, marker = self._render(messages, tools, add_generation_prompt, extra)
         return text.replace(marker, "")
 
@@ -185,9 +192,9 @@ class ChatTemplate:
 
 
 def clean_message(message: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """A message as templates expect it: text content, parsed tool arguments.
+    """A copy of one message as templates expect it: text content, tool arguments as objects.
 
-    Raises RequestError naming the field that cannot be used.
+    Raises RequestError naming the field below `path` that cannot be used.
     """
     clean = dict(message)
     check_json(clean, path)

@@ -73,13 +73,15 @@ class TemplateTraits:
 
     @cached_property
     def bare_tools(self) -> bool:
-        """Whether a tool may come without description and parameters."""
+        """Whether it takes a tool without description and parameters."""
         bare = {"type": "function", "function": {"name": _NAME}}
         return _holds(self._try([_user()], [bare]), [_NAME])
 
     @cached_property
     def calls(self) -> CallStyle:
-        """How calls are handed over."""
+        """How it takes an assistant's tool calls: the first style whose calls reach the model;
+        written as text where none does.
+        """
         empty = self._try(_tool_turns(CallStyle("", "object", True)), [_tool()]) or ""
         most = len(_EMPTY_WORDS.findall(empty))
         for style in _STYLES:
@@ -101,24 +103,24 @@ class TemplateTraits:
 
     @cached_property
     def parallel_calls(self) -> bool:
-        """Whether one message may have several calls."""
+        """Whether it takes a message with several calls."""
         text = self._try(_tool_turns(self.calls, calls=2), [_tool()])
         return _holds(text, [f"{_CITY}-0", f"{_CITY}-1"])
 
     @cached_property
     def user_after_results(self) -> bool:
-        """Whether a user may speak before the model has answered to a tool's result."""
+        """Whether it takes a user's message right after a tool's result."""
         turns = _tool_turns(self.calls)
         return _holds(self._try([*turns[:3], turns[-1]], [_tool()]), [_RESULT, _AGAIN])
 
     @cached_property
     def system(self) -> bool:
-        """Whether the first message may be the system's."""
+        """Whether it takes a system message first, and shows it to the model."""
         return _holds(self._try([_system(), _user()], None), [_SYSTEM])
 
     @cached_property
     def late_system(self) -> bool:
-        """Whether a system message may stand between others."""
+        """Whether it takes a system message between others, and shows it to the model."""
         turns = [_user(), {"role": "assistant", "content": _ANSWER}, _system(_LATE), _user(_AGAIN)]
         head = [_system()] if self.system else []
         words = [_LATE, _ANSWER, _AGAIN, *(each["content"] for each in head)]
@@ -126,7 +128,7 @@ class TemplateTraits:
 
     @cached_property
     def adjacent_users(self) -> bool:
-        """Whether a user may speak twice in a row."""
+        """Whether it takes two user messages in a row."""
         return _holds(self._try([_user(_CITY), _user(_AGAIN)], None), [_CITY, _AGAIN])
 
     def _try(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> str | None:
@@ -140,10 +142,14 @@ class TemplateTraits:
 def adapted(
     messages: Sequence[Message], tools: Sequence[Message] | None, traits: TemplateTraits
 ) -> tuple[list[Message], list[Message] | None]:
-    """The conversation and the tools as a template with these traits takes them.
+    """The conversation and the tools in the form that a template with these traits takes, changed
+    as little as that needs.
 
     messages  as `chat.clean_message` gives them; they are not changed. Tool arguments are objects
-    tools     as in OpenAI's API
+    tools     as in OpenAI's API; None or empty = none
+
+    The tools are None where there are none, or where they are now part of the text. Raises
+    ModelError where probing finds that the template does not end.
     """
     found = list(messages)
     offered = [dict(tool) for tool in tools] if tools else None

@@ -34,7 +34,9 @@ class Escape:
         self._tails = {s[cut:] for s in strings for cut in range(1, len(s))}
 
     def text(self, text: str) -> str:
-        """User text with markers. A plain word at an end, such as `user`, is left alone."""
+        """User text with markers in its control strings, and at an end where a neighbour could
+        complete one. A plain word at an end, such as `user`, is left alone.
+        """
         broken = self.key(text)
         sizes = range(1, min(self._longest, len(text)) + 1)
         if any(_is_sign(text[-size:]) and text[-size:] in self._heads for size in sizes):
@@ -44,15 +46,17 @@ class Escape:
         return broken
 
     def key(self, text: str) -> str:
-        """A name that templates may look up: only whole control strings are broken."""
+        """A name that templates may look up: only whole control strings in it are broken."""
         return self._whole.sub(lambda match: match[0][0] + self._marker + match[0][1:], text)
 
     def name(self, text: str) -> str:
-        """A role that no template knows: nothing around it can make it part of a control."""
+        """A role that no template knows, with a marker behind it: nothing around it can make it
+        part of a control string.
+        """
         return self.text(text) + self._marker
 
     def value(self, value: Any) -> Any:
-        """The same for every string in plain JSON data."""
+        """A copy of plain JSON data with `text` applied to every string and `key` to every key."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, dict):
@@ -68,7 +72,9 @@ def _is_sign(text: str) -> bool:
 
 
 def free_marker(data: Iterable[Any]) -> str:
-    """A private-use character that no string of the data holds. Raises RequestError if none is."""
+    """A private-use character that no string of the data holds. Raises RequestError where every one
+    is used.
+    """
     used: set[str] = set()
     for text in _strings(data):
         used.update(_PRIVATE.findall(text))
@@ -90,7 +96,11 @@ def _strings(data: Any) -> Iterator[str]:
 
 
 def check_json(value: Any, path: str, depth: int = 0) -> None:
-    """Raise RequestError naming the path where `value` is not plain, shallow, encodable JSON."""
+    """Raise RequestError, naming the path, where `value` is no plain JSON data: other types, keys
+    that are no strings, lone surrogates, or more than 64 levels.
+
+    depth  levels that `value` already lies below the top
+    """
     if depth > _MAX_DEPTH:
         raise RequestError(f"{path} is nested deeper than {_MAX_DEPTH} levels", path)
     if isinstance(value, str):

@@ -44,7 +44,10 @@ _SEVERAL_MESSAGES = ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|calls|>"})
 def tokenizer_json(
     metadata: Mapping[str, Any],
 ) -> tuple[dict[str, Any], tuple[int, ...], int | None]:
-    """A `tokenizer.json` document, the end-of-text ids and the begin-of-text id.
+    """A GGUF file's tokenizer as a `tokenizer.json` document, the end-of-text ids, the declared one
+    first, and the begin-of-text id, None where there is none.
+
+    metadata  the file's keys as plain Python values
 
     Raises ModelError that names the key where one is missing, wrong or of an unknown kind.
     """

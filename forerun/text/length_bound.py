@@ -31,8 +31,10 @@ class LengthBound:
     blanks: int = 0
 
     def least(self, text: str) -> int:
-        """Tokens that `text` has at least, whatever control strings in it become. Takes a
-        millisecond per megabyte. `text` holds no lone surrogate, or they are not counted.
+        """Tokens that `text` has at least, whatever control strings in it become; 0 where nothing
+        is known.
+
+        Takes a millisecond per megabyte. Lone surrogates are not counted.
         """
         if not self.longest:
             return 0
@@ -49,10 +51,13 @@ UNKNOWN = LengthBound(0, ascii=True)
 def length_bound(
     spec: dict[str, Any], pieces: Sequence[bytes], added: Iterable[str]
 ) -> LengthBound:
-    """The bound for a `tokenizer.json` document, whose ids stand for `pieces`.
+    """The bound for a `tokenizer.json` document.
+
+    pieces  the bytes that each id stands for
+    added   texts of the added tokens
 
     White space is not counted where a normalizer or an added token may swallow it, control
-    characters never are. Where a step may drop anything else, nothing is known.
+    characters never are. Where a step may drop anything else the bound is UNKNOWN.
     """
     normalizers = list(steps(spec.get("normalizer"), "normalizers"))
     cuts = steps(spec.get("pre_tokenizer"), "pretokenizers")

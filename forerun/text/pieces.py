@@ -24,7 +24,7 @@ class Pieces:
 
 
 def byte_alphabet() -> dict[int, str]:
-    """The printable character that byte-level BPE writes for each byte (GPT-2's table)."""
+    """By byte, the printable character that byte-level BPE writes for it: GPT-2's table of 256."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [value for value in range(256) if value not in printable]
     table = {value: chr(value) for value in printable}
@@ -39,7 +39,9 @@ _BYTE_LETTERS = dict.fromkeys(range(256), "\ufffd") | {
 
 
 def pieces_of(spec: dict[str, Any]) -> Pieces:
-    """Pieces of a `tokenizer.json` document. Raises ModelError for a decoder it cannot follow."""
+    """The bytes of every id of a `tokenizer.json` document. Raises ModelError for a decoder that is
+    neither byte-level nor SentencePiece's, or for ids far beyond the number of tokens.
+    """
     decoder = spec.get("decoder") or {}
     steps = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]
     kinds = [step.get("type") for step in steps]

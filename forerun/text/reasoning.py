@@ -32,18 +32,22 @@ class Marks:
 
     @classmethod
     def of(cls, closer: str) -> Self:
-        """The pair of a closer: its opener is the same text without the slash."""
+        """The pair of a closer: its opener is the same text without the first slash."""
         return cls(closer.replace("/", "", 1), closer)
 
     @classmethod
     def found_in(cls, template: str | None) -> Self | None:
-        """The pair that a chat template speaks of; None where it speaks of none."""
+        """The pair whose closer a chat template contains; None where it contains none, or
+        is None.
+        """
         known = (closer for closer in CLOSERS if closer in (template or ""))
         closer = next(known, None)
         return None if closer is None else cls.of(closer)
 
     def stage(self, prompt_tail: str) -> Stage:
-        """Where a model is that continues a prompt with this end."""
+        """Where in its answer a model is that goes on from a prompt with this end (TAIL characters
+        suffice).
+        """
         tail = prompt_tail.rstrip()
         if tail.endswith(self.opener):
             return Stage.THINKING
@@ -63,7 +67,9 @@ class ReasoningReader:
         self._bare = True
 
     def push(self, text: str) -> tuple[str, str]:
-        """(reasoning, answer) that `text` makes certain."""
+        """(reasoning, answer) that the next piece of text makes certain, either possibly empty;
+        what may be part of a mark is held back.
+        """
         if self._stage == Stage.ANSWERING and not self._bare:
             return "", text
         self._held += text
@@ -73,7 +79,7 @@ class ReasoningReader:
         return reasoning, self._answer() if self._stage == Stage.ANSWERING else ""
 
     def finish(self) -> tuple[str, str]:
-        """What was held back, once no text will follow."""
+        """(reasoning, answer) that was held back, once no text will follow."""
         held, self._held = self._held, ""
         if self._stage == Stage.THINKING:
             return held.rstrip(), ""
@@ -109,7 +115,9 @@ class ReasoningReader:
 
 
 def overlap(text: str, mark: str) -> int:
-    """Length of the longest proper beginning of `mark` that `text` ends with."""
+    """Length of the longest proper beginning of `mark` that `text` ends with; 0 where there is
+    none.
+    """
     for size in range(min(len(text), len(mark) - 1), 0, -1):
         if text.endswith(mark[:size]):
             return size

@@ -15,8 +15,10 @@ LONGEST = 1 << 24
 
 
 def answer(request: dict[str, Any]) -> dict[str, str]:
-    """The text of a template for some names, or the error and whose fault it is. Without names
-    the template is compiled only.
+    """The reply to one request of the server: {"text"}, {"refused"} where the names are at fault,
+    or {"unusable"} where the template is.
+
+    request  `source` of the template and `names` for it; without names it is compiled only
     """
     try:
         template = _template(request["source"])
@@ -36,7 +38,9 @@ def _template(source: str) -> Template:
 
 
 def main() -> None:
-    """Answer until standard input ends."""
+    """Run the rendering process: limit its memory, then answer requests until standard
+    input ends.
+    """
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     serve(answer)
 

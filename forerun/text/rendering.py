@@ -40,16 +40,21 @@ class Renderer(Protocol):
     waits: bool
 
     def render(self, names: dict[str, Any]) -> str:
-        """See Template.render."""
+        """The text of the template for these names; blocks. Raises RequestError where they cannot
+        be rendered, ModelError where the template takes too much, WorkerError where its process was
+        ended by somebody.
+        """
         ...
 
     def close(self) -> None:
-        """Give back what it holds; it can still be used."""
+        """End its processes, if it has any; they start again when needed."""
         ...
 
 
 def renderer(source: str) -> Renderer:
-    """Raises ModelError where the template does not parse."""
+    """Where to render a template: here for those known to be harmless, else in processes of limited
+    memory. Raises ModelError where it does not parse.
+    """
     known = source == BYTE_LEVEL_TEMPLATE or hashlib.sha256(source.encode()).hexdigest() in KNOWN
     return _Here(source) if known else BySize(source)
 
@@ -81,17 +86,21 @@ class BySize:
         self.small.check()
 
     def render(self, names: dict[str, Any]) -> str:
-        """See Template.render. Raises ModelError also where it takes too much."""
+        """Render in the process for large conversations or in that for small ones. Errors as of
+        Renderer.
+        """
         return (self.large if is_large(names) else self.small).render(names)
 
     def close(self) -> None:
-        """End the processes."""
+        """End both processes; they start again when needed."""
         self.small.close()
         self.large.close()
 
 
 def is_large(names: dict[str, Any]) -> bool:
-    """Whether a conversation is large: what becomes of it is then its own doing."""
+    """Whether names for a template have more than LARGE characters of JSON: what becomes of such a
+    conversation is then its own doing.
+    """
     return len(json.dumps(names, ensure_ascii=False, separators=(",", ":"))) > LARGE
 
 
@@ -108,15 +117,17 @@ class Apart:
         self._turn = threading.Lock()
 
     def check(self) -> None:
-        """Raises ModelError where the template does not parse."""
+        """Compile the template in the process. Raises ModelError where it does not parse."""
         self._asked({})
 
     def render(self, names: dict[str, Any]) -> str:
-        """See Template.render. Raises ModelError also where it takes too much."""
+        """Render in the process, one text at a time. Errors as of Renderer; asks a second time
+        where somebody may have ended the process.
+        """
         return self._asked({"names": names})
 
     def close(self) -> None:
-        """End the process."""
+        """Wait for the rendering under way, and end the process; it starts again when needed."""
         with self._turn:
             self._child.close()
 

@@ -36,7 +36,7 @@ class StopStrings:
 
     @property
     def pending(self) -> int:
-        """Length of the text's tail that may be the beginning of a stop string."""
+        """Characters at the text's end that may begin a stop string."""
         return self._depth[self._state]
 
     def feed(self, character: str) -> str | None:
@@ -96,7 +96,7 @@ class TextStream:
         self._stopped: str | None = None
 
     def push(self, token: int) -> Piece:
-        """The text that `token` makes final. After a stop string nothing more comes."""
+        """The text that token id `token` makes final. After a stop string nothing more comes."""
         if self._stopped is not None:
             return Piece("", self._stopped)
         if token in self._skipped:
@@ -109,7 +109,7 @@ class TextStream:
         return self._release(self._decoder.decode(piece))
 
     def finish(self) -> str:
-        """What was held back, once no token will follow."""
+        """The text that was held back, once no token will follow; "" after a stop string."""
         if self._stopped is not None:
             return ""
         tail = self._release(self._decoder.decode(b"", final=True)).text

@@ -34,9 +34,10 @@ class Template:
         self._environment = _environment(_plain_statements(source))
 
     def render(self, names: dict[str, Any]) -> str:
-        """The text for these names.
+        """The text for these names, which are the template's variables.
 
-        Raises RequestError where they cannot be rendered, ModelError where there is no end.
+        Raises RequestError where they cannot be rendered or the template refuses them, ModelError
+        where it does not end within FUEL.
         """
         try:
             return self._environment.render_template("chat", **names)

@@ -104,7 +104,7 @@ class Tokenizer:
 
     @classmethod
     def byte_level(cls) -> Self:
-        """Ids 0..255 are bytes, then come the control tokens of ChatML. Needs no file."""
+        """Ids 0..255 are bytes, 256..258 the control tokens of ChatML. Needs no file."""
         names = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
         added = [AddedToken(256 + index, text, True) for index, text in enumerate(names)]
         table = [bytes([value]) for value in range(256)] + [name.encode() for name in names]
@@ -129,9 +129,11 @@ class Tokenizer:
     def from_file(
         cls, path: Path | str, eos_ids: Iterable[int] = (), bos_id: int | None = None
     ) -> Self:
-        """From a `tokenizer.json`; the ids come from the model's configuration files.
+        """From a `tokenizer.json`; end-of-text and begin-of-text ids come from the model's
+        configuration files.
 
-        Raises ModelError where the file cannot be read or is of a kind that is not supported.
+        Raises ModelError where the file cannot be read, asks for too much (check_limits), or is of
+        a kind that is not supported.
         """
         try:
             spec = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -164,9 +166,11 @@ class Tokenizer:
         return cls(codec, pieces, added, ends, backend, bound)
 
     def encode(self, text: str, specials: bool = False, bos: bool = False) -> Ints:
-        """int32[T]. With `specials`, control strings in the text become their ids.
+        """int32[T]: the ids of `text`.
 
-        With `bos`, the ids that the model expects before a plain text come first.
+        specials  control strings in the text become their ids; else they are encoded as plain text
+        bos       the ids that the model expects before a plain text come first
+
         Raises RequestError where the text holds a lone surrogate.
         """
         ids = list(self._prefix) if bos else []
@@ -176,14 +180,16 @@ class Tokenizer:
         return np.array(ids, np.int32)
 
     def least_tokens(self, text: str) -> int:
-        """How many tokens `text` has at least, told unencoded; 0 where it is unknown."""
+        """How many tokens `text` has at least, without encoding it; 0 where that is unknown."""
         return self._bound.least(text)
 
     def encode_part(self, text: str, first: bool) -> list[int]:
         """Ids of a part of a text, in which no control string counts.
 
-        `first` = it begins the whole text (SentencePiece puts a space there).
-        Raises RequestError where it holds a lone surrogate.
+        first  it begins the whole text (SentencePiece puts a space there)
+
+        Raises RequestError where it holds a lone surrogate, or the tokenizer cannot cut it into
+        words.
         """
         bad = _SURROGATE.search(text)
         if bad:
@@ -194,7 +200,9 @@ class Tokenizer:
         return self._plain(text, first)
 
     def split(self, text: str, strings: re.Pattern[str]) -> Iterator[str | int]:
-        """Cut at the added tokens that `strings` finds: their ids, and the texts between."""
+        """Cut the text at the added tokens that `strings` (see matcher) finds: yields their ids and
+        the texts between, in order; empty texts are left out.
+        """
         start = 0
         for match in strings.finditer(text):
             token = self.added[match[0]]
@@ -213,11 +221,16 @@ class Tokenizer:
             yield text[start:]
 
     def token_bytes(self, id: int) -> bytes:
-        """Bytes that token `id` stands for; empty where the model has padded its vocabulary."""
+        """The bytes that token `id` stands for, possibly half a character; b"" for an id that no
+        token has.
+        """
         return self.pieces[id] if 0 <= id < len(self.pieces) else b""
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """The text of `ids`; what is not valid UTF-8 becomes U+FFFD."""
+        """The text of `ids`; what is not valid UTF-8 becomes U+FFFD.
+
+        skip_special  control tokens count as no text
+        """
         skipped: Iterable[int] = self.special_ids if skip_special else ()
         parts = [self.token_bytes(int(id)) for id in ids if int(id) not in skipped]
         first = next((index for index, part in enumerate(parts) if part), None)
@@ -226,13 +239,15 @@ class Tokenizer:
         return b"".join(parts).decode("utf-8", "replace")
 
     def without_lead(self, piece: bytes) -> bytes:
-        """The first piece of a text without the space that encoding put there."""
+        """The first non-empty piece of a text without the spaces that encoding put there."""
         spaces = len(piece) - len(piece.lstrip(b" "))
         return piece[min(spaces, self.leading_spaces) :]
 
 
 def matcher(strings: Iterable[str]) -> re.Pattern[str]:
-    """Finds any of the strings, the longest where several begin at one place."""
+    """A pattern that finds any of the strings, the longest where several begin at one place; it
+    finds nothing where there is none.
+    """
     longest_first = sorted(filter(None, strings), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 

@@ -15,7 +15,10 @@ Gemma's file has two."""
 
 
 def check_limits(spec: dict[str, Any]) -> None:
-    """Raise ModelError naming the part of a tokenizer.json document that asks for too much."""
+    """Raise ModelError, naming the part, where a `tokenizer.json` document asks for too much:
+    normalizers that multiply text beyond MOST_PER_LETTER, or more than MOST_MERGES merges per
+    token.
+    """
     letters = 1.0
     for step in steps(spec.get("normalizer"), "normalizers"):
         if step.get("type") == "Replace":
@@ -36,7 +39,11 @@ def check_limits(spec: dict[str, Any]) -> None:
 
 
 def steps(step: dict[str, Any] | None, members: str) -> Iterator[dict[str, Any]]:
-    """A step of the document, or those of a sequence of them, also of one within another."""
+    """The steps of a normalizer or pre-tokenizer: itself, or the members of sequences, however
+    nested.
+
+    members  the key of a sequence's members. None has no steps
+    """
     if not step:
         return
     if step.get("type") != "Sequence":

@@ -25,7 +25,10 @@ class Body(Protocol):
     count: int
 
     def push(self, text: str) -> tuple[Sequence[CallPiece], str, bool]:
-        """What is certain, the text that is left over, and whether the body goes on."""
+        """Read the next piece of text: pieces of calls that are certain, text that is left over,
+        and whether the body goes on. The caller hands text that is left over in again, before the
+        next.
+        """
         ...
 
 
@@ -39,7 +42,9 @@ class JsonCalls:
         self._between = ""
 
     def push(self, text: str) -> tuple[Sequence[CallPiece], str, bool]:
-        """See Body."""
+        """Read the next piece of text (see Body.push): a call's name once it is known, then its
+        arguments as they come. Ends behind the closer; without one it goes on.
+        """
         calls: list[CallPiece] = []
         for place, character in enumerate(text, 1):
             if self._call is not None:
@@ -145,7 +150,9 @@ class DividedCall:
         self._quoted = self._escaped = False
 
     def push(self, text: str) -> tuple[Sequence[CallPiece], str, bool]:
-        """See Body."""
+        """Read the next piece of text (see Body.push). Ends with the brace that closes the
+        arguments, or where there can be no call.
+        """
         calls: list[CallPiece] = []
         if not self._depth:
             name = _DIVIDED.match(text)
@@ -186,7 +193,9 @@ class GlmCalls:
         self._pairs = 0
 
     def push(self, text: str) -> tuple[Sequence[CallPiece], str, bool]:
-        """See Body."""
+        """Read the next piece of text (see Body.push): pairs of key and value become JSON once they
+        are whole, strings by the tools' declared types.
+        """
         calls: list[CallPiece] = []
         if self._name is None:
             end = _NAME_END.search(text)

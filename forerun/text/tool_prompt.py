@@ -18,7 +18,9 @@ For each call, write a JSON object with the function's name and arguments within
 
 
 def with_tools_in_text(messages: Sequence[Mapping[str, Any]], tools: Tools) -> list[dict[str, Any]]:
-    """The conversation with the tools' signatures in its system message, which may be a new one."""
+    """A copy of the conversation with the tools' signatures in its system message, which may be a
+    new one.
+    """
     offer = _OFFER.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
     if messages and messages[0]["role"] == "system":
         first = {**messages[0], "content": f"{messages[0]['content']}\n\n{offer}"}
@@ -27,7 +29,9 @@ def with_tools_in_text(messages: Sequence[Mapping[str, Any]], tools: Tools) -> l
 
 
 def call_in_text(message: Mapping[str, Any]) -> dict[str, Any]:
-    """An assistant's message with its `tool_calls` written out in its content."""
+    """A copy of an assistant's message with its `tool_calls` written out in its content, in the
+    Hermes format.
+    """
     written = [_written(call["function"]) for call in message["tool_calls"]]
     rest = {name: value for name, value in message.items() if name != "tool_calls"}
     content = message.get("content") or ""
@@ -35,7 +39,7 @@ def call_in_text(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def result_in_text(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool's message as one of the user."""
+    """A tool's message as a user's, within <tool_response> tags."""
     content = f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"
     return {"role": "user", "content": content}
 

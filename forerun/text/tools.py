@@ -60,12 +60,12 @@ _SIGNS = (
 
 
 def takes_tools(template: str) -> bool:
-    """Whether a chat template tells the model about tools."""
+    """Whether a chat template mentions `tools` at all."""
     return re.search(r"\btools\b", template) is not None
 
 
 def format_of(template: str) -> ToolFormat:
-    """The format that a chat template shows; Hermes where it shows none."""
+    """The format of calls that a chat template shows, by its marks; Hermes where it shows none."""
     for sign, format in _SIGNS:
         if sign in template:
             return format
@@ -94,11 +94,13 @@ class ToolReader:
 
     @property
     def called(self) -> bool:
-        """Whether a call has begun."""
+        """Whether at least one call has begun."""
         return self._body.count > 0
 
     def push(self, text: str) -> Parsed:
-        """What `text`, the next piece of an answer, makes certain of its content and tool calls."""
+        """What the next piece of an answer makes certain of its content and its calls; what may be
+        part of a mark is held back.
+        """
         content, calls = "", list[CallPiece]()
         self._held += text
         while self._held:
@@ -114,8 +116,8 @@ class ToolReader:
         return Parsed(content, tuple(calls))
 
     def finish(self, cut: bool = False) -> Parsed:
-        """What was held back, once no text will follow. cut: for want of room, so that the
-        beginning of a call is no content.
+        """The content that was held back, once no text will follow. cut: the answer ended for want
+        of room, so the beginning of a call is no content.
         """
         held, self._held = self._held, ""
         opener = self._format.opener

@@ -89,7 +89,14 @@ class CpuDecoderModel:
         return model
 
     def extend(self, extension: Extension, features: Features | None) -> Candidates:
-        """Run the tokens that became permanent, and each row's root."""
+        """Run the n tokens that became permanent, and each row's root; the tokens' entries go into
+        pages.
+
+        features  unread: the model reads tokens alone
+
+        Returns Candidates [s,k]. Raises EngineError, and changes nothing, where the extension is
+        not sound.
+        """
         limits, rows = self._executor.limits, len(extension.kv_len)
         row = np.repeat(np.arange(rows), np.diff(extension.start))
         count = len(row)
@@ -121,7 +128,9 @@ class CpuDecoderModel:
         return found
 
     def expand(self, level: DraftLevel) -> Candidates:
-        """Run draft tokens."""
+        """Run one level of n draft tokens: Candidates [n,k]. Raises EngineError where it is not
+        sound.
+        """
         nodes = np.arange(len(level.tokens), dtype=np.int32)
         work = DraftPass(
             tokens=self._own(level.tokens),
@@ -138,7 +147,7 @@ class CpuDecoderModel:
         return self._run(work, level.candidates)
 
     def block(self, block: DraftBlock) -> BlockCandidates:
-        """A decoder proposes level by level. Raises EngineError."""
+        """Raises EngineError: a whole model proposes level by level."""
         raise EngineError("a whole model proposes level by level, not a block")
 
     def _own(self, tokens: Ints) -> Ints:
@@ -154,7 +163,7 @@ class CpuDecoderModel:
         return run(self._library, self._model, work, self._logits, candidates)
 
     def describe(self) -> dict[str, Any]:
-        """Facts for /server_info."""
+        """Facts for /server_info: algorithm, model, layers, vocab, shared_tokens, weight_bytes."""
         return {
             "algorithm": self._about.algorithm,
             "model": self._about.name,

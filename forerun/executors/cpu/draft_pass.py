@@ -40,7 +40,11 @@ class DraftPass:
 def run(
     library: ctypes.CDLL, model: int, work: DraftPass, logits: Floats, candidates: int
 ) -> Candidates:
-    """Run a native draft model and rank what it scored; logits float32[s or more,Vd] is room.
+    """Run one pass of a native draft model and rank what it scored: Candidates [s,k].
+
+    model       the core's handle
+    logits      float32[s or more,Vd], contiguous; overwritten
+    candidates  of each scored node; fewer where Vd is smaller
 
     Raises EngineError, and changes nothing, for a pass that is not sound.
     """
@@ -78,7 +82,9 @@ def _address(floats: Floats | None) -> int | None:
 
 
 def page_slots(extension: Extension, limits: ExecutorLimits) -> Ints:
-    """int32[n] page slots of the tokens. Raises EngineError where there is no page."""
+    """int32[n]: the place in the cache, page * page_size + offset, of each token of an extension.
+    Raises EngineError where a position has no page.
+    """
     size, start = limits.page_size, extension.start
     rows = np.repeat(np.arange(len(extension.kv_len)), np.diff(start))
     position = extension.kv_len[rows] + np.arange(len(rows)) - start[rows]
@@ -91,7 +97,9 @@ def page_slots(extension: Extension, limits: ExecutorLimits) -> Ints:
 
 
 def commit(library: ctypes.CDLL, model: int, places: Ints) -> None:
-    """Make the keys and values of an extension's nodes permanent, each in its place."""
+    """Copy the keys and values of the last extension's nodes to places int32[n] of the cache.
+    Raises EngineError where the core refuses.
+    """
     nodes = np.arange(len(places), dtype=np.int32)
     refuse(
         library,
@@ -100,13 +108,15 @@ def commit(library: ctypes.CDLL, model: int, places: Ints) -> None:
 
 
 def refuse(library: ctypes.CDLL, code: int) -> None:
-    """Raise EngineError where a call failed."""
+    """Raise EngineError with the core's message where a call returned another code than 0."""
     if code:
         raise EngineError(f"a draft step was refused: {library.forerun_error().decode()}")
 
 
 def likeliest(logits: Floats, count: int) -> Candidates:
-    """The best `count` of each row of logits [s,Vd]."""
+    """The `count` likeliest of each row of logits float32[s,Vd], best first, with log-probabilities
+    in nats; all where Vd is smaller.
+    """
     count = min(count, logits.shape[1])
     top = logits.max(-1, keepdims=True, initial=-np.inf)
     if count == 1:

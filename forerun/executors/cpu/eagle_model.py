@@ -162,7 +162,7 @@ class CpuEagleModel(CpuHiddenStateModel):
             )
 
     def describe(self) -> dict[str, Any]:
-        """Facts for /server_info."""
+        """Facts for /server_info: algorithm, vocab, features, weight_bytes."""
         return {
             "algorithm": self._head.algorithm,
             "vocab": self.traits.vocab,

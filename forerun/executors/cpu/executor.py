@@ -35,7 +35,7 @@ class CpuRound(Round):
     scored: Ints = field(kw_only=True)
 
     def logits_of(self, node: int) -> Floats:
-        """float32[V] of one node."""
+        """float32[V]: the logits of flat node `node`, one of `scored`."""
         row: Floats = self.logits[np.searchsorted(self.scored, node)]
         return row
 
@@ -52,11 +52,11 @@ class CpuFeatures:
     nodes: AnyArray
 
     def select(self, nodes: AnyArray) -> "CpuFeatures":
-        """Of these nodes, in this order; the core refuses those that are not there."""
+        """The rows nodes int[n], in this order; the core refuses those that are not there."""
         return CpuFeatures(self.executor, self.width, self.nodes[nodes])
 
     def keep(self) -> KeptFeatures:
-        """A copy in 16 bits."""
+        """A copy in host memory, float16[n,F*H]. Raises EngineError after a later step."""
         count = int(self.nodes.max()) + 1
         values = self.executor.features(count, self.width)[self.nodes]
         return KeptFeatures(values.astype(np.float16))
@@ -153,23 +153,23 @@ class CpuExecutor(Executor):
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of keys and values, the step's scratch included."""
+        """Bytes of keys and values, in pages and in the step's scratch."""
         places = self.limits.pages * self.limits.page_size + self.limits.max_nodes
         return cache_bytes_per_token(self._arch, self._cache_item) * places
 
     def open(self, slot_init: SlotInit) -> None:
-        """Bind a sequence to its slot."""
+        """Bind a sequence to its slot. EngineError: it is open, or a token is out of range."""
         self._sampler.open(slot_init)
 
     def close(self, slot: int) -> None:
-        """Forget a slot's sequence."""
+        """Forget the slot's sequence, if it has one."""
         self._sampler.close(slot)
 
     def begin(
         self, plan: Plan, trees: TreeBatch = NO_TREES, masks: NodeMasks | None = None
     ) -> CpuRound:
-        """Score every node in one native call; known nodes write their pages. No draft request is
-        answered: every pass is asked for.
+        """Score every node in one native call, over on return; known nodes write their pages. No
+        draft request is answered. Raises EngineError where the core refuses the step.
         """
         scored = self._sampler.scored(plan, trees)
         self._reserve(len(scored))
@@ -220,7 +220,7 @@ class CpuExecutor(Executor):
             self._logits = np.empty((scored, self.limits.vocab), np.float32)
 
     def describe(self) -> dict[str, Any]:
-        """Facts for /server_info."""
+        """Facts for /server_info: device, kernels, threads, dtype, bytes."""
         return {
             "device": "cpu",
             "kernels": self._kernels,
@@ -232,7 +232,7 @@ class CpuExecutor(Executor):
         }
 
     def shutdown(self) -> None:
-        """Release threads and memory. Idempotent."""
+        """Free the model and its drafts. Idempotent; later steps raise EngineError."""
         model, self._model = self._model, None
         drafts, self._drafts = self._drafts, []
         for draft in drafts:
@@ -245,7 +245,7 @@ class CpuExecutor(Executor):
             self.shutdown()
 
     def native_model(self) -> int:
-        """The compiled core's handle, for a draft head beside it and for bench/steps.py."""
+        """The core's handle, for draft models beside it and bench/steps.py. Raises EngineError."""
         return self._alive()
 
     def adopt(self, draft: int | None, features_width: int) -> None:
@@ -256,7 +256,7 @@ class CpuExecutor(Executor):
         self._features_width = features_width
 
     def features(self, count: int, width: int) -> Floats:
-        """float32[count,width] copies of the features of the last step's first `count` nodes."""
+        """float32[count,width]: features of the last step's first nodes. Raises EngineError."""
         found = np.empty((count, width), np.float32)
         if self._library.forerun_aux_hidden_states(self._alive(), count, found.ctypes.data):
             raise EngineError(self._library.forerun_error().decode())

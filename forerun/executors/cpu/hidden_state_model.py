@@ -42,8 +42,13 @@ class CpuHiddenStateModel:
         features: tuple[int, ...],
         frequencies: AnyArray,
     ) -> int:
-        """A native model without tensors, beside the target, which keeps `features` for it from
-        now on. Raises MemoryPlanError.
+        """The core's handle of a new draft model, without tensors yet, that works with the target's
+        threads; the target keeps `features` for it from now on.
+
+        features     hidden states, as transformers numbers them
+        frequencies  float32[E/2] for RoPE
+
+        Raises MemoryPlanError where it does not fit.
         """
         aux_layers = np.array(features, np.int32)
         held = np.ascontiguousarray(frequencies, np.float32)
@@ -64,7 +69,14 @@ class CpuHiddenStateModel:
         return model
 
     def extend(self, extension: Extension, features: Features | None) -> Candidates:
-        """Run the tokens after those that became permanent, beside these' features."""
+        """Run the tokens after those that became permanent, beside these' features, and write the
+        pages.
+
+        features  one row per token, of this executor's last step or kept on the host
+
+        Returns Candidates [s,k]. Raises EngineError, and changes nothing, where the extension or
+        its features are not sound.
+        """
         work = pass_of_extension(extension, features)
         places = page_slots(extension, self._executor.limits)
         candidates = self._run(work, extension.candidates)
@@ -72,11 +84,13 @@ class CpuHiddenStateModel:
         return candidates
 
     def expand(self, level: DraftLevel) -> Candidates:
-        """Run draft tokens."""
+        """Run one level of n draft tokens: Candidates [n,k]. Raises EngineError where it is not
+        sound.
+        """
         return self._run(pass_of_level(level), level.candidates)
 
     def block(self, block: DraftBlock) -> BlockCandidates:
-        """It proposes level by level. Raises EngineError."""
+        """Raises EngineError: a draft head proposes level by level."""
         raise EngineError("a draft head proposes level by level, not a block")
 
     def _run(self, work: DraftPass, candidates: int) -> Candidates:
@@ -90,8 +104,10 @@ class CpuHiddenStateModel:
 
 
 def pass_of_extension(extension: Extension, features: Features | None) -> DraftPass:
-    """A pass over the tokens after those that became permanent, beside these' features. Raises
-    EngineError where those are missing, of another executor, or not one row per token.
+    """A pass over the tokens after those that became permanent, each beside its features, with the
+    candidates that the extension asks for.
+
+    Raises EngineError where features are missing, of another executor, or not one row per token.
     """
     count = len(extension.tokens)
     sources, given = np.zeros(count, np.int32), None
@@ -119,7 +135,9 @@ def pass_of_extension(extension: Extension, features: Features | None) -> DraftP
 
 
 def pass_of_level(level: DraftLevel) -> DraftPass:
-    """A pass over draft tokens, all of which are scored."""
+    """A pass over a level's draft tokens, all of which are scored; each reads what its parent, or
+    the row's root, left.
+    """
     kept = -1 - np.repeat(level.slots, np.diff(level.start))
     return DraftPass(
         tokens=level.tokens,

@@ -53,8 +53,10 @@ class HiddenStates:
         )
 
     def run(self, tokens: Ints, scored: Ints) -> tuple[Floats, Floats]:
-        """int32[T] and positions int32[n], ascending -> features float32[T,F*H] and logits
-        float32[n,V] at those positions. Raises EngineError where T is beyond `longest`.
+        """Features float32[T,F*H] of a whole text tokens int32[T], and logits float32[n,V] at its
+        positions scored int32[n], ascending.
+
+        Raises EngineError where T is beyond `longest` or a token is out of range.
         """
         limits = self._executor.limits
         if len(tokens) > limits.context:
@@ -106,5 +108,5 @@ class HiddenStates:
             raise EngineError(f"a pass was refused: {self._library.forerun_error().decode()}")
 
     def shutdown(self) -> None:
-        """Release threads and memory. Idempotent."""
+        """Free the core's threads and memory. Idempotent."""
         self._executor.shutdown()

@@ -5,7 +5,9 @@ from forerun.models.arch import Architecture
 
 
 def refusal(arch: Architecture) -> str | None:
-    """Why the compiled core cannot run this model, in one clause; None where it can."""
+    """Why the compiled core cannot run this model, as one clause for an error message; None where
+    it can.
+    """
     beyond, size = _beyond(arch), arch.head_size
     if beyond:
         return f"the CPU core cannot run this {arch.family} model, which needs {', '.join(beyond)}"
@@ -30,7 +32,7 @@ def _beyond(arch: Architecture) -> list[str]:
 
 
 def check_runs(arch: Architecture) -> None:
-    """Raise ModelError where `refusal` has a reason."""
+    """Raise ModelError, which names the torch executor instead, where `refusal` has a reason."""
     reason = refusal(arch)
     if reason is not None:
         raise ModelError(f"{reason}; use the torch executor (--executor torch)")

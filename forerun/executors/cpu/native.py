@@ -175,7 +175,7 @@ _SHORT_CALLS = {
 
 @lru_cache(maxsize=1)
 def load() -> ctypes.CDLL:
-    """The library, loaded once and with every call's types set.
+    """The compiled core, loaded once, with the types of all its calls; calls release Python's lock.
 
     Raises OSError where it is missing, of another machine, or built from other sources.
     """
@@ -184,8 +184,8 @@ def load() -> ctypes.CDLL:
 
 @lru_cache(maxsize=1)
 def load_short() -> ctypes.PyDLL:
-    """The same for calls of microseconds. They keep the interpreter's lock: to get it back from
-    another thread that computes can take 5 ms.
+    """The same library for calls of microseconds, which keep Python's lock: to get it back from
+    another thread that computes can take 5 ms. Raises OSError as `load`.
     """
     return _typed(ctypes.PyDLL(str(LIBRARY)), _SHORT_CALLS)
 
@@ -202,7 +202,7 @@ def _typed(library: Library, calls: Mapping[str, tuple[Any, Any]]) -> Library:
 
 
 def available() -> str | None:
-    """None where the compiled core can run here, else one sentence why it cannot."""
+    """Why the compiled core cannot run here, in one sentence with what to do; None where it can."""
     if not LIBRARY.exists():
         return (
             "the compiled CPU core is not there (no C++ compiler was found when forerun was "
@@ -216,6 +216,8 @@ def available() -> str | None:
 
 
 def kernels(name: str = "") -> str | None:
-    """The kernels that `name` ("" = the best) stands for on this machine, or None."""
+    """The name of the kernels that `name` ("" = the best) stands for on this machine; None where it
+    cannot run them. Raises OSError as `load`.
+    """
     found: bytes | None = load().forerun_kernels(name.encode())
     return found.decode() if found else None

@@ -136,7 +136,10 @@ class CpuPredictionModel(CpuHiddenStateModel):
 
     def extend(self, extension: Extension, features: Features | None) -> Candidates:
         """Run the tokens after those that became permanent through all layers, the first beside
-        these' features.
+        these' features, and write their pages.
+
+        Returns the first layer's Candidates [s,k]. Raises EngineError where the extension or its
+        features are not sound.
         """
         if self._draft.count == 1:
             return super().extend(extension, features)
@@ -155,8 +158,10 @@ class CpuPredictionModel(CpuHiddenStateModel):
         return found
 
     def expand(self, level: DraftLevel) -> Candidates:
-        """Run draft tokens through the layer of their depth, and through those of greater ones for
-        what may hang below.
+        """Run one level of n draft tokens through the layer of their depth, which ranks what
+        follows, and through those of greater depths, for what may hang below: Candidates [n,k].
+
+        Raises EngineError where the tokens are not all equally deep or the level is not sound.
         """
         if self._draft.count == 1:
             return super().expand(level)
@@ -180,7 +185,7 @@ class CpuPredictionModel(CpuHiddenStateModel):
         )
 
     def describe(self) -> dict[str, Any]:
-        """Facts for /server_info."""
+        """Facts for /server_info: algorithm, layers, vocab, weight_bytes."""
         return {
             "algorithm": "nextn",
             "layers": self._draft.count,

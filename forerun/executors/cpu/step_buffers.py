@@ -41,7 +41,7 @@ class StepBuffers:
         )
 
     def fill(self, plan: Plan, trees: TreeBatch, scored: Ints, logits: Floats) -> None:
-        """Put in a step whose `scored` nodes leave their logits in `logits` float32[n,V].
+        """Put in a step whose nodes scored int32[n] leave their logits in `logits` float32[.,V].
 
         Raises EngineError where it has more nodes than fit.
         """
@@ -75,7 +75,7 @@ class StepBuffers:
 
     @property
     def choice(self) -> Ints:
-        """int32[M] what forerun_accept found: see `Walk` of csrc/model.h. A copy."""
+        """int32[M], a copy: what forerun_accept found (`Walk` of csrc/model.h)."""
         choice: Ints = self._arrays["choice"][: self.step.nodes].copy()
         return choice
 

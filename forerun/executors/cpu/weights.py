@@ -59,7 +59,7 @@ class Place:
 
 
 def matrices(arch: Architecture) -> list[Place]:
-    """All matrices in the order in which a step reads them; names without `.weight`."""
+    """Where all matrices go, in the order in which a step reads them; names without `.weight`."""
     places = [Place("model.embed_tokens", -1, 0)]
     for layer, spec in enumerate(arch.layer_specs):
         prefix = f"model.layers.{layer}."
@@ -89,8 +89,8 @@ def _placed(prefix: str, names: tuple[str, ...], layer: int, first: int) -> list
 
 
 def vectors(arch: Architecture) -> list[Place]:
-    """Where each norm's weight goes in the native model, and a router's correction: by canonical
-    name, layer (-1 = after the last) and which of the layer's vectors it is.
+    """Where each norm's weight and a router's correction go: canonical name, layer (-1 = the
+    model's own) and which of the layer's vectors it is.
     """
     places = []
     for layer, spec in enumerate(arch.layer_specs):
@@ -111,7 +111,7 @@ def vectors(arch: Architecture) -> list[Place]:
     return [*places, Place("model.norm.weight", -1, 0)]
 
 
-def layer_kind(spec: LayerSpec) -> native.LayerKind:
+def _layer_kind(spec: LayerSpec) -> native.LayerKind:
     """The layer for the core, which `limits.refusal` finds nothing in."""
     kind = native.LayerKind(
         window=spec.attention.window or 0,
@@ -139,7 +139,7 @@ def _kind(checkpoint: Checkpoint, name: str) -> str:
     return "few bits" if packed is None else packed.kind
 
 
-def stored_kinds(checkpoint: Checkpoint) -> set[str]:
+def _stored_kinds(checkpoint: Checkpoint) -> set[str]:
     """How the layers' matrices are stored, routers not counted: they are floats."""
     places = [place for place in matrices(checkpoint.architecture) if place.layer >= 0]
     return {_kind(checkpoint, place.name) for place in places if not _routes(place)}
@@ -147,35 +147,35 @@ def stored_kinds(checkpoint: Checkpoint) -> set[str]:
 
 def widens(checkpoint: Checkpoint) -> bool:
     """Whether some matrices take more bytes in the core than in their file."""
-    return bool(stored_kinds(checkpoint) - _KINDS.keys())
+    return bool(_stored_kinds(checkpoint) - _KINDS.keys())
 
 
 def _routes(place: Place) -> bool:
     return place.layer >= 0 and place.which in (_ROUTER, _SHARED_GATE)
 
 
-def computes_in_floats(checkpoint: Checkpoint, dtype: str) -> bool:
+def _computes_in_floats(checkpoint: Checkpoint, dtype: str) -> bool:
     """Whether all layers' matrices stay floats, as activations and the cache then do."""
-    return dtype not in QUANTIZED and stored_kinds(checkpoint) <= set(_FLOATS)
+    return dtype not in QUANTIZED and _stored_kinds(checkpoint) <= set(_FLOATS)
 
 
 def cache_item(checkpoint: Checkpoint, dtype: str) -> int:
-    """Bytes of a number of keys and values: float32 where that is computed with, else float16."""
-    return 4 if computes_in_floats(checkpoint, dtype) else 2
+    """Bytes of a number of keys and values: 4 where the model computes in floats, else 2."""
+    return 4 if _computes_in_floats(checkpoint, dtype) else 2
 
 
 def cache_bytes_per_token(arch: Architecture, item: int) -> int:
-    """Bytes of keys and values that one position takes, all layers together."""
+    """Bytes of one position's keys and values in all layers, `item` bytes a number."""
     return arch.layers * 2 * arch.kv_heads * arch.head_size * item
 
 
 def sentence(checkpoint: Checkpoint, dtype: str) -> str:
-    """What the weights are, for people."""
+    """How weights and activations are stored and computed, in words for people."""
     names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-    kinds = stored_kinds(checkpoint)
+    kinds = _stored_kinds(checkpoint)
     floats = sorted(names[kind] for kind in kinds & names.keys())
     file = ", ".join([*floats, *sorted(kinds - names.keys())])
-    if computes_in_floats(checkpoint, dtype):
+    if _computes_in_floats(checkpoint, dtype):
         return f"weights {file} as in the file, activations float32"
     made = [f"{', '.join(floats)} made {dtype}"] if floats and dtype in QUANTIZED else []
     made += ["embedding and output head made q8_0"] if made and dtype != "q8_0" else []
@@ -211,7 +211,7 @@ class Packer:
         self._head_rows, self._some, self._dtype = head_rows, some, dtype
 
     def planned_bytes(self) -> int:
-        """Bytes that all packed tensors take, alignment included."""
+        """Bytes that all packed tensors will take in the core, alignment included."""
         total = 0
         for place in self._matrices():
             rows, columns = self._checkpoint.shape(f"{place.name}.weight")
@@ -225,7 +225,7 @@ class Packer:
         return int(total)
 
     def load(self, model: int) -> None:
-        """Pack every tensor into the native model."""
+        """Set a native model's layers and pack every tensor into it. Raises ModelError."""
         arch = self._checkpoint.architecture
         if self._some is None:
             self._set_layers(model, arch)
@@ -299,7 +299,7 @@ _FP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.in
 
 
 def eight_bits(rows: NDArray[np.uint8], name: str) -> NDArray[np.uint8]:
-    """uint8[rows, bytes] of MXFP4 as Q8_0 with the same numbers.
+    """MXFP4 uint8[rows,bytes] as Q8_0 uint8[rows,bytes], the same numbers.
 
     Raises ModelError naming the tensor where a scale, 2^(byte - 127), is out of the half's range.
     """
@@ -331,8 +331,8 @@ class Stored:
 
 
 def set_layer(library: ctypes.CDLL, model: int, layer: int, spec: LayerSpec) -> None:
-    """Make a native model's layer what `spec` says, before its tensors are set. ModelError."""
-    code = library.forerun_set_layer(model, layer, ctypes.byref(layer_kind(spec)))
+    """Make a native model's layer what `spec` says, before its tensors. Raises ModelError."""
+    code = library.forerun_set_layer(model, layer, ctypes.byref(_layer_kind(spec)))
     _raise_for(library, code, f"model.layers.{layer}")
 
 
@@ -343,9 +343,12 @@ def set_matrix(
     stored: Stored,
     bias: Floats | None = None,
 ) -> None:
-    """Pack one matrix into a native model, bias float32[channels] or None.
+    """Pack one matrix into a native model.
 
-    place is (name without `.weight`, layer, number). Raises ModelError naming the tensor.
+    place  (name without `.weight`, layer, number within it)
+    bias   float32[channels]; None = none
+
+    Raises ModelError naming the tensor where its bytes do not make its shape, or the core refuses.
     """
     (name, layer, which), rows = place, stored.rows
     channels, inputs = stored.shape or rows.shape
@@ -373,7 +376,7 @@ def set_matrix(
 def set_vector(
     library: ctypes.CDLL, model: int, place: tuple[str, int, int], values: Floats
 ) -> None:
-    """Copy one vector into a native model. Raises ModelError naming the tensor."""
+    """Copy one vector float32[n] into a native model. Raises ModelError naming the tensor."""
     name, layer, which = place
     held = np.ascontiguousarray(values, "<f4")
     code = library.forerun_set_vector(model, layer, which, held.ctypes.data, len(held))
