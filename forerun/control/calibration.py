@@ -24,15 +24,17 @@ NODES = (1, 2, 64, 8, 4, 16, 32, 3, 5, 6)
 PER_ROW = 8
 """Nodes of one row at most; more nodes mean more rows, as they would in service."""
 CACHED = 256
-"""Cached tokens in the measurement that tells what reading the cache costs."""
+"""Cached tokens in the measurement that tells what reading the cache costs, at most: no more than
+can be computed in SECONDS, but a quarter of them. (A 1B model on two cores takes a second for 256;
+what it says with 128 is the same within a fifth.)"""
 SECONDS = 0.5
 """All node counts together get so long; three times that where a machine is slow."""
 REPEATS = 8
 """A count is timed so often at most."""
-FIRST_CALLS = 2
-"""Steps of a count that are not timed. The first compiles what is made when it is needed, and pages
-in what lies on disk; on a GPU the second captures what the others replay. Simulated with both, a
-table said 30 to 300 times a step's time."""
+ALIKE = 1.1
+"""Two steps that take more than their share of SECONDS each are enough, where the longer took at
+most so many times the shorter. (Steps of 16, 32 and 64 nodes of a 1B model on two cores at
+real-time priority: 1.00 to 1.05 in 14 of 16 pairs, 1.4 and 1.8 in the others: log of 11-26.)"""
 
 
 def measure_costs(executor: Executor) -> StepCosts:
@@ -51,7 +53,9 @@ def measure_costs(executor: Executor) -> StepCosts:
             "chunked-prefill-size or context is too small to measure what a draft token costs."
         )
     times = _time_interleaved(executor, possible)
-    return StepCosts(tuple(sorted(times)), believed_ms(times), attend_ms=_attention_ms(executor))
+    most = max(times)
+    attend_ms = _attention_ms(executor, min(times[most]) / most)
+    return StepCosts(tuple(sorted(times)), believed_ms(times), attend_ms=attend_ms)
 
 
 def believed_ms(times: dict[int, list[float]]) -> tuple[float, ...]:
@@ -104,16 +108,25 @@ def _time_interleaved(executor: Executor, possible: list[int]) -> dict[int, list
         for nodes, step in steps.items():
             taken = times.get(nodes, [])
             everything = sum(map(sum, times.values()))
-            if len(taken) >= MIN_REPEATS and sum(taken) > SECONDS / len(steps):
+            if _enough(taken, SECONDS / len(steps)):
                 continue
             if len(times) >= 2 and not taken and everything > SECONDS:
                 continue
             if taken and everything > 3 * SECONDS:
                 continue
-            for _ in range(0 if taken else FIRST_CALLS):
+            for _ in range(0 if taken else executor.capabilities.first_steps):
                 _time_step(executor, step)
             times[nodes] = [*taken, _time_step(executor, step)]
     return times
+
+
+def _enough(taken: list[float], share: float) -> bool:
+    """Whether a count was timed often enough: for its share of the time, and MIN_REPEATS times, or
+    twice, where steps are long and both took about as long.
+    """
+    if len(taken) == 2:
+        return sum(taken) > 2 * share and max(taken) <= ALIKE * min(taken)
+    return len(taken) >= MIN_REPEATS and sum(taken) > share
 
 
 def _fits(limits: ExecutorLimits, nodes: int) -> bool:
@@ -122,13 +135,14 @@ def _fits(limits: ExecutorLimits, nodes: int) -> bool:
     return limits.context > PER_ROW and rows <= limits.slots and rows * pages <= limits.pages
 
 
-def _attention_ms(executor: Executor) -> float:
+def _attention_ms(executor: Executor, seconds: float) -> float:
     """What a node pays for 1,000 cached tokens: nodes behind CACHED of them and behind none, timed
-    in turn so that both meet the same machine.
+    in turn so that both meet the same machine. seconds: what a token of a prompt takes.
     """
     limits = executor.limits
     room = min(limits.context, limits.pages * limits.page_size)
-    cached = min(CACHED, room - PER_ROW - 1)  # What the last node says needs a place too.
+    affordable = min(CACHED, max(CACHED // 4, int(SECONDS / seconds)))
+    cached = min(affordable, room - PER_ROW - 1)  # What the last node says needs a place too.
     for start in range(0, cached, limits.max_nodes):
         chunk = np.arange(start, min(start + limits.max_nodes, cached), dtype=np.int32)
         _time_step(executor, _Step(limits, [np.zeros_like(chunk)], 0, start, samples=False))

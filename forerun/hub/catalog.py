@@ -115,6 +115,15 @@ def check_reference(reference: str, revision: str | None = None) -> None:
         huggingface.check(hub.repository, revision)
 
 
+def is_here(reference: str) -> bool:
+    """Whether `open_model` would open it without fetching anything: a path, the toy, or a built-in
+    model that was fetched before. What the hub's cache holds is not looked at.
+    """
+    if reference in BUILT_IN:
+        return (default_cache_dir() / "models" / BUILT_IN[reference].file_name).is_file()
+    return reference == "toy" or _local(reference).exists()
+
+
 def is_reference(word: str) -> bool:
     """Whether a word alone can only mean a model: a built-in name, a .gguf file or model folder on
     this machine, or what has the shape of a hub id. Asks nobody, raises nothing.

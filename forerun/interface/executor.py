@@ -69,10 +69,13 @@ class Capabilities:
     masks_first  it decides rows under a grammar within the round: their masks are given to `begin`.
                  Else they are made while the round runs, and given to `finish`
     overlap      a round can go on from a running one (Plan.after)
+    first_steps  how many steps of a size take longer than the ones after them, because something is
+                 compiled, captured or paged in
     """
 
     masks_first: bool = False
     overlap: bool = False
+    first_steps: int = 2
 
 
 class Executor(Protocol):

@@ -15,6 +15,7 @@ from forerun.build.engine import Frontend, Loaded, open_text
 from forerun.client.engine_client import Constraint, EngineClient, LocalEngine, call_soon
 from forerun.client.engine_process import EngineCommand, EngineProcess
 from forerun.constrain.grammar.calls import Rules
+from forerun.hub.catalog import is_here
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.serve.decode_log import DecodeLog
 from forerun.serve.errors import ApiError, stuck, unavailable
@@ -22,6 +23,8 @@ from forerun.serve.events import EventQueue
 from forerun.serve.metrics import Meter, Metrics
 from forerun.serve.wire import Bodies
 from forerun.serve.workers import Workers
+from forerun.text.chat import ChatTemplate
+from forerun.text.tokenizer import Tokenizer
 from forerun.version import __version__
 
 Loader = Callable[[], Loaded]
@@ -189,15 +192,24 @@ class Service:
         return self.metrics.page()
 
     async def _launch(self, command: EngineCommand) -> None:
-        """Have the model loaded in another process."""
+        """Have the model loaded in another process. What this one needs of it, the tokenizer, it
+        opens meanwhile where the model is here, and else when the other has fetched it.
+        """
+        text = partial(open_text, command.config)
+        here = is_here(command.config.model)
+        opening = asyncio.create_task(asyncio.to_thread(text)) if here else None
         try:
             engine, ready = await EngineProcess.open(command)
-        except Exception as error:
+        except BaseException as error:
+            if opening is not None:
+                opening.add_done_callback(_discard)
+            if not isinstance(error, Exception):
+                raise
             log.debug("loading failed", exc_info=True)
             self._fail(error)
             return
         try:
-            tokenizer, chat = await asyncio.to_thread(open_text, ready.config)
+            tokenizer, chat = await (opening or asyncio.to_thread(text))
         except BaseException as error:
             await engine.close()
             if not isinstance(error, Exception):
@@ -252,6 +264,15 @@ class Service:
         if self.settings.decode_log_interval:
             decode_log = DecodeLog(self.settings.decode_log_interval, engine.last_stats)
             self._tasks.append(loop.create_task(decode_log.run(engine.stats)))
+
+
+def _discard(opening: "asyncio.Task[tuple[Tokenizer, ChatTemplate | None]]") -> None:
+    """Nobody wants what was opened: the engine's own error says what is wrong."""
+    if opening.cancelled() or opening.exception() is not None:
+        return
+    _, chat = opening.result()
+    if chat is not None:
+        chat.close()
 
 
 def cache_facts(config: EngineConfig) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from forerun.build.engine import make_engine, open_target
 from forerun.client.completion import complete, make_request
 from forerun.control import calibration
 from forerun.control.calibration import (
-    FIRST_CALLS,
     NODES,
     REPEATS,
     believed_ms,
@@ -16,10 +15,9 @@ from forerun.control.calibration import (
     smoothed,
     with_draft_model,
 )
-from forerun.control.constants import MIN_REPEATS
 from forerun.errors import ConfigError
 from forerun.executors.toy import ToyExecutor
-from forerun.interface.executor import ExecutorLimits
+from forerun.interface.executor import Capabilities, ExecutorLimits
 from forerun.interface.next_draft import NextDrafts
 from forerun.options.config import EngineConfig
 from tests.cli.toys import toy_target
@@ -116,7 +114,9 @@ def test_measuring_a_slow_machine_ends(monkeypatch):
     costs = measure_costs(executor)
     assert len(costs.nodes) == 2
     # Beside the table: what 1,000 cached tokens cost.
-    assert CLOCK.seconds - begun < 4.0 * 1.1 * (2 * (FIRST_CALLS + MIN_REPEATS) + 2 * REPEATS + 4)
+    assert CLOCK.seconds - begun < 4.0 * 1.1 * (
+        2 * (executor.capabilities.first_steps + 2) + 2 * REPEATS + 4
+    )
 
 
 DRAFTS = NextDrafts(np.ones(1, np.bool_), 1, 1, *(np.zeros((1, 1)) for _ in range(3)))
@@ -161,6 +161,48 @@ def test_small_executors_can_be_measured(limits):
     assert len(costs.nodes) >= 2 and max(costs.nodes) <= limits.max_nodes
     # Every slot is free again, or opening would be refused.
     measure_costs(executor)
+
+
+class SteadyToy(CapturingToy):
+    """Its first step of a size takes what all others take: 100 ms, but for some calls."""
+
+    capabilities = Capabilities(first_steps=0)
+
+    def __init__(self, limits, slow):
+        super().__init__(limits, ())
+        self.slow, self.steps = slow, []
+
+    def replay(self, nodes):
+        call = self.calls.get((1, nodes), 0)
+        self.steps.append(nodes)
+        return 0.2 if (nodes, call) in self.slow else 0.1
+
+
+def test_a_steady_executor_is_timed_from_its_first_step():
+    executor = SteadyToy(ExecutorLimits(16, 200, 8, 8, 1024, 259), {})
+    costs = measure_costs(executor)
+    assert executor.steps.count(2) == 2
+    np.testing.assert_allclose(costs.verify_ms, 100.0, rtol=0.05)
+
+
+def test_a_long_step_is_timed_again_where_two_times_differ():
+    executor = SteadyToy(ExecutorLimits(16, 200, 8, 8, 1024, 259), {(2, 2)})
+    costs = measure_costs(executor)
+    assert executor.steps.count(2) == 3
+    np.testing.assert_allclose(costs.verify_ms, 100.0, rtol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "tokens"), [(0.0001, 256), (0.002, 250), (0.004, 125), (1.0, 64)]
+)
+def test_as_many_cached_tokens_as_there_is_time_for(seconds, tokens):
+    executor = PricedToy(ExecutorLimits(16, 64, 8, 64, 1024, 259))
+    known = []
+    begin = executor.begin
+    executor.begin = lambda plan, *rest: known.append(plan) or begin(plan, *rest)
+    attend_ms = calibration._attention_ms(executor, seconds)
+    assert sum(len(plan.known[0]) for plan in known[:-6]) == tokens
+    assert attend_ms == pytest.approx(20.0, rel=0.1)
 
 
 def test_an_executor_too_small_to_measure_says_so():

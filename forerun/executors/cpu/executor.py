@@ -78,7 +78,7 @@ class CpuExecutor(Executor):
     do not fit, ConfigError for unknown kernels.
     """
 
-    capabilities = Capabilities()
+    capabilities = Capabilities(first_steps=0)
 
     def __init__(
         self,

@@ -1,0 +1,105 @@
+"""Who opens what when the engine is another process: ordering, told by events."""
+
+import asyncio
+import threading
+
+import pytest
+
+from forerun.client.engine_process import EngineCommand, EngineProcess
+from forerun.errors import ModelError
+from forerun.hub.catalog import is_here
+from forerun.options.config import EngineConfig, ServeSettings
+from forerun.serve import service
+from forerun.serve.service import Service
+
+PATIENCE = 60.0
+
+
+class Chat:
+    def __init__(self):
+        self.closed = asyncio.Event()
+
+    def close(self):
+        self.closed.set()
+
+
+def launched(monkeypatch, model, load, text):
+    """A Service that has started an engine: `load` is awaited for it, `text` opens the tokenizer."""
+
+    async def run():
+        async def opened(command):
+            await load()
+            raise ModelError("the engine's own words")
+
+        monkeypatch.setattr(EngineProcess, "open", opened)
+        monkeypatch.setattr(service, "open_text", text)
+        found = Service(EngineCommand((), EngineConfig(model=model), {}), ServeSettings())
+        found.start()
+        await asyncio.wait_for(found.failed.wait(), PATIENCE)
+        return found.failure
+
+    return asyncio.run(run())
+
+
+def test_the_tokenizer_is_opened_while_the_engine_loads(monkeypatch):
+    begun = threading.Event()
+
+    async def load():
+        assert await asyncio.to_thread(begun.wait, PATIENCE), "nobody opened the tokenizer"
+
+    def text(config):
+        begun.set()
+        return None, None
+
+    assert str(launched(monkeypatch, "toy", load, text)) == "the engine's own words"
+
+
+def test_what_has_to_be_fetched_is_left_to_the_engine(monkeypatch):
+    opened = []
+
+    async def load():
+        await asyncio.sleep(0)
+
+    assert launched(monkeypatch, "organisation/name", load, opened.append) is not None
+    assert not opened
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_tokenizer_that_nobody_wants_is_closed(monkeypatch, fails):
+    async def run():
+        chat, may = Chat(), threading.Event()
+        loop = asyncio.get_running_loop()
+
+        def text(config):
+            assert may.wait(PATIENCE)
+            if fails:
+                raise ModelError("the same file")
+            return None, chat
+
+        async def opened(command):
+            raise ModelError("the engine's own words")
+
+        said = []
+        loop.set_exception_handler(lambda _, context: said.append(context))
+        monkeypatch.setattr(EngineProcess, "open", opened)
+        monkeypatch.setattr(service, "open_text", text)
+        found = Service(EngineCommand((), EngineConfig(model="toy"), {}), ServeSettings())
+        found.start()
+        await asyncio.wait_for(found.failed.wait(), PATIENCE)
+        may.set()
+        if not fails:
+            await asyncio.wait_for(chat.closed.wait(), PATIENCE)
+        await found.close()
+        return said
+
+    assert asyncio.run(run()) == []
+
+
+def test_what_is_here(tmp_path, monkeypatch):
+    assert is_here("toy") and is_here(str(tmp_path))
+    assert not is_here(str(tmp_path / "none")) and not is_here("organisation/name")
+    monkeypatch.setattr("forerun.hub.catalog.default_cache_dir", lambda: tmp_path)
+    assert not is_here("smollm2-135m")
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf").touch()
+    assert is_here("smollm2-135m")
