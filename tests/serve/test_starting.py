@@ -24,7 +24,7 @@ class Chat:
 
 
 def launched(monkeypatch, model, load, text):
-    """A Service that has started an engine: `load` is awaited for it, `text` opens the tokenizer."""
+    """Why a Service failed whose engine awaits `load`; `text` opens the tokenizer."""
 
     async def run():
         async def opened(command):
