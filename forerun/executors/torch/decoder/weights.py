@@ -2,7 +2,7 @@
 
 A matrix goes from the file to where it stays in pieces, each in the dtype it is stored in; only
 what is quantised is widened to float32 on the way, a piece at a time. The host never holds more
-than a piece beside the file's own pages.
+than a few pieces beside the file's own pages, which are given back when a matrix was read.
 """
 
 from collections.abc import Iterator
@@ -17,8 +17,9 @@ from forerun.errors import ModelError
 from forerun.executors.torch.decoder.float8 import FLOAT8, Float8Linear, float8_rows
 from forerun.executors.torch.decoder.grouped import Stacked
 from forerun.executors.torch.decoder.layers import Linear, Product
+from forerun.executors.torch.decoder.staging import staging
 from forerun.models.checkpoint import Checkpoint, Repeated
-from forerun.models.mapped import Packed
+from forerun.models.mapped import Packed, release
 from forerun.types import AnyArray, Ints
 
 PIECE = 1 << 24
@@ -39,10 +40,13 @@ def numbers_of(kind: str, rows: AnyArray) -> Tensor:
 
 def pieces_of(packed: Packed) -> Iterator[tuple[slice, Tensor]]:
     """A matrix from top to bottom: which rows, and their numbers."""
-    step = max(1, PIECE // packed.rows.shape[1])
-    for first in range(0, len(packed.rows), step):
-        rows = slice(first, first + step)
+    for rows in _pieces(packed):
         yield rows, numbers_of(packed.kind, packed.rows[rows])
+
+
+def _pieces(packed: Packed) -> Iterator[slice]:
+    step = max(1, PIECE // packed.rows.shape[1])
+    return (slice(first, first + step) for first in range(0, len(packed.rows), step))
 
 
 def some_rows(
@@ -76,6 +80,7 @@ class Weights:
         self._checkpoint, self._names = checkpoint, set(checkpoint.names())
         self._norm_offset = checkpoint.architecture.norm_offset
         self.device, self.dtype = device, dtype
+        self._staging = staging(device)
 
     def vector(self, name: str) -> Tensor | None:
         """float32 whatever the dtype, or None where the model has no such tensor."""
@@ -164,6 +169,11 @@ class Weights:
         if packed is None:
             out.copy_(self._load(name))
             return
+        if self._staging is not None and packed.kind in _STORED and not self._finite:
+            dtype = _STORED[packed.kind]
+            self._staging.copy((out[r], packed.rows[r], dtype) for r in _pieces(packed))
+            release(packed.rows)
+            return
         for rows, numbers in pieces_of(packed):
             there = numbers.to(self.device)
             if self._finite and not bool(there.isfinite().all()):
@@ -171,6 +181,7 @@ class Weights:
                     f"{self._checkpoint.path}: {name} holds NaN or infinity; the file is damaged"
                 )
             out[rows].copy_(there)
+        release(packed.rows)
 
     def _repeat(self, out: Tensor, block: AnyArray) -> None:
         """Fill `out` with `block`, again and again; it is copied to the device once."""

@@ -1,0 +1,117 @@
+"""Matrices on their way from mapped files to a device: read by several threads into pinned memory,
+copied from there on several streams, so that the disk, the host and the device work side by side.
+
+The slow twin is `Tensor.copy_` piece by piece, which is what runs on the CPU.
+"""
+
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+LANES = 4
+"""Pinned buffers, each with a thread that fills it and a stream that empties it. Not measured."""
+
+Piece = tuple[Tensor, NDArray[np.uint8], torch.dtype]
+"""Where it goes [n,K], its bytes uint8[n,bytes of a row], and what they are."""
+
+
+class Lane(Protocol):
+    """A pinned buffer and a stream of the device. One thread at a time."""
+
+    def begin(self) -> None:
+        """What is sent from now on comes after all that the device was given before."""
+        ...
+
+    def buffer(self, size: int) -> Tensor:
+        """uint8[size], once what was sent of it before has left it."""
+        ...
+
+    def send(self, out: Tensor, held: Tensor) -> None:
+        """Copy `held`, which lies in the buffer, into `out` of the same shape. Does not wait."""
+        ...
+
+    def end(self) -> None:
+        """What the device is given from now on comes after all that was sent. Does not wait."""
+        ...
+
+
+class CudaLane:
+    """A Lane of a CUDA device. cuda: the library; tests have one without a device."""
+
+    cuda: Any = torch.cuda
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        with self.cuda.device(device):
+            self._stream, self._sent = self.cuda.Stream(), self.cuda.Event()
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def begin(self) -> None:
+        """See Lane."""
+        self._stream.wait_stream(self.cuda.current_stream(self._device))
+
+    def buffer(self, size: int) -> Tensor:
+        """See Lane; made anew where a larger one is wanted."""
+        self._sent.synchronize()
+        if len(self._buffer) < size:
+            self._buffer = self.pinned(size)
+        return self._buffer[:size]
+
+    def pinned(self, size: int) -> Tensor:
+        """uint8[size] that the device reads by itself."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def send(self, out: Tensor, held: Tensor) -> None:
+        """See Lane. The device changes the dtype: `copy_` from the host would do that there."""
+        with self.cuda.stream(self._stream):
+            there = held if held.dtype == out.dtype else held.to(out.device, non_blocking=True)
+            out.copy_(there, non_blocking=True)
+            self._sent.record(self._stream)
+
+    def end(self) -> None:
+        """See Lane."""
+        self.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+class Staging:
+    """Copies pieces of files to a device through its lanes, at least one."""
+
+    def __init__(self, lanes: list[Lane]) -> None:
+        self._lanes = lanes
+        self._threads = ThreadPoolExecutor(len(lanes), "forerun-load")
+        self._free: SimpleQueue[Lane] = SimpleQueue()
+        for lane in lanes:
+            self._free.put(lane)
+
+    def copy(self, pieces: Iterable[Piece]) -> None:
+        """Copy all; what the device is given afterwards finds them there. Raises what reading them
+        raises.
+        """
+        for lane in self._lanes:
+            lane.begin()
+        list(self._threads.map(self._send, pieces))
+        for lane in self._lanes:
+            lane.end()
+
+    def _send(self, piece: Piece) -> None:
+        out, rows, dtype = piece
+        lane = self._free.get()
+        try:
+            held = lane.buffer(rows.nbytes)
+            np.copyto(held.numpy().reshape(rows.shape), rows)  # Lets go of the interpreter's lock.
+            lane.send(out, held.view(dtype).view(out.shape))
+        finally:
+            self._free.put(lane)
+
+
+def staging(device: torch.device) -> Staging | None:
+    """What copies to `device`; None where nothing has to be pinned."""
+    if device.type != "cuda":
+        return None
+    return Staging([CudaLane(device) for _ in range(LANES)])
