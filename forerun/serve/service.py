@@ -197,19 +197,19 @@ class Service:
         """
         text = partial(open_text, command.config)
         here = is_here(command.config.model)
-        opening = asyncio.create_task(asyncio.to_thread(text)) if here else None
+        loading_text = asyncio.create_task(asyncio.to_thread(text)) if here else None
         try:
             engine, ready = await EngineProcess.open(command)
         except BaseException as error:
-            if opening is not None:
-                opening.add_done_callback(_discard)
+            if loading_text is not None:
+                loading_text.add_done_callback(_discard)
             if not isinstance(error, Exception):
                 raise
             log.debug("loading failed", exc_info=True)
             self._fail(error)
             return
         try:
-            tokenizer, chat = await (opening or asyncio.to_thread(text))
+            tokenizer, chat = await (loading_text or asyncio.to_thread(text))
         except BaseException as error:
             await engine.close()
             if not isinstance(error, Exception):
@@ -266,11 +266,11 @@ class Service:
             self._tasks.append(loop.create_task(decode_log.run(engine.stats)))
 
 
-def _discard(opening: "asyncio.Task[tuple[Tokenizer, ChatTemplate | None]]") -> None:
+def _discard(loading_text: "asyncio.Task[tuple[Tokenizer, ChatTemplate | None]]") -> None:
     """Nobody wants what was opened: the engine's own error says what is wrong."""
-    if opening.cancelled() or opening.exception() is not None:
+    if loading_text.cancelled() or loading_text.exception() is not None:
         return
-    _, chat = opening.result()
+    _, chat = loading_text.result()
     if chat is not None:
         chat.close()
 
