@@ -20,7 +20,9 @@ _POLL_SECONDS = 0.2
 
 
 def cache_dir() -> Path:
-    """The user's cache directory for Forerun, by the platform's rules. It need not exist."""
+    """The user's cache directory for Forerun, by the platform's rules (XDG_CACHE_HOME on Linux). It
+    need not exist; nothing is created.
+    """
     if sys.platform == "win32":
         base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
     elif sys.platform == "darwin":
@@ -32,7 +34,9 @@ def cache_dir() -> Path:
 
 
 def make_room(folder: Path, size: int) -> None:
-    """Create `folder`; DownloadError where it cannot hold `size` more bytes."""
+    """Create `folder`. Raises DownloadError where it cannot be made or its disk has fewer than
+    `size` bytes free.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free
@@ -46,7 +50,9 @@ def make_room(folder: Path, size: int) -> None:
 
 
 def unwritable(folder: Path, error: OSError) -> DownloadError:
-    """The error that the cache cannot be written."""
+    """The DownloadError that the cache directory `folder` cannot be written, for the caller to
+    raise.
+    """
     return DownloadError(
         f"the cache directory {folder} cannot be written ({error.strerror or error}); "
         "make it writable or choose another"
@@ -55,10 +61,11 @@ def unwritable(folder: Path, error: OSError) -> DownloadError:
 
 @contextmanager
 def locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Hold an exclusive lock on the file `path`, which is made and kept.
+    """A context manager: hold an exclusive lock on the file `path`, which is made and kept; blocks.
 
-    While another process holds it, `waiting` is called a few times a second. A lock dies with
-    its process. Raises DownloadError where the file cannot be made or locked.
+    waiting  called a few times a second while another process holds it
+
+    A lock dies with its process. Raises DownloadError where the file cannot be made or locked.
     """
     try:
         file = path.open("a+b")

@@ -14,14 +14,14 @@ _INTERESTING_ARM = ("asimd", "asimddp", "i8mm", "sve")
 
 
 def cpu_name() -> str:
-    """The processor's own name, or the platform's word for it."""
+    """The processor's own name (/proc/cpuinfo), else the platform's word for it."""
     for line in _lines("/proc/cpuinfo"):
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
 
 
-def cpu_features() -> list[str]:
+def _cpu_features() -> list[str]:
     """The instruction sets, of those that matter to the kernels, that this CPU has."""
     for line in _lines("/proc/cpuinfo"):
         if line.startswith(("flags", "Features")):
@@ -40,7 +40,9 @@ def cores() -> int:
 
 
 def physical_cores() -> int:
-    """The same, but hyperthreads of one core count once."""
+    """Cores this process may use, hyperthreads of one counted once, cgroup quota included; at least
+    1.
+    """
     if not hasattr(os, "sched_getaffinity"):
         return cores()
     siblings = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
@@ -48,7 +50,7 @@ def physical_cores() -> int:
     return min(len(apart), cores())
 
 
-def memory_total() -> int:
+def _memory_total() -> int:
     """Bytes of memory this process may use at most (machine or cgroup, the smaller)."""
     total = _page_count("SC_PHYS_PAGES")
     limit = _text("/sys/fs/cgroup/memory.max").strip()
@@ -68,8 +70,8 @@ def memory_available() -> int:
 
 
 def gpu_devices() -> list[str]:
-    """What the system calls its NVIDIA GPUs; empty without one. The driver is not asked; on
-    Windows, which has no such files, that it is installed tells of one.
+    """The device files of this machine's NVIDIA GPUs, sorted; empty without one. The driver is not
+    asked; on Windows, which has no such files, that it is installed counts as one.
     """
     if sys.platform == "win32":
         library = Path(r"C:\Windows\System32\nvcuda.dll")
@@ -80,8 +82,8 @@ def gpu_devices() -> list[str]:
 
 
 def tpu_devices() -> list[str]:
-    """What the system calls its TPU chips; empty without one. Newer ones come as VFIO groups, which
-    other devices do, too: those count only where Google's library is installed.
+    """The device files of this machine's TPU chips, sorted; empty without one. Newer ones come as
+    VFIO groups, which other devices do, too: those count only where Google's library is installed.
     """
     devices = [path for path in Path("/dev").glob("accel*") if path.name[5:].isdigit()]
     if find_spec("libtpu") is not None:
@@ -90,13 +92,15 @@ def tpu_devices() -> list[str]:
 
 
 def stamp() -> dict[str, Any]:
-    """What to write beside every number that was measured here."""
+    """The machine as JSON values, to stand beside every number that was measured on it: processor,
+    cores, memory in bytes, load, system, Python.
+    """
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     return {
         "cpu": cpu_name(),
         "cores": cores(),
-        "features": cpu_features(),
-        "memory_bytes": memory_total(),
+        "features": _cpu_features(),
+        "memory_bytes": _memory_total(),
         "load_1min": load,
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),

@@ -46,11 +46,13 @@ class Fault(StrEnum):
 
     @property
     def ours(self) -> bool:
-        """Whether the request had no part in it: it may be asked again."""
+        """Whether the request had no part in it, so that it may be asked again."""
         return self in (Fault.KILLED, Fault.SILENT)
 
     def words(self, seconds: float) -> str:
-        """In words. seconds: of processor time that an answer may take."""
+        """The reason in words, for an error message; seconds: of processor time that an answer may
+        take.
+        """
         return self.value.format(seconds=seconds)
 
 
@@ -87,9 +89,10 @@ class SandboxProcess:
         self._killed = False
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The process's answer; None where it took too long or died, see `fault`.
+        """Send one request, JSON values, and wait for the answer; starts the process where needed.
+        None where it took too long or died: `fault` says why, and the process is gone.
 
-        Raises EngineError where no process can be started.
+        Raises EngineError where no process can be started, and what `questions` raises.
         """
         process = self._process if self._stateful and self._process else self._running()
         line = self._ask_once(process, json.dumps(request), SILENCE * self.seconds)
@@ -99,7 +102,9 @@ class SandboxProcess:
         return answer
 
     def close(self) -> None:
-        """End the process, if there is one."""
+        """End the process, if there is one; unless it is stateful, the next request starts
+        another.
+        """
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -203,9 +208,11 @@ def _state(pid: int) -> list[str]:
 
 
 def serve(answer: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
-    """In the process, whose first argument is its limit: answer until standard input ends.
+    """In the process, whose first argument is its limit in seconds: answer requests until standard
+    input ends.
 
-    An answer that takes too much processor time ends the process with SIGPROF, wherever it is.
+    An answer that takes more processor time than the limit ends the process with SIGPROF, wherever
+    it is.
     """
     seconds = float(sys.argv[1])
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -218,7 +225,9 @@ def serve(answer: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
 
 
 def question(value: Any) -> Any:
-    """In the process, while it answers: what the other side says to `value`."""
+    """In the process, while it answers: ask the other side, and return what it says to `value`,
+    JSON values. Blocks.
+    """
     sys.stdout.write(json.dumps({"question": value}) + "\n")
     sys.stdout.flush()
     return json.loads(sys.stdin.readline())

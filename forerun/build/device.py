@@ -21,13 +21,15 @@ class DeviceChoice:
     gpu: bool = False
 
     def sentence(self) -> str:
-        """One line for the start."""
+        """One line for the start: the device and why it was chosen."""
         return f"device {self.device}: {self.why}"
 
 
 def choose_device(config: EngineConfig) -> DeviceChoice:
-    """The device of a configuration, "auto" decided. Imports torch only where there is a GPU, jax
-    only where there is a TPU.
+    """The device of a configuration, with "auto" decided by what this machine has.
+
+    Imports torch only where there is a GPU, jax only where there is a TPU. Raises nothing: a GPU
+    that torch cannot use is a reason for the CPU.
     """
     if config.device != "auto":
         return DeviceChoice(config.device, "as --device says")

@@ -14,8 +14,8 @@ AnyDraftFile = DraftFile | BlockFile | PredictionLayers
 
 
 def open_draft_file(config: EngineConfig, folder: Path, target: Checkpoint) -> AnyDraftFile:
-    """The network in a draft's folder, of the kind that the configuration wants. EAGLE takes
-    prediction layers too, as in SGLang.
+    """The network in a draft's folder, of the kind that the configured algorithm wants; EAGLE takes
+    prediction layers too, as in SGLang. Weights are mapped, not read.
 
     Raises ModelError where it cannot be used, ConfigError where it is of another kind.
     """

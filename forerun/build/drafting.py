@@ -109,7 +109,7 @@ def drafting_sentence(
     asked     the configuration before it was resolved
     resolved  the same afterwards
     table     there is an n-gram table
-    fault     why nothing drafts although it should
+    fault     why nothing drafts although it should; None = all is well
     """
     method, named = resolved.algorithm, resolved.speculative_draft_model_path
     if not resolved.speculates:
@@ -132,7 +132,9 @@ def drafting_sentence(
 
 
 def lossy_sentence(config: EngineConfig) -> str | None:
-    """What accept thresholds of the server's do to its answers; None where they are lossless."""
+    """What the configured accept thresholds do to answers, in one line; None where they are
+    lossless.
+    """
     if not config.lossy:
         return None
     single, acc = (
@@ -186,9 +188,11 @@ class DraftParts:
 
 
 def open_drafts(config: EngineConfig, target: Model) -> DraftParts:
-    """The parts of the named draft that the configuration wants. Warns of its traps.
+    """Open the parts of the named draft that the configuration wants, fetching one named by hub id;
+    none of them where nothing is named or nothing drafts.
 
-    Raises ModelError where the draft cannot be used.
+    Warns (warnings.warn) of a draft's traps. Raises ModelError, or its DownloadError, where the
+    draft cannot be used, ConfigError where it is of another kind than the algorithm.
     """
     named, method = config.speculative_draft_model_path, config.algorithm
     if config.speculates and method.kind == "layers" and named is None:
@@ -269,8 +273,11 @@ def _trained(folder: Path) -> Path:
 
 
 def excused(config: EngineConfig, action: Callable[[], Result]) -> tuple[Result | None, str | None]:
-    """What `action` makes of a draft, or why speculation is off, where the configuration says
-    to go on without a draft that cannot be used. Raises what `action` raises where it does not.
+    """(what `action` returns, None); or (None, why speculation is off) where it raises ModelError
+    or MemoryPlanError and the configuration says to go on without the draft (draft_on_error
+    disable).
+
+    Else raises what `action` raises. A fault is also a warning.
     """
     try:
         return action(), None
@@ -283,10 +290,11 @@ def excused(config: EngineConfig, action: Callable[[], Result]) -> tuple[Result 
 
 
 def with_draft(needs: Needs, draft: OpenedDraft, item: int | None) -> Needs:
-    """The needs with a draft model's: weights, keys and values of all layers, what a node takes.
+    """A copy of a model's needs with those of its draft model: weights, keys and values of all
+    layers, scratch of a node.
 
     item  bytes of a number; None: weights are packed to at most 8 bits, keys and values kept in 16;
-          but a block drafter is NumPy's there: float32, with copies of what it borrows
+    but a block drafter is NumPy's there: float32, with copies of what it borrows
     """
     count = draft.parameters
     if item is None and isinstance(draft, BlockFile):
@@ -308,8 +316,12 @@ def model_drafter(
     lookup: Drafter,
     mask: Callable[[int], bytes | None],
 ) -> Drafter:
-    """A draft model, with lookup beside it where the configuration wants both; mask: see
-    ModelDrafter.
+    """A drafter on a draft model, with `lookup` beside it in one tree where the algorithm wants
+    both.
+
+    mask  what a grammar allows next, by slot (see ModelDrafter)
+
+    Logs a warning where its drafts do not fit into captured rounds.
     """
     shape = config.draft_shape
     trees = TreeShape(shape.topk, min(shape.steps, shape.nodes), nodes=shape.nodes)
@@ -327,7 +339,12 @@ def model_drafter(
 def policy_for(
     config: EngineConfig, costs: StepCosts | None, drafter: Drafter, lookahead: Lookahead
 ) -> Policy:
-    """Who decides how many draft tokens there are; costs None: not measured."""
+    """The policy that decides how many draft tokens there are: adaptive where that is configured
+    and `costs` were measured, else fixed; none at all where nothing drafts.
+
+    costs      of steps on this machine; None = not measured
+    lookahead  what grammars predict
+    """
     if not config.speculates:
         return FixedPolicy(0, 0)
     shape = config.draft_shape

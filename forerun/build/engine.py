@@ -96,9 +96,9 @@ class Target:
     sampling: Mapping[str, float] = field(default_factory=dict)
 
     def compile(self, grammar: Grammar, client: str = "") -> Compiled:
-        """A grammar as requests carry it. May block for seconds. client: see Compiler.
+        """Compile a grammar for a request; client: see Compiler. May block for seconds.
 
-        Raises RequestError naming the field and the place at fault, BusyError.
+        Raises RequestError naming the field and the place at fault, BusyError where too many wait.
         """
         if self.compiler is None:
             raise RequestError(
@@ -108,7 +108,7 @@ class Target:
         return self.compiler.compile(grammar, client)
 
     def close(self) -> None:
-        """Release the executor's threads and memory. Idempotent."""
+        """Shut down the executor and end the compiling and rendering processes. Idempotent."""
         if self.compiler is not None:
             self.compiler.close()
         if self.chat is not None:
@@ -152,12 +152,12 @@ class Loaded:
 
     @property
     def sampling(self) -> Mapping[str, float]:
-        """See Target."""
+        """Sampling parameters that hold where a request says nothing (see Target)."""
         return self.target.sampling
 
     @property
     def frontend(self) -> Frontend:
-        """All but what runs."""
+        """What a server needs beside the engine, as a value that may go to another process."""
         return Frontend(
             self.tokenizer,
             self.chat,
@@ -169,22 +169,24 @@ class Loaded:
         )
 
     def close(self) -> None:
-        """Stop the engine, then release the executor. Idempotent."""
+        """Stop the engine, then release the target. Idempotent."""
         self.engine.shutdown()
         self.target.close()
 
 
 def open_target(config: EngineConfig, progress: Progress | None = None) -> Target:
-    """Load a model and the executor that runs it.
+    """Load a model, its draft and the executor that runs them, compile what steps run, and measure
+    what steps cost. progress: called with (what, done, total).
 
-    Raises ModelError (DownloadError when it cannot be fetched), MemoryPlanError, ConfigError.
+    Raises ModelError (DownloadError where it cannot be fetched), MemoryPlanError where it does not
+    fit, ConfigError where options contradict the model or the machine.
     """
     return _open_toy(config) if config.toy else _open_model(config, progress)
 
 
 def make_engine(target: Target, config: EngineConfig) -> Engine:
-    """A new engine on `target`, not started. What concerns drafting and the queue is taken
-    from `config`, all else was decided when the target was opened. One engine at a time.
+    """A new engine on `target`, not started; one at a time. `config` decides what concerns drafting
+    and the queue; all else was decided when the target was opened.
     """
     grammars = TreeGrammars(target.memory.limits.vocab, target.table)
     drafter = _drafter(config, target, grammars)
@@ -202,8 +204,8 @@ def make_engine(target: Target, config: EngineConfig) -> Engine:
 
 
 def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
-    """Open the target and start an engine on it, speculating as `forerun tune` found best, if
-    it ever ran and `config` does not say how. Raises what `open_target` raises.
+    """Open the target and start an engine on it, with the setting that `forerun tune` found best
+    where it ran and `config` does not say how to speculate. Raises what `open_target` raises.
     """
     target = open_target(config, progress)
     profile = tuned.find(config, target.config)
@@ -373,8 +375,8 @@ def _chat(source: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:
 
 
 def open_text(config: EngineConfig) -> tuple[Tokenizer, ChatTemplate | None]:
-    """The tokenizer and the chat template of a model that `open_target` could open. Raises what
-    that raises.
+    """The tokenizer and the chat template, None without one, of a model that `open_target` could
+    open. Raises ModelError, DownloadError, ConfigError.
     """
     if config.toy:
         tokenizer, template = Tokenizer.byte_level(), BYTE_LEVEL_TEMPLATE
@@ -384,9 +386,8 @@ def open_text(config: EngineConfig) -> tuple[Tokenizer, ChatTemplate | None]:
 
 
 def encode_chat(loaded: Loaded | Target, messages: Sequence[dict[str, Any]]) -> Ints:
-    """int32[T] a conversation, ready for the model's answer.
-
-    Raises ModelError where the model has no chat template.
+    """int32[T]: a conversation's ids, ready for the model's answer. Raises ModelError where the
+    model has no chat template, RequestError where the template refuses the messages.
     """
     if loaded.chat is None:
         raise ModelError(

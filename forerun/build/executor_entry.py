@@ -26,24 +26,35 @@ class OpenedDraft(Protocol):
 
     @property
     def kind(self) -> str:
-        """Which kind of draft this is: a key of draft_models. The others are said above."""
+        """The kind of draft, in a sentence's words; a key of ExecutorEntry.draft_models."""
         ...
 
     @property
-    def parameters(self) -> int: ...  # noqa: D102
+    def parameters(self) -> int:
+        """Numbers of weights that run in a pass."""
+        ...
 
     @property
-    def cache(self) -> tuple[CacheLayer, ...]: ...  # noqa: D102
+    def cache(self) -> tuple[CacheLayer, ...]:
+        """What each layer keeps of a position, under the target's page ids; () = no cache of its
+        own.
+        """
+        ...
 
     @property
-    def vocab(self) -> int: ...  # noqa: D102
+    def vocab(self) -> int:
+        """Vd, the number of draft ids."""
+        ...
 
     @property
-    def node_numbers(self) -> int: ...  # noqa: D102
+    def node_numbers(self) -> int:
+        """Float32 numbers of scratch that a node of a pass takes, beside its logits."""
+        ...
 
     def limited(self, token_map: Ints) -> "OpenedDraft":
-        """Proposing nothing but these target ids, ascending. Raises ModelError where its ids are
-        its own affair, or nothing is left.
+        """A copy that proposes only the target ids token_map int32[n], ascending.
+
+        Raises ModelError where its ids are its own affair, or nothing is left.
         """
         ...
 

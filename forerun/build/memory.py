@@ -63,11 +63,11 @@ class MemoryPlan:
     scratch: int
 
     def describe(self) -> dict[str, int]:
-        """Bytes by purpose, for /server_info and `doctor`."""
+        """Bytes by purpose (weights, cache, scratch), for /server_info and `doctor`."""
         return {"weights": self.weights, "cache": self.cache, "scratch": self.scratch}
 
     def sentence(self) -> str:
-        """The plan in one line, for people."""
+        """The plan in one line, for people, sizes in decimal units."""
         limits = self.limits
         return (
             f"room for {limits.pages * limits.page_size:,} tokens in the key/value cache "
@@ -79,11 +79,14 @@ class MemoryPlan:
 def plan_memory(
     config: EngineConfig, needs: Needs, available: int, *, fill: bool = False
 ) -> MemoryPlan:
-    """Divide `available` bytes into weights, scratch and pages.
+    """Divide `available` bytes of memory into weights, scratch and pages; at most a share of them
+    is used (mem_fraction_static, DEVICE_SHARE or HOST_SHARE).
 
-    With `fill` (a device of its own) the cache takes all that the plan may have; without, only
-    what a sensible load needs. Raises MemoryPlanError when the parts do not fit, ConfigError
-    when `context` and `kv_tokens` contradict each other.
+    fill  a device of its own: the cache takes all that the plan may have; else only what a sensible
+    load needs
+
+    Raises MemoryPlanError, with the parts and what to lower, where they do not fit; ConfigError
+    where `context` and `kv_tokens` contradict the model or each other.
     """
     share = config.mem_fraction_static or (DEVICE_SHARE if fill else HOST_SHARE)
     page, budget = config.page_size, int(available * share)
@@ -130,7 +133,7 @@ def _refusal(needs: Needs, scratch: int, tokens: int, budget: int, share: float)
 
 
 def human(count: int) -> str:
-    """Bytes for people: 98362432 -> '98.4 MB' (decimal units)."""
+    """Bytes for people, in decimal units: 98362432 -> '98.4 MB'."""
     size = float(count)
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
@@ -140,7 +143,9 @@ def human(count: int) -> str:
 
 
 def needs_of(arch: Architecture, weights: int, per_token: int) -> Needs:
-    """What a model asks, given bytes of its weights and of a token's keys and values."""
+    """What a model asks, given bytes of all its weights and of one token's keys and values. Scratch
+    is that of a dense decoder in float32.
+    """
     return Needs(
         context=arch.context,
         vocab=arch.vocab,
@@ -152,7 +157,9 @@ def needs_of(arch: Architecture, weights: int, per_token: int) -> Needs:
 
 
 def dense_needs(config: EngineConfig, arch: Architecture, checkpoint: object) -> Needs:
-    """What a model asks whose weights are unpacked to the configuration's dtype."""
+    """What a model asks whose weights are unpacked to config.dtype, in bytes; the checkpoint is not
+    looked at.
+    """
     width = ITEM_BYTES[config.dtype]
     # In float8 a head of a token has a scale, of 4 bytes.
     head = arch.head_size + 4 if config.kv_dtype == "float8" else arch.head_size * width
@@ -166,7 +173,9 @@ def dense_needs(config: EngineConfig, arch: Architecture, checkpoint: object) ->
 
 
 def widened(path: Path, method: Method, weights: int) -> str:
-    """The sentence that a checkpoint stored in few bits takes `weights` bytes here."""
+    """The sentence for people that a checkpoint stored in few bits takes `weights` bytes once it is
+    read. Raises OSError where its files are gone.
+    """
     return (
         f"{path.name} stores its matrices in few bits ({method.title}); they are widened when they "
         f"are read: {human(weights)} of weights, {human(bytes_on_disk(path))} on disk."
@@ -174,7 +183,7 @@ def widened(path: Path, method: Method, weights: int) -> str:
 
 
 def bytes_on_disk(path: Path) -> int:
-    """Bytes of a file, or of the files of a folder."""
+    """Bytes of a file, or of the files right in a folder. Raises OSError where there is none."""
     return (
         path.stat().st_size
         if path.is_file()

@@ -12,10 +12,11 @@ def prepare(
     within: bool,
     progress: Callable[[str, int, int], None] | None,
 ) -> None:
-    """Have all that slows first steps done, after the draft head was loaded: what it asks for of
-    features would void it.
+    """Have the executor compile and capture all that steps will run, once the draft model is
+    attached: what that asks of features would void it.
 
-    within  whether a draft is loaded whose trees steps grow by themselves
+    within    a draft is loaded whose trees steps grow by themselves
+    progress  called with (what, done, total); None = not called
     """
     shape = config.draft_shape
     drafts = shape.nodes if config.speculates else 0

@@ -21,9 +21,11 @@ EXECUTORS = {entry.name: entry for entry in (with_jax.ENTRY, with_cpu.ENTRY, wit
 
 
 def choose_executor(config: EngineConfig, arch: Architecture) -> EngineConfig:
-    """Replace "auto" in device, executor and dtype; warns where the best cannot run `arch`.
+    """A copy with "auto" replaced in device, executor and dtype. Warns where the best executor
+    cannot run `arch` and a slower one is taken.
 
-    Raises ConfigError where a model shall be cut over devices and the chosen one cannot.
+    Raises ConfigError where a model shall be cut over devices and the executor cannot, or torch is
+    needed and not installed.
     """
     config = replace(config, device=choose_device(config).device)
     entry = _suiting(config, arch) if config.executor == "auto" else EXECUTORS[config.executor]
@@ -77,7 +79,9 @@ def check_offered(config: EngineConfig, draft: OpenedDraft) -> None:
 def draft_model(
     config: EngineConfig, executor: Executor, checkpoint: Checkpoint, draft: OpenedDraft
 ) -> DraftModel:
-    """The draft, ready to run beside the chosen executor. Raises ModelError, MemoryPlanError."""
+    """The draft as a model on the chosen executor, weights loaded. Raises ModelError where the
+    executor has none for it, MemoryPlanError where it does not fit.
+    """
     check_offered(config, draft)
     make = EXECUTORS[config.executor].draft_models[draft.kind]
     return make(executor, checkpoint, draft)

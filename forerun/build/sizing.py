@@ -40,7 +40,7 @@ class Described:
 
     @property
     def architecture(self) -> Architecture:
-        """Its numbers."""
+        """The model's sizes and layers."""
         return self.checkpoint.architecture
 
 
@@ -66,10 +66,10 @@ class Sizing:
 
 
 def described(config: EngineConfig, shape: str | None) -> Described:
-    """The model that is named, or a shape (models/shapes.py) in its place. Of a hub id config.json
-    alone is fetched, where nothing of it is here.
+    """The model that is named, or a shape (models/shapes.py) in its place, as far as planning needs
+    it. Of a hub id config.json alone is fetched, where nothing of it is here.
 
-    Raises ModelError, DownloadError, ConfigError.
+    Raises ModelError, DownloadError where it cannot be fetched, ConfigError for an unknown shape.
     """
     if shape is not None:
         return Described(shape, RandomCheckpoint(shape_named(shape)), False)
@@ -86,7 +86,9 @@ def described(config: EngineConfig, shape: str | None) -> Described:
 
 
 def sizing(config: EngineConfig, model: Described, memory: int | None) -> Sizing:
-    """What `model` needs under `config`. memory: bytes of each device; None: of this machine's.
+    """What `model` needs under `config`, and whether that fits; nothing is allocated.
+
+    memory  bytes of each device; None: what is free on this machine's
 
     Raises ConfigError where the options contradict the model or the machine, ModelError for a draft
     that cannot be used.

@@ -14,18 +14,21 @@ Spelling = tuple[bool, bytes]
 def open_standalone(
     reference: str, revision: str | None, target: Tokenizer, vocab: int
 ) -> WholeDraft:
-    """The model called `reference` as a drafter for a target of V = `vocab`.
+    """The model called `reference` as a drafter for a target of V = `vocab`, with the tokens that
+    both spell alike; fetched where needed.
 
-    Raises ModelError, DownloadError: see open_model; where the two share no token.
+    Raises ModelError, also where the two share no token; DownloadError where it cannot be fetched.
     """
     model = open_model(reference, revision=revision)
-    found = shared_vocabulary(target, vocab, model.tokenizer, model.architecture.vocab)
+    found = _shared_vocabulary(target, vocab, model.tokenizer, model.architecture.vocab)
     if not len(found.target_ids):
         raise ModelError(f"{reference} has no token that the target has; it cannot draft for it")
     return WholeDraft(model.name, model.checkpoint, found)
 
 
-def shared_vocabulary(target: Tokenizer, vocab: int, draft: Tokenizer, own: int) -> DraftVocabulary:
+def _shared_vocabulary(
+    target: Tokenizer, vocab: int, draft: Tokenizer, own: int
+) -> DraftVocabulary:
     """Which tokens of a draft model of `own` ids are the target's, of V = `vocab`."""
     theirs, mine = _spellings(target, vocab), _spellings(draft, own)
     common = min(len(theirs), len(mine))

@@ -36,7 +36,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """For tables: off, or policy, draft tokens and depth."""
+        """The setting in a table's words: off, or policy, draft tokens and depth."""
         if self.speculative_algorithm == "OFF":
             return "off"
         nodes = self.speculative_num_draft_tokens - 1
@@ -44,13 +44,15 @@ class Setting:
         return f"{self.policy} {nodes} draft tokens, {self.speculative_num_steps} deep{wide}"
 
     def on(self, config: EngineConfig) -> EngineConfig:
-        """`config` with this setting in it. Raises ConfigError where it does not fit there."""
+        """A copy of `config` with this setting in it. Raises ConfigError where it does not fit
+        there.
+        """
         decided = {name: value for name, value in asdict(self).items() if value is not None}
         return replace(config, **decided)
 
 
 def path_of(config: EngineConfig) -> Path:
-    """Where the profile is kept that belongs to a resolved configuration.
+    """The file in which the profile of a resolved configuration is kept, whether it exists or not.
 
     Keyed by what decides speed: model, executor, threads, drafter, version and machine.
     """
@@ -60,7 +62,7 @@ def path_of(config: EngineConfig) -> Path:
 
 
 def key_of(config: EngineConfig, version: str, processor: str) -> str:
-    """What a profile belongs to, as text: two configurations with one key have one speed."""
+    """What a profile belongs to, as JSON text: two configurations with one key have one speed."""
     target = [config.model, config.executor, config.device, config.dtype, config.threads]
     draft = config.speculative_draft_model_path
     drafter = [config.speculative_algorithm, draft, config.draft_shape.topk]
@@ -68,7 +70,9 @@ def key_of(config: EngineConfig, version: str, processor: str) -> str:
 
 
 def save(config: EngineConfig, setting: Setting, facts: dict[str, Any]) -> Path:
-    """Keep what was found for a resolved configuration. Raises ConfigError where it cannot."""
+    """Write the profile of a resolved configuration, with facts about its measurement, and return
+    its file. Raises ConfigError where it cannot be written.
+    """
     path = path_of(config)
     text = json.dumps({"setting": asdict(setting), **facts}, indent=1)
     try:
@@ -82,7 +86,9 @@ def save(config: EngineConfig, setting: Setting, facts: dict[str, Any]) -> Path:
 
 
 def forget(name: str) -> int:
-    """Delete all profiles that were found for a model of this name: how many there were."""
+    """Delete all profiles of the model called `name`; how many there were. Files that are no
+    profile stay.
+    """
     found = 0
     for path in (cache_dir() / "profiles").glob("*.json"):
         try:

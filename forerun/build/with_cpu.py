@@ -20,7 +20,9 @@ _BITS = {"q8_0": 9, "q4_1": 5}
 
 
 def ngram_drafter(slots: int, table: NgramTable | None = None) -> Drafter:
-    """The n-gram drafter: on the compiled core where there is one, whatever runs the model."""
+    """The n-gram drafter for `slots` sequences: on the compiled core where that can be loaded,
+    whatever runs the model, else in NumPy. table None = lookup in the text alone.
+    """
     from forerun.drafters.native_ngram import CpuNgramDrafter
     from forerun.executors import cpu
 

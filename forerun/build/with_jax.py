@@ -21,7 +21,9 @@ LEAST = (0, 10)
 
 
 def check_jax() -> None:
-    """Raise ConfigError where jax is missing or too old. Imports nothing."""
+    """Raise ConfigError, with the command that installs it, where jax is missing or older than
+    LEAST. Imports nothing.
+    """
     install = "Install it with: pip install 'forerun[jax]'"
     try:
         found = version("jax")

@@ -54,8 +54,8 @@ class PageTable:
         return True
 
     def commit(self, count: int, tokens: Ints) -> None:
-        """The next `count` positions are permanent; `tokens` is the whole text from position 0,
-        as far as it is decided.
+        """The next `count` positions are permanent; `tokens` int32[T] is the whole text from
+        position 0, as far as it is decided.
 
             0 ........ shared*size ........ length ........ length+count ... reserved
                        | newly full pages go to the index |
@@ -63,8 +63,8 @@ class PageTable:
         A page that the index cannot tell from another yet, because the token after it is not
         decided, waits for the next commit.
 
-        The index may replace a newly full page by an equal one it already has: numbers in
-        `pages` can change, content cannot. Raises ValueError beyond what was reserved.
+        The index may replace a newly full page by an equal one it already has: numbers in `pages`
+        can change, content cannot. Raises ValueError beyond what was reserved.
         """
         size, lookahead, end = self._index.page_size, self._index.lookahead, self.length + count
         if count < 0 or end > self.reserved:

@@ -36,7 +36,11 @@ class Constraint(Protocol):
     """
 
     @property
-    def unenforced(self) -> tuple[str, ...]: ...  # noqa: D102
+    def unenforced(self) -> tuple[str, ...]:
+        """Keywords of schemas that are not enforced, as paths from the request's body; () = all
+        are.
+        """
+        ...
 
 
 class EngineClient(Protocol):

@@ -60,24 +60,27 @@ class LLM:
         return [item for choices in complete(self.loaded.engine, requests) for item in choices]
 
     def chat(self, messages: Sequence[dict[str, Any]], **options: Unpack[AskOptions]) -> Completion:
-        """Answer a conversation: messages with `role` and `content`, the last of a user or a tool.
+        """Answer a conversation: messages with `role` and `content`. One Completion.
 
-        One answer: with `n` above 1, or for a text, it raises RequestError; `choices` returns all
-        of them. EngineError where the engine fails.
+        Raises RequestError where a message or an option is wrong, `n` is above 1 (use `choices`) or
+        a text is given; ModelError where the model has no chat template; EngineError where the
+        engine fails.
         """
         one_answer(messages, options)
         return self.choices(messages, **options)[0]
 
     def choices(self, prompt: Prompt, **options: Unpack[AskOptions]) -> list[Completion]:
         """All n continuations of a text, or answers to a conversation, in the order of their
-        indices. Errors as of `generate`.
+        indices. Errors as of `generate`; ModelError where the model has no chat template.
         """
         return complete(self.loaded.engine, [self.request(prompt, **options)])[0]
 
     def stream(self, prompt: Prompt, **options: Unpack[AskOptions]) -> Iterator[Delta]:
         """Yield the deltas of all choices as they come; `index` says of which choice. Abandoning
-        the iterator aborts the request. Errors as of `generate`; options are checked at once, not
-        when iteration begins.
+        the iterator aborts the request.
+
+        Options are checked at once. Raises RequestError where one is wrong or the engine refuses
+        the request, EngineError where the engine fails.
         """
         return stream(self.loaded.engine, self.request(prompt, **options))
 
@@ -92,8 +95,8 @@ class LLM:
 
     def request(self, prompt: Prompt, **options: Unpack[AskOptions]) -> Request:
         """The request that the other methods submit; compiles its grammar. Raises RequestError
-        naming an option that is wrong or out of range, ContextError for a prompt that is certainly
-        too long.
+        naming an option that is wrong or out of range, ModelError for messages to a model without a
+        chat template.
         """
         check_ranges(options)
         given: dict[str, Any] = {**options}

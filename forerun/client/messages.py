@@ -42,7 +42,9 @@ class Problem(msgspec.Struct):
 
     @classmethod
     def of(cls, error: ForerunError | ImportError) -> "Problem":
-        """The error as a value that crosses between processes."""
+        """The error as a value that crosses between processes: its nearest class that both sides
+        know, its message and its attributes.
+        """
         if isinstance(error, ImportError):
             return cls("ImportError", str(error), {"name": error.name})
         names = (kind.__name__ for kind in type(error).__mro__)
@@ -50,9 +52,7 @@ class Problem(msgspec.Struct):
         return cls(kind, str(error), dict(vars(error)))
 
     def error(self) -> ForerunError | ImportError:
-        """The error again, with its message and attributes; of the nearest class that both sides
-        know.
-        """
+        """The error again, of the class that `kind` names."""
         if self.kind == "ImportError":
             return ImportError(self.message, name=self.fields["name"])
         made = _KINDS[self.kind](self.message)

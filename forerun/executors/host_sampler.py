@@ -157,7 +157,7 @@ class HostSampler:
         """Decide every row as `accept` does, append the emitted tokens to the slots' histories and
         pack what came of the round, whose plan and trees are complete.
 
-        features, drafts  as in Outcome
+        choice int32[M] as of `accept`; features, drafts as in Outcome
 
         Raises EngineError where a row's known tokens do not end where the history does.
         """

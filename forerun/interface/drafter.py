@@ -43,9 +43,9 @@ class Drafter(Protocol):
         """A sequence takes slot `slot_init.slot`; `slot_init.tokens` int32[T] is all that is
         decided of it.
 
-        Called once before the slot's first plan; replaces whatever was known of the slot. Any
-        exception ends speculation for the engine, never a request (engine.parts.Parts.ask_drafter);
-        so for all methods.
+        Called once before the slot's first plan; replaces whatever was known of the slot. An
+        exception of any method but `describe` ends speculation for the whole engine, and no request
+        (engine.parts.Parts).
         """
         ...
 

@@ -103,8 +103,8 @@ class Executor(Protocol):
         ...
 
     def close(self, slot: int) -> None:
-        """Forget a slot's sequence; its pages now belong to the engine alone. Raises nothing where
-        the slot is closed already.
+        """Forget a slot's sequence; its pages now belong to the engine alone. A closed slot is no
+        error.
         """
         ...
 

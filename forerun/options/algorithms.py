@@ -150,8 +150,10 @@ def capacity(steps: int, topk: int, block: bool = False) -> int:
 
 
 def draft_shape(steps: int | None, topk: int | None, tokens: int | None) -> DraftLimits:
-    """The limits that were asked for, with defaults for those that are None: a chain of
-    DEFAULT_STEPS, or as long as `tokens` allow; at most MOST_TREE_TOKENS tokens unless said.
+    """The limits that were asked for, and defaults for those that are None.
+
+    Steps: as many as a chain of `tokens` has, else DEFAULT_STEPS. Tokens: chains of that depth,
+    `topk` of them, but at most MOST_TREE_TOKENS or a single chain.
     """
     width = topk or 1
     if steps is None:

@@ -121,8 +121,8 @@ class Alias:
 
 
 def chain_length(where: str, text: str) -> dict[str, Any]:
-    """Fields for a number of draft tokens without the root, drafted as a chain. Raises ConfigError
-    for no whole number.
+    """Fields for a chain of so many draft tokens, the root not counted. Raises ConfigError, naming
+    `where`, for no whole number.
     """
     steps = parsed(FIELDS["speculative_num_steps"], where, text)
     return {"speculative_num_steps": steps, "speculative_num_draft_tokens": steps + 1}
@@ -162,7 +162,9 @@ def gpu_layers(where: str, text: str) -> dict[str, Any]:
 
 
 def gpu(where: str, text: str) -> dict[str, Any]:
-    """The CUDA device of this number. Raises ConfigError for anything but a whole number."""
+    """Fields that choose the CUDA device of this number. Raises ConfigError, naming `where`, for
+    anything but a whole number.
+    """
     if not text.isdecimal():
         raise ConfigError(f"{where} takes a whole number, not {text!r}.")
     return {"device": f"cuda:{text}"}

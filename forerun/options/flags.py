@@ -173,7 +173,7 @@ def command_line(config: Any) -> list[str]:
 
 
 def own_option(item: "Field[Any]") -> Option:
-    """The option that has a field's own name."""
+    """The option that has a field's own name and flag, and assigns what `parsed` reads."""
 
     def assign(where: str, text: str) -> dict[str, Any]:
         return {item.name: parsed(item, where, text)}

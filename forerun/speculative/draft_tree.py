@@ -123,7 +123,7 @@ def full_size(width: int, levels: int) -> int:
 def full_draft(
     width: int, depth: int, nodes: int, tokens: Ints, parents: Ints, value: Floats
 ) -> Draft:
-    """`DraftTree.regrown(width, depth, tokens, parents, value).draft(nodes)`, faster for chains."""
+    """`DraftTree.regrown(width, depth, tokens, parents, value).draft(nodes)`, each [K]; faster."""
     if width > 1:
         return DraftTree.regrown(width, depth, tokens, parents, value).draft(nodes)
     value = value[: min(depth, nodes)]

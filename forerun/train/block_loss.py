@@ -67,12 +67,16 @@ def block_loss(
     plan: BlockPlan,
     seed: int = 0,
 ) -> tuple[Tensor, list[StepScore]]:
-    """Sum over draft tokens of decay**k times the mean soft cross-entropy, and each one's score.
+    """The sum over draft tokens of decay**k times the mean soft cross-entropy in nats, a scalar
+    with a gradient, and each draft token's score.
+
+    embed  [V,H] the target's embedding
+    plan   blocks per text, decay, and whether hits are counted
+    seed   draws the blocks
 
     A score's hits of its rows are blocks that are right up to here, of those that were right
     before: so `simulated_length` of their quotients is the mean length of a chain. Where the
     target's choice lies outside of the draft vocabulary, a draft token is wrong and in no loss.
-    `seed` draws the blocks.
     """
     device = batch.tokens.device
     chosen = Anchors.drawn(batch.wanted, plan.anchors, seed)

@@ -39,10 +39,14 @@ class ReadsFeatures(Protocol):
     """
 
     @property
-    def features(self) -> tuple[int, ...]: ...  # noqa: D102
+    def features(self) -> tuple[int, ...]:
+        """The hidden states that it reads, as transformers numbers them (see DraftHead)."""
+        ...
 
     @property
-    def target_hidden(self) -> int: ...  # noqa: D102
+    def target_hidden(self) -> int:
+        """Numbers in each of them: the target's H."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,8 +94,10 @@ def start_from_draft(head: EagleHead, draft: DraftFile, vocabulary: DraftVocabul
 def calibrate(
     head: Unrollable, norm: Tensor, batch: TrainingBatch, embed: Tensor, vocabulary: DraftVocabulary
 ) -> float:
-    """Scale the weight `norm` of the final norm, in place, to the smallest first-step loss on
-    `batch`, which is returned in nats.
+    """Scale the final norm's weight norm [H], in place, to the smallest first-step loss on `batch`,
+    which is returned in nats.
+
+    embed  [V,H] the target's embedding
 
     At most ln(Vd), because the scale 0 is among the candidates; where 0 is best, 0.001 is kept so
     that gradients pass.

@@ -35,11 +35,13 @@ def start_block(
     batch: TrainingBatch,
     seed: int,
 ) -> None:
-    """Fill `drafter` in place, as described above. Draws from `seed` alone.
+    """Fill `drafter` in place as the module says; `seed` draws what is random.
 
     checkpoint   the target's, for final norm and feed-forward
     embed, rows  the target's embedding [V,H] and its output rows of the draft vocabulary [Vd,H]
     batch        its answers say what features and tokens look like
+
+    Raises ModelError where the target lacks a tensor.
     """
     generator = torch.Generator().manual_seed(seed)
     target, head = checkpoint.architecture, drafter.head

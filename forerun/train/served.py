@@ -47,8 +47,8 @@ class ServedAuthor:
         )
 
     def finished(self) -> list[tuple[int, Ints]]:
-        """Block until at least one continuation has finished, then return all that have. No ids: it
-        failed.
+        """Block until at least one continuation has finished, then return all that have: (key,
+        output int32[.]). No ids: it failed.
         """
         found = [self._done.get()]
         while not self._done.empty():

@@ -109,9 +109,11 @@ class DenseTarget:
         return masked_attention(queries, keys, values, bias, spec, sinks)
 
     def mask(self, spec: AttentionSpec, query: Tensor, key: Tensor) -> Tensor:
-        """What is added to the scores of queries at positions `query` with keys at positions `key`,
-        int64 that are broadcast: 0, or minus infinity where one does not see the other (causality,
-        window).
+        """What is added to the scores of queries with keys, in the target's dtype: 0, or minus
+        infinity where one does not see the other (causality, window).
+
+        query  int64[...,T,1] positions
+        key    int64[S] positions, broadcast against `query`
         """
         hidden = key > query
         if spec.window is not None:

@@ -28,10 +28,14 @@ class Turned(Protocol):
     """The part of a head's description that unrolling needs: E, and how positions turn."""
 
     @property
-    def head_size(self) -> int: ...  # noqa: D102
+    def head_size(self) -> int:
+        """E of its attention heads."""
+        ...
 
     @property
-    def rope(self) -> Rope: ...  # noqa: D102
+    def rope(self) -> Rope:
+        """The rope that turns its queries and keys."""
+        ...
 
 
 class Unrollable(Protocol):
@@ -41,10 +45,14 @@ class Unrollable(Protocol):
     """
 
     @property
-    def head(self) -> Turned: ...  # noqa: D102
+    def head(self) -> Turned:
+        """Its description."""
+        ...
 
     @property
-    def lm_head(self) -> nn.Linear: ...  # noqa: D102
+    def lm_head(self) -> nn.Linear:
+        """The linear layer [Vd,H] that makes draft logits of what `__call__` says it reads."""
+        ...
 
     def fuse(self, features: Tensor) -> Tensor:
         """The hidden state [...,H] that step 0 reads, from the target's features [...,F*H]."""

@@ -131,7 +131,7 @@ def guide(state: GrammarState, draft: Draft, depth: int) -> "GuidedDraft":
 
 
 def children(nodes: Iterable[int], parents: Ints) -> dict[int, list[int]]:
-    """The given nodes by their parents (entries of int32 `parents`), in their order."""
+    """The given nodes by their parents, in order; parents int32[M] by node."""
     below: dict[int, list[int]] = {}
     for node in nodes:
         below.setdefault(int(parents[node]), []).append(node)

@@ -44,7 +44,9 @@ def schemas(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def children(schema: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
-    """The schemas right below one, booleans and malformed ones included, each with its path."""
+    """The schemas right below one, booleans and malformed ones included, each with its path, which
+    begins with `path`.
+    """
     for key, value in schema.items():
         here = f"{path}.{key}" if path else key
         if key in _IN_LIST or (key == "items" and isinstance(value, list)):

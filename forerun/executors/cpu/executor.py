@@ -56,7 +56,7 @@ class CpuFeatures:
         return CpuFeatures(self.executor, self.width, self.nodes[nodes])
 
     def keep(self) -> KeptFeatures:
-        """A copy in host memory, float16[n,F*H]. Raises EngineError after a later step."""
+        """A copy in host memory, float16[n,F*H]; only before the executor's next step."""
         count = int(self.nodes.max()) + 1
         values = self.executor.features(count, self.width)[self.nodes]
         return KeptFeatures(values.astype(np.float16))
@@ -180,7 +180,7 @@ class CpuExecutor(Executor):
 
     def finish(self, round: Round, masks: NodeMasks | None = None) -> Outcome:
         """Accept, plain rows natively, the others by forerun.speculative, and copy the accepted
-        draft tokens' keys and values into pages; known nodes wrote theirs there.
+        draft tokens' keys and values into pages. Raises EngineError where the core refuses.
         """
         assert isinstance(round, CpuRound)
         plan, features = round.plan, None

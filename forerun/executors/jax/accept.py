@@ -53,8 +53,9 @@ def choose(logits: Array, rules: Rules, allowed: Array | None = None) -> Array:
 def sampled(scaled: Array, rules: Rules) -> Array:
     """int32[n]: argmax of scaled float32[n,V] plus Gumbel noise, ties to the lowest id.
 
-    `scaled` are logits over the temperature. The noise is approximate first; among tokens within
-    its error of the best the exact noise decides, so the result is that of exact noise throughout.
+    `scaled` are logits over the temperature. Noise in float32 leaves one token almost always; among
+    those within its error of the best, exact noise decides, so the result is that of exact noise
+    throughout.
     """
     words = noise_words(rules.seeds, rules.positions, scaled.shape[1])
     near = scaled + approximate(words)

@@ -47,10 +47,10 @@ class BlockPasses(NamedTuple):
     attend: Callable[..., Array]
 
     def keep(self, params: Params, state: State, whole: Array, *, size: Size) -> State:
-        """The state with keys and values of R rows of N accepted positions written into the
-        drafter's pages.
+        """The state with keys and values of accepted positions [R,N] written into the drafter's
+        pages.
 
-        whole  int32 vector of `keep_shapes(size, width)`; padding is written nowhere
+        whole  int32[total] vector of `keep_shapes(size, width)`; padding is written nowhere
         """
         held = state.draft
         assert held is not None, "a draft network was attached"

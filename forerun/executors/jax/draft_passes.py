@@ -63,8 +63,8 @@ def expand_shapes(size: Size, width: int, depth: int) -> Shapes:
 
 
 def blank(shapes: Shapes) -> tuple[Ints, dict[str, AnyArray]]:
-    """A zero int32 vector of these parts with no node in it, and views of the parts: places to
-    write are NOWHERE, paths -1.
+    """A zero vector int32[total] of these parts with no node in it, and views of the parts: places
+    to write are NOWHERE, paths -1.
     """
     whole = np.zeros(total(shapes), np.int32)
     views = views_of(whole, shapes)
@@ -87,10 +87,10 @@ class DraftPasses(NamedTuple):
         return self.drafting.network.sizes.runs_root
 
     def extend(self, params: Params, state: State, whole: Array, *, size: Size) -> State:
-        """The state after R rows of N permanent nodes ran through the draft network: their keys and
+        """The state after permanent nodes [R,N] ran through the draft network: their keys and
         values in its pages, outputs of roots in `outputs`, what the head reads in `reads`.
 
-        whole  int32 vector of `extend_shapes(size, width)`
+        whole  int32[total] vector of `extend_shapes(size, width)`
         """
         held, given = _held(state), views_of(whole, extend_shapes(size, self.width))
         hidden = self.drafting.network.enter(params, held.streams[given["stream"]])
@@ -114,10 +114,12 @@ class DraftPasses(NamedTuple):
     def expand(
         self, params: Params, state: State, whole: Array, *, size: Size, levels: int
     ) -> State:
-        """The state after draft nodes ran, each of which has at most `levels` draft nodes above it.
+        """The state after draft nodes [R,N] ran, each of which has at most `levels` draft nodes
+        above it.
 
-        Their keys, values and outputs go to the draft nodes' places; pages stay as they are. whole:
-        int32 vector of `expand_shapes(size, width, levels)`.
+        Their keys, values and outputs go to the draft nodes' places; pages stay as they are.
+
+        whole  int32[total] vector of `expand_shapes(size, width, levels)`
         """
         held, given = _held(state), views_of(whole, expand_shapes(size, self.width, levels))
         position = given["kv_len"][:, None] + given["depth"] + self._runs_root

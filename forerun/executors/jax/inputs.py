@@ -92,7 +92,8 @@ class Rows(NamedTuple):
 def packed(
     batch: Batch, plan: Plan, trees: TreeBatch, choosing: Choosing, asked: Rows, width: int
 ) -> Ints:
-    """The int32 vector that a program reads for one batch of a plan of which everything is known.
+    """The vector int32[packed_size] that a program reads for one batch of a plan of which
+    everything is known.
 
     choosing  temperature, seed and prompt length by slot
     asked     what is wanted of the plan's rows
@@ -122,7 +123,8 @@ def packed(
 def packed_carried(
     batch: Batch, plan: Plan, choosing: Choosing, asked: Rows, width: int, most: Ints
 ) -> Ints:
-    """The int32 vector of a plan with `after`: every row takes length, root and tree from its slot.
+    """The vector int32[packed_size] of a plan with `after`: every row takes length, root and tree
+    from its slot.
 
     most  int32[B] draft tokens of each row at most
     """
@@ -177,8 +179,8 @@ class Inputs(NamedTuple):
 
     @classmethod
     def of(cls, whole: Array, size: Size, width: int) -> "Inputs":
-        """Read a vector inside a program: views of its parts, and the ancestors, positions and
-        seeds that follow from them.
+        """Read a vector int32[packed_size] inside a program: views of its parts, and the ancestors,
+        positions and seeds that follow from them.
         """
         views = views_of(whole, _shapes(size, width))
         depth = views["depth"]

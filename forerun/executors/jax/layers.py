@@ -21,8 +21,8 @@ def product(x: Array, weight: Array, bias: Array | None = None) -> Array:
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """RMSNorm (arXiv 1910.07467) over the last axis: x / rms(x) * weight in float32, returned in
-    the dtype of `x`.
+    """RMSNorm (arXiv 1910.07467) of x [...,H]: x / rms(x) * weight [H] in float32, returned in the
+    dtype of `x`.
     """
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + eps)
@@ -30,7 +30,9 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
 
 
 def swiglu(gate: Array, up: Array) -> Array:
-    """silu(gate) * up (SwiGLU, arXiv 2002.05202), computed in float32, in the dtype of `gate`."""
+    """silu(gate) * up (SwiGLU, arXiv 2002.05202) of gate and up [...,I], computed in float32, in
+    the dtype of `gate`.
+    """
     wide = gate.astype(jnp.float32)
     return (wide / (1 + jnp.exp(-wide)) * up).astype(gate.dtype)
 
@@ -39,8 +41,8 @@ _GELU = 2 * (2 / np.pi) ** 0.5
 
 
 def geglu(gate: Array, up: Array) -> Array:
-    """gelu(gate) * up with GELU's tanh approximation (arXiv 1606.08415), in float32; dtype of
-    `gate`.
+    """gelu(gate) * up of gate and up [...,I], with GELU's tanh approximation (arXiv 1606.08415),
+    computed in float32, in the dtype of `gate`.
     """
     wide = gate.astype(jnp.float32)
     angle = _GELU * (wide + 0.044715 * wide * wide * wide)
@@ -52,7 +54,7 @@ GATES = {"silu": swiglu, "gelu_tanh": geglu}
 
 
 def softcapped(x: Array, cap: float | None) -> Array:
-    """`x` itself where cap is None, else cap * tanh(x / cap), between -cap and cap (arXiv
+    """`x` [...] itself where cap is None, else cap * tanh(x / cap), between -cap and cap (arXiv
     2408.00118, section 2).
     """
     return x if cap is None else jnp.tanh(x / cap) * cap

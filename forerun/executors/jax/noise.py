@@ -36,11 +36,10 @@ def _multiply(word: Array, constant: int) -> tuple[Array, Array]:
 def philox(
     counter: tuple[Array, ...], key: tuple[Array, Array], looped: bool = False
 ) -> tuple[Array, ...]:
-    """The four words of Philox-4x32-10 (Salmon et al., SC 2011), uint32 arrays of the counters'
-    shape.
+    """The four words uint32[...] of Philox-4x32-10 (Salmon et al., SC 2011).
 
-    counter  two to four words, the others being zero
-    key      two words
+    counter  two to four words uint32[...], the others being zero
+    key      two words uint32[...]
     looped   as a loop, which compiles sooner and runs slower on large arrays
     """
 
@@ -86,7 +85,7 @@ def words_of(seeds: Array, positions: Array, tokens: Array) -> Array:
 
 
 def approximate(words: Array) -> Array:
-    """float32: Gumbel variables of words uint32, wrong by less than APPROXIMATE_ERROR.
+    """Gumbel variables float32[...] of words uint32[...], wrong by less than APPROXIMATE_ERROR.
 
     Near u = 1 the logarithm is taken of what is missing to 1, which a float32 holds exactly enough.
     """
@@ -102,7 +101,7 @@ def approximate(words: Array) -> Array:
 
 
 def exact(words: Array) -> Array:
-    """float32: Gumbel variables of words uint32, computed in float64 and rounded as
+    """Gumbel variables float32[...] of words uint32[...], computed in float64 and rounded as
     forerun.speculative.noise does, bit for bit.
     """
     with jax.enable_x64(True):

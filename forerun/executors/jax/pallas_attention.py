@@ -55,8 +55,9 @@ def attend_pallas(
     how: Layer,
     interpret: bool = False,
 ) -> Array:
-    """As attention.attend, same arguments and result, as one Pallas kernel.
+    """attention.attend as one Pallas kernel: context [R,N,A,E] of queries [R,N,A,E].
 
+    fresh      keys and values [R,T,G,E] that are not in pages
     interpret  run it step by step on the CPU, for comparison only
     """
     rows, nodes, heads, size = queries.shape

@@ -59,8 +59,10 @@ class PredictionHead(NamedTuple):
     def run(
         self, params: Params, tokens: Array, hidden: Array, position: Array, attend: Attend
     ) -> Ran:
-        """One draft step (DeepSeek-V3, arXiv 2412.19437, section 2.2): fuse token embedding and
-        hidden state, one decoder layer, final norm. The normed output is both read and fed back.
+        """One draft step (DeepSeek-V3, arXiv 2412.19437, section 2.2) of target ids tokens
+        int32[R,N] beside hidden states [R,N,H]: fuse both, one decoder layer, final norm.
+
+        The normed output is both read and fed back.
         """
         weights, eps = params["draft"], self.target.arch.norm_eps
         spec = self.about.architecture.layer_specs[0]

@@ -98,8 +98,8 @@ def shaping_shapes(rows: int, room: int) -> Shapes:
 
 
 def packed_shaping(batch: Batch, asked: Asked, room: int, vocab: int) -> Ints:
-    """The int32 vector of `shaping_shapes` for a batch; rows that are not in `asked` keep neutral
-    values. Raises ValueError where there are more than `room` edits.
+    """The int32[total] vector of `shaping_shapes` for a batch; rows that are not in `asked` keep
+    neutral values. Raises ValueError where there are more than `room` edits.
     """
     shapes = shaping_shapes(batch.size.rows, room)
     whole = np.zeros(total(shapes), np.int32)
@@ -154,7 +154,7 @@ class Shaping(NamedTuple):
 
     @classmethod
     def of(cls, whole: Array, rows: int, room: int) -> "Shaping":
-        """Read a vector inside a program, for `rows` rows and `room` edits."""
+        """Read an int32[total] vector of `shaping_shapes(rows, room)` inside a program."""
         views = views_of(whole, shaping_shapes(rows, room))
         for name in (*FLOATS, "bias"):
             views[name] = lax.bitcast_convert_type(views[name], jnp.float32)

@@ -76,8 +76,8 @@ class Sharding:
         return self.of(*[None] * dimensions)
 
     def put(self, x: Array, *axes: str | None) -> Array:
-        """Constrain `x`, inside a program, to lie along these axes from here on; `x` itself on one
-        device.
+        """Constrain an array inside a program to lie so from here on, one mesh axis or None per
+        dimension; `x` itself on one device.
         """
         if self.shards == 1:
             return x
