@@ -6,7 +6,7 @@ load = both
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from forerun.build.drafting import (
     with_draft,
     with_shipped,
 )
-from forerun.build.executor_entry import OpenedDraft
+from forerun.build.executor_entry import OpenedDraft, Progress
 from forerun.build.memory import MemoryPlan, Needs, plan_memory, widened
 from forerun.build.prepare import prepare
 from forerun.build.registry import EXECUTORS, check_offered, choose_executor, draft_model
@@ -55,9 +55,6 @@ from forerun.text.chat import ChatTemplate
 from forerun.text.rendering import BYTE_LEVEL_TEMPLATE
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import Ints
-
-Progress = Callable[[str, int, int], None]
-"""Called with (what, done, total) while something long is under way; bytes for downloads."""
 
 TOY_VOCAB, TOY_CONTEXT, TOY_TOKEN_BYTES = 259, 4096, 8
 
@@ -306,7 +303,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     if draft is not None:
         needs = with_draft(needs, draft, entry.draft_item(config))
     memory = plan_memory(config, needs, entry.free_memory(config), fill=config.device != "cpu")
-    executor = entry.build(config, model.checkpoint, memory.limits)
+    executor = entry.build(config, model.checkpoint, memory.limits, progress or (lambda *_: None))
     if config.overlap is None:
         config = replace(config, overlap=executor.capabilities.overlap)
     policy = "adaptive" if config.policy == "auto" else config.policy

@@ -13,6 +13,9 @@ from forerun.models.checkpoint import Checkpoint
 from forerun.options.config import EngineConfig
 from forerun.types import Ints
 
+Progress = Callable[[str, int, int], None]
+"""Called with (what, done, total) while something long is under way; bytes of files and weights."""
+
 
 class OpenedDraft(Protocol):
     """An opened draft, of whatever kind: what the memory plan and the table of executors ask of it.
@@ -79,7 +82,8 @@ class ExecutorEntry:
     draft_item    bytes of a number in a draft model's weights and cache; None: 8 bits in blocks,
                   and 16 bits
     free_memory   bytes that are free where it would run. Raises ConfigError where that is nowhere
-    build         raises what the executor raises, and ConfigError where what it needs is missing
+    build         raises what the executor raises, and ConfigError where what it needs is missing;
+                  the CPU core tells how far its weights are read
     draft_models  by the kind of draft
     within        the kinds whose trees steps grow by themselves (Executor.warm_up)
     dtype         what "auto" means; None: bfloat16 on devices of their own, float32 on the CPU
@@ -95,7 +99,7 @@ class ExecutorEntry:
     needs: Callable[[EngineConfig, Architecture, Checkpoint], Needs]
     draft_item: Callable[[EngineConfig], int | None]
     free_memory: Callable[[EngineConfig], int]
-    build: Callable[[EngineConfig, Checkpoint, ExecutorLimits], Executor]
+    build: Callable[[EngineConfig, Checkpoint, ExecutorLimits, Progress], Executor]
     draft_models: Mapping[str, MakeDraftModel]
     within: frozenset[str]
     dtype: str | None = None

@@ -1,6 +1,6 @@
 """The compiled CPU core, in the numbers of the file."""
 
-from forerun.build.executor_entry import ExecutorEntry
+from forerun.build.executor_entry import ExecutorEntry, Progress
 from forerun.build.memory import Needs, bytes_on_disk, needs_of
 from forerun.drafters.ngram import NgramDrafter
 from forerun.interface.draft_model import DraftModel
@@ -62,10 +62,12 @@ def _needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint) -> 
     return needs_of(arch, weights, per_token)
 
 
-def _build(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits) -> Executor:
+def _build(
+    config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits, progress: Progress
+) -> Executor:
     from forerun.executors.cpu import CpuExecutor
 
-    return CpuExecutor(checkpoint, limits, config.threads, dtype=config.dtype)
+    return CpuExecutor(checkpoint, limits, config.threads, dtype=config.dtype, progress=progress)
 
 
 def _eagle(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -> DraftModel:

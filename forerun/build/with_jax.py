@@ -2,7 +2,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from forerun.build.executor_entry import ExecutorEntry
+from forerun.build.executor_entry import ExecutorEntry, Progress
 from forerun.build.memory import ITEM_BYTES, dense_needs
 from forerun.cache_dir import cache_dir
 from forerun.errors import ConfigError
@@ -37,7 +37,9 @@ def check_jax() -> None:
         raise ConfigError(f"The jax executor needs jax {least} or newer, not {found}. {install}")
 
 
-def _build(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits) -> Executor:
+def _build(
+    config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits, _: Progress
+) -> Executor:
     """Raises what JaxExecutor raises, and ConfigError where jax is not what it needs."""
     check_jax()
     if config.threads is not None:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from forerun.build.executor_entry import ExecutorEntry
+from forerun.build.executor_entry import ExecutorEntry, Progress
 from forerun.build.memory import CHUNK, ITEM_BYTES, Needs, dense_needs
 from forerun.errors import ConfigError
 from forerun.interface.draft_model import DraftModel
@@ -89,7 +89,9 @@ def _first_rank(config: EngineConfig) -> TensorParallel:
     return TensorParallel(0, config.tp_size, experts, config.replicate_shared_expert)
 
 
-def _build(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits) -> Executor:
+def _build(
+    config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits, _: Progress
+) -> Executor:
     try:
         from forerun.executors.torch import TorchExecutor, with_captures
     except ImportError as error:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from forerun.build.engine import Loaded, Target, load, open_target
-from forerun.build.engine import Progress as Report
+from forerun.build.executor_entry import Progress as Report
 from forerun.build.memory import human
 from forerun.cli.wrap import wrapped
 from forerun.options.config import EngineConfig

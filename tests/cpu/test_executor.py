@@ -3,7 +3,7 @@
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from forerun.build.engine import open_target
 from forerun.build.registry import EXECUTORS, choose_executor
 from forerun.errors import ConfigError, EngineError, MemoryPlanError, ModelError
 from forerun.executors.cpu import CpuExecutor, available, cache_bytes_per_token, native
@@ -33,6 +34,19 @@ def test_what_it_says_of_itself(executor, checkpoint):
     # Q8_0 is 34 bytes for 32 weights; what is beyond are norms and alignment.
     weights = checkpoint().architecture.parameters
     assert weights * 34 / 32 <= facts["weight_bytes"] < weights * 34 / 32 * 1.2
+
+
+def test_it_tells_how_far_its_weights_are(tmp_path):
+    told = []
+    folder = tiny.save_folder(tiny.model("llama"), tmp_path)
+    config = EngineConfig(model=str(folder), kv_tokens=512, policy="fixed", threads=1)
+    with closing(open_target(config, lambda *news: told.append(news))) as target:
+        weights = target.executor.describe()["weight_bytes"]
+    assert {what for what, *_ in told} == {"loading weights"}
+    layers = FolderCheckpoint(folder).architecture.layers
+    done = [so_far for _, so_far, _ in told]
+    assert len(done) > 4 * layers and done == sorted(set(done))
+    assert {total for *_, total in told} == {done[-1]} and 0.9 * weights < done[-1] <= weights
 
 
 def test_models_it_cannot_run(checkpoint, executor):

@@ -1,7 +1,9 @@
 """CpuExecutor: the executor contract on the compiled core."""
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -73,6 +75,7 @@ class CpuExecutor(Executor):
     threads  None = the physical cores this process may use
     kernels  "" = the best this machine has; a name (see csrc/dispatch.cpp) forces one
     dtype    "file", or what floats are made: a name of weights.QUANTIZED
+    progress is called with (what, done, total) in bytes while weights are packed
 
     Raises ModelError for a checkpoint it cannot run, MemoryPlanError where weights and caches
     do not fit, ConfigError for unknown kernels.
@@ -87,6 +90,7 @@ class CpuExecutor(Executor):
         threads: int | None = None,
         kernels: str = "",
         dtype: str = "file",
+        progress: Callable[[str, int, int], None] = lambda *_: None,
     ) -> None:
         arch = checkpoint.architecture
         check_runs(arch)
@@ -111,7 +115,7 @@ class CpuExecutor(Executor):
         self._weight_bytes = packer.planned_bytes()
         self._model = self._open()
         try:
-            packer.load(self._model)
+            packer.load(self._model, partial(progress, "loading weights"))
         except BaseException:
             self.shutdown()
             raise

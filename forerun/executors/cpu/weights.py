@@ -7,6 +7,7 @@ steps from a group's smallest number to its largest.
 """
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -212,25 +213,33 @@ class Packer:
 
     def planned_bytes(self) -> int:
         """Bytes that all packed tensors will take in the core, alignment included."""
-        total = 0
-        for place in self._matrices():
-            rows, columns = self._checkpoint.shape(f"{place.name}.weight")
-            if self._head_rows is not None and not self._whole(place):
-                rows = len(self._head_rows)
-            becomes = self._becomes(place, _kind(self._checkpoint, place.name))
-            total += self._library.forerun_packed_bytes(becomes, rows, columns)
-            total += 4 * rows * (f"{place.name}.bias" in self._names) + 2 * _ALIGN
+        total = sum(self._bytes_of(place) for place in self._matrices())
         for place in self._vectors():
             total += 4 * self._checkpoint.shape(place.name)[0] + _ALIGN
-        return int(total)
+        return total
 
-    def load(self, model: int) -> None:
-        """Set a native model's layers and pack every tensor into it. Raises ModelError."""
+    def _bytes_of(self, place: Place) -> int:
+        """Of a matrix and its bias, alignment included."""
+        rows, columns = self._checkpoint.shape(f"{place.name}.weight")
+        if self._head_rows is not None and not self._whole(place):
+            rows = len(self._head_rows)
+        becomes = self._becomes(place, _kind(self._checkpoint, place.name))
+        packed = int(self._library.forerun_packed_bytes(becomes, rows, columns))
+        return packed + 4 * rows * (f"{place.name}.bias" in self._names) + 2 * _ALIGN
+
+    def load(self, model: int, progress: Callable[[int, int], None] = lambda *_: None) -> None:
+        """Set a native model's layers and pack every tensor into it. Raises ModelError.
+
+        progress  is called after each matrix with bytes of those that are packed, and of all
+        """
         arch = self._checkpoint.architecture
         if self._some is None:
             self._set_layers(model, arch)
+        done, total = 0, sum(self._bytes_of(place) for place in self._matrices())
         for place in self._matrices():
             self._load_matrix(model, place)
+            done += self._bytes_of(place)
+            progress(done, total)
         if arch.tied_head and self._head_rows is None and self._some is None:
             self._library.forerun_tie_head(model)
         for place in self._vectors():
