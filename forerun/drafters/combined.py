@@ -196,7 +196,9 @@ class CombinedDrafter:
         )
 
     def begin(self, slot_init: SlotInit) -> None:
-        """Open the slot for every drafter. Raises what they raise."""
+        """Open the slot for every drafter. Raises what they raise: EngineError where there is no
+        such slot.
+        """
         for drafter in self._drafters:
             drafter.begin(slot_init)
 

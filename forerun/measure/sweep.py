@@ -150,8 +150,7 @@ def every(
 
     progress  called with (what, pairs so far, pairs in all)
     cells     takes what is measured; after a KeyboardInterrupt it has all settings that ran at
-              least
-              once
+              least once
 
     Raises ContextError where a prompt does not fit, EngineError where an engine fails.
     """

@@ -121,9 +121,15 @@ class PredictionLayer(DraftLayer):
         attend: Attend,
         only: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """One draft step, with the arguments of EagleHead.forward: two equal tensors [R,H], what
-        the output head reads and what the next step receives. `only` are the rows to run, None =
-        all.
+        """One draft step over N rows: what the output head reads and what the next step receives,
+        the same tensor [R,H] twice; with `only` of those rows, else R = N.
+
+        tokens     int64[N] the tokens that are read
+        embedding  [V,H] the target's
+        hidden     [N,H] beside each token: `fuse`'s result, or an earlier step's output
+        rotary     cos and sin of the rows' positions
+        attend     attention of the layer; all N rows give keys and values
+        only       int64[R] the rows that run to the end; None = all
         """
         parts, eps, norms = self.parts, self.shape.norm_eps, (self.enorm.weight, self.hnorm.weight)
         x = self.eh_proj(parts.draft_inputs(tokens, embedding, hidden, norms, eps))

@@ -156,8 +156,8 @@ class JaxExecutor(Executor):
         return {"draft_weight": sizes.parameters * size, "draft_cache": arrays}
 
     def attach(self, network: DraftNetwork | BlockNetwork, weights: Params) -> None:
-        """Bind a draft network: from the next step on the target's features are kept for it, and
-        rounds draft with it, level by level. Allocates its arrays and drops compiled programs.
+        """Bind a draft network: allocate its arrays, drop compiled programs; from the next step on
+        the target's features are kept for it, and rounds draft with it, level by level.
         """
         sizes, sharding = network.sizes, self.decoder.sharding
         shape = self._shape.drafting(sizes, self.limits, self._buckets.chunks[-1])

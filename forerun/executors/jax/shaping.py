@@ -171,8 +171,8 @@ class Edited(NamedTuple):
 
     @classmethod
     def of(cls, shaping: Shaping, rows: int, vocab: int) -> "Edited":
-        """Scatter the edits to [R,V] tables, _READ at a time: a program reads no more than there
-        are.
+        """The edits of `rows` rows as tables [R,V]: counts int32, seen and banned bool, bias
+        float32. They are scattered _READ at a time: a program reads no more than there are.
         """
 
         def read(number: Array, tables: tuple[Array, Array]) -> tuple[Array, Array]:
