@@ -42,6 +42,8 @@ class Needs:
     per_node   scratch of one node in a step: activations
     per_scored the same of one that chooses a token: its row of logits
     fixed      scratch that no node changes
+    captured   rounds are captured: what their programs write in between lies in memory of its own,
+               which all of them share and no other step does
     """
 
     context: int
@@ -51,20 +53,29 @@ class Needs:
     per_node: int
     per_scored: int = 0
     fixed: int = 0
+    captured: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What was decided: the executor's limits and where the bytes go."""
+    """What was decided: the executor's limits and where the bytes go. graphs: what captured rounds
+    write in between; the programs themselves are the driver's and not counted.
+    """
 
     limits: ExecutorLimits
     weights: int
     cache: int
     scratch: int
+    graphs: int = 0
 
     def describe(self) -> dict[str, int]:
-        """Bytes by purpose (weights, cache, scratch), for /server_info and `doctor`."""
-        return {"weights": self.weights, "cache": self.cache, "scratch": self.scratch}
+        """Bytes by purpose (weights, cache, scratch, graphs), for /server_info and `doctor`."""
+        return {
+            "weights": self.weights,
+            "cache": self.cache,
+            "scratch": self.scratch,
+            "graphs": self.graphs,
+        }
 
     def sentence(self) -> str:
         """The plan in one line, for people, sizes in decimal units."""
@@ -103,11 +114,12 @@ def plan_memory(
     nodes = config.chunked_prefill_size or CHUNK
     scored = min(nodes, max(SCORED, config.max_sequences))
     scratch = nodes * needs.per_node + scored * needs.per_scored + needs.fixed
-    room = max(0, budget - needs.weights - scratch) // max(1, needs.per_token)
+    graphs = scored * (needs.per_node + needs.per_scored) if needs.captured else 0
+    room = max(0, budget - needs.weights - scratch - graphs) // max(1, needs.per_token)
     wanted = config.kv_tokens or max(context, config.max_sequences * TOKENS_PER_SEQUENCE)
     minimum = config.kv_tokens or config.context or min(context, 4 * page, 1024)
     if room < minimum:
-        raise MemoryPlanError(_refusal(needs, scratch, minimum, budget, share))
+        raise MemoryPlanError(_refusal(needs, scratch + graphs, minimum, budget, share))
     tokens = room if fill and not config.kv_tokens else min(wanted, room)
     pages = ceil(tokens / page) if tokens < room else max(1, tokens // page)
     limits = ExecutorLimits(
@@ -119,7 +131,7 @@ def plan_memory(
         vocab=needs.vocab,
         max_scored=scored,
     )
-    return MemoryPlan(limits, needs.weights, pages * page * needs.per_token, scratch)
+    return MemoryPlan(limits, needs.weights, pages * page * needs.per_token, scratch, graphs)
 
 
 def _refusal(needs: Needs, scratch: int, tokens: int, budget: int, share: float) -> str:

@@ -61,7 +61,7 @@ def _needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint) -> 
     needs = replace(dense_needs(config, arch, checkpoint), per_scored=4 * arch.vocab)
     if config.device == "cpu" or config.disable_cuda_graph:
         return needs
-    return replace(needs, fixed=8 * (config.max_sequences + 1) * arch.vocab)
+    return replace(needs, fixed=8 * (config.max_sequences + 1) * arch.vocab, captured=True)
 
 
 def _rank_needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint) -> Needs:

@@ -58,6 +58,7 @@ def facts(found: Sizing) -> dict[str, Any]:
         "memory_bytes": found.memory,
         "fits": plan is not None,
         "scratch_bytes": plan.scratch if plan else None,
+        "graph_bytes": plan.graphs if plan else None,
         "cache_bytes": plan.cache if plan else None,
         "cache_tokens": plan.limits.pages * plan.limits.page_size if plan else None,
         "sequences": plan.limits.slots if plan else None,
@@ -83,6 +84,10 @@ def sentences(found: Sizing) -> dict[str, str]:
     tokens, cache = f"{told['cache_tokens']:,} tokens", human(told["cache_bytes"])
     return lines | {
         "scratch": f"{human(told['scratch_bytes'])}{each}, of a step's activations and logits",
+        "captured rounds": f"{human(told['graph_bytes'])}{each}, of what their programs write in "
+        "between"
+        if told["graph_bytes"]
+        else "none",
         "room": f"{tokens} in a cache of {cache}{each}; {told['sequences']} sequences at once",
-        "not counted": "captured CUDA graphs, and what the driver and libraries take",
+        "not counted": "what the driver takes, for captured programs too, and libraries",
     }

@@ -1,10 +1,12 @@
 """Models by hub id (`organisation/name`), fetched and cached by huggingface_hub."""
 
+import hashlib
 import re
 from pathlib import Path
 from typing import NamedTuple
 
 import huggingface_hub
+from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import (
     CacheNotFound,
     EntryNotFoundError,
@@ -12,6 +14,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.file_download import repo_folder_name
 
 from forerun.errors import DownloadError
 from forerun.hub.reference import HubReference, choose_gguf
@@ -40,6 +43,7 @@ _PATTERNS = [
 _HUB_FILE = re.compile(
     r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*/[\w.-]+\.(json|safetensors|pt)", re.A
 )
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 ASKING = 5.0
 _UNANSWERED = {"ConnectError", "ConnectTimeout", "ReadTimeout", "OfflineModeIsEnabled"}
 """Errors by name: which HTTP library raises them differs between versions of huggingface_hub."""
@@ -173,13 +177,37 @@ def remove(repository: str) -> int:
 def _snapshot(
     repository: str, patterns: list[str], cache: Path | None, revision: str | None
 ) -> Path:
+    """What of a hub model these patterns name, in parallel and from where an interrupted download
+    stopped, as huggingface_hub does it; files that came now are compared with the hub's digests.
+    """
+    name = repo_folder_name(repo_id=repository, repo_type="model")
+    blobs = (cache or Path(HF_HUB_CACHE)) / name / "blobs"
+    before = set(blobs.glob("*"))
     try:
         folder = huggingface_hub.snapshot_download(
             repository, revision=revision, allow_patterns=patterns, cache_dir=cache
         )
     except Exception as error:
         raise _failure(repository, revision, error) from error
+    for blob in sorted(set(blobs.glob("*")) - before):
+        _check_digest(repository, blob)
     return Path(folder)
+
+
+def _check_digest(repository: str, blob: Path) -> None:
+    """Compare a large file of the cache with its name, which is the SHA-256 that the hub gives; of
+    small ones it gives none. Raises DownloadError where they differ, and removes the file.
+    """
+    if _SHA256.fullmatch(blob.name) is None:
+        return
+    with blob.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != blob.name:
+        blob.unlink()
+        raise DownloadError(
+            f"a file of {repository} does not have the checksum that the hub gives ({found}, not "
+            f"{blob.name}); it was removed, try again"
+        )
 
 
 def _here(repository: str, cache: Path | None, revision: str | None) -> Path | None:

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,6 +32,20 @@ def test_what_does_not_fit_is_refused_with_the_parts():
         plan_memory(EngineConfig(), SMALL, 10**8)
     with pytest.raises(MemoryPlanError, match=r"1,000,000 tokens 20\.0 GB"):
         plan_memory(EngineConfig(kv_tokens=10**6), SMALL, 10**9)
+
+
+def test_captured_rounds_have_memory_of_their_own():
+    """Of as many nodes as a step may choose tokens for; what is left for the cache is less."""
+    needs = replace(SMALL, per_scored=4_000)
+    eager, captured = (
+        plan_memory(EngineConfig(), replace(needs, captured=captured), 10**9, fill=True)
+        for captured in (False, True)
+    )
+    assert eager.graphs == 0 and captured.graphs == 512 * (10_000 + 4_000)
+    assert captured.describe()["graphs"] == captured.graphs
+    assert 0 <= eager.cache - captured.cache - captured.graphs < 16 * 20_000
+    with pytest.raises(MemoryPlanError, match=r"scratch 14\.3 MB"):
+        plan_memory(EngineConfig(), replace(needs, captured=True), 10**8)
 
 
 def test_contradictions_are_configuration_errors():

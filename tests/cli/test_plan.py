@@ -33,6 +33,18 @@ def test_a_shape_on_two_devices(capsys):
     assert used <= 0.88 * 96 * 2**30 < used + 2 * found["cache_bytes_per_1k_tokens"]
 
 
+def test_what_captured_rounds_take_is_told(capsys):
+    words = ("--model-shape", "llama-3.1-8b", *CARD)
+    captured, eager = planned(capsys, *words), planned(capsys, *words, "--disable-cuda-graph")
+    arch = SHAPES["llama-3.1-8b"]
+    assert eager["graph_bytes"] == 0
+    assert captured["graph_bytes"] == 512 * 4 * (4 * arch.hidden + 3 * arch.ffn + arch.vocab)
+    room = 0.88 * 96 * 2**30
+    for found in (captured, eager):
+        parts = ("weights_bytes", "scratch_bytes", "graph_bytes", "cache_bytes")
+        assert sum(found[part] for part in parts) <= room
+
+
 def test_what_does_not_fit_says_so_behind_its_table(capsys):
     assert main(["plan", "--model-shape", "glm-4.5", "--tp-size", "4", *CARD]) == 4
     told = capsys.readouterr()

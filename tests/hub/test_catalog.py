@@ -406,3 +406,28 @@ def test_pickled_weights_are_fetched_where_there_are_no_others(monkeypatch, tmp_
         open_model("org/bare")
     with pytest.raises(ModelError, match=r"no config\.json"):
         open_model("org/pickled")
+
+
+def test_what_comes_from_a_hub_has_the_digest_that_it_gives(monkeypatch, tmp_path):
+    """Large files by their name in huggingface_hub's cache; what was there before is not read."""
+    folder = tmp_path / "models--org--name"
+    blobs = folder / "blobs"
+    blobs.mkdir(parents=True)
+    old, small = blobs / ("0" * 64), blobs / ("1" * 40)
+    old.write_bytes(b"not its digest, but checked when it came")
+    whole = blobs / hashlib.sha256(b"weights").hexdigest()
+    comes = {whole: b"weights", small: b"{}"}
+
+    def snapshot(*_, **__):
+        for path, data in comes.items():
+            path.write_bytes(data)
+        return str(folder / "snapshots" / "main")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    assert huggingface.fetched("org/name", tmp_path) == folder / "snapshots" / "main"
+    assert whole.exists() and small.exists()
+    damaged = blobs / ("a" * 64)
+    comes[damaged] = b"other bytes"
+    with pytest.raises(DownloadError, match=r"org/name does not have the checksum.*try again"):
+        huggingface.fetched("org/name", tmp_path)
+    assert not damaged.exists() and whole.exists() and old.exists()
