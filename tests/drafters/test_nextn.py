@@ -223,7 +223,7 @@ def test_drafts_are_what_the_description_says(hf, layer, folders, executor, nami
     [
         pytest.param("cpu", "glm4_moe", None, marks=NATIVE),
         ("torch", "glm4_moe", None),
-        ("torch", "deepseek_v3", None),
+        pytest.param("torch", "deepseek_v3", None, marks=pytest.mark.slow),
         ("torch", "deepseek_v3", "feedback=raw"),
     ],
 )

@@ -4,8 +4,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -13,14 +13,6 @@ import pytest
 from tests.e2e.processes import ROOT, read_until, request_bytes, serving, wait_for
 
 BODY = {"prompt": "Hi", "temperature": 0, "ignore_eos": True, "speculative": {"enabled": False}}
-
-
-def in_background(call):
-    """Run `call` on a thread; its results appear in the list."""
-    results = []
-    thread = threading.Thread(target=lambda: results.append(call()))
-    thread.start()
-    return thread, results
 
 
 def code_of(answer):
@@ -63,33 +55,28 @@ def heard_hangup():
 
 
 @pytest.mark.usefixtures("heard_hangup")
-@pytest.mark.parametrize(
-    ("stream", "sent"),
-    [(False, signal.SIGTERM), (True, signal.SIGTERM), (False, signal.SIGHUP)],
-)
-def test_drains(tmp_path, stream, sent):
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
+def test_drains(tmp_path, sent):
     """Running requests end as usual, new ones get 503, then the process ends with 0."""
     with serving(tmp_path, delay=0.02) as server:
         whole = server.complete(**BODY, max_tokens=100).json()["choices"][0]["text"]
 
-        def ask():
+        def ask(stream):
             with httpx.Client(base_url=server.root, timeout=60, trust_env=False) as client:
                 body = {**BODY, "max_tokens": 100, "stream": stream}
                 return client.post("/v1/completions", json=body)
 
-        thread, results = in_background(ask)
-        assert wait_for(lambda: server.load()["running"] == 1)
-        server.process.send_signal(sent)
-        assert wait_for(lambda: server.http.get("/health").status_code == 503)
-        assert code_of(server.http.get("/health")) == (503, "shutting_down")
-        assert code_of(server.complete(max_tokens=1)) == (503, "shutting_down")
-        thread.join(60)
-        answer = results[0]
-        assert answer.status_code == 200
-        if stream:
-            assert answer.text.endswith("data: [DONE]\n\n")
-        else:
-            assert answer.json()["choices"][0]["text"] == whole
+        with ThreadPoolExecutor(2) as pool:
+            asked = [pool.submit(ask, stream) for stream in (False, True)]
+            assert wait_for(lambda: server.load()["running"] == 2)
+            server.process.send_signal(sent)
+            assert wait_for(lambda: server.http.get("/health").status_code == 503)
+            assert code_of(server.http.get("/health")) == (503, "shutting_down")
+            assert code_of(server.complete(max_tokens=1)) == (503, "shutting_down")
+            answer, streamed = (each.result(60) for each in asked)
+        assert (answer.status_code, streamed.status_code) == (200, 200)
+        assert answer.json()["choices"][0]["text"] == whole
+        assert streamed.text.endswith("data: [DONE]\n\n")
         assert server.ends() == 0
         with pytest.raises(httpx.TransportError):
             httpx.get(server.root + "/health", trust_env=False)
@@ -210,16 +197,13 @@ def test_a_full_queue(tmp_path):
         assert server.complete(max_tokens=1).status_code == 200
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_requests_have_a_time_limit(tmp_path, stream):
+def test_requests_have_a_time_limit(tmp_path):
     settings = {"request_seconds": 0.4}
     with serving(tmp_path, delay=0.02, settings=settings) as server:
-        answer = server.complete(**{**BODY, "max_tokens": 4000, "stream": stream})
-        if stream:
-            assert '"code":"timeout"' in answer.text
-            assert answer.text.endswith("data: [DONE]\n\n")
-        else:
-            assert code_of(answer) == (504, "timeout")
+        assert code_of(server.complete(**BODY, max_tokens=4000)) == (504, "timeout")
+        streamed = server.complete(**BODY, max_tokens=4000, stream=True).text
+        assert '"code":"timeout"' in streamed
+        assert streamed.endswith("data: [DONE]\n\n")
         assert server.idle()
 
 
@@ -235,11 +219,10 @@ def test_served_name(tmp_path):
         assert 'model_name="org/mine"' in server.http.get("/metrics").text
 
 
-def test_with_one_model_any_name_is_its_name(tmp_path):
-    with serving(tmp_path) as server:
-        for name in ("toy", "glm-4.5", "meta-llama/Llama-3.1-8B-Instruct"):
-            assert server.complete(model=name, max_tokens=1).json()["model"] == "toy"
-        assert server.http.get("/v1/models/glm-4.5").status_code == 404
+def test_with_one_model_any_name_is_its_name(toy_server):
+    for name in ("toy", "glm-4.5", "meta-llama/Llama-3.1-8B-Instruct"):
+        assert toy_server.complete(model=name, max_tokens=1).json()["model"] == "toy"
+    assert toy_server.http.get("/v1/models/glm-4.5").status_code == 404
 
 
 def command(*flags):

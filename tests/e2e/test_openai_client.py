@@ -6,7 +6,6 @@ import openai
 import pytest
 
 from forerun.text.tokenizer import Tokenizer
-from tests.e2e.processes import serving
 from tests.engine.toys import following
 
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -21,14 +20,8 @@ def expected(count):
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("openai")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+def client(toy_server):
+    with openai.OpenAI(base_url=toy_server.url, api_key="none", max_retries=0) as client:
         yield client
 
 
@@ -295,8 +288,8 @@ def test_raw_response_has_ids(client):
     assert raw.parse()._request_id == "mine-1"
 
 
-def test_async_client_many_at_once(server):
-    asyncio.run(many_at_once(server))
+def test_async_client_many_at_once(toy_server):
+    asyncio.run(many_at_once(toy_server))
 
 
 async def many_at_once(server):

@@ -15,12 +15,10 @@ ASKED = [{"role": "user", "content": "Which city?"}]
 CITY, CITIES = "(Paris|Amsterdam)", ("Paris", "Amsterdam")
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("structured")) as server:
-        yield server
-        assert not server.held()
-        assert "Traceback" not in server.logged()
+@pytest.fixture
+def server(toy_server):
+    yield toy_server
+    assert not toy_server.held()
 
 
 def strict(schema):

@@ -4,8 +4,6 @@ import json
 
 import pytest
 
-from tests.e2e.processes import serving
-
 ASK = {"max_tokens": 60, "speculative": {"trace": True}}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "temperature": 0}
 FIELDS = {
@@ -13,14 +11,8 @@ FIELDS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("trace")) as found:
-        yield found
-
-
-def events(server, path, body):
-    answer = server.post(path, {**body, "stream": True})
+def events(toy_server, path, body):
+    answer = toy_server.post(path, {**body, "stream": True})
     lines = [line for line in answer.text.split("\n") if line.startswith("data: {")]
     return [json.loads(line[6:]) for line in lines]
 
@@ -48,35 +40,35 @@ def check(steps, text):
     ("/v1/completions", {"prompt": "Hi", "temperature": 0}),
     ("/v1/chat/completions", CHAT),
 ])  # fmt: skip
-def test_streamed_and_whole(server, path, body):
-    chunks = events(server, path, {**body, **ASK})
+def test_streamed_and_whole(toy_server, path, body):
+    chunks = events(toy_server, path, {**body, **ASK})
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     text = "".join(
         choice.get("text") or choice.get("delta", {}).get("content", "") for choice in choices
     )
     check(steps_of(choices), text)
-    whole = server.post(path, {**body, **ASK}).json()["choices"]
+    whole = toy_server.post(path, {**body, **ASK}).json()["choices"]
     assert (whole[0].get("text") or whole[0]["message"]["content"]) == text
     check(steps_of(whole), text)
-    plain = server.post(path, {**body, "max_tokens": 60}).json()["choices"]
+    plain = toy_server.post(path, {**body, "max_tokens": 60}).json()["choices"]
     assert "speculative_trace" not in plain[0]
 
 
-def test_without_speculation_a_trace_has_one_token_a_step(server):
+def test_without_speculation_a_trace_has_one_token_a_step(toy_server):
     body = {**CHAT, "max_tokens": 20, "speculative": {"trace": True, "enabled": False}}
-    steps = steps_of(server.post("/v1/chat/completions", body).json()["choices"])
+    steps = steps_of(toy_server.post("/v1/chat/completions", body).json()["choices"])
     assert [len(step["tokens"]) for step in steps] == [1] * 20
     assert not any(step["nodes"] or step["allowed"] for step in steps)
     assert steps[-1]["reason"] == "off: the request wants no speculation"
 
 
-def test_under_a_grammar_forced_tokens_are_named(server):
+def test_under_a_grammar_forced_tokens_are_named(toy_server):
     form = {
         "type": "json_schema",
         "json_schema": {"name": "a", "schema": {"const": {"key": "abc"}}},
     }
     body = {**CHAT, **ASK, "response_format": form}
-    answer = server.post("/v1/chat/completions", body)
+    answer = toy_server.post("/v1/chat/completions", body)
     assert answer.status_code == 200, answer.text
     sources = {
         node["source"] for step in steps_of(answer.json()["choices"]) for node in step["nodes"]
@@ -84,7 +76,7 @@ def test_under_a_grammar_forced_tokens_are_named(server):
     assert "grammar" in sources
 
 
-def test_too_many_traced_choices_are_refused(server):
-    answer = server.post("/v1/chat/completions", {**CHAT, **ASK, "n": 9})
+def test_too_many_traced_choices_are_refused(toy_server):
+    answer = toy_server.post("/v1/chat/completions", {**CHAT, **ASK, "n": 9})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "speculative.trace"

@@ -177,23 +177,31 @@ def test_signals_to_all_of_a_group_are_the_servers(tmp_path):
         assert server.ends() == 0
 
 
-def test_no_step_waits_for_the_server(tmp_path):
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory):
+    """A server, and a function: how many steps it has made."""
+    path = tmp_path_factory.mktemp("steps")
+    with serving(path, delay=0.002, steps=str(path / "steps")) as server:
+        yield server, lambda: (path / "steps").stat().st_size
+        assert server.idle()
+
+
+def test_no_step_waits_for_the_server(counted):
     """The server is stopped; its engine goes on, and nothing of the answer is lost."""
-    steps = tmp_path / "steps"
-    with serving(tmp_path, delay=0.002, steps=str(steps)) as server:
-        whole = server.complete(**{**BODY, "max_tokens": 1000}).json()["choices"][0]["text"]
-        with ThreadPoolExecutor() as pool:
-            asked = pool.submit(server.complete, **{**BODY, "max_tokens": 1000})
-            assert wait_for(lambda: server.load()["running"] == 1)
-            server.process.send_signal(signal.SIGSTOP)
-            before = steps.stat().st_size
-            assert wait_for(lambda: steps.stat().st_size >= before + 300)
-            server.process.send_signal(signal.SIGCONT)
-            assert asked.result().json()["choices"][0]["text"] == whole
+    server, steps = counted
+    whole = server.complete(**{**BODY, "max_tokens": 1000}).json()["choices"][0]["text"]
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(server.complete, **{**BODY, "max_tokens": 1000})
+        assert wait_for(lambda: server.load()["running"] == 1)
+        server.process.send_signal(signal.SIGSTOP)
+        before = steps()
+        assert wait_for(lambda: steps() >= before + 300)
+        server.process.send_signal(signal.SIGCONT)
+        assert asked.result().json()["choices"][0]["text"] == whole
 
 
 @pytest.mark.parametrize("what", ["prompt", "logit_bias", "messages"])
-def test_four_megabytes_do_not_touch_a_step(tmp_path, what):
+def test_four_megabytes_do_not_touch_a_step(counted, what):
     """While the server is at such a body, steps go on."""
     big = 4_000_000
     route, body = {
@@ -207,13 +215,13 @@ def test_four_megabytes_do_not_touch_a_step(tmp_path, what):
             {"messages": [{"role": "user", "content": "x"}] * (big // 40)},
         ),
     }[what]
-    steps = tmp_path / "steps"
-    with serving(tmp_path, delay=0.002, steps=str(steps)) as server, ThreadPoolExecutor() as pool:
+    server, steps = counted
+    with ThreadPoolExecutor() as pool:
         (sock,) = running(server, 1)
         asked = pool.submit(server.post, route, {**body, "max_tokens": 1})
-        before = steps.stat().st_size
+        before = steps()
         assert asked.result().status_code == 400
-        assert steps.stat().st_size > before
+        assert steps() > before
         sock.close()
         assert server.idle()
 

@@ -18,6 +18,7 @@ import torch
 import transformers
 from gguf.quants import quantize
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from transformers.initialization import no_init_weights
 
 from forerun.models.arch import FAMILIES, Architecture
 from forerun.models.checkpoint import Checkpoint
@@ -460,7 +461,8 @@ def reference(checkpoint: Checkpoint) -> Any:
         if arch.family != "mistral":
             changes |= {"use_sliding_window": True}
             changes |= {"layer_types": [f"{kind}_attention" for kind in kinds]}
-    made = _made(arch.family, _config_of(arch, **changes))
+    with no_init_weights():  # The checkpoint's follow.
+        made = _made(arch.family, _config_of(arch, **changes))
     state = {name: torch.from_numpy(checkpoint.tensor(name).copy()) for name in checkpoint.names()}
     if arch.tied_head:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]

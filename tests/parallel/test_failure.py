@@ -28,6 +28,7 @@ from forerun.options.config import EngineConfig
 from tests.models import tiny
 from tests.parity.driver import limits
 
+SLOW = pytest.mark.slow
 PATIENCE = 120.0
 """Of a test for what comes at once: it is a failure that takes so long."""
 
@@ -94,7 +95,9 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", ["killed", "stopped", "exhausted", pytest.param("terminated", marks=SLOW)]
+)
 def test_a_stream_hears_which_rank_is_gone(served, fault):
     _, engine, pid = served
     does, says = FAULTS[fault]
@@ -214,7 +217,9 @@ channel.send(Message("failed", {"error": "ModelError", "message": "no such file"
     ranks.close()
 
 
-@pytest.mark.parametrize("what", ["torch", "weights", "flags"])
+@pytest.mark.parametrize(
+    "what", ["weights", *(pytest.param(other, marks=SLOW) for other in ("torch", "flags"))]
+)
 def test_ranks_that_differ_are_refused(folder, what):
     script = f"""found = dict(channel.receive().facts)
 from forerun.executors.torch.parallel.start import RankStart
