@@ -14,7 +14,7 @@ import heapq
 import json
 import random
 import sys
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count, product
@@ -53,6 +53,7 @@ class Turn:
     retry: Callable[["Turn", float], None]
     left: int = 0
     uncached: int = 0
+    router: "Router | None" = None
     first: float | None = None
     done: float | None = None
 
@@ -70,8 +71,9 @@ class Replica:
     running: list[Turn] = field(default_factory=list)
     stepping: bool = False
 
-    def admit(self) -> None:
+    def admit(self) -> list[Turn]:
         """Take in who waits, while there are slots; what is cached of them need not be computed."""
+        taken = []
         while self.waiting and len(self.running) < ROWS:
             turn = self.waiting.popleft()
             known = 0
@@ -82,6 +84,8 @@ class Replica:
                 known += 1
             turn.uncached = (len(turn.blocks) - known) * TOKENS + TOKENS // 2
             self.running.append(turn)
+            taken.append(turn)
+        return taken
 
     def keep(self, blocks: Sequence[int]) -> None:
         """Cache blocks; the longest unused go."""
@@ -101,9 +105,10 @@ def step_ms(rows: int, speculates: bool) -> float:
 class Fleet:
     """One run. route: (turn, loads by name) -> name."""
 
-    def __init__(self, replicas: list[Replica], router: "Router", seed: int) -> None:
+    def __init__(self, replicas: list[Replica], routers: list["Router"], seed: int) -> None:
         self.replicas = {replica.name: replica for replica in replicas}
-        self.router, self.random = router, random.Random(seed)  # noqa: S311
+        self.routers, self.random = routers, random.Random(seed)  # noqa: S311
+        self.clients = random.Random(seed)  # noqa: S311
         self.loads = {replica.name: 0 for replica in replicas}
         self.events: list[tuple[float, int, Callable[[float], None]]] = []
         self.numbers, self.turns, self.lost = count(), [], 0
@@ -120,10 +125,12 @@ class Fleet:
             what(when)
 
     def ask(self, turn: Turn, now: float) -> None:
-        """A client asks."""
-        there = {name: load for name, load in self.loads.items() if self.replicas[name].alive}
-        name = self.router.place(turn, there)
+        """A client asks one of the routers, whichever."""
+        there = [name for name, replica in self.replicas.items() if replica.alive]
+        turn.router = self.clients.choice(self.routers)
+        name = turn.router.place(turn, there)
         self.loads[name] += 1
+        turn.router.said[name] = self.loads[name]
         replica = self.replicas[name]
         replica.waiting.append(turn)
         if not replica.stepping:
@@ -131,7 +138,9 @@ class Fleet:
 
     def begin(self, replica: Replica, now: float) -> None:
         """A step begins, where there is work."""
-        replica.admit()
+        for turn in replica.admit():
+            self.prompt_tokens += len(turn.blocks) * TOKENS
+            self.cached_tokens += len(turn.blocks) * TOKENS + TOKENS // 2 - turn.uncached
         replica.stepping = bool(replica.running)
         if not replica.stepping:
             return
@@ -162,6 +171,7 @@ class Fleet:
             if turn.left <= 0:
                 turn.done = now
                 self.loads[replica.name] -= 1
+                turn.router.ended(replica.name)
                 self.turns.append(turn)
                 turn.retry(turn, now)
         replica.running = [turn for turn in replica.running if turn.done is None]
@@ -175,7 +185,8 @@ class Fleet:
         replica.running, self.loads[replica.name] = [], 0
         replica.waiting.clear()
         replica.cache.clear()
-        self.router.lost(replica.name)
+        for router in self.routers:
+            router.lost(replica.name)
         for turn in again:
             turn.left, turn.first = turn.answer, None
             self.ask(turn, now)
@@ -187,14 +198,32 @@ class Fleet:
 
 
 class Router:
-    """Round robin, least load, or forerun.ray's."""
+    """Round robin, least load, or forerun.ray's.
+
+    sent  requests of its own that each replica has
+    said  what each replica had when this router last sent it one, less its own that ended since:
+          all that it knows of what other routers send (Ray Serve's rejection protocol)
+    """
 
     def __init__(self, kind: str, **options: float) -> None:
         self.kind, self.turn = kind, 0
         self.prefix = PrefixAffinity(**options)
+        self.sent: Counter[str] = Counter()
+        self.said: Counter[str] = Counter()
 
-    def place(self, turn: Turn, loads: dict[str, int]) -> str:
+    def place(self, turn: Turn, names: list[str]) -> str:
         """The replica that a request goes to."""
+        name = self.chosen(turn, {name: max(self.sent[name], self.said[name]) for name in names})
+        self.sent[name] += 1
+        return name
+
+    def ended(self, name: str) -> None:
+        """One of its requests is over."""
+        self.sent[name] -= 1
+        self.said[name] -= 1
+
+    def chosen(self, turn: Turn, loads: dict[str, int]) -> str:
+        """The replica, by loads that are known."""
         self.turn += 1
         if self.kind == "round robin":
             return list(loads)[self.turn % len(loads)]
@@ -206,8 +235,9 @@ class Router:
         return place
 
     def lost(self, name: str) -> None:
-        """A replica died."""
+        """A replica died, with all that it had."""
         self.prefix.lost(name)
+        self.sent[name] = self.said[name] = 0
 
 
 def conversations(fleet: Fleet, rate: float, seconds: float, seed: int, hot: bool) -> None:
@@ -248,7 +278,7 @@ def conversations(fleet: Fleet, rate: float, seconds: float, seed: int, hot: boo
 def simulated(
     replicas: int,
     load: float,
-    router: Router,
+    routers: list[Router],
     seconds: float,
     seed: int = 1,
     **how: bool,
@@ -264,7 +294,7 @@ def simulated(
     if trouble:
         for replica in made[:: max(2, replicas // 4)]:
             replica.speed = 0.5
-    fleet = Fleet(made, router, seed)
+    fleet = Fleet(made, routers, seed)
     conversations(fleet, load * replicas, seconds, seed, hot)
     if trouble and replicas > 1:
         victim = made[1]
@@ -286,15 +316,19 @@ def simulated(
         "first_token_ms_p99": 1e3 * quantiles(waits, n=100)[98],
         "tokens_per_s": sum(turn.answer for turn in seen) / (seconds * 0.75),
         "tokens_per_s_each_p50": quantiles(rates, n=100)[49],
+        "cached_percent": 100 * fleet.cached_tokens / fleet.prompt_tokens,
         "lost": fleet.lost,
     }
 
 
 def averaged(seeds: int, *args: Any, **more: Any) -> dict[str, float]:
     """The mean of several runs, and of the slowest first tokens the greatest."""
-    kind, options = args[2]
+    (kind, options), routers = args[2], args[4]
     runs = [
-        simulated(args[0], args[1], Router(kind, **options), args[3], seed, **more)
+        simulated(
+            *(args[0], args[1], [Router(kind, **options) for _ in range(routers)], args[3], seed),
+            **more,
+        )
         for seed in range(1, seeds + 1)
     ]
     found = {name: mean(run[name] for run in runs) for name in runs[0]}
@@ -315,6 +349,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Simulate a fleet of replicas.")
     parser.add_argument("part", choices=("routers", "constants", "speculation"))
     parser.add_argument("--replicas", type=int, nargs="+", default=[8])
+    parser.add_argument("--routers", type=int, default=1, help="that know nothing of each other")
     parser.add_argument("--loads", type=float, nargs="+", default=[1.0, 3.0, 5.0])
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--hot", action="store_true", help="one system prompt, 16,000 tokens")
@@ -329,8 +364,10 @@ def main() -> None:
         asked.replicas, asked.loads, troubles, speculation, routers
     ):
         how = {"trouble": trouble, "speculates": speculates, "hot": asked.hot}
-        point = averaged(asked.seeds, replicas, load, router, asked.seconds, **how)
-        about = {"replicas": replicas, "load": load, "router": router[0], **router[1], **how}
+        point = averaged(
+            *(asked.seeds, replicas, load, router, asked.seconds, asked.routers), **how
+        )
+        about = {"replicas": replicas, "routers": asked.routers, "load": load, "router": router[0], **router[1], **how}
         found.append(about | {name: round(value, 1) for name, value in point.items()})
         sys.stdout.write(json.dumps(found[-1]) + "\n")
         sys.stdout.flush()

@@ -3,21 +3,28 @@
 from typing import Any
 
 from ray import serve
-from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.ray.front import Front
 from forerun.ray.replica import Replica
 from forerun.ray.router import PrefixRouter
-from forerun.ray.scale import Scale, read
+from forerun.ray.scale import QueueAndCache, Scale, read
 
 HEALTH_SECONDS = 5
 """Between two looks at a replica's health; three that fail, and it is started anew."""
 
+TRIES = 3
+"""For a hub that does not answer; what is wrong with a model will be wrong again."""
 
-def application(config: EngineConfig, settings: ServeSettings, scale: Scale) -> serve.Application:
-    """The application that `serve.run` runs: streaming, health, drain and restarts are Ray
-    Serve's; a replica that drains has `settings.drain_seconds` for what it runs.
+
+def replicas(
+    config: EngineConfig, settings: ServeSettings, scale: Scale, tries: int = TRIES
+) -> serve.Application:
+    """The replicas alone: health, drain and restarts are Ray Serve's; a replica that drains has
+    `settings.drain_seconds` for what it runs.
+
+    tries  times that replicas may fail to begin before Ray gives up
     """
     how: dict[str, Any] = {"num_replicas": scale.replicas}
     if scale.most:
@@ -26,22 +33,32 @@ def application(config: EngineConfig, settings: ServeSettings, scale: Scale) -> 
                 min_replicas=scale.replicas,
                 max_replicas=scale.most,
                 target_ongoing_requests=scale.target,
+                policy=AutoscalingPolicy(
+                    policy_function=f"{QueueAndCache.__module__}:{QueueAndCache.__name__}",
+                    policy_kwargs={"target": scale.target, "cache": scale.cache},
+                ),
             )
         }
-    replica = serve.deployment(
+    deployment = serve.deployment(
         Replica,
         name="Replica",
         max_ongoing_requests=config.max_sequences + config.max_waiting,
+        max_constructor_retry_count=tries,
         health_check_period_s=HEALTH_SECONDS,
         graceful_shutdown_timeout_s=settings.drain_seconds,
         request_router_config=RequestRouterConfig(request_router_class=PrefixRouter),
         ray_actor_options={"num_cpus": scale.cpus, "num_gpus": scale.gpus},
         **how,
     )
+    return deployment.bind(config, settings)
+
+
+def application(config: EngineConfig, settings: ServeSettings, scale: Scale) -> serve.Application:
+    """The same behind a front, which Ray's proxies hand requests to."""
     front = serve.deployment(
         Front, name="Front", max_ongoing_requests=4096, ray_actor_options={"num_cpus": 0}
     )
-    return front.bind(replica.bind(config, settings), settings)
+    return front.bind(replicas(config, settings, scale), settings)
 
 
 def builder(options: dict[str, str]) -> serve.Application:

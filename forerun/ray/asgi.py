@@ -26,16 +26,21 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What an answer begins with. replica: who gives it."""
+    """What an answer begins with.
+
+    body     what of it was there as soon: a message less on the way to the client
+    replica  who gives it
+    """
 
     status: int
     headers: tuple[tuple[bytes, bytes], ...]
+    body: bytes = b""
     replica: str = ""
 
 
 async def answered(app: ASGIApp, asked: Asked) -> AsyncIterator[Head | bytes]:
-    """A Head, then the body as it comes. Who stops listening is told to the application as a
-    client that went away. Raises what the application raises.
+    """A Head, then the body as it comes; what is there at once comes as one. Who stops listening is
+    told to the application as a client that went away. Raises what the application raises.
     """
     messages: asyncio.Queue[Message | None] = asyncio.Queue()
     gone, given = asyncio.Event(), False
@@ -56,10 +61,17 @@ async def answered(app: ASGIApp, asked: Asked) -> AsyncIterator[Head | bytes]:
 
     running = asyncio.create_task(run())
     try:
-        while (message := await messages.get()) is not None:
-            if message["type"] == "http.response.start":
-                yield Head(message["status"], tuple(map(tuple, message["headers"])))
-            elif body := message.get("body"):
+        ended = False
+        while not ended:
+            found = [await messages.get()]
+            while not messages.empty():
+                found.append(messages.get_nowait())
+            ended = found[-1] is None
+            said = [message for message in found if message is not None]
+            body = b"".join(message.get("body", b"") for message in said)
+            if said and said[0]["type"] == "http.response.start":
+                yield Head(said[0]["status"], tuple(map(tuple, said[0]["headers"])), body)
+            elif body:
                 yield body
         await running
     finally:

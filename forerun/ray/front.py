@@ -1,5 +1,6 @@
 """What clients reach: takes a request whole, sends it to a replica, and streams what comes back."""
 
+import asyncio
 import json
 import logging
 import re
@@ -8,13 +9,15 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 from ray.exceptions import RayError
-from ray.serve.handle import DeploymentHandle
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from forerun.options.config import ServeSettings
 from forerun.ray.affinity import affinity_of
 from forerun.ray.asgi import Asked, Head
+from forerun.ray.metrics import merged
 
 log = logging.getLogger("forerun.ray")
 
@@ -22,12 +25,14 @@ TRIES = 2
 """Replicas that are asked before a client is told 503: the first may have died. Nothing of an
 answer was sent by then, and the same request has the same answer everywhere."""
 GONE = "The replica that was answering has died. Ask again."
-
-
 RESPONSE = re.compile(rb"resp_[0-9a-f]{32}")
 """The id of an answer of /v1/responses, which only the replica that gave it has stored."""
 RESPONSES = 100_000
 """Such ids that are remembered, the oldest go first. Another front knows none of them."""
+
+
+METRICS_SECONDS = 5.0
+"""For all replicas to say theirs; Prometheus waits for ten."""
 
 
 class Front:
@@ -35,6 +40,7 @@ class Front:
 
     def __init__(self, replicas: DeploymentHandle, settings: ServeSettings) -> None:
         self._replicas = replicas.options(stream=True)
+        self._all = replicas
         self._most = settings.max_body_bytes
         self._stored: OrderedDict[str, str] = OrderedDict()
 
@@ -46,17 +52,37 @@ class Front:
             if len(body) > self._most:
                 return refused(413, f"A body may have {self._most:,} bytes.", "body_too_large")
         asked = self._asked(request, bytes(body))
+        if asked.path == "/metrics":
+            return await self._metrics(asked)
         for _ in range(TRIES):
-            parts = self._replicas.forward.remote(asked)
+            forwarded = self._replicas.forward.remote(asked)
             try:
-                head = await anext(parts)
+                head = await _first(forwarded, request)
             except (RayError, StopAsyncIteration) as error:
                 log.warning("a replica did not answer: %s", error)
                 continue
+            if head is None:
+                return Response(status_code=499)  # Nobody hears it.
+            parts = _from(head.body, forwarded)
             if asked.path == "/v1/responses":
                 parts = self._remembered(parts, head.replica)
             return answer(head, parts)
         return refused(503, GONE, "replica_died")
+
+    async def _metrics(self, asked: Asked) -> Response:
+        """All replicas' on one page; where one refuses, what it says."""
+        try:
+            heads = await self._all.broadcast("whole", asked).results_async(
+                timeout_s=METRICS_SECONDS
+            )
+        except (RayError, TimeoutError) as error:
+            log.warning("a replica does not say its metrics: %s", error)
+            return refused(503, "A replica does not say its metrics. Ask again.", "replica_died")
+        for head in heads:
+            if head.status != 200:
+                return _response(head, Response(head.body, head.status))
+        page = merged({head.replica: head.body.decode() for head in heads})
+        return Response(page, media_type=dict(heads[0].headers)[b"content-type"].decode())
 
     def _asked(self, request: Request, body: bytes) -> Asked:
         path: str = request.scope["path"]
@@ -88,9 +114,42 @@ class Front:
 def answer(head: Head, parts: AsyncIterator[bytes]) -> Response:
     """What a replica says, as it comes; if it dies meanwhile, an error in the stream's words."""
     kind = dict(head.headers).get(b"content-type", b"").decode()
-    response = StreamingResponse(_or_error(parts, kind), head.status)
+    return _response(head, StreamingResponse(_or_error(parts, kind), head.status))
+
+
+def _response(head: Head, response: Response) -> Response:
+    """It, with the replica's headers."""
     response.raw_headers = [*head.headers, (b"x-forerun-replica", head.replica.encode())]
     return response
+
+
+async def _first(forwarded: DeploymentResponseGenerator, request: Request) -> Head | None:
+    """What the answer begins with; None: the client went away before, and the replica is told.
+    Raises what the replica's end raises.
+    """
+    head = asyncio.ensure_future(anext(forwarded))
+    gone = asyncio.ensure_future(request.receive())  # The body is read: what comes next is its end.
+    try:
+        await asyncio.wait((head, gone), return_when=asyncio.FIRST_COMPLETED)
+        found: Head | None = head.result() if head.done() else None
+        return found
+    finally:
+        gone.cancel()
+        if not head.done():
+            head.cancel()
+            forwarded.cancel()
+
+
+async def _from(first: bytes, forwarded: DeploymentResponseGenerator) -> AsyncIterator[bytes]:
+    """The body. Who stops listening ends it at the replica too."""
+    try:
+        if first:
+            yield first
+        async for part in forwarded:
+            yield part
+    except (GeneratorExit, asyncio.CancelledError):
+        forwarded.cancel()
+        raise
 
 
 async def _or_error(parts: AsyncIterator[bytes], kind: str) -> AsyncIterator[bytes]:
@@ -113,3 +172,53 @@ def refused(status: int, message: str, code: str) -> JSONResponse:
     """An error in OpenAI's words."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     return JSONResponse({"error": {"message": message, "type": kind, "code": code}}, status)
+
+
+class Door:
+    """A front as an ASGI application of its own, for `forerun serve --replicas`: what a server does
+    without Ray's proxy.
+
+    failed   never set: what fails here is replicas, which Ray starts anew
+    """
+
+    def __init__(self, front: Front, settings: ServeSettings) -> None:
+        self.settings, self.failed = settings, asyncio.Event()
+        self._front, self._draining = front, False
+        self._active, self._idle = 0, asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or a lifespan."""
+        if scope["type"] == "lifespan":
+            for what in ("startup", "shutdown"):
+                await receive()
+                await send({"type": f"lifespan.{what}.complete"})
+            return
+        if self._draining:
+            response: Response = refused(503, "The server is shutting down.", "shutting_down")
+            await response(scope, receive, send)
+            return
+        self._active += 1
+        try:
+            response = await self._front(Request(scope, receive))
+            await response(scope, receive, send)
+        finally:
+            self._active -= 1
+            if not self._active:
+                self._idle.set()
+
+    async def drain(self, seconds: float) -> bool:
+        """Let no request in any more and wait for those that run. True if all ended."""
+        self._draining = True
+        self._idle.clear()
+        if not self._active:
+            return True
+        try:
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Nothing is open here."""
+        self._draining = True

@@ -1,18 +1,33 @@
-"""`forerun serve --replicas N`: the Ray Serve application on this machine alone."""
+"""`forerun serve --replicas N`: replicas by Ray Serve on this machine alone, and the front in this
+process.
+"""
 
 import os
+import re
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 
 import ray
 from ray import serve
+from ray.serve.api import RunTarget
+from ray.serve.handle import DeploymentHandle
 
 from forerun.errors import ConfigError, EngineError
 from forerun.options.config import EngineConfig, ServeSettings
-from forerun.ray.app import application
+from forerun.ray.app import replicas
+from forerun.ray.front import Door, Front
 from forerun.ray.scale import Scale
+from forerun.serve.server import Server, allow_connections, listen, url, uvicorn_config
+
+READY_SECONDS = 1800
+"""Replicas that have not loaded their model by then never will."""
+LOOK = 0.2
+"""Seconds between two looks at how they do."""
+RAISED = re.compile(r"^(?:[\w.]+\.)?\w*(?:Error|Exception): (.+)$", re.MULTILINE)
+"""What a replica failed with, in the traceback that Ray gives."""
 
 
 def run(
@@ -23,28 +38,74 @@ def run(
 
     announce  is told the URL once every replica has loaded its model
 
-    Raises ConfigError for what Ray Serve's proxy does not do, EngineError where no replica begins.
+    The first signal drains, as `forerun serve` does. Raises ConfigError where it cannot listen or
+    there are too few GPUs, EngineError where a replica does not begin.
     """
-    if settings.ssl_certfile:
-        raise ConfigError("ssl-certfile: replicas have no TLS; put a proxy before them.")
-    if settings.port == 0:
-        raise ConfigError("port is 0: replicas need a port that is named.")
     ended = threading.Event()
+    with listen(settings.host, settings.port) as listening:
+        allow_connections()
+        ray.init(include_dashboard=False, log_to_driver=False)
+        for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # ray.init has set its own.
+            signal.signal(each, lambda *_: ended.set())
+        try:
+            handle = begun(config, settings, count, ended)
+            if handle is not None:
+                answer(handle, settings, listening, announce)
+        finally:
+            serve.shutdown()
+            ray.shutdown()
+
+
+def begun(
+    config: EngineConfig, settings: ServeSettings, count: int, ended: threading.Event
+) -> DeploymentHandle | None:
+    """The replicas, all of them loaded; None: they were ended before. Raises as `run`."""
     cores = len(os.sched_getaffinity(0))
     config = replace(config, threads=config.threads or max(1, cores // count))
     gpus = config.tp_size if config.device.startswith("cuda") else 0
-    ray.init(include_dashboard=False, log_to_driver=False)
-    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # ray.init has set its own.
-        signal.signal(each, lambda *_: ended.set())
-    try:
-        serve.start(http_options={"host": settings.host, "port": settings.port})
-        scale = Scale(replicas=count, cpus=min(1.0, cores / count), gpus=gpus)
-        try:
-            serve.run(application(config, settings, scale))
-        except RuntimeError as error:
-            raise EngineError(f"no replica could begin: {error}") from error
-        announce(f"http://{settings.host}:{settings.port}/v1")
-        ended.wait()
-    finally:
-        serve.shutdown()
-        ray.shutdown()
+    there = int(ray.cluster_resources().get("GPU", 0))
+    if gpus * count > there:
+        raise ConfigError(
+            f"replicas: {count} of {gpus} GPU{'s' * (gpus > 1)} each are {gpus * count}; "
+            f"Ray sees {there} here."
+        )
+    scale = Scale(replicas=count, cpus=min(1.0, cores / count), gpus=gpus)
+    serve.start(proxy_location="Disabled")
+    app = replicas(config, settings, scale, tries=1)
+    (handle,) = serve.run_many(
+        [RunTarget(app, route_prefix=None)], wait_for_applications_running=False
+    )
+    for _ in range(int(READY_SECONDS / LOOK)):
+        (one,) = serve.status().applications.values()
+        if one.status == "RUNNING":
+            return handle
+        if one.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+            (deployment,) = one.deployments.values()
+            raise EngineError(f"no replica could begin: {fault(deployment.message)}")
+        if ended.wait(LOOK):
+            return None
+    (deployment,) = one.deployments.values()
+    raise EngineError(
+        f"{count} replicas were not ready within {READY_SECONDS:,} seconds. "
+        f"{deployment.message or 'They are still loading.'}"
+    )
+
+
+def fault(message: str) -> str:
+    """The last error that Ray's message has; all of it where it has none."""
+    found = RAISED.findall(message)
+    return found[-1] if found else message
+
+
+def answer(
+    handle: DeploymentHandle,
+    settings: ServeSettings,
+    listening: socket.socket,
+    announce: Callable[[str], None],
+) -> None:
+    """Serve until a signal ends it. The front is in this process: Ray's own proxy would be another
+    one on every request's way.
+    """
+    door = Door(Front(handle, settings), settings)
+    announce(url(listening, settings))
+    Server(uvicorn_config(door, settings), door).run(sockets=[listening])

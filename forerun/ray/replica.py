@@ -27,16 +27,29 @@ class Replica:
         async for part in answered(self._app, asked):
             yield replace(part, replica=self._name) if isinstance(part, Head) else part
 
+    async def whole(self, asked: Asked) -> Head:
+        """The answer in one piece: what every replica is asked for at once."""
+        parts = [part async for part in self.forward(asked)]
+        head = parts[0]
+        assert isinstance(head, Head)
+        rest = (part for part in parts[1:] if isinstance(part, bytes))
+        return replace(head, body=head.body + b"".join(rest))
+
     async def check_health(self) -> None:
         """Asked by Ray Serve. Raises RuntimeError where this replica should be started anew: its
         engine is dead, or a step of it does not end.
         """
+        head = await self.whole(Asked("GET", "/health", b"", ((b"host", b"127.0.0.1"),), b""))
+        if head.status != 200:
+            raise RuntimeError(head.body.decode())
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Asked by Ray Serve for QueueAndCache. cache: the share of pages that sequences hold, 0
+        to 1.
+        """
         await self._begin()
-        asked = Asked("GET", "/health", b"", ((b"host", b"127.0.0.1"),), b"")
-        parts = [part async for part in answered(self._app, asked)]
-        head = parts[0]
-        if isinstance(head, Head) and head.status != 200:
-            raise RuntimeError(b"".join(p for p in parts[1:] if isinstance(p, bytes)).decode())
+        load = (await self._app.state.service.served().engine.stats()).load
+        return {"cache": load.pages_held / load.pages}
 
     async def _begin(self) -> None:
         async with self._begun:

@@ -11,7 +11,8 @@ from forerun.ray.asgi import Asked
 
 class PrefixRouter(RequestRouter):
     """Asks PrefixAffinity. A load is what this router has chosen a replica for, sent there or not
-    yet, and not yet seen end: many choices are made before the first of them is sent.
+    yet, and not yet seen end: many choices are made before the first of them is sent. Where others
+    send requests there too, it is what the replica last said.
     """
 
     def initialize_state(self, **options: Any) -> None:
@@ -34,9 +35,12 @@ class PrefixRouter(RequestRouter):
         id, asked = pending_request.metadata.internal_request_id, _asked(pending_request)
         self._chosen.pop(id, None)
         waiting = Counter(name for _, name in self._chosen.values())
-        order = self._affinity.order(
-            asked, {name: self._sent[name] + waiting[name] for name in named}
-        )
+        said = self.replica_queue_len_cache
+        loads = {
+            name: max(self._sent[name], said.get(one.replica_id) or 0) + waiting[name]
+            for name, one in named.items()
+        }
+        order = self._affinity.order(asked, loads)
         if order:
             self._chosen[id] = pending_request, order[0]
         return [[named[name]] for name in order]

@@ -16,12 +16,14 @@ class Scale:
     replicas  at least so many
     most      at most so many, as there is work for them; 0: no more than `replicas`
     target    requests that a replica shall have on the mean, where their number may change
+    cache     share of its cache's pages that sequences shall hold, the same
     cpus, gpus  of each
     """
 
     replicas: int = 1
     most: int = 0
     target: float = 16.0
+    cache: float = 0.8
     cpus: float = 1.0
     gpus: float = 0.0
 
@@ -33,6 +35,26 @@ class Scale:
             raise ConfigError(f"most is {self.most}, fewer than replicas, {self.replicas}.")
         if self.target <= 0:
             raise ConfigError(f"target is {self.target}; it must be above 0.")
+        if not 0 < self.cache <= 1:
+            raise ConfigError(f"cache is {self.cache}; it must be above 0 and at most 1.")
+
+
+class QueueAndCache:
+    """Ray Serve's autoscaling policy: as many replicas as requests ask for, or as the pages that
+    sequences hold, whichever are more. Bounds and delays are Ray's.
+
+    target, cache  see Scale
+    """
+
+    def __init__(self, target: float, cache: float) -> None:
+        self._target, self._cache = target, cache
+
+    def __call__(self, context: Any) -> tuple[float, dict[str, Any]]:
+        """How many replicas there should be. context: Ray's AutoscalingContext, whose replicas say
+        `cache` (Replica.record_autoscaling_stats).
+        """
+        held = sum((context.aggregated_metrics or {}).get("cache", {}).values())
+        return max(context.total_num_requests / self._target, held / self._cache), {}
 
 
 def read(words: Mapping[str, Any]) -> tuple[EngineConfig, ServeSettings, Scale]:

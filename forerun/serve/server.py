@@ -11,16 +11,17 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from types import FrameType
+from typing import Protocol
 
 import uvicorn
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from forerun.errors import ConfigError
 from forerun.options.config import ServeSettings
 from forerun.serve.app import create_app, create_models_app
 from forerun.serve.connection import connections
-from forerun.serve.models import Models, Source
-from forerun.serve.service import Service, Start
+from forerun.serve.models import Source
+from forerun.serve.service import Start
 
 if sys.platform != "win32":
     import resource
@@ -58,17 +59,22 @@ def run(
         app = create_models_app(source, settings)
     else:
         app = create_app(source, settings)
-    server = _Server(uvicorn_config(app, settings), app.state.service)
-    host, port = listening.getsockname()[:2]
-    scheme = "https" if settings.ssl_certfile else "http"
-    announce(f"{scheme}://{_bracketed(host)}:{port}/v1")
+    server = Server(uvicorn_config(app, settings), app.state.service)
+    announce(url(listening, settings))
     with listening:
         server.run(sockets=[listening])
-    if server.service.failure is not None:
-        raise server.service.failure
+    if app.state.service.failure is not None:
+        raise app.state.service.failure
 
 
-def uvicorn_config(app: Starlette, settings: ServeSettings) -> uvicorn.Config:
+def url(listening: socket.socket, settings: ServeSettings) -> str:
+    """Where a server on this socket is asked."""
+    host, port = listening.getsockname()[:2]
+    scheme = "https" if settings.ssl_certfile else "http"
+    return f"{scheme}://{_bracketed(host)}:{port}/v1"
+
+
+def uvicorn_config(app: ASGIApp, settings: ServeSettings) -> uvicorn.Config:
     """Uvicorn with the parts it always has, so that what is tested is what runs.
 
     Raises ConfigError where key or certificate cannot be used.
@@ -150,10 +156,29 @@ def _in_the_way(host: str, port: int, error: Exception) -> str:
     return f"cannot listen on {host}, port {port}: {error}."
 
 
-class _Server(uvicorn.Server):
+class Drained(Protocol):
+    """What a server stands for, as its end asks for it: Service and Models are, a front of replicas
+    is.
+
+    failed  set when it can answer no more
+    """
+
+    settings: ServeSettings
+    failed: asyncio.Event
+
+    async def drain(self, seconds: float) -> bool:
+        """See Service."""
+        ...
+
+    async def close(self) -> None:
+        """See Service."""
+        ...
+
+
+class Server(uvicorn.Server):
     """Uvicorn, ended the way `run` says."""
 
-    def __init__(self, config: uvicorn.Config, service: Service | Models) -> None:
+    def __init__(self, config: uvicorn.Config, service: Drained) -> None:
         super().__init__(config)
         self.service = service
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -37,17 +37,21 @@ def test_an_answer_is_a_head_and_a_body():
     head, *body = asyncio.run(collected(app, asked("/e", "POST", b"hello", b"q=1")))
     assert isinstance(head, Head) and head.status == 418
     assert (b"x-made", b"here") in head.headers
-    assert b"".join(body) == b'{"body":"hello","query":{"q":"1"},"a":"b","method":"POST"}'
+    assert head.body == b'{"body":"hello","query":{"q":"1"},"a":"b","method":"POST"}'
+    assert not body
 
 
 def test_a_stream_comes_piece_by_piece_and_is_told_that_nobody_listens():
     ended = []
 
+    heard = asyncio.Event()
+
     async def pieces():
         try:
             for index in range(1000):
                 yield f"{index}\n"
-                await asyncio.sleep(0)
+                await heard.wait()
+                heard.clear()
             raise AssertionError("nobody stopped it")
         finally:
             ended.append(True)
@@ -55,15 +59,33 @@ def test_a_stream_comes_piece_by_piece_and_is_told_that_nobody_listens():
     async def endless(request):
         return StreamingResponse(pieces())
 
-    async def two_of():
+    async def three_of():
         parts = answered(Starlette(routes=[Route("/s", endless)]), asked("/s"))
-        found = [await anext(parts) for _ in range(3)]
+        found = []
+        for _ in range(3):
+            found.append(await anext(parts))
+            heard.set()
         await parts.aclose()
         return found
 
-    head, *body = asyncio.run(two_of())
-    assert head.status == 200 and body == [b"0\n", b"1\n"]
+    head, *body = asyncio.run(three_of())
+    assert (head.status, head.body, body) == (200, b"0\n", [b"1\n", b"2\n"])
     assert ended == [True]
+
+
+def test_pieces_that_nobody_took_yet_are_taken_as_one():
+    """Every message costs a hop of its own through Ray."""
+
+    async def at_once():
+        for index in range(100):
+            yield f"{index}\n"
+
+    async def whole(request):
+        return StreamingResponse(at_once())
+
+    head, *body = asyncio.run(collected(Starlette(routes=[Route("/w", whole)]), asked("/w")))
+    assert head.body + b"".join(body) == b"".join(b"%d\n" % index for index in range(100))
+    assert len(body) < 10
 
 
 def test_what_fails_is_raised():

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.processes import wait_for
 
@@ -118,6 +119,54 @@ def test_errors_are_the_servers_own(served):
     assert large.status_code == 413
 
 
+def test_one_page_has_all_replicas_metrics(served):
+    client, _ = served
+    names = both(client)
+    found = {family.name: family for family in text_string_to_metric_families(page(client))}
+    for name in ("vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:cache_config_info"):
+        assert {sample.labels["replica"] for sample in found[name].samples} == names
+    success = found["vllm:request_success"].samples
+    assert {sample.labels["replica"] for sample in success if sample.value} == names
+
+
+def page(client):
+    answer = client.get("/metrics")
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain")
+    return answer.text
+
+
+def sequences(client, name="vllm:num_requests_running", **labels):
+    """The sum of a family's samples, of all replicas."""
+    (found,) = (f for f in text_string_to_metric_families(page(client)) if f.name == name)
+    return sum(s.value for s in found.samples if labels.items() <= s.labels.items())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_ends_its_request(served, stream):
+    """At the replica too, whether something of the answer was there or not."""
+    client, _ = served
+    gone = {"name": "vllm:request_success", "finished_reason": "abort"}
+    before = sequences(client, **gone)
+    body = asked(QUESTION, stream=stream, max_tokens=1500, ignore_eos=True)
+    if stream:
+        with client.stream("POST", "/v1/chat/completions", json=body) as sent:
+            next(sent.iter_lines())
+    else:
+        abandoned(client, body)
+    assert wait_for(lambda: sequences(client, **gone) == before + 1, PATIENCE)
+    assert sequences(client) == 0
+
+
+def abandoned(client, body):
+    """Ask, and close the connection when the request runs and nothing of its answer is there."""
+    text, url = json.dumps(body).encode(), client.base_url
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {url.host}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n"
+    with socket.create_connection((url.host, url.port)) as connection:
+        connection.sendall(head.encode() + text)
+        assert wait_for(lambda: sequences(client) == 1, PATIENCE)
+
+
 class Stream(threading.Thread):
     """One streamed answer: its replica, its text, how it ended."""
 
@@ -176,4 +225,27 @@ def test_a_signal_ends_all_of_it(served):
     _, process = served
     process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE) == 0
+    assert wait_for(lambda: not replica_processes(), PATIENCE)
+
+
+LINE = (sys.executable, "-m", "forerun.cli", "serve", "smollm2-135m", "--replicas", "2")
+
+
+def test_a_port_that_is_taken_is_said_before_anything_starts():
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        port = str(bound.getsockname()[1])
+        ended = subprocess.run([*LINE, "--port", port], check=False, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert ended.stderr == (
+        f"forerun: port {port} on 127.0.0.1 is taken by another program; choose another with "
+        "--port, or let --port 0 find a free one.\n"
+    )
+
+
+def test_replicas_that_never_become_ready_say_why():
+    line = [*LINE, "--port", "0", "--kv-tokens", "9999999999"]
+    ended = subprocess.run(line, check=False, capture_output=True, text=True)
+    assert ended.returncode == 5
+    assert "forerun: no replica could begin: The model does not fit: weights" in ended.stderr
+    assert "Traceback" not in ended.stderr
     assert wait_for(lambda: not replica_processes(), PATIENCE)

@@ -1,9 +1,11 @@
 """Options of replicas by name."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from forerun.errors import ConfigError
-from forerun.ray.scale import Scale, read
+from forerun.ray.scale import QueueAndCache, Scale, read
 
 
 def test_words_are_those_of_the_command_line():
@@ -23,7 +25,26 @@ def test_all_that_is_wrong_is_said_at_once():
     }
 
 
-@pytest.mark.parametrize("words", [{"replicas": 0}, {"replicas": 3, "most": 2}, {"target": 0}])
+@pytest.mark.parametrize(
+    "words",
+    [{"replicas": 0}, {"replicas": 3, "most": 2}, {"target": 0}, {"cache": 1.5}, {"cache": 0}],
+)
 def test_numbers_that_cannot_be_are_refused(words):
     with pytest.raises(ConfigError):
         read(words)
+
+
+@pytest.mark.parametrize(
+    ("requests", "cache", "wanted"),
+    [
+        (48, {"a": 0.1, "b": 0.1}, 3),  # By requests: 16 each.
+        (4, {"a": 0.9, "b": 0.7}, 2),  # By pages: .8 each.
+        (4, {"a": 1.0, "b": 1.0}, 2.5),  # Long texts: few requests, and no page is left.
+        (0, {}, 0),
+        (32, None, 2),  # No replica has said anything yet.
+    ],
+)
+def test_as_many_as_requests_or_pages_ask_for(requests, cache, wanted):
+    said = None if cache is None else {"cache": cache}
+    context = SimpleNamespace(total_num_requests=requests, aggregated_metrics=said)
+    assert QueueAndCache(16, 0.8)(context) == (pytest.approx(wanted), {})
