@@ -99,9 +99,9 @@ def _hash(*parts: bytes) -> int:
 
 
 class PrefixAffinity:
-    """Remembers where beginnings were sent. Several routers agree where they remember nothing: a
-    conversation's place is then drawn by its hash (rendezvous hashing, Thaler and Ravishankar
-    1998).
+    """Remembers where beginnings were sent. Where it remembers nothing, a conversation's place is
+    drawn by its hash among the replicas below the bound (rendezvous hashing, Thaler and Ravishankar
+    1998): several routers draw the same.
 
     overload    see OVERLOAD
     weight      see WEIGHT
@@ -120,16 +120,13 @@ class PrefixAffinity:
             return []
         bound = ceil(self._overload * (sum(loads.values()) + 1) / len(loads))
         cached = self.cached(affinity.blocks, loads)
+        weight = self._weight if any(cached.values()) else 0.0
+        who = affinity.conversation.to_bytes(8)
 
         def cost(name: str) -> tuple[bool, bool, float, int]:
-            drawn = _hash(affinity.conversation.to_bytes(8), name.encode())
-            waiting = self._weight * loads[name]
-            return (
-                name != affinity.replica,
-                loads[name] >= bound,
-                waiting - cached[name],
-                drawn,
-            )
+            over = loads[name] >= bound
+            waiting = self._weight * loads[name] if over else weight * loads[name]
+            return name != affinity.replica, over, waiting - cached[name], _hash(who, name.encode())
 
         return sorted(loads, key=cost)
 

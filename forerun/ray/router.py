@@ -19,6 +19,7 @@ class PrefixRouter(RequestRouter):
         """Called by Ray Serve with `request_router_kwargs`: PrefixAffinity's arguments."""
         self._affinity = PrefixAffinity(**options)
         self._sent: Counter[str] = Counter()
+        self._running: set[str] = set()
         self._chosen: dict[str, tuple[PendingRequest, str]] = {}
 
     async def choose_replicas(
@@ -49,13 +50,17 @@ class PrefixRouter(RequestRouter):
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
         """It went there."""
-        self._chosen.pop(pending_request.metadata.internal_request_id, None)
+        id = pending_request.metadata.internal_request_id
+        self._chosen.pop(id, None)
+        self._running.add(id)
         self._sent[replica_id.unique_id] += 1
         self._affinity.sent(_asked(pending_request), replica_id.unique_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """It is over, well or not."""
-        self._sent[replica_id.unique_id] -= 1
+        """It is over, well or not; or what is asked of all replicas is, which nobody routed."""
+        if internal_request_id in self._running:
+            self._running.remove(internal_request_id)
+            self._sent[replica_id.unique_id] -= 1
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """What it had cached is gone; its requests are told to be over one by one."""

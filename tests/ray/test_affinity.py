@@ -139,6 +139,18 @@ def test_routers_that_know_nothing_of_each_other_agree():
         assert two.order(later, loads(2, 2, 2, 2))[0] == one.order(later, loads(2, 2, 2, 2))[0]
 
 
+def test_routers_that_see_other_loads_agree_while_no_replica_is_at_the_bound():
+    """Each knows its own requests, and of others' what replicas last said. The bound is 4."""
+    places = set()
+    for index in range(50):
+        asked = Affinity((index, index + 1000), conversation=index)
+        one = PrefixAffinity().order(asked, loads(3, 2, 3, 2))[0]
+        assert one == PrefixAffinity().order(asked, loads(2, 3, 2, 3))[0]
+        places.add(one)
+        assert PrefixAffinity().order(asked, loads(5, 5, 5, 0))[0] == "r3"
+    assert len(places) == 4
+
+
 def test_few_conversations_move_when_a_replica_comes():
     """Rendezvous hashing: a fifth of them, all to the new one."""
     router, moved = PrefixAffinity(), 0
