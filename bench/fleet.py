@@ -18,26 +18,80 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count, product
+from math import log
 from pathlib import Path
 from statistics import mean, quantiles
 from typing import Any
 
 from forerun.ray.affinity import Affinity, PrefixAffinity
 
-STEP_MS = {1: 6.96, 64: 10.35}
-"""Of a plain step by rows, between them on a line, and beyond."""
-CHAIN_MS = {1: 8.50, 64: 14.33}
-"""The same with three draft tokens of a head."""
-CHAIN_TOKENS = 2.2
-"""Tokens of such a step: a head that is right .7, .7, .7 gives 1 + .7 + .49 + .34 = 2.5; this one
-.63, .6, .6."""
-PREFILL = 39.8
-"""Prompt tokens a millisecond."""
-CHUNK = 2048
-"""Of them in one step at most."""
-ROWS = 64
-CACHE = 400_000
-"""Tokens of a replica's prefix cache."""
+
+@dataclass(frozen=True)
+class Device:
+    """What a replica runs on.
+
+    step     milliseconds of a plain step by rows, between them on a line, and beyond
+    chain    the same with three draft tokens of a head
+    tokens   of such a step
+    prefill  prompt tokens a millisecond
+    chunk    of them in one step at most
+    rows     that run at once
+    cache    tokens of the prefix cache
+    hop      milliseconds of a first token that are no step's: the network, the router
+    """
+
+    step: dict[int, float]
+    chain: dict[int, float]
+    tokens: float
+    prefill: float
+    chunk: int
+    rows: int
+    cache: int
+    hop: float = 0.0
+
+    def step_ms(self, rows: int, speculates: bool) -> float:
+        """Milliseconds of a step of so many rows."""
+        costs = self.chain if speculates else self.step
+        (few, low), (many, high) = costs.items()
+        return low + (high - low) * (rows - few) / (many - few)
+
+
+H100 = Device(
+    step={1: 6.96, 64: 10.35},
+    chain={1: 8.50, 64: 14.33},
+    # A head that is right .7, .7, .7 gives 1 + .7 + .49 + .34 = 2.5; this one .63, .6, .6.
+    tokens=2.2,
+    prefill=39.8,
+    chunk=2048,
+    rows=64,
+    cache=400_000,
+)
+"""The 8B shape (bench/results/h100-rounds.json)."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Conversations: so many agents, some far more often asked (Zipf), with system prompts of their
+    own; turns that follow each other after a pause; prompts and answers as of shared chats, which
+    are log-normal; a fifth carry a document.
+
+    system, document  blocks of TOKENS tokens
+    asked, answer     tokens in the median
+    pause             seconds in the mean
+    """
+
+    agents: int = 200
+    system: int = 10
+    document: int = 62
+    asked: float = 60.0
+    answer: float = 180.0
+    pause: float = 8.0
+
+
+HOT = Workload(agents=1, system=250)
+"""One agent alone, with a system prompt of 16,000."""
+SMALL = Workload(agents=12, system=5, document=10, asked=30.0, answer=12.0, pause=3.0)
+"""What two replicas of the default model on two cores can be asked."""
 TOKENS = 64
 """Of a block of 256 characters (forerun.ray.affinity.BLOCK)."""
 
@@ -63,6 +117,7 @@ class Replica:
     """speed: times as fast as others. cache: blocks that it has, the oldest first."""
 
     name: str
+    device: Device = H100
     speed: float = 1.0
     alive: bool = True
     speculates: bool = False
@@ -74,7 +129,7 @@ class Replica:
     def admit(self) -> list[Turn]:
         """Take in who waits, while there are slots; what is cached of them need not be computed."""
         taken = []
-        while self.waiting and len(self.running) < ROWS:
+        while self.waiting and len(self.running) < self.device.rows:
             turn = self.waiting.popleft()
             known = 0
             for block in turn.blocks:
@@ -92,14 +147,8 @@ class Replica:
         for block in blocks:
             self.cache[block] = None
             self.cache.move_to_end(block)
-        while len(self.cache) > CACHE // TOKENS:
+        while len(self.cache) > self.device.cache // TOKENS:
             self.cache.popitem(last=False)
-
-
-def step_ms(rows: int, speculates: bool) -> float:
-    """Milliseconds of a step of so many rows."""
-    costs = CHAIN_MS if speculates else STEP_MS
-    return costs[1] + (costs[64] - costs[1]) * (rows - 1) / 63
 
 
 class Fleet:
@@ -144,7 +193,8 @@ class Fleet:
         replica.stepping = bool(replica.running)
         if not replica.stepping:
             return
-        prompts, room = 0, CHUNK
+        device = replica.device
+        prompts, room = 0, device.chunk
         decoding = []
         for turn in replica.running:
             if turn.uncached:
@@ -153,7 +203,7 @@ class Fleet:
                 prompts, room = prompts + part, room - part
             if not turn.uncached:
                 decoding.append(turn)
-        took = step_ms(max(1, len(decoding)), replica.speculates) + prompts / PREFILL
+        took = device.step_ms(max(1, len(decoding)), replica.speculates) + prompts / device.prefill
         end = now + took / 1e3 / replica.speed
         self.at(end, lambda when: self.end(replica, decoding, when))
 
@@ -162,7 +212,7 @@ class Fleet:
         if not replica.alive:
             return
         for turn in decoding:
-            each = CHAIN_TOKENS if replica.speculates else 1.0
+            each = replica.device.tokens if replica.speculates else 1.0
             whole = int(each) + (self.random.random() < each - int(each))
             if turn.first is None:
                 turn.first = now
@@ -240,39 +290,61 @@ class Router:
         self.sent[name] = self.said[name] = 0
 
 
-def conversations(fleet: Fleet, rate: float, seconds: float, seed: int, hot: bool) -> None:
-    """So many conversations a second begin; of 1 to 8 turns, pauses of 8 s in the mean; prompts and
-    answers as of shared chats: log-normal, medians of 60 and 180 tokens; a fifth carry a document
-    of 4,000 tokens; 200 agents, some far more often asked (Zipf), system prompts of 640 tokens.
-    hot: one agent alone, with a system prompt of 16,000.
-    """
+@dataclass(frozen=True)
+class Conversation:
+    """begins: seconds; turns: (new blocks, tokens of the answer, pause before the next)."""
+
+    number: int
+    begins: float
+    system: tuple[int, ...]
+    turns: tuple[tuple[tuple[int, ...], int, float], ...]
+
+    def prompt(self, turn: int) -> tuple[int, ...]:
+        """All blocks of a turn's text. An answer is as many new blocks."""
+        said = list(self.system)
+        for blocks, _, _ in self.turns[: turn + 1]:
+            said += blocks
+        return tuple(said)
+
+
+def conversations(work: Workload, rate: float, seconds: float, seed: int) -> list[Conversation]:
+    """So many a second, of 1 to 8 turns."""
     random_, names = random.Random(seed), count(1)  # noqa: S311
-    length, many = (250, 1) if hot else (10, 200)
-    agents = [tuple(next(names) for _ in range(length)) for _ in range(many)]
+    agents = [tuple(next(names) for _ in range(work.system)) for _ in range(work.agents)]
     weights = [1 / rank for rank in range(1, len(agents) + 1)]
 
-    def begin(now: float) -> None:
-        if now < seconds:
-            fleet.at(now + random_.expovariate(rate), begin)
+    def blocks(tokens: float) -> list[int]:
+        return [next(names) for _ in range(max(1, round(tokens / TOKENS)))]
+
+    found, now = [], 0.0
+    while now < seconds:
         system = random_.choices(agents, weights)[0]
-        turns = random_.choice((1, 1, 1, 2, 3, 4, 6, 8))
-        document = 4000 // TOKENS if random_.random() < 0.2 else 0
-        say(now, system, next(names), turns, document)
+        turns, before = [], blocks(work.document * TOKENS if random_.random() < 0.2 else 0)
+        for _ in range(random_.choice((1, 1, 1, 2, 3, 4, 6, 8))):
+            asked = before + blocks(random_.lognormvariate(log(work.asked), 1.0))
+            answer = max(1, round(random_.lognormvariate(log(work.answer), 0.8)))
+            turns.append((tuple(asked), answer, random_.expovariate(1 / work.pause)))
+            before = blocks(answer)
+        found.append(Conversation(len(found), now, system, tuple(turns)))
+        now += random_.expovariate(rate)
+    return found
 
-    def say(now: float, before: tuple[int, ...], who: int, turns: int, extra: int) -> None:
-        asked = extra + max(1, round(random_.lognormvariate(4.1, 1.0) / TOKENS))
-        blocks = (*before, *(next(names) for _ in range(asked)))
-        answer = max(1, round(random_.lognormvariate(5.2, 0.8)))
 
+def arrive(fleet: Fleet, asked: Sequence[Conversation], until: float) -> None:
+    """Have them asked."""
+
+    def say(one: Conversation, number: int, now: float) -> None:
         def then(turn: Turn, when: float) -> None:
-            if turns > 1 and when < seconds:
-                told = tuple(next(names) for _ in range(max(1, answer // TOKENS)))
-                pause = random_.expovariate(1 / 8)
-                fleet.at(when + pause, lambda t: say(t, (*blocks, *told), who, turns - 1, 0))
+            if number + 1 < len(one.turns) and when < until:
+                pause = one.turns[number][2]
+                fleet.at(when + pause, lambda t: say(one, number + 1, t))
 
-        fleet.ask(Turn(blocks, who, answer, now, then, left=answer), now)
+        answer = one.turns[number][1]
+        turn = Turn(one.prompt(number), one.number + 1, answer, now, then, left=answer)
+        fleet.ask(turn, now)
 
-    fleet.at(0.0, begin)
+    for one in asked:
+        fleet.at(one.begins, lambda now, one=one: say(one, 0, now))
 
 
 def simulated(
@@ -281,43 +353,54 @@ def simulated(
     routers: list[Router],
     seconds: float,
     seed: int = 1,
+    device: Device = H100,
+    work: Workload | None = None,
     **how: bool,
 ) -> dict[str, float]:
     """What clients see after a quarter of the time.
 
     load  conversations a second and replica
     how   speculates: chains of three always; trouble: a quarter of the replicas is half as fast,
-          and one dies half-way; hot: see conversations
+          and one dies half-way; hot: HOT
     """
     speculates, trouble, hot = how["speculates"], how["trouble"], how["hot"]
-    made = [Replica(f"r{index}", speculates=speculates) for index in range(replicas)]
+    work = work or (HOT if hot else Workload())
+    made = [Replica(f"r{index}", device, speculates=speculates) for index in range(replicas)]
     if trouble:
         for replica in made[:: max(2, replicas // 4)]:
             replica.speed = 0.5
     fleet = Fleet(made, routers, seed)
-    conversations(fleet, load * replicas, seconds, seed, hot)
+    arrive(fleet, conversations(work, load * replicas, seconds, seed), seconds)
     if trouble and replicas > 1:
         victim = made[1]
         fleet.at(seconds / 2, lambda now: fleet.kill(victim, now, 20.0))
     fleet.run(seconds)
     seen = [turn for turn in fleet.turns if turn.arrived > seconds / 4]
-    waits = [(turn.first or 0) - turn.arrived for turn in seen]
+    waits = [1e3 * ((turn.first or 0) - turn.arrived) + device.hop for turn in seen]
     rates = [
         (turn.answer - 1) / (turn.done - turn.first)
         for turn in seen
-        if turn.done and turn.first and turn.done > turn.first and turn.answer > 16
+        if turn.done and turn.first and turn.done > turn.first and turn.answer > 8
     ]
-    if len(seen) < 2 or len(rates) < 2:
+    cached = 100 * fleet.cached_tokens / max(1, fleet.prompt_tokens)
+    tokens = sum(turn.answer for turn in seen) / (seconds * 0.75)
+    return told(waits, rates, tokens, cached) | {"lost": fleet.lost}
+
+
+def told(
+    waits: Sequence[float], rates: Sequence[float], tokens: float, cached: float
+) -> dict[str, float]:
+    """What clients saw: milliseconds to first tokens, tokens a second of each answer and of all."""
+    if len(waits) < 2 or len(rates) < 2:
         raise SystemExit("too few answers: raise --seconds or --loads")
     return {
-        "answers": len(seen),
-        "first_token_ms_mean": 1e3 * mean(waits),
-        "first_token_ms_p50": 1e3 * quantiles(waits, n=100)[49],
-        "first_token_ms_p99": 1e3 * quantiles(waits, n=100)[98],
-        "tokens_per_s": sum(turn.answer for turn in seen) / (seconds * 0.75),
+        "answers": len(waits),
+        "first_token_ms_mean": mean(waits),
+        "first_token_ms_p50": quantiles(waits, n=100)[49],
+        "first_token_ms_p99": quantiles(waits, n=100)[98],
+        "tokens_per_s": tokens,
         "tokens_per_s_each_p50": quantiles(rates, n=100)[49],
-        "cached_percent": 100 * fleet.cached_tokens / fleet.prompt_tokens,
-        "lost": fleet.lost,
+        "cached_percent": cached,
     }
 
 
@@ -367,7 +450,14 @@ def main() -> None:
         point = averaged(
             *(asked.seeds, replicas, load, router, asked.seconds, asked.routers), **how
         )
-        about = {"replicas": replicas, "routers": asked.routers, "load": load, "router": router[0], **router[1], **how}
+        about = {
+            "replicas": replicas,
+            "routers": asked.routers,
+            "load": load,
+            "router": router[0],
+            **router[1],
+            **how,
+        }
         found.append(about | {name: round(value, 1) for name, value in point.items()})
         sys.stdout.write(json.dumps(found[-1]) + "\n")
         sys.stdout.flush()
