@@ -67,10 +67,10 @@ async def answered(app: ASGIApp, asked: Asked) -> AsyncIterator[Head | bytes]:
             while not messages.empty():
                 found.append(messages.get_nowait())
             ended = found[-1] is None
-            said = [message for message in found if message is not None]
-            body = b"".join(message.get("body", b"") for message in said)
-            if said and said[0]["type"] == "http.response.start":
-                yield Head(said[0]["status"], tuple(map(tuple, said[0]["headers"])), body)
+            sent = [message for message in found if message is not None]
+            body = b"".join(message.get("body", b"") for message in sent)
+            if sent and sent[0]["type"] == "http.response.start":
+                yield Head(sent[0]["status"], tuple(map(tuple, sent[0]["headers"])), body)
             elif body:
                 yield body
         await running

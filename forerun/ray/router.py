@@ -36,9 +36,9 @@ class PrefixRouter(RequestRouter):
         id, asked = pending_request.metadata.internal_request_id, _asked(pending_request)
         self._chosen.pop(id, None)
         waiting = Counter(name for _, name in self._chosen.values())
-        said = self.replica_queue_len_cache
+        lengths = self.replica_queue_len_cache
         loads = {
-            name: max(self._sent[name], said.get(one.replica_id) or 0) + waiting[name]
+            name: max(self._sent[name], lengths.get(one.replica_id) or 0) + waiting[name]
             for name, one in named.items()
         }
         order = self._affinity.order(asked, loads)
