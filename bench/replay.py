@@ -24,12 +24,12 @@ from statistics import fmean
 
 import numpy as np
 
+from forerun.build.calibration import NODES, REPEATS, SECONDS, believed_ms
 from forerun.build.engine import encode_chat, make_engine, open_target
 from forerun.build.with_cpu import ngram_drafter
 from forerun.client.completion import complete, make_request
 from forerun.control import account, adaptive, costs, host_drafts
 from forerun.control.adaptive import AdaptivePolicy
-from forerun.control.calibration import NODES, REPEATS, SECONDS, believed_ms
 from forerun.control.constants import MIN_REPEATS
 from forerun.control.report import step_report
 from forerun.control.step_costs import StepCosts

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from forerun.build import tuned
+from forerun.build.calibration import measure_costs, with_draft_model
 from forerun.build.chat_template import template_source
 from forerun.build.device import DeviceChoice, choose_device
 from forerun.build.drafting import (
@@ -34,7 +35,6 @@ from forerun.constrain.grammar import Grammar
 from forerun.constrain.isolation.compile import Compiler, open_compiler
 from forerun.constrain.matcher.matcher import Compiled
 from forerun.constrain.matcher.tree_mask import TreeGrammars
-from forerun.control.calibration import measure_costs, with_draft_model
 from forerun.control.step_costs import StepCosts
 from forerun.drafters.none import NoDrafter
 from forerun.engine.options import EngineOptions

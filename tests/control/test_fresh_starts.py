@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from forerun.build.calibration import NODES, believed_ms
 from forerun.control.adaptive import AdaptivePolicy
-from forerun.control.calibration import NODES, believed_ms
 from forerun.control.step_costs import StepCosts
 from tests.control.steps import FREE, arrays, chain, report_of
 

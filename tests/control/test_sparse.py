@@ -5,8 +5,8 @@ the second node costs most and later ones less and less. No clock: steps take wh
 import numpy as np
 import pytest
 
+from forerun.build.calibration import NODES, believed_ms
 from forerun.control.adaptive import AdaptivePolicy
-from forerun.control.calibration import NODES, believed_ms
 from forerun.control.step_costs import StepCosts
 from tests.control.steps import FREE, Text
 

@@ -54,7 +54,7 @@ from forerun.speculative.tree import NO_TREES, NodeMasks, TreeBatch
 from forerun.types import AnyArray, Bools, Floats, Ints
 
 TIMED_NODES = 7
-"""Draft tokens of a row in the measurement of costs (forerun.control.calibration), at least."""
+"""Draft tokens of a row in the measurement of costs (forerun.build.calibration), at least."""
 
 
 class JaxExecutor(Executor):

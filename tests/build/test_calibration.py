@@ -3,10 +3,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from forerun.build.engine import make_engine, open_target
-from forerun.client.completion import complete, make_request
-from forerun.control import calibration
-from forerun.control.calibration import (
+from forerun.build import calibration
+from forerun.build.calibration import (
     NODES,
     REPEATS,
     believed_ms,
@@ -15,6 +13,8 @@ from forerun.control.calibration import (
     smoothed,
     with_draft_model,
 )
+from forerun.build.engine import make_engine, open_target
+from forerun.client.completion import complete, make_request
 from forerun.errors import ConfigError
 from forerun.executors.toy import ToyExecutor
 from forerun.interface.executor import Capabilities, ExecutorLimits
