@@ -15,7 +15,7 @@ class DraftRequest:
     slots   int32[.] of sequences that the draft model has caught up with: it shall be extended by
             what is accepted, and the next draft grown below that
     width   children per node, and nodes expanded per level
-    levels  of draft tokens, at least one
+    levels  of draft tokens, at least one; a device that has no room for so many grows fewer
     """
 
     slots: Ints

@@ -116,6 +116,28 @@ def test_a_row_with_eight_draft_tokens_among_many_is_cut_to_what_fits():
     assert covering(Size(57, 9), sizes) is None
 
 
+@pytest.mark.parametrize("scored", [64, 128, 512])
+def test_where_scratch_is_short_rounds_grow_the_levels_that_fit(scored):
+    """Three levels of trees 3 wide beside 64 rows are 384 nodes: rounds of 64 rows grew nothing."""
+
+    def run(size):
+        return size.rows * (size.levels - 1) * size.width
+
+    def fits(size):
+        return run(size) <= scored
+
+    draft = DraftShape(9, 3, 3)
+    sizes, most = declared(limits(64, scored), draft, fits), row_nodes(limits(64, scored), draft)
+    assert all(fits(size) for size in sizes if size.levels)
+    for rows in range(1, 65):
+        nodes = most[rows - 1]
+        deepest = covering(Size(rows, nodes, 1, 3), sizes)
+        assert deepest is not None and deepest.nodes >= nodes
+        full = covering(Size(rows, nodes, 3, 3), sizes)
+        assert (full is not None) == (padded_rows(rows) * 6 <= scored and nodes > 2)
+    assert covering(Size(64, 1, 1, 3, 1, 1, 20), sizes) is not None
+
+
 def test_few_slots_declare_few_sizes():
     small = ExecutorLimits(16, 64, 2, 512, 512, 1000)
     assert {size.rows for size in declared(small, DraftShape(nodes=2))} == {1, 2}

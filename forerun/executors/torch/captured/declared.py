@@ -5,7 +5,7 @@ that holds it; nothing is captured later. Of few nodes padding costs little, bec
 read once either way; beyond eight rows, rows and nodes are padded to 1.5 times at most.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from forerun.executors.torch.captured.shaped_rows import CUT, REPORTS
 from forerun.executors.torch.triton.record import Size
@@ -33,17 +33,24 @@ def padded_rows(rows: int) -> int:
     return next((count for count in ROWS if count >= rows), -(-rows // FURTHER_ROWS) * FURTHER_ROWS)
 
 
-def declared(limits: ExecutorLimits, draft: DraftShape) -> tuple[Size, ...]:
+Fits = Callable[[Size], bool]
+"""Whether the draft model has scratch for what rounds of a size grow."""
+
+
+def declared(
+    limits: ExecutorLimits, draft: DraftShape, fits: Fits = lambda _: True
+) -> tuple[Size, ...]:
     """What is captured before the first step, each size once; what rows ask for most comes first.
 
-    Three kinds, by what rows ask of the sampler: no more than a temperature; any of its
-    parameters; grammars and log-probabilities too. Of the last, in which the host has most of the
-    work, only rounds of one node and of the most.
+    Rounds grow no deeper than `fits` allows beside so many rows, one level if that does. Three
+    kinds, by what rows ask of the sampler: no more than a temperature; any of its parameters;
+    grammars and log-probabilities too. Of the last, in which the host has most of the work, only
+    rounds of one node and of the most.
     """
     most = limits.scored_nodes
     rows = [count for count in row_counts(limits.slots) if count <= most]
-    plain = [size for count in rows for size in _of_rows(count, most // count, draft)]
-    masked = [size for count in rows for size in _of_masked(count, most // count, draft)]
+    plain = [size for count in rows for size in _of_rows(count, most // count, draft, fits)]
+    masked = [size for count in rows for size in _of_masked(count, most // count, draft, fits)]
     cut = [size._replace(shaping=CUT) for size in plain]
     reports = min(REPORTS[-1], limits.vocab)
     masked = [size._replace(shaping=CUT, masked=1, reports=reports) for size in masked]
@@ -77,26 +84,36 @@ def covering(size: Size, captured: Iterable[Size]) -> Size | None:
     return min(found, key=lambda other: (other.levels, other.total, *other[4:]), default=None)
 
 
-def _of_rows(rows: int, room: int, draft: DraftShape) -> Iterator[Size]:
+def _of_rows(rows: int, room: int, draft: DraftShape, fits: Fits) -> Iterator[Size]:
     """Rounds of so many rows, of which each has `room` nodes at most."""
     longest = min(1 + draft.nodes, room)
     counts = [nodes for nodes in NODES if nodes < longest]
     if draft.levels:  # Drafts of a head are as long as it grows them; of others there are fewer.
         counts = [nodes for nodes in counts if nodes in (1, 4)]
     yield from (Size(rows, nodes) for nodes in [*counts, longest])
-    if draft.levels:
-        for nodes, levels in draft_sizes(draft.nodes, draft.levels):
-            if 1 + nodes < longest:
-                yield Size(rows, 1 + nodes, levels, draft.width)
-        yield Size(rows, longest, draft.levels, draft.width)
+    yield from _growing(rows, longest, draft, fits)
 
 
-def _of_masked(rows: int, room: int, draft: DraftShape) -> Iterator[Size]:
+def _of_masked(rows: int, room: int, draft: DraftShape, fits: Fits) -> Iterator[Size]:
     yield Size(rows, 1)
     for nodes in (1 + draft.nodes, _longest(rows, draft)):
         yield Size(rows, min(nodes, room))
-        if draft.levels:
-            yield Size(rows, min(nodes, room), draft.levels, draft.width)
+        yield from _growing(rows, min(nodes, room), draft, fits)[-1:]
+
+
+def _growing(rows: int, longest: int, draft: DraftShape, fits: Fits) -> list[Size]:
+    """Rounds that verify drafts of the sizes that have room, and grow as many levels; the last has
+    `longest` nodes and the most levels. A path has no more levels than draft tokens: deeper ones
+    are no use.
+    """
+    sizes, above = list[Size](), 0
+    for nodes, levels in draft_sizes(draft.nodes, draft.levels) if draft.levels else ():
+        size = Size(rows, 1 + nodes, levels, draft.width)
+        if above < max(longest - 1, 1) and fits(size):
+            sizes.append(size)
+        above = levels
+    last = [size._replace(nodes=longest) for size in sizes[-1:]]
+    return [size for size in sizes[:-1] if size.nodes < longest] + last
 
 
 def _longest(rows: int, draft: DraftShape) -> int:

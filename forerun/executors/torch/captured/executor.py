@@ -132,7 +132,9 @@ class CapturedExecutor(Executor):
     @torch.inference_mode()
     def warm_up(self, draft: DraftShape, progress: Callable[[str, int, int], None]) -> None:
         """Compile every kernel and capture what is declared for such drafts; see warm_up.py."""
-        warm_up(self.runner, self.eager, declared(self.limits, draft), progress)
+        drafting = self.runner.drafting
+        fits = (lambda _: True) if drafting is None else drafting.fits
+        warm_up(self.runner, self.eager, declared(self.limits, draft, fits), progress)
         self.limits = replace(self.limits, row_nodes=row_nodes(self.limits, draft))
 
     # --- a step ------------------------------------------------------------------------------
@@ -157,11 +159,16 @@ class CapturedExecutor(Executor):
         more = (self._sampler.choosing.temperature[slots] < 0).any() or masked
         if more or self._sampler.reports(slots):
             size = self._shaped.size(size, slots, masked)
-        if draft_request is not None and drafting is not None:
-            larger = size._replace(levels=draft_request.levels, width=draft_request.width)
-            follows = np.isin(slots, draft_request.slots).any()
-            larger_runs = follows and drafting.fits(larger) and runner.runs_as(larger)
-            if larger_runs:
+        if (
+            draft_request is None
+            or drafting is None
+            or not np.isin(slots, draft_request.slots).any()
+        ):
+            return runner.runs_as(size)
+        # Fewer levels, where scratch has no room for so many beside these rows.
+        for levels in range(draft_request.levels, 0, -1):
+            larger = size._replace(levels=levels, width=draft_request.width)
+            if drafting.fits(larger) and (larger_runs := runner.runs_as(larger)):
                 return larger_runs
         return runner.runs_as(size)
 

@@ -18,10 +18,7 @@ def warm_up(
     """Compile every kernel that rounds of these sizes and prompts need, then capture all of them;
     nothing else is captured afterwards. All slots are closed. progress(what, done, total).
     """
-    most, drafting = eager.limits.scored_nodes, runner.drafting
-    wanted = [
-        size for size in sizes if size.total <= most and (drafting is None or drafting.fits(size))
-    ]
+    wanted = list(sizes)
     deepest = max(wanted, key=lambda size: size.levels)
     if runner.future is not None:
         runner.future.grow(deepest)
