@@ -119,7 +119,8 @@ void EagleHead::read(const DraftStep& step, int thread) {
         }
         for (int i = 0; i < half; i++) {
             const double angle = (float)position_[n] * frequencies_[i];
-            cosine_[(size_t)n * half + i] = (float)std::cos(angle) * sizes.rope_factor;
+            const float factor = frequencies_[i] ? sizes.rope_factor : 1.0f;
+            cosine_[(size_t)n * half + i] = (float)std::cos(angle) * factor;
             sine_[(size_t)n * half + i] = (float)std::sin(angle) * sizes.rope_factor;
         }
     }

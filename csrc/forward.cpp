@@ -45,7 +45,8 @@ void Model::embed(const Step& step, int thread) {
         for (int i = 0; embedding_scale_ != 1.0f && i < sizes.hidden; i++) x[i] *= embedding_scale_;
         for (int i = 0; i < half; i++) {
             const double angle = (float)position_[node] * frequencies_[i];
-            cosine_[(size_t)node * half + i] = (float)std::cos(angle) * sizes.rope_factor;
+            const float factor = frequencies_[i] ? sizes.rope_factor : 1.0f;
+            cosine_[(size_t)node * half + i] = (float)std::cos(angle) * factor;
             sine_[(size_t)node * half + i] = (float)std::sin(angle) * sizes.rope_factor;
         }
     }

@@ -18,7 +18,7 @@ struct Sizes {
     int32_t layers, hidden, heads, kv_heads, head_size, ffn, vocab;
     int32_t page_size, pages, max_nodes, context, threads;
     int32_t cache_item;  // bytes of a number in the cache: 2, a half, or 4, a float32
-    float norm_eps, rope_factor;  // rope_factor multiplies cosines and sines
+    float norm_eps, rope_factor;  // rope_factor: of cosines and sines of pairs that turn
 };
 
 // One step. Node arrays are int32[nodes], row arrays int32[rows] (start: rows + 1), as in

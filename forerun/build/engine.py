@@ -287,7 +287,9 @@ def _open_toy(config: EngineConfig) -> Target:
 
 
 def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
-    model = open_model(config.model, progress, revision=config.revision)
+    model = open_model(config.model, progress, revision=config.revision, context=config.context)
+    if unstretched := model.architecture.unstretched:
+        warnings.warn(unstretched, stacklevel=3)
     device = choose_device(config)
     arch = model.architecture
     layered = bool(getattr(model.checkpoint, "prediction_files", None))

@@ -79,9 +79,9 @@ def described(config: EngineConfig, shape: str | None) -> Described:
         path = huggingface.config_fetched(hub.repository, revision=config.revision)
     if path.is_dir() and not any(path.glob("*.safetensors")):
         name = hub.name if hub is not None else path.resolve().name
-        arch = architecture_from(config_of(path), path)
+        arch = architecture_from(config_of(path), path).for_context(config.context)
         return Described(name, RandomCheckpoint(arch), False)
-    model = open_model(config.model, revision=config.revision)
+    model = open_model(config.model, revision=config.revision, context=config.context)
     return Described(model.name, model.checkpoint, True)
 
 

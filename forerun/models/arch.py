@@ -5,7 +5,7 @@ there are, and how their files are read: families.py.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from forerun.errors import ModelError
@@ -19,7 +19,7 @@ from forerun.models.layer_spec import (
     LayerSpec,
     check_factor,
 )
-from forerun.models.rope import Rope
+from forerun.models.rope import LongRope, Rope
 
 __all__ = ["FAMILIES", "Architecture", "Family", "Rope", "expected_tensors", "family_named"]
 
@@ -167,6 +167,32 @@ class Architecture:
         whole = [spec for spec in turned if spec.attention.window is None]
         return (whole or turned)[-1].rope
 
+    def for_context(self, context: int | None) -> "Architecture":
+        """The model for texts of up to `context` tokens; None: as many as need no stretching.
+
+        With LongRoPE positions turn otherwise where texts are longer than the original context, and
+        the keys of a text would change while it grows: what is served decides for all of them.
+        """
+        scalings = [spec.rope.scaling for spec in self.layer_specs]
+        limits = [s.original_context for s in scalings if isinstance(s, LongRope)]
+        if not limits:
+            return self
+        if context is None or context <= min(limits):
+            return replace(self, context=min(self.context, *limits))
+        return replace(self, layer_specs=tuple(map(_stretched, self.layer_specs)))
+
+    @property
+    def unstretched(self) -> str | None:
+        """What to say where texts could be longer if they were asked to be (for_context)."""
+        scalings = [spec.rope.scaling for spec in self.layer_specs]
+        if not any(isinstance(s, LongRope) and not s.stretched for s in scalings):
+            return None
+        return (
+            "this model turns positions otherwise (LongRoPE) where texts are longer than "
+            f"{self.context:,} tokens, which is as long as they get here; for longer ones, all by "
+            "the long rule, name a --context above that."
+        )
+
     @property
     def parameters(self) -> int:
         """Number of weights, a tied head counted once."""
@@ -201,6 +227,13 @@ class Architecture:
             "layers that differ": len({(s.feed_forward, s.qk_norm) for s in specs}) > 1,
         }
         return [what for what, there in found.items() if there]
+
+
+def _stretched(spec: LayerSpec) -> LayerSpec:
+    scaling = spec.rope.scaling
+    if not isinstance(scaling, LongRope):
+        return spec
+    return replace(spec, rope=replace(spec.rope, scaling=replace(scaling, stretched=True)))
 
 
 def family_named(name: object, where: str) -> Family:

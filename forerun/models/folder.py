@@ -37,11 +37,16 @@ class FolderCheckpoint:
                       and looked into by who drafts with them
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Map and check the files; ModelError names what is wrong with them."""
+    def __init__(self, folder: Path, context: int | None = None) -> None:
+        """Map and check the files; ModelError names what is wrong with them.
+
+        context  of the longest text, where the model depends on it (Architecture.for_context)
+        """
         self._folder = folder
         self.config: dict[str, Any] = config_of(folder)
-        self.architecture: Architecture = architecture_from(self.config, folder)
+        self.architecture: Architecture = architecture_from(self.config, folder).for_context(
+            context
+        )
         self.methods: tuple[Method, ...] = read_method(self.config)
         stored = files_by_tensor(folder, QUANTISED if self.methods else FLOATS)
         files = with_matrices(text_only(stored, self.config, folder), self.methods)

@@ -21,10 +21,13 @@ class GgufCheckpoint:
     of `forerun.models.rope`.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Map and check the file; ModelError names what is wrong with it."""
+    def __init__(self, path: Path, context: int | None = None) -> None:
+        """Map and check the file; ModelError names what is wrong with it.
+
+        context  of the longest text, where the model depends on it (Architecture.for_context)
+        """
         self._file = read_header(path)
-        self.architecture: Architecture = architecture_of(self._file)
+        self.architecture: Architecture = architecture_of(self._file).for_context(context)
         parts = stored_parts(self._file, self.architecture)
         whole = {source: piece.whole for source, piece in parts.values()}
         check_whole(self.architecture, of_the_model(self._file, self.architecture), path, whole)

@@ -10,7 +10,15 @@ from forerun.models.gguf_experts import experts_of
 from forerun.models.gguf_header import GgufFile, Value
 from forerun.models.keys import Keys
 from forerun.models.layer_spec import AttentionSpec, Dense, LayerSpec
-from forerun.models.rope import Divided, LinearScaling, Rope, Scaling, Yarn, yarn_attention_factor
+from forerun.models.rope import (
+    Divided,
+    LinearScaling,
+    LongRope,
+    Rope,
+    Scaling,
+    Yarn,
+    yarn_attention_factor,
+)
 
 _FAMILIES: dict[str, Family] = {
     "llama": "llama",
@@ -24,13 +32,16 @@ _FAMILIES: dict[str, Family] = {
     "smollm3": "smollm3",
     "granite": "granite",
     "olmo2": "olmo2",
+    "phi3": "phi3",
 }
 """general.architecture -> family. Mistral's files call themselves llama; Mixtral's too, and have
 experts.
 """
 _EXPERTS: tuple[Family, ...] = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss")
-_WINDOWS: tuple[Family, ...] = ("llama", "mixtral")
+_WINDOWS: tuple[Family, ...] = ("llama", "mixtral", "phi3")
 """Whose window, if there is one, is in all layers."""
+_PARTLY_TURNED: tuple[Family, ...] = ("glm4_moe", "phi3")
+"""Whose heads may be rotated in part."""
 _NO_POSITIONS = 4
 """Of SmolLM3 llama.cpp knows without being told that every fourth layer has no positions."""
 _QWENS: tuple[Family, ...] = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
@@ -39,6 +50,10 @@ _GEMMA_PATTERN, _GEMMA_LOCAL_THETA, _GEMMA_27B_LAYERS = 6, 1e4, 62
 """What llama.cpp knows of Gemma 3 without being told: every sixth layer sees the whole text, the
 others turn by this base, and the model of 62 layers scales its scores by sqrt(A/H), not sqrt(1/E).
 """
+
+_DIVISORS = "rope_freqs.weight"
+_SHORT, _LONG = "rope_factors_short.weight", "rope_factors_long.weight"
+"""Tensors that belong to the rope, not to the layers."""
 
 _NEUTRAL: dict[str, tuple[Value, ...]] = {
     "attention.causal": (True,),
@@ -156,9 +171,9 @@ def _factor(keys: Keys, family: Family, name: str, absent: float = 1.0) -> float
 
 
 def _rope(keys: Keys, sizes: ArchitectureSizes, file: GgufFile, family: Family) -> Rope:
-    """How queries and keys are turned: in GLM-4.5 a part of each head."""
+    """How queries and keys are turned: in GLM-4.5 and some of Phi a part of each head."""
     rotated = keys.integer("rope.dimension_count", sizes.head_size)
-    if rotated != sizes.head_size and family != "glm4_moe":
+    if rotated != sizes.head_size and family not in _PARTLY_TURNED:
         raise keys.unfit("rope.dimension_count", rotated, f"{sizes.head_size} to run here")
     theta, scaling = keys.real("rope.freq_base", 10000.0), _scaling(keys, sizes.context, file)
     return Rope(theta, scaling, None if rotated == sizes.head_size else rotated)
@@ -220,7 +235,8 @@ def _scaling(keys: Keys, context: int, file: GgufFile) -> Scaling | None:
     """How the context was stretched.
 
     llama.cpp multiplies YaRN's own attention factor by `attn_factor`; Llama 3's bands come as
-    one divisor per frequency in the tensor rope_freqs.
+    one divisor per frequency in the tensor rope_freqs, LongRoPE's two sets in two tensors, and its
+    own factor as `attn_factor`.
     """
     factor = keys.real("rope.scaling.factor", 0.0) or 1.0
     kind = keys.text("rope.scaling.type", "linear" if factor != 1.0 else "none")
@@ -228,6 +244,8 @@ def _scaling(keys: Keys, context: int, file: GgufFile) -> Scaling | None:
     extra = keys.real("rope.scaling.attn_factor", 1.0)
     fast = keys.real("rope.scaling.yarn_beta_fast", 32.0)
     slow = keys.real("rope.scaling.yarn_beta_slow", 1.0)
+    if _LONG in file.tensors or _SHORT in file.tensors:
+        return LongRope(_divisors(file, _SHORT), _divisors(file, _LONG), original, extra)
     scaling: Scaling | None = None
     if kind == "linear":
         scaling = LinearScaling(factor) if factor != 1.0 else None
@@ -241,12 +259,18 @@ def _scaling(keys: Keys, context: int, file: GgufFile) -> Scaling | None:
 
 
 def _with_divisors(scaling: Scaling | None, file: GgufFile) -> Scaling | None:
-    stored = file.tensors.get("rope_freqs.weight")
-    if stored is None:
+    if _DIVISORS not in file.tensors:
         return scaling
-    if stored.kind != "F32" or len(stored.shape) != 1 or scaling is not None:
-        raise ModelError("rope_freqs.weight must be an F32 vector, and the only rope scaling")
-    return Divided(tuple(file.floats("rope_freqs.weight").tolist()))
+    if scaling is not None:
+        raise ModelError(f"{_DIVISORS} must be the only rope scaling")
+    return Divided(_divisors(file, _DIVISORS))
+
+
+def _divisors(file: GgufFile, name: str) -> tuple[float, ...]:
+    stored = file.tensors.get(name)
+    if stored is None or stored.kind != "F32" or len(stored.shape) != 1:
+        raise ModelError(f"{name} must be an F32 vector")
+    return tuple(file.floats(name).tolist())
 
 
 def _harmless(name: str, value: Value) -> bool:

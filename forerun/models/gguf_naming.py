@@ -1,11 +1,21 @@
 """Where a GGUF file keeps a model's tensors: by llama.cpp's names, rows in its order."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from forerun.models.arch import Architecture, Family, expected_tensors
 from forerun.models.gguf_header import GgufFile
 from forerun.models.layer_spec import NORM_NAMES, Experts, LayerSpec
-from forerun.models.naming import EXPERT, IN_LAYER, Order, StoredPart, each_head, order_of
+from forerun.models.naming import (
+    EXPERT,
+    IN_LAYER,
+    Order,
+    StoredPart,
+    each_head,
+    fused,
+    order_of,
+)
 
 _TOP = {
     "model.embed_tokens": "token_embd",
@@ -45,7 +55,12 @@ _AS_TRANSFORMERS: tuple[Family, ...] = ("glm4_moe", "gpt_oss")
 """Whose norm before the feed-forward is called as in transformers."""
 _INTERLEAVED: tuple[Family, ...] = ("llama", "mixtral", "smollm3", "granite")
 """Whose queries and keys llama.cpp rotates in neighbouring pairs; their rows are in that order."""
-_IGNORED = ("rope_freqs.weight",)
+_IGNORED = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+_FUSED = {
+    "self_attn.qkv_proj.weight": "attn_qkv.weight",
+    "mlp.gate_up_proj.weight": "ffn_up.weight",
+}
+"""Phi-3's matrices that are several in one, by their names in folders."""
 
 
 def stored_parts(file: GgufFile, arch: Architecture) -> dict[str, tuple[str, StoredPart]]:
@@ -99,6 +114,11 @@ def _part_of(
     if expert := EXPERT.fullmatch(name):
         assert isinstance(spec.feed_forward, Experts)
         return _of_expert(file, prefix, int(expert[1]), expert[2], kind, spec.feed_forward, shape)
+    if arch.family == "phi3":
+        piece = fused(name, StoredPart(name, shape, shape), arch, spec)
+        if piece.stored in _FUSED:
+            order = order_of(name, arch, spec)
+            return prefix + _FUSED[piece.stored], replace(piece, order=order)
     whole = shape[1:] if base == "mlp.shared_expert_gate" else shape
     order = _interleaved(base, arch)
     if order is None:

@@ -150,7 +150,7 @@ def layer_pieces(arch: Architecture, spec: LayerSpec) -> dict[str, StoredPart]:
     for name, shape in layer_tensors(arch, spec).items():
         piece = StoredPart(_renamed(name, arch.family), shape, shape)
         if arch.family == "phi3":
-            piece = _fused(name, piece, arch, spec)
+            piece = fused(name, piece, arch, spec)
         elif arch.family == "gpt_oss":
             piece = _stacked(name, piece, spec)
         order = order_of(name, arch, spec)
@@ -166,7 +166,7 @@ def _renamed(name: str, family: Family) -> str:
     return name
 
 
-def _fused(name: str, piece: StoredPart, arch: Architecture, spec: LayerSpec) -> StoredPart:
+def fused(name: str, piece: StoredPart, arch: Architecture, spec: LayerSpec) -> StoredPart:
     """Phi-3's: q, k and v one above the other, and gate and up."""
     queries, keys = arch.heads * arch.head_size, arch.kv_heads * arch.head_size
     width = spec.active_width

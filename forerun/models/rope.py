@@ -60,10 +60,33 @@ class Divided:
     divisors: tuple[float, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class LongRope:
+    """LongRoPE (Ding et al. 2024, arXiv 2402.13753): divisors found by search, one per frequency,
+    those of short texts and those of long ones.
+
+    original_context  texts of up to so many tokens are short
+    attention_factor  multiplies cos and sin
+    stretched         the long ones are used, which transformers does for a text that is longer and
+                      other servers do for all texts; see Architecture.for_context
+    """
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original_context: int
+    attention_factor: float
+    stretched: bool = False
+
+
+def longrope_attention_factor(factor: float, original_context: int) -> float:
+    """What LongRoPE recommends: sqrt(1 + ln(factor) / ln(original context))."""
+    return math.sqrt(1 + math.log(factor) / math.log(max(original_context, 2))) if factor > 1 else 1
+
+
 _LEAST = 1e-20
 """Numbers outside (1e-20, 1e20) would leave float32 somewhere; no model has them."""
 
-Scaling = LinearScaling | Llama3 | Yarn | Divided
+Scaling = LinearScaling | Llama3 | Yarn | Divided | LongRope
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +131,16 @@ class Rope:
             case Divided(divisors):
                 divided: Floats = np.divide(plain, np.asarray(divisors, np.float32))
                 return divided
+            case LongRope(short, long):
+                chosen = np.asarray(long if self.scaling.stretched else short, np.float32)
+                found: Floats = np.float32(1.0) / (chosen * powers)
+                return found
 
     @property
     def attention_factor(self) -> float:
-        """What cos and sin are multiplied by."""
-        return self.scaling.attention_factor if isinstance(self.scaling, Yarn) else 1.0
+        """What cos and sin of pairs that are rotated are multiplied by."""
+        scales = isinstance(self.scaling, Yarn | LongRope)
+        return self.scaling.attention_factor if scales else 1.0  # type: ignore[union-attr]
 
     def check(self, head_size: int) -> None:
         """Raise ModelError where a number would make the frequencies meaningless."""
@@ -122,10 +150,6 @@ class Rope:
                 f"rope: {self.rotated} of {head_size} numbers cannot be rotated in pairs"
             )
         head_size = head_size if self.rotated is None else self.rotated
-        if self.attention_factor != 1.0 and self.rotated is not None:
-            raise ModelError(
-                "rope: an attention factor where only a part of a head is rotated does not run here"
-            )
         match self.scaling:
             case LinearScaling(factor):
                 positive["factor"] = factor
@@ -137,16 +161,25 @@ class Rope:
                 positive |= {"attention_factor": attention, "beta_fast": fast, "beta_slow": slow}
                 positive["log(theta)"] = math.log(self.theta) if self.theta > 0 else 0.0
             case Divided(divisors):
-                if len(divisors) != head_size // 2:
-                    raise ModelError(
-                        f"rope divisors: {len(divisors)} given, the head size {head_size} "
-                        f"needs {head_size // 2}"
-                    )
-                positive["smallest divisor"] = min(divisors)
-                positive["largest divisor"] = max(divisors)
+                positive |= _divisors(divisors, head_size)
+            case LongRope(short, long, original, attention):
+                positive |= {"original context": original, "attention_factor": attention}
+                positive |= {
+                    f"{name} (short)": d for name, d in _divisors(short, head_size).items()
+                }
+                positive |= _divisors(long, head_size)
         for name, value in positive.items():
             if not _LEAST < value < 1 / _LEAST:
                 raise ModelError(f"rope: {name} must be a positive number, not {value}")
+
+
+def _divisors(divisors: tuple[float, ...], turned: int) -> dict[str, float]:
+    """What must be positive of them; ModelError where they are not half as many as `turned`."""
+    if len(divisors) != turned // 2:
+        raise ModelError(
+            f"rope divisors: {len(divisors)} given, the head size {turned} needs {turned // 2}"
+        )
+    return {"smallest divisor": min(divisors), "largest divisor": max(divisors)}
 
 
 def yarn_attention_factor(factor: float) -> float:

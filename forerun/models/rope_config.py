@@ -4,7 +4,16 @@ from dataclasses import replace
 from typing import Any
 
 from forerun.models.keys import Keys, shown
-from forerun.models.rope import LinearScaling, Llama3, Rope, Scaling, Yarn, yarn_attention_factor
+from forerun.models.rope import (
+    LinearScaling,
+    Llama3,
+    LongRope,
+    Rope,
+    Scaling,
+    Yarn,
+    longrope_attention_factor,
+    yarn_attention_factor,
+)
 
 
 def rope_from(
@@ -79,8 +88,15 @@ def _scaling(kind: str, inner: Keys, context: int, original: int) -> Scaling | N
     if kind == "llama3":
         low, high = inner.real("low_freq_factor"), inner.real("high_freq_factor")
         return Llama3(inner.real("factor"), low, high, original)
+    if kind in ("longrope", "su"):  # Phi-3's first name for it.
+        stretch = inner.real("factor", context / max(original, 1))
+        recommended = longrope_attention_factor(stretch, original)
+        factor = inner.real("attention_factor", recommended)
+        return LongRope(
+            *(_divisors(inner, f"{n}_factor") for n in ("short", "long")), original, factor
+        )
     if kind != "yarn":
-        raise inner.unfit("rope_type", kind, "default, linear, llama3 or yarn")
+        raise inner.unfit("rope_type", kind, "default, linear, llama3, longrope or yarn")
     factor = inner.real("factor", context / max(original, 1))
     return Yarn(
         factor,
@@ -90,6 +106,14 @@ def _scaling(kind: str, inner: Keys, context: int, original: int) -> Scaling | N
         inner.real("beta_slow", 0.0) or 1.0,
         inner.flag("truncate", True),
     )
+
+
+def _divisors(inner: Keys, name: str) -> tuple[float, ...]:
+    values = inner.get(name)
+    numbers = isinstance(values, list) and all(type(value) in (int, float) for value in values)
+    if not numbers or not values:
+        raise inner.unfit(name, values, "a list of numbers")
+    return tuple(float(value) for value in values)
 
 
 def _attention_factor(inner: Keys, factor: float) -> float:

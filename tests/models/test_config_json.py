@@ -136,7 +136,7 @@ def test_the_configuration_that_gemma_3_came_with(tmp_path):
         ("llama", {"tie_word_embeddings": 1}, "tie_word_embeddings"),
         ("llama", {"rope_parameters": [1]}, "rope_parameters"),
         ("llama", {"rope_scaling": [1]}, "rope_scaling"),
-        ("llama", {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
+        ("llama", {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "short_factor"),
         ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
         ("llama", {"rope_scaling": {"type": "linear"}}, "factor is missing"),
         ("llama", {"rope_scaling": tiny.YARN | {"mystery": 3}}, "mystery"),

@@ -259,6 +259,7 @@ BLOCKS = {
     "mixtral": {},
     "gpt_oss": {"rope": tiny.YARN | {"truncate": False}, "num_hidden_layers": 3},
     "glm4_moe": {"n_shared_experts": 2, "use_qk_norm": True, "attention_bias": True},
+    "phi3": {"sliding_window": 20, "partial": 0.5},
 }
 
 

@@ -2,10 +2,11 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from forerun.errors import ModelError
 from forerun.models.config_json import architecture_from
-from forerun.models.rope import Divided, LinearScaling, Llama3, Rope, Yarn
+from forerun.models.rope import Divided, LinearScaling, Llama3, LongRope, Rope, Yarn
 from tests.models import tiny
 
 SCALINGS = {
@@ -36,6 +37,20 @@ def test_frequencies_equal_transformers(rope, head_size, tmp_path):
     assert arch.rope.attention_factor == pytest.approx(expected.attention_scaling, rel=1e-12)
 
 
+def test_longrope_equals_transformers_for_short_texts_and_for_long_ones(tmp_path):
+    hf = tiny.model("phi3", rope=tiny.longrope(8))
+    arch = architecture_from(hf.config.to_dict(), tmp_path)
+    rotary = hf.model.rotary_emb
+    for context, length in ((None, 64), (64, 64), (65, 65), (256, 200)):
+        served = arch.for_context(context)
+        rotary(torch.zeros(1), torch.arange(length)[None])
+        found = served.rope.frequencies(16)
+        np.testing.assert_allclose(found, rotary.inv_freq.numpy(), rtol=4e-7, atol=0)
+        assert served.rope.attention_factor == pytest.approx(rotary.attention_scaling, rel=1e-12)
+        assert served.context == (64 if length == 64 else 256)
+        assert (served.unstretched is None) == (length > 64)
+
+
 def test_divisors_divide():
     plain = Rope(1e4).frequencies(8)
     divided = Rope(1e4, Divided((1.0, 2.0, 4.0, 8.0))).frequencies(8)
@@ -57,6 +72,9 @@ def test_divisors_divide():
         Rope(1e4, Yarn(4.0, 64, math.nan)),
         Rope(1e4, Divided((1.0,))),
         Rope(1e4, Divided((1.0, 1.0, 0.0, 1.0))),
+        Rope(1e4, LongRope((1.0,), (1.0,) * 4, 64, 1.0)),
+        Rope(1e4, LongRope((1.0,) * 4, (1.0, 1.0, -1.0, 1.0), 64, 1.0)),
+        Rope(1e4, LongRope((1.0,) * 4, (1.0,) * 4, 64, math.nan)),
     ],
 )
 def test_meaningless_numbers_are_refused(rope):

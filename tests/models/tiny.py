@@ -38,6 +38,17 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 
+
+def longrope(pairs: int) -> dict[str, Any]:
+    """LongRoPE of heads that rotate so many pairs, for texts of more than 64 tokens."""
+    return {
+        "rope_type": "longrope",
+        "short_factor": [1.0 + 0.1 * pair for pair in range(pairs)],
+        "long_factor": [1.5 + 2.5 * pair for pair in range(pairs)],
+        "original_max_position_embeddings": 64,
+    }
+
+
 _CLASSES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
@@ -103,6 +114,8 @@ def config(family: str, rope: dict[str, Any] | None = None, **changes: Any) -> A
         "tie_word_embeddings": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0} | (rope or {}),
     }
+    if "original_max_position_embeddings" in numbers["rope_parameters"] and family == "phi3":
+        numbers |= {"original_max_position_embeddings": 64}  # Phi-3's own key goes before.
     if family == "gemma3_text":
         local = {"rope_type": "default", "rope_theta": 3000.0}
         ropes = {"full_attention": numbers["rope_parameters"], "sliding_attention": local}
@@ -260,7 +273,8 @@ def write_gguf(
     writer = gguf.GGUFWriter(path, name)
     _add_metadata(writer, hf, metadata or {})
     quant = gguf.GGMLQuantizationType[kind]
-    for source, weight in stacked(weights(hf), settings).items():
+    arrays = fused(hf) if family == "phi3" else stacked(weights(hf), settings)
+    for source, weight in arrays.items():
         array = interleaved(source, weight, settings) if family in INTERLEAVED else weight
         if name == "gemma3" and "norm" in source:
             array = array + 1
@@ -315,6 +329,11 @@ def stacked(arrays: dict[str, np.ndarray], settings: Any) -> dict[str, np.ndarra
     return found
 
 
+def fused(hf: Any) -> dict[str, np.ndarray]:
+    """Phi-3's matrices as they are, several in one."""
+    return {name: tensor.detach().float().numpy() for name, tensor in hf.state_dict().items()}
+
+
 def _add_experts(writer: gguf.GGUFWriter, settings: Any) -> None:
     """As the converters of each family do."""
     family = settings.model_type
@@ -360,6 +379,8 @@ def _add_metadata(writer: gguf.GGUFWriter, hf: Any, changes: dict[str, Any]) -> 
     writer.add_value_length(settings.head_dim)
     writer.add_layer_norm_rms_eps(settings.rms_norm_eps)
     writer.add_vocab_size(settings.vocab_size)
+    if settings.model_type == "phi3":
+        writer.add_sliding_window(settings.sliding_window or 0)
     if settings.model_type == "gemma3_text":
         writer.add_sliding_window(settings.sliding_window)
         if settings.final_logit_softcapping:
@@ -416,6 +437,12 @@ def _add_rope(writer: gguf.GGUFWriter, hf: Any) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope["rope_type"] == "longrope":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_attn_factors(hf.model.rotary_emb.attention_scaling)
+        for kind in ("short", "long"):
+            factors = np.array(rope[f"{kind}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{kind}.weight", factors)
     if rope["rope_type"] == "llama3":
         size = hf.config.head_dim
         plain = rope["rope_theta"] ** -(torch.arange(0, size, 2).float() / size)

@@ -75,7 +75,9 @@ def rotation(positions: Array, frequencies: Array, factor: float) -> tuple[Array
 
     positions    int32[...] tokens
     frequencies  float32[E/2]
-    factor       attention factor that scales both (YaRN), 1 without
+    factor       attention factor that scales both of pairs that are rotated, whose frequency is
+                 not 0 (YaRN, LongRoPE); 1 without
     """
     angles = positions.astype(jnp.float32)[..., None] * frequencies
-    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+    cos = jnp.where(frequencies == 0, 1.0, jnp.cos(angles) * factor)
+    return cos, jnp.sin(angles) * factor

@@ -332,9 +332,11 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rotation(
     positions: Tensor, frequencies: Tensor, factor: float | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Cos and sin, each [..., E/2], of positions [...] (tokens) at frequencies [E/2]."""
+    """Cos and sin, each [..., E/2], of positions [...] (tokens) at frequencies [E/2]; `factor` is
+    for pairs that are rotated, whose frequency is not 0.
+    """
     angles = positions.float().unsqueeze(-1) * frequencies
-    return angles.cos() * factor, angles.sin() * factor
+    return torch.where(frequencies == 0, 1.0, angles.cos() * factor), angles.sin() * factor
 
 
 def _float8_norm(x: Tensor, weight: Tensor, eps: float) -> Float8Rows:

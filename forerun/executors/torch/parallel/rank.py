@@ -22,9 +22,9 @@ from forerun.models.gguf import GgufCheckpoint
 from forerun.models.tensor_parallel import RankCheckpoint
 
 
-def opened(path: Path) -> Checkpoint:
-    """The checkpoint at a path. Raises ModelError."""
-    return FolderCheckpoint(path) if path.is_dir() else GgufCheckpoint(path)
+def opened(path: Path, context: int | None = None) -> Checkpoint:
+    """The checkpoint at a path, for texts of up to `context` tokens. Raises ModelError."""
+    return FolderCheckpoint(path, context) if path.is_dir() else GgufCheckpoint(path, context)
 
 
 def main(argv: list[str]) -> int:
@@ -51,7 +51,7 @@ def serve(channel: Channel) -> None:
     start = RankStart.of(channel.receive().facts)
     if start.threads:
         torch.set_num_threads(start.threads)
-    checkpoint = opened(Path(start.path))
+    checkpoint = opened(Path(start.path), start.limits.context)
     channel.send(Message("here", start.identity()))
     _expect(channel, "meet")
     store = TCPStore("127.0.0.1", start.port, start.tp.size, is_master=False)

@@ -111,9 +111,10 @@ def _rotation(position, frequencies, cos, sin, factor, HALF: tl.constexpr):
     node, at = tl.program_id(0), tl.arange(0, triton.next_power_of_2(HALF))
     there = at < HALF
     where = tl.load(position + node).to(tl.float32)
-    angle = where * tl.load(frequencies + at, mask=there, other=0.0)
+    frequency = tl.load(frequencies + at, mask=there, other=0.0)
+    angle = where * frequency
     out = node.to(tl.int64) * HALF + at
-    tl.store(cos + out, tl.cos(angle) * factor, mask=there)
+    tl.store(cos + out, tl.where(frequency == 0, 1.0, tl.cos(angle) * factor), mask=there)
     tl.store(sin + out, tl.sin(angle) * factor, mask=there)
 
 

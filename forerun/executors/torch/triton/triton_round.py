@@ -39,10 +39,11 @@ def _prepare(
     where = tl.load(kv_len + row) + deep
     at = tl.arange(0, triton.next_power_of_2(HALF))
     there = at < HALF
-    angle = where.to(tl.float32) * tl.load(frequencies + kind * HALF + at, mask=there, other=0.0)
+    frequency = tl.load(frequencies + kind * HALF + at, mask=there, other=0.0)
+    angle = where.to(tl.float32) * frequency
     factor = tl.load(factors + kind)
     out = turned + (2 * kind * total + node).to(tl.int64) * HALF + at
-    tl.store(out, tl.cos(angle) * factor, mask=there)
+    tl.store(out, tl.where(frequency == 0, 1.0, tl.cos(angle) * factor), mask=there)
     tl.store(out + total.to(tl.int64) * HALF, tl.sin(angle) * factor, mask=there)
     if kind == 0:
         each = tl.arange(0, NODES)
