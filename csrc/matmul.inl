@@ -16,6 +16,8 @@ using forerun::kQ4K;
 using forerun::kQ4M;
 using forerun::kQ5K;
 using forerun::kQ6K;
+using forerun::kMX4;
+using forerun::kQ4Z;
 using forerun::kQ8;
 using forerun::Matrix;
 using forerun::Target;
@@ -53,6 +55,7 @@ struct Scales {
             return mul8(m[h], load_bytes8<false>(small + 128 + 16 * group + 8 * h));
         }
         if (Format == kQ4M) return load_half8(tile + forerun::scales_at(Format) + 32 + 16 * h);
+        if (Format == kQ4Z) return mul8(scale, load_bytes8<true>(tile + 32 + 8 * h));
         return mul8(scale, splat8(-8.0f));
     }
 };
@@ -75,8 +78,9 @@ template <int Format, int R>
 FORERUN_INLINE void group_times_rows(const uint8_t* quants, const Scales<Format>& scales, int group,
                                      const Group& x, F8 (&acc)[R][2], F8 (&low)[R][2]) {
     constexpr int pieces = Format == kQ6K ? 2 : 1;  // that have a scale of their own
-    uint8_t bytes[Format == kQ5K || Format == kQ6K ? 512 : 1];
+    uint8_t bytes[Format == kQ5K || Format == kQ6K || Format == kMX4 ? 512 : 1];
     if (Format == kQ5K) spread_fives(quants, bytes);
+    if (Format == kMX4) spread_fp4(quants, bytes);
     if (Format == kQ6K) {
         spread_sixes(quants, bytes);
         spread_sixes(quants + 192, bytes + 256);
@@ -89,6 +93,8 @@ FORERUN_INLINE void group_times_rows(const uint8_t* quants, const Scales<Format>
         }
         if (Format == kQ8) {
             dot_bytes<R>(quants, x, sum);
+        } else if (Format == kMX4) {
+            dot_bytes<R>(bytes, x, sum);
         } else if (Format == kQ5K) {
             dot_sixes<R, 0, 8>(bytes, x, sum);
         } else if (Format == kQ6K && p == 0) {
@@ -104,7 +110,7 @@ FORERUN_INLINE void group_times_rows(const uint8_t* quants, const Scales<Format>
 #pragma GCC unroll 4
             for (int r = 0; r < R; r++) {
                 acc[r][h] = fma8(float8(sum[r][h]), mul8(d, splat8(x.scale[r])), acc[r][h]);
-                if (Format != kQ8 && Format != kQ6K) {
+                if (forerun::has_offset(Format)) {
                     low[r][h] = fma8(m, splat8(x.sum[r]), low[r][h]);
                 }
             }
@@ -135,7 +141,7 @@ FORERUN_INLINE void block_times_rows(const uint8_t* tile, const Group* x, int gr
     }
     for (int r = 0; r < R; r++) {
         for (int h = 0; h < 2; h++) {
-            out[r][h] = Format == kQ8 || Format == kQ6K ? acc[r][h] : add8(acc[r][h], low[r][h]);
+            out[r][h] = forerun::has_offset(Format) ? add8(acc[r][h], low[r][h]) : acc[r][h];
         }
     }
 }
@@ -201,6 +207,8 @@ static void product(const Matrix& w, const Group* x, int rows, int first, int la
         case kQ4K: return product_as<kQ4K>(w, x, rows, first, last, out);
         case kQ5K: return product_as<kQ5K>(w, x, rows, first, last, out);
         case kQ6K: return product_as<kQ6K>(w, x, rows, first, last, out);
+        case kQ4Z: return product_as<kQ4Z>(w, x, rows, first, last, out);
+        case kMX4: return product_as<kMX4>(w, x, rows, first, last, out);
         default: return product_as<kQ8>(w, x, rows, first, last, out);
     }
 }

@@ -16,6 +16,8 @@ using forerun::kQ4K;
 using forerun::kQ4M;
 using forerun::kQ5K;
 using forerun::kQ6K;
+using forerun::kMX4;
+using forerun::kQ4Z;
 using forerun::kQ8;
 using forerun::Matrix;
 using forerun::Target;
@@ -51,6 +53,7 @@ struct Scales {
             return mul16(m, load_bytes_as_floats16<false>(small + 128 + 16 * group));
         }
         if (Format == kQ4M) return load_half16(tile + forerun::scales_at(Format) + 32);
+        if (Format == kQ4Z) return mul16(scale, load_bytes_as_floats16<true>(tile + 32));
         return mul16(scale, splat16(-8.0f));
     }
 };
@@ -87,6 +90,7 @@ FORERUN_INLINE void load_operands(const uint8_t* quants, I16 (&w)[kOperands<Form
     w[0] = Format == kQ8 ? plus_128(bytes) : low_nibbles16(bytes);
     if (Format == kQ8) return;
     w[last] = high_nibbles16(bytes);
+    for (int k = 0; Format == kMX4 && k <= last; k++) w[k] = fp4_plus_128(w[k]);
     if (Format != kQ5K) return;
     const I16 fifth = load_bytes16(quants + 256);
     w[0] = with_fifth16<2 * J % 8>(w[0], fifth);
@@ -118,7 +122,8 @@ FORERUN_INLINE void dot_piece(const uint8_t* const (&quants)[V], const Group* x,
 
 // Formats of nibbles alone.
 template <int Format>
-constexpr bool kNibbles = Format == kQ4 || Format == kQ4M || Format == kQ4K;
+constexpr bool kNibbles =
+    Format == kQ4 || Format == kQ4M || Format == kQ4K || Format == kQ4Z;
 // Up to so many rows, what is done to a weight weighs more than what is done to its products.
 constexpr int kFewRows = 2;
 
@@ -170,7 +175,7 @@ FORERUN_INLINE void dot_pieces(const uint8_t* const (&quants)[V], const Group* x
 template <int Format>
 FORERUN_INLINE int32_t first_sum(const Group& lanes, int r, int half) {
     if (Format == kQ6K) return lanes.excess32[r % kLanes][half];
-    return Format == kQ8 ? lanes.excess[r % kLanes] : 0;
+    return Format == kQ8 || Format == kMX4 ? lanes.excess[r % kLanes] : 0;
 }
 
 // acc and low of group `group` of V tiles; with Q6_K of the half `Half` of its inputs.
@@ -178,7 +183,7 @@ template <int Format, int R, int V, int Half>
 FORERUN_INLINE void groups_times_rows(const uint8_t* const (&quants)[V],
                                       const Scales<Format> (&scales)[V], int group, const Group* x,
                                       int groups, F16 (&acc)[R][V], F16 (&low)[R][V]) {
-    constexpr bool offset = Format != kQ8 && Format != kQ6K;
+    constexpr bool offset = forerun::has_offset(Format);
     I16 sum[R][V];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
@@ -250,8 +255,7 @@ FORERUN_INLINE void blocks_times_rows(const Matrix& w, int block, const Group* x
     }
     for (int r = 0; r < R; r++) {
         for (int v = 0; v < V; v++) {
-            const bool offset = Format != kQ8 && Format != kQ6K;
-            out[r][v] = offset ? add16(acc[r][v], low[r][v]) : acc[r][v];
+            out[r][v] = forerun::has_offset(Format) ? add16(acc[r][v], low[r][v]) : acc[r][v];
         }
     }
 }
@@ -338,6 +342,8 @@ static void product(const Matrix& w, const Group* x, int rows, int first, int la
         case kQ4K: return product_as<kQ4K>(w, x, rows, first, last, out);
         case kQ5K: return product_as<kQ5K>(w, x, rows, first, last, out);
         case kQ6K: return product_as<kQ6K>(w, x, rows, first, last, out);
+        case kQ4Z: return product_as<kQ4Z>(w, x, rows, first, last, out);
+        case kMX4: return product_as<kMX4>(w, x, rows, first, last, out);
         default: return product_as<kQ8>(w, x, rows, first, last, out);
     }
 }

@@ -91,6 +91,17 @@ Piece read_piece(Source source, int format, const uint8_t* row, int group, int i
             piece.m = load_half(row + (size_t)group * 20 + 2);
             read_nibbles(row + (size_t)group * 20 + 4, piece);
             return piece;
+        case kFileQ4Z:
+            row += (size_t)(group / 4) * 68;
+            piece.d = load_half(row);
+            piece.m = row[2];
+            read_nibbles(row + 4 + 16 * (group % 4), piece);
+            return piece;
+        case kFileMXFP4:
+            row += (size_t)group * 17;
+            piece.d = half_from_float(std::ldexp(1.0f, (int)row[0] - 128));
+            read_nibbles(row + 1, piece);
+            return piece;
         case kFileQ8_0:
             piece.d = load_half(row + (size_t)group * 34);
             memcpy(piece.q, row + (size_t)group * 34 + 2, kGroup);
@@ -104,11 +115,13 @@ Piece read_piece(Source source, int format, const uint8_t* row, int group, int i
     return piece;
 }
 
-void write_piece(int format, const Piece& piece, int channel, uint8_t* tile) {
-    uint8_t* at = tile + 4 * channel;
+// `group`: of the tile.
+void write_piece(int format, const Piece& piece, int group, int channel, uint8_t* tile) {
+    uint8_t* at = tile + quants_at(format) + group * group_bytes(format) + 4 * channel;
     uint8_t* scales = tile + scales_at(format) + 2 * channel;
     memcpy(scales, &piece.d, 2);
     if (format == kQ4M) memcpy(scales + 2 * kBlock, &piece.m, 2);
+    if (format == kQ4Z) tile[2 * kBlock + channel] = (uint8_t)-piece.m;
     if (format == kQ8) {
         for (int i = 0; i < kGroup; i += 4) memcpy(at + 16 * i, piece.q + i, 4);
         return;
@@ -162,6 +175,8 @@ int own_format(Source source) {
         case kFileF32: return kF32;
         case kFileF16: return kF16;
         case kFileBF16: return kBF16;
+        case kFileQ4Z: return kQ4Z;
+        case kFileMXFP4: return kMX4;
         default: return kQ8;
     }
 }
@@ -188,6 +203,8 @@ size_t source_row_bytes(Source source, int inputs) {
         case kFileQ4_K: return blocks * 144;
         case kFileQ5_K: return blocks * 176;
         case kFileQ6_K: return blocks * 210;
+        case kFileQ4Z: return groups / 4 * 68;
+        case kFileMXFP4: return groups * 17;
         case kFileF32: return (size_t)inputs * 4;
         default: return (size_t)inputs * 2;
     }
@@ -206,16 +223,19 @@ void pack(Source source, int format, const uint8_t* rows, int channels, int inpu
             pack_k_quants(format, from, row_bytes, inputs, lanes, tile);
             continue;
         }
-        if (lanes < kBlock || inputs % kGroup) memset(tile, 0, block_bytes);
-        for (int group = 0; group < groups; group++, tile += tile_bytes(format)) {
+        if (lanes < kBlock || inputs % kGroup || format == kQ4Z) memset(tile, 0, block_bytes);
+        for (int group = 0; group < groups; group++) {
+            const int within = group % tile_groups(format);
             for (int lane = 0; lane < lanes; lane++) {
                 const uint8_t* row = from + lane * row_bytes;
                 if (is_float(format)) {
                     write_floats(format, row, group, inputs, lane, tile);
                 } else {
-                    write_piece(format, read_piece(source, format, row, group, inputs), lane, tile);
+                    const Piece piece = read_piece(source, format, row, group, inputs);
+                    write_piece(format, piece, within, lane, tile);
                 }
             }
+            if (within + 1 == tile_groups(format)) tile += tile_bytes(format);
         }
     }
 }
@@ -229,19 +249,25 @@ void unpack_row(const Matrix& matrix, int channel, float* out) {
         out[i] = read_float(format, at + float_at(format, i % kGroup, lane));
     }
     if (is_float(format)) return;
-    for (int base = 0; base < matrix.inputs; base += kGroup, tile += tile_bytes(format)) {
+    for (int base = 0; base < matrix.inputs; base += kGroup) {
+        const int group = base / kGroup % tile_groups(format);
         const uint8_t* scales = tile + scales_at(format) + 2 * lane;
+        const uint8_t* quants = tile + quants_at(format) + group * group_bytes(format);
         const float d = half_at(scales), m = format == kQ4M ? half_at(scales + 2 * kBlock) : 0.0f;
+        const int zero = format == kQ4Z ? -(int8_t)tile[2 * kBlock + lane] : 8;
         const int count = matrix.inputs - base < kGroup ? matrix.inputs - base : kGroup;
         for (int i = 0; i < count; i++) {
             if (format == kQ8) {
-                out[base + i] = d * (float)(int8_t)tile[64 * (i / 4) + 4 * lane + i % 4];
+                out[base + i] = d * (float)(int8_t)quants[64 * (i / 4) + 4 * lane + i % 4];
                 continue;
             }
-            const uint8_t both = tile[64 * (i / 8) + 4 * lane + i % 4];
+            const uint8_t both = quants[64 * (i / 8) + 4 * lane + i % 4];
             const int q = i % 8 < 4 ? both & 15 : both >> 4;
-            out[base + i] = format == kQ4 ? d * (float)(q - 8) : d * (float)q + m;
+            out[base + i] = format == kQ4M   ? d * (float)q + m
+                            : format == kMX4 ? d * (float)kFp4[q]
+                                             : d * (float)(q - zero);
         }
+        if (group + 1 == tile_groups(format)) tile += tile_bytes(format);
     }
 }
 

@@ -9,6 +9,12 @@
 //   Q4    256 B nibbles, half d[16]             w = d * (q - 8)      (GGUF Q4_0)
 //   Q4M   256 B nibbles, half d[16], half m[16] w = d * q + m        (GGUF Q4_1)
 //   Q8    512 B bytes,   half d[16]             w = d * q            (GGUF Q8_0, and the rest)
+//   MX4   256 B nibbles, half d[16]             w = d * e[q]         (GGUF MXFP4; kFp4 is e)
+//
+// Where 128 inputs share a scale and a zero point (GPTQ, AWQ), a tile is one block x four groups:
+//
+//   Q4Z   half d[16], int8 -z[16], 16 B unused, then for each of 4 groups
+//         256 B nibbles                         w = d * (q - z)
 //
 // K-quants share scales among 256 inputs, so that a tile is one block x eight groups, with as many
 // bytes as the file has for it:
@@ -52,6 +58,8 @@ enum Format : int32_t {
     kF32 = 6,
     kF16 = 7,
     kBF16 = 8,
+    kQ4Z = 9,
+    kMX4 = 10,
 };
 
 // This header is compiled for several instruction sets. Nothing in it may be shared between
@@ -60,10 +68,17 @@ enum Format : int32_t {
 
 static constexpr bool is_k_quant(int format) { return format >= kQ4K && format <= kQ6K; }
 static constexpr bool is_float(int format) { return format >= kF32 && format <= kBF16; }
+// Whether a tile begins with its scales.
+static constexpr bool scales_first(int format) { return is_k_quant(format) || format == kQ4Z; }
+// Whether low, which is the sum of activations times something, is part of a product.
+static constexpr bool has_offset(int format) {
+    return format != kQ8 && format != kQ6K && format != kMX4;
+}
 
-// Groups of a tile, the bytes of one group's quants, and those of a tile's scales, which come first
-// in K-quants and last elsewhere.
-static constexpr int tile_groups(int format) { return is_k_quant(format) ? 8 : 1; }
+// Groups of a tile, the bytes of one group's quants, and those of a tile's scales.
+static constexpr int tile_groups(int format) {
+    return is_k_quant(format) ? 8 : format == kQ4Z ? 4 : 1;
+}
 static constexpr int group_bytes(int format) {
     return format == kF32     ? 2048
            : is_float(format) ? 1024
@@ -76,11 +91,11 @@ static constexpr int scale_bytes(int format) {
     return is_float(format)     ? 0
            : format == kQ6K     ? 288
            : is_k_quant(format) ? 256
-           : format == kQ4M     ? 64
+           : format == kQ4M || format == kQ4Z ? 64
                                 : 32;
 }
-static constexpr int scales_at(int format) { return is_k_quant(format) ? 0 : group_bytes(format); }
-static constexpr int quants_at(int format) { return is_k_quant(format) ? scale_bytes(format) : 0; }
+static constexpr int scales_at(int format) { return scales_first(format) ? 0 : group_bytes(format); }
+static constexpr int quants_at(int format) { return scales_first(format) ? scale_bytes(format) : 0; }
 static constexpr int tile_bytes(int format) {
     return tile_groups(format) * group_bytes(format) + scale_bytes(format);
 }
@@ -130,7 +145,12 @@ enum Source : int32_t {
     kFileQ4_K,
     kFileQ5_K,
     kFileQ6_K,
+    kFileQ4Z,    // of 128 numbers: half d, uint8 z, a byte unused, four times Q4_0's 16 bytes
+    kFileMXFP4,  // of 32 numbers: an exponent e, d = 2^(e - 128) in a half's range, 16 bytes likewise
 };
+
+// Twice the numbers of E2M1 (OCP Microscaling Formats 1.0, section 5.3.3).
+static constexpr int8_t kFp4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 // The format that keeps a file's numbers.
 int own_format(Source source);

@@ -104,6 +104,18 @@ FORERUN_INLINE I8 nibbles(I8 both, bool high) {
     return _mm256_and_si256(high ? _mm256_srli_epi16(both, 4) : both, _mm256_set1_epi8(15));
 }
 
+// One group's nibbles of E2M1 as 512 signed bytes, twice what they stand for, in the order of bytes.
+FORERUN_INLINE void spread_fp4(const uint8_t* quants, uint8_t* out) {
+    const I8 table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)forerun::kFp4));
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+        const I8 both = load_bytes(quants + 32 * i);
+        uint8_t* at = out + i / 2 * 128 + i % 2 * 32;
+        _mm256_storeu_si256((__m256i*)at, _mm256_shuffle_epi8(table, nibbles(both, false)));
+        _mm256_storeu_si256((__m256i*)(at + 64), _mm256_shuffle_epi8(table, nibbles(both, true)));
+    }
+}
+
 #ifndef FORERUN_VNNI
 
 // u8 x s8 products of nibbles fit 16 bits even when eight are added: 8 * 2 * 15 * 127 < 2^15.

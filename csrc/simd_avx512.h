@@ -87,6 +87,12 @@ FORERUN_INLINE I16 high_bits16(I16 a, I16 b, I16 c) {
                                                _mm512_set1_epi8(12), 0xf8);
     return _mm512_ternarylogic_epi32(four, _mm512_srli_epi16(c, 2), _mm512_set1_epi8(48), 0xf8);
 }
+// 128 more than what nibbles stand for in E2M1, twice (kFp4).
+FORERUN_INLINE I16 fp4_plus_128(I16 nibbles) {
+    const __m128i table = _mm_loadu_si128((const __m128i*)forerun::kFp4);
+    const I16 found = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), nibbles);
+    return _mm512_xor_si512(found, _mm512_set1_epi8((char)0x80));
+}
 // Signed bytes as unsigned ones that are 128 larger.
 FORERUN_INLINE I16 plus_128(I16 bytes) {
     return _mm512_xor_si512(bytes, _mm512_set1_epi8((char)0x80));

@@ -116,6 +116,17 @@ FORERUN_INLINE int8x16_t splat_bytes(const int8_t* at) {
     return vreinterpretq_s8_s32(vdupq_n_s32(four));
 }
 
+// One group's nibbles of E2M1 as 512 signed bytes, twice what they stand for, in the order of bytes.
+FORERUN_INLINE void spread_fp4(const uint8_t* quants, uint8_t* out) {
+    const int8x16_t table = vld1q_s8(forerun::kFp4);
+    for (int i = 0; i < 16; i++) {
+        const uint8x16_t both = vld1q_u8(quants + 16 * i);
+        int8_t* at = (int8_t*)out + i / 4 * 128 + i % 4 * 16;
+        vst1q_s8(at, vqtbl1q_s8(table, vandq_u8(both, vdupq_n_u8(15))));
+        vst1q_s8(at + 64, vqtbl1q_s8(table, vshrq_n_u8(both, 4)));
+    }
+}
+
 template <int R>
 FORERUN_INLINE void dot_nibbles(const uint8_t* tile, const Group& x, I8 (&sum)[R][2]) {
     const uint8x16_t mask = vdupq_n_u8(15);

@@ -112,6 +112,15 @@ FORERUN_INLINE F8 float8(I8 a) {
     return r;
 }
 
+// One group's nibbles of E2M1 as 512 signed bytes, twice what they stand for, in the order of bytes.
+static void spread_fp4(const uint8_t* quants, uint8_t* out) {
+    for (int i = 0; i < 256; i++) {
+        const int at = i / 64 * 128 + i % 64;
+        out[at] = (uint8_t)forerun::kFp4[quants[i] & 15];
+        out[at + 64] = (uint8_t)forerun::kFp4[quants[i] >> 4];
+    }
+}
+
 // For channel c = 8 h + lane: sum[r][h] becomes the sum over 32 inputs of the channel's nibbles
 // times row r's activations.
 template <int R>

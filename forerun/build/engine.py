@@ -27,7 +27,7 @@ from forerun.build.drafting import (
     with_shipped,
 )
 from forerun.build.executor_entry import OpenedDraft, Progress
-from forerun.build.memory import MemoryPlan, Needs, plan_memory, widened
+from forerun.build.memory import MemoryPlan, Needs, few_bits_sentence, plan_memory
 from forerun.build.prepare import prepare
 from forerun.build.registry import EXECUTORS, check_offered, choose_executor, draft_model
 from forerun.build.with_cpu import ngram_drafter
@@ -298,14 +298,16 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     chunk = config.chunked_prefill_size or entry.prefill_chunk(config, None)
     config = replace(config, chunked_prefill_size=chunk)
     needs = entry.needs(config, arch, model.checkpoint)
-    for method in getattr(model.checkpoint, "methods", ()):
-        warnings.warn(widened(model.path, method, needs.weights), stacklevel=3)
+    weights = needs.weights
     parts, fault = excused(config, lambda: _drafts(config, model))
     draft, table = (parts.model, parts.table) if parts else (None, None)
     if draft is not None:
         needs = with_draft(needs, draft, entry.draft_item(config))
     memory = plan_memory(config, needs, entry.free_memory(config), fill=config.device != "cpu")
     executor = entry.build(config, model.checkpoint, memory.limits, progress or (lambda *_: None))
+    kept = str(executor.describe()["dtype"]) if config.executor == "cpu" else None
+    for method in getattr(model.checkpoint, "methods", ()):
+        warnings.warn(few_bits_sentence(model.path, method, weights, kept), stacklevel=3)
     if config.overlap is None:
         config = replace(config, overlap=executor.capabilities.overlap)
     policy = "adaptive" if config.policy == "auto" else config.policy

@@ -184,13 +184,17 @@ def dense_needs(config: EngineConfig, arch: Architecture, checkpoint: object) ->
     return needs_of(arch, weights, arch.cache_layer.planes * arch.layers * arch.kv_heads * head)
 
 
-def widened(path: Path, method: Method, weights: int) -> str:
-    """The sentence for people that a checkpoint stored in few bits takes `weights` bytes once it is
-    read. Raises OSError where its files are gone.
+def few_bits_sentence(path: Path, method: Method, weights: int, kept: str | None = None) -> str:
+    """The sentence that a checkpoint stored in few bits takes `weights` bytes here.
+
+    kept  how the executor keeps its matrices, in words; None: they are widened
+
+    Raises OSError where its files are gone.
     """
+    how = "they are widened when they are read" if kept is None else f"here {kept}"
     return (
-        f"{path.name} stores its matrices in few bits ({method.title}); they are widened when they "
-        f"are read: {human(weights)} of weights, {human(bytes_on_disk(path))} on disk."
+        f"{path.name} stores its matrices in few bits ({method.title}); {how}: {human(weights)} of "
+        f"weights, {human(bytes_on_disk(path))} on disk."
     )
 
 

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 from forerun.errors import ModelError
 from forerun.models.arch import Architecture, expected_tensors
-from forerun.models.mapped import Packed
+from forerun.models.mapped import FourBits, Packed
 from forerun.types import Floats
 
 _NAMED = 12
@@ -54,6 +54,21 @@ class ReadInParts(Protocol):
 
     def part(self, name: str, rows: slice, columns: slice) -> Floats:
         """Some rows and columns as float32; little else is read. KeyError."""
+        ...
+
+
+@runtime_checkable
+class InFourBits(Protocol):
+    """A checkpoint some of whose matrices are 4-bit integers, which may stay what they are."""
+
+    def four_bit_group(self, name: str) -> int:
+        """Inputs that share a scale and a zero point; 0 where the matrix is not stored so, or its
+        scales are no halves. KeyError.
+        """
+        ...
+
+    def four_bits(self, name: str) -> FourBits:
+        """The matrix as stored, if it is stored so. KeyError."""
         ...
 
 

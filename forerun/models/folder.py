@@ -14,7 +14,7 @@ from forerun.models.checkpoint import check_whole, shortened
 from forerun.models.config_json import architecture_from, read_json
 from forerun.models.converted import read_pickled
 from forerun.models.keys import shown
-from forerun.models.mapped import Packed, TensorFile
+from forerun.models.mapped import FourBits, Packed, TensorFile
 from forerun.models.naming import IN_LAYER, Held, StoredPart, layer_pieces
 from forerun.models.prediction_layers import divided
 from forerun.models.quantised.files import with_matrices
@@ -75,6 +75,14 @@ class FolderCheckpoint:
         else is read.
         """
         return self._held[name].part(rows, columns)
+
+    def four_bit_group(self, name: str) -> int:
+        """Columns of a matrix of 4-bit integers that share a scale; 0: it is none. KeyError."""
+        return self._held[name].four_bit_group()
+
+    def four_bits(self, name: str) -> FourBits:
+        """A matrix with such a group as stored. KeyError."""
+        return self._held[name].four_bits()
 
     def packed(self, name: str) -> Packed | None:
         """A matrix of floats as stored; None for a vector, and for what is stored in few bits."""

@@ -56,6 +56,25 @@ class Packed:
 
 
 @dataclass(frozen=True, slots=True)
+class FourBits:
+    """A matrix w [N,K] of 4-bit integers: w = scales (numbers - zeros), exact in float32.
+
+    numbers  uint8[N,K] from 0 to 15
+    scales   float16[N,K/group]
+    zeros    uint8[N,K/group] from 0 to 15
+    """
+
+    numbers: NDArray[np.uint8]
+    scales: NDArray[np.float16]
+    zeros: NDArray[np.uint8]
+
+    @property
+    def group(self) -> int:
+        """Columns that share a scale."""
+        return int(self.numbers.shape[1]) // int(self.scales.shape[1])
+
+
+@dataclass(frozen=True, slots=True)
 class TensorFile:
     """A mapped file whose table of tensors has been checked against its size."""
 
@@ -76,6 +95,16 @@ class TensorFile:
         if len(stored.shape) != 2:
             return None
         return Packed(stored.kind, self.rows(name), stored.shape[-1])
+
+    def four_bit_group(self, name: str) -> int:
+        """Columns that share a scale in a matrix of 4-bit integers whose scales are halves; 0: it
+        is none.
+        """
+        return 0
+
+    def four_bits(self, name: str) -> FourBits:
+        """A matrix for which four_bit_group is not 0."""
+        raise AssertionError(f"{name} is no matrix of 4-bit integers")
 
     def part(self, name: str, rows: slice, columns: slice) -> Floats:
         """Some rows and columns of a matrix as float32."""

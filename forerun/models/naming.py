@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from forerun.models.arch import Architecture, Family, layer_tensors
 from forerun.models.layer_spec import LayerSpec
-from forerun.models.mapped import Packed, TensorFile
+from forerun.models.mapped import FourBits, Packed, TensorFile
 from forerun.models.rope import Rope
 from forerun.types import AnyArray, Floats
 
@@ -87,6 +87,18 @@ class Held:
         cut = self.file.part(self.name, slice(first, int(which.max()) + 1), columns)
         found: Floats = cut[which - first]
         return found
+
+    def four_bit_group(self) -> int:
+        """TensorFile.four_bit_group; 0 of an expert's part of a tensor too."""
+        piece = self.piece
+        whole = len(piece.shape) == 2 and not piece.transposed and piece.expert is None
+        return self.file.four_bit_group(self.name) if whole else 0
+
+    def four_bits(self) -> FourBits:
+        """The matrix, which has such a group."""
+        found = self.file.four_bits(self.name)
+        parts = (self._ordered(part) for part in (found.numbers, found.scales, found.zeros))
+        return FourBits(*parts)
 
     def rows(self) -> NDArray[np.uint8]:
         """uint8[rows, bytes of a row] of a matrix; a view of the file where possible."""

@@ -92,9 +92,8 @@ def _scaling(kind: str, inner: Keys, context: int, original: int) -> Scaling | N
         stretch = inner.real("factor", context / max(original, 1))
         recommended = longrope_attention_factor(stretch, original)
         factor = inner.real("attention_factor", recommended)
-        return LongRope(
-            *(_divisors(inner, f"{n}_factor") for n in ("short", "long")), original, factor
-        )
+        short, long = (_divisors(inner, f"{name}_factor") for name in ("short", "long"))
+        return LongRope(short, long, original, factor)
     if kind != "yarn":
         raise inner.unfit("rope_type", kind, "default, linear, llama3, longrope or yarn")
     factor = inner.real("factor", context / max(original, 1))

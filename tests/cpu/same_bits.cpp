@@ -161,17 +161,22 @@ static void compare(const Kernels& k) {
         const Floats logits = normal(1003, spread);
         same(k.name, "choice", choices_by(k, logits), choices_by(plain, logits));
     }
-    for (int source : {kFileQ4_0, kFileQ4_1, kFileQ8_0, kFileQ4_K, kFileQ5_K, kFileQ6_K}) {
+    for (int source : {kFileQ4_0, kFileQ4_1, kFileQ8_0, kFileQ4_K, kFileQ5_K, kFileQ6_K, kFileQ4Z,
+                       kFileMXFP4}) {
         for (int rows : {1, 2, 3, 4, 7, 65}) {
             const int format = own_format((Source)source);
-            const int channels = 40, inputs = is_k_quant(format) ? 512 : 96;
+            const int channels = 40, inputs = tile_groups(format) > 1 ? 512 : 96;
             std::vector<uint8_t> file(channels * source_row_bytes((Source)source, inputs));
             for (uint8_t& byte : file) byte = (uint8_t)(random_bits() & 0xff);
             // Scales: a byte of which every value makes a modest half.
-            const size_t step = source_row_bytes((Source)source, is_k_quant(format) ? 256 : 32);
+            const size_t step = source_row_bytes((Source)source, 32 * tile_groups(format));
             const size_t first = source == kFileQ6_K ? 208 : 0;
             const bool two = format == kQ4M || format == kQ4K || format == kQ5K;
             for (size_t at = first; at < file.size(); at += step) {
+                if (source == kFileMXFP4) {
+                    file[at] = (uint8_t)(118 + file[at] % 20);
+                    continue;
+                }
                 file[at + 1] = 0x20 | (file[at + 1] & 0x93);
                 if (two) file[at + 3] = 0x20 | (file[at + 3] & 0x93);
             }

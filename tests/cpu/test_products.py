@@ -6,6 +6,8 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
 from forerun.executors.cpu import native
+from forerun.executors.cpu.few_bits import rows_of_bytes, rows_of_tiles
+from forerun.models.mapped import FourBits
 from tests.cpu.twin import quantised
 
 SOURCES = {"Q4_0": 0, "Q4_1": 1, "Q8_0": 2, "F32": 3, "F16": 4, "BF16": 5}
@@ -21,6 +23,34 @@ def stored(weight, kind):
     return np.ascontiguousarray(raw).view(np.uint8), dequantize(raw, quant)
 
 
+FOUR_BITS = {"integers": 9, "MXFP4": 10}
+"""4 bits that no type of ggml's quantisers writes."""
+
+
+def four_bit_rows(random, kind, channels, inputs):
+    """uint8[channels, bytes of a row], what it means, and its numbers as Q8_0, which holds them."""
+    if kind == "MXFP4":
+        raw = random.integers(0, 256, (channels, inputs // 32, 17), dtype=np.uint8)
+        raw[..., 0] = random.integers(118, 130, raw.shape[:2])
+        raw = raw.reshape(channels, -1)
+        meant = dequantize(raw, GGMLQuantizationType["MXFP4"])
+        groups = meant.reshape(channels, -1, 32)
+        scale = np.exp2(raw.reshape(channels, -1, 17)[..., 0] - np.float32(128))
+    else:
+        group = 128
+        scales = random.uniform(0.001, 0.01, (channels, inputs // group)).astype(np.float16)
+        zeros = random.integers(0, 16, scales.shape, dtype=np.uint8)
+        numbers = random.integers(0, 16, (channels, inputs), dtype=np.uint8)
+        raw = rows_of_tiles(FourBits(numbers, scales, zeros))
+        whole = (numbers.astype(np.float32) - np.repeat(zeros, group, 1)).reshape(channels, -1, 32)
+        scale = np.repeat(scales, group // 32, 1).astype(np.float32)
+        groups = whole * scale[..., None]
+    eight = np.empty((channels, inputs // 32, 34), np.uint8)
+    eight[..., :2] = scale.astype(np.float16)[..., None].view(np.uint8)
+    eight[..., 2:] = np.rint(groups / scale[..., None]).astype(np.int8).view(np.uint8)
+    return raw, groups.reshape(channels, inputs), eight.reshape(channels, -1)
+
+
 INSTRUCTION_SETS = ("avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon")
 
 
@@ -32,7 +62,7 @@ def multiply(kernels, kind, raw, channels, x, becomes=None):
     x = np.ascontiguousarray(x, np.float32)
     out = np.full((len(x), channels), np.nan, np.float32)
     library = native.load()
-    source = (SOURCES | {name: entry[0] for name, entry in K_QUANTS.items()})[kind]
+    source = (SOURCES | FOUR_BITS | {name: entry[0] for name, entry in K_QUANTS.items()})[kind]
     code = library.forerun_multiply(
         kernels.encode(),
         source,
@@ -154,6 +184,30 @@ def test_k_quants(random, kind, kernels):
     assert np.all(np.abs(found - expected) <= 2e-6 * size)
 
 
+@pytest.mark.parametrize("kernels", ["", "portable"])
+@pytest.mark.parametrize("kind", FOUR_BITS)
+def test_four_bits_that_ggml_does_not_write(random, kind, kernels):
+    raw, weight, eight = four_bit_rows(random, kind, 40, 512)
+    x = random.standard_normal((5, 512)).astype(np.float32)
+    found = multiply(kernels, kind, raw, 40, x)
+    # The two parts of a weight with a zero point are added up apart.
+    size = np.abs(x).sum(-1, keepdims=True) * np.abs(weight).max() * 2
+    assert np.all(np.abs(found - quantised(x) @ weight.T.astype(np.float64)) <= 2e-6 * size)
+    if kind == "MXFP4":  # The same integers, and the same order of float32.
+        assert np.array_equal(found, multiply(kernels, "Q8_0", eight, 40, x))
+
+
+def test_small_groups_of_integers_are_the_same_numbers_in_eight_bits(random):
+    for group in (32, 64):
+        scales = random.uniform(0.001, 0.01, (24, 256 // group)).astype(np.float16)
+        zeros = random.integers(0, 16, scales.shape, dtype=np.uint8)
+        numbers = random.integers(0, 16, (24, 256), dtype=np.uint8)
+        rows = rows_of_bytes(FourBits(numbers, scales, zeros))
+        meant = numbers.astype(np.float32) - np.repeat(zeros, group, 1)
+        meant *= np.repeat(scales, group, 1).astype(np.float32)
+        assert np.array_equal(dequantize(rows, GGMLQuantizationType["Q8_0"]), meant)
+
+
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
 def test_extreme_integers_do_not_overflow(random, kind):
     """Every weight and activation at the end of its range, signs at random or all alike."""
@@ -219,7 +273,7 @@ def test_kernels_are_chosen_by_name():
 
 
 @pytest.mark.parametrize("kernels", INSTRUCTION_SETS)
-@pytest.mark.parametrize("kind", [*SOURCES, *K_QUANTS])
+@pytest.mark.parametrize("kind", [*SOURCES, *K_QUANTS, *FOUR_BITS])
 @pytest.mark.parametrize(("channels", "inputs"), [(16, 256), (33, 512), (100, 256)])
 def test_every_instruction_set_gives_the_bits_of_plain_code(
     random, kernels, kind, channels, inputs
@@ -229,6 +283,8 @@ def test_every_instruction_set_gives_the_bits_of_plain_code(
         pytest.skip(f"this machine or this build has no {kernels}")
     if kind in K_QUANTS:
         raw = k_quantised(random, kind, channels, inputs)
+    elif kind in FOUR_BITS:
+        raw, _, _ = four_bit_rows(random, kind, channels, inputs)
     else:
         raw, _ = stored(random.standard_normal((channels, inputs)).astype(np.float32), kind)
     for rows in (*range(1, 18), 31, 64, 65, 67, 72, 130):

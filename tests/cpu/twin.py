@@ -7,6 +7,7 @@ float64 where the core sums in float32.
 
 import numpy as np
 
+from forerun.models.checkpoint import InFourBits
 from forerun.models.layer_spec import NORM_NAMES, Experts
 
 GROUP = 32
@@ -32,6 +33,9 @@ def packed(checkpoint, name):
     """A matrix as the core keeps it, float32."""
     matrix, stored = checkpoint.tensor(name), checkpoint.packed(name)
     if stored is not None and stored.kind in KEPT:
+        return matrix
+    group = checkpoint.four_bit_group(name) if isinstance(checkpoint, InFourBits) else 0
+    if group and group % GROUP == 0:
         return matrix
     rows, columns = matrix.shape
     padded = np.zeros((rows, -(-columns // GROUP) * GROUP), np.float32)

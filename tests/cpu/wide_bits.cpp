@@ -16,12 +16,12 @@ int main() {
     std::normal_distribution<float> draw(0, 3);
     const Kernels& plain = *choose_kernels("portable");
     int compared = 0;
-    for (int format : {kQ4, kQ4M, kQ8, kQ4K, kQ5K, kQ6K}) {
+    for (int format : {kQ4, kQ4M, kQ8, kQ4K, kQ5K, kQ6K, kQ4Z, kMX4}) {
         for (int channels : {16, 40, 100}) {
             Matrix w;
             w.format = format;
             w.channels = channels;
-            w.inputs = is_k_quant(format) ? 512 : 96;
+            w.inputs = tile_groups(format) > 1 ? 512 : 96;
             std::vector<uint8_t> tiles(w.blocks() * w.block_bytes());
             for (uint8_t& byte : tiles) byte = (uint8_t)random_bits();
             const int halves = format == kQ4M || format == kQ4K || format == kQ5K ? 32 : 16;

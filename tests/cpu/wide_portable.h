@@ -106,6 +106,9 @@ static I16 high_bits16(I16 a, I16 b, I16 c) {
     memcpy(a.of, from[0], 64);
     return a;
 }
+static I16 fp4_plus_128(I16 all) {
+    return bytes(all, [](uint8_t a) { return forerun::kFp4[a] ^ 0x80; });
+}
 static I16 plus_128(I16 all) { return bytes(all, [](uint8_t a) { return a ^ 0x80; }); }
 
 static I16 dot16(I16 sum, I16 w, const int8_t* q) {

@@ -96,6 +96,42 @@ def test_matrices_are_what_their_format_says(name, tmp_path):
         assert checkpoint.packed(weight) is None
 
 
+KEPT = {"gptq": 16, "gptq-v2": 16, "awq": 16, "packed": 16, "packed-zeros": 16}
+"""Formats of 4-bit integers whose groups are columns that stand together -> columns of one."""
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_four_bit_integers_are_the_matrix(name, tmp_path):
+    folder, meant = made(tmp_path, name)
+    checkpoint = FolderCheckpoint(folder)
+    for weight, numbers in meant.items():
+        group = checkpoint.four_bit_group(weight)
+        assert group == (numbers.shape[1] if name == "gptq-channel" else KEPT.get(name, 0))
+        if group:
+            found = checkpoint.four_bits(weight)
+            assert found.group == group
+            zeros, scales = (np.repeat(part, group, 1) for part in (found.zeros, found.scales))
+            made_of = (found.numbers.astype(np.float32) - zeros) * scales.astype(np.float32)
+            np.testing.assert_array_equal(made_of, numbers)
+
+
+def test_scales_that_are_no_halves_are_not_kept(tmp_path):
+    folder, _ = made(tmp_path, "awq")
+    name = "model.layers.0.mlp.up_proj"
+    assert FolderCheckpoint(folder).four_bit_group(f"{name}.weight") == 16
+
+    def change(tensors):
+        scales = tensors[f"{name}.scales"].float()
+        scales[1, 2] *= 1.0001
+        tensors[f"{name}.scales"] = scales
+
+    rewrite(folder, change)
+    checkpoint = FolderCheckpoint(folder)
+    assert checkpoint.four_bit_group(f"{name}.weight") == 0
+    assert checkpoint.four_bit_group("model.layers.1.mlp.up_proj.weight") == 16
+    assert checkpoint.four_bit_group("model.embed_tokens.weight") == 0
+
+
 class Watched(np.ndarray):
     """Counts the bytes that are taken of it as a matrix."""
 

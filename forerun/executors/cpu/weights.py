@@ -1,9 +1,9 @@
 """A checkpoint's tensors into the compiled core, packed as csrc/quant.h describes.
 
-Floats, Q4_0, Q4_1, Q8_0, Q4_K, Q5_K and Q6_K keep the file's own numbers exactly, in as many
-bytes, MXFP4 in twice as many. Other quants, and floats where that is asked for, become 8 bits in
-groups of 32: symmetric, scale = largest / 127 as a half, rounded to nearest; or floats 4 bits, 16
-steps from a group's smallest number to its largest.
+Floats, Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4 and 4-bit integers in groups of 128 keep the
+file's own numbers exactly, in as many bytes; smaller groups in twice as many. Other quants, and
+floats where that is asked for, become 8 bits in groups of 32: symmetric, scale = largest / 127 as a
+half, rounded to nearest; or floats 4 bits, 16 steps from a group's smallest number to its largest.
 """
 
 import ctypes
@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from forerun.errors import ModelError
 from forerun.executors.cpu import native
+from forerun.executors.cpu.few_bits import TILE, check_fp4, rows_of_bytes, rows_of_tiles
 from forerun.models.arch import Architecture
-from forerun.models.checkpoint import Checkpoint
+from forerun.models.checkpoint import Checkpoint, InFourBits
 from forerun.models.layer_spec import NORM_NAMES, Dense, Experts, LayerSpec
 from forerun.models.mapped import release
 from forerun.types import AnyArray, Floats, Ints
@@ -31,10 +31,14 @@ _KINDS = {
     "Q4_K": (6, 256, 144),
     "Q5_K": (7, 256, 176),
     "Q6_K": (8, 256, 210),
+    "4-bit integers": (9, 128, 68),
+    "MXFP4": (10, 32, 17),
 }
 """ggml's name -> `Source` of csrc/quant.h, numbers in a block, bytes of a block."""
-_MXFP4 = "MXFP4"
-"""Floats of 4 bits that share a power of two among 32: 8 bits with that scale are the same."""
+_INT4 = "4-bit integers"
+"""With a scale and a zero point for 128 inputs, or a multiple of that (GPTQ, AWQ)."""
+_SMALL_INT4 = "4-bit integers in groups below 128"
+"""As bytes these are the same numbers."""
 _FLOATS = ("F32", "F16", "BF16")
 BYTES = 2
 """`Format` of 8 bits in groups of 32."""
@@ -135,9 +139,14 @@ def _layer_kind(spec: LayerSpec) -> native.LayerKind:
 
 
 def _kind(checkpoint: Checkpoint, name: str) -> str:
-    """How a matrix is stored, as ggml calls it; "few bits" where it has no name for that."""
+    """How a matrix is stored, as ggml calls it; "few bits" where nobody has a name for that."""
     packed = checkpoint.packed(f"{name}.weight")
-    return "few bits" if packed is None else packed.kind
+    if packed is not None:
+        return packed.kind
+    group = 0
+    if isinstance(checkpoint, InFourBits):
+        group = checkpoint.four_bit_group(f"{name}.weight")
+    return "few bits" if not group or group % 32 else _SMALL_INT4 if group % TILE else _INT4
 
 
 def _stored_kinds(checkpoint: Checkpoint) -> set[str]:
@@ -182,9 +191,9 @@ def sentence(checkpoint: Checkpoint, dtype: str) -> str:
     made += ["embedding and output head made q8_0"] if made and dtype != "q8_0" else []
     kept = sorted(kinds & _KINDS.keys() - (names.keys() if made else set()))
     made += [f"{', '.join(kept)} as in the file"] if kept else []
-    other = sorted(kinds - _KINDS.keys() - {_MXFP4})
+    other = sorted(kinds - _KINDS.keys() - {_SMALL_INT4})
     made += [f"{', '.join(other)} made q8_0"] if other else []
-    made += [f"{_MXFP4} as the same numbers in 8 bits"] if _MXFP4 in kinds else []
+    made += [f"{_SMALL_INT4} as the same numbers in 8 bits"] if _SMALL_INT4 in kinds else []
     return f"weights {', '.join(made)}, activations 8 bits in groups of 32"
 
 
@@ -279,13 +288,7 @@ class Packer:
         name = f"{place.name}.weight"
         channels, inputs = self._checkpoint.shape(name)
         packed = self._checkpoint.packed(name)
-        rows: AnyArray
-        if packed is not None and packed.kind in _KINDS:
-            kind, rows = packed.kind, np.ascontiguousarray(packed.rows)
-        elif packed is not None and packed.kind == _MXFP4:
-            kind, rows = "Q8_0", eight_bits(packed.rows, name)
-        else:
-            kind, rows = "F32", np.ascontiguousarray(self._checkpoint.tensor(name), "<f4")
+        kind, rows = self._rows(place)
         if not self._whole(place):
             rows = np.ascontiguousarray(rows[self._head_rows])
             channels = len(rows)
@@ -299,29 +302,25 @@ class Packer:
         if packed is not None:
             release(packed.rows)
 
+    def _rows(self, place: Place) -> tuple[str, AnyArray]:
+        """A matrix's rows as a name of _KINDS says that they are stored."""
+        name, kind = f"{place.name}.weight", _kind(self._checkpoint, place.name)
+        packed = self._checkpoint.packed(name)
+        if packed is not None and kind in _KINDS:
+            rows = np.ascontiguousarray(packed.rows)
+            if kind == "MXFP4":
+                check_fp4(rows, name)
+            return kind, rows
+        if kind == _INT4 or (kind == _SMALL_INT4 and not _routes(place)):
+            assert isinstance(self._checkpoint, InFourBits)
+            matrix = self._checkpoint.four_bits(name)
+            return (
+                (kind, rows_of_tiles(matrix)) if kind == _INT4 else ("Q8_0", rows_of_bytes(matrix))
+            )
+        return "F32", np.ascontiguousarray(self._checkpoint.tensor(name), "<f4")
+
     def _floats(self, name: str) -> Floats:
         return np.ascontiguousarray(self._checkpoint.tensor(name), "<f4")
-
-
-_FP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
-"""Twice the numbers of E2M1 (OCP Microscaling Formats 1.0, section 5.3.3)."""
-
-
-def eight_bits(rows: NDArray[np.uint8], name: str) -> NDArray[np.uint8]:
-    """MXFP4 uint8[rows,bytes] as Q8_0 uint8[rows,bytes], the same numbers.
-
-    Raises ModelError naming the tensor where a scale, 2^(byte - 127), is out of the half's range.
-    """
-    blocks = rows.reshape(len(rows), -1, 17)
-    exponents = blocks[..., 0].astype(np.int32) - 128  # Of the scale of twice the numbers.
-    if exponents.min() < -24 or exponents.max() > 15:
-        raise ModelError(f"{name}: MXFP4 scales that 16 bits do not hold; use the torch executor")
-    found = np.empty((*blocks.shape[:2], 34), np.uint8)
-    scales = np.ldexp(np.float32(1), exponents).astype("<f2")
-    found[..., :2] = scales[..., None].view(np.uint8)
-    found[..., 2:18] = _FP4[blocks[..., 1:] & 15].view(np.uint8)
-    found[..., 18:] = _FP4[blocks[..., 1:] >> 4].view(np.uint8)
-    return found.reshape(len(rows), -1)
 
 
 @dataclass(frozen=True, slots=True)

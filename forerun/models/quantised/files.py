@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forerun.errors import ModelError
-from forerun.models.mapped import Packed, Stored, TensorFile
+from forerun.models.mapped import FourBits, Packed, Stored, TensorFile
+from forerun.models.quantised.four_bits import four_bit_group, four_bits
 from forerun.models.quantised.matrices import PARTS, StoredMatrix, stored_matrix
 from forerun.models.quantised.method import Method
 from forerun.types import Floats
@@ -39,6 +40,14 @@ class QuantisedFile(TensorFile):
     def part(self, name: str, rows: slice, columns: slice) -> Floats:
         """float32[n,k] of some rows and columns; little else is read (StoredMatrix.part)."""
         return self.matrices[name].part(rows, columns)
+
+    def four_bit_group(self, name: str) -> int:
+        """Columns that share a scale, as TensorFile."""
+        return four_bit_group(self.matrices[name])
+
+    def four_bits(self, name: str) -> FourBits:
+        """float32 is exact of it; as TensorFile."""
+        return four_bits(self.matrices[name])
 
     def packed(self, name: str) -> Packed | None:
         """None: nobody else knows these storages."""

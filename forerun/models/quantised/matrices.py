@@ -42,7 +42,6 @@ PARTS: dict[Layout, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 _INTEGERS = {"I8": "<i1", "I32": "<i4", "I64": "<i8"}
 
-
 _ALL = slice(None)
 
 
@@ -292,10 +291,8 @@ def _of_int8(matrix: StoredMatrix, rows: slice, columns: slice) -> Floats:
 
 
 def _of_packed(matrix: StoredMatrix, rows: slice, columns: slice) -> Floats:
-    method, each = matrix.method, 32 // matrix.method.bits
-    words, inside = _within(columns, each)
-    numbers = unpacked(matrix.integers("weight_packed")[rows, words], method.bits)
-    wide = numbers.reshape(len(numbers), -1)[:, inside].astype(np.float32)
+    method = matrix.method
+    wide = packed_numbers(matrix, rows, columns).astype(np.float32)
     of_rows, row = _blocks(rows, method.rows)
     of_columns, column = _blocks(columns, method.group)
     if "weight_g_idx" in matrix.parts and method.group:
@@ -303,17 +300,38 @@ def _of_packed(matrix: StoredMatrix, rows: slice, columns: slice) -> Floats:
         groups = _two(count[0].tensors[count[1]].shape)[1]
         of_columns, column = _ALL, _groups(matrix, "weight_g_idx", groups)[columns]
     if method.zeros:
-        words, inside = _within(rows, each)
-        packed = unpacked(matrix.integers("weight_zero_point")[words, of_columns], method.bits)
-        zeros = packed.swapaxes(1, 2).reshape(-1, packed.shape[1])[inside].astype(np.float32)
-        wide -= zeros[:, column]
+        wide -= packed_zeros(matrix, rows, of_columns).astype(np.float32)[:, column]
     else:
         wide -= np.float32(1 << (method.bits - 1))
     wide *= matrix.scales("weight_scale", of_rows, of_columns)[row][:, column]
     return wide
 
 
+def packed_numbers(matrix: StoredMatrix, rows: slice, columns: slice) -> NDArray[np.uint8]:
+    """uint8[n,k] of the layout packed."""
+    words, inside = _within(columns, 32 // matrix.method.bits)
+    numbers = unpacked(matrix.integers("weight_packed")[rows, words], matrix.method.bits)
+    return numbers.reshape(len(numbers), -1)[:, inside]
+
+
+def packed_zeros(matrix: StoredMatrix, rows: slice, of_columns: slice) -> NDArray[np.uint8]:
+    """uint8[n,groups]"""
+    words, inside = _within(rows, 32 // matrix.method.bits)
+    zeros = matrix.integers("weight_zero_point")[words, of_columns]
+    packed = unpacked(zeros, matrix.method.bits)
+    return packed.swapaxes(1, 2).reshape(-1, packed.shape[1])[inside]
+
+
+_Parts = tuple[NDArray[np.uint8], NDArray[np.uint8]]
+
+
 def _of_gptq(matrix: StoredMatrix, rows: slice, columns: slice) -> Floats:
+    numbers, zeros = gptq_parts(matrix, rows, columns)
+    return _grouped(matrix, numbers.astype(np.float32), zeros, rows, columns)
+
+
+def gptq_parts(matrix: StoredMatrix, rows: slice, columns: slice) -> _Parts:
+    """uint8[n,k] numbers and uint8[groups,n] zero points."""
     method, each = matrix.method, 32 // matrix.method.bits
     words, inside = _within(columns, each)
     numbers = unpacked(matrix.integers("qweight")[words, rows], method.bits)
@@ -323,18 +341,23 @@ def _of_gptq(matrix: StoredMatrix, rows: slice, columns: slice) -> Floats:
     zeros = zeros.reshape(len(zeros), -1)[:, inside]
     if method.minus_one:
         zeros = zeros + np.uint8(1) & np.uint8((1 << method.bits) - 1)
-    return _grouped(matrix, wide.astype(np.float32), zeros, rows, columns)
+    return wide, zeros
 
 
 def _of_awq(matrix: StoredMatrix, rows: slice, columns: slice) -> Floats:
+    numbers, zeros = awq_parts(matrix, rows, columns)
+    return _grouped(matrix, numbers.astype(np.float32), zeros, rows, columns)
+
+
+def awq_parts(matrix: StoredMatrix, rows: slice, columns: slice) -> _Parts:
+    """uint8[n,k] numbers and uint8[groups,n] zero points."""
     words, inside = _within(rows, 8)
 
     def numbers(part: str, lines: slice) -> NDArray[np.uint8]:
         found = unpacked(matrix.integers(part)[lines, words], 4)[..., list(_AWQ_PLACES)]
         return found.reshape(len(found), -1)[:, inside]
 
-    wide = np.ascontiguousarray(numbers("qweight", columns).T).astype(np.float32)
-    return _grouped(matrix, wide, numbers("qzeros", _ALL), rows, columns)
+    return np.ascontiguousarray(numbers("qweight", columns).T), numbers("qzeros", _ALL)
 
 
 def _grouped(

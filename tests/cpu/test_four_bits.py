@@ -1,0 +1,73 @@
+"""Folders of GPTQ, AWQ and pack-quantized matrices on the compiled core: the file's own numbers."""
+
+import numpy as np
+import pytest
+
+from forerun.build.engine import open_target
+from forerun.executors.cpu.few_bits import TILE
+from forerun.models.folder import FolderCheckpoint
+from forerun.options.config import EngineConfig
+from tests.cpu.test_logits import SAME, distance, logits_of
+from tests.cpu.twin import forward
+from tests.models import packers, tiny
+from tests.models.test_quantised import AWQ, GPTQ, GROUP, compressed, shuffled
+
+WIDE = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 8, "head_dim": 32}
+FORMATS = {
+    "awq": lambda group: (AWQ | {"group_size": group}, lambda w: packers.awq(w, group)),
+    "gptq": lambda group: (GPTQ | {"group_size": group}, lambda w: packers.gptq(w, group=group)),
+    "packed": lambda group: (
+        compressed("pack-quantized", **GROUP | {"group_size": group}),
+        lambda w: packers.packed(w, group=group),
+    ),
+}
+
+
+def saved(path, name, group, family="llama"):
+    settings, pack = FORMATS[name](group)
+    folder = tiny.save_folder(tiny.model(family, **WIDE), path / "tiny")
+    packers.quantise(folder, settings, pack)
+    return FolderCheckpoint(folder)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("group", [128, 32])
+def test_logits_are_those_of_the_files_numbers(executor, random, tmp_path, name, group):
+    source = saved(tmp_path, name, group)
+    made = executor(source, 2)
+    small = " in groups below 128 as the same numbers in 8 bits"
+    kept = " as in the file" if group % TILE == 0 else small
+    assert f"4-bit integers{kept}" in made.describe()["dtype"]
+    tokens = random.integers(0, tiny.VOCAB, 60)
+    found = logits_of(made, tokens)
+    assert distance(found, forward(source, tokens)) < SAME
+    assert np.array_equal(found, logits_of(executor(source, kernels="portable"), tokens))
+
+
+def test_they_take_as_many_bytes_as_in_the_file(tmp_path, executor):
+    """Of 128 weights 64 bytes, a half and a zero point, filled up to 68; floats as they are."""
+    source = saved(tmp_path, "awq", 128)
+    names = [name for name in source.names() if source.four_bit_group(name)]
+    assert len(names) == 14
+    few = sum(np.prod(source.shape(name)) for name in names) // 128 * 68
+    floats = sum(4 * np.prod(source.shape(name)) for name in source.names() if name not in names)
+    assert executor(source).describe()["weight_bytes"] == pytest.approx(few + floats, rel=0.02)
+
+
+def test_columns_in_any_order_are_rounded_anew_and_said_to_be(tmp_path, executor, random):
+    folder = tiny.save_folder(tiny.model("llama", **WIDE), tmp_path / "tiny")
+    settings = GPTQ | {"group_size": 128, "desc_act": True}
+    packers.quantise(folder, settings, lambda w: packers.gptq(w, group=128, order=shuffled(w)))
+    source = FolderCheckpoint(folder)
+    made = executor(source)
+    assert "few bits made q8_0" in made.describe()["dtype"]
+    tokens = random.integers(0, tiny.VOCAB, 40)
+    assert distance(logits_of(made, tokens), forward(source, tokens)) < SAME
+
+
+def test_the_start_says_what_they_are_here(tmp_path):
+    source = saved(tmp_path, "awq", 128)
+    for kind, said in (("cpu", r"AWQ.*4-bit integers as in the file"), ("torch", "are widened")):
+        config = EngineConfig(model=str(source.path), executor=kind, speculative_algorithm="NONE")
+        with pytest.warns(UserWarning, match=said):
+            open_target(config).close()
