@@ -1,0 +1,116 @@
+"""Steps of one model in several storages of few bits: `python bench/four_bits.py`.
+
+The shape of Llama 3.2 1B, its matrices random bytes in each storage (embedding and head in 8 bits),
+on the compiled core: steps of one row and more behind 128 tokens, and the products alone, in turns;
+least and median milliseconds and their ratios to the first storage.
+"""
+
+import argparse
+import sys
+from dataclasses import replace
+from functools import lru_cache
+from statistics import median
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from bench.sparse_steps import CONTEXT, step
+from forerun.executors.cpu import CpuExecutor, native
+from forerun.interface.executor import ExecutorLimits
+from forerun.interface.plan import SlotInit
+from forerun.models.arch import Architecture
+from forerun.models.mapped import FourBits, Packed
+from forerun.models.shapes import RandomCheckpoint, shape_named
+from forerun.speculative.sampling import Sampling
+
+INTEGERS = "integers"
+SCALES_AT = {"Q4_K": (0, 2), "Q8_0": (0,), "Q4_0": (0,), "Q6_K": (208,)}
+"""Where in a block the halves lie that must be modest."""
+
+
+class FewBits(RandomCheckpoint):
+    """Random bytes in the storage of this name in all matrices of layers."""
+
+    def __init__(self, arch: Architecture, kind: str) -> None:
+        super().__init__(arch)
+        self.kind = kind
+
+    def packed(self, name: str) -> Packed | None:
+        """As Checkpoint; embedding and head in 8 bits."""
+        shape = self.shape(name)
+        if len(shape) != 2:
+            return None
+        inner = name.startswith("model.layers")
+        kind = self.kind if inner else "Q8_0"
+        return None if kind == INTEGERS else Packed(kind, rows(kind, shape), shape[1])
+
+    def four_bit_group(self, name: str) -> int:
+        """As InFourBits."""
+        return 128
+
+    def four_bits(self, name: str) -> FourBits:
+        """As InFourBits."""
+        random, (count, inputs) = np.random.default_rng(0), self.shape(name)
+        numbers, zeros = (
+            random.integers(0, 16, (count, width), dtype=np.uint8)
+            for width in (inputs, inputs // 128)
+        )
+        return FourBits(numbers, np.full(zeros.shape, 0.002, np.float16), zeros)
+
+
+@lru_cache(maxsize=16)
+def rows(kind: str, shape: tuple[int, int]) -> np.ndarray:
+    """uint8[rows, bytes of a row]"""
+    block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    blocks = shape[0], shape[1] // block
+    found = np.random.default_rng(0).integers(0, 256, (*blocks, size), dtype=np.uint8)
+    for at in SCALES_AT.get(kind, ()):
+        found[..., at : at + 2] = np.array([0.001], np.float16).view(np.uint8)
+    if kind == "MXFP4":
+        found[..., 0] = 120
+    return found.reshape(shape[0], -1)
+
+
+def built(arch: Architecture, kind: str, threads: int) -> CpuExecutor:
+    """The model with CONTEXT tokens in its cache."""
+    limits = ExecutorLimits(
+        page_size=16, pages=64, slots=1, max_nodes=128, context=1024, vocab=arch.vocab
+    )
+    executor = CpuExecutor(FewBits(arch, kind), limits, threads)
+    tokens = np.random.default_rng(0).integers(0, arch.vocab, CONTEXT).astype(np.int32)
+    executor.open(SlotInit(0, tokens, CONTEXT, Sampling(temperature=0.0)))
+    step(executor, tokens, 0)
+    return executor
+
+
+def main() -> None:
+    """Measure and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
+    parser.add_argument("--kinds", nargs="+", default=["Q4_K", INTEGERS, "MXFP4", "Q8_0"])
+    parser.add_argument("--shape", default="llama-3.2-1b")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=15)
+    asked = parser.parse_args()
+    arch = replace(shape_named(asked.shape), vocab=32000)
+    models = {kind: built(arch, kind, asked.threads) for kind in asked.kinds}
+    sizes = ", ".join(f"{k} {m.describe()['weight_bytes'] >> 20}" for k, m in models.items())
+    sys.stdout.write(f"{native.kernels()}; MiB of weights: {sizes}\n")
+    random = np.random.default_rng(1)
+    for count in (1, 4, 8, 16, 64):
+        taken: dict[str, list[float]] = {kind: [] for kind in models}
+        for turn in range(asked.turns + 1):
+            tokens = random.integers(0, arch.vocab, count).astype(np.int32)
+            order = list(models)
+            for kind in order[turn % len(order) :] + order[: turn % len(order)]:
+                taken[kind].append(1e3 * step(models[kind], tokens, CONTEXT))
+        first = sorted(taken[asked.kinds[0]][1:])
+        cells = []
+        for kind, every in taken.items():
+            times = sorted(every[1:])
+            least, middle = times[0] / first[0], median(times) / median(first)
+            cells.append(f"{kind} {times[0]:.1f} {median(times):.1f} (x {least:.2f} {middle:.2f})")
+        sys.stdout.write(f"{count:4d} rows: {', '.join(cells)}\n")
+
+
+if __name__ == "__main__":
+    main()
