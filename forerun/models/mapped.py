@@ -96,6 +96,12 @@ class TensorFile:
             return None
         return Packed(stored.kind, self.rows(name), stored.shape[-1])
 
+    def expert(self, name: str, expert: int) -> Packed | None:
+        """One expert's matrix [out,in] of a tensor of all experts, where it is stored in few bits
+        that have a name; else None, and it is a part of `floats`.
+        """
+        return None
+
     def four_bit_group(self, name: str) -> int:
         """Columns that share a scale in a matrix of 4-bit integers whose scales are halves; 0: it
         is none.

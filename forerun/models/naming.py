@@ -119,6 +119,10 @@ class Held:
         """A matrix as stored; None for a vector, and for what only its own file can widen."""
         if self.piece.alone:
             return self.file.packed(self.name)
+        if self.piece.expert is not None:
+            found = self.file.expert(self.name, self.piece.expert)
+            if found is not None:
+                return Packed(found.kind, self._ordered(found.rows), found.columns)
         if len(self.piece.shape) != 2 or self.kind not in GGMLQuantizationType.__members__:
             return None
         return Packed(self.kind, self.rows(), self.piece.shape[-1])

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from forerun.errors import ModelError
 from forerun.models.mapped import FourBits, Packed, Stored, TensorFile
 from forerun.models.quantised.four_bits import four_bit_group, four_bits
+from forerun.models.quantised.fp4 import with_experts
 from forerun.models.quantised.matrices import PARTS, StoredMatrix, stored_matrix
 from forerun.models.quantised.method import Method
 from forerun.types import Floats
@@ -70,6 +71,8 @@ def with_matrices(
     """
     if not methods:
         return dict(files)
+    if methods[0].layout == "mxfp4":
+        return with_experts(files)
     known = {part for method in methods for group in PARTS[method.layout] for part in group}
     plain: dict[str, TensorFile] = {}
     modules: dict[str, dict[str, tuple[TensorFile, str]]] = {}

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from forerun.errors import ModelError
 from forerun.models.keys import Keys, shown
 
-Layout = Literal["float8", "gptq", "awq", "packed", "int8"]
+Layout = Literal["float8", "gptq", "awq", "packed", "int8", "mxfp4"]
 """How a matrix lies in its file: see `matrices`."""
 
 READ = (
@@ -16,6 +16,7 @@ READ = (
     "compressed-tensors (float-quantized, int-quantized, naive-quantized, pack-quantized)",
     "gptq (2, 4 and 8 bits)",
     "awq (gemm, 4 bits)",
+    "mxfp4 (gpt-oss's experts)",
 )
 
 
@@ -61,6 +62,7 @@ def read_method(config: Mapping[str, Any]) -> tuple[Method, ...]:
         "fp8": _float8,
         "gptq": _gptq,
         "awq": _awq,
+        "mxfp4": _mxfp4,
         "compressed-tensors": _compressed,
     }
     if name not in readers:
@@ -152,6 +154,11 @@ def _awq(keys: Keys) -> tuple[Method, ...]:
     if not keys.flag("zero_point", True):
         raise keys.unfit("zero_point", False, "true")
     return (Method(f"AWQ, 4 bits in groups of {group}", "awq", 4, group, 1, True),)
+
+
+def _mxfp4(keys: Keys) -> tuple[Method, ...]:
+    """gpt-oss's experts; its other matrices are floats."""
+    return (Method("MXFP4, floats of 4 bits in groups of 32", "mxfp4", 4, 32),)
 
 
 def _group(keys: Keys, name: str) -> int:
