@@ -1,0 +1,118 @@
+"""docs/families.md: every cell of its tables is what the code does, and some test shows it."""
+
+import re
+
+import pytest
+
+from forerun.build.registry import EXECUTORS
+from forerun.executors.cpu import limits as cpu
+from forerun.executors.jax import limits as jax
+from forerun.models import gguf_config, prediction_layers
+from forerun.models.arch import FAMILIES
+from forerun.models.block_folder import BlockFile
+from forerun.models.config_json import architecture_from
+from forerun.models.draft_folder import DraftFile
+from forerun.models.prediction_layers import PredictionLayers
+from forerun.models.whole_draft import WholeDraft
+from tests.cpu.test_layer_kinds import FAMILIES as ON_THE_CORE
+from tests.e2e.test_families import FAMILIES as WITH_DRAFTS
+from tests.models import test_gguf, tiny
+from tests.parity.test_jax_logits import CASES as ON_JAX
+from tests.parity.test_torch_logits import FURTHER
+from tests.shape.tree import ROOT
+
+SAME_AS = {"mimo": "qwen2", "gemma3": "gemma3_text", "kimi_k2": "deepseek_v3"}
+"""Names in config.json that stand for another family's layers."""
+KINDS = {
+    "a head": DraftFile.kind,
+    "a block drafter": BlockFile.kind,
+    "a whole model, itself included": WholeDraft.kind,
+    "its own layers": PredictionLayers.kind,
+}
+
+
+def tables():
+    """The tables of the page, each a list of rows, these lists of cells."""
+    found = [[]]
+    for line in (ROOT / "docs" / "families.md").read_text(encoding="utf-8").splitlines():
+        if not line.startswith("|"):
+            found.append([])
+        elif not line.startswith("| ---"):
+            found[-1].append([cell.strip() for cell in line.strip("|").split("|")])
+    return [table for table in found if table]
+
+
+def rows():
+    """Family -> its row, of the first table; a name in brackets has the row of the one before."""
+    made = {}
+    for row in tables()[0][1:]:
+        for name in re.findall(r"`(\w+)`", row[0]):
+            made[name] = dict(zip(("formats", "executors", "drafts"), row[2:], strict=True))
+    return made
+
+
+ROWS = rows()
+
+
+def test_every_family_has_a_row():
+    assert set(ROWS) == {*FAMILIES, *SAME_AS}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_formats_are_those_that_are_read(name):
+    """llama.cpp calls Mistral and Mixtral llama."""
+    read = {*gguf_config._FAMILIES.values(), "mistral", "mixtral"} - set(SAME_AS)
+    shown = {*tiny.LLAMAS, *test_gguf.BLOCKS, "gemma3_text"}
+    assert read == shown
+    formats = ["folder", "GGUF"] if name in read else ["folder"]
+    assert re.sub(r" \(.*?\)", "", ROWS[name]["formats"]).split(", ") == formats
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_executors_are_those_that_run_it(name, tmp_path):
+    family = SAME_AS.get(name, name)
+    arch = architecture_from(tiny.config(family).to_dict(), tmp_path)
+    runs = {"cpu": cpu.refusal(arch) is None, "torch": True, "jax": jax.refusal(arch) is None}
+    assert ROWS[name]["executors"].split(", ") == [kind for kind, yes in runs.items() if yes]
+    shown = {
+        "cpu": {*tiny.LLAMAS, *ON_THE_CORE, "phi3"},  # The last in test_longrope.
+        "torch": {*tiny.LLAMAS, *FURTHER, "gemma2", "gemma3_text", "qwen2_moe", "qwen3_moe"},
+        "jax": {case[0] for case in ON_JAX},
+    }
+    for kind, yes in runs.items():
+        assert (family in shown[kind]) == yes
+
+
+OWN_LAYERS = {
+    "DeepSeek-V3 and GLM-4.5": ("glm4_moe", "deepseek_v3", "kimi_k2"),
+    "MiMo": ("mimo",),
+}
+"""By whose way of storing prediction layers (prediction_layers.Naming.title); what these propose is
+in tests/drafters/test_nextn.py.
+"""
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_own_layers_are_those_that_are_read(name):
+    named = {title for title, names in OWN_LAYERS.items() if name in names}
+    assert ROWS[name]["drafts"] == ("NEXTN" if named else "")
+    titles = {prediction_layers._DEEPSEEK.title, prediction_layers._MIMO.title}
+    assert set(OWN_LAYERS) == titles
+
+
+def test_every_family_is_run_with_drafts_somewhere():
+    """Llama's block in the equality matrix; Gemma 2 and the Qwens with experts differ from one that
+    is here in what no draft sees.
+    """
+    seen = {*WITH_DRAFTS, *tiny.LLAMAS}
+    assert set(FAMILIES) - seen == {"gemma2", "qwen2_moe"}
+
+
+def test_drafts_are_those_that_executors_offer():
+    head, *table = tables()[1]
+    assert [row[0] for row in table] == ["n-grams", *KINDS]
+    for row in table[1:]:
+        for executor, cell in zip(head[1:], row[1:], strict=True):
+            offered = KINDS[row[0]] in EXECUTORS[executor].draft_models
+            assert cell == ("yes" if offered else "no"), (row[0], executor)
+    assert table[0][1:] == ["yes"] * 3
