@@ -88,10 +88,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
     parser.add_argument("--kinds", nargs="+", default=["Q4_K", INTEGERS, "MXFP4", "Q8_0"])
     parser.add_argument("--shape", default="llama-3.2-1b")
+    parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--turns", type=int, default=15)
     asked = parser.parse_args()
-    arch = replace(shape_named(asked.shape), vocab=32000)
+    whole = shape_named(asked.shape)
+    arch = replace(whole, vocab=32000, layer_specs=whole.layer_specs[: asked.layers])
     models = {kind: built(arch, kind, asked.threads) for kind in asked.kinds}
     sizes = ", ".join(f"{k} {m.describe()['weight_bytes'] >> 20}" for k, m in models.items())
     sys.stdout.write(f"{native.kernels()}; MiB of weights: {sizes}\n")

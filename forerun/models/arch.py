@@ -159,6 +159,15 @@ class Architecture:
         return max(spec.active_width for spec in self.layer_specs)
 
     @property
+    def expert_rows(self) -> int:
+        """Rows of H numbers that are gathered for a node's experts and come of them, in the layer
+        that has most; 0 of a dense model.
+        """
+        mixtures = (s.feed_forward for s in self.layer_specs)
+        found = [2 * m.top_k + bool(m.shared) for m in mixtures if isinstance(m, Experts)]
+        return max(found, default=0)
+
+    @property
     def rope(self) -> Rope:
         """Of the last layer that sees the whole text, else of the last, layers without positions
         left out where others are: what a draft head beside this model turns by.

@@ -5,8 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.build.engine import open_target
-from forerun.build.memory import Needs, human, plan_memory
+from forerun.build.memory import Needs, human, needs_of, plan_memory
 from forerun.errors import ConfigError, MemoryPlanError
+from forerun.models.arch import Architecture, plain_layers
+from forerun.models.layer_spec import Experts, Router
+from forerun.models.rope import Rope
 from forerun.options.config import EngineConfig
 from tests.models import tiny
 
@@ -106,3 +109,26 @@ def test_torch_keeps_a_tied_head_twice_where_it_packs(tmp_path, dtype):
     head = hf.lm_head.weight.numel()
     expected = (once + head) * 4 if dtype == "float32" else once * 2
     assert target.memory.weights == expected
+
+
+EXPERT = Experts(64, 6, 192, Router("sigmoid", normalised=True), shared=192)
+
+
+@pytest.mark.parametrize("experts", [EXPERT, replace(EXPERT, top_k=2, shared=0)])
+def test_scratch_counts_the_rows_of_a_nodes_experts(experts):
+    """What csrc/experts.cpp reserves of a node: its row once for each expert that it visits, as
+    floats, gate and up of each, and what comes of each, with the shared one's.
+    """
+    hidden = 512
+    (plain,) = plain_layers(1, 64, 192, Rope(1e4))
+    arch = Architecture(
+        "glm4_moe",
+        *(hidden, 8, 2, 64, 1000, 2048, 1e-5),
+        (plain, replace(plain, feed_forward=experts)),
+    )
+    visited, shared = experts.top_k, bool(experts.shared)
+    gathered, out = visited * hidden, (visited + shared) * hidden
+    between = 2 * (visited * experts.width + experts.shared)
+    dense = replace(arch, layer_specs=(plain,))
+    assert needs_of(arch, 1, 1).per_node >= 4 * (4 * hidden + gathered + between + out)
+    assert needs_of(dense, 1, 1).per_node == 4 * (4 * hidden + 3 * 192)
