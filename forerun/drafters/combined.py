@@ -207,7 +207,7 @@ class CombinedDrafter:
         by path and scored by `Calibration`. Where the draft model was asked, `Draft.free` is what
         the others would have proposed alone.
 
-        Everything proposed is remembered by slot until `observe`.
+        Everything proposed is remembered by slot until `observe`. Raises what the drafters raise.
         """
         proposals = [drafter.propose(plan) for drafter in self._drafters[:-1]]
         model = _for_model(plan)

@@ -118,8 +118,9 @@ class Executor(Protocol):
         masks  of grammars, by node of `trees`: see `Capabilities.masks_first`
 
         Writes no page, except where known tokens belong (they become permanent whatever is
-        accepted) and where the round decides by itself. Raises EngineError, and has begun nothing,
-        where the plan is too large or a position has no page; NotYetError.
+        accepted) and where the round decides by itself. Raises EngineError where the plan is too
+        large or a position has no page, NotYetError where a plan with `after` cannot go on from the
+        running round; nothing has begun then.
         """
         ...
 

@@ -75,8 +75,8 @@ class DraftTree:
     def regrown(width: int, depth: int, tokens: Ints, parents: Ints, value: Floats) -> "DraftTree":
         """The first `depth` levels of a full tree that was grown elsewhere, at least so deep.
 
-        In the order of growth, with `width` children below each of the `width` nodes that were
-        expanded per level; a value of -inf says that there is no such node.
+        Its arrays [K] are in the order of growth, with `width` children below each of the `width`
+        nodes that were expanded per level; a value of -inf says that there is no such node.
         """
         count = full_size(width, depth)
         real = value[:count] > -np.inf

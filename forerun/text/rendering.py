@@ -86,8 +86,8 @@ class BySize:
         self.small.check()
 
     def render(self, names: dict[str, Any]) -> str:
-        """Render in the process for large conversations or in that for small ones. Errors as of
-        Renderer.
+        """Render in the process for large conversations or in that for small ones; blocks. Raises
+        RequestError, ModelError or WorkerError, as Renderer.render.
         """
         return (self.large if is_large(names) else self.small).render(names)
 
@@ -121,8 +121,8 @@ class Apart:
         self._asked({})
 
     def render(self, names: dict[str, Any]) -> str:
-        """Render in the process, one text at a time. Errors as of Renderer; asks a second time
-        where somebody may have ended the process.
+        """Render in the process, one text at a time; asks a second time where somebody may have
+        ended it. Raises RequestError, ModelError or WorkerError, as Renderer.render.
         """
         return self._asked({"names": names})
 

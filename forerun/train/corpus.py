@@ -77,7 +77,7 @@ class Corpus:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest chat."""
+        """Tokens of the longest chat, held-out ones included."""
         return int(np.diff(self.starts).max())
 
     @property

@@ -49,7 +49,7 @@ class RemoteState:
         return Committed(len(tokens))
 
     def close(self) -> None:
-        """End the process."""
+        """End the process that follows the grammar; nothing may be asked afterwards."""
         self._matcher.close()
 
     def _constrained(self, tokens: Sequence[int]) -> Sequence[int]:

@@ -23,7 +23,9 @@ class Drafted:
 
     @classmethod
     def of(cls, rows: Bools, width: int, levels: int) -> "Drafted":
-        """Arrays for the trees of these rows bool[B], all zero until `fill`."""
+        """Arrays int32[B,K], all zero until `fill`, for the trees of the rows in bool[B]; K =
+        full_size(width, levels).
+        """
         made = np.zeros((3, len(rows), full_size(width, levels)), np.int32)
         return cls(rows, width, levels, *made)
 

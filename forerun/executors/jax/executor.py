@@ -113,7 +113,7 @@ class JaxExecutor(Executor):
             self._programs.keep_state(*self._within)
 
     def warm_up(self, draft: DraftShape, progress: Callable[[str, int, int], None]) -> None:
-        """Compile every program that steps with such drafts can run; sets `buckets`."""
+        """Compile every program that steps with such drafts run; sets `buckets`. See Executor."""
         nodes = min(max(draft.nodes, TIMED_NODES) if draft.nodes else 0, self._options.draft_nodes)
         self._buckets, self._grown = Buckets.of(self.limits, nodes), draft
         if self._options.overlap:

@@ -6,7 +6,7 @@ from jax import Array, lax
 
 
 def product(x: Array, weight: Array, bias: Array | None = None) -> Array:
-    """[..., K] by weight [K,N] -> [..., N] in the dtype of `x`; sums in float32.
+    """[...,N] in the dtype of x: x [...,K] by weight [K,N], plus bias [N]; sums in float32.
 
     A TPU multiplies float32 in bfloat16 unless it is told otherwise.
     """
