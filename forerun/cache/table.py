@@ -30,7 +30,6 @@ class PageTable:
 
     def start(self, tokens: Ints) -> int:
         """Hold the pages that the index knows of `tokens` int32[T]; how many tokens they contain.
-
         For an empty table only (AssertionError). They are this table's until `release`.
         """
         assert not self.pages, "a table starts once"
@@ -41,7 +40,6 @@ class PageTable:
 
     def reserve(self, tokens: int) -> bool:
         """Take pages for positions length .. length+tokens-1, valid until commit or rollback.
-
         False, and nothing changes, when there are not enough, evictable ones included.
         """
         missing = -(-(self.length + tokens) // self._index.page_size) - len(self.pages)

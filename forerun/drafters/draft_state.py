@@ -127,9 +127,8 @@ class DraftState:
 
     def best(self, found: Found, width: int, depth: int, mask: bytes | None = None) -> Found:
         """The `width` best of `found` that `mask` allows, for the token that comes `depth` behind
-        the last that is ready, best first.
-
-        At T > 0 the noise of that position, which the target will use, reorders the likeliest.
+        the last that is ready. At T > 0 that position's noise, which the target will use, reorders
+        the likeliest.
         """
         ids, log_probs = found if mask is None else allowed(found, mask)
         temperature = self.sampling.temperature

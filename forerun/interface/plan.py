@@ -107,9 +107,7 @@ class Plan:
     def completed(self) -> "Plan":
         """A copy with true `kv_len` and `known`, when the round that it goes on from is finished;
         itself without one. A row that failed there keeps its last known token; nobody reads what
-        comes of it.
-
-        Raises EngineError where that round is not finished.
+        comes of it. Raises EngineError where that round is not finished.
         """
         if self.after is None:
             return self
