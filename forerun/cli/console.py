@@ -103,10 +103,15 @@ def plain_warnings(tell: Callable[[str], None] = say) -> Iterator[None]:
         warnings.showwarning = before
 
 
-def load_with_progress(config: EngineConfig) -> Loaded:
-    """Load and start a model while showing what takes long."""
+def load_with_progress(config: EngineConfig, told: Report = lambda *_: None) -> Loaded:
+    """Load and start a model while showing what takes long, which `told` is told too."""
     with plain_warnings(), bars() as report:
-        return load(config, report)
+
+        def both(what: str, done: int, total: int) -> None:
+            report(what, done, total)
+            told(what, done, total)
+
+        return load(config, both)
 
 
 def load_shown(config: EngineConfig) -> Loaded:

@@ -8,6 +8,7 @@ import sys
 from time import monotonic
 
 from forerun.build.engine import Loaded, load
+from forerun.build.executor_entry import Progress
 from forerun.cli.console import load_with_progress, plain_warnings
 from forerun.cli.probing import probed
 from forerun.cli.start_log import model_facts
@@ -19,23 +20,28 @@ from forerun.serve.logs import configure_logs
 log = logging.getLogger("forerun")
 
 
-def load_served(config: EngineConfig, probe: bool, as_log: bool) -> Loaded:
+def load_served(
+    config: EngineConfig, probe: bool, as_log: bool, told: Progress = lambda *_: None
+) -> Loaded:
     """Load a model for a server. as_log: what there is to say goes to the log, not to people.
+    told: is told how far it is.
 
     Raises what `load` raises.
     """
     config = probed(config, probe)[0]
     if as_log:
         with plain_warnings(log.warning):
-            return load(config)
-    return load_with_progress(config)
+            return load(config, told)
+    return load_with_progress(config, told)
 
 
-def load_started(start: Start) -> tuple[Loaded, dict[str, str]]:
-    """What the server's first message names. Raises what `load_served` raises."""
+def load_started(start: Start, told: Progress) -> tuple[Loaded, dict[str, str]]:
+    """What the server's first message names, which is told how far it is. Raises what `load_served`
+    raises.
+    """
     options, began = start.options, monotonic()
     configure_logs(options["level"], options["format"])
-    loaded = load_served(start.config, options["probe"], options["format"] == "json")
+    loaded = load_served(start.config, options["probe"], options["format"] == "json", told)
     return loaded, model_facts(loaded, began)
 
 

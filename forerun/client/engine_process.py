@@ -69,7 +69,11 @@ class EngineProcess:
     """An EngineClient; `open` makes it. On the event loop."""
 
     def __init__(
-        self, process: "subprocess.Popen[bytes]", reader: StreamReader, writer: StreamWriter
+        self,
+        process: "subprocess.Popen[bytes]",
+        reader: StreamReader,
+        writer: StreamWriter,
+        loading: Callable[[str], None],
     ) -> None:
         self.pid = process.pid
         self.lost = asyncio.Event()
@@ -80,16 +84,18 @@ class EngineProcess:
         self._numbers = itertools.count()
         self._condition = messages.Condition()
         self._heard = monotonic()
-        self._closing = False
+        self._closing, self._loading = False, loading
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[messages.Ready] = self._loop.create_future()
         self._reading = self._loop.create_task(self._read(reader))
         self.last_stats: Stats
 
     @classmethod
-    async def open(cls, start: EngineCommand) -> tuple["EngineProcess", messages.Ready]:
+    async def open(
+        cls, start: EngineCommand, loading: Callable[[str], None] = lambda _: None
+    ) -> tuple["EngineProcess", messages.Ready]:
         """Start the process and wait until it has loaded the model: the client, and what was
-        loaded.
+        loaded. `loading` is told how far it is, in sentences for people.
 
         Raises what loading raised, EngineLostError where the process ended first; the process is
         gone then.
@@ -98,7 +104,7 @@ class EngineProcess:
         with theirs:
             process = _started(start.command, theirs)
         reader, writer = await asyncio.open_connection(sock=ours)
-        found = cls(process, reader, writer)
+        found = cls(process, reader, writer, loading)
         found._send(messages.Start(start.config, start.options))
         try:
             ready = await asyncio.shield(found._ready)
@@ -248,6 +254,8 @@ class EngineProcess:
                 self._answer(call, lambda future: future.set_exception(problem.error()))
             case messages.Lost(problem):
                 self._lost_by(RankError(str(problem.error())))
+            case messages.Loading():
+                self._loading(message.sentence())
             case messages.Ready():
                 self._loaded(lambda ready: ready.set_result(message))
             case messages.NotLoaded(problem):

@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 
 from forerun.build.engine import Loaded
+from forerun.build.executor_entry import Progress
 from forerun.client import messages
 from forerun.constrain.isolation.compile import MAX_WAITING
 from forerun.constrain.matcher.matcher import Compiled
@@ -29,8 +30,9 @@ BEAT_SECONDS = 0.5
 NOT_LOADED, SERVER_GONE = 3, 7
 """Exit codes: the model cannot be loaded (the server says why); the server's process ended."""
 
-Load = Callable[[messages.Start], tuple[Loaded, dict[str, str]]]
-"""Loads what the first message names; also what was loaded, in sentences for people."""
+Load = Callable[[messages.Start, Progress], tuple[Loaded, dict[str, str]]]
+"""Loads what the first message names, and tells how far it is; also what was loaded, in sentences
+for people."""
 
 log = logging.getLogger("forerun.engine")
 
@@ -52,7 +54,7 @@ def run(fd: int, load: Load) -> int:
     worker = _Worker(connection)
     threading.Thread(target=worker.hear, name="forerun-hear", daemon=True).start()
     try:
-        loaded, facts = load(start)
+        loaded, facts = load(start, _told(connection))
     except (ForerunError, ImportError) as error:
         connection.send_bytes(messages.encode(messages.NotLoaded(messages.Problem.of(error))))
         return NOT_LOADED
@@ -65,6 +67,21 @@ def run(fd: int, load: Load) -> int:
         return NOT_LOADED
     worker.serve(loaded, facts)
     return 0
+
+
+def _told(connection: Connection) -> Progress:
+    """Tells the server how far loading is, whenever that is another sentence."""
+    last = ""
+
+    def tell(what: str, done: int, total: int) -> None:
+        nonlocal last
+        message = messages.Loading(what, done, total)
+        if message.sentence() != last:
+            last = message.sentence()
+            with suppress(OSError):  # The server is gone: who hears knows what to do.
+                connection.send_bytes(messages.encode(message))
+
+    return tell
 
 
 class _Worker:

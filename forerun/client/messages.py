@@ -142,6 +142,18 @@ class Ready(msgspec.Struct, tag=True):
     facts: dict[str, str]
 
 
+class Loading(msgspec.Struct, tag=True, frozen=True):
+    """What loading is at: `done` of `total`, of bytes or of pieces, of `what` is named."""
+
+    what: str
+    done: int
+    total: int
+
+    def sentence(self) -> str:
+        """The same for people; no share where nobody knows how much there is."""
+        return f"{self.what}, {100 * self.done // self.total} %" if self.total else self.what
+
+
 class NotLoaded(msgspec.Struct, tag=True):
     """It cannot be loaded; the process ends."""
 
@@ -206,7 +218,7 @@ class Failed(msgspec.Struct, tag=True):
 
 
 ToEngine = Start | Submit | Abort | Compile | Forget | ForgetPrefixes | Ask | Shutdown
-FromEngine = Ready | NotLoaded | News | Refused | Compiled | Told | Failed | Lost
+FromEngine = Ready | Loading | NotLoaded | News | Refused | Compiled | Told | Failed | Lost
 
 
 def _plain(value: Any) -> Any:

@@ -62,6 +62,7 @@ class Service:
     """Loads in the background, lets requests in while it can answer them, and drains.
 
     metrics  where it is shown; None = in some of its own
+    loading  what loading is at, in words for people; "" where nobody says
     arrived, failed  set when it is loaded; when it cannot be, or can run no step any more
     """
 
@@ -73,6 +74,7 @@ class Service:
         self.workers = Workers()
         self.metrics = metrics or Metrics(settings.sglang_metrics)
         self.failure: Exception | None = None
+        self.loading = ""
         self.failed = asyncio.Event()
         self.arrived = asyncio.Event()
         self._source = source
@@ -110,7 +112,8 @@ class Service:
     def served(self) -> Served:
         """What was loaded, whether it answers or not. Raises ApiError (503) before that."""
         if self._served is None:
-            raise unavailable("The model is still loading.", "loading", 2.0)
+            doing = f" ({self.loading})" if self.loading else ""
+            raise unavailable(f"The model is still loading{doing}.", "loading", 2.0)
         return self._served
 
     def enter(self) -> Served:
@@ -199,7 +202,7 @@ class Service:
         here = is_here(command.config.model)
         loading_text = asyncio.create_task(asyncio.to_thread(text)) if here else None
         try:
-            engine, ready = await EngineProcess.open(command)
+            engine, ready = await EngineProcess.open(command, self._at)
         except BaseException as error:
             if loading_text is not None:
                 loading_text.add_done_callback(_discard)
@@ -219,6 +222,9 @@ class Service:
         facts = (ready.name, ready.context, ready.config, ready.info, ready.sampling)
         command.arrived(ready.facts)
         self._arrived(Frontend(tokenizer, chat, *facts), engine)
+
+    def _at(self, loading: str) -> None:
+        self.loading = loading
 
     def _load(self, loop: asyncio.AbstractEventLoop, load: Loader) -> None:
         try:

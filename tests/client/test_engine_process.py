@@ -51,6 +51,19 @@ class Heard:
         self.ended.set()
 
 
+def test_who_waits_for_a_model_is_told_how_far_it_is():
+    """Once for each sentence that says something else."""
+
+    async def run():
+        said = []
+        loading = [["reading", 1, 1000], ["reading", 2, 1000], ["reading", 500, 1000], ["b", 0, 0]]
+        engine, _ = await EngineProcess.open(command(loading=loading), said.append)
+        await engine.close()
+        return said
+
+    assert asyncio.run(run()) == ["reading, 0 %", "reading, 50 %", "b"]
+
+
 def test_what_crosses_comes_out_as_it_went_in():
     request = make_request(
         HI, (257,), seed=2**64 - 1, logit_bias=((3, -100.0),), stop=("a", "b"), n=3, logprobs=2

@@ -6,8 +6,10 @@ from forerun.client.engine_worker import run
 from tests.e2e.toy_server import configure_logs, load_toy
 
 
-def load(start):
+def load(start, told):
     configure_logs()
+    for words in start.options.get("loading", ()):
+        told(*words)
     return load_toy(start.options), {}
 
 

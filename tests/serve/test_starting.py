@@ -6,10 +6,12 @@ import threading
 import pytest
 
 from forerun.client.engine_process import EngineCommand, EngineProcess
+from forerun.client.messages import Loading
 from forerun.errors import ModelError
 from forerun.hub.catalog import is_here
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.serve import service
+from forerun.serve.errors import ApiError
 from forerun.serve.service import Service
 
 PATIENCE = 60.0
@@ -27,7 +29,7 @@ def launched(monkeypatch, model, load, text):
     """Why a Service failed whose engine awaits `load`; `text` opens the tokenizer."""
 
     async def run():
-        async def opened(command):
+        async def opened(command, loading):
             await load()
             raise ModelError("the engine's own words")
 
@@ -76,7 +78,7 @@ def test_a_tokenizer_that_nobody_wants_is_closed(monkeypatch, fails):
                 raise ModelError("the same file")
             return None, chat
 
-        async def opened(command):
+        async def opened(command, loading):
             raise ModelError("the engine's own words")
 
         said = []
@@ -103,3 +105,34 @@ def test_what_is_here(tmp_path, monkeypatch):
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf").touch()
     assert is_here("smollm2-135m")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("reading weights", 450, 1000), "The model is still loading (reading weights, 45 %)."),
+        (("waiting for another process", 0, 0), "loading (waiting for another process)."),
+    ],
+)
+def test_who_asks_while_a_model_loads_hears_how_far_it_is(monkeypatch, words, said):
+    async def run():
+        told = asyncio.Event()
+
+        async def opened(command, loading):
+            loading(Loading(*words).sentence())
+            told.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(EngineProcess, "open", opened)
+        found = Service(EngineCommand((), EngineConfig(model="org/name"), {}), ServeSettings())
+        with pytest.raises(ApiError, match=r"still loading\.$"):
+            found.served()
+        found.start()
+        await asyncio.wait_for(told.wait(), PATIENCE)
+        with pytest.raises(ApiError) as raised:
+            found.enter()
+        await found.close()
+        return raised.value
+
+    error = asyncio.run(run())
+    assert error.status == 503 and said in str(error)
