@@ -159,11 +159,7 @@ class CapturedExecutor(Executor):
         more = (self._sampler.choosing.temperature[slots] < 0).any() or masked
         if more or self._sampler.reports(slots):
             size = self._shaped.size(size, slots, masked)
-        if (
-            draft_request is None
-            or drafting is None
-            or not np.isin(slots, draft_request.slots).any()
-        ):
+        if not (draft_request and drafting and np.isin(slots, draft_request.slots).any()):
             return runner.runs_as(size)
         # Fewer levels, where scratch has no room for so many beside these rows.
         for levels in range(draft_request.levels, 0, -1):
