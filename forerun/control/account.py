@@ -7,7 +7,7 @@ draft tokens are asked for only while it covers the worst loss of the coming ste
 speculation can therefore lose CREDIT + LOSS_SHARE * n plain steps at most.
 """
 
-from forerun.control.constants import CREDIT, LOSS_SHARE, MIN_REPEATS, OUTLIER, PLAIN_EVERY
+from forerun.control.constants import CREDIT, DECAY, LOSS_SHARE, MIN_REPEATS, OUTLIER
 from forerun.control.costs import LiveCosts, Mean
 from forerun.control.report import StepReport
 from forerun.control.step_costs import StepCosts
@@ -35,7 +35,7 @@ class Account:
         self._most = max(4.0 * CREDIT, self._refill)
         # A device's look keeps the next step from beginning early: it takes some of them to tell.
         self.credit = self._most if measured.padded else self._refill
-        self.empty, self.times_empty, self._rest = False, 0, 0
+        self.empty, self.times_empty = False, 0
         self.brought = Mean(1.0 + LOSS_SHARE, MIN_REPEATS)
         self.paid, self.look = Mean(1.0, MIN_REPEATS), Mean(0.0, MIN_REPEATS)
         # Of the step before: whether it had a prompt, and what a row was allowed at most.
@@ -98,11 +98,9 @@ class Account:
         return min(ratio, most)
 
     def _mean(self, brought: float, paid: float, look: float, asked: bool) -> None:
-        """After a rest the text is another, and the means begin anew."""
-        self._rest = 0 if asked else self._rest + 1
+        """What was seen counts for less with every step: the text becomes another."""
         for mean, value in ((self.brought, brought), (self.paid, paid), (self.look, look)):
-            if self._rest >= PLAIN_EVERY // 2:
-                mean.seen = 1.0
+            mean.seen *= DECAY
             if asked:
                 mean.learn(value - mean.value)
 

@@ -19,9 +19,7 @@ from forerun.control.constants import (
     MIN_PROB,
     MIN_REPEATS,
     PLAIN_EVERY,
-    SPARING,
     STAKE,
-    TRIAL,
 )
 from forerun.control.host_drafts import CERTAIN, Found, Trust, cut, ranked, scored
 from forerun.control.policy import FIXED_MIN_PROB, Decision, Lookahead, with_known
@@ -113,20 +111,19 @@ class AdaptivePolicy:
         costs, most = self.account.costs, rows * (1 + self._nodes)
         if self._looked >= PLAIN_EVERY:
             return Budget(1, 1, reasons.PROBING)
-        if self.account.brought.value < self.account.paid.value and not self._due(rows):
+        if self.account.brought.value < self.account.paid.value and not self._due():
             return Budget(0, 0, reasons.SELDOM)
         if costs.price(rows, most, cached) >= 1.0:
             return Budget(0, 0, reasons.TOO_DEAR)
         price = costs.price(rows, most, cached, hopeful=True)
         return Budget(self._nodes, self._depth, reasons.ON, min_prob=round(price, 2))
 
-    def _due(self, rows: int) -> bool:
-        """Whether to look although that lost lately: seldom; where dear, TRIAL rows in a row."""
-        loss, steps = self.account.look.value, max(TRIAL / rows, 2.0)
-        if loss <= SPARING * LOSS_SHARE:
-            return self._looked + 1 >= SPARING
-        due = self._looked >= PLAIN_EVERY // 2 and self.account.covers(loss * steps)
-        return due or 0 < self._looked < steps
+    def _due(self) -> bool:
+        """Whether to look although that lost lately: so seldom that looking takes a third of what
+        may be lost.
+        """
+        look = self.account.look.value
+        return self._looked + 1 >= 3.0 * look / LOSS_SHARE and self.account.covers(look)
 
     def _known(
         self, lookahead: Lookahead, reason: str, slots: Ints, kv_len: list[int]

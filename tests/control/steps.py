@@ -85,13 +85,14 @@ class Text:
 
     late   how many times as long a step takes that looks for draft tokens, or comes after one that
            does: others are carried
+    look   milliseconds that looking takes
     share  of every token, instead of random ones
     """
 
-    def __init__(self, costs, rows, honesty, match=0.6, seed=0, late=None, share=None):
+    def __init__(self, costs, rows, honesty, match=0.6, seed=0, late=None, share=None, look=0.0):
         self.costs, self.rows, self.honesty, self.match = costs, rows, honesty, match
         self.least, self.most = (0.2, 0.95) if share is None else (share, share)
-        self.late, self.asked = late, True
+        self.late, self.look, self.asked = late, look, True
         self.random = np.random.default_rng(seed)
         self.ms = self.tokens = 0.0
         self.looks = 0
@@ -127,8 +128,9 @@ class Text:
         self.looks += self.asked
         ms *= 1.0 if carried else self.late or 1.0
         told = {"allowed": allowed, "carried": carried, "proposed": proposed}
+        told["draft_ms"] = look = self.look * self.asked
         policy.observe(report_of(out, sizes, ms, reason=decision.reason, **told))
-        self.ms += ms
+        self.ms += ms + look
         self.verified.append(sum(sizes))
 
     def over_plain(self):

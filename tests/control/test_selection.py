@@ -99,9 +99,10 @@ def test_while_guesses_do_not_pay_they_are_seldom_looked_for():
             count += drafting_allowed
         return count
 
-    assert asked(100, 2) <= 27, "the first look tells a new engine"
+    often = 100 // np.ceil(3 * 0.05 / LOSS_SHARE)  # A third of the share goes into looking.
+    assert asked(100, 2) <= often + 5, "the first looks tell a new engine"
     assert policy.account.speed < 1.0 and not policy.account.empty
-    assert asked(100, 2) in (25, 26)  # Perhaps with a probe.
+    assert asked(100, 2) == pytest.approx(often, abs=2)  # Perhaps with a probe.
     assert policy.describe()["reasons"][SELDOM] > 70
     asked(20, 4)
     assert asked(20, 4) == 20
@@ -205,7 +206,7 @@ def test_a_slow_machine_does_not_make_guesses_dearer():
 
 def test_reasons_are_told_and_counted():
     policy = seen(opened(MIDDLE, 1))
-    Text(MIDDLE, 1, honesty=0.0, match=1.0).run(policy, 100)
+    Text(MIDDLE, 1, honesty=0.0, match=1.0, look=0.3).run(policy, 100)
     facts = policy.describe()
     counted = facts["reasons"]
     assert counted[ON] + counted[SELDOM] == 100 and counted[SELDOM] > 60
