@@ -19,7 +19,6 @@ from forerun.control.constants import (
     MIN_PROB,
     MIN_REPEATS,
     PLAIN_EVERY,
-    STAKE,
 )
 from forerun.control.host_drafts import CERTAIN, Found, Trust, cut, ranked, scored
 from forerun.control.policy import FIXED_MIN_PROB, Decision, Lookahead, with_known
@@ -150,8 +149,9 @@ class AdaptivePolicy:
         self, scores: list[float], owners: list[int], kv_len: list[int]
     ) -> tuple[Sequence[int], float]:
         """Which of the tokens with these chances of being right bring most beyond what their time
-        would bring elsewhere, by index, of those that can be afforded if all that is not certain
-        turns out wrong; and how many tokens that is. owners: the row of each.
+        would bring elsewhere, by index, of those that lose no more than a plain step and the credit
+        if all that is not certain turns out wrong; and how many tokens that is. owners: the row of
+        each.
 
         Plain Python: NumPy's calls, cold after a forward pass, take longer than the step can win.
         """
@@ -159,7 +159,7 @@ class AdaptivePolicy:
         rows, cached = len(kv_len), sum(kv_len)
         layers = ranked(scores, owners, costs.measured.padded)
         price = rows * max(1.0, account.speed) * costs.late(rows, cached)
-        stake = STAKE * max(account.credit, 0.0)
+        stake = min(max(account.credit, 0.0), 1.0)
         best, most, tokens, certain_longest, nodes = 0, 0.0, 0.0, 1.0, rows
         for number, layer in enumerate(layers, 1):
             nodes += rows if costs.measured.padded else 1

@@ -45,8 +45,6 @@ LOSS_SHARE = 0.02
 A third of it may go into looking for draft tokens while that loses. (Simulated, n-grams at 1 and 16
 rows, whole over plain decoding: worst of twelve .992; where it was looked once in four steps, or,
 where that was dear, in some steps after 64: .972. Replayed: .015 and .03 are the same.)"""
-STAKE = 0.5
-"""Of the credit, what one step may lose."""
 PRIOR = 2.0
 """Observations that what is believed counts for. (Simulated: the log of 11-25, unsettled.)"""
 HYSTERESIS = 0.02
