@@ -16,7 +16,7 @@ from forerun.control.account import Account
 from forerun.control.constants import (
     DECAY,
     FIRST_RATE,
-    HYSTERESIS,
+    LOSS_SHARE,
     MIN_REPEATS,
     OUTLIER,
     PLAIN_EVERY,
@@ -123,7 +123,7 @@ class Shapes:
             if not self._account.covers(loss) or loss >= shape.depth:
                 continue
             new = self._tries[:2].max() < MIN_REPEATS
-            on = bucket.on and (new or self._speed(rows, able) > self.floor * (1.0 - HYSTERESIS))
+            on = bucket.on and (new or self._speed(rows, able) > self.floor * (1.0 - LOSS_SHARE))
             due = bucket.rest >= bucket.wait and self._account.covers(loss * TRIAL / rows)
             return shape if on or due else None
         return None
@@ -184,10 +184,10 @@ class Shapes:
             return
         over = self._speed(rows, len(found)) / self.floor
         bucket.trial = False
-        if over < 1.0 - HYSTERESIS:
+        if over < 1.0 - LOSS_SHARE:
             bucket.on, bucket.rest = False, 0
             bucket.wait = min(2 * bucket.wait, 2 * PLAIN_EVERY)
-        elif over > 1.0 + HYSTERESIS:
+        elif over > 1.0 + LOSS_SHARE:
             bucket.wait = PLAIN_EVERY // 2
 
     def _learn(self, alone: bool, found: list[Found]) -> None:
