@@ -157,22 +157,23 @@ def device(folder, learned):
         target.close()
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+HEAD = {
+    "speculative_algorithm": "EAGLE",
+    "speculative_num_draft_tokens": 6,
+    "speculative_num_steps": 5,
+    "speculative_eagle_topk": 1,
+}
+
+
 @pytest.mark.parametrize(
-    "algorithm",
+    ("algorithm", "overlap"),
     [
-        {"speculative_algorithm": "OFF"},
-        {
-            "speculative_algorithm": "EAGLE",
-            "speculative_num_draft_tokens": 6,
-            "speculative_num_steps": 5,
-            "speculative_eagle_topk": 1,
-        },
-        {"speculative_algorithm": "NGRAM"},
+        *(({"speculative_algorithm": name}, o) for name in ("OFF", "NGRAM") for o in (False, True)),
+        pytest.param(HEAD, False, marks=pytest.mark.slow),
+        (HEAD, True),
     ],
-    ids=lambda changes: changes["speculative_algorithm"],
 )
-def test_every_round_has_its_plans_tables(device, overlap, algorithm):
+def test_every_round_has_its_plans_tables(device, algorithm, overlap):
     """More requests than slots and pages: sequences are preempted, slots reused, prefixes shared,
     and with overlap the next tables are sent before this round is over.
     """

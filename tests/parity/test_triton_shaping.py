@@ -17,8 +17,11 @@ kernels = load("triton.triton_shaping")
 @pytest.mark.parametrize(
     "vocab, scale",
     [
-        *((1, 1), (7, 1), (50, 3), (1001, 4), (2000, 0.2), (9001, 8)),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((9001, 1), (20000, 0.2))),
+        *((1, 1), (7, 1), (2000, 0.2), (9001, 8)),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((50, 3), (1001, 4), (9001, 1), (20000, 0.2))
+        ),
     ],
 )
 def test_kept_are_the_twins(vocab, scale):
@@ -46,7 +49,7 @@ def test_a_node_without_a_token_keeps_none():
 @pytest.mark.parametrize("masked", [False, True])
 def test_logits_are_shaped_as_by_the_twin(masked):
     random = np.random.default_rng(1)
-    for vocab in (60, 5000):  # One part, not full; two.
+    for vocab in (60, 5000) if masked else (60,):  # One part, not full; two.
         asked = mixed(vocab)
         logits = random.normal(size=(len(asked), 3, vocab)).astype(np.float32) * 3
         shaping, allowed = shaping_of(asked, 3, vocab), None
