@@ -12,9 +12,8 @@ import torch
 
 from forerun.build import drafting
 from forerun.build.drafting import with_draft
-from forerun.build.engine import make_engine, open_target
+from forerun.build.engine import open_target
 from forerun.build.memory import Needs, plan_memory
-from forerun.client.completion import complete, make_request
 from forerun.control.policy import Decision, FixedPolicy
 from forerun.drafters import model_drafter
 from forerun.executors.torch import TorchDecoderModel
@@ -27,6 +26,7 @@ from forerun.models.folder import FolderCheckpoint
 from forerun.models.whole_draft import WholeDraft, equal_vocabulary
 from forerun.options.config import EngineConfig
 from tests.drafters.draft_models import CPU, FeatureBlock, Told, index
+from tests.drafters.served import SMALL, answered, asked
 from tests.models import tiny
 
 TOKENS, DEPTH = 19, 3
@@ -51,11 +51,7 @@ def target(hf, tmp_path_factory):
         executor="torch",
         dtype="float32",
         speculative_algorithm="OFF",
-        policy="fixed",
-        max_sequences=4,
-        chunked_prefill_size=40,
-        kv_tokens=1024,
-        page_size=8,
+        **SMALL,
     )
     made = open_target(config)
     yield made
@@ -100,22 +96,8 @@ def served(target, model=None, temperature=0.0, at_once=None, tokens=TOKENS, **c
         speculative_num_steps=shape["depth"],
         speculative_eagle_topk=shape["width"],
     )
-    engine = make_engine(replace(target, draft_model=model), config)
-    engine.start()
-    try:
-        requests = [
-            make_request(
-                prompt.astype(np.int32), max_tokens=tokens, ignore_eos=True,
-                temperature=temperature, seed=len(prompt),
-            )
-            for prompt in PROMPTS
-        ]  # fmt: skip
-        done = [choices[0] for choices in complete(engine, requests, at_once)]
-        assert engine.stats().failed_steps == 0
-        assert engine.describe()["drafter"].get("fault") is None
-        return done, engine.stats()
-    finally:
-        engine.shutdown()
+    requests = asked(PROMPTS, tokens, temperature)
+    return answered(replace(target, draft_model=model), config, requests, at_once)
 
 
 @pytest.fixture(scope="module")

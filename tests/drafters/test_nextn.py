@@ -21,6 +21,7 @@ from forerun.measure.workload import Prompt
 from forerun.models.folder import FolderCheckpoint
 from forerun.options.config import EngineConfig
 from tests.drafters.draft_models import Told
+from tests.drafters.served import SMALL
 from tests.drafters.test_standalone import PROMPTS, STEPS, TOKENS, counts, served
 from tests.models import tiny
 
@@ -114,13 +115,9 @@ def settings(folder, executor, algorithm="NEXTN", **changes):
         "model": str(folder),
         "executor": executor,
         "dtype": "float32" if executor == "torch" else "auto",
-        "policy": "fixed",
         "speculative_algorithm": algorithm,
         "speculative_num_steps": None if algorithm == "OFF" else 3,
-        "max_sequences": 4,
-        "chunked_prefill_size": 40,
-        "kv_tokens": 1024,
-        "page_size": 8,
+        **SMALL,
         "threads": 1,
         "draft_on_error": "stop",
     }

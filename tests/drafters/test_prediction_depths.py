@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from forerun.build.engine import make_engine, open_target
-from forerun.client.completion import complete, make_request
+from forerun.build.engine import open_target
 from forerun.errors import ModelError
 from forerun.models.folder import FolderCheckpoint
 from forerun.models.prediction_layers import open_prediction_layers
 from tests.drafters.draft_models import Told
+from tests.drafters.served import answered, asked
 from tests.drafters.test_nextn import (
     EXECUTORS,
     NAMINGS,
@@ -56,16 +56,7 @@ def configured(folder, executor, **changes):
 
 def served(target, at_once=1, temperature=0.0):
     """Choices of all prompts, the later ones behind the pages of the earlier."""
-    engine = make_engine(target, target.config)
-    engine.start()
-    options = {"max_tokens": TOKENS, "ignore_eos": True, "temperature": temperature, "seed": 3}
-    try:
-        requests = [make_request(prompt, **options) for prompt in PROMPTS]
-        done = [choices[0] for choices in complete(engine, requests, at_once)]
-        assert engine.stats().failed_steps == 0
-        return done
-    finally:
-        engine.shutdown()
+    return answered(target, target.config, asked(PROMPTS, TOKENS, temperature, 3), at_once)[0]
 
 
 def texts_of(folder, executor, temperature=0.0):

@@ -9,14 +9,14 @@ import tokenizers
 import torch
 
 from forerun.build.drafting import open_drafts
-from forerun.build.engine import load, make_engine, open_target
-from forerun.client.completion import complete, make_request
+from forerun.build.engine import load, open_target
 from forerun.drafters import model_drafter
 from forerun.errors import ConfigError, ModelError
 from forerun.executors import cpu
 from forerun.hub.catalog import open_model
 from forerun.options.config import EngineConfig
 from tests.drafters.draft_models import Told
+from tests.drafters.served import SMALL, answered, asked
 from tests.models import tiny
 
 TOKENS, DEPTH = 31, 3
@@ -77,11 +77,7 @@ def settings(folders, executor, draft=None, **changes):
         "executor": executor,
         # Drafts beside the core are 8 bits, and a target that is its own draft must be too.
         "dtype": "float32" if executor == "torch" else "q8_0",
-        "policy": "fixed",
-        "max_sequences": 4,
-        "chunked_prefill_size": 40,
-        "kv_tokens": 1024,
-        "page_size": 8,
+        **SMALL,
         "threads": 1,
         "draft_on_error": "stop",
     }
@@ -97,25 +93,7 @@ def settings(folders, executor, draft=None, **changes):
 
 def served(target, temperature, at_once=None):
     """What became of all prompts, some of which need several steps to be read."""
-    engine = make_engine(target, target.config)
-    engine.start()
-    try:
-        requests = [
-            make_request(
-                prompt,
-                max_tokens=TOKENS,
-                ignore_eos=True,
-                temperature=temperature,
-                seed=len(prompt),
-            )
-            for prompt in PROMPTS
-        ]
-        done = [choices[0] for choices in complete(engine, requests, at_once)]
-        assert engine.stats().failed_steps == 0
-        assert engine.fault is None
-        return done
-    finally:
-        engine.shutdown()
+    return answered(target, target.config, asked(PROMPTS, TOKENS, temperature), at_once)[0]
 
 
 @pytest.fixture(scope="module")

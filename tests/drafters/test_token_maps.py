@@ -19,6 +19,7 @@ from forerun.models.draft_config import head_for
 from forerun.models.folder import FolderCheckpoint
 from forerun.options.config import EngineConfig
 from forerun.train.export import export_head
+from tests.drafters.served import SMALL
 from tests.drafters.test_nextn import with_layers
 from tests.drafters.test_standalone import counts, served
 from tests.models import tiny
@@ -58,9 +59,9 @@ def folders(tmp_path_factory):
 def opened(folders, executor, method, token_map=None):
     draft = folders.get(method)
     config = EngineConfig(
-        model=str(folders["target"]), executor=executor, policy="fixed", max_sequences=4,
-        dtype="float32" if executor == "torch" else "auto", chunked_prefill_size=40, kv_tokens=1024,
-        page_size=8, threads=1, draft_on_error="stop", speculative_algorithm=method,
+        model=str(folders["target"]), executor=executor, **SMALL, threads=1,
+        dtype="float32" if executor == "torch" else "auto",
+        draft_on_error="stop", speculative_algorithm=method,
         speculative_draft_model_path=None if draft is None else str(draft),
         speculative_num_steps=None if method == "OFF" else STEPS,
         speculative_token_map=None if token_map is None else str(token_map),

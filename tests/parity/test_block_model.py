@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.build.engine import load, make_engine, open_target
+from forerun.build.engine import load, open_target
 from forerun.client.completion import complete, make_request
 from forerun.errors import ConfigError, EngineError
 from forerun.executors.torch import TorchBlockModel
@@ -18,6 +18,7 @@ from forerun.interface.draft_model import DraftBlock, Extension
 from forerun.models.folder import FolderCheckpoint
 from forerun.options.config import EngineConfig
 from tests.drafters.draft_models import Told
+from tests.drafters.served import SMALL, answered, asked
 from tests.models import tiny
 from tests.parity.blocks import VARIANTS, dense_block, random_block, streams
 from tests.twins.host_block import BorrowedRows, HostBlockModel
@@ -43,11 +44,7 @@ def configured(folder, **changes):
         executor="torch",
         dtype="float32",
         speculative_algorithm="OFF",
-        policy="fixed",
-        max_sequences=4,
-        chunked_prefill_size=40,
-        kv_tokens=1024,
-        page_size=8,
+        **SMALL,
     )
     return replace(config, **changes)
 
@@ -95,22 +92,8 @@ def served(target, model, temperature=0.0, prompts=PROMPTS, tokens=TOKENS, **cha
     config = replace(
         target.config, speculative_algorithm="OFF" if model is None else "DFLASH", **changes
     )
-    engine = make_engine(replace(target, draft_model=model), config)
-    engine.start()
-    try:
-        requests = [
-            make_request(
-                prompt.astype(np.int32), max_tokens=tokens, ignore_eos=True,
-                temperature=temperature, seed=len(prompt),
-            )
-            for prompt in prompts
-        ]  # fmt: skip
-        done = [choices[0] for choices in complete(engine, requests)]
-        assert engine.stats().failed_steps == 0
-        assert engine.describe()["drafter"].get("fault") is None
-        return done, engine.stats()
-    finally:
-        engine.shutdown()
+    requests = asked(prompts, tokens, temperature)
+    return answered(replace(target, draft_model=model), config, requests)
 
 
 @pytest.fixture(scope="module")

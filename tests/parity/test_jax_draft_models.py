@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 
 import forerun.executors.jax as on_jax
 from forerun.build import with_jax
-from forerun.build.engine import make_engine, open_target
-from forerun.client.completion import complete, make_request
+from forerun.build.engine import open_target
 from forerun.drafters import model_drafter
 from forerun.errors import ModelError
 from forerun.executors.jax import JaxExecutor, JaxOptions, drafting, level_model
 from forerun.options.config import EngineConfig
+from tests.drafters.served import answered, asked
 from tests.drafters.test_nextn import certain, hf, layer, with_layers  # noqa: F401 - fixtures
 from tests.models import tiny
 from tests.parity.driver import first_is_fast
@@ -117,20 +117,7 @@ def served(target, temperature=0.0, shape="chain", plain=False):
         speculative_num_steps=depth,
         speculative_eagle_topk=width,
     )
-    engine = make_engine(target, config)
-    engine.start()
-    try:
-        requests = [
-            make_request(
-                prompt, max_tokens=TOKENS, ignore_eos=True, temperature=temperature, seed=5
-            )
-            for prompt in PROMPTS
-        ]
-        done = [choices[0] for choices in complete(engine, requests)]
-        assert engine.fault is None and engine.stats().failed_steps == 0
-        return done
-    finally:
-        engine.shutdown()
+    return answered(target, config, asked(PROMPTS, TOKENS, temperature, 5))[0]
 
 
 def texts(done):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.build.engine import make_engine, open_target
-from forerun.client.completion import complete, make_request
+from forerun.build.engine import open_target
+from forerun.client.completion import make_request
 from forerun.executors.torch.decoder.layers import rotation
 from forerun.executors.torch.drafts.block import BlockDrafter
 from forerun.measure.acceptance import CHAIN, Question, alone, ask
@@ -19,6 +19,7 @@ from forerun.train.init_block import start_block
 from forerun.train.loss import DraftVocabulary, LikeliestTargets, TrainingBatch
 from forerun.train.presets import resolve
 from forerun.train.student import block_for
+from tests.drafters.served import answered
 from tests.models import tiny
 from tests.parity.blocks import VARIANTS, dense_block, random_block, streams
 
@@ -184,11 +185,6 @@ def test_a_block_drafter_is_trained_and_served(untrained, tmp_path, kind, least)
 
 def served(target, prompts, **changes):
     """Answers up to their ends: behind these nothing was learnt."""
-    engine = make_engine(target, replace(target.config, **changes))
-    engine.start()
-    try:
-        eos = target.tokenizer.eos_ids
-        requests = [make_request(p, eos, max_tokens=40, temperature=0.0) for p in prompts]
-        return [choices[0] for choices in complete(engine, requests)]
-    finally:
-        engine.shutdown()
+    eos = target.tokenizer.eos_ids
+    requests = [make_request(p, eos, max_tokens=40, temperature=0.0) for p in prompts]
+    return answered(target, replace(target.config, **changes), requests)[0]

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from forerun.build.engine import make_engine, open_target
+from forerun.build.engine import open_target
 from forerun.cli.main import main
-from forerun.client.completion import complete, make_request
+from forerun.client.completion import make_request
 from forerun.errors import ModelError
 from forerun.executors import cpu
 from forerun.models.folder import FolderCheckpoint
@@ -16,6 +16,7 @@ from forerun.options.config import EngineConfig
 from forerun.train.loss import LikeliestTargets, TrainingBatch
 from forerun.train.prediction import PredictionLayer, PredictionSpec
 from forerun.train.unroll import Unrolling, turns, unrolled
+from tests.drafters.served import answered
 from tests.drafters.test_nextn import dense, random_layer
 from tests.models import tiny
 
@@ -117,13 +118,7 @@ def test_a_prediction_layer_is_trained_and_served(untrained, tmp_path, executor)
 
 def served(target, small, **changes):
     """Answers to what was asked in training, up to their ends: behind these nothing was learnt."""
-    engine = make_engine(target, replace(target.config, **changes))
-    engine.start()
-    try:
-        asked = dict.fromkeys(prompt.text for prompt in small.questions)
-        prompts = [target.chat.encode([{"role": "user", "content": text}]) for text in asked]
-        eos = target.tokenizer.eos_ids
-        requests = [make_request(prompt, eos, max_tokens=73) for prompt in prompts]
-        return [choices[0] for choices in complete(engine, requests)]
-    finally:
-        engine.shutdown()
+    texts = dict.fromkeys(prompt.text for prompt in small.questions)
+    prompts = [target.chat.encode([{"role": "user", "content": text}]) for text in texts]
+    requests = [make_request(each, target.tokenizer.eos_ids, max_tokens=73) for each in prompts]
+    return answered(target, replace(target.config, **changes), requests)[0]
