@@ -1,0 +1,12 @@
+"""`forerun serve` whose engine stops at a phase: `... SOCKET PHASE serve ...` (phased_engine)."""
+
+import sys
+
+from forerun.cli import serve
+from forerun.cli.main import console
+
+if __name__ == "__main__":
+    path, phase = sys.argv[1:3]
+    del sys.argv[1:3]
+    serve.ENGINE = (sys.executable, "-m", "tests.chaos.phased_engine", path, phase)
+    console()

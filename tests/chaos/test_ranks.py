@@ -1,0 +1,165 @@
+"""Any rank killed, stopped or out of memory, in any phase: whoever waits is told within the step,
+the process ends with a code and a sentence of its own, and nothing of it is left.
+
+What can be captured across ranks will be a phase of its own; nothing is yet.
+"""
+
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.processes import PATIENCE, ROOT, command_line, status, wait_for
+from tests.models import tiny
+from tests.parallel.test_failure import over
+
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
+
+LINE = ["--executor", "torch", "--device", "cpu", "--tp-size", "2", "--threads", "1"]
+LINE += ["--context", "256", "--kv-tokens", "2048", "--max-sequences", "2"]
+STREAMS = 3
+"""One more than run at once."""
+
+
+def exhaust(pid):
+    """What it allocates next is not there."""
+    resource.prlimit(pid, resource.RLIMIT_AS, (1 << 20, 1 << 20))
+
+
+def kill(pid):
+    os.kill(pid, signal.SIGKILL)
+
+
+def stop(pid):
+    os.kill(pid, signal.SIGSTOP)
+
+
+class Phased:
+    """A server that has stopped at a phase.
+
+    ranks  the process ids of ranks 0 and 1
+    """
+
+    def __init__(self, folder, tmp_path, phase):
+        self.listening = socket.socket(socket.AF_UNIX)
+        self.listening.bind(str(tmp_path / "phase"))
+        self.listening.listen()
+        self.listening.settimeout(PATIENCE)
+        with socket.create_server(("127.0.0.1", 0)) as bound:
+            self.port = bound.getsockname()[1]
+        line = [sys.executable, "-m", "tests.chaos.serve_phased", str(tmp_path / "phase"), phase]
+        line += ["serve", str(folder), "--port", str(self.port), *LINE]
+        self.log = (tmp_path / "server.log").open("w+")
+        self.process = subprocess.Popen(line, cwd=ROOT, stdout=self.log, stderr=self.log)
+        self.http = httpx.Client(
+            base_url=f"http://127.0.0.1:{self.port}", timeout=PATIENCE, trust_env=False
+        )
+        self.heard = [[] for _ in range(STREAMS)]
+        self.threads = []
+
+    def ask(self):
+        """Begin streams; each hears lines, in `heard`."""
+        for index in range(STREAMS):
+            thread = threading.Thread(target=self._stream, args=(index,), daemon=True)
+            self.threads.append(thread)
+            thread.start()
+
+    def _stream(self, index):
+        body = {"prompt": f"a b c {index}", "max_tokens": 200, "ignore_eos": True, "stream": True}
+        with self.http.stream("POST", "/v1/completions", json=body) as answer:
+            self.heard[index].append(str(answer.status_code))
+            self.heard[index] += [line for line in answer.iter_lines() if line]
+
+    def at_phase(self):
+        """Wait for it."""
+        self.stopped, _ = self.listening.accept()
+        everybody = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+        path = self.listening.getsockname()
+        (engine,) = (pid for pid in everybody if f"phased_engine {path}" in command_line(pid))
+        mine = [pid for pid in everybody if status(pid)[1:2] == [str(engine)]]
+        (other,) = (pid for pid in mine if "parallel.rank" in command_line(pid))
+        self.ranks = engine, other
+
+    def go_on(self):
+        """Rank 0 goes on, if it can."""
+        self.stopped.close()
+
+    def logged(self):
+        self.log.seek(0)
+        return self.log.read()
+
+    def close(self):
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self.http.close()
+        self.listening.close()
+        self.log.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.save_folder(tiny.model("llama"), tmp_path_factory.mktemp("made"))
+
+
+@pytest.fixture
+def started(folder, tmp_path):
+    servers = []
+
+    def start(phase):
+        servers.append(Phased(folder, tmp_path, phase))
+        return servers[0]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+PHASES = ("load", "warm-up", "prefill", "decode")
+LOST = [(phase, 1, fault) for phase in PHASES for fault in (kill, stop, exhaust)]
+LOST += [(phase, 0, kill) for phase in PHASES] + [("load", 0, exhaust), ("warm-up", 0, exhaust)]
+"""Rank 0 that is stopped is an engine that is stopped: it may be continued, and /health says "stuck"
+meanwhile (test_watchdog). So it does of a rank 0 whose own gloo has no memory for what the others
+send: it waits for it, and no error comes.
+"""
+
+
+@pytest.mark.parametrize(("phase", "rank", "fault"), LOST)
+def test_a_rank_that_is_lost(started, phase, rank, fault):
+    server = started(phase)
+    serving = phase in ("prefill", "decode")
+    if serving:
+        assert wait_for(lambda: health(server) == 200), server.logged()
+        server.ask()
+    server.at_phase()
+    assert health(server) == (200 if serving else 503)
+    fault(server.ranks[rank])
+    server.go_on()
+    for thread in server.threads:
+        thread.join(PATIENCE)
+        assert not thread.is_alive(), "a stream waits for ever"
+    for lines in server.heard if serving else ():
+        assert any('"error"' in line for line in lines), lines
+        assert not any('"finish_reason":"length"' in line for line in lines)
+    assert server.process.wait(PATIENCE) == 6, server.logged()
+    last = server.logged().strip().splitlines()[-1]
+    assert last.startswith("forerun: ")
+    assert rank == 0 or "rank 1 of the tensor-parallel group" in server.logged()
+    assert all(map(over, server.ranks))
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", server.port)).close()
+
+
+def health(server):
+    """The status of /health; 0: nobody listens yet."""
+    try:
+        return server.http.get("/health").status_code
+    except httpx.TransportError:
+        return 0
