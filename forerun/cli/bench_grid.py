@@ -15,6 +15,7 @@ from forerun.errors import ConfigError
 from forerun.machine import stamp
 from forerun.measure.files import write
 from forerun.measure.pictures import draw_frontier
+from forerun.measure.report import columns
 from forerun.measure.sweep import Cell, Sweep, as_dict, best, combinations, every
 from forerun.measure.workload import read_prompts
 from forerun.options.config import AskConfig, EngineConfig
@@ -92,10 +93,9 @@ def _sweep(target: Target, arguments: argparse.Namespace, ask: AskConfig) -> Swe
 
 def table(cells: list[Cell], title: str) -> Table:
     """A row per setting and batch."""
-    view = Table(title=f"{title}: plain decoding beside every setting")
-    for name in ("at once", "steps", "top-k", "draft tokens", "tokens/s", "over plain (interval)",
-                 "ms per step", "tokens per step", "accepted", "identical"):  # fmt: skip
-        view.add_column(name, justify="right")
+    names = ("at once", "steps", "top-k", "draft tokens", "tokens/s", "over plain (interval)",
+             "ms per step", "tokens per step", "accepted", "identical")  # fmt: skip
+    view = columns(f"{title}: plain decoding beside every setting", names, left=0)
     for cell in cells:
         setting = cell.setting
         view.add_row(
@@ -104,7 +104,7 @@ def table(cells: list[Cell], title: str) -> Table:
             str(setting.speculative_eagle_topk or "-"),
             str(setting.speculative_num_draft_tokens),
             f"{cell.speed:.0f}",
-            f"{cell.ratio:.2f} ({cell.low:.2f}-{cell.high:.2f})",
+            f"{cell.ratio:.2f} ({cell.low:.2f} to {cell.high:.2f})",
             f"{cell.ms_per_step:.1f}",
             f"{cell.acceptance_length:.2f}",
             f"{cell.accept_rate:.0%}",

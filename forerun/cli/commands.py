@@ -186,9 +186,10 @@ def _train_flags(parser: argparse.ArgumentParser) -> None:
 def _eval_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set",
+        "--prompts",
         action="append",
         default=[],
-        metavar="NAME=FILE",
+        metavar="[NAME=]FILE",
         help="jsonl of chats; may be repeated (default: the built-in prompts)",
     )
     parser.add_argument(
@@ -196,6 +197,7 @@ def _eval_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tokens",
+        "--max-tokens",
         type=_positive,
         default=128,
         metavar="N",

@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from forerun.build.engine import Loaded, Target, load, open_target
 from forerun.build.executor_entry import Progress as Report
@@ -47,8 +48,9 @@ def bars() -> Iterator[Report]:
     if not err.is_terminal:
         yield _lines()
         return
+    # Where there is little room, what is said of a task takes more lines, and no number is cut.
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", table_column=Column()),
         BarColumn(),
         TextColumn("{task.fields[amount]}"),
         TextColumn("{task.fields[speed]}"),

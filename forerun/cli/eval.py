@@ -24,6 +24,7 @@ from forerun.measure.acceptance import (
     ask,
     metrics_beside,
 )
+from forerun.measure.report import columns
 from forerun.measure.workload import read_prompts, spread
 from forerun.models.draft_folder import DraftFile
 from forerun.options.config import EngineConfig
@@ -85,7 +86,7 @@ def _named(text: str) -> tuple[str, Path]:
     name, _, path = text.rpartition("=")
     file = Path(path)
     if not file.is_file():
-        raise ConfigError(f"there is no file {file}; --set takes NAME=FILE, a jsonl of chats")
+        raise ConfigError(f"there is no file {file}; --set takes [NAME=]FILE, a jsonl of chats")
     return name or file.stem, file
 
 
@@ -128,20 +129,13 @@ def collapsed(found: list[Finding]) -> list[str]:
     ]
 
 
-def _show(found: list[Finding], promised: float | None) -> None:
-    table = Table(title="Acceptance, served")
-    for heading in ("prompts", "draft_tokens", "T"):
-        table.add_column(heading)
-    for heading in (
-        "tokens per step",
-        "agreement by position",
-        "identical",
-        "tokens/s",
-        "over plain",
-    ):
-        table.add_column(heading, justify="right")
+def table(found: list[Finding]) -> Table:
+    """A row per question, shape of drafts and temperature."""
+    names = ("prompts", "drafts", "T", "tokens per step", "agreement by position", "identical",
+             "tokens/s", "over plain")  # fmt: skip
+    drawn = columns("Acceptance, served", names, left=3)
     for item in found:
-        table.add_row(
+        drawn.add_row(
             item.question,
             item.shape,
             f"{item.temperature:g}",
@@ -151,7 +145,11 @@ def _show(found: list[Finding], promised: float | None) -> None:
             f"{item.speed:.1f}",
             f"{item.speed / item.plain:.2f}",
         )
-    out.print(table)
+    return drawn
+
+
+def _show(found: list[Finding], promised: float | None) -> None:
+    out.print(table(found))
     for line in collapsed(found):
         say(line)
     for item in found:

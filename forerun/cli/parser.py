@@ -32,7 +32,8 @@ class Parser(argparse.ArgumentParser):
         found, rest = self.parse_known_args(args, namespace)
         options = vars(found).get("options") or {}
         flags = [word.split("=")[0] for word in rest if word.startswith("-") and word != "-"]
-        problems = [unknown(flag, options, vars(found).get("command")) for flag in flags]
+        command = vars(found).get("command")
+        problems = [unknown(flag, options, command, self._own(command)) for flag in flags]
         if rest and not flags:  # Else they are values of these.
             problems.append(
                 f"{rest[0]!r} is one word too many; put a text of several words between quotes."
@@ -45,15 +46,30 @@ class Parser(argparse.ArgumentParser):
             raise ConfigError("\n".join(problems))
         return found
 
+    def _own(self, command: str | None) -> list[str]:
+        """Names of a command's flags that are no options of the engine's or the server's."""
+        parsers = [one for one in self._actions if isinstance(one, argparse._SubParsersAction)]
+        flags = parsers[0].choices[command]._option_string_actions if command and parsers else ()
+        return [flag.lstrip("-") for flag in flags if flag.startswith("--")]
 
-def unknown(flag: str, options: dict[str, Option], command: str | None = None) -> str:
-    """What to say of a name that a command does not have."""
+
+def unknown(
+    flag: str, options: dict[str, Option], command: str | None = None, own: Sequence[str] = ()
+) -> str:
+    """What to say of a name that a command does not have.
+
+    options  names of the configuration's options that it has
+    own      names of its other flags
+    """
     of = f" of forerun {command}" if command else ""
     name = flag.lstrip("-")
     if name in {option.name for option in OPTIONS} | {
         own_option(item).name for item in FIELDS.values()
     }:
         return f"{flag} is no option{of}; it belongs to another command."
+    close = difflib.get_close_matches(name, own, n=1, cutoff=0.75)
+    if close and close[0] not in options:
+        return f"There is no option {flag}{of}; did you mean --{close[0]}?"
     close = difflib.get_close_matches(name, list(options), n=1, cutoff=0.6)
     if not close:
         return f"There is no option {flag}{of}."

@@ -4,13 +4,12 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from rich.table import Table
-
 from forerun.cli import fuzz
 from forerun.cli.console import bars, emit_json, open_shown, out, say
 from forerun.cli.constraint import grammar_of
 from forerun.machine import stamp
 from forerun.measure.prove import Divergence, Proof, Trial, as_dict, prove
+from forerun.measure.report import columns
 from forerun.measure.workload import read_prompts, spread
 from forerun.options.config import EngineConfig, exact
 from forerun.options.flags import configured
@@ -58,11 +57,8 @@ def _show(proof: Proof, trial: Trial, name: str, forced: bool) -> None:
     asked = f"{len(trial.prompts)} prompts x {trial.tokens} tokens"
     bound = f", constrained by {trial.grammar.field}" if trial.grammar else ""
     other = ", other parameters for each" if trial.mixed else ""
-    table = Table(title=f"{name}: {asked}{bound}{other}")
-    for heading in ("T", "method", "at once"):
-        table.add_column(heading)
-    for heading in ("identical", "tokens per step", "draft tokens", "accepted"):
-        table.add_column(heading, justify="right")
+    names = ("T", "method", "at once", "identical", "tokens per step", "draft tokens", "accepted")
+    table = columns(f"{name}: {asked}{bound}{other}", names, left=3)
     for index, run in enumerate(proof.runs):
         first = index == 0 or proof.runs[index - 1].temperature != run.temperature
         table.add_row(

@@ -15,6 +15,7 @@ from forerun.errors import ConfigError
 from forerun.hub.catalog import open_model
 from forerun.machine import stamp
 from forerun.measure.pictures import draw_ratios
+from forerun.measure.report import columns
 from forerun.measure.sweep import OFF, Cell, Sweep, as_dict, best, halving, usual
 from forerun.measure.workload import read_prompts
 from forerun.options.config import EngineConfig
@@ -68,10 +69,8 @@ def _forget(config: EngineConfig) -> int:
 def table(cells: Sequence[Cell], fastest: Setting, title: str) -> Table:
     """One row per setting, one column per batch size; dropped settings show when."""
     batches = list(dict.fromkeys(cell.batch for cell in cells))
-    view = Table(title=f"{title}: speed over plain decoding (tokens per step)")
-    view.add_column("setting")
-    for batch in batches:
-        view.add_column(f"{batch} at once", justify="right")
+    names = ("setting", *(f"{batch} at once" for batch in batches))
+    view = columns(f"{title}: speed over plain decoding (tokens per step)", names)
     found = {(cell.setting, cell.batch): cell for cell in cells}
     for setting in dict.fromkeys(cell.setting for cell in cells):
         told = [

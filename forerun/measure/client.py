@@ -184,7 +184,7 @@ async def load_level(
 def find_model(url: str, api_key: str, wanted: str | None) -> str:
     """The model name to ask for: `wanted`, or the first that GET {url}/models lists (10 s timeout).
 
-    Raises ConfigError where the server does not answer or lists none.
+    Raises ConfigError where the server does not answer, not yet, or lists none.
     """
     if wanted:
         return wanted
@@ -193,6 +193,8 @@ def find_model(url: str, api_key: str, wanted: str | None) -> str:
         answer = httpx.get(
             f"{url.rstrip('/')}/models", headers=endpoint.headers, timeout=10.0, trust_env=False
         )
+        if answer.status_code == 503:  # Ours says why: it loads, or is about to end.
+            raise ConfigError(f"{url} answers nothing yet: {answer.json()['error']['message']}")
         answer.raise_for_status()
         return str(answer.json()["data"][0]["id"])
     except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:

@@ -94,12 +94,22 @@ def median_of(repeats: Sequence[Level]) -> Level:
     )
 
 
+def columns(title: str, names: Sequence[str], left: int = 1, caption: str | None = None) -> Table:
+    """An empty table of so many columns, the first `left` of them flush left. Where it is narrow,
+    headings are broken between words, and none is cut.
+    """
+    drawn = Table(title=title, caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for place, name in enumerate(names):
+        longest = max(map(len, name.split()))
+        drawn.add_column(name, justify="left" if place < left else "right", min_width=longest)
+    return drawn
+
+
 def table(levels: Sequence[Level], title: str) -> Table:
     """A rich table of levels for the terminal, at least 80 columns wide; times as p50 / p99
     in ms.
     """
     caption = "times: p50 / p99 in ms; medians over repeats"
-    drawn = Table(title=title, caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     names = (
         "speculation",
         "at once",
@@ -110,10 +120,7 @@ def table(levels: Sequence[Level], title: str) -> Table:
         "requests",
         "errors",
     )
-    for name in names:
-        # In 80 columns headings are broken between words, and none is cut.
-        longest = max(map(len, name.split()))
-        drawn.add_column(name, justify="right" if drawn.columns else "left", min_width=longest)
+    drawn = columns(title, names, caption=caption)
     for level in levels:
         drawn.add_row(
             level.side,

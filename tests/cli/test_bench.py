@@ -5,6 +5,7 @@ import json
 import threading
 from contextlib import contextmanager
 
+import httpx
 import pytest
 
 from forerun.cli.main import main
@@ -148,6 +149,13 @@ def test_the_key_goes_along_and_the_model_is_found():
         assert find_model(url, "", None) == "scripted"
         assert find_model(url, "", "mine") == "mine"
     with pytest.raises(ConfigError, match="does not list its models"):
+        find_model("http://127.0.0.1:9/v1", "", None)
+
+
+def test_a_server_that_still_loads_is_no_wrong_address(monkeypatch):
+    body = {"error": {"message": "The model is still loading."}}
+    monkeypatch.setattr(httpx, "get", lambda *_, **__: httpx.Response(503, json=body))
+    with pytest.raises(ConfigError, match=r"answers nothing yet: The model is still loading\."):
         find_model("http://127.0.0.1:9/v1", "", None)
 
 

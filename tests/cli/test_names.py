@@ -399,6 +399,16 @@ def test_an_unknown_name_gets_a_hint(line, hint, capsys):
     assert hint in capsys.readouterr().err
 
 
+def test_a_commands_own_flags_are_hinted_at_too(capsys):
+    for command, wrong, meant in (
+        ("eval", "--promts", "--prompts"),
+        ("bench --launch", "--concurency", "--concurrency"),
+        ("prove", "--quik", "--quick"),
+    ):
+        assert main([*command.split(), wrong, "x"]) == 2
+        assert f"did you mean {meant}?" in capsys.readouterr().err
+
+
 def test_sglangs_command_line_runs(tmp_path, capsys):
     """EAGLE3 of SGLang's page on speculation, with small checkpoints."""
     model = tiny.save_folder(tiny.model("llama", num_hidden_layers=6), tmp_path / "target")

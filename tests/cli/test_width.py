@@ -11,10 +11,18 @@ from io import StringIO
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
+from forerun.build.tuned import Setting
+from forerun.cli import console
+from forerun.cli.bench_grid import table as grid_table
+from forerun.cli.eval import table as eval_table
+from forerun.cli.tune import table as tune_table
 from forerun.cli.wrap import wrapped
 from forerun.hub.catalog import BUILT_IN
+from forerun.measure.acceptance import Finding
 from forerun.measure.report import Level, table
+from forerun.measure.sweep import Cell
 
 
 def in_terminal(*words, columns=80):
@@ -71,9 +79,9 @@ def test_sentences_are_broken_between_words():
 def test_the_table_of_bench_cuts_nothing():
     thousands = {"p50": 1234.5, "p99": 12345.6}
     level = Level("speculation", 64, 1024, 10, 1234.5, 9, thousands, thousands, thousands, {}, None)
-    console = Console(width=80, file=StringIO())
-    console.print(table([level], "smollm2-135m at http://127.0.0.1:8000/v1"))
-    drawn = console.file.getvalue()
+    drawn_on = Console(width=80, file=StringIO())
+    drawn_on.print(table([level], "smollm2-135m at http://127.0.0.1:8000/v1"))
+    drawn = drawn_on.file.getvalue()
     assert "…" not in drawn and all(len(line) <= 80 for line in drawn.split("\n"))
     for word in ("speculation", "tokens/s", "between", "requests", "errors", "12345.6"):
         assert word in drawn
@@ -82,6 +90,40 @@ def test_the_table_of_bench_cuts_nothing():
 class Terminal:
     def isatty(self):
         return True
+
+
+def test_the_other_tables_cut_nothing():
+    found = Finding(
+        "mt-bench", "n-grams", 0.8, 2.345, (0.91, 0.82, 0.73), 9999, 92, 90, 123.4, 99.9
+    )
+    setting = Setting("EAGLE+NGRAM", 16, 8, "adaptive")
+    numbers = {"rounds": 2, "speed": 1234.5, "ms_per_step": 123.4, "ratio": 1.234, "low": 1.11,
+               "high": 1.33, "confidence": 0.95, "acceptance_length": 2.345, "accept_rate": 0.45,
+               "identical": 64, "answers": 64}  # fmt: skip
+    cells = [Cell(setting, batch, **numbers) for batch in (1, 4, 16)]
+    tables = (
+        eval_table([found]),
+        tune_table(cells, setting, "smollm2-135m"),
+        grid_table(cells, "smollm2-135m"),
+    )
+    for made in tables:
+        drawn_on = Console(width=80, file=StringIO())
+        drawn_on.print(made)
+        drawn = drawn_on.file.getvalue()
+        assert "…" not in drawn and all(len(line) <= 80 for line in drawn.split("\n"))
+
+
+def test_bars_cut_no_number(monkeypatch):
+    terminal = Console(width=80, file=StringIO(), force_terminal=True)
+    monkeypatch.setattr(console, "err", terminal)
+    said = "training: loss 5.49, agreement 0.00 0.00, length 1.000 (best 1.000), 18 tokens/s"
+    with console.bars() as report:
+        report("answers", 24, 24)
+        report(said, 5, 24)
+        report("downloading weights", 98_400_000, 98_500_000)
+    drawn = Text.from_ansi(terminal.file.getvalue()).plain
+    assert "…" not in drawn and "24/24" in drawn and "5/24" in drawn
+    assert "98.4 MB of 98.5 MB" in drawn and "best 1.000" in " ".join(drawn.split())
 
 
 def test_long_paths_stay_whole(tmp_path, monkeypatch):
