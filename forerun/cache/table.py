@@ -1,9 +1,36 @@
 """A sequence's page table: reserved, then committed or rolled back."""
 
 from array import array
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import compress, repeat
+from operator import add, attrgetter, floordiv, ge, sub
 
 from forerun.cache.prefix import CachedPage, PrefixIndex
 from forerun.types import Ints
+
+_LENGTH, _RESERVED, _DUE = map(attrgetter, ("length", "reserved", "_due"))
+_PAGE_SIZE = attrgetter("page_size")
+
+
+def commit(tables: Sequence["PageTable"], counts: Sequence[int]) -> list[int]:
+    """The next counts[b] positions of tables[b] are permanent, of all but those that fill a page,
+    or more than there are: the places of these, to be committed one by one.
+    """
+    ends = list(map(add, map(_LENGTH, tables), counts))
+    due = list(map(ge, ends, map(_DUE, tables)))
+    places = list(compress(range(len(due)), due))
+    for place in places:
+        ends[place] = tables[place].length
+    deque(map(setattr, tables, repeat("length"), ends), maxlen=0)
+    return places
+
+
+def spare(tables: Sequence["PageTable"], growing: Iterable[int]) -> list[int]:
+    """Places of the tables that have a page beyond their length and growing[b] positions more."""
+    kept = map(add, map(_LENGTH, tables), growing)
+    pages = map(floordiv, map(sub, map(_RESERVED, tables), kept), map(_PAGE_SIZE, tables))
+    return list(compress(range(len(tables)), pages))
 
 
 class PageTable:
@@ -13,7 +40,7 @@ class PageTable:
                      | full, in the index | own, committed | own, tentative |
 
     length    positions whose keys and values are permanent
-    reserved  positions that have a page: len(pages) * page_size
+    reserved  positions that have a page: len(pages) * page_size. Changed here only
     pages     int32[W] page numbers, readable as a NumPy buffer
     """
 
@@ -22,11 +49,14 @@ class PageTable:
         self._chain: list[CachedPage] = []
         self.pages = array("i")
         self.length = 0
+        self.page_size = index.page_size
+        self._held()
 
-    @property
-    def reserved(self) -> int:
-        """Positions that have a page, committed or not: len(pages) * page_size."""
-        return len(self.pages) * self._index.page_size
+    def _held(self) -> None:
+        """Other pages are held, or in the index, than before."""
+        self.reserved = len(self.pages) * self.page_size
+        # A commit that gets there has more to do than to count: a page is full, or there is none.
+        self._due = min((len(self._chain) + 1) * self.page_size, self.reserved + 1)
 
     def start(self, tokens: Ints) -> int:
         """Hold the pages that the index knows of `tokens` int32[T]; how many tokens they contain.
@@ -35,20 +65,22 @@ class PageTable:
         assert not self.pages, "a table starts once"
         self._chain = self._index.acquire(tokens)
         self.pages.extend(entry.page for entry in self._chain)
-        self.length = len(self.pages) * self._index.page_size
+        self._held()
+        self.length = self.reserved
         return self.length
 
     def reserve(self, tokens: int) -> bool:
         """Take pages for positions length .. length+tokens-1, valid until commit or rollback.
         False, and nothing changes, when there are not enough, evictable ones included.
         """
-        missing = -(-(self.length + tokens) // self._index.page_size) - len(self.pages)
+        missing = -(-(self.length + tokens) // self.page_size) - len(self.pages)
         if missing <= 0:
             return True
         taken = self._index.take(missing)
         if taken is None:
             return False
         self.pages.extend(taken)
+        self._held()
         return True
 
     def commit(self, count: int, tokens: Ints) -> None:
@@ -74,12 +106,14 @@ class PageTable:
             entry = self._index.insert(parent, content, self.pages[number])
             self._chain.append(entry)
             self.pages[number] = entry.page
+        self._held()
 
     def rollback(self, growing: int = 0) -> None:
         """Release the pages beyond position length + `growing`; committed positions keep theirs."""
-        needed = -(-(self.length + growing) // self._index.page_size)
+        needed = -(-(self.length + growing) // self.page_size)
         while len(self.pages) > needed:
             self._index.release(self.pages.pop())
+        self._held()
 
     def release(self) -> None:
         """Release all pages; full ones stay known to the index. The table is empty again."""
@@ -87,10 +121,13 @@ class PageTable:
             self._index.release(self.pages.pop())
         self._chain = []
         self.length = 0
+        self._held()
 
     def check(self) -> None:
         """Prove that the ranges are in order and every page is held. Raises AssertionError."""
-        shared = len(self._chain) * self._index.page_size
+        shared = len(self._chain) * self.page_size
+        assert self.reserved == len(self.pages) * self.page_size, "pages are counted wrongly"
+        assert self._due == min(shared + self.page_size, self.reserved + 1), "a commit is missed"
         assert shared <= self.length <= self.reserved, "ranges are out of order"
         assert [entry.page for entry in self._chain] == list(self.pages[: len(self._chain)])
         assert len(set(self.pages)) == len(self.pages), "a page appears twice in one table"

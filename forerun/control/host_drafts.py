@@ -1,6 +1,7 @@
 """Draft tokens that lie on the host: how far their scores are to be believed, which are kept."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -119,10 +120,11 @@ def cut(drafts: Sequence[Draft], bought: Sequence[int]) -> list[Draft]:
     keep[list(bought)] = True
     for draft in drafts:
         mine, end = keep[end : end + len(draft)], end + len(draft)
-        if mine.any() and not mine.all():
-            place = np.append(np.cumsum(mine, dtype=np.int32) - 1, np.int32(-1))
+        some = mine.tolist()
+        if True in some and False in some:
+            place = np.array([*accumulate(some), 0], np.int32) - np.int32(1)
             part = draft.tokens[mine], place[draft.parents[mine]], draft.score[mine]
             kept.append(Draft(*part, draft.source_of(mine)))
         else:
-            kept.append(draft if mine.any() else NO_DRAFT)
+            kept.append(draft if True in some else NO_DRAFT)
     return kept

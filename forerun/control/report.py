@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import mul
+from itertools import compress
+from operator import add, mul
 
 from forerun.interface.plan import Outcome, Plan
 from forerun.speculative.tree import Draft
@@ -60,8 +61,8 @@ class StepReport:
 def step_report(plan: Plan, outcome: Outcome, stages: dict[str, float], total: float) -> StepReport:
     """What plan and outcome say of a step; milliseconds of its stages, and of the whole."""
     draft_tokens, slots = outcome.n_draft_tokens.tolist(), plan.slots.tolist()
-    known = list(map(len, plan.known))
-    nodes = [sum(pair) for pair in zip(known, draft_tokens, strict=True)]
+    known = plan.known_counts
+    nodes = list(map(add, known, draft_tokens))
     return StepReport(
         slots=slots,
         tokens=outcome.output_tokens,
@@ -70,8 +71,8 @@ def step_report(plan: Plan, outcome: Outcome, stages: dict[str, float], total: f
         nodes=sum(nodes),
         cached=sum(map(mul, nodes, plan.kv_len.tolist())),
         prefill=max(known) > 1,
-        constrained=bool(plan.some_constrained),
+        constrained=plan.some_constrained,
         ms=stages | {"host": max(total - sum(stages.values()), 0.0)},
-        modelled=plan.model_depth is None or bool(plan.model_depth.any()),
-        fresh=[slot for slot, count in zip(slots, known, strict=True) if count > 1],
+        modelled=plan.model_depth is None or any(plan.model_depth.tolist()),
+        fresh=list(compress(slots, map((1).__lt__, known))),
     )

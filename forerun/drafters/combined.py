@@ -130,11 +130,11 @@ class _Merged:
             self.sources.append(int(DraftSource.UNKNOWN))
         return children[token]
 
-    def _claim(self, node: int, bit: int, claim: float, source: DraftSource) -> None:
+    def _claim(self, node: int, bit: int, claim: float, source: int) -> None:
         """Of what two say, the source of a node is whoever says more."""
         self.who[node] |= bit
         if claim > self.claims[node]:
-            self.claims[node], self.sources[node] = claim, int(source)
+            self.claims[node], self.sources[node] = claim, source
 
     def draft(self, calibration: Calibration, nodes: int) -> Draft:
         """The best nodes."""

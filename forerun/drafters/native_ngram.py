@@ -4,6 +4,7 @@ faster.
 
 import ctypes
 from array import array
+from collections import deque
 from typing import Any
 from weakref import finalize
 
@@ -133,8 +134,8 @@ class CpuNgramDrafter:
 
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
         """Keep what was emitted until draft tokens are asked for. EngineError: slot not open."""
-        for slot, tokens in zip(plan.slots.tolist(), outcome.output_tokens, strict=True):
-            self._news[slot].extend(tokens)
+        news = map(self._news.__getitem__, plan.slots.tolist())
+        deque(map(list.extend, news, outcome.output_tokens), maxlen=0)
 
     def end(self, slot: int) -> None:
         """Forget the sequence, here and in the core. A slot that is not open is no error."""

@@ -23,25 +23,26 @@ runs once more here too.
 import logging
 from collections import deque
 from collections.abc import Callable
+from itertools import repeat
+from operator import add, attrgetter
 from time import monotonic, perf_counter
 
 from forerun.control.report import step_report
 from forerun.engine.metrics import Metrics
-from forerun.engine.news import failed, grammar_ended, step_trace
-from forerun.engine.output import Ending, Kept, News, delta, ended, keep, parted
+from forerun.engine.news import Ending, News, failed
+from forerun.engine.output import OutputProcessor
 from forerun.engine.parts import Parts
-from forerun.engine.request import Delta, Finish
 from forerun.engine.scheduler import Schedule, Scheduler
 from forerun.engine.sequence import Sequence
 from forerun.engine.step import StageTimer, Step, begin, finish
-from forerun.engine.trace import MAX_STEPS
 from forerun.errors import EngineError, RankError
 from forerun.interface.executor import NotYetError
-from forerun.interface.grammars import Committed
-from forerun.interface.plan import Outcome, Plan, Round, TokenLogprobs
+from forerun.interface.plan import Outcome, Plan, Round
 from forerun.types import RequestId
 
 log = logging.getLogger("forerun.engine")
+
+_SLOT = attrgetter("slot")
 
 STALL_SECONDS = 0.02
 """How long new requests may have to wait where all that run wait for what may follow."""
@@ -65,16 +66,12 @@ class EngineCore:
         self.metrics = Metrics()
         features = parts.drafter.traits.needs_features
         self.scheduler = Scheduler(parts.executor.limits, parts.policy, features, self._ready)
-        self.live: dict[RequestId, list[Sequence]] = {}
+        self.outputs = OutputProcessor(parts, self.scheduler, self.metrics, self._growing, ended)
         self._parts = parts
         self._grammars = parts.grammars
-        self._eos_ids = parts.tokenizer.eos_ids
         self._max_failures = max_failures
-        self._ended = ended
         self._failures = 0
         self._finished = 0.0
-        # Output tokens of the longest choice that has ended, by request.
-        self._longest: dict[RequestId, int] = {}
         able = parts.executor.capabilities.overlap
         if overlap and not able:
             log.warning(
@@ -89,14 +86,14 @@ class EngineCore:
     @property
     def busy(self) -> bool:
         """Whether somebody is to be advanced, or a round runs."""
-        return bool(self.live or self._steps)
+        return bool(self.outputs.live or self._steps)
 
     def add(self, sequences: list[Sequence]) -> None:
         """All choices of a new request join the queue."""
         request = sequences[0].request
         self.metrics.choices.add(request.n)
         self.metrics.max_tokens.add(request.stopping.max_tokens)
-        self.live[request.id] = list(sequences)
+        self.outputs.add(request, sequences)
         for sequence in sequences:
             self.scheduler.add(sequence)
 
@@ -107,26 +104,27 @@ class EngineCore:
         """
         if not self._steps:
             schedule = self._begin_next()
-            if schedule is None and self.live:  # All wait for what may follow.
+            if schedule is None and self.outputs.live:  # All wait for what may follow.
                 self._grammars.wait(STALL_SECONDS)
             if not self._steps:
-                return schedule is not None or bool(self.live)
+                return schedule is not None or bool(self.outputs.live)
         if self._overlap:
             self._begin_after(self._steps[-1])
         step = self._steps.popleft()
         outcome = self._finish(step)
         if outcome is None:
             return True
-        news, later = self._commit_outputs(step, outcome), list[News]()
+        news = self.outputs.commit(step, outcome)
         # Where nothing runs, the device shall wait for its next round and not for the news.
         waits = self._overlap and not self._steps
+        later: News | None = None
         if waits:
-            news, later = parted(step.rows, outcome, news)
-        self._tell_news(step, outcome, news)
+            news, later = self.outputs.parted(step, outcome, news)
+        self.outputs.tell(step, outcome, news)
         self._observe(step, outcome)
-        if waits:
+        if later is not None:
             self._begin_next()
-            self._tell_news(step, outcome, later)
+            self.outputs.tell(step, outcome, later)
         return True
 
     def check(self) -> None:
@@ -137,24 +135,18 @@ class EngineCore:
         assert set(self._parts.open_slots) == {s.slot for s in running + leaving}, (
             "a slot is open to nobody"
         )
-        assert all(map(self._growing, leaving)), "nothing runs that it waits for"
-        live = {id(s) for sequences in self.live.values() for s in sequences}
+        assert all(self._growing(leaving)), "nothing runs that it waits for"
+        live = {id(s) for sequences in self.outputs.live.values() for s in sequences}
         assert live == {id(s) for s in running + waiting}, "a sequence is lost"
         if not live and not leaving:
             assert self.scheduler.index.pool.held == 0, "pages are held by nobody"
 
-    def end(self, request: RequestId, ending: Ending) -> None:
-        """End every choice of a request that still runs."""
-        for sequence in tuple(self.live.get(request, ())):
-            if sequence in self.live.get(request, ()):  # A failing sink ends its siblings.
-                self._report(sequence, Kept((), sequence.stream.finish(), ending))
-
     def end_all(self, ending: Ending) -> None:
         """End every request. Nothing runs any more afterwards."""
-        for request in tuple(self.live):
-            self.end(request, ending)
+        for request in tuple(self.outputs.live):
+            self.outputs.end(request, ending)
         self._drop()
-        self._release()
+        self.outputs.release()
 
     def abandon(self, ending: Ending) -> None:
         """End everything without speaking to executor and drafter: they cannot be trusted."""
@@ -162,10 +154,13 @@ class EngineCore:
         self._steps.clear()
         self.end_all(ending)
 
-    def _growing(self, sequence: Sequence) -> int:
-        """Positions that a running round may make permanent for a sequence; 0: it has no part."""
-        slot = sequence.slot
-        return 0 if slot is None else sum(step.grows.get(slot, 0) for step in self._steps)
+    def _growing(self, sequences: list[Sequence]) -> list[int]:
+        """Positions that running rounds may make permanent for each of these; 0: has no part."""
+        growing = [0] * len(sequences)
+        for step in self._steps:
+            more = map(step.grows.get, map(_SLOT, sequences), repeat(0))
+            growing = list(map(add, growing, more))
+        return growing
 
     def _ready(self, sequence: Sequence) -> bool:
         """Whether a running sequence can take part in the next step."""
@@ -186,7 +181,7 @@ class EngineCore:
                 self._parts.open(sequence)
             except Exception as error:
                 log.exception("request %s could not be opened", sequence.request.id)
-                self.end(sequence.request.id, failed(error))
+                self.outputs.end(sequence.request.id, failed(error))
                 sound = False
         return sound
 
@@ -234,7 +229,7 @@ class EngineCore:
             log.exception("a step failed")
             self._drop()  # It went on from what is not there.
             self._fail(step.rows, error)
-            self._release()
+            self.outputs.release()
             return None
         self._failures = 0
         step.timer.known(self._finished)
@@ -253,8 +248,7 @@ class EngineCore:
         self._finished = perf_counter()
         total = 1000.0 * (self._finished - step.timer.since)
         report = step_report(step.round.plan, outcome, step.timer.ms, total)
-        opened = step.schedule.opened
-        report.fresh += [sequence.slot for sequence in opened if sequence.slot is not None]
+        report.fresh += [each.slot for each in step.schedule.opened if each.slot is not None]
         report.carried, report.proposed = step.carried, step.proposed
         report.reason = step.schedule.decision.reason
         self._parts.policy.observe(report)
@@ -265,131 +259,9 @@ class EngineCore:
         self.metrics.failed_steps += 1
         self._failures += 1
         for sequence in rows:
-            self.end(sequence.request.id, failed(error))
+            self.outputs.end(sequence.request.id, failed(error))
         if isinstance(error, RankError):
             raise error
         if self._failures >= self._max_failures:
             message = f"{self._failures} steps in a row failed, the last with: {error}"
             raise EngineError(message) from error
-
-    def _release(self) -> None:
-        """Take slots and pages from the sequences that are over and in no running step."""
-        for sequence in tuple(self.scheduler.leaving):
-            if not self._growing(sequence):
-                self._parts.close(self.scheduler.release(sequence))
-
-    def _commit_outputs(self, step: Step, outcome: Outcome) -> list[News]:
-        """Make the outcome of every row permanent. The rows that have news."""
-        plan, news = step.round.plan, list[News]()
-        output_tokens, committed = outcome.output_tokens, outcome.committed(plan)
-        for row, sequence in enumerate(step.rows):
-            if sequence.over:
-                continue  # Ended by an earlier row of the same request, or before this step was.
-            if not outcome.finite[row]:
-                message = "The model's output was not finite, or nothing was allowed to follow."
-                self.end(sequence.request.id, Ending(Finish.ERROR, error=message))
-                continue
-            if sequence.sampling.prompt_logprobs is not None:
-                sequence.echo(outcome.prompt_logprobs[row])
-            sequence.append(output_tokens[row])
-            sequence.table.commit(committed[row], sequence.tokens)
-            if plan.samples[row]:
-                sequence.table.rollback(self._growing(sequence))
-                news.append((row, self._through_grammar(sequence, output_tokens[row])))
-        return news
-
-    def _tell_news(self, step: Step, outcome: Outcome, news: list[News]) -> None:
-        """Tell the news of these rows, and give back what those had that are over."""
-        for row, committed in news:
-            self._settle(step, outcome, row, committed)
-        self._release()
-
-    def _settle(self, step: Step, outcome: Outcome, row: int, committed: Committed | None) -> None:
-        """Of a row that has output tokens: count, apply the stop conditions and tell the news."""
-        sequence = step.rows[row]
-        if sequence.over:
-            return  # Ended with another row of the same request.
-        tokens = outcome.output_tokens[row]
-        draft_tokens, accepted = int(outcome.n_draft_tokens[row]), len(tokens) - 1
-        self.metrics.row(step.round.trees, row, outcome)
-        sequence.tally.add(draft_tokens, accepted)
-        if len(sequence.request.prediction) and draft_tokens:
-            sequence.tally.add_predicted(step.round.trees, row, outcome.paths[row])
-        try:
-            kept, again = self._keep(sequence, tokens, committed)
-        except Exception as error:
-            log.exception("request %s failed", sequence.request.id)
-            self.end(sequence.request.id, failed(error))
-            return
-        if sequence.request.speculation.trace and sequence.tally.steps <= MAX_STEPS:
-            sequence.unsent_trace.append(step_trace(sequence, kept, step, row, outcome))
-        self._report(sequence, kept, outcome.logprobs[row] if outcome.logprobs else ())
-        if again and not sequence.over:
-            self._parts.close(self.scheduler.preempt(sequence))
-            self.metrics.preemptions += 1
-            sequence.drop(len(tokens) - len(kept.tokens))
-
-    def _through_grammar(self, sequence: Sequence, tokens: list[int]) -> Committed | None:
-        """What a sequence's grammar says of decided tokens; None where it has none."""
-        if sequence.request.grammar is None or sequence.slot is None:
-            return None
-        try:
-            return self._grammars.commit(sequence.slot, tokens)
-        except Exception as error:
-            log.exception("request %s failed", sequence.request.id)
-            self.end(sequence.request.id, failed(error))
-            return None
-
-    def _keep(
-        self, sequence: Sequence, tokens: list[int], committed: Committed | None
-    ) -> tuple[Kept, bool]:
-        """Push decided tokens through the stop conditions, as far as the grammar lets them count.
-        Also whether those that are not kept must be decided again.
-        """
-        if committed is None:
-            return keep(sequence, tokens, self._eos_ids), False
-        kept = keep(sequence, tokens[: committed.kept], self._eos_ids)
-        if kept.ending is None and committed.complete:
-            kept = ended(sequence, kept, Ending(Finish.STOP))
-        elif kept.ending is None and committed.error:
-            kept = ended(sequence, kept, grammar_ended(sequence, committed))
-        return kept, committed.again
-
-    def _report(
-        self, sequence: Sequence, kept: Kept, logprobs: tuple[TokenLogprobs, ...] = ()
-    ) -> None:
-        """Tell what was kept; if that ends the sequence, give back first what it holds."""
-        if sequence.reported == len(kept.tokens) > 0:
-            sequence.first_decided = monotonic()
-            self.metrics.first_token.add(sequence.first_decided - sequence.submitted)
-        self.metrics.output_tokens += len(kept.tokens)
-        if kept.ending is not None:
-            self._remove(sequence, kept.ending.finish)
-        news = delta(sequence, kept, logprobs)
-        if news is not None:
-            self._tell(sequence, news)
-        if sequence.request.id not in self.live:
-            self._ended(sequence.request.id)
-
-    def _tell(self, sequence: Sequence, news: Delta) -> None:
-        try:
-            sequence.sink(news)
-        except Exception:
-            log.exception("the sink of request %s failed", sequence.request.id)
-            for other in tuple(self.live.get(sequence.request.id, ())):
-                self._remove(other, Finish.ABORT)
-
-    def _remove(self, sequence: Sequence, finish: Finish) -> None:
-        """Give back all that a sequence holds, and forget it."""
-        request = sequence.request.id
-        self.metrics.ended(sequence, finish)
-        longest = max(self._longest.get(request, 0), sequence.reported)
-        self._longest[request] = longest
-        sequence.over = True
-        slot = self.scheduler.remove(sequence, held=self._growing(sequence) > 0)
-        self.live[request].remove(sequence)
-        if slot is not None:
-            self._parts.close(slot)
-        if not self.live[request]:
-            del self.live[request]
-            self.metrics.longest_output.add(self._longest.pop(request))

@@ -1,12 +1,52 @@
-"""News that few sequences have: endings that are errors, and what a step did for one."""
+"""News of a step, and those that few sequences have: how one ends, what a step did for one."""
 
-from forerun.engine.output import Ending, Kept
+from dataclasses import dataclass
+from typing import NamedTuple
+
 from forerun.engine.request import GRAMMAR_LIMIT, Finish
 from forerun.engine.sequence import Sequence
 from forerun.engine.step import Step
 from forerun.engine.trace import StepTrace, bounded, draft_row
 from forerun.interface.grammars import Committed
 from forerun.interface.plan import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why a sequence ends: see the fields of the same names of Delta."""
+
+    finish: Finish
+    reason: str | int | None = None
+    error: str | None = None
+    code: str | None = None
+
+
+class Kept(NamedTuple):
+    """What of a step's tokens counts.
+
+    tokens  up to and with the one that ended the sequence, if one did
+    text    newly final text
+    """
+
+    tokens: tuple[int, ...]
+    text: str
+    ending: Ending | None = None
+
+
+class News(NamedTuple):
+    """Rows of a step whose tokens are permanent and not told yet.
+
+    rows       ascending
+    committed  what the grammars of those that have one say of the tokens
+    """
+
+    rows: list[int]
+    committed: dict[int, Committed]
+
+
+def ended(sequence: Sequence, kept: Kept, ending: Ending) -> Kept:
+    """The same, but the sequence ends here."""
+    return Kept(kept.tokens, kept.text + sequence.stream.finish(), ending)
 
 
 def failed(error: Exception) -> Ending:
@@ -34,7 +74,7 @@ def step_trace(sequence: Sequence, kept: Kept, step: Step, row: int, outcome: Ou
     drafted = draft_row(step.round.trees, row, outcome.paths[row])
     nodes = bounded(drafted)
     return StepTrace(
-        number=sequence.tally.steps - 1,
+        number=len(sequence.tally.accepted) - 1,
         position=sequence.reported - len(kept.tokens),
         tokens=kept.tokens,
         nodes=nodes,

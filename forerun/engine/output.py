@@ -1,38 +1,34 @@
 """What becomes of decided tokens: stop conditions, text, and the deltas that report them."""
 
-from collections.abc import Collection
-from dataclasses import dataclass
-from typing import NamedTuple
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable
+from collections.abc import Sequence as Several
+from itertools import compress, repeat
+from operator import add, and_, attrgetter, call, length_hint, lt, not_
+from time import monotonic
+from typing import TypeVar
 
-from forerun.engine.request import Delta, Finish
-from forerun.engine.sequence import Sequence
+from forerun.cache.table import commit, spare
+from forerun.engine.metrics import Metrics
+from forerun.engine.news import Ending, Kept, News, ended, failed, grammar_ended, step_trace
+from forerun.engine.parts import Parts
+from forerun.engine.request import Delta, Finish, Request, Stopping
+from forerun.engine.scheduler import Scheduler
+from forerun.engine.sequence import Sequence, append, count
+from forerun.engine.step import Step
+from forerun.engine.trace import MAX_STEPS
 from forerun.interface.grammars import Committed
 from forerun.interface.plan import Outcome, TokenLogprobs
+from forerun.text.tokenizer import Tokenizer
+from forerun.types import RequestId
 
-News = tuple[int, Committed | None]
-"""A row whose tokens are permanent and not told yet, and what its grammar says of them."""
+log = logging.getLogger("forerun.engine")
+Each = TypeVar("Each")
 
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """Why a sequence ends: see the fields of the same names of Delta."""
-
-    finish: Finish
-    reason: str | int | None = None
-    error: str | None = None
-    code: str | None = None
-
-
-class Kept(NamedTuple):
-    """What of a step's tokens counts.
-
-    tokens  up to and with the one that ended the sequence, if one did
-    text    newly final text
-    """
-
-    tokens: tuple[int, ...]
-    text: str
-    ending: Ending | None = None
+_TOTAL, _LIMIT, _ORDINARY = map(attrgetter, ("total", "limit", "ordinary"))
+_OVER, _TABLE, _REPORTED = map(attrgetter, ("over", "table", "reported"))
+_REQUEST, _INDEX, _SINK = map(attrgetter, ("request.id", "index", "sink"))
 
 
 def keep(sequence: Sequence, tokens: Collection[int], eos_ids: Collection[int]) -> Kept:
@@ -68,24 +64,32 @@ def _kept(sequence: Sequence, kept: list[int], text: str, ending: Ending | None)
     return Kept(tuple(kept), text, ending)
 
 
-def parted(
-    rows: tuple[Sequence, ...], outcome: Outcome, news: list[News]
-) -> tuple[list[News], list[News]]:
-    """The rows that end whatever their text says, or are decided again, and need not run on; and
-    the others.
-    """
-    parts: tuple[list[News], list[News]] = [], []
-    for row, committed in news:
-        stops, tokens = rows[row].request.stopping.stop_tokens, outcome.output_tokens[row]
-        runs_on = rows[row].remaining > 0 and not any(token in stops for token in tokens)
-        runs_on = runs_on and (committed is None or not committed.ends)
-        parts[runs_on].append((row, committed))
-    return parts
+def _of(rows: list[int], each: Several[Each]) -> list[Each]:
+    """Of these rows."""
+    return list(map(each.__getitem__, rows))
 
 
-def ended(sequence: Sequence, kept: Kept, ending: Ending) -> Kept:
-    """The same, but the sequence ends here."""
-    return Kept(kept.tokens, kept.text + sequence.stream.finish(), ending)
+class Ordinary:
+    """Knows which tokens are news as they are: each is text by itself, and nobody ends there."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
+        self._text = bytearray(tokenizer.whole_tokens(vocab))
+        # The same without the stop tokens of requests that run, and how many have each.
+        self._whole, self._stops = self._text.copy(), Counter[int]()
+
+    def add(self, stopping: Stopping, requests: int = 1) -> None:
+        """So many more requests have these stop tokens, or fewer."""
+        for token in set(stopping.stop_tokens).intersection(range(len(self._text))):
+            self._stops[token] += requests
+            self._whole[token] = self._text[token] and not self._stops[token]
+
+    def rows(self, step: tuple[Sequence, ...], outcome: Outcome, rows: list[int]) -> list[bool]:
+        """Which of these rows of a step tell their tokens as they are, and run on."""
+        sequences = _of(rows, step)
+        tokens = _of(rows, outcome.output_tokens)
+        whole = map(all, map(map, repeat(self._whole.__getitem__), tokens))
+        more = map(lt, map(_TOTAL, sequences), map(_LIMIT, sequences))
+        return list(map(and_, map(and_, whole, more), map(_ORDINARY, sequences)))
 
 
 def delta(sequence: Sequence, kept: Kept, logprobs: tuple[TokenLogprobs, ...]) -> Delta | None:
@@ -119,3 +123,213 @@ def delta(sequence: Sequence, kept: Kept, logprobs: tuple[TokenLogprobs, ...]) -
         trace=trace,
         code=ending.code if ending else None,
     )
+
+
+class OutputProcessor:
+    """Makes outcomes permanent and known: tokens, pages, stop conditions, text, deltas, ends.
+
+    live     the choices of each request that have not ended, by its id
+    growing  positions that running rounds may make permanent, of each of these sequences
+    ended    called when the last choice of a request has ended
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        scheduler: Scheduler,
+        metrics: Metrics,
+        growing: Callable[[list[Sequence]], list[int]],
+        ended: Callable[[RequestId], None],
+    ) -> None:
+        self.live: dict[RequestId, list[Sequence]] = {}
+        self._parts, self._scheduler, self._metrics = parts, scheduler, metrics
+        self._growing, self._ended = growing, ended
+        self._overlaps = parts.executor.capabilities.overlap
+        self._eos_ids, self._piece = parts.tokenizer.eos_ids, parts.tokenizer.pieces.__getitem__
+        self._ordinary = Ordinary(parts.tokenizer, parts.executor.limits.vocab)
+        # Output tokens of the longest choice that has ended, by request.
+        self._longest: dict[RequestId, int] = {}
+
+    def add(self, request: Request, sequences: list[Sequence]) -> None:
+        """The choices of a request are submitted."""
+        self.live[request.id] = list(sequences)
+        self._ordinary.add(request.stopping)
+
+    def commit(self, step: Step, outcome: Outcome) -> News:
+        """Make the outcome of every row permanent. The rows that have news."""
+        plan, finite = step.round.plan, outcome.finite.tolist()
+        if False in finite:
+            message = "The model's output was not finite, or nothing was allowed to follow."
+            for row in compress(range(plan.rows), map(not_, finite)):
+                self.end(step.rows[row].request.id, Ending(Finish.ERROR, error=message))
+        rows, sequences = list(range(plan.rows)), list(step.rows)
+        tokens, counts = outcome.output_tokens, outcome.committed(plan)
+        if any(map(_OVER, sequences)):  # One ended just now, or before this step did.
+            rows = [row for row in rows if not sequences[row].over]
+            sequences, tokens, counts = _of(rows, sequences), _of(rows, tokens), _of(rows, counts)
+        if any(outcome.prompt_logprobs):
+            for sequence, row in zip(sequences, rows, strict=True):
+                sequence.echo(outcome.prompt_logprobs[row])
+        append(sequences, tokens)
+        tables = list(map(_TABLE, sequences))
+        for place in commit(tables, counts):
+            tables[place].commit(counts[place], sequences[place].tokens)
+        if False in plan.samples.tolist():
+            rows = [row for row in rows if plan.samples[row]]
+            sequences = _of(rows, step.rows)
+            tables = list(map(_TABLE, sequences))
+        if self._overlaps or any(plan.max_depth.tolist()):  # Else all pages are in use.
+            growing = self._growing(sequences)
+            for place in spare(tables, growing):
+                tables[place].rollback(growing[place])
+        committed: dict[int, Committed] = {}
+        for row in filter(plan.constrained.__getitem__, rows) if plan.some_constrained else ():
+            found = self._through_grammar(step.rows[row], outcome.output_tokens[row])
+            committed |= {} if found is None else {row: found}
+        return News(rows, committed)
+
+    def parted(self, step: Step, outcome: Outcome, news: News) -> tuple[News, News]:
+        """The rows that end whatever their text says, or are decided again, and need not run on;
+        and the others.
+        """
+        on, tokens = self._ordinary.rows(step.rows, outcome, news.rows), outcome.output_tokens
+        for place in compress(range(len(on)), map(not_, on.copy())):
+            row = news.rows[place]
+            sequence, committed = step.rows[row], news.committed.get(row)
+            stops = sequence.request.stopping.stop_tokens
+            on[place] = sequence.remaining > 0 and not any(map(stops.__contains__, tokens[row]))
+            on[place] = on[place] and (committed is None or not committed.ends)
+        ends = compress(news.rows, map(not_, on))
+        return news._replace(rows=[*ends]), news._replace(rows=[*compress(news.rows, on)])
+
+    def tell(self, step: Step, outcome: Outcome, news: News) -> None:
+        """Tell the news of these rows, and give back what those had that are over."""
+        rows = news.rows
+        if any(map(_OVER, step.rows)):
+            rows = [row for row in rows if not step.rows[row].over]
+        self._metrics.rows(step.round.trees, rows, outcome)
+        count(step.rows, rows, outcome)
+        ordinary = self._ordinary.rows(step.rows, outcome, rows)
+        self._tell_ordinary(step, outcome, list(compress(rows, ordinary)))
+        for row in compress(rows, map(not_, ordinary)):
+            self._settle(step, outcome, row, news.committed.get(row))
+        self.release()
+
+    def _tell_ordinary(self, step: Step, outcome: Outcome, rows: list[int]) -> None:
+        """Tell the tokens of these rows as they are."""
+        sequences = _of(rows, step.rows)
+        tokens = _of(rows, outcome.output_tokens)
+        counts = list(map(len, tokens))
+        self._metrics.output_tokens += sum(counts)
+        reported = map(add, map(_REPORTED, sequences), counts)
+        deque(map(setattr, sequences, repeat("reported"), reported), maxlen=0)
+        texts = map(bytes.decode, map(b"".join, map(map, repeat(self._piece), tokens)))
+        who = map(_REQUEST, sequences), map(_INDEX, sequences)
+        self._tell(sequences, map(Delta, *who, texts, map(tuple, tokens)))
+
+    def _settle(self, step: Step, outcome: Outcome, row: int, committed: Committed | None) -> None:
+        """Of a row that has output tokens: count, apply the stop conditions and tell the news."""
+        sequence = step.rows[row]
+        if sequence.over:
+            return  # Ended with another row of the same request.
+        tokens = outcome.output_tokens[row]
+        if len(sequence.request.prediction) and outcome.n_draft_tokens[row]:
+            sequence.tally.add_predicted(step.round.trees, row, outcome.paths[row])
+        try:
+            kept, again = self._keep(sequence, tokens, committed)
+        except Exception as error:
+            log.exception("request %s failed", sequence.request.id)
+            self.end(sequence.request.id, failed(error))
+            return
+        if sequence.request.speculation.trace and len(sequence.tally.accepted) <= MAX_STEPS:
+            sequence.unsent_trace.append(step_trace(sequence, kept, step, row, outcome))
+        self._report(sequence, kept, outcome.logprobs[row] if outcome.logprobs else ())
+        if again and not sequence.over:
+            self._parts.close(self._scheduler.preempt(sequence))
+            self._metrics.preemptions += 1
+            sequence.drop(len(tokens) - len(kept.tokens))
+        sequence.news_told()
+
+    def _through_grammar(self, sequence: Sequence, tokens: list[int]) -> Committed | None:
+        """What a sequence's grammar says of decided tokens; None where it has none."""
+        if sequence.slot is None:
+            return None
+        try:
+            return self._parts.grammars.commit(sequence.slot, tokens)
+        except Exception as error:
+            log.exception("request %s failed", sequence.request.id)
+            self.end(sequence.request.id, failed(error))
+            return None
+
+    def _keep(
+        self, sequence: Sequence, tokens: list[int], committed: Committed | None
+    ) -> tuple[Kept, bool]:
+        """Push decided tokens through the stop conditions, as far as the grammar lets them count.
+        Also whether those that are not kept must be decided again.
+        """
+        if committed is None:
+            return keep(sequence, tokens, self._eos_ids), False
+        kept = keep(sequence, tokens[: committed.kept], self._eos_ids)
+        if kept.ending is None and committed.complete:
+            kept = ended(sequence, kept, Ending(Finish.STOP))
+        elif kept.ending is None and committed.error:
+            kept = ended(sequence, kept, grammar_ended(sequence, committed))
+        return kept, committed.again
+
+    def _report(
+        self, sequence: Sequence, kept: Kept, logprobs: tuple[TokenLogprobs, ...] = ()
+    ) -> None:
+        """Tell what was kept; if that ends the sequence, give back first what it holds."""
+        if sequence.reported == len(kept.tokens) > 0:
+            sequence.first_decided = monotonic()
+            self._metrics.first_token.add(sequence.first_decided - sequence.submitted)
+        self._metrics.output_tokens += len(kept.tokens)
+        if kept.ending is not None:
+            self._remove(sequence, kept.ending.finish)
+        news = delta(sequence, kept, logprobs)
+        if news is not None:
+            self._tell([sequence], [news])
+        if sequence.request.id not in self.live:
+            self._ended(sequence.request.id)
+
+    def _tell(self, sequences: list[Sequence], deltas: Iterable[Delta]) -> None:
+        """Hand on a delta of each. A sink that fails ends all choices of its request."""
+        left, news = iter(sequences), iter(deltas)
+        try:
+            deque(map(call, map(_SINK, left), news), maxlen=0)
+        except Exception:
+            sequence = sequences[-1 - length_hint(left)]
+            log.exception("the sink of request %s failed", sequence.request.id)
+            for other in tuple(self.live.get(sequence.request.id, ())):
+                self._remove(other, Finish.ABORT)
+            self._ended(sequence.request.id)
+            rest = [each for each in zip(left, news, strict=True) if not each[0].over]
+            self._tell([one for one, _ in rest], [delta for _, delta in rest])
+
+    def end(self, request: RequestId, ending: Ending) -> None:
+        """End every choice of a request that still runs."""
+        for sequence in tuple(self.live.get(request, ())):
+            if sequence in self.live.get(request, ()):  # A failing sink ends its siblings.
+                self._report(sequence, Kept((), sequence.stream.finish(), ending))
+
+    def _remove(self, sequence: Sequence, finish: Finish) -> None:
+        """Give back all that a sequence holds, and forget it."""
+        request = sequence.request.id
+        self._metrics.ended(sequence, finish)
+        longest = max(self._longest.get(request, 0), sequence.reported)
+        self._longest[request] = longest
+        sequence.over, sequence.ordinary = True, False
+        slot = self._scheduler.remove(sequence, held=self._growing([sequence]) != [0])
+        self.live[request].remove(sequence)
+        if slot is not None:
+            self._parts.close(slot)
+        if not self.live[request]:
+            del self.live[request]
+            self._ordinary.add(sequence.request.stopping, -1)
+            self._metrics.longest_output.add(self._longest.pop(request))
+
+    def release(self) -> None:
+        """Take slots and pages from the sequences that are over and in no running step."""
+        if leaving := self._scheduler.leaving:
+            for sequence in list(compress(leaving, map(not_, self._growing(leaving)))):
+                self._parts.close(self._scheduler.release(sequence))

@@ -39,6 +39,11 @@ class Speculation:
     stats: bool = False
     trace: bool = False
 
+    @property
+    def bounded(self) -> bool:
+        """Whether it has a say in how many draft tokens there are."""
+        return not self.enabled or self.max_nodes is not None or self.max_depth is not None
+
 
 @dataclass(frozen=True, slots=True)
 class Stopping:

@@ -1,25 +1,34 @@
 """Who runs in the next step, on which tokens, with how many draft tokens. Bookkeeping only."""
 
+from array import array
 from bisect import insort
+from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
+from itertools import compress, repeat
+from operator import add, attrgetter, ge, getitem, gt, not_, sub
+from typing import NamedTuple
 
 import numpy as np
 
-from forerun.cache.pages import PagePool
-from forerun.cache.prefix import PrefixIndex
 from forerun.control.policy import Decision, Policy
+from forerun.engine.admission import Admission
 from forerun.engine.sequence import Sequence
-from forerun.engine.stats import Load
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.plan import Budget, Plan, Round
 from forerun.types import Ints
 
 UNWANTED = Budget(0, 0, "off: the request wants no speculation")
-NO_BUDGET = Budget(0, 0, "")
 NOBODY = Decision("", ())
 BOUND = "no more: the request's own bound"
 CRAMPED = "no more: the answer ends there, or the step or the pages have no room"
+
+_SLOT, _TOTAL, _LIMIT, _BUFFER = map(attrgetter, ("slot", "total", "limit", "buffer"))
+_CONSTRAINED, _BOUNDED, _TALLY = map(attrgetter, ("constrained", "bounded", "tally"))
+_LENGTH, _RESERVED, _PAGES = map(attrgetter, ("table.length", "table.reserved", "table.pages"))
+_NODES, _DEPTH, _MODEL_DEPTH = map(attrgetter, ("nodes", "depth", "model_depth"))
+_REASON, _MIN_PROB = attrgetter("reason"), attrgetter("min_prob")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +47,20 @@ class Schedule:
     closed: tuple[int, ...] = ()
 
 
-@dataclass(slots=True)
-class _Row:
-    """One row of a plan while it takes shape.
+class _Rows(NamedTuple):
+    """The rows of a plan: what stands in lists, one of each row, or of the first rows only.
 
-    in_flight  positions by which the running step, not looked at yet, may be further than the
-               sequence
-    budget     what it may draft, at first by the policy, then by all that bounds it
+    known    tokens that run whatever happens
+    samples  whether these are all that are decided
+    kv_len   positions that are in pages then, at most
+    budgets  what the first may draft
     """
 
-    sequence: Sequence
-    known: int
-    in_flight: int = 0
-    budget: Budget = NO_BUDGET
+    sequences: list[Sequence]
+    known: list[int]
+    samples: list[bool]
+    kv_len: list[int]
+    budgets: Several[Budget]
 
 
 def share_out(wanted: list[int], room: int) -> list[int]:
@@ -59,6 +69,8 @@ def share_out(wanted: list[int], room: int) -> list[int]:
     The result sums to min(sum(wanted), room); what does not divide goes to those who want most,
     of equals to the first.
     """
+    if sum(wanted) <= room:
+        return wanted
     given = [0] * len(wanted)
     for served, row in enumerate(sorted(range(len(wanted)), key=lambda row: (wanted[row], -row))):
         given[row] = min(wanted[row], room // (len(wanted) - served))
@@ -66,7 +78,7 @@ def share_out(wanted: list[int], room: int) -> list[int]:
     return given
 
 
-class Scheduler:
+class Scheduler(Admission):
     """Continuous batching over slots and pages.
 
     First come, first served: sequences are admitted, prefilled and given pages in order of
@@ -84,26 +96,8 @@ class Scheduler:
         features: bool = False,
         ready: Callable[[Sequence], bool] = lambda sequence: True,
     ) -> None:
-        self.limits, self._scored, self.policy = limits, limits.scored_nodes, policy
-        self._ready = ready
-        self.index = PrefixIndex(PagePool(limits.pages), limits.page_size, lookahead=int(features))
-        self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
-        self.leaving: list[Sequence] = []
-        # What the decoding rows of the last step that had any were allowed.
-        self._granted: tuple[Budget, ...] = ()
-        # Every running row needs a node and its logits in every step.
-        self._slots = list(range(min(limits.slots, self._scored)))[::-1]
-
-    @property
-    def context(self) -> int:
-        """Longest sequence that fits the executor and the page pool."""
-        return min(self.limits.context, self.limits.pages * self.limits.page_size)
-
-    def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence at its place."""
-        sequence.attach(self.index)
-        insort(self.waiting, sequence, key=lambda s: s.order)
+        super().__init__(limits, features, ready)
+        self.policy = policy
 
     def preempt(self, sequence: Sequence) -> int:
         """Send a running sequence back to the queue. Its slot, now to be closed."""
@@ -139,14 +133,13 @@ class Scheduler:
         run out), then to sequences that wait, and what is left over to draft tokens.
         """
         closed = self._grow()
-        opened = () if closed else self._admit()
+        opened = () if closed or not self.waiting else self._admit()
         if not self.running:
             return None
         rows, decision = self._rows(opened)
-        if not (rows or opened or closed):
+        if not (rows.sequences or opened or closed):
             return None
-        sequences = tuple(row.sequence for row in rows)
-        return Schedule(self._plan(rows), sequences, decision, opened, closed)
+        return Schedule(self._plan(rows), tuple(rows.sequences), decision, opened, closed)
 
     def plan_after(self, round: Round, sequences: tuple[Sequence, ...]) -> Schedule | None:
         """Plan the step that goes on from a running round of these sequences: they once more, but
@@ -155,81 +148,33 @@ class Scheduler:
         Pages are reserved for the longest that the running step can become; where they run out,
         nobody is preempted for that.
         """
-        rows = [
-            _Row(sequence, 1, in_flight=1 + depth)
-            for sequence, depth in zip(sequences, round.plan.max_depth.tolist(), strict=True)
-            if not sequence.over
-        ]
+        alive = [not sequence.over for sequence in sequences]
+        rows = list(compress(sequences, alive))
         waits = self.waiting and (self._slots or self.leaving)
         if waits or len(rows) != len(self.running):
             return None  # Somebody could join, or is not in the running step.
-        rows = [row for row in rows if row.sequence.remaining > 1]
-        if not rows or not all(row.sequence.table.reserve(row.in_flight + 1) for row in rows):
+        longer = list(map((1).__add__, compress(round.plan.max_depth.tolist(), alive)))
+        on = [sequence.remaining > 1 for sequence in rows]
+        rows, longer = list(compress(rows, on)), list(compress(longer, on))
+        reserved = zip(rows, longer, strict=True)
+        if not rows or not all(row.table.reserve(count + 1) for row, count in reserved):
             return None
-        decision = self._grant(rows, self._scored - len(rows))
-        ends = np.array([row.sequence.end for row in rows], np.int32)
-        plan = replace(self._plan(rows), after=round, ends=ends)
-        return Schedule(plan, tuple(row.sequence for row in rows), decision)
+        budgets, decision = self._grant(rows, self._scored - len(rows), longer)
+        kv_len = list(map(add, map(_LENGTH, rows), longer))
+        planned = _Rows(rows, [1] * len(rows), [True] * len(rows), kv_len, budgets)
+        ends = np.array(list(map(_LIMIT, rows)), np.int32) - np.int32(1)
+        return Schedule(replace(self._plan(planned), after=round, ends=ends), tuple(rows), decision)
 
     # --- pages and slots ---------------------------------------------------------------
 
     def _grow(self) -> tuple[int, ...]:
         """Reserve one position for every decoding row, oldest first. Slots thereby preempted."""
         closed: list[int] = []
-        for sequence in tuple(self.running):
+        short = map(ge, map(_LENGTH, self.running), map(_RESERVED, self.running))
+        for sequence in list(compress(self.running, short)):
             while sequence.slot is not None and not sequence.table.reserve(1):
                 closed.append(self.preempt(self.running[-1]))
         return tuple(closed)
-
-    def _admit(self) -> tuple[Sequence, ...]:
-        """Move waiting sequences to free slots while this step's nodes and the pages suffice."""
-        if not self.waiting:
-            return ()
-        opened: list[Sequence] = []
-        nodes = sum(sequence.pending for sequence in self.running if self._ready(sequence))
-        for sequence in tuple(self.waiting):
-            if not self._slots or nodes >= self.limits.max_nodes:
-                break
-            if self._awaits_pages(sequence):
-                continue
-            if not self._reserve_prompt(sequence):
-                break
-            self.waiting.remove(sequence)
-            sequence.slot = self._slots.pop()
-            insort(self.running, sequence, key=lambda s: s.order)
-            opened.append(sequence)
-            nodes += sequence.pending
-        return tuple(opened)
-
-    def _awaits_pages(self, sequence: Sequence) -> bool:
-        """Someone is computing a page that this sequence begins with too: better wait for it.
-
-        Other choices of the same request above all, but also a new system prompt that many
-        requests share.
-        """
-        if not sequence.reuses_prefix:
-            return False
-        size = self.index.page_size
-        for other in self.running:
-            if other.pending > 1 and self._ready(other):
-                shared = common(other.tokens, sequence.tokens[:-1]) // size * size
-                if shared > other.table.length:
-                    return True
-        return False
-
-    def _reserve_prompt(self, sequence: Sequence) -> bool:
-        """Pages for all known tokens, found or new, leaving one for each running row to grow."""
-        table, index = sequence.table, self.index
-        if sequence.reuses_prefix:
-            # One token at least must run, or nothing would be there to sample from.
-            table.start(sequence.tokens[: sequence.total - 1 + index.lookahead])
-        missing = -(-(sequence.total - table.reserved) // index.page_size)
-        if missing + len(self.running) > index.available:
-            table.release()
-            return False
-        if sequence.cached_tokens is None:
-            sequence.cached_tokens = table.length
-        return table.reserve(sequence.pending)
 
     def _vacate(self, sequence: Sequence) -> int:
         """Take slot and pages from a sequence that is no longer in `running`."""
@@ -242,101 +187,127 @@ class Scheduler:
 
     # --- rows --------------------------------------------------------------------------
 
-    def _rows(self, opened: tuple[Sequence, ...]) -> tuple[list[_Row], Decision]:
+    def _rows(self, opened: tuple[Sequence, ...]) -> tuple[_Rows, Decision]:
         """Divide the step's nodes; the first rows are those that the decision is about.
 
         0 ... decoding rows ... + draft tokens ............ max_nodes
               one node each     | at most half of the | prefill chunks,
                                 | rest if any prefill | oldest first
         """
-        ready = list(filter(self._ready, self.running))
-        decoding = [sequence for sequence in ready if sequence.pending == 1]
-        prefill = [sequence for sequence in ready if sequence.pending > 1]
+        ready = self.running
+        if any(map(_CONSTRAINED, ready)):
+            ready = list(filter(self._ready, ready))
+        pending = list(map(sub, map(_TOTAL, ready), map(_LENGTH, ready)))
+        long = list(map((1).__lt__, pending))
+        decoding, prefill = list(compress(ready, map(not_, long))), list(compress(ready, long))
         room, logits = self.limits.max_nodes - len(decoding), self._scored - len(ready)
-        fresh = [s for s in decoding if s in opened]  # Nobody knows anything of them yet.
-        rows = [_Row(sequence, 1) for sequence in decoding if sequence not in fresh]
-        decision = self._grant(rows, min(room // 2 if prefill else room, logits))
-        room -= sum(row.budget.nodes for row in rows)
-        rows += [_Row(sequence, 1) for sequence in fresh]
-        for sequence in prefill:
-            chunk = min(sequence.pending, room)
-            if chunk:
-                rows.append(_Row(sequence, chunk))
+        # Nobody knows anything of these yet.
+        fresh = [sequence for sequence in opened if sequence in decoding]
+        rows = [sequence for sequence in decoding if sequence not in fresh] if fresh else decoding
+        budgets, decision = self._grant(rows, min(room // 2 if prefill else room, logits))
+        room -= sum(map(_NODES, budgets))
+        rows, known, samples = rows + fresh, [1] * len(decoding), [True] * len(decoding)
+        for sequence, count in zip(prefill, compress(pending, long), strict=True):
+            if chunk := min(count, room):
+                rows.append(sequence)
+                known.append(chunk)
+                samples.append(chunk == count)
                 room -= chunk
-        return rows, decision
+        return _Rows(rows, known, samples, list(map(_LENGTH, rows)), budgets), decision
 
-    def _grant(self, rows: list[_Row], room: int) -> Decision:
-        """Let rows have draft tokens for at most `room` nodes in all, and pages for them."""
+    def _grant(
+        self, rows: list[Sequence], room: int, longer: list[int] | None = None
+    ) -> tuple[Several[Budget], Decision]:
+        """Let rows have draft tokens for at most `room` nodes in all, and pages for them.
+
+        longer  positions by which the running step, not looked at yet, may be further than them
+        """
         if not rows:
-            return NOBODY
-        most = sizes[len(self.running) - 1] - 1 if (sizes := self.limits.row_nodes) else room
+            return [], NOBODY
+        kv_len = list(map(_LENGTH, rows))
+        if longer is not None:
+            kv_len = list(map(add, kv_len, longer))
         decision = self.policy.decide(
-            np.array([row.sequence.slot for row in rows], np.int32),
-            np.array([row.sequence.table.length + row.in_flight for row in rows], np.int32),
-            any(row.sequence.request.grammar is not None for row in rows),
+            np.array(list(map(_SLOT, rows)), np.int32),
+            np.array(kv_len, np.int32),
+            any(map(_CONSTRAINED, rows)),
         )
-        for row, budget in zip(rows, decision.rows, strict=True):
-            if not row.sequence.request.speculation.enabled:
-                budget = UNWANTED  # noqa: PLW2901
-            row.sequence.tally.reason = budget.reason
-            row.budget = _bounded(_within_request(row, budget), most, most, CRAMPED)
-        given = share_out([row.budget.nodes for row in rows], room)
-        for row, nodes in zip(rows, given, strict=True):
-            if row.budget.nodes:
-                depth = self._reserve_draft_tokens(row, min(row.budget.depth, nodes))
-                row.budget = _bounded(row.budget, nodes, depth, CRAMPED)
-        self._granted = tuple(row.budget for row in rows)
-        return decision
+        budgets: Several[Budget] = decision.rows
+        if bounded := any(map(_BOUNDED, rows)):
+            wanted = [row.request.speculation.enabled for row in rows]
+            budgets = [b if wants else UNWANTED for b, wants in zip(budgets, wanted, strict=True)]
+        reasons = map(_TALLY, rows), repeat("reason"), map(_REASON, budgets)
+        deque(map(setattr, *reasons), maxlen=0)
+        if any(map(_NODES, budgets)):
+            # The target adds a token of its own, so a path may leave room for one; a running step,
+            # too.
+            own = 1 if longer is None else 2
+            left = list(map(sub, map(_LIMIT, rows), map(own.__add__, map(_TOTAL, rows))))
+            budgets = self._within(rows, budgets, left, room, bounded)
+            depth = self._reserve_draft_tokens(rows, budgets, list(map((1).__add__, kv_len)))
+            if depth != list(map(_DEPTH, budgets)):
+                budgets = list(map(_bounded, budgets, map(_NODES, budgets), depth))
+        self._granted = budgets
+        return budgets, decision
 
-    def _reserve_draft_tokens(self, row: _Row, depth: int) -> int:
-        """Pages for paths of up to `depth` draft tokens; how deep they may be. Preempts nobody."""
-        table = row.sequence.table
-        within = table.reserved + self.index.available * self.index.page_size
-        depth = min(depth, within - table.length - row.in_flight - 1)
-        if depth > 0:
-            last = row.sequence.end + 1 - table.length  # The end of the text may be nearer.
-            table.reserve(min(row.in_flight + 1 + depth, last))
-        return max(depth, 0)
+    def _within(
+        self,
+        rows: list[Sequence],
+        budgets: Several[Budget],
+        left: list[int],
+        room: int,
+        bounded: bool,
+    ) -> Several[Budget]:
+        """The budgets as far as the end of the answers, the requests and the step allow."""
+        most = sizes[len(self.running) - 1] - 1 if (sizes := self.limits.row_nodes) else room
+        if max(map(_NODES, budgets)) > most or max(map(_DEPTH, budgets)) > min(most, *left):
+            depths = map(min, left, repeat(most))
+            budgets = list(map(_bounded, budgets, repeat(most), depths))
+        if bounded:
+            budgets = list(map(_within_request, rows, budgets))
+        wanted = list(map(_NODES, budgets))
+        given = share_out(wanted, room)
+        if given == wanted and min(map(sub, wanted, map(_DEPTH, budgets))) >= 0:
+            return budgets
+        return list(map(_bounded, budgets, given, given))
 
-    def _plan(self, rows: list[_Row]) -> Plan:
+    def _reserve_draft_tokens(
+        self, rows: list[Sequence], budgets: Several[Budget], first: list[int]
+    ) -> list[int]:
+        """Pages for the paths of draft tokens that begin at positions `first`; how deep they may
+        be. Preempts nobody.
+        """
+        depths = list(map(_DEPTH, budgets))
+        short = map(gt, map(add, first, depths), map(_RESERVED, rows))
+        for row in compress(range(len(rows)), short):
+            table, limit = rows[row].table, rows[row].limit
+            within = table.reserved + self.index.available * self.index.page_size
+            depths[row] = max(min(depths[row], within - first[row]), 0)
+            if depths[row]:  # The end of the text may be nearer.
+                table.reserve(min(first[row] + depths[row], limit) - table.length)
+        return depths
+
+    def _plan(self, rows: _Rows) -> Plan:
         """The rows as the arrays that an executor takes."""
-        sequences = [row.sequence for row in rows]
-        facts = [  # In the order of the columns below.
-            (
-                row.sequence.slot,
-                row.sequence.table.length + row.in_flight,
-                row.budget.nodes,
-                row.budget.depth,
-                row.known == row.sequence.pending,
-                row.sequence.request.grammar is not None,
-                row.budget.model_depth,
-            )
-            for row in rows
-        ]
-        columns = np.array(facts, np.int32).reshape(-1, 7).T.copy()
-        slots, kv_len, nodes, depth, samples, constrained, model_depth = columns
+        sequences, budgets = rows.sequences, rows.budgets
+        nothing = [0] * (len(sequences) - len(budgets))
+        known: tuple[Ints, ...] | Ints
+        if max(rows.known, default=1) == 1:
+            tokens = map(getitem, map(_BUFFER, sequences), map(_LENGTH, sequences))
+            known = np.array(list(tokens), np.int32).reshape(-1, 1)
+        else:
+            known = tuple(map(Sequence.upcoming, sequences, rows.known))
         return Plan(
-            slots=slots,
-            kv_len=kv_len,
-            known=tuple(row.sequence.upcoming(row.known) for row in rows),
-            samples=samples.astype(np.bool_),
-            max_nodes=nodes,
-            max_depth=depth,
+            slots=np.array(list(map(_SLOT, sequences)), np.int32),
+            kv_len=np.array(rows.kv_len, np.int32),
+            known=known,
+            samples=np.array(rows.samples, np.bool_),
+            max_nodes=np.array([*map(_NODES, budgets), *nothing], np.int32),
+            max_depth=np.array([*map(_DEPTH, budgets), *nothing], np.int32),
             page_table=page_rows(sequences),
-            constrained=constrained.astype(np.bool_),
-            min_prob=min((row.budget.min_prob for row in rows if row.budget.nodes), default=0.0),
-            model_depth=model_depth,
-        )
-
-    def load(self, entering: int) -> Load:
-        """What is held now; `entering` more sequences are on their way into the queue."""
-        return Load(
-            waiting=len(self.waiting) + entering,
-            running=len(self.running),
-            pages=self.limits.pages,
-            pages_held=self.limits.pages - self.index.available,
-            pages_kept=self.index.kept,
-            granted=self._granted,
+            constrained=np.array(list(map(_CONSTRAINED, sequences)), np.bool_),
+            min_prob=min(map(_MIN_PROB, filter(_NODES, budgets)), default=0.0),
+            model_depth=np.array([*map(_MODEL_DEPTH, budgets), *nothing], np.int32),
         )
 
     def check(self) -> None:
@@ -360,38 +331,24 @@ class Scheduler:
             assert orders == sorted(orders), "a queue is out of order"
 
 
-def common(one: Ints, two: Ints) -> int:
-    """How many tokens two texts begin with in common."""
-    length = min(len(one), len(two))
-    different = np.flatnonzero(one[:length] != two[:length])
-    return int(different[0]) if len(different) else length
-
-
 def page_rows(sequences: list[Sequence]) -> Ints:
     """int32[B,W] the page tables of `sequences`, padded with -1 to the longest."""
-    width = max((len(s.table.pages) for s in sequences), default=0)
-    rows = np.empty((len(sequences), width), np.int32)
-    rows.fill(-1)
-    for row, sequence in zip(rows, sequences, strict=True):
-        row[: len(sequence.table.pages)] = sequence.table.pages
-    return rows
+    pages = list(map(_PAGES, sequences))
+    width = max(map(len, pages), default=0)
+    padded = map(bytes.ljust, map(array.tobytes, pages), repeat(4 * width), repeat(b"\xff"))
+    return np.frombuffer(bytearray().join(padded), np.int32).reshape(len(pages), width)
 
 
-def _within_request(row: _Row, budget: Budget) -> Budget:
-    """The policy's budget, as far as the request and the end of its answer allow."""
-    if not budget.nodes:
-        return budget
-    # The target adds a token of its own, so a path may leave room for one; a running step, too.
-    left = row.sequence.remaining - 1 - (row.in_flight > 0)
-    budget = _bounded(budget, budget.nodes, left, CRAMPED)
-    bounds = row.sequence.request.speculation
+def _within_request(row: Sequence, budget: Budget) -> Budget:
+    """The budget, as far as the request allows."""
+    bounds = row.request.speculation
     nodes = budget.nodes if bounds.max_nodes is None else bounds.max_nodes
     return _bounded(budget, nodes, nodes if bounds.max_depth is None else bounds.max_depth, BOUND)
 
 
-def _bounded(budget: Budget, nodes: int, depth: int, reason: str) -> Budget:
+def _bounded(budget: Budget, nodes: int, depth: int, reason: str = CRAMPED) -> Budget:
     """The budget, with no more than that; where that is less, for this reason."""
-    if budget.nodes <= nodes and budget.depth <= depth:
+    if not budget.nodes or (budget.nodes <= nodes and budget.depth <= depth):
         return budget
     some = nodes > 0 and depth > 0
     nodes, depth = some * min(budget.nodes, nodes), some * min(budget.depth, depth)

@@ -1,6 +1,11 @@
 """One choice of a request: its tokens, its pages, its text so far."""
 
+from array import array
+from collections import Counter, deque
+from collections.abc import Sequence as Several
 from dataclasses import dataclass, field, replace
+from itertools import chain, repeat
+from operator import add, attrgetter, gt, setitem
 from time import monotonic
 
 import numpy as np
@@ -9,7 +14,7 @@ from forerun.cache.prefix import PrefixIndex
 from forerun.cache.table import PageTable
 from forerun.engine.request import Request, Sink, SpeculationStats, choice_seed
 from forerun.engine.trace import StepTrace
-from forerun.interface.plan import SlotInit, TokenLogprobs
+from forerun.interface.plan import Outcome, SlotInit, TokenLogprobs
 from forerun.speculative.tree import DraftSource, TreeBatch
 from forerun.text.stream import TextStream
 from forerun.types import Ints
@@ -17,28 +22,24 @@ from forerun.types import Ints
 
 @dataclass(slots=True)
 class Tally:
-    """What SpeculationStats will say, while it grows."""
+    """What SpeculationStats will say, while it grows.
 
-    steps: int = 0
-    draft_tokens: int = 0
+    draft_tokens, accepted   of each step that emitted tokens
+    """
+
     reason: str = ""
-    histogram: list[int] = field(default_factory=list)
+    draft_tokens: "array[int]" = field(default_factory=lambda: array("H"))
+    accepted: "array[int]" = field(default_factory=lambda: array("H"))
     predicted: tuple[int, int] = (0, 0)
-
-    def add(self, draft_tokens: int, accepted: int) -> None:
-        """Count one step that emitted tokens."""
-        self.steps += 1
-        self.draft_tokens += draft_tokens
-        self.histogram += [0] * (accepted + 1 - len(self.histogram))
-        self.histogram[accepted] += 1
 
     def stats(self) -> SpeculationStats:
         """The counts as they are reported."""
+        steps = Counter(self.accepted)
         return SpeculationStats(
-            steps=self.steps,
-            draft_tokens=self.draft_tokens,
-            accepted=sum(a * steps for a, steps in enumerate(self.histogram)),
-            histogram=tuple(self.histogram),
+            steps=len(self.accepted),
+            draft_tokens=sum(self.draft_tokens),
+            accepted=sum(self.accepted),
+            histogram=tuple(steps[count] for count in range(max(self.accepted, default=-1) + 1)),
             reason=self.reason,
             predicted=self.predicted,
         )
@@ -62,28 +63,35 @@ class Sequence:
         slot is None  =>  table.length == 0 a sequence without a slot owns nothing
         0 <= reported                       output tokens that count (a stop can cut a step's)
 
-    `over` says that its end was told: what it still holds, a running step needs.
+    over      its end was told: what it still holds, a running step needs
+    ordinary  a step's tokens are news as they are, where each is text by itself and stops nobody
+              (output.py)
+    limit     tokens that it may have in the end
 
-    Everything else is a property. A preempted sequence loses slot and pages, nothing more:
-    when it resumes, prompt and output so far are its known tokens.
+    A step asks all sequences at once for these, and changes them at once (`append`, `count`); so
+    none of them is a property. A preempted sequence loses slot and pages, nothing more: when it
+    resumes, prompt and output so far are its known tokens.
     """
 
     def __init__(
         self, order: tuple[int, int], request: Request, sink: Sink, stream: TextStream
     ) -> None:
-        self.order = order
+        self.order, self.index = order, order[1]  # Of the request's choices.
         self.request = request
         seed = choice_seed(request.sampling.seed, order[1])
         self.sampling = replace(request.sampling, seed=seed)
         self.sink = sink
         self.stream = stream
         self.slot: int | None = None
-        self.over = False
+        self.over = self.ordinary = False
+        self.constrained = request.grammar is not None
+        self.bounded = request.speculation.bounded
         self.table: PageTable
         self.prompt_len = self.total = len(request.prompt)
+        self.limit = self.prompt_len + request.stopping.max_tokens
         # One more than asked, because a step emits a token even where none is wanted.
-        self._buffer = np.zeros(self.total + max(request.stopping.max_tokens, 1), np.int32)
-        self._buffer[: self.total] = request.prompt
+        self.buffer = np.zeros(max(self.limit, self.total + 1), np.int32)
+        self.buffer[: self.total] = request.prompt
         self.reported = 0
         self.cached_tokens: int | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
@@ -102,24 +110,19 @@ class Sequence:
         self.table = PageTable(index)
 
     @property
-    def index(self) -> int:
-        """Which of the request's choices this is."""
-        return self.order[1]
-
-    @property
     def tokens(self) -> Ints:
         """int32[total] all decided tokens; a view."""
-        return self._buffer[: self.total]
+        return self.buffer[: self.total]
 
     def upcoming(self, count: int) -> Ints:
         """int32[count] the first decided tokens that have not run through the target; a view."""
         begin = self.table.length
-        return self._buffer[begin : begin + count]
+        return self.buffer[begin : begin + count]
 
     @property
     def output(self) -> Ints:
         """int32[.] the decided tokens after the prompt; a view."""
-        return self._buffer[self.prompt_len : self.total]
+        return self.buffer[self.prompt_len : self.total]
 
     @property
     def pending(self) -> int:
@@ -129,12 +132,7 @@ class Sequence:
     @property
     def remaining(self) -> int:
         """Output tokens still allowed."""
-        return self.request.stopping.max_tokens - (self.total - self.prompt_len)
-
-    @property
-    def end(self) -> int:
-        """Keys and values that the text can have in the end: its last token never runs."""
-        return self.total + self.remaining - 1
+        return self.limit - self.total
 
     @property
     def reuses_prefix(self) -> bool:
@@ -143,19 +141,20 @@ class Sequence:
             return True
         return len(self.prompt_logprobs) >= self.prompt_len - 1
 
+    def news_told(self) -> None:
+        """See whether the next news are `ordinary`: nothing is held back, and nothing but text is
+        told.
+        """
+        request, waits = self.request, self.unsent or not self.news_sent
+        more = self.constrained or request.speculation.trace or len(request.prediction)
+        told = waits or more or self.sampling.logprobs is not None
+        self.ordinary = not (told or self.over) and self.stream.passes
+
     def slot_init(self) -> SlotInit:
         """What an executor and a drafter must know. The sequence has a slot."""
         assert self.slot is not None
         tokens, prediction = self.tokens.copy(), self.request.prediction
         return SlotInit(self.slot, tokens, self.prompt_len, self.sampling, prediction)
-
-    def append(self, tokens: list[int]) -> None:
-        """More tokens are decided. Raises ValueError beyond what the request allows."""
-        end = self.total + len(tokens)
-        if end > len(self._buffer):
-            raise ValueError(f"{end} tokens decided, room for {len(self._buffer)}")
-        self._buffer[self.total : end] = tokens
-        self.total = end
 
     def drop(self, count: int) -> None:
         """The last `count` tokens are not decided after all. The sequence has no pages."""
@@ -172,7 +171,37 @@ class Sequence:
 
     def check(self) -> None:
         """Prove that the numbers are in order. Raises AssertionError."""
-        assert 0 < self.prompt_len <= self.total <= len(self._buffer)
+        assert 0 < self.prompt_len <= self.total <= len(self.buffer)
         assert 0 <= self.table.length < self.total, "more keys and values than tokens"
         assert self.slot is not None or self.table.reserved == 0, "pages without a slot"
         self.table.check()
+
+
+_TOTAL, _BUFFER = attrgetter("total"), attrgetter("buffer")
+_ACCEPTED, _DRAFT_TOKENS = attrgetter("tally.accepted"), attrgetter("tally.draft_tokens")
+
+
+def append(sequences: Several[Sequence], tokens: Several[list[int]]) -> None:
+    """More tokens are decided, of all these. Raises ValueError, and changes nothing, beyond what a
+    request allows.
+    """
+    totals, buffers = list(map(_TOTAL, sequences)), list(map(_BUFFER, sequences))
+    counts = list(map(len, tokens))
+    ends = list(map(add, totals, counts))
+    if any(map(gt, ends, map(len, buffers))):
+        places = zip(ends, map(len, buffers), strict=True)
+        end, room = next(each for each in places if each[0] > each[1])
+        raise ValueError(f"{end} tokens decided, room for {room}")
+    flat = chain.from_iterable
+    where = flat(map(repeat, buffers, counts)), flat(map(range, totals, ends))
+    deque(map(setitem, *where, flat(tokens)), maxlen=0)
+    deque(map(setattr, sequences, repeat("total"), ends), maxlen=0)
+
+
+def count(step: Several[Sequence], rows: list[int], outcome: Outcome) -> None:
+    """Count in the tallies of these rows of a step what it emitted."""
+    sequences = list(map(step.__getitem__, rows))
+    accepted = map((-1).__add__, map(outcome.n_tokens.tolist().__getitem__, rows))
+    deque(map(array.append, map(_ACCEPTED, sequences), accepted), maxlen=0)
+    draft_tokens = map(outcome.n_draft_tokens.tolist().__getitem__, rows)
+    deque(map(array.append, map(_DRAFT_TOKENS, sequences), draft_tokens), maxlen=0)

@@ -1,9 +1,13 @@
 """What the engine did, frozen at one moment: all that leaves it of its counters."""
 
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, fields
+from typing import Any
 
+from forerun.engine.metrics import Growing, Metrics
 from forerun.engine.request import Finish
 from forerun.interface.plan import Budget
+from forerun.speculative.tree import DraftSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,3 +98,29 @@ class Stats:
     by_source: tuple[SourceCount, ...]
     step_seconds: Histogram
     step_nodes: Histogram
+
+
+def snapshot(metrics: Metrics, load: Load) -> Stats:
+    """The counters as they are now, as a value of their own; load: what runs and waits.
+
+    From any thread: what a step is counting meanwhile may be in it by half.
+    """
+    recent = metrics.recent.copy()
+    by_source = sorted(metrics.by_source.copy().items())
+    made: dict[str, Any] = {
+        "load": load,
+        "accepted_at": tuple(metrics.accepted_at),
+        "acceptance_length": sum(recent) / len(recent) if recent else 0.0,
+        "by_source": tuple(
+            SourceCount(DraftSource(source).name.lower(), depth, verified, accepted)
+            for (source, depth), (verified, accepted) in by_source
+        ),
+    }
+    names = [field.name for field in fields(Stats) if field.name not in made]
+    return Stats(**made, **{name: _frozen(getattr(metrics, name)) for name in names})
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, Growing):
+        return Histogram(value.bounds, tuple(value.counts), value.total)
+    return copy(value)

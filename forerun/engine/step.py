@@ -12,6 +12,7 @@ pass has been handed over, `finish` begins by waiting for it (see engine/core.py
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import add
 from time import perf_counter
 
 from forerun.control.report import STAGES
@@ -80,8 +81,8 @@ class Step:
     def grows(self) -> dict[int, int]:
         """By slot: positions that it may make permanent, at most."""
         plan = self.round.plan
-        bounds = zip(plan.slots.tolist(), plan.known, plan.max_depth.tolist(), strict=True)
-        return {slot: len(known) + depth for slot, known, depth in bounds}
+        bounds = map(add, plan.known_counts, plan.max_depth.tolist())
+        return dict(zip(plan.slots.tolist(), bounds, strict=True))
 
 
 def begin(schedule: Schedule, parts: Parts, timer: StageTimer) -> Step:
@@ -91,8 +92,7 @@ def begin(schedule: Schedule, parts: Parts, timer: StageTimer) -> Step:
     proposed: list[Draft] = []
     if plan.after is None:  # What goes on from a running round verifies what that drafts.
         proposed, select = propose(plan, parts), schedule.decision.select
-        drafts = proposed or [NO_DRAFT] * plan.rows
-        trees = batch(plan.known, select(drafts) if select and proposed else drafts)
+        trees = batch(plan.known, select(proposed) if select and proposed else proposed)
     request = parts.ask_drafter(lambda drafter: drafter.draft_request(plan), None)
     if request is not None:
         plan = replace(plan, request=request)

@@ -1,22 +1,20 @@
-"""The engine: a thread with an inbox. What it does in each turn is in core.py."""
+"""The engine: a thread with an inbox, and what other threads may ask of it."""
 
-import logging
 import threading
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from itertools import count
-from time import monotonic
 from typing import Any
 
 from forerun.control.policy import Policy
 from forerun.engine.core import EngineCore
+from forerun.engine.loop import EngineLoop
+from forerun.engine.news import Ending
 from forerun.engine.options import EngineOptions
-from forerun.engine.output import Ending
 from forerun.engine.parts import Parts
 from forerun.engine.request import Finish, Request, Sink
 from forerun.engine.sequence import Sequence
-from forerun.engine.stats import Stats
+from forerun.engine.stats import Stats, snapshot
 from forerun.engine.validate import validate
 from forerun.errors import BusyError, EngineError, RankError, RequestError
 from forerun.interface.drafter import Drafter
@@ -26,13 +24,8 @@ from forerun.text.stream import TextStream
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import RequestId
 
-log = logging.getLogger("forerun.engine")
 
-QUIET = 0.05
-"""Seconds without work after which the engine counts as idle and checks itself."""
-
-
-class Engine:
+class Engine(EngineLoop):
     """Runs requests on one executor.
 
     `submit`, `abort`, `drain`, `shutdown`, `stats`, `describe` and `alive` may be used from any
@@ -40,7 +33,6 @@ class Engine:
     whoever calls `step_once` is that thread.
 
     fault       why nothing is drafted from the start although it should be; None = all is well
-    step_began  when the step under way began (time.monotonic); None between steps
     """
 
     def __init__(
@@ -55,24 +47,12 @@ class Engine:
     ) -> None:
         if fault is not None:
             policy.disable(fault)
-        self._parts = parts = Parts(executor, drafter, policy, tokenizer, grammars, fault)
+        self._parts = Parts(executor, drafter, policy, tokenizer, grammars, fault)
         self._options = options
-        self._core = EngineCore(parts, options.max_failures, self._ended, options.overlap)
-        self._checked = False
-        self._turned: Callable[[], None] = lambda: None
+        super().__init__(self._parts, options)
         self._orders = count()
-        # Shared with other threads, under the lock of `_changed`:
-        self._changed = threading.Condition()
-        self._news: deque[Callable[[], None]] = deque()
-        self._ids: set[RequestId] = set()
-        self._entering = 0
-        self._draining = self._stopping = False
-        self._broken: str | None = None
-        self._lost: Callable[[str], None] = lambda _: None
-        self.step_began: float | None = None
+        self._draining = False
         self._thread: threading.Thread | None = None
-
-    # --- any thread --------------------------------------------------------------------
 
     @property
     def alive(self) -> bool:
@@ -128,7 +108,7 @@ class Engine:
         """End a request; its choices finish with ABORT before the next step. Unknown: nothing."""
         with self._changed:
             if request in self._ids:
-                self._news.append(partial(self._core.end, request, Ending(Finish.ABORT)))
+                self._news.append(partial(self._core.outputs.end, request, Ending(Finish.ABORT)))
                 self._changed.notify_all()
 
     def before_step(self, order: Callable[[EngineCore], None]) -> None:
@@ -175,7 +155,7 @@ class Engine:
 
     def stats(self) -> Stats:
         """A snapshot of the counters."""
-        return self._core.metrics.snapshot(self._core.scheduler.load(self._entering))
+        return snapshot(self._core.metrics, self._core.scheduler.load(self._entering))
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info: what drafts, and how much."""
@@ -209,71 +189,3 @@ class Engine:
         return TextStream(
             self._parts.tokenizer, stopping.stop, stopping.include_stop, request.skip_special_tokens
         )
-
-    # --- the engine's thread -----------------------------------------------------------
-
-    def _run(self) -> None:
-        while self._broken is None:
-            with self._changed:
-                # With nothing to do for a moment, one turn is a check; then sleep for good.
-                patience = None if self._checked else QUIET
-                self._changed.wait_for(
-                    lambda: self._news or self._core.busy or self._stopping, patience
-                )
-                if self._stopping:
-                    break
-            self.step_began = monotonic()
-            self.step_once()
-            self.step_began = None
-        self._stop()
-
-    def step_once(self) -> bool:
-        """One turn. False when there was nothing to do: then it proves that nothing leaked.
-
-        An engine that fails gives up: it ends all requests and takes no more.
-        """
-        try:
-            self._take_news()
-            busy = self._core.step()
-            self._turned()
-            if not busy and not self._checked:
-                self.check()
-            self._checked = not busy
-        except Exception as error:
-            log.exception("the engine failed and gives up")
-            self._give_up(f"The engine failed and gave up: {error or type(error).__name__}")
-            if isinstance(error, RankError):
-                self._lost(str(error))
-            return False
-        return busy
-
-    def _take_news(self) -> None:
-        while self._news:
-            with self._changed:
-                news = self._news.popleft()
-            news()
-            self._turned()
-
-    def _enter(self, sequences: list[Sequence]) -> None:
-        """A submitted request reaches the queue."""
-        self._core.add(sequences)
-        with self._changed:
-            self._entering -= len(sequences)
-
-    def _ended(self, request: RequestId) -> None:
-        """The last choice of a request has ended, and its sink knows."""
-        with self._changed:
-            self._ids.discard(request)
-            self._changed.notify_all()
-
-    def _stop(self) -> None:
-        self._take_news()
-        self._core.end_all(Ending(Finish.ABORT))
-        self._turned()
-
-    def _give_up(self, message: str) -> None:
-        with self._changed:
-            self._broken = message
-        self._take_news()
-        self._core.abandon(Ending(Finish.ERROR, error=message))
-        self._turned()

@@ -80,5 +80,6 @@ def draft_row(trees: TreeBatch, row: int, path: Ints) -> DraftRow:
     depth = (trees.depth[first:end] - trees.depth[first - 1]).tolist()
     scores, sources = [0.0] * len(tokens), [DraftSource.UNKNOWN] * len(tokens)
     if trees.drafts:
-        scores, sources = trees.drafts[row].score.tolist(), trees.drafts[row].sources()
+        scores = trees.drafts[row].score.tolist()
+        sources = list(map(DraftSource, trees.drafts[row].sources()))
     return DraftRow(tokens, parents, depth, scores, sources, (path - first).tolist())

@@ -4,7 +4,11 @@ Rows that the executor has not decided by itself are decided in host_choice.py.
 """
 
 from array import array
+from bisect import bisect_left
+from collections import deque
 from functools import partial
+from itertools import chain, compress, filterfalse, zip_longest
+from operator import add, attrgetter, gt, not_, or_
 
 import numpy as np
 
@@ -27,6 +31,7 @@ from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.types import Ints
 
 _NONE: Ints = np.zeros(0, np.int32)
+_TOKENS = attrgetter("tokens")
 
 
 class HostSampler:
@@ -90,19 +95,14 @@ class HostSampler:
 
     def scored(self, plan: Plan, trees: TreeBatch) -> Ints:
         """int32[n] flat nodes, ascending, whose logits `finish` may ask for."""
-        if trees.decode_only and not self._echoes:
-            return np.flatnonzero(plan.samples).astype(np.int32)
-        found: list[int] = []
-        ends, roots = trees.start[1:].tolist(), trees.roots.tolist()
-        for row, (slot, samples) in enumerate(
-            zip(plan.slots.tolist(), plan.samples.tolist(), strict=True)
-        ):
-            # A row that does not sample carries no draft token; echo still reads its whole chain.
-            if slot in self._echoes:
-                found += range(int(trees.start[row]), ends[row])
-            elif samples:
-                found += range(roots[row], ends[row])
-        return np.array(found, np.int32)
+        ends, first, rows = trees.start[1:].tolist(), trees.roots.tolist(), range(plan.rows)
+        # A row that does not sample carries no draft token; echo still reads its whole chain.
+        for row in compress(rows, map(not_, plan.samples.tolist())):
+            first[row] = ends[row]
+        if self._echoes:
+            for row in compress(rows, map(self._echoes.__contains__, plan.slots.tolist())):
+                first[row] = trees.nodes(row).start
+        return np.array([*chain.from_iterable(map(range, first, ends))], np.int32)
 
     def accept(
         self,
@@ -126,23 +126,19 @@ class HostSampler:
         """
         if choice is None:
             choice = np.full(len(trees.tokens), NOTHING, np.int32)
-        if trees.decode_only and not self._reports and min(choice.tolist()) >= 0:
+        # Lists: a call of NumPy takes ten times as long right after a forward pass.
+        decided = map((0).__le__, map(choice.tolist().__getitem__, trees.roots.tolist()))
+        left = undecided = list(map(gt, plan.samples.tolist(), decided))
+        if self._reports:
+            told = map(self._reports.__contains__, plan.slots.tolist())
+            left = list(map(or_, undecided, told))
+        if True not in left:
             nothing = ((),) * plan.rows
-            return Choices(choice, choice >= 0, nothing, nothing)
-        finite = (choice[trees.roots] >= 0) | ~plan.samples
-        slots = plan.slots.tolist()
-        left = [
-            row
-            for row, (slot, decided) in enumerate(zip(slots, finite.tolist(), strict=True))
-            if not decided or slot in self._reports
-        ]
-        if not left:
-            nothing = ((),) * plan.rows
-            return Choices(choice, finite, nothing, nothing)
-        told = reports or partial(reports_of, logits)
-        rows = [(row, self.of_row(plan, row)) for row in left]
-        made = Choices(choice, finite)
-        return self._choice.complete(plan, trees, rows, logits, masks, told, made)
+            return Choices(choice, np.array([True] * plan.rows), nothing, nothing)
+        made = Choices(choice, ~np.array(undecided, np.bool_))
+        rows = [(row, self.of_row(plan, row)) for row in compress(range(plan.rows), left)]
+        reports = reports or partial(reports_of, logits)
+        return self._choice.complete(plan, trees, rows, logits, masks, reports, made)
 
     def finish(
         self,
@@ -164,22 +160,14 @@ class HostSampler:
         plan, trees = round.plan, round.trees
         made = self.accept(plan, trees, logits, masks, choice, reports)
         emitted, accepted = _paths(trees, made.choice)
+        self._append(plan, trees, emitted)
         counts = list(map(len, emitted))
-        decided = (plan.kv_len + trees.known).tolist()
-        for row, samples in enumerate(plan.samples.tolist()):
-            tokens_of = self.of_row(plan, row).tokens
-            if samples and decided[row] != len(tokens_of):
-                raise EngineError(
-                    f"row {row} samples after {decided[row]} tokens, but slot {plan.slots[row]} "
-                    f"holds {len(tokens_of)}"
-                )
-            tokens_of.extend(emitted[row])
-        width = max(counts)
-        tokens = [row + [NOTHING] * (width - len(row)) for row in emitted]
+        padded = zip(*zip_longest(*emitted, fillvalue=NOTHING), strict=True)
+        tokens = list(padded) if min(counts) < max(counts) else emitted
         round.outcome = Outcome(
             n_tokens=np.array(counts, np.int32),
-            tokens=np.array(tokens, np.int32).reshape(len(emitted), width),
-            n_draft_tokens=trees.start[1:] - trees.start[:-1] - trees.known,
+            tokens=np.array(tokens, np.int32),
+            n_draft_tokens=trees.n_draft_tokens,
             finite=made.finite,
             logprobs=made.logprobs,
             prompt_logprobs=made.prompt_logprobs,
@@ -188,6 +176,24 @@ class HostSampler:
             features=features,
         )
         return round.outcome
+
+    def _append(self, plan: Plan, trees: TreeBatch, emitted: list[list[int]]) -> None:
+        """Add emitted tokens to the histories of their rows. Raises EngineError, and changes
+        nothing, where a row that samples does not go on from its history.
+        """
+        states = list(map(self._open.__getitem__, plan.slots.tolist()))
+        if not all(states):
+            self.of_row(plan, states.index(None))
+        histories = list(map(_TOKENS, states))
+        decided = list(map(add, plan.kv_len.tolist(), trees.known.tolist()))
+        if decided != list(map(len, histories)):  # Of a chunk that stops short they may differ.
+            for row in compress(range(plan.rows), plan.samples.tolist()):
+                if decided[row] != len(histories[row]):
+                    raise EngineError(
+                        f"row {row} samples after {decided[row]} tokens, but slot "
+                        f"{plan.slots[row]} holds {len(histories[row])}"
+                    )
+        deque(map(array.extend, histories, emitted), maxlen=0)
 
     def of_row(self, plan: Plan, row: int) -> SlotState:
         """What is kept of plan row `row`'s sequence. Raises EngineError where it is not open."""
@@ -200,12 +206,11 @@ class HostSampler:
 def _paths(trees: TreeBatch, choice: Ints) -> tuple[list[list[int]], Ints]:
     """The tokens that each row emits, and the nodes of all accepted draft tokens."""
     chosen = choice.tolist()
-    if trees.decode_only:
-        return [[token] if token >= 0 else [] for token in chosen], _NONE
-    emitted: list[list[int]] = []
-    accepted: list[int] = []
-    for root, end in zip(trees.roots.tolist(), trees.start[1:].tolist(), strict=True):
-        nodes = [node for node in range(root, end) if chosen[node] >= 0]
-        emitted.append([chosen[node] for node in nodes])
-        accepted += nodes[1:]
+    if trees.decode_only and min(chosen) >= 0:
+        return list(map(list, zip(chosen, strict=True))), _NONE
+    nodes = [node for node, token in enumerate(chosen) if token >= 0]
+    bounds = list(map(partial(bisect_left, nodes), trees.start.tolist()))
+    tokens = list(map(chosen.__getitem__, nodes))
+    emitted = list(map(tokens.__getitem__, map(slice, bounds, bounds[1:])))
+    accepted = list(filterfalse(set(trees.roots.tolist()).__contains__, nodes))
     return emitted, np.array(accepted, np.int32) if accepted else _NONE

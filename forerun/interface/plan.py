@@ -4,6 +4,8 @@ runs, one packed copy out.
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import repeat
+from operator import add, getitem
 
 import numpy as np
 
@@ -58,7 +60,8 @@ class Plan:
 
     slots       int32[B]
     kv_len      int32[B]    tokens whose keys and values are already in pages
-    known       B x int32[.] tokens to run whatever happens: a prompt chunk, or the last token
+    known       B x int32[.] tokens to run whatever happens: a prompt chunk, or the last token;
+                int32[B,1] where no row has more than one
     samples     bool[B]     False for a chunk that stops short of the known tokens' end:
                             its row emits nothing
     max_nodes   int32[B]    draft tokens the row may carry (0 = plain decoding)
@@ -82,7 +85,7 @@ class Plan:
 
     slots: Ints
     kv_len: Ints
-    known: tuple[Ints, ...]
+    known: tuple[Ints, ...] | Ints
     samples: Bools
     max_nodes: Ints
     max_depth: Ints
@@ -98,6 +101,11 @@ class Plan:
     def rows(self) -> int:
         """B, the number of sequences that the step advances."""
         return len(self.slots)
+
+    @property
+    def known_counts(self) -> list[int]:
+        """B counts of known tokens."""
+        return [1] * self.rows if isinstance(self.known, np.ndarray) else list(map(len, self.known))
 
     @property
     def some_constrained(self) -> bool:
@@ -121,7 +129,7 @@ class Plan:
         return replace(
             self,
             kv_len=before.kv_len[rows] + outcome.n_tokens[rows],
-            known=tuple(np.array(token, np.int32) for token in last),
+            known=np.array(last, np.int32),
             after=None,
         )
 
@@ -176,13 +184,12 @@ class Outcome:
     @cached_property
     def output_tokens(self) -> list[list[int]]:
         """B lists of target ids: what each row emitted, unpadded, empty where nothing."""
-        counts = self.n_tokens.tolist()
-        return [row[:count] for row, count in zip(self.tokens.tolist(), counts, strict=True)]
+        return list(map(getitem, self.tokens.tolist(), map(slice, self.n_tokens.tolist())))
 
     def committed(self, plan: Plan) -> list[int]:
         """B counts of positions that became permanent: known tokens plus accepted draft tokens."""
-        counts = self.n_tokens.tolist()
-        return [len(k) + max(count - 1, 0) for k, count in zip(plan.known, counts, strict=True)]
+        accepted = map(max, map((-1).__add__, self.n_tokens.tolist()), repeat(0))
+        return list(map(add, plan.known_counts, accepted))
 
     @cached_property
     def paths(self) -> list[Ints]:

@@ -13,7 +13,8 @@ no draft token. There are no phases, only trees.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from operator import add, sub
 
 import numpy as np
 
@@ -38,9 +39,6 @@ class DraftSource(IntEnum):
     """Usually follows where a grammar leaves a choice."""
     PREDICTION = 6
     """What follows in the text that the client expects."""
-
-
-_SOURCES = list(DraftSource)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +67,19 @@ class Draft:
         """The source of what a slice, index or bool[K] selects: int32[.], or one for all."""
         return self.source if isinstance(self.source, DraftSource) else self.source[part]
 
-    def sources(self) -> list[DraftSource]:
-        """K DraftSource members, one per draft token."""
+    def sources(self) -> list[int]:
+        """K numbers of DraftSource members, one per draft token."""
         if isinstance(self.source, DraftSource):
             return [self.source] * len(self.tokens)
-        return [_SOURCES[number] for number in self.source.tolist()]
+        sources: list[int] = self.source.tolist()
+        return sources
 
 
 NO_DRAFT = Draft()
 """Most drafts of a busy server: one object for all of them."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TreeBatch:
     """The trees of all rows of a step, flattened row after row.
 
@@ -110,11 +109,17 @@ class TreeBatch:
         """Whether every row is one known node without draft tokens: plain decoding."""
         return len(self.tokens) == len(self.known)
 
-    @property
+    @cached_property
     def roots(self) -> Ints:
         """int32[B]: flat index of every row's root, which is its last known node."""
-        last: Ints = self.start[:-1]
-        return last if self.decode_only else last + self.known - np.int32(1)
+        first_draft_tokens = map(add, self.start.tolist(), self.known.tolist())
+        return np.array(list(map((-1).__add__, first_draft_tokens)), np.int32)
+
+    @property
+    def n_draft_tokens(self) -> Ints:
+        """int32[B]: how many draft tokens hang below every root."""
+        nodes = map(sub, self.start[1:].tolist(), self.start.tolist())
+        return np.array(list(map(sub, nodes, self.known.tolist())), np.int32)
 
     def root(self, row: int) -> int:
         """Flat index of the root of `row`, which is its last known node."""
@@ -141,12 +146,15 @@ class NodeMasks:
     bits: Words
 
 
-def batch(known: Sequence[Ints], drafts: Sequence[Draft]) -> TreeBatch:
-    """Hang B drafts below the ends of B known chains int32[.] and flatten them, row after row.
+def batch(known: Sequence[Ints] | Ints, drafts: Sequence[Draft] = ()) -> TreeBatch:
+    """Hang B drafts below the ends of B known chains int32[.], or int32[B,1], and flatten them, row
+    after row. No drafts: none of any row.
 
     Raises ValueError where a chain is empty or a draft's parent does not precede its child.
     """
-    rows = list(zip(known, drafts, strict=True))
+    if isinstance(known, np.ndarray) and not any(map(len, drafts)):
+        return TreeBatch(known[:, 0], *_decode_only(len(known)))
+    rows = list(zip(known, drafts or [NO_DRAFT] * len(known), strict=True))
     if all(len(chain) == 1 and not len(draft) for chain, draft in rows):
         tokens = np.concatenate(known, dtype=np.int32, casting="unsafe")
         return TreeBatch(tokens, *_decode_only(len(known)))

@@ -95,6 +95,12 @@ class TextStream:
         self._begun = False
         self._stopped: str | None = None
 
+    @property
+    def passes(self) -> bool:
+        """Whether text of `Tokenizer.whole_tokens` comes next as it is, without `push`."""
+        held = self._stops is not None or self._decoder.getstate()[0]
+        return self._begun and not held and self._skipped is self._tokenizer.special_ids
+
     def push(self, token: int) -> Piece:
         """The text that token id `token` makes final. After a stop string nothing more comes."""
         if self._stopped is not None:

@@ -20,7 +20,7 @@ from forerun.text.gguf import tokenizer_json
 from forerun.text.length_bound import UNKNOWN, LengthBound, length_bound
 from forerun.text.pieces import Pieces, pieces_of
 from forerun.text.tokenizer_limits import check_limits
-from forerun.types import Ints
+from forerun.types import Bools, Ints
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -238,6 +238,14 @@ class Tokenizer:
             parts[first] = self.without_lead(parts[first])
         return b"".join(parts).decode("utf-8", "replace")
 
+    def whole_tokens(self, vocab: int) -> Bools:
+        """bool[vocab] ids whose piece is text by itself: whole characters, of no special token."""
+        whole = np.zeros(vocab, np.bool_)
+        for token, piece in enumerate(self.pieces[:vocab]):
+            whole[token] = bool(piece) and (piece.isascii() or _is_text(piece))
+        whole[[token for token in self.special_ids if token < vocab]] = False
+        return whole
+
     def without_lead(self, piece: bytes) -> bytes:
         """The first non-empty piece of a text without the spaces that encoding put there."""
         spaces = len(piece) - len(piece.lstrip(b" "))
@@ -298,3 +306,10 @@ def _codec(spec: dict[str, Any], controls: set[str]) -> Codec:
 
 def _joined(merge: str | list[str]) -> str:
     return merge.replace(" ", "", 1) if isinstance(merge, str) else "".join(merge)
+
+
+def _is_text(piece: bytes) -> bool:
+    try:
+        return bool(piece.decode())
+    except UnicodeDecodeError:
+        return False

@@ -6,7 +6,7 @@ import pytest
 from forerun.control.policy import FIXED, FixedPolicy
 from forerun.engine.request import Speculation
 from forerun.engine.scheduler import Scheduler, share_out
-from forerun.engine.sequence import Sequence
+from forerun.engine.sequence import Sequence, append
 from forerun.text.stream import TextStream
 from tests.engine.toys import TOKENIZER, ask, limits
 
@@ -55,7 +55,7 @@ class World:
         self.inspect(plan)
         for row, sequence in enumerate(schedule.rows):
             emitted = min(accepted, int(plan.max_depth[row])) + 1 if plan.samples[row] else 0
-            sequence.append(np.full(emitted, 99, np.int32))
+            append([sequence], [[99] * emitted])
             count = len(plan.known[row]) + max(emitted - 1, 0)
             sequence.table.commit(count, sequence.tokens)
             if plan.samples[row]:

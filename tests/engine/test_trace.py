@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from forerun.build.engine import load
 from forerun.client.completion import make_request
-from forerun.engine import core
+from forerun.engine import output
 from forerun.engine.request import Finish, Speculation
 from forerun.engine.trace import MAX_NODES, DraftRow, bounded, draft_row
 from forerun.options.config import EngineConfig
@@ -82,7 +82,7 @@ def test_a_stop_cuts_the_trace_too(loaded):
 
 
 def test_long_answers_are_traced_up_to_a_bound(loaded, monkeypatch):
-    monkeypatch.setattr(core, "MAX_STEPS", 7)
+    monkeypatch.setattr(output, "MAX_STEPS", 7)
     (news,) = deltas(loaded, True, max_tokens=300)
     assert [step.number for delta in news for step in delta.trace] == list(range(7))
 

@@ -198,13 +198,14 @@ class CpuExecutor(Executor):
             round, round.logits_of, masks, self._box.choice, features=features
         )
         if len(outcome.accepted):
-            self._commit(plan, outcome.accepted)
+            self._commit(outcome.accepted)
         return outcome
 
-    def _commit(self, plan: Plan, nodes: Ints) -> None:
-        """Copy what these nodes of the last step left in scratch into the plan's pages."""
-        pages = np.ascontiguousarray(plan.page_table, np.int32)
-        where = pages.ctypes.data, pages.shape[1], nodes.ctypes.data, len(nodes)
+    def _commit(self, nodes: Ints) -> None:
+        """Copy what these nodes of the last step left in scratch into the pages of its plan."""
+        box = self._box
+        box.put_path(nodes)
+        where = box.step.pages, box.step.page_width, box.path, len(nodes)
         if self._library.forerun_commit_paths(self._alive(), *where):
             raise EngineError(f"commit was refused: {self._library.forerun_error().decode()}")
 

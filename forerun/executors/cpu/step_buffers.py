@@ -18,6 +18,7 @@ class StepBuffers:
 
     step  for forerun_forward, once `fill` was called
     walk  for forerun_accept, once `ask` was called
+    path  address of the nodes that `put_path` put in
     """
 
     def __init__(self, max_nodes: int, choosing: Choosing) -> None:
@@ -28,9 +29,12 @@ class StepBuffers:
             "slots": np.zeros(max_nodes, np.int32),
             "plain": np.zeros(max_nodes, np.uint8),
             "choice": np.zeros(max_nodes, np.int32),
+            "path": np.zeros(max_nodes, np.int32),
         }
-        self._held: tuple[Ints, Floats]
+        # Grow with the steps. To ask an array for its address takes as long as to fill five.
+        self._pages, self._logits = np.zeros(0, np.int32), np.zeros((0, 0), np.float32)
         address = {name: array.ctypes.data for name, array in self._arrays.items()}
+        self.path = address["path"]
         self.step = native.Step(**{name: address[name] for name in _STEP})
         self.walk = native.Walk(
             temperature=choosing.temperature.ctypes.data,
@@ -58,20 +62,26 @@ class StepBuffers:
         self._put("known", trees.known)
         self._put("kv_len", plan.kv_len)
         self._put("scored_nodes", scored)
-        pages = np.ascontiguousarray(plan.page_table, np.int32)
-        self._held = pages, logits
-        step = self.step
+        pages, step = plan.page_table, self.step
         step.rows, step.nodes, step.scored = plan.rows, count, len(scored)
-        step.page_width, step.pages = pages.shape[1], pages.ctypes.data
-        step.logits = logits.ctypes.data
+        if pages.size > len(self._pages):
+            self._pages = np.zeros(2 * pages.size, np.int32)
+            step.pages = self._pages.ctypes.data
+        self._pages[: pages.size], step.page_width = pages.ravel(), pages.shape[1]
+        if logits is not self._logits:
+            self._logits, step.logits = logits, logits.ctypes.data
 
     def ask(self, plan: Plan, trees: TreeBatch, masks: NodeMasks | None) -> None:
         """Put in whose rows the step's are, and which of them no grammar touches."""
         self._put("slots", plan.slots)
-        held = plan.constrained
+        plain = plan.samples > plan.constrained if plan.some_constrained else plan.samples
         if masks is not None:
-            held = held | np.logical_or.reduceat(masks.row >= 0, trees.start[:-1])
-        self._put("plain", plan.samples > held)
+            plain = plain > np.logical_or.reduceat(masks.row >= 0, trees.start[:-1])
+        self._put("plain", plain)
+
+    def put_path(self, nodes: Ints) -> None:
+        """Put in nodes of the step."""
+        self._put("path", nodes)
 
     @property
     def choice(self) -> Ints:

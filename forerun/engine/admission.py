@@ -1,0 +1,114 @@
+"""Who waits for a slot and gets one. Most steps come by none of this."""
+
+from bisect import insort
+from collections.abc import Callable
+from collections.abc import Sequence as Several
+
+import numpy as np
+
+from forerun.cache.pages import PagePool
+from forerun.cache.prefix import PrefixIndex
+from forerun.engine.sequence import Sequence
+from forerun.engine.stats import Load
+from forerun.interface.executor import ExecutorLimits
+from forerun.interface.plan import Budget
+from forerun.types import Ints
+
+
+class Admission:
+    """Slots, pages, and the sequences that wait for them or have them.
+
+    waiting, running  in order of arrival
+    leaving  are over, but have a part in a running step
+    ready    whether a sequence with a slot can take part in the next step
+    """
+
+    def __init__(
+        self, limits: ExecutorLimits, features: bool, ready: Callable[[Sequence], bool]
+    ) -> None:
+        self.limits, self._scored = limits, limits.scored_nodes
+        self._ready = ready
+        self.index = PrefixIndex(PagePool(limits.pages), limits.page_size, lookahead=int(features))
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.leaving: list[Sequence] = []
+        # What the decoding rows of the last step that had any were allowed.
+        self._granted: Several[Budget] = ()
+        # Every running row needs a node and its logits in every step.
+        self._slots = list(range(min(limits.slots, self._scored)))[::-1]
+
+    @property
+    def context(self) -> int:
+        """Longest sequence that fits the executor and the page pool."""
+        return min(self.limits.context, self.limits.pages * self.limits.page_size)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence at its place."""
+        sequence.attach(self.index)
+        insort(self.waiting, sequence, key=lambda s: s.order)
+
+    def _admit(self) -> tuple[Sequence, ...]:
+        """Move waiting sequences to free slots while this step's nodes and the pages suffice."""
+        opened: list[Sequence] = []
+        nodes = sum(sequence.pending for sequence in self.running if self._ready(sequence))
+        for sequence in tuple(self.waiting):
+            if not self._slots or nodes >= self.limits.max_nodes:
+                break
+            if self._awaits_pages(sequence):
+                continue
+            if not self._reserve_prompt(sequence):
+                break
+            self.waiting.remove(sequence)
+            sequence.slot = self._slots.pop()
+            insort(self.running, sequence, key=lambda s: s.order)
+            opened.append(sequence)
+            nodes += sequence.pending
+        return tuple(opened)
+
+    def _awaits_pages(self, sequence: Sequence) -> bool:
+        """Someone is computing a page that this sequence begins with too: better wait for it.
+
+        Other choices of the same request above all, but also a new system prompt that many
+        requests share.
+        """
+        if not sequence.reuses_prefix:
+            return False
+        size = self.index.page_size
+        for other in self.running:
+            if other.pending > 1 and self._ready(other):
+                shared = common(other.tokens, sequence.tokens[:-1]) // size * size
+                if shared > other.table.length:
+                    return True
+        return False
+
+    def _reserve_prompt(self, sequence: Sequence) -> bool:
+        """Pages for all known tokens, found or new, leaving one for each running row to grow."""
+        table, index = sequence.table, self.index
+        if sequence.reuses_prefix:
+            # One token at least must run, or nothing would be there to sample from.
+            table.start(sequence.tokens[: sequence.total - 1 + index.lookahead])
+        missing = -(-(sequence.total - table.reserved) // index.page_size)
+        if missing + len(self.running) > index.available:
+            table.release()
+            return False
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = table.length
+        return table.reserve(sequence.pending)
+
+    def load(self, entering: int) -> Load:
+        """What is held now; `entering` more sequences are on their way into the queue."""
+        return Load(
+            waiting=len(self.waiting) + entering,
+            running=len(self.running),
+            pages=self.limits.pages,
+            pages_held=self.limits.pages - self.index.available,
+            pages_kept=self.index.kept,
+            granted=tuple(self._granted),
+        )
+
+
+def common(one: Ints, two: Ints) -> int:
+    """How many tokens two texts begin with in common."""
+    length = min(len(one), len(two))
+    different = np.flatnonzero(one[:length] != two[:length])
+    return int(different[0]) if len(different) else length

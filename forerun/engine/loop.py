@@ -1,0 +1,108 @@
+"""The engine's own thread: one turn after another, and what came in between them."""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from time import monotonic
+
+from forerun.engine.core import EngineCore
+from forerun.engine.news import Ending
+from forerun.engine.options import EngineOptions
+from forerun.engine.parts import Parts
+from forerun.engine.request import Finish
+from forerun.engine.sequence import Sequence
+from forerun.errors import RankError
+from forerun.types import RequestId
+
+log = logging.getLogger("forerun.engine")
+
+QUIET = 0.05
+"""Seconds without work after which the engine counts as idle and checks itself."""
+
+
+class EngineLoop:
+    """What happens on the engine's thread. What others may ask of it is in thread.py.
+
+    step_began  when the step under way began (time.monotonic); None between steps
+    """
+
+    def __init__(self, parts: Parts, options: EngineOptions) -> None:
+        self._core = EngineCore(parts, options.max_failures, self._ended, options.overlap)
+        self._checked = False
+        self._turned: Callable[[], None] = lambda: None
+        # Shared with other threads, under the lock of `_changed`:
+        self._changed = threading.Condition()
+        self._news: deque[Callable[[], None]] = deque()
+        self._ids: set[RequestId] = set()
+        self._entering = 0
+        self._stopping = False
+        self._broken: str | None = None
+        self._lost: Callable[[str], None] = lambda _: None
+        self.step_began: float | None = None
+
+    def _run(self) -> None:
+        while self._broken is None:
+            with self._changed:
+                # With nothing to do for a moment, one turn is a check; then sleep for good.
+                patience = None if self._checked else QUIET
+                self._changed.wait_for(
+                    lambda: self._news or self._core.busy or self._stopping, patience
+                )
+                if self._stopping:
+                    break
+            self.step_began = monotonic()
+            self.step_once()
+            self.step_began = None
+        self._stop()
+
+    def step_once(self) -> bool:
+        """One turn. False when there was nothing to do: then it proves that nothing leaked.
+
+        An engine that fails gives up: it ends all requests and takes no more.
+        """
+        try:
+            self._take_news()
+            busy = self._core.step()
+            self._turned()
+            if not busy and not self._checked:
+                self._core.check()
+            self._checked = not busy
+        except Exception as error:
+            log.exception("the engine failed and gives up")
+            self._give_up(f"The engine failed and gave up: {error or type(error).__name__}")
+            if isinstance(error, RankError):
+                self._lost(str(error))
+            return False
+        return busy
+
+    def _take_news(self) -> None:
+        while self._news:
+            with self._changed:
+                news = self._news.popleft()
+            news()
+            self._turned()
+
+    def _enter(self, sequences: list[Sequence]) -> None:
+        """A submitted request reaches the queue."""
+        self._core.add(sequences)
+        with self._changed:
+            self._entering -= len(sequences)
+
+    def _ended(self, request: RequestId) -> None:
+        """The last choice of a request has ended, and its sink knows."""
+        with self._changed:
+            self._ids.discard(request)
+            self._changed.notify_all()
+
+    def _stop(self) -> None:
+        self._take_news()
+        self._core.end_all(Ending(Finish.ABORT))
+        self._turned()
+
+    def _give_up(self, message: str) -> None:
+        with self._changed:
+            self._broken = message
+        self._take_news()
+        self._core.abandon(Ending(Finish.ERROR, error=message))
+        self._turned()
