@@ -198,13 +198,13 @@ class CpuExecutor(Executor):
             round, round.logits_of, masks, self._box.choice, features=features
         )
         if len(outcome.accepted):
-            self._commit(outcome.accepted)
+            self._commit(plan, outcome.accepted)
         return outcome
 
-    def _commit(self, nodes: Ints) -> None:
-        """Copy what these nodes of the last step left in scratch into the pages of its plan."""
+    def _commit(self, plan: Plan, nodes: Ints) -> None:
+        """Copy what these nodes of the last step left in scratch into the plan's pages."""
         box = self._box
-        box.put_path(nodes)
+        box.put_path(plan, nodes)
         where = box.step.pages, box.step.page_width, box.path, len(nodes)
         if self._library.forerun_commit_paths(self._alive(), *where):
             raise EngineError(f"commit was refused: {self._library.forerun_error().decode()}")

@@ -62,12 +62,9 @@ class StepBuffers:
         self._put("known", trees.known)
         self._put("kv_len", plan.kv_len)
         self._put("scored_nodes", scored)
-        pages, step = plan.page_table, self.step
+        step = self.step
         step.rows, step.nodes, step.scored = plan.rows, count, len(scored)
-        if pages.size > len(self._pages):
-            self._pages = np.zeros(2 * pages.size, np.int32)
-            step.pages = self._pages.ctypes.data
-        self._pages[: pages.size], step.page_width = pages.ravel(), pages.shape[1]
+        self._put_pages(plan)
         if logits is not self._logits:
             self._logits, step.logits = logits, logits.ctypes.data
 
@@ -79,8 +76,16 @@ class StepBuffers:
             plain = plain > np.logical_or.reduceat(masks.row >= 0, trees.start[:-1])
         self._put("plain", plain)
 
-    def put_path(self, nodes: Ints) -> None:
-        """Put in nodes of the step."""
+    def _put_pages(self, plan: Plan) -> None:
+        pages, step = plan.page_table, self.step
+        if pages.size > len(self._pages):
+            self._pages = np.zeros(2 * pages.size, np.int32)
+            step.pages = self._pages.ctypes.data
+        self._pages[: pages.size], step.page_width = pages.ravel(), pages.shape[1]
+
+    def put_path(self, plan: Plan, nodes: Ints) -> None:
+        """Put in nodes of the step, and the pages of a plan of its rows."""
+        self._put_pages(plan)
         self._put("path", nodes)
 
     @property
