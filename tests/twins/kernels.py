@@ -18,7 +18,7 @@ from forerun.executors.torch.shaping import shaped
 from forerun.executors.torch.triton.kernels import Kernels
 from forerun.models.layer_spec import AttentionSpec
 from tests.twins.future import leave, resume
-from tests.twins.rounds import accept, choose, descend, follow, grow, keep, prepare
+from tests.twins.rounds import accept, best, choose, descend, follow, grow, keep, prepare
 
 
 def attend_dense(
@@ -104,6 +104,7 @@ SLOW_TWINS = Kernels(
     prepare=prepare,
     accept=accept,
     choose=choose,
+    best=best,
     shape=shaped,
     keep=keep,
     rotation=rotation,

@@ -68,13 +68,19 @@ def choose(logits: Tensor, noise: NodeNoise) -> Tensor:
 
     Nothing here waits for the device; noise is made for all nodes, greedy ones included.
     """
-    temperature = noise.temperatures[:, None]
-    made = _gumbel(noise.seeds, noise.positions.long(), logits.shape[1])
+    score, tokens = best(logits, noise, 0)
+    return torch.where(score.isfinite(), tokens, NOTHING)
+
+
+def best(logits: Tensor, noise: NodeNoise, first: int) -> tuple[Tensor, Tensor]:
+    """As kernels.Best: the greatest score float32[M], and the lowest token int32[M] that has it."""
+    temperature, before = noise.temperatures[:, None], first % 4
+    vocab, logits = logits.shape[1], logits.float()
+    made = _gumbel(noise.seeds, noise.positions.long(), before + vocab, first // 4)[:, before:]
     scores = torch.where(
         temperature > 0, logits / torch.where(temperature > 0, temperature, 1.0) + made, logits
     )
-    best, tokens = scores.max(-1).values, scores.argmax(-1)
-    return torch.where(best.isfinite(), tokens, NOTHING).int()
+    return scores.max(-1).values, (first + scores.argmax(-1)).int()
 
 
 def keep(choices: Tensor, facts: Facts, record: Tensor) -> Accepted:

@@ -62,7 +62,8 @@ MOST_NODES = 64
 class CapturedExecutor(Executor):
     """Rounds where a step can be one; else whatever `eager` does.
 
-    eager    the executor whose weights, cache and slots these are
+    eager    the executor whose weights, cache and slots these are; where its model is a rank's
+             part, rows that ask for more than a temperature are no rounds
     overlap  let rounds go on from each other
     """
 
@@ -76,7 +77,7 @@ class CapturedExecutor(Executor):
         self.limits, self.device, self.dtype = eager.limits, eager.device, eager.dtype
         self._sampler, self._scored = eager.sampler, eager.limits.scored_nodes
         self._runner: CudaGraphRunner | None = CudaGraphRunner(
-            eager.decoder, eager.cache, eager.limits, kernels, records
+            eager.decoder, eager.cache, eager.limits, kernels, records, eager.group
         )
         self._shaped = ShapedRows(
             eager.limits.slots, eager.limits.vocab, eager.device, eager.sampler.choosing
@@ -158,6 +159,8 @@ class CapturedExecutor(Executor):
             return None
         more = (self._sampler.choosing.temperature[slots] < 0).any() or masked
         if more or self._sampler.reports(slots):
+            if self.eager.group is not None:
+                return None
             size = self._shaped.size(size, slots, masked)
         if not (draft_request and drafting and np.isin(slots, draft_request.slots).any()):
             return runner.runs_as(size)

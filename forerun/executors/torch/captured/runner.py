@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from forerun.errors import EngineError
+from forerun.executors.torch.accept import NodeNoise
 from forerun.executors.torch.attention.geometry import Geometry, tile_heads
 from forerun.executors.torch.attention.kv import PagedCache
 from forerun.executors.torch.captured.buffers import (
@@ -40,6 +41,7 @@ from forerun.executors.torch.captured.shaped_rows import ShapedRows
 from forerun.executors.torch.decoder.decoder import Decoder
 from forerun.executors.torch.decoder.float8 import Rows
 from forerun.executors.torch.decoder.layers import AnyHeads
+from forerun.executors.torch.group import Group
 from forerun.executors.torch.shaping import reported
 from forerun.executors.torch.triton.kernels import Kernels
 from forerun.executors.torch.triton.record import Record, Size
@@ -58,6 +60,9 @@ from forerun.speculative.draft_tree import full_size
 class CudaGraphRunner:
     """The program of a round at every size, and the tensors that it works on.
 
+    group       the ranks that have the other parts of the model, where `decoder` is one: every rank
+                launches the same rounds on the same facts, in the same order, and comes to the same
+                record. Such rounds know no shaping, no masks, no reports and no drafting
     aux_layers  layers whose entering residual streams a round leaves in `features`
     drafting    what a draft model does at the end of a round; None = nothing
     future      what rounds leave for each other; None = nothing
@@ -74,8 +79,9 @@ class CudaGraphRunner:
         limits: ExecutorLimits,
         kernels: Kernels,
         records: Recorder,
+        group: Group | None = None,
     ) -> None:
-        self._decoder, self._cache, self._limits = decoder, cache, limits
+        self._decoder, self._cache, self._limits, self._group = decoder, cache, limits, group
         self.kernels, self._records = kernels, records
         arch = decoder.arch
         self._dims = BufferDims(
@@ -103,7 +109,7 @@ class CudaGraphRunner:
         # By size, what it is run as; None: as it is.
         self._runs: dict[Size, Size | None] | None = None
         self._ran: Size | None = None
-        shape = most, limits.vocab
+        shape = most, decoder.head.shape[0]
         self.logits = torch.zeros(shape, dtype=decoder.logits_dtype, device=self._device)
         self.aux_layers: tuple[int, ...] = ()
         self.drafting: Drafting | None = None
@@ -249,11 +255,31 @@ class CudaGraphRunner:
         self, size: Size, facts: Facts, logits: Tensor, prepared: Prepared, record: Tensor
     ) -> Accepted:
         kernels = self.kernels
+        if self._group is not None:
+            choices = chosen_together(
+                logits, prepared.noise, self._group, kernels, self._limits.vocab
+            )
+            return kernels.keep(choices, facts, record)
         if self.shaped is None or not (size.shaping or size.masked):
             return kernels.accept(logits, prepared.noise, facts, record)
         wide, noise = logits.float(), prepared.noise
         choices = self.shaped.choose(size, facts, wide, noise, kernels)
         return kernels.keep(choices, facts, record)
+
+
+def chosen_together(
+    logits: Tensor, noise: NodeNoise, group: Group, kernels: Kernels, vocab: int
+) -> Tensor:
+    """int32[M] on every rank: what `kernels.choose` gives of all ranks' logits [M,V/N] side by
+    side, of which these are one's. Launches only.
+    """
+    best = kernels.best(logits, noise, group.tp.span(vocab).start)
+    parts = torch.stack(group.everywhere(torch.stack([best[0].view(torch.int32), best[1]])))
+    scores, tokens = parts[:, 0].view(torch.float32), parts[:, 1]
+    # NaN and infinity go on to the greatest; of equals the lowest token is the first rank's.
+    top = scores.amax(0)
+    token = torch.where(scores == top, tokens, torch.iinfo(torch.int32).max).amin(0)
+    return torch.where(top.isfinite(), token, NOTHING)
 
 
 LEVELS = 8

@@ -50,6 +50,11 @@ every row, the choices on which are written into the record, NOTHING elsewhere.
 Choose = Callable[[Tensor, NodeNoise], Tensor]
 """(logits float32[M,V], how each node chooses) -> int32[M] tokens, or NOTHING."""
 
+Best = Callable[[Tensor, NodeNoise, int], tuple[Tensor, Tensor]]
+"""(logits [M,V] of any dtype, how each node chooses, the first of the V tokens) -> the greatest
+score float32[M] and the lowest token int32[M] that has it; NaN or infinity where a logit is.
+"""
+
 Keep = Callable[[Tensor, Facts, Tensor], Accepted]
 """(choices int32[M], facts, int32[M] of the record) -> as Accept."""
 
@@ -118,6 +123,7 @@ class Kernels:
     prepare: Prepare
     accept: Accept
     choose: Choose
+    best: Best
     shape: Shape
     keep: Keep
     rotation: Rotation
@@ -170,6 +176,7 @@ def kernels_for(device: torch.device) -> Kernels | None:
         prepare=guarded(device, triton_round.prepare),
         accept=guarded(device, triton_round.accept),
         choose=guarded(device, triton_choice.choose),
+        best=guarded(device, triton_choice.best),
         shape=guarded(device, triton_shaping.shaped),
         keep=guarded(device, triton_round.keep),
         rotation=guarded(device, triton_draft.rotation),

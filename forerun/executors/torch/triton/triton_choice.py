@@ -33,39 +33,44 @@ def gumbel_at(seed, position, tokens):
     return _gumbel(tl.where(place == 2, third, tl.where(place == 3, fourth, word)))
 
 
-@triton.jit(do_not_specialize=["vocab", "chunks"])
+@triton.jit(do_not_specialize=["vocab", "chunks", "block", "before"])
 def _choose(
-    logits, seeds, positions, temperatures, best, tokens, vocab, chunks, CHUNK: tl.constexpr
-):
-    """Fill `best` and `tokens` [M,chunks]: greatest score and its lowest token; inf = trouble."""
+    logits, seeds, positions, temperatures, best, tokens, vocab, chunks, block, before,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Fill `best` and `tokens` [M,chunks]: greatest score and its lowest token; inf = trouble. The
+    logits are of `vocab` tokens, of which the first is the one `before` behind the noise's `block`.
+    """
     node, chunk = tl.program_id(0), tl.program_id(1)
-    token = chunk * CHUNK + tl.arange(0, CHUNK)
-    there = token < vocab
+    token = chunk * CHUNK + tl.arange(0, CHUNK) - before
+    there = (token >= 0) & (token < vocab)
     place = node.to(tl.int64) * vocab + token
     scores = tl.load(logits + place, mask=there, other=float("-inf")).to(tl.float32)
     temperature = tl.load(temperatures + node)
     if temperature > 0:
         seed, position = tl.load(seeds + node), tl.load(positions + node)
-        block = (chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)).to(tl.uint32)
-        zero = tl.zeros_like(block)
+        blocks = (block + chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)).to(tl.uint32)
+        zero = tl.zeros_like(blocks)
         first, second, third, fourth = tl.philox(
-            seed, block, zero + position.to(tl.uint32), zero, zero
+            seed, blocks, zero + position.to(tl.uint32), zero, zero
         )
         words = tl.interleave(tl.interleave(first, third), tl.interleave(second, fourth))
         scores = tl.div_rn(scores, tl.zeros_like(scores) + temperature) + _gumbel(words)
     bad = (scores != scores) | (scores == float("inf"))  # noqa: PLR0124 - NaN
     top = tl.max(tl.where(bad, float("inf"), scores), 0)
-    found = tl.min(tl.where(scores == top, token, vocab), 0)
+    found = tl.min(tl.where((scores == top) & there, token, vocab), 0)
     tl.store(best + node * chunks + chunk, top)
-    tl.store(tokens + node * chunks + chunk, found)
+    tl.store(tokens + node * chunks + chunk, 4 * block + before + found)
 
 
-def scored(logits: Tensor, noise: NodeNoise) -> tuple[Tensor, Tensor]:
+def scored(logits: Tensor, noise: NodeNoise, first: int = 0) -> tuple[Tensor, Tensor]:
     """Greatest score float32[M,C] and its lowest token int32[M,C] in each of the vocabulary's C
-    chunks, from logits [M,V], contiguous; infinite where something is not finite. Launches only.
+    chunks, from logits [M,V], contiguous, of the V tokens from `first` on; infinite where something
+    is not finite. Launches only.
     """
     count, vocab = logits.shape
-    chunks = triton.cdiv(vocab, CHUNK)
+    block, before = divmod(first, 4)  # Four tokens share a block of the noise's generator.
+    chunks = triton.cdiv(vocab + before, CHUNK)
     best = logits.new_empty((count, chunks), dtype=torch.float32)
     tokens = logits.new_empty((count, chunks), dtype=torch.int32)
     _choose[count, chunks](
@@ -75,8 +80,7 @@ def scored(logits: Tensor, noise: NodeNoise) -> tuple[Tensor, Tensor]:
         noise.temperatures,
         best,
         tokens,
-        vocab,
-        chunks,
+        *(vocab, chunks, block, before),
         CHUNK=CHUNK,
         num_warps=8,
     )
@@ -91,3 +95,14 @@ def choose(logits: Tensor, noise: NodeNoise) -> Tensor:
     top, where = best.max(1)
     token = tokens.gather(1, where[:, None])[:, 0]
     return torch.where(top.isfinite(), token, NOTHING)
+
+
+def best(logits: Tensor, noise: NodeNoise, first: int) -> tuple[Tensor, Tensor]:
+    """As kernels.Best. Launches only."""
+    scores, tokens = scored(logits, noise, first)
+    top = scores.amax(1)
+    # Chunks of nothing but padding have no token; the lowest of equals is in the first of them.
+    return top, tokens.where(scores == top[:, None], _NO_TOKEN).amin(1)
+
+
+_NO_TOKEN = 2**31 - 1
