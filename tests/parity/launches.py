@@ -249,6 +249,7 @@ def kernels():
         prepare=around.prepare,
         accept=around.accept,
         choose=choice.choose,
+        best=choice.best,
         shape=shaping.shaped,
         keep=around.keep,
         rotation=draft.rotation,

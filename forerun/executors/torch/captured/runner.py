@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from forerun.errors import EngineError
-from forerun.executors.torch.accept import NodeNoise
 from forerun.executors.torch.attention.geometry import Geometry, tile_heads
 from forerun.executors.torch.attention.kv import PagedCache
 from forerun.executors.torch.captured.buffers import (
@@ -38,6 +37,7 @@ from forerun.executors.torch.captured.drafting import Drafting
 from forerun.executors.torch.captured.entries import Decided
 from forerun.executors.torch.captured.graphs import Programs, Recorder
 from forerun.executors.torch.captured.shaped_rows import ShapedRows
+from forerun.executors.torch.captured.together import chosen_together
 from forerun.executors.torch.decoder.decoder import Decoder
 from forerun.executors.torch.decoder.float8 import Rows
 from forerun.executors.torch.decoder.layers import AnyHeads
@@ -265,21 +265,6 @@ class CudaGraphRunner:
         wide, noise = logits.float(), prepared.noise
         choices = self.shaped.choose(size, facts, wide, noise, kernels)
         return kernels.keep(choices, facts, record)
-
-
-def chosen_together(
-    logits: Tensor, noise: NodeNoise, group: Group, kernels: Kernels, vocab: int
-) -> Tensor:
-    """int32[M] on every rank: what `kernels.choose` gives of all ranks' logits [M,V/N] side by
-    side, of which these are one's. Launches only.
-    """
-    best = kernels.best(logits, noise, group.tp.span(vocab).start)
-    parts = torch.stack(group.everywhere(torch.stack([best[0].view(torch.int32), best[1]])))
-    scores, tokens = parts[:, 0].view(torch.float32), parts[:, 1]
-    # NaN and infinity go on to the greatest; of equals the lowest token is the first rank's.
-    top = scores.amax(0)
-    token = torch.where(scores == top, tokens, torch.iinfo(torch.int32).max).amin(0)
-    return torch.where(top.isfinite(), token, NOTHING)
 
 
 LEVELS = 8

@@ -1,0 +1,24 @@
+"""What nodes of a captured round say where a model is shared: found by all ranks together."""
+
+import torch
+from torch import Tensor
+
+from forerun.executors.torch.accept import NodeNoise
+from forerun.executors.torch.group import Group
+from forerun.executors.torch.triton.kernels import Kernels
+from forerun.speculative.accept import NOTHING
+
+
+def chosen_together(
+    logits: Tensor, noise: NodeNoise, group: Group, kernels: Kernels, vocab: int
+) -> Tensor:
+    """int32[M] on every rank: what `kernels.choose` gives of all ranks' logits [M,V/N] side by
+    side, of which these are one's. Launches only.
+    """
+    best = kernels.best(logits, noise, group.tp.span(vocab).start)
+    parts = torch.stack(group.everywhere(torch.stack([best[0].view(torch.int32), best[1]])))
+    scores, tokens = parts[:, 0].view(torch.float32), parts[:, 1]
+    # NaN and infinity go on to the greatest; of equals the lowest token is the first rank's.
+    top = scores.amax(0)
+    token = torch.where(scores == top, tokens, torch.iinfo(torch.int32).max).amin(0)
+    return torch.where(top.isfinite(), token, NOTHING)
