@@ -62,8 +62,7 @@ MOST_NODES = 64
 class CapturedExecutor(Executor):
     """Rounds where a step can be one; else whatever `eager` does.
 
-    eager    the executor whose weights, cache and slots these are; where its model is a rank's
-             part, rows that ask for more than a temperature are no rounds
+    eager    whose weights, cache and slots these are; of a rank, rounds ask for a temperature alone
     overlap  let rounds go on from each other
     """
 
@@ -141,9 +140,8 @@ class CapturedExecutor(Executor):
     # --- a step ------------------------------------------------------------------------------
 
     def size_of(self, plan: Plan, trees: TreeBatch, masked: bool = False) -> Size | None:
-        """The declared size that the step runs as; None where it cannot be run as a round.
-
-        What is requested is part of it, where it fits.
+        """The declared size that the step runs as, with what is requested where it fits; None where
+        it cannot be run as a round.
         """
         if not (trees.known == 1).all() or not plan.samples.all():
             return None
@@ -155,12 +153,11 @@ class CapturedExecutor(Executor):
         """The declared size for rows, in these slots, of so many nodes."""
         runner, drafting = self.runner, self.runner.drafting
         size = Size(len(slots), nodes)
-        if nodes > MOST_NODES or size.total > self._scored:
-            return None
         more = (self._sampler.choosing.temperature[slots] < 0).any() or masked
-        if more or self._sampler.reports(slots):
-            if self.eager.group is not None:
-                return None
+        more = more or self._sampler.reports(slots)
+        if nodes > MOST_NODES or size.total > self._scored or (more and self.eager.group):
+            return None
+        if more:
             size = self._shaped.size(size, slots, masked)
         if not (draft_request and drafting and np.isin(slots, draft_request.slots).any()):
             return runner.runs_as(size)

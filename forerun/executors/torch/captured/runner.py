@@ -60,9 +60,8 @@ from forerun.speculative.draft_tree import full_size
 class CudaGraphRunner:
     """The program of a round at every size, and the tensors that it works on.
 
-    group       the ranks that have the other parts of the model, where `decoder` is one: every rank
-                launches the same rounds on the same facts, in the same order, and comes to the same
-                record. Such rounds know no shaping, no masks, no reports and no drafting
+    group       the ranks of whose model `decoder` is a part: all launch the same rounds on the same
+                facts, in one order, without shaping, masks, reports and drafting
     aux_layers  layers whose entering residual streams a round leaves in `features`
     drafting    what a draft model does at the end of a round; None = nothing
     future      what rounds leave for each other; None = nothing
@@ -254,16 +253,13 @@ class CudaGraphRunner:
     def _accept(
         self, size: Size, facts: Facts, logits: Tensor, prepared: Prepared, record: Tensor
     ) -> Accepted:
-        kernels = self.kernels
+        kernels, noise = self.kernels, prepared.noise
         if self._group is not None:
-            choices = chosen_together(
-                logits, prepared.noise, self._group, kernels, self._limits.vocab
-            )
-            return kernels.keep(choices, facts, record)
-        if self.shaped is None or not (size.shaping or size.masked):
-            return kernels.accept(logits, prepared.noise, facts, record)
-        wide, noise = logits.float(), prepared.noise
-        choices = self.shaped.choose(size, facts, wide, noise, kernels)
+            choices = chosen_together(logits, noise, self._group, kernels, self._limits.vocab)
+        elif self.shaped is not None and (size.shaping or size.masked):
+            choices = self.shaped.choose(size, facts, logits.float(), noise, kernels)
+        else:
+            return kernels.accept(logits, noise, facts, record)
         return kernels.keep(choices, facts, record)
 
 
@@ -289,9 +285,8 @@ class FutureMap:
 
     def lacks(self, size: Size) -> bool:
         """Whether there is no room for what rounds of this size grow."""
-        return size.levels > 0 and (
-            self.state.width != size.width or self.state.levels < size.levels
-        )
+        state = self.state
+        return size.levels > 0 and (state.width != size.width or state.levels < size.levels)
 
 
 def _with_room(state: Tensor, width: int, levels: int) -> FutureState:
