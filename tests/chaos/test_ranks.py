@@ -125,9 +125,8 @@ def started(folder, tmp_path):
 PHASES = ("load", "warm-up", "prefill", "decode")
 LOST = [(phase, 1, fault) for phase in PHASES for fault in (kill, stop, exhaust)]
 LOST += [(phase, 0, kill) for phase in PHASES] + [("load", 0, exhaust), ("warm-up", 0, exhaust)]
-"""A rank 0 that is stopped is a stopped engine: it may be continued, and /health says "stuck"
-meanwhile (test_watchdog). So it does of a rank 0 whose own gloo has no memory for what the others
-send: it waits for it, and no error comes.
+"""Open: a rank 0 that is stopped, and one whose own gloo has no memory for what the others send.
+Both wait, and no error comes (docs/log.md, "ranks lost in every phase").
 """
 
 
