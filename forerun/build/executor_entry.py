@@ -83,7 +83,7 @@ class ExecutorEntry:
                   and 16 bits
     free_memory   bytes that are free where it would run. Raises ConfigError where that is nowhere
     build         raises what the executor raises, and ConfigError where what it needs is missing;
-                  the CPU core tells how far its weights are read
+                  tells how far the weights are read, but for ranks of --tp-size on torch
     draft_models  by the kind of draft
     within        the kinds whose trees steps grow by themselves (Executor.warm_up)
     dtype         what "auto" means; None: bfloat16 on devices of their own, float32 on the CPU

@@ -1,5 +1,6 @@
 """The JAX executor, built only where it was chosen: jax is an extra and takes seconds to import."""
 
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 from forerun.build.executor_entry import ExecutorEntry, Progress
@@ -11,6 +12,7 @@ from forerun.interface.executor import Executor, ExecutorLimits
 from forerun.machine import memory_available
 from forerun.models.block_folder import BlockFile
 from forerun.models.checkpoint import Checkpoint
+from forerun.models.counted import counted
 from forerun.models.draft_folder import DraftFile
 from forerun.models.prediction_layers import PredictionLayers
 from forerun.models.whole_draft import WholeDraft
@@ -38,7 +40,7 @@ def check_jax() -> None:
 
 
 def _build(
-    config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits, _: Progress
+    config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits, progress: Progress
 ) -> Executor:
     """Raises what JaxExecutor raises, and ConfigError where jax is not what it needs."""
     check_jax()
@@ -62,7 +64,8 @@ def _build(
         attention=config.attention_backend,
         overlap=bool(config.overlap),
     )
-    return JaxExecutor(checkpoint, limits, options)
+    told = counted(checkpoint, ITEM_BYTES[config.dtype], partial(progress, "loading weights"))
+    return JaxExecutor(told, limits, options)
 
 
 def _free_memory(config: EngineConfig) -> int:

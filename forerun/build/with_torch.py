@@ -1,6 +1,7 @@
 """The torch executor: every family, on the CPU and on CUDA devices."""
 
 from dataclasses import replace
+from functools import partial
 
 from forerun.build.executor_entry import ExecutorEntry, Progress
 from forerun.build.memory import CHUNK, ITEM_BYTES, Needs, dense_needs
@@ -11,6 +12,7 @@ from forerun.machine import memory_available, physical_cores
 from forerun.models.arch import Architecture
 from forerun.models.block_folder import BlockFile
 from forerun.models.checkpoint import Checkpoint
+from forerun.models.counted import counted
 from forerun.models.draft_folder import DraftFile
 from forerun.models.prediction_layers import PredictionLayers
 from forerun.models.tensor_parallel import TensorParallel, check_divides
@@ -90,7 +92,7 @@ def _first_rank(config: EngineConfig) -> TensorParallel:
 
 
 def _build(
-    config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits, _: Progress
+    config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits, progress: Progress
 ) -> Executor:
     try:
         from forerun.executors.torch import TorchExecutor, with_captures
@@ -107,7 +109,7 @@ def _build(
     if config.tp_size > 1:
         return _shared(config, checkpoint, limits)
     eager = TorchExecutor(
-        checkpoint,
+        counted(checkpoint, ITEM_BYTES[config.dtype], partial(progress, "loading weights")),
         limits,
         config.device,
         config.dtype,

@@ -1,4 +1,5 @@
 import json
+import math
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -7,14 +8,18 @@ import numpy as np
 import pytest
 
 from forerun.build.engine import encode_chat, load, make_engine, open_target
+from forerun.build.registry import EXECUTORS
 from forerun.client.completion import complete, make_request
 from forerun.client.llm import LLM
 from forerun.errors import ConfigError, EngineError, ModelError, RequestError
 from forerun.executors import cpu
+from forerun.interface.executor import ExecutorLimits
 from forerun.measure.prove import Trial, prove
 from forerun.measure.workload import read_prompts, spread
+from forerun.models.folder import FolderCheckpoint
 from forerun.options.config import EngineConfig
 from tests.cli.toys import toy_loaded, toy_target
+from tests.models import tiny
 
 native = pytest.mark.skipif(bool(cpu.available()), reason="no native core on this machine")
 
@@ -169,3 +174,20 @@ def test_adaptive_speculation_gives_the_same_text(default_model):
         texts.append(complete(engine, [make_request(prompt, max_tokens=48)])[0][0].tokens)
         engine.shutdown()
     assert texts[0] == texts[1] == texts[2]
+
+
+@pytest.mark.parametrize("executor", ["torch", "jax"])
+def test_loading_tells_how_far_the_weights_are_read(executor, tmp_path):
+    pytest.importorskip(executor)
+    folder = tiny.save_folder(tiny.model("llama"), tmp_path)
+    told, checkpoint = [], FolderCheckpoint(folder)
+    config = EngineConfig(model=str(folder), executor=executor, dtype="float32", device="cpu")
+    limits = ExecutorLimits(16, 8, 1, 16, 64, checkpoint.architecture.vocab)
+    EXECUTORS[executor].build(
+        config, checkpoint, limits, lambda *news: told.append(news)
+    ).shutdown()
+    total = 4 * sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names())
+    done = [so_far for what, so_far, _ in told if what == "loading weights"]
+    assert len(done) == len(checkpoint.names()) and done == sorted(set(done))
+    assert done[-1] == total
+    assert {of for what, _, of in told if what == "loading weights"} == {total}

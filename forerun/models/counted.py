@@ -1,0 +1,57 @@
+"""A checkpoint that tells how far it has been read."""
+
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+
+from forerun.models.arch import Architecture
+from forerun.models.checkpoint import Checkpoint, Repeated
+from forerun.models.mapped import Packed
+from forerun.types import Floats
+
+
+def counted(checkpoint: Checkpoint, item: int, tell: Callable[[int, int], None]) -> Checkpoint:
+    """The same tensors; `tell` hears of each one that is asked for. Of random numbers, which are
+    not read, it is the checkpoint itself.
+
+    item  bytes of a number where it stays
+    tell  is called with bytes of the tensors asked for, each counted once, and of all
+    """
+    return checkpoint if isinstance(checkpoint, Repeated) else _Counted(checkpoint, item, tell)
+
+
+class _Counted:
+    def __init__(self, whole: Checkpoint, item: int, tell: Callable[[int, int], None]) -> None:
+        self._whole, self._tell = whole, tell
+        self._left = {name: item * prod(whole.shape(name)) for name in whole.names()}
+        self._total = sum(self._left.values())
+        self._done = 0
+
+    @property
+    def architecture(self) -> Architecture:
+        return self._whole.architecture
+
+    @property
+    def path(self) -> Path:
+        return self._whole.path
+
+    def names(self) -> tuple[str, ...]:
+        return self._whole.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._whole.shape(name)
+
+    def tensor(self, name: str) -> Floats:
+        found = self._whole.tensor(name)
+        self._count(name)
+        return found
+
+    def packed(self, name: str) -> Packed | None:
+        found = self._whole.packed(name)
+        self._count(name)
+        return found
+
+    def _count(self, name: str) -> None:
+        if size := self._left.pop(name, 0):
+            self._done += size
+            self._tell(self._done, self._total)
