@@ -93,7 +93,7 @@ def length(target, question, grammar):
             seed=seed,
             grammar=grammar,
         )
-        for seed in range(3)
+        for seed in range(6)
     ]
     try:
         return acceptance_length([one.stats for (one,) in complete(engine, requests, 1)])
