@@ -18,6 +18,7 @@ from forerun.options.config import ServeSettings
 from forerun.ray.affinity import affinity_of
 from forerun.ray.asgi import Asked, Head
 from forerun.ray.metrics import merged
+from forerun.serve.in_flight import InFlight
 
 log = logging.getLogger("forerun.ray")
 
@@ -174,7 +175,7 @@ def refused(status: int, message: str, code: str) -> JSONResponse:
     return JSONResponse({"error": {"message": message, "type": kind, "code": code}}, status)
 
 
-class Door:
+class Door(InFlight):
     """A front as an ASGI application of its own, for `forerun serve --replicas`: what a server does
     without Ray's proxy.
 
@@ -182,9 +183,9 @@ class Door:
     """
 
     def __init__(self, front: Front, settings: ServeSettings) -> None:
+        super().__init__()
         self.settings, self.failed = settings, asyncio.Event()
-        self._front, self._draining = front, False
-        self._active, self._idle = 0, asyncio.Event()
+        self._front = front
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or a lifespan."""
@@ -193,32 +194,14 @@ class Door:
                 await receive()
                 await send({"type": f"lifespan.{what}.complete"})
             return
-        if self._draining:
+        if self.draining:
             response: Response = refused(503, "The server is shutting down.", "shutting_down")
             await response(scope, receive, send)
             return
-        self._active += 1
-        try:
+        with self.busy():
             response = await self._front(Request(scope, receive))
             await response(scope, receive, send)
-        finally:
-            self._active -= 1
-            if not self._active:
-                self._idle.set()
-
-    async def drain(self, seconds: float) -> bool:
-        """Let no request in any more and wait for those that run. True if all ended."""
-        self._draining = True
-        self._idle.clear()
-        if not self._active:
-            return True
-        try:
-            async with asyncio.timeout(seconds):
-                await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
 
     async def close(self) -> None:
         """Nothing is open here."""
-        self._draining = True
+        self.draining = True

@@ -5,8 +5,7 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +19,7 @@ from forerun.options.config import EngineConfig, ServeSettings
 from forerun.serve.decode_log import DecodeLog
 from forerun.serve.errors import ApiError, stuck, unavailable
 from forerun.serve.events import EventQueue
+from forerun.serve.in_flight import InFlight
 from forerun.serve.metrics import Meter, Metrics
 from forerun.serve.wire import Bodies
 from forerun.serve.workers import Workers
@@ -58,7 +58,7 @@ class Served:
         return EventQueue(self.meter.gap)
 
 
-class Service:
+class Service(InFlight):
     """Loads in the background, lets requests in while it can answer them, and drains.
 
     metrics  where it is shown; None = in some of its own
@@ -69,6 +69,7 @@ class Service:
     def __init__(
         self, source: Start, settings: ServeSettings, metrics: Metrics | None = None
     ) -> None:
+        super().__init__()
         self.settings = settings
         self.bodies = Bodies(settings.max_body_bytes, settings.send_seconds)
         self.workers = Workers()
@@ -79,9 +80,6 @@ class Service:
         self.arrived = asyncio.Event()
         self._source = source
         self._served: Served | None = None
-        self._draining = False
-        self._active = 0
-        self._idle = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -100,7 +98,7 @@ class Service:
     @property
     def state(self) -> str:
         """One of loading, ok, stuck, draining, stopped."""
-        if self._draining:
+        if self.draining:
             return "draining"
         if self._served is None:
             return "loading"
@@ -118,7 +116,7 @@ class Service:
 
     def enter(self) -> Served:
         """What a request needs. Raises ApiError (503) while there is nothing to answer it."""
-        if self._draining:
+        if self.draining:
             raise unavailable("The server is shutting down.", "shutting_down")
         served = self.served()
         if not served.engine.alive:
@@ -149,34 +147,9 @@ class Service:
         """
         return await rules.compiled(lambda grammar: served.engine.compile(grammar, client))
 
-    @contextmanager
-    def busy(self) -> Iterator[None]:
-        """Around an answer that `drain` should wait for."""
-        self._active += 1
-        try:
-            yield
-        finally:
-            self._active -= 1
-            if not self._active:
-                self._idle.set()
-
-    async def drain(self, seconds: float) -> bool:
-        """Let no request in any more and wait for those that run. True if all ended."""
-        self._draining = True
-        self._idle.clear()
-        if not self._active:
-            return True
-        log.info("draining: %d requests have %g s to finish", self._active, seconds)
-        try:
-            async with asyncio.timeout(seconds):
-                await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
-
     async def close(self) -> None:
         """Stop the engine, which ends what still runs, and release the model."""
-        self._draining = True
+        self.draining = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

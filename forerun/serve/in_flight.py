@@ -1,0 +1,45 @@
+"""Which requests are being answered, and the wait for them at the end."""
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+log = logging.getLogger("forerun.serve")
+
+
+class InFlight:
+    """Counts the requests that are being answered. Used on the event loop.
+
+    draining  no request may come in any more
+    """
+
+    def __init__(self) -> None:
+        self.draining = False
+        self._active = 0
+        self._idle = asyncio.Event()
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Around an answer that `drain` should wait for."""
+        self._active += 1
+        try:
+            yield
+        finally:
+            self._active -= 1
+            if not self._active:
+                self._idle.set()
+
+    async def drain(self, seconds: float) -> bool:
+        """Let no request in any more and wait for those that run. True if all ended."""
+        self.draining = True
+        self._idle.clear()
+        if not self._active:
+            return True
+        log.info("draining: %d requests have %g s to finish", self._active, seconds)
+        try:
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
