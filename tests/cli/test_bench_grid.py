@@ -78,7 +78,10 @@ def test_the_best_is_kept(capsys, monkeypatch):
     steps, begin = [], ToyExecutor.begin  # Steps are the clock: each takes a second.
     monkeypatch.setattr(ToyExecutor, "begin", lambda *args: (steps.append(1), begin(*args))[1])
     monkeypatch.setattr(prove, "perf_counter", lambda: float(len(steps)))
-    cells(capsys, "--grid-steps", "8", "--grid-tokens", "5", "--keep")
+    # Long enough for a gain of many steps: when one of two arrives changes one.
+    longer = ("--max-tokens", "200")
+    found = cells(capsys, *longer, "--grid-steps", "8", "--grid-tokens", "5", "--keep")
+    assert all(cell["ratio"] > 1.3 for cell in found), found
     loaded = load(EngineConfig(model="toy", kv_tokens=8192, context=1024))
     loaded.close()
     assert loaded.info["profile"] == "fixed 4 draft tokens, 8 deep"
