@@ -115,11 +115,11 @@ def _claude(at: Server) -> Setup:
 def _codex(at: Server) -> Setup:
     home = Path(os.environ.get("CODEX_HOME") or Path.home() / ".codex")
     text = f"""model_provider = "forerun"
-model = "{at.model}"
+model = {json.dumps(at.model)}
 
 [model_providers.forerun]
 name = "Forerun"
-base_url = "{at.url}/v1"
+base_url = {json.dumps(f"{at.url}/v1")}
 env_key = "FORERUN_KEY"
 wire_api = "responses\""""
     command = ("codex", "--profile", "forerun")

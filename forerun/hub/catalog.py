@@ -205,7 +205,10 @@ def _open_hub(
 
 def _open_gguf(name: str, path: Path, context: int | None) -> Model:
     checkpoint = GgufCheckpoint(path, context)
-    tokenizer = Tokenizer.from_gguf(checkpoint.metadata)
+    try:
+        tokenizer = Tokenizer.from_gguf(checkpoint.metadata)
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from error
     template = checkpoint.metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
         raise ModelError(f"{path}: tokenizer.chat_template is not a string")

@@ -106,7 +106,7 @@ def _byte_level(
 
 def _pre_tokenizer(metadata: Mapping[str, Any]) -> PreTokenizer:
     name = metadata.get("tokenizer.ggml.pre", "default")
-    if name in PRE_TOKENIZERS:
+    if isinstance(name, str) and name in PRE_TOKENIZERS:
         return PRE_TOKENIZERS[name]
     why = "is not written as bytes" if name in NOT_BYTE_LEVEL else "is unknown"
     raise ModelError(

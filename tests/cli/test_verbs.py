@@ -5,6 +5,7 @@ import tomllib
 
 import pytest
 
+from forerun.cli import launch
 from forerun.cli.main import main
 from forerun.cli.verbs import expanded
 from tests.cli.test_width import in_terminal
@@ -60,6 +61,13 @@ def test_agents_are_configured_beside_what_there_is(server, capsys, tmp_path, mo
     file.write_text("# >>> forerun launch >>>\n", encoding="utf-8")
     code, _, told = run(capsys, *asked)
     assert code == 2 and "without its end" in told
+
+
+def test_a_models_name_is_text_in_a_configuration(monkeypatch, tmp_path):
+    monkeypatch.setenv("CODEX_HOME", str(tmp_path))
+    name = 'a "quoted"\\name'
+    setup = launch.SETUPS["codex"](launch.Server("http://here", name, "none", None))
+    assert tomllib.loads(setup.text)["model"] == name
 
 
 def test_what_starts_an_agent_is_one_line_in_a_narrow_terminal(server):

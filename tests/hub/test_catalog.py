@@ -290,6 +290,15 @@ def test_local_folders_and_files_open(family, tmp_path, monkeypatch):
     assert folder.tokenizer.encode(text).tolist() == file.tokenizer.encode(text).tolist()
 
 
+def test_a_tokenizer_that_cannot_be_made_names_its_file(tmp_path):
+    path = tiny.write_gguf(tiny.model("llama"), tmp_path / "m.gguf")
+    held = path.read_bytes()
+    assert held.count(b"tokenizer.ggml.model") == 1
+    path.write_bytes(held.replace(b"tokenizer.ggml.model", b"tokenizer.ggml.mdoel"))
+    with pytest.raises(ModelError, match=r"m\.gguf: tokenizer.ggml.model is None"):
+        open_model(str(path))
+
+
 def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
     tiny.save_folder(tiny.model("llama", vocab_size=300), tmp_path)
     with pytest.raises(ModelError, match=r"ids up to 319.*300 embeddings"):

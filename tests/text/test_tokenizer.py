@@ -339,6 +339,7 @@ def test_ends_are_declared_first_then_well_known():
     [
         ({"tokenizer.ggml.model": "rwkv"}, "tokenizer.ggml.model is 'rwkv'"),
         ({"tokenizer.ggml.pre": "martian"}, "tokenizer.ggml.pre is 'martian'"),
+        ({"tokenizer.ggml.pre": ["smollm"]}, r"pre is \['smollm'\], which is unknown"),
         ({"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens is missing"),
         ({"tokenizer.ggml.merges": [1]}, "tokenizer.ggml.merges is missing or is not"),
         ({"tokenizer.ggml.tokens": ["a", "a"]}, "lists a token twice"),
