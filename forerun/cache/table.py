@@ -1,36 +1,13 @@
 """A sequence's page table: reserved, then committed or rolled back."""
 
 from array import array
-from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import compress, repeat
-from operator import add, attrgetter, floordiv, ge, sub
+from operator import add, floordiv, ge, sub
 
 from forerun.cache.prefix import CachedPage, PrefixIndex
+from forerun.columns import Column, column, consume
 from forerun.types import Ints
-
-_LENGTH, _RESERVED, _DUE = map(attrgetter, ("length", "reserved", "_due"))
-_PAGE_SIZE = attrgetter("page_size")
-
-
-def commit(tables: Sequence["PageTable"], counts: Sequence[int]) -> list[int]:
-    """The next counts[b] positions of tables[b] are permanent, of all but those that fill a page,
-    or more than there are: the places of these, to be committed one by one.
-    """
-    ends = list(map(add, map(_LENGTH, tables), counts))
-    due = list(map(ge, ends, map(_DUE, tables)))
-    places = list(compress(range(len(due)), due))
-    for place in places:
-        ends[place] = tables[place].length
-    deque(map(setattr, tables, repeat("length"), ends), maxlen=0)
-    return places
-
-
-def spare(tables: Sequence["PageTable"], growing: Iterable[int]) -> list[int]:
-    """Places of the tables that have a page beyond their length and growing[b] positions more."""
-    kept = map(add, map(_LENGTH, tables), growing)
-    pages = map(floordiv, map(sub, map(_RESERVED, tables), kept), map(_PAGE_SIZE, tables))
-    return list(compress(range(len(tables)), pages))
 
 
 class PageTable:
@@ -133,3 +110,29 @@ class PageTable:
         assert len(set(self.pages)) == len(self.pages), "a page appears twice in one table"
         pool = self._index.pool
         assert all(pool.references(page) > 0 for page in self.pages), "a page is not held"
+
+
+_lengths_of: Column[PageTable, int] = column("length")
+_reserved_of: Column[PageTable, int] = column("reserved")
+_due_of: Column[PageTable, int] = column("_due")
+_page_sizes_of: Column[PageTable, int] = column("page_size")
+
+
+def commit(tables: Sequence[PageTable], counts: Sequence[int]) -> list[int]:
+    """The next counts[b] positions of tables[b] are permanent, of all but those that fill a page,
+    or more than there are: the places of these, to be committed one by one.
+    """
+    ends = list(map(add, _lengths_of(tables), counts))
+    due = list(map(ge, ends, _due_of(tables)))
+    places = list(compress(range(len(due)), due))
+    for place in places:
+        ends[place] = tables[place].length
+    consume(map(setattr, tables, repeat("length"), ends))
+    return places
+
+
+def spare(tables: Sequence[PageTable], growing: Iterable[int]) -> list[int]:
+    """Places of the tables that have a page beyond their length and growing[b] positions more."""
+    kept = map(add, _lengths_of(tables), growing)
+    pages = map(floordiv, map(sub, _reserved_of(tables), kept), _page_sizes_of(tables))
+    return list(compress(range(len(tables)), pages))

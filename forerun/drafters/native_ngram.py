@@ -4,12 +4,12 @@ faster.
 
 import ctypes
 from array import array
-from collections import deque
 from typing import Any
 from weakref import finalize
 
 import numpy as np
 
+from forerun.columns import consume
 from forerun.drafters import ngram
 from forerun.errors import EngineError
 from forerun.executors.cpu import native
@@ -135,7 +135,7 @@ class CpuNgramDrafter:
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
         """Keep what was emitted until draft tokens are asked for. EngineError: slot not open."""
         news = map(self._news.__getitem__, plan.slots.tolist())
-        deque(map(list.extend, news, outcome.output_tokens), maxlen=0)
+        consume(map(list.extend, news, outcome.output_tokens))
 
     def end(self, slot: int) -> None:
         """Forget the sequence, here and in the core. A slot that is not open is no error."""

@@ -24,7 +24,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from itertools import repeat
-from operator import add, attrgetter
+from operator import add
 from time import monotonic, perf_counter
 
 from forerun.control.report import step_report
@@ -33,7 +33,7 @@ from forerun.engine.news import Ending, News, failed
 from forerun.engine.output import OutputProcessor
 from forerun.engine.parts import Parts
 from forerun.engine.scheduler import Schedule, Scheduler
-from forerun.engine.sequence import Sequence
+from forerun.engine.sequence import Sequence, slots_of
 from forerun.engine.step import StageTimer, Step, begin, finish
 from forerun.errors import EngineError, RankError
 from forerun.interface.executor import NotYetError
@@ -41,8 +41,6 @@ from forerun.interface.plan import Outcome, Plan, Round
 from forerun.types import RequestId
 
 log = logging.getLogger("forerun.engine")
-
-_SLOT = attrgetter("slot")
 
 STALL_SECONDS = 0.02
 """How long new requests may have to wait where all that run wait for what may follow."""
@@ -158,7 +156,7 @@ class EngineCore:
         """Positions that running rounds may make permanent for each of these; 0: has no part."""
         growing = [0] * len(sequences)
         for step in self._steps:
-            more = map(step.grows.get, map(_SLOT, sequences), repeat(0))
+            more = map(step.grows.get, slots_of(sequences), repeat(0))
             growing = list(map(add, growing, more))
         return growing
 

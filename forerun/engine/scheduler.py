@@ -2,19 +2,29 @@
 
 from array import array
 from bisect import insort
-from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
 from itertools import compress, repeat
-from operator import add, attrgetter, ge, getitem, gt, not_, sub
+from operator import add, ge, getitem, gt, not_, sub
 from typing import NamedTuple
 
 import numpy as np
 
+from forerun.columns import Column, column, consume
 from forerun.control.policy import Decision, Policy
 from forerun.engine.admission import Admission
-from forerun.engine.sequence import Sequence
+from forerun.engine.sequence import (
+    Sequence,
+    Tally,
+    buffers_of,
+    constrained_of,
+    lengths_of,
+    limits_of,
+    reserved_of,
+    slots_of,
+    totals_of,
+)
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.plan import Budget, Plan, Round
 from forerun.types import Ints
@@ -24,11 +34,14 @@ NOBODY = Decision("", ())
 BOUND = "no more: the request's own bound"
 CRAMPED = "no more: the answer ends there, or the step or the pages have no room"
 
-_SLOT, _TOTAL, _LIMIT, _BUFFER = map(attrgetter, ("slot", "total", "limit", "buffer"))
-_CONSTRAINED, _BOUNDED, _TALLY = map(attrgetter, ("constrained", "bounded", "tally"))
-_LENGTH, _RESERVED, _PAGES = map(attrgetter, ("table.length", "table.reserved", "table.pages"))
-_NODES, _DEPTH, _MODEL_DEPTH = map(attrgetter, ("nodes", "depth", "model_depth"))
-_REASON, _MIN_PROB = attrgetter("reason"), attrgetter("min_prob")
+_bounded_of: Column[Sequence, bool] = column("bounded")
+_tallies_of: Column[Sequence, Tally] = column("tally")
+_pages_of: Column[Sequence, "array[int]"] = column("table.pages")
+_nodes_of: Column[Budget, int] = column("nodes")
+_depths_of: Column[Budget, int] = column("depth")
+_model_depths_of: Column[Budget, int] = column("model_depth")
+_reasons_of: Column[Budget, str] = column("reason")
+_min_probs_of: Column[Budget, float] = column("min_prob")
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +173,9 @@ class Scheduler(Admission):
         if not rows or not all(row.table.reserve(count + 1) for row, count in reserved):
             return None
         budgets, decision = self._grant(rows, self._scored - len(rows), longer)
-        kv_len = list(map(add, map(_LENGTH, rows), longer))
+        kv_len = list(map(add, lengths_of(rows), longer))
         planned = _Rows(rows, [1] * len(rows), [True] * len(rows), kv_len, budgets)
-        ends = np.array(list(map(_LIMIT, rows)), np.int32) - np.int32(1)
+        ends = np.array(list(limits_of(rows)), np.int32) - np.int32(1)
         return Schedule(replace(self._plan(planned), after=round, ends=ends), tuple(rows), decision)
 
     # --- pages and slots ---------------------------------------------------------------
@@ -170,7 +183,7 @@ class Scheduler(Admission):
     def _grow(self) -> tuple[int, ...]:
         """Reserve one position for every decoding row, oldest first. Slots thereby preempted."""
         closed: list[int] = []
-        short = map(ge, map(_LENGTH, self.running), map(_RESERVED, self.running))
+        short = map(ge, lengths_of(self.running), reserved_of(self.running))
         for sequence in list(compress(self.running, short)):
             while sequence.slot is not None and not sequence.table.reserve(1):
                 closed.append(self.preempt(self.running[-1]))
@@ -195,9 +208,9 @@ class Scheduler(Admission):
                                 | rest if any prefill | oldest first
         """
         ready = self.running
-        if any(map(_CONSTRAINED, ready)):
+        if any(constrained_of(ready)):
             ready = list(filter(self._ready, ready))
-        pending = list(map(sub, map(_TOTAL, ready), map(_LENGTH, ready)))
+        pending = list(map(sub, totals_of(ready), lengths_of(ready)))
         long = list(map((1).__lt__, pending))
         decoding, prefill = list(compress(ready, map(not_, long))), list(compress(ready, long))
         room, logits = self.limits.max_nodes - len(decoding), self._scored - len(ready)
@@ -205,7 +218,7 @@ class Scheduler(Admission):
         fresh = [sequence for sequence in opened if sequence in decoding]
         rows = [sequence for sequence in decoding if sequence not in fresh] if fresh else decoding
         budgets, decision = self._grant(rows, min(room // 2 if prefill else room, logits))
-        room -= sum(map(_NODES, budgets))
+        room -= sum(_nodes_of(budgets))
         rows, known, samples = rows + fresh, [1] * len(decoding), [True] * len(decoding)
         for sequence, count in zip(prefill, compress(pending, long), strict=True):
             if chunk := min(count, room):
@@ -213,7 +226,7 @@ class Scheduler(Admission):
                 known.append(chunk)
                 samples.append(chunk == count)
                 room -= chunk
-        return _Rows(rows, known, samples, list(map(_LENGTH, rows)), budgets), decision
+        return _Rows(rows, known, samples, list(lengths_of(rows)), budgets), decision
 
     def _grant(
         self, rows: list[Sequence], room: int, longer: list[int] | None = None
@@ -224,29 +237,28 @@ class Scheduler(Admission):
         """
         if not rows:
             return [], NOBODY
-        kv_len = list(map(_LENGTH, rows))
+        kv_len = list(lengths_of(rows))
         if longer is not None:
             kv_len = list(map(add, kv_len, longer))
         decision = self.policy.decide(
-            np.array(list(map(_SLOT, rows)), np.int32),
+            np.array(list(slots_of(rows)), np.int32),
             np.array(kv_len, np.int32),
-            any(map(_CONSTRAINED, rows)),
+            any(constrained_of(rows)),
         )
         budgets: Several[Budget] = decision.rows
-        if bounded := any(map(_BOUNDED, rows)):
+        if bounded := any(_bounded_of(rows)):
             wanted = [row.request.speculation.enabled for row in rows]
             budgets = [b if wants else UNWANTED for b, wants in zip(budgets, wanted, strict=True)]
-        reasons = map(_TALLY, rows), repeat("reason"), map(_REASON, budgets)
-        deque(map(setattr, *reasons), maxlen=0)
-        if any(map(_NODES, budgets)):
+        consume(map(setattr, _tallies_of(rows), repeat("reason"), _reasons_of(budgets)))
+        if any(_nodes_of(budgets)):
             # The target adds a token of its own, so a path may leave room for one; a running step,
             # too.
             own = 1 if longer is None else 2
-            left = list(map(sub, map(_LIMIT, rows), map(own.__add__, map(_TOTAL, rows))))
+            left = list(map(sub, limits_of(rows), map(own.__add__, totals_of(rows))))
             budgets = self._within(rows, budgets, left, room, bounded)
             depth = self._reserve_draft_tokens(rows, budgets, list(map((1).__add__, kv_len)))
-            if depth != list(map(_DEPTH, budgets)):
-                budgets = list(map(_bounded, budgets, map(_NODES, budgets), depth))
+            if depth != list(_depths_of(budgets)):
+                budgets = list(map(_bounded, budgets, _nodes_of(budgets), depth))
         self._granted = budgets
         return budgets, decision
 
@@ -260,14 +272,14 @@ class Scheduler(Admission):
     ) -> Several[Budget]:
         """The budgets as far as the end of the answers, the requests and the step allow."""
         most = sizes[len(self.running) - 1] - 1 if (sizes := self.limits.row_nodes) else room
-        if max(map(_NODES, budgets)) > most or max(map(_DEPTH, budgets)) > min(most, *left):
+        if max(_nodes_of(budgets)) > most or max(_depths_of(budgets)) > min(most, *left):
             depths = map(min, left, repeat(most))
             budgets = list(map(_bounded, budgets, repeat(most), depths))
         if bounded:
             budgets = list(map(_within_request, rows, budgets))
-        wanted = list(map(_NODES, budgets))
+        wanted = list(_nodes_of(budgets))
         given = share_out(wanted, room)
-        if given == wanted and min(map(sub, wanted, map(_DEPTH, budgets))) >= 0:
+        if given == wanted and min(map(sub, wanted, _depths_of(budgets))) >= 0:
             return budgets
         return list(map(_bounded, budgets, given, given))
 
@@ -277,8 +289,8 @@ class Scheduler(Admission):
         """Pages for the paths of draft tokens that begin at positions `first`; how deep they may
         be. Preempts nobody.
         """
-        depths = list(map(_DEPTH, budgets))
-        short = map(gt, map(add, first, depths), map(_RESERVED, rows))
+        depths = list(_depths_of(budgets))
+        short = map(gt, map(add, first, depths), reserved_of(rows))
         for row in compress(range(len(rows)), short):
             table, limit = rows[row].table, rows[row].limit
             within = table.reserved + self.index.available * self.index.page_size
@@ -293,21 +305,21 @@ class Scheduler(Admission):
         nothing = [0] * (len(sequences) - len(budgets))
         known: tuple[Ints, ...] | Ints
         if max(rows.known, default=1) == 1:
-            tokens = map(getitem, map(_BUFFER, sequences), map(_LENGTH, sequences))
+            tokens = map(getitem, buffers_of(sequences), lengths_of(sequences))
             known = np.array(list(tokens), np.int32).reshape(-1, 1)
         else:
             known = tuple(map(Sequence.upcoming, sequences, rows.known))
         return Plan(
-            slots=np.array(list(map(_SLOT, sequences)), np.int32),
+            slots=np.array(list(slots_of(sequences)), np.int32),
             kv_len=np.array(rows.kv_len, np.int32),
             known=known,
             samples=np.array(rows.samples, np.bool_),
-            max_nodes=np.array([*map(_NODES, budgets), *nothing], np.int32),
-            max_depth=np.array([*map(_DEPTH, budgets), *nothing], np.int32),
+            max_nodes=np.array([*_nodes_of(budgets), *nothing], np.int32),
+            max_depth=np.array([*_depths_of(budgets), *nothing], np.int32),
             page_table=page_rows(sequences),
-            constrained=np.array(list(map(_CONSTRAINED, sequences)), np.bool_),
-            min_prob=min(map(_MIN_PROB, filter(_NODES, budgets)), default=0.0),
-            model_depth=np.array([*map(_MODEL_DEPTH, budgets), *nothing], np.int32),
+            constrained=np.array(list(constrained_of(sequences)), np.bool_),
+            min_prob=min(_min_probs_of(compress(budgets, _nodes_of(budgets))), default=0.0),
+            model_depth=np.array([*_model_depths_of(budgets), *nothing], np.int32),
         )
 
     def check(self) -> None:
@@ -333,7 +345,7 @@ class Scheduler(Admission):
 
 def page_rows(sequences: list[Sequence]) -> Ints:
     """int32[B,W] the page tables of `sequences`, padded with -1 to the longest."""
-    pages = list(map(_PAGES, sequences))
+    pages = list(_pages_of(sequences))
     width = max(map(len, pages), default=0)
     padded = map(bytes.ljust, map(array.tobytes, pages), repeat(4 * width), repeat(b"\xff"))
     return np.frombuffer(bytearray().join(padded), np.int32).reshape(len(pages), width)

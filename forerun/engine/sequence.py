@@ -1,17 +1,19 @@
 """One choice of a request: its tokens, its pages, its text so far."""
 
 from array import array
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
-from operator import add, attrgetter, gt, setitem
+from operator import add, gt, setitem
 from time import monotonic
+from typing import Any
 
 import numpy as np
 
 from forerun.cache.prefix import PrefixIndex
 from forerun.cache.table import PageTable
+from forerun.columns import Column, column, consume
 from forerun.engine.request import Request, Sink, SpeculationStats, choice_seed
 from forerun.engine.trace import StepTrace
 from forerun.interface.plan import Outcome, SlotInit, TokenLogprobs
@@ -177,15 +179,23 @@ class Sequence:
         self.table.check()
 
 
-_TOTAL, _BUFFER = attrgetter("total"), attrgetter("buffer")
-_ACCEPTED, _DRAFT_TOKENS = attrgetter("tally.accepted"), attrgetter("tally.draft_tokens")
+slots_of: Column[Sequence, int] = column("slot")  # Of sequences that have one.
+totals_of: Column[Sequence, int] = column("total")
+limits_of: Column[Sequence, int] = column("limit")
+lengths_of: Column[Sequence, int] = column("table.length")
+reserved_of: Column[Sequence, int] = column("table.reserved")
+constrained_of: Column[Sequence, bool] = column("constrained")
+over_of: Column[Sequence, bool] = column("over")
+buffers_of: Column[Sequence, Any] = column("buffer")  # int32 arrays.
+_accepted_of: Column[Sequence, "array[int]"] = column("tally.accepted")
+_draft_tokens_of: Column[Sequence, "array[int]"] = column("tally.draft_tokens")
 
 
 def append(sequences: Several[Sequence], tokens: Several[list[int]]) -> None:
     """More tokens are decided, of all these. Raises ValueError, and changes nothing, beyond what a
     request allows.
     """
-    totals, buffers = list(map(_TOTAL, sequences)), list(map(_BUFFER, sequences))
+    totals, buffers = list(totals_of(sequences)), list(buffers_of(sequences))
     counts = list(map(len, tokens))
     ends = list(map(add, totals, counts))
     if any(map(gt, ends, map(len, buffers))):
@@ -194,14 +204,14 @@ def append(sequences: Several[Sequence], tokens: Several[list[int]]) -> None:
         raise ValueError(f"{end} tokens decided, room for {room}")
     flat = chain.from_iterable
     where = flat(map(repeat, buffers, counts)), flat(map(range, totals, ends))
-    deque(map(setitem, *where, flat(tokens)), maxlen=0)
-    deque(map(setattr, sequences, repeat("total"), ends), maxlen=0)
+    consume(map(setitem, *where, flat(tokens)))
+    consume(map(setattr, sequences, repeat("total"), ends))
 
 
 def count(step: Several[Sequence], rows: list[int], outcome: Outcome) -> None:
     """Count in the tallies of these rows of a step what it emitted."""
     sequences = list(map(step.__getitem__, rows))
     accepted = map((-1).__add__, map(outcome.n_tokens.tolist().__getitem__, rows))
-    deque(map(array.append, map(_ACCEPTED, sequences), accepted), maxlen=0)
+    consume(map(array.append, _accepted_of(sequences), accepted))
     draft_tokens = map(outcome.n_draft_tokens.tolist().__getitem__, rows)
-    deque(map(array.append, map(_DRAFT_TOKENS, sequences), draft_tokens), maxlen=0)
+    consume(map(array.append, _draft_tokens_of(sequences), draft_tokens))

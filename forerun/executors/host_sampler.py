@@ -5,13 +5,13 @@ Rows that the executor has not decided by itself are decided in host_choice.py.
 
 from array import array
 from bisect import bisect_left
-from collections import deque
 from functools import partial
 from itertools import chain, compress, filterfalse, zip_longest
-from operator import add, attrgetter, gt, not_, or_
+from operator import add, gt, not_, or_
 
 import numpy as np
 
+from forerun.columns import Column, column, consume
 from forerun.errors import EngineError
 from forerun.executors.device_choice import MORE, Choosing
 from forerun.executors.host_choice import (
@@ -31,7 +31,7 @@ from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.types import Ints
 
 _NONE: Ints = np.zeros(0, np.int32)
-_TOKENS = attrgetter("tokens")
+_histories_of: Column[SlotState | None, "array[int]"] = column("tokens")  # Of open slots.
 
 
 class HostSampler:
@@ -184,7 +184,7 @@ class HostSampler:
         states = list(map(self._open.__getitem__, plan.slots.tolist()))
         if not all(states):
             self.of_row(plan, states.index(None))
-        histories = list(map(_TOKENS, states))
+        histories = list(_histories_of(states))
         decided = list(map(add, plan.kv_len.tolist(), trees.known.tolist()))
         if decided != list(map(len, histories)):  # Of a chunk that stops short they may differ.
             for row in compress(range(plan.rows), plan.samples.tolist()):
@@ -193,7 +193,7 @@ class HostSampler:
                         f"row {row} samples after {decided[row]} tokens, but slot "
                         f"{plan.slots[row]} holds {len(histories[row])}"
                     )
-        deque(map(array.extend, histories, emitted), maxlen=0)
+        consume(map(array.extend, histories, emitted))
 
     def of_row(self, plan: Plan, row: int) -> SlotState:
         """What is kept of plan row `row`'s sequence. Raises EngineError where it is not open."""

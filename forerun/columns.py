@@ -1,0 +1,30 @@
+"""An attribute of many objects, read or written without a line of Python for each of them.
+
+    slots_of: Column[Sequence, int] = column("slot")
+    list(slots_of(sequences))  # as [sequence.slot for sequence in sequences]
+    consume(map(setattr, sequences, repeat("total"), totals))  # writes `total` of each
+
+Why steps do so: docs/decisions/0031.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from operator import attrgetter
+from typing import Any, TypeAlias, TypeVar
+
+Object = TypeVar("Object")
+Value = TypeVar("Value")
+
+Column: TypeAlias = Callable[[Iterable[Object]], Iterator[Value]]
+
+
+def column(name: str) -> Column[Any, Any]:
+    """A function from objects to an iterator over attribute `name` of each, in order; dots lead to
+    attributes of attributes. Raises AttributeError, where it is read, for an object without it.
+    """
+    return partial(map, attrgetter(name))
+
+
+consume: Callable[[Iterable[object]], None] = deque[object](maxlen=0).extend
+"""Run an iterator to its end, for what it changes; what it yields is dropped."""
