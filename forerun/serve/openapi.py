@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from forerun.serve.answering import Json
 from forerun.serve.dialects.anthropic.schema import CountBody, MessagesBody
-from forerun.serve.dialects.llama.schema import TemplateBody
+from forerun.serve.dialects.llama.schema import InfillBody, NativeBody, TemplateBody
 from forerun.serve.dialects.ollama.models import ShowBody
 from forerun.serve.dialects.ollama.schema import OllamaChatBody, OllamaGenerateBody
 from forerun.serve.dialects.responses.schema import ResponsesBody
@@ -31,6 +31,9 @@ BODIES: dict[str, type[Any]] = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions/input_tokens": ChatBody,
     "/apply-template": TemplateBody,
+    "/completion": NativeBody,
+    "/completions": NativeBody,
+    "/infill": InfillBody,
     "/abort_request": AbortBody,
     "/v1/responses": ResponsesBody,
     "/v1/responses/input_tokens": ResponsesBody,

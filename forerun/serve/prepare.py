@@ -35,6 +35,9 @@ MAX_REPORTED = 1 << 19
 
 THRESHOLDS = ("accept_threshold_single", "accept_threshold_acc")
 
+Cut = Callable[[str, float], str | None]
+"""(New text, seconds since the first) -> what is kept of it, where the answer ends with it."""
+
 MAX_TRACED = 8
 """Choices of a traced request: some 20 MB of traces where each is as long as it can be."""
 
@@ -52,6 +55,7 @@ class Generation:
     lossy       the accept thresholds, where they may change the answer
     ignored     fields that change nothing beside what else was asked
     given       what the client calls it: by these names and by its id it can be aborted
+    cut         makes what may end the one text before the engine does
     """
 
     id: str
@@ -65,6 +69,7 @@ class Generation:
     lossy: dict[str, float] | None = None
     ignored: tuple[str, ...] = ()
     given: tuple[str, ...] = ()
+    cut: Callable[[], Cut] | None = None
 
     def under(self, grammar: Constraint) -> "Generation":
         """The same with its rules compiled."""
@@ -122,6 +127,16 @@ def completion_generation(
     unseen = _unseen(body, loaded.tokenizer)
     rules = token_rules(body, loaded.tokenizer) or constraint(body, settings)
     return replace(made, rules=rules, unseen=unseen)
+
+
+def within(generation: Generation, context: int) -> Generation:
+    """The same, asking for no more tokens than the context has room for."""
+    cut = []
+    for request in generation.requests:
+        room = max(context - len(request.prompt), 1)
+        stopping = replace(request.stopping, max_tokens=min(request.stopping.max_tokens, room))
+        cut.append(replace(request, stopping=stopping))
+    return replace(generation, requests=tuple(cut))
 
 
 def _alternatives(body: ChatBody) -> int | None:

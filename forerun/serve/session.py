@@ -8,6 +8,7 @@ from time import monotonic
 from types import TracebackType
 from typing import Self
 
+import msgspec
 from starlette.types import Receive
 
 from forerun.client.engine_client import EngineClient
@@ -70,6 +71,7 @@ class GenerationSession:
         self._receive = receive
         self._watcher: asyncio.Task[None] | None = None
         self._gone = self._aborting = False
+        self._cut = generation.cut() if generation.cut is not None else None
         # Choices that still run, and the index of the first choice, by request.
         self._open: dict[RequestId, int] = {}
         firsts = enumerate(generation.requests)
@@ -125,7 +127,7 @@ class GenerationSession:
             if monotonic() >= deadline:
                 seconds = self._settings.request_seconds
                 raise ApiError(504, f"The answer took longer than {seconds:g} s.", "timeout")
-            yield [self._counted(delta) for delta in deltas]
+            yield [self._counted(self._shortened(delta)) for delta in deltas]
 
     async def whole(self) -> list[tuple[int, Delta]]:
         """All choices, in order, once they have ended. Raises what `news` raises."""
@@ -145,6 +147,18 @@ class GenerationSession:
         if self._gone:
             raise ClientGoneError
         return deltas
+
+    def _shortened(self, delta: Delta) -> Delta:
+        """The same, or its beginning as the end of the answer: the engine is told then."""
+        if self._cut is None:
+            return delta
+        began = self.tally.first
+        kept = self._cut(delta.text, 0.0 if began is None else monotonic() - began)
+        if kept is None:
+            return delta
+        if delta.finish is None:
+            self._engine.abort(delta.request)
+        return msgspec.structs.replace(delta, text=kept, finish=Finish.LENGTH, stop_reason=None)
 
     def _counted(self, delta: Delta) -> tuple[int, Delta]:
         self.tally.add(delta)

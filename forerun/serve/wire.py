@@ -94,8 +94,11 @@ class Bodies:
 
 
 def _careless(request: Request) -> bool:
-    """Ollama's clients, and its users with curl, do not say that a body is JSON."""
-    return request.url.path.startswith("/api/")
+    """Clients of Ollama and of llama.cpp, and their users with curl, do not say that a body is
+    JSON.
+    """
+    path = request.url.path
+    return path.startswith("/api/") or path in ("/completion", "/completions", "/infill")
 
 
 def _from_a_page(request: Request) -> bool:

@@ -1,5 +1,7 @@
 """Routes that other servers have and that this one answers with a sentence."""
 
+from collections.abc import Awaitable, Callable
+
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -36,4 +38,23 @@ async def embeddings(request: Request) -> Response:
     )
 
 
-REFUSED_ROUTES = [Route(path, embeddings, methods=["POST"]) for path in EMBEDDINGS]
+OF_LLAMA = {
+    "/slots/{id}": "Caches of sequences are neither saved nor restored; prefixes are kept by "
+    "themselves, and /flush_cache forgets them.",
+    "/lora-adapters": "There is one set of weights, and no adapters.",
+    "/props": "Properties are those that the server was started with.",
+}
+"""What llama.cpp's server changes and this one does not."""
+
+
+def _says(message: str) -> Callable[[Request], Awaitable[Response]]:
+    async def says(request: Request) -> Response:
+        raise ApiError(501, message, "not_implemented")
+
+    return says
+
+
+REFUSED_ROUTES = [
+    *(Route(path, embeddings, methods=["POST"]) for path in EMBEDDINGS),
+    *(Route(path, _says(why), methods=["POST"]) for path, why in OF_LLAMA.items()),
+]

@@ -1,4 +1,4 @@
-"""llama.cpp's routes: /props, /slots, /apply-template, and counts of a conversation's tokens."""
+"""llama.cpp's routes: /completion, /infill, /props, /slots, /apply-template, counts of tokens."""
 
 from typing import Any
 
@@ -6,7 +6,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from forerun.serve.answering import Json, received, rendered, service_of
+from forerun.serve.answering import Json, generated, received, rendered, service_of
+from forerun.serve.dialects.llama.completion import CompletionsDialect, InfillDialect
 from forerun.serve.dialects.llama.schema import TemplateBody
 from forerun.serve.dialects.openai.render import text_of
 from forerun.serve.dialogue import dialogue, rendered_chat
@@ -14,6 +15,22 @@ from forerun.serve.fields import read
 from forerun.serve.schema import ChatBody
 from forerun.serve.service import Served, Service
 from forerun.version import __version__
+
+
+async def completion(request: Request) -> Response:
+    """POST /completion."""
+    return await generated(request, CompletionsDialect())
+
+
+async def infill(request: Request) -> Response:
+    """POST /infill: what stands between two texts."""
+    return await generated(request, InfillDialect())
+
+
+async def adapters(request: Request) -> Response:
+    """GET /lora-adapters: none, for there is one set of weights."""
+    service_of(request).enter()
+    return Json([])
 
 
 async def props(request: Request) -> Response:
@@ -56,6 +73,10 @@ async def input_tokens(request: Request) -> Response:
 
 
 LLAMA_ROUTES = [
+    Route("/completion", completion, methods=["POST"]),
+    Route("/completions", completion, name="completions", methods=["POST"]),
+    Route("/infill", infill, methods=["POST"]),
+    Route("/lora-adapters", adapters),
     Route("/props", props),
     Route("/slots", slots),
     Route("/apply-template", apply_template, methods=["POST"]),

@@ -1,12 +1,41 @@
 """What llama.cpp's own routes may say."""
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
-from forerun.serve.fields import accept, boolean, need, text
-from forerun.serve.messages import messages
-from forerun.serve.schema import template_options
+from forerun.errors import RequestError
+from forerun.serve.fields import (
+    accept,
+    boolean,
+    ignore,
+    integer,
+    items,
+    need,
+    number,
+    only,
+    part,
+    read,
+    shown,
+    takes,
+    text,
+)
+from forerun.serve.messages import NO_MEDIA, messages, plain_text
+from forerun.serve.schema import (
+    MAX_PROMPTS,
+    MAX_TOKENS,
+    UNLIMITED,
+    CompletionBody,
+    Prompt,
+    SampledBody,
+    template_options,
+)
 from forerun.serve.tools import Tool, tools
+
+MAX_FIELDS = 256
+"""Names in response_fields, and chunks of input_extra."""
+MAX_MIXED = 1 << 20
+RANDOM_SEEDS = (-1, 2**32 - 1)
+"""Seeds that ask for a random one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,3 +47,117 @@ class TemplateBody:
     tools: tuple[Tool, ...] = accept(tools, ())
     add_generation_prompt: bool | None = accept(boolean)
     chat_template_kwargs: dict[str, Any] | None = accept(template_options)
+
+
+Parts = tuple[str | int, ...]
+"""A prompt of texts and token ids, in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PromptObject:
+    prompt_string: str = need(plain_text)
+    multimodal_data: list[Any] | None = accept(only([], why=NO_MEDIA))
+
+
+def _one_prompt(value: Any, where: str) -> Parts:
+    """A text, token ids, or a list of both."""
+    if isinstance(value, str):
+        return (str(plain_text(value, where)),)
+    if isinstance(value, dict):
+        return (read(_PromptObject, value, where).prompt_string,)
+    if not isinstance(value, list):
+        message = f"{where} must be a text or a list of texts and token ids, not {shown(value)}."
+        raise RequestError(message, where)
+    found = items(_text_or_id, MAX_MIXED, 1)(value, where)
+    return tuple(found)
+
+
+def _text_or_id(value: Any, where: str) -> str | int:
+    if isinstance(value, str):
+        return str(plain_text(value, where))
+    if type(value) is not int or not 0 <= value <= MAX_TOKENS:
+        raise RequestError(f"{where} must be a text or a token id, not {shown(value)}.", where)
+    return value
+
+
+@takes({"type": ["string", "array", "object"]})
+def _prompts(value: Any, where: str) -> tuple[Parts, ...]:
+    """`prompt`: one prompt, or several: lists and objects in a list, or texts alone."""
+    kinds = {type(one) for one in value} if isinstance(value, list) else set()
+    if kinds and (kinds == {str} or kinds & {list, dict}):
+        return tuple(items(_one_prompt, MAX_PROMPTS)(value, where))
+    return (_one_prompt(value, where),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeBody(SampledBody):
+    """POST /completion. max_tokens (n_predict): negative = as many as the context takes.
+
+    n_probs  alternatives to tell of each token; 0 = no probabilities are told
+    return_tokens  the answer tells its tokens; a stream always does
+    response_fields  the parts of the answer that are wanted; "a/b" is b of a
+    n_indent  the answer ends before a line that is indented by less, from its second line on
+    t_max_predict_ms  the answer ends after so long, once it has a line break; 0 = never
+    """
+
+    prompt: tuple[Parts, ...] = need(_prompts)
+    max_tokens: int = accept(integer(-2, MAX_TOKENS), UNLIMITED)
+    seed: int | None = accept(integer(-(2**63), 2**64 - 1))
+    n_probs: int = accept(integer(0, MAX_TOKENS), 0)
+    return_tokens: bool = accept(boolean, False)
+    response_fields: tuple[str, ...] = accept(items(text(256, 1), MAX_FIELDS), ())
+    n_indent: int = accept(integer(0, MAX_TOKENS), 0)
+    t_max_predict_ms: int = accept(integer(-1, MAX_TOKENS), 0)
+    t_max_prompt_ms: int | None = ignore(integer(-1, MAX_TOKENS))
+    n_cache_reuse: int | None = ignore(integer(0, MAX_TOKENS))
+    sse_ping_interval: float | None = ignore(number(-1, 1e9))
+
+    renamed: ClassVar[dict[str, str]] = {
+        **SampledBody.renamed,
+        "n_cmpl": "n",
+        "logprobs": "n_probs",
+        "slot_id": "id_slot",
+    }
+    refused: ClassVar[dict[str, str]] = {
+        name: why for name, why in SampledBody.refused.items() if name != "return_tokens"
+    }
+
+    def plain(self, prompts: tuple[Prompt, ...]) -> CompletionBody:
+        """The same request in the server's own words, with its prompts as texts or ids."""
+        shared = {item.name: getattr(self, item.name) for item in fields(SampledBody)}
+        own = {item.name: item.default for item in fields(SampledBody) if item.name in _OWN}
+        seed = None if self.seed in RANDOM_SEEDS else self.seed
+        return CompletionBody(
+            **{**shared, **own, "seed": seed},
+            prompt=prompts,
+            max_tokens=max(self.max_tokens, UNLIMITED),
+            logprobs=self.n_probs or None,
+        )
+
+
+_OWN = ("response_fields", "n_indent", "t_max_predict_ms")
+"""Fields that mean something on llama.cpp's routes alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Extra:
+    text: str = need(plain_text)
+    filename: str = accept(plain_text, "tmp")
+
+
+@takes(plain_text.schema)
+def _one_text(value: Any, where: str) -> tuple[Parts, ...]:
+    return ((str(plain_text(value, where)),),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InfillBody(NativeBody):
+    """POST /infill: what stands between input_prefix, with prompt behind it, and input_suffix.
+
+    input_extra  what else is known, as much of its end as the context has room for
+    """
+
+    prompt: tuple[Parts, ...] = accept(_one_text, (("",),))
+    input_prefix: str = need(plain_text)
+    input_suffix: str = need(plain_text)
+    input_extra: tuple[_Extra, ...] = accept(items(part(_Extra), MAX_FIELDS), ())

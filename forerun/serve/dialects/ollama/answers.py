@@ -20,7 +20,7 @@ from forerun.serve.dialogue import ignored_fields
 from forerun.serve.errors import ApiError
 from forerun.serve.fields import ignored_in, read
 from forerun.serve.output_parser import Heard
-from forerun.serve.prepare import Generation, chat_generation, completion_generation
+from forerun.serve.prepare import Generation, chat_generation, completion_generation, within
 from forerun.serve.schema import UNLIMITED, ChatBody, CompletionBody
 from forerun.serve.service import Served, Service
 from forerun.serve.session import Tally
@@ -224,16 +224,6 @@ class Calls:
             arguments = {}
         function = {"name": name, "arguments": arguments}
         return [{"id": f"call_{secrets.token_hex(4)}", "function": function}]
-
-
-def within(generation: Generation, context: int) -> Generation:
-    """The same, asking for no more tokens than the context has room for."""
-    cut = []
-    for request in generation.requests:
-        room = max(context - len(request.prompt), 1)
-        stopping = replace(request.stopping, max_tokens=min(request.stopping.max_tokens, room))
-        cut.append(replace(request, stopping=stopping))
-    return replace(generation, requests=tuple(cut))
 
 
 def named(service: Service, model: str | None) -> Served:

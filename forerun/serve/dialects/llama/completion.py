@@ -1,0 +1,290 @@
+"""POST /completion and /infill: llama.cpp's answer, in one piece or as it is written."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from time import monotonic
+from typing import Any, ClassVar
+
+from forerun.engine.request import Delta, Finish, Request, choice_seed
+from forerun.errors import RequestError
+from forerun.interface.plan import TokenLogprobs
+from forerun.serve.dialects.contract import Dialect, News
+from forerun.serve.dialects.llama.infill import infill_prompt, marks_of
+from forerun.serve.dialects.llama.limits import LineLimits
+from forerun.serve.dialects.llama.schema import InfillBody, NativeBody, Parts
+from forerun.serve.dialects.openai.errors import error_body
+from forerun.serve.dialects.openai.render import LEAST_LOGPROB, text_of, timings, visible
+from forerun.serve.errors import ApiError
+from forerun.serve.fields import ignored_in, read
+from forerun.serve.prepare import Cut, Generation, completion_generation, within
+from forerun.serve.schema import CompletionBody, Prompt
+from forerun.serve.service import Service
+from forerun.serve.session import Tally
+from forerun.serve.wire import event
+from forerun.text.tokenizer import Tokenizer
+
+NO_SLOT = -1
+"""Sequences have no places that a client could choose: any is as good."""
+
+
+@dataclass(slots=True)
+class Written:
+    """One text as far as it has come.
+
+    lined  it has a line break
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    cached: int = 0
+    lined: bool = False
+    last: Delta | None = None
+
+    def add(self, news: Delta) -> None:
+        """Take in one delta."""
+        self.tokens += news.tokens
+        self.cached += news.cached_tokens
+        self.lined = self.lined or "\n" in news.text
+        self.last = news
+
+
+class CompletionsDialect(Dialect):
+    """POST /completion. A stream's last event tells what the whole answer tells, without text."""
+
+    _kind: ClassVar[type[NativeBody]] = NativeBody
+    _body: NativeBody
+    _generation: Generation
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._written: dict[int, Written] = {}
+
+    def parse(self, value: Any, service: Service) -> Generation:
+        """See Dialect."""
+        body = self._body = read(self._kind, value)
+        self.served = service.named(body.model)
+        self.ignored = ignored_in(body)
+        loaded = self.served.loaded
+        made = completion_generation(self._plain(body), loaded, service.settings)
+        made = within(made, loaded.context)
+        counted = tuple(map(_counted, made.requests))
+        self._generation = replace(made, requests=counted, cut=_cut(body, len(counted) * made.n))
+        return self._generation
+
+    def _plain(self, body: NativeBody) -> CompletionBody:
+        """The request in the server's own words. Raises RequestError, ApiError."""
+        tokenizer = self.served.loaded.tokenizer
+        return body.plain(tuple(_prompt(parts, tokenizer) for parts in body.prompt))
+
+    def events(self, news: News, tally: Tally, last: bool) -> bytes:
+        """See Dialect."""
+        found = []
+        for index, delta in news:
+            self._written.setdefault(index, Written()).add(delta)
+            if delta.text or delta.finish is None:
+                found.append(self._piece(index, delta, tally))
+            if delta.finish is not None:
+                found.append(self._end(index, "", [], tally))
+        return b"".join(map(event, found))
+
+    def whole(self, choices: News, tally: Tally) -> Any:
+        """See Dialect."""
+        found = []
+        for index, delta in choices:
+            self._written.setdefault(index, Written()).add(delta)
+            tokens = [*delta.tokens] if self._body.return_tokens else []
+            probabilities = self._probabilities(delta)
+            found.append(self._end(index, delta.text, tokens, tally, probabilities))
+        return found if len(found) > 1 else found[0]
+
+    def end(self, error: ApiError | None) -> bytes:
+        """See Dialect."""
+        return b"" if error is None else event(error_body(error))
+
+    @staticmethod
+    def error(error: ApiError) -> dict[str, Any]:
+        """See Dialect."""
+        return error_body(error)
+
+    def _piece(self, index: int, delta: Delta, tally: Tally) -> dict[str, Any]:
+        written = self._written[index]
+        found = {
+            "index": index,
+            "content": delta.text,
+            "tokens": [*delta.tokens],
+            "stop": False,
+            "id_slot": NO_SLOT,
+            "tokens_predicted": len(written.tokens),
+            "tokens_evaluated": self._prompt_tokens(index),
+            **self._probabilities(delta),
+        }
+        if self._body.timings_per_token:
+            found["timings"] = self._timings(index, tally)
+        return found
+
+    def _end(
+        self,
+        index: int,
+        text: str,
+        tokens: list[int],
+        tally: Tally,
+        probabilities: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        written, request = self._written[index], self._request(index)
+        loaded = self.served.loaded
+        kind, word = _stop(written)
+        held = len(request.prompt) + len(written.tokens)
+        found = {
+            "index": index,
+            "content": text,
+            "tokens": tokens,
+            "id_slot": NO_SLOT,
+            "stop": True,
+            "model": self.served.name,
+            "tokens_predicted": len(written.tokens),
+            "tokens_evaluated": len(request.prompt),
+            "generation_settings": self._settings(index),
+            "prompt": loaded.tokenizer.decode(request.prompt.tolist(), skip_special=False),
+            "has_new_line": written.lined,
+            "truncated": kind == "limit" and held >= loaded.context,
+            "stop_type": kind,
+            "stopping_word": word,
+            "tokens_cached": written.cached,
+            "timings": self._timings(index, tally),
+            **(probabilities or {}),
+        }
+        if self.lossy:
+            found["lossy"] = self.lossy
+        asked = self._body.response_fields
+        return _chosen(found, asked) if asked else found
+
+    def _request(self, index: int) -> Request:
+        return self._generation.requests[index // self._generation.n]
+
+    def _prompt_tokens(self, index: int) -> int:
+        return len(self._request(index).prompt)
+
+    def _timings(self, index: int, tally: Tally) -> dict[str, Any]:
+        written, now = self._written[index], monotonic()
+        first = tally.first or now
+        found = timings(
+            self._prompt_tokens(index),
+            written.cached,
+            first - tally.began,
+            len(written.tokens),
+            now - first,
+        )
+        stats = written.last.stats if written.last is not None else None
+        if stats is not None and stats.draft_tokens:
+            found |= {"draft_n": stats.draft_tokens, "draft_n_accepted": stats.accepted}
+        return found
+
+    def _settings(self, index: int) -> dict[str, Any]:
+        """What the text was written with, under llama.cpp's names."""
+        body, request, loaded = self._body, self._request(index), self.served.loaded
+        used, limit = request.sampling, request.stopping.max_tokens
+        return {
+            "n_ctx": loaded.context,
+            "model": self.served.name,
+            "seed": choice_seed(used.seed, index % self._generation.n),
+            "temperature": used.temperature,
+            "top_k": used.top_k,
+            "top_p": used.top_p,
+            "min_p": used.min_p,
+            "repeat_penalty": used.repetition_penalty,
+            "presence_penalty": used.presence_penalty,
+            "frequency_penalty": used.frequency_penalty,
+            "logit_bias": [{"token": id, "bias": bias} for id, bias in used.logit_bias],
+            "stop": list(body.stop),
+            "max_tokens": limit,
+            "n_predict": limit,
+            "ignore_eos": body.ignore_eos,
+            "stream": body.stream,
+            "n_probs": body.n_probs,
+            "n_indent": body.n_indent,
+            "timings_per_token": body.timings_per_token,
+            "speculative.n_max": max(loaded.config.speculative_num_draft_tokens or 0, 0),
+        }
+
+    def _probabilities(self, delta: Delta) -> dict[str, Any]:
+        if not delta.logprobs:
+            return {}
+        tokenizer = self.served.loaded.tokenizer
+        shown = [_entry(entry, tokenizer) for entry in visible(delta, self._generation.unseen)]
+        return {"completion_probabilities": shown}
+
+
+class InfillDialect(CompletionsDialect):
+    """POST /infill."""
+
+    _kind = InfillBody
+
+    def _plain(self, body: NativeBody) -> CompletionBody:
+        assert isinstance(body, InfillBody)
+        loaded = self.served.loaded
+        ids = infill_prompt(body, loaded.tokenizer, loaded.context)
+        marks = marks_of(loaded.tokenizer).all
+        return replace(body.plain((ids,)), stop_token_ids=(*body.stop_token_ids, *marks))
+
+
+def _counted(request: Request) -> Request:
+    """The same, whose end tells how its draft tokens did."""
+    return replace(request, speculation=replace(request.speculation, stats=True))
+
+
+def _prompt(parts: Parts, tokenizer: Tokenizer) -> Prompt:
+    """A text alone, or the ids of texts and ids in order: the first text may begin the whole."""
+    if len(parts) == 1 and isinstance(parts[0], str):
+        return parts[0]
+    found: list[int] = []
+    for place, part in enumerate(parts):
+        one = [part] if isinstance(part, int) else tokenizer.encode(part, True, place == 0).tolist()
+        found += one
+    return tuple(found)
+
+
+def _cut(body: NativeBody, texts: int) -> Callable[[], Cut] | None:
+    """What ends a text by its lines. Raises RequestError where there are several."""
+    seconds = max(body.t_max_predict_ms, 0) / 1000
+    if not (body.n_indent or seconds):
+        return None
+    if texts > 1:
+        name = "n_indent" if body.n_indent else "t_max_predict_ms"
+        raise RequestError(f"{name} is for one text, not for {texts}.", name)
+    return partial(LineLimits, body.n_indent, seconds)
+
+
+def _stop(written: Written) -> tuple[str, str]:
+    """Why a text ended, and the word that ended it: "" where none did."""
+    last = written.last
+    if last is None or last.finish is None:
+        return "none", ""
+    if last.finish == Finish.LENGTH:
+        return "limit", ""
+    if isinstance(last.stop_reason, str):
+        return "word", last.stop_reason
+    return "eos", ""
+
+
+def _chosen(answer: dict[str, Any], paths: tuple[str, ...]) -> dict[str, Any]:
+    """The parts of an answer that are named, each under its path; what is not there is left out."""
+    found = {}
+    for path in paths:
+        value: Any = answer
+        for name in path.split("/"):
+            value = value.get(name) if isinstance(value, dict) else None
+        if value is not None:
+            found[path] = value
+    return found
+
+
+def _entry(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, Any]:
+    def one(token: int, logprob: float) -> dict[str, Any]:
+        piece = tokenizer.token_bytes(token)
+        told = {"id": token, "token": text_of(token, tokenizer), "bytes": list(piece)}
+        return told | {"logprob": max(logprob, LEAST_LOGPROB)}
+
+    return {
+        **one(entry.token, entry.logprob),
+        "top_logprobs": [one(token, logprob) for token, logprob in entry.top],
+    }

@@ -1,0 +1,33 @@
+"""Where a text ends by its lines: what editors ask for that fill in code."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class LineLimits:
+    """Reads one text as it comes; see `Cut`.
+
+    indent   a line after the first that is indented by less ends the text, and is no part of it
+    seconds  the text ends after so long, once it has a line break; 0 = never
+    """
+
+    indent: int
+    seconds: float
+    _blank: int | None = None
+    """White space so far of a line whose first other character has not come; None = it has."""
+    _lines: int = 0
+
+    def __call__(self, piece: str, seconds: float) -> str | None:
+        """What is kept of a piece, where the text ends with it; None = it goes on."""
+        for index, character in enumerate(piece):
+            if character == "\n":
+                self._blank, self._lines = 0, self._lines + 1
+            elif self._blank is not None and character in " \t":
+                self._blank += 1
+            elif self._blank is not None:
+                if self._blank < self.indent:
+                    return piece[:index]
+                self._blank = None
+        if self.seconds and self._lines and seconds > self.seconds:
+            return piece
+        return None
