@@ -181,7 +181,7 @@ def test_what_cannot_be_honoured_is_named(server, body, word):
 def test_routes_that_are_not_served_say_so(server):
     asked = {"input_prefix": "def f(", "input_suffix": "): pass"}
     answer = server.post("/infill", asked)
-    assert answer.status_code == 501 and "<|fim_prefix|>" in answer.json()["error"]["message"]
+    assert answer.status_code == 400 and "<|fim_prefix|>" in answer.json()["error"]["message"]
     for path in ("/embedding", "/embeddings", "/slots/0?action=save", "/lora-adapters", "/props"):
         answer = server.post(path, {})
         assert answer.status_code == 501 and answer.json()["error"]["message"], path
@@ -217,7 +217,7 @@ def test_what_is_between_two_texts_is_asked_in_the_models_own_marks():
     )
     with pytest.raises(ApiError) as caught:
         marks_of(TOKENIZER)
-    assert caught.value.status == 501
+    assert caught.value.status == 400
 
 
 def test_other_files_come_first_as_far_as_there_is_room():

@@ -42,7 +42,7 @@ _FILE = ("<|file_sep|>", "<file_sep>", "<|file_separator|>")
 
 
 def marks_of(tokenizer: Tokenizer) -> Marks:
-    """The model's own. Raises ApiError (501) where it has none."""
+    """The model's own. Raises ApiError (400) where it has none."""
 
     def first(names: tuple[str, ...]) -> int | None:
         found = (tokenizer.added[name].id for name in names if name in tokenizer.added)
@@ -53,10 +53,10 @@ def marks_of(tokenizer: Tokenizer) -> Marks:
             prefix, suffix, middle = (tokenizer.added[name].id for name in family)
             return Marks(prefix, suffix, middle, first(_REPOSITORY), first(_FILE))
     raise ApiError(
-        501,
+        400,
         "This model has no tokens for filling in (such as <|fim_prefix|>): /infill needs a model "
         "that was trained for it, for example Qwen2.5-Coder.",
-        "not_implemented",
+        "no_infill_tokens",
     )
 
 
