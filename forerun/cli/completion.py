@@ -1,13 +1,30 @@
 """`forerun completion`: what makes a shell complete the options."""
 
 import argparse
+import re
 
 import shtab
 
 from forerun.cli.command_line import build_parser
+from forerun.options.flags import Note
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    print(shtab.complete(build_parser(), arguments.shell))
+    print(shtab.complete(_with_values(build_parser()), arguments.shell))
     return 0
+
+
+def _with_values(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """The same parser, whose options have the values that a shell may suggest, and one line of
+    help. It is for shells alone: parsing says more about a wrong value than argparse would.
+    """
+    for action in parser._actions:
+        if isinstance(action, Note) and action.help not in (None, argparse.SUPPRESS):
+            said = action.help.removeprefix(f"one of {', '.join(action.values)}: ")
+            action.help = re.split(r"[:;(]", said)[0].strip()
+            if action.values and action.nargs != 0:
+                action.choices = action.values
+        for command in action.choices.values() if isinstance(action.choices, dict) else ():
+            _with_values(command)
+    return parser

@@ -233,6 +233,7 @@ def _add(group: Any, item: "Field[Any]", option: Option, default: Any) -> None:
     text, kind = item.metadata["help"], _kind(item)
     names = [option.flag]
     how: dict[str, Any] = {"action": Note, "option": option}
+    how["values"] = tuple(item.metadata["choices"] or ())
     if kind is bool:
         names.append(f"--no-{option.name}")
         how["nargs"] = 0
@@ -255,11 +256,21 @@ _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
 class Note(argparse.Action):
-    """Notes what was said, for `gather`: what it means may depend on other options."""
+    """Notes what was said, for `gather`: what it means may depend on other options.
 
-    def __init__(self, option_strings: list[str], dest: str, option: Option, **how: Any) -> None:
+    values  what a shell suggests; () = nothing
+    """
+
+    def __init__(
+        self,
+        option_strings: list[str],
+        dest: str,
+        option: Option,
+        values: tuple[str, ...] = (),
+        **how: Any,
+    ) -> None:
         super().__init__(option_strings, dest, default=argparse.SUPPRESS, **how)
-        self.option = option
+        self.option, self.values = option, values
 
     def __call__(
         self,

@@ -1,0 +1,47 @@
+"""What a shell completes: commands, options, and the values of options."""
+
+import subprocess
+
+import pytest
+import shtab
+
+from forerun.cli.command_line import build_parser
+from forerun.cli.main import main
+
+
+def script(shell, capsys):
+    assert main(["completion", shell]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_every_shell_is_told_commands_options_and_values(shell, capsys):
+    told = script(shell, capsys)
+    assert shell in shtab.SUPPORTED_SHELLS
+    for word in ("serve", "speculative-algorithm", "EAGLE+NGRAM", "adaptive"):
+        assert word in told
+    assert "one of AUTO, EAGLE" not in told, "the values say that by themselves"
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["forerun", "serve", "--policy", ""], "auto adaptive fixed"),
+        (["forerun", "run", "--executor", "to"], "torch toy"),
+        (["forerun", "serve", "--speculative-draft-model-r"], "--speculative-draft-model-revision"),
+        (["forerun", "ev"], "eval"),
+    ],
+)
+def test_bash_completes(words, wanted, capsys, tmp_path):
+    (tmp_path / "complete").write_text(script("bash", capsys))
+    listed = " ".join(f"'{word}'" for word in words)
+    line = (
+        f"source {tmp_path}/complete; COMP_WORDS=({listed}); COMP_CWORD={len(words) - 1}; "
+        "f=$(complete -p forerun | sed 's/.*-F \\([^ ]*\\).*/\\1/'); $f; echo ${COMPREPLY[@]}"
+    )
+    found = subprocess.run(["bash", "-c", line], check=True, capture_output=True, text=True)
+    assert sorted(found.stdout.split()) == sorted(wanted.split())
+
+
+def test_parsing_says_what_it_always_said():
+    build_parser().parse_args(["run", "--policy", "whatever"])
