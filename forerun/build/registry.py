@@ -42,8 +42,8 @@ def choose_executor(config: EngineConfig, arch: Architecture) -> EngineConfig:
 
 
 def _suiting(config: EngineConfig, arch: Architecture) -> ExecutorEntry:
-    """The first that it is for and that can. Raises ConfigError where that is torch, which is not
-    installed.
+    """The first that it is for and that can. Raises ConfigError, saying why no other can, where
+    that is torch, which is not installed.
     """
     able = [each for each in EXECUTORS.values() if each.shards or config.tp_size == 1]
     *better, last = (entry for entry in able if entry.unsuited(config) is None)
@@ -57,6 +57,12 @@ def _suiting(config: EngineConfig, arch: Architecture) -> ExecutorEntry:
         reason = entry.refusal(arch)
         if reason is None:
             return entry
+        if last.name == "torch" and find_spec("torch") is None:
+            raise ConfigError(
+                f"The {entry.title} is not used: {reason}. Torch could do its work, several times "
+                "slower, and is not installed: pip install 'forerun[torch]', or `make tools` in a "
+                "checkout."
+            )
         warnings.warn(
             f"The {entry.title} is not used ({reason}); using {last.name}, which is several times "
             "slower.",

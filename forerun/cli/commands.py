@@ -35,6 +35,12 @@ SHOWN: dict[str, tuple[str, tuple[str, ...]]] = {
             "FORERUN_PORT=9000 forerun serve model.gguf",
         ),
     ),
+    "bench": ("[MODEL] ", ("forerun bench --launch", "forerun bench --url http://host:8000")),
+    "train": ("[MODEL] ", ("forerun train --out FOLDER", "forerun train org/model --out FOLDER")),
+    "eval": ("[MODEL] ", ()),
+    "tune": ("[MODEL] ", ()),
+    "prove": ("[MODEL] ", ("forerun prove --quick",)),
+    "plan": ("[MODEL] ", ()),
     "models": ("{list,show,rm,pull} [MODEL] ", ("forerun models", "forerun pull org/model")),
     "fetch": ("MODEL ", ()),
     "completion": ("SHELL ", ('eval "$(forerun completion bash)"',)),
@@ -160,6 +166,7 @@ def _serve_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _train_flags(parser: argparse.ArgumentParser) -> None:
+    _model_word(parser)
     presets = "; ".join(f"{name}: {text}" for name, (text, _) in PRESETS.items())
     parser.add_argument("--out", metavar="DIR", required=True, help="where everything is kept")
     parser.add_argument("--prompts", metavar="FILE", help="jsonl of chats (default: the target's)")
@@ -184,6 +191,7 @@ def _train_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _eval_flags(parser: argparse.ArgumentParser) -> None:
+    _model_word(parser)
     parser.add_argument(
         "--set",
         "--prompts",
@@ -224,6 +232,7 @@ def _eval_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _bench_flags(parser: argparse.ArgumentParser) -> None:
+    _model_word(parser)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--url", metavar="URL", help="an OpenAI endpoint, such as http://host/v1")
     where.add_argument(
@@ -311,6 +320,7 @@ def _fuzz_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _prove_flags(parser: argparse.ArgumentParser) -> None:
+    _model_word(parser)
     parser.add_argument("--quick", action="store_true", help="8 prompts x 32 tokens, groups of 4")
     parser.add_argument("--prompts", metavar="FILE", help="jsonl of messages (default: built in)")
     parser.add_argument(
@@ -344,6 +354,7 @@ def _prove_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _tune_flags(parser: argparse.ArgumentParser) -> None:
+    _model_word(parser)
     parser.add_argument("--prompts", metavar="FILE", help="jsonl of messages (default: built in)")
     parser.add_argument(
         "--batches",

@@ -46,7 +46,9 @@ def settle(arguments: argparse.Namespace, environment: Mapping[str, str] = os.en
     if "words" in vars(arguments):
         model_given = any(one.option.fields == ("model",) for one in given)
         arguments.model_word, arguments.prompt = parted(arguments.words, model_given)
-    if vars(arguments).get("model_word"):
+    if vars(arguments).get("model_word") and "model" not in options:
+        arguments.model = arguments.model_word
+    elif vars(arguments).get("model_word"):
         first = replace(options["model"], flag="MODEL")
         given.insert(0, Given(first, arguments.model_word, "the first argument"))
     names = [one.text for one in given if one.option.takes == MANY and one.option.fields]

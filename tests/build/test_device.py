@@ -1,8 +1,10 @@
 """--device auto: a GPU where there is one that torch can use, and a line that says why."""
 
+from dataclasses import replace
+
 import pytest
 
-from forerun.build import device
+from forerun.build import device, registry
 from forerun.build.device import choose_device
 from forerun.build.engine import open_target
 from forerun.build.registry import choose_executor
@@ -55,6 +57,19 @@ def test_a_gpu_means_torch_in_bfloat16(machine):
     assert (chosen.device, chosen.executor, chosen.dtype) == ("cuda", "torch", "bfloat16")
     machine([], 0)
     assert choose_executor(EngineConfig(), arch).device == "cpu"
+
+
+def test_without_the_core_and_without_torch_one_sentence_says_both(monkeypatch):
+    none = replace(registry.EXECUTORS["cpu"], refusal=lambda arch: "no C++ compiler was found")
+    monkeypatch.setitem(registry.EXECUTORS, "cpu", none)
+    arch = object()
+    config = EngineConfig(device="cpu")
+    monkeypatch.setattr(registry, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match="no C.. compiler was found. Torch could do its work"):
+        choose_executor(config, arch)
+    monkeypatch.setattr(registry, "find_spec", lambda _: object())
+    with pytest.warns(UserWarning, match="using torch, which is several times slower"):
+        assert choose_executor(config, arch).executor == "torch"
 
 
 def test_torch_is_not_asked_where_there_is_no_gpu(machine, monkeypatch):

@@ -6,8 +6,11 @@ import tomllib
 import pytest
 
 from forerun.cli import launch
+from forerun.cli.command_line import parsed
 from forerun.cli.main import main
 from forerun.cli.verbs import expanded
+from forerun.options.config import EngineConfig
+from forerun.options.flags import configured
 from tests.cli.test_width import in_terminal
 from tests.e2e.processes import serving
 
@@ -30,6 +33,27 @@ def test_verbs_of_others():
     assert expanded(["help"]) == ["--help"] and expanded(["help", "serve"]) == ["serve", "--help"]
     assert expanded(["help", "ls"]) == ["models", "list", "--help"]
     assert expanded(["run", "list"]) == ["run", "list"] and expanded([]) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["run", "org/model", "hi"],
+        ["chat", "org/model"],
+        ["serve", "org/model"],
+        ["plan", "org/model"],
+        ["eval", "org/model"],
+        ["tune", "org/model"],
+        ["prove", "org/model"],
+        ["bench", "org/model", "--launch"],
+        ["train", "org/model", "--out", "folder"],
+    ],
+    ids=lambda line: line[0],
+)
+def test_the_model_is_the_first_word_of_every_command(line):
+    found = parsed(line)
+    own = found.model if line[0] == "train" else configured(EngineConfig, found).model
+    assert own == "org/model"
 
 
 def test_models_alone_lists(capsys):
