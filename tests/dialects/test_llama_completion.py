@@ -98,11 +98,12 @@ def test_prompts_in_every_form(server):
     assert again["content"] == choices[1]["content"] != choices[0]["content"]
 
 
-@pytest.mark.parametrize("seed", [-1, 2**32 - 1])
+@pytest.mark.parametrize("seed", [-1, 2**32 - 1, None])
 def test_a_random_seed_is_told(server, seed):
     first, second = (ask(server, seed=seed, temperature=1.0) for _ in range(2))
     assert first["content"] != second["content"]
     told = first["generation_settings"]["seed"]
+    assert 0 <= told < 2**53, "a JavaScript client can send it again"
     again = ask(server, seed=told, temperature=1.0)
     assert again["content"] == first["content"]
 

@@ -203,7 +203,7 @@ class CompletionsDialect(Dialect):
             "n_probs": body.n_probs,
             "n_indent": body.n_indent,
             "timings_per_token": body.timings_per_token,
-            "speculative.n_max": max(loaded.config.speculative_num_draft_tokens or 0, 0),
+            "speculative.n_max": max(loaded.config.speculative_num_steps or 0, 0),
         }
 
     def _probabilities(self, delta: Delta) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What llama.cpp's own routes may say."""
 
+import secrets
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -34,8 +35,8 @@ from forerun.serve.tools import Tool, tools
 MAX_FIELDS = 256
 """Names in response_fields, and chunks of input_extra."""
 MAX_MIXED = 1 << 20
-RANDOM_SEEDS = (-1, 2**32 - 1)
-"""Seeds that ask for a random one."""
+RANDOM_SEEDS = (None, -1, 2**32 - 1)
+"""Seeds that ask for a random one. It is told, and small enough for every reader of JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,9 +127,9 @@ class NativeBody(SampledBody):
         """The same request in the server's own words, with its prompts as texts or ids."""
         shared = {item.name: getattr(self, item.name) for item in fields(SampledBody)}
         own = {item.name: item.default for item in fields(SampledBody) if item.name in _OWN}
-        seed = None if self.seed in RANDOM_SEEDS else self.seed
+        drawn = secrets.randbits(31) if self.seed in RANDOM_SEEDS else self.seed
         return CompletionBody(
-            **{**shared, **own, "seed": seed},
+            **{**shared, **own, "seed": drawn},
             prompt=prompts,
             max_tokens=max(self.max_tokens, UNLIMITED),
             logprobs=self.n_probs or None,
