@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.executors.torch import model_runner
-from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.drafts.eagle import EagleHead
 from forerun.measure.fuzz import Fuzzer
 from forerun.measure.workload import read_prompts
@@ -21,9 +19,8 @@ from forerun.options.config import EngineConfig
 from forerun.train.export import export_head
 from tests.chaos.real_server import NIGHTLY
 from tests.models import tiny
-from tests.parity.tape import Tape
+from tests.parity.tape import on_tape
 from tests.parity.test_rounds_that_draft import make
-from tests.parity.test_torch_captured import twins
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(3600)]
 CASES = 300 if NIGHTLY else 10
@@ -102,8 +99,7 @@ def test_no_answer_depends_on_speculation(name, model, head, drafts, monkeypatch
     elif "head" in name:
         changes["speculative_draft_model_path"] = str(head)
     if "captured" in name:
-        monkeypatch.setattr(model_runner, "kernels_for", twins)
-        monkeypatch.setattr(captured_executor, "recorder", lambda device: Tape())
+        on_tape(monkeypatch)
     fuzzer = Fuzzer(EngineConfig(**changes), tuple(read_prompts()), seed=len(name))
     try:
         report = fuzzer.run(lambda so_far: so_far.cases >= CASES)

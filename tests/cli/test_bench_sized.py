@@ -5,11 +5,8 @@ import json
 import pytest
 
 from forerun.cli.main import main
-from forerun.executors.torch import model_runner
-from forerun.executors.torch.captured import executor as captured_executor
 from forerun.measure.sized import PUBLISHED, Published, StepSweep, length, lines, measure, speed_ups
-from tests.parity.tape import Tape
-from tests.parity.test_torch_drafting import KERNELS
+from tests.parity.tape import on_tape
 
 
 def test_a_rate_gives_back_the_published_length():
@@ -35,8 +32,7 @@ def test_speed_up_is_tokens_over_time():
 
 @pytest.mark.slow
 def test_rounds_with_drafting_are_measured_as_one(monkeypatch):
-    monkeypatch.setattr(model_runner, "kernels_for", lambda device: KERNELS)
-    monkeypatch.setattr(captured_executor, "recorder", lambda device: Tape())
+    on_tape(monkeypatch)
     report = measure("tiny", "cpu", "float32", StepSweep((1, 2), (1, 2, 4), 32, 2, 1 << 16))
     for rows, entry in report["batches"].items():
         assert entry["drafted_within_rounds"] and set(entry["drafted_ms"]) == {2, 4}

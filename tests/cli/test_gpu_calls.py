@@ -14,10 +14,7 @@ import torch
 
 from bench import gpu
 from forerun.cli.commands import COMMANDS
-from forerun.executors.torch import model_runner
-from forerun.executors.torch.captured import executor as captured_executor
-from tests.parity.tape import Tape
-from tests.parity.test_torch_drafting import KERNELS
+from tests.parity.tape import on_tape
 from tests.shape.tree import ROOT
 
 PAGE = (ROOT / "docs" / "gpu-pending.md").read_text()
@@ -73,14 +70,13 @@ def test_what_a_call_names_exists(name, command):
         for flag in (word for word in words if word.startswith("--")):
             assert f'"{flag}"' in source, f"{name}: {words[1]} has no {flag}"
     assert named
-    assert importlib.util.find_spec("tests.parity.compile_kernels")
+    assert importlib.util.find_spec("bench.compile_kernels")
 
 
 @pytest.mark.parametrize("what", ["rounds", "formats"])
 def test_the_8b_calls_run_with_captures(what, monkeypatch, tmp_path):
     """Every number, events apart: a tape captures, plain torch stands for Triton."""
-    monkeypatch.setattr(model_runner, "kernels_for", lambda device: KERNELS)
-    monkeypatch.setattr(captured_executor, "recorder", lambda device: Tape())
+    on_tape(monkeypatch)
     monkeypatch.setattr(gpu, "kernels_of", lambda *_: [])
     command = ["gpu.py", what, "--device", "cpu", "--shape", "tiny", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", command)

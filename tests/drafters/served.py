@@ -1,9 +1,19 @@
-"""Serving a few prompts by one fresh engine, as tests of draft models do."""
+"""Serving a few prompts by fresh engines, as tests of draft models do."""
+
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+import pytest
 
-from forerun.build.engine import make_engine
+from forerun.build import with_jax
+from forerun.build.engine import make_engine, open_target
 from forerun.client.completion import complete, make_request
+from forerun.options.config import EngineConfig
+from forerun.text.rendering import BYTE_LEVEL_TEMPLATE
 
 SMALL = {
     "policy": "fixed",
@@ -13,6 +23,11 @@ SMALL = {
     "page_size": 8,
 }
 """Of EngineConfig: longer prompts are read in several steps, and pages are soon used again."""
+
+TOKENS = 19
+PROMPTS = [np.random.default_rng(n).integers(3, 250, 9 + 13 * n).astype(np.int32) for n in range(5)]
+PROMPTS += [PROMPTS[4], np.append(PROMPTS[4][:40], np.int32(7))]  # Whose pages are found again.
+PROMPTS += [PROMPTS[4][:1], PROMPTS[4][1:3]]  # Shorter than prediction layers are many.
 
 
 def asked(prompts, tokens, temperature=0.0, seed=None):
@@ -29,11 +44,10 @@ def asked(prompts, tokens, temperature=0.0, seed=None):
     ]
 
 
-def answered(target, config, requests, at_once=None):
+def completed(engine, requests, at_once=None):
     """What became of every request, all at once or `at_once` of them, and the engine's statistics;
     no step fails, and nothing is wrong with the drafter.
     """
-    engine = make_engine(target, config)
     engine.start()
     try:
         done = [choices[0] for choices in complete(engine, requests, at_once)]
@@ -42,3 +56,135 @@ def answered(target, config, requests, at_once=None):
         return done, engine.stats()
     finally:
         engine.shutdown()
+
+
+def answered(target, config, requests, at_once=None):
+    """As `completed`, by a fresh engine."""
+    return completed(make_engine(target, config), requests, at_once)
+
+
+class Served(NamedTuple):
+    """Sums over all prompts; steps: of each; stats: the engine's."""
+
+    accepted: int
+    drafted: int
+    steps: list[int]
+    stats: object
+    done: list
+
+
+class Cell:
+    """A kind of draft on an executor: every text is the one without drafts, and every token is
+    accounted for.
+    """
+
+    prompts, tokens = PROMPTS, TOKENS
+
+    def __init__(self, kind, target):
+        self.kind, self.target, self.depth, self._plain = kind, target, kind.depth, {}
+
+    def model(self):
+        return self.target.draft_model
+
+    def engine(self, model, shape=None, **changes):
+        """With drafts of `shape` (draft tokens, depth, width), or without any."""
+        if shape is None:
+            changes |= {"speculative_algorithm": "OFF"}
+        else:
+            nodes, depth, width = shape
+            changes |= {
+                "speculative_num_draft_tokens": nodes + 1,
+                "speculative_num_steps": depth,
+                "speculative_eagle_topk": width,
+            }
+        made = replace(self.target, draft_model=model)
+        return make_engine(made, replace(self.target.config, **changes))
+
+    def plain(self, temperature=0.0):
+        if temperature not in self._plain:
+            requests = asked(self.prompts, self.tokens, temperature)
+            done, _ = completed(self.engine(None), requests)
+            self._plain[temperature] = [item.tokens for item in done]
+        return self._plain[temperature]
+
+    def texts(self, temperature=0.0):
+        """Prompts and answers."""
+        pairs = zip(self.prompts, self.plain(temperature), strict=True)
+        return [[*map(int, prompt), *map(int, tokens)] for prompt, tokens in pairs]
+
+    def served(self, temperature=0.0, at_once=None, around=None, shape=None, **changes):
+        """around: what is put around the draft model, (model) -> model; shape: a chain, if None."""
+        model = around(self.model()) if around else self.model()
+        requests = asked(self.prompts, self.tokens, temperature)
+        engine = self.engine(model, shape or (self.depth, self.depth, 1), **changes)
+        done, stats = completed(engine, requests, at_once)
+        assert [item.tokens for item in done] == self.plain(temperature)
+        for item in (item.stats for item in done):
+            assert sum(item.histogram) == item.steps
+            emitted = sum((a + 1) * steps for a, steps in enumerate(item.histogram))
+            assert emitted == self.tokens and item.accepted == self.tokens - item.steps
+        sums = (sum(getattr(i.stats, name) for i in done) for name in ("accepted", "draft_tokens"))
+        return Served(*sums, [item.stats.steps for item in done], stats, done)
+
+    def steps(self, accepted):
+        """Of a text of which so many draft tokens are accepted each time: the prompt's, then those
+        and one more each; the last chain is cut to what is left.
+        """
+        return 1 + -(-(self.tokens - 1) // (accepted + 1))
+
+
+def settings(kind, executor, **changes):
+    """How a kind is opened. Drafts beside the CPU core are 8 bits, and a target that is its own
+    draft must be, too.
+    """
+    whole = kind.method == "STANDALONE"
+    dtypes = {"cpu": "q8_0" if whole else "auto", "jax": "float32", "torch": "float32"}
+    chosen = {
+        "model": str(kind.model),
+        "executor": executor,
+        "dtype": dtypes[executor],
+        "speculative_algorithm": kind.method,
+        "speculative_draft_model_path": None if kind.draft is None else str(kind.draft),
+        "speculative_num_steps": kind.depth,
+        **SMALL,
+        "chat_template": BYTE_LEVEL_TEMPLATE,  # Rendered here: no process begins.
+        "threads": None if executor == "jax" else 1,
+        "draft_on_error": "stop",
+    }
+    return EngineConfig(**chosen | kind.options | changes)
+
+
+@contextmanager
+def on_xla(compiled, warm=False):
+    """Targets that are opened meanwhile have their layers in a scan, which compiles sooner, and
+    keep what they compile; warm: it is all compiled at once.
+    """
+    import forerun.executors.jax as jax
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(with_jax, "cache_dir", lambda: Path(compiled))
+        patch.setattr(jax, "JaxOptions", partial(jax.JaxOptions, stacked=True))
+        if not warm:
+            patch.setattr(jax.JaxExecutor, "warm_up", lambda *_: None)
+        yield
+
+
+class Cells:
+    """Kinds on executors, each opened once; closed at the end."""
+
+    def __init__(self, kinds, compiled):
+        self._kinds, self._compiled, self._made = kinds, compiled, {}
+
+    def __call__(self, executor, name, warm=False, **changes):
+        key = executor, name, warm, *sorted(changes.items())
+        if key not in self._made:
+            config = settings(self._kinds[name], executor, **changes)
+            with ExitStack() as stack:
+                if executor == "jax":
+                    stack.enter_context(on_xla(self._compiled, warm))
+                self._made[key] = Cell(self._kinds[name], open_target(config))
+        return self._made[key]
+
+    def close(self):
+        for cell in self._made.values():
+            cell.target.close()

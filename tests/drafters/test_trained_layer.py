@@ -2,6 +2,7 @@
 hidden state carried as it was trained and with the other one, and the same text either way.
 """
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,11 +10,14 @@ from forerun.build.engine import open_target
 from forerun.cli.eval import collapsed
 from forerun.measure.acceptance import Finding, agreement, drafting, mean_length
 from forerun.measure.probe import FEEDBACKS
-from tests.drafters.test_nextn import open_plain, random_layer, rms, settings, with_layers
-from tests.drafters.test_standalone import PROMPTS, served
+from tests.drafters.kinds import Kind
+from tests.drafters.prediction import random_layer, rms, with_layers
+from tests.drafters.served import Cell, settings
 from tests.models import tiny
 
 ROUNDS, DEPTHS = 130, 3
+PROMPTS = [np.random.default_rng(n).integers(3, 300, 9 + 13 * n).astype(np.int32) for n in range(5)]
+PROMPTS += [PROMPTS[4], np.append(PROMPTS[4][:40], np.int32(7))]  # Whose pages are found again.
 
 
 @pytest.fixture(scope="module")
@@ -100,15 +104,13 @@ def test_acceptance_falls_from_the_second_position_on_where_the_wrong_state_is_c
     """Measured 1.00 .88 1.00 carrying the normed state, as it was trained, and .96 .43 .61 carrying
     the other: tokens and earlier rows are left to the layer then, so that it does not fall to none.
     """
-    plain = open_plain(folder, "torch")
-    expected = [item.tokens for item in served(plain, 0.0)]
-    plain.close()
     shares, lengths = {}, {}
     for reading in FEEDBACKS:
-        target = open_target(settings(folder, "torch", draft_reading=reading))
-        done = served(target, 0.0)
-        target.close()
-        assert [item.tokens for item in done] == expected
+        kind = Kind("NEXTN", folder)
+        cell = Cell(kind, open_target(settings(kind, "torch", draft_reading=reading)))
+        cell.prompts, cell.tokens = PROMPTS, 31
+        done = cell.served().done
+        cell.target.close()
         histogram = drafting(done)
         shares[reading], lengths[reading] = agreement(histogram), mean_length(histogram)
     right, wrong = shares["feedback=normed"], shares["feedback=raw"]

@@ -14,8 +14,6 @@ import pytest
 from forerun.build.engine import open_target
 from forerun.constrain.grammar import Grammar
 from forerun.executors import cpu
-from forerun.executors.torch import CapturedExecutor, model_runner
-from forerun.executors.torch.captured import executor as captured_executor
 from forerun.measure import prove as proving
 from forerun.measure.prove import Trial, answers, prove
 from forerun.measure.workload import Prompt
@@ -24,10 +22,8 @@ from forerun.options.config import EngineConfig
 from tests.e2e.drafts import METHODS, Hinted, make
 from tests.models import tiny
 from tests.parity import test_rounds_that_draft as rounds
-from tests.parity.heads import Target
-from tests.parity.tape import Tape
-from tests.parity.test_torch_captured import twins
-from tests.parity.test_torch_eagle_model import learn
+from tests.parity.heads import Target, learn
+from tests.parity.tape import on_tape
 
 NATIVE = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
 SHAPES = {
@@ -189,9 +185,7 @@ def test_torch(made, hints, note, method):
 @pytest.fixture
 def emulated(monkeypatch):
     """Rounds are captured by a tape, which is held to CUDA's rules."""
-    monkeypatch.setattr(model_runner, "kernels_for", twins)
-    monkeypatch.setattr(captured_executor, "recorder", lambda device: Tape())
-    monkeypatch.setattr(CapturedExecutor, "warm_up", lambda *_: None)
+    on_tape(monkeypatch, warm=False)
 
 
 @pytest.fixture(scope="module")

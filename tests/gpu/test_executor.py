@@ -14,7 +14,7 @@ from forerun.speculative import noise
 from forerun.speculative.sampling import Sampling
 from tests.models import tiny
 from tests.parity.driver import EVERYTHING, Driver, Row, as_draft, limits
-from tests.parity.test_torch_accept import SAMPLINGS, SEEDS, nodes, text
+from tests.parity.test_choices import SAMPLINGS, SEEDS, nodes, text
 
 TOLERANCE = {"float32": 2e-3, "bfloat16": 6e-2}
 """Norm of the difference over the norm, logits of a tiny model; float32 allows for tf32."""

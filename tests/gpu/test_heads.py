@@ -7,13 +7,17 @@ from forerun.executors.torch import TorchEagleModel, TorchExecutor
 from forerun.models.folder import FolderCheckpoint
 from tests.models import tiny
 from tests.parity.driver import limits
-from tests.parity.heads import SWITCHES, Target, Twin, compare, within
-from tests.parity.test_torch_eagle_model import (
+from tests.parity.heads import (
+    SWITCHES,
+    Target,
+    Twin,
+    compare,
     counted,
     learn,
     opened,
     serve,
     simulated,
+    within,
 )
 
 

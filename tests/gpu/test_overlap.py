@@ -6,8 +6,7 @@ import pytest
 
 from forerun.executors.torch import CapturedExecutor
 from forerun.models.folder import FolderCheckpoint
-from tests.parity.heads import Target
-from tests.parity.test_torch_eagle_model import learn, opened
+from tests.parity.heads import Target, learn, opened
 from tests.parity.test_torch_overlap import OFF, SHAPES, answered, asked, crowd, tokens
 
 

@@ -88,7 +88,7 @@ OWN_LAYERS = {
     "MiMo": ("mimo",),
 }
 """By whose way of storing prediction layers (prediction_layers.Naming.title); what these propose is
-in tests/drafters/test_nextn.py.
+in tests/drafters/test_contract.py.
 """
 
 

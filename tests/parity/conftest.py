@@ -9,7 +9,7 @@ from forerun.hub.catalog import open_model
 from forerun.models.folder import FolderCheckpoint
 from tests.models import tiny
 from tests.parity.driver import limits
-from tests.parity.heads import Target
+from tests.parity.heads import Target, learn
 
 
 @pytest.fixture(scope="session")
@@ -57,8 +57,6 @@ def dense(folder):
 @pytest.fixture(scope="session")
 def learned(dense, tmp_path_factory):
     """A head that has read half of a few of its texts, and the texts; nobody writes to them."""
-    from tests.parity.test_torch_eagle_model import learn
-
     return learn(dense, tmp_path_factory.mktemp("draft"))
 
 

@@ -8,14 +8,19 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+from forerun.build.engine import make_engine, open_target
+from forerun.client.completion import complete, make_request
 from forerun.errors import EngineError
 from forerun.executors.torch.decoder.layers import rotation
 from forerun.executors.torch.drafts.eagle import EagleHead
 from forerun.interface.draft_model import DraftBlock, DraftLevel, Extension
 from forerun.models.draft_config import head_for
 from forerun.models.draft_folder import open_draft
+from forerun.options.config import EngineConfig
+from forerun.text.rendering import BYTE_LEVEL_TEMPLATE
 from forerun.train.export import export_head
 from tests.models import tiny
 from tests.parity.driver import Driver, Row
@@ -263,3 +268,132 @@ def check_refusals(twin, executor, model, unread=None):
             device.extend(replace(good, pages=-one[None]), last)
         with pytest.raises(EngineError, match="level by level"):
             device.block(DraftBlock(one, one, one, one[None], depth=1, candidates=1))
+
+
+# --- served ----------------------------------------------------------------------------------
+
+
+def _unrolled(twin, features, texts, steps):
+    """Logits [B,T,Vd] of `steps` draft tokens after each token, as training computes them."""
+    length, keys, values = texts.shape[1], [], []
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+
+    def attend(_layer, found):
+        qkv = found.turned()
+        heads, size = qkv[0].shape[2:]
+        q, k, v = (x.repeat_interleave(heads // x.shape[2], 2).transpose(1, 2) for x in qkv)
+        keys.append(k)
+        values.append(v)
+        scores = [(q @ keys[0].mT).masked_fill(future, -torch.inf)]
+        scores += [(q * k).sum(-1, keepdim=True) for k in keys[1:]]
+        weights = (torch.cat(scores, -1) * size**-0.5).softmax(-1)
+        mixed = weights[..., :length] @ values[0]
+        for index, value in enumerate(values[1:]):
+            mixed = mixed + weights[..., length + index, None] * value
+        return mixed.transpose(1, 2)
+
+    hidden = twin.head.fuse(features)
+    for step in range(steps):
+        places = torch.arange(length)
+        turn = rotation(places + step, twin.frequencies, 1.0)
+        tokens = texts[:, (places + step + 1).clamp(max=length - 1)]
+        read, hidden = twin.head(tokens, twin.embed, hidden, turn, attend)
+        yield twin.head.logits(read)
+
+
+def learn(dense, folder, begin=None):
+    """A head that has read half of a few texts of the target, and the texts; begin: how, int[B,T],
+    or anyhow.
+    """
+    random = np.random.default_rng(5)
+    texts = torch.from_numpy(random.integers(3, tiny.VOCAB, (12, 12)) if begin is None else begin)
+    for _ in range(60):
+        _, choices = dense.run(texts, ())
+        texts = torch.cat([texts, choices[:, -1:]], 1)
+    ids = texts.unique()
+    twin = Twin(dense, folder, {}, ids.tolist())
+    texts_read = texts[::2]
+    features, choices = dense.run(texts_read, twin.head.head.features)
+    wanted = torch.bucketize(choices.contiguous(), ids)
+    for parameter in twin.head.parameters():
+        if parameter.dim() == 2:
+            parameter.data *= 0.4
+    twin.head.lm_head.weight.data.copy_(dense.head[ids])
+    twin.head.lm_head.weight.requires_grad_(False)
+    optimiser = torch.optim.AdamW([p for p in twin.head.parameters() if p.requires_grad], lr=3e-3)
+    for _ in range(120):
+        loss = sum(
+            F.cross_entropy(logits[:, : -step - 1].flatten(0, 1), wanted[:, step + 1 :].flatten())
+            for step, logits in enumerate(_unrolled(twin, features, texts_read, 3))
+        )
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    for parameter in twin.head.parameters():
+        parameter.data.copy_(parameter.data.bfloat16())
+    twin.export()
+    return twin, texts.numpy().astype(np.int32)
+
+
+def opened(folder, twin, device="cpu", **changes):
+    """The target with the twin's head, in float32."""
+    return open_target(opened_config(folder, twin, device, **changes))
+
+
+def opened_config(folder, twin, device="cpu", **changes):
+    config = EngineConfig(
+        model=str(folder),
+        executor="torch",
+        device=device,
+        dtype="float32",
+        chat_template=BYTE_LEVEL_TEMPLATE,  # Rendered here: no process begins.
+        speculative_draft_model_path=str(twin.folder),
+        policy="fixed",
+        max_sequences=6,
+        chunked_prefill_size=64,
+        kv_tokens=2048,
+    )
+    return replace(config, **changes)
+
+
+def serve(target, prompts, speculation="EAGLE", tokens=60, temperature=0.0, **changes):
+    """Completions of the prompts on one fresh engine, all at once; with at_once=1, in turn."""
+    at_once = changes.pop("at_once", None)
+    chain = {"speculative_num_draft_tokens": 4, "speculative_num_steps": 3}
+    config = replace(target.config, speculative_algorithm=speculation, **chain)
+    engine = make_engine(target, replace(config, **changes))
+    engine.start()
+    try:
+        requests = [
+            make_request(
+                prompt, max_tokens=tokens, ignore_eos=True, temperature=temperature, seed=seed
+            )
+            for seed, prompt in enumerate(prompts)
+        ]
+        return [choices[0] for choices in complete(engine, requests, at_once)]
+    finally:
+        engine.shutdown()
+
+
+def simulated(twin, text, prompt_len, depth=3):
+    """Steps by number of accepted draft tokens of a greedy chain, from the unrolled forward."""
+    best = twin.ids[twin.log_probs(text, depth).argmax(-1).numpy()]
+    counts = [0] * (depth + 1)
+    decided = prompt_len + 1
+    counts[0] += 1  # The prompt's own step.
+    while decided < len(text):
+        row = decided - 2
+        allowed = min(depth, len(text) - decided - 1)
+        accepted = 0
+        while accepted < allowed and best[accepted, row] == text[row + accepted + 2]:
+            accepted += 1
+        counts[accepted] += 1
+        decided += accepted + 1
+    return counts
+
+
+def counted(completions, depth=3):
+    total = np.zeros(depth + 1, int)
+    for item in completions:
+        total[: len(item.stats.histogram)] += item.stats.histogram
+    return total.tolist()

@@ -1,17 +1,13 @@
 """Kernels that a captured round launches, counted without a GPU: the round's own program runs over
 meta tensors, and every operation stands for as many launches as it makes on CUDA.
 
-    python -m tests.parity.launches --table docs/gpu-roofline.md [--check]
-
 Our Triton kernels are one launch each, through the functions that launch them. Of torch's own the
 counts are read off ATen's CUDA sources (MULTIPLICITY); an operation that is not listed is an error.
 Bytes are those of every operation's tensors, as if nothing stayed in a cache; of keys and values
 what is behind the rows.
 """
 
-import argparse
 import math
-import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
@@ -27,11 +23,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from forerun.executors.torch.attention.geometry import KEYS, programs_for, split_of
 from forerun.executors.torch.attention.kv import KvShape, PagedCache
 from forerun.executors.torch.attention.varlen_attention import flash
 from forerun.executors.torch.captured.block_drafting import drafting_of
-from forerun.executors.torch.captured.declared import padded_rows
 from forerun.executors.torch.captured.graphs import Recorder
 from forerun.executors.torch.captured.runner import CudaGraphRunner
 from forerun.executors.torch.decoder.decoder import Decoder
@@ -492,103 +486,6 @@ def budget(size: Size, **setting) -> Budget:
     return Budget(layer, outside, first, level, moves, carried)
 
 
-ASKED = (
-    *((1, 1, 0), (1, 2, 0), (1, 4, 0), (1, 8, 0), (16, 1, 0), (33, 5, 0), (64, 1, 0), (64, 2, 0)),
-    *((64, 8, 0), (1, 1, 3), (1, 4, 3), (16, 4, 3), (64, 2, 1), (64, 4, 3)),
-)
-"""Rows, nodes of each, levels of a chain that is grown: what the table has."""
-
-IN_FLOAT8 = (1, 1, 0), (16, 1, 0), (64, 1, 0)
-"""The same, of layers whose products are in float8."""
-
-BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}
-"""Bytes per second that NVIDIA's data sheets give for the SXM modules."""
-
-FLOPS = 989e12
-"""Of both, in bfloat16 without sparsity, by the same sheets; twice as many in float8."""
-
-MIXES = {
-    "64 of 1k": [1024] * 64,
-    "1 of 32k, 63 of 1k": [32_768] + [1024] * 63,
-    "8 of 1k": [1024] * 8,
-    "1 of 32k, 7 of 1k": [32_768] + [1024] * 7,
-    "1 of 32k": [32_768],
-}
-"""Tokens behind rows of one node each."""
-
-HEAD = f"""# What a round costs at least, by bytes
-
-Written by `python -m tests.parity.launches --table docs/gpu-roofline.md` and checked by
-`--check`; what an H100 took is in the [log](log.md). Llama-3.1-8B in bfloat16, an EAGLE-3 head of
-{DRAFT_VOCAB:,} tokens where levels are grown, {BEHIND} tokens behind every row; in float8, the
-layers' products (embedding and output head stay in bfloat16). Launches are counted over the round's
-own program (tests/parity/launches.py). Floor: the bytes of weights, keys and values; all: those of
-every kernel's tensors, as if nothing stayed in a cache. Milliseconds are the floor's bytes over the
-data sheet's bandwidth, or its products over the data sheet's {FLOPS / 1e12:.0f} TFLOP/s, twice that
-in float8, where that is more (marked *). Times that a device shows go beside them,
-from rounds.json ([gpu-pending](gpu-pending.md)).
-
-"""
-
-
-def table() -> str:
-    """The document."""
-    heads = ("rows x nodes, levels", "run as", "padding", "launches", "floor, GB", "all, GB")
-    lines = ["| " + " | ".join((*heads, *(f"{name}, ms" for name in BANDWIDTH))) + " |"]
-    lines.append("| --- " * (len(heads) + len(BANDWIDTH)) + "|")
-    lines += [line(*asked, Linear) for asked in ASKED]
-    lines += [line(*asked, Float8Linear) for asked in IN_FLOAT8]
-    return HEAD + "\n".join(lines) + "\n\n" + budgets() + "\n" + splits()
-
-
-def line(rows: int, nodes: int, levels: int, products: type[Product]) -> str:
-    """One of the table's."""
-    size = Size(padded_rows(rows), nodes, levels, min(levels, 1))
-    found = count(Setting(LLAMA, drafts=levels > 0, products=products), size, rows)
-    float8 = products is Float8Linear
-    multiplied = 2 * size.total * LLAMA.parameters / (FLOPS * (1 + float8))
-    times = [
-        f"{max(read, multiplied) * 1e3:.2f}{'*' * (read < multiplied)}"
-        for read in (found.floor / speed for speed in BANDWIDTH.values())
-    ]
-    numbers = (
-        f"{rows} x {nodes}, {levels}" + ", float8" * float8,
-        *(f"{size.rows} x {size.nodes}", f"{size.total / (rows * nodes):.2f}"),
-        *(found.found.total(), f"{found.floor / 1e9:.2f}", f"{found.traffic / 1e9:.2f}", *times),
-    )
-    return "| " + " | ".join(map(str, numbers)) + " |"
-
-
-def splits() -> str:
-    """How attention is cut where lengths differ (geometry.split_of)."""
-    heads = ("rows", "programs", "at work", "turns by rows alone", "turns by length", "keys, GB")
-    lines = [
-        "Turns of 64 keys that the longest program of attention takes in a layer, of 8 key/value",
-        "heads: as many parts for every row, and parts by length.",
-        "",
-        f"| {' | '.join(heads)} |",
-        "| --- " * len(heads) + "|",
-    ]
-    groups = LLAMA.kv_heads
-    for name, behind in MIXES.items():
-        lengths, programs = np.array(behind), programs_for(len(behind), groups)
-        split = split_of(lengths, programs)
-        works = split[split[:, 0] >= 0]
-        alone = parts_for(len(behind) * groups)
-        turns = [
-            int(np.ceil(np.ceil(lengths[which] / KEYS) / parts).max())
-            for which, parts in ((slice(None), alone), (works[:, 0], works[:, 2]))
-        ]
-        read = 2 * sum(behind) * groups * LLAMA.head_size * DTYPE.itemsize * LLAMA.layers
-        numbers = (name, programs * groups, len(works) * groups, *turns, f"{read / 1e9:.2f}")
-        lines.append(f"| {' | '.join(map(str, numbers))} |")
-    return "\n".join(lines) + "\n"
-
-
-def parts_for(programs: int) -> int:
-    return modules()[0].parts_for(programs)
-
-
 AIMS = Budget(layer=10, outside=15, first=25, level=25, moves=0, carried=2)
 COUNTED = {
     "plain": Size(1, 1),
@@ -605,51 +502,3 @@ def budget_of(kind: str) -> Budget:
     """Of one of COUNTED."""
     products = Float8Linear if kind.endswith("float8") else Linear
     return budget(COUNTED[kind], products=products)
-
-
-def budgets() -> str:
-    """Launches beside what they should be."""
-    heads = (
-        "launches",
-        "a layer",
-        "outside",
-        "first level",
-        "a level more",
-        "index_copy_",
-        "carried",
-    )
-    lines = [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
-    for name, found in {"aim": AIMS, **{n: budget_of(n) for n in COUNTED}}.items():
-        numbers = (
-            *(found.layer, found.outside, found.first, found.level, found.moves),
-            found.carried,
-        )
-        lines.append(f"| {name} | {' | '.join(map(str, numbers))} |")
-    return "\n".join([*lines, "", *of_drafts()]) + "\n"
-
-
-def of_drafts() -> list[str]:
-    """Launches of the other draft models' part, beside the head's."""
-    size = COUNTED["drafted"]
-    lines = ["| a chain of three below a chain of three | first level | a level more |"]
-    lines.append("| --- | --- | --- |")
-    for method in DRAFTS:
-        found = budget(size, method=method)
-        lines.append(f"| {method} | {found.first} | {found.level} |")
-    return lines
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--table", type=Path, required=True)
-    parser.add_argument("--check", action="store_true", help="say whether the file is up to date")
-    arguments = parser.parse_args()
-    text = table()
-    if arguments.check:
-        return int(arguments.table.read_text() != text)
-    arguments.table.write_text(text)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -26,7 +26,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from forerun.executors.torch import CapturedExecutor, model_runner
+from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.captured.graphs import CudaRecorder
+from tests.twins.kernels import SLOW_TWINS
 
 aten = torch.ops.aten
 WAITS = {
@@ -311,3 +314,13 @@ class Tape(CudaRecorder):
                 work()
 
         super().warm(watched)
+
+
+def on_tape(patch, tape=None, kernels=SLOW_TWINS, warm=True):
+    """Torch executors that are made while `patch` holds (a MonkeyPatch) run rounds, as on a device:
+    on this tape, or one each, with these kernels. warm: what is declared is captured at once.
+    """
+    patch.setattr(model_runner, "kernels_for", lambda device: kernels)
+    patch.setattr(captured_executor, "recorder", lambda device: tape or Tape())
+    if not warm:
+        patch.setattr(CapturedExecutor, "warm_up", lambda *_: None)

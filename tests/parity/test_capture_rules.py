@@ -5,14 +5,13 @@ import gc
 import pytest
 import torch
 
-from forerun.executors.torch import TorchExecutor, model_runner, with_captures
-from forerun.executors.torch.captured import executor as captured_executor
+from forerun.executors.torch import TorchExecutor, with_captures
 from forerun.executors.torch.captured.graphs import Programs
 from forerun.executors.torch.triton import kernels
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, limits
-from tests.parity.tape import FakeCuda, Tape, Watch
-from tests.parity.test_torch_captured import SAMPLINGS, twins
+from tests.parity.tape import FakeCuda, Tape, Watch, on_tape
+from tests.parity.test_torch_captured import SAMPLINGS
 
 
 class AsItWas(Tape):
@@ -169,8 +168,7 @@ def test_a_launch_outside_of_the_capture_is_seen():
 @RECORDERS
 def test_a_head_that_comes_after_the_first_capture(recorder, checkpoint, monkeypatch):
     """Loading a head asks for features: what start-up captured is forgotten, then captured anew."""
-    monkeypatch.setattr(model_runner, "kernels_for", twins)
-    monkeypatch.setattr(captured_executor, "recorder", lambda device: recorder())
+    on_tape(monkeypatch, recorder())
     small = limits(tiny.VOCAB, context=128, pages=40, slots=1)
     made = with_captures(TorchExecutor(checkpoint("qwen3"), small))
 

@@ -6,7 +6,9 @@ import pytest
 from forerun.client.completion import make_request
 from forerun.executors.jax import JaxExecutor
 from forerun.executors.jax.programs import Programs
-from tests.parity.test_jax_eagle_model import on_xla
+from tests.drafters.served import on_xla
+from tests.parity.heads import opened
+from tests.parity.test_jax_drafts import LEARNED
 from tests.parity.test_torch_overlap import OFF, answered, asked, tokens, trees  # noqa: F401
 
 SLOW = pytest.mark.slow
@@ -30,7 +32,9 @@ def target(request, folder, learned, compiled, quickly):
     shape = drafting(request.param)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Programs, "warm_up", lambda *_: None)
-        made = on_xla(folder, learned[0], compiled, warm=True, overlap=True, **shape)
+        with on_xla(compiled, warm=True):
+            many = LEARNED | shape | {"executor": "jax", "overlap": True}
+            made = opened(folder, learned[0], **many)
     yield made, shape
     made.close()
 

@@ -1,15 +1,12 @@
 """Launches of a captured round at the size of an 8B: what they are today, and no more."""
 
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.parity.interpreted import load
-from tests.parity.launches import AIMS, COUNTED, Budget, Launches, budget, budget_of, table
-
-ROOT = Path(__file__).parents[2]
+from tests.parity.launches import AIMS, COUNTED, Budget, Launches, budget, budget_of
 
 for name in ("attention", "choice", "layers", "round", "draft", "future", "shaping", "merge"):
     load(f"triton.triton_{name}")  # Interpreted, for whoever shares this process.
@@ -65,8 +62,3 @@ def test_what_is_launched_is_counted():
     assert mode.found == {"mm": 1, "clone": 1, "add_": 1}
     with pytest.raises(AssertionError, match="not listed"), Launches():
         torch.linalg.qr(x)
-
-
-@pytest.mark.slow
-def test_the_table_is_up_to_date():
-    assert (ROOT / "docs/gpu-roofline.md").read_text() == table()

@@ -14,9 +14,9 @@ from forerun.constrain.grammar import Grammar
 from forerun.executors.torch import TorchEagleModel
 from forerun.executors.torch.captured.round import CapturedRound
 from tests.parity.driver import first_is_fast
+from tests.parity.heads import opened
 from tests.parity.tape import Tape
 from tests.parity.test_torch_drafting import taped
-from tests.parity.test_torch_eagle_model import opened
 
 MOST = {"chunked_prefill_size": 128, "context": 192, "max_sequences": 8}
 NAIVE = {

@@ -10,14 +10,12 @@ from forerun.build.engine import make_engine, open_target
 from forerun.client.completion import make_request
 from forerun.constrain.grammar import Grammar
 from forerun.control.policy import Decision, with_known
-from forerun.executors.torch import CapturedExecutor, model_runner
-from forerun.executors.torch.captured import executor as captured_executor
+from forerun.executors.torch import CapturedExecutor
 from forerun.executors.torch.captured.round import CapturedRound
 from forerun.interface.next_draft import draft_sizes
 from forerun.interface.plan import Budget
-from tests.parity.tape import Tape
-from tests.parity.test_torch_drafting import KERNELS
-from tests.parity.test_torch_eagle_model import opened_config
+from tests.parity.heads import opened_config
+from tests.parity.tape import Tape, on_tape
 
 DRAFTERS = {
     "ngrams": ("NGRAM", 8, 8, None),
@@ -98,8 +96,7 @@ def test_nothing_is_captured_after_the_first_request(
     folder, learned, monkeypatch, drafter, slots, steps
 ):
     tape, rounds = Tape(), []
-    monkeypatch.setattr(model_runner, "kernels_for", lambda device: KERNELS)
-    monkeypatch.setattr(captured_executor, "recorder", lambda device: tape)
+    on_tape(monkeypatch, tape)
     algorithm, nodes, depth, width = DRAFTERS[drafter]
     head = str(learned[0].folder) if width else None
     target = open_target(

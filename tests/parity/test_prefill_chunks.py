@@ -12,7 +12,6 @@ from forerun.build.memory import dense_needs, plan_memory
 from forerun.build.with_torch import ENTRY
 from forerun.errors import EngineError
 from forerun.executors.torch import TorchEagleModel, TorchExecutor, model_runner, with_captures
-from forerun.executors.torch.captured import executor as captured_executor
 from forerun.interface.draft_model import Extension
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.features import KeptFeatures
@@ -25,7 +24,7 @@ from tests.models import tiny
 from tests.parity.driver import Driver, Row, chain_draft, limits
 from tests.parity.interpreted import load
 from tests.parity.launches import counted_kernels, kernels, tensors
-from tests.parity.tape import Tape
+from tests.parity.tape import Tape, on_tape
 from tests.speculative.worlds import plan_of
 from tests.twins.kernels import SLOW_TWINS
 
@@ -171,9 +170,8 @@ def test_more_nodes_than_are_scored_are_refused(checkpoint):
 
 @pytest.mark.parametrize("scored", [8, None])
 def test_rounds_hold_logits_of_what_is_scored(checkpoint, monkeypatch, scored):
-    monkeypatch.setattr(model_runner, "kernels_for", lambda device: SLOW_TWINS)
     tape = Tape()
-    monkeypatch.setattr(captured_executor, "recorder", lambda device: tape)
+    on_tape(monkeypatch, tape)
     most = limits(tiny.VOCAB, max_scored=scored)
     made = with_captures(TorchExecutor(checkpoint("qwen2"), most))
     assert made.runner.logits.shape == (scored or 384, tiny.VOCAB)

@@ -13,18 +13,17 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from forerun.build.engine import make_engine, open_target
 from forerun.client.completion import make_request
 from forerun.drafters.model_drafter import ModelDrafter
-from forerun.executors.torch import CapturedExecutor, TorchBlockModel, model_runner
-from forerun.executors.torch.captured import executor as captured_executor
+from forerun.executors.torch import TorchBlockModel
 from forerun.executors.torch.captured.round import CapturedRound
 from forerun.executors.torch.drafts.level_model import LevelModel
 from forerun.models.folder import FolderCheckpoint
 from forerun.options.config import EngineConfig
-from tests.drafters.test_nextn import with_layers
-from tests.drafters.test_standalone import other_vocabulary
+from forerun.text.rendering import BYTE_LEVEL_TEMPLATE
+from tests.drafters.kinds import other_vocabulary
+from tests.drafters.prediction import with_layers
 from tests.models import tiny
 from tests.parity.blocks import random_block
-from tests.parity.tape import Tape
-from tests.parity.test_torch_captured import twins
+from tests.parity.tape import Tape, on_tape
 
 METHODS = {
     "NEXTN": {"speculative_algorithm": "NEXTN", "model": "one layer"},
@@ -131,9 +130,7 @@ def targets(made):
         if (method, page) not in opened:
             tape = Tape()
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(model_runner, "kernels_for", twins)
-                patch.setattr(captured_executor, "recorder", lambda device: tape)
-                patch.setattr(CapturedExecutor, "warm_up", lambda *_: None)
+                on_tape(patch, tape, warm=False)
                 rounds = open_target(configured(made, method, page, overlap=True))
                 rounds = replace(rounds, config=replace(rounds.config, overlap=False))
             opened[method, page] = rounds, open_target(configured(made, method, page)), tape
@@ -154,6 +151,7 @@ def configured(made, method, page, device="cpu", **changes):
         executor="torch",
         device=device,
         dtype="float32",
+        chat_template=BYTE_LEVEL_TEMPLATE,  # Rendered here: no process begins.
         policy="fixed",
         draft_on_error="stop",
         max_sequences=5,

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.errors import EngineError
-from forerun.executors.torch import TorchExecutor, model_runner, with_captures
-from forerun.executors.torch.captured import executor as captured_executor
+from forerun.executors.torch import TorchExecutor, with_captures
 from forerun.executors.torch.captured.declared import declared
 from forerun.executors.torch.captured.executor import MOST_NODES
 from forerun.executors.torch.captured.round import tree_intervals
@@ -19,10 +18,9 @@ from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft, batch
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, as_draft, chain_draft, limits
-from tests.parity.tape import Tape, Watch
+from tests.parity.tape import Tape, Watch, on_tape
 from tests.parity.test_torch_invariance import half_true_draft
 from tests.speculative.worlds import drafts
-from tests.twins.kernels import SLOW_TWINS
 from tests.twins.rounds import walk
 
 SAMPLINGS = [
@@ -46,15 +44,9 @@ def pair_of(source):
     tape = Tape()
     small = limits(tiny.VOCAB, context=128, pages=40, max_nodes=128)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_runner, "kernels_for", twins)
-        patch.setattr(captured_executor, "recorder", lambda device: tape)
+        on_tape(patch, tape)
         captured = with_captures(TorchExecutor(source, small))
     return captured, TorchExecutor(source, small), tape
-
-
-def twins(device):
-    """The kernels' slow twins, as if a device had them."""
-    return SLOW_TWINS
 
 
 def texts(made, draft_tokens, seed=0, count=COUNT):

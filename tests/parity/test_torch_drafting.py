@@ -10,30 +10,22 @@ from forerun.build.engine import make_engine
 from forerun.client.completion import make_request
 from forerun.control.policy import Decision, FixedPolicy
 from forerun.drafters.model_drafter import ModelDrafter
-from forerun.executors.torch import CapturedExecutor, TorchEagleModel, model_runner
-from forerun.executors.torch.captured import executor as captured_executor
+from forerun.executors.torch import TorchEagleModel
 from forerun.executors.torch.features import TorchFeatures
 from forerun.executors.torch.triton.record import Size
 from forerun.interface.features import KeptFeatures
 from forerun.interface.plan import Budget
 from tests.models import tiny
-from tests.parity.heads import SWITCHES, Twin
-from tests.parity.tape import Tape
-from tests.parity.test_torch_eagle_model import opened, serve
-from tests.twins.kernels import SLOW_TWINS
-
-KERNELS = SLOW_TWINS
+from tests.parity.heads import SWITCHES, Twin, opened, serve
+from tests.parity.tape import on_tape
 
 
 def taped(folder, twin, tape=None, overlap=False, **changes):
     """The target with rounds that a tape captures when they come up, none before. overlap: whether
     they can go on from each other; engines that do so say so.
     """
-    tape = tape or Tape()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_runner, "kernels_for", lambda device: KERNELS)
-        patch.setattr(captured_executor, "recorder", lambda device: tape)
-        patch.setattr(CapturedExecutor, "warm_up", lambda *_: None)
+        on_tape(patch, tape, warm=False)
         target = opened(folder, twin, overlap=overlap, **changes)
         return replace(target, config=replace(target.config, overlap=False))
 

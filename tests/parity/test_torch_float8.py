@@ -7,16 +7,15 @@ import torch
 from forerun.build.engine import open_target
 from forerun.build.registry import choose_executor
 from forerun.errors import ConfigError
-from forerun.executors.torch import TorchExecutor, model_runner, with_captures
-from forerun.executors.torch.captured import executor as captured_executor
+from forerun.executors.torch import TorchExecutor, with_captures
 from forerun.executors.torch.decoder.float8 import FLOAT8, Float8Linear, Float8Rows, float8_rows
 from forerun.executors.torch.decoder.layers import PLAIN, Linear, compiled
 from forerun.models.shapes import shape_named
 from forerun.options.config import EngineConfig
 from tests.models import tiny
 from tests.parity.driver import limits
-from tests.parity.tape import Tape
-from tests.parity.test_torch_captured import no_draft, texts, twins
+from tests.parity.tape import on_tape
+from tests.parity.test_torch_captured import no_draft, texts
 from tests.parity.test_torch_invariance import half_true_draft
 from tests.parity.test_torch_logits import forward
 
@@ -161,8 +160,7 @@ def test_what_stands_before_a_product_quantises_for_it(checkpoint, monkeypatch, 
 
 
 def test_rounds_in_float8_run(checkpoint, monkeypatch):
-    monkeypatch.setattr(model_runner, "kernels_for", twins)
-    monkeypatch.setattr(captured_executor, "recorder", lambda device: Tape())
+    on_tape(monkeypatch)
     small = limits(tiny.VOCAB, context=128, pages=40, max_nodes=128)
     made = with_captures(TorchExecutor(checkpoint(), small, dtype="float8"))
     first, second = (texts(made, no_draft)[0] for _ in range(2))
@@ -172,8 +170,7 @@ def test_rounds_in_float8_run(checkpoint, monkeypatch):
 @pytest.mark.parametrize("taped", [False, True])
 def test_guesses_change_nothing_over_float8_pages(checkpoint, monkeypatch, taped):
     if taped:
-        monkeypatch.setattr(model_runner, "kernels_for", twins)
-        monkeypatch.setattr(captured_executor, "recorder", lambda device: Tape())
+        on_tape(monkeypatch)
     small = limits(tiny.VOCAB, context=128, pages=40, max_nodes=128)
     made = with_captures(TorchExecutor(checkpoint(), small, kv_dtype="float8"))
     plain, _ = texts(made, no_draft)

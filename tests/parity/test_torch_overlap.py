@@ -17,15 +17,13 @@ from forerun.constrain.grammar import Grammar
 from forerun.control.policy import Decision, FixedPolicy
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.engine.request import Finish
-from forerun.executors.torch import model_runner
-from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.captured import runner as rounds
 from forerun.executors.torch.captured.declared import declared
 from forerun.interface.executor import DraftShape
 from forerun.interface.plan import Budget
-from tests.parity.tape import Tape
-from tests.parity.test_torch_drafting import KERNELS, taped
-from tests.parity.test_torch_eagle_model import opened, opened_config
+from tests.parity.heads import opened, opened_config
+from tests.parity.tape import Tape, on_tape
+from tests.parity.test_torch_drafting import taped
 from tests.shape.walk import Walk
 
 FILES, LINES = 34, 6_960
@@ -325,8 +323,7 @@ def test_a_row_that_is_not_finite_ends_alone(slow, learned, monkeypatch):
 def test_what_start_up_captured_is_what_runs(folder, learned, monkeypatch):
     """The head and overlap come before the captures: neither voids them afterwards."""
     tape, told = Tape(), []
-    monkeypatch.setattr(model_runner, "kernels_for", lambda device: KERNELS)
-    monkeypatch.setattr(captured_executor, "recorder", lambda device: tape)
+    on_tape(monkeypatch, tape)
     shape = {
         "speculative_algorithm": "EAGLE",
         "speculative_num_draft_tokens": 3,

@@ -7,7 +7,7 @@ from forerun.executors.torch.accept import NodeNoise, choices
 from forerun.models.tensor_parallel import TensorParallel
 from forerun.speculative.accept import NOTHING
 from tests.parity.interpreted import load
-from tests.parity.test_torch_accept import SEEDS, nodes
+from tests.parity.test_choices import SEEDS, nodes
 from tests.twins.rounds import best, choose
 
 choice = load("triton.triton_choice")

@@ -11,7 +11,7 @@ from forerun.executors.torch.triton.round_types import Accepted, Extended, Level
 from forerun.speculative.draft_tree import full_size
 from forerun.speculative.noise import gumbel_of
 from tests.parity.interpreted import load
-from tests.parity.test_torch_accept import SEEDS
+from tests.parity.test_choices import SEEDS
 from tests.parity.test_triton_choice import noise_of
 from tests.twins.rounds import descend, follow, grow
 

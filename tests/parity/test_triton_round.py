@@ -8,9 +8,8 @@ import torch
 
 from forerun.build.engine import open_target
 from forerun.client.completion import make_request
-from forerun.executors.torch import CapturedExecutor, TorchExecutor, model_runner, with_captures
+from forerun.executors.torch import TorchExecutor, model_runner, with_captures
 from forerun.executors.torch.attention.kv import KvShape, PagedCache
-from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.captured.buffers import BufferDims, Room, Sized
 from forerun.executors.torch.captured.round import tree_intervals
 from forerun.executors.torch.decoder.float8 import FLOAT8
@@ -22,7 +21,7 @@ from tests.models import tiny
 from tests.parity.driver import as_draft, limits
 from tests.parity.interpreted import load
 from tests.parity.launches import kernels
-from tests.parity.tape import Tape
+from tests.parity.tape import Tape, on_tape
 from tests.parity.test_rounds_that_draft import (
     PROMPTS,
     answered,
@@ -145,8 +144,7 @@ def test_whole_rounds_of_interpreted_kernels_give_the_eager_text(checkpoint, mon
     # Whatever the lengths are: an eager step's tiles, a round's, and those of a draft head.
     monkeypatch.setattr(geometry, "KEYS", 8)
     monkeypatch.setattr(attention, "parts_for", lambda programs: 2)
-    monkeypatch.setattr(model_runner, "kernels_for", lambda device: kernels())
-    monkeypatch.setattr(captured_executor, "recorder", lambda device: Tape())
+    on_tape(monkeypatch, kernels=kernels())
     small = limits(tiny.VOCAB, context=128, pages=40, max_nodes=128)
     monkeypatch.setattr(Tape, "capture", lambda self, work: work)  # A tape holds no kernel of ours.
     made = with_captures(TorchExecutor(checkpoint(family), small))
@@ -172,10 +170,8 @@ def test_rounds_of_interpreted_kernels_grow_the_trees_of_single_passes(
     folders = make(tmp_path)
     eager = open_target(configured(folders, method, 16))
     monkeypatch.setattr(draft, "CHUNK", 512)  # The interpreter orders fewer for as many tokens.
-    monkeypatch.setattr(model_runner, "kernels_for", lambda device: kernels())
-    monkeypatch.setattr(captured_executor, "recorder", lambda device: Tape())
+    on_tape(monkeypatch, kernels=kernels(), warm=False)
     monkeypatch.setattr(Tape, "capture", lambda self, work: work)
-    monkeypatch.setattr(CapturedExecutor, "warm_up", lambda *_: None)
     rounds = open_target(configured(folders, method, 16))
     requests = [
         make_request(prompt, max_tokens=8, ignore_eos=True, temperature=0.8, seed=n)

@@ -17,7 +17,7 @@ from forerun.serve.app import create_app
 from forerun.text.chat import ChatTemplate
 from forerun.text.tools import FORMATS, ToolReader
 from tests.cli.toys import CONFIG, toy_loaded
-from tests.drafters.test_nextn import with_layers
+from tests.drafters.prediction import with_layers
 from tests.e2e.drafts import prediction_layer
 from tests.models import tiny
 

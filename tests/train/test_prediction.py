@@ -16,8 +16,8 @@ from forerun.options.config import EngineConfig
 from forerun.train.loss import LikeliestTargets, TrainingBatch
 from forerun.train.prediction import PredictionLayer, PredictionSpec
 from forerun.train.unroll import Unrolling, turns, unrolled
+from tests.drafters.prediction import dense, random_layer
 from tests.drafters.served import answered
-from tests.drafters.test_nextn import dense, random_layer
 from tests.models import tiny
 
 NATIVE = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))

@@ -1,29 +1,52 @@
-"""The JAX programs' choices are the host's: same noise, same argmax, same walk, same refusals."""
+"""Choices of torch's and XLA's programs are the host's: same noise, same argmax, same walk, same
+refusals. Those of the kernel are in test_triton_choice.py.
+"""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forerun.executors.device_choice import PlainNodes
+from forerun.executors.host_sampler import HostSampler
 from forerun.executors.jax import accept, noise
-from forerun.executors.jax.accept import Rules, Trees, choose, unpacked, walk
+from forerun.executors.jax.accept import Rules, Trees, unpacked, walk
+from forerun.executors.jax.accept import choose as choose_on_xla
 from forerun.executors.jax.attention import ancestors
+from forerun.executors.torch import TorchExecutor
+from forerun.executors.torch.accept import choices, gumbel
 from forerun.speculative import noise as host
-from forerun.speculative.accept import NOTHING, accept_row
-from forerun.speculative.accept import choose as choose_on_host
+from forerun.speculative.accept import NOTHING, accept_row, choose
 from forerun.speculative.sampling import Sampling, unpack
 from forerun.speculative.tree import batch
 from forerun.speculative.verify import intervals
+from tests.models import tiny
+from tests.parity.driver import Driver, Row, chain_draft, limits
 from tests.speculative.worlds import drafts
 from tests.twins.verify import ancestor_mask
 
+CPU = torch.device("cpu")
 SEEDS = [0, 1, 0xFFFFFFFF, 1 << 32, 0x123456789ABCDEF0, (1 << 64) - 1]
+POSITIONS = np.array([0, 1, 7, 4095, 131071, 2], np.int32)
 EXACT = jax.jit(noise.exact)
-CHOOSE = jax.jit(choose)
+CHOOSE = jax.jit(choose_on_xla)
+
+
+def nodes(cases):
+    """PlainNodes of (seed, position, temperature)."""
+    seeds, positions, heats = zip(*cases, strict=True)
+    return PlainNodes(
+        np.arange(len(cases), dtype=np.int32),
+        np.array(seeds, np.uint64),
+        np.array(positions, np.int32),
+        np.array(heats, np.float32),
+    )
 
 
 def halves(seeds):
@@ -36,12 +59,111 @@ def rules(cases):
     return Rules(halves(seeds), np.array(positions, np.int32), np.array(temperatures, np.float32))
 
 
+CHOICES = {
+    "torch": lambda logits, cases: choices(torch.from_numpy(logits), nodes(cases)),
+    "jax": lambda logits, cases: CHOOSE(logits, rules(cases)),
+}
+"""(logits float32[n,V], (seed, position, temperature) of each) -> tokens."""
+
+
+@pytest.mark.parametrize("program", CHOICES)
+def test_choices_are_the_hosts(program):
+    random = np.random.default_rng(3)
+    cases = [(SEEDS[i % 6], i // 3, [0.0, 0.3, 1.0, 1.7][i % 4]) for i in range(150)]
+    logits = (random.normal(size=(150, 1000)) * 4).astype(np.float32)
+    logits[::10] = np.round(logits[::10])  # Ties.
+    found = CHOICES[program](logits, cases).tolist()
+    for line, (seed, position, temperature), token in zip(logits, cases, found, strict=True):
+        scaled = line if temperature in (0.0, 1.0) else line / np.float32(temperature)
+        assert token == choose(scaled, Sampling(temperature=temperature, seed=seed), position)
+    assert len(set(found)) > 50
+
+
+@pytest.mark.parametrize("program", CHOICES)
+def test_ties_go_to_the_lowest_id_and_trouble_to_nothing(program):
+    logits = np.zeros((5, 9), np.float32)
+    logits[0, [3, 7]] = 2.0
+    logits[1, 4] = np.nan
+    logits[2, 8] = np.inf
+    logits[3] = -np.inf
+    logits[4, :8] = -np.inf
+    for temperature in (0.0, 1.0):
+        found = CHOICES[program](logits, [(5, 1, temperature)] * 5).tolist()
+        assert found[1:] == [NOTHING, NOTHING, NOTHING, 8]
+        assert temperature or found[0] == 3
+
+
+# --- torch ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocab", [1, 6, 320, 49152])
+def test_noise_is_the_hosts(vocab):
+    found = gumbel(np.array(SEEDS, np.uint64), POSITIONS, vocab, CPU).numpy()
+    for line, seed, position in zip(found, SEEDS, POSITIONS, strict=True):
+        expected = host.gumbel(seed, int(position), vocab)
+        # Two libraries' float64 logarithms may differ in the last bit: then float32 may, too.
+        assert np.abs(line.view(np.int32) - expected.view(np.int32)).max() <= 1
+        assert (line != expected).sum() <= 1
+
+
+@pytest.fixture(scope="module")
+def executor(checkpoint):
+    return TorchExecutor(checkpoint("llama"), limits(tiny.VOCAB))
+
+
+def text(executor, samplings, count=14):
+    """Tokens of several rows with chains of partly right draft tokens, all in one batch."""
+    prompt = list(range(20, 33))
+    with Driver(executor) as driver:
+        for slot, sampling in enumerate(samplings):
+            driver.open(slot, prompt[slot:], sampling)
+        draft_tokens = {slot: [] for slot in range(len(samplings))}
+        while min(len(s.tokens) for s in driver.sequences.values()) < len(prompt) + count:
+            rows = [
+                Row(s, draft=chain_draft(np.array(g, np.int32))) for s, g in draft_tokens.items()
+            ]
+            driver.step(rows)
+            last = {slot: s.tokens[-1] for slot, s in driver.sequences.items()}
+            draft_tokens = {slot: [last[slot], 40, 41] for slot in draft_tokens}
+        return [s.tokens[: len(prompt) + count] for s in driver.sequences.values()]
+
+
+SAMPLINGS = [
+    Sampling(temperature=0.0),
+    Sampling(temperature=0.8, seed=5),
+    Sampling(temperature=1.3, seed=(1 << 63) + 9),
+    Sampling(temperature=0.8, seed=5, top_k=20),
+]
+
+
+def test_the_executors_text_is_the_slow_twins(executor, monkeypatch):
+    fast = text(executor, SAMPLINGS)
+    monkeypatch.setattr(executor, "sampler", HostSampler(executor.limits.slots, tiny.VOCAB))
+    assert fast == text(executor, SAMPLINGS)
+
+
+@pytest.mark.parametrize("extra", [{}, {"top_p": 0.9}, {"logprobs": 1}])
+def test_logits_cross_to_the_host_only_when_asked_for(executor, monkeypatch, extra):
+    copied = []
+    original = torch.Tensor.cpu
+
+    def counted(tensor):
+        copied.append(tensor.numel())
+        return original(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", counted)
+    text(executor, [replace(s, **extra) for s in SAMPLINGS[:3]])
+    assert bool(copied) == bool(extra)
+
+
+# --- XLA -----------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("vocab", [1, 6, 320, 49152])
 def test_words_are_the_hosts(vocab):
-    positions = np.array([0, 1, 7, 4095, 131071, 2], np.int32)
-    found = np.asarray(noise.words_of_all(halves(SEEDS), positions, vocab))
+    found = np.asarray(noise.words_of_all(halves(SEEDS), POSITIONS, vocab))
     some = np.array([0, vocab // 2, vocab - 1], np.int32)
-    for line, seed, position in zip(found, SEEDS, positions, strict=True):
+    for line, seed, position in zip(found, SEEDS, POSITIONS, strict=True):
         expected = host._words(seed, int(position), np.arange(-(-vocab // 4))).T.reshape(-1)
         assert (line == expected[:vocab]).all()
         seeds, at = np.tile(halves([seed]), 3), np.full(3, position)
@@ -70,19 +192,6 @@ def test_approximate_noise_is_near_enough():
     assert 0 < error < noise.APPROXIMATE_ERROR / 4
 
 
-def test_choices_are_the_hosts():
-    random = np.random.default_rng(3)
-    cases = [(SEEDS[i % 6], i // 3, [0.0, 0.3, 1.0, 1.7][i % 4]) for i in range(150)]
-    logits = (random.normal(size=(150, 1000)) * 4).astype(np.float32)
-    logits[::10] = np.round(logits[::10])  # Ties.
-    found = CHOOSE(logits, rules(cases)).tolist()
-    for line, (seed, position, temperature), token in zip(logits, cases, found, strict=True):
-        scaled = line if temperature in (0.0, 1.0) else line / np.float32(temperature)
-        sampling = Sampling(temperature=temperature, seed=seed)
-        assert token == choose_on_host(scaled, sampling, position)
-    assert len(set(found)) > 50
-
-
 @pytest.mark.parametrize("spoiled", [0.0, 1e-5])
 def test_near_ties_are_decided_by_the_exact_noise(spoiled, monkeypatch):
     """Also where the approximate noise is as wrong as it may be."""
@@ -99,23 +208,10 @@ def test_near_ties_are_decided_by_the_exact_noise(spoiled, monkeypatch):
 
     monkeypatch.setattr(accept, "approximate", wrong)
     # Another function: `choose` was compiled with the right noise.
-    found = jax.jit(partial(choose))(logits, rules(cases)).tolist()
-    expected = [choose_on_host(line, Sampling(seed=n), n) for n, line in enumerate(logits)]
+    found = jax.jit(partial(choose_on_xla))(logits, rules(cases)).tolist()
+    expected = [choose(line, Sampling(seed=n), n) for n, line in enumerate(logits)]
     assert found == expected
     assert len(set(found)) > 5
-
-
-def test_ties_go_to_the_lowest_id_and_trouble_to_nothing():
-    logits = np.zeros((5, 9), np.float32)
-    logits[0, [3, 7]] = 2.0
-    logits[1, 4] = np.nan
-    logits[2, 8] = np.inf
-    logits[3] = -np.inf
-    logits[4, :8] = -np.inf
-    for temperature in (0.0, 1.0):
-        found = CHOOSE(logits, rules([(5, 1, temperature)] * 5)).tolist()
-        assert found[1:] == [NOTHING, NOTHING, NOTHING, 8]
-        assert temperature or found[0] == 3
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -130,7 +226,7 @@ def test_masked_choices_are_the_hosts(temperature):
     for n, (line, mask, token) in enumerate(zip(logits, bits, found, strict=True)):
         allowed = np.where(unpack(mask, 70), line, -np.inf).astype(np.float32)
         sampling = Sampling(temperature=temperature, seed=9)
-        expected = choose_on_host(allowed, sampling, n) if n != 8 else NOTHING
+        expected = choose(allowed, sampling, n) if n != 8 else NOTHING
         assert token == expected
     assert found[7] == NOTHING
 

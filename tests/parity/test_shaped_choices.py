@@ -1,11 +1,28 @@
-"""All sampling parameters on the device: the host's choice, and the host's reports."""
+"""All sampling parameters in programs of torch and XLA: the host's choice, or none where top_p
+leaves it open on XLA; the host's reports.
+"""
 
+from dataclasses import replace
+
+import jax
 import numpy as np
 import pytest
 import torch
 
 from forerun.executors.device_choice import Choosing
 from forerun.executors.host_choice import report
+from forerun.executors.jax.accept import Rules, Trees
+from forerun.executors.jax.attention import ancestors
+from forerun.executors.jax.batches import Batch
+from forerun.executors.jax.batches import Size as Shape
+from forerun.executors.jax.shaping import (
+    Shaping,
+    _largest,
+    choose_shaped,
+    edits_of,
+    packed_shaping,
+    room_for_edits,
+)
 from forerun.executors.torch.accept import NodeNoise
 from forerun.executors.torch.captured.buffers import RULES
 from forerun.executors.torch.captured.shaped_rows import ShapedRows
@@ -14,7 +31,7 @@ from forerun.executors.torch.triton.record import Size
 from forerun.interface.plan import SlotInit
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.accept import choose as chosen_by_rule
-from forerun.speculative.sampling import History, Sampling, process
+from forerun.speculative.sampling import History, Sampling, _keep_largest, process
 from forerun.speculative.tree import NodeMasks
 from forerun.speculative.verify import intervals
 from tests.parity.driver import SHAPED
@@ -24,6 +41,16 @@ from tests.twins.kernels import SLOW_TWINS
 VOCAB, ROWS, NODES = 700, 4, 4
 TOKENS, PARENTS = [7, 5, 9, 5], np.array([-1, 0, 1, 2], np.int32)
 PATHS = [(), (5,), (5, 9), (5, 9, 5)]
+EDITS = room_for_edits(ROWS, 128, VOCAB)
+
+
+def bits_of(allowed):
+    """uint32[R*N,W]"""
+    padded = np.pad(allowed.reshape(ROWS * NODES, VOCAB), ((0, 0), (0, -VOCAB % 32)))
+    return np.packbits(padded, axis=1, bitorder="little").view(np.uint32)
+
+
+# --- torch ---------------------------------------------------------------------------------------
 
 
 def made(samplings):
@@ -52,8 +79,11 @@ def buffers_of(rows, size, samplings, masks):
     return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in found.items()}
 
 
-def chosen(rows, samplings, histories, logits, masks):
-    """What the device chooses, launches only: int32[R,N]."""
+def on_torch(logits, samplings, histories, allowed):
+    """Launches only."""
+    rows, masks = made(samplings), None
+    if allowed is not None:
+        masks = NodeMasks(np.arange(ROWS * NODES, dtype=np.int32), bits_of(allowed))
     slots = np.arange(ROWS, dtype=np.int32)
     size = rows.size(Size(ROWS, NODES), slots, masks is not None)
     first = rows.stale(slots, lambda slot: (samplings[slot], histories[slot]))
@@ -73,17 +103,57 @@ def chosen(rows, samplings, histories, logits, masks):
     return found.view(ROWS, NODES).numpy()
 
 
-def masks_of(allowed):
-    padded = np.pad(allowed.reshape(ROWS * NODES, VOCAB), ((0, 0), (0, -VOCAB % 32)))
-    bits = np.packbits(padded, axis=1, bitorder="little").view(np.uint32)
-    return NodeMasks(np.arange(ROWS * NODES, dtype=np.int32), bits)
+# --- XLA -----------------------------------------------------------------------------------------
+
+
+@jax.jit
+def _run(logits, rules, trees, whole, allowed):
+    return choose_shaped(logits, rules, trees, Shaping.of(whole, ROWS, EDITS), allowed)
+
+
+def on_xla(logits, samplings, histories, allowed):
+    size = Shape(ROWS, NODES)
+    every = Trees(
+        np.tile(np.array(TOKENS, np.int32), (ROWS, 1)),
+        np.tile(PARENTS, (ROWS, 1)),
+        ancestors(np.repeat(intervals(PARENTS)[:, None], ROWS, 1)),
+        np.ones(size, bool),
+    )
+    dispatch = Batch(size, False, tuple(range(ROWS)), (), ())
+    asked = {
+        row: (sampling, edits_of(sampling, history))
+        for row, (sampling, history) in enumerate(zip(samplings, histories, strict=True))
+    }
+    whole = packed_shaping(dispatch, asked, EDITS, VOCAB)
+    seeds = np.repeat([[s.seed & 0xFFFFFFFF for s in samplings], [0] * ROWS], NODES, 1)
+    lengths = np.repeat([h.output_len for h in histories], NODES)
+    rules = Rules(
+        seeds.astype(np.uint32),
+        (lengths + np.tile(np.arange(NODES), ROWS)).astype(np.int32),
+        np.repeat([np.float32(s.temperature) for s in samplings], NODES),
+    )
+    allowed = np.ones(logits.shape, bool) if allowed is None else allowed
+    return np.asarray(_run(logits, rules, every, whole, allowed))
+
+
+# --- both ----------------------------------------------------------------------------------------
+
+
+CHOSEN = {"torch": on_torch, "jax": on_xla}
+"""(logits [R,N,V], samplings, histories, allowed [R,N,V] or None) -> int32[R,N]."""
+
+
+def wanted_of(logits, sampling, history, path, mask):
+    processed = process(logits, sampling, history, path, mask)
+    return chosen_by_rule(processed, sampling, history.output_len + len(path))
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_choices_are_the_hosts(masked):
+@pytest.mark.parametrize("program", CHOSEN)
+def test_choices_are_the_hosts(program, masked):
     """Of every kind of row, at four nodes each that add draft tokens to what was said."""
-    random = np.random.default_rng(0)
-    for turn in range(24):
+    random, compared, unsure = np.random.default_rng(0), 0, 0
+    for turn in range(30):
         samplings = [
             Sampling(
                 **{"temperature": 0.9, "seed": 10 * turn + row}
@@ -98,31 +168,41 @@ def test_choices_are_the_hosts(masked):
         logits = (random.normal(size=(ROWS, NODES, VOCAB)) * 3).astype(np.float32)
         if turn % 3 == 0:
             logits = np.round(logits)  # Ties.
-        allowed = np.ones((ROWS, NODES, VOCAB), bool)
+        allowed = random.random((ROWS, NODES, VOCAB)) < 0.3 if masked else None
         if masked:
-            allowed = random.random((ROWS, NODES, VOCAB)) < 0.3
             allowed[0] = False
             allowed[0][:, [9, 11]] = True  # Stop tokens alone.
             allowed[1, 2] = False
-        masks = masks_of(allowed) if masked else None
-        found = chosen(made(samplings), samplings, histories, logits, masks)
+        bits = bits_of(allowed) if masked else [None] * (ROWS * NODES)
+        found = CHOSEN[program](logits, samplings, histories, allowed)
         for row, (sampling, history) in enumerate(zip(samplings, histories, strict=True)):
             for node, path in enumerate(PATHS):
-                mask = masks.bits[NODES * row + node] if masked else None
-                processed = process(logits[row, node], sampling, history, path, mask)
-                wanted = chosen_by_rule(processed, sampling, history.output_len + len(path))
-                assert found[row, node] == wanted, (sampling, node)
+                mask, token = bits[NODES * row + node], found[row, node]
+                wanted = wanted_of(logits[row, node], sampling, history, path, mask)
+                compared += 1
+                if program == "jax" and token == NOTHING and wanted != NOTHING:
+                    assert sampling.top_p < 1
+                    unsure += 1
+                else:
+                    assert token == wanted, (sampling, node)
+    assert compared == 30 * ROWS * NODES and unsure < compared / 100
 
 
-def test_what_has_no_finite_logit_has_no_choice():
+@pytest.mark.parametrize("program", CHOSEN)
+def test_what_has_no_finite_logit_has_no_choice(program):
+    """Nor where a grammar hides it."""
     logits = np.zeros((ROWS, NODES, VOCAB), np.float32)
     logits[0, 0, 3], logits[1, 1, 650] = np.nan, np.inf
     sampling, history = Sampling(top_k=2, seed=1), History(np.zeros(2, np.int32), 1)
     allowed = np.ones(logits.shape, bool)
-    allowed[..., [3, 650]] = False  # Nor where a grammar hides it.
-    found = chosen(made([sampling] * 4), [sampling] * 4, [history] * 4, logits, masks_of(allowed))
-    assert found[0, 0] == found[1, 1] == NOTHING
-    assert (np.delete(found.ravel(), [0, 5]) >= 0).all()
+    allowed[..., [3, 650]] = False
+    for mask in (None, allowed):
+        found = CHOSEN[program](logits, [sampling] * ROWS, [history] * ROWS, mask)
+        assert found[0, 0] == found[1, 1] == NOTHING
+        assert (np.delete(found.ravel(), [0, 5]) >= 0).all()
+
+
+# --- on torch alone ------------------------------------------------------------------------------
 
 
 def test_rounds_count_what_they_emit():
@@ -171,3 +251,37 @@ def test_reports_are_the_hosts(top):
         possible = others > -np.inf
         assert ids[possible].tolist() == [token for token, _ in wanted.top]
         np.testing.assert_allclose(others[possible], [v for _, v in wanted.top], atol=1e-5)
+
+
+# --- on XLA alone --------------------------------------------------------------------------------
+
+
+def test_where_top_p_is_a_matter_of_rounding_there_is_no_choice():
+    """Two tokens hold half each of what a third leaves; top_p lies within a rounding of a cut."""
+    logits = np.full((ROWS, 4, VOCAB), -np.inf, np.float32)
+    logits[..., :4] = 0.0
+    seen = set()
+    for seed in range(40):
+        sampling = Sampling(temperature=1.0, top_p=0.75, seed=seed)
+        history = History(np.zeros(3, np.int32), 1)
+        rows = [replace(sampling, seed=seed * ROWS + row) for row in range(ROWS)]
+        found = on_xla(logits, rows, [history] * ROWS, None)
+        wanted = [wanted_of(logits[0, 0], s, history, (), None) for s in rows]
+        for token, host in zip(found[:, 0], wanted, strict=True):
+            assert token in (host, NOTHING)
+            seen.add(int(token))
+    assert {NOTHING, 0, 1, 2} == seen
+
+
+def test_the_largest_are_the_hosts():
+    random = np.random.default_rng(1)
+    values = np.round(random.normal(size=(50, 90)) * 4).astype(np.float32)
+    values[::4] = random.normal(size=values[::4].shape)
+    values[:, ::7] = -np.inf
+    values[3] = -0.0
+    counts = random.integers(1, 100, 50).astype(np.int32)
+    found = np.asarray(jax.jit(_largest)(values, counts))
+    for line, count, kept in zip(values, counts, found, strict=True):
+        wanted = line.copy()
+        _keep_largest(wanted, int(count))
+        assert ((kept & (line > -np.inf)) == (wanted > -np.inf)).all()

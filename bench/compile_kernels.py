@@ -1,9 +1,11 @@
 """Compiles our Triton kernels for NVIDIA's GPUs, which needs none; prints one JSON line each.
 
-    python -m tests.parity.compile_kernels [--arch 80,90,100] [NAME ...]
-    python -m tests.parity.compile_kernels --table docs/gpu-kernels.md
+    python -m bench.compile_kernels [--arch 80,90,100] [NAME ...]
+    python -m bench.compile_kernels --table docs/gpu-kernels.md
+    python -m bench.compile_kernels --check
 
-A process of its own: in the tests' process the same modules are interpreted.
+`--check` says what is not as it should be (`wrong`), on every architecture, and fails then: before
+kernels change, and with the slow tests. In the tests' process the same modules are interpreted.
 """
 
 import argparse
@@ -167,7 +169,7 @@ def kernel(function, kinds, constants, warps):
 
 
 def choice(dtype):
-    kinds = (f"*{dtype}", "*i64", "*i32", "*fp32", "*fp32", "*i32", ("i32", 2))
+    kinds = (f"*{dtype}", "*i64", "*i32", "*fp32", "*fp32", "*i32", ("i32", 4))
     return kernel(triton_choice._choose, kinds, {"CHUNK": triton_choice.CHUNK}, 8)
 
 
@@ -426,7 +428,7 @@ def matrix(arch):
 
 HEAD = """# Kernels on a GPU, as compiled
 
-Written by `python -m tests.parity.compile_kernels --table docs/gpu-kernels.md`; compiling needs no
+Written by `python -m bench.compile_kernels --table docs/gpu-kernels.md`; compiling needs no
 device. Triton {version} compiles every binary that rounds of these models need, for
 compute capabilities 8.0 (A100), 9.0 (H100, H200) and 10.0 (B200). Registers are a thread's, shared
 memory a program's; programs are those that fit on a multiprocessor at once by both; a spill would
@@ -470,22 +472,83 @@ def archs_of(name, archs):
     return [arch for arch in archs if arch >= 89 or "float8" not in name]
 
 
+TURNS = ("rotation", *(f"prepare {nodes} nodes" for nodes in (1, 8, 64)))
+PARKED = {(name, arch): 32 for name in TURNS for arch in ARCHS}
+PARKED["attend 8b with window and cap, 64 lines", 80] = 8
+"""Bytes on the stack. What turns positions has the table of libdevice's cosine for angles above
+105,615, a few of a context's first frequencies; 22 to 31 registers are taken, so nothing is spilt.
+The cap at 64 lines spills two registers on sm_80; with half the keys a turn none, but then layers
+without a cap, which spill none, would have half as well, and no such device was there to time it.
+"""
+
+LATENTS = "attend latents, 32 lines"
+ALONE = {("attend 135m float32, 64 lines", 100), *((LATENTS, arch) for arch in ARCHS)}
+"""One program of eight warps, not two of four: those spill 40 bytes, with more keys a turn more.
+The 512 numbers of a latent's value leave 32 lines 180 registers.
+"""
+
+MODELS = "8b", "to float8 8b", "8b with window and cap", "135m", "135m float32"
+
+
+def wrong(arch, usage):
+    """What is not as it should be in one architecture's binaries, {name: what `compiled` says}.
+
+    None spills beyond what is parked. A model has at most eight binaries of attention, for rows of
+    any size (25 when tiles and parts were constants): two sets (a head of other heads than its
+    target's, or layers with a window beside layers without) and one that merges for each. Attention
+    fetches ahead and multiplies on tensor cores, two programs at a time.
+    """
+    if len(usage) <= 20:
+        yield f"{len(usage)} binaries are too few"
+    for name, line in usage.items():
+        if (spilt := line["STACK"] + line["LOCAL"]) and PARKED.get((name, arch)) != spilt:
+            yield f"{name} has {spilt} bytes on its stack"
+    for model in MODELS:
+        count = len([name for name in usage if name.startswith(f"attend {model},")])
+        if 2 * (count + 1) > 8 or not (count or "float8" in model):
+            yield f"{count} attention binaries of {model}"
+    attention = {name: line for name, line in usage.items() if name.startswith("attend")}
+    if len(attention) < 12:
+        yield f"{len(attention)} attention binaries are too few"
+    for name, line in attention.items():
+        few_keys = "float32" in name or "gemma" in name or "latents" in name  # 16 of 576 numbers
+        if line["programs"] < (1 if (name, arch) in ALONE else 2):
+            yield f"{name}: {line['programs']} programs at a time"
+        if not line["tensor_cores"] or line["async_copies"] < (20 if few_keys else 70):
+            yield f"{name} does not fetch ahead, or multiplies without tensor cores"
+
+
+def check():
+    """0 where nothing is wrong."""
+    found = []
+    for arch in ARCHS:
+        cases = matrix(arch)
+        usage = {name: cases[name].compiled(arch) for name in cases if archs_of(name, [arch])}
+        found += [f"sm_{arch}: {what}" for what in wrong(arch, usage)]
+    sys.stdout.write("\n".join([*found, f"{len(found)} faults"]) + "\n")
+    return min(len(found), 1)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*")
     parser.add_argument("--arch", default="90")
     parser.add_argument("--table", type=Path)
+    parser.add_argument("--check", action="store_true", help="say what is wrong, and fail")
     arguments = parser.parse_args()
+    if arguments.check:
+        return check()
     if arguments.table:
         arguments.table.write_text(table())
-        return
+        return 0
     cases = {arch: matrix(arch) for arch in map(int, arguments.arch.split(","))}
     for name in arguments.names or list(next(iter(cases.values()))):
         for arch in archs_of(name, cases):
             found = {"kernel": name, "arch": arch} | cases[arch][name].compiled(arch)
             sys.stdout.write(json.dumps(found) + "\n")
             sys.stdout.flush()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,10 +1,12 @@
-"""The same contract on the toy: a draft model with a cache of its own, and one without any."""
+"""Draft models of the toy executor, in NumPy: one with a cache of its own, and one that proposes
+blocks. What is asked of them and of the others is in test_contract.py.
+"""
 
 import numpy as np
-import pytest
 
 from forerun.control.policy import FixedPolicy
 from forerun.drafters.model_drafter import ModelDrafter
+from forerun.drafters.none import NoDrafter
 from forerun.engine.options import EngineOptions
 from forerun.engine.thread import Engine
 from forerun.executors.toy import ToyExecutor
@@ -12,24 +14,21 @@ from forerun.interface.draft_model import BlockCandidates, Candidates, DraftMode
 from forerun.interface.grammars import NoGrammars
 from forerun.models.cache_layer import CacheLayer
 from forerun.speculative.draft_tree import TreeShape
-from tests.engine.toys import TOKENIZER, VOCAB, ask, best, limits, logits, run
+from tests.drafters.served import Cell
+from tests.engine.toys import TOKENIZER, VOCAB, best, limits, logits
 
 DEPTH = 3
 
 
 class ToySelf:
-    """The toy once more: an entry is a token, and what it says hangs on all of them.
+    """The toy once more: an entry is a token, and what it says hangs on all of them."""
 
-    off  added to what it finds likeliest: 1 is never right
-    """
-
-    def __init__(self, shape, off=0):
+    def __init__(self, shape):
         ids = np.arange(VOCAB, dtype=np.int32)
         self.traits = DraftModelTraits("toy self", (CacheLayer(1, 1),), ids, shape.max_nodes)
         self.entries = np.full((shape.pages, shape.page_size), -1, np.int32)
         self.roots = np.zeros(shape.slots, np.int32)
         self.paths = {}
-        self.off = off
 
     def extend(self, extension, features):
         assert features is None
@@ -71,9 +70,7 @@ class ToySelf:
         found = np.array([logits(text) for text in texts], np.float32).reshape(-1, VOCAB)
         found -= np.log(np.exp(found).sum(1, keepdims=True))
         ids = np.argsort(-found, kind="stable", axis=1)
-        return Candidates(
-            ((ids + self.off) % VOCAB).astype(np.int32), np.take_along_axis(found, ids, 1)
-        )
+        return Candidates(ids.astype(np.int32), np.take_along_axis(found, ids, 1))
 
     def describe(self):
         return {}
@@ -82,8 +79,8 @@ class ToySelf:
 class ToyBlock(ToySelf):
     """Proposes a block at once: what the toy would say greedily, and at each depth what is near."""
 
-    def __init__(self, shape, off=0):
-        super().__init__(shape, off)
+    def __init__(self, shape):
+        super().__init__(shape)
         traits = self.traits
         self.traits = DraftModelTraits(
             "toy block", traits.cache, traits.target_ids, traits.max_nodes, block_size=DEPTH
@@ -104,51 +101,25 @@ class ToyBlock(ToySelf):
         )
 
 
-def served(kind, off=0, width=1, nodes=DEPTH, **sampling):
-    """All finished choices of some requests, each as it should be; page tables of any size."""
-    executor = ToyExecutor(limits(pages=120, page_size=2, max_nodes=20))
-    drafter = ModelDrafter(kind(executor.limits, off), executor.limits, TreeShape(width, DEPTH))
-    policy = FixedPolicy(nodes, DEPTH)
-    made = Engine(executor, drafter, policy, TOKENIZER, NoGrammars(), EngineOptions())
-    prompts = ["Hello", "A prompt that takes more than one step to read", "Hello there", "x"]
-    requests = [ask(str(n), prompt, 23, **sampling) for n, prompt in enumerate(prompts)]
-    ear = run(made, *requests)
-    for request in requests:
-        ear.expect(request)
-    assert made.stats().failed_steps == 0
-    return [(ear.tokens(request.id), ear.last(request.id).stats) for request in requests]
+class ToyCell(Cell):
+    """As a Cell, on the toy."""
 
+    vocab = VOCAB
 
-def counted(done):
-    """Every token is accounted for: a stop token may cut what the last step said."""
-    for tokens, stats in done:
-        emitted = sum((a + 1) * steps for a, steps in enumerate(stats.histogram))
-        cut = emitted - len(tokens)
-        assert 0 <= cut <= DEPTH and stats.accepted == emitted - stats.steps
-        assert cut == 0 or len(tokens) < 23
-    return [sum(getattr(stats, name) for _, stats in done) for name in ("accepted", "draft_tokens")]
+    def __init__(self, name):
+        self.depth, self._plain = DEPTH, {}
+        self._kind = {"itself": ToySelf, "block": ToyBlock}[name]
+        self._limits = limits(pages=400, page_size=2, max_nodes=30)
 
+    def model(self):
+        return self._kind(self._limits)
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8, 1.0])
-def test_the_toy_as_its_own_draft_accepts_everything(temperature):
-    accepted, draft_tokens = counted(served(ToySelf, temperature=temperature, seed=11))
-    assert accepted == draft_tokens > 40
-
-
-@pytest.mark.parametrize("kind", [ToySelf, ToyBlock])
-def test_what_is_never_right_is_never_accepted(kind):
-    accepted, draft_tokens = counted(served(kind, off=1))
-    assert accepted == 0 < draft_tokens
-
-
-def test_a_greedy_block_accepts_everything_at_temperature_zero():
-    accepted, draft_tokens = counted(served(ToyBlock))
-    assert accepted == draft_tokens > 40
-
-
-@pytest.mark.parametrize("kind", [ToySelf, ToyBlock])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_trees_change_no_text(kind, temperature):
-    shape = {"width": 3, "nodes": 9}
-    accepted, draft_tokens = counted(served(kind, **shape, temperature=temperature, seed=5))
-    assert 0 < accepted < draft_tokens
+    def engine(self, model, shape=None):
+        """Page tables of any size; longer prompts take more than one step to read."""
+        drafter, policy = NoDrafter(), FixedPolicy(0, 0)
+        if shape is not None:
+            nodes, depth, width = shape
+            drafter = ModelDrafter(model, self._limits, TreeShape(width, depth))
+            policy = FixedPolicy(nodes, depth)
+        executor, options = ToyExecutor(self._limits), EngineOptions()
+        return Engine(executor, drafter, policy, TOKENIZER, NoGrammars(), options)

@@ -1,0 +1,288 @@
+"""What drafts, of every kind, beside the target that it is for: as folders, made when asked for.
+
+A reference gives log-probabilities without any cache: (text, draft tokens below it) ->
+float32[depth + 1,Vd], of what follows the text and each of the draft tokens.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from forerun.executors.torch.drafts.eagle import EagleHead
+from forerun.models.draft_config import head_for
+from forerun.models.folder import FolderCheckpoint
+from forerun.train.export import export_head
+from tests.drafters.prediction import counting, dense, random_layer, with_layers
+from tests.models import tiny
+from tests.parity.blocks import VARIANTS, dense_block, random_block, streams
+from tests.parity.heads import Target, Twin
+
+
+@dataclass(frozen=True)
+class Kind:
+    """model, draft  folders, or a file; draft None: it lies in the model's own
+    depth         tokens of its chains
+    reference     None: nothing to compare with
+    others        references of what it would be read wrongly: never near
+    """
+
+    method: str
+    model: Path
+    draft: Path | None = None
+    depth: int = 3
+    reference: Callable | None = None
+    others: tuple[Callable, ...] = ()
+    options: dict = field(default_factory=dict)
+
+
+class Kinds:
+    """By name: the family, and which of it (see MAKERS)."""
+
+    def __init__(self, root):
+        self.root, self._made = root, {}
+
+    def __getitem__(self, name):
+        if name not in self._made:
+            family, _, which = name.partition(", ")
+            self._made[name] = MAKERS[family](self, which)
+        return self._made[name]
+
+    def folder(self, name):
+        return self.root / name.replace(" ", "_").replace("'", "")
+
+    @cached_property
+    def hf(self):
+        return tiny.model("llama", num_hidden_layers=4, max_position_embeddings=512)
+
+    @cached_property
+    def target(self):
+        return tiny.save_folder(self.hf, self.folder("target"))
+
+    @cached_property
+    def layered(self):
+        """A target of prediction layers, whose folder has none."""
+        return tiny.model("llama")
+
+
+def blind(hf, *layers):
+    """The last token alone moves it then, by no norm: a scale moves no argmax."""
+    with torch.no_grad():
+        hf.model.norm.weight.fill_(1.0)
+        for layer in (*hf.model.layers, *layers):
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    return hf
+
+
+# --- whole models ------------------------------------------------------------------------------
+
+
+def standalone(kinds, which):
+    """The target itself, also as a file and under another numbering of the same tokens; its first
+    layers; itself with a vocabulary that lacks some.
+    """
+    small = kinds.hf
+    turned = np.roll(np.arange(tiny.VOCAB), 3)  # The token at i is the target's turned[i].
+    folder = kinds.folder(f"draft {which}")
+    if which == "itself":
+        draft = kinds.target
+    elif which == "GGUF":
+        draft = tiny.write_gguf(kinds.hf, folder.with_suffix(".gguf"))
+    elif which == "first layers":
+        small = tiny.model("llama", num_hidden_layers=3, max_position_embeddings=512)
+        small.load_state_dict(kinds.hf.state_dict(), strict=False)
+        draft = tiny.save_folder(small, folder)
+    else:
+        ids = turned if which == "renumbered" else turned[turned < 290]
+        draft = other_vocabulary(kinds.hf, folder, ids)
+
+    @torch.no_grad()
+    def reference(text, path):
+        logits = small(torch.tensor([[*text, *path]])).logits[0, len(text) - 1 :]
+        return logits.log_softmax(-1).numpy()
+
+    return Kind("STANDALONE", kinds.target, draft, reference=reference)
+
+
+def other_vocabulary(hf, folder, ids):
+    """The same network over the target's tokens `ids`, in this order."""
+    layers = hf.config.num_hidden_layers
+    other = tiny.model("llama", num_hidden_layers=layers, vocab_size=len(ids), eos_token_id=None)
+    state = dict(hf.state_dict())
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        state[name] = state[name][torch.from_numpy(ids)]
+    other.load_state_dict(state)
+    tiny.save_folder(other, folder)
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    place = {int(id): position for position, id in enumerate(ids)}
+    vocab = {text: place[id] for text, id in spec["model"]["vocab"].items() if id in place}
+    spec["model"]["vocab"] = vocab
+    spec["model"]["merges"] = [
+        pair for pair in spec["model"]["merges"] if {*pair, "".join(pair)} <= vocab.keys()
+    ]
+    spec["added_tokens"] = [
+        token | {"id": place[token["id"]]} for token in spec["added_tokens"] if token["id"] in place
+    ]
+    tokenizers.Tokenizer.from_str(json.dumps(spec))
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    return folder
+
+
+# --- prediction layers -------------------------------------------------------------------------
+
+
+def prediction(hf, layers, folder, naming, depth=3, zeroed=False, raw=False, options=None):
+    """zeroed, raw: as `dense` has them, and never near it where they are the other way round."""
+
+    def read(zeroed, raw):
+        def reference(text, path):
+            found = dense(hf, layers, naming == "mimo", text, path, zeroed, raw)
+            return torch.stack(found).log_softmax(-1).detach().numpy()
+
+        return reference
+
+    model = with_layers(hf, layers, folder, naming)
+    others = (read(not zeroed, raw),) * zeroed + (read(zeroed, not raw),) * (raw or zeroed)
+    return Kind("NEXTN", model, None, depth, read(zeroed, raw), others, options or {})
+
+
+def one_layer(kinds, naming):
+    """A random one."""
+    hf = kinds.layered
+    return prediction(hf, [random_layer(hf, 5)], kinds.folder(f"one {naming}"), naming)
+
+
+def three_layers(kinds, naming):
+    """Random ones, one for each depth, and one token beyond them; Qwen3-Next's share their norms
+    and fuse.
+    """
+    hf = kinds.layered
+    layers = [random_layer(hf, 5 + depth) for depth in range(3)]
+    if naming == "qwen3-next":
+        layers = [(made, *layers[0][1:]) for made, *_ in layers]
+    return prediction(hf, layers, kinds.folder(f"three {naming}"), naming, 4)
+
+
+def family_layer(kinds, which):
+    """A family's own layer: GLM-4.5's, with experts, whose first row reads no token; DeepSeek's,
+    with latents, carrying either hidden state.
+    """
+    family, _, reading = which.partition(", ")
+    hf = tiny.model(family, max_position_embeddings=512)
+    torch.manual_seed(3)
+    made = type(hf.model.layers[-1])(hf.config, hf.config.num_hidden_layers - 1)
+    with torch.no_grad():
+        for name, weight in [*made.named_parameters(), *made.named_buffers()]:
+            weight.normal_(1.0 if "norm" in name else 0.0, 0.2 if weight.dim() == 1 else 0.15)
+    width = hf.config.hidden_size
+    norms = [1 + 0.2 * torch.randn(width) for _ in range(3)]
+    layer = made, *norms, torch.randn(width, 2 * width) / 8
+    options = {"draft_reading": reading} if reading else {}
+    facts = {"zeroed": family == "glm4_moe", "raw": reading == "feedback=raw", "options": options}
+    return prediction(hf, [layer], kinds.folder(which), "deepseek", **facts)
+
+
+def counting_layers(kinds, which):
+    """Right for their depth alone: in order, the last two swapped, the first alone."""
+    hf, layers = counting()
+    order = {"right": (0, 1, 2), "swapped": (0, 2, 1), "one": (0,)}[which]
+    layers = [layers[n] for n in order]
+    return Kind("NEXTN", with_layers(hf, layers, kinds.folder(f"by {which}"), "deepseek"), depth=4)
+
+
+# --- heads -------------------------------------------------------------------------------------
+
+
+def right(kinds, method):
+    """A target that looks at the last token alone, with a prediction layer, and an EAGLE-1 head;
+    both do the same, so that what they propose is what the target says. Or, negated, the least
+    likely.
+    """
+    method, _, negated = method.partition(", ")
+    root, name = kinds.folder("right"), "shared_head.norm.weight"
+    hf = tiny.model("llama", num_hidden_layers=6, max_position_embeddings=512)
+    layer, width = LlamaDecoderLayer(hf.config, 0), hf.config.hidden_size
+    blind(hf, layer)
+    fuse = torch.cat([torch.eye(width), torch.zeros(width, width)], 1)
+    if not (root / "target").exists():
+        ones = [torch.ones(width) for _ in range(3)]
+        with_layers(hf, [(layer, *ones, fuse)], root / "target", "deepseek")
+        arch = FolderCheckpoint(root / "target").architecture
+        about = replace(head_for(arch, arch.vocab), algorithm="eagle1", features=(arch.layers,))
+        head = EagleHead(about)
+        with torch.no_grad():
+            for weight in (head.layer.self_attn.o_proj.weight, head.layer.mlp.down_proj.weight):
+                weight.zero_()
+            head.fc.weight.copy_(fuse)
+        export_head(head, np.arange(arch.vocab, dtype=np.int32), root / "head")
+    target = root / "target"
+    draft = {"EAGLE": root / "head", "NEXTN": None, "STANDALONE": target}[method]
+    if negated and draft is None:
+        target = opposite(target, name)
+    elif negated:
+        draft = opposite(draft, "fc.weight" if method == "EAGLE" else "model.norm.weight")
+    return Kind(method, target, draft)
+
+
+def opposite(folder, name):
+    """A copy of which one tensor has the other sign: the likeliest is the least likely."""
+    made = folder.with_name(f"not {folder.name} {name}")
+    if not made.exists():
+        made.mkdir()
+        for file in folder.iterdir():
+            (made / file.name).write_bytes(file.read_bytes())
+        tensors = load_file(made / "model.safetensors")
+        (key,) = (key for key in tensors if key.endswith(name))
+        tensors[key] = -tensors[key]
+        save_file(tensors, made / "model.safetensors")
+    return made
+
+
+def random_head(kinds, _):
+    """An EAGLE-3 head that nobody trained, which knows every second token."""
+    hf = tiny.model("llama", num_hidden_layers=6, max_position_embeddings=512)
+    model = tiny.save_folder(hf, kinds.folder("deep"))
+    twin = Twin(Target(FolderCheckpoint(model)), kinds.folder("random head"), {})
+
+    def reference(text, path):
+        return twin.log_probs([*text, *path], len(path) + 1, only=len(text) - 2)[
+            :, len(text) - 2
+        ].numpy()
+
+    return Kind("EAGLE", model, twin.folder, reference=reference)
+
+
+# --- blocks ------------------------------------------------------------------------------------
+
+
+def block(kinds, variant):
+    """A random block drafter (tests/parity/blocks.py); what it says of each depth does not depend
+    on what stands above.
+    """
+    arch = FolderCheckpoint(kinds.target).architecture
+    draft = random_block(arch, kinds.folder(f"block {variant}"), **VARIANTS[variant])
+
+    def reference(text, path):
+        return dense_block(draft, kinds.hf, text, streams(kinds.hf, text)).numpy()
+
+    return Kind("DFLASH", kinds.target, draft.path, draft.head.depth, reference)
+
+
+MAKERS = {
+    "STANDALONE": standalone,
+    "NEXTN": one_layer,
+    "NEXTN by depth": three_layers,
+    "NEXTN of": family_layer,
+    "counting": counting_layers,
+    "right": right,
+    "EAGLE": random_head,
+    "DFLASH": block,
+}

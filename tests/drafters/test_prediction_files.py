@@ -1,0 +1,169 @@
+"""Prediction layers in a target's files: what they are taken for, and what is wrong with them."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from forerun.build.engine import open_target
+from forerun.cli.eval import collapsed
+from forerun.errors import ConfigError, ModelError
+from forerun.measure.acceptance import Finding
+from forerun.measure.probe import FEEDBACKS, probe_layers
+from forerun.measure.workload import Prompt
+from forerun.models.folder import FolderCheckpoint
+from forerun.models.prediction_layers import open_prediction_layers
+from tests.drafters.kinds import Kind
+from tests.drafters.prediction import NAMINGS, prefix_of, random_layer, with_layers
+from tests.drafters.served import settings
+from tests.models import tiny
+
+
+@pytest.fixture(scope="module")
+def hf():
+    return tiny.model("llama")
+
+
+@pytest.fixture(scope="module")
+def layers(hf):
+    return [random_layer(hf, 5 + depth) for depth in range(3)]
+
+
+def configured(folder, method="NEXTN", **changes):
+    return settings(Kind(method, folder), "torch", **changes)
+
+
+def opened(folder):
+    checkpoint = FolderCheckpoint(folder)
+    declared = checkpoint.config["num_nextn_predict_layers"]
+    return open_prediction_layers(checkpoint, checkpoint.prediction_files, declared)
+
+
+def says(folder, **facts):
+    """Change what the folder's configuration says."""
+    config = json.loads((folder / "config.json").read_text()) | facts
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("executor", ["cpu", "torch"])
+def test_a_model_itself_as_its_eagle_draft_means_its_layers(kinds, executor):
+    """Where a checkpoint has them and no draft is named."""
+    target = open_target(settings(Kind("EAGLE", kinds["right, NEXTN"].model), executor))
+    try:
+        assert target.config.speculative_algorithm == "NEXTN"
+        assert target.draft_model.describe()["layers"] == 1
+    finally:
+        target.close()
+
+
+def test_mimo_is_qwen2_with_prediction_layers(layers, tmp_path):
+    """MiMo-7B's configuration, and the command line its documentation gives."""
+    hf = tiny.model("qwen2")
+    sizes = {"q": 64, "k": 32, "v": 32}
+    biases = {f"model.mtp_layers.0.self_attn.{part}_proj.bias": torch.zeros(size)
+              for part, size in sizes.items()}  # fmt: skip
+    folder = with_layers(hf, layers[:1], tmp_path, "mimo", biases)
+    says(folder, model_type="mimo", architectures=["MiMoForCausalLM"], attention_bias=True,
+         use_mrope=False, auto_map={"AutoModel": "modeling.MiMoModel"})  # fmt: skip
+    assert FolderCheckpoint(folder).architecture.family == "qwen2"
+    shape = {"speculative_num_steps": 1, "speculative_eagle_topk": 1}
+    target = open_target(configured(folder, "EAGLE", speculative_num_draft_tokens=2, **shape))
+    assert target.config.speculative_algorithm == "NEXTN"
+    assert target.draft_model.describe()["layers"] == 1
+    target.close()
+    says(folder, use_mrope=True)
+    with pytest.raises(ModelError, match="use_mrope"):
+        FolderCheckpoint(folder)
+
+
+@pytest.mark.parametrize("naming", NAMINGS)
+def test_what_is_missing_or_unknown_is_named(hf, layers, tmp_path, naming):
+    """Of one layer, and of the last of three."""
+    prefix, *names = NAMINGS[naming]
+    lost = f"{names[-1] if naming == 'qwen3-next' else prefix + names[-1]}.weight"
+    last = prefix.replace(prefix[-2], str(int(prefix[-2]) + 2))
+    assert prefix == prefix_of(hf, naming)
+    for count, first, gone in ((1, prefix, lost), (3, last, f"{last}mlp.up_proj.weight")):
+        folder = with_layers(hf, layers[:count], tmp_path / str(count), naming)
+        tensors = load_file(folder / "model.safetensors")
+        del tensors[gone]
+        tensors[f"{first}self_attn.k_norm.weight"] = torch.ones(16)
+        tensors[f"{first}self_attn.o_proj.weight"] = torch.ones(3, 64)
+        save_file(tensors, folder / "model.safetensors")
+        with pytest.raises(ModelError) as caught:
+            opened(folder) if count > 1 else open_target(configured(folder))
+        for fault in (f"missing {gone}", f"unexpected {first}self_attn.k_norm.weight",
+                      f"{first}self_attn.o_proj.weight is [3, 64], not [64, 64]"):  # fmt: skip
+            assert fault in str(caught.value)
+    # The target itself is whole.
+    open_target(configured(tmp_path / "1", "OFF")).close()
+
+
+def test_without_layers_and_with_a_draft_besides(hf, layers, tmp_path):
+    bare = tiny.save_folder(hf, tmp_path / "bare")
+    folder = with_layers(hf, layers[:1], tmp_path / "layered", "mimo")
+    with pytest.raises(ModelError, match="has no prediction layers"):
+        open_target(configured(bare))
+    with pytest.raises(ConfigError, match="leave speculative-draft-model-path out"):
+        open_target(configured(folder, speculative_draft_model_path=str(bare)))
+    stray = {"model.layers.2.input_layernorm.weight": torch.ones(64)}
+    tensors = load_file(bare / "model.safetensors") | stray
+    save_file(tensors, bare / "model.safetensors")
+    with pytest.raises(ModelError, match=r"unexpected model\.layers\.2\.input_layernorm"):
+        FolderCheckpoint(bare)
+
+
+def test_layers_that_are_announced_and_absent_leave_a_plain_model(hf, tmp_path):
+    """Said once; asked to stop, it does."""
+    folder = tiny.save_folder(hf, tmp_path / "bare")
+    says(folder, num_nextn_predict_layers=1)
+    with pytest.warns(match="announces 1 prediction layers, but has no") as told:
+        target = open_target(configured(folder, draft_on_error="disable"))
+    target.close()
+    assert len([each for each in told if "announces" in str(each.message)]) == 1
+    assert not target.config.speculates
+    with pytest.raises(ModelError, match="announces 1"):
+        open_target(configured(folder))
+
+
+def test_layers_that_no_depth_reaches_are_left_out(kinds):
+    kind = kinds["NEXTN by depth, mimo"]
+    for steps, layers in ((2, 2), (4, 3)):
+        target = open_target(settings(kind, "torch", speculative_num_steps=steps))
+        assert target.draft_model.describe()["layers"] == layers
+        assert len(target.draft_model.traits.cache) == layers
+        target.close()
+
+
+def test_numbers_counts_and_copies_that_contradict_each_other(hf, layers, tmp_path):
+    folder = with_layers(hf, layers, tmp_path, "deepseek")
+    whole = load_file(folder / "model.safetensors")
+    other = {"model.layers.3.embed_tokens.weight": whole["lm_head.weight"].clone()}
+    save_file(whole | other, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=r"model\.layers\.3\.embed_tokens\.weight is another"):
+        opened(folder)
+    gap = {name: values for name, values in whole.items() if not name.startswith("model.layers.3.")}
+    save_file(gap, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=r"have the numbers \[2, 4\]; they must count from 2 on"):
+        opened(folder)
+    save_file(whole, folder / "model.safetensors")
+    says(folder, num_nextn_predict_layers=2)
+    with pytest.raises(ModelError, match=r"promises 2 prediction layers .* those of 3"):
+        opened(folder)
+
+
+def test_a_probe_finds_which_hidden_state_layers_carry(kinds):
+    """Both readings are served; of equals the configured one is believed."""
+    prompts = [Prompt("p", "e2e", ({"role": "user", "content": "the quick brown fox"},))]
+    config = settings(kinds["right, NEXTN"], "torch")
+    found = probe_layers(config, lambda *_: None, prompts, tokens=12)
+    assert {attempt.variant for attempt in found} == set(FEEDBACKS)
+    assert found[0].configured and found[0].length > 2
+
+
+def test_a_second_position_that_collapses_is_said():
+    facts = dict.fromkeys(Finding.__dataclass_fields__, 0) | {"question": "q", "shape": "chain"}
+    fine, bad = (Finding(**facts | {"agreement": pair}) for pair in ((0.8, 0.6), (0.8, 0.05)))
+    assert collapsed([fine]) == []
+    assert "0.80, then 0.05" in collapsed([fine, bad])[0]

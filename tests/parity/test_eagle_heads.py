@@ -1,0 +1,362 @@
+"""Draft heads on every executor: their passes against one token at a time, in the class that is
+trained; served, text and every step's acceptance are what the unrolled forward says.
+"""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from forerun.build.engine import load, open_target
+from forerun.client.completion import complete, make_request
+from forerun.drafters.model_drafter import ModelDrafter
+from forerun.errors import EngineError, ModelError
+from forerun.executors import cpu
+from forerun.executors.cpu import CpuEagleModel, CpuExecutor
+from forerun.executors.jax import JaxEagleModel, JaxExecutor, JaxOptions
+from forerun.executors.torch import TorchEagleModel, TorchExecutor
+from forerun.interface.features import KeptFeatures
+from forerun.interface.plan import SlotInit
+from forerun.models.draft_folder import open_draft
+from forerun.options.config import EngineConfig
+from forerun.speculative.draft_tree import TreeShape
+from forerun.speculative.sampling import Sampling
+from tests.models import tiny
+from tests.parity.driver import Driver, Row, chain_draft, limits
+from tests.parity.heads import (
+    SWITCHES,
+    Twin,
+    check_few_children,
+    check_refusals,
+    compare,
+    counted,
+    extension,
+    level,
+    opened,
+    serve,
+    simulated,
+    within,
+)
+
+NARROW = SWITCHES[-1]
+EAGLE_1 = SWITCHES[-2]
+NATIVE = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
+MODELS = {"cpu": CpuEagleModel, "torch": TorchEagleModel, "jax": JaxEagleModel}
+
+
+def near(found, wanted):
+    """8 bits a product, compounded over draft tokens; a wrong feature, norm or position gives less
+    than 0.5.
+    """
+    for a, b in zip(np.atleast_2d(found), np.atleast_2d(wanted), strict=True):
+        assert np.corrcoef(a, b)[0, 1] > 0.97, np.abs(a - b).max()
+        assert np.abs(a - b).max() < 0.25 * np.abs(b).max()
+
+
+CLOSE = {"cpu": near, "torch": within(1e-5), "jax": within(2e-5)}
+"""Log-probabilities down to -50: float32 rounds them by some 1e-5 at best."""
+
+
+@pytest.fixture
+def executors(dense, compiled, quickly):
+    """The target on an executor, by name."""
+    opened = []
+
+    def of(name, **changes):
+        if name == "cpu":
+            made = CpuExecutor(dense.checkpoint, limits(tiny.VOCAB), threads=2)
+        elif name == "torch":
+            made = TorchExecutor(dense.checkpoint, limits(tiny.VOCAB), **changes)
+        else:
+            options = JaxOptions(draft_nodes=3, stacked=True, cache_dir=compiled)
+            made = JaxExecutor(dense.checkpoint, limits(tiny.VOCAB, context=192, pages=24), options)
+        opened.append(made)
+        return made
+
+    yield of
+    for made in opened:
+        made.shutdown()
+
+
+@pytest.fixture
+def made(executors):
+    """On the core."""
+    return executors("cpu")
+
+
+@pytest.mark.parametrize("changes", SWITCHES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("cpu", marks=NATIVE), "torch", pytest.param("jax", marks=pytest.mark.slow)],
+)
+def test_extensions_and_trees_are_the_unrolled_forward(dense, executors, tmp_path, name, changes):
+    twin = Twin(dense, tmp_path, changes)
+    if (name, changes) == ("cpu", NARROW):
+        with pytest.raises(ModelError, match="width"):
+            CpuEagleModel(executors(name), dense.checkpoint, twin.draft)
+        return
+    compare(twin, executors(name), CLOSE[name], MODELS[name])
+
+
+@pytest.mark.parametrize("name", [pytest.param("cpu", marks=NATIVE), "torch"])
+def test_few_children_are_the_best_of_all(dense, executors, tmp_path, name):
+    """In 8 bits; in bfloat16, in which it is still the same head."""
+    executor = executors(name, dtype="bfloat16")
+    twin = Twin(dense, tmp_path, {})
+    pairs = check_few_children(twin, executor, MODELS[name])
+    if name == "cpu":
+        near(*pairs)
+        return
+    for found, wanted in zip(*pairs, strict=True):
+        assert np.corrcoef(found, wanted)[0, 1] > 0.99
+    assert TorchEagleModel(executor, dense.checkpoint, twin.draft).describe()["draft_cache_bytes"]
+
+
+@pytest.mark.parametrize("name", [pytest.param("cpu", marks=NATIVE), "torch"])
+def test_bad_passes_are_refused(dense, executors, tmp_path, name):
+    """By name. On the core only what follows a token is read of an extension."""
+    twin = Twin(dense, tmp_path, {})
+    check_refusals(twin, executors(name), MODELS[name], "tokens" if name == "cpu" else None)
+
+
+def test_torch_names_parents_and_nodes(dense, executors, tmp_path):
+    executor, twin = executors("torch"), Twin(dense, tmp_path, {})
+    one, rows = np.ones(1, np.int32), [(0, 2, [0])]
+    with pytest.raises(EngineError, match="refused: parents"):
+        device = TorchEagleModel(executor, dense.checkpoint, twin.draft)
+        device.expand(level([5], one, [0, 1], rows))
+    with Driver(executor) as driver:
+        driver.open(0, [1, 2, 3])
+        features = driver.step([Row(0)]).outcome.features
+        for node in (-one, one * 3):
+            with pytest.raises(EngineError, match=r"outside of 0\.\.2"):
+                features.select(node)
+
+
+def test_a_narrow_head_without_its_embedding_is_refused(dense, executors, tmp_path):
+    twin = Twin(dense, tmp_path, {"hidden": 48, "trained_head": True})
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["embed_tokens.weight"]
+    save_file(tensors, file)
+    executor = executors("torch")
+    with pytest.raises(ModelError, match="needs embed_tokens"):
+        TorchEagleModel(executor, dense.checkpoint, open_draft(tmp_path, twin.dense.arch))
+
+
+# --- on the core ---------------------------------------------------------------------------------
+
+
+@NATIVE
+def test_features_of_nodes_that_there_were_not_are_refused(dense, made, tmp_path):
+    device = CpuEagleModel(made, dense.checkpoint, Twin(dense, tmp_path, {}).draft)
+    with Driver(made) as driver:
+        driver.open(1, [3, 4])
+        features = driver.step([Row(1)]).outcome.features
+        work = extension([3, 4], [4, 5], [0, 2], [(1, 0, driver.sequences[1].pages)])
+        beyond = np.array([0, made.limits.max_nodes], np.int32)
+        with pytest.raises(EngineError, match="refused"):
+            device.extend(work, replace(features, nodes=beyond))
+
+
+@NATIVE
+def test_chunks_and_company_change_no_bit(dense, made, tmp_path):
+    """The same positions give the same draft, extended at once or in pieces."""
+    drafts, draft = [], Twin(dense, tmp_path, {}).draft
+    tokens = np.random.default_rng(2).integers(0, tiny.VOCAB, 13).astype(np.int32)
+    for chunks in ((13,), (5, 4, 4), (1, 1, 10, 1)):
+        model = CpuEagleModel(made, dense.checkpoint, draft)
+        drafter = ModelDrafter(model, made.limits, TreeShape(3, 3))
+        with Driver(made) as driver:
+            driver.open(1, tokens, Sampling(temperature=0.0))
+            drafter.begin(SlotInit(1, tokens, 13, Sampling(temperature=0.0)))
+            for count in chunks:
+                done = driver.step([Row(1, known=count)])
+                drafter.observe(done.plan, done.trees, done.outcome)
+            plan, _ = driver.plan([Row(1, draft=chain_draft([0] * 8))])  # With pages for it.
+            (found,) = drafter.propose(replace(plan, max_depth=np.array([3], np.int32)))
+        assert len(found) == 8
+        drafts.append((found.tokens.tolist(), found.parents.tolist(), found.score.tolist()))
+    assert drafts[0] == drafts[1] == drafts[2]
+
+
+@NATIVE
+@pytest.mark.parametrize("changes", [{}, {"feature_norm": "each"}, EAGLE_1])
+def test_features_that_were_kept_do_as_well(dense, made, tmp_path, changes):
+    """What a head that lags gets later is what it would have got at once, bit for bit."""
+    device = CpuEagleModel(made, dense.checkpoint, Twin(dense, tmp_path, changes).draft)
+    tokens = np.random.default_rng(2).integers(0, tiny.VOCAB, 9)
+    with Driver(made) as driver:
+        driver.open(1, tokens[:-1])
+        features = driver.step([Row(1)]).outcome.features
+        work = extension(
+            tokens[:-1], tokens[1:], [0, 8], [(1, 0, driver.sequences[1].pages)], candidates=5
+        )
+        at_once = device.extend(work, features)
+        kept = features.select(np.arange(8)[::-1]).keep().select(np.arange(8)[::-1])
+        rounded = KeptFeatures(features.keep().values.astype(np.float16))
+        assert (kept.values == rounded.values).all()
+        whole = KeptFeatures(made.features(8, kept.values.shape[1]))
+        driver.open(0, tokens[:3])
+        driver.step([Row(0)])
+        later = device.extend(work, whole)
+        assert (at_once.ids == later.ids).all() and (at_once.log_probs == later.log_probs).all()
+        wrong = device.extend(work, features.select(np.zeros(8, np.int32)))
+        assert (wrong.log_probs != later.log_probs).any()
+        near_it = device.extend(work, kept)
+    # Sixteen bits move a product's 8-bit scales by a step here and there.
+    assert np.corrcoef(near_it.log_probs.ravel(), later.log_probs.ravel())[0, 1] > 0.99
+
+
+@NATIVE
+def test_a_draft_of_more_layers_is_refused(dense, made, tmp_path):
+    draft = Twin(dense, tmp_path, {}).draft
+    about = {name: getattr(draft.head, name) for name in draft.head.__dataclass_fields__}
+    deeper = SimpleNamespace(**about, cache=draft.head.cache * 3)
+    with pytest.raises(ModelError, match="runs drafts of one EAGLE layer, not of 3; use the torch"):
+        CpuEagleModel(made, dense.checkpoint, SimpleNamespace(head=deeper, path="deeper"))
+
+
+@NATIVE
+def test_a_token_map_keeps_some_rows_of_an_eagle_1_head(dense, made, tmp_path):
+    draft = Twin(dense, tmp_path, EAGLE_1).draft
+    kept = np.arange(1, tiny.VOCAB, 3, dtype=np.int32)
+    given = np.random.default_rng(0).normal(size=(6, dense.arch.hidden)).astype(np.float16)
+    tokens, found = np.arange(3, 10, dtype=np.int32), []
+    for limited in (draft, draft.limited(kept)):
+        device = CpuEagleModel(made, dense.checkpoint, limited)
+        work = extension(tokens[:-1], tokens[1:], [0, 6], [(1, 0, [7])])
+        found.append(device.extend(work, KeptFeatures(given)))
+    every, some = found
+    whole = np.empty(tiny.VOCAB)
+    whole[every.ids[0]] = every.log_probs[0]
+    wanted = whole[kept] - np.logaddexp.reduce(whole[kept])
+    np.testing.assert_allclose(some.log_probs[0], wanted[some.ids[0]], atol=1e-3)
+    assert device.traits.target_ids.tolist() == kept.tolist()
+
+
+def test_a_head_with_its_own_vocabulary_takes_no_token_map(dense, tmp_path):
+    with pytest.raises(ModelError, match="its own draft vocabulary"):
+        Twin(dense, tmp_path, {}).draft.limited(np.arange(5, dtype=np.int32))
+
+
+# --- served --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def target(folder, learned):
+    target = opened(folder, learned[0])
+    yield target
+    target.close()
+
+
+def test_served_is_what_the_unrolled_forward_says(target, learned):
+    """Text and every step's acceptance, for prompts it was trained on and others, in a batch."""
+    twin, texts = learned
+    prompts = list(texts[:, :12])
+    plain = serve(target, prompts, "OFF")
+    served = serve(target, prompts)
+    assert [item.tokens for item in served] == [item.tokens for item in plain]
+    expected = np.zeros(4, int)
+    for prompt, item in zip(prompts, served, strict=True):
+        expected += simulated(twin, np.concatenate([prompt, item.tokens]), len(prompt))
+    assert counted(served) == expected.tolist()
+    assert min(expected[0], expected[3]) > 50 and expected.min() > 0, expected
+
+
+@pytest.mark.parametrize(
+    ("temperature", "shape"), [(0.8, (3, 3, 1)), (0.0, (16, 5, 4)), (0.8, (16, 5, 4))]
+)
+def test_no_guess_changes_the_text(target, learned, temperature, shape):
+    """The greedy chain is above."""
+    prompts = list(learned[1][:, :12])
+    plain = serve(target, prompts, "OFF", 40, temperature)
+    nodes, depth, width = shape
+    served = serve(
+        target, prompts, "EAGLE", 40, temperature,
+        speculative_num_draft_tokens=nodes + 1, speculative_num_steps=depth,
+        speculative_eagle_topk=width,
+    )  # fmt: skip
+    assert [item.tokens for item in served] == [item.tokens for item in plain]
+    assert sum(item.stats.accepted for item in served) > 0
+
+
+def test_the_price_of_a_head_is_measured(folder, target, learned):
+    """With the adaptive policy, whatever it decides, the text is the same."""
+    adaptive = open_target(replace(target.config, policy="adaptive"))
+    try:
+        assert adaptive.costs.draft_ms > 0 and adaptive.costs.follow_ms > 0
+        prompts = list(learned[1][:4, :12])
+        served = serve(adaptive, prompts)
+        assert [item.tokens for item in served] == [
+            item.tokens for item in serve(target, prompts, "OFF")
+        ]
+    finally:
+        adaptive.close()
+
+
+def test_a_tree_accepts_more_than_a_chain(target, learned):
+    prompts = list(learned[1][1::2, :12])  # Not trained on.
+    chain = serve(target, prompts)
+    tree = serve(
+        target,
+        prompts,
+        speculative_num_draft_tokens=17,
+        speculative_num_steps=3,
+        speculative_eagle_topk=4,
+    )
+    assert sum(item.stats.steps for item in tree) < sum(item.stats.steps for item in chain)
+
+
+def test_a_reused_prefix_keeps_what_the_draft_needs(target, learned):
+    """Each text served alone, then continued from its middle: the pages found change nothing."""
+    twin, texts = learned
+    prompts = [text[:length] for text in texts[:4] for length in (12, 49, 50)]
+    served = serve(target, prompts, tokens=20, at_once=1)
+    expected = np.zeros(4, int)
+    for prompt, item in zip(prompts, served, strict=True):
+        expected += simulated(twin, np.concatenate([prompt, item.tokens]), len(prompt))
+    assert counted(served) == expected.tolist()
+
+
+def test_lookup_and_head_together(target, learned):
+    """The same text, in no more steps than the better of the two takes, but for a few."""
+    prompts = [np.concatenate([text[:40], text[20:40]]) for text in learned[1]]
+    plain = serve(target, prompts, "OFF")
+    steps = {}
+    for speculation in ("EAGLE", "NGRAM", "EAGLE+NGRAM"):
+        served = serve(target, prompts, speculation)
+        assert [item.tokens for item in served] == [item.tokens for item in plain]
+        steps[speculation] = sum(item.stats.steps for item in served)
+    assert steps["EAGLE+NGRAM"] < 1.02 * min(steps.values()), steps
+
+
+@pytest.mark.parametrize("damage", ["gone", "too narrow"])
+def test_a_draft_that_cannot_be_used_disables_speculation(folder, dense, tmp_path, damage):
+    if damage == "too narrow":
+        twin = Twin(dense, tmp_path, {"hidden": 48, "trained_head": True})
+        tensors = load_file(tmp_path / "model.safetensors")
+        del tensors["embed_tokens.weight"]
+        save_file(tensors, tmp_path / "model.safetensors")
+        assert twin.draft
+    config = EngineConfig(
+        model=str(folder),
+        executor="torch",
+        speculative_draft_model_path=str(tmp_path),
+        max_sequences=2,
+        kv_tokens=512,
+    )
+    with pytest.raises(ModelError):
+        open_target(replace(config, draft_on_error="stop"))
+    with pytest.warns(UserWarning, match="speculation is off: "):
+        loaded = load(config)
+    try:
+        assert loaded.config.speculative_algorithm == "OFF"
+        assert loaded.engine.fault.startswith("speculation is off: ")
+        assert loaded.engine.describe()["drafter"]["fault"] == loaded.engine.fault
+        request = make_request(np.array([5, 6, 7], np.int32), max_tokens=4, ignore_eos=True)
+        assert len(complete(loaded.engine, [request])[0][0].tokens) == 4
+    finally:
+        loaded.close()

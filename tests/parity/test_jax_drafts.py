@@ -1,0 +1,351 @@
+"""Drafts in JAX, inside of rounds: torch's texts, draft tokens and acceptance; adversaries; one
+dispatch and one copy a step, and nothing compiled after start-up. What every executor keeps is in
+tests/drafters/test_contract.py.
+"""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from forerun.build import drafting as build_drafting
+from forerun.build import engine
+from forerun.build.engine import make_engine, open_target
+from forerun.client.completion import make_request
+from forerun.constrain.matcher.tree_mask import TreeGrammars
+from forerun.control.policy import FixedPolicy
+from forerun.drafters import model_drafter
+from forerun.errors import ModelError
+from forerun.executors.jax import drafting, level_model
+from forerun.executors.jax import executor as jax_executor
+from forerun.executors.jax.reports import line_size
+from forerun.interface.grammars import Committed
+from forerun.speculative.draft_tree import full_size
+from forerun.speculative.tree import NodeMasks
+from tests.drafters.conftest import kinds  # noqa: F401 - a fixture
+from tests.drafters.kinds import prediction
+from tests.drafters.prediction import random_layer
+from tests.drafters.served import PROMPTS, Cells, on_xla, settings
+from tests.models import tiny
+from tests.parity.heads import counted, opened, serve, simulated
+from tests.parity.test_jax_executor import compilations  # noqa: F401 - a fixture
+from tests.parity.test_torch_drafting import answered, mixed, same, seen  # noqa: F401 - a fixture
+
+SMALL = {"max_sequences": 2, "context": 96, "kv_tokens": 256}
+CHAIN, TREE, TWO = (3, 3, 1), (10, 3, 2), (6, 2, 2)
+"""Draft tokens, depth, width. Nothing that was grown is cut off. A third level grows below the best
+two of four nodes, which need not be below the best child of the best one; where there are two
+levels, every node of the first is expanded.
+"""
+OPENED = {"speculative_num_draft_tokens": 11, "speculative_eagle_topk": 2}
+
+
+@pytest.fixture(scope="module")
+def cells(kinds, compiled, quickly):  # noqa: F811
+    made = Cells(kinds, compiled)
+
+    def of(name, executor="jax", **changes):
+        cell = made(executor, name, **SMALL | OPENED | changes)
+        cell.prompts = PROMPTS[1:4]
+        return cell
+
+    yield of
+    made.close()
+
+
+# --- any kind ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def all_candidates(monkeypatch):
+    """Noise is looked at for every token: tiny models' distributions are flat."""
+    for module in (model_drafter, drafting, level_model):
+        monkeypatch.setattr(module, "CANDIDATES", tiny.VOCAB)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 0.8, 1.0])
+@pytest.mark.parametrize("shape", [CHAIN, TWO])
+@pytest.mark.parametrize("name", ["STANDALONE, itself", "right, NEXTN"])
+def test_what_says_what_the_target_says_is_accepted_whole(
+    cells, all_candidates, name, shape, temperature
+):
+    cell = cells(name)
+    found = cell.served(temperature, shape=shape)
+    _, depth, width = shape
+    assert found.steps == [cell.steps(depth)] * len(cell.prompts)
+    assert width > 1 or found.drafted == found.accepted
+
+
+@pytest.mark.slow
+def test_so_it_is_with_the_pallas_kernel(cells):
+    cell = cells("right, EAGLE", attention_backend="pallas")
+    assert cell.served().steps == [cell.steps(3)] * len(cell.prompts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [CHAIN, TREE])
+@pytest.mark.parametrize("method", ["EAGLE", "NEXTN", "STANDALONE"])
+def test_an_adversary_is_never_accepted_and_changes_nothing(cells, method, shape):
+    cell = cells(f"right, {method}, negated")
+    found = cell.served(shape=shape)
+    assert (found.accepted, found.steps) == (0, [cell.tokens] * len(cell.prompts))
+    assert all(item.stats.draft_tokens > cell.tokens for item in found.done)
+
+
+BLOCKS = (4, 4, 1), (16, 4, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 0.8, 1.0])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        *((name, shape) for name in ("NEXTN, mimo", "STANDALONE, first layers")
+          for shape in (CHAIN, TREE)),
+        *(("DFLASH, both ways", shape) for shape in BLOCKS),
+    ],
+)  # fmt: skip
+def test_texts_draft_tokens_and_acceptance_are_torchs(cells, seen, name, shape, temperature):  # noqa: F811
+    found, changes = [], {}
+    if name.startswith("DFLASH"):
+        changes = {"speculative_num_draft_tokens": 17, "speculative_eagle_topk": 3}
+    for executor in ("jax", "torch"):
+        seen["drafts"] = []
+        cell = cells(name, executor, **changes)
+        found.append(
+            (cell.plain(temperature), cell.served(temperature, shape=shape), seen["drafts"])
+        )
+    (mine, served, drafts), (others, expected, wanted) = found
+    assert mine == others
+    histograms = ([item.stats.histogram for item in each.done] for each in (served, expected))
+    assert next(histograms) == next(histograms)
+    # Without the noise that it shares with its target what is random is never right.
+    assert temperature == 0 or served.accepted > 0
+    assert served.accepted > 0 or not name.startswith("STANDALONE")
+    same(drafts, wanted)
+
+
+@pytest.mark.slow
+def test_all_programs_are_made_at_start_up(cells):
+    """Trees of a whole model, at two temperatures; a token map is read in another test."""
+    cell = cells("STANDALONE, first layers", warm=True)
+    for temperature in (0.0, 0.8):
+        cell.served(temperature, shape=TREE)
+    assert cell.target.executor.describe()["compiled_late"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["right, NEXTN", "STANDALONE, itself"])
+def test_a_token_map_limits_what_is_proposed(cells, tmp_path, name):
+    said = sorted({token for tokens in cells(name).plain() for token in tokens})[::2]
+    (tmp_path / "map.json").write_text(str(said))
+    cell = cells(name, speculative_token_map=str(tmp_path / "map.json"))
+    assert cell.model().traits.target_ids.tolist() == said
+    found = cell.served()
+    assert 0 < found.accepted < found.drafted
+
+
+def test_layers_for_several_depths_are_refused_in_words(tmp_path, compiled, quickly):
+    """The first alone is read where drafts are one token deep."""
+    hf = tiny.model("llama")
+    two = prediction(hf, [random_layer(hf, 5)] * 2, tmp_path / "two", "mimo")
+    one = {"speculative_num_steps": 1, "speculative_num_draft_tokens": 2}
+    with on_xla(compiled):
+        with pytest.raises(ModelError, match=r"2 prediction layers.*drafts with one: use --spec"):
+            open_target(settings(two, "jax", **SMALL))
+        target = open_target(settings(two, "jax", **SMALL, **one, speculative_eagle_topk=1))
+    assert target.draft_model.describe()["layers"] == 1
+    target.close()
+
+
+# --- a head that has learned ---------------------------------------------------------------------
+
+
+LEARNED = {"max_sequences": 2, "chunked_prefill_size": 64, "context": 128, "kv_tokens": 1024}
+
+
+@pytest.fixture(scope="module")
+def target(folder, learned, compiled, quickly):
+    with on_xla(compiled):
+        made = opened(folder, learned[0], executor="jax", **LEARNED)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def judge(folder, learned):
+    """The same on the torch executor, pass by pass."""
+    made = opened(folder, learned[0], **LEARNED)
+    yield made
+    made.close()
+
+
+@pytest.mark.slow
+def test_served_is_what_the_unrolled_forward_says(target, judge, learned):
+    """Text and every step's acceptance, so both are those of the other executors."""
+    twin, texts = learned
+    prompts = list(texts[:6, :12])
+    plain = serve(judge, prompts, "OFF")
+    served = serve(target, prompts)
+    assert [item.tokens for item in served] == [item.tokens for item in plain]
+    expected = np.zeros(4, int)
+    for prompt, item in zip(prompts, served, strict=True):
+        expected += simulated(twin, np.concatenate([prompt, item.tokens]), len(prompt))
+    assert counted(served) == expected.tolist()
+    assert expected.min() > 0, expected
+
+
+SHAPES = [(0.8, 7, 3, 2)] + [(t, n, 3, w) for t in (0.0, 0.8, 1.0) for n, w in ((3, 1), (7, 2))]
+"""Temperature, draft tokens, depth, width."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_drafts_and_texts_are_those_of_torch(target, judge, seen, learned, shape):  # noqa: F811
+    temperature, nodes, depth, width = shape
+    prompts = list(learned[1][:3, :12])
+    found = []
+    for which in (target, judge):
+        seen["drafts"] = []
+        done = serve(
+            which, prompts, "EAGLE", 30, temperature,
+            speculative_num_draft_tokens=nodes + 1, speculative_num_steps=depth,
+            speculative_eagle_topk=width,
+        )  # fmt: skip
+        found.append((done, seen["drafts"]))
+    (mine, drafts), (others, expected) = found
+    assert [item.tokens for item in mine] == [item.tokens for item in others]
+    assert sum(item.stats.accepted for item in mine) > 0
+    assert counted(mine, depth) == counted(others, depth)
+    same(drafts, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1, 2])
+def test_rows_come_go_and_rest(target, judge, learned, monkeypatch, width):
+    """Prompts between rounds, rows that the host decides, steps without draft tokens."""
+    monkeypatch.setattr(build_drafting, "FixedPolicy", lambda *_: FixedPolicy(5, 5))
+    requests = mixed(learned[1])
+    found = answered(target, requests, speculative_eagle_topk=width)
+    monkeypatch.undo()
+    assert found == answered(judge, requests, speculative_algorithm="OFF")
+
+
+# --- programs ------------------------------------------------------------------------------------
+
+
+def stepped(target, monkeypatch, samplings):
+    """Of every step: how many dispatches, and the bytes of each copy to the host."""
+    copied, get, programs = [], jax.device_get, target.executor.programs
+    monkeypatch.setattr(jax, "device_get", lambda x: copied.append(x.nbytes) or get(x))
+    running, found = make_engine(target, target.config), []
+    for prompt, kind in zip(PROMPTS[1:3], samplings, strict=False):
+        request = make_request(prompt, max_tokens=33, ignore_eos=True, seed=4, **kind)
+        running.submit(request, lambda _: None)
+    while True:
+        before = programs.dispatches, len(copied)
+        if not running.step_once():
+            running.check()
+            return found
+        found.append((programs.dispatches - before[0], copied[before[1] :]))
+
+
+class Excluding(TreeGrammars):
+    """Rows that are held exclude one token or another, in turn by depth; none that the target
+    says.
+    """
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.held = set()
+
+    def open(self, slot, grammar, output):
+        self.held.add(slot)
+
+    def close(self, slot):
+        self.held.discard(slot)
+
+    def ready(self, slot, grammar):
+        return True
+
+    def mask(self, slot):
+        return None
+
+    def guide(self, slots, drafts, nodes, depth):
+        return drafts
+
+    def masks(self, slots, trees):
+        row = np.full(len(trees.tokens), -1, np.int32)
+        for b, slot in enumerate(slots.tolist()):
+            if slot in self.held:
+                row[trees.nodes(b)] = trees.depth[trees.nodes(b)] % 2
+        allowed = np.ones((2, tiny.VOCAB), np.uint8)
+        allowed[[0, 1], [3, 4]] = 0
+        return NodeMasks(row, np.packbits(allowed, axis=1, bitorder="little").view(np.uint32))
+
+    def commit(self, slot, tokens):
+        assert not set(tokens) & {3, 4}
+        return Committed(len(tokens))
+
+
+KINDS = {
+    "greedy": [{}, {}],
+    "plain": [{"temperature": 0.0}, {"temperature": 0.8}],
+    "shaped": [{"logit_bias": ((5, -1e-4),), "logprobs": 3}, {"temperature": 0.8, "top_k": 300}],
+    "held": [{"grammar": "any"}, {"grammar": "any", "repetition_penalty": 1.0001}],
+}
+"""Requests; where they are greedy, parameters and masks change no token."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["right, NEXTN", "STANDALONE, itself"])
+def test_a_drafting_step_is_one_dispatch_and_one_copy(cells, name, monkeypatch):
+    cell = cells(name, speculative_num_draft_tokens=4, speculative_eagle_topk=1)
+    steps = stepped(cell.target, monkeypatch, [{"temperature": 0.0}, {"temperature": 0.0}])
+    drafting = steps[4:-1]  # The last may have room for no draft token.
+    assert all((count, len(sizes)) == (1, 1) for count, sizes in drafting), steps
+    assert 7 < len(steps) < 20
+
+
+@pytest.mark.slow
+def test_a_step_with_a_block_is_three_dispatches_and_two_copies(cells, monkeypatch):
+    """The round, what was accepted into the drafter's pages, the block."""
+    cell = cells("DFLASH, both ways", speculative_num_draft_tokens=5, speculative_eagle_topk=1)
+    steps = stepped(cell.target, monkeypatch, [{"temperature": 0.0}])
+    assert all((count, len(sizes)) == (3, 2) for count, sizes in steps[2:-1]), steps
+
+
+@pytest.mark.slow
+def test_so_it_is_for_rows_of_all_kinds(kinds, compiled, quickly, compilations, monkeypatch):  # noqa: F811
+    """Trees; rows of all kinds, grammars and log-probabilities among them. After start-up nothing
+    compiles, and nothing is transferred in secret.
+    """
+    monkeypatch.setattr(jax_executor, "TIMED_NODES", 0)
+    monkeypatch.setattr(engine, "TreeGrammars", Excluding)
+    shape = {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 5}
+    small = SMALL | {"context": 128, "kv_tokens": 1024, "chunked_prefill_size": 64}
+    with on_xla(compiled, warm=True):
+        target = open_target(settings(kinds["right, EAGLE"], "jax", **small, **shape))
+    compilations.clear()
+    steps = {}
+    for name, samplings in KINDS.items():
+        with jax.transfer_guard("disallow"):
+            dispatches = stepped(target, monkeypatch, samplings)
+        monkeypatch.undo()
+        monkeypatch.setattr(engine, "TreeGrammars", Excluding)
+        steps[name] = len(dispatches)
+        line = 1 if name in ("greedy", "plain") else 1 + line_size(tiny.VOCAB)
+        # The prompts are extended, and the first trees grown, by passes that the host asks for.
+        for count, sizes in dispatches[2:]:
+            assert (count, len(sizes)) == (1, 1)
+            assert sizes[0] <= 4 * 2 * (5 * line + 3 * full_size(2, 3))
+    # The head is always right, under a grammar no less.
+    assert steps["held"] == steps["greedy"] < 33 / 2
+    assert compilations == [] and target.executor.describe()["compiled_late"] == 0
+    held = target.executor.programs.state.draft.keys
+    moved = re.compile(rf"= f32\[{','.join(map(str, held.shape))}\]\S* copy\(")
+    for key in target.executor.programs.compiled:
+        assert not moved.search(target.executor.programs.text(key)), key
+    target.close()
