@@ -294,9 +294,11 @@ constexpr RowsOfBlocks kRowsOfBlocks<Format, 2>[] = {
     rows_of_blocks<Format, 4, 2>,
 };
 
-// A single pass whose rows have so many bytes of a group each, or more, asks for none: they are done
-// so soon that the processor reads ahead by itself, and asking took the room that it needs (one row
-// of 8 bits at .72 of the speed, of Q4_K at .97 to 1.03, two rows of Q4_K at 1.5; Zen 4).
+// A single pass whose rows have so many bytes of a group each, or more, asks for none where the
+// processor is not Intel's: they are done so soon that it reads ahead by itself, and asking took the
+// room that it needs (one row of 8 bits at .72 of the speed, of Q4_K at .97 to 1.03, two rows of
+// Q4_K at 1.5; Zen 4). Intel's reads ahead too little: one row of Q4_K_M at 1.48 of the speed with
+// asking, of Q5_K 1.7, Q6_K 1.45, Q4_1 1.38, 8 bits 1.13, two rows of 8 bits 1.28 (Xeon model 207).
 constexpr int kBytesPerRow = 256;
 
 // Rows [begin, end) of V blocks, as many at a time as there are versions. Weights come from memory
@@ -309,8 +311,9 @@ static void passes_over_blocks(const Matrix& w, int block, const Group* x, int b
     constexpr int bytes = forerun::tile_bytes(Format) / forerun::tile_groups(Format);
     constexpr int lines = V * (bytes + 63) / 64;
     const int passes = (end - begin + most - 1) / most;
+    const bool asks = bytes < kBytesPerRow * (end - begin) || __builtin_cpu_is("intel");
     for (int row = begin, pass = 0; row < end; row += most, pass++) {
-        Lines ahead = {8192, 0, bytes >= kBytesPerRow * (end - begin) ? 0 : lines};
+        Lines ahead = {8192, 0, asks ? lines : 0};
         if (passes > 1) {
             ahead = {(int64_t)(V * w.block_bytes()), pass * lines / passes,
                      (pass + 1) * lines / passes};

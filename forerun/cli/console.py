@@ -20,6 +20,9 @@ from forerun.options.config import EngineConfig
 
 QUIET = 20.0
 """Seconds between two lines of progress in a log."""
+SHOWN = 1.0
+"""Seconds until a bar is drawn: what is over sooner has none, and a server, which loads its code
+beside its engine, has said where it listens."""
 
 err = Console(stderr=True, highlight=False)
 # A pipe has no width: give tables room there, they are read later.
@@ -42,8 +45,9 @@ def emit_json(value: Any) -> None:
 
 @contextmanager
 def bars() -> Iterator[Report]:
-    """A function that draws progress bars, one per task: what stands before the first colon.
-    Where stderr is no terminal, but a log, it writes a line every QUIET seconds instead.
+    """A function that draws progress bars, one per task: what stands before the first colon, from
+    SHOWN seconds on. Where stderr is no terminal, but a log, it writes a line every QUIET seconds
+    instead.
     """
     if not err.is_terminal:
         yield _lines()
@@ -57,24 +61,30 @@ def bars() -> Iterator[Report]:
         TimeRemainingColumn(),
     )
     tasks: dict[str, TaskID] = {}
-    with Progress(*columns, console=err, transient=True) as drawn:
+    drawn, begun = Progress(*columns, console=err, transient=True), monotonic()
 
-        def report(what: str, done: int, total: int) -> None:
-            amount = f"{human(done)} of {human(total)}" if total > 10_000 else f"{done}/{total}"
-            task = what.partition(":")[0]
-            if task not in tasks:
-                tasks[task] = drawn.add_task(what, total=total, amount=amount, speed="")
-            rate = drawn.tasks[tasks[task]].speed or 0 if total > 10_000 else 0
-            drawn.update(
-                tasks[task],
-                description=what,
-                completed=done,
-                total=total or None,
-                amount=amount,
-                speed=f"{human(int(rate))}/s" if rate else "",
-            )
+    def report(what: str, done: int, total: int) -> None:
+        amount = f"{human(done)} of {human(total)}" if total > 10_000 else f"{done}/{total}"
+        task = what.partition(":")[0]
+        if task not in tasks:
+            tasks[task] = drawn.add_task(what, total=total, amount=amount, speed="")
+        rate = drawn.tasks[tasks[task]].speed or 0 if total > 10_000 else 0
+        drawn.update(
+            tasks[task],
+            description=what,
+            completed=done,
+            total=total or None,
+            amount=amount,
+            speed=f"{human(int(rate))}/s" if rate else "",
+        )
+        if not drawn.live.is_started and monotonic() - begun >= SHOWN:
+            drawn.start()
 
+    try:
         yield report
+    finally:
+        if drawn.live.is_started:
+            drawn.stop()
 
 
 def _lines() -> Report:

@@ -61,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = "sized" if sized else arguments.command
         name = "bench_grid" if getattr(arguments, "speculative_grid", False) else name
         name = "replicas" if getattr(arguments, "replicas", 1) > 1 else name
+        name = "serve_begin" if name == "serve" else name
         command = importlib.import_module(f"forerun.cli.{name}")
         code: int = command.main(arguments)
         sys.stdout.flush()

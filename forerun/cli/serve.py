@@ -2,17 +2,18 @@
 
 import argparse
 import logging
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import monotonic
 
 from forerun.build.engine import Loaded
+from forerun.cli import serve_begin
 from forerun.cli.engine_process import load_served
 from forerun.cli.several import Named, in_file, in_folder, on_the_line, sources
 from forerun.cli.start_log import StartLog, model_facts
 from forerun.client.engine_process import EngineCommand
+from forerun.client.engine_start import EngineStart
 from forerun.errors import ConfigError
 from forerun.hub.catalog import check_reference
 from forerun.options.config import EngineConfig, ServeSettings
@@ -23,17 +24,17 @@ from forerun.serve.service import Loader
 
 log = logging.getLogger("forerun")
 
-ENGINE = (sys.executable, "-m", "forerun.cli.engine_process")
-"""Starts the process of an engine."""
-
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-def main(arguments: argparse.Namespace) -> int:
-    """Run the command: serves until a signal ends it. With --json the address is an object."""
+def main(arguments: argparse.Namespace, begun: EngineStart | None = None) -> int:
+    """Run the command: serves until a signal ends it. With --json the address is an object.
+
+    begun  the engine of the one model that is served, loading it already
+    """
     config, settings = prepared(arguments)
     start = StartLog(settings.log_format == "json", arguments.json, settings.ui)
-    source = partial(_source, arguments.probe, start, settings)
+    source = partial(_source, arguments.probe, start, settings, begun)
     if arguments.more_models or arguments.models_dir or arguments.models_file:
         run(sources(_models(arguments, config, settings), source), settings, start.listening)
     else:
@@ -72,13 +73,17 @@ def prepared(arguments: argparse.Namespace) -> tuple[EngineConfig, ServeSettings
 
 
 def _source(
-    probe: bool, start: StartLog, settings: ServeSettings, config: EngineConfig
+    probe: bool,
+    start: StartLog,
+    settings: ServeSettings,
+    begun: EngineStart | None,
+    config: EngineConfig,
 ) -> EngineCommand | Loader:
     """What loads a model, and says so when it is loaded."""
-    if not settings.engine_process or sys.platform == "win32":
+    if not serve_begin.has_process(settings):
         return partial(_load, probe, start, config)
-    options = {"probe": probe, "level": settings.log_level, "format": settings.log_format}
-    return EngineCommand(ENGINE, config, options, start.loaded)
+    options = serve_begin.engine_options(settings, probe)
+    return EngineCommand(serve_begin.ENGINE, config, options, start.loaded, begun)
 
 
 def _load(probe: bool, start: StartLog, config: EngineConfig) -> Loaded:

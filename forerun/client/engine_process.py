@@ -7,11 +7,10 @@ import asyncio
 import itertools
 import logging
 import signal
-import socket
 import subprocess
 import weakref
 from asyncio import StreamReader, StreamWriter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +19,7 @@ from typing import Any
 
 from forerun.client import messages
 from forerun.client.engine_client import Constraint, Sink, Sinks, call_soon
+from forerun.client.engine_start import EngineStart
 from forerun.client.engine_worker import BEAT_SECONDS
 from forerun.constrain.grammar import Grammar
 from forerun.engine.request import Request
@@ -47,12 +47,14 @@ class EngineCommand:
     command  what starts it; the number of its end of the connection is added as an argument
     options  for it: see Start
     arrived  is told what was loaded, in sentences for people, once it is
+    begun    one that runs already and was sent its Start, for who opens it first
     """
 
     command: tuple[str, ...]
     config: EngineConfig
     options: dict[str, Any]
     arrived: Callable[[dict[str, str]], None] = lambda _: None
+    begun: EngineStart | None = None
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -94,18 +96,19 @@ class EngineProcess:
     async def open(
         cls, start: EngineCommand, loading: Callable[[str], None] = lambda _: None
     ) -> tuple["EngineProcess", messages.Ready]:
-        """Start the process and wait until it has loaded the model: the client, and what was
-        loaded. `loading` is told how far it is, in sentences for people.
+        """Start the process, unless it was begun before, and wait until it has loaded the model:
+        the client, and what was loaded. `loading` is told how far it is, in sentences for people.
 
         Raises what loading raised, EngineLostError where the process ended first; the process is
         gone then.
         """
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = _started(start.command, theirs)
-        reader, writer = await asyncio.open_connection(sock=ours)
+        begun = start.begun
+        if begun is None or begun.taken:
+            begun = EngineStart(start.command)
+            begun.send(messages.encode(messages.Start(start.config, start.options)))
+        process, connection = begun.take()
+        reader, writer = await asyncio.open_connection(sock=connection)
         found = cls(process, reader, writer, loading)
-        found._send(messages.Start(start.config, start.options))
         try:
             ready = await asyncio.shield(found._ready)
             await found.stats()
@@ -287,21 +290,6 @@ class EngineProcess:
         if not self._closing and self.loss is None:
             self.loss = loss
             self.lost.set()
-
-
-def _started(command: Sequence[str], connection: socket.socket) -> "subprocess.Popen[bytes]":
-    """In a session of its own: a terminal's interrupt is for the server, which ends the engine."""
-    fd, null = connection.fileno(), subprocess.DEVNULL
-    try:
-        return subprocess.Popen(
-            [*command, str(fd)],
-            stdin=null,
-            stdout=null,
-            pass_fds=(fd,),
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise EngineError(f"the engine's process cannot be started: {error}") from error
 
 
 def _ours(error: ForerunError | ImportError) -> ForerunError:

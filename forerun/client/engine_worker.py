@@ -49,7 +49,10 @@ def run(fd: int, load: Load) -> int:
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)
     connection = Connection(fd)
-    start = messages.to_engine(connection.recv_bytes())
+    try:
+        start = messages.to_engine(connection.recv_bytes())
+    except (EOFError, OSError):
+        return SERVER_GONE
     assert isinstance(start, messages.Start)
     worker = _Worker(connection)
     threading.Thread(target=worker.hear, name="forerun-hear", daemon=True).start()

@@ -71,11 +71,14 @@ class Capabilities:
     overlap      a round can go on from a running one (Plan.after)
     first_steps  how many steps of a size take longer than the ones after them, because something is
                  compiled, captured or paged in
+    unwritten    rows may stand behind positions of pages that nobody wrote: what they say then
+                 means nothing, and takes the time that it takes behind others
     """
 
     masks_first: bool = False
     overlap: bool = False
     first_steps: int = 2
+    unwritten: bool = False
 
 
 class Executor(Protocol):

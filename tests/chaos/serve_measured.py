@@ -21,7 +21,7 @@ from types import FrameType
 from typing import ClassVar
 
 from forerun import sandbox
-from forerun.cli import serve
+from forerun.cli import serve_begin
 from forerun.cli.main import console
 from forerun.constrain.matcher.token_prior import Places
 from forerun.text import rendering
@@ -83,7 +83,7 @@ def main() -> int:
     measured(pipe, impatient)
     # The same pipe, which this process passes on to no other.
     told = [f"/proc/{os.getpid()}/fd/{pipe}", str(int(impatient))]
-    serve.ENGINE = (sys.executable, "-m", "tests.chaos.engine_measured", *told)
+    serve_begin.ENGINE = (sys.executable, "-m", "tests.chaos.engine_measured", *told)
     return console()
 
 

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from forerun.cli import serve, serve_begin
 from forerun.cli.main import main
 from forerun.cli.serve import read_keys
 from forerun.errors import ConfigError, EngineError
@@ -48,6 +49,37 @@ def when_ready(client, **options):
     while (answer := client.get("/models", **options)).status_code == 503:
         time.sleep(0.05)
     return answer
+
+
+def test_an_engine_is_begun_before_anything_heavy_is_imported():
+    names = "forerun.cli.command_line, forerun.cli.serve_begin"
+    heavy = "{'numpy', 'starlette', 'rich', 'forerun.build'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", f"import sys, {names}; print({heavy})"],
+                          capture_output=True, text=True, check=True)  # fmt: skip
+    assert done.stdout.strip() == "set()"
+
+
+def test_a_server_that_cannot_begin_leaves_no_engine(monkeypatch, capsys):
+    """Nor does one that is interrupted while it loads its own code."""
+    begun = []
+
+    class Kept(serve_begin.EngineStart):
+        def __init__(self, command):
+            super().__init__((sys.executable, "-c", "input()"))
+            begun.append(self)
+
+    def interrupted(arguments, begun):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serve_begin, "EngineStart", Kept)
+    assert main(["serve", "nosuch.gguf", "--port", "0"]) == 3
+    assert "nosuch.gguf" in capsys.readouterr().err
+    monkeypatch.setattr(serve, "main", interrupted)
+    assert main(["serve", "toy", "--port", "0"]) == 130
+    assert [one.process.returncode is not None for one in begun] == [True, True]
+    assert main(["serve", "toy", "--no-engine-process", "--port", "0"]) == 130
+    assert main(["serve", "toy", "nosuch.gguf", "--port", "0"]) == 130
+    assert len(begun) == 2
 
 
 def test_a_server_answers_on_a_port_it_found_and_ends_on_sigterm(tmp_path):

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ import pytest
 from forerun.client import messages
 from forerun.client.completion import make_request
 from forerun.client.engine_process import EngineCommand, EngineProcess
-from forerun.client.engine_worker import _Worker
+from forerun.client.engine_start import EngineStart
+from forerun.client.engine_worker import SERVER_GONE, _Worker
 from forerun.constrain.grammar import Grammar
 from forerun.engine.request import Delta, Finish, SpeculationStats
 from forerun.engine.trace import DraftRow, StepTrace
@@ -138,6 +140,38 @@ def test_a_request_an_abort_a_grammar_and_the_end():
         assert running.ended.is_set() and not engine.alive and engine.loss is None
 
     asyncio.run(scenario())
+
+
+def test_a_process_that_was_begun_before_is_the_first_ones():
+    """Whoever opens the model again, after it was let go, gets another."""
+
+    async def scenario():
+        plain = command()
+        begun = EngineStart(plain.command)
+        begun.send(messages.encode(messages.Start(TOY, plain.options)))
+        start = replace(plain, begun=begun)
+        for index in range(2):
+            engine, ready = await EngineProcess.open(start)
+            assert ready.name == "toy" and (engine.pid == begun.process.pid) == (index == 0)
+            await engine.close()
+        begun.discard()
+
+    asyncio.run(scenario())
+
+
+def test_a_process_that_nobody_takes_is_killed():
+    begun = EngineStart((sys.executable, "-c", "input()"))
+    begun.discard()
+    assert begun.process.returncode is not None
+    begun.discard()
+    begun.send(b"nobody hears it")
+
+
+def test_a_process_whose_server_goes_before_it_says_anything_ends_quietly(capfd):
+    begun = EngineStart(command().command)
+    begun.connection.close()
+    assert begun.process.wait() == SERVER_GONE
+    assert not capfd.readouterr().err
 
 
 def test_what_cannot_be_loaded_is_the_same_error_here():

@@ -81,7 +81,7 @@ class CpuExecutor(Executor):
     do not fit, ConfigError for unknown kernels.
     """
 
-    capabilities = Capabilities(first_steps=0)
+    capabilities = Capabilities(first_steps=0, unwritten=True)
 
     def __init__(
         self,

@@ -1,0 +1,57 @@
+"""Begins the process of an engine: a server does that before it loads its own code, which takes as
+long as the engine's. So nothing heavy is imported here.
+"""
+
+import socket
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+
+from forerun.errors import EngineError
+
+
+class EngineStart:
+    """The process of an engine, running from now on, and the server's end of the connection.
+
+    command  what starts it; the number of its end of the connection is added as an argument
+
+    In a session of its own: a terminal's interrupt is for the server, which ends the engine.
+    Raises EngineError where the system starts no process.
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self.connection, theirs = socket.socketpair()
+        self.taken = False
+        fd, null = theirs.fileno(), subprocess.DEVNULL
+        try:
+            with theirs:
+                self.process = subprocess.Popen(
+                    [*command, str(fd)],
+                    stdin=null,
+                    stdout=null,
+                    pass_fds=(fd,),
+                    start_new_session=True,
+                )
+        except OSError as error:
+            self.connection.close()
+            raise EngineError(f"the engine's process cannot be started: {error}") from error
+
+    def send(self, data: bytes) -> None:
+        """Send a message, encoded; blocks while it does not fit. A process that has ended is not
+        told: whoever takes it is.
+        """
+        with suppress(OSError):
+            self.connection.sendall(len(data).to_bytes(4) + data)
+
+    def take(self) -> tuple["subprocess.Popen[bytes]", socket.socket]:
+        """The process and the connection, whose end is from now on the caller's to bring about."""
+        self.taken = True
+        return self.process, self.connection
+
+    def discard(self) -> None:
+        """Kill the process and wait for its end, if nobody took it. Idempotent."""
+        if not self.taken:
+            self.taken = True
+            self.connection.close()
+            self.process.kill()
+            self.process.wait()
