@@ -25,7 +25,7 @@ from forerun.serve.schema import (
     SampledBody,
 )
 from forerun.speculative.sampling import Sampling
-from forerun.text.tokenizer import Tokenizer
+from forerun.text.tokenizer import Tokenizer, as_ids
 from forerun.types import Ints, RequestId
 
 MAX_SEQUENCES = 256
@@ -309,7 +309,7 @@ def _truncated(prompt: Ints, body: SampledBody, loaded: Frontend) -> Ints:
 
 def known_tokens(tokens: tuple[int, ...], loaded: Frontend, place: str) -> Ints:
     """int32[T] token ids that came from a client. Raises RequestError."""
-    ids, vocab = np.array(tokens, np.int64), loaded.tokenizer.vocab_size
+    ids, vocab = as_ids(tokens, np.int64), loaded.tokenizer.vocab_size
     unknown = np.flatnonzero(ids >= vocab)
     if len(unknown):
         first = int(unknown[0])

@@ -21,6 +21,7 @@ from forerun.serve.prepare import known_tokens
 from forerun.serve.schema import MAX_PROMPTS, template_options, token_ids
 from forerun.serve.tools import Tool, tools
 from forerun.serve.wire import dump_large
+from forerun.text.tokenizer import as_numbers
 from forerun.types import Ints
 
 _PART = 1 << 16
@@ -180,7 +181,7 @@ def _told(body: TokenizeBody, loaded: Frontend, found: list[Ints], several: bool
     def shaped(values: list[Any]) -> Any:
         return values if several else values[0]
 
-    tokens = [ids.tolist() for ids in found]
+    tokens: list[Any] = [as_numbers(ids) for ids in found]
     if body.with_pieces:
         tokens = [
             [
@@ -205,7 +206,7 @@ def _detokenized(body: DetokenizeBody, loaded: Frontend) -> bytes:
 def _text(body: DetokenizeBody, loaded: Frontend) -> str | list[str]:
     def one(tokens: tuple[int, ...], place: str) -> str:
         ids = known_tokens(tokens, loaded, place)
-        return loaded.tokenizer.decode(ids.tolist(), skip_special=body.skip_special_tokens)
+        return loaded.tokenizer.decode(as_numbers(ids), skip_special=body.skip_special_tokens)
 
     found = body.tokens
     if found.several:

@@ -7,13 +7,14 @@ done on bytes, because a token may hold half a character.
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 import numpy as np
 import tokenizers
+from numpy.typing import NDArray
 
 from forerun.errors import ModelError, RequestError
 from forerun.text.gguf import tokenizer_json
@@ -22,6 +23,8 @@ from forerun.text.pieces import Pieces, pieces_of
 from forerun.text.tokenizer_limits import check_limits
 from forerun.types import Bools, Ints
 
+_AT_ONCE = 1 << 16
+"""Ids that are converted while no other thread can run: about a millisecond."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -177,7 +180,7 @@ class Tokenizer:
         parts = self.split(text, self._controls) if specials else iter([text])
         for index, part in enumerate(parts):
             ids += [part] if isinstance(part, int) else self.encode_part(part, index == 0)
-        return np.array(ids, np.int32)
+        return as_ids(ids)
 
     def least_tokens(self, text: str) -> int:
         """How many tokens `text` has at least, without encoding it; 0 where that is unknown."""
@@ -264,6 +267,24 @@ def _is_word(text: str, index: int) -> bool:
     return 0 <= index < len(text) and re.match(r"\w", text[index]) is not None
 
 
+def as_ids(numbers: Sequence[int], kind: Any = np.int32) -> NDArray[Any]:
+    """Ids as an array [T] of `kind`, in pieces: of millions, other threads have their turn in
+    between.
+    """
+    ids: NDArray[Any] = np.empty(len(numbers), kind)
+    for start in range(0, len(ids), _AT_ONCE):
+        ids[start : start + _AT_ONCE] = numbers[start : start + _AT_ONCE]
+    return ids
+
+
+def as_numbers(ids: Ints) -> list[int]:
+    """The way back, in pieces too."""
+    numbers: list[int] = []
+    for start in range(0, len(ids), _AT_ONCE):
+        numbers += ids[start : start + _AT_ONCE].tolist()
+    return numbers
+
+
 def _added_token(token: dict[str, Any]) -> AddedToken:
     flags = [bool(token.get(name)) for name in ("special", "lstrip", "rstrip", "single_word")]
     return AddedToken(int(token["id"]), str(token["content"]), *flags)
@@ -294,7 +315,8 @@ def _codec(spec: dict[str, Any], controls: set[str]) -> Codec:
     def encode(text: str, first: bool) -> list[int]:
         encoder = whole if first else later
         try:
-            return list(encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+            ids: list[int] = encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids
+            return ids
         except BaseException as error:
             if type(error).__name__ != "PanicException":  # Of Rust: no Exception.
                 raise

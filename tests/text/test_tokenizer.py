@@ -5,6 +5,7 @@ import threading
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers
 import transformers
@@ -19,7 +20,7 @@ from forerun.errors import ModelError, RequestError
 from forerun.text.length_bound import length_bound
 from forerun.text.pieces import byte_alphabet
 from forerun.text.pre_tokenizers import PRE_TOKENIZERS
-from forerun.text.tokenizer import Tokenizer
+from forerun.text.tokenizer import Tokenizer, as_ids, as_numbers
 from tests.text.corpus import (
     AROUND_CONTROLS,
     CONTROLS,
@@ -520,3 +521,19 @@ def test_a_text_that_the_tokenizer_cannot_cut_is_refused(tmp_path):
     assert len(ours.encode("ab")) == 2
     with pytest.raises(RequestError, match="cannot cut this text"):
         ours.encode("a" * 40 + "b")
+
+
+def test_millions_of_ids_are_converted_in_pieces():
+    """What takes one call of C for all of them keeps every other thread waiting."""
+
+    class Watched(list):
+        def __getitem__(self, part):
+            taken.append(len(range(*part.indices(len(self)))))
+            return super().__getitem__(part)
+
+    taken = []
+    given = Watched([*range(70_000), *range(70_000)])
+    ids = as_ids(given)
+    assert ids.dtype == np.int32 and sum(taken) == len(given) and max(taken) <= 1 << 16
+    assert as_numbers(ids) == [*given]
+    assert as_ids([2**40], np.int64).tolist() == [2**40] and not len(as_ids([]))
