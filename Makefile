@@ -9,8 +9,10 @@ PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 READY   := $(VENV)/.ready
 TOOLS   := $(VENV)/.tools
 CLIENTS := .venv-clients
+FAST    := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
+	-m "not slow and not gpu and not browser and not chaos"
 
-.PHONY: setup tools demo serve test test-slow test-slower test-browser chaos chaos-nightly sanitize soak fuzz-loaders mutants check prove bench \
+.PHONY: setup tools demo serve test suite test-slow test-slower test-browser chaos chaos-nightly sanitize soak fuzz-loaders mutants check prove bench \
 	bench-peers test-ray gpu-test gpu-bench docs wheel clean
 
 # What running a model needs: the package, its CPU core, the default model.
@@ -43,8 +45,12 @@ demo: setup
 serve: setup
 	$(BIN)/forerun serve
 
-test: check
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu and not browser and not chaos"
+# The linters and types, which keep one core busy for a minute, run beside the tests.
+test: tools
+	@$(MAKE) --no-print-directory --jobs 2 check suite
+
+suite: tools
+	$(FAST)
 
 test-slow: tools
 	$(BIN)/python -m pytest -q -m "slow and not gpu and not chaos"
@@ -53,7 +59,7 @@ test-slow: tools
 
 # The same tests as `make test`, by clocks that run several times as fast: as on a slower machine.
 test-slower: tools
-	PYTHONPATH=$(CURDIR)/tests/chaos/slower $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu and not browser and not chaos"
+	PYTHONPATH=$(CURDIR)/tests/chaos/slower $(FAST)
 
 # What an adversary would try: faults, load, damaged files, statistics, whatever /openapi.json allows
 # and forbids. 11 minutes on two quiet cores.

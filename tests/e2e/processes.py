@@ -2,11 +2,13 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from multiprocessing import get_context
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -94,14 +96,77 @@ def wait_for(check, seconds=PATIENCE):
     return False
 
 
+FORKS = get_context("forkserver")
+FORKS.set_forkserver_preload(["tests.e2e.toy_server"])
+"""One process imports what a toy server needs, which takes a second, and each server is a fork."""
+
+
+class Forked:
+    """A process that runs `main(options, told)` of toy_server, with what tests use of Popen's."""
+
+    def __init__(self, options, log):
+        self._told, told = FORKS.Pipe(duplex=False)
+        given = options, str(log), dict(os.environ), told
+        self._process = FORKS.Process(target=in_fork, args=given)
+        self._process.start()
+        told.close()
+        self.pid = self._process.pid
+
+    def address(self):
+        """The server's URL, once it listens; empty where it ended before."""
+        with suppress(EOFError):
+            return self._told.recv()
+        return ""
+
+    def poll(self):
+        return self._process.exitcode
+
+    def wait(self, timeout=None):
+        self._process.join(timeout)
+        assert self.poll() is not None, "it still runs"
+        return self.poll()
+
+    def send_signal(self, sent):
+        os.kill(self.pid, sent)
+
+    def kill(self):
+        self._process.kill()
+
+
+def in_fork(options, log, environment, told):
+    """As if it had been started by a command line."""
+    from tests.e2e.toy_server import main  # In the fork: that is what takes a second.
+
+    os.chdir(ROOT)
+    os.environ.clear()
+    os.environ.update(environment)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    with Path(log).open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    main(options, told.send)
+
+
+class Started(subprocess.Popen):
+    """The same by a command line, in another interpreter."""
+
+    def __init__(self, options, log):
+        line = [PYTHON, "-m", "tests.e2e.toy_server", json.dumps(options)]
+        with Path(log).open("ab") as file:
+            super().__init__(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=file, text=True)
+
+    def address(self):
+        return self.stdout.readline().strip()
+
+
 @contextmanager
 def serving(tmp_path, wait=True, **options):
     """A toy server process; with `wait`, it is loaded."""
-    with (tmp_path / f"server-{time.monotonic_ns()}.log").open("w+") as log:
-        line = [PYTHON, "-m", "tests.e2e.toy_server", json.dumps(options)]
-        process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
+    path = tmp_path / f"server-{time.monotonic_ns()}.log"
+    with path.open("w+") as log:
+        process = (Forked if sys.executable == PYTHON else Started)(options, path)
         try:
-            url = process.stdout.readline().strip()
+            url = process.address()
             assert url, (log.seek(0), log.read())
             server = Server(process, url, log)
             if wait:
@@ -110,7 +175,6 @@ def serving(tmp_path, wait=True, **options):
         finally:
             process.kill()
             process.wait()
-            process.stdout.close()
 
 
 def request_bytes(path, body, **headers):

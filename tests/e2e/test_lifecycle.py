@@ -20,7 +20,8 @@ def code_of(answer):
 
 
 def test_listens_while_it_loads(tmp_path):
-    with serving(tmp_path, wait=False, load_seconds=4) as server:
+    loads = tmp_path / "loads"
+    with serving(tmp_path, wait=False, load_when=str(loads)) as server:
         for path in ("/health", "/v1/models", "/server_info"):
             answer = server.http.get(path)
             assert code_of(answer) == (503, "loading")
@@ -28,6 +29,7 @@ def test_listens_while_it_loads(tmp_path):
         assert code_of(server.complete(max_tokens=1)) == (503, "loading")
         assert server.http.get("/version").status_code == 200
         assert "process_cpu_seconds_total" in server.http.get("/metrics").text
+        loads.touch()
         assert wait_for(lambda: server.http.get("/health").status_code == 200)
         assert server.complete(max_tokens=1).status_code == 200
 
@@ -39,22 +41,13 @@ def test_ends_when_loading_fails(tmp_path):
 
 
 def test_a_signal_while_loading_ends_it(tmp_path):
-    with serving(tmp_path, wait=False, load_seconds=60) as server:
+    with serving(tmp_path, wait=False, load_when="never") as server:
         assert wait_for(lambda: server.http.get("/health").status_code == 503)
         server.process.send_signal(signal.SIGTERM)
         assert server.ends() == 0
         assert "never retrieved" not in server.logged()
 
 
-@pytest.fixture
-def heard_hangup():
-    """Child processes hear a hangup although these tests were begun under nohup."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
-@pytest.mark.usefixtures("heard_hangup")
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
 def test_drains(tmp_path, sent):
     """Running requests end as usual, new ones get 503, then the process ends with 0."""

@@ -1,16 +1,26 @@
-"""Every way in which models write tool calls, over HTTP."""
+"""Every way in which models write tool calls, asked of the application itself."""
 
 import pytest
+from starlette.testclient import TestClient
 
+from forerun.options.config import ServeSettings
+from forerun.serve.app import create_app
 from forerun.text.tools import FORMATS
-from tests.e2e.processes import serving
+from tests.cli.toys import toy_loaded
 from tests.e2e.test_structured import ASKED, CHAT, DENSE, NOW, WEATHER, checked, gathered
 
 
+class Asked(TestClient):
+    """What test_structured asks a server, asked of an application."""
+
+    def post(self, path, body):
+        return super().post(path, json=body)
+
+
 @pytest.fixture(scope="module", params=[*FORMATS])
-def server(request, tmp_path_factory):
-    path = tmp_path_factory.mktemp(request.param)
-    with serving(path, settings={"tool_parser": request.param}) as server:
+def server(request):
+    settings = ServeSettings(tool_parser=request.param)
+    with toy_loaded() as loaded, Asked(create_app(loaded, settings)) as server:
         yield server
 
 

@@ -148,7 +148,7 @@ def test_an_engine_that_is_killed(tmp_path):
 
 
 def test_an_engine_that_is_killed_while_it_loads(tmp_path):
-    with serving(tmp_path, wait=False, load_seconds=600) as server:
+    with serving(tmp_path, wait=False, load_when="never") as server:
         assert wait_for(lambda: server.own()[1:])
         os.kill(server.own()[1], signal.SIGKILL)
         assert server.ends() == 6
@@ -156,7 +156,7 @@ def test_an_engine_that_is_killed_while_it_loads(tmp_path):
 
 def test_a_server_that_is_killed_leaves_nothing_behind(tmp_path):
     """The engine ends in the middle of its steps, or of loading."""
-    for options in ({"delay": 0.01}, {"load_seconds": 600, "wait": False}):
+    for options in ({"delay": 0.01}, {"load_when": "never", "wait": False}):
         with serving(tmp_path, **options) as server:
             assert wait_for(lambda server=server: server.own()[1:])
             socks, (engine,) = running(server, 3 if "delay" in options else 0), server.own()[1:]

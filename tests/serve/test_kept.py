@@ -25,12 +25,6 @@ GENERATE = "/generate"
 HELLO = [{"role": "user", "content": "Hi"}]
 
 
-@pytest.fixture(scope="module")
-def client():
-    with toy_loaded(CONFIG) as loaded, TestClient(create_app(loaded, ServeSettings())) as client:
-        yield client
-
-
 # --- log-probabilities ---------------------------------------------------------------------
 
 

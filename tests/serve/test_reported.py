@@ -16,7 +16,7 @@ from forerun.options.config import EngineConfig, ServeSettings
 from forerun.serve.app import create_app
 from forerun.text.chat import ChatTemplate
 from forerun.text.tools import FORMATS, ToolReader
-from tests.cli.toys import CONFIG, toy_loaded
+from tests.cli.toys import toy_loaded
 from tests.drafters.prediction import with_layers
 from tests.e2e.drafts import prediction_layer
 from tests.models import tiny
@@ -34,12 +34,6 @@ def serving(config, settings=None):
     loaded = load(config)
     with TestClient(create_app(loaded, settings or ServeSettings())) as client:
         yield client  # The application closes what it was given.
-
-
-@pytest.fixture(scope="module")
-def client():
-    with toy_loaded(CONFIG) as loaded, TestClient(create_app(loaded, ServeSettings())) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")

@@ -1,21 +1,9 @@
 """Control strings in prompts are their tokens, as in other servers; in conversations never."""
 
-import pytest
-from starlette.testclient import TestClient
-
 from forerun.cli.main import main
 from forerun.client.llm import LLM
-from forerun.options.config import ServeSettings
-from forerun.serve.app import create_app
-from tests.cli.toys import toy_loaded
 
 TEXT = "<|im_start|>a"
-
-
-@pytest.fixture(scope="module")
-def client():
-    with toy_loaded() as loaded, TestClient(create_app(loaded, ServeSettings())) as client:
-        yield client
 
 
 def test_tokenize(client):

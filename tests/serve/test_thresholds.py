@@ -112,12 +112,6 @@ ROUTES = {
 }
 
 
-@pytest.fixture(scope="module")
-def client():
-    with toy_loaded() as loaded, TestClient(create_app(loaded, ServeSettings())) as client:
-        yield client
-
-
 @pytest.mark.parametrize("path", ROUTES)
 def test_an_answer_says_it(client, path):
     asked = ROUTES[path] | {"speculative": LOSSY}

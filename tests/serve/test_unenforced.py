@@ -3,11 +3,6 @@
 import json
 
 import pytest
-from starlette.testclient import TestClient
-
-from forerun.options.config import ServeSettings
-from forerun.serve.app import create_app
-from tests.cli.toys import toy_loaded
 
 HEADER = "x-forerun-unenforced"
 SCHEMA = {
@@ -29,12 +24,6 @@ ASKED = [
     ("structured_outputs.json", {"structured_outputs": {"json": SCHEMA}}),
     ("guided_json", {"guided_json": SCHEMA}),
 ]
-
-
-@pytest.fixture(scope="module")
-def client():
-    with toy_loaded() as loaded, TestClient(create_app(loaded, ServeSettings())) as client:
-        yield client
 
 
 @pytest.mark.parametrize(("field", "body"), ASKED, ids=[field for field, _ in ASKED])

@@ -5,22 +5,12 @@ say nothing.
 import json
 
 import pytest
-from starlette.testclient import TestClient
 
-from forerun.options.config import ServeSettings
-from forerun.serve.app import create_app
 from forerun.text.tokenizer import Tokenizer
-from tests.cli.toys import toy_loaded
 
 TOKENIZER = Tokenizer.byte_level()
 PATHS = ("/v1/chat/completions", "/v1/completions")
 ASKED = [{"role": "user", "content": "Hi"}]
-
-
-@pytest.fixture(scope="module")
-def client():
-    with toy_loaded() as loaded, TestClient(create_app(loaded, ServeSettings())) as client:
-        yield client
 
 
 def ask(client, path, code=200, **body):
