@@ -21,8 +21,8 @@ def _with_values(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """
     for action in parser._actions:
         if isinstance(action, Note) and action.help not in (None, argparse.SUPPRESS):
-            said = action.help.removeprefix(f"one of {', '.join(action.values)}: ")
-            action.help = re.split(r"[:;(]", said)[0].strip()
+            text = action.help.removeprefix(f"one of {', '.join(action.values)}: ")
+            action.help = re.split(r"[:;(]", text)[0].strip()
             if action.values and action.nargs != 0:
                 action.choices = action.values
         for command in action.choices.values() if isinstance(action.choices, dict) else ():
