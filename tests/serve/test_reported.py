@@ -17,8 +17,7 @@ from forerun.serve.app import create_app
 from forerun.text.chat import ChatTemplate
 from forerun.text.tools import FORMATS, ToolReader
 from tests.cli.toys import toy_loaded
-from tests.drafters.prediction import with_layers
-from tests.e2e.drafts import prediction_layer
+from tests.drafters.prediction import random_layer, with_layers
 from tests.models import tiny
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
@@ -41,7 +40,7 @@ def folder(tmp_path_factory):
     """A target with a prediction layer in its files."""
     hf = tiny.model("llama", num_hidden_layers=3)
     root = tmp_path_factory.mktemp("layered") / "layered"
-    with_layers(hf, [prediction_layer(hf)], root, "mimo")
+    with_layers(hf, [random_layer(hf, 5)], root, "mimo")
     return root
 
 
