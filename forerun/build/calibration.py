@@ -49,9 +49,9 @@ def measure_costs(executor: Executor) -> StepCosts:
 
     The median of a few repeats counts. They are taken in turns, so that a slow moment hits no size
     alone. (The least of them would flatter big steps where a neighbour takes time: beside one,
-    four nodes took 1.25 times one node at best, but 1.4 times mostly.) Draft tokens are wrong on
-    purpose, so that nothing but the root's token is kept. Raises ConfigError where the executor
-    is too small to time two nodes.
+    four nodes took 1.25 times one node at best, but 1.4 times mostly.) Each step has other tokens,
+    so that it visits other experts, as text does; draft tokens drawn so are wrong, and little but
+    the root's token is kept. Raises ConfigError where the executor is too small to time two nodes.
     """
     limits = executor.limits
     possible = [nodes for nodes in NODES if nodes <= limits.scored_nodes and _fits(limits, nodes)]
@@ -109,13 +109,13 @@ def smoothed(counts: list[int], ms: list[float]) -> list[float]:
 
 def _time_interleaved(executor: Executor, possible: list[int]) -> dict[int, list[float]]:
     """Seconds of steps by their number of nodes, at least two of `possible`."""
-    steps = {nodes: _steps(executor.limits, nodes) for nodes in possible}
-    times: dict[int, list[float]] = {}
+    random, times = np.random.default_rng(0), dict[int, list[float]]()
     for _ in range(REPEATS):
-        for nodes, step in steps.items():
+        for nodes in possible:
+            step = _steps(executor.limits, nodes, random)
             taken = times.get(nodes, [])
             everything = sum(map(sum, times.values()))
-            share = SECONDS / len(steps)
+            share = SECONDS / len(possible)
             if _enough(taken, share) or _confirmed(nodes, times, share):
                 continue
             if len(times) >= 2 and not taken and everything > SECONDS:
@@ -181,9 +181,10 @@ def _attention_ms(executor: Executor, seconds: float) -> float:
         cached = min(CACHED, max(CACHED // 4, int(SECONDS / seconds)), room)
         for start in range(0, cached, limits.max_nodes):
             chunk = np.arange(start, min(start + limits.max_nodes, cached), dtype=np.int32)
-            _time_step(executor, _Step(limits, [np.zeros_like(chunk)], 0, start, samples=False))
-    root, nodes = [np.zeros(1, np.int32)], min(PER_ROW, limits.scored_nodes)
-    steps = _Step(limits, root, nodes - 1, cached), _Step(limits, root, nodes - 1)
+            _time_step(executor, _Step(limits, np.zeros_like(chunk)[None], 0, start, samples=False))
+    nodes = min(PER_ROW, limits.scored_nodes)
+    chain = np.arange(nodes, dtype=np.int32)[None]
+    steps = _Step(limits, chain, nodes - 1, cached), _Step(limits, chain, nodes - 1)
     far: list[float] = []
     near: list[float] = []
     share = SECONDS / len(NODES) / 2
@@ -195,39 +196,44 @@ def _attention_ms(executor: Executor, seconds: float) -> float:
 
 
 class _Step:
-    """One step to time: rows of known tokens behind `cached` tokens, each with a chain of
-    `draft_tokens` draft tokens.
+    """One step to time: rows of `tokens` int32[rows,n] behind `cached` tokens, the last
+    `draft_tokens` of each a chain of draft tokens.
     """
 
     def __init__(
         self,
         limits: ExecutorLimits,
-        known: list[Ints],
+        tokens: Ints,
         draft_tokens: int,
         cached: int = 0,
         samples: bool = True,
     ) -> None:
-        rows = len(known)
-        width = -(-(cached + max(map(len, known)) + draft_tokens + 1) // limits.page_size)
+        rows, length = tokens.shape
+        width = -(-(cached + length + 1) // limits.page_size)
         width = min(width, limits.pages // rows)
         self.plan = Plan(
             slots=np.arange(rows, dtype=np.int32),
             kv_len=np.full(rows, cached, np.int32),
-            known=tuple(known),
+            known=tuple(tokens[:, : length - draft_tokens]),
             samples=np.full(rows, samples),
             max_nodes=np.full(rows, draft_tokens, np.int32),
             max_depth=np.full(rows, draft_tokens, np.int32),
             page_table=np.arange(rows * width, dtype=np.int32).reshape(rows, width),
             constrained=np.zeros(rows, np.bool_),
         )
-        chain = np.arange(draft_tokens, dtype=np.int32)
-        self.drafts = [Draft(chain + 1, chain - 1, np.zeros(draft_tokens, np.float32))] * rows
+        parents = np.arange(-1, draft_tokens - 1, dtype=np.int32)
+        scores = np.zeros(draft_tokens, np.float32)
+        chains = tokens[:, length - draft_tokens :]
+        self.drafts = [Draft(chain, parents, scores) for chain in chains]
 
 
-def _steps(limits: ExecutorLimits, nodes: int) -> _Step:
-    """A step of `nodes` nodes without context: one row up to PER_ROW nodes, then more rows."""
+def _steps(limits: ExecutorLimits, nodes: int, random: np.random.Generator) -> _Step:
+    """A step of `nodes` nodes without context: one row up to PER_ROW nodes, then more rows. Tokens
+    are drawn from the whole vocabulary: what a sparse model's step reads depends on them.
+    """
     rows = -(-nodes // PER_ROW)
-    return _Step(limits, [np.zeros(1, np.int32)] * rows, nodes // rows - 1)
+    tokens = random.integers(0, limits.vocab, (rows, nodes // rows), np.int32)
+    return _Step(limits, tokens, nodes // rows - 1)
 
 
 def _time_step(executor: Executor, step: _Step) -> float:
@@ -289,7 +295,7 @@ def _times_within(executor: Executor) -> tuple[tuple[float, float] | None, Outco
     """Milliseconds that a step takes longer when it also follows and grows one level, and for
     each further level; None where it does not do that itself. And the last step's outcome.
     """
-    step, fastest = _steps(executor.limits, 2), {}
+    step, fastest = _steps(executor.limits, 2, np.random.default_rng(0)), {}
     for levels in (1, 0, PER_ROW // 2):
         request = DraftRequest(step.plan.slots, width=1, levels=levels) if levels else None
         taken = []

@@ -76,6 +76,24 @@ def test_no_step_is_longer_than_the_context(page_size):
     assert measure_costs(StrictToy(ExecutorLimits(page_size, 512, 8, 64, 256, 259)))
 
 
+class SparseToy(PricedToy):
+    """A step costs what it reads of 128 experts, of which each token chooses 8 of its own."""
+
+    chosen = np.random.default_rng(0).random((259, 128)).argsort(1)[:, :8]
+
+    def begin(self, plan, trees, masks=None):
+        CLOCK.seconds += 0.0001 * len(np.unique(self.chosen[trees.tokens]))
+        return ToyExecutor.begin(self, plan, trees, masks)
+
+
+def test_timed_steps_touch_as_many_experts_as_text():
+    """Rows that all said the same would read the experts of one row, and look cheap."""
+    costs = measure_costs(SparseToy(ExecutorLimits(16, 200, 8, 256, 1024, 259)))
+    expected = 12.8 * (1.0 - (1.0 - 8 / 128) ** np.array(costs.nodes))
+    assert costs.nodes == tuple(sorted(NODES))
+    np.testing.assert_allclose(costs.verify_ms, expected, rtol=0.08)
+
+
 class CapturingToy(ToyExecutor):
     """A toy on a clock: the first step of a size compiles, the second captures, others replay."""
 
