@@ -64,7 +64,7 @@ Attend Model::job(int layer, const Unit& unit, int node) {
     const int64_t first_query = (int64_t)unit.head * shared * size;
     Attend job = {};
     job.keys = plane(layer, 0, unit.head);
-    job.values = plane(layer, 1, unit.head);
+    job.values = plane(layer, kinds() - 1, unit.head);
     job.floats = sizes.cache_item == sizeof(float);
     job.sight = seen(layers_[layer], node);
     // There may be none to point at.
@@ -72,6 +72,7 @@ Attend Model::job(int layer, const Unit& unit, int node) {
     if (const float* sinks = layers_[layer].sinks) job.sinks = sinks + unit.head * shared;
     job.heads = shared;
     job.size = size;
+    job.mixed = value_size();
     job.cold = node == unit.first;
     job.queries = &qkv_[node * qkv_width() + first_query];
     job.out = &mixed_[(int64_t)node * sizes.heads * size + first_query];
@@ -91,7 +92,7 @@ void Model::attend(int layer, int thread) {
 }
 
 void Model::attend_together(int layer, int thread) {
-    const int threads = pool.threads(), whole = (int)units_.size(), size = sizes.head_size;
+    const int threads = pool.threads(), whole = (int)units_.size(), size = value_size();
     const int shared = sizes.heads / sizes.kv_heads;
     const auto job_of = [&](int unit) {
         Attend all = job(layer, units_[unit], units_[unit].first);

@@ -61,7 +61,9 @@ static void score(const Attend& job, int head, int first, int last, float* score
             if (first + kFetch + kPositions <= job.sight.trunk) {
                 fetch<Number>(job.keys, job.trunk + first + kFetch, size);
             }
-            if (first < kNear / size) fetch<Number>(job.values, places, size);
+            if (first < kNear / size && job.values != job.keys) {
+                fetch<Number>(job.values, places, size);
+            }
         }
         F8 dots[Q][8];
         for (int p = 0; p < kPositions; p++) {
@@ -207,7 +209,7 @@ static void attend(const Attend& job) {
                 const float* sink = job.sinks ? job.sinks + head + q : nullptr;
                 totals[q] = weigh(job.scores + q * job.stride, length, sink);
             }
-            mix<Number, S, Q>(job, head, 0, job.size, job.scores, job.stride, totals);
+            mix<Number, S, Q>(job, head, 0, job.mixed, job.scores, job.stride, totals);
         });
     });
 }

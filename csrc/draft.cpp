@@ -94,7 +94,7 @@ void EagleHead::fuse(const DraftStep& step, int thread) {
 
 // What the layer reads: embedding beside hidden state, or the two fused.
 void EagleHead::read(const DraftStep& step, int thread) {
-    const int hidden = sizes.hidden, half = sizes.head_size / 2, beside = hidden / kGroup;
+    const int hidden = sizes.hidden, half = rope_size() / 2, beside = hidden / kGroup;
     const Share mine = columns_of(step.nodes, thread, pool.threads());
     for (int n = mine.first; n < mine.last; n++) {
         float *x = &stream_[(size_t)n * hidden], *e = &embedded_[(size_t)n * hidden];

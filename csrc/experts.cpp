@@ -104,9 +104,10 @@ void Model::reserve_for(const LayerKind& kind) {
 void Model::note_format(int layer, int which, int format) {
     if (layer < 0) return;
     Layer& at = layers_[layer];
-    if (which >= 4 && !is_float(format)) at.reads_groups = true;
+    const bool feeds = which >= 4 && which < 9 + 3 * (int)at.experts.size();
+    if (feeds && !is_float(format)) at.reads_groups = true;
     const size_t floats = expert_rows(at.kind) * sizes.hidden;
-    if (which >= 9 && is_float(format) && gathered_f_.size() < floats) gathered_f_.resize(floats);
+    if (feeds && which >= 9 && is_float(format) && gathered_f_.size() < floats) gathered_f_.resize(floats);
 }
 
 // The feed-forward of a layer of experts from `normed()` to the stream, or to branch_.

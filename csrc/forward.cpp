@@ -37,7 +37,7 @@ Share Model::columns_of(int rows, int thread, int threads) {
 }
 
 void Model::embed(const Step& step, int thread) {
-    const int half = sizes.head_size / 2;
+    const int half = rope_size() / 2;
     const Share share = columns_of(step.nodes, thread, pool.threads());
     for (int node = share.first; node < share.last; node++) {
         float* x = &stream_[(size_t)node * sizes.hidden];
@@ -109,20 +109,21 @@ void Model::attention_layer(const Step& step, int layer, int thread) {
     const int hidden = sizes.hidden, nodes = step.nodes;
     const Share mine = columns_of(nodes, thread, pool.threads());
     const Layer& at = layers_[layer];
+    const Matrix& first = sizes.query_rank ? at.query_down : at.query;
+    const Matrix& last = sizes.rank ? at.key : at.value;
     for (int n = mine.first; n < mine.last; n++) {
-        put_normed(&stream_[(size_t)n * hidden], at.attention_norm, n,
-                   {&at.query, &at.key, &at.value});
+        put_normed(&stream_[(size_t)n * hidden], at.attention_norm, n, {&first, &at.key, &last});
     }
     pool.barrier();
+    if (sizes.rank) return mix_latent(step, layer, normed(), thread);
     mix(step, layer, normed(), thread);
 }
 
 // Attention of `layer` from its input `x` to the residual stream.
 void Model::mix(const Step& step, int layer, Inputs x, int thread) {
     const Layer& at = layers_[layer];
-    const int hidden = sizes.hidden, mixed = sizes.heads * sizes.head_size;
+    const int mixed = sizes.heads * sizes.head_size;
     const int keys = sizes.kv_heads * sizes.head_size, nodes = step.nodes;
-    const Share mine = columns_of(nodes, thread, pool.threads());
     multiply({&at.query, &at.key, &at.value},
              {&qkv_[0], &qkv_[mixed], &qkv_[mixed + keys]}, x, nodes,
              (int)qkv_width(), false, thread);
@@ -133,14 +134,20 @@ void Model::mix(const Step& step, int layer, Inputs x, int thread) {
     attend(layer, thread);
     pool.barrier();
     if (thread == 0) next_unit_.store(0);
+    bring_out(at, &mixed_[0], mixed, nodes, thread);
+}
+
+// The last product of attention: context float32[nodes][width] to the residual stream.
+void Model::bring_out(const Layer& at, float* context, int width, int nodes, int thread) {
+    const Share mine = columns_of(nodes, thread, pool.threads());
     for (int n = mine.first; !is_float(at.output.format) && n < mine.last; n++) {
-        kernels->quantise(&mixed_[(size_t)n * mixed], mixed, column(mixed_q_.data(), n, mixed),
+        kernels->quantise(context + (size_t)n * width, width, column(mixed_q_.data(), n, width),
                           n % kLanes);
     }
     pool.barrier();
     const bool add = adds(at, at.attention_end_norm);
-    multiply({&at.output}, {add ? &stream_[0] : &branch_[0]}, {mixed_q_.data(), mixed_.data()},
-             nodes, hidden, add, thread);
+    multiply({&at.output}, {add ? &stream_[0] : &branch_[0]}, {mixed_q_.data(), context}, nodes,
+             sizes.hidden, add, thread);
     pool.barrier();
     if (!add) end_branch(at, at.attention_end_norm, nodes, thread);
 }
@@ -254,8 +261,13 @@ void Model::products(int rows, float* logits) {
         const int keys = sizes.kv_heads * sizes.head_size;
         for (const Layer& at : layers_) {
             const int ffn = at.kind.ffn;
-            multiply({&at.query, &at.key, &at.value}, {&qkv_[0], &qkv_[mixed], &qkv_[mixed + keys]},
-                     normed(), rows, (int)qkv_width(), false, thread);
+            if (sizes.rank) {
+                latent_products(at, rows, thread);
+            } else {
+                multiply({&at.query, &at.key, &at.value},
+                         {&qkv_[0], &qkv_[mixed], &qkv_[mixed + keys]}, normed(), rows,
+                         (int)qkv_width(), false, thread);
+            }
             pool.barrier();
             multiply({&at.output}, {&stream_[0]}, {mixed_q_.data(), mixed_.data()}, rows, hidden,
                      false, thread);

@@ -26,15 +26,16 @@ struct Sight {
 // Attention of one node under one key/value head of one layer.
 struct Attend {
     const uint8_t* keys;     // [places][size] numbers, halves or float32
-    const uint8_t* values;   // the same
+    const uint8_t* values;   // the same; the keys themselves where `mixed` is less than `size`
     bool floats;             // float32
     const int32_t* trunk;    // place of every position of the sequence, prefix and known chain
     Sight sight;
     int32_t heads;         // query heads that share the key/value head
     int32_t size;          // head size, a multiple of 8
+    int32_t mixed;         // numbers of a value that are mixed: the first of `size`, a multiple of 8
     bool cold;             // nobody has read these keys and values lately
     const float* queries;  // [heads][size], already scaled
-    float* out;            // [heads][size]
+    float* out;            // [heads][size], of which `mixed` are written
     float* scores;         // one thread alone: [3][stride]; several together: [heads][stride]
     int64_t stride;        // padded_positions(of the longest sight)
     float* totals;         // several together: [heads] sums of the weights

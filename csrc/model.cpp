@@ -38,22 +38,22 @@ Model::Model(const Sizes& given, const float* frequencies, size_t weight_bytes,
       own_pool(shared ? nullptr : new Pool(given.threads)),
       pool(shared ? *shared : *own_pool),
       layers_(given.layers),
-      frequencies_(frequencies, frequencies + given.head_size / 2),
+      frequencies_(frequencies, frequencies + rope_size() / 2),
       weights_(weight_bytes, true),
-      cache_((size_t)given.layers * 2 * given.kv_heads * given.head_size * given.cache_item *
+      cache_((size_t)given.layers * kinds() * given.kv_heads * given.head_size * given.cache_item *
              ((size_t)given.pages * given.page_size + given.max_nodes)),
       places_((int64_t)given.pages * given.page_size + given.max_nodes) {
-    const size_t nodes = given.max_nodes, half = given.head_size / 2;
+    const size_t nodes = given.max_nodes, half = rope_size() / 2;
     const size_t columns = (nodes + kLanes - 1) / kLanes;
     const auto groups = [](int width) { return (size_t)(width + kGroup - 1) / kGroup; };
-    const int mixed = given.heads * given.head_size;
+    const int mixed = given.heads * (given.rank ? given.value : given.head_size);
     sights_.resize(nodes);
     position_.resize(nodes);
     row_of_.resize(nodes);
     place_of_.resize(nodes);
     stream_.resize(nodes * given.hidden);
     qkv_.resize(nodes * qkv_width());
-    mixed_.resize(nodes * mixed);
+    mixed_.resize(nodes * given.heads * given.head_size);
     gate_.resize(nodes * given.ffn);
     up_.resize(nodes * given.ffn);
     cosine_.resize(nodes * half);
@@ -64,7 +64,18 @@ Model::Model(const Sizes& given, const float* frequencies, size_t weight_bytes,
     ffn_q_.resize(columns * groups(given.ffn));
     branch_.resize(nodes * given.hidden);
     scratch_.resize(pool.most());
+    if (given.rank) {
+        const int widest = std::max(given.nope, given.rank);
+        latent_.resize(nodes * latent_width());
+        lower_f_.resize(nodes * given.query_rank);
+        lower_q_.resize(columns * groups(given.query_rank));
+        heads_f_.resize(nodes * given.heads * widest);
+        heads_q_.resize(columns * given.heads * groups(widest));
+        values_of_.resize(nodes * given.heads * given.value);
+    }
     for (Layer& layer : layers_) {
+        layer.into.resize(given.rank ? given.heads : 0);
+        layer.out_of.resize(layer.into.size());
         layer.kind.ffn = given.ffn;
         layer.kind.rotated = 1;
         layer.kind.score_scale = 1.0f / std::sqrt((float)given.head_size);
@@ -91,7 +102,7 @@ std::string Model::set_layer(int layer, const LayerKind& kind) {
 }
 
 // 0 to 6: attention and feed-forward; 7 the router, 8 the shared expert's gate, then each expert's
-// gate, up and down.
+// gate, up and down; then what latent attention has besides: query_down, `into` and `out_of`.
 Matrix* Model::matrix(int layer, int which) {
     if (layer == -1) return which == 0 ? &embedding_ : which == 1 ? &head_ : nullptr;
     if (layer < 0 || layer >= sizes.layers || which < 0) return nullptr;
@@ -99,7 +110,11 @@ Matrix* Model::matrix(int layer, int which) {
     Matrix* const all[] = {&at.query,   &at.key,     &at.value,     &at.output,     &at.feed.gate,
                            &at.feed.up, &at.feed.down, &at.router, &at.shared_gate};
     if (which < 9) return all[which];
-    if (which >= 9 + 3 * (int)at.experts.size()) return nullptr;
+    const int more = which - 9 - 3 * (int)at.experts.size(), heads = (int)at.into.size();
+    if (more >= 1 + 2 * heads || (more >= 0 && !heads)) return nullptr;
+    if (more >= 0) {
+        return !more ? &at.query_down : more <= heads ? &at.into[more - 1] : &at.out_of[more - 1 - heads];
+    }
     FeedForward& expert = at.experts[(which - 9) / 3];
     Matrix* const parts[] = {&expert.gate, &expert.up, &expert.down};
     return parts[which % 3];
@@ -138,10 +153,12 @@ uint64_t Model::read_weights() {
     typedef uint64_t Line __attribute__((vector_size(64)));
     std::vector<const Matrix*> read;
     for (const Layer& at : layers_) {
-        for (const Matrix* w : {&at.query, &at.key, &at.value, &at.output, &at.router,
+        for (const Matrix* w : {&at.query_down, &at.query, &at.key, &at.value, &at.output, &at.router,
                                 &at.shared_gate, &at.feed.gate, &at.feed.up, &at.feed.down}) {
             read.push_back(w);
         }
+        for (const Matrix& w : at.into) read.push_back(&w);
+        for (const Matrix& w : at.out_of) read.push_back(&w);
         for (int e = 0; e < (at.kind.experts ? at.kind.top_k : 0); e++) {
             const FeedForward& expert = at.experts[e];
             for (const Matrix* w : {&expert.gate, &expert.up, &expert.down}) read.push_back(w);
@@ -166,7 +183,7 @@ uint64_t Model::read_weights() {
 }
 
 uint8_t* Model::plane(int layer, int kind, int head) const {
-    const int64_t index = ((int64_t)layer * 2 + kind) * sizes.kv_heads + head;
+    const int64_t index = ((int64_t)layer * kinds() + kind) * sizes.kv_heads + head;
     return cache_.data() + index * places_ * sizes.head_size * sizes.cache_item;
 }
 
@@ -175,7 +192,7 @@ int64_t Model::qkv_width() const {
 }
 
 void Model::commit(const int32_t* nodes, const int32_t* slots, int count) {
-    const int64_t planes = 2 * (int64_t)sizes.layers * sizes.kv_heads;
+    const int64_t planes = kinds() * (int64_t)sizes.layers * sizes.kv_heads;
     const size_t bytes = (size_t)sizes.head_size * sizes.cache_item;
     const auto copy = [&](int begin, int end) {
         for (int64_t index = begin; index < end; index++) {

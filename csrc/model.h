@@ -18,7 +18,11 @@ struct Sizes {
     int32_t layers, hidden, heads, kv_heads, head_size, ffn, vocab;
     int32_t page_size, pages, max_nodes, context, threads;
     int32_t cache_item;  // bytes of a number in the cache: 2, a half, or 4, a float32
+    // Latent attention: forerun/models/layer_spec.py, `Latent`. rank 0: there is none; query_rank 0:
+    // one product makes queries. kv_heads is 1 and head_size the rank and what is rotated.
+    int32_t rank, nope, value, query_rank;
     float norm_eps, rope_factor;  // rope_factor: of cosines and sines of pairs that turn
+    float latent_eps;             // of the norms of the latent and of what makes queries
 };
 
 // One step. Node arrays are int32[nodes], row arrays int32[rows] (start: rows + 1), as in
@@ -69,7 +73,9 @@ struct FeedForward {
 
 struct Layer {
     LayerKind kind = {};
-    Matrix query, key, value, output;
+    Matrix query, key, value, output;  // key, in latent attention: the latent and its rotated key
+    Matrix query_down;                 // of latent attention, whose `query` reads what it makes
+    std::vector<Matrix> into, out_of;  // of it, by head: [rank][nope] and [value][rank]
     FeedForward feed;                  // or, beside experts, the one that every node visits
     Matrix router, shared_gate;        // the second: one channel, whose sigmoid multiplies `feed`
     std::vector<FeedForward> experts;
@@ -204,6 +210,16 @@ protected:
     void keep_taps(const Step& step, int layer, int thread);
     void attention_layer(const Step& step, int layer, int thread);
     void mix(const Step& step, int layer, Inputs x, int thread);
+    void bring_out(const Layer& layer, float* context, int width, int nodes, int thread);
+    void mix_latent(const Step& step, int layer, Inputs x, int thread);
+    void latent_queries(const Layer& layer, Inputs x, int nodes, int thread);
+    void latent_products(const Layer& layer, int rows, int thread);
+    void keep_latent(int layer, int node);
+    void enter_heads(const Layer& layer, int nodes, int thread);
+    void leave_heads(const Layer& layer, int nodes, int thread);
+    void put_head(const Matrix& w, const float* x, int head, int node, int nodes);
+    void multiply_heads(const std::vector<Matrix>& each, Target out, int apart, int nodes,
+                        int thread);
     void ffn_layer(const Step& step, int layer, int thread);
     size_t expert_rows(const LayerKind& kind) const;
     void reserve_for(const LayerKind& kind);
@@ -239,6 +255,15 @@ protected:
     uint8_t* plane(int layer, int kind, int head) const;
     void keep(const float* x, uint8_t* plane, int64_t place) const;
     int64_t qkv_width() const;
+    // Numbers of a head that a rope is over, numbers of a value, and what is kept of a position: keys
+    // and values, or keys that begin with their values.
+    int rope_size() const { return sizes.head_size - sizes.rank; }
+    int value_size() const { return sizes.rank ? sizes.rank : sizes.head_size; }
+    int kinds() const { return sizes.rank ? 1 : 2; }
+    // A row of `latent_`: what the query's first product makes, what is kept, and queries.
+    int64_t latent_width() const {
+        return sizes.query_rank + sizes.head_size + (int64_t)sizes.heads * (sizes.nope + rope_size());
+    }
 
     std::vector<Layer> layers_;
     Matrix embedding_, head_;
@@ -248,7 +273,7 @@ protected:
 
     Region weights_;
     size_t used_ = 0;
-    Region cache_;          // [layers][2][kv_heads][places][head_size] numbers of cache_item bytes
+    Region cache_;          // [layers][kinds()][kv_heads][places][head_size] of cache_item bytes
     int64_t places_ = 0;    // slots of the pool, then one per node of a step
 
     std::vector<int32_t> aux_layers_;
@@ -271,6 +296,14 @@ protected:
     std::vector<float> hidden_f_;  // the others as floats are mixed_ and, when activated, gate_
     std::vector<float> branch_;    // what attention or feed-forward made, where it is not added at once
     std::vector<float> unturned_;  // cosines and sines of layers without positions
+
+    // Of latent attention (latent.cpp).
+    std::vector<float> latent_;    // [max_nodes][latent_width()]
+    std::vector<float> lower_f_;   // [max_nodes][query_rank] normed
+    std::vector<Group> lower_q_;
+    std::vector<float> heads_f_;   // [heads][nodes][inputs of a head's matrix]
+    std::vector<Group> heads_q_;   // the same in columns
+    std::vector<float> values_of_; // [max_nodes][heads][value]
 
     // Of the current layer of experts (experts.cpp).
     std::vector<float> scores_of_;    // [nodes][experts + 1] the last: the shared one's gate

@@ -6,7 +6,8 @@ from forerun.models.arch import Architecture
 from forerun.models.checkpoint import check_whole
 from forerun.models.gguf_config import architecture_of
 from forerun.models.gguf_header import Value, read_header
-from forerun.models.gguf_naming import of_the_model, stored_parts
+from forerun.models.gguf_latent import HeldInTwo
+from forerun.models.gguf_naming import held_in_two, of_the_model, stored_parts
 from forerun.models.mapped import Packed
 from forerun.models.naming import Held
 from forerun.types import Floats
@@ -29,9 +30,15 @@ class GgufCheckpoint:
         self._file = read_header(path)
         self.architecture: Architecture = architecture_of(self._file).for_context(context)
         parts = stored_parts(self._file, self.architecture)
+        in_two = held_in_two(self._file, self.architecture)
+        halves = [half for held in in_two.values() for half in (held.into, held.out_of)]
         whole = {source: piece.whole for source, piece in parts.values()}
+        whole |= {half.name: half.piece.whole for half in halves}
         check_whole(self.architecture, of_the_model(self._file, self.architecture), path, whole)
-        self._held = {name: Held(self._file, *part) for name, part in parts.items()}
+        self._held: dict[str, Held | HeldInTwo] = {
+            name: Held(self._file, *part) for name, part in parts.items()
+        }
+        self._held |= in_two
 
     @property
     def path(self) -> Path:

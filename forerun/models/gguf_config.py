@@ -8,8 +8,9 @@ from forerun.errors import ModelError
 from forerun.models.arch import Architecture, ArchitectureSizes, Family
 from forerun.models.gguf_experts import experts_of
 from forerun.models.gguf_header import GgufFile, Value
+from forerun.models.gguf_latent import latent_attention, latent_of, latent_rope
 from forerun.models.keys import Keys
-from forerun.models.layer_spec import AttentionSpec, Dense, LayerSpec
+from forerun.models.layer_spec import AttentionSpec, Dense, Latent, LayerSpec
 from forerun.models.rope import (
     Divided,
     LinearScaling,
@@ -28,6 +29,7 @@ _FAMILIES: dict[str, Family] = {
     "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe",
     "glm4moe": "glm4_moe",
+    "deepseek2": "deepseek_v3",
     "gpt-oss": "gpt_oss",
     "smollm3": "smollm3",
     "granite": "granite",
@@ -37,7 +39,15 @@ _FAMILIES: dict[str, Family] = {
 """general.architecture -> family. Mistral's files call themselves llama; Mixtral's too, and have
 experts.
 """
-_EXPERTS: tuple[Family, ...] = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss")
+_LACKS = {
+    "llama4": "attention within chunks of a text, norms of queries and keys that have no weights, "
+    "scores that grow with the position, and experts that weigh what they read",
+}
+"""What known architectures have that no layer here can say."""
+_EXPERTS: tuple[Family, ...] = (
+    *("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss"),
+    "deepseek_v3",
+)
 _WINDOWS: tuple[Family, ...] = ("llama", "mixtral", "phi3")
 """Whose window, if there is one, is in all layers."""
 _PARTLY_TURNED: tuple[Family, ...] = ("glm4_moe", "phi3")
@@ -76,10 +86,11 @@ def architecture_of(file: GgufFile) -> Architecture:
     if family == "llama" and keys.integer("expert_count", 0):
         family = "mixtral"
     sizes = _sizes(keys, file)
-    keys.require("attention.value_length", sizes.head_size)
+    latent = latent_of(keys, sizes) if family == "deepseek_v3" else None
+    keys.require("attention.value_length", latent.rank if latent else sizes.head_size)
     keys.require("vocab_size", sizes.vocab)
     gemma = family == "gemma3_text"
-    layers = _gemma3(keys, sizes, file) if gemma else _plain(keys, sizes, file, family)
+    layers = _gemma3(keys, sizes, file) if gemma else _plain(keys, sizes, file, family, latent)
     window = _window(keys) if family in _QWENS else None
     arch = Architecture(
         family=family,
@@ -121,7 +132,11 @@ def _window(keys: Keys) -> int | None:
 
 
 def _plain(
-    keys: Keys, sizes: ArchitectureSizes, file: GgufFile, family: Family
+    keys: Keys,
+    sizes: ArchitectureSizes,
+    file: GgufFile,
+    family: Family,
+    latent: Latent | None,
 ) -> tuple[LayerSpec, ...]:
     """The layers of all other families."""
     window = _window(keys) if family in _WINDOWS else None
@@ -129,9 +144,12 @@ def _plain(
     own_scale = _factor(keys, family, "attention.scale", sizes.head_size**-0.5)
     normed = family in ("qwen3", "qwen3_moe") or "blk.0.attn_q_norm.weight" in file.tensors
     behind = family == "olmo2"
+    attention = AttentionSpec(own_scale, window)
+    if latent is not None:
+        attention = latent_attention(keys, latent)
     spec = LayerSpec(
-        AttentionSpec(own_scale, window),
-        _rope(keys, sizes, file, family),
+        attention,
+        _rope(keys, sizes, file, family, latent),
         Dense(whole, "blk.0.ffn_up.bias" in file.tensors),
         norms="post" if behind else "pre",
         qk_norm=normed and not behind,
@@ -170,8 +188,12 @@ def _factor(keys: Keys, family: Family, name: str, absent: float = 1.0) -> float
     return (keys.real(name, 0.0) if family == "granite" else 0.0) or absent
 
 
-def _rope(keys: Keys, sizes: ArchitectureSizes, file: GgufFile, family: Family) -> Rope:
+def _rope(
+    keys: Keys, sizes: ArchitectureSizes, file: GgufFile, family: Family, latent: Latent | None
+) -> Rope:
     """How queries and keys are turned: in GLM-4.5 and some of Phi a part of each head."""
+    if latent is not None:
+        return latent_rope(keys, latent, _scaling(keys, sizes.context, file))
     rotated = keys.integer("rope.dimension_count", sizes.head_size)
     if rotated != sizes.head_size and family not in _PARTLY_TURNED:
         raise keys.unfit("rope.dimension_count", rotated, f"{sizes.head_size} to run here")
@@ -214,6 +236,8 @@ def _check_kind(file: GgufFile) -> None:
     if not isinstance(kind, str) or kind != "model":
         raise ModelError(f"{path} holds {kind!r}, not a language model")
     name = metadata.get("general.architecture")
+    if isinstance(name, str) and name in _LACKS:
+        raise ModelError(f"{path}: a {name} model does not run here: it needs {_LACKS[name]}")
     if not isinstance(name, str) or name not in _FAMILIES:
         raise ModelError(
             f"{path}: the architecture {name!r} does not run here; "

@@ -11,7 +11,7 @@ _GATING: dict[int, Literal["softmax", "sigmoid"]] = {1: "softmax", 2: "sigmoid",
 """`expert_gating_func` of llama.cpp. The third is a softmax over the chosen alone: one over all
 whose weights are normalised. Others weight what is chosen in ways of their own.
 """
-_OF_THE_CHOSEN = 3
+_SIGMOID, _OF_THE_CHOSEN = 2, 3
 
 
 def experts_of(keys: Keys, sizes: ArchitectureSizes, file: GgufFile, family: Family) -> Experts:
@@ -24,22 +24,26 @@ def experts_of(keys: Keys, sizes: ArchitectureSizes, file: GgufFile, family: Fam
     together = whole if family == "mixtral" else whole // max(top_k, 1)
     width = keys.integer("expert_feed_forward_length", together) or together
     groups = keys.integer("expert_group_count", 1) or 1
-    sigmoid = family == "glm4_moe"
+    sigmoid, deepseek = family == "glm4_moe", family == "deepseek_v3"
     gating = _gating(keys, 2 if sigmoid else 1)
-    normalised = keys.flag("expert_weights_norm", family not in ("qwen2_moe", "glm4_moe"))
+    if deepseek and gating != _SIGMOID:
+        wanted = f"{_SIGMOID} (sigmoid) to run here, as V3's is; V2's routers are others"
+        raise keys.unfit("expert_gating_func", gating, wanted)
+    plain = family in ("qwen2_moe", "glm4_moe", "deepseek_v3")
+    normalised = keys.flag("expert_weights_norm", not plain)
     router = Router(
         _GATING[gating],
         normalised=normalised or gating == _OF_THE_CHOSEN,
         bias=family == "gpt_oss",
         scale=keys.real("expert_weights_scale", 0.0) or 1.0,
-        correction=sigmoid,
+        correction=sigmoid or deepseek,
         groups=groups,
         kept=keys.integer("expert_group_used_count", groups) or groups,
     )
     shared = 0
     if family == "qwen2_moe":
         shared = keys.integer("expert_shared_feed_forward_length", whole) or whole
-    elif family == "glm4_moe":
+    elif sigmoid or deepseek:
         shared = width * keys.integer("expert_shared_count", 0)
     gated, biased = family == "qwen2_moe", family == "gpt_oss"
     return Experts(count, top_k, width, router, shared, shared_gate=gated, bias=biased)

@@ -6,10 +6,12 @@ import numpy as np
 
 from forerun.models.arch import Architecture, Family, expected_tensors
 from forerun.models.gguf_header import GgufFile
+from forerun.models.gguf_latent import ABSORBED, HeldInTwo, absorbed_parts
 from forerun.models.layer_spec import NORM_NAMES, Experts, LayerSpec
 from forerun.models.naming import (
     EXPERT,
     IN_LAYER,
+    Held,
     Order,
     StoredPart,
     each_head,
@@ -29,6 +31,11 @@ _IN_LAYER = {
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
@@ -65,7 +72,7 @@ _FUSED = {
 
 def stored_parts(file: GgufFile, arch: Architecture) -> dict[str, tuple[str, StoredPart]]:
     """Canonical name -> name in the file, and which part of that tensor it is; all that `arch` has,
-    whether it is there or not.
+    whether it is there or not, but for what is held in two.
     """
     found = {}
     for name, shape in expected_tensors(arch).items():
@@ -77,8 +84,25 @@ def stored_parts(file: GgufFile, arch: Architecture) -> dict[str, tuple[str, Sto
         layer = int(inner[1])
         part = name[inner.end() :]
         spec = arch.layer_specs[layer]
+        if part == ABSORBED:
+            continue
         source, piece = _part_of(file, arch, spec, f"blk.{layer}.", part, shape)
         found[name] = source, piece
+    return found
+
+
+def held_in_two(file: GgufFile, arch: Architecture) -> dict[str, HeldInTwo]:
+    """Canonical name -> kv_b_proj of each layer; none where attention is not latent."""
+    latent = arch.latent
+    if latent is None:
+        return {}
+    found, shape = {}, (arch.heads * (latent.nope + latent.value), latent.rank)
+    for layer in range(arch.layers):
+        name = f"model.layers.{layer}.{ABSORBED}"
+        into, out_of = (
+            Held(file, *part) for part in absorbed_parts(f"blk.{layer}.", arch.heads, latent)
+        )
+        found[name] = HeldInTwo(into, out_of, StoredPart(name, shape, shape))
     return found
 
 

@@ -52,6 +52,8 @@ def test_it_tells_how_far_its_weights_are(tmp_path):
 def test_models_it_cannot_run(checkpoint, executor):
     with pytest.raises(ModelError, match="multiple of 8, not 20"):
         executor(checkpoint("llama", None, num_attention_heads=4, head_dim=20))
+    with pytest.raises(ModelError, match="latent that is a multiple of 8 wide, not 28"):
+        executor(checkpoint("deepseek_v3", None, kv_lora_rank=28, qk_rope_head_dim=4))
     with pytest.raises(ModelError, match="vocabulary is 10"):
         CpuExecutor(checkpoint(), limits(10))
     with pytest.raises(ConfigError, match="called 'sse'"):
@@ -61,7 +63,6 @@ def test_models_it_cannot_run(checkpoint, executor):
 @pytest.mark.parametrize(
     ("family", "named"),
     [
-        ("deepseek_v3", ["latent attention"]),
         ("gemma2", ["capped attention scores", "capped logits", "a GELU gate"]),
         ("gemma3_text", ["without their 1", "a GELU gate", "a rope per layer"]),
     ],

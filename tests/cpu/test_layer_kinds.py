@@ -32,18 +32,22 @@ CASES = [
     *(("qwen3_moe", name, changes) for name, changes in EXPERTS.items()),
     *(
         (family, name, changes)
-        for family in ("mixtral", "glm4_moe", "gpt_oss", "smollm3", "granite", "olmo2")
+        for family in (
+            *("mixtral", "glm4_moe", "gpt_oss", "smollm3", "granite", "olmo2"),
+            "deepseek_v3",
+        )
         for name, changes in FURTHER[family].items()
     ),
 ]  # fmt: skip
 IN_FILES = {
     "qwen2_moe": {"shared_expert_intermediate_size": 64},
+    "deepseek_v3": {"q_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32},
     "smollm3": {"num_hidden_layers": 5, "no_rope_layer_interval": 4},
 }
 """What quantised files need: rows of 32, and of SmolLM3 what llama.cpp knows."""
 FAMILIES = (
     *("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "gpt_oss"),
-    *("smollm3", "granite", "olmo2"),
+    *("smollm3", "granite", "olmo2", "deepseek_v3"),
 )
 
 

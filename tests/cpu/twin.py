@@ -35,8 +35,11 @@ def packed(checkpoint, name):
     if stored is not None and stored.kind in KEPT:
         return matrix
     group = checkpoint.four_bit_group(name) if isinstance(checkpoint, InFourBits) else 0
-    if group and group % GROUP == 0:
-        return matrix
+    return matrix if group and group % GROUP == 0 else eight_bits(matrix)
+
+
+def eight_bits(matrix):
+    """float32, each row in groups of 32 with a scale that is a half."""
     rows, columns = matrix.shape
     padded = np.zeros((rows, -(-columns // GROUP) * GROUP), np.float32)
     padded[:, :columns] = matrix
@@ -74,7 +77,7 @@ class Twin:
     def __init__(self, checkpoint):
         self.checkpoint, self.arch = checkpoint, checkpoint.architecture
         self.names = set(checkpoint.names())
-        first = checkpoint.packed("model.layers.0.self_attn.q_proj.weight")
+        first = checkpoint.packed("model.layers.0.self_attn.o_proj.weight")
         self.floats = first is not None and first.kind in FLOATS
 
     def product(self, name, x):
@@ -161,7 +164,39 @@ class Twin:
     def vector(self, name):
         return self.checkpoint.tensor(name)
 
+    def latent(self, prefix, x, spec):
+        """Absorbed: every head's query against what is kept of all positions."""
+        arch, about, count = self.arch, spec.attention.latent, len(x)
+        entering, name = x, "q_proj"
+        if about.query_rank:
+            lower, name = self.product(prefix + "q_a_proj", x), "q_b_proj"
+            entering = normed(lower, self.vector(prefix + "q_a_layernorm.weight"), about.norm_eps)
+        queries = self.product(prefix + name, entering).reshape(count, arch.heads, -1)
+        queries = queries * spec.attention.scale
+        made = self.product(prefix + "kv_a_proj_with_mqa", x)
+        norm = self.vector(prefix + "kv_a_layernorm.weight")
+        latent = normed(made[:, : about.rank], norm, about.norm_eps)
+        turned = self.rotated(made[:, None, about.rank :])[:, 0]
+        keys = self.kept(np.concatenate([latent, turned], -1))
+        stored = f"{prefix}kv_b_proj"
+        floats = self.is_float(stored)
+        bits, rounded = (np.asarray, np.asarray) if floats else (eight_bits, quantised)
+        each = self.vector(f"{stored}.weight").reshape(arch.heads, -1, about.rank)
+        mixed = []
+        for head, matrix in enumerate(each):
+            into, out_of = bits(matrix[: about.nope].T), bits(matrix[about.nope :])
+            entered = rounded(queries[:, head, : about.nope].astype(np.float32)) @ into.T
+            turned = self.rotated(queries[:, None, head, about.nope :])[:, 0]
+            scores = np.concatenate([entered, turned], -1) @ keys.T
+            scores[~np.tri(count, dtype=bool)] = -np.inf
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            found = weights / weights.sum(-1, keepdims=True) @ keys[:, : about.rank]
+            mixed.append(rounded(found.astype(np.float32)) @ out_of.T)
+        return self.product(prefix + "o_proj", np.concatenate(mixed, -1))
+
     def attention(self, prefix, x, spec):
+        if spec.attention.latent is not None:
+            return self.latent(prefix, x, spec)
         arch, count = self.arch, len(x)
         heads = {"q": arch.heads, "k": arch.kv_heads, "v": arch.kv_heads}
         q, k, v = (self.product(f"{prefix}{which}_proj", x) for which in heads)
@@ -197,7 +232,7 @@ class Twin:
     def rotated(self, x):
         arch = self.arch
         positions = np.arange(len(x), dtype=np.float32)[:, None]
-        angle = (positions * arch.rope.frequencies(arch.head_size)).astype(np.float64)
+        angle = (positions * arch.rope.frequencies(arch.rope_size)).astype(np.float64)
         cosine = np.cos(angle)[:, None] * arch.rope.attention_factor
         sine = np.sin(angle)[:, None] * arch.rope.attention_factor
         a, b = np.split(x, 2, -1)

@@ -86,7 +86,7 @@ SPOKEN = [
     *on("torch", "NEXTN by depth, deepseek", "NEXTN by depth, mimo"),
     *on("torch", *(f"DFLASH, {variant}" for variant in VARIANTS)),
     *on("cpu", "EAGLE", "STANDALONE, first layers", "NEXTN, deepseek", "NEXTN, mimo"),
-    *on("cpu", "NEXTN, qwen3-next", "NEXTN of, glm4_moe"),
+    *on("cpu", "NEXTN, qwen3-next", "NEXTN of, glm4_moe", "NEXTN of, deepseek_v3"),
     *on("cpu", "NEXTN by depth, deepseek", "NEXTN by depth, qwen3-next"),
     *JAX_BLOCKS,
 ]

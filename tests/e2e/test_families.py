@@ -26,6 +26,7 @@ CASES = [
 
 NATIVE = [
     "glm4_moe",
+    "deepseek_v3",
     *(
         pytest.param(family, marks=pytest.mark.slow)
         for family in ("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "olmo2")

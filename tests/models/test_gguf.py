@@ -259,6 +259,7 @@ BLOCKS = {
     "mixtral": {},
     "gpt_oss": {"rope": tiny.YARN | {"truncate": False}, "num_hidden_layers": 3},
     "glm4_moe": {"n_shared_experts": 2, "use_qk_norm": True, "attention_bias": True},
+    "deepseek_v3": {"rope": tiny.YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
     "phi3": {"sliding_window": 20, "partial": 0.5},
 }
 
@@ -343,6 +344,13 @@ def test_prediction_layers_are_left_aside(tmp_path):
         ("glm4_moe", "rope.dimension_count", 7, "rotated in pairs"),
         ("glm4_moe", "leading_dense_block_count", 2, r"missing blk\.1\.ffn_gate\.weight"),
         ("glm4_moe", "expert_chunk_feed_forward_length", 5, "expert_chunk_feed_forward_length"),
+        ("deepseek_v3", "attention.key_length_mla", None, "before April 2025"),
+        ("deepseek_v3", "attention.value_length_mla", 20, r"attn_v_b\.weight is \[4, 12, 32\]"),
+        ("deepseek_v3", "attention.kv_lora_rank", 24, r"attention\.key_length is 40"),
+        ("deepseek_v3", "attention.q_lora_rank", None, r"missing blk\.0\.attn_q\.weight"),
+        ("deepseek_v3", "attention.head_count_kv", 4, r"deepseek2\.attention\.head_count_kv is 4"),
+        ("deepseek_v3", "rope.dimension_count", 24, r"attention\.key_length is 40"),
+        ("deepseek_v3", "expert_gating_func", 1, "V2's routers are others"),
         ("mixtral", "expert_used_count", 9, "experts per token is 9"),
         ("gpt_oss", "expert_count", 4, r"ffn_gate_exps\.bias is \[5, 96\]"),
         ("gpt_oss", "attention.sliding_window", None, None),
@@ -398,3 +406,13 @@ def test_metadata_equals_the_packages(tmp_path):
     for tensor in theirs.tensors:
         stored = ours.tensors[tensor.name]
         assert (stored.start, stored.size) == (tensor.data_offset, tensor.n_bytes)
+
+
+def test_a_family_that_lacks_something_is_refused_with_what(tmp_path):
+    path = tmp_path / "x.gguf"
+    writer = gguf.GGUFWriter(path, "llama4")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match="a llama4 model does not run here: it needs attention"):
+        GgufCheckpoint(path)

@@ -278,6 +278,11 @@ def write_gguf(
         array = interleaved(source, weight, settings) if family in INTERLEAVED else weight
         if name == "gemma3" and "norm" in source:
             array = array + 1
+        if source.endswith("kv_b_proj.weight"):
+            add_in_two(writer, source, array, settings, quant)
+            continue
+        if family == "deepseek_v3":  # Pairs side by side, as in its folders.
+            array = _paired(source, array, settings)
         if family == "glm4_moe":  # Its own inverse: the rotated numbers first.
             array = _half_split(source, array, settings)
         if stored and source in stored:
@@ -296,6 +301,25 @@ def write_gguf(
     return path
 
 
+def _paired(name: str, array: np.ndarray, settings: Any) -> np.ndarray:
+    """Undoes what _half_split does to DeepSeek's."""
+    order = _half_split(name, np.arange(len(array)), settings)
+    return array[np.argsort(order)]
+
+
+def add_in_two(writer, source, array, settings, quant) -> None:
+    """DeepSeek's kv_b_proj as llama.cpp's converter cuts it."""
+    heads, nope = settings.num_attention_heads, settings.qk_nope_head_dim
+    each = array.reshape(heads, -1, array.shape[-1])
+    halves = {"k_b": each[:, :nope].swapaxes(1, 2), "v_b": each[:, nope:]}
+    for part, half in halves.items():
+        name = source.replace("self_attn.kv_b_proj", f"self_attn.{part}_proj")
+        fits = half.shape[-1] % 32 == 0
+        kind = quant if fits else gguf.GGMLQuantizationType.F32
+        raw = quantize(np.ascontiguousarray(half), kind)
+        writer.add_tensor(gguf_name(name, "deepseek2"), raw, raw_dtype=kind)
+
+
 GGUF_NAMES = {
     "mistral": "llama",
     "mixtral": "llama",
@@ -303,6 +327,7 @@ GGUF_NAMES = {
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "glm4_moe": "glm4moe",
+    "deepseek_v3": "deepseek2",
     "gpt_oss": "gpt-oss",
 }
 """What llama.cpp calls families that it does not call by their names here."""
@@ -342,14 +367,14 @@ def _add_experts(writer: gguf.GGUFWriter, settings: Any) -> None:
             writer.add_expert_count(getattr(settings, name))
             writer.add_expert_used_count(settings.num_experts_per_tok)
             break
-    if family in ("qwen2_moe", "qwen3_moe", "glm4_moe"):
+    if family in ("qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3"):
         writer.add_expert_feed_forward_length(settings.moe_intermediate_size)
     if family == "gpt_oss":
         writer.add_expert_feed_forward_length(settings.intermediate_size)
         writer.add_sliding_window(settings.sliding_window)
     if family == "qwen2_moe":
         writer.add_expert_shared_feed_forward_length(settings.shared_expert_intermediate_size)
-    if family == "glm4_moe":
+    if family in ("glm4_moe", "deepseek_v3"):
         writer.add_expert_group_count(settings.n_group)
         writer.add_expert_group_used_count(settings.topk_group)
         writer.add_expert_shared_count(settings.n_shared_experts)
@@ -357,7 +382,27 @@ def _add_experts(writer: gguf.GGUFWriter, settings: Any) -> None:
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         writer.add_expert_weights_scale(settings.routed_scaling_factor)
         writer.add_expert_weights_norm(settings.norm_topk_prob)
+    if family == "glm4_moe":
         writer.add_nextn_predict_layers(0)
+    if family == "deepseek_v3":
+        _add_latent(writer, settings)
+
+
+def _add_latent(writer: gguf.GGUFWriter, settings: Any) -> None:
+    rank, rope = settings.kv_lora_rank, settings.qk_rope_head_dim
+    if settings.q_lora_rank:
+        writer.add_q_lora_rank(settings.q_lora_rank)
+    writer.add_kv_lora_rank(rank)
+    (values,) = writer.kv_data
+    for name in ("head_count_kv", "key_length", "value_length"):
+        values.pop(f"deepseek2.attention.{name}")
+    writer.add_head_count_kv(1)
+    writer.add_key_length(rank + rope)
+    writer.add_value_length(rank)
+    writer.add_key_length_mla(settings.qk_nope_head_dim + rope)
+    writer.add_value_length_mla(settings.v_head_dim)
+    if settings.rope_parameters["rope_type"] == "yarn":
+        writer.add_rope_scaling_yarn_log_mul(0.1 * settings.rope_parameters["mscale_all_dim"])
 
 
 def _add_scales(writer: gguf.GGUFWriter, settings: Any) -> None:

@@ -9,6 +9,7 @@ from forerun.errors import EngineError, MemoryPlanError
 from forerun.executors.cpu import native
 from forerun.executors.cpu.draft_pass import DraftPass, commit, page_slots, run
 from forerun.executors.cpu.executor import CpuExecutor
+from forerun.executors.cpu.latent import sizes_of
 from forerun.executors.cpu.limits import check_runs
 from forerun.executors.cpu.weights import Packer
 from forerun.interface.draft_model import (
@@ -71,8 +72,9 @@ class CpuDecoderModel:
             cache_item=2,
             norm_eps=arch.norm_eps,
             rope_factor=arch.rope.attention_factor,
+            **sizes_of(arch.latent),
         )
-        frequencies = np.ascontiguousarray(arch.rope.frequencies(arch.head_size), np.float32)
+        frequencies = np.ascontiguousarray(arch.rope.frequencies(arch.rope_size), np.float32)
         model: int | None = self._library.forerun_open_decoder(
             self._executor.native_model(),
             ctypes.byref(sizes),

@@ -10,6 +10,7 @@ import numpy as np
 
 from forerun.errors import ConfigError, EngineError, MemoryPlanError, ModelError
 from forerun.executors.cpu import native
+from forerun.executors.cpu.latent import sizes_of
 from forerun.executors.cpu.limits import check_runs
 from forerun.executors.cpu.step_buffers import StepBuffers
 from forerun.executors.cpu.weights import Packer, cache_bytes_per_token, cache_item, sentence
@@ -139,8 +140,9 @@ class CpuExecutor(Executor):
             cache_item=self._cache_item,
             norm_eps=arch.norm_eps,
             rope_factor=arch.rope.attention_factor,
+            **sizes_of(arch.latent),
         )
-        frequencies = np.ascontiguousarray(arch.rope.frequencies(arch.head_size), np.float32)
+        frequencies = np.ascontiguousarray(arch.rope.frequencies(arch.rope_size), np.float32)
         model: int | None = self._library.forerun_open(
             ctypes.byref(sizes),
             frequencies.ctypes.data,

@@ -13,6 +13,8 @@ def refusal(arch: Architecture) -> str | None:
         return f"the CPU core cannot run this {arch.family} model, which needs {', '.join(beyond)}"
     if size % 8:
         return f"the CPU core needs a head size that is a multiple of 8, not {size}"
+    if arch.latent is not None and arch.latent.rank % 8:
+        return f"the CPU core needs a latent that is a multiple of 8 wide, not {arch.latent.rank}"
     return None
 
 
@@ -22,7 +24,6 @@ def _beyond(arch: Architecture) -> list[str]:
     ropes = {spec.rope for spec in specs if spec.rope.rotated != 0}
     found = {
         "a GELU gate": any(s.activation == "gelu_tanh" for s in specs),
-        "latent attention": arch.latent is not None,
         "capped attention scores": any(s.attention.softcap for s in specs),
         "capped logits": arch.final_softcap is not None,
         "norm weights stored without their 1": arch.norm_offset != 0.0,

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 Library = TypeVar("Library", ctypes.CDLL, ctypes.PyDLL)
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 20
+ABI = 21
 """What `forerun_abi` of csrc/api.cpp must say; raised together with it."""
 
 
@@ -32,7 +32,8 @@ class Sizes(ctypes.Structure):
         *((name, c_int32) for name in ("layers", "hidden", "heads", "kv_heads", "head_size")),
         *((name, c_int32) for name in ("ffn", "vocab", "page_size", "pages", "max_nodes")),
         *((name, c_int32) for name in ("context", "threads", "cache_item")),
-        *((name, c_float) for name in ("norm_eps", "rope_factor")),
+        *((name, c_int32) for name in ("rank", "nope", "value", "query_rank")),
+        *((name, c_float) for name in ("norm_eps", "rope_factor", "latent_eps")),
     )
 
 

@@ -16,8 +16,10 @@ from forerun.executors.cpu.hidden_state_model import (
     pass_of_extension,
     pass_of_level,
 )
+from forerun.executors.cpu.latent import sizes_of
 from forerun.executors.cpu.limits import check_runs
-from forerun.executors.cpu.weights import Packer, Place, matrices, set_layer, vectors
+from forerun.executors.cpu.places import Place, matrices, vectors
+from forerun.executors.cpu.weights import Packer, set_layer
 from forerun.executors.layer_states import LayerStates, layer_read, layers_at
 from forerun.interface.draft_model import (
     Candidates,
@@ -121,6 +123,7 @@ class CpuPredictionModel(CpuHiddenStateModel):
             cache_item=2,
             norm_eps=arch.norm_eps,
             rope_factor=arch.rope.attention_factor,
+            **sizes_of(arch.latent),
         )
         kind = native.HeadKind(
             features=1,
@@ -132,7 +135,7 @@ class CpuPredictionModel(CpuHiddenStateModel):
             zeroed=self._draft.zeroed and number == 0,
         )
         last = (self._draft.target.architecture.layers,)
-        return self.opened(sizes, kind, last, arch.rope.frequencies(arch.head_size))
+        return self.opened(sizes, kind, last, arch.rope.frequencies(arch.rope_size))
 
     def extend(self, extension: Extension, features: Features | None) -> Candidates:
         """Run the tokens after those that became permanent through all layers, the first beside

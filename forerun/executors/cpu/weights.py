@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from forerun.errors import ModelError
-from forerun.executors.cpu import native
 from forerun.executors.cpu.few_bits import TILE, check_fp4, rows_of_bytes, rows_of_tiles
+from forerun.executors.cpu.latent import ABSORBED, absorbed, in_kind
+from forerun.executors.cpu.places import Place, layer_kind, matrices, routes, vectors
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint, InFourBits
-from forerun.models.layer_spec import NORM_NAMES, Dense, Experts, LayerSpec
+from forerun.models.layer_spec import LayerSpec
 from forerun.models.mapped import release
 from forerun.types import AnyArray, Floats, Ints
 
@@ -46,96 +47,8 @@ _WIDE = 6
 """`Format` of float32."""
 QUANTIZED = {"q8_0": BYTES, "q4_1": 1}
 """What floats can be made -> `Format` of csrc/quant.h; embedding and head 8 bits at least."""
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
-_FEED, _ROUTER, _SHARED_GATE, _EXPERTS = 4, 7, 8, 9
-"""Numbers of a layer's matrices in csrc/model.cpp, `Model::matrix`; attention's are the first."""
 _ALIGN = 64
 _HEAD = (-1, 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a tensor goes: layer (-1 = the model's own) and number within it."""
-
-    name: str
-    layer: int
-    which: int
-
-
-def matrices(arch: Architecture) -> list[Place]:
-    """Where all matrices go, in the order in which a step reads them; names without `.weight`."""
-    places = [Place("model.embed_tokens", -1, 0)]
-    for layer, spec in enumerate(arch.layer_specs):
-        prefix = f"model.layers.{layer}."
-        places += _placed(f"{prefix}self_attn.", _ATTENTION, layer, 0)
-        match spec.feed_forward:
-            case Dense():
-                places += _placed(f"{prefix}mlp.", _FEED_FORWARD, layer, _FEED)
-            case Experts() as experts:
-                places += _expert_matrices(f"{prefix}mlp.", experts, layer)
-    return places if arch.tied_head else [*places, Place("lm_head", *_HEAD)]
-
-
-def _expert_matrices(prefix: str, experts: Experts, layer: int) -> list[Place]:
-    places = [Place(f"{prefix}gate", layer, _ROUTER)]
-    if experts.shared_gate:
-        places.append(Place(f"{prefix}shared_expert_gate", layer, _SHARED_GATE))
-    for expert in range(experts.count):
-        first = _EXPERTS + len(_FEED_FORWARD) * expert
-        places += _placed(f"{prefix}experts.{expert}.", _FEED_FORWARD, layer, first)
-    if experts.shared:
-        places += _placed(f"{prefix}shared_expert.", _FEED_FORWARD, layer, _FEED)
-    return places
-
-
-def _placed(prefix: str, names: tuple[str, ...], layer: int, first: int) -> list[Place]:
-    return [Place(prefix + name, layer, first + i) for i, name in enumerate(names)]
-
-
-def vectors(arch: Architecture) -> list[Place]:
-    """Where each norm's weight and a router's correction go: canonical name, layer (-1 = the
-    model's own) and which of the layer's vectors it is.
-    """
-    places = []
-    for layer, spec in enumerate(arch.layer_specs):
-        prefix, norms = f"model.layers.{layer}.", NORM_NAMES[spec.norms]
-        normed = spec.qk_norm or spec.wide_qk_norm
-        experts, correction = spec.feed_forward, "mlp.gate.e_score_correction_bias"
-        named = (
-            f"{norms.before_attention}.weight" if norms.before_attention else None,
-            f"{norms.before_feed_forward}.weight" if norms.before_feed_forward else None,
-            "self_attn.q_norm.weight" if normed else None,
-            "self_attn.k_norm.weight" if normed else None,
-            f"{norms.after_attention}.weight" if norms.after_attention else None,
-            f"{norms.after_feed_forward}.weight" if norms.after_feed_forward else None,
-            correction if isinstance(experts, Experts) and experts.router.correction else None,
-            "self_attn.sinks" if spec.attention.sinks else None,
-        )
-        places += [Place(prefix + name, layer, i) for i, name in enumerate(named) if name]
-    return [*places, Place("model.norm.weight", -1, 0)]
-
-
-def _layer_kind(spec: LayerSpec) -> native.LayerKind:
-    """The layer for the core, which `limits.refusal` finds nothing in."""
-    kind = native.LayerKind(
-        window=spec.attention.window or 0,
-        clamped=spec.activation == "clamped_silu",
-        rotated=spec.rope.rotated != 0,
-        wide_norms=spec.wide_qk_norm,
-        score_scale=spec.attention.scale,
-        residual=spec.residual,
-    )
-    match spec.feed_forward:
-        case Dense(width):
-            kind.ffn = width
-        case Experts() as experts:
-            router = experts.router
-            kind.ffn, kind.experts, kind.top_k = experts.width, experts.count, experts.top_k
-            kind.shared, kind.sigmoid = experts.shared, router.scores == "sigmoid"
-            kind.normalised, kind.router_scale = router.normalised, router.scale
-            kind.groups, kind.kept = router.groups, router.kept
-    return kind
 
 
 def _kind(checkpoint: Checkpoint, name: str) -> str:
@@ -152,16 +65,12 @@ def _kind(checkpoint: Checkpoint, name: str) -> str:
 def _stored_kinds(checkpoint: Checkpoint) -> set[str]:
     """How the layers' matrices are stored, routers not counted: they are floats."""
     places = [place for place in matrices(checkpoint.architecture) if place.layer >= 0]
-    return {_kind(checkpoint, place.name) for place in places if not _routes(place)}
+    return {_kind(checkpoint, place.name) for place in places if not routes(place)}
 
 
 def widens(checkpoint: Checkpoint) -> bool:
     """Whether some matrices take more bytes in the core than in their file."""
     return bool(_stored_kinds(checkpoint) - _KINDS.keys())
-
-
-def _routes(place: Place) -> bool:
-    return place.layer >= 0 and place.which in (_ROUTER, _SHARED_GATE)
 
 
 def _computes_in_floats(checkpoint: Checkpoint, dtype: str) -> bool:
@@ -176,7 +85,7 @@ def cache_item(checkpoint: Checkpoint, dtype: str) -> int:
 
 def cache_bytes_per_token(arch: Architecture, item: int) -> int:
     """Bytes of one position's keys and values in all layers, `item` bytes a number."""
-    return arch.layers * 2 * arch.kv_heads * arch.head_size * item
+    return arch.layers * arch.cache_layer.numbers * item
 
 
 def sentence(checkpoint: Checkpoint, dtype: str) -> str:
@@ -230,11 +139,27 @@ class Packer:
     def _bytes_of(self, place: Place) -> int:
         """Of a matrix and its bias, alignment included."""
         rows, columns = self._checkpoint.shape(f"{place.name}.weight")
+        if place.name.endswith(ABSORBED):
+            return self._bytes_of_heads(place)
         if self._head_rows is not None and not self._whole(place):
             rows = len(self._head_rows)
         becomes = self._becomes(place, _kind(self._checkpoint, place.name))
         packed = int(self._library.forerun_packed_bytes(becomes, rows, columns))
         return packed + 4 * rows * (f"{place.name}.bias" in self._names) + 2 * _ALIGN
+
+    def _bytes_of_heads(self, place: Place) -> int:
+        becomes = self._becomes(place, self._kind_of_heads(place))
+        arch = self._checkpoint.architecture
+        latent = arch.latent
+        assert latent is not None
+        shapes = (latent.rank, latent.nope), (latent.value, latent.rank)
+        packed = (self._library.forerun_packed_bytes(becomes, *shape) + _ALIGN for shape in shapes)
+        return arch.heads * int(sum(packed))
+
+    def _kind_of_heads(self, place: Place) -> str:
+        """Of each head's matrices: floats stay what they are; all else is widened and turned."""
+        kind = _kind(self._checkpoint, place.name)
+        return kind if kind in _FLOATS else "few bits"
 
     def load(self, model: int, progress: Callable[[int, int], None] = lambda *_: None) -> None:
         """Set a native model's layers and pack every tensor into it. Raises ModelError.
@@ -246,7 +171,8 @@ class Packer:
             self._set_layers(model, arch)
         done, total = 0, sum(self._bytes_of(place) for place in self._matrices())
         for place in self._matrices():
-            self._load_matrix(model, place)
+            heads = place.name.endswith(ABSORBED)
+            (self._load_heads if heads else self._load_matrix)(model, place)
             done += self._bytes_of(place)
             progress(done, total)
         if arch.tied_head and self._head_rows is None and self._some is None:
@@ -279,8 +205,8 @@ class Packer:
         near each other, fewer bits would choose other experts.
         """
         if kind not in _KINDS:
-            return _WIDE if _routes(place) else BYTES
-        if kind in _FLOATS and not _routes(place) and self._dtype in QUANTIZED:
+            return _WIDE if routes(place) else BYTES
+        if kind in _FLOATS and not routes(place) and self._dtype in QUANTIZED:
             return QUANTIZED[self._dtype] if place.layer >= 0 else BYTES
         return int(self._library.forerun_own_format(_KINDS[kind][0]))
 
@@ -302,6 +228,17 @@ class Packer:
         if packed is not None:
             release(packed.rows)
 
+    def _load_heads(self, model: int, place: Place) -> None:
+        latent, kind = self._checkpoint.architecture.latent, self._kind_of_heads(place)
+        assert latent is not None
+        becomes = self._becomes(place, kind)
+        kind = kind if kind in _FLOATS else "F32"
+        every = absorbed(self._floats(f"{place.name}.weight"), latent)
+        for number, matrix in enumerate(every):
+            where = (place.name, place.layer, place.which + number)
+            stored = Stored(kind, in_kind(matrix, kind), matrix.shape, becomes)
+            set_matrix(self._library, model, where, stored)
+
     def _rows(self, place: Place) -> tuple[str, AnyArray]:
         """A matrix's rows as a name of _KINDS says that they are stored."""
         name, kind = f"{place.name}.weight", _kind(self._checkpoint, place.name)
@@ -311,7 +248,7 @@ class Packer:
             if kind == "MXFP4":
                 check_fp4(rows, name)
             return kind, rows
-        if kind == _INT4 or (kind == _SMALL_INT4 and not _routes(place)):
+        if kind == _INT4 or (kind == _SMALL_INT4 and not routes(place)):
             assert isinstance(self._checkpoint, InFourBits)
             matrix = self._checkpoint.four_bits(name)
             return (
@@ -340,7 +277,7 @@ class Stored:
 
 def set_layer(library: ctypes.CDLL, model: int, layer: int, spec: LayerSpec) -> None:
     """Make a native model's layer what `spec` says, before its tensors. Raises ModelError."""
-    code = library.forerun_set_layer(model, layer, ctypes.byref(_layer_kind(spec)))
+    code = library.forerun_set_layer(model, layer, ctypes.byref(layer_kind(spec)))
     _raise_for(library, code, f"model.layers.{layer}")
 
 

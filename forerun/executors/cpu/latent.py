@@ -1,0 +1,55 @@
+"""Latent attention on the compiled core: its sizes, where its tensors go, and how kv_b_proj is cut
+into a head's two products (csrc/latent.cpp).
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from forerun.models.layer_spec import Latent
+from forerun.types import Floats
+
+ABSORBED = "kv_b_proj"
+"""A matrix in files that the core has as two for each head."""
+
+
+def sizes_of(latent: Latent | None) -> dict[str, Any]:
+    """What native.Sizes says of latent attention; nothing where there is none."""
+    if latent is None:
+        return {}
+    return {
+        "rank": latent.rank,
+        "nope": latent.nope,
+        "value": latent.value,
+        "query_rank": latent.query_rank or 0,
+        "latent_eps": latent.norm_eps,
+    }
+
+
+def numbered(latent: Latent, first: int) -> Iterator[tuple[str, int]]:
+    """Name and number (csrc/model.cpp, Model::matrix) of each matrix of attention; first: the
+    number behind those that every layer has. ABSORBED's is its first part's.
+    """
+    query = "q_proj" if latent.query_rank is None else "q_b_proj"
+    if latent.query_rank is not None:
+        yield "q_a_proj", first
+    yield from ((query, 0), ("kv_a_proj_with_mqa", 1), ("o_proj", 3), (ABSORBED, first + 1))
+
+
+def absorbed(matrix: Floats, latent: Latent) -> list[Floats]:
+    """kv_b_proj [A*(nope+value),rank] as A matrices [rank,nope], which bring queries into the
+    latent's space, and A matrices [value,rank], which bring what is found there out of it.
+    """
+    heads = matrix.reshape(-1, latent.nope + latent.value, latent.rank)
+    into = [np.ascontiguousarray(head[: latent.nope].T) for head in heads]
+    return into + [np.ascontiguousarray(head[latent.nope :]) for head in heads]
+
+
+def in_kind(matrix: Floats, kind: str) -> np.ndarray[Any, Any]:
+    """The rows as ggml stores `kind`, whose numbers these are already: F32, F16 or BF16."""
+    if kind == "F16":
+        return matrix.astype("<f2")
+    if kind == "BF16":
+        return (np.ascontiguousarray(matrix).view("<u4") >> 16).astype("<u2")
+    return matrix

@@ -1,0 +1,117 @@
+"""Where the compiled core has a model's tensors: their numbers, and what its layers are."""
+
+from dataclasses import dataclass
+
+from forerun.executors.cpu import native
+from forerun.executors.cpu.latent import numbered
+from forerun.models.arch import Architecture
+from forerun.models.layer_spec import NORM_NAMES, Dense, Experts, LayerSpec
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+_FEED, _ROUTER, _SHARED_GATE, _EXPERTS = 4, 7, 8, 9
+"""Numbers of a layer's matrices in csrc/model.cpp, `Model::matrix`; attention's are the first."""
+_HEAD = (-1, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor goes: layer (-1 = the model's own) and number within it."""
+
+    name: str
+    layer: int
+    which: int
+
+
+def matrices(arch: Architecture) -> list[Place]:
+    """Where all matrices go, in the order in which a step reads them; names without `.weight`."""
+    places = [Place("model.embed_tokens", -1, 0)]
+    for layer, spec in enumerate(arch.layer_specs):
+        prefix = f"model.layers.{layer}."
+        places += _attention_matrices(f"{prefix}self_attn.", spec, layer)
+        match spec.feed_forward:
+            case Dense():
+                places += _placed(f"{prefix}mlp.", _FEED_FORWARD, layer, _FEED)
+            case Experts() as experts:
+                places += _expert_matrices(f"{prefix}mlp.", experts, layer)
+    return places if arch.tied_head else [*places, Place("lm_head", *_HEAD)]
+
+
+def _attention_matrices(prefix: str, spec: LayerSpec, layer: int) -> list[Place]:
+    latent, feed_forward = spec.attention.latent, spec.feed_forward
+    if latent is None:
+        return _placed(prefix, _ATTENTION, layer, 0)
+    experts = feed_forward.count if isinstance(feed_forward, Experts) else 0
+    first = _EXPERTS + len(_FEED_FORWARD) * experts
+    return [Place(prefix + name, layer, which) for name, which in numbered(latent, first)]
+
+
+def _expert_matrices(prefix: str, experts: Experts, layer: int) -> list[Place]:
+    places = [Place(f"{prefix}gate", layer, _ROUTER)]
+    if experts.shared_gate:
+        places.append(Place(f"{prefix}shared_expert_gate", layer, _SHARED_GATE))
+    for expert in range(experts.count):
+        first = _EXPERTS + len(_FEED_FORWARD) * expert
+        places += _placed(f"{prefix}experts.{expert}.", _FEED_FORWARD, layer, first)
+    if experts.shared:
+        places += _placed(f"{prefix}shared_expert.", _FEED_FORWARD, layer, _FEED)
+    return places
+
+
+def _placed(prefix: str, names: tuple[str, ...], layer: int, first: int) -> list[Place]:
+    return [Place(prefix + name, layer, first + i) for i, name in enumerate(names)]
+
+
+def vectors(arch: Architecture) -> list[Place]:
+    """Where each norm's weight and a router's correction go: canonical name, layer (-1 = the
+    model's own) and which of the layer's vectors it is.
+    """
+    places = []
+    for layer, spec in enumerate(arch.layer_specs):
+        prefix, norms = f"model.layers.{layer}.", NORM_NAMES[spec.norms]
+        q_norm = k_norm = None
+        if (latent := spec.attention.latent) is not None:
+            q_norm = "self_attn.q_a_layernorm.weight" if latent.query_rank else None
+            k_norm = "self_attn.kv_a_layernorm.weight"
+        elif spec.qk_norm or spec.wide_qk_norm:
+            q_norm, k_norm = "self_attn.q_norm.weight", "self_attn.k_norm.weight"
+        experts, correction = spec.feed_forward, "mlp.gate.e_score_correction_bias"
+        named = (
+            f"{norms.before_attention}.weight" if norms.before_attention else None,
+            f"{norms.before_feed_forward}.weight" if norms.before_feed_forward else None,
+            q_norm,
+            k_norm,
+            f"{norms.after_attention}.weight" if norms.after_attention else None,
+            f"{norms.after_feed_forward}.weight" if norms.after_feed_forward else None,
+            correction if isinstance(experts, Experts) and experts.router.correction else None,
+            "self_attn.sinks" if spec.attention.sinks else None,
+        )
+        places += [Place(prefix + name, layer, i) for i, name in enumerate(named) if name]
+    return [*places, Place("model.norm.weight", -1, 0)]
+
+
+def layer_kind(spec: LayerSpec) -> native.LayerKind:
+    """The layer for the core, which `limits.refusal` finds nothing in."""
+    kind = native.LayerKind(
+        window=spec.attention.window or 0,
+        clamped=spec.activation == "clamped_silu",
+        rotated=spec.rope.rotated != 0,
+        wide_norms=spec.wide_qk_norm,
+        score_scale=spec.attention.scale,
+        residual=spec.residual,
+    )
+    match spec.feed_forward:
+        case Dense(width):
+            kind.ffn = width
+        case Experts() as experts:
+            router = experts.router
+            kind.ffn, kind.experts, kind.top_k = experts.width, experts.count, experts.top_k
+            kind.shared, kind.sigmoid = experts.shared, router.scores == "sigmoid"
+            kind.normalised, kind.router_scale = router.normalised, router.scale
+            kind.groups, kind.kept = router.groups, router.kept
+    return kind
+
+
+def routes(place: Place) -> bool:
+    """Whether a matrix's product decides which experts a row visits, or how far one counts."""
+    return place.layer >= 0 and place.which in (_ROUTER, _SHARED_GATE)

@@ -1,0 +1,97 @@
+"""Latent attention in GGUF files (llama.cpp's deepseek2: DeepSeek V3 and R1, Kimi K2).
+
+Since 2025 their metadata say what is kept of a position, and the sizes of heads under names of
+their own, and kv_b_proj is two tensors: of each head, what brings queries into the latent's space
+[A,rank,nope], and what brings values out of it [A,value,rank].
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from forerun.errors import ModelError
+from forerun.models.arch import ArchitectureSizes
+from forerun.models.keys import Keys
+from forerun.models.layer_spec import AttentionSpec, Latent
+from forerun.models.mapped import Packed
+from forerun.models.naming import Held, StoredPart
+from forerun.models.rope import Rope, Scaling, Yarn
+from forerun.types import Floats
+
+ABSORBED, INTO, OUT_OF = "self_attn.kv_b_proj.weight", "attn_k_b.weight", "attn_v_b.weight"
+
+
+def latent_of(keys: Keys, sizes: ArchitectureSizes) -> Latent:
+    """What attention keeps and how wide its heads are. Raises ModelError where the file is of
+    before 2025, whose keys say other things, or a key does not fit the others.
+    """
+    head = keys.integer("attention.key_length_mla", 0)
+    if not head:
+        raise ModelError(
+            f"{keys.prefix}attention.key_length_mla is not there: llama.cpp's converter of before "
+            "April 2025 made this file; take one that was made anew, or convert the folder again"
+        )
+    rank, rope = keys.integer("attention.kv_lora_rank"), keys.integer("rope.dimension_count")
+    keys.require("attention.head_count_kv", 1)
+    keys.require("attention.key_length", rank + rope)
+    if not 0 < rope < head:
+        raise keys.unfit("rope.dimension_count", rope, f"between 1 and {head - 1}")
+    return Latent(
+        rank,
+        head - rope,
+        rope,
+        keys.integer("attention.value_length_mla"),
+        keys.integer("attention.q_lora_rank", 0) or None,
+        paired=True,
+    )
+
+
+def latent_attention(keys: Keys, latent: Latent) -> AttentionSpec:
+    """Scores by 1/sqrt(a head's width), and YaRN's factor twice: of queries and of keys."""
+    more = keys.real("rope.scaling.yarn_log_multiplier", 0.0)
+    factor = keys.real("rope.scaling.factor", 0.0) or 1.0
+    spread = 1.0 + more * math.log(factor)
+    return AttentionSpec(spread**2 * (latent.nope + latent.rope) ** -0.5, latent=latent)
+
+
+def latent_rope(keys: Keys, latent: Latent, scaling: Scaling | None) -> Rope:
+    """How the rotated part turns. YaRN's own factor is part of the scores here, as llama.cpp has
+    it, and not of cosines and sines.
+    """
+    if isinstance(scaling, Yarn):
+        scaling = replace(scaling, attention_factor=1.0)
+    return Rope(keys.real("rope.freq_base", 10000.0), scaling)
+
+
+def absorbed_parts(
+    prefix: str, heads: int, latent: Latent
+) -> tuple[tuple[str, StoredPart], tuple[str, StoredPart]]:
+    """Names in the file, and shapes, of the two that kv_b_proj is."""
+    into, out_of = (heads, latent.rank, latent.nope), (heads, latent.value, latent.rank)
+    return (
+        (prefix + INTO, StoredPart(prefix + INTO, into, into)),
+        (prefix + OUT_OF, StoredPart(prefix + OUT_OF, out_of, out_of)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class HeldInTwo:
+    """kv_b_proj [A*(nope+value),rank] of its two halves in the file."""
+
+    into: Held
+    out_of: Held
+    piece: StoredPart
+
+    def floats(self) -> Floats:
+        """As float32."""
+        into = self.into.floats().swapaxes(1, 2)
+        both: Floats = np.concatenate([into, self.out_of.floats()], 1)
+        return both.reshape(self.piece.shape)
+
+    def packed(self) -> Packed | None:
+        """None but of floats: no part of the file is this matrix. Its numbers are float32 then."""
+        if {self.into.kind, self.out_of.kind} <= {"F32", "F16", "BF16"}:
+            whole = np.ascontiguousarray(self.floats())
+            return Packed("F32", whole.view(np.uint8), whole.shape[1])
+        return None
