@@ -103,9 +103,10 @@ static Floats float_product_by(const Kernels& k, int format, int channels, int i
     return out;
 }
 
+// mixed: less than `size` where values are the first numbers of their keys.
 static Floats attend_by(const Kernels& k, int size, int heads, int trunk, int tail,
                         const Floats& queries, const std::vector<uint16_t>& cache,
-                        const float* sinks) {
+                        const float* sinks, int mixed) {
     std::vector<int32_t> places(trunk), path(tail);
     for (int i = 0; i < trunk; i++) places[i] = (i * 7) % 300;
     for (int i = 0; i < tail; i++) path[i] = 299 - i;
@@ -114,7 +115,8 @@ static Floats attend_by(const Kernels& k, int size, int heads, int trunk, int ta
     job.stride = padded_positions(trunk + tail);
     Floats scores(heads * job.stride + 3 * job.stride), totals(heads);
     job.keys = (const uint8_t*)cache.data();
-    job.values = (const uint8_t*)(cache.data() + 300 * size);
+    job.values = (const uint8_t*)(cache.data() + (mixed < size ? 0 : 300 * size));
+    job.mixed = mixed;
     job.trunk = places.data();
     job.sight = {trunk, tail, path.data()};
     job.heads = heads;
@@ -134,7 +136,7 @@ static Floats attend_by(const Kernels& k, int size, int heads, int trunk, int ta
     k.score(job, 0, middle);
     for (int h = 0; h < heads; h++)
         totals[h] = k.weigh(&scores[h * job.stride], length, sinks ? sinks + h : nullptr);
-    k.mix(job, 8, size);
+    k.mix(job, 8, mixed);
     k.mix(job, 0, 8);
     same(k.name, "attention in pieces", out, pieces);
     return out;
@@ -217,9 +219,15 @@ static void compare(const Kernels& k) {
             for (int trunk : {1, 7, 8, 9, 50, 290}) {
                 for (int tail : {0, 1, 5}) {
                     for (const float* given : {(const float*)nullptr, sinks.data()}) {
-                        same(k.name, given ? "attention with sinks" : "attention",
-                             attend_by(k, size, heads, trunk, tail, queries, cache, given),
-                             attend_by(plain, size, heads, trunk, tail, queries, cache, given));
+                        const auto by = [&](const Kernels& which, int mixed) {
+                            return attend_by(which, size, heads, trunk, tail, queries, cache, given,
+                                             mixed);
+                        };
+                        same(k.name, given ? "attention with sinks" : "attention", by(k, size),
+                             by(plain, size));
+                        if (size > 8) {
+                            same(k.name, "latent attention", by(k, size - 8), by(plain, size - 8));
+                        }
                     }
                 }
             }
