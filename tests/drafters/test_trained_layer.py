@@ -119,4 +119,7 @@ def test_acceptance_falls_from_the_second_position_on_where_the_wrong_state_is_c
     assert wrong[1] < 0.7 * wrong[0] and wrong[1] < right[1] - 0.2
     assert lengths["feedback=normed"] > 1.3 * lengths["feedback=raw"]
     facts = dict.fromkeys(Finding.__dataclass_fields__, 0) | {"question": "q", "shape": "chain"}
-    assert collapsed([Finding(**facts | {"agreement": right})]) == []
+    found = [Finding(**facts | {"agreement": each}) for each in (right, wrong)]
+    assert (
+        len(collapsed(found)) == 1 and f"{wrong[0]:.2f}, then {wrong[1]:.2f}" in collapsed(found)[0]
+    )
