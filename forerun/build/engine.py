@@ -376,13 +376,14 @@ def _chat(source: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:
 
 
 def open_text(config: EngineConfig) -> tuple[Tokenizer, ChatTemplate | None]:
-    """The tokenizer and the chat template, None without one, of a model that `open_target` could
-    open. Raises ModelError, DownloadError, ConfigError.
+    """The tokenizer, ready to encode, and the chat template, None without one, of a model that
+    `open_target` could open. Raises ModelError, DownloadError, ConfigError.
     """
     if config.toy:
         tokenizer, template = Tokenizer.byte_level(), BYTE_LEVEL_TEMPLATE
         return tokenizer, _chat(template_source(config, template), tokenizer)
     model = open_model(config.model, revision=config.revision)
+    model.tokenizer.warm_up()
     return model.tokenizer, _chat(template_source(config, model.chat_template), model.tokenizer)
 
 

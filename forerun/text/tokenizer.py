@@ -7,9 +7,11 @@ done on bytes, because a token may hold half a character.
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -87,7 +89,7 @@ class Tokenizer:
         added: Iterable[AddedToken],
         ends: TextEnds,
         backend: tokenizers.Tokenizer | None = None,
-        bound: LengthBound = UNKNOWN,
+        bound: Callable[[], LengthBound] = lambda: UNKNOWN,
     ) -> None:
         self.added = {token.text: token for token in added}
         self.special_ids = frozenset(token.id for token in self.added.values() if token.control)
@@ -116,7 +118,7 @@ class Tokenizer:
             Pieces(tuple(table), 0),
             added,
             TextEnds((added[1].id, added[2].id)),
-            bound=LengthBound(max(map(len, table)), ascii=False, blanks=1),
+            bound=lambda: LengthBound(max(map(len, table)), ascii=False, blanks=1),
         )
 
     @classmethod
@@ -165,8 +167,16 @@ class Tokenizer:
             raise ModelError(f"the tokenizer cannot be built: {error}") from error
         prefix = tuple(backend.encode("").ids)
         ends = TextEnds(eos_ids, bos_id, () if set(prefix) & set(eos_ids) else prefix)
-        bound = length_bound(spec, pieces.bytes, [token.text for token in added])
+        texts = [token.text for token in added]
+        bound = cache(lambda: length_bound(spec, pieces.bytes, texts))
         return cls(codec, pieces, added, ends, backend, bound)
+
+    def warm_up(self) -> None:
+        """Make what the first text that is encoded would wait for, a fraction of a second: an
+        engine behind a server, which is given ids, encodes none. Raises ModelError.
+        """
+        self.encode_part("", first=True)
+        self.least_tokens("")
 
     def encode(self, text: str, specials: bool = False, bos: bool = False) -> Ints:
         """int32[T]: the ids of `text`.
@@ -184,7 +194,7 @@ class Tokenizer:
 
     def least_tokens(self, text: str) -> int:
         """How many tokens `text` has at least, without encoding it; 0 where that is unknown."""
-        return self._bound.least(text)
+        return self._bound().least(text)
 
     def encode_part(self, text: str, first: bool) -> list[int]:
         """Ids of a part of a text, in which no control string counts.
@@ -291,29 +301,18 @@ def _added_token(token: dict[str, Any]) -> AddedToken:
 
 
 def _codec(spec: dict[str, Any], controls: set[str]) -> Codec:
-    """An encoder that cannot produce a control token, whatever the text says.
+    """An encoder that cannot produce a control token, whatever the text says; made when the first
+    text is encoded, which an engine behind a server never does.
 
     It runs without the interpreter's lock, which `tokenizers` lets go of for batches only.
-
-    The strings are taken out of the added tokens, of the vocabulary and of the merges. The
-    other added tokens move into the vocabulary, where they keep their ids.
     """
-    model = dict(spec["model"])
-    kept = [token for token in spec.get("added_tokens") or [] if token["content"] not in controls]
-    absent = controls - {model.get("unk_token")}
-    vocab = {text: id for text, id in model["vocab"].items() if text not in absent}
-    model["vocab"] = vocab | {token["content"]: token["id"] for token in kept}
-    model["merges"] = [merge for merge in model["merges"] if _joined(merge) not in controls]
-    plain = spec | {"version": "1.0", "model": model, "added_tokens": kept, "post_processor": None}
-    pre = spec.get("pre_tokenizer") or {}
-    whole = tokenizers.Tokenizer.from_str(json.dumps(plain))
-    later = whole
-    if pre.get("type") == "Metaspace" and pre.get("prepend_scheme") == "first":
-        plain["pre_tokenizer"] = pre | {"prepend_scheme": "never"}
-        later = tokenizers.Tokenizer.from_str(json.dumps(plain))
+    lock, made = Lock(), list[tokenizers.Tokenizer]()
 
     def encode(text: str, first: bool) -> list[int]:
-        encoder = whole if first else later
+        with lock:
+            if not made:
+                made.extend(_without(spec, controls))
+        encoder = made[0] if first else made[1]
         try:
             ids: list[int] = encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids
             return ids
@@ -324,6 +323,31 @@ def _codec(spec: dict[str, Any], controls: set[str]) -> Codec:
             raise RequestError(message) from error
 
     return encode
+
+
+def _without(
+    spec: dict[str, Any], controls: set[str]
+) -> tuple[tokenizers.Tokenizer, tokenizers.Tokenizer]:
+    """Encoders of the first and of later parts of a text that know no control strings: these are
+    taken out of the added tokens, of the vocabulary and of the merges. The other added tokens move
+    into the vocabulary, where they keep their ids. Raises ModelError.
+    """
+    model = dict(spec["model"])
+    kept = [token for token in spec.get("added_tokens") or [] if token["content"] not in controls]
+    absent = controls - {model.get("unk_token")}
+    vocab = {text: id for text, id in model["vocab"].items() if text not in absent}
+    model["vocab"] = vocab | {token["content"]: token["id"] for token in kept}
+    model["merges"] = [merge for merge in model["merges"] if _joined(merge) not in controls]
+    plain = spec | {"version": "1.0", "model": model, "added_tokens": kept, "post_processor": None}
+    pre = spec.get("pre_tokenizer") or {}
+    try:
+        whole = tokenizers.Tokenizer.from_str(json.dumps(plain))
+        if pre.get("type") != "Metaspace" or pre.get("prepend_scheme") != "first":
+            return whole, whole
+        plain["pre_tokenizer"] = pre | {"prepend_scheme": "never"}
+        return whole, tokenizers.Tokenizer.from_str(json.dumps(plain))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise ModelError(f"the tokenizer cannot be built: {error}") from error
 
 
 def _joined(merge: str | list[str]) -> str:
