@@ -2,6 +2,8 @@
 the real policy and drafters, a clock that counts what an H100's steps take.
 """
 
+from functools import cache
+
 import numpy as np
 import pytest
 
@@ -52,11 +54,28 @@ def adaptive():
     return AdaptivePolicy(startup(in_round=True), 3, 3, traits)
 
 
-def ran(device, *text):
-    """(tokens per ms of all steps, of those after the first 200)."""
-    device.run(FIRST, *text)
-    late = device.run(THEN, *text)
-    return device.tokens / device.ms, late
+def speeds(device, texts):
+    """Tokens per ms of the whole, and after the first 200 steps; texts in turn."""
+    learnt = None
+    for text in texts:
+        device.run(FIRST, *text)
+        learnt = learnt or (device.tokens, device.ms)
+        device.run(THEN, *text)
+    tokens, ms = learnt
+    return device.tokens / device.ms, (device.tokens - tokens) / (device.ms - ms)
+
+
+@cache
+def plain(rows, seed, count):
+    """Those of plain decoding, whose speed no text changes, over so many of them."""
+    return speeds(PlainDevice(FixedPolicy(0, 0), rows, seed), [HEADS[0]] * count)
+
+
+def raced(device, kind, rows, seed, texts):
+    """Two rows of numbers, as `speeds`: of a device, of plain decoding, of every fixed shape."""
+    fixed = [kind(FixedPolicy(depth, depth), rows, seed) for depth in (1, 3)]
+    found = [speeds(each, texts) for each in (device, *fixed)]
+    return np.array([found[0], plain(rows, seed, len(texts)), *found[1:]]).T
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -65,38 +84,20 @@ def test_a_head_is_never_slower_than_none_and_close_to_the_best_shape(rows, head
     """Over four seeds: the luck of one is worth 5 % in 400 steps."""
     sums = np.zeros((2, 4))
     for seed in range(4):
-        fixed = [HeadDevice(FixedPolicy(depth, depth), rows, seed) for depth in (1, 3)]
-        alone = PlainDevice(FixedPolicy(0, 0), rows, seed)
         device = HeadDevice(adaptive(), rows, seed)
-        sums += np.array([ran(each, *head) for each in (device, alone, *fixed)]).T
+        sums += raced(device, HeadDevice, rows, seed, [head])
         assert device.captures == 0, "only what was declared runs"
     whole, late = sums
     assert whole[0] >= 0.97 * whole[1]
     assert late[0] >= 0.95 * late[1:].max()
 
 
-def raced(devices, texts):
-    """Of each device: tokens per ms of the whole, and after the first 200 steps; texts in turn."""
-    learnt = None
-    for text in texts:
-        for device, given in zip(devices, text, strict=True):
-            device.run(FIRST, *given)
-        learnt = learnt or [(device.tokens, device.ms) for device in devices]
-        for device, given in zip(devices, text, strict=True):
-            device.run(THEN, *given)
-    return np.array([
-        (device.tokens / device.ms, (device.tokens - tokens) / (device.ms - ms))
-        for device, (tokens, ms) in zip(devices, learnt, strict=True)
-    ]).T  # fmt: skip
-
-
 @pytest.mark.parametrize("texts", CHANGES)
 @pytest.mark.parametrize("rows", ROWS)
 def test_a_head_whose_text_changes_keeps_the_promise(rows, texts):
     """Against plain decoding and against every fixed shape, over all texts."""
-    fixed = [HeadDevice(FixedPolicy(depth, depth), rows) for depth in (1, 3)]
-    device, alone = HeadDevice(adaptive(), rows), PlainDevice(FixedPolicy(0, 0), rows)
-    whole, late = raced([device, alone, *fixed], [[head] * 4 for head in texts])
+    device = HeadDevice(adaptive(), rows)
+    whole, late = raced(device, HeadDevice, rows, 0, texts)
     assert whole[0] >= 0.97 * whole[1]
     assert late[0] >= 0.95 * late[1:].max()
     assert device.captures == 0
@@ -116,10 +117,7 @@ def test_ngrams_keep_the_promise(rows, texts):
     for seed in range(6 if rows == 1 else 1):
         traits = DrafterTraits("ngram", 8, free=True)
         device = TextDevice(AdaptivePolicy(startup(in_round=False), 3, 3, traits), rows, seed)
-        fixed = [TextDevice(FixedPolicy(depth, depth), rows, seed) for depth in (1, 3)]
-        devices = [device, PlainDevice(FixedPolicy(0, 0), rows, seed), *fixed]
-        given = [[(text,), (0.0, 0.0), (text,), (text,)] for text in texts]
-        sums += raced(devices, given)
+        sums += raced(device, TextDevice, rows, seed, [(text,) for text in texts])
     whole, late = sums
     assert whole[0] >= 0.97 * whole[1]
     assert late[0] >= 0.95 * late[1:].max()

@@ -7,7 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
 from forerun.errors import ModelError
+
+FUZZ = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 class Verdict:
@@ -56,3 +63,20 @@ def _loop() -> float:
             total += number
         times.append(time.thread_time() - began)
     return min(times)
+
+
+def touch(checkpoint) -> None:
+    """Read every tensor."""
+    for name in checkpoint.names():
+        assert checkpoint.tensor(name).shape == checkpoint.shape(name)
+        checkpoint.packed(name)
+
+
+@st.composite
+def flipped(draw, content: bytes, begin: int, most: int = 4) -> bytes:
+    """The file with one to `most` bits of its header, which ends at `begin`, turned round."""
+    damaged = bytearray(content)
+    for _ in range(draw(st.integers(1, most))):
+        bit = draw(st.integers(0, 8 * begin - 1))
+        damaged[bit // 8] ^= 1 << bit % 8
+    return bytes(damaged)

@@ -36,19 +36,26 @@ def texts(executor, vocab):
     return tokens, logprobs
 
 
+def same_texts(checkpoint, way):
+    """Ranks and one process write the same; what the ranks say of themselves."""
+    arch = checkpoint.architecture
+    room = replace(limits(arch.vocab), context=min(256, arch.context))
+    shared = ParallelExecutor(checkpoint, room, TorchOptions(), way, threads=1)
+    try:
+        tokens, logprobs = texts(shared, arch.vocab)
+        about = shared.describe()
+    finally:
+        shared.shutdown()
+    expected, of_one = texts(TorchExecutor(checkpoint, room), arch.vocab)
+    assert tokens == expected
+    np.testing.assert_allclose(logprobs, of_one, atol=1e-4)
+    return about
+
+
 @pytest.mark.parametrize(
     "family",
     [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in ABLE],
 )
 def test_every_family_writes_the_same(tmp_path, family):
     checkpoint = FolderCheckpoint(tiny.save_folder(tiny.model(family), tmp_path))
-    arch = checkpoint.architecture
-    room = replace(limits(arch.vocab), context=min(256, arch.context))
-    shared = ParallelExecutor(checkpoint, room, TorchOptions(), TensorParallel(0, 2), threads=1)
-    try:
-        tokens, logprobs = texts(shared, arch.vocab)
-    finally:
-        shared.shutdown()
-    expected, of_one = texts(TorchExecutor(checkpoint, room), arch.vocab)
-    assert tokens == expected
-    np.testing.assert_allclose(logprobs, of_one, atol=1e-4)
+    same_texts(checkpoint, TensorParallel(0, 2))

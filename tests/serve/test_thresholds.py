@@ -56,20 +56,28 @@ def test_thresholds_of_one_change_nothing():
         assert one.tokens == foresee(opening, prompt, len(one.tokens))
 
 
+def told_apart(found, prompt):
+    """Of every token of answers by their seeds: its text so far, its place, the token, the one that
+    is chosen there, and the token's probability.
+    """
+    for seed, one in enumerate(found):
+        text = list(prompt)
+        opening = type("Opening", (), {"sampling": Sampling(seed=seed), "prompt_len": 2})
+        for place, token in enumerate(one.tokens):
+            weights = np.exp(logits(text).astype(np.float64))
+            share = weights[token] / weights.sum()
+            yield seed, text, place, token, foresee(opening, text, 1)[0], share
+            text.append(token)
+
+
 def test_more_is_accepted_and_every_token_is_likely_or_chosen():
     plain, _ = answers()
     found, prompt = answers(single=0.3)
     assert length(found) > 1.5 * length(plain)
     exact_ones = 0
-    for seed, one in enumerate(found):
-        text = list(prompt)
-        opening = type("O", (), {"sampling": Sampling(seed=seed), "prompt_len": 2})
-        for token in one.tokens:
-            chosen = foresee(opening, text, 1)[0]
-            weights = np.exp(logits(text).astype(np.float64))
-            assert token == chosen or weights[token] / weights.sum() >= 0.3
-            exact_ones += token == chosen
-            text.append(token)
+    for _, _, _, token, chosen, share in told_apart(found, prompt):
+        assert token == chosen or share >= 0.3
+        exact_ones += token == chosen
     assert 0 < exact_ones < sum(len(one.tokens) for one in found)
 
 
@@ -77,16 +85,9 @@ def test_the_coin_is_divided():
     plain, _ = answers()
     found, prompt = answers(acc=0.5)
     assert length(found) > 1.2 * length(plain)
-    for seed, one in enumerate(found):
-        text = list(prompt)
-        opening = type("O", (), {"sampling": Sampling(seed=seed), "prompt_len": 2})
-        for place, token in enumerate(one.tokens):
-            chosen = foresee(opening, text, 1)[0]
-            weights = np.exp(logits(text).astype(np.float64))
-            share = weights[token] / weights.sum()
-            thrown = share + coin(seed, place) * (1 - share)
-            assert token == chosen or (token == best(text) and thrown < share / 0.5)
-            text.append(token)
+    for seed, text, place, token, chosen, share in told_apart(found, prompt):
+        thrown = share + coin(seed, place) * (1 - share)
+        assert token == chosen or (token == best(text) and thrown < share / 0.5)
 
 
 def test_greedy_answers_stay_exact():

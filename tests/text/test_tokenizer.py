@@ -438,25 +438,26 @@ def test_nothing_is_told_of_tokenizers_that_may_drop_text(step):
     assert length_bound({}, [bytes([value]) for value in range(256)], []).least("1" * 9) == 9
 
 
-def test_white_space_is_counted_where_nothing_swallows_it():
-    pieces = [bytes([value]) for value in range(256)] + [b"    "]
-    assert length_bound({}, pieces, []).least(" \t\n\r" * 100) == 100
-    assert length_bound({"normalizer": {"type": "NFC"}}, pieces, []).least(" " * 100) == 25
-    for step in (
-        {"normalizer": {"type": "Strip"}},
-        {"added_tokens": [{"content": "<x>", "lstrip": True}]},
-    ):
-        assert length_bound(step, pieces, []).least(" " * 100) == 0
+BYTES = [bytes([value]) for value in range(256)]
+NFC, STRIP = {"normalizer": {"type": "NFC"}}, {"normalizer": {"type": "Strip"}}
+SWALLOWS = {"added_tokens": [{"content": "<x>", "lstrip": True}]}
 
 
-def test_what_tokens_may_swallow_is_not_counted():
-    pieces = [bytes([value]) for value in range(256)]
-    assert length_bound({}, pieces, []).least("é") == 2
-    for step in (
-        {"normalizer": {"type": "NFC"}},
-        {"added_tokens": [{"content": "<x>", "lstrip": True}]},
-    ):
-        assert length_bound(step, pieces, []).least("é1") == 1
+@pytest.mark.parametrize(
+    ("step", "more", "text", "least"),
+    [
+        ({}, [b"    "], " \t\n\r" * 100, 100),
+        (NFC, [b"    "], " " * 100, 25),
+        (STRIP, [b"    "], " " * 100, 0),
+        (SWALLOWS, [b"    "], " " * 100, 0),
+        ({}, [], "é", 2),
+        (NFC, [], "é1", 1),
+        (SWALLOWS, [], "é1", 1),
+    ],
+)
+def test_what_may_be_swallowed_is_not_counted(step, more, text, least):
+    """White space is, where nothing does."""
+    assert length_bound(step, [*BYTES, *more], []).least(text) == least
 
 
 def test_other_threads_run_while_a_text_is_encoded():
