@@ -25,14 +25,14 @@ SERVE = [sys.executable, "-m", "forerun.cli", "serve", "--model", "toy", "--kv-t
 
 
 @contextmanager
-def serving(*flags, **options):
-    """A server, and its address. Its log goes nowhere: it would fill a pipe that nobody reads, and
-    a server that waits to write its log answers nobody.
+def serving(*flags, log=subprocess.DEVNULL, **options):
+    """A server, and its address. Its log goes nowhere, or into a file: it would fill a pipe that
+    nobody reads, and a server that waits to write its log answers nobody.
     """
     process = subprocess.Popen(
         [*SERVE, "--port", "0", "--json", *flags],
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=log,
         text=True,
         **options,
     )
@@ -85,7 +85,8 @@ def test_a_server_that_cannot_begin_leaves_no_engine(monkeypatch, capsys):
 def test_a_server_answers_on_a_port_it_found_and_ends_on_sigterm(tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("# who may enter\nsecret\n\n")
-    with serving("--api-key-file", str(keys)) as (process, url):
+    log = (tmp_path / "log").open("w+")
+    with log, serving("--api-key-file", str(keys), log=log) as (process, url):
         transport = httpx.HTTPTransport(retries=3)
         with httpx.Client(transport=transport, base_url=url, timeout=120) as client:
             assert client.get("/models").status_code == 401
@@ -97,13 +98,26 @@ def test_a_server_answers_on_a_port_it_found_and_ends_on_sigterm(tmp_path):
             assert text == "djell"
         process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 0
+        log.seek(0)
+        said = log.read()
+    assert said.count("GET /v1/models") == 1, "who is refused has a line, who only looks has none"
+    assert "uvicorn" not in said
+    shown = [line.split()[0] for line in said.splitlines() if line.startswith("  ")]
+    assert shown == ["model", "executor", "draft", "memory", "context", "ready"]
 
 
-def test_a_taken_port_is_a_sentence(capsys):
-    with serving() as (_, url):
-        port = url.split(":")[2].split("/")[0]
-        assert main(["serve", "--model", "toy", "--port", port]) == 2
-    assert f"port {port}" in capsys.readouterr().err
+def test_where_it_cannot_listen_is_a_sentence(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "--model", "toy", "--port", str(port)]) == 2
+    assert capsys.readouterr().err == (
+        f"forerun: port {port} on 127.0.0.1 is taken by another program; choose another with "
+        "--port, or let --port 0 find a free one.\n"
+    )
+    assert main(["serve", "--model", "toy", "--host", "no.such.host.invalid"]) == 2
+    said = capsys.readouterr().err
+    assert "forerun: cannot listen on no.such.host.invalid, port 8000: " in said
+    assert "Traceback" not in said
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server(capsys):

@@ -1,16 +1,12 @@
 """How a server starts, refuses, drains and ends."""
 
 import signal
-import socket
-import subprocess
-import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
-from tests.e2e.processes import ROOT, read_until, request_bytes, serving, wait_for
+from tests.e2e.processes import read_until, request_bytes, serving, wait_for
 
 BODY = {"prompt": "Hi", "temperature": 0, "ignore_eos": True, "speculative": {"enabled": False}}
 
@@ -216,51 +212,3 @@ def test_with_one_model_any_name_is_its_name(toy_server):
     for name in ("toy", "glm-4.5", "meta-llama/Llama-3.1-8B-Instruct"):
         assert toy_server.complete(model=name, max_tokens=1).json()["model"] == "toy"
     assert toy_server.http.get("/v1/models/glm-4.5").status_code == 404
-
-
-def command(*flags):
-    line = [sys.executable, "-m", "forerun.cli", "serve", "--model", "toy", *flags]
-    return subprocess.Popen(
-        line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def test_the_command_says_when_it_cannot_listen():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        process = command("--port", str(port))
-        _, output_tokens = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert output_tokens == (
-        f"forerun: port {port} on 127.0.0.1 is taken by another program; choose another with "
-        "--port, or let --port 0 find a free one.\n"
-    )
-    process = command("--host", "no.such.host.invalid")
-    _, output_tokens = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert "forerun: cannot listen on no.such.host.invalid, port 8000: " in output_tokens
-    assert "Traceback" not in output_tokens
-
-
-def test_the_command_serves(tmp_path):
-    keys = tmp_path / "keys"
-    keys.write_text("\nfrom-file\n")
-    process = command("--port", "0", "--json", "--api-key-file", str(keys))
-    try:
-        lines = [process.stdout.readline() for _ in range(3)]
-        url = "".join(lines).split('"')[3]
-        started = time.monotonic()
-        while httpx.get(url.removesuffix("/v1") + "/health", trust_env=False).status_code != 200:
-            assert time.monotonic() < started + 120
-        headers = {"authorization": "Bearer from-file"}
-        answer = httpx.get(f"{url}/models", headers=headers, trust_env=False)
-        assert answer.json()["data"][0]["id"] == "toy"
-        process.send_signal(signal.SIGTERM)
-        _, output_tokens = process.communicate(timeout=60)
-        assert process.returncode == 0, output_tokens
-        assert "GET /v1/models" not in output_tokens, "what only looks has no line"
-        assert "uvicorn" not in output_tokens
-        shown = [line.split()[0] for line in output_tokens.splitlines() if line.startswith("  ")]
-        assert shown == ["model", "executor", "draft", "memory", "context", "ready"]
-    finally:
-        process.kill()
