@@ -127,10 +127,11 @@ class Forked:
         return self.poll()
 
     def send_signal(self, sent):
-        os.kill(self.pid, sent)
+        if self.poll() is None:  # Else its number may be another's.
+            os.kill(self.pid, sent)
 
     def kill(self):
-        self._process.kill()
+        self.send_signal(signal.SIGKILL)
 
 
 def in_fork(options, log, environment, told):
