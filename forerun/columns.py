@@ -1,8 +1,8 @@
 """An attribute of many objects, read or written without a line of Python for each of them.
 
-    slots_of: Column[Sequence, int] = column("slot")
-    list(slots_of(sequences))  # as [sequence.slot for sequence in sequences]
-    consume(map(setattr, sequences, repeat("total"), totals))  # writes `total` of each
+    lengths: Column[PageTable, int] = column("length")
+    list(lengths(tables))  # as [table.length for table in tables]
+    consume(map(setattr, tables, repeat("length"), ends))  # writes `length` of each
 
 Why steps do so: docs/decisions/0031.
 """

@@ -33,7 +33,7 @@ from forerun.engine.news import Ending, News, failed
 from forerun.engine.output import OutputProcessor
 from forerun.engine.parts import Parts
 from forerun.engine.scheduler import Schedule, Scheduler
-from forerun.engine.sequence import Sequence, slots_of
+from forerun.engine.sequence import Columns, Sequence
 from forerun.engine.step import StageTimer, Step, begin, finish
 from forerun.errors import EngineError, RankError
 from forerun.interface.executor import NotYetError
@@ -156,7 +156,7 @@ class EngineCore:
         """Positions that running rounds may make permanent for each of these; 0: has no part."""
         growing = [0] * len(sequences)
         for step in self._steps:
-            more = map(step.grows.get, slots_of(sequences), repeat(0))
+            more = map(step.grows.get, Columns.slots(sequences), repeat(0))
             growing = list(map(add, growing, more))
         return growing
 

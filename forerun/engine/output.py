@@ -9,14 +9,14 @@ from operator import add, and_, call, length_hint, lt, not_
 from time import monotonic
 from typing import TypeVar
 
-from forerun.cache.table import PageTable, commit, spare
-from forerun.columns import Column, column, consume
+from forerun.cache.table import commit, spare
+from forerun.columns import consume
 from forerun.engine.metrics import Metrics
 from forerun.engine.news import Ending, Kept, News, ended, failed, grammar_ended, step_trace
 from forerun.engine.parts import Parts
-from forerun.engine.request import Delta, Finish, Request, Sink, Stopping
+from forerun.engine.request import Delta, Finish, Request, Stopping
 from forerun.engine.scheduler import Scheduler
-from forerun.engine.sequence import Sequence, append, count, limits_of, over_of, totals_of
+from forerun.engine.sequence import Columns, Sequence, append, count
 from forerun.engine.step import Step
 from forerun.engine.trace import MAX_STEPS
 from forerun.interface.grammars import Committed
@@ -26,13 +26,6 @@ from forerun.types import RequestId
 
 log = logging.getLogger("forerun.engine")
 Each = TypeVar("Each")
-
-_tables_of: Column[Sequence, PageTable] = column("table")
-_ordinary_of: Column[Sequence, bool] = column("ordinary")
-_reported_of: Column[Sequence, int] = column("reported")
-_requests_of: Column[Sequence, RequestId] = column("request.id")
-_indices_of: Column[Sequence, int] = column("index")
-_sinks_of: Column[Sequence, Sink] = column("sink")
 
 
 def keep(sequence: Sequence, tokens: Collection[int], eos_ids: Collection[int]) -> Kept:
@@ -92,8 +85,8 @@ class Ordinary:
         sequences = _of(rows, step)
         tokens = _of(rows, outcome.output_tokens)
         whole = map(all, map(map, repeat(self._whole.__getitem__), tokens))
-        more = map(lt, totals_of(sequences), limits_of(sequences))
-        return list(map(and_, map(and_, whole, more), _ordinary_of(sequences)))
+        more = map(lt, Columns.totals(sequences), Columns.limits(sequences))
+        return list(map(and_, map(and_, whole, more), Columns.ordinary(sequences)))
 
 
 def delta(sequence: Sequence, kept: Kept, logprobs: tuple[TokenLogprobs, ...]) -> Delta | None:
@@ -168,20 +161,20 @@ class OutputProcessor:
                 self.end(step.rows[row].request.id, Ending(Finish.ERROR, error=message))
         rows, sequences = list(range(plan.rows)), list(step.rows)
         tokens, counts = outcome.output_tokens, outcome.committed(plan)
-        if any(over_of(sequences)):  # One ended just now, or before this step did.
+        if any(Columns.over(sequences)):  # One ended just now, or before this step did.
             rows = [row for row in rows if not sequences[row].over]
             sequences, tokens, counts = _of(rows, sequences), _of(rows, tokens), _of(rows, counts)
         if any(outcome.prompt_logprobs):
             for sequence, row in zip(sequences, rows, strict=True):
                 sequence.echo(outcome.prompt_logprobs[row])
         append(sequences, tokens)
-        tables = list(_tables_of(sequences))
+        tables = list(Columns.tables(sequences))
         for place in commit(tables, counts):
             tables[place].commit(counts[place], sequences[place].tokens)
         if False in plan.samples.tolist():
             rows = [row for row in rows if plan.samples[row]]
             sequences = _of(rows, step.rows)
-            tables = list(_tables_of(sequences))
+            tables = list(Columns.tables(sequences))
         if self._overlaps or any(plan.max_depth.tolist()):  # Else all pages are in use.
             growing = self._growing(sequences)
             for place in spare(tables, growing):
@@ -209,7 +202,7 @@ class OutputProcessor:
     def tell(self, step: Step, outcome: Outcome, news: News) -> None:
         """Tell the news of these rows, and give back what those had that are over."""
         rows = news.rows
-        if any(over_of(step.rows)):
+        if any(Columns.over(step.rows)):
             rows = [row for row in rows if not step.rows[row].over]
         self._metrics.rows(step.round.trees, rows, outcome)
         count(step.rows, rows, outcome)
@@ -225,10 +218,10 @@ class OutputProcessor:
         tokens = _of(rows, outcome.output_tokens)
         counts = list(map(len, tokens))
         self._metrics.output_tokens += sum(counts)
-        reported = map(add, _reported_of(sequences), counts)
+        reported = map(add, Columns.reported(sequences), counts)
         consume(map(setattr, sequences, repeat("reported"), reported))
         texts = map(bytes.decode, map(b"".join, map(map, repeat(self._piece), tokens)))
-        who = _requests_of(sequences), _indices_of(sequences)
+        who = Columns.request_ids(sequences), Columns.indices(sequences)
         self._tell(sequences, map(Delta, *who, texts, map(tuple, tokens)))
 
     def _settle(self, step: Step, outcome: Outcome, row: int, committed: Committed | None) -> None:
@@ -300,7 +293,7 @@ class OutputProcessor:
         """Hand on a delta of each. A sink that fails ends all choices of its request."""
         left, news = iter(sequences), iter(deltas)
         try:
-            consume(map(call, _sinks_of(left), news))
+            consume(map(call, Columns.sinks(left), news))
         except Exception:
             sequence = sequences[-1 - length_hint(left)]
             log.exception("the sink of request %s failed", sequence.request.id)

@@ -14,17 +14,7 @@ import numpy as np
 from forerun.columns import Column, column, consume
 from forerun.control.policy import Decision, Policy
 from forerun.engine.admission import Admission
-from forerun.engine.sequence import (
-    Sequence,
-    Tally,
-    buffers_of,
-    constrained_of,
-    lengths_of,
-    limits_of,
-    reserved_of,
-    slots_of,
-    totals_of,
-)
+from forerun.engine.sequence import Columns, Sequence
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.plan import Budget, Plan, Round
 from forerun.types import Ints
@@ -34,9 +24,6 @@ NOBODY = Decision("", ())
 BOUND = "no more: the request's own bound"
 CRAMPED = "no more: the answer ends there, or the step or the pages have no room"
 
-_bounded_of: Column[Sequence, bool] = column("bounded")
-_tallies_of: Column[Sequence, Tally] = column("tally")
-_pages_of: Column[Sequence, "array[int]"] = column("table.pages")
 _nodes_of: Column[Budget, int] = column("nodes")
 _depths_of: Column[Budget, int] = column("depth")
 _model_depths_of: Column[Budget, int] = column("model_depth")
@@ -173,9 +160,9 @@ class Scheduler(Admission):
         if not rows or not all(row.table.reserve(count + 1) for row, count in reserved):
             return None
         budgets, decision = self._grant(rows, self._scored - len(rows), longer)
-        kv_len = list(map(add, lengths_of(rows), longer))
+        kv_len = list(map(add, Columns.lengths(rows), longer))
         planned = _Rows(rows, [1] * len(rows), [True] * len(rows), kv_len, budgets)
-        ends = np.array(list(limits_of(rows)), np.int32) - np.int32(1)
+        ends = np.array(list(Columns.limits(rows)), np.int32) - np.int32(1)
         return Schedule(replace(self._plan(planned), after=round, ends=ends), tuple(rows), decision)
 
     # --- pages and slots ---------------------------------------------------------------
@@ -183,7 +170,7 @@ class Scheduler(Admission):
     def _grow(self) -> tuple[int, ...]:
         """Reserve one position for every decoding row, oldest first. Slots thereby preempted."""
         closed: list[int] = []
-        short = map(ge, lengths_of(self.running), reserved_of(self.running))
+        short = map(ge, Columns.lengths(self.running), Columns.reserved(self.running))
         for sequence in list(compress(self.running, short)):
             while sequence.slot is not None and not sequence.table.reserve(1):
                 closed.append(self.preempt(self.running[-1]))
@@ -208,9 +195,9 @@ class Scheduler(Admission):
                                 | rest if any prefill | oldest first
         """
         ready = self.running
-        if any(constrained_of(ready)):
+        if any(Columns.constrained(ready)):
             ready = list(filter(self._ready, ready))
-        pending = list(map(sub, totals_of(ready), lengths_of(ready)))
+        pending = list(map(sub, Columns.totals(ready), Columns.lengths(ready)))
         long = list(map((1).__lt__, pending))
         decoding, prefill = list(compress(ready, map(not_, long))), list(compress(ready, long))
         room, logits = self.limits.max_nodes - len(decoding), self._scored - len(ready)
@@ -226,7 +213,7 @@ class Scheduler(Admission):
                 known.append(chunk)
                 samples.append(chunk == count)
                 room -= chunk
-        return _Rows(rows, known, samples, list(lengths_of(rows)), budgets), decision
+        return _Rows(rows, known, samples, list(Columns.lengths(rows)), budgets), decision
 
     def _grant(
         self, rows: list[Sequence], room: int, longer: list[int] | None = None
@@ -237,24 +224,24 @@ class Scheduler(Admission):
         """
         if not rows:
             return [], NOBODY
-        kv_len = list(lengths_of(rows))
+        kv_len = list(Columns.lengths(rows))
         if longer is not None:
             kv_len = list(map(add, kv_len, longer))
         decision = self.policy.decide(
-            np.array(list(slots_of(rows)), np.int32),
+            np.array(list(Columns.slots(rows)), np.int32),
             np.array(kv_len, np.int32),
-            any(constrained_of(rows)),
+            any(Columns.constrained(rows)),
         )
         budgets: Several[Budget] = decision.rows
-        if bounded := any(_bounded_of(rows)):
+        if bounded := any(Columns.bounded(rows)):
             wanted = [row.request.speculation.enabled for row in rows]
             budgets = [b if wants else UNWANTED for b, wants in zip(budgets, wanted, strict=True)]
-        consume(map(setattr, _tallies_of(rows), repeat("reason"), _reasons_of(budgets)))
+        consume(map(setattr, Columns.tallies(rows), repeat("reason"), _reasons_of(budgets)))
         if any(_nodes_of(budgets)):
             # The target adds a token of its own, so a path may leave room for one; a running step,
             # too.
             own = 1 if longer is None else 2
-            left = list(map(sub, limits_of(rows), map(own.__add__, totals_of(rows))))
+            left = list(map(sub, Columns.limits(rows), map(own.__add__, Columns.totals(rows))))
             budgets = self._within(rows, budgets, left, room, bounded)
             depth = self._reserve_draft_tokens(rows, budgets, list(map((1).__add__, kv_len)))
             if depth != list(_depths_of(budgets)):
@@ -290,7 +277,7 @@ class Scheduler(Admission):
         be. Preempts nobody.
         """
         depths = list(_depths_of(budgets))
-        short = map(gt, map(add, first, depths), reserved_of(rows))
+        short = map(gt, map(add, first, depths), Columns.reserved(rows))
         for row in compress(range(len(rows)), short):
             table, limit = rows[row].table, rows[row].limit
             within = table.reserved + self.index.available * self.index.page_size
@@ -305,19 +292,19 @@ class Scheduler(Admission):
         nothing = [0] * (len(sequences) - len(budgets))
         known: tuple[Ints, ...] | Ints
         if max(rows.known, default=1) == 1:
-            tokens = map(getitem, buffers_of(sequences), lengths_of(sequences))
+            tokens = map(getitem, Columns.buffers(sequences), Columns.lengths(sequences))
             known = np.array(list(tokens), np.int32).reshape(-1, 1)
         else:
             known = tuple(map(Sequence.upcoming, sequences, rows.known))
         return Plan(
-            slots=np.array(list(slots_of(sequences)), np.int32),
+            slots=np.array(list(Columns.slots(sequences)), np.int32),
             kv_len=np.array(rows.kv_len, np.int32),
             known=known,
             samples=np.array(rows.samples, np.bool_),
             max_nodes=np.array([*_nodes_of(budgets), *nothing], np.int32),
             max_depth=np.array([*_depths_of(budgets), *nothing], np.int32),
             page_table=page_rows(sequences),
-            constrained=np.array(list(constrained_of(sequences)), np.bool_),
+            constrained=np.array(list(Columns.constrained(sequences)), np.bool_),
             min_prob=min(_min_probs_of(compress(budgets, _nodes_of(budgets))), default=0.0),
             model_depth=np.array([*_model_depths_of(budgets), *nothing], np.int32),
         )
@@ -345,7 +332,7 @@ class Scheduler(Admission):
 
 def page_rows(sequences: list[Sequence]) -> Ints:
     """int32[B,W] the page tables of `sequences`, padded with -1 to the longest."""
-    pages = list(_pages_of(sequences))
+    pages = list(Columns.pages(sequences))
     width = max(map(len, pages), default=0)
     padded = map(bytes.ljust, map(array.tobytes, pages), repeat(4 * width), repeat(b"\xff"))
     return np.frombuffer(bytearray().join(padded), np.int32).reshape(len(pages), width)

@@ -19,7 +19,7 @@ from forerun.engine.trace import StepTrace
 from forerun.interface.plan import Outcome, SlotInit, TokenLogprobs
 from forerun.speculative.tree import DraftSource, TreeBatch
 from forerun.text.stream import TextStream
-from forerun.types import Ints
+from forerun.types import Ints, RequestId
 
 
 @dataclass(slots=True)
@@ -179,23 +179,35 @@ class Sequence:
         self.table.check()
 
 
-slots_of: Column[Sequence, int] = column("slot")  # Of sequences that have one.
-totals_of: Column[Sequence, int] = column("total")
-limits_of: Column[Sequence, int] = column("limit")
-lengths_of: Column[Sequence, int] = column("table.length")
-reserved_of: Column[Sequence, int] = column("table.reserved")
-constrained_of: Column[Sequence, bool] = column("constrained")
-over_of: Column[Sequence, bool] = column("over")
-buffers_of: Column[Sequence, Any] = column("buffer")  # int32 arrays.
-_accepted_of: Column[Sequence, "array[int]"] = column("tally.accepted")
-_draft_tokens_of: Column[Sequence, "array[int]"] = column("tally.draft_tokens")
+class Columns:
+    """One attribute of many sequences, in order: `list(Columns.slots(rows))`."""
+
+    slots: Column[Sequence, int] = column("slot")
+    indices: Column[Sequence, int] = column("index")
+    request_ids: Column[Sequence, RequestId] = column("request.id")
+    sinks: Column[Sequence, Sink] = column("sink")
+    tables: Column[Sequence, PageTable] = column("table")
+    lengths: Column[Sequence, int] = column("table.length")
+    reserved: Column[Sequence, int] = column("table.reserved")
+    pages: Column[Sequence, "array[int]"] = column("table.pages")
+    totals: Column[Sequence, int] = column("total")
+    limits: Column[Sequence, int] = column("limit")
+    buffers: Column[Sequence, Any] = column("buffer")
+    reported: Column[Sequence, int] = column("reported")
+    constrained: Column[Sequence, bool] = column("constrained")
+    bounded: Column[Sequence, bool] = column("bounded")
+    ordinary: Column[Sequence, bool] = column("ordinary")
+    over: Column[Sequence, bool] = column("over")
+    tallies: Column[Sequence, Tally] = column("tally")
+    accepted: Column[Sequence, "array[int]"] = column("tally.accepted")
+    draft_tokens: Column[Sequence, "array[int]"] = column("tally.draft_tokens")
 
 
 def append(sequences: Several[Sequence], tokens: Several[list[int]]) -> None:
     """More tokens are decided, of all these. Raises ValueError, and changes nothing, beyond what a
     request allows.
     """
-    totals, buffers = list(totals_of(sequences)), list(buffers_of(sequences))
+    totals, buffers = list(Columns.totals(sequences)), list(Columns.buffers(sequences))
     counts = list(map(len, tokens))
     ends = list(map(add, totals, counts))
     if any(map(gt, ends, map(len, buffers))):
@@ -212,6 +224,6 @@ def count(step: Several[Sequence], rows: list[int], outcome: Outcome) -> None:
     """Count in the tallies of these rows of a step what it emitted."""
     sequences = list(map(step.__getitem__, rows))
     accepted = map((-1).__add__, map(outcome.n_tokens.tolist().__getitem__, rows))
-    consume(map(array.append, _accepted_of(sequences), accepted))
+    consume(map(array.append, Columns.accepted(sequences), accepted))
     draft_tokens = map(outcome.n_draft_tokens.tolist().__getitem__, rows)
-    consume(map(array.append, _draft_tokens_of(sequences), draft_tokens))
+    consume(map(array.append, Columns.draft_tokens(sequences), draft_tokens))
