@@ -8,6 +8,7 @@ import itertools
 import logging
 import signal
 import subprocess
+import threading
 import weakref
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
+from forerun import child
 from forerun.client import messages
 from forerun.client.engine_client import Constraint, Sink, Sinks, call_soon
 from forerun.client.engine_start import EngineStart
@@ -76,6 +78,7 @@ class EngineProcess:
         reader: StreamReader,
         writer: StreamWriter,
         loading: Callable[[str], None],
+        shares: bool,
     ) -> None:
         self.pid = process.pid
         self.lost = asyncio.Event()
@@ -89,6 +92,9 @@ class EngineProcess:
         self._closing, self._loading = False, loading
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[messages.Ready] = self._loop.create_future()
+        self._ended: asyncio.Future[int] = self._loop.create_future()
+        waiting = (self._wait, "forerun-engine-ends", (shares,))
+        threading.Thread(None, *waiting, daemon=True).start()
         self._reading = self._loop.create_task(self._read(reader))
         self.last_stats: Stats
 
@@ -108,7 +114,8 @@ class EngineProcess:
             begun.send(messages.encode(messages.Start(start.config, start.options)))
         process, connection = begun.take()
         reader, writer = await asyncio.open_connection(sock=connection)
-        found = cls(process, reader, writer, loading)
+        # Others that share the model wait for it within a step, and their clients with them.
+        found = cls(process, reader, writer, loading, shares=start.config.tp_size > 1)
         try:
             ready = await asyncio.shield(found._ready)
             await found.stats()
@@ -205,9 +212,15 @@ class EngineProcess:
         self._writer.close()
 
     def _kill(self) -> None:
-        if self._process.poll() is None:
+        if self._process.returncode is None:
             log.warning("the engine's process (%d) does not end: killing it", self.pid)
-            self._process.kill()
+            child.kill(self._process)
+
+    def _wait(self, shares: bool) -> None:
+        """For the process's end, on a thread; one that shares its model may not be stopped."""
+        stopped = child.wait(self._process) if shares else 0
+        self._process.wait()
+        call_soon(self._loop, partial(self._ended.set_result, stopped))
 
     async def _told(self) -> messages.Told:
         call = next(self._numbers)
@@ -240,8 +253,9 @@ class EngineProcess:
                 size = int.from_bytes(await reader.readexactly(4))
                 self._hear(messages.from_engine(await reader.readexactly(size)))
         killing = self._loop.call_later(CLOSE_SECONDS, self._kill)
-        self._lose(await asyncio.to_thread(self._process.wait))
+        stopped = await self._ended
         killing.cancel()
+        self._lose(self._process.returncode, stopped)
 
     def _hear(self, message: messages.FromEngine) -> None:
         self._heard = monotonic()
@@ -273,10 +287,12 @@ class EngineProcess:
         if not self._ready.done():
             settle(self._ready)
 
-    def _lose(self, code: int) -> None:
+    def _lose(self, code: int, stopped: int) -> None:
         """The process has ended: nobody waits for it any more."""
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
         how += ", perhaps for want of memory" if code == -signal.SIGKILL else ""
+        if stopped:
+            how = f"was stopped by {signal.Signals(stopped).name}, while others share its model"
         loss = EngineLostError(f"The engine's process {how}; see the server's log.")
         self._sinks.fail(loss)
         self._loaded(lambda ready: ready.set_exception(loss))

@@ -27,8 +27,12 @@ from forerun.errors import EngineError, ForerunError, RankError
 BEAT_SECONDS = 0.5
 """Between two signs of life while there is no news."""
 
-NOT_LOADED, SERVER_GONE = 3, 7
-"""Exit codes: the model cannot be loaded (the server says why); the server's process ended."""
+FAILED, NOT_LOADED, SERVER_GONE = 1, 3, 7
+"""Exit codes: a thread failed; the model cannot be loaded (the server says why); the server's
+process ended."""
+
+NEEDED = ("forerun-engine", "forerun-send", "forerun-rank")
+"""How the threads' names begin without which clients would wait for ever."""
 
 Load = Callable[[messages.Start, Progress], tuple[Loaded, dict[str, str]]]
 """Loads what the first message names, and tells how far it is; also what was loaded, in sentences
@@ -44,8 +48,10 @@ def run(fd: int, load: Load) -> int:
     load  loads the model that the first message names
 
     Signals that end a server are for the server, which then ends this process. Where the server is
-    gone, so is this process, at once (SERVER_GONE): nothing of it outlives it.
+    gone, so is this process, at once (SERVER_GONE): nothing of it outlives it. Where a thread that
+    others wait for fails, for want of memory say, so does the process (FAILED).
     """
+    threading.excepthook = _failed
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)
     connection = Connection(fd)
@@ -70,6 +76,15 @@ def run(fd: int, load: Load) -> int:
         return NOT_LOADED
     worker.serve(loaded, facts)
     return 0
+
+
+def _failed(what: threading.ExceptHookArgs) -> None:
+    """A thread ends by an exception."""
+    try:
+        threading.__excepthook__(what)
+    finally:
+        if what.thread is not None and what.thread.name.startswith(NEEDED):
+            os._exit(FAILED)
 
 
 def _told(connection: Connection) -> Progress:

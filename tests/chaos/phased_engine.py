@@ -9,6 +9,7 @@ prefill  the first step of a request that has a prompt
 decode   the first step that decodes two sequences
 """
 
+import resource
 import socket
 import sys
 
@@ -23,6 +24,7 @@ class Phases:
 
     def __init__(self, path: str, wanted: str) -> None:
         self.path, self.wanted, self.loaded = path, wanted, False
+        self.hoarded: list[bytearray] = []
 
     def reached(self, phase: str) -> None:
         """Stop here, if this is the phase."""
@@ -32,6 +34,17 @@ class Phases:
         with socket.socket(socket.AF_UNIX) as end:
             end.connect(self.path)
             end.recv(1)
+        if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+            self.hoard()
+
+    def hoard(self) -> None:
+        """Take what memory is free within this process: the next that asks for more gets none."""
+        size = 1 << 24
+        while size >= 1 << 10:
+            try:
+                self.hoarded.append(bytearray(size))
+            except MemoryError:
+                size //= 2
 
     def of_step(self, plan) -> str:
         """The phase that a step belongs to."""
@@ -41,9 +54,9 @@ class Phases:
             return "prefill"
         return "decode" if plan.rows == 2 else ""
 
-    def load(self, start):
+    def load(self, start, told):
         """As load_started."""
-        found = load_started(start)
+        found = load_started(start, told)
         self.loaded = True
         return found
 

@@ -1,17 +1,21 @@
 """An engine in a process of its own, without a server."""
 
 import asyncio
+import os
+import signal
+import subprocess
 import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from forerun import child
 from forerun.client import messages
 from forerun.client.completion import make_request
 from forerun.client.engine_process import EngineCommand, EngineProcess
 from forerun.client.engine_start import EngineStart
-from forerun.client.engine_worker import SERVER_GONE, _Worker
+from forerun.client.engine_worker import FAILED, SERVER_GONE, _Worker
 from forerun.constrain.grammar import Grammar
 from forerun.engine.request import Delta, Finish, SpeculationStats
 from forerun.engine.trace import DraftRow, StepTrace
@@ -28,13 +32,14 @@ from forerun.options.config import EngineConfig
 from forerun.speculative.tree import DraftSource
 from forerun.types import RequestId
 from tests.cli.toys import toy_loaded
+from tests.e2e.processes import alive, status, wait_for
 
 TOY = EngineConfig(model="toy")
 HI = np.array([72, 105], np.int32)
 
 
-def command(**options):
-    return EngineCommand((sys.executable, "-m", "tests.e2e.toy_engine"), TOY, options)
+def command(config=TOY, **options):
+    return EngineCommand((sys.executable, "-m", "tests.e2e.toy_engine"), config, options)
 
 
 class Heard:
@@ -195,6 +200,65 @@ def test_a_process_that_ends_is_an_error_of_whoever_waits():
         await engine.close()
 
     asyncio.run(scenario())
+
+
+SHARED = replace(TOY, tp_size=2)
+"""Of a model that other processes share."""
+
+
+def test_a_process_that_shares_its_model_may_not_be_stopped():
+    """Others wait for it within a step. Nobody lets it go on: the error comes while it stands."""
+
+    async def scenario():
+        engine, _ = await EngineProcess.open(command(SHARED, delay=0.01))
+        heard = Heard()
+        engine.submit(make_request(HI, max_tokens=3000), heard)
+        os.kill(engine.pid, signal.SIGSTOP)
+        await heard.ended.wait()
+        assert isinstance(heard.error, EngineLostError) and engine.lost.is_set()
+        assert "was stopped by SIGSTOP, while others share its model" in str(heard.error)
+        await engine.close()
+        assert not alive(engine.pid)
+
+    asyncio.run(scenario())
+
+
+def test_but_for_a_moment(monkeypatch):
+    monkeypatch.setattr(child, "STOPPED_SECONDS", 3600.0)
+
+    async def scenario():
+        engine, _ = await EngineProcess.open(command(SHARED, delay=0.01))
+        heard = Heard()
+        engine.submit(make_request(HI, max_tokens=200), heard)
+        os.kill(engine.pid, signal.SIGSTOP)
+        assert await asyncio.to_thread(wait_for, lambda: status(engine.pid)[0] == "T")
+        os.kill(engine.pid, signal.SIGCONT)
+        await heard.ended.wait()
+        assert heard.error is None and engine.loss is None and heard.text
+        await engine.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_thread_that_others_wait_for_ends_the_process_with_it():
+    """For want of memory, say, which the thread itself may not survive."""
+    script = """
+import threading
+from forerun.client.engine_worker import _failed
+threading.excepthook = _failed
+
+def no_memory():
+    raise MemoryError
+
+for name in NAMES:
+    thread = threading.Thread(target=no_memory, name=name)
+    thread.start()
+    thread.join()
+"""
+    names = {0: ["another"], FAILED: ["another", "forerun-send"]}
+    for code, each in names.items():
+        line = [sys.executable, "-c", script.replace("NAMES", str(each))]
+        assert subprocess.run(line, check=False, capture_output=True).returncode == code
 
 
 def test_a_grammar_that_nobody_has_any_more_is_forgotten():

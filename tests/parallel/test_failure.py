@@ -14,9 +14,12 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
+from forerun import child
 from forerun.build.engine import make_engine, open_target
 from forerun.client.completion import make_request
 from forerun.errors import ConfigError, EngineError, ModelError, RankError
+from forerun.executors.torch import group
+from forerun.executors.torch.group import Waits
 from forerun.executors.torch.model_runner import TorchOptions
 from forerun.executors.torch.parallel import processes
 from forerun.executors.torch.parallel.executor import ParallelExecutor
@@ -25,6 +28,7 @@ from forerun.executors.torch.parallel.start import RankStart
 from forerun.models.folder import FolderCheckpoint
 from forerun.models.tensor_parallel import TensorParallel
 from forerun.options.config import EngineConfig
+from tests.e2e.processes import status, wait_for
 from tests.models import tiny
 from tests.parity.driver import limits
 
@@ -136,6 +140,76 @@ def test_rank_0_that_fails_in_a_step_ends_the_others(served, monkeypatch):
     assert "rank 0 failed: out of memory" in last_of(news).error
     engine._thread.join(PATIENCE)
     assert over(pid) and not engine.alive
+
+
+class Never:
+    """What is never done."""
+
+    def wait(self, patience):
+        raise RuntimeError("Operation timed out!")
+
+    def is_completed(self):
+        return False
+
+
+class Deaf:
+    """A rank's group: what it has to say is said, and what comes to it is lost."""
+
+    def __init__(self, group):
+        self.group = group
+
+    def allgather(self, *what):
+        self.group.allgather(*what).wait()
+        return Never()
+
+
+def test_what_nobody_will_get_is_not_waited_for(served, monkeypatch):
+    """Rank 1 has what it waits for and is at the next sum; rank 0 gets nothing, and no error."""
+    target, engine, pid = served
+    monkeypatch.setattr(processes, "LOST_SECONDS", 0.1)
+    monkeypatch.setattr(target.executor.shared, "_group", Deaf(target.executor.shared._group))
+    news = SimpleQueue()
+    engine.submit(make_request(np.arange(5, dtype=np.int32), max_tokens=5), news.put)
+    assert "all 2 ranks of the tensor-parallel group wait for each other" in last_of(news).error
+    engine._thread.join(PATIENCE)
+    assert over(pid) and not engine.alive
+
+
+def test_ranks_of_which_one_is_at_work_are_not_silent(tmp_path, monkeypatch):
+    """However long that takes: time is only counted while all of them wait."""
+    clock = [0.0]
+    monkeypatch.setattr(group, "monotonic", lambda: clock[0])
+    with (tmp_path / "shared").open("wb+") as file:
+        file.write(bytes(Waits.size_of(TensorParallel(0, 3))))
+        file.flush()
+        ranks = [Waits(file.fileno(), TensorParallel(rank, 3)) for rank in range(3)]
+
+    def silent_after(seconds):
+        clock[0] += seconds
+        return ranks[0].silent()
+
+    ranks[0].enter()
+    ranks[1].enter()
+    assert [silent_after(3600), silent_after(3600)] == [0, 0]
+    ranks[2].enter()
+    assert [silent_after(3600), silent_after(1), silent_after(2)] == [0, 1, 3]
+    ranks[1].leave()
+    assert silent_after(3600) == 0
+    ranks[1].enter()
+    # The first look at it: all wait again, and how long they have is not known.
+    assert [silent_after(3600), silent_after(2)] == [0, 2]
+
+
+def test_a_rank_that_goes_on_is_not_lost(served, monkeypatch):
+    """Stopped and let go on: a stream hears no more of it than that it waited."""
+    _, engine, pid = served
+    monkeypatch.setattr(child, "STOPPED_SECONDS", 10 * PATIENCE)
+    news = streaming(engine)
+    os.kill(pid, signal.SIGSTOP)
+    assert wait_for(lambda: status(pid)[0] == "T")
+    os.kill(pid, signal.SIGCONT)
+    assert last_of(news).finish.value == "length"
+    assert engine.alive
 
 
 def test_what_is_closed_leaves_nothing(folder):

@@ -1,6 +1,9 @@
 """The ranks that share a model, and what they say to each other within a pass."""
 
+import mmap
+from collections.abc import Callable
 from datetime import timedelta
+from time import monotonic
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +15,9 @@ from forerun.models.tensor_parallel import TensorParallel
 PATIENCE = timedelta(minutes=10)
 """How long a rank waits for another within a pass. One that is gone is noticed at once
 (parallel/processes.py); this is for one that hangs."""
+
+LOOK = timedelta(seconds=0.25)
+"""Between two looks at the others, while a collective on the CPU is waited for."""
 
 
 class Group(Protocol):
@@ -40,15 +46,62 @@ class Group(Protocol):
         ...
 
 
+class Waits:
+    """Which ranks are within a collective, in memory that all of them share: of each, how many it
+    has entered and how many it has left.
+
+    file  a descriptor of a file of `size_of` bytes, zeros
+    """
+
+    def __init__(self, file: int, tp: TensorParallel) -> None:
+        self._counts = memoryview(mmap.mmap(file, self.size_of(tp))).cast("q")
+        self._place, self._seen, self._since = 2 * tp.rank, b"", 0.0
+
+    @staticmethod
+    def size_of(tp: TensorParallel) -> int:
+        """Bytes."""
+        return 16 * tp.size
+
+    def enter(self) -> None:
+        """Of this rank: it waits from now on."""
+        self._counts[self._place] += 1
+
+    def leave(self) -> None:
+        """It has what it waited for."""
+        self._counts[self._place + 1] += 1
+
+    def silent(self) -> float:
+        """Seconds since this was first asked in which every rank has waited all the time, and none
+        got what it waits for; 0 while one of them is at something else.
+        """
+        found = self._counts.tobytes()
+        counts = self._counts.tolist()
+        waiting = all(
+            entered > left for entered, left in zip(counts[::2], counts[1::2], strict=True)
+        )
+        if not waiting or found != self._seen:
+            self._seen, self._since = found, monotonic()
+        return monotonic() - self._since
+
+
 class Processes:
     """Ranks that are processes on one machine: over gloo on the CPU, over NCCL on CUDA devices.
 
     store  of torch.distributed, where they meet; every rank constructs its group at about the same
            time
+    waits  of these ranks; used on the CPU
+    check  on rank 0, asked now and then while it waits on the CPU: raises where waiting is in vain
     """
 
-    def __init__(self, store: Any, tp: TensorParallel, device: torch.device) -> None:
-        self.tp = tp
+    def __init__(
+        self,
+        store: Any,
+        tp: TensorParallel,
+        device: torch.device,
+        waits: Waits | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.tp, self._waits, self._check = tp, waits, check
         self._group: Any
         self._on_cpu = device.type == "cpu"
         if self._on_cpu:
@@ -69,7 +122,7 @@ class Processes:
         """
         if not self._on_cpu:
             x = x.contiguous()
-            self._group.allreduce([x]).wait()
+            self._wait(self._group.allreduce([x]))
             return x
         first, *others = self.everywhere(x)
         for part in others:
@@ -81,17 +134,38 @@ class Processes:
         options = dist.GatherOptions()
         options.rootRank = 0
         parts = [torch.empty_like(x) for _ in range(self.tp.size)] if self.tp.rank == 0 else []
-        self._group.gather([parts] if parts else [], [x.contiguous()], options).wait()
+        self._wait(self._group.gather([parts] if parts else [], [x.contiguous()], options))
         return parts
 
     def everywhere(self, x: Tensor) -> list[Tensor]:
         """See Group."""
         parts = [torch.empty_like(x) for _ in range(self.tp.size)]
-        self._group.allgather([parts], [x.contiguous()]).wait()
+        self._wait(self._group.allgather([parts], [x.contiguous()]))
         return parts
+
+    def _wait(self, work: Any) -> None:
+        """Until it is done. On the CPU it is waited for in pieces."""
+        if not self._on_cpu or self._waits is None:
+            work.wait()
+            return
+        self._waits.enter()
+        while not _done(work):
+            self._check()
+        self._waits.leave()
 
     def close(self) -> None:
         """See Group."""
         group, self._group = self._group, None
         if group is not None and not self._on_cpu:
             group.abort()
+
+
+def _done(work: Any) -> bool:
+    """Whether it is, within LOOK. Raises RuntimeError where it failed."""
+    try:
+        work.wait(LOOK)
+    except RuntimeError:
+        if work.is_completed():
+            raise
+        return False
+    return True

@@ -92,7 +92,11 @@ class ParallelExecutor(TorchExecutor):
         try:
             self._ranks_are_like(own)
             self._ranks.send(Message("meet"))
-            group = Processes(store, own.tp, torch.device(devices[0]))
+            group = Processes(
+                *(store, own.tp, torch.device(devices[0])),
+                waits=self._ranks.waits,
+                check=self._ranks.check_waits,
+            )
             part = RankCheckpoint(checkpoint, own.tp)
             ModelRunner.__init__(self, part, limits, own.options, group)
             self.shared = group

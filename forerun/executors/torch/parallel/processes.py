@@ -1,22 +1,24 @@
 """The other ranks' processes, as rank 0 sees them: started, watched, and ended together.
 
-A rank that ends, however that came, or that somebody stops, ends them all: what the ranks were at
-cannot go on without it. Nothing here waits for a clock to notice: the system tells a parent of its
-children's ends and stops (waitpid).
+A rank that ends, however that came, or that somebody stops and leaves so, ends them all: what the
+ranks were at cannot go on without it. The system tells a parent of its children's ends and stops
+(child.py). Rank 0 is watched likewise by the server, where it runs in a process of its own.
 """
 
 import ctypes
 import logging
-import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import NoReturn
 
+from forerun import child
 from forerun.errors import (
     ConfigError,
     EngineError,
@@ -25,6 +27,7 @@ from forerun.errors import (
     ModelError,
     RankError,
 )
+from forerun.executors.torch.group import Waits
 from forerun.executors.torch.parallel.channel import Channel, Message
 from forerun.executors.torch.parallel.start import RankStart
 
@@ -36,6 +39,8 @@ END_SECONDS = 5.0
 """For a rank to end by itself when it is told to."""
 LOOK = 0.05
 """Seconds between two looks for an answer while ranks start."""
+LOST_SECONDS = 2.0
+"""What all ranks wait for comes sooner, or never. TODO measured."""
 
 COMMAND = (sys.executable, "-m", "forerun.executors.torch.parallel.rank")
 
@@ -46,13 +51,18 @@ class RankProcess:
     """One other rank, and the thread that starts it and waits for its end.
 
     ended   told, on that thread, why it is no more: once
+    shared  the descriptor of a file that it has too; its number comes last on its command line
     failed  what it said last, where it failed by itself
     """
 
     def __init__(
-        self, start: RankStart, command: Sequence[str], ended: Callable[["RankProcess", str], None]
+        self,
+        start: RankStart,
+        command: Sequence[str],
+        ended: Callable[["RankProcess", str], None],
+        shared: int,
     ) -> None:
-        self.rank, self._ended = start.tp.rank, ended
+        self.rank, self._ended, self._shared = start.tp.rank, ended, shared
         self._start, self._command = start, command
         own, self._other = socket.socketpair()
         self.channel, self._lock = Channel(own), threading.Lock()
@@ -85,10 +95,8 @@ class RankProcess:
 
     def kill(self) -> None:
         """End it, stopped or not."""
-        process = self._process
-        if process is not None and process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
+        if self._process is not None:
+            child.kill(self._process)
 
     def close(self) -> None:
         """Have it end by itself, or end it. Idempotent."""
@@ -101,13 +109,14 @@ class RankProcess:
         self.channel.close()
 
     def _run(self) -> None:
-        command = [*self._command, str(self._other.fileno())]
+        given = self._other.fileno(), self._shared
+        command = [*self._command, *map(str, given)]
         try:
             # Signals of the terminal are rank 0's affair.
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                pass_fds=[self._other.fileno()],
+                pass_fds=given,
                 start_new_session=True,
             )
         except OSError as error:
@@ -124,25 +133,16 @@ class RankProcess:
 
     def _until_it_ends(self, process: "subprocess.Popen[bytes]") -> str:
         """Why the rank is no more."""
-        stopped = ""
-        while True:
-            found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WSTOPPED)
-            assert found is not None
-            if found.si_code not in (os.CLD_STOPPED, os.CLD_TRAPPED):
-                break
-            stopped = f"was stopped by {_signal(found.si_status)}"
-            os.kill(process.pid, signal.SIGKILL)
-        exited = found.si_code == os.CLD_EXITED
-        process.returncode = found.si_status if exited else -found.si_status
+        stopped = child.wait(process)
         if stopped:
-            return stopped
+            return f"was stopped by {_signal(stopped)}"
         with self._lock:
             self._hear()
         if self.failed is not None:
             return f"failed: {self.failed.facts['message']}"
-        if exited:
-            return f"ended with exit code {found.si_status}"
-        return f"was ended by {_signal(found.si_status)}"
+        if process.returncode >= 0:
+            return f"ended with exit code {process.returncode}"
+        return f"was ended by {_signal(-process.returncode)}"
 
     def _hear(self) -> None:
         with suppress(OSError, ValueError):
@@ -160,6 +160,7 @@ def _signal(number: int) -> str:
 class Ranks:
     """All ranks but this one, which is rank 0.
 
+    waits  of all of them: which are within a collective
     fault  why they can go on no more, in a sentence; None = all is well
     """
 
@@ -169,9 +170,14 @@ class Ranks:
         self._error: ForerunError | None = None
         self._failed: Callable[[str], None] = lambda _: None
         self._ranks: list[RankProcess] = []
+        own = replace(starts[0].tp, rank=0)
         try:
-            for start in starts:
-                self._ranks.append(RankProcess(start, command, self._ended))
+            with tempfile.TemporaryFile() as file:
+                file.write(bytes(Waits.size_of(own)))
+                file.flush()
+                self.waits = Waits(file.fileno(), own)
+                for start in starts:
+                    self._ranks.append(RankProcess(start, command, self._ended, file.fileno()))
         except BaseException:
             self.close()
             raise
@@ -222,8 +228,22 @@ class Ranks:
         if self.fault is not None:
             raise self._error or RankError(self.fault)
 
+    def check_waits(self) -> None:
+        """Raise RankError where there is a fault, or no rank will get what all of them wait for:
+        that a rank is slow is no fault, whatever it is at.
+        """
+        self.check()
+        if self.waits.silent() > LOST_SECONDS:
+            raise RankError(
+                f"all {1 + len(self._ranks)} ranks of the tensor-parallel group wait for each "
+                f"other, and nothing has come for {LOST_SECONDS:g} seconds: one of them has lost "
+                "what came, perhaps for want of memory."
+            )
+
     def give_up(self, error: BaseException) -> NoReturn:
         """Rank 0 cannot keep in step with the others: end them. Raises RankError."""
+        if isinstance(error, RankError):
+            self._end(str(error), None)
         with self._changed:
             # A rank that ended is the cause, and this one's error an effect.
             self._changed.wait_for(lambda: self.fault is not None, 1.0)

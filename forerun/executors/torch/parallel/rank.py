@@ -10,7 +10,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from forerun.errors import EngineError
-from forerun.executors.torch.group import Processes
+from forerun.executors.torch.group import Processes, Waits
 from forerun.executors.torch.model_runner import ModelRunner, TorchRound
 from forerun.executors.torch.parallel.channel import Channel, Message
 from forerun.executors.torch.parallel.processes import end_with_parent
@@ -28,13 +28,13 @@ def opened(path: Path, context: int | None = None) -> Checkpoint:
 
 
 def main(argv: list[str]) -> int:
-    """Serve rank 0, which is at the other end of the socket of this number, until it says so or is
-    gone.
+    """Serve rank 0, which is at the other end of the socket of the first number, until it says so
+    or is gone. The second is of a file that all ranks share.
     """
     end_with_parent()
     channel = Channel(socket.socket(fileno=int(argv[1])))
     try:
-        serve(channel)
+        serve(channel, int(argv[2]))
     except EOFError:
         return 0
     except Exception as error:
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def serve(channel: Channel) -> None:
+def serve(channel: Channel, shared: int) -> None:
     """Start as rank 0 says, and run its steps."""
     start = RankStart.of(channel.receive().facts)
     if start.threads:
@@ -55,7 +55,8 @@ def serve(channel: Channel) -> None:
     channel.send(Message("here", start.identity()))
     _expect(channel, "meet")
     store = TCPStore("127.0.0.1", start.port, start.tp.size, is_master=False)
-    group = Processes(store, start.tp, torch.device(start.options.device))
+    waits = Waits(shared, start.tp)
+    group = Processes(store, start.tp, torch.device(start.options.device), waits)
     part = RankCheckpoint(checkpoint, start.tp)
     runner = ModelRunner(part, start.limits, start.options, group)
     channel.send(Message("ready", {"device": str(runner.device)}))

@@ -1,0 +1,51 @@
+"""How a child process comes to its end, as the system tells its parent: by no heartbeat."""
+
+import os
+import signal
+import subprocess
+from contextlib import suppress
+from time import sleep
+
+STOPPED_SECONDS = 1.0
+"""A process that somebody has stopped may go on within so long. No work counts into this, however
+long it takes: only SIGSTOP and its like stop a process. A debugger that attaches does not: the
+system tells it, and not the parent. (docs/log.md, "2026-11-26: rank 0 is watched too")"""
+LOOK = 0.05
+"""Seconds between two looks at a process that is stopped."""
+
+
+def wait(process: "subprocess.Popen[bytes]", stops: bool = True) -> int:
+    """Wait for the end of a child that nobody else waits for; its `returncode` is set then.
+
+    stops  kill it where it stays stopped for STOPPED_SECONDS
+
+    Returns the signal that stopped it for so long, 0 where it ended otherwise.
+    """
+    stopped = 0
+    while True:
+        found = os.waitid(os.P_PID, process.pid, os.WEXITED | (os.WSTOPPED if stops else 0))
+        assert found is not None
+        if found.si_code not in (os.CLD_STOPPED, os.CLD_TRAPPED):
+            exited = found.si_code == os.CLD_EXITED
+            process.returncode = found.si_status if exited else -found.si_status
+            return stopped
+        if _stays(process.pid):
+            stopped = found.si_status
+            os.kill(process.pid, signal.SIGKILL)
+
+
+def _stays(pid: int) -> bool:
+    """Whether a stopped child neither goes on nor ends within STOPPED_SECONDS."""
+    what = os.WEXITED | os.WCONTINUED | os.WNOHANG | os.WNOWAIT
+    for _ in range(round(STOPPED_SECONDS / LOOK)):
+        if os.waitid(os.P_PID, pid, what) is not None:
+            return False
+        sleep(LOOK)
+    return True
+
+
+def kill(process: "subprocess.Popen[bytes]") -> None:
+    """End a child, stopped or not; one that has ended already is let be."""
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
