@@ -231,11 +231,12 @@ class LocalEngine:
         await asyncio.to_thread(self._loaded.close)
 
     def _lost(self, why: str) -> None:
-        """On the engine's thread."""
+        """On the engine's thread, or a rank's."""
         call_soon(self._loop, partial(self._lose, RankError(why)))
 
     def _lose(self, loss: EngineError) -> None:
         self.loss = loss
+        self._sinks.fail(loss)  # Those that the engine could not tell.
         self.lost.set()
 
     def _turned(self) -> None:

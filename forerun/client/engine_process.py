@@ -270,7 +270,9 @@ class EngineProcess:
             case messages.Failed(call, problem):
                 self._answer(call, lambda future: future.set_exception(problem.error()))
             case messages.Lost(problem):
-                self._lost_by(RankError(str(problem.error())))
+                loss = RankError(str(problem.error()))
+                self._sinks.fail(loss)  # Those that the engine could not tell.
+                self._lost_by(loss)
             case messages.Loading():
                 self._loading(message.sentence())
             case messages.Ready():

@@ -103,6 +103,7 @@ class EngineLoop:
     def _give_up(self, message: str) -> None:
         with self._changed:
             self._broken = message
+            self._changed.notify_all()
         self._take_news()
         self._core.abandon(Ending(Finish.ERROR, error=message))
         self._turned()

@@ -24,6 +24,9 @@ from forerun.text.stream import TextStream
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import RequestId
 
+GIVE_UP_SECONDS = 1.0
+"""For a step in which a rank is lost to end."""
+
 
 class Engine(EngineLoop):
     """Runs requests on one executor.
@@ -117,7 +120,10 @@ class Engine(EngineLoop):
             self._news.append(partial(order, self._core))
 
     def fail(self, message: str) -> None:
-        """End all requests with an error and take no more: the executor can run no step."""
+        """End all requests with an error and take no more: the executor can run no step. Where the
+        engine's own thread does not come to that within GIVE_UP_SECONDS, because what it waits for
+        hangs, `lost` of `when_lost` is called without it, and whoever listens ends the requests.
+        """
 
         def give_up(core: EngineCore) -> None:
             if self._broken is None:
@@ -126,10 +132,15 @@ class Engine(EngineLoop):
         self.before_step(give_up)
         with self._changed:
             self._changed.notify_all()
+            if self._thread in (None, threading.current_thread()):
+                return  # This thread's next step, or the one that it is in, gives up.
+            ended = self._changed.wait_for(lambda: self._broken is not None, GIVE_UP_SECONDS)
+        if not ended:
+            self._lost(message)
 
     def when_lost(self, lost: Callable[[str], None]) -> None:
-        """Have `lost` called with a sentence, on the engine's thread, when a process that shares
-        the model is gone, and every sink was told.
+        """Have `lost` called with a sentence when a process that shares the model is gone: on the
+        engine's thread when every sink was told, or on another where that thread hangs.
         """
         self._lost = lost
 

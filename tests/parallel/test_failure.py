@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from queue import SimpleQueue
 
 import numpy as np
@@ -198,6 +199,26 @@ def test_ranks_of_which_one_is_at_work_are_not_silent(tmp_path, monkeypatch):
     ranks[1].enter()
     # The first look at it: all wait again, and how long they have is not known.
     assert [silent_after(3600), silent_after(2)] == [0, 2]
+
+
+def test_a_step_that_hangs_keeps_no_news(served, monkeypatch):
+    """On GPUs a step may hang where a rank is gone: who listens is told without the engine."""
+    target, engine, pid = served
+    inside, go_on, told = threading.Event(), threading.Event(), SimpleQueue()
+
+    def hangs(*_):
+        inside.set()
+        go_on.wait()
+        raise RuntimeError
+
+    engine.when_lost(told.put)
+    monkeypatch.setattr(target.executor, "run", hangs)
+    engine.submit(make_request(np.arange(5, dtype=np.int32), max_tokens=5), SimpleQueue().put)
+    inside.wait()
+    os.kill(pid, signal.SIGKILL)
+    assert "rank 1 of the tensor-parallel group was ended by SIGKILL" in told.get(timeout=PATIENCE)
+    go_on.set()
+    engine._thread.join(PATIENCE)
 
 
 def test_a_rank_that_goes_on_is_not_lost(served, monkeypatch):
