@@ -1,12 +1,13 @@
 """A fleet of replicas, simulated: which router, and whether to speculate under load.
 
-    python bench/fleet.py routers|constants|speculation [--replicas 8 64] [--out FILE]
+    python bench/fleet.py routers|constants|speculation|scaling [--replicas 8 64] [--out FILE]
 
 Each replica steps as an H100 with the 8B shape does (bench/results/h100-rounds.json): a step costs
 by its rows, prompts by their tokens beside it, and a prefix that is still cached costs nothing.
 Conversations arrive at random: agents with system prompts of their own, some agents far more often
 than others, turns that follow each other after a pause. Replicas die and come back empty; some are
-slow. The router is forerun.ray's own code. Everything is seeded: the same command prints the same.
+slow. Router and autoscaling are forerun.ray's own code. Everything is seeded: the same command
+prints the same. `--plot FILE` draws it (SVG).
 """
 
 import argparse
@@ -16,14 +17,17 @@ import random
 import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count, product
-from math import log
+from math import ceil, log
 from pathlib import Path
 from statistics import mean, quantiles
+from types import SimpleNamespace
 from typing import Any
 
+from bench.plots import charts
 from forerun.ray.affinity import Affinity, PrefixAffinity
+from forerun.ray.scale import QueueAndCache
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,10 @@ class Workload:
     pause: float = 8.0
 
 
+LARGE = replace(H100, cache=100_000)
+"""With as little room as Llama-3-70B has on two devices of 96 GiB (docs/scaling.md); steps as above."""
+DOCUMENTS = Workload(document=500)
+"""A fifth carry 32,000 tokens."""
 HOT = Workload(agents=1, system=250)
 """One agent alone, with a system prompt of 16,000."""
 SMALL = Workload(agents=12, system=5, document=10, asked=30.0, answer=12.0, pause=3.0)
@@ -114,22 +122,34 @@ class Turn:
 
 @dataclass
 class Replica:
-    """speed: times as fast as others. cache: blocks that it has, the oldest first."""
+    """speed: times as fast as others. taking: new requests. bounded: who runs has pages, and waits
+    for them. cache: blocks that it has, the oldest first.
+    """
 
     name: str
     device: Device = H100
     speed: float = 1.0
     alive: bool = True
+    taking: bool = True
     speculates: bool = False
     cache: OrderedDict[int, None] = field(default_factory=OrderedDict)
     waiting: deque[Turn] = field(default_factory=deque)
     running: list[Turn] = field(default_factory=list)
     stepping: bool = False
+    bounded: bool = False
+
+    def held(self, more: Sequence[Turn] = ()) -> int:
+        """Tokens that have pages, shared ones once, where `more` ran too."""
+        turns = [*self.running, *more]
+        blocks = len({block for turn in turns for block in turn.blocks})
+        return blocks * TOKENS + sum(turn.answer for turn in turns)
 
     def admit(self) -> list[Turn]:
         """Take in who waits, while there are slots; what is cached of them need not be computed."""
         taken = []
         while self.waiting and len(self.running) < self.device.rows:
+            if self.bounded and self.running and self.held([self.waiting[0]]) > self.device.cache:
+                break
             turn = self.waiting.popleft()
             known = 0
             for block in turn.blocks:
@@ -175,7 +195,7 @@ class Fleet:
 
     def ask(self, turn: Turn, now: float) -> None:
         """A client asks one of the routers, whichever."""
-        there = [name for name, replica in self.replicas.items() if replica.alive]
+        there = [name for name, each in self.replicas.items() if each.alive and each.taking]
         turn.router = self.clients.choice(self.routers)
         name = turn.router.place(turn, there)
         self.loads[name] += 1
@@ -361,19 +381,19 @@ def simulated(
 
     load  conversations a second and replica
     how   speculates: chains of three always; trouble: a quarter of the replicas is half as fast,
-          and one dies half-way; hot: HOT
+          and one of each hundred dies half-way, at least one; hot: HOT
     """
     speculates, trouble, hot = how["speculates"], how["trouble"], how["hot"]
     work = work or (HOT if hot else Workload())
     made = [Replica(f"r{index}", device, speculates=speculates) for index in range(replicas)]
     if trouble:
-        for replica in made[:: max(2, replicas // 4)]:
+        for replica in made[::4]:
             replica.speed = 0.5
     fleet = Fleet(made, routers, seed)
     arrive(fleet, conversations(work, load * replicas, seconds, seed), seconds)
     if trouble and replicas > 1:
-        victim = made[1]
-        fleet.at(seconds / 2, lambda now: fleet.kill(victim, now, 20.0))
+        for victim in made[1::100]:
+            fleet.at(seconds / 2, lambda now, victim=victim: fleet.kill(victim, now, 20.0))
     fleet.run(seconds)
     seen = [turn for turn in fleet.turns if turn.arrived > seconds / 4]
     waits = [1e3 * ((turn.first or 0) - turn.arrived) + device.hop for turn in seen]
@@ -385,6 +405,75 @@ def simulated(
     cached = 100 * fleet.cached_tokens / max(1, fleet.prompt_tokens)
     tokens = sum(turn.answer for turn in seen) / (seconds * 0.75)
     return told(waits, rates, tokens, cached) | {"lost": fleet.lost}
+
+
+LOOK, UP, DOWN, START = 10.0, 30.0, 600.0, 40.0
+"""Seconds: between two looks of Ray Serve's autoscaling at its replicas; for so long they must be too
+few, or too many, before there are others (its defaults); until a new one is ready."""
+
+
+def profile(share: float) -> float:
+    """How many of the most conversations there are, by the share of the time that is over: little,
+    then four times as much within a quarter of the time, then little again.
+    """
+    return min(1.0, max(0.25, 0.25 + 3 * (share - 0.2)) if share < 0.75 else 0.25)
+
+
+class Scaling:
+    """Ray Serve's autoscaling by forerun.ray's policy. used: replicas times seconds."""
+
+    def __init__(self, fleet: Fleet, cache: float, target: float, least: int) -> None:
+        self.fleet, self.policy, self.least = fleet, QueueAndCache(target, cache), least
+        self.since, self.used, self.peak = 0.0, 0.0, least
+        for replica in list(fleet.replicas.values())[least:]:
+            replica.taking = False
+        self.count = least
+        fleet.at(LOOK, self.look)
+
+    def look(self, now: float) -> None:
+        """Decide, as Ray does: the wish has to last."""
+        there = list(self.fleet.replicas.values())
+        self.used += LOOK * self.count
+        asked = sum(len(each.running) + len(each.waiting) for each in there)
+        held = {"cache": {each.name: each.held() / each.device.cache for each in there}}
+        context = SimpleNamespace(aggregated_metrics=held, total_num_requests=asked)
+        wanted = max(self.least, min(ceil(self.policy(context)[0]), len(self.fleet.replicas)))
+        if wanted == self.count:
+            self.since = now
+        elif now - self.since >= (UP if wanted > self.count else DOWN):
+            self.change(wanted, now)
+        self.fleet.at(now + LOOK, self.look)
+
+    def change(self, wanted: int, now: float) -> None:
+        """Start replicas, or drain some."""
+        names = list(self.fleet.replicas)
+        for name in names[self.count : wanted]:
+            self.fleet.at(now + START, lambda _, name=name: self.begun(name))
+        for name in names[wanted : self.count]:
+            self.fleet.replicas[name].taking = False
+        self.count, self.since, self.peak = wanted, now, max(self.peak, wanted)
+
+    def begun(self, name: str) -> None:
+        """It is ready, unless it was ended before."""
+        self.fleet.replicas[name].taking = list(self.fleet.replicas).index(name) < self.count
+
+
+def scaled(cache: float, target: float, load: float, seconds: float, seed: int) -> dict[str, float]:
+    """A day in short with autoscaling: what clients saw, and replicas in the mean and at most.
+
+    load  conversations a second at most
+    """
+    made = [Replica(f"r{index}", LARGE, bounded=True) for index in range(64)]
+    fleet, asked = Fleet(made, [Router("prefix")], seed), random.Random(seed)  # noqa: S311
+    scaling = Scaling(fleet, cache, target, least=2)
+    every = conversations(DOCUMENTS, load, seconds, seed)
+    arrive(fleet, [one for one in every if asked.random() < profile(one.begins / seconds)], seconds)
+    fleet.run(seconds)
+    waits = [1e3 * ((turn.first or 0) - turn.arrived) for turn in fleet.turns]
+    rates = [turn.answer / max(1e-3, turn.done - turn.first) for turn in fleet.turns if turn.first]
+    tokens = sum(turn.answer for turn in fleet.turns) / seconds
+    found = told(waits, rates, tokens, 100 * fleet.cached_tokens / max(1, fleet.prompt_tokens))
+    return found | {"replicas_mean": scaling.used / seconds, "replicas_most": scaling.peak}
 
 
 def told(
@@ -430,7 +519,7 @@ CONSTANTS = tuple(
 def main() -> None:
     """Run one part; print a line for each point, and write all as JSON."""
     parser = argparse.ArgumentParser(description="Simulate a fleet of replicas.")
-    parser.add_argument("part", choices=("routers", "constants", "speculation"))
+    parser.add_argument("part", choices=("routers", "constants", "speculation", "scaling"))
     parser.add_argument("--replicas", type=int, nargs="+", default=[8])
     parser.add_argument("--routers", type=int, default=1, help="that know nothing of each other")
     parser.add_argument("--loads", type=float, nargs="+", default=[1.0, 3.0, 5.0])
@@ -438,7 +527,57 @@ def main() -> None:
     parser.add_argument("--hot", action="store_true", help="one system prompt, 16,000 tokens")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--plot", type=Path, help="an SVG of what --out has")
     asked = parser.parse_args()
+    found = scaling_points(asked) if asked.part == "scaling" else points(asked)
+    if asked.out:
+        asked.out.write_text(json.dumps(found, indent=1) + "\n")
+    if asked.plot:
+        asked.plot.write_text(drawn(asked.part, found))
+
+
+def say(point: dict[str, Any]) -> dict[str, Any]:
+    """Print a line of it; as it is kept."""
+    kept = {name: round(v, 2) if isinstance(v, float) else v for name, v in point.items()}
+    sys.stdout.write(json.dumps(kept) + "\n")
+    sys.stdout.flush()
+    return kept
+
+
+def drawn(part: str, found: list[dict[str, Any]]) -> str:
+    """An SVG of the points of a part: mean first tokens; of scaling, replicas too."""
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for point in found:
+        if part == "scaling":
+            name = "with the queue's target" if point["target"] < 1e9 else "by the cache alone"
+            for value in ("first_token_ms_mean", "replicas_mean"):
+                lines = panels.setdefault(value.replace("_", " "), {}).setdefault(name, [])
+                lines.append((point["cache"], point[value]))
+            continue
+        title = f"{point['replicas']} replicas{', trouble' if point['trouble'] else ''}"
+        name = point["router"] + (" drafting" if point["speculates"] else "")
+        name += f" {point['overload']:g}, {point['weight']:g}" if part == "constants" else ""
+        lines = panels.setdefault(title, {}).setdefault(name, [])
+        lines.append((point["load"], point["first_token_ms_mean"]))
+    if part == "scaling":
+        return charts(panels, "share of pages that sequences shall hold", "see above")
+    return charts(panels, "conversations a second and replica", "ms to first token, mean")
+
+
+def scaling_points(asked: argparse.Namespace) -> list[dict[str, Any]]:
+    """By shares of the cache, with the queue's target beside it and without."""
+    found = []
+    for load, target, cache in product(asked.loads, (16.0, 1e9), (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)):
+        runs = [
+            scaled(cache, target, load, asked.seconds, seed) for seed in range(1, asked.seeds + 1)
+        ]
+        point = {name: mean(run[name] for run in runs) for name in runs[0]}
+        found.append(say({"load": load, "target": target, "cache": cache} | point))
+    return found
+
+
+def points(asked: argparse.Namespace) -> list[dict[str, Any]]:
+    """Of routers, constants or speculation."""
     routers = {"routers": ROUTERS, "constants": CONSTANTS, "speculation": (PREFIX,)}[asked.part]
     speculation = (False, True) if asked.part == "speculation" else (False,)
     troubles = (False,) if asked.part == "speculation" else (False, True)
@@ -458,11 +597,8 @@ def main() -> None:
             **router[1],
             **how,
         }
-        found.append(about | {name: round(value, 1) for name, value in point.items()})
-        sys.stdout.write(json.dumps(found[-1]) + "\n")
-        sys.stdout.flush()
-    if asked.out:
-        asked.out.write_text(json.dumps(found, indent=1) + "\n")
+        found.append(say(about | {name: round(value, 1) for name, value in point.items()}))
+    return found
 
 
 if __name__ == "__main__":

@@ -61,6 +61,11 @@ def _needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint) -> 
     if config.tp_size > 1:
         return _rank_needs(config, arch, checkpoint)
     needs = replace(dense_needs(config, arch, checkpoint), per_scored=4 * arch.vocab)
+    return _captured_needs(config, arch, needs)
+
+
+def _captured_needs(config: EngineConfig, arch: Architecture, needs: Needs) -> Needs:
+    """With what captured rounds take, where there are any."""
     if config.device == "cpu" or config.disable_cuda_graph:
         return needs
     return replace(needs, fixed=8 * (config.max_sequences + 1) * arch.vocab, captured=True)
@@ -81,9 +86,10 @@ def _rank_needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint
     if config.speculates and config.algorithm.model and (named or config.algorithm.name == "NEXTN"):
         weights += ends * matrix
     # Rows of logits of its own tokens, and whole ones of rows that are decided on the host.
-    return replace(
+    needs = replace(
         needs, weights=weights, per_scored=4 * arch.vocab * (config.tp_size + 1) // config.tp_size
     )
+    return _captured_needs(config, arch, needs)
 
 
 def _first_rank(config: EngineConfig) -> TensorParallel:
@@ -132,9 +138,10 @@ def _threads(config: EngineConfig) -> int | None:
 
 
 def _shared(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits) -> Executor:
-    """One of several ranks. Their steps are eager: nothing is captured across processes yet."""
+    """One of several ranks."""
     from forerun.executors.torch.model_runner import TorchOptions
     from forerun.executors.torch.parallel.executor import ParallelExecutor
+    from forerun.executors.torch.parallel.rounds import with_shared_captures
 
     options = TorchOptions(
         device=config.device,
@@ -143,7 +150,11 @@ def _shared(config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits
         kv_dtype=config.kv_dtype,
         prompts=config.prefill_attention_backend,
     )
-    return ParallelExecutor(checkpoint, limits, options, _first_rank(config), _threads(config))
+    eager = ParallelExecutor(checkpoint, limits, options, _first_rank(config), _threads(config))
+    cuda = config.device.startswith("cuda")
+    if config.disable_cuda_graph:
+        return eager
+    return with_shared_captures(eager, cuda if config.overlap is None else config.overlap)
 
 
 def _eagle(executor: Executor, checkpoint: Checkpoint, draft: DraftFile) -> DraftModel:

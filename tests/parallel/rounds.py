@@ -43,8 +43,8 @@ def everywhere(x: torch.Tensor) -> list[torch.Tensor]:
 class Recorded(Processes):
     """Processes whose collectives are recorded, and happen again in every replay."""
 
-    def __init__(self, *where):
-        super().__init__(*where)
+    def __init__(self, *where, **how):
+        super().__init__(*where, **how)
         GROUPS["one"] = super().everywhere
 
     def everywhere(self, x):

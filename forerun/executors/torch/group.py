@@ -3,7 +3,6 @@
 import mmap
 from collections.abc import Callable
 from datetime import timedelta
-from time import monotonic
 from typing import Any, Protocol
 
 import torch
@@ -55,7 +54,7 @@ class Waits:
 
     def __init__(self, file: int, tp: TensorParallel) -> None:
         self._counts = memoryview(mmap.mmap(file, self.size_of(tp))).cast("q")
-        self._place, self._seen, self._since = 2 * tp.rank, b"", 0.0
+        self._place, self._seen, self._looks = 2 * tp.rank, b"", 0
 
     @staticmethod
     def size_of(tp: TensorParallel) -> int:
@@ -70,18 +69,16 @@ class Waits:
         """It has what it waited for."""
         self._counts[self._place + 1] += 1
 
-    def silent(self) -> float:
-        """Seconds since this was first asked in which every rank has waited all the time, and none
-        got what it waits for; 0 while one of them is at something else.
+    def silent(self) -> int:
+        """How often this was asked since every rank waits and none got what it waits for; 0 while
+        one of them is at something else. Looks are counted and not seconds: where the machine
+        stands still, so do they.
         """
-        found = self._counts.tobytes()
-        counts = self._counts.tolist()
-        waiting = all(
-            entered > left for entered, left in zip(counts[::2], counts[1::2], strict=True)
-        )
-        if not waiting or found != self._seen:
-            self._seen, self._since = found, monotonic()
-        return monotonic() - self._since
+        seen, counts = self._seen, self._counts.tolist()
+        self._seen = self._counts.tobytes()
+        waiting = all(a > b for a, b in zip(counts[::2], counts[1::2], strict=True))
+        self._looks = self._looks + 1 if waiting and self._seen == seen else 0
+        return self._looks
 
 
 class Processes:

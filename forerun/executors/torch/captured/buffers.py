@@ -5,6 +5,7 @@ other; on the host twice, used in turn: it fills one while a round filled from t
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -16,8 +17,6 @@ from forerun.executors.torch.triton.record import Size
 from forerun.interface.plan import Plan
 from forerun.speculative.accept import NOTHING
 from forerun.types import AnyArray, Ints
-
-Work = Callable[[], None]
 
 RULES = (
     *("repetition", "frequency", "presence", "min_p"),
@@ -216,7 +215,7 @@ class PageTables:
         # What the device has when all that was begun is over; -1: nobody knows.
         self._mirror: Ints = np.zeros((slots + 1, width), np.int32)
 
-    def send(self, buffers: dict[str, AnyArray], plan: Plan) -> Work | None:
+    def send(self, buffers: dict[str, AnyArray], plan: Plan) -> "partial[None] | None":
         """Write into `buffers` what the device does not have of the plan's tables; where that is
         more than there is room for, returns what writes it there before the round. Rounds begin in
         the order of these calls; where one could not begin, `forget`.
@@ -235,7 +234,7 @@ class PageTables:
             buffers["sent_to"].view(np.int64)[: len(places), 0] = places
             buffers["sent"][: len(places)] = pages
             return None
-        return lambda: self._write(torch.from_numpy(places), torch.from_numpy(pages))
+        return partial(self.write, torch.from_numpy(places), torch.from_numpy(pages))
 
     def forget(self) -> None:
         """Send everything anew."""
@@ -243,9 +242,10 @@ class PageTables:
 
     def of(self, size: Size, facts: dict[str, Tensor]) -> Tensor:
         """int32[R,W] of a round's rows, after what was sent with it. Launches only."""
-        self._write(facts["sent_to"].view(torch.int64)[:, 0], facts["sent"])
+        self.write(facts["sent_to"].view(torch.int64)[:, 0], facts["sent"])
         return torch.index_select(self._table, 0, facts["slot"], out=self._rows[: size.rows])
 
-    def _write(self, places: Tensor, pages: Tensor) -> None:
+    def write(self, places: Tensor, pages: Tensor) -> None:
+        """Put pages into entries, int64 places of the tables one behind another."""
         device = self._table.device
         self._table.view(-1).scatter_(0, places.to(device), pages.to(device))

@@ -75,9 +75,7 @@ class CapturedExecutor(Executor):
         self.eager, self.kernels = eager, kernels
         self.limits, self.device, self.dtype = eager.limits, eager.device, eager.dtype
         self._sampler, self._scored = eager.sampler, eager.limits.scored_nodes
-        self._runner: CudaGraphRunner | None = CudaGraphRunner(
-            eager.decoder, eager.cache, eager.limits, kernels, records, eager.group
-        )
+        self._runner: CudaGraphRunner | None = self.new_runner(records)
         self._shaped = ShapedRows(
             eager.limits.slots, eager.limits.vocab, eager.device, eager.sampler.choosing
         )
@@ -88,6 +86,13 @@ class CapturedExecutor(Executor):
         # Rounds so far, and the seconds from their launches to their results: what a step takes
         # longer than that is the host's.
         self._rounds, self._seconds, self._read = 0, 0.0, 0.0
+
+    def new_runner(self, records: Recorder) -> CudaGraphRunner:
+        """Who launches the rounds."""
+        eager = self.eager
+        return CudaGraphRunner(
+            eager.decoder, eager.cache, eager.limits, self.kernels, records, eager.group
+        )
 
     def open(self, slot_init: SlotInit) -> None:
         """Bind a sequence to its slot."""
@@ -275,8 +280,8 @@ class CapturedExecutor(Executor):
         plan, logits, masks = round.plan, list[Floats](), masks or round.masks
 
         def of_node(node: int) -> Floats:
-            if self._last is not round:
-                # Another round has its place. Only a row without finite logits asks then.
+            if self._last is not round or self.eager.group:
+                # Another has its place, or they are parts. Only a row without finite logits asks.
                 return np.full(self.limits.vocab, np.nan, np.float32)
             if not logits:
                 logits.append(round.logits.float().cpu().numpy())

@@ -1,6 +1,6 @@
 """What captured rounds do before the first request: kernels compiled, programs captured."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from forerun.executors.torch.attention.geometry import LINES
@@ -22,15 +22,22 @@ def warm_up(
     deepest = max(wanted, key=lambda size: size.levels)
     if runner.future is not None:
         runner.future.grow(deepest)
-    kernels, what = runner.kernels, "preparing step sizes"
-    kernels.ahead(
+    runner.kernels.ahead(
         partial(_launch_all, runner, eager, wanted), partial(progress, "compiling kernels")
     )
-    for done, size in enumerate(wanted):
-        progress(what, done, len(wanted))
+    capture(runner, wanted, progress)
+
+
+def capture(
+    runner: CudaGraphRunner, sizes: Sequence[Size], progress: Callable[[str, int, int], None]
+) -> None:
+    """Capture rounds of these sizes; nothing else is captured afterwards."""
+    what = "preparing step sizes"
+    for done, size in enumerate(sizes):
+        progress(what, done, len(sizes))
         for _ in range(2):
             runner.launch(size, runner.staging(size))()
-    progress(what, len(wanted), len(wanted))
+    progress(what, len(sizes), len(sizes))
     runner.only_captured()
 
 

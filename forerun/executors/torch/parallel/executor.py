@@ -53,7 +53,8 @@ class SharedRound(TorchRound):
 class ParallelExecutor(TorchExecutor):
     """Rank 0 of the ranks of `tp`, the others of which it starts, watches and ends.
 
-    port  where they meet, on the loopback interface
+    port   where they meet, on the loopback interface
+    ranks  the others
 
     Raises what the ranks raise, ConfigError where the model cannot be shared by so many or there
     are fewer devices, RankError where a rank is gone or is not like the others.
@@ -86,32 +87,32 @@ class ParallelExecutor(TorchExecutor):
         ]
         own, others = starts[0], starts[1:]
         self.port = store.port
-        self._ranks = Ranks(others, command)
+        self.ranks = Ranks(others, command)
         self._moves: list[tuple[Slots, Slots]] = []
         self._last: SharedRound | None = None
         try:
             self._ranks_are_like(own)
-            self._ranks.send(Message("meet"))
+            self.ranks.send(Message("meet"))
             group = Processes(
                 *(store, own.tp, torch.device(devices[0])),
-                waits=self._ranks.waits,
-                check=self._ranks.check_waits,
+                waits=self.ranks.waits,
+                check=self.ranks.check_waits,
             )
             part = RankCheckpoint(checkpoint, own.tp)
             ModelRunner.__init__(self, part, limits, own.options, group)
             self.shared = group
-            self._devices = [message.facts["device"] for message in self._ranks.answers("ready")]
-            with self._together():
-                self._ranks.send(Message("agree"))
+            self._devices = [message.facts["device"] for message in self.ranks.answers("ready")]
+            with self.together():
+                self.ranks.send(Message("agree"))
                 agree(self, group)
         except BaseException:
-            self._ranks.close()
+            self.ranks.close()
             raise
         self.sampler = HostSampler(limits.slots, limits.vocab)
 
     def watch(self, failed: Callable[[str], None]) -> None:
         """See Executor."""
-        self._ranks.watch(failed)
+        self.ranks.watch(failed)
 
     def begin(
         self, plan: Plan, trees: TreeBatch = NO_TREES, masks: NodeMasks | None = None
@@ -119,9 +120,9 @@ class ParallelExecutor(TorchExecutor):
         """See Executor. All ranks run the step."""
         nodes = self.nodes_of(plan, trees)
         wide = np.setdiff1d(nodes.choosing, nodes.plain.nodes)
-        step = SharedStep(plan, trees, nodes, wide, self._moved())
-        self._ranks.send(step.message())
-        with self._together():
+        step = SharedStep(plan, trees, nodes, wide, self.moved())
+        self.ranks.send(step.message())
+        with self.together():
             round = self.run(plan, trees, nodes, masks)
             found = gathered(self, self.shared, round, wide)
         assert found is not None
@@ -153,8 +154,8 @@ class ParallelExecutor(TorchExecutor):
                 return ()
             nodes, tokens = np.array(pairs, np.int32).T
             message = Message("reports", {"top": top}, {"nodes": nodes, "tokens": tokens})
-            self._ranks.send(message)
-            with self._together():
+            self.ranks.send(message)
+            with self.together():
                 found = reports(self, self.shared, round, top, pairs)
             assert found is not None
             return found
@@ -166,7 +167,8 @@ class ParallelExecutor(TorchExecutor):
         super().move(source, target)
         self._moves.append((source, target))
 
-    def _moved(self) -> tuple[Slots, Slots]:
+    def moved(self) -> tuple[Slots, Slots]:
+        """Places that were copied since this was asked last, and where to: for the next message."""
         moves, self._moves = self._moves, []
         none = np.zeros(0, np.int64)
         source, target = zip(*moves, strict=True) if moves else ((none,), (none,))
@@ -182,7 +184,7 @@ class ParallelExecutor(TorchExecutor):
         ranks = [
             {"rank": number + 1, "pid": pid, "device": device}
             for number, (pid, device) in enumerate(
-                zip(self._ranks.pids, self._devices, strict=False)
+                zip(self.ranks.pids, self._devices, strict=False)
             )
         ]
         tp = self.shared.tp
@@ -190,7 +192,7 @@ class ParallelExecutor(TorchExecutor):
 
     def shutdown(self) -> None:
         """End the other ranks and release memory. Idempotent."""
-        self._ranks.close()
+        self.ranks.close()
         self.shared.close()
         self._last = None
         super().shutdown()
@@ -198,18 +200,18 @@ class ParallelExecutor(TorchExecutor):
     def _ranks_are_like(self, own: RankStart) -> None:
         """Raise RankError where one is not."""
         mine = own.identity()
-        for number, message in enumerate(self._ranks.answers("here")):
+        for number, message in enumerate(self.ranks.answers("here")):
             fault = difference(mine, dict(message.facts))
             if fault is not None:
                 raise ConfigError(f"rank {number + 1} is not like rank 0: {fault}.")
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
+    def together(self) -> Iterator[None]:
         """Around what every rank does: whoever fails in it is out of step with the others."""
         try:
             yield
         except BaseException as error:  # noqa: BLE001 - it is raised anew.
-            self._ranks.give_up(error)
+            self.ranks.give_up(error)
 
 
 class DraftTarget:

@@ -14,6 +14,7 @@ from forerun.executors.torch.group import Processes, Waits
 from forerun.executors.torch.model_runner import ModelRunner, TorchRound
 from forerun.executors.torch.parallel.channel import Channel, Message
 from forerun.executors.torch.parallel.processes import end_with_parent
+from forerun.executors.torch.parallel.rounds import RankRounds
 from forerun.executors.torch.parallel.start import RankStart
 from forerun.executors.torch.parallel.step import SharedStep, agree, gathered, reports
 from forerun.models.checkpoint import Checkpoint
@@ -63,6 +64,7 @@ def serve(channel: Channel, shared: int) -> None:
     _expect(channel, "agree")
     agree(runner, group)
     round: TorchRound | None = None
+    rounds: RankRounds | None = None
     while True:
         message = channel.receive()
         match message.kind:
@@ -74,6 +76,10 @@ def serve(channel: Channel, shared: int) -> None:
                     zip(*(message.arrays[n].tolist() for n in ("nodes", "tokens")), strict=True)
                 )
                 reports(runner, group, round, message.facts["top"], pairs)
+            case "rounds":
+                rounds = RankRounds(runner, message)
+            case "round" if rounds is not None:
+                rounds.launch(message)
             case "end":
                 group.close()
                 return

@@ -1,0 +1,142 @@
+"""Captured rounds of ranks: what rank 0 launches, every rank launches, on the same facts.
+
+A round reads nothing of the host but what lies in its staging buffer. So the message of a round is
+its size and these bytes, and beside them what stands outside of rounds: entries of page tables
+that had no room in it, and what rank 0 has copied in its cache since. Nobody sends the outcome:
+every rank comes to it (captured/together.py). See docs/decisions/0033 and 0039.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from forerun.executors.torch.captured.buffers import StagingBuffer
+from forerun.executors.torch.captured.declared import declared, row_nodes
+from forerun.executors.torch.captured.executor import CapturedExecutor
+from forerun.executors.torch.captured.graphs import Recorder, recorder
+from forerun.executors.torch.captured.runner import CudaGraphRunner
+from forerun.executors.torch.captured.warm_up import capture
+from forerun.executors.torch.drafts.target import TorchTarget
+from forerun.executors.torch.model_runner import ModelRunner
+from forerun.executors.torch.parallel.channel import Message
+from forerun.executors.torch.parallel.executor import ParallelExecutor
+from forerun.executors.torch.triton.kernels import Kernels
+from forerun.executors.torch.triton.record import Size
+from forerun.interface.executor import DraftShape
+from forerun.interface.plan import Plan
+from forerun.speculative.tree import TreeBatch
+
+
+class RankRounds:
+    """What another rank than 0 launches, as messages name it."""
+
+    def __init__(self, runner: ModelRunner, message: Message) -> None:
+        self._rank, records = runner, recorder(runner.device)
+        assert runner.kernels is not None and records is not None, (
+            "rank 0 captures, this one cannot"
+        )
+        self._runner = CudaGraphRunner(
+            *(runner.decoder, runner.cache, runner.limits),
+            *(runner.kernels, records, runner.group),
+        )
+        if message.facts["overlap"]:
+            self._runner.keep_state()
+
+    @torch.inference_mode()
+    def launch(self, message: Message) -> None:
+        """Launch what rank 0 does."""
+        size, found = Size(*message.facts["size"]), message.arrays
+        staging = self._runner.staging(size)
+        staging.whole.copy_(torch.from_numpy(found["facts"]))
+        if len(found["source"]):
+            self._rank.move(found["source"], found["target"])
+        places, pages = (torch.from_numpy(found[name]) for name in ("places", "pages"))
+        write = partial(self._runner.tables.write, places, pages)
+        self._runner.launch(size, staging, [write] if len(places) else [])
+
+
+class SharedRunner(CudaGraphRunner):
+    """Rank 0's: the others are told of a round before it is launched."""
+
+    def __init__(self, eager: ParallelExecutor, kernels: Kernels, records: Recorder) -> None:
+        super().__init__(eager.decoder, eager.cache, eager.limits, kernels, records, eager.shared)
+        self._eager = eager
+
+    def launch(
+        self, size: Size, staging: StagingBuffer, first: Sequence[Callable[[], None]] = ()
+    ) -> Callable[[], None]:
+        """See CudaGraphRunner. first: at most PageTables.send's. Raises RankError."""
+        none = np.zeros(0, np.int64), np.zeros(0, np.int32)
+        places, pages = none
+        for each in first:
+            assert isinstance(each, partial)
+            places, pages = (tensor.numpy() for tensor in each.args)
+        source, target = self._eager.moved()
+        arrays = {"facts": staging.whole.numpy(), "places": places, "pages": pages}
+        arrays |= {"source": source, "target": target}
+        self._eager.ranks.send(Message("round", {"size": list(size)}, arrays))
+        with self._eager.together():
+            wait = super().launch(size, staging, first)
+
+        def waited() -> None:
+            with self._eager.together():
+                wait()
+
+        return waited
+
+
+class SharedRounds(CapturedExecutor):
+    """Rounds of all ranks where a step can be one; rank 0's. Draft models run between rounds."""
+
+    eager: ParallelExecutor
+
+    def __init__(
+        self, eager: ParallelExecutor, kernels: Kernels, records: Recorder, overlap: bool = False
+    ) -> None:
+        super().__init__(eager, kernels, records, overlap)
+        eager.ranks.send(Message("rounds", {"overlap": overlap}))
+
+    def new_runner(self, records: Recorder) -> CudaGraphRunner:
+        """See CapturedExecutor."""
+        return SharedRunner(self.eager, self.kernels, records)
+
+    def watch(self, failed: Callable[[str], None]) -> None:
+        """See Executor."""
+        self.eager.watch(failed)
+
+    @property
+    def draft_target(self) -> TorchTarget:
+        """For draft models, which run here alone: see ParallelExecutor."""
+        return self.eager.draft_target
+
+    def draft_with(self, model: object) -> None:
+        """No round drafts: every pass of the model is asked for."""
+
+    @torch.inference_mode()
+    def warm_up(self, draft: DraftShape, progress: Callable[[str, int, int], None]) -> None:
+        """Capture what is declared of rows that ask for a temperature alone, on all ranks. Kernels
+        compile at their first launch: to compile them ahead is to launch what others wait for.
+        """
+        plain = replace(draft, levels=0, width=0)
+        sizes = [size for size in declared(self.limits, plain) if not (size.shaping or size.masked)]
+        capture(self.runner, sizes, progress)
+        self.limits = replace(self.limits, row_nodes=row_nodes(self.limits, draft))
+
+    def size_of(self, plan: Plan, trees: TreeBatch, masked: bool = False) -> Size | None:
+        """See CapturedExecutor; rows under a grammar are decided of whole rows of logits."""
+        return None if plan.constrained.any() else super().size_of(plan, trees, masked)
+
+
+def with_shared_captures(
+    eager: ParallelExecutor, overlap: bool = False
+) -> ParallelExecutor | SharedRounds:
+    """Rank 0's executor behind captured rounds of all ranks, where its device captures; else
+    itself.
+    """
+    records = recorder(eager.device)
+    if records is None or eager.kernels is None:
+        return eager
+    return SharedRounds(eager, eager.kernels, records, overlap)

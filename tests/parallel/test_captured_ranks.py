@@ -1,0 +1,120 @@
+"""`--tp-size` with captured rounds, rehearsed on the recorder: rank 0 tells what it launches, the
+other launches it too, and texts are one process's. Nothing of it needs a device.
+"""
+
+import sys
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+
+from forerun.build.engine import make_engine, open_target
+from forerun.client.completion import make_request
+from forerun.executors.torch import model_runner
+from forerun.executors.torch.parallel import executor, rounds
+from forerun.executors.torch.parallel.processes import Ranks
+from forerun.options.config import EngineConfig
+from tests.models import tiny
+from tests.parallel.rounds import Recorded
+from tests.parity.tape import Tape
+from tests.twins.kernels import SLOW_TWINS
+
+COMMAND = (sys.executable, "-m", "tests.parallel.captured_rank")
+ROUNDS = (
+    {"temperature": 0.0},
+    {"temperature": 0.9, "seed": 7},
+    {"temperature": 1.2, "seed": 11},
+    {"temperature": 0.0},
+)
+"""More than run at once."""
+MIXED = (
+    {"temperature": 0.7, "top_p": 0.8, "seed": 3},
+    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 0.0, "frequency_penalty": 1.5},
+    *ROUNDS,
+)
+"""No step with one of the first three is a round."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.save_folder(tiny.model("llama"), tmp_path_factory.mktemp("made"))
+
+
+def config(folder, **changes):
+    settled = {"executor": "torch", "device": "cpu", "threads": 1, "context": 128, "page_size": 16}
+    settled |= {"max_sequences": 3, "kv_tokens": 512, "chunked_prefill_size": 32}
+    return EngineConfig(model=str(folder), policy="fixed", **settled | changes)
+
+
+@pytest.fixture(scope="module")
+def said():
+    """How many messages of each kind rank 0 has sent."""
+    return Counter()
+
+
+@pytest.fixture(scope="module")
+def shared(folder, said):
+    """Two ranks whose rounds are captured, and rank 0's tape."""
+    tape = Tape()
+    send = Ranks.send
+
+    def counted(self, message):
+        said[message.kind] += 1
+        send(self, message)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_runner, "kernels_for", lambda device: SLOW_TWINS)
+        patch.setattr(rounds, "recorder", lambda device: tape)
+        patch.setattr(executor, "Processes", Recorded)
+        patch.setattr(Ranks, "send", counted)
+        started = partial(executor.ParallelExecutor, command=COMMAND)
+        patch.setattr(executor, "ParallelExecutor", started)
+        target = open_target(config(folder, tp_size=2, overlap=True))
+        yield target, tape
+        target.close()
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    target = open_target(config(folder))
+    yield target
+    target.close()
+
+
+def texts(target, settings, asked):
+    """Token ids of every request, all asked at once; the engine's counters."""
+    engine = make_engine(target, replace(target.config, **settings))
+    found = [[] for _ in asked]
+    for place, how in enumerate(asked):
+        random = np.random.default_rng(place)
+        # What repeats itself is looked up.
+        prompt = np.tile(random.integers(5, 60, 6), 2 + place).astype(np.int32)
+        request = make_request(prompt, max_tokens=20, ignore_eos=True, **how)
+        engine.submit(request, lambda delta, place=place: found[place].extend(delta.tokens))
+    while engine.step_once():
+        pass
+    stats = engine.stats()
+    engine.shutdown()
+    assert all(len(tokens) == 20 for tokens in found), found
+    return found, stats
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("algorithm", ["OFF", "NGRAM"])
+@pytest.mark.parametrize("asked", [ROUNDS, MIXED])
+def test_ranks_launch_what_rank_0_does(shared, alone, said, asked, algorithm, overlap):
+    target, tape = shared
+    settings = {"speculative_algorithm": algorithm}
+    expected, _ = texts(alone, settings, asked)
+    before, replays = Counter(said), tape.replays
+    found, stats = texts(target, settings | {"overlap": overlap}, asked)
+    assert found == expected
+    told = said - before
+    # Prompts are steps; what is a round was captured before.
+    assert told["step"] and told["round"] >= (10 if asked is ROUNDS else 1)
+    assert tape.replays - replays == told["round"]
+    assert stats.carried >= (10 if overlap and asked is ROUNDS and algorithm == "OFF" else 0)
+    assert (stats.accepted > 0) == (algorithm == "NGRAM")
