@@ -93,7 +93,7 @@ class Workload:
 
 
 LARGE = replace(H100, cache=100_000)
-"""With as little room as Llama-3-70B has on two devices of 96 GiB (docs/scaling.md); steps as above."""
+"""With the room that Llama-3-70B has on two devices of 96 GiB (docs/scaling.md)."""
 DOCUMENTS = Workload(document=500)
 """A fifth carry 32,000 tokens."""
 HOT = Workload(agents=1, system=250)
@@ -408,8 +408,8 @@ def simulated(
 
 
 LOOK, UP, DOWN, START = 10.0, 30.0, 600.0, 40.0
-"""Seconds: between two looks of Ray Serve's autoscaling at its replicas; for so long they must be too
-few, or too many, before there are others (its defaults); until a new one is ready."""
+"""Seconds: between two looks of Ray Serve's autoscaling at its replicas; for so long they must be
+too few, or too many, before there are others (its defaults); until a new one is ready."""
 
 
 def profile(share: float) -> float:

@@ -14,6 +14,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from time import perf_counter
 
 import torch
@@ -39,13 +40,15 @@ HIDDEN = 8192
 
 
 def texts(options: argparse.Namespace) -> None:
-    """Tokens of every size against the first size's."""
+    """Tokens of every size, launched kernel by kernel and in captured rounds, against the first
+    size's.
+    """
     for dtype in options.dtypes:
         reference = None
-        for size in options.sizes:
+        for size, eager in product(options.sizes, (True, False)):
             config = EngineConfig(
                 model=options.model, executor="torch", device=options.device, dtype=dtype,
-                tp_size=size, disable_cuda_graph=True, speculative_algorithm=options.algorithm,
+                tp_size=size, disable_cuda_graph=eager, speculative_algorithm=options.algorithm,
                 policy="fixed",
             )  # fmt: skip
             target = open_target(config)
@@ -68,7 +71,7 @@ def texts(options: argparse.Namespace) -> None:
             parted = sum(a != b for a, b in zip(reference, tokens, strict=True))
             rates = sorted(sum(map(len, tokens)) / run.seconds for run in runs)
             say(
-                f"{dtype}, {size} ranks: {statistics.median(rates):.1f} tokens/s "
+                f"{dtype}, {size} ranks, {'eager' if eager else 'captured'}: {statistics.median(rates):.1f} tokens/s "
                 f"({rates[0]:.1f} to {rates[-1]:.1f}), {parted} of {len(tokens)} texts part"
             )
             if dtype == "float32" and parted:

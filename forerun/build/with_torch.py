@@ -31,7 +31,22 @@ def _free_memory(config: EngineConfig) -> int:
     begin = int(first or 0)
     if config.tp_size == 1:
         return _cuda_memory(config.device)[0]
+    _check_devices(config, begin)
     return min(_cuda_memory(f"{kind}:{begin + rank}")[0] for rank in range(config.tp_size))
+
+
+def _check_devices(config: EngineConfig, begin: int) -> None:
+    """Raise ConfigError where there are fewer devices than ranks, from number `begin` on."""
+    import torch
+
+    found = torch.cuda.device_count()
+    if begin < found < begin + config.tp_size:
+        counted = f"{found} CUDA device{'s' * (found != 1)}"
+        raise ConfigError(
+            f"tp-size is {config.tp_size}, but torch sees {counted} here"
+            + (f", of which {begin} come before {config.device}" if begin else "")
+            + f"; lower it to {found - begin} or less."
+        )
 
 
 def _prefill_chunk(config: EngineConfig, memory: int | None) -> int:
@@ -49,7 +64,8 @@ def _cuda_memory(device: str) -> tuple[int, int]:
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if found <= (torch.device(device).index or 0):
         seen = f"{found} CUDA devices, numbered from 0," if found else "no CUDA device"
-        raise ConfigError(f"device is {device}, but torch sees {seen} here.")
+        do = "name another" if found else "leave --device out to run on the CPU"
+        raise ConfigError(f"device is {device}, but torch sees {seen} here; {do}.")
     free, whole = torch.cuda.mem_get_info(device)
     return free, whole
 

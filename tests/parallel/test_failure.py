@@ -347,10 +347,17 @@ def test_what_cannot_be_shared_is_said_before_anything_starts(folder, changes, s
         open_target(config(folder, **changes))
 
 
-def test_more_ranks_than_devices(folder, monkeypatch):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    options = TorchOptions(device="cuda", dtype="float32")
-    with pytest.raises(ConfigError, match="torch sees 1 CUDA device here; lower it to 1 or less"):
-        ParallelExecutor(
-            FolderCheckpoint(folder), limits(tiny.VOCAB), options, TensorParallel(0, 2)
-        )
+@pytest.mark.parametrize(
+    ("device", "says"),
+    [
+        ("cuda", "tp-size is 4, but torch sees 2 CUDA devices here; lower it to 2 or less.$"),
+        ("cuda:1", "2 CUDA devices here, of which 1 come before cuda:1; lower it to 1 or less.$"),
+    ],
+)
+def test_more_ranks_than_devices(folder, monkeypatch, device, says):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (1 << 40, 1 << 40))
+    monkeypatch.setattr(processes, "RankProcess", None)
+    with pytest.raises(ConfigError, match=says):
+        open_target(config(folder, device=device, tp_size=4, dtype="float32"))

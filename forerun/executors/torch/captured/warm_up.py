@@ -45,6 +45,11 @@ def _launch_all(runner: CudaGraphRunner, eager: TorchExecutor, sizes: list[Size]
     """Launch every kernel; how many rows a round has, or nodes a prompt, makes no other kernel."""
     for size in {size._replace(rows=1): size for size in sizes}.values():
         runner.work(size)
+    rehearse_prompts(eager)
+
+
+def rehearse_prompts(eager: TorchExecutor) -> None:
+    """Launch what prompts of all numbers of tokens launch."""
     limits, nodes = eager.limits, 1
     while nodes <= min(LINES, limits.max_nodes, limits.page_size * limits.pages):
         eager.rehearse(nodes)

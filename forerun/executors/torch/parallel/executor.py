@@ -56,8 +56,8 @@ class ParallelExecutor(TorchExecutor):
     port   where they meet, on the loopback interface
     ranks  the others
 
-    Raises what the ranks raise, ConfigError where the model cannot be shared by so many or there
-    are fewer devices, RankError where a rank is gone or is not like the others.
+    Raises what the ranks raise, ConfigError where the model cannot be shared by so many, RankError
+    where a rank is gone or is not like the others. There are as many devices (build/with_torch.py).
     """
 
     def __init__(
@@ -237,16 +237,8 @@ class DraftTarget:
 
 
 def _devices(device: str, size: int) -> list[str]:
-    """One for each rank. Raises ConfigError where there are fewer."""
+    """One for each rank."""
     kind, _, first = device.partition(":")
     if kind != "cuda":
         return [device] * size
-    begin, found = int(first or 0), torch.cuda.device_count()
-    if begin + size > found:
-        counted = f"{found} CUDA device{'s' * (found != 1)}"
-        raise ConfigError(
-            f"tp-size is {size}, but torch sees {counted} here"
-            + (f", of which {begin} come before {device}" if begin else "")
-            + f"; lower it to {max(1, found - begin)} or less."
-        )
-    return [f"cuda:{begin + rank}" for rank in range(size)]
+    return [f"cuda:{int(first or 0) + rank}" for rank in range(size)]

@@ -18,7 +18,7 @@ from forerun.executors.torch.captured.declared import declared, row_nodes
 from forerun.executors.torch.captured.executor import CapturedExecutor
 from forerun.executors.torch.captured.graphs import Recorder, recorder
 from forerun.executors.torch.captured.runner import CudaGraphRunner
-from forerun.executors.torch.captured.warm_up import capture
+from forerun.executors.torch.captured.warm_up import capture, rehearse_prompts
 from forerun.executors.torch.drafts.target import TorchTarget
 from forerun.executors.torch.model_runner import ModelRunner
 from forerun.executors.torch.parallel.channel import Message
@@ -122,6 +122,7 @@ class SharedRounds(CapturedExecutor):
         """
         plain = replace(draft, levels=0, width=0)
         sizes = [size for size in declared(self.limits, plain) if not (size.shaping or size.masked)]
+        rehearse_prompts(self.eager)
         capture(self.runner, sizes, progress)
         self.limits = replace(self.limits, row_nodes=row_nodes(self.limits, draft))
 
