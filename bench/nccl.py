@@ -70,8 +70,9 @@ def texts(options: argparse.Namespace) -> None:
             reference = reference or tokens
             parted = sum(a != b for a, b in zip(reference, tokens, strict=True))
             rates = sorted(sum(map(len, tokens)) / run.seconds for run in runs)
+            launched = "eager" if eager else "captured"
             say(
-                f"{dtype}, {size} ranks, {'eager' if eager else 'captured'}: {statistics.median(rates):.1f} tokens/s "
+                f"{dtype}, {size} ranks, {launched}: {statistics.median(rates):.1f} tokens/s "
                 f"({rates[0]:.1f} to {rates[-1]:.1f}), {parted} of {len(tokens)} texts part"
             )
             if dtype == "float32" and parted:
