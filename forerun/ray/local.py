@@ -39,12 +39,12 @@ def run(
     announce  is told the URL once every replica has loaded its model
 
     The first signal drains, as `forerun serve` does. Raises ConfigError where it cannot listen or
-    there are too few GPUs, EngineError where a replica does not begin.
+    there are too few GPUs, EngineError where Ray or a replica does not begin.
     """
     ended = threading.Event()
     with listen(settings.host, settings.port) as listening:
         allow_connections()
-        ray.init(include_dashboard=False, log_to_driver=False)
+        _start()
         for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # ray.init has set its own.
             signal.signal(each, lambda *_: ended.set())
         try:
@@ -54,6 +54,20 @@ def run(
         finally:
             serve.shutdown()
             ray.shutdown()
+
+
+def _start() -> None:
+    """Start a Ray cluster on this machine. Raises EngineError where it does not come up: Ray says
+    so by exceptions of many kinds.
+    """
+    try:
+        ray.init(include_dashboard=False, log_to_driver=False)
+    except Exception as error:
+        why = str(error).strip().partition("\n")[0].rstrip(".")
+        raise EngineError(
+            f"Ray does not start on this machine ({why}); it may be too busy or have too little "
+            "memory. Its logs are in /tmp/ray/session_latest/logs."
+        ) from error
 
 
 def begun(

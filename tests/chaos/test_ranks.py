@@ -123,13 +123,15 @@ def report(request):
     """
     seconds = {}
     yield seconds
-    write = request.config.pluginmanager.getplugin("terminalreporter").write_line
-    write("\nseconds from the fault to the last error event, and to the end of the server:")
-    for cell, (error, end) in seconds.items():
-        write(f"  {cell:24} {'-' if error is None else f'{error:.2f}':>6} {end:.2f}")
+    plugins = request.config.pluginmanager
+    write = plugins.getplugin("terminalreporter").write_line
     errors = [error for error, _ in seconds.values() if error is not None]
-    if errors:
-        write(f"  error events: median {median(errors):.2f}, worst {max(errors):.2f}")
+    with plugins.getplugin("capturemanager").global_and_fixture_disabled():
+        write("\nseconds from the fault to the last error event, and to the end of the server:")
+        for cell, (error, end) in seconds.items():
+            write(f"  {cell:24} {'-' if error is None else f'{error:.2f}':>6} {end:.2f}")
+        if errors:
+            write(f"  error events: median {median(errors):.2f}, worst {max(errors):.2f}")
 
 
 @pytest.fixture

@@ -100,6 +100,41 @@ def test_replicas_say_the_same_and_turns_find_their_prefix(served):
     assert cached >= first.json()["usage"]["prompt_tokens"] - 32
 
 
+@pytest.fixture
+def second(served):
+    """A client of another front, in a process of its own, before the same replicas."""
+    port = free_port()
+    line = [sys.executable, "-m", "tests.ray.second_front", str(port)]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline().endswith(f":{port}/v1\n")
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE) as client:
+            yield client
+    finally:
+        process.terminate()
+        process.wait(PATIENCE)
+        process.stdout.close()
+
+
+def test_two_fronts_agree(served, second):
+    """Neither is told what the other sends: a conversation's turns find their prefix at either."""
+    client, _ = served
+    both(client)
+    places = {}
+    for index in range(12):
+        text = f"Conversation {index}. " + QUESTION
+        turns, fronts = [], [client, second] if index % 2 else [second, client]
+        for number, front in enumerate([*fronts, *fronts]):
+            turns.append({"role": "user", "content": f"{text} {number}"})
+            answer = front.post("/v1/chat/completions", json=asked(turns, max_tokens=4))
+            turns.append(answer.json()["choices"][0]["message"])
+            places.setdefault(index, []).append(answer.headers["x-forerun-replica"])
+            cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert (cached > 100) == (number > 0), (index, number, cached)
+    assert all(len(set(one)) == 1 for one in places.values()), places
+    assert len({one[0] for one in places.values()}) == 2, places
+
+
 def test_a_stored_answer_is_found_where_it_was_given(served):
     client, _ = served
     for index in range(6):
