@@ -63,7 +63,7 @@ def _start() -> None:
     try:
         ray.init(include_dashboard=False, log_to_driver=False)
     except Exception as error:
-        why = str(error).strip().partition("\n")[0].rstrip(".")
+        why = str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".")
         raise EngineError(
             f"Ray does not start on this machine ({why}); it may be too busy or have too little "
             "memory. Its logs are in /tmp/ray/session_latest/logs."
