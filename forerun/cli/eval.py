@@ -38,7 +38,7 @@ carried, log of 11-26. GLM-4.7, published: 1.85 tokens at one step and 3.04 at t
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command."""
+    """Run the command. Interrupted, it shows what is known, and raises KeyboardInterrupt."""
     config = configured(EngineConfig, arguments)
     if not config.speculates:
         raise ConfigError("there is nothing to measure with speculation off; choose a drafter.")
@@ -51,6 +51,7 @@ def main(arguments: argparse.Namespace) -> int:
     config, attempts = probed(config, arguments.probe)
     target = open_shown(replace(config, max_sequences=arguments.group))
     found: list[Finding] = []
+    interrupted = False
     # n-gram lookup shapes its own trees: one shape says all.
     headed = target.draft is not None
     shapes = (CHAIN, TREE) if headed else (DraftedShape("n-grams", 8, 8, 1),)
@@ -66,7 +67,12 @@ def main(arguments: argparse.Namespace) -> int:
                     question = Question(
                         name, prompts, temperature, arguments.tokens, arguments.group
                     )
-                    found += ask(target, measured, question, shapes, progress, simulate)
+                    for finding in ask(target, measured, question, shapes, progress, simulate):
+                        found.append(finding)
+    except KeyboardInterrupt:
+        if not found:
+            raise
+        interrupted = True
     finally:
         target.close()
     promised = _promised(target.config.speculative_draft_model_path)
@@ -78,6 +84,8 @@ def main(arguments: argparse.Namespace) -> int:
         )
     else:
         _show(found, promised)
+    if interrupted:
+        raise KeyboardInterrupt
     return 0
 
 

@@ -3,7 +3,7 @@
 Speculation is fixed, not adaptive: the question is what the draft can do, not when it pays.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -92,8 +92,9 @@ def ask(
     shapes: Sequence[DraftedShape],
     progress: Progress,
     simulate: Simulate | None = None,
-) -> list[Finding]:
-    """Serve a question's prompts without speculation, then under each shape: one Finding per shape.
+) -> Iterator[Finding]:
+    """Serve a question's prompts without speculation, then under each shape: one Finding per shape,
+    as soon as it is known.
 
     config    of an opened target; its algorithm drafts, with policy "fixed"
     progress  called with (what, answers so far, answers in all)
@@ -104,7 +105,6 @@ def ask(
     EngineError where an engine fails.
     """
     plain = serve(target, replace(config, speculative_algorithm="OFF"), question, progress)
-    found = []
     for shape in shapes:
         done, seconds = serve(target, shaped(config, shape), question, progress)
         histogram, simulated = drafting(done), None
@@ -112,22 +112,19 @@ def ask(
             prompts = (encode(target, prompt, question.tokens) for prompt in question.prompts)
             told = (np.array(answer.tokens, np.int32) for answer in plain[0])
             simulated = simulate(list(zip(prompts, told, strict=True)), shape.depth)
-        found.append(
-            Finding(
-                question=question.name,
-                shape=shape.name,
-                temperature=question.temperature,
-                length=mean_length(histogram),
-                agreement=agreement(histogram)[: shape.depth],
-                tokens=sum(len(c.tokens) for c in done),
-                answers=len(done),
-                same=sum(a.tokens == b.tokens for a, b in zip(done, plain[0], strict=True)),
-                speed=sum(len(c.tokens) for c in done) / seconds,
-                plain=sum(len(c.tokens) for c in plain[0]) / plain[1],
-                simulated=simulated,
-            )
+        yield Finding(
+            question=question.name,
+            shape=shape.name,
+            temperature=question.temperature,
+            length=mean_length(histogram),
+            agreement=agreement(histogram)[: shape.depth],
+            tokens=sum(len(c.tokens) for c in done),
+            answers=len(done),
+            same=sum(a.tokens == b.tokens for a, b in zip(done, plain[0], strict=True)),
+            speed=sum(len(c.tokens) for c in done) / seconds,
+            plain=sum(len(c.tokens) for c in plain[0]) / plain[1],
+            simulated=simulated,
         )
-    return found
 
 
 def _size(config: EngineConfig) -> str:
