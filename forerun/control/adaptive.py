@@ -51,7 +51,7 @@ class AdaptivePolicy:
     ) -> None:
         if not 1 <= max_depth <= max_nodes:
             raise ValueError(f"need 1 <= max_depth <= max_nodes, not {max_depth} and {max_nodes}")
-        losing = costs.in_round and traits.needs_features and not traits.free
+        losing = costs.in_round and traits.loses
         self.account, self.trust = Account(costs, losing), Trust(traits.merged)
         width = max_nodes // max_depth
         self.shapes = None if traits.free else Shapes(self.account, max_depth, width, losing)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from forerun.errors import EngineError
-from forerun.interface.features import KeptFeatures
+from forerun.interface.features import HeldFeatures
 from forerun.interface.grammars import Found, allowed
 from forerun.interface.next_draft import NextDrafts
 from forerun.speculative.draft_tree import full_draft
@@ -26,13 +26,13 @@ class Pending:
 
     tokens: Ints
     next_tokens: Ints
-    features: KeptFeatures | None
+    features: HeldFeatures | None
 
     def part(self, begin: int, end: int | None) -> "Pending":
-        """Tokens `begin` to before `end` (None = to the last) with their features, as views."""
+        """Tokens `begin` to before `end` (None = to the last) with their features."""
         features = self.features
         if features is not None:
-            features = KeptFeatures(features.values[begin:end])
+            features = features.select(np.arange(len(self.tokens))[begin:end])
         return Pending(self.tokens[begin:end], self.next_tokens[begin:end], features)
 
 
@@ -45,7 +45,7 @@ class DraftState:
     found    what may follow the last of these; None = nobody knows
     idle     steps since draft tokens were asked for
     behind   tokens that the draft model has not seen
-    begin    position of the first of them; LOST = it lags too far, or rested too long
+    begin    position of the first of them; LOST = what it would read is gone
     drafted  what the last step drafted below the last of `ready`, and the row of it; None =
              nothing
     """
@@ -81,16 +81,15 @@ class DraftState:
         self.behind, self.begin = [], LOST
 
     def take(self, most: int) -> Pending:
-        """Remove and return the first `most` tokens behind, all where fewer; resets `idle`."""
+        """Remove and return the first `most` tokens behind, all where fewer."""
         kept = [part.features for part in self.behind if part.features is not None]
         whole = Pending(
             np.concatenate([part.tokens for part in self.behind]),
             np.concatenate([part.next_tokens for part in self.behind]),
-            KeptFeatures.joined(kept) if kept else None,
+            kept[0].joined(kept[1:]) if kept else None,
         )
         count = len(whole.tokens)
         self.begin += min(most, count)
-        self.idle = 0
         self.behind = [whole.part(most, None)] if count > most else []
         return whole.part(0, most)
 

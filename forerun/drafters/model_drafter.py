@@ -7,9 +7,10 @@ forgetting this costs acceptance silently. From the last of them the tree grows
 a device that can do so extends and drafts by itself (`DraftRequest`); then nothing is left to do.
 
 Of a sequence that nobody wants draft tokens for, what the model would read is only kept ("at zero
-the draft costs nothing"); it catches up, in one pass, when draft tokens are asked for again. Where
-steps draft by themselves, a step without draft tokens is exactly a plain one: features stay on the
-device, so a model that reads any does not draft for its sequences any more.
+the draft costs nothing"); it catches up, in one pass, when draft tokens are asked for again, or
+when no more features can be kept. A step without draft tokens is a plain one, also where others
+draft by themselves. Where such steps keep no features (`DraftModelTraits.loses`), a sequence that
+had one is not drafted for any more.
 """
 
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from forerun.interface.draft_model import (
 )
 from forerun.interface.drafter import DrafterTraits
 from forerun.interface.executor import ExecutorLimits
-from forerun.interface.features import Features, KeptFeatures
+from forerun.interface.features import MOST_KEPT, Features
 from forerun.interface.next_draft import DraftRequest, draft_sizes
 from forerun.interface.plan import Outcome, Plan, Round, SlotInit
 from forerun.speculative.draft_tree import DraftTree, TreeShape, block_draft, full_size
@@ -38,9 +39,9 @@ from forerun.types import AnyArray, Ints
 PATIENCE = 1
 """Steps without a budget for draft tokens in which the model is still extended: the last step of an
 answer is one, and pages that later requests reuse should hold its entries."""
-MOST_BEHIND = 256
-"""Tokens a sequence may lag behind with its features kept, see KeptFeatures. One that lags further
-is not drafted for any more."""
+MOST_BEHIND = MOST_KEPT - 4
+"""Tokens a sequence may lag behind with its features kept; then the model reads them, asked or not.
+A few less than can be kept: rounds that have begun meanwhile write theirs too."""
 
 Masks = Callable[[int], bytes | None]
 """Of a slot: what a grammar allows to follow; None = everything."""
@@ -76,6 +77,7 @@ class ModelDrafter:
             about.name,
             depth,
             needs_features=self._reads,
+            loses=about.loses,
             drafts_on_device=shape.full(bool(about.block_size)),
         )
         self._model, self._about, self._shape, self._mask = model, about, shape, mask
@@ -105,8 +107,6 @@ class ModelDrafter:
         """Extend the model by what became permanent, or keep it for later. EngineError: NaN."""
         drafts, paths = outcome.drafts, outcome.paths
         chains: dict[int, _Chain] = {}
-        rows: list[int] = []
-        lazy: list[int] = []
         if drafts is not None:
             first = [full_size(drafts.width, level) for level in range(drafts.levels)]
             check_finite(self._about.name, drafts.value[drafts.rows][:, first].ravel())
@@ -118,16 +118,20 @@ class ModelDrafter:
                 ready = int(plan.kv_len[row] + outcome.n_tokens[row])
                 state.draft_extended(ready, drafts, row)
                 continue
-            chains[row] = chain = self._permanent(plan, trees, outcome, row, paths[row])
+            chain = self._permanent(plan, trees, outcome, row, paths[row])
             if len(chain.nodes):
-                (lazy if self._may_wait(plan, row) else rows).append(row)
+                chains[row] = chain
+        late = [row for row in chains if self._state(plan, row).behind]
+        if any(self._full(self._state(plan, row), chains[row]) for row in late):
+            self._catch_up(plan, late, [])
+        lazy = [row for row, chain in chains.items() if self._may_wait(plan, row, chain)]
+        rows = [row for row in chains if row not in lazy]
         self._keep(plan, lazy, chains, outcome.features)
         if rows:
-            nodes = np.concatenate([chains[row].nodes for row in rows])
-            features = None
+            parts, features = [chains[row] for row in rows], None
             if self._reads and outcome.features is not None:
-                features = outcome.features.select(nodes)
-            self._extend(plan, rows, [chains[row] for row in rows], plan.kv_len[rows], features)
+                features = outcome.features.select(np.concatenate([each.nodes for each in parts]))
+            self._extend(plan, rows, parts, plan.kv_len[rows], features, rows)
 
     def _permanent(
         self, plan: Plan, trees: TreeBatch, outcome: Outcome, row: int, path: Ints
@@ -147,7 +151,7 @@ class ModelDrafter:
         tokens = np.append(known[:1], next_tokens[:-1])
         return _Chain(np.concatenate([nodes, path]), tokens, next_tokens)
 
-    def _may_wait(self, plan: Plan, row: int) -> bool:
+    def _may_wait(self, plan: Plan, row: int, chain: _Chain) -> bool:
         """Whether it is likely that nobody will ask for draft tokens of this row soon.
 
         A prompt is never put off: its pages are shared. Pages of text that is put off lack the
@@ -155,32 +159,33 @@ class ModelDrafter:
         """
         state, short = self._state(plan, row), len(plan.known[row]) == 1
         plain = self._within and not plan.max_nodes.any()
-        return not state.current or (short and (state.idle > PATIENCE or plain))
+        rests = not state.current or (short and (state.idle > PATIENCE or plain))
+        return rests and not self._full(state, chain)
+
+    def _full(self, state: DraftState, chain: _Chain) -> bool:
+        """Whether no features of so many more tokens can be kept."""
+        return self._reads and state.lag + len(chain.tokens) > MOST_BEHIND
 
     def _keep(
         self, plan: Plan, rows: list[int], chains: dict[int, _Chain], features: Features | None
     ) -> None:
-        """Keep what extending these rows takes; no features that are on a device."""
-        for row in rows if self._within and self._reads else ():
+        """Keep what extending these rows takes."""
+        for row in rows if self._within and self._about.loses else ():
             self._state(plan, row).give_up()
+        rows = [row for row in rows if self._state(plan, row).begin != LOST]
         kept, begin = None, 0
-        if not (rows := [row for row in rows if self._state(plan, row).begin != LOST]):
-            return
-        if self._reads and features is not None:
+        if rows and self._reads and features is not None:
             kept = features.select(np.concatenate([chains[row].nodes for row in rows])).keep()
         for row in rows:
             state, chain = self._state(plan, row), chains[row]
-            part = range(begin, begin := begin + len(chain.nodes))
-            mine = None if kept is None else kept.select(np.array(part))
+            part = np.arange(begin, begin := begin + len(chain.nodes))
+            mine = None if kept is None else kept.select(part)
             state.keep(Pending(chain.tokens, chain.next_tokens, mine), int(plan.kv_len[row]))
-            if self._reads and state.lag > MOST_BEHIND:
-                state.give_up()
 
-    def _catch_up(self, plan: Plan) -> None:
-        """Extend the rows that are asked for draft tokens and lag behind, as many tokens at a time
-        as the model takes.
+    def _catch_up(self, plan: Plan, late: list[int], asked: list[int]) -> None:
+        """Extend the rows `late` that lag behind, as many tokens at a time as the model takes;
+        asked: those whose candidates are wanted.
         """
-        late = [row for row in range(plan.rows) if plan.max_nodes[row]]
         while late := [row for row in late if self._state(plan, row).behind]:
             rows, parts, begins, room = [], [], [], self._about.max_nodes
             for row in late:
@@ -192,8 +197,8 @@ class ModelDrafter:
                     room -= len(parts[-1].tokens)
             kept = [part.features for part in parts if part.features is not None]
             chains = [_Chain(part.tokens, part.tokens, part.next_tokens) for part in parts]
-            features = KeptFeatures.joined(kept) if kept else None
-            self._extend(plan, rows, chains, np.array(begins, np.int32), features)
+            features = kept[0].joined(kept[1:]) if kept else None
+            self._extend(plan, rows, chains, np.array(begins, np.int32), features, asked)
 
     def _extend(
         self,
@@ -202,12 +207,13 @@ class ModelDrafter:
         chains: list[_Chain],
         kv_len: Ints,
         features: Features | None,
+        asked: list[int],
     ) -> None:
-        """Run chains of tokens, one per row, and remember what may follow the sampled ones."""
+        """Run chains of tokens, one per row, and remember what may follow those that are asked."""
         start = np.zeros(len(rows) + 1, np.int32)
         start[1:] = np.cumsum([len(chain.tokens) for chain in chains])
         sampled = [i for i, row in enumerate(rows) if plan.samples[row]]
-        scored = [] if self._about.block_size else sampled
+        scored = [] if self._about.block_size else [i for i in sampled if rows[i] in asked]
         found = self._model.extend(
             Extension(
                 tokens=np.concatenate([chain.tokens for chain in chains]).astype(np.int32),
@@ -232,7 +238,8 @@ class ModelDrafter:
 
     def propose(self, plan: Plan) -> list[Draft]:
         """A draft per row, empty where none is allowed or the model lags. Raises as `observe`."""
-        self._catch_up(plan)
+        late = np.flatnonzero(plan.max_nodes).tolist()
+        self._catch_up(plan, late, late)
         drafts = [NO_DRAFT] * plan.rows
         rows: list[int] = []
         for row, nodes in enumerate(plan.max_nodes.tolist()):
@@ -273,10 +280,11 @@ class ModelDrafter:
         return DraftRequest(slots, self._shape.width, levels) if len(slots) else None
 
     def can_overlap(self, plan: Plan, running: Round) -> bool:
-        """Whether the running round drafts for every row that is not lost, or the coming one is
-        plain: nothing of it is needed on the host.
+        """Whether the running round drafts for every row that is not lost, or both it and the
+        coming one are plain: nothing of it is needed on the host.
         """
-        if self._within and not plan.max_nodes.any():
+        plain = not plan.max_nodes.any()
+        if self._within and plain and (self._about.loses or not running.plan.max_nodes.any()):
             return True
         lost = [self._state(plan, row).begin == LOST for row in range(plan.rows)]
         return bool((np.isin(plan.slots, running.drafting) | np.array(lost)).all())

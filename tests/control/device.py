@@ -31,8 +31,9 @@ LEVEL, ROW_LEVEL = 0.15, 0.0008
 """Of a level that is grown in the round, and of each row of it."""
 HOST, ROW_HOST, LOOK, ROW_LOOK = 0.5, 0.01, 0.1, 0.01
 """Of the host in every step, and of looking for draft tokens in the text."""
-PASS, KEEP, CAPTURE = 0.4, 1.0, 70.0
-"""Of a draft model's pass outside of a round, of features copied to the host, and of a capture."""
+PASS, READ, KEEP, CAPTURE = 0.4, PROMPT_TOKEN / 16, 0.004, 70.0
+"""Of a draft model's pass outside of a round and of each token it reads there, of features that a
+plain round keeps, and of a capture."""
 DEPTHS = (1, 3)
 """Draft tokens of rounds that are declared."""
 PROMPT, LENGTH = 48, 160
@@ -40,20 +41,25 @@ LIMITS = ExecutorLimits(16, 4096, 64, 4096, 4096, 512)
 
 
 class Head:
-    """A draft head's passes outside of rounds are counted; what it says matters to nobody."""
+    """A draft head's passes outside of rounds are counted, and what they read; what it says matters
+    to nobody. loses: features of plain rounds are gone, as on a TPU.
+    """
 
-    def __init__(self, reads=True):
-        self.passes = self.copies = 0
+    def __init__(self, loses=False):
+        self.passes = self.read = 0
         self.traits = DraftModelTraits(
             name="head",
             cache=(CacheLayer(1, 1),),
             target_ids=np.arange(8, dtype=np.int32),
             max_nodes=4096,
-            features=FeatureNeeds("last" if reads else "none"),
+            features=FeatureNeeds("last"),
+            loses=loses,
         )
 
     def extend(self, work, features):
         self.passes += 1
+        # What became permanent in this step was read in the round, but of prompts.
+        self.read += len(work.tokens) if isinstance(features, KeptFeatures) else 0
         return self._candidates(len(work.scored), work.candidates)
 
     def expand(self, level):
@@ -67,20 +73,18 @@ class Head:
         return Candidates(np.ones((count, wanted), np.int32), np.zeros((count, wanted), np.float32))
 
     def select(self, nodes):
-        """Features of a round; a copy of them on the host is what costs."""
-        return Copied(self, len(nodes))
+        """Features of a round."""
+        return Left(len(nodes))
 
 
 @dataclass(frozen=True)
-class Copied:
-    head: Head
+class Left:
     count: int
 
     def select(self, nodes):
-        return replace(self, count=len(nodes))
+        return Left(len(nodes))
 
     def keep(self):
-        self.head.copies += 1
         return KeptFeatures(np.zeros((self.count, 1), np.float16))
 
 
@@ -93,12 +97,15 @@ class Row:
 
 
 class Device:
-    """`rows` streams of answers that follow each other; new ones come an eighth at a time.
+    """`rows` streams of answers, `length` tokens in the mean, that follow each other; new ones come
+    an eighth at a time.
 
     ms, tokens  so far
     captures    of sizes that were not declared
     verified    draft tokens by step
     """
+
+    length = LENGTH
 
     def __init__(self, policy, rows, seed=0):
         self.policy, self.rows = policy, rows
@@ -158,7 +165,7 @@ class Device:
         if len(free) < max(1, self.rows // 8):
             return []
         for slot in free:
-            length = int(self.random.integers(LENGTH // 2, 3 * LENGTH // 2))
+            length = int(self.random.integers(self.length // 2, 3 * self.length // 2))
             known = self._prompt()
             self.running[slot] = Row(0, PROMPT + length, text=known.tolist())
             self.drafter.begin(SlotInit(slot, known, len(known), Sampling(temperature=0.0)))
@@ -262,8 +269,8 @@ class HeadDevice(Device):
     and every further one.
     """
 
-    def __init__(self, policy, rows, seed=0, depth=3, reads=True):
-        self.head, self.depth = Head(reads), depth
+    def __init__(self, policy, rows, seed=0, depth=3, loses=False):
+        self.head, self.depth = Head(loses), depth
         super().__init__(policy, rows, seed)
 
     def _drafter(self):
@@ -291,7 +298,10 @@ class HeadDevice(Device):
         return self.head
 
     def _passes(self):
-        return PASS * self.head.passes + KEEP * self.head.copies
+        return PASS * self.head.passes + READ * self.head.read
+
+    def _round(self, rows, deepest, levels):
+        return super()._round(rows, deepest, levels) + KEEP * (levels == 0)
 
 
 class PlainDevice(HeadDevice):
@@ -299,6 +309,9 @@ class PlainDevice(HeadDevice):
 
     def _drafter(self):
         return NoDrafter()
+
+    def _round(self, rows, deepest, levels):
+        return Device._round(self, rows, deepest, levels)
 
 
 class TextDevice(Device):

@@ -13,6 +13,7 @@ from forerun.control.step_costs import StepCosts
 from forerun.interface.drafter import DrafterTraits
 from tests.control.device import (
     HOST,
+    LENGTH,
     LEVEL,
     NODE,
     ROUND,
@@ -49,42 +50,48 @@ def startup(in_round):
     )
 
 
-def adaptive():
-    traits = DrafterTraits("head", 3, needs_features=True)
+def adaptive(loses=False):
+    traits = DrafterTraits("head", 3, needs_features=True, loses=loses)
     return AdaptivePolicy(startup(in_round=True), 3, 3, traits)
 
 
-def speeds(device, texts):
+def speeds(device, texts, then=THEN):
     """Tokens per ms of the whole, and after the first 200 steps; texts in turn."""
     learnt = None
     for text in texts:
         device.run(FIRST, *text)
         learnt = learnt or (device.tokens, device.ms)
-        device.run(THEN, *text)
+        device.run(then, *text)
     tokens, ms = learnt
     return device.tokens / device.ms, (device.tokens - tokens) / (device.ms - ms)
 
 
 @cache
-def plain(rows, seed, count):
+def plain(rows, seed, count, length=LENGTH, then=THEN):
     """Those of plain decoding, whose speed no text changes, over so many of them."""
-    return speeds(PlainDevice(FixedPolicy(0, 0), rows, seed), [HEADS[0]] * count)
+    device = PlainDevice(FixedPolicy(0, 0), rows, seed)
+    device.length = length
+    return speeds(device, [HEADS[0]] * count, then)
 
 
-def raced(device, kind, rows, seed, texts):
+def raced(device, kind, rows, seed, texts, then=THEN):
     """Two rows of numbers, as `speeds`: of a device, of plain decoding, of every fixed shape."""
     fixed = [kind(FixedPolicy(depth, depth), rows, seed) for depth in (1, 3)]
-    found = [speeds(each, texts) for each in (device, *fixed)]
-    return np.array([found[0], plain(rows, seed, len(texts)), *found[1:]]).T
+    for each in fixed:
+        each.length = device.length
+    found = [speeds(each, texts, then) for each in (device, *fixed)]
+    alone = plain(rows, seed, len(texts), device.length, then)
+    return np.array([found[0], alone, *found[1:]]).T
 
 
+@pytest.mark.parametrize("loses", [False, True])
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("rows", ROWS)
-def test_a_head_is_never_slower_than_none_and_close_to_the_best_shape(rows, head):
+def test_a_head_is_never_slower_than_none_and_close_to_the_best_shape(rows, head, loses):
     """Over four seeds: the luck of one is worth 5 % in 400 steps."""
     sums = np.zeros((2, 4))
     for seed in range(4):
-        device = HeadDevice(adaptive(), rows, seed)
+        device = HeadDevice(adaptive(loses), rows, seed, loses=loses)
         sums += raced(device, HeadDevice, rows, seed, [head])
         assert device.captures == 0, "only what was declared runs"
     whole, late = sums
@@ -92,11 +99,28 @@ def test_a_head_is_never_slower_than_none_and_close_to_the_best_shape(rows, head
     assert late[0] >= 0.95 * late[1:].max()
 
 
+@pytest.mark.parametrize("texts", [[head] for head in HEADS] + CHANGES)
+@pytest.mark.parametrize("rows", [1, 16])
+def test_a_head_keeps_the_promise_in_long_answers(rows, texts):
+    """Of a thousand tokens, where features of plain rounds are kept: a sequence that went plain
+    drafts again. (Of 64 rows a head that is mostly wrong is at .967: docs/decisions/0035.)
+    """
+    sums = np.zeros((2, 4))
+    for seed in range(2):
+        device = HeadDevice(adaptive(), rows, seed)
+        device.length = 1000
+        sums += raced(device, HeadDevice, rows, seed, texts, 2 * THEN)
+    whole, late = sums
+    assert whole[0] >= 0.97 * whole[1]
+    assert late[0] >= 0.95 * late[1:].max()
+
+
+@pytest.mark.parametrize("loses", [False, True])
 @pytest.mark.parametrize("texts", CHANGES)
 @pytest.mark.parametrize("rows", ROWS)
-def test_a_head_whose_text_changes_keeps_the_promise(rows, texts):
+def test_a_head_whose_text_changes_keeps_the_promise(rows, texts, loses):
     """Against plain decoding and against every fixed shape, over all texts."""
-    device = HeadDevice(adaptive(), rows)
+    device = HeadDevice(adaptive(loses), rows, loses=loses)
     whole, late = raced(device, HeadDevice, rows, 0, texts)
     assert whole[0] >= 0.97 * whole[1]
     assert late[0] >= 0.95 * late[1:].max()

@@ -7,6 +7,7 @@ import pytest
 
 from forerun.control.policy import Decision, FixedPolicy
 from forerun.drafters import model_drafter
+from forerun.drafters.draft_state import DraftState
 from forerun.drafters.model_drafter import PATIENCE, ModelDrafter
 from forerun.engine.options import EngineOptions
 from forerun.engine.thread import Engine
@@ -211,12 +212,26 @@ def test_a_head_catches_up_in_one_pass(rest):
     assert (device.late > 0) == (rest > PATIENCE)
 
 
-def test_a_head_that_lags_too_far_is_left_behind(monkeypatch):
-    monkeypatch.setattr(model_drafter, "MOST_BEHIND", 30)
-    made, device = engine_with_head(Moody(lambda step: step > 60), page_size=8)
-    request = ask("long", "A prompt", 100)
-    run(made, request).expect(request)
-    assert device.late == 0 and made.stats().draft_tokens == 0
-    later = ask("later", "A prompt too", 20)
-    run(made, later).expect(later)
-    assert made.stats().accepted > 0
+@pytest.mark.parametrize("most", [7, 30])
+def test_a_head_that_lags_far_catches_up_unasked(monkeypatch, most):
+    """No more features are kept than can be, and draft tokens are there whenever they are asked
+    for: in the middle of a long answer as at its beginning.
+    """
+    monkeypatch.setattr(model_drafter, "MOST_BEHIND", most)
+    behind = []
+    keep = DraftState.keep
+
+    def kept(self, pending, begin):
+        keep(self, pending, begin)
+        behind.append(self.lag)
+
+    monkeypatch.setattr(DraftState, "keep", kept)
+    made, device = engine_with_head(Moody(lambda step: step > 95), page_size=8)
+    requests = asked("A prompt", "Another one", max_tokens=160)
+    ear = run(made, *requests)
+    for request in requests:
+        ear.expect(request)
+    assert max(behind) == most
+    assert 95 // most < device.late < 20, "passes of many tokens"
+    stats = made.stats()
+    assert stats.failed_steps == 0 and stats.accepted == 63, "one of each row and step but the last"

@@ -9,8 +9,10 @@ from forerun.build import drafting
 from forerun.build.engine import make_engine
 from forerun.client.completion import make_request
 from forerun.control.policy import Decision, FixedPolicy
+from forerun.drafters import model_drafter
 from forerun.drafters.model_drafter import ModelDrafter
-from forerun.executors.torch import TorchEagleModel
+from forerun.executors.torch import CapturedExecutor, TorchEagleModel
+from forerun.executors.torch import features as ring
 from forerun.executors.torch.features import TorchFeatures
 from forerun.executors.torch.triton.record import Size
 from forerun.interface.features import KeptFeatures
@@ -168,7 +170,6 @@ def answered(target, requests, every=5, **changes):
 def test_rows_come_go_and_rest(pair, seen, learned, monkeypatch, width):
     """Also prompts between rounds, rows the device cannot decide, and wishes for deeper trees than
     were grown ahead: these are as deep as they are, so where both draft the likeliest is compared.
-    Enough rows at once that seldom all of them rest: rounds then give them up until they end.
     """
     monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: Uneven())
     # What is followed by rounds is kept for later without them: here with all its bits.
@@ -187,6 +188,68 @@ def test_rows_come_go_and_rest(pair, seen, learned, monkeypatch, width):
     shared = firsts.keys() & others.keys()
     assert len(shared) > 20 and all(firsts[where] == others[where] for where in shared)
     assert few < many
+
+
+class Resting(FixedPolicy):
+    """No draft tokens while the longest text has some lengths, then for everybody: by text, so that
+    steps that begin early decide alike.
+    """
+
+    def decide(self, slots, kv_len, constrained=False):
+        if 14 <= kv_len.min() < 60 or 80 <= kv_len.min() < 90:
+            return Decision.same(Budget(0, 0, "not now"), len(slots))
+        return super().decide(slots, kv_len)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_plain_rounds_are_caught_up_with(folder, learned, seen, monkeypatch, overlap):
+    """Features of plain rounds stay on the device, in a ring that goes round several times, and the
+    head drafts in the rest of an answer what it drafts when it is asked pass by pass.
+    """
+    monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: Resting(5, 5))
+    monkeypatch.setattr(ring, "MOST_KEPT", 20)
+    monkeypatch.setattr(model_drafter, "MOST_BEHIND", 16)
+    most = {"chunked_prefill_size": 128, "context": 128}
+    pair = taped(folder, learned[0], overlap=overlap, **most), opened(folder, learned[0], **most)
+    requests = [
+        make_request(text[:12], max_tokens=100, ignore_eos=True, temperature=0.8 * (n % 2), seed=n)
+        for n, text in enumerate(learned[1][:3])
+    ]
+
+    kept, keep = [], TorchFeatures.keep
+
+    def counted(self):
+        kept.append(self.held.written)
+        return keep(self)
+
+    monkeypatch.setattr(TorchFeatures, "keep", counted)
+    went, go_on = [], CapturedExecutor._go_on
+    monkeypatch.setattr(
+        CapturedExecutor, "_go_on", lambda self, plan: went.append(plan) or go_on(self, plan)
+    )
+
+    def run(target):
+        return answered(target, requests, 1, overlap=overlap and target is pair[0])
+
+    try:
+        (carried, drafts, few), (behind, expected, many) = both(pair, seen, run)
+        assert carried == behind == answered(pair[1], requests, 1, speculative_algorithm="OFF")
+    finally:
+        for target in pair:
+            target.close()
+    assert sum(kept) > 50, "plain rounds wrote them"
+    assert bool(len(went) > 20) == overlap, "each before the one before it was read"
+    late = [[each for each in some if each[1] >= 60] for some in (drafts, expected)]
+    assert len(late[1]) > 15 and few < many / 2
+    firsts, others = (
+        {tuple(where): draft.tokens.tolist() for *where, draft in each if len(draft)}
+        for each in late
+    )
+    shared = firsts.keys() & others.keys()
+    assert len(shared) > 5
+    for where in shared:
+        depth = min(len(firsts[where]), len(others[where]))
+        assert firsts[where][:depth] == others[where][:depth]
 
 
 def test_a_lookup_beside_the_head(pair, seen, learned):

@@ -50,6 +50,7 @@ class JaxBlockModel:
             max_nodes=limits.max_nodes,
             features=FeatureNeeds("aux", head.features),
             block_size=head.depth,
+            loses=True,
         )
         if head.places > limits.max_nodes:
             raise EngineError(

@@ -1,27 +1,73 @@
-"""The target's hidden states of one step, on the device: what a torch draft model reads."""
+"""The target's hidden states on the device: what a torch draft model reads."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from forerun.errors import EngineError
-from forerun.interface.features import Features, KeptFeatures
+from forerun.interface.features import MOST_KEPT, Features, KeptFeatures
+from forerun.interface.plan import Plan
+from forerun.speculative.tree import TreeBatch
+from forerun.speculative.verify import positions
 from forerun.types import AnyArray
+
+
+class FeatureRing:
+    """Features of the last MOST_KEPT tokens of every slot, until the draft model reads them.
+
+    values  [(S+1)*MOST_KEPT,F*H]: position p of slot s is row s * MOST_KEPT + p % MOST_KEPT; the
+            last slot is of nobody
+    """
+
+    def __init__(self, slots: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.values = torch.zeros((slots + 1) * MOST_KEPT, width, dtype=dtype, device=device)
+
+    @staticmethod
+    def bytes(slots: int, width: int, dtype: torch.dtype) -> int:
+        """What it takes on its device."""
+        return (slots + 1) * MOST_KEPT * width * dtype.itemsize
+
+    def put(self, slots: Tensor, position: Tensor, features: Tensor) -> None:
+        """Write [n,F*H] of slots int32[n] at position int32[n]: launches only."""
+        rows = torch.add(position % MOST_KEPT, slots, alpha=MOST_KEPT)
+        self.values.index_copy_(0, rows.long(), features)
+
+    @staticmethod
+    def rows(plan: Plan, trees: TreeBatch, nodes: AnyArray) -> AnyArray:
+        """int64[n] of a step's flat nodes."""
+        row = np.searchsorted(trees.start, nodes, side="right") - 1
+        position = positions(trees, plan.kv_len)[nodes].astype(np.int64)
+        return plan.slots[row].astype(np.int64) * MOST_KEPT + position % MOST_KEPT
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Where features of a step's nodes stay: in the ring; written: they are there already."""
+
+    ring: FeatureRing
+    plan: Plan
+    trees: TreeBatch
+    written: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class TorchFeatures:
-    """Features of nodes, where the target's step left them.
+    """Features of nodes, where the target's step left them, or where they are kept.
 
     streams  [N,F*H] the residual streams that were requested, side by side; of a captured step it
              is overwritten by the next one
     place    int[n] the row of `streams` that each node has
+    nodes    int[n] their flat numbers in the step
+    held     None where they are kept already
     """
 
     streams: Tensor
     place: AnyArray
+    nodes: AnyArray
+    held: Held | None = None
 
     def select(self, nodes: AnyArray) -> "TorchFeatures":
         """Of these nodes, in this order. Raises EngineError where one is not there."""
@@ -29,11 +75,23 @@ class TorchFeatures:
             raise EngineError(
                 f"features of a node outside of 0..{len(self.place) - 1} were asked for"
             )
-        return TorchFeatures(self.streams, self.place[nodes])
+        return replace(self, place=self.place[nodes], nodes=self.nodes[nodes])
 
-    def keep(self) -> KeptFeatures:
-        """A copy on the host."""
-        return KeptFeatures(self.tensor().float().cpu().numpy().astype(np.float16))
+    def keep(self) -> "TorchFeatures":
+        """In the ring of the executor: nothing leaves the device."""
+        if self.held is None:
+            return self
+        ring, held = self.held.ring, self.held
+        rows = ring.rows(held.plan, held.trees, self.nodes)
+        if not held.written:
+            ring.values.index_copy_(0, torch.from_numpy(rows).to(ring.values.device), self.tensor())
+        return TorchFeatures(ring.values, rows, self.nodes)
+
+    def joined(self, others: Sequence["TorchFeatures"]) -> "TorchFeatures":
+        """Its rows and those of `others`, which are kept in the same ring."""
+        parts = [self, *others]
+        place, nodes = ([part.place for part in parts], [part.nodes for part in parts])
+        return TorchFeatures(self.streams, np.concatenate(place), np.concatenate(nodes))
 
     def tensor(self) -> Tensor:
         """[n,F*H] a row per node."""

@@ -28,7 +28,7 @@ from forerun.executors.torch.decoder.layers import (
     compiled,
     padded_rows,
 )
-from forerun.executors.torch.features import TorchFeatures
+from forerun.executors.torch.features import FeatureRing, Held, TorchFeatures
 from forerun.executors.torch.group import Group
 from forerun.executors.torch.memory import DTYPES, check_fits, kv_shape, planned_bytes
 from forerun.executors.torch.triton.kernels import kernels_for, parts_of
@@ -114,6 +114,7 @@ class ModelRunner:
         self._bytes["cache"] = kv_shape(arch).bytes(limits, pages)
         check_fits(self._bytes, self.device)
         self._aux_layers: tuple[int, ...] = ()
+        self.ring = FeatureRing(0, 0, self.dtype, self.device)
         kernels = self.kernels = kernels_for(self.device)
         self.prompts_natively = options.prompts == "torch_native"
         if options.prompts == "auto":  # FlashAttention knows 16 bits.
@@ -152,12 +153,17 @@ class ModelRunner:
         """Keep, from the next step on, the residual streams entering these layers, for a draft
         model (transformers' hidden_states indices; L = after the last layer, before its norm).
 
-        Raises ConfigError where the model has no such layer.
+        Raises ConfigError where the model has no such layer, MemoryPlanError where there is no room
+        to keep them.
         """
         last = self.decoder.arch.layers
         if not all(0 <= layer <= last for layer in layers):
             raise ConfigError(f"features {layers} name a layer outside 0..{last}")
         self._aux_layers = layers
+        shape = self.limits.slots, len(layers) * self.decoder.arch.hidden, self.dtype
+        self._bytes["features"] = FeatureRing.bytes(*shape)
+        check_fits({"features": self._bytes["features"]}, self.device)
+        self.ring = FeatureRing(*shape, self.device)
 
     @torch.inference_mode()
     def run(
@@ -173,8 +179,8 @@ class ModelRunner:
         last, streams = decoder.forward(tokens, rotary, attend, self._aux_layers)
         features = None
         if streams:
-            aligned = torch.cat([stream[:count] for stream in streams], -1)
-            features = TorchFeatures(aligned, np.arange(count))
+            aligned, every = torch.cat([stream[:count] for stream in streams], -1), np.arange(count)
+            features = TorchFeatures(aligned, every, every, Held(self.ring, plan, trees))
         return TorchRound(
             plan,
             trees,

@@ -125,7 +125,7 @@ class CapturedExecutor(Executor):
     def request_aux_hidden_states(self, layers: tuple[int, ...]) -> None:
         """As TorchExecutor does, of every step; what was captured is forgotten."""
         self.eager.request_aux_hidden_states(layers)
-        self.runner.request_aux_hidden_states(layers, self.dtype)
+        self.runner.request_aux_hidden_states(layers, self.eager.ring)
 
     def draft_with(self, model: LevelModel | TorchBlockModel) -> None:
         """Let rounds that a draft request comes with do this model's work at their end."""
@@ -266,6 +266,7 @@ class CapturedExecutor(Executor):
             over=over,
             logits=runner.logits[: size.total],
             features=runner.features,
+            ring=self.eager.ring,
         )
         return self._last
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from forerun.errors import EngineError
 from forerun.executors.device_choice import Choosing, PlainNodes
-from forerun.executors.torch.features import TorchFeatures
+from forerun.executors.torch.features import FeatureRing, Held, TorchFeatures
 from forerun.executors.torch.triton.record import Record, Size
 from forerun.interface.next_draft import NextDrafts
 from forerun.interface.plan import Plan, Round, TokenLogprobs
@@ -33,6 +33,7 @@ class CapturedRound(Round):
     over     called when the record is read
     logits   [R*N,V] on the device, until the next round
     features [R*N,F*H] likewise, by place; None where nothing is requested
+    ring     where they are kept, and stand already if the round is a plain one
     place    int32[M] a flat node's number in scratch, logits and features; of a round that goes on
              from another it is known when the round is over
     """
@@ -45,6 +46,7 @@ class CapturedRound(Round):
     over: Callable[[], None] = field(kw_only=True)
     logits: Tensor = field(kw_only=True)
     features: Tensor | None = field(kw_only=True)
+    ring: FeatureRing = field(kw_only=True)
     place: Ints = field(default_factory=lambda: _UNKNOWN)
     _record: Ints | None = None
 
@@ -109,7 +111,11 @@ class CapturedRound(Round):
 
     def node_features(self) -> TorchFeatures | None:
         """Features of the flat nodes."""
-        return None if self.features is None else TorchFeatures(self.features, self.place)
+        if self.features is None:
+            return None
+        plain = self.size.nodes == 1 and not self.size.levels
+        held = Held(self.ring, self.plan, self.trees, plain)
+        return TorchFeatures(self.features, self.place, np.arange(len(self.place)), held)
 
     def _read_trees(self) -> None:
         """Complete trees and place of a round that went on from another."""

@@ -41,6 +41,7 @@ from forerun.executors.torch.captured.together import chosen_together
 from forerun.executors.torch.decoder.decoder import Decoder
 from forerun.executors.torch.decoder.float8 import Rows
 from forerun.executors.torch.decoder.layers import AnyHeads
+from forerun.executors.torch.features import FeatureRing
 from forerun.executors.torch.group import Group
 from forerun.executors.torch.shaping import reported
 from forerun.executors.torch.triton.kernels import Kernels
@@ -69,6 +70,7 @@ class CudaGraphRunner:
     tables      the slots' page tables
     logits      [scored_nodes,V] of the last round, by place, in decoder.logits_dtype
     features    [scored_nodes,F*H] likewise; None where nothing is requested
+    ring        where plain rounds leave theirs for a draft model that catches up
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class CudaGraphRunner:
         self.aux_layers: tuple[int, ...] = ()
         self.drafting: Drafting | None = None
         self.features: Tensor | None = None
+        self.ring: FeatureRing | None = None
         self.future: FutureMap | None = None
         self.shaped: ShapedRows | None = None
 
@@ -126,12 +129,12 @@ class CudaGraphRunner:
         """Sizes that are replayed."""
         return self._programs.captured
 
-    def request_aux_hidden_states(self, layers: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Leave these layers' streams from now on; what was captured is forgotten."""
-        self.aux_layers = layers
-        width = len(layers) * self._decoder.arch.hidden
-        shape = self._limits.scored_nodes, width
-        self.features = torch.zeros(shape, dtype=dtype, device=self._device)
+    def request_aux_hidden_states(self, layers: tuple[int, ...], ring: FeatureRing) -> None:
+        """Leave these layers' streams from now on, of plain rounds in `ring` too; what was captured
+        is forgotten.
+        """
+        self.aux_layers, self.ring = layers, ring
+        self.features = ring.values.new_zeros(self._limits.scored_nodes, ring.values.shape[1])
         self._forget()
 
     def keep_state(self) -> None:
@@ -231,6 +234,8 @@ class CudaGraphRunner:
         last, streams = decoder.forward(facts["tokens"], prepared.rotary, attend, self.aux_layers)
         if self.features is not None:
             torch.cat(streams, -1, out=self.features[:total])
+            if self.ring is not None and size.nodes == 1 and not size.levels:
+                self.ring.put(facts["slot"], prepared.position, self.features[:total])
         logits = decoder.logits(last, out=self.logits[:total])
         record = Record.of(size, sized.record)
         accepted = self._accept(size, facts, logits, prepared, record.choices)
