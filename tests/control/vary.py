@@ -30,11 +30,7 @@ def cell(kind, policy, rows, texts, seeds):
     """(whole over plain, after 200 steps over the best fixed shape), of the sums over seeds."""
     sums = np.zeros((2, 4))
     for seed in seeds:
-        fixed = [kind(FixedPolicy(depth, depth), rows, seed) for depth in (1, 3)]
-        alone = PlainDevice(FixedPolicy(0, 0), rows, seed)
-        plain = (0.0, 0.0)
-        given = [[text, plain, text, text] for text in texts]
-        sums += raced([kind(policy(), rows, seed), alone, *fixed], given)
+        sums += raced(kind(policy(), rows, seed), kind, rows, seed, texts)
     whole, late = sums
     return whole[0] / whole[1], late[0] / late[1:].max()
 
