@@ -114,11 +114,17 @@ def test_the_other_tables_cut_nothing():
 
 
 def test_bars_cut_no_number(monkeypatch):
-    terminal = Console(width=80, file=StringIO(), force_terminal=True)
+    """Bars are drawn from one second on: what is over sooner leaves nothing."""
+    terminal, clock = Console(width=80, file=StringIO(), force_terminal=True), [5.0]
     monkeypatch.setattr(console, "err", terminal)
+    monkeypatch.setattr(console, "monotonic", lambda: clock[0])
+    with console.bars() as report:
+        report("answers", 24, 24)
+    assert not terminal.file.getvalue()
     said = "training: loss 5.49, agreement 0.00 0.00, length 1.000 (best 1.000), 18 tokens/s"
     with console.bars() as report:
         report("answers", 24, 24)
+        clock[0] += console.SHOWN
         report(said, 5, 24)
         report("downloading weights", 98_400_000, 98_500_000)
     drawn = Text.from_ansi(terminal.file.getvalue()).plain
