@@ -16,14 +16,15 @@ class Scale:
     replicas  at least so many
     most      at most so many, as there is work for them; 0: no more than `replicas`
     target    requests that a replica shall have on the mean, where their number may change
-    cache     share of its cache's pages that sequences shall hold, the same
+    cache     share of its cache's pages that sequences shall hold, the same (chosen by simulation:
+              docs/replicas.md)
     cpus, gpus  of each
     """
 
     replicas: int = 1
     most: int = 0
     target: float = 16.0
-    cache: float = 0.8
+    cache: float = 0.7
     cpus: float = 1.0
     gpus: float = 0.0
 

@@ -66,7 +66,7 @@ class CapturedExecutor(Executor):
     overlap  let rounds go on from each other
     """
 
-    name = TorchExecutor.name
+    name, Runner = TorchExecutor.name, CudaGraphRunner
 
     def __init__(
         self, eager: TorchExecutor, kernels: Kernels, records: Recorder, overlap: bool = False
@@ -75,7 +75,9 @@ class CapturedExecutor(Executor):
         self.eager, self.kernels = eager, kernels
         self.limits, self.device, self.dtype = eager.limits, eager.device, eager.dtype
         self._sampler, self._scored = eager.sampler, eager.limits.scored_nodes
-        self._runner: CudaGraphRunner | None = self.new_runner(records)
+        self._runner: CudaGraphRunner | None = self.Runner(
+            eager.decoder, eager.cache, eager.limits, kernels, records, eager.group
+        )
         self._shaped = ShapedRows(
             eager.limits.slots, eager.limits.vocab, eager.device, eager.sampler.choosing
         )
@@ -86,13 +88,6 @@ class CapturedExecutor(Executor):
         # Rounds so far, and the seconds from their launches to their results: what a step takes
         # longer than that is the host's.
         self._rounds, self._seconds, self._read = 0, 0.0, 0.0
-
-    def new_runner(self, records: Recorder) -> CudaGraphRunner:
-        """Who launches the rounds."""
-        eager = self.eager
-        return CudaGraphRunner(
-            eager.decoder, eager.cache, eager.limits, self.kernels, records, eager.group
-        )
 
     def open(self, slot_init: SlotInit) -> None:
         """Bind a sequence to its slot."""

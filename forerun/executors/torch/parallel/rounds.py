@@ -59,11 +59,12 @@ class RankRounds:
 
 
 class SharedRunner(CudaGraphRunner):
-    """Rank 0's: the others are told of a round before it is launched."""
+    """Rank 0's: the others are told of a round before it is launched.
 
-    def __init__(self, eager: ParallelExecutor, kernels: Kernels, records: Recorder) -> None:
-        super().__init__(eager.decoder, eager.cache, eager.limits, kernels, records, eager.shared)
-        self._eager = eager
+    eager  who knows them; set before the first launch
+    """
+
+    eager: ParallelExecutor
 
     def launch(
         self, size: Size, staging: StagingBuffer, first: Sequence[Callable[[], None]] = ()
@@ -74,15 +75,15 @@ class SharedRunner(CudaGraphRunner):
         for each in first:
             assert isinstance(each, partial)
             places, pages = (tensor.numpy() for tensor in each.args)
-        source, target = self._eager.moved()
+        source, target = self.eager.moved()
         arrays = {"facts": staging.whole.numpy(), "places": places, "pages": pages}
         arrays |= {"source": source, "target": target}
-        self._eager.ranks.send(Message("round", {"size": list(size)}, arrays))
-        with self._eager.together():
+        self.eager.ranks.send(Message("round", {"size": list(size)}, arrays))
+        with self.eager.together():
             wait = super().launch(size, staging, first)
 
         def waited() -> None:
-            with self._eager.together():
+            with self.eager.together():
                 wait()
 
         return waited
@@ -92,16 +93,15 @@ class SharedRounds(CapturedExecutor):
     """Rounds of all ranks where a step can be one; rank 0's. Draft models run between rounds."""
 
     eager: ParallelExecutor
+    Runner = SharedRunner
 
     def __init__(
         self, eager: ParallelExecutor, kernels: Kernels, records: Recorder, overlap: bool = False
     ) -> None:
         super().__init__(eager, kernels, records, overlap)
+        assert isinstance(self.runner, SharedRunner)
+        self.runner.eager = eager
         eager.ranks.send(Message("rounds", {"overlap": overlap}))
-
-    def new_runner(self, records: Recorder) -> CudaGraphRunner:
-        """See CapturedExecutor."""
-        return SharedRunner(self.eager, self.kernels, records)
 
     def watch(self, failed: Callable[[str], None]) -> None:
         """See Executor."""
