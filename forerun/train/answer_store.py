@@ -7,30 +7,36 @@ import numpy as np
 from forerun.errors import ModelError
 from forerun.train.answers import Chat
 
-PART = 500
+PART = 100
 """Chats in a part."""
 
 
 class AnswerStore:
-    """Parts of finished chats in a folder. `chats` holds all of them, those on disk included.
-
-    begun  chats that had been begun when the last part was written
+    """Parts of settled chats in a folder. `chats` holds all that are usable, `useless` the numbers
+    of the others, those on disk included.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.chats: list[Chat] = []
-        self.begun = 0
-        self._stored = self._parts = 0
+        self.useless: list[int] = []
+        self._stored = self._stored_useless = self._parts = 0
         for path in sorted(folder.glob("part-*.npz")):
             self._load(path)
 
-    def add(self, chat: Chat, begun: int) -> None:
-        """Keep one chat; every PART of them are written (`save`). begun: chats begun so far, stored
-        with them.
+    @property
+    def settled(self) -> set[int]:
+        """Numbers of all chats that are settled."""
+        return {*self.useless, *(chat.number for chat in self.chats)}
+
+    def add(self, number: int, chat: Chat | None) -> None:
+        """Keep one chat, or that chat `number` came to nothing; every PART chats are written
+        (`save`).
         """
+        if chat is None:
+            self.useless.append(number)
+            return
         self.chats.append(chat)
-        self.begun = begun
         if len(self.chats) - self._stored >= PART:
             self.save()
 
@@ -39,22 +45,23 @@ class AnswerStore:
         OSError.
         """
         fresh = self.chats[self._stored :]
-        if not fresh:
+        useless = self.useless[self._stored_useless :]
+        if not fresh and not useless:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"part-{self._parts:05}.npz"
         beside = path.with_suffix(".new.npz")
         np.savez(
             beside,
-            tokens=np.concatenate([chat.tokens for chat in fresh]),
-            wanted=np.concatenate([chat.wanted for chat in fresh]),
+            tokens=np.concatenate([np.zeros(0, np.int32), *(chat.tokens for chat in fresh)]),
+            wanted=np.concatenate([np.zeros(0, np.bool_), *(chat.wanted for chat in fresh)]),
             lengths=np.array([len(chat.tokens) for chat in fresh], np.int64),
             numbers=np.array([chat.number for chat in fresh], np.int64),
-            begun=np.array(self.begun, np.int64),
+            useless=np.array(useless, np.int64),
         )
         beside.replace(path)
         self._parts += 1
-        self._stored = len(self.chats)
+        self._stored, self._stored_useless = len(self.chats), len(self.useless)
 
     def _load(self, path: Path) -> None:
         if path.name.endswith(".new.npz"):
@@ -64,11 +71,12 @@ class AnswerStore:
                 ends = np.cumsum(part["lengths"])[:-1]
                 tokens, wanted = np.split(part["tokens"], ends), np.split(part["wanted"], ends)
                 numbers = part["numbers"].tolist()
-                self.begun = int(part["begun"])
+                self.useless += part["useless"].tolist()
         except (OSError, ValueError, KeyError) as error:
             raise ModelError(
                 f"{path} cannot be read ({error}); remove it and start again"
             ) from None
-        self.chats += map(Chat, tokens, wanted, numbers)
+        # Where no chat is in it, `split` makes one piece of nothing.
+        self.chats += map(Chat, tokens[: len(numbers)], wanted[: len(numbers)], numbers)
         self._parts += 1
-        self._stored = len(self.chats)
+        self._stored, self._stored_useless = len(self.chats), len(self.useless)

@@ -11,8 +11,9 @@ turn writes a user's turn.
               forerun.train.generate (dense batches, for a GPU)
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from math import inf
 from time import monotonic
 from typing import Protocol
@@ -32,7 +33,8 @@ _MARK = "\u2603FORERUN\u2603"
 class Recipe:
     """How answers are asked for.
 
-    greedy      share of answers at T=0; the rest at `temperature`
+    greedy      share of answers at T=0
+    hot         share of answers at T=1; the rest at `temperature`
     follow_up   share of chats that get a second turn, written by the target
     minutes     no new chat is begun after this long; 0 = no limit
     """
@@ -40,6 +42,7 @@ class Recipe:
     answers: int
     max_tokens: int = 384
     greedy: float = 0.5
+    hot: float = 0.0
     temperature: float = 0.8
     follow_up: float = 0.1
     minutes: float = 0.0
@@ -50,7 +53,8 @@ class Recipe:
 class Chat:
     """One finished chat as token ids. wanted[i]: token i belongs to an answer.
 
-    number  of the chat, by when it was begun: chats finish in an order that time decides
+    number  of the chat, by when it was begun: chats finish in an order that time decides, and
+            what a chat says depends on its number and the recipe alone
     """
 
     tokens: Ints
@@ -89,7 +93,8 @@ class Author(Protocol):
 class Writer:
     """Lets the target write, many chats at once.
 
-    begun  chats begun in an earlier run: moves the random numbers on
+    settled  numbers of the chats that an earlier run has settled: these are not begun again. What
+             is written is then what one run would have written, unless `minutes` ended it.
     """
 
     def __init__(
@@ -99,21 +104,25 @@ class Writer:
         tokenizer: Tokenizer,
         recipe: Recipe,
         width: int,
-        begun: int = 0,
+        settled: Collection[int] = (),
     ) -> None:
         self.author, self.chat, self.tokenizer = author, chat, tokenizer
-        self.recipe, self.width, self.begun = recipe, width, begun
+        self.recipe, self.width, self._settled = recipe, width, frozenset(settled)
         self.problems = Problems()
-        self._random = np.random.default_rng([recipe.seed, begun])
         self._first_message: Ints | None = None
 
     def write(
-        self, prompts: Iterator[Messages] | None, done: Callable[[Chat], None], written: int = 0
+        self,
+        prompts: Iterator[Messages] | None,
+        done: Callable[[int, Chat | None], None],
+        written: int = 0,
     ) -> None:
         """Answer prompts until the recipe is met, they run out or its time is up.
 
-        prompts  chats that end with a user's turn; None: the target writes the user's turns as well
-        done     called with every usable chat, in no particular order
+        prompts  all chats from number 0 on, each ending with a user's turn; None: the target writes
+                 the user's turns as well
+        done     called with the number of every chat that is settled and the chat, None where it
+                 came to nothing; in no particular order
         written  chats that count already
 
         Raises ModelError where hardly any chat is usable, or the template leaves no place for a
@@ -123,13 +132,16 @@ class Writer:
         flying: dict[int, Session] = {}
         failures = 0
         more = True
+        waiting = self._unsettled(prompts)
         while written < self.recipe.answers:
             more = more and monotonic() < until
             room = min(self.width, self.recipe.answers - written) - len(flying)
             while more and room > 0:
-                messages = next(prompts, None) if prompts else []
-                if more := messages is not None:
-                    room -= self._begin(messages or [], flying)
+                if more := (following := next(waiting, None)) is not None:
+                    begun = self._begin(*following, flying)
+                    room -= begun
+                    if not begun:
+                        done(following[0], None)
             if not flying:
                 return
             for key, ids in self.author.finished():
@@ -138,11 +150,10 @@ class Writer:
                 if self._go_on(key, session):
                     continue
                 del flying[key]
-                if chat := session.result():
-                    written += 1
-                    done(chat)
-                else:
-                    failures += 1
+                chat = session.result()
+                written += chat is not None
+                failures += chat is None
+                done(key, chat)
             if failures > 200 + 20 * written:
                 raise ModelError(
                     f"of {failures + written} chats the target wrote only {written} are usable "
@@ -166,18 +177,26 @@ class Writer:
                 return ids[:begin]
         raise ModelError("the chat template hides the user's words; give a file of --prompts")
 
-    def _begin(self, messages: Messages, flying: dict[int, "Session"]) -> bool:
-        """Start one chat. False where the prompt does not fit."""
-        key = self.begun
-        self.begun += 1
-        greedy = self._random.random() < self.recipe.greedy
-        extra_turn = self._random.random() < self.recipe.follow_up
+    def _unsettled(self, prompts: Iterator[Messages] | None) -> Iterator[tuple[int, Messages]]:
+        """(number, messages) of the chats that are still to be begun, without an end where the
+        target asks itself.
+        """
+        for number, messages in enumerate(repeat([]) if prompts is None else prompts):
+            if number not in self._settled:
+                yield number, messages
+
+    def _begin(self, key: int, messages: Messages, flying: dict[int, "Session"]) -> bool:
+        """Start chat `key`. False where the prompt does not fit."""
+        random, recipe = np.random.default_rng([self.recipe.seed, key]), self.recipe
+        drawn = random.random()
+        warm = 1.0 if drawn >= 1.0 - recipe.hot else recipe.temperature
+        extra_turn = random.random() < recipe.follow_up
         session = Session(
             writer=self,
             number=key,
             messages=messages,
-            temperature=0.0 if greedy else self.recipe.temperature,
-            seed=int(self._random.integers(1 << 62)),
+            temperature=0.0 if drawn < recipe.greedy else warm,
+            seed=int(random.integers(1 << 62)),
             extra_turn=bool(extra_turn),
         )
         if self._go_on(key, session):

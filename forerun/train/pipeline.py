@@ -7,10 +7,9 @@ interrupted run goes on where it stopped.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from time import monotonic
 
@@ -37,7 +36,7 @@ from forerun.train.loop import TrainingRun, TrainingSchedule, train
 from forerun.train.loss import DraftVocabulary
 from forerun.train.presets import TrainConfig
 from forerun.train.progress import Progress, TrainingMetrics
-from forerun.train.prompts import Messages, Problems, read_prompts
+from forerun.train.prompts import Problems, read_prompts
 from forerun.train.report import write_report
 from forerun.train.shards import Shards
 from forerun.train.snapshot import load_snapshot
@@ -88,30 +87,25 @@ def write_corpus(
         answers=config.answers,
         max_tokens=config.answer_tokens,
         greedy=config.greedy,
+        hot=config.hot,
         temperature=config.temperature,
         follow_up=config.follow_up,
         minutes=config.answer_minutes,
         seed=config.seed,
     )
     store = AnswerStore(out / "answers")
-    writer = Writer(author, source.chat, source.tokenizer, recipe, config.width, store.begun)
+    writer = Writer(author, source.chat, source.tokenizer, recipe, config.width, store.settled)
 
-    def done(chat: Chat) -> None:
-        store.add(chat, writer.begun)
+    def done(number: int, chat: Chat | None) -> None:
+        store.add(number, chat)
         report("answers", len(store.chats), config.answers)
 
     try:
-        writer.write(_remaining(prompts, writer), done, len(store.chats))
+        asked = None if prompts is None else read_prompts(prompts, writer.problems)
+        writer.write(asked, done, len(store.chats))
     finally:
         store.save()
     return write_chats(out / "corpus", store.chats, config.held_out), writer.problems
-
-
-def _remaining(prompts: Path | None, writer: Writer) -> Iterator[Messages] | None:
-    """The file's prompts that no earlier run has begun; None where the target asks itself."""
-    if prompts is None:
-        return None
-    return islice(read_prompts(prompts, writer.problems), writer.begun, None)
 
 
 def dense_author(source: TrainingTarget, config: TrainConfig) -> DenseAuthor:

@@ -15,6 +15,7 @@ class TrainConfig:
     answers: int = option(2000, "answers the target writes", low=2)
     answer_tokens: int = option(384, "longest answer, in tokens", low=8)
     greedy: float = option(0.5, "share of answers written at temperature 0", low=0, high=1)
+    hot: float = option(0.0, "share of answers written at temperature 1", low=0, high=1)
     temperature: float = option(0.8, "temperature of the other answers", low=0, high=2)
     follow_up: float = option(0.1, "share of chats with a second turn", low=0, high=1)
     author: str = option(
@@ -80,6 +81,11 @@ class TrainConfig:
     def __post_init__(self) -> None:
         """Refuse what is out of bounds. Raises ConfigError."""
         validate(self)
+        if self.greedy + self.hot > 1:
+            raise ConfigError(
+                f"greedy {self.greedy} and hot {self.hot} are shares of the same answers, and more "
+                "than all; lower one of them"
+            )
 
 
 TRAINED, UNROLLED = ("eagle3", "mtp", "block"), ("eagle3", "mtp")

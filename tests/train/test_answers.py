@@ -6,7 +6,7 @@ from itertools import count
 import numpy as np
 import pytest
 
-from forerun.errors import ModelError, RequestError
+from forerun.errors import ConfigError, ModelError, RequestError
 from forerun.text.chat import ChatTemplate
 from forerun.text.rendering import BYTE_LEVEL_TEMPLATE
 from forerun.text.tokenizer import Tokenizer
@@ -14,6 +14,7 @@ from forerun.train import answers
 from forerun.train.answer_store import PART, AnswerStore
 from forerun.train.answers import Chat, Recipe, Writer
 from forerun.train.corpus import write_chats
+from forerun.train.presets import TrainConfig
 from forerun.train.prompts import Problems, read_prompts
 
 TOKENIZER = Tokenizer.byte_level()
@@ -41,10 +42,11 @@ class Scripted:
         return [(key, np.array(TOKENIZER.encode(text), np.int32)) for key, text in ready]
 
 
-def write(author, prompts=None, begun=0, written=0, **recipe):
-    writer = Writer(author, CHAT, TOKENIZER, Recipe(**{"answers": 6} | recipe), 3, begun)
+def write(author, prompts=None, settled=(), written=0, **recipe):
+    """The writer, and its usable chats in the order in which they came."""
+    writer = Writer(author, CHAT, TOKENIZER, Recipe(**{"answers": 6} | recipe), 3, settled)
     chats = []
-    writer.write(prompts, chats.append, written)
+    writer.write(prompts, lambda _, chat: chat and chats.append(chat), written)
     return writer, chats
 
 
@@ -70,7 +72,7 @@ def test_without_prompts_the_target_asks_and_answers():
     questions = [pair for pair in author.asks if not pair[0].endswith("assistant\n")]
     assert {ask.temperature for _, ask in questions} == {1.0}
     assert all(text.endswith("user\n") for text, _ in questions)
-    assert writer.begun == 6
+    assert sorted(chat.number for chat in chats) == [*range(6)]
 
 
 def test_second_turns_follow_their_first():
@@ -122,16 +124,25 @@ def test_a_model_that_only_loops_is_named():
         write(Scripted(lambda p: "ha" * 200 if p.endswith("assistant\n") else says(p)))
 
 
-def test_shares_and_a_resumed_run_draws_on():
+def test_shares_of_temperatures():
     author = Scripted(says)
-    write(author, answers=400, greedy=0.25, follow_up=0)
+    write(author, answers=400, greedy=0.25, hot=0.5, follow_up=0)
     answering = [ask for text, ask in author.asks if text.endswith("assistant\n")]
-    greedy = sum(ask.temperature == 0 for ask in answering) / 400
-    assert 0.15 < greedy < 0.35
-    again = Scripted(says)
-    _, chats = write(again, begun=300, written=390, answers=400, follow_up=0)
-    assert len(chats) == 10
-    assert not {ask.seed for _, ask in again.asks} & {ask.seed for _, ask in author.asks}
+    for temperature, least, most in ((0, 0.15, 0.35), (1, 0.4, 0.6), (0.8, 0.15, 0.35)):
+        share = sum(ask.temperature == temperature for ask in answering) / 400
+        assert least < share < most, temperature
+
+
+def test_shares_of_more_than_all_are_refused():
+    with pytest.raises(ConfigError, match="greedy 0.75 and hot 0.5 are shares"):
+        TrainConfig(greedy=0.75, hot=0.5)
+
+
+def test_settled_chats_are_not_begun_again():
+    author = Scripted(says)
+    settled = {*range(4, 300), 7, 395}
+    _, chats = write(author, settled=settled, written=390, answers=400, follow_up=0)
+    assert {chat.number for chat in chats} == {0, 1, 2, 3, *range(300, 306)}
 
 
 class Prompt(Scripted):
@@ -162,26 +173,75 @@ def test_a_corpus_is_the_same_whichever_answer_came_first(tmp_path):
         assert np.array_equal(getattr(one, name), getattr(other, name))
 
 
+class Stopped(Scripted):
+    """Ends the run after so many outputs."""
+
+    def __init__(self, says, outputs):
+        super().__init__(says)
+        self.left = outputs
+
+    def finished(self):
+        ready = super().finished()
+        self.left -= len(ready)
+        if self.left < 0:
+            raise KeyboardInterrupt
+        return ready
+
+
+@pytest.mark.parametrize("outputs", [0, 1, 7, 30, 61])
+def test_an_interrupted_run_writes_what_one_run_does(tmp_path, monkeypatch, outputs):
+    """Whatever was lost, unusable or done out of order when it was stopped, and twice."""
+    monkeypatch.setattr("forerun.train.answer_store.PART", 5)
+    asked = [[{"role": "user", "content": f"question {n * 7}"}] for n in range(60)]
+
+    def answer(prompt):
+        # A following turn depends on what was drawn for the chat; every sixth comes to nothing.
+        number = int(prompt.rsplit("question ", 1)[1].split("<")[0]) // 7
+        return "" if number % 6 == 1 and "assistant\n" in prompt[-11:] else f"Answer {prompt[-30:]}"
+
+    def run(name, stops):
+        store = AnswerStore(tmp_path / name)
+        for author in (*(Stopped(answer, stop) for stop in stops), Scripted(answer)):
+            store = AnswerStore(tmp_path / name)
+            writer = Writer(author, CHAT, TOKENIZER, Recipe(answers=40), 5, store.settled)
+            try:
+                writer.write(iter(asked), store.add, len(store.chats))
+            except KeyboardInterrupt:
+                pass
+            finally:
+                store.save()
+        return write_chats(tmp_path / name / "corpus", store.chats, 2)
+
+    one, other = run("whole", []), run("parts", [outputs, 20])
+    for name in ("tokens", "wanted", "starts"):
+        assert np.array_equal(getattr(one, name), getattr(other, name))
+
+
 def test_the_shelf_keeps_chats_over_an_interruption(tmp_path):
     random = np.random.default_rng(0)
 
-    def chat():
+    def chat(number):
         tokens = random.integers(0, 9, random.integers(2, 9)).astype(np.int32)
-        return Chat(tokens, tokens > 4, int(random.integers(99)))
+        return Chat(tokens, tokens > 4, number)
 
     store = AnswerStore(tmp_path / "answers")
-    made = [chat() for _ in range(PART + 3)]
-    for number, one in enumerate(made):
-        store.add(one, number + 2)
+    made = [chat(number) for number in range(0, 2 * PART + 6, 2)]
+    for one in made:
+        store.add(one.number, one)
+        store.add(one.number + 1, None)
     again = AnswerStore(tmp_path / "answers")  # As if killed: only whole parts are there.
-    assert (len(again.chats), again.begun) == (PART, PART + 1)
+    assert (len(again.chats), again.settled) == (PART, {*range(2 * PART - 1)})
     store.save()
     again = AnswerStore(tmp_path / "answers")
-    assert (len(again.chats), again.begun) == (PART + 3, PART + 4)
+    assert (len(again.chats), again.settled) == (PART + 3, {*range(2 * PART + 6)})
     for a, b in zip(made, again.chats, strict=True):
         assert np.array_equal(a.tokens, b.tokens)
         assert np.array_equal(a.wanted, b.wanted)
         assert a.number == b.number
+    store.add(9999, None)
+    store.save()  # A part without a chat.
+    again = AnswerStore(tmp_path / "answers")
+    assert len(again.chats) == PART + 3 and 9999 in again.settled
     (tmp_path / "answers" / "part-00000.npz").write_bytes(b"torn")
     with pytest.raises(ModelError, match="remove it"):
         AnswerStore(tmp_path / "answers")
