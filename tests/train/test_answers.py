@@ -65,7 +65,7 @@ def says(prompt):
 
 def test_without_prompts_the_target_asks_and_answers():
     author = Scripted(says)
-    writer, chats = write(author, follow_up=0)
+    _, chats = write(author, follow_up=0)
     assert len(chats) == 6
     assert {wanted_of(chat) for chat in chats} == {ANSWER}
     assert all("user\nWhy is the sky blue?" in text_of(chat) for chat in chats)
@@ -134,7 +134,7 @@ def test_shares_of_temperatures():
 
 
 def test_shares_of_more_than_all_are_refused():
-    with pytest.raises(ConfigError, match="greedy 0.75 and hot 0.5 are shares"):
+    with pytest.raises(ConfigError, match=r"greedy 0\.75 and hot 0\.5 are shares"):
         TrainConfig(greedy=0.75, hot=0.5)
 
 
