@@ -62,13 +62,14 @@ def main(arguments: argparse.Namespace) -> int:
         named = config.speculative_algorithm.upper() != "AUTO"
         measured = target.config if named else alone(target.config)
         with bars() as progress:
-            for name, prompts in chosen.items():
-                for temperature in arguments.temperatures:
-                    question = Question(
-                        name, prompts, temperature, arguments.tokens, arguments.group
-                    )
-                    for finding in ask(target, measured, question, shapes, progress, simulate):
-                        found.append(finding)
+            questions = (
+                Question(name, prompts, temperature, arguments.tokens, arguments.group)
+                for name, prompts in chosen.items()
+                for temperature in arguments.temperatures
+            )
+            for question in questions:
+                for finding in ask(target, measured, question, shapes, progress, simulate):
+                    found.append(finding)
     except KeyboardInterrupt:
         if not found:
             raise
