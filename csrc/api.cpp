@@ -57,7 +57,7 @@ int forerun_multiply(const char* name, int source, int format, const uint8_t* ro
     return guarded([&]() -> std::string {
         const Kernels* kernels = choose_kernels(name);
         if (!kernels) return "no such kernels";
-        if (!can_pack((Source)source, format)) return "a format that this cannot become";
+        if (!can_pack((Source)source, format, inputs)) return "a format that this cannot become";
         Matrix w;
         w.format = format;
         w.channels = channels;
@@ -109,7 +109,7 @@ int forerun_set_matrix(Model* model, int layer, int which, int source, int forma
     return guarded([&]() -> std::string {
         Matrix* matrix = model->matrix(layer, which);
         if (!matrix) return "no such matrix";
-        if (!can_pack((Source)source, format)) return "a format that this cannot become";
+        if (!can_pack((Source)source, format, inputs)) return "a format that this cannot become";
         if (is_float(format) && !model->takes_floats(layer, which)) {
             return "a head's weights cannot be floats";
         }

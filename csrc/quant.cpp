@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <vector>
 
 #include "half.h"
 
@@ -76,6 +77,21 @@ void read_floats(Source source, const uint8_t* row, int begin, int end, float* v
                 source == kFileF16 ? float_from_half(stored) : float_from_bfloat(stored);
         }
     }
+}
+
+// Rows of floats as rows of Q4_K.
+std::vector<uint8_t> rows_of_q4_k(Source source, const uint8_t* rows, int count, int inputs) {
+    const size_t row_bytes = source_row_bytes(source, inputs);
+    std::vector<uint8_t> made((size_t)count * source_row_bytes(kFileQ4_K, inputs));
+    float values[256];
+    uint8_t* block = made.data();
+    for (int row = 0; row < count; row++) {
+        for (int begin = 0; begin < inputs; begin += 256, block += 144) {
+            read_floats(source, rows + row * row_bytes, begin, begin + 256, values);
+            make_q4_k(values, block);
+        }
+    }
+    return made;
 }
 
 Piece read_piece(Source source, int format, const uint8_t* row, int group, int inputs) {
@@ -181,9 +197,10 @@ int own_format(Source source) {
     }
 }
 
-bool can_pack(Source source, int format) {
+bool can_pack(Source source, int format, int inputs) {
     const int own = own_format(source);
-    return format == own || (is_float(own) && (format == kQ8 || format == kQ4M));
+    if (format == own) return true;
+    return is_float(own) && (format == kQ8 || format == kQ4M || (format == kQ4K && inputs % 256 == 0));
 }
 
 size_t packed_bytes(int format, int channels, int inputs) {
@@ -219,6 +236,11 @@ void pack(Source source, int format, const uint8_t* rows, int channels, int inpu
         uint8_t* tile = tiles + block * block_bytes;
         const uint8_t* from = rows + (size_t)block * kBlock * row_bytes;
         const int left = channels - block * kBlock, lanes = left < kBlock ? left : kBlock;
+        if (is_k_quant(format) && is_float(own_format(source))) {
+            const auto made = rows_of_q4_k(source, from, lanes, inputs);
+            pack_k_quants(format, made.data(), made.size() / lanes, inputs, lanes, tile);
+            continue;
+        }
         if (is_k_quant(format)) {
             pack_k_quants(format, from, row_bytes, inputs, lanes, tile);
             continue;

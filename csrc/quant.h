@@ -154,20 +154,25 @@ static constexpr int8_t kFp4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, 
 
 // The format that keeps a file's numbers.
 int own_format(Source source);
-// Whether `pack` can turn one into the other: into the own format always, floats into Q8 and Q4M.
-bool can_pack(Source source, int format);
+// Whether `pack` can turn one into the other: into the own format always, floats into Q8 and Q4M, and
+// into Q4K where rows are whole blocks of 256.
+bool can_pack(Source source, int format, int inputs);
 size_t packed_bytes(int format, int channels, int inputs);
 size_t source_row_bytes(Source source, int inputs);
 
 // Repack blocks [first, last) of a matrix whose rows lie at `rows`; `inputs` not a multiple of 32
 // are padded with zeros, as are missing channels. The own format keeps the file's numbers exactly.
 // Floats become 8 bits (Q8: symmetric, scale = largest / 127 as a half) or 4 (Q4M: 16 steps from the
-// smallest to the largest, both ends as halves) where that is asked for.
+// smallest to the largest, both ends as halves; Q4K: make_q4_k) where that is asked for.
 void pack(Source source, int format, const uint8_t* rows, int channels, int inputs, int first,
           int last, uint8_t* tiles);
 
 // float[inputs] of one channel.
 void unpack_row(const Matrix& matrix, int channel, float* out);
+
+// A block of Q4_K as a file has it, 144 bytes, of float[256] (make_q4_k.cpp). NaN for its scales where
+// one is not finite.
+void make_q4_k(const float* values, uint8_t* file);
 
 // The two for K-quants (k_quants.cpp): one block's tiles from the rows of its channels, 16 or, of the
 // last block, fewer; and back.

@@ -15,9 +15,6 @@ from forerun.models.prediction_layers import PredictionLayers
 from forerun.models.whole_draft import WholeDraft
 from forerun.options.config import NATIVE_DTYPES, EngineConfig
 
-_BITS = {"q8_0": 9, "q4_1": 5}
-"""Of a weight with its share of the scales, rounded up."""
-
 
 def ngram_drafter(slots: int, table: NgramTable | None = None) -> Drafter:
     """The n-gram drafter for `slots` sequences: on the compiled core where that can be loaded,
@@ -55,10 +52,10 @@ def _needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint) -> 
     # Where there are no files, in 16 bits.
     there = checkpoint.path.exists()
     weights = bytes_on_disk(checkpoint.path) if there else 2 * arch.parameters
-    if config.dtype in _BITS:
-        weights = min(weights, arch.parameters * _BITS[config.dtype] // 8)
+    if bits := cpu.bits_made(config.dtype, checkpoint if there else None):
+        weights = min(weights, arch.parameters * bits // 8)
     if there and cpu.widens(checkpoint):
-        weights = max(weights, arch.parameters * _BITS["q8_0"] // 8)
+        weights = max(weights, arch.parameters * 9 // 8)
     return needs_of(arch, weights, per_token)
 
 

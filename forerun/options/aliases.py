@@ -44,7 +44,7 @@ _AS_LEFT_OUT = "0, -1 or auto: as if it were left out"
 
 _LEFT_OUT = dict.fromkeys(("0", "-1", "auto"))
 _DTYPES = {"auto": "same", "f16": "same", "fp8": "float8", "fp8_e4m3": "float8"}
-_WEIGHTS = {"fp8": "float8", "gguf": "file", "q8_0": "q8_0", "q4_1": "q4_1"}
+_WEIGHTS = {"fp8": "float8", "gguf": "file", "q8_0": "q8_0", "q4_1": "q4_1", "q4_k": "q4_k"}
 _HERMES = dict.fromkeys(("hermes", "qwen", "qwen25", "qwen3"), "hermes")
 _LLAMA3 = dict.fromkeys(("llama3", "llama3_json"), "llama3")
 _GLM = dict.fromkeys(("glm", "glm45", "glm47"), "glm")

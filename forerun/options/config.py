@@ -59,7 +59,7 @@ MAX_CHOICES = 128
 """Largest n of a request that any engine takes; a server may allow less."""
 
 
-NATIVE_DTYPES = ("file", "q8_0", "q4_1")
+NATIVE_DTYPES = ("file", "q8_0", "q4_1", "q4_k")
 """What `dtype` may be on the native core."""
 
 
@@ -139,8 +139,9 @@ class EngineConfig:
     dtype: str = option(
         "auto",
         "numbers: as the model's file has them (native core), or there floats made 8 or 4 bits "
-        "(q8_0, q4_1; embedding and output head 8), or a torch format; auto is file, or with torch "
-        "float32 on cpu and bfloat16 on cuda; float8 keeps bfloat16 outside of blocks' products",
+        "(q8_0, q4_1, q4_k; embedding and output head 8), or a torch format; auto is file, or with "
+        "torch float32 on cpu and bfloat16 on cuda; float8 keeps bfloat16 outside of blocks' "
+        "products",
         choices=("auto", *NATIVE_DTYPES, "float32", "bfloat16", "float16", "float8"),
         spellings=lambda name: {"half": "float16", "float": "float32"}.get(name, name),
     )

@@ -7,7 +7,7 @@ from forerun.executors.cpu.hidden_states import HiddenStates
 from forerun.executors.cpu.limits import check_runs, refusal
 from forerun.executors.cpu.native import available
 from forerun.executors.cpu.prediction_model import CpuPredictionModel
-from forerun.executors.cpu.weights import cache_bytes_per_token, cache_item, widens
+from forerun.executors.cpu.weights import bits_made, cache_bytes_per_token, cache_item, widens
 
 __all__ = [
     "CpuDecoderModel",
@@ -16,6 +16,7 @@ __all__ = [
     "CpuPredictionModel",
     "HiddenStates",
     "available",
+    "bits_made",
     "cache_bytes_per_token",
     "cache_item",
     "check_runs",

@@ -3,7 +3,8 @@
 Floats, Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4 and 4-bit integers in groups of 128 keep the
 file's own numbers exactly, in as many bytes; smaller groups in twice as many. Other quants, and
 floats where that is asked for, become 8 bits in groups of 32: symmetric, scale = largest / 127 as a
-half, rounded to nearest; or floats 4 bits, 16 steps from a group's smallest number to its largest.
+half, rounded to nearest; or floats 4 bits, 16 steps from a group's smallest number to its largest,
+or Q4_K by ggml's rule of the format (csrc/make_q4_k.cpp).
 """
 
 import ctypes
@@ -45,8 +46,10 @@ BYTES = 2
 """`Format` of 8 bits in groups of 32."""
 _WIDE = 6
 """`Format` of float32."""
-QUANTIZED = {"q8_0": BYTES, "q4_1": 1}
+QUANTIZED = {"q8_0": BYTES, "q4_1": 1, "q4_k": 3}
 """What floats can be made -> `Format` of csrc/quant.h; embedding and head 8 bits at least."""
+_WHOLE_BLOCKS = {"q4_k": 256}
+"""Inputs in a block of some: matrices whose rows are no whole number of blocks become 8 bits."""
 _ALIGN = 64
 _HEAD = (-1, 1)
 
@@ -73,6 +76,30 @@ def widens(checkpoint: Checkpoint) -> bool:
     return bool(_stored_kinds(checkpoint) - _KINDS.keys())
 
 
+def _fits(dtype: str, inputs: int) -> bool:
+    return inputs % _WHOLE_BLOCKS.get(dtype, 1) == 0
+
+
+def _some_become_bytes(checkpoint: Checkpoint, dtype: str) -> bool:
+    """Whether rows of some of the layers' floats are no whole number of what floats are made."""
+    places = [place for place in matrices(checkpoint.architecture) if place.layer >= 0]
+    return any(
+        not _fits(dtype, checkpoint.shape(f"{place.name}.weight")[1])
+        for place in places
+        if not routes(place) and _kind(checkpoint, place.name) in _FLOATS
+    )
+
+
+def bits_made(dtype: str, checkpoint: Checkpoint | None) -> int | None:
+    """Bits of a weight, at most, where floats are made `dtype`, with its share of the scales,
+    rounded up; None where they stay what they are. checkpoint: None = its files are not here.
+    """
+    if dtype not in QUANTIZED:
+        return None
+    wide = dtype in _WHOLE_BLOCKS and (not checkpoint or _some_become_bytes(checkpoint, dtype))
+    return 9 if dtype == "q8_0" or wide else 5
+
+
 def _computes_in_floats(checkpoint: Checkpoint, dtype: str) -> bool:
     """Whether all layers' matrices stay floats, as activations and the cache then do."""
     return dtype not in QUANTIZED and _stored_kinds(checkpoint) <= set(_FLOATS)
@@ -97,6 +124,8 @@ def sentence(checkpoint: Checkpoint, dtype: str) -> str:
     if _computes_in_floats(checkpoint, dtype):
         return f"weights {file} as in the file, activations float32"
     made = [f"{', '.join(floats)} made {dtype}"] if floats and dtype in QUANTIZED else []
+    if made and _some_become_bytes(checkpoint, dtype):
+        made += [f"q8_0 where inputs are no multiple of {_WHOLE_BLOCKS[dtype]}"]
     made += ["embedding and output head made q8_0"] if made and dtype != "q8_0" else []
     kept = sorted(kinds & _KINDS.keys() - (names.keys() if made else set()))
     made += [f"{', '.join(kept)} as in the file"] if kept else []
@@ -207,7 +236,9 @@ class Packer:
         if kind not in _KINDS:
             return _WIDE if routes(place) else BYTES
         if kind in _FLOATS and not routes(place) and self._dtype in QUANTIZED:
-            return QUANTIZED[self._dtype] if place.layer >= 0 else BYTES
+            inputs = self._checkpoint.shape(f"{place.name}.weight")[1]
+            made = place.layer >= 0 and _fits(self._dtype, inputs)
+            return QUANTIZED[self._dtype] if made else BYTES
         return int(self._library.forerun_own_format(_KINDS[kind][0]))
 
     def _load_matrix(self, model: int, place: Place) -> None:
