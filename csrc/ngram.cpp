@@ -123,9 +123,7 @@ void Ngrams::find_places(Text& text) {
             const int most = std::min(rules_.longest, place);
             int agree = 0;
             while (agree < most && tokens[place - 1 - agree] == tokens[end - 1 - agree]) agree++;
-            double weight = 1.0;
-            for (int i = 0; i < agree; i++) weight *= 2.0;
-            voters_.push_back({place, weight});
+            voters_.push_back({place, agree});
         }
     }
 }
@@ -158,15 +156,17 @@ void Ngrams::offer(const Text& text, const Candidate& above, int parent) {
         for (const Usual& found : usual_) {
             if (found.token == token) usual = found.chance;
         }
-        const double heard = rules_.sure * above.score * weight / (2.0 * total_);
+        const double heard = rules_.sure * above.score * weight / total_;
         const double expected = above.score * rules_.doubt * usual / total_;
         const double share = heard + expected;
         if (share < min_prob_) return;
         const int32_t count = (int32_t)voters_.size() - first;
         double foretold = 0.0;
         for (size_t i = (size_t)first; i < voters_.size(); i++) {
-            const int32_t place = voters_[i].place;
-            if (rules_.longest < place && place <= text.predicted) foretold += voters_[i].weight;
+            const Voter before = {voters_[i].place - 1, voters_[i].agree - 1};
+            if (rules_.longest <= before.place && before.place < text.predicted) {
+                foretold += before.weight();
+            }
         }
         const int32_t said = foretold > 0.0 && foretold >= weight - foretold ? kPrediction : kNgram;
         const int32_t source = heard >= expected ? said : kTable;
@@ -182,8 +182,8 @@ void Ngrams::offer(const Text& text, const Candidate& above, int parent) {
         for (size_t j = i; j < agreeing_.size(); j++) {
             Voter& voter = agreeing_[j];
             if (voter.place < 0 || tokens[voter.place] != token) continue;
-            voters_.push_back({voter.place + 1, 2.0 * voter.weight});
-            weight += 2.0 * voter.weight;
+            voters_.push_back({voter.place + 1, voter.agree + 1});
+            weight += voter.weight();
             voter.place = -1;  // Has been heard.
         }
         put(number++, token, weight, first);
@@ -204,7 +204,7 @@ void Ngrams::hear(const Text& text, const Candidate& above) {
     for (int i = above.first; i < above.first + above.voters; i++) {
         const int32_t place = voters_[i].place;
         if (place >= end || text.tokens[(size_t)place] == kGap) continue;
-        total_ += voters_[i].weight;
+        total_ += voters_[i].weight();
         agreeing_.push_back(voters_[i]);
     }
 }

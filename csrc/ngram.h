@@ -52,10 +52,11 @@ struct Usual {
     double chance;
 };
 
-// A place that agrees so far; the token there is its vote.
+// A place that agrees so far, in so many tokens; the token there is its vote.
 struct Voter {
-    int32_t place;
-    double weight;
+    int32_t place, agree;
+
+    double weight() const { return (double)agree * agree; }
 };
 
 class Ngrams {
