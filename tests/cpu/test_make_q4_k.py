@@ -1,4 +1,4 @@
-"""Floats made Q4_K on load: the bytes of the rule in NumPy, and what a folder then computes with."""
+"""Floats made Q4_K on load: the bytes of the rule in NumPy, and what a folder then is."""
 
 import numpy as np
 import pytest
