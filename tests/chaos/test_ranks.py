@@ -1,7 +1,7 @@
 """Any rank killed, stopped or out of memory, in any phase: whoever waits is told within the step,
 the process ends with a code and a sentence of its own, and nothing of it is left.
 
-What can be captured across ranks will be a phase of its own; nothing is yet.
+On the CPU, where nothing is captured: what a dead rank does to a replay is for bench/nccl.py.
 """
 
 import os
