@@ -29,8 +29,11 @@ def test_a_shape_on_two_devices(capsys):
     half = TensorParallel(0, 2).parameters(arch) * 2
     assert abs(found["weights_bytes"] - half) < 1e-3 * half
     assert found["cache_bytes_per_1k_tokens"] == 1000 * 80 * 2 * 4 * 128 * 2
-    used = found["weights_bytes"] + found["scratch_bytes"] + found["cache_bytes"]
-    assert used <= 0.88 * 96 * 2**30 < used + 2 * found["cache_bytes_per_1k_tokens"]
+    used = sum(found[f"{part}_bytes"] for part in ("weights", "scratch", "graph", "cache"))
+    assert (
+        found["graph_bytes"] > 0
+        and used <= 0.88 * 96 * 2**30 < used + 2 * found["cache_bytes_per_1k_tokens"]
+    )
 
 
 def test_what_captured_rounds_take_is_told(capsys):

@@ -140,8 +140,8 @@ def test_bench_measures_a_server_of_its_own(tmp_path, capsys):
         ("on", 1), ("off", 1), ("on", 8), ("off", 8),
     ]  # fmt: skip
     assert all(level["errors"] == 0 and level["tokens"] > 100 for level in levels)
-    # Several tokens a step come in fewer pieces, so that each waits longer for the next.
-    assert levels[0]["per_token_ms"]["p50"] > 0
+    # An answer whose text came in one piece has none.
+    assert any(level["per_token_ms"].get("p50", 0) > 0 for level in levels)
 
 
 def test_key_files(tmp_path):
