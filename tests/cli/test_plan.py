@@ -1,6 +1,7 @@
 """`forerun plan`: what a model would need, without a weight being read."""
 
 import json
+import re
 
 import pytest
 
@@ -9,6 +10,7 @@ from forerun.cli.main import main
 from forerun.models.shapes import SHAPES
 from forerun.models.tensor_parallel import TensorParallel
 from tests.models import tiny
+from tests.shape.tree import ROOT
 
 DRAFT = ("--speculative-draft-model-path",)
 
@@ -34,6 +36,19 @@ def test_a_shape_on_two_devices(capsys):
         found["graph_bytes"] > 0
         and used <= 0.88 * 96 * 2**30 < used + 2 * found["cache_bytes_per_1k_tokens"]
     )
+
+
+def test_the_seeds_models_have_the_room_that_the_docs_say(capsys):
+    page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\|[^|]*\| (as above|`--[^|]*`) \|.* ([\d,]+) tokens \|$", page, re.M)
+    assert len(rows) == 4
+    above = re.search(r"^ +forerun plan (--model-shape .*)$", page, re.M).group(1)
+    for words, room in rows:
+        line = above if words == "as above" else words.strip("`")
+        found = planned(
+            capsys, *line.split(), *([] if "--device " in line else ["--device", "cuda"])
+        )
+        assert f"{found['cache_tokens']:,}" == room, line
 
 
 def test_what_captured_rounds_take_is_told(capsys):
