@@ -9,7 +9,6 @@ prefill  the first step of a request that has a prompt
 decode   the first step that decodes two sequences
 """
 
-import resource
 import socket
 import sys
 
@@ -17,6 +16,10 @@ from forerun.cli.engine_process import load_started
 from forerun.client.engine_worker import run
 from forerun.executors.torch.model_runner import ModelRunner
 from forerun.executors.torch.parallel.executor import ParallelExecutor
+from forerun.executors.torch.parallel.processes import Ranks
+from tests.chaos.hoard import hoard
+
+RANK = (sys.executable, "-m", "tests.chaos.phased_rank")
 
 
 class Phases:
@@ -34,17 +37,7 @@ class Phases:
         with socket.socket(socket.AF_UNIX) as end:
             end.connect(self.path)
             end.recv(1)
-        if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
-            self.hoard()
-
-    def hoard(self) -> None:
-        """Take what memory is free within this process: the next that asks for more gets none."""
-        size = 1 << 24
-        while size >= 1 << 10:
-            try:
-                self.hoarded.append(bytearray(size))
-            except MemoryError:
-                size //= 2
+        hoard(self.hoarded)
 
     def of_step(self, plan) -> str:
         """The phase that a step belongs to."""
@@ -64,6 +57,7 @@ class Phases:
 def main(path: str, phase: str, connection: str) -> int:
     """Be the engine of a server."""
     phases, prepare, work = Phases(path, phase), ModelRunner.__init__, ModelRunner.run
+    begin = Ranks.__init__
 
     def prepared(self, *args):
         phases.reached("load")
@@ -73,6 +67,7 @@ def main(path: str, phase: str, connection: str) -> int:
         phases.reached(phases.of_step(plan))
         return work(self, plan, *args)
 
+    Ranks.__init__ = lambda self, starts, command: begin(self, starts, RANK)
     ModelRunner.__init__ = prepared
     ParallelExecutor.run = worked
     return run(int(connection), phases.load)

@@ -26,12 +26,13 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
 LINE = ["--executor", "torch", "--device", "cpu", "--tp-size", "2", "--threads", "1"]
 LINE += ["--context", "256", "--kv-tokens", "2048", "--max-sequences", "2"]
+RANK = "tests.chaos.phased_rank"
 STREAMS = 3
 """One more than run at once."""
 
 
 def exhaust(pid):
-    """What it allocates next is not there (rank 0 has used up before what it keeps for later)."""
+    """What it allocates next is not there: what malloc keeps for later is used up (hoard)."""
     resource.prlimit(pid, resource.RLIMIT_AS, (1 << 20, 1 << 20))
 
 
@@ -91,7 +92,7 @@ class Phased:
         path = self.listening.getsockname()
         (engine,) = (pid for pid in everybody if f"phased_engine {path}" in command_line(pid))
         mine = [pid for pid in everybody if status(pid)[1:2] == [str(engine)]]
-        (other,) = (pid for pid in mine if "parallel.rank" in command_line(pid))
+        (other,) = (pid for pid in mine if RANK in command_line(pid))
         self.ranks = engine, other
 
     def go_on(self):
