@@ -183,7 +183,9 @@ torch's in test_jax_drafts.py. In 8 bits a head is right but for a few (token ma
 
 
 @pytest.mark.parametrize(("temperature", "at_once"), [(0.0, 1), (0.8, None)])
-@pytest.mark.parametrize(("executor", "name"), params(RIGHT, on("jax", "right, EAGLE")))
+@pytest.mark.parametrize(
+    ("executor", "name"), params(RIGHT, on("jax", "right, EAGLE", "STANDALONE, itself"))
+)
 def test_a_draft_that_is_right_is_accepted_whole(cells, executor, name, temperature, at_once):
     """Alone behind pages that another text has filled, and in a batch; when sampling as far as
     noise is looked at: here, at all tokens of flat distributions.
