@@ -137,6 +137,8 @@ async def _first(forwarded: DeploymentResponseGenerator, request: Request) -> He
     finally:
         gone.cancel()
         if not head.done():
+            # Ray answers a cancelled wait with an error of its own, which is nobody's any more.
+            head.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
             head.cancel()
             forwarded.cancel()
 
