@@ -13,7 +13,7 @@ from forerun.cli.conversation import Conversation
 from forerun.cli.terminal import Wrapped, messages
 from forerun.errors import ConfigError, ContextError, ModelError, RequestError
 from forerun.options.config import AskConfig, EngineConfig
-from forerun.options.flags import configured, parsed
+from forerun.options.flags import configured_both, parsed
 
 HELP = '''/regenerate        answer once more, in other words
 /reset             forget the conversation
@@ -30,7 +30,7 @@ Ctrl-C stops the answer, or clears what is half typed.'''
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the command: reads messages until the input ends."""
-    ask, config = configured(AskConfig, arguments), configured(EngineConfig, arguments)
+    ask, config = configured_both(AskConfig, EngineConfig, arguments)
     loaded = load_shown(config)
     output = Wrapped.for_terminal()
     try:

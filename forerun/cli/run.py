@@ -16,7 +16,7 @@ from forerun.client.completion import Completion, acceptance_length, make_reques
 from forerun.engine.request import Request, Speculation
 from forerun.errors import ConfigError, RequestError
 from forerun.options.config import AskConfig, EngineConfig
-from forerun.options.flags import configured
+from forerun.options.flags import configured_both
 from forerun.types import Ints, RequestId
 
 FEWEST = 8
@@ -47,7 +47,7 @@ class Timed:
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    ask, config = configured(AskConfig, arguments), configured(EngineConfig, arguments)
+    ask, config = configured_both(AskConfig, EngineConfig, arguments)
     if arguments.compare and not config.speculates:
         raise ConfigError("--compare has nothing to compare with speculation off.")
     if arguments.raw and arguments.system:

@@ -17,7 +17,7 @@ from forerun.client.engine_start import EngineStart
 from forerun.errors import ConfigError
 from forerun.hub.catalog import check_reference
 from forerun.options.config import EngineConfig, ServeSettings
-from forerun.options.flags import configured
+from forerun.options.flags import configured_both
 from forerun.serve.logs import configure_logs
 from forerun.serve.server import run
 from forerun.serve.service import Loader
@@ -62,7 +62,7 @@ def prepared(arguments: argparse.Namespace) -> tuple[EngineConfig, ServeSettings
 
     Raises ConfigError.
     """
-    config, settings = configured(EngineConfig, arguments), configured(ServeSettings, arguments)
+    config, settings = configured_both(EngineConfig, ServeSettings, arguments)
     if settings.api_key_file:
         keys = read_keys(Path(settings.api_key_file))
         settings = replace(settings, api_keys=settings.api_keys + keys)

@@ -8,7 +8,7 @@ from typing import Any
 
 from forerun.client.engine_start import EngineStart
 from forerun.options.config import EngineConfig, ServeSettings
-from forerun.options.flags import configured
+from forerun.options.flags import configured_both
 
 ENGINE = (sys.executable, "-m", "forerun.cli.engine_process")
 """Starts the process of an engine."""
@@ -18,7 +18,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Run the command; see `serve.main`. A server of several models begins none before it is asked
     for.
     """
-    config, settings = configured(EngineConfig, arguments), configured(ServeSettings, arguments)
+    config, settings = configured_both(EngineConfig, ServeSettings, arguments)
     several = arguments.more_models or arguments.models_dir or arguments.models_file
     begun = None if several or not has_process(settings) else EngineStart(ENGINE)
     try:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import field, fields
+from dataclasses import Field, field, fields
 from math import isfinite
 from typing import Any
 
@@ -42,23 +42,28 @@ def spell(config: Any) -> None:
 
 
 def validate(config: Any) -> None:
-    """Raise ConfigError naming the first field whose value is no choice of it, not finite, or out
-    of its bounds.
+    """Raise ConfigError naming every field whose value is no choice of it, not finite, or out of
+    its bounds.
     """
-    for item in fields(config):
-        value, facts = getattr(config, item.name), item.metadata
-        name = item.name.replace("_", "-")
-        if facts.get("choices") and value not in facts["choices"]:
-            allowed = ", ".join(facts["choices"])
-            raise ConfigError(f"{name} is {value!r}, but must be one of: {allowed}.")
-        if value is None or isinstance(value, str | bool | tuple):
-            continue
-        if isinstance(value, float) and not isfinite(value):
-            raise ConfigError(f"{name} is {value}, but must be a finite number.")
-        low, high = facts.get("low"), facts.get("high")
-        if not ((low is None or value >= low) and (high is None or value <= high)):
-            span = f"at least {low}" if high is None else f"between {low} and {high}"
-            raise ConfigError(f"{name} is {value}, but must be {span}.")
+    found = (_problem(item, getattr(config, item.name)) for item in fields(config))
+    if problems := [problem for problem in found if problem]:
+        raise ConfigError("\n".join(problems))
+
+
+def _problem(item: "Field[Any]", value: Any) -> str:
+    """What is wrong with a field's value, in a sentence; "" = nothing."""
+    facts, name = item.metadata, item.name.replace("_", "-")
+    if facts.get("choices") and value not in facts["choices"]:
+        return f"{name} is {value!r}, but must be one of: {', '.join(facts['choices'])}."
+    if value is None or isinstance(value, str | bool | tuple):
+        return ""
+    if isinstance(value, float) and not isfinite(value):
+        return f"{name} is {value}, but must be a finite number."
+    low, high = facts.get("low"), facts.get("high")
+    if (low is None or value >= low) and (high is None or value <= high):
+        return ""
+    span = f"at least {low}" if high is None else f"between {low} and {high}"
+    return f"{name} is {value}, but must be {span}."
 
 
 def addresses(text: str) -> tuple[str, ...]:

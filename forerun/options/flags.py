@@ -14,6 +14,7 @@ from forerun.errors import ConfigError
 from forerun.options.config import AskConfig, EngineConfig, ServeSettings
 
 Config = TypeVar("Config", EngineConfig, ServeSettings, AskConfig)
+Other = TypeVar("Other", ServeSettings, EngineConfig)
 Assign = Callable[[str, str], dict[str, Any]]
 """(how the option was named, what was written) -> values of fields. Raises ConfigError."""
 
@@ -63,6 +64,26 @@ def configured(kind: type[Config], arguments: argparse.Namespace) -> Config:
     if values is None:
         values = vars(arguments).get("defaults", {}) | gather(arguments.given)
     return kind(**{item.name: values[item.name] for item in fields(kind) if item.name in values})
+
+
+def configured_both(
+    first: type[Config], second: type[Other], arguments: argparse.Namespace
+) -> tuple[Config, Other]:
+    """As `configured`, of two classes. Raises ConfigError with the problems of both, by line."""
+    problems: list[str] = []
+    one: Config | None = None
+    other: Other | None = None
+    try:
+        one = configured(first, arguments)
+    except ConfigError as error:
+        problems += str(error).splitlines()
+    try:
+        other = configured(second, arguments)
+    except ConfigError as error:
+        problems += str(error).splitlines()
+    if one is None or other is None:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    return one, other
 
 
 def gather(given: Iterable[Given]) -> dict[str, Any]:

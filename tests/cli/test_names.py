@@ -465,3 +465,10 @@ def test_another_library_for_grammars_is_a_sentence_and_no_error(caplog):
     assert "--grammar-backend xgrammar: llguidance matches all grammars here." in caplog.text
     with pytest.raises(ConfigError, match="--grammar-backend none cannot be honoured: llguidance"):
         engine("--grammar-backend", "none")
+
+
+def test_all_values_out_of_bounds_are_told_at_once(capsys):
+    line = ["serve", "toy", "--port", "99999", "--max-sequences", "0", "--threads", "-4"]
+    assert main(line) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert sorted(one.split()[1] for one in told) == ["max-sequences", "port", "threads"]
