@@ -149,8 +149,10 @@ class GenerationSession:
         return deltas
 
     def _shortened(self, delta: Delta) -> Delta:
-        """The same, or its beginning as the end of the answer: the engine is told then."""
-        if self._cut is None:
+        """The same, or its beginning as the end of the answer: the engine is told then. What ended
+        wrongly stays what it is.
+        """
+        if self._cut is None or delta.finish in (Finish.ERROR, Finish.ABORT):
             return delta
         began = self.tally.first
         kept = self._cut(delta.text, 0.0 if began is None else monotonic() - began)

@@ -1,18 +1,22 @@
 """llama.cpp's /completion and /infill against a real server process."""
 
 import json
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
+from forerun.engine.request import Delta, Finish
 from forerun.errors import RequestError
 from forerun.serve.dialects.llama.infill import infill_prompt, marks_of
 from forerun.serve.dialects.llama.limits import LineLimits
 from forerun.serve.dialects.llama.schema import InfillBody
 from forerun.serve.errors import ApiError
 from forerun.serve.fields import read
+from forerun.serve.session import GenerationSession
 from forerun.text.pieces import Pieces
 from forerun.text.tokenizer import AddedToken, TextEnds, Tokenizer
+from forerun.types import RequestId
 from tests.dialects.asked import GREEDY, PLACE, SAMPLED, is_place
 from tests.dialects.thoughts import TOKENIZER
 
@@ -170,6 +174,7 @@ def test_a_time_limit_ends_an_answer_behind_a_line_break(server):
         ({"prompt": [[300]]}, "300"),
         ({"prompt": {"prompt_string": "a", "multimodal_data": ["x"]}}, "text only"),
         ({"prompt": "a", "mirostat": 2}, "mirostat"),
+        ({"prompt": "a", "n_probs": 9999}, "n_probs is 9999, but this server allows"),
         ({"prompt": "a", "lora": [{"id": 0, "scale": 1.0}]}, "one set of weights"),
         ({}, "prompt is missing"),
     ],
@@ -244,6 +249,15 @@ def test_lines_that_end_a_text():
     assert LineLimits(0, 1.0)("a" * 9, 2.0) is None, "no line break yet"
     late = LineLimits(0, 1.0)
     assert late("a\n", 0.5) is None and late("b", 1.5) == "b"
+
+
+def test_an_answer_that_fails_is_not_said_to_be_cut():
+    cut = lambda text, seconds: text  # noqa: E731
+    found = SimpleNamespace(prompt_tokens=1, requests=(), cut=lambda: cut)
+    session = GenerationSession(found, *[None] * 4)
+    for finish in (Finish.ERROR, Finish.ABORT):
+        assert session._shortened(Delta(RequestId("r"), 0, finish=finish)).finish == finish
+    assert session._shortened(Delta(RequestId("r"), 0, finish=Finish.STOP)).finish == Finish.LENGTH
 
 
 def test_a_prompt_object_needs_its_text():

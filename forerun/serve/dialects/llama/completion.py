@@ -64,6 +64,9 @@ class CompletionsDialect(Dialect):
         body = self._body = read(self._kind, value)
         self.served = service.named(body.model)
         self.ignored = ignored_in(body)
+        if body.n_probs > (most := service.settings.max_logprobs):
+            message = f"n_probs is {body.n_probs}, but this server allows {most}."
+            raise RequestError(message, "n_probs")
         loaded = self.served.loaded
         made = completion_generation(self._plain(body), loaded, service.settings)
         made = within(made, loaded.context)
