@@ -12,6 +12,10 @@ CLIENTS := .venv-clients
 FAST    := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
 	-m "not slow and not gpu and not browser and not chaos"
 
+# Containers often ask Python to write no bytecode. Then every process that a test starts compiles the
+# package anew, which was half of the processor time of the tests that start some (docs/log.md).
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: setup tools demo serve test suite test-slow test-slower test-browser chaos chaos-nightly sanitize soak fuzz-loaders mutants check prove bench \
 	bench-peers test-ray gpu-test gpu-bench docs wheel clean
 
