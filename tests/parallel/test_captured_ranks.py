@@ -4,6 +4,7 @@ other launches it too, and texts are one process's. Nothing of it needs a device
 
 import sys
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -16,6 +17,7 @@ from forerun.executors.torch import model_runner
 from forerun.executors.torch.parallel import executor, rounds
 from forerun.executors.torch.parallel.processes import Ranks
 from forerun.options.config import EngineConfig
+from tests.e2e.drafts import Hinted, make
 from tests.models import tiny
 from tests.parallel.rounds import Recorded
 from tests.parity.tape import Tape
@@ -55,9 +57,9 @@ def said():
     return Counter()
 
 
-@pytest.fixture(scope="module")
-def shared(folder, said):
-    """Two ranks whose rounds are captured, and rank 0's tape."""
+@contextmanager
+def captured(said, settings):
+    """Ranks whose rounds are captured, and rank 0's tape; `said` counts its messages."""
     tape = Tape()
     send = Ranks.send
 
@@ -72,9 +74,16 @@ def shared(folder, said):
         patch.setattr(Ranks, "send", counted)
         started = partial(executor.ParallelExecutor, command=COMMAND)
         patch.setattr(executor, "ParallelExecutor", started)
-        target = open_target(config(folder, tp_size=2, overlap=True))
+        target = open_target(settings)
         yield target, tape
         target.close()
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def shared(request, folder, said):
+    """Of four ranks two share a key/value head."""
+    with captured(said, config(folder, tp_size=request.param, overlap=True)) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -84,14 +93,17 @@ def alone(folder):
     target.close()
 
 
+def prompt_of(place):
+    """What repeats itself is looked up."""
+    return np.tile(np.random.default_rng(place).integers(5, 60, 6), 2 + place).tolist()
+
+
 def texts(target, settings, asked):
     """Token ids of every request, all asked at once; the engine's counters."""
     engine = make_engine(target, replace(target.config, **settings))
     found = [[] for _ in asked]
     for place, how in enumerate(asked):
-        random = np.random.default_rng(place)
-        # What repeats itself is looked up.
-        prompt = np.tile(random.integers(5, 60, 6), 2 + place).astype(np.int32)
+        prompt = np.array(prompt_of(place), np.int32)
         request = make_request(prompt, max_tokens=20, ignore_eos=True, **how)
         engine.submit(request, lambda delta, place=place: found[place].extend(delta.tokens))
     while engine.step_once():
@@ -118,3 +130,49 @@ def test_ranks_launch_what_rank_0_does(shared, alone, said, asked, algorithm, ov
     assert tape.replays - replays == told["round"]
     assert stats.carried >= (10 if overlap and asked is ROUNDS and algorithm == "OFF" else 0)
     assert (stats.accepted > 0) == (algorithm == "NGRAM")
+
+
+# --- draft models between rounds -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("drafts"))
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("algorithm", "draft", "width"),
+    [
+        ("EAGLE3", "eagle3", 1),
+        ("EAGLE3", "eagle3", 2),
+        pytest.param("STANDALONE", "small", 1, marks=pytest.mark.slow),
+        pytest.param("DFLASH", "block", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_draft_model_drafts_between_rounds(made, algorithm, draft, width, size):
+    """It runs on rank 0 alone, whole; what it says is verified by a captured round of all ranks."""
+    drafts = {
+        "speculative_algorithm": algorithm,
+        "speculative_draft_model_path": str(made / draft),
+        "speculative_num_steps": 3,
+        "speculative_eagle_topk": width,
+    }
+    if width > 1:
+        drafts["speculative_num_draft_tokens"] = 6
+    one = open_target(config(made / "target"))
+    try:
+        expected, _ = texts(one, {"speculative_algorithm": "OFF"}, ROUNDS)
+    finally:
+        one.close()
+    told = Counter()
+    with captured(told, config(made / "target", tp_size=size, **drafts)) as (target, tape):
+        hinted = Hinted(target.draft_model, (), 0)
+        hinted._texts = [prompt_of(place) + found for place, found in enumerate(expected)]
+        drafting = replace(target, draft_model=hinted)
+        told.clear()
+        replays = tape.replays
+        found, stats = texts(drafting, {}, ROUNDS)
+    assert found == expected
+    assert stats.accepted > 10
+    assert told["round"] >= 10 and tape.replays - replays == told["round"]

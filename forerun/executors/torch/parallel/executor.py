@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -55,6 +55,7 @@ class ParallelExecutor(TorchExecutor):
 
     port   where they meet, on the loopback interface
     ranks  the others
+    whole  the checkpoint of which each has a part
 
     Raises what the ranks raise, ConfigError where the model cannot be shared by so many, RankError
     where a rank is gone or is not like the others. There are as many devices (build/with_torch.py).
@@ -71,7 +72,7 @@ class ParallelExecutor(TorchExecutor):
     ) -> None:
         check_divides(checkpoint.architecture, tp)
         devices = _devices(options.device, tp.size)
-        self._whole = checkpoint
+        self.whole = checkpoint
         # Its port is the system's choice, and free again when this process ends.
         store = TCPStore("127.0.0.1", 0, tp.size, is_master=True, wait_for_workers=False)
         starts = [
@@ -177,7 +178,7 @@ class ParallelExecutor(TorchExecutor):
     @property
     def draft_target(self) -> TorchTarget:
         """For draft models, which run here alone: with whole embedding and head."""
-        return DraftTarget(self, self._whole)
+        return DraftTarget(self, self.whole, self)
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info: of this rank, and of the others where they run."""
@@ -214,13 +215,24 @@ class ParallelExecutor(TorchExecutor):
             self.ranks.give_up(error)
 
 
+class KeepsFeatures(Protocol):
+    """What runs the target."""
+
+    def request_aux_hidden_states(self, layers: tuple[int, ...]) -> None:
+        """See TorchTarget."""
+
+
 class DraftTarget:
     """What draft models ask of the target beside which they run, where that is shared: they run on
     rank 0 alone, and what they borrow of it they have whole.
+
+    told  who keeps features: the executor, or the rounds that it runs in
     """
 
-    def __init__(self, executor: ParallelExecutor, checkpoint: Checkpoint) -> None:
-        self._executor, self._checkpoint = executor, checkpoint
+    def __init__(
+        self, executor: ParallelExecutor, checkpoint: Checkpoint, told: "KeepsFeatures"
+    ) -> None:
+        self._told, self._checkpoint = told, checkpoint
         self.limits, self.device = executor.limits, executor.device
         self.dtype: torch.dtype = executor.dtype
         self.kernels: Kernels | None = executor.kernels
@@ -233,7 +245,7 @@ class DraftTarget:
 
     def request_aux_hidden_states(self, layers: tuple[int, ...]) -> None:
         """See TorchTarget."""
-        self._executor.request_aux_hidden_states(layers)
+        self._told.request_aux_hidden_states(layers)
 
 
 def _devices(device: str, size: int) -> list[str]:

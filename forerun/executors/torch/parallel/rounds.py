@@ -22,7 +22,7 @@ from forerun.executors.torch.captured.warm_up import capture, rehearse_prompts
 from forerun.executors.torch.drafts.target import TorchTarget
 from forerun.executors.torch.model_runner import ModelRunner
 from forerun.executors.torch.parallel.channel import Message
-from forerun.executors.torch.parallel.executor import ParallelExecutor
+from forerun.executors.torch.parallel.executor import DraftTarget, ParallelExecutor
 from forerun.executors.torch.triton.kernels import Kernels
 from forerun.executors.torch.triton.record import Size
 from forerun.interface.executor import DraftShape
@@ -109,8 +109,8 @@ class SharedRounds(CapturedExecutor):
 
     @property
     def draft_target(self) -> TorchTarget:
-        """For draft models, which run here alone: see ParallelExecutor."""
-        return self.eager.draft_target
+        """For draft models, which run here alone (ParallelExecutor); rounds keep features too."""
+        return DraftTarget(self.eager, self.eager.whole, self)
 
     def draft_with(self, model: object) -> None:
         """No round drafts: every pass of the model is asked for."""
