@@ -20,7 +20,18 @@ from time import monotonic
 from typing import Any
 
 import httpx
-from fleet import SMALL, TOKENS, Conversation, Device, Router, conversations, simulated, told
+
+from bench.simulated_fleet import (
+    SMALL,
+    TOKENS,
+    Case,
+    Conversation,
+    Device,
+    Router,
+    conversations,
+    simulated,
+    told,
+)
 
 WORDS = (
     "the and for are but not you all any can had her was one our out day get has him his how man "
@@ -138,10 +149,10 @@ def main() -> None:
             client = Client(options.url)
             moved = [shifted(one, shift) for one in asked]
             say({"load": load, "of": "replicas"} | await replayed(client, moved, options.seconds))
-            how = {"speculates": False, "trouble": False, "hot": False}
-            router = [Router("prefix")]
-            args = (options.replicas, load, router, options.seconds, seed, device, SMALL)
-            say({"load": load, "of": "simulation"} | simulated(*args, **how))
+            case = Case(
+                options.replicas, load, options.seconds, seed, device, SMALL, to_the_end=False
+            )
+            say({"load": load, "of": "simulation"} | simulated(case, [Router("prefix")])[0])
 
     asyncio.run(run())
     if options.out:
