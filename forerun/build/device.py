@@ -46,6 +46,15 @@ def choose_device(config: EngineConfig) -> DeviceChoice:
     return _gpu(gpu_devices())
 
 
+def cuda_devices() -> int:
+    """CUDA devices that torch can use here; 0 without a GPU or without torch."""
+    if not gpu_devices() or find_spec("torch") is None:
+        return 0
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def _tpu(found: list[str]) -> DeviceChoice | None:
     """A TPU that jax can use; None without one."""
     if not found or find_spec("jax") is None:

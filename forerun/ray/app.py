@@ -7,24 +7,30 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.ray.front import Front
-from forerun.ray.replica import Replica
+from forerun.ray.replica import READY_SECONDS, Replica
 from forerun.ray.router import PrefixRouter
 from forerun.ray.scale import QueueAndCache, Scale, read
 
-HEALTH_SECONDS = 5
-"""Between two looks at a replica's health; three that fail, and it is started anew."""
+HEALTH_SECONDS, HEALTH_TIMEOUT = 5, 10
+"""Between two looks at a replica's health, and for its answer; three that fail, and it is started
+anew: one that stands still after some 33 seconds."""
 
 TRIES = 3
 """For a hub that does not answer; what is wrong with a model will be wrong again."""
 
 
 def replicas(
-    config: EngineConfig, settings: ServeSettings, scale: Scale, tries: int = TRIES
+    config: EngineConfig,
+    settings: ServeSettings,
+    scale: Scale,
+    tries: int = TRIES,
+    ready: float = READY_SECONDS,
 ) -> serve.Application:
     """The replicas alone: health, drain and restarts are Ray Serve's; a replica that drains has
     `settings.drain_seconds` for what it runs.
 
-    tries  times that replicas may fail to begin before Ray gives up
+    tries  times that replicas may fail to begin, before one has, until Ray gives up
+    ready  seconds for each to load its model
     """
     how: dict[str, Any] = {"num_replicas": scale.replicas}
     if scale.most:
@@ -45,12 +51,13 @@ def replicas(
         max_ongoing_requests=config.max_sequences + config.max_waiting,
         max_constructor_retry_count=tries,
         health_check_period_s=HEALTH_SECONDS,
+        health_check_timeout_s=HEALTH_TIMEOUT,
         graceful_shutdown_timeout_s=settings.drain_seconds,
         request_router_config=RequestRouterConfig(request_router_class=PrefixRouter),
         ray_actor_options={"num_cpus": scale.cpus, "num_gpus": scale.gpus},
         **how,
     )
-    return deployment.bind(config, settings)
+    return deployment.bind(config, settings, ready)
 
 
 def application(config: EngineConfig, settings: ServeSettings, scale: Scale) -> serve.Application:

@@ -18,6 +18,7 @@ from forerun.options.config import ServeSettings
 from forerun.ray.affinity import affinity_of
 from forerun.ray.asgi import Asked, Head
 from forerun.ray.metrics import merged
+from forerun.ray.router import PrefixRouter
 from forerun.serve.in_flight import InFlight
 
 log = logging.getLogger("forerun.ray")
@@ -26,6 +27,9 @@ TRIES = 2
 """Replicas that are asked before a client is told 503: the first may have died. Nothing of an
 answer was sent by then, and the same request has the same answer everywhere."""
 GONE = "The replica that was answering has died. Ask again."
+NOBODY = "No replica is ready: Ray is starting others in their place. Ask again later."
+LOOK = 1.0
+"""Seconds between two looks whether there is still a replica for a request that waits for one."""
 RESPONSE = re.compile(rb"resp_[0-9a-f]{32}")
 """The id of an answer of /v1/responses, which only the replica that gave it has stored."""
 RESPONSES = 100_000
@@ -59,6 +63,8 @@ class Front:
             forwarded = self._replicas.forward.remote(asked)
             try:
                 head = await _first(forwarded, request)
+            except NoReplicaError:
+                return refused(503, NOBODY, "no_replica")
             except (RayError, StopAsyncIteration) as error:
                 log.warning("a replica did not answer: %s", error)
                 continue
@@ -72,6 +78,8 @@ class Front:
 
     async def _metrics(self, asked: Asked) -> Response:
         """All replicas' on one page; where one refuses, what it says."""
+        if PrefixRouter.running == 0:
+            return refused(503, NOBODY, "no_replica")
         try:
             heads = await self._all.broadcast("whole", asked).results_async(
                 timeout_s=METRICS_SECONDS
@@ -124,14 +132,21 @@ def _response(head: Head, response: Response) -> Response:
     return response
 
 
+class NoReplicaError(Exception):
+    """There is none, and Ray would wait for one for as long as that takes."""
+
+
 async def _first(forwarded: DeploymentResponseGenerator, request: Request) -> Head | None:
     """What the answer begins with; None: the client went away before, and the replica is told.
-    Raises what the replica's end raises.
+    Raises what the replica's end raises, and NoReplicaError.
     """
     head = asyncio.ensure_future(anext(forwarded))
     gone = asyncio.ensure_future(request.receive())  # The body is read: what comes next is its end.
     try:
-        await asyncio.wait((head, gone), return_when=asyncio.FIRST_COMPLETED)
+        while not (head.done() or gone.done()):
+            if PrefixRouter.running == 0:
+                raise NoReplicaError
+            await asyncio.wait((head, gone), timeout=LOOK, return_when=asyncio.FIRST_COMPLETED)
         found: Head | None = head.result() if head.done() else None
         return found
     finally:

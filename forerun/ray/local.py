@@ -2,30 +2,35 @@
 process.
 """
 
+import logging
 import os
 import re
 import signal
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import ray
 from ray import serve
 from ray.serve.api import RunTarget
 from ray.serve.handle import DeploymentHandle
 
+from forerun.build.device import choose_device, cuda_devices
 from forerun.errors import ConfigError, EngineError
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.ray.app import replicas
 from forerun.ray.front import Door, Front
+from forerun.ray.replica import READY_SECONDS
 from forerun.ray.scale import Scale
 from forerun.serve.server import Server, allow_connections, listen, url, uvicorn_config
 
-READY_SECONDS = 1800
-"""Replicas that have not loaded their model by then never will."""
-LOOK = 0.2
-"""Seconds between two looks at how they do."""
+log = logging.getLogger("forerun.ray")
+
+LOOK, LATER_LOOK = 0.2, 1.0
+"""Seconds between two looks at how replicas do, before requests are answered and after."""
+GRACE = 30.0
+"""For Ray to say what a replica says of itself when its time is over (replica.READY_SECONDS)."""
 RAISED = re.compile(r"^(?:[\w.]+\.)?\w*(?:Error|Exception): (.+)$", re.MULTILINE)
 """What a replica failed with, in the traceback that Ray gives."""
 
@@ -36,22 +41,28 @@ def run(
     """Serve `count` replicas until a signal ends it; returns when all is cleaned up. They share the
     machine's processors where `config.threads` says nothing; of its GPUs each takes `tp_size`.
 
-    announce  is told the URL once every replica has loaded its model
+    announce  is told the URL once every replica has loaded its model, or one has and another
+              cannot: those that are there serve, and the log says which is not and why
 
     The first signal drains, as `forerun serve` does. Raises ConfigError where it cannot listen or
-    there are too few GPUs, EngineError where Ray or a replica does not begin.
+    there are too few GPUs, EngineError where Ray or all replicas do not begin.
     """
+    config, gpus = on_devices(config, count)
     ended = threading.Event()
     with listen(settings.host, settings.port) as listening:
         allow_connections()
         _start()
         for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # ray.init has set its own.
             signal.signal(each, lambda *_: ended.set())
+        scale = Scale(count, cpus=min(1.0, len(os.sched_getaffinity(0)) / count), gpus=gpus)
         try:
-            handle = begun(config, settings, count, ended)
+            handle = begun(config, settings, scale, ended)
             if handle is not None:
+                watch = threading.Thread(target=watched, args=(count, ended), daemon=True)
+                watch.start()
                 answer(handle, settings, listening, announce)
         finally:
+            ended.set()
             serve.shutdown()
             ray.shutdown()
 
@@ -70,45 +81,110 @@ def _start() -> None:
         ) from error
 
 
-def begun(
-    config: EngineConfig, settings: ServeSettings, count: int, ended: threading.Event
-) -> DeploymentHandle | None:
-    """The replicas, all of them loaded; None: they were ended before. Raises as `run`."""
+def on_devices(config: EngineConfig, count: int) -> tuple[EngineConfig, int]:
+    """The configuration with its device and its share of the processors, and how many GPUs each of
+    `count` replicas has. Raises ConfigError where there are too few.
+    """
     cores = len(os.sched_getaffinity(0))
     config = replace(config, threads=config.threads or max(1, cores // count))
-    gpus = config.tp_size if config.device.startswith("cuda") else 0
-    there = int(ray.cluster_resources().get("GPU", 0))
-    if gpus * count > there:
+    device = choose_device(config).device
+    if not device.startswith("cuda"):
+        return config, 0
+    if device != "cuda":
         raise ConfigError(
-            f"replicas: {count} of {gpus} GPU{'s' * (gpus > 1)} each are {gpus * count}; "
-            f"Ray sees {there} here."
+            f"device is {device}, but Ray gives each replica GPUs of its own, numbered from 0; use "
+            "--device cuda."
         )
-    scale = Scale(replicas=count, cpus=min(1.0, cores / count), gpus=gpus)
+    there, each = cuda_devices(), config.tp_size
+    if count * each <= there:
+        return replace(config, device=device), each
+    able = there // each
+    do = f"lower --replicas to {able}" if able else "lower --tp-size"
+    seen = f"torch sees {there} CUDA device{'s' * (there != 1)} here; {do}"
+    if not there:
+        seen = "torch sees no CUDA device here; leave --device out to run on the CPU"
+    raise ConfigError(
+        f"replicas is {count}, and each takes {each} GPU{'s' * (each > 1)}, but {seen}."
+    )
+
+
+def begun(
+    config: EngineConfig, settings: ServeSettings, scale: Scale, ended: threading.Event
+) -> DeploymentHandle | None:
+    """The replicas, all of them loaded, or those that can be; None: they were ended before. Raises
+    as `run`.
+    """
+    count = scale.replicas
     serve.start(proxy_location="Disabled")
-    app = replicas(config, settings, scale, tries=1)
+    app = replicas(config, settings, scale, count, READY_SECONDS)
     (handle,) = serve.run_many(
         [RunTarget(app, route_prefix=None)], wait_for_applications_running=False
     )
-    for _ in range(int(READY_SECONDS / LOOK)):
-        (one,) = serve.status().applications.values()
-        if one.status == "RUNNING":
+    state = look()
+    for _ in range(int((READY_SECONDS + GRACE) / LOOK)):
+        state = look()
+        if state.running == count or (state.running and state.fault):
             return handle
-        if one.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-            (deployment,) = one.deployments.values()
-            raise EngineError(f"no replica could begin: {fault(deployment.message)}")
+        if state.over:
+            raise EngineError(f"no replica could begin: {state.fault}")
         if ended.wait(LOOK):
             return None
+    if state.running:
+        return handle
+    raise EngineError(f"no replica was ready within {READY_SECONDS:,.0f} seconds. {state.fault}")
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """How the replicas do.
+
+    running  how many answer
+    fault    what one of them failed with since all of them did last; "" = nothing
+    over     none has begun, and Ray tries no more
+    """
+
+    running: int
+    fault: str
+    over: bool
+
+
+def look() -> State:
+    """How they do now."""
+    (one,) = serve.status().applications.values()
+    if not one.deployments:
+        return State(0, "", False)
     (deployment,) = one.deployments.values()
-    raise EngineError(
-        f"{count} replicas were not ready within {READY_SECONDS:,} seconds. "
-        f"{deployment.message or 'They are still loading.'}"
-    )
+    running = deployment.replica_states.get("RUNNING", 0)
+    return State(running, fault(deployment.message), one.status == "DEPLOY_FAILED" and not running)
+
+
+def watched(count: int, ended: threading.Event) -> None:
+    """Say in the log how many replicas serve whenever that changes, and why others do not, until
+    the end.
+    """
+    before = State(count, "", False)
+    while not ended.is_set():
+        try:
+            now = look()
+        except Exception as error:  # noqa: BLE001 - Ray says so by exceptions of many kinds.
+            log.debug("Ray does not say how replicas do: %s", error)
+            now = before
+        if now.running == count != before.running:
+            log.info("all %d replicas serve", count)
+        elif now.running < count and now != before:
+            why = now.fault or "The others load the model."
+            log.warning("replicas that serve: %d of %d. %s", now.running, count, why)
+        before = now
+        ended.wait(LATER_LOOK)
 
 
 def fault(message: str) -> str:
     """The last error that Ray's message has; all of it where it has none."""
-    found = RAISED.findall(message)
-    return found[-1] if found else message
+    if found := RAISED.findall(message):
+        return str(found[-1])
+    if message.rstrip().endswith("ActorDiedError()"):
+        return "A replica's process died while it loaded its model, for want of memory perhaps."
+    return message
 
 
 def answer(

@@ -1,23 +1,35 @@
 """One replica: the application of `forerun serve`, with an engine of its own."""
 
 import asyncio
+import os
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
 from ray import serve
 
-from forerun.build.engine import load
+from forerun.build.engine import Loaded, load
+from forerun.errors import EngineError, ForerunError
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.ray.asgi import Asked, Head, Lifespan, answered
 from forerun.serve.app import create_app
 
+READY_SECONDS = 1800.0
+"""A replica that has not loaded its model by then never will; as a rank, and as Kubernetes' probe
+in docs/deploy."""
+
 
 class Replica:
-    """Ray Serve makes one per actor; it is there when its model is loaded."""
+    """Ray Serve makes one per actor; it is there when its model is loaded. Raises EngineError, with
+    the replica's name and process, for what its model or its options are at fault with, and where
+    loading takes longer than `ready` seconds: Ray starts another.
+    """
 
-    def __init__(self, config: EngineConfig, settings: ServeSettings) -> None:
+    def __init__(
+        self, config: EngineConfig, settings: ServeSettings, ready: float = READY_SECONDS
+    ) -> None:
         self._name = serve.get_replica_context().replica_id.unique_id
-        self._loaded = load(config)
+        self._loaded = self._within(ready, config)
         self._app = create_app(self._loaded, settings)
         self._lifespan, self._begun = Lifespan(self._app), asyncio.Lock()
 
@@ -51,10 +63,40 @@ class Replica:
         load = (await self._app.state.service.served().engine.stats()).load
         return {"cache": load.pages_held / load.pages}
 
+    def load(self, config: EngineConfig) -> Loaded:
+        """What it serves. Raises ForerunError."""
+        return load(config)
+
+    def _within(self, seconds: float, config: EngineConfig) -> Loaded:
+        """`load`, on a thread that is left where it is when it takes too long: Ray ends the process
+        with it.
+        """
+        who = f"replica {self._name} (process {os.getpid()})"
+        found: list[Loaded | BaseException] = []
+        over = threading.Event()
+
+        def run() -> None:
+            try:
+                found.append(self.load(config))
+            except BaseException as error:  # noqa: BLE001 - it is raised anew.
+                found.append(error)
+            over.set()
+
+        threading.Thread(target=run, name="forerun-load", daemon=True).start()
+        if not over.wait(seconds):
+            raise EngineError(f"{who} did not load its model within {seconds:,.0f} seconds.")
+        (loaded,) = found
+        if isinstance(loaded, ForerunError):
+            raise EngineError(f"{who}: {loaded}") from loaded
+        if isinstance(loaded, BaseException):
+            raise loaded
+        return loaded
+
     async def _begin(self) -> None:
         async with self._begun:
             await self._lifespan.begin()
 
     def __del__(self) -> None:
         """Ray Serve is done with it: what it ran has ended."""
-        self._loaded.close()
+        if hasattr(self, "_loaded"):
+            self._loaded.close()

@@ -1,7 +1,7 @@
 """Ray Serve's request router by prefix."""
 
 from collections import Counter
-from typing import Any
+from typing import Any, ClassVar
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
@@ -13,7 +13,11 @@ class PrefixRouter(RequestRouter):
     """Asks PrefixAffinity. A load is what this router has chosen a replica for, sent there or not
     yet, and not yet seen end: many choices are made before the first of them is sent. Where others
     send requests there too, it is what the replica last said.
+
+    running  replicas that there are, as this process was told last; None = not yet
     """
+
+    running: ClassVar[int | None] = None
 
     def initialize_state(self, **options: Any) -> None:
         """Called by Ray Serve with `request_router_kwargs`: PrefixAffinity's arguments."""
@@ -61,6 +65,11 @@ class PrefixRouter(RequestRouter):
         if internal_request_id in self._running:
             self._running.remove(internal_request_id)
             self._sent[replica_id.unique_id] -= 1
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Called by Ray Serve with all replicas that run, when that changes."""
+        super().update_replicas(replicas)
+        PrefixRouter.running = len(replicas)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """What it had cached is gone; its requests are told to be over one by one."""

@@ -76,7 +76,15 @@ def read(words: Mapping[str, Any]) -> tuple[EngineConfig, ServeSettings, Scale]:
     problems += [f"{name} is no option of replicas, serve or the engine." for name in wanted]
     if problems:
         raise ConfigError("\n".join(problems))
-    return EngineConfig(**config), ServeSettings(**settings), Scale(**scale)
+    found = EngineConfig(**config), ServeSettings(**settings), Scale(**scale)
+    device, each = found[0].device, found[0].tp_size
+    gpus = found[2].gpus
+    if device.startswith("cuda") and (gpus == 0 or gpus < each > 1):
+        raise ConfigError(
+            f"device is {device}, but gpus is {gpus:g}: Ray hides GPUs from replicas that do not "
+            f"reserve them; say gpus={each}."
+        )
+    return found
 
 
 def _of(kind: type[Any], wanted: dict[str, str], problems: list[str]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -31,13 +32,22 @@ def served():
     process = subprocess.Popen(
         [sys.executable, "-m", "forerun.cli", *line], stdout=subprocess.PIPE, text=True
     )
-    told = "".join(iter(process.stdout.readline, "}\n")) + "}"
-    assert json.loads(told)["url"].endswith(f":{port}/v1")
+    assert address(process).endswith(f":{port}/v1")
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE) as client:
         yield client, process
     if process.poll() is None:  # A test failed; what it started has to go all the same.
         process.terminate()
         process.wait(PATIENCE)
+
+
+def address(process):
+    """What it says with --json when it answers."""
+    told = ""
+    while not told.endswith("}\n"):
+        line = process.stdout.readline()
+        assert line, "it has ended"
+        told += line
+    return json.loads(told)["url"]
 
 
 def free_port():
@@ -281,6 +291,8 @@ def test_replicas_that_never_become_ready_say_why():
     line = [*LINE, "--port", "0", "--kv-tokens", "9999999999"]
     ended = subprocess.run(line, check=False, capture_output=True, text=True)
     assert ended.returncode == 5
-    assert "forerun: no replica could begin: The model does not fit: weights" in ended.stderr
+    told = " ".join(ended.stderr.split())
+    who = r"forerun: no replica could begin: replica \w+ \(process \d+\): "
+    assert re.search(who + "The model does not fit: weights", told), ended.stderr
     assert "Traceback" not in ended.stderr
     assert wait_for(lambda: not replica_processes(), PATIENCE)

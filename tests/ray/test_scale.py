@@ -35,6 +35,20 @@ def test_numbers_that_cannot_be_are_refused(words):
 
 
 @pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ({}, "device is cuda, but gpus is 0: .*; say gpus=1"),
+        ({"gpus": 1, "tp-size": 2}, "device is cuda, but gpus is 1: .*; say gpus=2"),
+    ],
+)
+def test_gpus_that_nobody_reserves(words, says):
+    """Half a GPU is one that replicas share."""
+    with pytest.raises(ConfigError, match=says):
+        read({"model": "toy", "device": "cuda"} | words)
+    assert read({"model": "toy", "device": "cuda", "gpus": 0.5})[2].gpus == 0.5
+
+
+@pytest.mark.parametrize(
     ("requests", "cache", "wanted"),
     [
         (48, {"a": 0.1, "b": 0.1}, 3),  # By requests: 16 each.
