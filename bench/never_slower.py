@@ -22,9 +22,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from forerun.build import engine
 from forerun.build.engine import open_target
 from forerun.client.completion import acceptance_length, make_request
-from forerun.drafters.native_ngram import CpuNgramDrafter
 from forerun.drafters.ngram import NgramDrafter
 from forerun.interface.plan import Plan
 from forerun.machine import stamp
@@ -85,7 +85,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.adversary:
-        NgramDrafter.propose = CpuNgramDrafter.propose = wrong
+        NgramDrafter.propose = wrong
+        # The native one would buy by itself.
+        engine.ngram_drafter = lambda slots, table: NgramDrafter(slots, table=table)
     target = open_target(EngineConfig(kv_tokens=max(*args.batches, 4) * 1024, context=2048))
     every = read_prompts(args.set)
     rows, same, draw = [], True, np.random.default_rng(args.seed)

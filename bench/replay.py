@@ -152,14 +152,14 @@ class Replay:
             page_table=np.zeros((len(slots), 1), np.int32),
             constrained=np.zeros(len(slots), np.bool_),
             min_prob=budgets[0].min_prob,
+            prices=decision.prices,
         )
         drafts, proposed = [Draft()] * len(slots), list[Draft]()
         if bool(plan.max_nodes.any()):
             proposed = self.drafter.propose(plan)
             if self.wrong:
                 proposed = [bad(min(int(d), 4)) for d in depth]
-            assert decision.select is not None
-            drafts = decision.select(proposed)
+            drafts = decision.select(proposed) if decision.select else proposed
         self._settle(plan, streams, drafts, proposed, decision.reason)
 
     def _settle(
@@ -290,7 +290,8 @@ def replayed(
     played = islice(cycle(answers), max(len(answers), 8 * rows))
     while head := list(islice(played, options.fresh * rows or None)):
         told = machine.start_up() if options.startup else COSTS[options.told or name]
-        replay.policy = AdaptivePolicy(told, 8, 8, DrafterTraits("ngram", 8, free=True))
+        traits = DrafterTraits("ngram", 8, free=True, buys=not options.wrong)
+        replay.policy = AdaptivePolicy(told, 8, 8, traits)
         if options.warm:
             # What a prompt waited for, its answer is shorter when all are decoded together.
             short = [

@@ -32,7 +32,7 @@ int guarded(Work work) {
 extern "C" {
 
 // Raised whenever the meaning of a call or structure changes; native.py asks for the same number.
-int forerun_abi() { return 21; }
+int forerun_abi() { return 22; }
 
 const char* forerun_error() { return last_error.c_str(); }
 
@@ -264,10 +264,11 @@ int forerun_ngram_end(Ngrams* ngrams, int slot) {
 
 // How many draft tokens there are in `out`, or -1; see Ngrams::propose.
 int forerun_ngram_propose(Ngrams* ngrams, const int32_t* message, int length, int rows,
-                          int32_t* out, double min_prob) {
+                          int32_t* out, double min_prob, const double* prices, int most) {
     int total = 0;
-    const int code =
-        guarded([&] { return ngrams->propose(message, length, rows, min_prob, out, total); });
+    const int code = guarded([&] {
+        return ngrams->propose(message, length, rows, min_prob, prices, most, out, total);
+    });
     return code ? code : total;
 }
 

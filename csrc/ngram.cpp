@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 namespace forerun {
 
@@ -62,8 +63,9 @@ bool Ngrams::open(int64_t slot) const {
 std::string Ngrams::begin(int slot, const int32_t* tokens, int count, int predicted) {
     if (slot < 0 || slot >= rules_.slots) return "there is no slot " + std::to_string(slot);
     if (predicted < 0 || predicted > count) return "more tokens are predicted than there are";
-    texts_[(size_t)slot].reset(new Text{
-        {tokens, tokens + count}, {Chain(rules_.orders[0]), Chain(rules_.orders[1])}, predicted});
+    const Chain chains[] = {Chain(rules_.orders[0]), Chain(rules_.orders[1])};
+    texts_[(size_t)slot].reset(
+        new Text{{tokens, tokens + count}, {chains[0], chains[1]}, predicted, {}, {}, {}});
     return "";
 }
 
@@ -74,7 +76,7 @@ std::string Ngrams::end(int slot) {
 }
 
 std::string Ngrams::propose(const int32_t* message, int length, int rows, double min_prob,
-                            int32_t* out, int& total) {
+                            const double* prices, int most, int32_t* out, int& total) {
     min_prob_ = std::max(min_prob, rules_.min_prob);
     tokens_.clear();
     parents_.clear();
@@ -91,11 +93,17 @@ std::string Ngrams::propose(const int32_t* message, int length, int rows, double
         const int32_t* const news = message + 4;
         message = news + message[3];
         text.tokens.insert(text.tokens.end(), news, message);
+        learn(text, news, (int)(message - news));
         const size_t before = tokens_.size();
         find_places(text);
         grow(text, nodes, depth);
         out[b] = (int32_t)(tokens_.size() - before);
+        const size_t found = most >= 0 ? tokens_.size() : before;
+        text.drafted.assign(tokens_.begin() + before, tokens_.begin() + found);
+        text.parents.assign(parents_.begin() + before, parents_.begin() + found);
+        text.scores.assign(scores_.begin() + before, scores_.begin() + found);
     }
+    if (most >= 0) buy(prices, most, rows, out);
     total = (int)tokens_.size();
     const size_t bytes = tokens_.size() * sizeof(int32_t);
     if (!bytes) return "";
@@ -104,6 +112,79 @@ std::string Ngrams::propose(const int32_t* message, int length, int rows, double
     memcpy(out + rows + 2 * total, scores_.data(), bytes);
     memcpy(out + rows + 3 * total, sources_.data(), bytes);
     return "";
+}
+
+// Trust.learn of forerun/control/host_drafts.py: what was drafted for this text, and what came.
+void Ngrams::learn(const Text& text, const int32_t* came, int count) {
+    double expected = 0.0, score = 1.0;
+    int tried = 0, right = 0;
+    int32_t node = -1;
+    for (int i = 0; i < count; i++) {
+        double together = 0.0;
+        int32_t children = 0, next = -1;
+        for (size_t child = (size_t)(node + 1); child < text.drafted.size(); child++) {
+            if (text.parents[child] != node) continue;
+            children++;
+            together += (double)text.scores[child];
+            if (text.drafted[child] == came[i]) next = (int32_t)child;
+        }
+        if (!children) break;
+        tried++;
+        expected += std::min(1.0, together / std::max(score, 1e-6));
+        if (next < 0) break;
+        right++;
+        node = next;
+        score = (double)text.scores[(size_t)next];
+    }
+    if (!tried) return;
+    rules_.trust[0] = rules_.decay * rules_.trust[0] + expected;
+    rules_.trust[1] = rules_.decay * rules_.trust[1] + right;
+}
+
+// Leaves of the draft tokens of all rows those that bring most beyond what `prices` asks, with scores
+// as far as they are to be believed: Trust.believed, AdaptivePolicy._bought and cut of
+// forerun/control.
+void Ngrams::buy(const double* prices, int most, int rows, int32_t* counts) {
+    const double share = std::min(1.0, rules_.trust[1] / rules_.trust[0]);
+    const size_t total = tokens_.size();
+    believed_.resize(total);
+    for (size_t b = 0, first = 0; b < (size_t)rows; first += (size_t)counts[b++]) {
+        for (size_t n = first; n < first + (size_t)counts[b]; n++) {
+            const bool top = parents_[n] < 0;
+            const size_t above = top ? 0 : first + (size_t)parents_[n];
+            const double told = top ? 1.0 : (double)scores_[above];
+            const double chance = told > 0.0 ? (double)scores_[n] / told : 0.0;
+            believed_[n] = (top ? 1.0 : believed_[above]) * std::min(chance * share, rules_.almost);
+        }
+    }
+    scores_.assign(believed_.begin(), believed_.end());
+    order_.resize(total);
+    std::iota(order_.begin(), order_.end(), 0);
+    std::stable_sort(order_.begin(), order_.end(), [&](int32_t one, int32_t other) {
+        return scores_[(size_t)one] > scores_[(size_t)other];
+    });
+    size_t bought = 0;
+    double brought = 0.0, won = 0.0;
+    for (size_t n = 0; n < total && n < (size_t)most; n++) {
+        brought += (double)scores_[(size_t)order_[n]];
+        if (brought - prices[n] > won) bought = n + 1, won = brought - prices[n];
+    }
+    place_.assign(total, -1);  // Among what is left of its row.
+    for (size_t i = 0; i < bought; i++) place_[(size_t)order_[i]] = 0;
+    size_t left = 0;
+    for (size_t b = 0, first = 0, n = 0; b < (size_t)rows; b++, first = n) {
+        int32_t kept = 0;
+        for (const size_t end = first + (size_t)counts[b]; n < end; n++) {
+            if (place_[n] < 0) continue;
+            place_[n] = kept++;
+            tokens_[left] = tokens_[n];
+            parents_[left] = parents_[n] < 0 ? -1 : place_[first + (size_t)parents_[n]];
+            scores_[left] = scores_[n];
+            sources_[left++] = sources_[n];
+        }
+        counts[b] = kept;
+    }
+    tokens_.resize(left);
 }
 
 // voters_ become the earlier positions whose past agrees with the end of the text: longest order

@@ -17,11 +17,14 @@ struct NgramTable {
     const float *rest, *shares;
 };
 
-// The constants of forerun/drafters/ngram.py, by the same names.
+// The constants of forerun/drafters/ngram.py and of forerun/control, by the same names; and where
+// the caller keeps what is learned of scores: draft tokens that should have been right by them, and
+// that were.
 // The layout is shared with forerun/executors/cpu/native.py.
 struct NgramRules {
     int32_t slots, orders[2], places, longest, tail;
-    double doubt, sure, min_prob;
+    double doubt, sure, min_prob, decay, almost;
+    double* trust;
     NgramTable table;
 };
 
@@ -74,14 +77,19 @@ public:
     // scores[total] and sources[total] (as in forerun.speculative.tree.DraftSource). It
     // must have room for all the draft tokens that are asked for. Draft tokens with a score below
     // `min_prob`, or below the rules', are left out.
-    std::string propose(const int32_t* message, int length, int rows, double min_prob, int32_t* out,
-                        int& total);
+    // prices[n - 1], n up to `most`: what n draft tokens of all rows have to bring. Only those come
+    // out that are bought, with scores as far as they are to be believed. most < 0: all come out.
+    std::string propose(const int32_t* message, int length, int rows, double min_prob,
+                        const double* prices, int most, int32_t* out, int& total);
 
 private:
     struct Text {
         std::vector<int32_t> tokens;
         Chain chains[2];
         int32_t predicted;
+        // What was found when it was asked last, bought or not, while nobody knows what came.
+        std::vector<int32_t> drafted, parents;
+        std::vector<float> scores;
     };
 
     // What may become a draft token: `voters` of them from `first` on agree with it.
@@ -93,6 +101,8 @@ private:
     };
 
     bool open(int64_t slot) const;
+    void learn(const Text& text, const int32_t* came, int count);
+    void buy(const double* prices, int most, int rows, int32_t* counts);
     void find_places(Text& text);
     void grow(const Text& text, int nodes, int depth);
     void offer(const Text& text, const Candidate& above, int parent);
@@ -112,6 +122,8 @@ private:
     std::vector<Usual> usual_;
     std::vector<int32_t> tail_;
     std::vector<Candidate> heap_;
+    std::vector<double> believed_;  // by draft token
+    std::vector<int32_t> order_, place_;
 };
 
 }  // namespace forerun

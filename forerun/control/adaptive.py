@@ -7,9 +7,11 @@ price: draft tokens are bought while they bring more tokens than their time woul
 at the speed that steps reach on average (Dinkelbach 1967: the maximum of a ratio of means).
 """
 
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from forerun.control import reasons
@@ -57,7 +59,7 @@ class AdaptivePolicy:
         self.shapes = None if traits.free else Shapes(self.account, max_depth, width, losing)
         self.reasons: Counter[str] = Counter()
         self._nodes, self._depth, self._merged = max_nodes, max_depth, traits.merged
-        self._in_round, self._lookahead = costs.in_round, lookahead
+        self._in_round, self._lookahead, self._buys = costs.in_round, lookahead, traits.buys
         self._fault: str | None = None
         # Steps since draft tokens were looked for; and in a row that had some.
         self._looked, self._drafted = 0, 0
@@ -77,6 +79,9 @@ class AdaptivePolicy:
         if self._lookahead is not None and constrained:
             known = self._known(self._lookahead, budget.reason, slots, each)
             budgets = with_known(budgets, known)
+        if self._buys and not constrained:
+            prices = self._prices(rows, sum(each)) if budget.nodes else None
+            return Decision(budget.reason, budgets, prices=prices)
         select = None if self._in_round else partial(self._select, each)
         return Decision(budget.reason, budgets, select)
 
@@ -107,15 +112,14 @@ class AdaptivePolicy:
         """All that a free drafter knows, where something of it may pay, and now and then one draft
         token where it may not: what is believed of costs may be wrong.
         """
-        costs, most = self.account.costs, rows * (1 + self._nodes)
+        curve = self.account.costs.curve(rows, rows * (1 + self._nodes), cached)
         if self._looked >= PLAIN_EVERY:
             return Budget(1, 1, reasons.PROBING)
         if self.account.brought.value < self.account.paid.value and not self._due():
             return Budget(0, 0, reasons.SELDOM)
-        if costs.price(rows, most, cached) >= 1.0:
+        if curve.price >= 1.0:
             return Budget(0, 0, reasons.TOO_DEAR)
-        price = costs.price(rows, most, cached, hopeful=True)
-        return Budget(self._nodes, self._depth, reasons.ON, min_prob=round(price, 2))
+        return Budget(self._nodes, self._depth, reasons.ON, min_prob=round(curve.hopeful, 2))
 
     def _due(self) -> bool:
         """Whether to look although that lost lately: so seldom that looking takes a third of what
@@ -139,6 +143,17 @@ class AdaptivePolicy:
         bought, _ = self._bought([score for row in rows for score in row], owners, kv_len)
         counts = Counter(owners[index] for index in bought)
         return [counts[row] for row in range(count)]
+
+    def _prices(self, rows: int, cached: int) -> "array[float]":
+        """What 1, 2, ... draft tokens of all rows have to bring beyond what their time would bring
+        elsewhere; as many of them as lose no more than a plain step and the credit. As `_bought`.
+        """
+        account, costs = self.account, self.account.costs
+        price = rows * max(1.0, account.speed) * costs.late(rows, cached)
+        stake = min(max(account.credit, 0.0), 1.0)
+        steps = costs.curve(rows, rows * (1 + self._nodes), cached).steps
+        paid = takewhile(lambda step: step[1] <= stake, steps)
+        return array("d", [price * more for more, _ in paid])
 
     def _select(self, kv_len: list[int], drafts: list[Draft]) -> list[Draft]:
         """Of all rows the draft tokens that pay: any path is kept down to where it stops to."""
@@ -183,7 +198,8 @@ class AdaptivePolicy:
         ratio = self.account.observe(report)
         self._drafted = self._drafted + 1 if verified else 0
         self._looked = 0 if allowed else self._looked + 1
-        found = self._found(report) if allowed else []
+        bought = self._buys and not report.constrained
+        found = self._found(report) if allowed and not bought else []
         if self.shapes is None:
             return
         self.shapes.fresh(report.fresh)

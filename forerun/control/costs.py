@@ -3,10 +3,11 @@
 from bisect import bisect_left
 from dataclasses import dataclass
 from math import exp, log
+from typing import NamedTuple
 
 import numpy as np
 
-from forerun.control.constants import DECAY, FOLLOW, MIN_REPEATS, OUTLIER, PLAIN_EVERY
+from forerun.control.constants import DECAY, FOLLOW, MIN_REPEATS, OUTLIER, PLAIN_EVERY, RENEW
 from forerun.control.step_costs import StepCosts
 
 LARGEST = 14
@@ -25,6 +26,19 @@ class Mean:
         """The next observation is so far from the mean."""
         self.seen += weight
         self.value += weight * max(1.0 - DECAY, 1.0 / max(self.seen, 1.0)) * error
+
+
+class Curve(NamedTuple):
+    """What draft tokens cost beside so many rows, in plain steps.
+
+    price, hopeful  see `LiveCosts.price`
+    steps  of 1, 2, ... draft tokens: how much longer than a plain step one takes, hopefully, and at
+           most; as far as that is a plain step
+    """
+
+    price: float
+    hopeful: float
+    steps: list[tuple[float, float]]
 
 
 class LiveCosts:
@@ -49,6 +63,8 @@ class LiveCosts:
         # By powers of two of rows, and of cached tokens of a row, and whether they are carried; of
         # so many rows the one that was learned last has no context.
         self._plain: dict[tuple[int, int | None, bool], Mean] = {}
+        # By rows and nodes, and after how many steps it was made.
+        self._curves: dict[tuple[int, int], tuple[int, Curve]] = {}
 
     def plain(self, rows: int, cached: int, carried: bool) -> float:
         """Milliseconds of a plain step that is carried, or of one that is not."""
@@ -104,6 +120,21 @@ class LiveCosts:
         """
         counts = {rows + 1, most, *(n for n in self.measured.nodes if rows < n < most)}
         return rows * min((self.ratio(rows, n, cached, hopeful) - 1.0) / (n - rows) for n in counts)
+
+    def curve(self, rows: int, most: int, cached: int) -> Curve:
+        """The prices of up to `most` nodes, as they were believed RENEW steps ago at most."""
+        made, curve = self._curves.get((rows, most), (-RENEW, None))
+        if curve is None or self.steps - made >= min(RENEW, 1 + self.steps // RENEW):
+            steps: list[tuple[float, float]] = []
+            for nodes in range(rows + 1, most + 1):
+                longest = self.at_most(rows, nodes, cached) - 1.0
+                if longest > 1.0:
+                    break
+                steps.append((self.ratio(rows, nodes, cached, hopeful=True) - 1.0, longest))
+            prices = self.price(rows, most, cached), self.price(rows, most, cached, hopeful=True)
+            curve = Curve(*prices, steps)
+            self._curves[rows, most] = self.steps, curve
+        return curve
 
     def _told(self, nodes: int, cached: int) -> float:
         below, above, fraction = self._between(nodes)

@@ -11,7 +11,8 @@ from forerun.speculative.tree import NO_DRAFT, Draft, DraftSource
 
 CERTAIN = 1.0
 """Score of what a grammar forces. What a drafter proposes is never certain."""
-_ALMOST = 0.999
+ALMOST = 0.999
+"""The most that is believed of what a drafter proposes."""
 _GRAMMARS = (DraftSource.GRAMMAR, DraftSource.TOKEN_PRIOR)
 
 
@@ -47,7 +48,7 @@ class Trust:
             above, told = (scores[parent], given[parent]) if parent >= 0 else (1.0, 1.0)
             chance = score / told if told > 0.0 else 0.0
             if source not in _GRAMMARS:
-                chance = min(chance * share, _ALMOST)
+                chance = min(chance * share, ALMOST)
             scores.append(above * min(chance, 1.0))
         return Draft(draft.tokens, draft.parents, np.array(scores, np.float32), draft.source)
 

@@ -2,6 +2,7 @@
 told what the step was. And the policy that never changes its mind.
 """
 
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -30,11 +31,13 @@ class Decision:
     rows    B budgets; all zero: the step is exactly a plain one
     select  of what drafter and grammars found on the host, a draft per row, that which pays; None:
             all of it. Valid until the policy observes the next step
+    prices  by which the drafter buys, instead (Plan.prices)
     """
 
     reason: str
     rows: tuple[Budget, ...]
     select: Callable[[list[Draft]], list[Draft]] | None = None
+    prices: "array[float] | None" = None
 
     @classmethod
     def same(cls, budget: Budget, rows: int) -> "Decision":

@@ -10,6 +10,8 @@ from weakref import finalize
 import numpy as np
 
 from forerun.columns import consume
+from forerun.control.constants import DECAY
+from forerun.control.host_drafts import ALMOST
 from forerun.drafters import ngram
 from forerun.errors import EngineError
 from forerun.executors.cpu import native
@@ -41,8 +43,10 @@ class CpuNgramDrafter:
     def __init__(
         self, slots: int, min_prob: float = ngram.MIN_PROB, table: NgramTable | None = None
     ) -> None:
-        self.traits = DrafterTraits(name="ngram", max_depth=64, free=True)
+        self.traits = DrafterTraits(name="ngram", max_depth=64, free=True, buys=True)
         self._table, self._min_prob = table, min_prob
+        # Draft tokens that should have been right by their scores, and that were: the core's.
+        self._trust = array("d", [1.0, 1.0])
         self._library = native.load_short()
         rules = native.NgramRules(
             slots=slots,
@@ -53,6 +57,9 @@ class CpuNgramDrafter:
             doubt=ngram.DOUBT,
             sure=ngram.SURE,
             min_prob=min_prob,
+            decay=DECAY,
+            almost=ALMOST,
+            trust=self._trust.buffer_info()[0],
             table=_arrays(table) if table else native.TableArrays(),
         )
         self._index: int = self._library.forerun_ngram_open(ctypes.byref(rules))
@@ -75,7 +82,9 @@ class CpuNgramDrafter:
         self._news[slot_init.slot] = []
 
     def propose(self, plan: Plan) -> list[Draft]:
-        """One draft per row, empty where nothing is likely enough. EngineError of the core."""
+        """One draft per row, empty where nothing is likely enough, or nothing is bought. Remembers
+        what was found, until it is asked again, where there are prices. EngineError of the core.
+        """
         slots, depths = plan.slots.tolist(), plan.max_depth.tolist()
         drafts = [NO_DRAFT] * len(slots)
         asked: list[int] = []
@@ -97,8 +106,10 @@ class CpuNgramDrafter:
             self._out_at = self._out.ctypes.data
         # The array lives until the call is over, because `numbers` names it.
         numbers = array("i", message)
+        where, length = numbers.buffer_info()
+        prices, most = (None, -1) if plan.prices is None else plan.prices.buffer_info()
         total = self._library.forerun_ngram_propose(
-            self._index, numbers.buffer_info()[0], len(numbers), rows, self._out_at, plan.min_prob
+            self._index, where, length, rows, self._out_at, plan.min_prob, prices, most
         )
         if total < 0:
             raise EngineError(self._why())
@@ -145,7 +156,8 @@ class CpuNgramDrafter:
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info: `drafter`, `native`, and those of `ngram.about`."""
         facts = ngram.about(self._min_prob, self._table)
-        return {"drafter": self.traits.name, "native": True} | facts
+        trust = round(min(1.0, self._trust[1] / self._trust[0]), 3)
+        return {"drafter": self.traits.name, "native": True, "trust_in_scores": trust} | facts
 
     def _why(self) -> str:
         error: bytes = self._library.forerun_error()

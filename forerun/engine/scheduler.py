@@ -139,7 +139,8 @@ class Scheduler(Admission):
         rows, decision = self._rows(opened)
         if not (rows.sequences or opened or closed):
             return None
-        return Schedule(self._plan(rows), tuple(rows.sequences), decision, opened, closed)
+        plan = self._plan(rows, decision)
+        return Schedule(plan, tuple(rows.sequences), decision, opened, closed)
 
     def plan_after(self, round: Round, sequences: tuple[Sequence, ...]) -> Schedule | None:
         """Plan the step that goes on from a running round of these sequences: they once more, but
@@ -163,7 +164,8 @@ class Scheduler(Admission):
         kv_len = list(map(add, Columns.lengths(rows), longer))
         planned = _Rows(rows, [1] * len(rows), [True] * len(rows), kv_len, budgets)
         ends = np.array(list(Columns.limits(rows)), np.int32) - np.int32(1)
-        return Schedule(replace(self._plan(planned), after=round, ends=ends), tuple(rows), decision)
+        plan = replace(self._plan(planned, decision), after=round, ends=ends)
+        return Schedule(plan, tuple(rows), decision)
 
     # --- pages and slots ---------------------------------------------------------------
 
@@ -286,7 +288,7 @@ class Scheduler(Admission):
                 table.reserve(min(first[row] + depths[row], limit) - table.length)
         return depths
 
-    def _plan(self, rows: _Rows) -> Plan:
+    def _plan(self, rows: _Rows, decision: Decision) -> Plan:
         """The rows as the arrays that an executor takes."""
         sequences, budgets = rows.sequences, rows.budgets
         nothing = [0] * (len(sequences) - len(budgets))
@@ -306,6 +308,7 @@ class Scheduler(Admission):
             page_table=page_rows(sequences),
             constrained=np.array(list(Columns.constrained(sequences)), np.bool_),
             min_prob=min(_min_probs_of(compress(budgets, _nodes_of(budgets))), default=0.0),
+            prices=decision.prices,
             model_depth=np.array([*_model_depths_of(budgets), *nothing], np.int32),
         )
 

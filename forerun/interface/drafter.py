@@ -23,6 +23,8 @@ class DrafterTraits:
                       tokens can have none any more (DraftModelTraits.loses)
     free              proposing takes microseconds and every draft token has an honest score: it is
                       asked for all it knows, and chosen from afterwards
+    buys              free, and chooses what pays by itself where `Plan.prices` says what draft
+                      tokens cost; it learns by itself how far its scores are to be believed
     merged            free drafters and one that costs time, in one tree, whose scores are how often
                       such nodes were right; the free ones can be asked alone (Plan.model_depth)
     drafts_on_device  its draft tokens for the next step can come of the running one, on the device
@@ -33,6 +35,7 @@ class DrafterTraits:
     needs_features: bool = False
     loses: bool = False
     free: bool = False
+    buys: bool = False
     merged: bool = False
     drafts_on_device: bool = False
 

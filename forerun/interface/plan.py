@@ -2,6 +2,7 @@
 runs, one packed copy out.
 """
 
+from array import array
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import repeat
@@ -70,6 +71,9 @@ class Plan:
                             reserved for kv_len + len(known) + max_depth positions
     constrained bool[B]     a grammar holds the row
     min_prob    draft tokens less likely than this are not worth proposing: none would be verified
+    prices      of a drafter that buys: tokens that 1, 2, ... draft tokens of all rows have to bring
+                to be worth their time, no more of them than this is long; None = it shall propose
+                all it knows
     model_depth int32[B]    of max_depth, how deep a draft model may go that drafts one tree with
                             free drafters; 0 = only these are asked, None = max_depth
     request     what the step shall do for the draft model at its end, if the executor can;
@@ -92,6 +96,7 @@ class Plan:
     page_table: Ints
     constrained: Bools
     min_prob: float = 0.0
+    prices: "array[float] | None" = None
     model_depth: Ints | None = None
     request: DraftRequest | None = None
     after: "Round | None" = None

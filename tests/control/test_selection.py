@@ -1,5 +1,6 @@
 """Choosing among draft tokens that were seen: against brute force, and over simulated text."""
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -144,6 +145,29 @@ def test_the_choice_is_the_best_of_all_choices(rows, rises, speed):
     kept = kept_of(policy, drafts)
     best = max(map(won, product(*(range(len(d) + 1) for d in drafts))))
     assert won([len(draft) for draft in kept]) == pytest.approx(best, abs=1e-5)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(shares, min_size=1, max_size=3), increments, st.floats(0.5, 3), st.floats(0.0, 2.0))
+def test_prices_say_what_is_chosen(rows, rises, speed, credit):
+    costs = StepCosts((1, 3, 6, 12), tuple(np.cumsum([5.0, *rises]).tolist()))
+    drafts = [chain(row) for row in rows]
+    kept, buying = (
+        seen(AdaptivePolicy(costs, 8, 8, replace(FREE, buys=buys))) for buys in (False, True)
+    )
+    for policy in (kept, buying):
+        policy.account.credit = credit
+        policy.account.brought.value, policy.account.paid.value = speed, 1.0
+    decision = buying.decide(*arrays(len(rows)))
+    assert decision.select is None
+    assert buying.decide(*arrays(len(rows)), constrained=True).select is not None
+    if decision.prices is None:
+        assert not any(budget.nodes for budget in decision.rows)
+        return
+    scores = sorted((score for draft in drafts for score in draft.score.tolist()), reverse=True)
+    scores = scores[: len(decision.prices)]
+    won = [0.0, *(np.cumsum(scores) - np.array(decision.prices)[: len(scores)])]
+    assert sum(map(len, kept_of(kept, drafts))) == np.argmax(won)
 
 
 def test_no_step_stakes_more_than_a_plain_step_and_the_credit():

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.client.completion import complete, make_request
+from forerun.control.host_drafts import Trust, cut, ranked, scored
 from forerun.drafters.native_ngram import CpuNgramDrafter
 from forerun.drafters.ngram import NgramDrafter
 from forerun.errors import EngineError
@@ -29,7 +30,7 @@ def slot_init(slot, tokens, prediction=()):
     return SlotInit(slot, np.array(tokens, np.int32), len(tokens), GREEDY, predicted)
 
 
-def plan_of(slots, nodes, depths, min_prob=0.0):
+def plan_of(slots, nodes, depths, min_prob=0.0, prices=None):
     rows = len(slots)
     return Plan(
         slots=np.array(slots, np.int32),
@@ -41,6 +42,7 @@ def plan_of(slots, nodes, depths, min_prob=0.0):
         page_table=np.zeros((rows, 1), np.int32),
         constrained=np.zeros(rows, np.bool_),
         min_prob=min_prob,
+        prices=prices,
     )
 
 
@@ -54,11 +56,49 @@ def outcome_of(emitted):
     return Outcome(counts, tokens, np.zeros(rows, np.int32), np.ones(rows, np.bool_))
 
 
+class Buyer(NgramDrafter):
+    """The slow twin with the policy's own way to choose what pays, by prices.
+
+    waiting  by slot: what was found when it was asked last, bought or not, and what came since
+    """
+
+    def __init__(self, *settings):
+        super().__init__(*settings)
+        self.trust, self.waiting = Trust(), {}
+
+    def begin(self, slot_init):
+        super().begin(slot_init)
+        self.waiting[slot_init.slot] = NO_DRAFT, []
+
+    def propose(self, plan):
+        found = super().propose(plan)
+        asked = ((plan.max_nodes > 0) & (plan.max_depth > 0)).tolist()
+        for slot, draft, some in zip(plan.slots.tolist(), found, asked, strict=True):
+            if some:
+                self.trust.learn(*self.waiting[slot])
+                self.waiting[slot] = (NO_DRAFT if plan.prices is None else draft), []
+        return found if plan.prices is None else bought(self.trust, found, plan.prices)
+
+    def observe(self, plan, trees, outcome):
+        super().observe(plan, trees, outcome)
+        for slot, tokens in zip(plan.slots.tolist(), outcome.output_tokens, strict=True):
+            self.waiting[slot][1].extend(tokens)
+
+
+def bought(trust, drafts, prices):
+    """Of all rows what brings most beyond its price."""
+    believed = [trust.believed(draft) for draft in drafts]
+    scores, owners = scored(believed)
+    order = [index for (index,) in ranked(scores, owners, together=False)][: len(prices)]
+    won = [0.0, *(np.cumsum([scores[index] for index in order]) - np.array(prices)[: len(order)])]
+    return cut(believed, order[: int(np.argmax(won))])
+
+
 class Twins:
     """Both drafters, told the same; every proposal is compared."""
 
     def __init__(self, min_prob=0.2, table=None):
-        kinds = (NgramDrafter, CpuNgramDrafter)
+        kinds = (Buyer, CpuNgramDrafter)
         self.both = [kind(SLOTS, min_prob, table) for kind in kinds]
         self.open: set[int] = set()
 
@@ -72,16 +112,19 @@ class Twins:
             drafter.end(slot)
         self.open.discard(slot)
 
-    def step(self, slots, nodes, depths, emitted, min_prob=0.0):
+    def step(self, slots, nodes, depths, emitted, min_prob=0.0, prices=None):
         """Returns how many draft tokens there were."""
-        plan = plan_of(slots, nodes, depths, min_prob)
+        plan = plan_of(slots, nodes, depths, min_prob, prices)
         slow, fast = (drafter.propose(plan) for drafter in self.both)
         assert len(slow) == len(fast) == len(slots)
         for one, other in zip(slow, fast, strict=True):
             for name in ("tokens", "parents", "score", "source") if len(one) else ():
                 mine, twins = getattr(one, name), getattr(other, name)
                 assert mine.dtype == twins.dtype and mine.tobytes() == twins.tobytes(), name
-            assert (one.score >= min_prob - 1e-6).all()
+            assert prices is not None or (one.score >= min_prob - 1e-6).all()
+        assert prices is None or sum(map(len, fast)) <= len(prices)
+        told = self.both[1].describe()["trust_in_scores"]
+        assert told == pytest.approx(self.both[0].trust.share, abs=6e-4)
         trees, outcome = batch(list(plan.known), fast), outcome_of(emitted)
         for drafter in self.both:
             drafter.observe(plan, trees, outcome)
@@ -89,6 +132,10 @@ class Twins:
 
 
 WORDS = st.lists(st.integers(0, 3), max_size=60)
+PRICES = st.one_of(
+    st.none(),
+    st.lists(st.floats(0.0, 0.4), max_size=40).map(lambda each: array("d", np.cumsum(each))),
+)
 LIMITS = st.tuples(st.sampled_from([0, 1, 3, 8, 64]), st.sampled_from([0, 1, 2, 5, 64]))
 
 
@@ -114,7 +161,8 @@ def test_any_course_of_events(data, min_prob, tabled):
         limits = [data.draw(LIMITS) for _ in slots]
         emitted = [data.draw(st.lists(st.integers(0, 3), max_size=6)) for _ in slots]
         nodes, depths = zip(*limits, strict=True)
-        twins.step(slots, nodes, depths, emitted, data.draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])))
+        least = data.draw(st.sampled_from([0.0, 0.1, 0.5, 1.0]))
+        twins.step(slots, nodes, depths, emitted, least, data.draw(PRICES))
 
 
 def texts(random, kind, length):
@@ -133,9 +181,12 @@ def texts(random, kind, length):
     return text
 
 
+@pytest.mark.parametrize("each", [None, 0.02, 0.2])
 @pytest.mark.parametrize("tabled", [False, True])
 @pytest.mark.parametrize("kind", ["noise", "language", "repeated"])
-def test_long_texts(random, kind, tabled):
+def test_long_texts(random, kind, tabled, each):
+    """each: the price of a draft token."""
+    prices = None if each is None else array("d", each * np.arange(1, 33))
     length = 3000
     table = table_of([texts(random, kind, length) for _ in range(9)], 2**31) if tabled else None
     twins = Twins(0.02, table)
@@ -157,8 +208,9 @@ def test_long_texts(random, kind, tabled):
             count = int(random.integers(0, 9))
             emitted.append(rest[slot][:count])
             rest[slot] = rest[slot][count:]
-        draft_tokens += twins.step(slots, nodes, depths, emitted)
-    assert draft_tokens > 300
+        draft_tokens += twins.step(slots, nodes, depths, emitted, prices=prices)
+    if each is None or kind != "noise":
+        assert draft_tokens > (300 if each is None else 80)
 
 
 def test_drafts_survive_the_next_proposal():
@@ -205,7 +257,7 @@ def test_the_core_checks_what_it_is_told(message, fault):
     drafter.begin(slot_init(0, [1, 2, 1]))
     numbers, out = array("i", message), np.empty(64, np.int32)
     code = library.forerun_ngram_propose(
-        drafter._index, numbers.buffer_info()[0], len(numbers), 1, out.ctypes.data, 0.0
+        drafter._index, *numbers.buffer_info(), 1, out.ctypes.data, 0.0, None, -1
     )
     assert code == -1 and fault in library.forerun_error().decode()
     assert library.forerun_ngram_end(drafter._index, 1) == -1

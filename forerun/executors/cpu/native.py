@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 Library = TypeVar("Library", ctypes.CDLL, ctypes.PyDLL)
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 21
+ABI = 22
 """What `forerun_abi` of csrc/api.cpp must say; raised together with it."""
 
 
@@ -117,7 +117,8 @@ class NgramRules(ctypes.Structure):
         ("slots", c_int32),
         ("orders", c_int32 * 2),
         *((name, c_int32) for name in ("places", "longest", "tail")),
-        *((name, c_double) for name in ("doubt", "sure", "min_prob")),
+        *((name, c_double) for name in ("doubt", "sure", "min_prob", "decay", "almost")),
+        ("trust", c_void_p),
         ("table", TableArrays),
     )
 
@@ -170,7 +171,10 @@ _SHORT_CALLS = {
     "forerun_ngram_close": (None, [c_void_p]),
     "forerun_ngram_begin": (c_int, [c_void_p, c_int, c_void_p, c_int, c_int]),
     "forerun_ngram_end": (c_int, [c_void_p, c_int]),
-    "forerun_ngram_propose": (c_int, [c_void_p, c_void_p, c_int, c_int, c_void_p, c_double]),
+    "forerun_ngram_propose": (
+        c_int,
+        [c_void_p, c_void_p, c_int, c_int, c_void_p, c_double, c_void_p, c_int],
+    ),
 }
 
 
