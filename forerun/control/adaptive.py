@@ -151,7 +151,7 @@ class AdaptivePolicy:
         account, costs = self.account, self.account.costs
         price = rows * max(1.0, account.speed) * costs.late(rows, cached)
         stake = min(max(account.credit, 0.0), 1.0)
-        steps = costs.curve(rows, rows * (1 + self._nodes), cached).steps
+        steps = costs.longer(rows, rows * (1 + self._nodes), cached)
         paid = takewhile(lambda step: step[1] <= stake, steps)
         return array("d", [price * more for more, _ in paid])
 

@@ -31,11 +31,12 @@ class Mean:
 class Curve(NamedTuple):
     """What draft tokens cost beside so many rows, in plain steps.
 
+    made   how many steps were seen then
     price, hopeful  see `LiveCosts.price`
-    steps  of 1, 2, ... draft tokens: how much longer than a plain step one takes, hopefully, and at
-           most; as far as that is a plain step
+    steps  see `LiveCosts.longer`; empty until it is asked for
     """
 
+    made: int
     price: float
     hopeful: float
     steps: list[tuple[float, float]]
@@ -63,8 +64,7 @@ class LiveCosts:
         # By powers of two of rows, and of cached tokens of a row, and whether they are carried; of
         # so many rows the one that was learned last has no context.
         self._plain: dict[tuple[int, int | None, bool], Mean] = {}
-        # By rows and nodes, and after how many steps it was made.
-        self._curves: dict[tuple[int, int], tuple[int, Curve]] = {}
+        self._curves: dict[tuple[int, int], Curve] = {}  # By rows and nodes.
 
     def plain(self, rows: int, cached: int, carried: bool) -> float:
         """Milliseconds of a plain step that is carried, or of one that is not."""
@@ -123,18 +123,23 @@ class LiveCosts:
 
     def curve(self, rows: int, most: int, cached: int) -> Curve:
         """The prices of up to `most` nodes, as they were believed RENEW steps ago at most."""
-        made, curve = self._curves.get((rows, most), (-RENEW, None))
-        if curve is None or self.steps - made >= min(RENEW, 1 + self.steps // RENEW):
-            steps: list[tuple[float, float]] = []
-            for nodes in range(rows + 1, most + 1):
-                longest = self.at_most(rows, nodes, cached) - 1.0
-                if longest > 1.0:
-                    break
-                steps.append((self.ratio(rows, nodes, cached, hopeful=True) - 1.0, longest))
+        curve = self._curves.get((rows, most))
+        if curve is None or self.steps - curve.made >= min(RENEW, 1 + self.steps // RENEW):
             prices = self.price(rows, most, cached), self.price(rows, most, cached, hopeful=True)
-            curve = Curve(*prices, steps)
-            self._curves[rows, most] = self.steps, curve
+            curve = self._curves[rows, most] = Curve(self.steps, *prices, [])
         return curve
+
+    def longer(self, rows: int, most: int, cached: int) -> list[tuple[float, float]]:
+        """How much longer than a plain step one with 1, 2, ... draft tokens takes, hopefully and at
+        most, as far as that is a plain step; as old as `curve`.
+        """
+        steps = self.curve(rows, most, cached).steps
+        for nodes in range(rows + 1, 0 if steps else most + 1):
+            longest = self.at_most(rows, nodes, cached) - 1.0
+            if longest > 1.0:
+                break
+            steps.append((self.ratio(rows, nodes, cached, hopeful=True) - 1.0, longest))
+        return steps
 
     def _told(self, nodes: int, cached: int) -> float:
         below, above, fraction = self._between(nodes)
