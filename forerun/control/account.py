@@ -25,16 +25,12 @@ class Account:
             found or not, the step cannot be carried
     steady  the last step was like the one before it: it took what such steps take
     empty   the credit is used up: no draft tokens until there is CREDIT again
-
-    losing  see Shapes: going back takes a run-up, so that more is put at stake
     """
 
-    def __init__(self, measured: StepCosts, losing: bool = False) -> None:
-        self.costs, self.saved = LiveCosts(measured), 0.0
-        self._refill = 8.0 * CREDIT if losing else CREDIT
-        self._most = max(4.0 * CREDIT, self._refill)
+    def __init__(self, measured: StepCosts) -> None:
+        self.costs, self.saved, self._most = LiveCosts(measured), 0.0, 4.0 * CREDIT
         # A device's look keeps the next step from beginning early: it takes some of them to tell.
-        self.credit = self._most if measured.padded else self._refill
+        self.credit = self._most if measured.padded else CREDIT
         self.empty, self.times_empty = False, 0
         self.brought = Mean(1.0 + LOSS_SHARE, MIN_REPEATS)
         self.paid, self.look = Mean(1.0, MIN_REPEATS), Mean(0.0, MIN_REPEATS)
@@ -110,7 +106,7 @@ class Account:
         self.credit = min(self.credit + LOSS_SHARE + gain * asked, self._most)
         if self.credit < 0.0 and not self.empty:
             self.empty, self.times_empty = True, self.times_empty + 1
-        elif self.credit >= self._refill:
+        elif self.credit >= CREDIT:
             self.empty = False
 
     def describe(self) -> dict[str, object]:

@@ -53,10 +53,9 @@ class AdaptivePolicy:
     ) -> None:
         if not 1 <= max_depth <= max_nodes:
             raise ValueError(f"need 1 <= max_depth <= max_nodes, not {max_depth} and {max_nodes}")
-        losing = costs.in_round and traits.loses
-        self.account, self.trust = Account(costs, losing), Trust(traits.merged)
+        self.account, self.trust = Account(costs), Trust(traits.merged)
         width = max_nodes // max_depth
-        self.shapes = None if traits.free else Shapes(self.account, max_depth, width, losing)
+        self.shapes = None if traits.free else Shapes(self.account, max_depth, width)
         self.reasons: Counter[str] = Counter()
         self._nodes, self._depth, self._merged = max_nodes, max_depth, traits.merged
         self._in_round, self._lookahead, self._buys = costs.in_round, lookahead, traits.buys
@@ -71,7 +70,7 @@ class AdaptivePolicy:
     def decide(self, slots: Ints, kv_len: Ints, constrained: bool = False) -> Decision:
         """See Policy."""
         rows, each = len(slots), kv_len.tolist()
-        budget = self._budget(slots.tolist(), sum(each), constrained)
+        budget = self._budget(rows, sum(each), constrained)
         budgets = (budget,) * rows
         if budget.reason == reasons.PROBING:
             first = -(-rows // 8)
@@ -85,28 +84,25 @@ class AdaptivePolicy:
         select = None if self._in_round else partial(self._select, each)
         return Decision(budget.reason, budgets, select)
 
-    def _budget(self, slots: list[int], cached: int, constrained: bool) -> Budget:
+    def _budget(self, rows: int, cached: int, constrained: bool) -> Budget:
         """What the drafter is asked for, of every row."""
-        account, shapes, rows = self.account, self.shapes, len(slots)
+        account, shapes = self.account, self.shapes
         why = self._fault or (reasons.DISABLED if account.empty else None)
         # A new engine learns what plain steps take from plain steps: they are never too slow.
-        losing = shapes is not None and shapes.losing
         ahead = account.costs.seen(rows, True) > 0.0 and not constrained
         known = account.costs.seen(rows, ahead) >= MIN_REPEATS
-        if not known and losing and shapes is not None:
-            known = shapes.promising(rows)
-        elif ahead and not self._looked and not self._in_round:
+        if ahead and not self._looked and not self._in_round:
             # What one takes that is not carried is known of those that come after a look.
             known = known and account.costs.seen(rows, False) > 0.0
-        if why or not known or (self._drafted >= PLAIN_EVERY and not losing):
+        if why or not known or self._drafted >= PLAIN_EVERY:
             return Budget(0, 0, why or reasons.PLAIN)
         if shapes is None:
             return self._all(rows, cached)
-        if (shape := shapes.choose(slots)) is not None:
+        if (shape := shapes.choose(rows)) is not None:
             return Budget(*shape, reasons.ON_LEVELS.format(shape.nodes), model_depth=shape.depth)
         if self._merged:
             return self._all(rows, cached)
-        return Budget(0, 0, reasons.WAITING if shapes.lost(slots) else reasons.WRONG)
+        return Budget(0, 0, reasons.WRONG)
 
     def _all(self, rows: int, cached: int) -> Budget:
         """All that a free drafter knows, where something of it may pay, and now and then one draft
@@ -202,7 +198,6 @@ class AdaptivePolicy:
         found = self._found(report) if allowed and not bought else []
         if self.shapes is None:
             return
-        self.shapes.fresh(report.fresh)
         if self._merged and report.proposed:
             free = [draft if draft.free is None else draft.free for draft in report.proposed]
             cached = [report.cached // report.nodes] * report.rows
@@ -210,7 +205,7 @@ class AdaptivePolicy:
         if report.prefill:
             return
         if not allowed or (self._merged and not report.modelled):
-            self.shapes.plain(report.slots)
+            self.shapes.plain(report.rows)
         else:
             self.shapes.observe(report.rows, allowed, found, ratio)
 

@@ -17,8 +17,7 @@ FOLLOW = 0.1
 OUTLIER = 1.5
 """A step that took longer than this times what was believed was interrupted: no more is put down
 to its draft tokens. Twice that of the first steps of a size, of which start-up may be wrong by
-more. A head that start-up says is so much faster may go on before plain steps were timed.
-(Replayed, one and two streams: 1.449 and 1.245 of plain, with 3: 1.436 and 1.226; new
+more. (Replayed, one and two streams: 1.449 and 1.245 of plain, with 3: 1.436 and 1.226; new
 engines, start-up wrong, with 1.5 for the first steps as well: .914.)"""
 DECAY = 0.97
 """What is left of an observation's weight after the next one, wherever a mean of late ones is
@@ -54,7 +53,3 @@ speed over the best fixed shape, worst of texts that change: 1.009; going on and
 """
 PRIOR = 2.0
 """Observations that what is believed counts for. (Simulated, as TRIAL: 3 gives .861.)"""
-TURNOVER = 0.75
-"""What a sequence that can have no draft tokens any more counts for, of one that can. (Simulated,
-heads right .2, .3 and .4, .5 at 16 rows, worst of ten seeds: .950 of the best fixed shape; .65
-.92, .5 .85; 1.0 .86.)"""

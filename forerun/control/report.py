@@ -1,8 +1,7 @@
 """What a step was and what it took. The engine makes one per step; policy and metrics read it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import compress
+from dataclasses import dataclass
 from operator import add, mul
 
 from forerun.interface.plan import Outcome, Plan
@@ -28,7 +27,6 @@ class StepReport:
     ms            milliseconds by stage, the names of STAGES and "host"
     reason        of the decision
     modelled      whether a draft model was asked for draft tokens
-    fresh         slots that a sequence took, or whose sequence ran a prompt
     proposed      B drafts of drafter and grammars, before any token was left out; () = the device's
     """
 
@@ -44,7 +42,6 @@ class StepReport:
     carried: bool = False
     reason: str = ""
     modelled: bool = True
-    fresh: list[int] = field(default_factory=list)
     proposed: Sequence[Draft] = ()
 
     @property
@@ -74,5 +71,4 @@ def step_report(plan: Plan, outcome: Outcome, stages: dict[str, float], total: f
         constrained=plan.some_constrained,
         ms=stages | {"host": max(total - sum(stages.values()), 0.0)},
         modelled=plan.model_depth is None or any(plan.model_depth.tolist()),
-        fresh=list(compress(slots, map((1).__lt__, known))),
     )

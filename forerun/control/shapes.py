@@ -6,7 +6,6 @@ level was right where the one above was; what it takes is measured of each, in p
 powers of two of rows.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,11 +17,9 @@ from forerun.control.constants import (
     FIRST_RATE,
     LOSS_SHARE,
     MIN_REPEATS,
-    OUTLIER,
     PLAIN_EVERY,
     PRIOR,
     TRIAL,
-    TURNOVER,
 )
 from forerun.control.costs import Mean
 from forerun.control.host_drafts import Found
@@ -40,13 +37,12 @@ class _Bucket:
     """What is known of steps of about so many rows.
 
     ratio   by shape: plain steps that a step of it takes
-    on      whether draft tokens are asked for; trial: again, and not yet told whether that pays
+    on      whether draft tokens are asked for
     rest    plain steps since they were; wait: how many come before they are tried again
     """
 
     ratio: dict[Shape, Mean] = field(default_factory=dict)
     on: bool = True
-    trial: bool = False
     rest: int = 0
     wait: int = PLAIN_EVERY // 2
 
@@ -55,19 +51,16 @@ class Shapes:
     """Chooses among shapes, by tokens per millisecond.
 
     depth   of a path at most; each level has `width` draft tokens
-    losing  sequences that went without draft tokens for a step cannot have any more: the draft
-            model was not extended (drafters/model_drafter.py)
     floor   what is reached without this drafter, over plain decoding
     """
 
-    def __init__(self, account: Account, depth: int, width: int, losing: bool) -> None:
-        self._account, self.losing, self.floor, self._wide = account, losing, 1.0, width > 1
+    def __init__(self, account: Account, depth: int, width: int) -> None:
+        self._account, self.floor, self._wide = account, 1.0, width > 1
         # 1, 3, 7, ... levels and as many as may be; of wide levels also one draft token alone.
         depths = sorted({(2 << power) - 1 for power in range(depth.bit_length())} | {depth})
         self.shapes = [Shape(1, 1)] * self._wide
         self.shapes += [Shape(width * levels, levels) for levels in depths if levels <= depth]
         self._buckets: dict[int, _Bucket] = {}
-        self._lost: set[int] = set()
         # How often each level was tried below one that was right, and right; decayed. First comes
         # the draft token alone.
         self._tries, self._right = np.zeros(1 + depth), np.zeros(1 + depth)
@@ -97,66 +90,35 @@ class Shapes:
         ms += costs.draft_ms * (shape.depth - 1 if costs.in_round else shape.nodes * rows)
         return float(max(1.0, ms / plain))
 
-    def speeds(self, rows: int, share: float = 1.0) -> list[float]:
-        """Of every shape, over plain decoding, where so many of the rows can have it."""
+    def speeds(self, rows: int) -> list[float]:
+        """Of every shape, over plain decoding."""
         single, *levels = self.rates()
         brought = np.cumprod(levels).cumsum().tolist()
         return [
-            (1.0 + share * (single if self._alone(shape) else brought[shape.depth - 1]))
+            (1.0 + (single if self._alone(shape) else brought[shape.depth - 1]))
             / self.ratio(rows, shape)
             for shape in self.shapes
         ]
 
-    def choose(self, slots: list[int]) -> Shape | None:
-        """The shape of the coming step, None = no draft tokens. Changes nothing.
-
-        The best whose loss the credit covers; where trying again costs a run-up, no less than the
-        best will do.
+    def choose(self, rows: int) -> Shape | None:
+        """The shape of the coming step, the best whose loss the credit covers; None = no draft
+        tokens. Changes nothing.
         """
-        rows, able = len(slots), len(slots) - len(self._lost.intersection(slots))
-        if not able:
-            return None
-        speeds, bucket = self.speeds(rows, able / rows), self._bucket(rows)
+        speeds, bucket = self.speeds(rows), self._bucket(rows)
         order = sorted(range(len(speeds)), key=speeds.__getitem__, reverse=True)
-        for shape in [self.shapes[place] for place in order[: 1 if self.losing else None]]:
+        for shape in [self.shapes[place] for place in order]:
             loss = self.ratio(rows, shape) - 1.0
             if not self._account.covers(loss) or loss >= shape.depth:
                 continue
             new = self._tries[:2].max() < MIN_REPEATS
-            on = bucket.on and (new or self._speed(rows, able) > self.floor * (1.0 - LOSS_SHARE))
+            on = bucket.on and (new or max(speeds) > self.floor * (1.0 - LOSS_SHARE))
             due = bucket.rest >= bucket.wait and self._account.covers(loss * TRIAL / rows)
             return shape if on or due else None
         return None
 
-    def promising(self, rows: int) -> bool:
-        """Whether draft tokens may pay by so much that it can wait what plain steps take: nobody
-        knows yet what they bring, or they bring far more than start-up says that they cost.
-        """
-        return bool(self._tries[:2].max() < TRIAL) or max(self.speeds(rows)) > OUTLIER
-
-    def _speed(self, rows: int, able: int) -> float:
-        """Of the best shape, over plain decoding. Sequences that lost their draft entries end and
-        others take their place, and what is decided now holds for longer than that takes: each
-        counts for TURNOVER of one that can draft; in a trial, which can be ended at little cost,
-        for TURNOVER of that.
-        """
-        lost = TURNOVER**2 if self._bucket(rows).trial else TURNOVER
-        share = lost + (1.0 - lost) * able / rows
-        return max(self.speeds(rows, share if self.losing else 1.0))
-
-    def lost(self, slots: list[int]) -> bool:
-        """Whether none of these sequences can have draft tokens."""
-        return self._lost.issuperset(slots)
-
-    def plain(self, slots: list[int]) -> None:
-        """A step of these sequences had no draft tokens of this drafter."""
-        self._bucket(len(slots)).rest += 1
-        if self.losing:
-            self._lost.update(slots)
-
-    def fresh(self, slots: Sequence[int]) -> None:
-        """Sequences took these slots, or ran a prompt: what was lost there is lost no more."""
-        self._lost.difference_update(slots)
+    def plain(self, rows: int) -> None:
+        """A step of so many rows had no draft tokens of this drafter."""
+        self._bucket(rows).rest += 1
 
     def learn_floor(self, won: float) -> None:
         """What the draft tokens of free drafters alone would have won of a row, where they are
@@ -172,7 +134,7 @@ class Shapes:
         shape = max([s for s in self.shapes if s.nodes <= most], default=self.shapes[0])
         bucket = self._bucket(rows)
         if not bucket.on:
-            bucket.on = bucket.trial = True
+            bucket.on = True
             # What was seen before a pause counts for PRIOR: the text is another.
             share = PRIOR / max(float(self._tries.max()), PRIOR)
             self._tries, self._right = share * self._tries, share * self._right
@@ -182,8 +144,7 @@ class Shapes:
         self._learn(self._alone(shape), found)
         if self._tries[:2].max() < TRIAL:
             return
-        over = self._speed(rows, len(found)) / self.floor
-        bucket.trial = False
+        over = max(self.speeds(rows)) / self.floor
         if over < 1.0 - LOSS_SHARE:
             bucket.on, bucket.rest = False, 0
             bucket.wait = min(2 * bucket.wait, 2 * PLAIN_EVERY)

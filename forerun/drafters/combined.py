@@ -192,7 +192,6 @@ class CombinedDrafter:
             name="+".join(names),
             max_depth=self._head.traits.max_depth,
             needs_features=any(drafter.traits.needs_features for drafter in drafters),
-            loses=self._head.traits.loses,
             merged=True,
         )
 

@@ -14,8 +14,6 @@ from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft
 from forerun.types import Floats, Ints
 
-LOST = -1
-
 
 @dataclass(frozen=True, slots=True)
 class Pending:
@@ -45,7 +43,7 @@ class DraftState:
     found    what may follow the last of these; None = nobody knows
     idle     steps since draft tokens were asked for
     behind   tokens that the draft model has not seen
-    begin    position of the first of them; LOST = what it would read is gone
+    begin    position of the first of them
     drafted  what the last step drafted below the last of `ready`, and the row of it; None =
              nothing
     """
@@ -63,7 +61,7 @@ class DraftState:
     @property
     def current(self) -> bool:
         """Whether the draft model has run every token that was decided."""
-        return not self.behind and self.begin != LOST
+        return not self.behind
 
     @property
     def lag(self) -> int:
@@ -75,10 +73,6 @@ class DraftState:
         if not self.behind:
             self.begin = begin
         self.behind.append(pending)
-
-    def give_up(self) -> None:
-        """Drop what is behind for good: this sequence is not drafted for any more."""
-        self.behind, self.begin = [], LOST
 
     def take(self, most: int) -> Pending:
         """Remove and return the first `most` tokens behind, all where fewer."""

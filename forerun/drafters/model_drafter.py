@@ -9,8 +9,7 @@ a device that can do so extends and drafts by itself (`DraftRequest`); then noth
 Of a sequence that nobody wants draft tokens for, what the model would read is only kept ("at zero
 the draft costs nothing"); it catches up, in one pass, when draft tokens are asked for again, or
 when no more features can be kept. A step without draft tokens is a plain one, also where others
-draft by themselves. Where such steps keep no features (`DraftModelTraits.loses`), a sequence that
-had one is not drafted for any more.
+draft by themselves.
 """
 
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from forerun.drafters.draft_state import LOST, DraftState, Pending, check_finite
+from forerun.drafters.draft_state import DraftState, Pending, check_finite
 from forerun.interface.draft_model import (
     CANDIDATES,
     DraftBlock,
@@ -77,7 +76,6 @@ class ModelDrafter:
             about.name,
             depth,
             needs_features=self._reads,
-            loses=about.loses,
             drafts_on_device=shape.full(bool(about.block_size)),
         )
         self._model, self._about, self._shape, self._mask = model, about, shape, mask
@@ -170,9 +168,6 @@ class ModelDrafter:
         self, plan: Plan, rows: list[int], chains: dict[int, _Chain], features: Features | None
     ) -> None:
         """Keep what extending these rows takes."""
-        for row in rows if self._within and self._about.loses else ():
-            self._state(plan, row).give_up()
-        rows = [row for row in rows if self._state(plan, row).begin != LOST]
         kept, begin = None, 0
         if rows and self._reads and features is not None:
             kept = features.select(np.concatenate([chains[row].nodes for row in rows])).keep()
@@ -280,14 +275,11 @@ class ModelDrafter:
         return DraftRequest(slots, self._shape.width, levels) if len(slots) else None
 
     def can_overlap(self, plan: Plan, running: Round) -> bool:
-        """Whether the running round drafts for every row that is not lost, or both it and the
-        coming one are plain: nothing of it is needed on the host.
+        """Whether the running round drafts for every row, or both it and the coming one are plain:
+        nothing of it is needed on the host.
         """
-        plain = not plan.max_nodes.any()
-        if self._within and plain and (self._about.loses or not running.plan.max_nodes.any()):
-            return True
-        lost = [self._state(plan, row).begin == LOST for row in range(plan.rows)]
-        return bool((np.isin(plan.slots, running.drafting) | np.array(lost)).all())
+        plain = not (plan.max_nodes.any() or running.plan.max_nodes.any())
+        return (self._within and plain) or bool(np.isin(plan.slots, running.drafting).all())
 
     def _blocks(self, plan: Plan, rows: list[int]) -> list[Draft]:
         """Drafts of these rows, in one pass."""

@@ -246,7 +246,6 @@ class EngineCore:
         self._finished = perf_counter()
         total = 1000.0 * (self._finished - step.timer.since)
         report = step_report(step.round.plan, outcome, step.timer.ms, total)
-        report.fresh += [each.slot for each in step.schedule.opened if each.slot is not None]
         report.carried, report.proposed = step.carried, step.proposed
         report.reason = step.schedule.decision.reason
         self._parts.policy.observe(report)

@@ -51,7 +51,6 @@ class DraftModelTraits:
     block_size  0: it proposes level by level (`expand`); else a block of at most so many draft
                 tokens at once (`block`)
     runs_roots  it keeps keys and values of a row's root by slot, made when it is extended
-    loses       it reads features, and those of a round are gone once the next one has begun
     """
 
     name: str
@@ -61,7 +60,6 @@ class DraftModelTraits:
     features: FeatureNeeds = field(default_factory=FeatureNeeds)
     block_size: int = 0
     runs_roots: bool = False
-    loses: bool = False
 
     @property
     def vocab(self) -> int:

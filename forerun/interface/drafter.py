@@ -19,8 +19,6 @@ class DrafterTraits:
     max_depth         longest path it can propose
     needs_features    what it keeps in pages pairs a position with the token after it: a page is
                       shared only where that token is the same too (EAGLE family)
-    loses             where steps draft by themselves, a sequence that had a step without draft
-                      tokens can have none any more (DraftModelTraits.loses)
     free              proposing takes microseconds and every draft token has an honest score: it is
                       asked for all it knows, and chosen from afterwards
     buys              free, and chooses what pays by itself where `Plan.prices` says what draft
@@ -33,7 +31,6 @@ class DrafterTraits:
     name: str
     max_depth: int
     needs_features: bool = False
-    loses: bool = False
     free: bool = False
     buys: bool = False
     merged: bool = False

@@ -42,10 +42,10 @@ LIMITS = ExecutorLimits(16, 4096, 64, 4096, 4096, 512)
 
 class Head:
     """A draft head's passes outside of rounds are counted, and what they read; what it says matters
-    to nobody. loses: features of plain rounds are gone, as on a TPU.
+    to nobody.
     """
 
-    def __init__(self, loses=False):
+    def __init__(self):
         self.passes = self.read = 0
         self.traits = DraftModelTraits(
             name="head",
@@ -53,7 +53,6 @@ class Head:
             target_ids=np.arange(8, dtype=np.int32),
             max_nodes=4096,
             features=FeatureNeeds("last"),
-            loses=loses,
         )
 
     def extend(self, work, features):
@@ -269,8 +268,8 @@ class HeadDevice(Device):
     and every further one.
     """
 
-    def __init__(self, policy, rows, seed=0, depth=3, loses=False):
-        self.head, self.depth = Head(loses), depth
+    def __init__(self, policy, rows, seed=0, depth=3):
+        self.head, self.depth = Head(), depth
         super().__init__(policy, rows, seed)
 
     def _drafter(self):

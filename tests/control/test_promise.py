@@ -32,14 +32,6 @@ CHANGES = [
     [(0.4, 0.5), (0.03, 0.1), (0.4, 0.5)],
 ]
 ROWS = [1, 16, pytest.param(64, marks=pytest.mark.slow)]
-KINDS = [
-    *((1, False), (1, True), (16, False)),
-    *(
-        pytest.param(*kind, marks=pytest.mark.slow)
-        for kind in ((16, True), (64, False), (64, True))
-    ),
-]
-"""Rows, and whether a sequence that went plain is lost to the head."""
 FIRST, THEN = 200, 400
 """Steps in which the policy learns, and those after them."""
 
@@ -58,8 +50,8 @@ def startup(in_round):
     )
 
 
-def adaptive(loses=False):
-    traits = DrafterTraits("head", 3, needs_features=True, loses=loses)
+def adaptive_head():
+    traits = DrafterTraits("head", 3, needs_features=True)
     return AdaptivePolicy(startup(in_round=True), 3, 3, traits)
 
 
@@ -93,12 +85,12 @@ def raced(device, kind, rows, seed, texts, then=THEN):
 
 
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize(("rows", "loses"), KINDS)
-def test_a_head_is_never_slower_than_none_and_close_to_the_best_shape(rows, head, loses):
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_head_is_never_slower_than_none_and_close_to_the_best_shape(rows, head):
     """Over four seeds: the luck of one is worth 5 % in 400 steps."""
     sums = np.zeros((2, 4))
     for seed in range(4):
-        device = HeadDevice(adaptive(loses), rows, seed, loses=loses)
+        device = HeadDevice(adaptive_head(), rows, seed)
         sums += raced(device, HeadDevice, rows, seed, [head])
         assert device.captures == 0, "only what was declared runs"
     whole, late = sums
@@ -120,7 +112,7 @@ def test_a_head_keeps_the_promise_in_long_answers(rows, texts):
     """
     sums = np.zeros((2, 4))
     for seed in range(2):
-        device = HeadDevice(adaptive(), rows, seed)
+        device = HeadDevice(adaptive_head(), rows, seed)
         device.length = 1000
         sums += raced(device, HeadDevice, rows, seed, texts, 2 * THEN)
     whole, late = sums
@@ -129,10 +121,10 @@ def test_a_head_keeps_the_promise_in_long_answers(rows, texts):
 
 
 @pytest.mark.parametrize("texts", CHANGES)
-@pytest.mark.parametrize(("rows", "loses"), KINDS)
-def test_a_head_whose_text_changes_keeps_the_promise(rows, texts, loses):
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_head_whose_text_changes_keeps_the_promise(rows, texts):
     """Against plain decoding and against every fixed shape, over all texts."""
-    device = HeadDevice(adaptive(loses), rows, loses=loses)
+    device = HeadDevice(adaptive_head(), rows)
     whole, late = raced(device, HeadDevice, rows, 0, texts)
     assert whole[0] >= 0.97 * whole[1]
     assert late[0] >= 0.95 * late[1:].max()

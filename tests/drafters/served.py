@@ -169,8 +169,20 @@ def on_xla(compiled, warm=False):
         yield
 
 
+@contextmanager
+def in_rounds():
+    """Torch targets that are opened meanwhile decode in rounds that go on from each other, on a
+    tape (tests/parity/tape.py), captured when they come up.
+    """
+    from tests.parity.tape import on_tape
+
+    with pytest.MonkeyPatch.context() as patch:
+        on_tape(patch, warm=False)
+        yield
+
+
 class Cells:
-    """Kinds on executors, each opened once; closed at the end."""
+    """Kinds on executors, each opened once; closed at the end. Executor "rounds" is torch's."""
 
     def __init__(self, kinds, compiled):
         self._kinds, self._compiled, self._made = kinds, compiled, {}
@@ -178,10 +190,13 @@ class Cells:
     def __call__(self, executor, name, warm=False, **changes):
         key = executor, name, warm, *sorted(changes.items())
         if key not in self._made:
-            config = settings(self._kinds[name], executor, **changes)
+            rounds = executor == "rounds"
+            config = settings(self._kinds[name], "torch" if rounds else executor, **changes)
             with ExitStack() as stack:
                 if executor == "jax":
                     stack.enter_context(on_xla(self._compiled, warm))
+                elif rounds:
+                    stack.enter_context(in_rounds())
                 self._made[key] = Cell(self._kinds[name], open_target(config))
         return self._made[key]
 

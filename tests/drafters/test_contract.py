@@ -21,17 +21,21 @@ from forerun.build.engine import load, open_target
 from forerun.build.memory import Needs, plan_memory
 from forerun.client.completion import complete
 from forerun.control.policy import Decision, FixedPolicy
+from forerun.drafters import model_drafter
 from forerun.errors import ConfigError, EngineError, ModelError
-from forerun.executors import cpu
+from forerun.executors import cpu, feature_ring
 from forerun.executors.jax import JaxBlockModel
+from forerun.executors.torch import features as torch_features
 from forerun.executors.torch.attention.kv import KvShape
 from forerun.executors.torch.drafts.draft_cache import DraftCache
 from forerun.hub.catalog import open_model
+from forerun.interface import features as interface_features
 from forerun.interface.draft_model import DraftBlock, Extension
 from forerun.interface.plan import Budget
 from forerun.models.cache_layer import CacheLayer
 from forerun.models.folder import FolderCheckpoint
 from forerun.options.config import EngineConfig
+from tests.drafters import toys
 from tests.drafters.served import PROMPTS, Cells, asked, settings
 from tests.drafters.toys import ToyCell
 from tests.drafters.watched import Noted, Partly, Told, begun
@@ -67,11 +71,7 @@ def cells(kinds, compiled, quickly):
             return toys.setdefault(name, ToyCell(name))
         if executor != "jax":
             return opened(executor, name, **changes)
-        cell = opened(executor, name, **JAX | changes)
-        # Where steps extend the model, the first step of a prompt of one token is a plain one if it
-        # is alone, and a model that reads features drafts no more for its text.
-        cell.prompts = PROMPTS[:-2]
-        return cell
+        return opened(executor, name, **JAX | changes)
 
     yield of
     opened.close()
@@ -298,27 +298,95 @@ def test_sixty_four_tokens(cells, executor, name):
     assert found.accepted > 0 and found.drafted > 32 * len(cell.prompts)
 
 
+# --- steps without draft tokens ----------------------------------------------------------------
+
+RESTED = {"max_sequences": 2, "context": 160, "kv_tokens": 512, "chunked_prefill_size": 64}
+
+
 class Resting(FixedPolicy):
-    """Wants draft tokens in some steps only."""
+    """No draft tokens in spans of a text: so that steps that begin early decide alike."""
 
     def __init__(self):
         super().__init__(3, 3)
-        self.steps = iter(range(10**6))
 
     def decide(self, slots, kv_len, constrained=False):
-        if next(self.steps) % 9 in (3, 4, 5, 6):
+        if rests(kv_len.min()):
             return Decision.same(Budget(0, 0, "not now"), len(slots))
         return super().decide(slots, kv_len)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_model_without_features_catches_up(cells, monkeypatch, temperature):
-    cell = cells("torch", "STANDALONE, itself")
-    cell.plain(temperature)
+def rests(cached):
+    return 12 <= cached < 20 or 30 <= cached < 70
+
+
+@pytest.fixture
+def resting(kinds, compiled, quickly, monkeypatch):
+    """(executor, name) -> a cell whose rings hold twenty tokens, and go round in a rest."""
+    for module in (feature_ring, torch_features, interface_features):
+        monkeypatch.setattr(module, "MOST_KEPT", 20)
+    monkeypatch.setattr(model_drafter, "MOST_BEHIND", 16)
     monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: Resting())
-    found = cell.served(temperature, at_once=1, around=Noted)
-    assert found.accepted == found.drafted > 0
-    assert sum(found.steps) > len(cell.prompts) * cell.steps(3)
+    opened = Cells(kinds, compiled)
+
+    def of(executor, name):
+        if executor == "toy":
+            monkeypatch.setattr(toys, "FixedPolicy", lambda *_: Resting())
+            cell = ToyCell(name)
+        else:
+            overlap = {"overlap": True} if executor in ("jax", "rounds") else {}
+            cell = opened(executor, name, **RESTED | overlap)
+        cell.prompts, cell.tokens = PROMPTS[:2], 80
+        return cell
+
+    yield of
+    opened.close()
+
+
+WHOLE = "right, EAGLE", "right, NEXTN", "STANDALONE, itself"
+LATE = [
+    *on("torch", "EAGLE", "NEXTN, mimo", "STANDALONE, first layers", "DFLASH, both ways"),
+    *on("cpu", "EAGLE", "NEXTN, mimo", "STANDALONE, first layers"),
+    *on("rounds", "EAGLE", "NEXTN, mimo", "STANDALONE, first layers"),
+    *on("jax", "EAGLE", "NEXTN, mimo", "STANDALONE, first layers", "DFLASH, both ways"),
+]
+
+
+@pytest.mark.parametrize(("executor", "name"), params(LATE, on("jax", *(n for _, n in LATE[-3:]))))
+def test_after_a_rest_is_proposed_what_passes_without_a_cache_say(resting, executor, name):
+    """Of features that were kept meanwhile, more than there are places for at once."""
+    cell, noted = resting(executor, name), []
+
+    def listen(model):
+        noted.append(Noted(model))
+        return noted[0]
+
+    found = cell.served(around=listen)
+    late = [each for each in noted[0].said if len(each[0]) > 70]
+    worst, alike = np.transpose(errors(cell, late, cell.kind.reference))
+    most, usual, least = BYTES if executor == "cpu" else FLOAT
+    assert len(worst) >= 2 and worst.max() < most and worst.mean() < usual, worst
+    assert alike.min() > least, alike
+    assert found.drafted > 0
+
+
+@pytest.mark.parametrize(
+    ("executor", "name"),
+    params([*RIGHT, *on("rounds", "right, EAGLE", "right, NEXTN")], on("jax", *WHOLE[1:])),
+)
+def test_after_a_rest_a_draft_that_is_right_is_accepted_whole(resting, executor, name):
+    cell = resting(executor, name)
+    found = cell.served(at_once=1)
+    assert found.accepted == found.drafted
+    assert found.steps == [plain_and_whole(len(prompt), cell.tokens) for prompt in cell.prompts]
+
+
+def plain_and_whole(prompt, tokens):
+    """Steps of a text that rests, and of which every draft is right otherwise."""
+    steps = said = 1
+    while said < tokens:
+        said += 1 if rests(prompt + said - 1) else 4
+        steps += 1
+    return steps
 
 
 # --- token maps --------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import numpy as np
 from forerun.errors import EngineError
 from forerun.executors.jax.batches import Size, chunks, sized
 from forerun.executors.jax.block import BlockNetwork, load_block
-from forerun.executors.jax.block_passes import block_shapes, keep_shapes
+from forerun.executors.jax.block_passes import block_shapes, enter_shapes
 from forerun.executors.jax.draft_checks import check_block, check_extension, put_table
 from forerun.executors.jax.draft_features import streams_of
 from forerun.executors.jax.executor import JaxExecutor
@@ -50,7 +50,6 @@ class JaxBlockModel:
             max_nodes=limits.max_nodes,
             features=FeatureNeeds("aux", head.features),
             block_size=head.depth,
-            loses=True,
         )
         if head.places > limits.max_nodes:
             raise EngineError(
@@ -67,29 +66,29 @@ class JaxBlockModel:
         """Write keys and values of the extension's features into the drafter's pages; dispatches
         without waiting.
 
-        features  one row per token, of this executor or kept on the host
+        features  one row per token, of this executor
 
         Returns no candidates. Raises EngineError for an unsound extension, or where candidates are
         wanted.
         """
         check_extension(extension, self._limits)
-        stream = streams_of(self._executor, extension, features)
+        stream = streams_of(extension, features)
         buckets, start = self._executor.buckets.widest, extension.start
         rows = [
             (r, np.arange(start[r], start[r + 1], dtype=np.int32)) for r in range(len(start) - 1)
         ]
         short = [row for row in rows if len(row[1]) <= buckets.nodes[-1]]
         for size, some in sized(short, buckets) if short else ():
-            self._keep(extension, stream, size, some)
+            self._enter(extension, stream, size, some)
         for row, nodes in (row for row in rows if len(row[1]) > buckets.nodes[-1]):
             for size, part in chunks(nodes, buckets.chunks):
-                self._keep(extension, stream, size, [(row, part)])
+                self._enter(extension, stream, size, [(row, part)])
         return no_candidates(len(extension.scored))
 
-    def _keep(
+    def _enter(
         self, extension: Extension, stream: Ints, size: Size, rows: list[tuple[int, Ints]]
     ) -> None:
-        shapes = keep_shapes(size, self._executor.width)
+        shapes = enter_shapes(size, self._executor.width)
         whole = np.zeros(total(shapes), np.int32)
         views = views_of(whole, shapes)
         for line, (row, nodes) in enumerate(rows):
@@ -97,7 +96,7 @@ class JaxBlockModel:
             views["kv_len"][line] = extension.kv_len[row] + begin
             views["stream"][line, :count], views["real"][line, :count] = stream[nodes], 1
             put_table(views["table"][line], extension.pages[row])
-        self._executor.programs.run(Key("keep", size), whole)
+        self._executor.programs.run(Key("enter", size), whole)
 
     def expand(self, level: DraftLevel) -> Candidates:
         """Raises EngineError: a block drafter proposes a whole block at once."""

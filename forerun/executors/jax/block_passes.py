@@ -1,6 +1,6 @@
 """Passes of a block drafter, beside the target's rounds on the same arrays.
 
-    keep   (R, N)       features of chains that became permanent: their keys and values into pages
+    enter  (R, N)       features of chains that became permanent: their keys and values into pages
     block  (R, k)       one block below each root: candidates of every depth
 
 The first takes the state, donated, and gives it back; the second reads it.
@@ -22,8 +22,8 @@ from forerun.executors.jax.kv import State, slots_of
 from forerun.executors.jax.weights import Params
 
 
-def keep_shapes(size: Size, width: int) -> Shapes:
-    """Parts of the int32 vector that `keep` reads: by row kv_len; by node `stream`, the row of the
+def enter_shapes(size: Size, width: int) -> Shapes:
+    """Parts of the int32 vector that `enter` reads: by row kv_len; by node `stream`, the row of the
     streams that holds its features, and `real`, 1 where there is a node; page tables of `width`
     places.
     """
@@ -46,15 +46,15 @@ class BlockPasses(NamedTuple):
     width: int
     attend: Callable[..., Array]
 
-    def keep(self, params: Params, state: State, whole: Array, *, size: Size) -> State:
+    def enter(self, params: Params, state: State, whole: Array, *, size: Size) -> State:
         """The state with keys and values of accepted positions [R,N] written into the drafter's
         pages.
 
-        whole  int32[total] vector of `keep_shapes(size, width)`; padding is written nowhere
+        whole  int32[total] vector of `enter_shapes(size, width)`; padding is written nowhere
         """
         held = state.draft
         assert held is not None, "a draft network was attached"
-        given = views_of(whole, keep_shapes(size, self.width))
+        given = views_of(whole, enter_shapes(size, self.width))
         position = given["kv_len"][:, None] + jnp.arange(size.nodes)
         made = self.network.kept(params, held.streams[given["stream"]], position)
         target = slots_of(given["table"], position, self.page_size)

@@ -3,27 +3,23 @@
 import numpy as np
 
 from forerun.errors import EngineError
-from forerun.executors.jax.executor import JaxExecutor
 from forerun.executors.jax.features import JaxFeatures
 from forerun.interface.draft_model import Extension
-from forerun.interface.features import Features, KeptFeatures
+from forerun.interface.features import Features
 from forerun.types import Ints
 
 
-def streams_of(executor: JaxExecutor, extension: Extension, features: Features | None) -> Ints:
+def streams_of(extension: Extension, features: Features | None) -> Ints:
     """int32[n]: the row of `DraftArrays.streams` that holds each token's features.
 
-    Features kept on the host are copied to the device first. Raises EngineError where there are
-    none, where they are another executor's, or where they are not one row per token.
+    Raises EngineError where there are none, where they are another executor's, or where they are
+    not one row per token.
     """
     if features is None:
         raise EngineError("a draft head was extended without the target's features")
-    if isinstance(features, JaxFeatures):
-        place = np.asarray(features.place, np.int32)
-    elif isinstance(features, KeptFeatures):
-        place = executor.load(features.values)
-    else:
+    if not isinstance(features, JaxFeatures):
         raise EngineError(f"features of {type(features).__name__} come from another executor")
+    place = np.asarray(features.place, np.int32)
     if len(place) != len(extension.tokens):
         raise EngineError("an extension whose features are not one row per token")
     return place

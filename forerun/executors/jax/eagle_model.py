@@ -22,7 +22,6 @@ class JaxEagleModel(JaxLevelModel):
             target_ids=draft.target_ids,
             max_nodes=executor.limits.max_nodes,
             features=FeatureNeeds("last") if last else FeatureNeeds("aux", about.features),
-            loses=True,
         )
         head = EagleHead(about, executor.decoder)
         super().__init__(

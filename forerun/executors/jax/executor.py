@@ -10,13 +10,12 @@ import numpy as np
 from forerun.errors import EngineError
 from forerun.executors.host_sampler import HostSampler
 from forerun.executors.jax.attention_choice import attention_of
-from forerun.executors.jax.batches import Batch, Buckets, Size, batches
+from forerun.executors.jax.batches import Batch, Buckets, batches
 from forerun.executors.jax.block import BlockNetwork
 from forerun.executors.jax.decoder import Decoder
 from forerun.executors.jax.draft_network import DraftNetwork
 from forerun.executors.jax.draft_passes import FEW
 from forerun.executors.jax.drafted import Drafted
-from forerun.executors.jax.drafting import NOWHERE
 from forerun.executors.jax.features import JaxFeatures
 from forerun.executors.jax.functions import Functions, Key
 from forerun.executors.jax.inputs import packed, packed_carried, padded_masks
@@ -24,7 +23,7 @@ from forerun.executors.jax.kv import DraftArrays, DraftSizes, StateShape, first_
 from forerun.executors.jax.limits import check_runs
 from forerun.executors.jax.memory import check_fits, planned_bytes
 from forerun.executors.jax.options import DTYPES, JaxOptions, check_options
-from forerun.executors.jax.programs import MOVED, Programs, keep_compiled
+from forerun.executors.jax.programs import Programs, keep_compiled
 from forerun.executors.jax.shaping import Asked, packed_shaping, room_for_edits
 from forerun.executors.jax.sharding import make_sharding
 from forerun.executors.jax.step import (
@@ -51,7 +50,7 @@ from forerun.models.checkpoint import Checkpoint
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.draft_tree import full_size
 from forerun.speculative.tree import NO_TREES, NodeMasks, TreeBatch
-from forerun.types import AnyArray, Bools, Floats, Ints
+from forerun.types import Bools, Floats, Ints
 
 TIMED_NODES = 7
 """Draft tokens of a row in the measurement of costs (forerun.build.calibration), at least."""
@@ -150,7 +149,7 @@ class JaxExecutor(Executor):
 
     def draft_bytes(self, sizes: DraftSizes) -> dict[str, int]:
         """Bytes that `attach` allocates on all devices: draft_weight and draft_cache."""
-        shape = self._shape.drafting(sizes, self.limits, self._buckets.chunks[-1])
+        shape = self._shape.drafting(sizes, self.limits)
         size = self.dtype.itemsize
         arrays = size * sum(int(np.prod(part)) for part in shape)
         return {"draft_weight": sizes.parameters * size, "draft_cache": arrays}
@@ -160,7 +159,7 @@ class JaxExecutor(Executor):
         the target's features are kept for it, and rounds draft with it, level by level.
         """
         sizes, sharding = network.sizes, self.decoder.sharding
-        shape = self._shape.drafting(sizes, self.limits, self._buckets.chunks[-1])
+        shape = self._shape.drafting(sizes, self.limits)
         cache = sharding.cache if sizes.cut else sharding.whole
         where = sharding.whole, cache, cache, sharding.whole, sharding.whole
         held = DraftArrays(*(
@@ -169,21 +168,6 @@ class JaxExecutor(Executor):
         ))  # fmt: skip
         self._network = network
         self.programs.attach(network, weights, held)
-
-    def load(self, values: AnyArray) -> Ints:
-        """Copy features [n,F*H] from the host; int32[n] the rows of the streams that hold them
-        until the next call.
-        """
-        begin, most = self._shape.hidden, self._buckets.chunks[-1]
-        for first in range(0, len(values), most):
-            part = values[first : first + most]
-            rows = np.full(most, NOWHERE, np.int32)
-            rows[: len(part)] = begin + first + np.arange(len(part))
-            streams = np.zeros((most, values.shape[1]), np.float32)
-            streams[: len(part)] = part
-            self.programs.run(Key("load", Size(1, most)), (rows, streams))
-        found: Ints = (begin + np.arange(len(values))).astype(np.int32)
-        return found
 
     @property
     def _drafts_within(self) -> bool:
@@ -359,23 +343,15 @@ class JaxExecutor(Executor):
         round.rows.decided[shaped & (choice[trees.roots] < 0)] = False
         logits = Answers(self.programs, round, self.limits.vocab, round is self._last)
         if self._network is not None and self._network.sizes.width:
-            features = JaxFeatures(self.programs, round.place)
+            features = JaxFeatures.of(self.programs, round, self._shape.hidden, choice >= 0)
         if round.drafted is not None:
             drafts = round.drafted.joined(round.rows.decided)
         outcome = self._sampler.finish(
             round, logits.of_node, masks, choice, logits.reports, features, drafts
         )
         source, target = left_to_move(round, outcome, self._shape.slots, self.limits.page_size)
-        self._move(source, target)
+        self.programs.move(Key("move"), source, target, self._shape.slots)
         return outcome
-
-    def _move(self, source: Ints, target: Ints) -> None:
-        for begin in range(0, len(source), MOVED):
-            moves = np.full((2, MOVED), self._shape.slots, np.int32)
-            part = slice(begin, begin + MOVED)
-            count = len(source[part])
-            moves[0, :count], moves[1, :count] = source[part], target[part]
-            self.programs.run(Key("move"), moves)
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info: device, dtype, counts of programs and steps, bytes."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, cast
 import jax.numpy as jnp
 from jax import Array, lax
 
+from forerun.executors.feature_ring import ring_place
 from forerun.executors.jax.accept import choose, unpacked, walk
 from forerun.executors.jax.attention import Layer, Past, Tree, attend
 from forerun.executors.jax.attention_choice import Attention
@@ -16,7 +17,7 @@ from forerun.executors.jax.block_passes import BlockPasses
 from forerun.executors.jax.decoder import Decoder, Forwarded
 from forerun.executors.jax.draft_network import DraftNetwork
 from forerun.executors.jax.draft_passes import DraftPasses
-from forerun.executors.jax.drafting import Decided, Drafting
+from forerun.executors.jax.drafting import NOWHERE, Decided, Drafting
 from forerun.executors.jax.future_map import enter, leave
 from forerun.executors.jax.inputs import Inputs
 from forerun.executors.jax.kv import State, StateShape, after, slots_of
@@ -158,22 +159,14 @@ class Functions:
         del params
         return _moved(state, moves[0], moves[1])
 
-    def features(self, params: Params, state: State, rows: Array) -> Array:
-        """float32[FEW,F*H]: rows int32[FEW] of the draft's streams, for the host to keep."""
-        del params
-        assert state.draft is not None, "a draft network was attached"
-        return state.draft.streams[rows].astype(jnp.float32)
-
-    def load(
-        self, params: Params, state: State, given: tuple[Array, Array], *, size: Size
-    ) -> State:
-        """The state with features float32[N,F*H] put at rows int32[N] of the draft's streams; rows
-        beyond the last are dropped.
+    def keep(self, params: Params, state: State, moves: Array) -> State:
+        """The state with features at rows moves[0] of the draft's streams copied to rows moves[1];
+        moves int32[2,MOVED].
         """
-        del params, size
-        assert state.draft is not None, "a draft network was attached"
-        held, (rows, values) = state.draft, given
-        streams = held.streams.at[rows].set(values.astype(held.streams.dtype), mode="drop")
+        del params
+        held = state.draft
+        assert held is not None, "a draft network was attached"
+        streams = held.streams.at[moves[1]].set(held.streams[moves[0]])
         return state._replace(draft=held._replace(streams=streams))
 
     def _ended(
@@ -188,7 +181,7 @@ class Functions:
         """
         given, passed, choices = chosen
         kept = walk(choices, given.trees)
-        state = self._kept(state, given, passed, kept)
+        state = self._in_ring(self._kept(state, given, passed, kept), given, passed, kept)
         state, grown = self._drafted(params, state, (given, passed, choices, kept), key)
         if self.future is None:
             return state, kept, grown
@@ -260,6 +253,18 @@ class Functions:
             streams = _put(draft.streams, passed.features, given.place)
             draft = draft._replace(streams=streams)
         return state._replace(keys=keys, values=values, hidden=hidden, draft=draft)
+
+    def _in_ring(self, state: State, given: Inputs, passed: Forwarded, kept: Array) -> State:
+        """Keep features of accepted nodes, in case that the next draft is asked for later."""
+        held = state.draft
+        if held is None or not held.streams.shape[1]:
+            return state
+        position = given.kv_len[:, None] + given.depth
+        place = self.shape.hidden + ring_place(given.bounds.slot[:, None], position)
+        place = jnp.where(kept, place, NOWHERE)
+        values = passed.features.astype(held.streams.dtype)
+        streams = held.streams.at[place].set(values, mode="drop")
+        return state._replace(draft=held._replace(streams=streams))
 
 
 def _put(held: Array, streams: Array, place: Array) -> Array:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from forerun.executors.feature_ring import ring_size
 from forerun.executors.jax.sharding import Sharding
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.plan import Plan
@@ -55,8 +56,9 @@ class DraftArrays(NamedTuple):
     """What a draft network needs from step to step; `slots` of pages, M nodes of a step, S slots of
     sequences.
 
-    streams       [Xh + more, width] residual streams that it reads of the step's nodes, where
-                  `State.hidden` has theirs; then room for what the host has kept
+    streams       [Xh + S*MOST_KEPT, width] residual streams that it reads of the step's nodes,
+                  where `State.hidden` has theirs; then a ring of the slots' last accepted tokens
+                  (feature_ring.py)
     keys, values  [layers,slots + M,G,E] under the target's page ids, then of draft nodes; then
                   S more, of the slots' roots, where these are nodes of their own
     outputs       [M + S,hidden] what a next draft step receives: of draft nodes, then of each
@@ -121,13 +123,9 @@ class StateShape:
         per_slot = 2 * arch.layers * arch.kv_heads * arch.head_size * itemsize
         return (self.slots + self.scratch) * per_slot
 
-    def drafting(
-        self, sizes: DraftSizes, limits: ExecutorLimits, largest_chunk: int
-    ) -> tuple[tuple[int, ...], ...]:
-        """Shapes of DraftArrays, in its order, for a network of these sizes. The host keeps no more
-        features than fit into a step.
-        """
-        room, nodes = self.hidden + limits.max_nodes + largest_chunk, limits.max_nodes
+    def drafting(self, sizes: DraftSizes, limits: ExecutorLimits) -> tuple[tuple[int, ...], ...]:
+        """Shapes of DraftArrays, in its order, for a network of these sizes."""
+        room, nodes = self.hidden + ring_size(limits.slots), limits.max_nodes
         layer, roots = sizes.cache[0], limits.slots * sizes.runs_root
         places = self.slots + nodes + roots
         cache = len(sizes.cache), places, layer.kv_heads, layer.head_size

@@ -146,8 +146,8 @@ class JaxLevelModel:
         return whole
 
     def _beside(self, extension: Extension, features: Features | None) -> _Chains:
-        """With the rows of the streams that hold them; what the host kept is loaded first."""
-        return _Chains.of(extension, streams_of(self._executor, extension, features))
+        """With the rows of the streams that hold them."""
+        return _Chains.of(extension, streams_of(extension, features))
 
     def expand(self, level: DraftLevel) -> Candidates:
         """Run one level of n draft tokens, at most `level_nodes` of a row in one dispatch.

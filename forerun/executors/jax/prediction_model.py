@@ -31,7 +31,6 @@ class JaxPredictionModel(JaxLevelModel):
             target_ids=draft.target_ids,
             max_nodes=executor.limits.max_nodes,
             features=FeatureNeeds("last"),
-            loses=True,
         )
         head = PredictionHead(draft, executor.decoder)
         super().__init__(

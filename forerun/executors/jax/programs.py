@@ -7,6 +7,7 @@
     report            log-probabilities of a prompt's tokens
     logits            of a few nodes, where rounding leaves a choice open
     move              keys and values of what the host accepted, from scratch into pages
+    keep              features of the same, from where a step left them into the ring
 
 With a draft network rounds of `levels` also follow and draft (drafting.py), and there are the
 passes of draft_passes.py. All take the state (kv.py), donated, and give it back. No shape and no
@@ -27,7 +28,7 @@ import numpy as np
 
 from forerun.executors.jax.batches import Buckets, Size
 from forerun.executors.jax.block import BlockNetwork
-from forerun.executors.jax.block_passes import block_shapes, keep_shapes
+from forerun.executors.jax.block_passes import block_shapes, enter_shapes
 from forerun.executors.jax.draft_network import DraftNetwork
 from forerun.executors.jax.draft_passes import (
     DEPTHS,
@@ -50,10 +51,10 @@ log = logging.getLogger("forerun.executors.jax")
 MOVED = 64
 """Nodes that one `move` moves."""
 
-STATE_ONLY = ("move", "extend", "expand", "load", "keep")
+STATE_ONLY = ("move", "keep", "extend", "expand", "enter")
 """Programs that give the state back and nothing else."""
 
-FEW_ROWS = ("logits", "candidates", "features")
+FEW_ROWS = ("logits", "candidates")
 """Programs that read a few rows of the state."""
 
 NO_STATE = (*FEW_ROWS, "block", "report")
@@ -102,13 +103,12 @@ class Programs:
         if network is None or not nodes:
             return
         if network.sizes.width:
-            yield Key("features")
-            yield Key("load", Size(1, self._buckets.chunks[-1]))
+            yield Key("keep")
         count = min(CANDIDATES, network.sizes.vocab)
         followed = [Size(1, chunk) for chunk in self._buckets.chunks]
         followed += self._buckets.widest.rounds
         if network.sizes.block:
-            yield from (Key("keep", size) for size in followed)
+            yield from (Key("enter", size) for size in followed)
             yield from (Key("block", Size(rows, count)) for rows in self._buckets.rows)
         if not levels:
             return
@@ -137,12 +137,6 @@ class Programs:
         future = FutureMap.of(self._slots, width, levels)
         self.state = self.state._replace(future=self._there(future))
         self._compiled.clear()
-
-    @property
-    def _streams(self) -> int:
-        """Numbers of features of a node."""
-        assert self.state.draft is not None, "a draft network was attached"
-        return int(self.state.draft.streams.shape[1])
 
     @property
     def compiled(self) -> tuple[Key, ...]:
@@ -214,13 +208,18 @@ class Programs:
 
     def logits(self, rows: np.ndarray) -> np.ndarray:
         """float32[n,V] logits of rows int32[n] of the streams, n >= 1, on the host."""
-        return self.rows("logits", rows)
+        return np.concatenate(self.parts(Key("logits"), rows, 0))
 
-    def rows(self, kind: str, rows: np.ndarray) -> np.ndarray:
-        """Results of program `kind`, `logits` or `features`, for rows int32[n], n >= 1,
-        float32[n,.] on the host.
+    def move(self, key: Key, source: np.ndarray, target: np.ndarray, unused: int = 0) -> None:
+        """Run `move` or `keep`: what lies at int[n] goes to int[n]. Nothing is ever moved to
+        `unused`.
         """
-        return np.concatenate(self.parts(Key(kind), rows, 0))
+        for begin in range(0, len(source), MOVED):
+            moves = np.full((2, MOVED), unused, np.int32)
+            part = slice(begin, begin + MOVED)
+            count = len(source[part])
+            moves[0, :count], moves[1, :count] = source[part], target[part]
+            self.run(key, moves)
 
     def parts(self, key: Key, rows: np.ndarray, axis: int = 1) -> list[np.ndarray]:
         """Results of a program that reads FEW rows at a time, for rows int32[n], as a list of
@@ -273,22 +272,18 @@ class Programs:
 
         width = self._functions.width
         match key.kind:
-            case "move":
+            case "move" | "keep":
                 return (ints(2, MOVED),)
             case "report":
                 return (ints(2, REPORTED),)
             case "extend":
                 whole = ints(total(extend_shapes(key.size, width)))
-            case "keep":
-                whole = ints(total(keep_shapes(key.size, width)))
+            case "enter":
+                whole = ints(total(enter_shapes(key.size, width)))
             case "block":
                 whole = ints(total(block_shapes(key.size.rows, width)))
             case "expand":
                 whole = ints(total(expand_shapes(key.size, width, key.levels)))
-            case "load":
-                streams = key.size.nodes, self._streams
-                floats = jax.ShapeDtypeStruct(streams, jnp.float32, sharding=self._whole)
-                return ((ints(key.size.nodes), floats),)
             case kind if kind in FEW_ROWS:
                 whole = ints(FEW)
             case _:

@@ -8,39 +8,31 @@ import torch
 from torch import Tensor
 
 from forerun.errors import EngineError
+from forerun.executors.feature_ring import ring_places, ring_size
 from forerun.interface.features import MOST_KEPT, Features, KeptFeatures
 from forerun.interface.plan import Plan
 from forerun.speculative.tree import TreeBatch
-from forerun.speculative.verify import positions
 from forerun.types import AnyArray
 
 
 class FeatureRing:
     """Features of the last MOST_KEPT tokens of every slot, until the draft model reads them.
 
-    values  [(S+1)*MOST_KEPT,F*H]: position p of slot s is row s * MOST_KEPT + p % MOST_KEPT; the
-            last slot is of nobody
+    values  [(S+1)*MOST_KEPT,F*H]: rows as in feature_ring.py; the last slot is of nobody
     """
 
     def __init__(self, slots: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.values = torch.zeros((slots + 1) * MOST_KEPT, width, dtype=dtype, device=device)
+        self.values = torch.zeros(ring_size(slots + 1), width, dtype=dtype, device=device)
 
     @staticmethod
     def bytes(slots: int, width: int, dtype: torch.dtype) -> int:
         """What it takes on its device."""
-        return (slots + 1) * MOST_KEPT * width * dtype.itemsize
+        return ring_size(slots + 1) * width * dtype.itemsize
 
     def put(self, slots: Tensor, position: Tensor, features: Tensor) -> None:
         """Write [n,F*H] of slots int32[n] at position int32[n]: launches only."""
         rows = torch.add(position % MOST_KEPT, slots, alpha=MOST_KEPT)
         self.values.index_copy_(0, rows.long(), features)
-
-    @staticmethod
-    def rows(plan: Plan, trees: TreeBatch, nodes: AnyArray) -> AnyArray:
-        """int64[n] of a step's flat nodes."""
-        row = np.searchsorted(trees.start, nodes, side="right") - 1
-        position = positions(trees, plan.kv_len)[nodes].astype(np.int64)
-        return plan.slots[row].astype(np.int64) * MOST_KEPT + position % MOST_KEPT
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +74,7 @@ class TorchFeatures:
         if self.held is None:
             return self
         ring, held = self.held.ring, self.held
-        rows = ring.rows(held.plan, held.trees, self.nodes)
+        rows = ring_places(held.plan, held.trees, self.nodes)
         if not held.written:
             ring.values.index_copy_(0, torch.from_numpy(rows).to(ring.values.device), self.tensor())
         return TorchFeatures(ring.values, rows, self.nodes)
