@@ -17,6 +17,7 @@ from forerun.control.step_costs import StepCosts
 from forerun.drafters.combined import CombinedDrafter
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.errors import ConfigError, MemoryPlanError, ModelError
+from forerun.executors.feature_ring import ring_size
 from forerun.hub import huggingface
 from forerun.hub.catalog import Model, shipped_draft
 from forerun.hub.reference import hub_reference
@@ -289,9 +290,9 @@ def excused(config: EngineConfig, action: Callable[[], Result]) -> tuple[Result 
     return None, fault
 
 
-def with_draft(needs: Needs, draft: OpenedDraft, item: int | None) -> Needs:
+def with_draft(needs: Needs, draft: OpenedDraft, item: int | None, slots: int) -> Needs:
     """A copy of a model's needs with those of its draft model: weights, keys and values of all
-    layers, scratch of a node.
+    layers, scratch of a node, and features that wait for it, of so many slots.
 
     item  bytes of a number; None: weights are packed to at most 8 bits, keys and values kept in 16;
     but a block drafter is NumPy's there: float32, with copies of what it borrows
@@ -306,6 +307,7 @@ def with_draft(needs: Needs, draft: OpenedDraft, item: int | None) -> Needs:
         per_token=needs.per_token + (item or 2) * sum(layer.numbers for layer in draft.cache),
         per_node=needs.per_node + 4 * draft.node_numbers,
         per_scored=needs.per_scored + 4 * (draft.vocab // 4),
+        fixed=needs.fixed + (item or 2) * ring_size(slots + 1) * draft.feature_numbers,
     )
 
 

@@ -302,7 +302,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     parts, fault = excused(config, lambda: _drafts(config, model))
     draft, table = (parts.model, parts.table) if parts else (None, None)
     if draft is not None:
-        needs = with_draft(needs, draft, entry.draft_item(config))
+        needs = with_draft(needs, draft, entry.draft_item(config), config.max_sequences)
     memory = plan_memory(config, needs, entry.free_memory(config), fill=config.device != "cpu")
     executor = entry.build(config, model.checkpoint, memory.limits, progress or (lambda *_: None))
     kept = str(executor.describe()["dtype"]) if config.executor == "cpu" else None

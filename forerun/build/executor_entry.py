@@ -25,6 +25,7 @@ class OpenedDraft(Protocol):
     cache       what each layer keeps of a position, under the target's page ids
     vocab       Vd
     node_numbers  float32 numbers that a node of a pass takes, beside its logits
+    feature_numbers  numbers of the target's hidden states that it reads of a token
     """
 
     @property
@@ -52,6 +53,11 @@ class OpenedDraft(Protocol):
     @property
     def node_numbers(self) -> int:
         """Float32 numbers of scratch that a node of a pass takes, beside its logits."""
+        ...
+
+    @property
+    def feature_numbers(self) -> int:
+        """F*H, numbers of the target's hidden states that it reads of a token; 0 = none."""
         ...
 
     def limited(self, token_map: Ints) -> "OpenedDraft":

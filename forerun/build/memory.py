@@ -41,7 +41,7 @@ class Needs:
     per_token  keys and values of one token, all layers
     per_node   scratch of one node in a step: activations
     per_scored the same of one that chooses a token: its row of logits
-    fixed      scratch that no node changes
+    fixed      scratch that no node changes: features that wait for a draft model among it
     captured   rounds are captured: what their programs write in between lies in memory of its own,
                which all of them share and no other step does
     """
@@ -139,7 +139,7 @@ def _refusal(needs: Needs, scratch: int, tokens: int, budget: int, share: float)
         f"The model does not fit: weights {human(needs.weights)} + scratch {human(scratch)} + "
         f"key/value cache for {tokens:,} tokens {human(tokens * needs.per_token)} exceed the "
         f"{human(budget)} that may be used ({share:.0%} of the memory that is "
-        "free now). Lower kv-tokens, context or chunked-prefill-size, raise "
+        "free now). Lower kv-tokens, context, max-sequences or chunked-prefill-size, raise "
         "mem-fraction-static, or choose a smaller model."
     )
 

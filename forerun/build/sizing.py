@@ -100,7 +100,9 @@ def sizing(config: EngineConfig, model: Described, memory: int | None) -> Sizing
     config = replace(config, chunked_prefill_size=chunk)
     needs = entry.needs(config, arch, model.checkpoint)
     draft = _draft(config, model.checkpoint)
-    whole = needs if draft is None else with_draft(needs, draft, entry.draft_item(config))
+    whole = needs
+    if draft is not None:
+        whole = with_draft(needs, draft, entry.draft_item(config), config.max_sequences)
     free = memory if memory is not None else entry.free_memory(config)
     plan, refusal = _planned(config, whole, free)
     return Sizing(model, config, whole, whole.weights - needs.weights, free, plan, refusal)

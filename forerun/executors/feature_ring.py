@@ -12,6 +12,7 @@ from forerun.speculative.tree import TreeBatch
 from forerun.speculative.verify import positions
 from forerun.types import AnyArray
 
+
 def ring_size(slots: int) -> int:
     """Places of so many slots."""
     return slots * MOST_KEPT

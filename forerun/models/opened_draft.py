@@ -31,6 +31,16 @@ class DraftDescription(Protocol):
         """Vd, the draft ids it chooses among."""
         ...
 
+    @property
+    def features(self) -> tuple[int, ...]:
+        """Indices of the target's hidden states that it reads."""
+        ...
+
+    @property
+    def target_hidden(self) -> int:
+        """H of the target, the width of each."""
+        ...
+
 
 Head = TypeVar("Head", bound=DraftDescription)
 
@@ -69,6 +79,11 @@ class OpenedDraft(Generic[Head]):
     def node_numbers(self) -> int:
         """Beside its logits a node takes next to nothing."""
         return 0
+
+    @property
+    def feature_numbers(self) -> int:
+        """F*H, of the target's hidden states that it reads of a token."""
+        return len(self.head.features) * self.head.target_hidden
 
     def tensor(self, name: str) -> Floats:
         """A weight as float32 by its canonical name. Raises ModelError where it is not finite."""

@@ -237,6 +237,11 @@ class PredictionLayers:
         """float32 numbers of a node in a pass, beside its logits."""
         return 6 * self.architecture.hidden + 3 * self.architecture.ffn
 
+    @property
+    def feature_numbers(self) -> int:
+        """H, of the target's last hidden state."""
+        return self.architecture.hidden
+
 
 def _layers(arch: Architecture, count: int) -> Architecture:
     return replace(arch, layer_specs=arch.layer_specs[-1:] * count)

@@ -101,3 +101,8 @@ class WholeDraft:
         """float32 numbers of a node in a pass, beside its logits."""
         arch = self.checkpoint.architecture
         return 4 * arch.hidden + 3 * arch.ffn
+
+    @property
+    def feature_numbers(self) -> int:
+        """It reads tokens alone."""
+        return 0

@@ -28,6 +28,7 @@ from forerun.executors.jax import JaxBlockModel
 from forerun.executors.torch import features as torch_features
 from forerun.executors.torch.attention.kv import KvShape
 from forerun.executors.torch.drafts.draft_cache import DraftCache
+from forerun.executors.torch.features import FeatureRing
 from forerun.hub.catalog import open_model
 from forerun.interface import features as interface_features
 from forerun.interface.draft_model import DraftBlock, Extension
@@ -445,13 +446,16 @@ def test_a_map_limits_what_another_vocabulary_leaves(cells, tmp_path, executor, 
 
 
 def test_layers_of_any_number_and_shape_are_counted():
-    """In the memory plan and in the cache, page by page."""
+    """In the memory plan and in the cache, page by page; and features that wait for the draft."""
     layers = (CacheLayer(2, 16), CacheLayer(1, 8), CacheLayer(2, 16))
     config = EngineConfig(model="toy", page_size=8, max_sequences=2, chunked_prefill_size=16)
     needs = Needs(context=256, vocab=100, weights=1000, per_token=64, per_node=10)
-    draft = SimpleNamespace(parameters=500, cache=layers, vocab=40, node_numbers=0)
-    with_model = with_draft(needs, draft, 4)
+    draft = SimpleNamespace(
+        parameters=500, cache=layers, vocab=40, node_numbers=0, feature_numbers=48
+    )
+    with_model = with_draft(needs, draft, 4, 2)
     assert with_model.weights == 1000 + 4 * 500
+    assert with_model.fixed == FeatureRing.bytes(2, 48, torch.float32) == 4 * 3 * 256 * 48
     assert with_model.per_token == 64 + 4 * 2 * (2 * 16 + 8 + 2 * 16)
     plan = plan_memory(config, with_model, 10**8)
     assert plan.cache == plan.limits.pages * 8 * with_model.per_token
@@ -482,6 +486,23 @@ def test_every_layer_of_the_draft_is_planned_for(kinds):
         finally:
             loaded.close()
             alone.close()
+
+
+@pytest.mark.parametrize("name", ["right, EAGLE", "right, NEXTN", "EAGLE", "DFLASH, both ways"])
+def test_features_that_wait_for_the_draft_are_planned_for(kinds, name):
+    """As many bytes as the executor's ring takes, beside the draft's logits and nodes."""
+    loaded = load(settings(kinds[name], "torch"))
+    alone = load(settings(replace(kinds[name], method="OFF", draft=None), "torch"))
+    try:
+        target = loaded.target
+        draft, nodes = target.draft, target.memory.limits
+        rest = nodes.max_nodes * draft.node_numbers + nodes.scored_nodes * (draft.vocab // 4)
+        added = target.memory.scratch - alone.target.memory.scratch
+        ring = target.executor.describe()["features_bytes"]
+        assert added == 4 * rest + ring and ring > 0
+    finally:
+        loaded.close()
+        alone.close()
 
 
 def test_only_shared_tokens_are_proposed_and_the_others_are_read(kinds):
