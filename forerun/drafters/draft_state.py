@@ -1,11 +1,11 @@
-"""What a model drafter knows of one sequence."""
+"""What a model drafter knows of its sequences."""
 
-from dataclasses import dataclass, field
+from array import array
+from dataclasses import dataclass
 
 import numpy as np
 
 from forerun.errors import EngineError
-from forerun.interface.features import HeldFeatures
 from forerun.interface.grammars import Found, allowed
 from forerun.interface.next_draft import NextDrafts
 from forerun.speculative.draft_tree import full_draft
@@ -15,84 +15,65 @@ from forerun.speculative.tree import Draft
 from forerun.types import Floats, Ints
 
 
-@dataclass(frozen=True, slots=True)
-class Pending:
-    """Tokens that the draft model has not seen: see interface.draft_model.Extension.
+class Backlog:
+    """How far the draft model is behind the sequences: tokens of steps that only kept what it would
+    read of them.
 
-    features  of the tokens; None where the model reads none
+    begin  int32[S] position of the first token that it has not seen
+    lag    int32[S] how many of them there are
     """
 
-    tokens: Ints
-    next_tokens: Ints
-    features: HeldFeatures | None
+    def __init__(self, slots: int) -> None:
+        self.begin, self.lag = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
 
-    def part(self, begin: int, end: int | None) -> "Pending":
-        """Tokens `begin` to before `end` (None = to the last) with their features."""
-        features = self.features
-        if features is not None:
-            features = features.select(np.arange(len(self.tokens))[begin:end])
-        return Pending(self.tokens[begin:end], self.next_tokens[begin:end], features)
+    def add(self, slots: Ints, kv_len: Ints, counts: Ints) -> None:
+        """So many more tokens int32[n] of these slots int32[n], which follow `kv_len` others."""
+        fresh = self.lag[slots] == 0
+        self.begin[slots[fresh]] = kv_len[fresh]
+        self.lag[slots] += counts
+
+    def take(self, slots: Ints, most: int) -> tuple[Ints, Ints]:
+        """Remove the first tokens of these slots int32[n], `most` in all, slot after slot: position
+        of the first int32[n], and how many int32[n].
+        """
+        begin = self.begin[slots]
+        ends = np.minimum(np.cumsum(self.lag[slots]), most)
+        counts = np.diff(ends, prepend=0).astype(np.int32)
+        self.begin[slots] += counts
+        self.lag[slots] -= counts
+        return begin, counts
 
 
 @dataclass(slots=True)
 class DraftState:
     """What the drafter knows of one slot.
 
-    tokens   all tokens decided when it was opened: what follows a prompt chunk
+    tokens   all that are decided
     ready    tokens[:ready] have run through target and draft model; candidates belong to the last
-    found    what may follow the last of these; None = nobody knows
-    idle     steps since draft tokens were asked for
-    behind   tokens that the draft model has not seen
-    begin    position of the first of them
+    found    what may follow the last of these; None = nobody knows, or `drafted` says it
     drafted  what the last step drafted below the last of `ready`, and the row of it; None =
              nothing
     """
 
-    tokens: Ints
+    tokens: "array[int]"
     prompt_len: int
     sampling: Sampling
     ready: int = 0
     found: Found | None = None
-    idle: int = 0
-    behind: list[Pending] = field(default_factory=list)
-    begin: int = 0
     drafted: tuple[NextDrafts, int] | None = None
 
-    @property
-    def current(self) -> bool:
-        """Whether the draft model has run every token that was decided."""
-        return not self.behind
+    def span(self, begin: int, count: int) -> Ints:
+        """int32[count+1] tokens from position `begin` on, and the one after them."""
+        return np.frombuffer(self.tokens[begin : begin + count + 1], np.int32)
 
-    @property
-    def lag(self) -> int:
-        """How many decided tokens the draft model has not run."""
-        return sum(len(part.tokens) for part in self.behind)
-
-    def keep(self, pending: Pending, begin: int) -> None:
-        """Append tokens to those behind; the first of `pending` stands at position `begin`."""
-        if not self.behind:
-            self.begin = begin
-        self.behind.append(pending)
-
-    def take(self, most: int) -> Pending:
-        """Remove and return the first `most` tokens behind, all where fewer."""
-        kept = [part.features for part in self.behind if part.features is not None]
-        whole = Pending(
-            np.concatenate([part.tokens for part in self.behind]),
-            np.concatenate([part.next_tokens for part in self.behind]),
-            kept[0].joined(kept[1:]) if kept else None,
-        )
-        count = len(whole.tokens)
-        self.begin += min(most, count)
-        self.behind = [whole.part(most, None)] if count > most else []
-        return whole.part(0, most)
-
-    def draft_extended(self, ready: int, drafts: NextDrafts, row: int) -> None:
-        """A step ran the draft model up to `ready` and drafted `row` of `drafts` below that."""
-        self.ready, self.drafted, self.found = ready, (drafts, row), None
-        if drafts.ids is not None and drafts.log_probs is not None:
-            real = drafts.log_probs[row] > -np.inf
-            self.found = drafts.ids[row][real], drafts.log_probs[row][real]
+    def candidates(self) -> Found | None:
+        """What may follow the last token that is ready; None = nobody knows."""
+        if self.found is None and self.drafted is not None:
+            drafts, row = self.drafted
+            if drafts.ids is not None and drafts.log_probs is not None:
+                real = drafts.log_probs[row] > -np.inf
+                self.found = drafts.ids[row][real], drafts.log_probs[row][real]
+        return self.found
 
     def draft(self, depth: int, nodes: int, constrained: bool) -> Draft | None:
         """What the last step drafted, cut to `depth` and `nodes`; None where it is not so deep, or
@@ -100,7 +81,7 @@ class DraftState:
         """
         if self.drafted is None or self.drafted[0].levels < depth:
             return None
-        if constrained and depth == 1 and self.found is not None:
+        if constrained and depth == 1 and self.candidates() is not None:
             return None
         drafts, row = self.drafted
         found = drafts.tokens[row], drafts.parents[row], drafts.value[row]
@@ -110,13 +91,14 @@ class DraftState:
         """The `width` best next tokens that `mask` allows, with their scores; none where nobody
         knows. Of what the last step drafted the first level as it is, unless a grammar chooses.
         """
-        if self.drafted is not None and (mask is None or self.found is None):
+        found = self.candidates()
+        if self.drafted is not None and (mask is None or found is None):
             drafts, row = self.drafted
             first = slice(drafts.width)
             return drafts.tokens[row, first], drafts.value[row, first]
-        if self.found is None:
+        if found is None:
             return np.zeros(0, np.int32), np.zeros(0, np.float32)
-        return self.best(self.found, width, 1, mask)
+        return self.best(found, width, 1, mask)
 
     def best(self, found: Found, width: int, depth: int, mask: bytes | None = None) -> Found:
         """The `width` best of `found` that `mask` allows, for the token that comes `depth` behind

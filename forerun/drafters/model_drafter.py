@@ -12,13 +12,15 @@ when no more features can be kept. A step without draft tokens is a plain one, a
 draft by themselves.
 """
 
+from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import numpy as np
 
-from forerun.drafters.draft_state import DraftState, Pending, check_finite
+from forerun.columns import Column, column, consume
+from forerun.drafters.draft_state import Backlog, DraftState, check_finite
 from forerun.interface.draft_model import (
     CANDIDATES,
     DraftBlock,
@@ -28,12 +30,12 @@ from forerun.interface.draft_model import (
 )
 from forerun.interface.drafter import DrafterTraits
 from forerun.interface.executor import ExecutorLimits
-from forerun.interface.features import MOST_KEPT, Features
+from forerun.interface.features import MOST_KEPT, Features, HeldFeatures, StepFeatures
 from forerun.interface.next_draft import DraftRequest, draft_sizes
 from forerun.interface.plan import Outcome, Plan, Round, SlotInit
 from forerun.speculative.draft_tree import DraftTree, TreeShape, block_draft, full_size
 from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch
-from forerun.types import AnyArray, Ints
+from forerun.types import AnyArray, Bools, Ints
 
 PATIENCE = 1
 """Steps without a budget for draft tokens in which the model is still extended: the last step of an
@@ -45,14 +47,7 @@ A few less than can be kept: rounds that have begun meanwhile write theirs too."
 Masks = Callable[[int], bytes | None]
 """Of a slot: what a grammar allows to follow; None = everything."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Chain:
-    """What became permanent of a row: flat nodes, their tokens, and the token after each."""
-
-    nodes: AnyArray
-    tokens: Ints
-    next_tokens: Ints
+_tokens_of: Column[DraftState, "array[int]"] = column("tokens")
 
 
 class ModelDrafter:
@@ -80,6 +75,10 @@ class ModelDrafter:
         )
         self._model, self._about, self._shape, self._mask = model, about, shape, mask
         self._states: list[DraftState | None] = [None] * limits.slots
+        self._backlog = Backlog(limits.slots)
+        self._kept: HeldFeatures | None = None
+        # Steps since draft tokens were asked for, by slot.
+        self._idle = np.zeros(limits.slots, np.int32)
         # That steps may grow: a device has prepared for these.
         self._levels = [size.depth for size in draft_sizes(depth, depth)]
         # Whether steps have extended the model.
@@ -87,9 +86,9 @@ class ModelDrafter:
 
     def begin(self, slot_init: SlotInit) -> None:
         """Remember the decided tokens of a sequence; features come with the steps."""
-        self._states[slot_init.slot] = DraftState(
-            slot_init.tokens, slot_init.prompt_len, slot_init.sampling
-        )
+        slot, tokens = slot_init.slot, array("i", slot_init.tokens.astype(np.int32).tobytes())
+        self._states[slot] = DraftState(tokens, slot_init.prompt_len, slot_init.sampling)
+        self._idle[slot] = self._backlog.lag[slot] = 0
 
     def end(self, slot: int) -> None:
         """Forget the slot; its pages are freed by the owner of the target's."""
@@ -103,138 +102,131 @@ class ModelDrafter:
 
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
         """Extend the model by what became permanent, or keep it for later. EngineError: NaN."""
-        drafts, paths = outcome.drafts, outcome.paths
-        chains: dict[int, _Chain] = {}
-        if drafts is not None:
-            first = [full_size(drafts.width, level) for level in range(drafts.levels)]
-            check_finite(self._about.name, drafts.value[drafts.rows][:, first].ravel())
-        for row in range(plan.rows):
-            state = self._state(plan, row)
-            state.idle = 0 if plan.max_nodes[row] or not plan.samples[row] else state.idle + 1
-            if drafts is not None and drafts.rows[row]:
-                self._within = True
-                ready = int(plan.kv_len[row] + outcome.n_tokens[row])
-                state.draft_extended(ready, drafts, row)
-                continue
-            chain = self._permanent(plan, trees, outcome, row, paths[row])
-            if len(chain.nodes):
-                chains[row] = chain
-        late = [row for row in chains if self._state(plan, row).behind]
-        if any(self._full(self._state(plan, row), chains[row]) for row in late):
-            self._catch_up(plan, late, [])
-        lazy = [row for row, chain in chains.items() if self._may_wait(plan, row, chain)]
-        rows = [row for row in chains if row not in lazy]
-        self._keep(plan, lazy, chains, outcome.features)
-        if rows:
-            parts, features = [chains[row] for row in rows], None
-            if self._reads and outcome.features is not None:
-                features = outcome.features.select(np.concatenate([each.nodes for each in parts]))
-            self._extend(plan, rows, parts, plan.kv_len[rows], features, rows)
+        states, failed = self._of(plan), plan.samples & (outcome.n_tokens == 0)
+        consume(map(array.extend, _tokens_of(states), outcome.output_tokens))
+        active = (plan.max_nodes > 0) | ~plan.samples
+        self._idle[plan.slots] = np.where(active, 0, self._idle[plan.slots] + 1)
+        left = ~self._drafted(plan, states, outcome)
+        for state in compress(states, left.tolist()):
+            state.found = state.drafted = None
+        counts = np.array(outcome.committed(plan), np.int32)
+        left &= ~failed
+        late = np.flatnonzero(left & (self._backlog.lag[plan.slots] > 0))
+        if self._full(plan, counts)[late].any():
+            self._catch_up(plan, late, False)
+        waits = left & self._may_wait(plan) & ~self._full(plan, counts)
+        self._keep(plan, trees, outcome, np.flatnonzero(waits), counts)
+        rows = np.flatnonzero(left & ~waits)
+        if len(rows):
+            features = self._features(trees, outcome, rows)
+            self._extend(plan, rows, plan.kv_len[rows], counts[rows], features, True)
 
-    def _permanent(
-        self, plan: Plan, trees: TreeBatch, outcome: Outcome, row: int, path: Ints
-    ) -> _Chain:
-        """What became permanent of `row`, whose accepted draft tokens are `path`."""
-        state = self._state(plan, row)
-        state.found = state.drafted = None
-        emitted = outcome.tokens[row, : outcome.n_tokens[row]]
-        nodes = np.arange(trees.start[row], trees.root(row) + 1)
-        known = plan.known[row]
-        if len(emitted) == 0:
-            if plan.samples[row]:  # The row failed: nothing of it matters any more.
-                return _Chain(nodes[:0], known[:0], known[:0])
-            after = state.tokens[int(plan.kv_len[row]) + len(known)]
-            return _Chain(nodes, known, np.append(known[1:], after))
-        next_tokens = np.concatenate([known[1:], emitted])
-        tokens = np.append(known[:1], next_tokens[:-1])
-        return _Chain(np.concatenate([nodes, path]), tokens, next_tokens)
+    def _drafted(self, plan: Plan, states: list[DraftState], outcome: Outcome) -> Bools:
+        """bool[B] the rows that the step has extended the model for, and drafted: remember what."""
+        drafts = outcome.drafts
+        if drafts is None:
+            return np.zeros(plan.rows, np.bool_)
+        first = [full_size(drafts.width, level) for level in range(drafts.levels)]
+        check_finite(self._about.name, drafts.value[drafts.rows][:, first].ravel())
+        self._within = self._within or bool(drafts.rows.any())
+        ready = (plan.kv_len + outcome.n_tokens).tolist()
+        for row in np.flatnonzero(drafts.rows).tolist():
+            state = states[row]
+            state.ready, state.found, state.drafted = ready[row], None, (drafts, row)
+        return drafts.rows
 
-    def _may_wait(self, plan: Plan, row: int, chain: _Chain) -> bool:
-        """Whether it is likely that nobody will ask for draft tokens of this row soon.
+    def _may_wait(self, plan: Plan) -> Bools:
+        """bool[B] whether it is likely that nobody will ask for draft tokens of a row soon.
 
         A prompt is never put off: its pages are shared. Pages of text that is put off lack the
         draft's entries until it catches up; who reuses them meanwhile is drafted for a bit worse.
         """
-        state, short = self._state(plan, row), len(plan.known[row]) == 1
         plain = self._within and not plan.max_nodes.any()
-        rests = not state.current or (short and (state.idle > PATIENCE or plain))
-        return rests and not self._full(state, chain)
+        idle = plain | (self._idle[plan.slots] > PATIENCE)
+        short: Bools = np.array(plan.known_counts) == 1
+        return (self._backlog.lag[plan.slots] > 0) | (idle & short)
 
-    def _full(self, state: DraftState, chain: _Chain) -> bool:
-        """Whether no features of so many more tokens can be kept."""
-        return self._reads and state.lag + len(chain.tokens) > MOST_BEHIND
+    def _full(self, plan: Plan, counts: Ints) -> Bools:
+        """bool[B] whether no features of so many more tokens int32[B] can be kept."""
+        return (self._backlog.lag[plan.slots] + counts > MOST_BEHIND) & self._reads
+
+    def _features(self, trees: TreeBatch, outcome: Outcome, rows: AnyArray) -> StepFeatures | None:
+        """Those of what became permanent of these rows, row after row."""
+        if not self._reads or outcome.features is None:
+            return None
+        if trees.decode_only:
+            return outcome.features.select(rows)
+        nodes = [outcome.permanent(trees, row) for row in rows.tolist()]
+        return outcome.features.select(np.concatenate(nodes))
 
     def _keep(
-        self, plan: Plan, rows: list[int], chains: dict[int, _Chain], features: Features | None
+        self, plan: Plan, trees: TreeBatch, outcome: Outcome, rows: AnyArray, counts: Ints
     ) -> None:
-        """Keep what extending these rows takes."""
-        kept, begin = None, 0
-        if rows and self._reads and features is not None:
-            kept = features.select(np.concatenate([chains[row].nodes for row in rows])).keep()
-        for row in rows:
-            state, chain = self._state(plan, row), chains[row]
-            part = np.arange(begin, begin := begin + len(chain.nodes))
-            mine = None if kept is None else kept.select(part)
-            state.keep(Pending(chain.tokens, chain.next_tokens, mine), int(plan.kv_len[row]))
+        """Keep what extending these rows by so many tokens takes: int32[B] counts."""
+        if not len(rows):
+            return
+        features = self._features(trees, outcome, rows)
+        self._kept = features.keep() if features is not None else None
+        self._backlog.add(plan.slots[rows], plan.kv_len[rows], counts[rows])
 
-    def _catch_up(self, plan: Plan, late: list[int], asked: list[int]) -> None:
+    def _catch_up(self, plan: Plan, late: AnyArray, asked: bool) -> None:
         """Extend the rows `late` that lag behind, as many tokens at a time as the model takes;
-        asked: those whose candidates are wanted.
+        asked: their candidates are wanted.
         """
-        while late := [row for row in late if self._state(plan, row).behind]:
-            rows, parts, begins, room = [], [], [], self._about.max_nodes
-            for row in late:
-                if room:
-                    state = self._state(plan, row)
-                    rows.append(row)
-                    begins.append(state.begin)
-                    parts.append(state.take(room))
-                    room -= len(parts[-1].tokens)
-            kept = [part.features for part in parts if part.features is not None]
-            chains = [_Chain(part.tokens, part.tokens, part.next_tokens) for part in parts]
-            features = kept[0].joined(kept[1:]) if kept else None
-            self._extend(plan, rows, chains, np.array(begins, np.int32), features, asked)
+        while len(late := late[self._backlog.lag[plan.slots[late]] > 0]):
+            begin, counts = self._backlog.take(plan.slots[late], self._about.max_nodes)
+            some = counts > 0
+            rows, begin, counts = late[some], begin[some], counts[some]
+            features = None
+            if self._kept is not None:
+                behind = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+                slots = np.repeat(plan.slots[rows], counts)
+                features = self._kept.at(slots, np.repeat(begin, counts) + behind)
+            self._extend(plan, rows, begin, counts, features, asked)
 
     def _extend(
         self,
         plan: Plan,
-        rows: list[int],
-        chains: list[_Chain],
+        rows: AnyArray,
         kv_len: Ints,
+        counts: Ints,
         features: Features | None,
-        asked: list[int],
+        asked: bool,
     ) -> None:
-        """Run chains of tokens, one per row, and remember what may follow those that are asked."""
+        """Run `counts` tokens of each of these rows that follow `kv_len` others, and remember what
+        may follow those that sample, if that is asked.
+        """
+        states = list(map(self._of(plan).__getitem__, rows.tolist()))
+        spans = list(map(DraftState.span, states, kv_len.tolist(), counts.tolist()))
         start = np.zeros(len(rows) + 1, np.int32)
-        start[1:] = np.cumsum([len(chain.tokens) for chain in chains])
-        sampled = [i for i, row in enumerate(rows) if plan.samples[row]]
-        scored = [] if self._about.block_size else [i for i in sampled if rows[i] in asked]
+        start[1:] = np.cumsum(counts)
+        sampled = np.flatnonzero(plan.samples[rows])
+        scored = sampled if asked and not self._about.block_size else sampled[:0]
         found = self._model.extend(
             Extension(
-                tokens=np.concatenate([chain.tokens for chain in chains]).astype(np.int32),
-                next_tokens=np.concatenate([c.next_tokens for c in chains]).astype(np.int32),
+                tokens=np.concatenate([span[:-1] for span in spans]),
+                next_tokens=np.concatenate([span[1:] for span in spans]),
                 start=start,
                 kv_len=kv_len,
                 slots=plan.slots[rows],
                 pages=plan.page_table[rows],
                 scored=start[1:][scored] - np.int32(1),
-                candidates=self._wanted(plan, rows),
+                candidates=self._wanted(plan, rows.tolist()),
             ),
             features,
         )
-        for which in sampled:
-            self._state(plan, rows[which]).ready = int(kv_len[which]) + len(chains[which].tokens)
+        for which in sampled.tolist():
+            states[which].ready = int(kv_len[which] + counts[which])
         check_finite(self._about.name, found.log_probs[: len(scored)])
-        for index, which in enumerate(scored):
+        for index, which in enumerate(scored.tolist()):
             ids = self._about.target_ids[found.ids[index]]
-            self._state(plan, rows[which]).found = ids, found.log_probs[index]
+            states[which].found = ids, found.log_probs[index]
 
     # --- proposing -----------------------------------------------------------------------
 
     def propose(self, plan: Plan) -> list[Draft]:
         """A draft per row, empty where none is allowed or the model lags. Raises as `observe`."""
-        late = np.flatnonzero(plan.max_nodes).tolist()
-        self._catch_up(plan, late, late)
+        self._catch_up(plan, np.flatnonzero(plan.max_nodes), True)
         drafts = [NO_DRAFT] * plan.rows
         rows: list[int] = []
         for row, nodes in enumerate(plan.max_nodes.tolist()):
@@ -249,7 +241,7 @@ class ModelDrafter:
                 else:
                     drafts[row] = ready
         # What a grammar may choose of a block's first tokens has come with the step.
-        grown = [r for r in rows if not self._about.block_size or self._state(plan, r).found]
+        grown = [r for r in rows if not self._about.block_size or self._state(plan, r).candidates()]
         others = [row for row in rows if row not in grown]
         proposed = self._trees(plan, grown) + self._blocks(plan, others)
         for row, draft in zip(grown + others, proposed, strict=True):
@@ -265,13 +257,13 @@ class ModelDrafter:
         if not self.traits.drafts_on_device:
             return None
         levels = next(levels for levels in self._levels if levels >= depth)
-        states = [self._state(plan, row) for row in range(plan.rows)]
         # Of a step without draft tokens prompts are followed, and nothing else.
-        prompts = [len(plan.known[row]) > 1 or not plan.samples[row] for row in range(plan.rows)]
-        # What begins behind pages that another filled has no root before it was extended once.
-        first = self._about.runs_roots
-        current = [state.current and (state.ready > 0 or not first) for state in states]
-        slots = plan.slots[current & (np.array(prompts) | (depth > 0))]
+        wanted = (np.array(plan.known_counts) > 1) | ~plan.samples | (depth > 0)
+        wanted &= self._backlog.lag[plan.slots] == 0
+        if self._about.runs_roots and wanted.any():
+            # What begins behind pages that another filled has no root before it was extended once.
+            wanted &= np.array([state.ready > 0 for state in self._of(plan)])
+        slots = plan.slots[wanted]
         return DraftRequest(slots, self._shape.width, levels) if len(slots) else None
 
     def can_overlap(self, plan: Plan, running: Round) -> bool:
@@ -378,6 +370,12 @@ class ModelDrafter:
         hot = any(self._state(plan, row).sampling.temperature > 0 for row in rows)
         width = self._shape.width
         return max(CANDIDATES, width) if hot or plan.constrained[rows].any() else width
+
+    def _of(self, plan: Plan) -> list[DraftState]:
+        """Of each row."""
+        states = list(map(self._states.__getitem__, plan.slots.tolist()))
+        assert None not in states, "a planned slot was begun"
+        return states  # type: ignore[return-value]
 
     def _state(self, plan: Plan, row: int) -> DraftState:
         state = self._states[int(plan.slots[row])]

@@ -1,4 +1,4 @@
-"""Where a device keeps features of accepted tokens until a draft model reads them: a ring of
+"""Where an executor keeps features of accepted tokens until a draft model reads them: a ring of
 MOST_KEPT places for every slot, in the order of positions.
 """
 
@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from forerun.interface.features import MOST_KEPT
+from forerun.interface.features import MOST_KEPT, KeptFeatures
 from forerun.interface.plan import Plan
 from forerun.speculative.tree import TreeBatch
 from forerun.speculative.verify import positions
-from forerun.types import AnyArray
+from forerun.types import AnyArray, Ints
 
 
 def ring_size(slots: int) -> int:
@@ -31,3 +31,17 @@ def ring_places(plan: Plan, trees: TreeBatch, nodes: AnyArray) -> AnyArray:
     position = positions(trees, plan.kv_len)[nodes].astype(np.int64)
     places: AnyArray = ring_place(plan.slots[row].astype(np.int64), position)
     return places
+
+
+class HostFeatureRing:
+    """Kept in host memory, in 16 bits.
+
+    values  float16[S*MOST_KEPT,F*H]: memory is taken of the slots that keep any
+    """
+
+    def __init__(self, slots: int, width: int) -> None:
+        self.values = np.zeros((ring_size(slots), width), np.float16)
+
+    def at(self, slots: Ints, positions: Ints) -> KeptFeatures:
+        """Copies of float16[n,F*H]: see HeldFeatures."""
+        return KeptFeatures(self.values[ring_place(slots.astype(np.int64), positions)])

@@ -23,7 +23,7 @@ from forerun.executors.host_choice import (
     SlotState,
     reports_of,
 )
-from forerun.interface.features import Features
+from forerun.interface.features import StepFeatures
 from forerun.interface.next_draft import NextDrafts
 from forerun.interface.plan import Outcome, Plan, Round, SlotInit
 from forerun.speculative.accept import NOTHING
@@ -147,7 +147,7 @@ class HostSampler:
         masks: NodeMasks | None,
         choice: Ints | None = None,
         reports: ReportsOf | None = None,
-        features: Features | None = None,
+        features: StepFeatures | None = None,
         drafts: NextDrafts | None = None,
     ) -> Outcome:
         """Decide every row as `accept` does, append the emitted tokens to the slots' histories and

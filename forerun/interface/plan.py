@@ -11,7 +11,7 @@ from operator import add, getitem
 import numpy as np
 
 from forerun.errors import EngineError
-from forerun.interface.features import Features
+from forerun.interface.features import StepFeatures
 from forerun.interface.next_draft import DraftRequest, NextDrafts
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import NO_TREES, NodeMasks, TreeBatch
@@ -184,7 +184,7 @@ class Outcome:
     prompt_logprobs: tuple[Reports, ...] = field(default=())
     accepted: Ints = field(default_factory=lambda: _NO_NODES)
     drafts: NextDrafts | None = None
-    features: Features | None = None
+    features: StepFeatures | None = None
 
     @cached_property
     def output_tokens(self) -> list[list[int]]:

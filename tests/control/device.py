@@ -15,6 +15,7 @@ from forerun.control.report import step_report
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.drafters.ngram import NgramDrafter
 from forerun.drafters.none import NoDrafter
+from forerun.executors.feature_ring import HostFeatureRing
 from forerun.interface.draft_model import Candidates, DraftModelTraits, FeatureNeeds
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.features import KeptFeatures
@@ -76,6 +77,9 @@ class Head:
         return Left(len(nodes))
 
 
+RING = HostFeatureRing(LIMITS.slots, 1)
+
+
 @dataclass(frozen=True)
 class Left:
     count: int
@@ -84,7 +88,7 @@ class Left:
         return Left(len(nodes))
 
     def keep(self):
-        return KeptFeatures(np.zeros((self.count, 1), np.float16))
+        return RING
 
 
 @dataclass

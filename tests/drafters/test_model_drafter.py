@@ -7,10 +7,11 @@ import pytest
 
 from forerun.control.policy import Decision, FixedPolicy
 from forerun.drafters import model_drafter
-from forerun.drafters.draft_state import DraftState
+from forerun.drafters.draft_state import Backlog
 from forerun.drafters.model_drafter import PATIENCE, ModelDrafter
 from forerun.engine.options import EngineOptions
 from forerun.engine.thread import Engine
+from forerun.executors.feature_ring import HostFeatureRing, ring_places
 from forerun.executors.toy import ToyExecutor
 from forerun.interface.draft_model import Candidates, DraftModelTraits, FeatureNeeds
 from forerun.interface.features import KeptFeatures
@@ -28,16 +29,22 @@ class ToyFeatures:
     executor: ToyExecutor
     step: int
     tokens: np.ndarray
+    places: np.ndarray
 
     def select(self, nodes):
-        return replace(self, tokens=self.tokens[nodes])
+        return replace(self, tokens=self.tokens[nodes], places=self.places[nodes])
 
     def values(self):
         assert self.step == self.executor.steps, "features of a step that is over"
         return self.tokens[:, None]
 
+    def __len__(self):
+        return len(self.tokens)
+
     def keep(self):
-        return KeptFeatures(self.values().astype(np.float16))
+        """In a ring as executors have it."""
+        self.executor.ring.values[self.places] = self.values()
+        return self.executor.ring
 
 
 class FeaturedToy(ToyExecutor):
@@ -45,12 +52,18 @@ class FeaturedToy(ToyExecutor):
 
     steps = 0
 
+    def __init__(self, limits):
+        super().__init__(limits)
+        self.ring = HostFeatureRing(limits.slots, 1)
+
     def begin(self, plan, trees, masks=None):
         self.steps += 1
         return super().begin(plan, trees, masks)
 
     def finish(self, round, masks=None):
-        features = ToyFeatures(self, self.steps, round.trees.tokens)
+        tokens = round.trees.tokens
+        places = ring_places(round.plan, round.trees, np.arange(len(tokens)))
+        features = ToyFeatures(self, self.steps, tokens, places)
         return replace(super().finish(round, masks), features=features)
 
 
@@ -219,13 +232,13 @@ def test_a_head_that_lags_far_catches_up_unasked(monkeypatch, most):
     """
     monkeypatch.setattr(model_drafter, "MOST_BEHIND", most)
     behind = []
-    keep = DraftState.keep
+    add = Backlog.add
 
-    def kept(self, pending, begin):
-        keep(self, pending, begin)
-        behind.append(self.lag)
+    def added(self, *more):
+        add(self, *more)
+        behind.append(self.lag.max())
 
-    monkeypatch.setattr(DraftState, "keep", kept)
+    monkeypatch.setattr(Backlog, "add", added)
     made, device = engine_with_head(Moody(lambda step: step > 95), page_size=8)
     requests = asked("A prompt", "Another one", max_tokens=160)
     ear = run(made, *requests)

@@ -195,10 +195,10 @@ def test_features_that_were_kept_do_as_well(dense, made, tmp_path, changes):
             tokens[:-1], tokens[1:], [0, 8], [(1, 0, driver.sequences[1].pages)], candidates=5
         )
         at_once = device.extend(work, features)
-        kept = features.select(np.arange(8)[::-1]).keep().select(np.arange(8)[::-1])
-        rounded = KeptFeatures(features.keep().values.astype(np.float16))
-        assert (kept.values == rounded.values).all()
+        slots, positions = np.ones(8, np.int32), np.arange(8, dtype=np.int32)
+        kept = features.select(positions[::-1]).keep().at(slots, positions)
         whole = KeptFeatures(made.features(8, kept.values.shape[1]))
+        assert (kept.values == whole.values.astype(np.float16)).all()
         driver.open(0, tokens[:3])
         driver.step([Row(0)])
         later = device.extend(work, whole)

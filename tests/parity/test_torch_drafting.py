@@ -15,7 +15,6 @@ from forerun.executors.torch import CapturedExecutor, TorchEagleModel
 from forerun.executors.torch import features as ring
 from forerun.executors.torch.features import TorchFeatures
 from forerun.executors.torch.triton.record import Size
-from forerun.interface.features import KeptFeatures
 from forerun.interface.plan import Budget
 from tests.models import tiny
 from tests.parity.heads import SWITCHES, Twin, opened, serve
@@ -113,10 +112,6 @@ def test_drafts_and_texts_are_those_of_single_passes(pair, seen, learned, temper
     assert few <= depth < many / 4
 
 
-def kept_whole(features):
-    return KeptFeatures(features.tensor().float().cpu().numpy())
-
-
 class Uneven(FixedPolicy):
     """Other wishes for every sequence and position, now and then none."""
 
@@ -172,8 +167,6 @@ def test_rows_come_go_and_rest(pair, seen, learned, monkeypatch, width):
     were grown ahead: these are as deep as they are, so where both draft the likeliest is compared.
     """
     monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: Uneven())
-    # What is followed by rounds is kept for later without them: here with all its bits.
-    monkeypatch.setattr(TorchFeatures, "keep", kept_whole)
 
     def run(target):
         return answered(target, mixed(learned[1]), 2, speculative_eagle_topk=width)

@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -14,9 +14,9 @@ from forerun.executors.cpu.latent import sizes_of
 from forerun.executors.cpu.limits import check_runs
 from forerun.executors.cpu.step_buffers import StepBuffers
 from forerun.executors.cpu.weights import Packer, cache_bytes_per_token, cache_item, sentence
+from forerun.executors.feature_ring import HostFeatureRing, ring_places
 from forerun.executors.host_sampler import HostSampler
 from forerun.interface.executor import Capabilities, Executor, ExecutorLimits
-from forerun.interface.features import KeptFeatures
 from forerun.interface.plan import Outcome, Plan, Round, SlotInit
 from forerun.machine import physical_cores
 from forerun.models.checkpoint import Checkpoint
@@ -51,18 +51,20 @@ class CpuFeatures:
     """
 
     executor: "CpuExecutor"
-    width: int
+    round: CpuRound
     nodes: AnyArray
+
+    def __len__(self) -> int:
+        """How many rows."""
+        return len(self.nodes)
 
     def select(self, nodes: AnyArray) -> "CpuFeatures":
         """The rows nodes int[n], in this order; the core refuses those that are not there."""
-        return CpuFeatures(self.executor, self.width, self.nodes[nodes])
+        return replace(self, nodes=self.nodes[nodes])
 
-    def keep(self) -> KeptFeatures:
-        """A copy in host memory, float16[n,F*H]; only before the executor's next step."""
-        count = int(self.nodes.max()) + 1
-        values = self.executor.features(count, self.width)[self.nodes]
-        return KeptFeatures(values.astype(np.float16))
+    def keep(self) -> HostFeatureRing:
+        """Copied into the executor's ring; only before its next step."""
+        return self.executor.keep_features(self.round, self.nodes)
 
 
 class CpuExecutor(Executor):
@@ -109,7 +111,7 @@ class CpuExecutor(Executor):
         self._box = StepBuffers(limits.max_nodes, self._sampler.choosing)
         self._model: int | None = None
         self._drafts: list[int] = []
-        self._features_width = 0
+        self._ring: HostFeatureRing | None = None
         self._numbers = sentence(checkpoint, dtype)
         self._cache_item = cache_item(checkpoint, dtype)
         packer = Packer(self._library, checkpoint, dtype=dtype)
@@ -193,9 +195,9 @@ class CpuExecutor(Executor):
         self._box.ask(plan, round.trees, masks)
         if self._library.forerun_accept(self._alive(), self._box.step, self._box.walk):
             raise EngineError(self._library.forerun_error().decode())
-        if self._features_width:
+        if self._ring is not None:
             nodes = np.arange(len(round.trees.tokens))
-            features = CpuFeatures(self, self._features_width, nodes)
+            features = CpuFeatures(self, round, nodes)
         outcome = self._sampler.finish(
             round, round.logits_of, masks, self._box.choice, features=features
         )
@@ -260,7 +262,7 @@ class CpuExecutor(Executor):
         hand out from now on the features [M,features_width] that the model was made to keep.
         """
         self._drafts += [] if draft is None else [draft]
-        self._features_width = features_width
+        self._ring = HostFeatureRing(self.limits.slots, features_width) if features_width else None
 
     def features(self, count: int, width: int) -> Floats:
         """float32[count,width]: features of the last step's first nodes. Raises EngineError."""
@@ -268,6 +270,13 @@ class CpuExecutor(Executor):
         if self._library.forerun_aux_hidden_states(self._alive(), count, found.ctypes.data):
             raise EngineError(self._library.forerun_error().decode())
         return found
+
+    def keep_features(self, round: CpuRound, nodes: AnyArray) -> HostFeatureRing:
+        """The ring, with features of these nodes int[n] of the last step. Raises EngineError."""
+        assert self._ring is not None, "nobody reads features"
+        values = self.features(int(nodes.max()) + 1, self._ring.values.shape[1])
+        self._ring.values[ring_places(round.plan, round.trees, nodes)] = values[nodes]
+        return self._ring
 
     def _alive(self) -> int:
         if self._model is None:

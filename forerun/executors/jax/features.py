@@ -1,16 +1,15 @@
 """The target's hidden states of one step, on the device: what a JAX draft model reads."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from forerun.errors import EngineError
-from forerun.executors.feature_ring import ring_places
+from forerun.executors.feature_ring import ring_place, ring_places
 from forerun.executors.jax.functions import Key
 from forerun.executors.jax.programs import Programs
 from forerun.executors.jax.step import JaxRound
-from forerun.types import AnyArray, Bools
+from forerun.types import AnyArray, Bools, Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +20,14 @@ class JaxFeatures:
     place   int[n] the row of `DraftArrays.streams` that each node has
     ring    int[n] the row of the same array where it is kept
     there   bool[n] it is there: the round that accepted it has written it
+    begin   row at which the ring begins
     """
 
     programs: Programs
     place: AnyArray
     ring: AnyArray
     there: Bools
+    begin: int
 
     @classmethod
     def of(cls, programs: Programs, round: JaxRound, begin: int, accepted: Bools) -> "JaxFeatures":
@@ -34,7 +35,7 @@ class JaxFeatures:
         row `begin` of the streams.
         """
         ring = begin + ring_places(round.plan, round.trees, np.arange(len(round.place)))
-        return cls(programs, round.place, ring, accepted)
+        return cls(programs, round.place, ring, accepted, begin)
 
     def select(self, nodes: AnyArray) -> "JaxFeatures":
         """The rows nodes int[n], in this order, without a copy. Raises EngineError where a node is
@@ -47,14 +48,25 @@ class JaxFeatures:
         place, ring, there = self.place[nodes], self.ring[nodes], self.there[nodes]
         return replace(self, place=place, ring=ring, there=there)
 
-    def keep(self) -> "JaxFeatures":
+    def keep(self) -> "JaxFeatureRing":
         """In the ring: nothing leaves the device. What no round has put there is moved."""
         late = ~self.there
         self.programs.move(Key("keep"), self.place[late], self.ring[late])
-        return replace(self, place=self.ring, there=np.ones_like(self.there))
+        return JaxFeatureRing(self.programs, self.begin)
 
-    def joined(self, others: Sequence["JaxFeatures"]) -> "JaxFeatures":
-        """Its rows and those of `others`, all of them kept."""
-        parts = [self, *others]
-        place = np.concatenate([part.place for part in parts])
-        return replace(self, place=place, ring=place, there=np.ones(len(place), np.bool_))
+    def __len__(self) -> int:
+        """How many rows."""
+        return len(self.place)
+
+
+@dataclass(frozen=True, slots=True)
+class JaxFeatureRing:
+    """What is kept: rows of `DraftArrays.streams` from `begin` on."""
+
+    programs: Programs
+    begin: int
+
+    def at(self, slots: Ints, positions: Ints) -> JaxFeatures:
+        """Where they are kept: see HeldFeatures."""
+        place = self.begin + ring_place(slots.astype(np.int64), positions)
+        return JaxFeatures(self.programs, place, place, np.ones(len(place), np.bool_), self.begin)

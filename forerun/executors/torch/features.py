@@ -1,6 +1,5 @@
 """The target's hidden states on the device: what a torch draft model reads."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -8,11 +7,11 @@ import torch
 from torch import Tensor
 
 from forerun.errors import EngineError
-from forerun.executors.feature_ring import ring_places, ring_size
+from forerun.executors.feature_ring import ring_place, ring_places, ring_size
 from forerun.interface.features import MOST_KEPT, Features, KeptFeatures
 from forerun.interface.plan import Plan
 from forerun.speculative.tree import TreeBatch
-from forerun.types import AnyArray
+from forerun.types import AnyArray, Ints
 
 
 class FeatureRing:
@@ -23,6 +22,11 @@ class FeatureRing:
 
     def __init__(self, slots: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.values = torch.zeros(ring_size(slots + 1), width, dtype=dtype, device=device)
+
+    def at(self, slots: Ints, positions: Ints) -> "TorchFeatures":
+        """Where they are kept: see HeldFeatures."""
+        place = ring_place(slots.astype(np.int64), positions)
+        return TorchFeatures(self.values, place, place)
 
     @staticmethod
     def bytes(slots: int, width: int, dtype: torch.dtype) -> int:
@@ -69,21 +73,18 @@ class TorchFeatures:
             )
         return replace(self, place=self.place[nodes], nodes=self.nodes[nodes])
 
-    def keep(self) -> "TorchFeatures":
+    def keep(self) -> "FeatureRing":
         """In the ring of the executor: nothing leaves the device."""
-        if self.held is None:
-            return self
-        ring, held = self.held.ring, self.held
-        rows = ring_places(held.plan, held.trees, self.nodes)
-        if not held.written:
-            ring.values.index_copy_(0, torch.from_numpy(rows).to(ring.values.device), self.tensor())
-        return TorchFeatures(ring.values, rows, self.nodes)
+        assert self.held is not None, "they are kept already"
+        ring = self.held.ring
+        if not self.held.written:
+            rows = torch.from_numpy(ring_places(self.held.plan, self.held.trees, self.nodes))
+            ring.values.index_copy_(0, rows.to(ring.values.device), self.tensor())
+        return ring
 
-    def joined(self, others: Sequence["TorchFeatures"]) -> "TorchFeatures":
-        """Its rows and those of `others`, which are kept in the same ring."""
-        parts = [self, *others]
-        place, nodes = ([part.place for part in parts], [part.nodes for part in parts])
-        return TorchFeatures(self.streams, np.concatenate(place), np.concatenate(nodes))
+    def __len__(self) -> int:
+        """How many rows."""
+        return len(self.place)
 
     def tensor(self) -> Tensor:
         """[n,F*H] a row per node."""
