@@ -160,12 +160,13 @@ def on_xla(compiled, warm=False):
     keep what they compile; warm: it is all compiled at once.
     """
     import forerun.executors.jax as jax
+    from forerun.executors.jax import programs
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(with_jax, "cache_dir", lambda: Path(compiled))
         patch.setattr(jax, "JaxOptions", partial(jax.JaxOptions, stacked=True))
         if not warm:
-            patch.setattr(jax.JaxExecutor, "warm_up", lambda *_: None)
+            patch.setattr(programs.Programs, "warm_up", lambda *_: None)
         yield
 
 
