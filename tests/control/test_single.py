@@ -43,18 +43,17 @@ class Load:
         wrong = self.random.random(nodes * DEPTH // NODES) >= self.honesty * SOME
         return int(np.argmax(np.append(wrong, True)))
 
-    def run(self, rows, steps, length=100):
+    def run(self, rows, steps):
         """Budgets of the steps, and tokens per ms over those of plain decoding in the last half."""
         made, tokens, ms = [], 0, 0.0
         for step in range(steps):
-            fresh = [slot for slot in range(rows) if (step + 7 * slot) % length == 0]
             cached = np.full(rows, 64, np.int32)
             decision = self.policy.decide(slots_of(rows), cached)
             nodes = [budget.nodes for budget in decision.rows]
             right = [self.right(count) if count else 0 for count in nodes]
             taken = float(COSTS.verify(np.array(rows + sum(nodes))))
             said = [[1] * (1 + count) for count in right]
-            told = {"carried": True, "reason": decision.reason, "fresh": fresh}
+            told = {"carried": True, "reason": decision.reason}
             self.policy.observe(report_of(said, nodes, taken, **told))
             made.append(nodes)
             if step >= steps // 2:
