@@ -7,6 +7,8 @@ Nothing reads a clock; everything random is seeded.
 """
 
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from operator import lt
 
 import numpy as np
 
@@ -284,9 +286,9 @@ class HeadDevice(Device):
 
     def _said(self, slot, draft, text):
         first, later = text
-        chances = self.random.random(len(draft)) < np.append(first, np.full(len(draft), later))[:-1]
-        right = int(np.argmin(np.append(chances, False)))
-        return [1] * (right + 1)
+        chances = [first] + [later] * len(draft)
+        right = map(lt, self.random.random(len(draft)).tolist(), chances)
+        return [1] * (1 + sum(takewhile(bool, right)))
 
     def _grown(self, plan, wanted):
         if wanted is None:
