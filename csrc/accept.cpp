@@ -12,7 +12,7 @@ constexpr int64_t kWorthSharing = 1 << 18;  // logits from which on the pool's t
 
 }  // namespace
 
-std::string Model::accept(const Step& step, const Walk& walk) {
+std::string Model::accept(const Step& step, Walk& walk) {
     for (int row = 0; row < step.rows; row++) {
         if (walk.slots[row] < 0 || walk.slots[row] >= walk.all_slots) {
             return "slot " + std::to_string(walk.slots[row]) + " does not exist";
@@ -32,7 +32,16 @@ std::string Model::accept(const Step& step, const Walk& walk) {
     } else {
         pool.run([&](int thread) { rows(Share(step.rows, thread, pool.threads())); });
     }
-    return "";
+    if (walk.committed < 0) return "";
+    std::vector<int32_t> accepted;
+    for (int row = 0; row < step.rows; row++) {
+        for (int n = step.start[row] + step.known[row]; n < step.start[row + 1]; n++) {
+            if (walk.choice[n] >= 0) accepted.push_back(n);
+        }
+    }
+    walk.committed = (int32_t)accepted.size();
+    if (accepted.empty()) return "";
+    return commit_paths(step.pages, step.page_width, accepted.data(), walk.committed);
 }
 
 // False where the specification has to decide the row.

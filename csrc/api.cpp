@@ -32,7 +32,7 @@ int guarded(Work work) {
 extern "C" {
 
 // Raised whenever the meaning of a call or structure changes; native.py asks for the same number.
-int forerun_abi() { return 22; }
+int forerun_abi() { return 23; }
 
 const char* forerun_error() { return last_error.c_str(); }
 
@@ -180,7 +180,7 @@ int forerun_choose(const Model* model, const float* logits, float temperature, u
 }
 
 // Decides rows of the last step, or of one that forerun_forward would take. See Model::accept.
-int forerun_accept(Model* model, const Step* step, const Walk* walk) {
+int forerun_accept(Model* model, const Step* step, Walk* walk) {
     return guarded([&] { return model->accept(*step, *walk); });
 }
 

@@ -45,6 +45,8 @@ struct Walk {
     int32_t* choice;           // [nodes] out: at nodes of the accepted path; -1 elsewhere, and in
                                // all of a row that the specification has to decide
     int32_t all_slots;
+    int32_t committed;  // -1: what runs left in scratch stays there. Else out: how many accepted
+                        // draft tokens' keys and values, of rows decided here, went to their pages
 };
 
 // What one layer is: forerun/models/layer_spec.py. Where its norms stand is said by those it has.
@@ -165,8 +167,9 @@ public:
     // Runs the step. Empty, or what was wrong with it (then nothing was changed).
     std::string forward(const Step& step);
 
-    // Keeps one path per row of a step whose logits are there. Empty, or what was wrong.
-    std::string accept(const Step& step, const Walk& walk);
+    // Keeps one path per row of a step whose logits are there, and commits what of it is the last
+    // step's, where the walk wants that. Empty, or what was wrong.
+    std::string accept(const Step& step, Walk& walk);
 
     // Copies the keys and values of the last step's nodes to slots of the pool.
     void commit(const int32_t* nodes, const int32_t* slots, int count);

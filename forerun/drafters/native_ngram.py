@@ -122,19 +122,14 @@ class CpuNgramDrafter:
         rows.
         """
         rows = len(asked)
-        found = self._out[rows : rows + 4 * total].copy()
-        scores = found.view(np.float32)
-        begin, end = 0, 0
+        found = self._out[rows : rows + 4 * total].reshape(4, total).copy()
+        tokens, parents, scores, sources = found
+        scores, begin = scores.view(np.float32), 0
         for row, count in zip(asked, self._out[:rows].tolist(), strict=True):
             if count:
-                end = begin + count
-                drafts[row] = Draft(
-                    found[begin:end],
-                    found[total + begin : total + end],
-                    scores[2 * total + begin : 2 * total + end],
-                    found[3 * total + begin : 3 * total + end],
-                )
-                begin = end
+                mine = slice(begin, begin + count)
+                drafts[row] = Draft(tokens[mine], parents[mine], scores[mine], sources[mine])
+                begin += count
 
     def draft_request(self, plan: Plan) -> None:
         """None: there is no draft model."""

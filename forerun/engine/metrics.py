@@ -10,7 +10,6 @@ from forerun.engine.request import Finish
 from forerun.engine.sequence import Sequence
 from forerun.interface.plan import Outcome
 from forerun.speculative.tree import TreeBatch
-from forerun.types import Ints
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 LENGTHS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
@@ -63,7 +62,8 @@ class Metrics:
         """These rows of a step sampled."""
         emitted, drafted = outcome.n_tokens.tolist(), outcome.n_draft_tokens.tolist()
         self.recent.extend(map(emitted.__getitem__, rows))
-        for row in compress(rows, map(drafted.__getitem__, rows)):
+        some = list(compress(rows, map(drafted.__getitem__, rows)))
+        for row in some:
             accepted = emitted[row] - 1
             self.drafts += 1
             self.draft_tokens += drafted[row]
@@ -71,18 +71,19 @@ class Metrics:
             self.accepted_at += [0] * (accepted - len(self.accepted_at))
             for depth in range(accepted):
                 self.accepted_at[depth] += 1
-            self._count_sources(trees, row, outcome.paths[row])
+        if some:
+            self._count_sources(trees, some, set(outcome.accepted.tolist()))
 
-    def _count_sources(self, trees: TreeBatch, row: int, path: Ints) -> None:
-        """Who proposed the row's draft tokens, and which of them were accepted: nodes `path`."""
-        root = trees.root(row)
-        above, *depth = trees.depth[root : trees.start[row + 1]].tolist()
-        sources = trees.drafts[row].sources() if trees.drafts else [0] * len(depth)
-        places = list(zip(sources, map((-above).__add__, depth), strict=True))
-        for place in places:
-            self.by_source.setdefault(place, [0, 0])[0] += 1
-        for node in path.tolist():
-            self.by_source[places[node - root - 1]][1] += 1
+    def _count_sources(self, trees: TreeBatch, rows: list[int], accepted: set[int]) -> None:
+        """Who proposed the draft tokens of these rows, and which nodes of all were accepted."""
+        roots, depth, nodes = trees.roots.tolist(), trees.depth.tolist(), trees.start.tolist()
+        for row in rows:
+            root, end = roots[row], nodes[row + 1]
+            sources = trees.drafts[row].sources() if trees.drafts else [0] * (end - root - 1)
+            for node, source in zip(range(root + 1, end), sources, strict=True):
+                counted = self.by_source.setdefault((source, depth[node] - depth[root]), [0, 0])
+                counted[0] += 1
+                counted[1] += node in accepted
 
     def ended(self, sequence: Sequence, finish: Finish) -> None:
         """A sequence is over: count its lengths, and where its time went."""

@@ -188,11 +188,13 @@ class CpuExecutor(Executor):
 
     def finish(self, round: Round, masks: NodeMasks | None = None) -> Outcome:
         """Accept, plain rows natively, the others by forerun.speculative, and copy the accepted
-        draft tokens' keys and values into pages. Raises EngineError where the core refuses.
+        draft tokens' keys and values into pages: the core those of its rows, and where there are
+        others all of them, once more. Raises EngineError where the core refuses.
         """
         assert isinstance(round, CpuRound)
         plan, features = round.plan, None
         self._box.ask(plan, round.trees, masks)
+        self._box.walk.committed = 0
         if self._library.forerun_accept(self._alive(), self._box.step, self._box.walk):
             raise EngineError(self._library.forerun_error().decode())
         if self._ring is not None:
@@ -201,7 +203,7 @@ class CpuExecutor(Executor):
         outcome = self._sampler.finish(
             round, round.logits_of, masks, self._box.choice, features=features
         )
-        if len(outcome.accepted):
+        if len(outcome.accepted) > self._box.walk.committed:
             self._commit(plan, outcome.accepted)
         return outcome
 

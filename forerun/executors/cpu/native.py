@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 Library = TypeVar("Library", ctypes.CDLL, ctypes.PyDLL)
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 22
+ABI = 23
 """What `forerun_abi` of csrc/api.cpp must say; raised together with it."""
 
 
@@ -66,6 +66,7 @@ class Walk(ctypes.Structure):
         *((name, c_void_p) for name in ("temperature", "seed", "prompt_len")),
         *((name, c_void_p) for name in ("slots", "plain", "choice")),
         ("all_slots", c_int32),
+        ("committed", c_int32),
     )
 
 

@@ -41,6 +41,7 @@ class StepBuffers:
             seed=choosing.seed.ctypes.data,
             prompt_len=choosing.prompt_len.ctypes.data,
             all_slots=len(choosing.seed),
+            committed=-1,
             **{name: address[name] for name in _WALK},
         )
 
