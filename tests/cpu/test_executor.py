@@ -22,7 +22,7 @@ from forerun.options.config import EngineConfig
 from forerun.speculative.sampling import Sampling
 from tests.e2e.processes import wait_for
 from tests.models import tiny
-from tests.parity.driver import EVERYTHING, Driver, Row, chain_draft, limits
+from tests.parity.driver import EVERYTHING, Driver, Row, as_draft, chain_draft, limits
 
 
 def test_what_it_says_of_itself(executor, checkpoint):
@@ -189,6 +189,35 @@ def test_nothing_is_committed_to_a_page_that_is_not_there(executor, random, monk
                 made.finish(begun)
         begun.plan = plan
         made.finish(begun)
+
+
+@pytest.mark.parametrize("rows", ["0", "1", "01", "10"])
+def test_what_the_core_commits_is_what_is_committed_after_it(executor, random, monkeypatch, rows):
+    """Slot 0 is decided by the core, slot 1 by the specification; slot 2 drafts nothing."""
+    made, prompt, committed = executor(), random.integers(0, tiny.VOCAB, 20), []
+    commit = made._commit
+    monkeypatch.setattr(made, "_commit", lambda *what: committed.append(commit(*what)))
+    kinds = Sampling(temperature=0.0), Sampling(temperature=0.0, min_tokens=1)
+    slots = list(map(int, rows))
+    with Driver(made) as driver:
+        for slot, kind in ((2, kinds[0]), *((slot, kinds[slot]) for slot in slots)):
+            driver.open(slot, prompt, kind)
+            driver.step([Row(slot)])
+        text = [driver.step([Row(2)]).emitted(0)[0] for _ in range(5)]
+        # Two of four draft tokens are right, below one that is not.
+        draft = as_draft(
+            [(text[0] + 1) % 256, text[0], text[1], (text[2] + 1) % 256], [-1, -1, 1, 2]
+        )
+        step = driver.step([Row(slot, draft=draft) for slot in slots])
+        assert [step.emitted(row) for row in range(len(slots))] == [text[:3]] * len(slots)
+        assert len(committed) == ("1" in rows)
+        step = driver.step([Row(slot) for slot in slots])
+        found = [step.logits(row, 0) for row in range(len(slots))]
+        driver.close(2)
+        driver.open(2, [*prompt, *driver.sequences[slots[0]].tokens[20:-1]], kinds[0])
+        step = driver.step([Row(2)])
+        wanted = step.logits(0, len(step.trees.tokens) - 1)
+    assert all(torch.equal(logits, wanted) for logits in found)
 
 
 def test_a_step_larger_than_its_limit(executor, random):
