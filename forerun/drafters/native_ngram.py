@@ -123,8 +123,8 @@ class CpuNgramDrafter:
         """
         rows = len(asked)
         found = self._out[rows : rows + 4 * total].reshape(4, total).copy()
-        tokens, parents, scores, sources = found
-        scores, begin = scores.view(np.float32), 0
+        tokens, parents, scored, sources = found
+        scores, begin = scored.view(np.float32), 0
         for row, count in zip(asked, self._out[:rows].tolist(), strict=True):
             if count:
                 mine = slice(begin, begin + count)

@@ -212,7 +212,7 @@ def test_what_the_core_commits_is_what_is_committed_after_it(executor, random, m
         assert [step.emitted(row) for row in range(len(slots))] == [text[:3]] * len(slots)
         assert len(committed) == ("1" in rows)
         step = driver.step([Row(slot) for slot in slots])
-        found = [step.logits(row, 0) for row in range(len(slots))]
+        found = [step.logits(row, 0).clone() for row in range(len(slots))]
         driver.close(2)
         driver.open(2, [*prompt, *driver.sequences[slots[0]].tokens[20:-1]], kinds[0])
         step = driver.step([Row(2)])
