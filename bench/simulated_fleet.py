@@ -118,9 +118,11 @@ TROUBLES = {
 }
 BACK = 20.0
 """Seconds until another replica has loaded the model (8B, 16 GB, from a disk of 1 GB a second)."""
-STILL = 33.0
+STILL = 63.0
 """Until Ray Serve ends a replica that answers nothing: three looks of ten seconds each
-(forerun.ray.app), the first of them half a period later."""
+(forerun.ray.app), the first of them half a period later, and the thirty of --drain-seconds that it
+gives to one that drains. So it was measured (docs/log.md, "2026-11-26: replicas that are never
+ready")."""
 
 
 @dataclass

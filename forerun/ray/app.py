@@ -13,7 +13,7 @@ from forerun.ray.scale import QueueAndCache, Scale, read
 
 HEALTH_SECONDS, HEALTH_TIMEOUT = 5, 10
 """Between two looks at a replica's health, and for its answer; three that fail, and it is started
-anew: one that stands still after some 33 seconds."""
+anew. One that stands still is found out after some 33 seconds, and then has the time of a drain."""
 
 TRIES = 3
 """For a hub that does not answer; what is wrong with a model will be wrong again."""
