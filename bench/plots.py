@@ -5,6 +5,8 @@ from math import ceil, floor, log10
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 300, 220, 48, 34, 26
 COLOURS = ("#1b6ca8", "#c1440e", "#2e7d32", "#6a3d9a", "#8d6e00", "#444444")
+NAME = 20
+"""Pixels that the name of a place on the horizontal axis takes."""
 Points = Sequence[tuple[float, float]]
 
 
@@ -62,8 +64,13 @@ def _panel(place: int, title: str, lines: Mapping[str, Points], across: str, up:
         f'<text x="{left - 6}" y="{down(y):.0f}" text-anchor="end">{y:g}</text>'
         for y in ((low, high) if wide else (0, round(high, 1)))
     ]
+    named: list[float] = []
+    for x in xs:
+        # A name would stand on the one before it.
+        if not named or right(x) - right(named[-1]) >= NAME:
+            named.append(x)
     parts += [
-        f'<text x="{right(x):.0f}" y="{base + 13}" text-anchor="middle">{x:g}</text>' for x in xs
+        f'<text x="{right(x):.0f}" y="{base + 13}" text-anchor="middle">{x:g}</text>' for x in named
     ]
     for number, points in enumerate(lines.values()):
         path = "L".join(f"{right(x):.1f} {down(y):.1f}" for x, y in sorted(points))

@@ -395,7 +395,11 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
         "--model-shape", metavar="NAME", help="a well-known model's sizes, without any file"
     )
     parser.add_argument(
-        "--device-memory", type=float, metavar="GIB", help="of each device (default: what is free)"
+        "--device-memory",
+        type=float,
+        metavar="GIB",
+        help="of each device, a GPU unless --device or --executor says otherwise (default: what is "
+        "free here)",
     )
     flags_of(EngineConfig, parser, "model and engine")
 

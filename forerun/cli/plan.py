@@ -2,6 +2,7 @@
 
 import argparse
 import math
+from dataclasses import replace
 from typing import Any
 
 from rich.table import Table
@@ -11,7 +12,7 @@ from forerun.build.sizing import GIB, Sizing, described, sizing
 from forerun.cli.console import emit_json, out
 from forerun.errors import ConfigError, MemoryPlanError
 from forerun.machine import gpu_devices
-from forerun.options.config import EngineConfig
+from forerun.options.config import NATIVE_DTYPES, EngineConfig
 from forerun.options.flags import configured
 
 
@@ -21,6 +22,8 @@ def main(arguments: argparse.Namespace) -> int:
     memory = arguments.device_memory
     if memory is not None and not (memory > 0 and math.isfinite(memory)):
         raise ConfigError(f"--device-memory is {memory}; it must be a number above 0.")
+    if memory is not None and config.device == "auto" and _leaves_open(config):
+        config = replace(config, device="cuda")  # What a device has is said of a GPU.
     if memory is None and config.device.startswith("cuda") and not gpu_devices():
         raise ConfigError("no GPU is here: say what a device has with --device-memory GIB.")
     found = sizing(
@@ -38,6 +41,11 @@ def main(arguments: argparse.Namespace) -> int:
     if found.plan is None:
         raise MemoryPlanError(found.refusal)
     return 0
+
+
+def _leaves_open(config: EngineConfig) -> bool:
+    """Whether the executor and the numbers are those of a GPU too."""
+    return config.executor in ("auto", "torch") and config.dtype not in NATIVE_DTYPES
 
 
 def facts(found: Sizing) -> dict[str, Any]:

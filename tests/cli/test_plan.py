@@ -45,10 +45,16 @@ def test_the_seeds_models_have_the_room_that_the_docs_say(capsys):
     above = re.search(r"^ +forerun plan (--model-shape .*)$", page, re.M).group(1)
     for words, room in rows:
         line = above if words == "as above" else words.strip("`")
-        found = planned(
-            capsys, *line.split(), *([] if "--device " in line else ["--device", "cuda"])
-        )
+        found = planned(capsys, *line.split())
         assert f"{found['cache_tokens']:,}" == room, line
+        assert found["device"] == "cuda"
+
+
+def test_memory_of_a_device_is_a_gpus_unless_another_is_named(capsys):
+    words = ("--model-shape", "tiny", "--device-memory", "8")
+    assert planned(capsys, *words)["device"] == "cuda"
+    assert planned(capsys, *words, "--device", "cpu")["device"] == "cpu"
+    assert planned(capsys, *words, "--executor", "cpu")["device"] == "cpu"
 
 
 def test_what_captured_rounds_take_is_told(capsys):
