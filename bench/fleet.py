@@ -14,7 +14,6 @@ keeps the points as JSON beside the command that made them, --plot draws them (S
 
 import argparse
 import json
-import platform
 import sys
 from collections.abc import Iterator
 from itertools import product
@@ -26,6 +25,7 @@ from typing import Any
 from bench.plots import charts
 from bench.simulated_fleet import HOT, TROUBLES, Case, Router, Turn, Workload, simulated
 from bench.simulated_scaling import scaled
+from forerun.machine import cpu_name
 
 Point = dict[str, Any]
 
@@ -68,7 +68,7 @@ def main() -> None:
         cases = scaling_points(asked) if asked.part == "scaling" else points(asked)
         found = list(map(say, cases))
     if asked.out:
-        about = {"command": " ".join(["python", *sys.argv]), "machine": platform.processor()}
+        about = {"command": " ".join(["python", *sys.argv]), "machine": cpu_name()}
         about |= {"processor_seconds": round(process_time() - began)}
         asked.out.write_text(json.dumps(about | {"points": found}, indent=1) + "\n")
     if asked.plot:

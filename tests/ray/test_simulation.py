@@ -1,5 +1,6 @@
 """The simulated fleet: nothing is lost in it, and the same case is the same."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from bench.simulated_fleet import (
     conversations,
     simulated,
 )
+from tests.e2e.processes import ROOT
 
 KINDS = ("round robin", "least load", "prefix")
 CASE = Case(replicas=6, load=2.0, seconds=12.0, seed=3)
@@ -54,3 +56,23 @@ def test_who_stands_still_is_sent_no_more_than_the_bound():
         return sum(turn.first - turn.arrived > STILL / 2 for turn in turns)
 
     assert waited("round robin") > 3 * max(waited("least load"), waited("prefix"))
+
+
+def test_the_docs_say_what_the_results_are():
+    """Each row of the table in docs/replicas.md is of the points that were kept."""
+    page = (ROOT / "docs" / "replicas.md").read_text(encoding="utf-8")
+    kept = {}
+    for path in (ROOT / "bench" / "results").glob("fleet-trouble-*.json"):
+        for point in json.loads(path.read_text(encoding="utf-8"))["points"]:
+            case = f"{point['replicas']:,}", f"{point['load']:g}", point["trouble"]
+            mean, slowest = point["first_token_ms_mean"], point["first_token_ms_p99"]
+            kept.setdefault(case, {})[point["router"]] = f"{mean:,.0f}, {slowest:,.0f}"
+    head = "| replicas | load | trouble | round robin | least load | by prefix |\n"
+    rows = page.partition(head)[2].partition("\n\n")[0].splitlines()[1:]
+    said = {}
+    for row in rows:
+        *case, one, two, three = (cell.strip() for cell in row.strip("|").split("|"))
+        said[tuple(case)] = {
+            kind: cell.strip("*") for kind, cell in zip(KINDS, (one, two, three), strict=True)
+        }
+    assert said == kept

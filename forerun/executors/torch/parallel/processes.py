@@ -221,7 +221,11 @@ class Ranks:
                 with self._changed:
                     self._changed.wait(LOOK)
             else:
-                self._end(f"rank {rank.rank} did not come up within {seconds:g} seconds.", None)
+                self._end(
+                    f"rank {rank.rank} did not come up within {seconds:g} seconds: see whether its "
+                    "share of the weights can be read from where they are, and its device is free.",
+                    None,
+                )
                 self.check()
         return found
 
