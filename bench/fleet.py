@@ -14,6 +14,7 @@ keeps the points as JSON beside the command that made them, --plot draws them (S
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Iterator
 from itertools import product
@@ -68,7 +69,7 @@ def main() -> None:
         cases = scaling_points(asked) if asked.part == "scaling" else points(asked)
         found = list(map(say, cases))
     if asked.out:
-        about = {"command": " ".join(["python", *sys.argv]), "machine": cpu_name()}
+        about = {"command": shlex.join(["python", *sys.argv]), "machine": cpu_name()}
         about |= {"processor_seconds": round(process_time() - began)}
         asked.out.write_text(json.dumps(about | {"points": found}, indent=1) + "\n")
     if asked.plot:
