@@ -25,12 +25,10 @@ from forerun.drafters import model_drafter
 from forerun.errors import ConfigError, EngineError, ModelError
 from forerun.executors import cpu, feature_ring
 from forerun.executors.jax import JaxBlockModel
-from forerun.executors.torch import features as torch_features
 from forerun.executors.torch.attention.kv import KvShape
 from forerun.executors.torch.drafts.draft_cache import DraftCache
 from forerun.executors.torch.features import FeatureRing
 from forerun.hub.catalog import open_model
-from forerun.interface import features as interface_features
 from forerun.interface.draft_model import DraftBlock, Extension
 from forerun.interface.plan import Budget
 from forerun.models.cache_layer import CacheLayer
@@ -323,8 +321,7 @@ def rests(cached):
 @pytest.fixture
 def resting(kinds, compiled, quickly, monkeypatch):
     """(executor, name) -> a cell whose rings hold twenty tokens, and go round in a rest."""
-    for module in (feature_ring, torch_features, interface_features):
-        monkeypatch.setattr(module, "MOST_KEPT", 20)
+    monkeypatch.setattr(feature_ring, "MOST_KEPT", 20)
     monkeypatch.setattr(model_drafter, "MOST_BEHIND", 16)
     monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: Resting())
     opened = Cells(kinds, compiled)

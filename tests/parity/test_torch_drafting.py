@@ -13,7 +13,6 @@ from forerun.drafters import model_drafter
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.executors import feature_ring
 from forerun.executors.torch import CapturedExecutor, TorchEagleModel
-from forerun.executors.torch import features as torch_features
 from forerun.executors.torch.features import TorchFeatures
 from forerun.executors.torch.triton.record import Size
 from forerun.interface.plan import Budget
@@ -201,8 +200,7 @@ def test_plain_rounds_are_caught_up_with(folder, learned, seen, monkeypatch, ove
     head drafts in the rest of an answer what it drafts when it is asked pass by pass.
     """
     monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: Resting(5, 5))
-    for module in (feature_ring, torch_features):
-        monkeypatch.setattr(module, "MOST_KEPT", 20)
+    monkeypatch.setattr(feature_ring, "MOST_KEPT", 20)
     monkeypatch.setattr(model_drafter, "MOST_BEHIND", 16)
     most = {"chunked_prefill_size": 128, "context": 128}
     pair = taped(folder, learned[0], overlap=overlap, **most), opened(folder, learned[0], **most)

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from forerun.errors import EngineError
 from forerun.executors.feature_ring import ring_place, ring_places, ring_size
-from forerun.interface.features import MOST_KEPT, Features, KeptFeatures
+from forerun.interface.features import Features, KeptFeatures
 from forerun.interface.plan import Plan
 from forerun.speculative.tree import TreeBatch
 from forerun.types import AnyArray, Ints
 
 
 class FeatureRing:
-    """Features of the last MOST_KEPT tokens of every slot, until the draft model reads them.
+    """Features of the last tokens of every slot, until the draft model reads them.
 
     values  [(S+1)*MOST_KEPT,F*H]: rows as in feature_ring.py; the last slot is of nobody
     """
@@ -35,7 +35,7 @@ class FeatureRing:
 
     def put(self, slots: Tensor, position: Tensor, features: Tensor) -> None:
         """Write [n,F*H] of slots int32[n] at position int32[n]: launches only."""
-        rows = torch.add(position % MOST_KEPT, slots, alpha=MOST_KEPT)
+        rows = torch.add(position % ring_size(1), slots, alpha=ring_size(1))
         self.values.index_copy_(0, rows.long(), features)
 
 
