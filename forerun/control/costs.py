@@ -28,6 +28,9 @@ class Mean:
         self.value += weight * max(1.0 - DECAY, 1.0 / max(self.seen, 1.0)) * error
 
 
+_UNSEEN = Mean()
+
+
 class Curve(NamedTuple):
     """What draft tokens cost beside so many rows, in plain steps.
 
@@ -40,6 +43,23 @@ class Curve(NamedTuple):
     price: float
     hopeful: float
     steps: list[tuple[float, float]]
+
+
+class _Between(dict[int, tuple[int, int, float]]):
+    """By nodes, made when they are asked for first: the counts around them, by index, and how far
+    it is from one to the other.
+    """
+
+    def __init__(self, counts: tuple[int, ...]) -> None:
+        self._counts = counts
+
+    def __missing__(self, nodes: int) -> tuple[int, int, float]:
+        counts = self._counts
+        above = min(bisect_left(counts, nodes), len(counts) - 1)
+        below = above if above == 0 or nodes >= counts[above] else above - 1
+        way = 1.0 if below == above else (nodes - counts[below]) / (counts[above] - counts[below])
+        self[nodes] = below, above, way
+        return self[nodes]
 
 
 class LiveCosts:
@@ -59,6 +79,7 @@ class LiveCosts:
         self.measured, self.steps, self._pace = measured, 0, 0.0
         powers = (1 << power for power in range(LARGEST))
         self._counts = tuple(sorted({*measured.nodes, *powers}))
+        self._between = _Between(self._counts)
         self._line: list[float] = measured.verify(np.array(self._counts)).tolist()
         self._each, self._largest = [Mean() for _ in self._counts], 0
         # By powers of two of rows, and of cached tokens of a row, and whether they are carried; of
@@ -73,7 +94,7 @@ class LiveCosts:
         return exp(error) * self._told(rows, cached)
 
     def _last(self, rows: int, carried: bool) -> Mean:
-        return self._plain.get(((rows - 1).bit_length(), None, carried)) or Mean()
+        return self._plain.get(((rows - 1).bit_length(), None, carried), _UNSEEN)
 
     def seen(self, rows: int, carried: bool) -> float:
         """How many plain steps of about so many rows were seen, carried or not."""
@@ -95,7 +116,7 @@ class LiveCosts:
         ratio = exp(self._error(nodes) - self._error(rows)) * told
         if not hopeful:
             return ratio
-        below, above, fraction = self._between(nodes)
+        below, above, fraction = self._between[nodes]
         one, two = self._trust(self._each[below]), self._trust(self._each[above])
         return 1.0 + (ratio - 1.0) * (one + fraction * (two - one))
 
@@ -142,18 +163,9 @@ class LiveCosts:
         return steps
 
     def _told(self, nodes: int, cached: int) -> float:
-        below, above, fraction = self._between(nodes)
+        below, above, fraction = self._between[nodes]
         one, two = self._line[below], self._line[above]
         return one + fraction * (two - one) + self.measured.attend_ms * cached / 1000.0
-
-    def _between(self, nodes: int) -> tuple[int, int, float]:
-        """The counts around `nodes`, by index, and how far it is from one to the other."""
-        counts = self._counts
-        above = min(bisect_left(counts, nodes), len(counts) - 1)
-        if above == 0 or nodes >= counts[above]:
-            return above, above, 1.0
-        below = above - 1
-        return below, above, (nodes - counts[below]) / (counts[above] - counts[below])
 
     def learn_plain(self, rows: int, cached: int, carried: bool, ms: float) -> None:
         """A plain step took so long."""
@@ -171,7 +183,7 @@ class LiveCosts:
 
     def learn(self, rows: int, nodes: int, cached: int, ratio: float) -> None:
         """A step with draft tokens took so many plain steps."""
-        below, above, fraction = self._between(nodes)
+        below, above, fraction = self._between[nodes]
         seen = self._each[below].seen, self._each[above].seen
         over = ratio / self.ratio(rows, nodes, cached)
         # What a count says that was not seen before is no news of the machine.
@@ -184,14 +196,14 @@ class LiveCosts:
 
     def _error(self, nodes: int) -> float:
         """Logarithm of the correction of so many nodes."""
-        below, above, fraction = self._between(nodes)
+        below, above, fraction = self._between[nodes]
         one, two = self._each[below].value, self._each[above].value
         return one + fraction * (two - one)
 
     def _learn_at(self, nodes: int, error: float) -> None:
         """The nearer count learns more: a lucky step of 65 nodes would make 128 look cheap."""
         self._largest = max(self._largest, nodes)
-        below, above, fraction = self._between(nodes)
+        below, above, fraction = self._between[nodes]
         for place, weight in ((above, fraction), (below, 1.0 - fraction)):
             self._each[place].learn(error, weight)
             if weight >= 0.5:
