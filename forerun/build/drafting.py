@@ -17,7 +17,6 @@ from forerun.control.step_costs import StepCosts
 from forerun.drafters.combined import CombinedDrafter
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.errors import ConfigError, MemoryPlanError, ModelError
-from forerun.executors.feature_ring import ring_size
 from forerun.hub import huggingface
 from forerun.hub.catalog import Model, shipped_draft
 from forerun.hub.reference import hub_reference
@@ -25,6 +24,7 @@ from forerun.hub.well_known import known_head
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.drafter import Drafter
 from forerun.interface.executor import ExecutorLimits
+from forerun.interface.features import MOST_KEPT
 from forerun.models.block_folder import BlockFile
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.config_variants import layers_read_as
@@ -307,7 +307,7 @@ def with_draft(needs: Needs, draft: OpenedDraft, item: int | None, slots: int) -
         per_token=needs.per_token + (item or 2) * sum(layer.numbers for layer in draft.cache),
         per_node=needs.per_node + 4 * draft.node_numbers,
         per_scored=needs.per_scored + 4 * (draft.vocab // 4),
-        fixed=needs.fixed + (item or 2) * ring_size(slots + 1) * draft.feature_numbers,
+        fixed=needs.fixed + (item or 2) * (slots + 1) * MOST_KEPT * draft.feature_numbers,
     )
 
 
