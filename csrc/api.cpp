@@ -80,13 +80,13 @@ int forerun_multiply(const char* name, int source, int format, const uint8_t* ro
     });
 }
 
-Model* forerun_open(const Sizes* sizes, const float* frequencies, int64_t weight_bytes,
+Model* forerun_open(const Sizes* sizes, const Ropes* ropes, int64_t weight_bytes,
                     const char* kernels) {
     Model* model = nullptr;
     guarded([&]() -> std::string {
         const Kernels* chosen = choose_kernels(kernels);
         if (!chosen) return std::string("no kernels named ") + kernels + " on this machine";
-        model = new Model(*sizes, frequencies, (size_t)weight_bytes, chosen);
+        model = new Model(*sizes, *ropes, (size_t)weight_bytes, chosen);
         return "";
     });
     return model;
@@ -99,8 +99,8 @@ int forerun_set_layer(Model* model, int layer, const LayerKind* kind) {
     return guarded([&] { return model->set_layer(layer, *kind); });
 }
 
-void forerun_set_scales(Model* model, float embedding, float logits) {
-    model->set_scales(embedding, logits);
+void forerun_set_scales(Model* model, float embedding, float logits, float logit_cap) {
+    model->set_scales(embedding, logits, logit_cap);
 }
 
 // Packs a matrix as `format`; `rows` may be freed afterwards. bias is float32[channels] or null.
@@ -216,10 +216,10 @@ int forerun_aux_hidden_states(const Model* model, int count, float* out) {
 // forerun_set_vector, its positions committed with forerun_commit, as any model's; the target's
 // steps keep the hidden states named by `aux_layers` from now on.
 Model* forerun_open_draft(Model* model, const Sizes* sizes, const HeadKind* kind,
-                          const int32_t* aux_layers, const float* frequencies, int64_t weight_bytes) {
+                          const int32_t* aux_layers, const Ropes* ropes, int64_t weight_bytes) {
     Model* draft = nullptr;
     guarded([&]() -> std::string {
-        draft = new EagleHead(*model, *sizes, *kind, frequencies, (size_t)weight_bytes);
+        draft = new EagleHead(*model, *sizes, *kind, *ropes, (size_t)weight_bytes);
         model->request_aux_hidden_states(aux_layers, kind->features);
         return "";
     });
@@ -228,11 +228,11 @@ Model* forerun_open_draft(Model* model, const Sizes* sizes, const HeadKind* kind
 
 // A whole model that drafts for `model`, which must outlive it. Its tensors are set as any model's;
 // `sizes.max_nodes` counts a place for each of `slots` roots, the last of all places.
-Model* forerun_open_decoder(Model* model, const Sizes* sizes, int slots, const float* frequencies,
+Model* forerun_open_decoder(Model* model, const Sizes* sizes, int slots, const Ropes* ropes,
                             int64_t weight_bytes) {
     Model* draft = nullptr;
     guarded([&]() -> std::string {
-        draft = new DraftDecoder(*model, *sizes, slots, frequencies, (size_t)weight_bytes);
+        draft = new DraftDecoder(*model, *sizes, slots, *ropes, (size_t)weight_bytes);
         return "";
     });
     return draft;

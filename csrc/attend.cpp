@@ -70,6 +70,7 @@ Attend Model::job(int layer, const Unit& unit, int node) {
     // There may be none to point at.
     job.trunk = trunks_.data() + trunk_at_[unit.row] + (sights_[node].trunk - job.sight.trunk);
     if (const float* sinks = layers_[layer].sinks) job.sinks = sinks + unit.head * shared;
+    job.cap = layers_[layer].kind.softcap;
     job.heads = shared;
     job.size = size;
     job.mixed = value_size();
@@ -115,7 +116,8 @@ void Model::attend_together(int layer, int thread) {
         const int length = seen(layers_[layer], unit.first).length();
         const float* sinks = layers_[layer].sinks;
         const float* sink = sinks ? sinks + unit.head * shared + query % shared : nullptr;
-        totals_[query] = kernels->weigh(&scores_[query * stride_], length, sink);
+        const float cap = layers_[layer].kind.softcap;
+        totals_[query] = kernels->weigh(&scores_[query * stride_], length, sink, cap);
     }
     pool.barrier();
     int width = 32;  // numbers of the output at a time, fewer where threads would have none

@@ -82,11 +82,12 @@ static void score(const Attend& job, int head, int first, int last, float* score
     }
 }
 
-// scores[length] become e^(score - largest), zero up to a multiple of 8. Returns their sum, a sink's
-// with them.
-static float weigh(float* scores, int length, const float* sink) {
+// scores[length], softened where there is a cap, become e^(score - largest), zero up to a multiple of
+// 8. Returns their sum, a sink's with them.
+static float weigh(float* scores, int length, const float* sink, float cap) {
     const int padded = (length + 7) / 8 * 8;
     for (int i = length; i < padded; i++) scores[i] = scores[0];
+    if (cap != 0.0f) soften(scores, padded, cap);
     F8 most = load8(scores);
     for (int i = 8; i < padded; i += 8) most = max8(most, load8(scores + i));
     float lanes[8], largest;
@@ -207,7 +208,7 @@ static void attend(const Attend& job) {
             float totals[Q];
             for (int q = 0; q < Q; q++) {
                 const float* sink = job.sinks ? job.sinks + head + q : nullptr;
-                totals[q] = weigh(job.scores + q * job.stride, length, sink);
+                totals[q] = weigh(job.scores + q * job.stride, length, sink, job.cap);
             }
             mix<Number, S, Q>(job, head, 0, job.mixed, job.scores, job.stride, totals);
         });

@@ -7,8 +7,8 @@
 namespace forerun {
 
 EagleHead::EagleHead(Model& target, const Sizes& sizes, const HeadKind& kind,
-                     const float* frequencies, size_t weight_bytes)
-    : Draft(target, sizes, kind.slots, false, frequencies, weight_bytes, kind.begin),
+                     const Ropes& ropes, size_t weight_bytes)
+    : Draft(target, sizes, kind.slots, false, ropes, weight_bytes, kind.begin),
       target_(target),
       kind_(kind),
       feature_norms_(kind.features) {
@@ -94,7 +94,7 @@ void EagleHead::fuse(const DraftStep& step, int thread) {
 
 // What the layer reads: embedding beside hidden state, or the two fused.
 void EagleHead::read(const DraftStep& step, int thread) {
-    const int hidden = sizes.hidden, half = rope_size() / 2, beside = hidden / kGroup;
+    const int hidden = sizes.hidden, beside = hidden / kGroup;
     const Share mine = columns_of(step.nodes, thread, pool.threads());
     for (int n = mine.first; n < mine.last; n++) {
         float *x = &stream_[(size_t)n * hidden], *e = &embedded_[(size_t)n * hidden];
@@ -117,12 +117,7 @@ void EagleHead::read(const DraftStep& step, int thread) {
                                    n % kLanes);
             if (kind_.normed_residual) norm(x, hidden_norm_, hidden, x);
         }
-        for (int i = 0; i < half; i++) {
-            const double angle = (float)position_[n] * frequencies_[i];
-            const float factor = frequencies_[i] ? sizes.rope_factor : 1.0f;
-            cosine_[(size_t)n * half + i] = (float)std::cos(angle) * factor;
-            sine_[(size_t)n * half + i] = (float)std::sin(angle) * sizes.rope_factor;
-        }
+        put_angles(n);
     }
     pool.barrier();
     if (kind_.fusion == kBeside) return;

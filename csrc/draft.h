@@ -58,7 +58,7 @@ public:
 protected:
     // roots: every slot has a place for its root, behind those of `sizes.max_nodes - slots` nodes.
     // begin: as in HeadKind.
-    Draft(Model& target, const Sizes& sizes, int slots, bool roots, const float* frequencies,
+    Draft(Model& target, const Sizes& sizes, int slots, bool roots, const Ropes& ropes,
           size_t weight_bytes, int begin = 0);
 
     virtual const Matrix& embeddings() = 0;
@@ -83,7 +83,7 @@ private:
 
 class EagleHead : public Draft {
 public:
-    EagleHead(Model& target, const Sizes& sizes, const HeadKind& kind, const float* frequencies,
+    EagleHead(Model& target, const Sizes& sizes, const HeadKind& kind, const Ropes& ropes,
               size_t weight_bytes);
 
     // As Model's; of the head's own (-1): 1 = output head, 2 = fusing matrix, and the vectors
@@ -120,9 +120,9 @@ private:
 // All layers of a smaller model; its tensors are set as any model's.
 class DraftDecoder : public Draft {
 public:
-    DraftDecoder(Model& target, const Sizes& sizes, int slots, const float* frequencies,
+    DraftDecoder(Model& target, const Sizes& sizes, int slots, const Ropes& ropes,
                  size_t weight_bytes)
-        : Draft(target, sizes, slots, true, frequencies, weight_bytes) {}
+        : Draft(target, sizes, slots, true, ropes, weight_bytes) {}
 
 private:
     const Matrix& embeddings() override { return embedding_; }

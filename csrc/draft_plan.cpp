@@ -10,9 +10,9 @@ bool within(int64_t value, int64_t end) { return 0 <= value && value < end; }
 
 }  // namespace
 
-Draft::Draft(Model& target, const Sizes& sizes, int slots, bool roots, const float* frequencies,
+Draft::Draft(Model& target, const Sizes& sizes, int slots, bool roots, const Ropes& ropes,
              size_t weight_bytes, int begin)
-    : Model(sizes, frequencies, weight_bytes, target.kernels, &target.pool),
+    : Model(sizes, ropes, weight_bytes, target.kernels, &target.pool),
       slots_(slots),
       depths_(sizes.max_nodes),
       parents_(sizes.max_nodes),

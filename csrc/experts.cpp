@@ -104,6 +104,7 @@ void Model::reserve_for(const LayerKind& kind) {
 void Model::note_format(int layer, int which, int format) {
     if (layer < 0) return;
     Layer& at = layers_[layer];
+    if (which > 9 + 3 * (int)at.experts.size()) reserve_heads(is_float(format));
     const bool feeds = which >= 4 && which < 9 + 3 * (int)at.experts.size();
     if (feeds && !is_float(format)) at.reads_groups = true;
     const size_t floats = expert_rows(at.kind) * sizes.hidden;
@@ -212,7 +213,7 @@ void Model::visit_experts(const Layer& layer, int nodes, int thread) {
                  thread);
     }
     pool.barrier();
-    for (const Visit& at : visits_) activate(at, layer.kind.clamped, thread);
+    for (const Visit& at : visits_) activate(at, layer.kind.gate, thread);
     pool.barrier();
     for (const Visit& at : visits_) {
         multiply({&at.feed->down}, {at.out}, {at.between, at.gate}, at.rows, sizes.hidden, false,

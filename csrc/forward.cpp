@@ -37,18 +37,23 @@ Share Model::columns_of(int rows, int thread, int threads) {
 }
 
 void Model::embed(const Step& step, int thread) {
-    const int half = rope_size() / 2;
     const Share share = columns_of(step.nodes, thread, pool.threads());
     for (int node = share.first; node < share.last; node++) {
         float* x = &stream_[(size_t)node * sizes.hidden];
         unpack_row(embedding_, step.tokens[node], x);
         for (int i = 0; embedding_scale_ != 1.0f && i < sizes.hidden; i++) x[i] *= embedding_scale_;
-        for (int i = 0; i < half; i++) {
-            const double angle = (float)position_[node] * frequencies_[i];
-            const float factor = frequencies_[i] ? sizes.rope_factor : 1.0f;
-            cosine_[(size_t)node * half + i] = (float)std::cos(angle) * factor;
-            sine_[(size_t)node * half + i] = (float)std::sin(angle) * sizes.rope_factor;
-        }
+        put_angles(node);
+    }
+}
+
+// A node's cosines and sines, by every rope.
+void Model::put_angles(int node) {
+    const size_t half = rope_size() / 2, count = factors_.size() * half;
+    for (size_t i = 0; i < count; i++) {
+        const double angle = (float)position_[node] * frequencies_[i];
+        const float factor = factors_[i / half];
+        cosine_[node * count + i] = (float)std::cos(angle) * (frequencies_[i] ? factor : 1.0f);
+        sine_[node * count + i] = (float)std::sin(angle) * factor;
     }
 }
 
@@ -183,7 +188,7 @@ void Model::ffn_layer(const Step& step, int layer, int thread) {
         multiply({&at.feed.gate, &at.feed.up}, {all.gate, all.up}, all.x, nodes, all.width, false,
                  thread);
         pool.barrier();
-        activate(all, at.kind.clamped, thread);
+        activate(all, at.kind.gate, thread);
         pool.barrier();
         multiply({&at.feed.down}, {all.out}, {all.between, all.gate}, nodes, hidden, add, thread);
         pool.barrier();
@@ -193,9 +198,9 @@ void Model::ffn_layer(const Step& step, int layer, int thread) {
 
 // silu(gate) * up, or what the layer has for it, quantised, or in gate's place: group by group, so
 // that every thread has some even of one row.
-void Model::activate(const Visit& visit, bool clamped, int thread) {
-    const auto as_floats = clamped ? kernels->clamped : kernels->silu;
-    const auto as_groups = clamped ? kernels->clamped_quantise : kernels->silu_quantise;
+void Model::activate(const Visit& visit, int kind, int thread) {
+    const Joined as_floats = kernels->gates[kind];
+    const JoinedQuantised as_groups = kernels->gates_quantise[kind];
     const bool floats = is_float(visit.feed->down.format);
     const int width = visit.width, groups = (width + kGroup - 1) / kGroup;
     const Share share((visit.rows + kLanes - 1) / kLanes * groups, thread, pool.threads());
@@ -224,9 +229,8 @@ void Model::put_wide_norms(const Layer& layer, float* x) const {
 void Model::rotate_and_store(int layer, int node) {
     const Layer& at = layers_[layer];
     const int size = sizes.head_size, half = size / 2;
-    const bool turned = at.kind.rotated, wide = at.kind.wide_norms;
-    const float* cosine = turned ? &cosine_[(size_t)node * half] : &unturned_[0];
-    const float* sine = turned ? &sine_[(size_t)node * half] : &unturned_[half];
+    const bool wide = at.kind.wide_norms;
+    const float *cosine = &cosine_[angles(at, node)], *sine = &sine_[angles(at, node)];
     const float *query_norm = wide ? nullptr : at.query_norm, *key_norm = wide ? nullptr : at.key_norm;
     float* x = &qkv_[(size_t)node * qkv_width()];
     const int64_t place = place_of_[node];
@@ -301,11 +305,21 @@ void Model::head(const Step& step, int thread) {
     }
     pool.barrier();
     multiply({&head_}, {step.logits}, normed(), step.scored, sizes.vocab, false, thread);
-    if (logit_scale_ == 1.0f) return;
+    if (logit_scale_ != 1.0f || logit_cap_ != 0.0f) bend_logits(step, thread);
+}
+
+// Scaled and softened, some numbers of a row at a time, so that threads have some even of one row.
+void Model::bend_logits(const Step& step, int thread) {
+    constexpr int kPiece = 4096;
+    const int pieces = (sizes.vocab + kPiece - 1) / kPiece;
     pool.barrier();
-    for (int i = mine.first; i < mine.last; i++) {
-        float* row = step.logits + (size_t)i * sizes.vocab;
-        for (int token = 0; token < sizes.vocab; token++) row[token] *= logit_scale_;
+    const Share share(step.scored * pieces, thread, pool.threads());
+    for (int piece = share.first; piece < share.last; piece++) {
+        const int first = piece % pieces * kPiece, rest = sizes.vocab - first;
+        const int count = rest < kPiece ? rest : kPiece;
+        float* logits = step.logits + (size_t)(piece / pieces) * sizes.vocab + first;
+        for (int i = 0; logit_scale_ != 1.0f && i < count; i++) logits[i] *= logit_scale_;
+        if (logit_cap_ != 0.0f) kernels->soften(logits, count, logit_cap_);
     }
 }
 

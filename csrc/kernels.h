@@ -40,6 +40,7 @@ struct Attend {
     int64_t stride;        // padded_positions(of the longest sight)
     float* totals;         // several together: [heads] sums of the weights
     const float* sinks;    // [heads] scores that take part in the sums alone, or null
+    float cap;             // scores become cap tanh(score / cap); 0: they stay
 };
 
 constexpr int kPositions = 8;  // positions that attention takes at a time
@@ -57,6 +58,17 @@ using Product = void (*)(const Matrix& w, const Group* x, int rows, int first, i
 using FloatProduct = void (*)(const Matrix& w, const float* x, int rows, int first, int last,
                               Target out);
 
+// How a feed-forward's gate g and up u become one (forerun/models/layer_spec.py, `Activation`).
+enum Gate {
+    kSilu = 0,     // silu(g) u
+    kClamped = 1,  // gpt-oss's: g sigmoid(1.702 g) (u + 1), g at most 7 and u between -7 and 7
+    kGelu = 2,     // GELU(g) u, by its tanh approximation
+    kGates = 3,
+};
+using Joined = void (*)(const float* gate, const float* up, int count, float* out);
+using JoinedQuantised = void (*)(const float* gate, const float* up, int count, Group* out,
+                                 int lane);
+
 struct Kernels {
     const char* name;
 
@@ -64,18 +76,18 @@ struct Kernels {
     FloatProduct float_product;
 
     // One row into lane `lane` of its Group column, quantised in groups of 32:
-    // x itself; RMSNorm(x) * weight; silu(gate) * up; or the gate of gpt-oss: g sigmoid(1.702 g)
-    // (u + 1), g at most 7 and u between -7 and 7.
+    // x itself; RMSNorm(x) * weight; or gate and up made one, by `Gate`.
     void (*quantise)(const float* x, int count, Group* out, int lane);
     void (*norm_quantise)(const float* x, const float* weight, float eps, int count, Group* out,
                           int lane);
-    void (*silu_quantise)(const float* gate, const float* up, int count, Group* out, int lane);
-    void (*clamped_quantise)(const float* gate, const float* up, int count, Group* out, int lane);
+    JoinedQuantised gates_quantise[kGates];
 
-    // The last three as float32[count].
+    // The last two as float32[count]; `out` may be `gate`.
     void (*norm)(const float* x, const float* weight, float eps, int count, float* out);
-    void (*silu)(const float* gate, const float* up, int count, float* out);
-    void (*clamped)(const float* gate, const float* up, int count, float* out);
+    Joined gates[kGates];
+
+    // float32[count] in place: cap tanh(x / cap); not finite: NaN.
+    void (*soften)(float* x, int count, float cap);
 
     // One head in place: RMSNorm with `weight` where it is not null, then the rotation of the
     // pairs (i, i + half) by the angles whose cosines and sines are given, then times `scale`.
@@ -90,9 +102,9 @@ struct Kernels {
     // The same by several threads: scores of positions [first, last), first a multiple of 8; for
     // every head its weights, returning their sum for `totals`; numbers [first, last) of all
     // heads' output, both multiples of 8. Each needs all of what comes before it. `sink` is null
-    // where the head has none.
+    // where the head has none, `cap` as in Attend.
     void (*score)(const Attend& job, int first, int last);
-    float (*weigh)(float* scores, int length, const float* sink);
+    float (*weigh)(float* scores, int length, const float* sink, float cap);
     void (*mix)(const Attend& job, int first, int last);
 
     // The token that forerun.speculative chooses from raw logits at one output position under a
@@ -103,8 +115,9 @@ struct Kernels {
 
 // What an isa_*.cpp puts into its table after the name.
 #define FORERUN_KERNELS \
-    product, float_product, quantise, norm_quantise, silu_quantise, clamped_quantise, norm, silu,   \
-        clamped, rotate, to_halves, attend, attend_some_positions, weigh, attend_some_numbers, choose
+    product, float_product, quantise, norm_quantise,                                      \
+        {silu_quantise, clamped_quantise, gelu_quantise}, norm, {silu, clamped, gelu}, soften,     \
+        rotate, to_halves, attend, attend_some_positions, weigh, attend_some_numbers, choose
 
 // One table per instruction set; null where it was compiled for another kind of machine or by a
 // compiler that does not know the instructions.

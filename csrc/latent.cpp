@@ -1,6 +1,7 @@
 // Latent attention, absorbed (forerun/models/layer_spec.py, `Latent`): a head's query is brought into
 // the latent's space by a matrix of its own, attends to what is kept of all positions once for all
 // heads, and what it finds is brought out of that space by another.
+#include <algorithm>
 #include <cstring>
 
 #include "model.h"
@@ -11,6 +12,17 @@ namespace {
 int in_columns(int rows) { return (rows + kLanes - 1) / kLanes; }
 
 }  // namespace
+
+// Room for what every head's own matrices read.
+void Model::reserve_heads(bool floats) {
+    const int widest = std::max(sizes.nope, sizes.rank), nodes = sizes.max_nodes;
+    if (floats) {
+        heads_f_.resize((size_t)nodes * sizes.heads * widest);
+    } else {
+        const size_t groups = (widest + kGroup - 1) / kGroup;
+        heads_q_.resize(in_columns(nodes) * sizes.heads * groups);
+    }
+}
 
 // Attention of `layer` from its input `x` to the residual stream.
 void Model::mix_latent(const Step& step, int layer, Inputs x, int thread) {
@@ -62,8 +74,8 @@ void Model::keep_latent(int layer, int node) {
     const int half = rope_size() / 2;
     float* kept = &latent_[node * latent_width() + sizes.query_rank];
     kernels->norm(kept, layers_[layer].key_norm, sizes.latent_eps, sizes.rank, kept);
-    kernels->rotate(kept + sizes.rank, nullptr, 0.0f, &cosine_[(size_t)node * half],
-                    &sine_[(size_t)node * half], half, 1.0f);
+    const size_t turn = angles(layers_[layer], node);
+    kernels->rotate(kept + sizes.rank, nullptr, 0.0f, &cosine_[turn], &sine_[turn], half, 1.0f);
     keep(kept, plane(layer, 0, 0), place_of_[node]);
 }
 
@@ -79,8 +91,9 @@ void Model::enter_heads(const Layer& at, int nodes, int thread) {
                                     (size_t)head * (nope + rope)];
             float* turned = &qkv_[n * qkv_width() + (size_t)head * sizes.head_size + sizes.rank];
             memcpy(turned, query + nope, sizeof(float) * rope);
-            kernels->rotate(turned, nullptr, 0.0f, &cosine_[(size_t)n * half],
-                            &sine_[(size_t)n * half], half, at.kind.score_scale);
+            const size_t turn = angles(at, n);
+            kernels->rotate(turned, nullptr, 0.0f, &cosine_[turn], &sine_[turn], half,
+                            at.kind.score_scale);
             for (int i = 0; i < nope; i++) query[i] *= at.kind.score_scale;
             put_head(at.into[head], query, head, n, nodes);
         }

@@ -31,19 +31,20 @@ Region::~Region() {
     if (data_) munmap(data_, bytes_);
 }
 
-Model::Model(const Sizes& given, const float* frequencies, size_t weight_bytes,
-             const Kernels* chosen, Pool* shared)
+Model::Model(const Sizes& given, const Ropes& ropes, size_t weight_bytes, const Kernels* chosen,
+             Pool* shared)
     : sizes(given),
       kernels(chosen),
       own_pool(shared ? nullptr : new Pool(given.threads)),
       pool(shared ? *shared : *own_pool),
       layers_(given.layers),
-      frequencies_(frequencies, frequencies + rope_size() / 2),
+      frequencies_(ropes.frequencies, ropes.frequencies + ropes.count * (rope_size() / 2)),
+      factors_(ropes.factors, ropes.factors + ropes.count),
       weights_(weight_bytes, true),
       cache_((size_t)given.layers * kinds() * given.kv_heads * given.head_size * given.cache_item *
              ((size_t)given.pages * given.page_size + given.max_nodes)),
       places_((int64_t)given.pages * given.page_size + given.max_nodes) {
-    const size_t nodes = given.max_nodes, half = rope_size() / 2;
+    const size_t nodes = given.max_nodes, angles = frequencies_.size();
     const size_t columns = (nodes + kLanes - 1) / kLanes;
     const auto groups = [](int width) { return (size_t)(width + kGroup - 1) / kGroup; };
     const int mixed = given.heads * (given.rank ? given.value : given.head_size);
@@ -56,8 +57,8 @@ Model::Model(const Sizes& given, const float* frequencies, size_t weight_bytes,
     mixed_.resize(nodes * given.heads * given.head_size);
     gate_.resize(nodes * given.ffn);
     up_.resize(nodes * given.ffn);
-    cosine_.resize(nodes * half);
-    sine_.resize(nodes * half);
+    cosine_.resize(nodes * angles);
+    sine_.resize(nodes * angles);
     hidden_q_.resize(columns * groups(given.hidden));
     hidden_f_.resize(nodes * given.hidden);
     mixed_q_.resize(columns * groups(mixed));
@@ -65,19 +66,15 @@ Model::Model(const Sizes& given, const float* frequencies, size_t weight_bytes,
     branch_.resize(nodes * given.hidden);
     scratch_.resize(pool.most());
     if (given.rank) {
-        const int widest = std::max(given.nope, given.rank);
         latent_.resize(nodes * latent_width());
         lower_f_.resize(nodes * given.query_rank);
         lower_q_.resize(columns * groups(given.query_rank));
-        heads_f_.resize(nodes * given.heads * widest);
-        heads_q_.resize(columns * given.heads * groups(widest));
         values_of_.resize(nodes * given.heads * given.value);
     }
     for (Layer& layer : layers_) {
         layer.into.resize(given.rank ? given.heads : 0);
         layer.out_of.resize(layer.into.size());
         layer.kind.ffn = given.ffn;
-        layer.kind.rotated = 1;
         layer.kind.score_scale = 1.0f / std::sqrt((float)given.head_size);
         layer.kind.residual = 1.0f;
     }
@@ -90,13 +87,11 @@ std::string Model::set_layer(int layer, const LayerKind& kind) {
     if (ffn > sizes.ffn) return "a feed-forward that is wider than the model's widest";
     const int groups = kind.groups > 1 ? kind.groups : 1;
     if (kind.experts % groups || kind.kept > groups) return "groups that cannot be";
+    if (kind.gate < 0 || kind.gate >= kGates) return "a gate that is not known";
+    if (kind.rope < 0 || kind.rope >= (int)factors_.size()) return "a rope that is not there";
     Layer& at = layers_[layer];
     at.kind = kind;
     at.experts.resize(kind.experts);
-    if (!kind.rotated && unturned_.empty()) {
-        unturned_.assign(sizes.head_size, 0.0f);
-        std::fill_n(unturned_.begin(), sizes.head_size / 2, 1.0f);
-    }
     if (kind.experts) reserve_for(kind);
     return "";
 }

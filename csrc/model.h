@@ -21,8 +21,16 @@ struct Sizes {
     // Latent attention: forerun/models/layer_spec.py, `Latent`. rank 0: there is none; query_rank 0:
     // one product makes queries. kv_heads is 1 and head_size the rank and what is rotated.
     int32_t rank, nope, value, query_rank;
-    float norm_eps, rope_factor;  // rope_factor: of cosines and sines of pairs that turn
-    float latent_eps;             // of the norms of the latent and of what makes queries
+    float norm_eps;
+    float latent_eps;  // of the norms of the latent and of what makes queries
+};
+
+// How positions turn queries and keys, in as many ways as a model's layers have.
+// The layout is shared with forerun/executors/cpu/native.py.
+struct Ropes {
+    int32_t count;
+    const float* frequencies;  // [count][numbers that are rotated / 2] 0: a pair that does not turn
+    const float* factors;      // [count] of cosines and sines of pairs that turn
 };
 
 // One step. Node arrays are int32[nodes], row arrays int32[rows] (start: rows + 1), as in
@@ -60,15 +68,16 @@ struct LayerKind {
     int32_t normalised; // the weights of a node's experts are divided by their sum
     int32_t groups, kept;  // groups of experts, and how many of them can be chosen from
     int32_t window;        // positions that a node sees, itself the last; 0: all
-    int32_t clamped;       // the gate is gpt-oss's (Kernels::clamped), not silu's
-    int32_t rotated;       // 0: queries and keys know no positions
+    int32_t gate;          // of Gate
+    int32_t rope;          // which of the model's Ropes
     int32_t wide_norms;    // norms of queries and keys are over all heads at once
     float router_scale;    // multiplies the weights of a node's experts
     float score_scale;     // multiplies q.k
     float residual;        // multiplies what attention and feed-forward add to the stream
+    float softcap;         // scores become softcap tanh(score / softcap); 0: they stay
 };
 
-// down(silu(gate x) * up x), or by the layer's other gate
+// down(silu(gate x) * up x), or by the layer's other `Gate`
 struct FeedForward {
     Matrix gate, up, down;
 };
@@ -137,8 +146,8 @@ struct Unit {
 class Model {
 public:
     // `shared`: threads of another model to work with, or null for threads of its own.
-    Model(const Sizes& sizes, const float* frequencies, size_t weight_bytes,
-          const Kernels* kernels, Pool* shared = nullptr);
+    Model(const Sizes& sizes, const Ropes& ropes, size_t weight_bytes, const Kernels* kernels,
+          Pool* shared = nullptr);
     virtual ~Model() = default;
 
     // Which tensor a pointer is for; -1 layers are the model's own. Null where unknown.
@@ -152,10 +161,11 @@ public:
     // A matrix of a layer has got this format. To be called for each.
     void note_format(int layer, int which, int format);
 
-    // What multiplies embeddings and logits.
-    void set_scales(float embedding, float logits) {
+    // What multiplies embeddings and logits, and what these are softened by then (0: they stay).
+    void set_scales(float embedding, float logits, float logit_cap) {
         embedding_scale_ = embedding;
         logit_scale_ = logits;
+        logit_cap_ = logit_cap;
     }
 
     // Whether this matrix may be floats.
@@ -218,6 +228,7 @@ protected:
     void latent_queries(const Layer& layer, Inputs x, int nodes, int thread);
     void latent_products(const Layer& layer, int rows, int thread);
     void keep_latent(int layer, int node);
+    void reserve_heads(bool floats);
     void enter_heads(const Layer& layer, int nodes, int thread);
     void leave_heads(const Layer& layer, int nodes, int thread);
     void put_head(const Matrix& w, const float* x, int head, int node, int nodes);
@@ -226,7 +237,7 @@ protected:
     void ffn_layer(const Step& step, int layer, int thread);
     size_t expert_rows(const LayerKind& kind) const;
     void reserve_for(const LayerKind& kind);
-    void activate(const Visit& visit, bool clamped, int thread);
+    void activate(const Visit& visit, int gate, int thread);
     void end_branch(const Layer& layer, const float* norm, int nodes, int thread);
     void mixture(const Layer& layer, int nodes, int thread);
     void route(const Layer& layer, int node);
@@ -235,6 +246,8 @@ protected:
     void gather(const Layer& layer, int nodes, int thread);
     void mix_experts(const Layer& layer, int nodes, int thread);
     void head(const Step& step, int thread);
+    void bend_logits(const Step& step, int thread);
+    void put_angles(int node);
     void rotate_and_store(int layer, int node);
     Sight seen(const Layer& layer, int node) const;
     Attend job(int layer, const Unit& unit, int node);
@@ -261,6 +274,10 @@ protected:
     // Numbers of a head that a rope is over, numbers of a value, and what is kept of a position: keys
     // and values, or keys that begin with their values.
     int rope_size() const { return sizes.head_size - sizes.rank; }
+    // Where a node's cosines or sines of a layer begin.
+    size_t angles(const Layer& layer, int node) const {
+        return ((size_t)node * factors_.size() + layer.kind.rope) * (rope_size() / 2);
+    }
     int value_size() const { return sizes.rank ? sizes.rank : sizes.head_size; }
     int kinds() const { return sizes.rank ? 1 : 2; }
     // A row of `latent_`: what the query's first product makes, what is kept, and queries.
@@ -271,8 +288,8 @@ protected:
     std::vector<Layer> layers_;
     Matrix embedding_, head_;
     const float* final_norm_ = nullptr;
-    std::vector<float> frequencies_;
-    float embedding_scale_ = 1.0f, logit_scale_ = 1.0f;
+    std::vector<float> frequencies_, factors_;  // of Ropes
+    float embedding_scale_ = 1.0f, logit_scale_ = 1.0f, logit_cap_ = 0.0f;
 
     Region weights_;
     size_t used_ = 0;
@@ -294,11 +311,11 @@ protected:
     std::atomic<int> next_unit_{0};
 
     // Rows of numbers between products, [max_nodes] each.
-    std::vector<float> stream_, qkv_, mixed_, gate_, up_, cosine_, sine_;
+    std::vector<float> stream_, qkv_, mixed_, gate_, up_;
+    std::vector<float> cosine_, sine_;  // [max_nodes][ropes][numbers that are rotated / 2]
     std::vector<Group> hidden_q_, mixed_q_, ffn_q_;
     std::vector<float> hidden_f_;  // the others as floats are mixed_ and, when activated, gate_
     std::vector<float> branch_;    // what attention or feed-forward made, where it is not added at once
-    std::vector<float> unturned_;  // cosines and sines of layers without positions
 
     // Of latent attention (latent.cpp).
     std::vector<float> latent_;    // [max_nodes][latent_width()]

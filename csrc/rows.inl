@@ -1,4 +1,4 @@
-// What happens to a row between two products: norms, quantisation, SwiGLU, rotation.
+// What happens to a row between two products: norms, quantisation, gates, rotation.
 
 namespace {
 
@@ -101,12 +101,32 @@ FORERUN_INLINE F8 clamped8(F8 g, F8 u) {
     return mul8(div8(g, one_plus), add8(u, splat8(1.0f)));
 }
 
+constexpr float kTwiceRoot = 1.59576912f;  // 2 sqrt(2 / pi)
+
+// 0.5 g (1 + tanh(a)) = g / (1 + e^(-2a)), a = sqrt(2 / pi) (g + 0.044715 g^3).
+FORERUN_INLINE F8 gelu8(F8 g, F8 u) {
+    const F8 bent = fma8(mul8(g, g), splat8(-0.044715f * kTwiceRoot), splat8(-kTwiceRoot));
+    const F8 one_plus = add8(splat8(1.0f), exp8(mul8(g, bent)));
+    return mul8(div8(g, one_plus), u);
+}
+
+// cap tanh(x / cap), where 1 / cap is given; NaN for what is not finite, which exp8 would hide.
+FORERUN_INLINE F8 soften8(F8 x, float cap, float inverse) {
+    const F8 one_plus = add8(splat8(1.0f), exp8(mul8(x, splat8(2.0f * inverse))));
+    const F8 bent = fma8(div8(splat8(-2.0f), one_plus), splat8(cap), splat8(cap));
+    return add8(bent, sub8(x, x));
+}
+
 static void silu_quantise(const float* gate, const float* up, int count, Group* out, int lane) {
     quantise_joined(gate, up, count, out, lane, [](F8 g, F8 u) { return silu8(g, u); });
 }
 
 static void clamped_quantise(const float* gate, const float* up, int count, Group* out, int lane) {
     quantise_joined(gate, up, count, out, lane, [](F8 g, F8 u) { return clamped8(g, u); });
+}
+
+static void gelu_quantise(const float* gate, const float* up, int count, Group* out, int lane) {
+    quantise_joined(gate, up, count, out, lane, [](F8 g, F8 u) { return gelu8(g, u); });
 }
 
 // join(a, b), eight numbers at a time, as float32. `out` may be `a`.
@@ -133,6 +153,15 @@ static void silu(const float* gate, const float* up, int count, float* out) {
 
 static void clamped(const float* gate, const float* up, int count, float* out) {
     write_joined(gate, up, count, out, [](F8 g, F8 u) { return clamped8(g, u); });
+}
+
+static void gelu(const float* gate, const float* up, int count, float* out) {
+    write_joined(gate, up, count, out, [](F8 g, F8 u) { return gelu8(g, u); });
+}
+
+static void soften(float* x, int count, float cap) {
+    const float inverse = 1.0f / cap;
+    write_joined(x, x, count, x, [=](F8 a, F8) { return soften8(a, cap, inverse); });
 }
 
 static void rotate(float* x, const float* weight, float eps, const float* cosine, const float* sine,

@@ -168,6 +168,24 @@ class Architecture:
         return max(found, default=0)
 
     @property
+    def latent_numbers(self) -> int:
+        """Numbers of a node between latent attention's products: what makes queries, these, brought
+        into the latent's space, what they find there, what the heads' matrices read, and values. 0
+        where attention is not latent.
+        """
+        about = self.latent
+        if about is None:
+            return 0
+        each = about.nope + about.rope + 2 * self.head_size + about.value
+        each += max(about.nope, about.rank)
+        return self.heads * each + 3 * self.head_size + (about.query_rank or 0)
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The different ones of its layers, in order of first use."""
+        return tuple(dict.fromkeys(spec.rope for spec in self.layer_specs))
+
+    @property
     def rope(self) -> Rope:
         """Of the last layer that sees the whole text, else of the last, layers without positions
         left out where others are: what a draft head beside this model turns by.
@@ -232,7 +250,7 @@ class Architecture:
             ),
             "scaled embeddings": self.embedding_scale != 1.0,
             "norm weights stored without their 1": self.norm_offset != 0.0,
-            "a rope per layer": len({s.rope for s in specs}) > 1,
+            "a rope per layer": len(self.ropes) > 1,
             "layers that differ": len({(s.feed_forward, s.qk_norm) for s in specs}) > 1,
         }
         return [what for what, there in found.items() if there]

@@ -1,7 +1,7 @@
 """GGUF metadata -> Architecture. Every key of the model's namespace is honoured or refused."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from forerun.errors import ModelError
@@ -25,6 +25,7 @@ _FAMILIES: dict[str, Family] = {
     "llama": "llama",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "gemma2": "gemma2",
     "gemma3": "gemma3_text",
     "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe",
@@ -56,10 +57,32 @@ _NO_POSITIONS = 4
 """Of SmolLM3 llama.cpp knows without being told that every fourth layer has no positions."""
 _QWENS: tuple[Family, ...] = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 
-_GEMMA_PATTERN, _GEMMA_LOCAL_THETA, _GEMMA_27B_LAYERS = 6, 1e4, 62
-"""What llama.cpp knows of Gemma 3 without being told: every sixth layer sees the whole text, the
-others turn by this base, and the model of 62 layers scales its scores by sqrt(A/H), not sqrt(1/E).
-"""
+
+@dataclass(frozen=True, slots=True)
+class _Gemma:
+    """What llama.cpp knows of one without being told.
+
+    pattern        one of so many layers sees the whole text, the last; the others have the window
+    layers_of_27b  the model of so many layers scales its scores by sqrt(A/H), not sqrt(1/E)
+    window, score_cap, logit_cap  where the file does not say; 0 = none
+    theta          rope.freq_base where the file does not say; None = it has to
+    local_theta    of layers with a window, whose contexts are not stretched; None = as of others
+    """
+
+    pattern: int
+    layers_of_27b: int
+    window: int = 0
+    score_cap: float = 0.0
+    logit_cap: float = 0.0
+    theta: float | None = None
+    local_theta: float | None = None
+    qk_norm: bool = False
+
+
+_GEMMAS: dict[Family, _Gemma] = {
+    "gemma2": _Gemma(2, 46, window=4096, score_cap=50.0, logit_cap=30.0, theta=1e4),
+    "gemma3_text": _Gemma(6, 62, local_theta=1e4, qk_norm=True),
+}
 
 _DIVISORS = "rope_freqs.weight"
 _SHORT, _LONG = "rope_factors_short.weight", "rope_factors_long.weight"
@@ -89,8 +112,10 @@ def architecture_of(file: GgufFile) -> Architecture:
     latent = latent_of(keys, sizes) if family == "deepseek_v3" else None
     keys.require("attention.value_length", latent.rank if latent else sizes.head_size)
     keys.require("vocab_size", sizes.vocab)
-    gemma = family == "gemma3_text"
-    layers = _gemma3(keys, sizes, file) if gemma else _plain(keys, sizes, file, family, latent)
+    gemma = _GEMMAS.get(family)
+    layers = (
+        _gemma(keys, sizes, file, gemma) if gemma else _plain(keys, sizes, file, family, latent)
+    )
     window = _window(keys) if family in _QWENS else None
     arch = Architecture(
         family=family,
@@ -106,7 +131,7 @@ def architecture_of(file: GgufFile) -> Architecture:
         tied_head="output.weight" not in file.tensors,
         # The converter adds Gemma's 1 to the norms that it writes.
         embedding_scale=sizes.hidden**0.5 if gemma else _factor(keys, family, "embedding_scale"),
-        final_softcap=(keys.real("final_logit_softcapping", 0.0) or None) if gemma else None,
+        final_softcap=_cap(keys, "final_logit_softcapping", gemma.logit_cap) if gemma else None,
         logit_scale=1 / _factor(keys, family, "logit_scale"),
     )
     keys.refuse_the_rest(_harmless)
@@ -127,8 +152,12 @@ def _sizes(keys: Keys, file: GgufFile) -> ArchitectureSizes:
     )
 
 
-def _window(keys: Keys) -> int | None:
-    return keys.integer("attention.sliding_window", 0) or None
+def _window(keys: Keys, absent: int = 0) -> int | None:
+    return keys.integer("attention.sliding_window", absent) or None
+
+
+def _cap(keys: Keys, name: str, absent: float) -> float | None:
+    return keys.real(name, absent) or None
 
 
 def _plain(
@@ -201,29 +230,31 @@ def _rope(
     return Rope(theta, scaling, None if rotated == sizes.head_size else rotated)
 
 
-def _gemma3(keys: Keys, sizes: ArchitectureSizes, file: GgufFile) -> tuple[LayerSpec, ...]:
-    """Gemma 3's layers, as llama.cpp runs them."""
+def _gemma(
+    keys: Keys, sizes: ArchitectureSizes, file: GgufFile, about: _Gemma
+) -> tuple[LayerSpec, ...]:
+    """Gemma's layers, as llama.cpp runs them."""
     keys.require("rope.dimension_count", sizes.head_size)
-    large = sizes.layers == _GEMMA_27B_LAYERS
+    large = sizes.layers == about.layers_of_27b
     scale = ((sizes.hidden // sizes.heads) if large else sizes.head_size) ** -0.5
-    keys.require("attention.sliding_window_pattern", _GEMMA_PATTERN)
+    keys.require("attention.sliding_window_pattern", about.pattern)
+    cap = _cap(keys, "attn_logit_softcapping", about.score_cap) if about.score_cap else None
+    rope = Rope(keys.real("rope.freq_base", about.theta), _scaling(keys, sizes.context, file))
     whole = LayerSpec(
-        AttentionSpec(scale),
-        Rope(keys.real("rope.freq_base"), _scaling(keys, sizes.context, file)),
+        AttentionSpec(scale, softcap=cap),
+        rope,
         Dense(keys.integer("feed_forward_length")),
         norms="sandwich",
         activation="gelu_tanh",
-        qk_norm=True,
+        qk_norm=about.qk_norm,
     )
-    window = _window(keys)
+    window = _window(keys, about.window)
     if window is None:
         return (whole,) * sizes.layers
-    local = replace(
-        whole,
-        attention=AttentionSpec(scale, window),
-        rope=Rope(keys.real("rope.freq_base_swa", _GEMMA_LOCAL_THETA)),
-    )
-    return tuple(local if (layer + 1) % _GEMMA_PATTERN else whole for layer in range(sizes.layers))
+    if about.local_theta is not None:
+        rope = Rope(keys.real("rope.freq_base_swa", about.local_theta))
+    local = replace(whole, attention=AttentionSpec(scale, window, cap), rope=rope)
+    return tuple(local if (layer + 1) % about.pattern else whole for layer in range(sizes.layers))
 
 
 def _below(metadata: Mapping[str, Value], prefix: str) -> dict[str, Any]:

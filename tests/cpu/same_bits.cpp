@@ -56,21 +56,32 @@ static void same(const char* name, const char* what, const std::vector<T>& a,
 // One row of everything that reads rows, as bytes one after the other.
 static std::vector<uint8_t> rows_by(const Kernels& k, const Floats& x, const Floats& w) {
     const int count = (int)x.size();
-    std::vector<Group> groups(3 * ((count + 31) / 32));
+    std::vector<Group> groups((2 + kGates) * ((count + 31) / 32));
     memset(groups.data(), 0, groups.size() * sizeof(Group));
-    const size_t third = groups.size() / 3;
+    const size_t row = groups.size() / (2 + kGates);
     k.quantise(x.data(), count, &groups[0], 1);
-    k.norm_quantise(x.data(), w.data(), 1e-5f, count, &groups[third], 2);
-    k.silu_quantise(x.data(), w.data(), count, &groups[2 * third], 3);
+    k.norm_quantise(x.data(), w.data(), 1e-5f, count, &groups[row], 2);
+    Floats floats;
+    for (int gate = 0; gate < kGates; gate++) {
+        Floats one(x);
+        k.gates_quantise[gate](x.data(), w.data(), count, &groups[(2 + gate) * row], 3);
+        k.gates[gate](x.data(), w.data(), count, one.data());
+        floats.insert(floats.end(), one.begin(), one.end());
+    }
+    Floats softened(x);
+    k.soften(softened.data(), count, 5.0f);
+    floats.insert(floats.end(), softened.begin(), softened.end());
     Floats turned(x.begin(), x.begin() + 48), cosine(24), sine(24);
     for (int i = 0; i < 24; i++) cosine[i] = std::cos(i * 0.3f), sine[i] = std::sin(i * 0.3f);
     k.rotate(turned.data(), w.data(), 1e-6f, cosine.data(), sine.data(), 24, 0.125f);
     std::vector<uint16_t> halves(count / 8 * 8);
     k.to_halves(x.data(), (int)halves.size(), halves.data());
-    std::vector<uint8_t> all(groups.size() * sizeof(Group) + 48 * 4 + halves.size() * 2);
-    memcpy(all.data(), groups.data(), groups.size() * sizeof(Group));
-    memcpy(&all[groups.size() * sizeof(Group)], turned.data(), 48 * 4);
-    memcpy(&all[groups.size() * sizeof(Group) + 48 * 4], halves.data(), halves.size() * 2);
+    floats.insert(floats.end(), turned.begin(), turned.end());
+    const size_t numbers = floats.size() * sizeof(float), grouped = groups.size() * sizeof(Group);
+    std::vector<uint8_t> all(grouped + numbers + halves.size() * 2);
+    memcpy(all.data(), groups.data(), grouped);
+    memcpy(&all[grouped], floats.data(), numbers);
+    memcpy(&all[grouped + numbers], halves.data(), halves.size() * 2);
     return all;
 }
 
@@ -127,6 +138,7 @@ static Floats attend_by(const Kernels& k, int size, int heads, int trunk, int ta
     job.scores = scores.data();
     job.totals = totals.data();
     job.sinks = sinks;
+    job.cap = sinks ? 2.0f : 0.0f;  // one case has both
     k.attend(job);
     // In pieces, as by several threads: the same.
     Floats pieces((size_t)heads * size);
@@ -135,7 +147,7 @@ static Floats attend_by(const Kernels& k, int size, int heads, int trunk, int ta
     k.score(job, middle, length);
     k.score(job, 0, middle);
     for (int h = 0; h < heads; h++)
-        totals[h] = k.weigh(&scores[h * job.stride], length, sinks ? sinks + h : nullptr);
+        totals[h] = k.weigh(&scores[h * job.stride], length, sinks ? sinks + h : nullptr, job.cap);
     k.mix(job, 8, mixed);
     k.mix(job, 0, 8);
     same(k.name, "attention in pieces", out, pieces);

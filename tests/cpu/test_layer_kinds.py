@@ -21,7 +21,7 @@ from tests.cpu.test_products import k_quantised
 from tests.cpu.twin import forward
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, as_draft, limits
-from tests.parity.test_torch_logits import EXPERTS, FURTHER
+from tests.parity.test_torch_logits import EXPERTS, FURTHER, GEMMAS, ONLY
 
 CASES = [
     *(("qwen2_moe", name, changes) for name, changes in EXPERTS.items()),
@@ -38,16 +38,24 @@ CASES = [
         )
         for name, changes in FURTHER[family].items()
     ),
+    *(
+        (family, name, changes)
+        for family in ("gemma2", "gemma3_text")
+        for name, changes in (GEMMAS | ONLY[family]).items()
+    ),
 ]  # fmt: skip
 IN_FILES = {
     "qwen2_moe": {"shared_expert_intermediate_size": 64},
     "deepseek_v3": {"q_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32},
     "smollm3": {"num_hidden_layers": 5, "no_rope_layer_interval": 4},
+    "gemma2": {"tie_word_embeddings": True, "query_pre_attn_scalar": 16},
+    "gemma3_text": {"num_hidden_layers": 7, "layer_types": None, "query_pre_attn_scalar": 16},
 }
-"""What quantised files need: rows of 32, and of SmolLM3 what llama.cpp knows."""
+"""What quantised files need: rows of 32, and of SmolLM3 and Gemma what llama.cpp knows."""
 FAMILIES = (
     *("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "gpt_oss"),
     *("smollm3", "granite", "olmo2", "deepseek_v3"),
+    *("gemma2", "gemma3_text"),
 )
 
 

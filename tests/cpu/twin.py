@@ -55,6 +55,10 @@ def normed(x, weight, eps):
     return x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + eps) * weight
 
 
+def capped(x, cap):
+    return x if cap is None else cap * np.tanh(x / cap)
+
+
 def forward(checkpoint, tokens):
     """float64[T,V] logits of one sequence."""
     return Twin(checkpoint).forward(np.asarray(tokens))
@@ -111,16 +115,15 @@ class Twin:
             else:
                 made = self.fed(prefix + "mlp.", x, spec.activation)
             stream = stream + self.normed(made, prefix, norms.after_feed_forward) * spec.residual
-        x = normed(stream, self.vector("model.norm.weight"), arch.norm_eps)
+        x = normed(stream, self.vector("model.norm.weight") + arch.norm_offset, arch.norm_eps)
         head = "model.embed_tokens" if arch.tied_head else "lm_head"
-        return self.product(head, x) * arch.logit_scale
+        return capped(self.product(head, x) * arch.logit_scale, arch.final_softcap)
 
     def normed(self, x, prefix, name):
-        return (
-            x
-            if name is None
-            else normed(x, self.vector(f"{prefix}{name}.weight"), self.arch.norm_eps)
-        )
+        if name is None:
+            return x
+        weight = self.vector(f"{prefix}{name}.weight") + self.arch.norm_offset
+        return normed(x, weight, self.arch.norm_eps)
 
     def fed(self, prefix, x, activation):
         gate, up = (self.product(f"{prefix}{part}_proj", x) for part in ("gate", "up"))
@@ -128,6 +131,9 @@ class Twin:
             gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
             opened = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
             return self.product(f"{prefix}down_proj", opened)
+        if activation == "gelu_tanh":
+            angle = np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
+            return self.product(f"{prefix}down_proj", 0.5 * gate * (1 + np.tanh(angle)) * up)
         return self.product(f"{prefix}down_proj", gate / (1 + np.exp(-gate)) * up)
 
     def mixture(self, prefix, x, spec):
@@ -176,7 +182,7 @@ class Twin:
         made = self.product(prefix + "kv_a_proj_with_mqa", x)
         norm = self.vector(prefix + "kv_a_layernorm.weight")
         latent = normed(made[:, : about.rank], norm, about.norm_eps)
-        turned = self.rotated(made[:, None, about.rank :])[:, 0]
+        turned = self.rotated(made[:, None, about.rank :], spec.rope)[:, 0]
         keys = self.kept(np.concatenate([latent, turned], -1))
         stored = f"{prefix}kv_b_proj"
         floats = self.is_float(stored)
@@ -186,7 +192,7 @@ class Twin:
         for head, matrix in enumerate(each):
             into, out_of = bits(matrix[: about.nope].T), bits(matrix[about.nope :])
             entered = rounded(queries[:, head, : about.nope].astype(np.float32)) @ into.T
-            turned = self.rotated(queries[:, None, head, about.nope :])[:, 0]
+            turned = self.rotated(queries[:, None, head, about.nope :], spec.rope)[:, 0]
             scores = np.concatenate([entered, turned], -1) @ keys.T
             scores[~np.tri(count, dtype=bool)] = -np.inf
             weights = np.exp(scores - scores.max(-1, keepdims=True))
@@ -201,21 +207,20 @@ class Twin:
         heads = {"q": arch.heads, "k": arch.kv_heads, "v": arch.kv_heads}
         q, k, v = (self.product(f"{prefix}{which}_proj", x) for which in heads)
         if spec.wide_qk_norm:
-            q = normed(q, self.vector(prefix + "q_norm.weight"), arch.norm_eps)
-            k = normed(k, self.vector(prefix + "k_norm.weight"), arch.norm_eps)
+            q, k = self.normed(q, prefix, "q_norm"), self.normed(k, prefix, "k_norm")
         q, k, v = (
             made.reshape(count, n, arch.head_size)
             for made, n in zip((q, k, v), heads.values(), strict=True)
         )
         if spec.qk_norm:
-            q = normed(q, self.vector(prefix + "q_norm.weight"), arch.norm_eps)
-            k = normed(k, self.vector(prefix + "k_norm.weight"), arch.norm_eps)
+            q, k = self.normed(q, prefix, "q_norm"), self.normed(k, prefix, "k_norm")
         if spec.rope.rotated != 0:
-            q, k = self.rotated(q), self.rotated(k)
+            q, k = self.rotated(q, spec.rope), self.rotated(k, spec.rope)
         k, v = self.kept(k), self.kept(v)
         shared = arch.heads // arch.kv_heads
         k, v = np.repeat(k, shared, 1), np.repeat(v, shared, 1)
         scores = np.einsum("ihe,jhe->hij", q, k) * spec.attention.scale
+        scores = capped(scores, spec.attention.softcap)
         seen = np.tri(count, dtype=bool)
         if spec.attention.window:
             seen &= ~np.tri(count, k=-spec.attention.window, dtype=bool)
@@ -229,11 +234,10 @@ class Twin:
         mixed = np.einsum("hij,jhe->ihe", weights, v).reshape(count, -1)
         return self.product(prefix + "o_proj", mixed)
 
-    def rotated(self, x):
-        arch = self.arch
+    def rotated(self, x, rope):
         positions = np.arange(len(x), dtype=np.float32)[:, None]
-        angle = (positions * arch.rope.frequencies(arch.rope_size)).astype(np.float64)
-        cosine = np.cos(angle)[:, None] * arch.rope.attention_factor
-        sine = np.sin(angle)[:, None] * arch.rope.attention_factor
+        angle = (positions * rope.frequencies(self.arch.rope_size)).astype(np.float64)
+        cosine = np.cos(angle)[:, None] * rope.attention_factor
+        sine = np.sin(angle)[:, None] * rope.attention_factor
         a, b = np.split(x, 2, -1)
         return np.concatenate([a * cosine - b * sine, b * cosine + a * sine], -1)

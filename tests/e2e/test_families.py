@@ -27,9 +27,10 @@ CASES = [
 NATIVE = [
     "glm4_moe",
     "deepseek_v3",
+    "gemma2",
     *(
         pytest.param(family, marks=pytest.mark.slow)
-        for family in ("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "olmo2")
+        for family in ("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "olmo2", "gemma3_text")
     ),
 ]
 """What the compiled core runs that is not Llama's block."""

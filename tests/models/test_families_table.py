@@ -7,7 +7,7 @@ import pytest
 from forerun.build.registry import EXECUTORS
 from forerun.executors.cpu import limits as cpu
 from forerun.executors.jax import limits as jax
-from forerun.models import gguf_config, prediction_layers
+from forerun.models import gguf_config, prediction_naming
 from forerun.models.arch import FAMILIES
 from forerun.models.block_folder import BlockFile
 from forerun.models.config_json import architecture_from
@@ -62,7 +62,7 @@ def test_every_family_has_a_row():
 def test_formats_are_those_that_are_read(name):
     """llama.cpp calls Mistral and Mixtral llama, and Kimi K2 what it calls DeepSeek."""
     read = {*gguf_config._FAMILIES.values(), "mistral", "mixtral"} - set(SAME_AS)
-    shown = {*tiny.LLAMAS, *test_gguf.BLOCKS, "gemma3_text"}
+    shown = {*tiny.LLAMAS, *test_gguf.BLOCKS, "gemma2", "gemma3_text"}
     assert read == shown
     formats = ["folder", "GGUF"] if name in {*read, "kimi_k2"} else ["folder"]
     assert re.sub(r" \(.*?\)", "", ROWS[name]["formats"]).split(", ") == formats
@@ -87,7 +87,7 @@ OWN_LAYERS = {
     "DeepSeek-V3 and GLM-4.5": ("glm4_moe", "deepseek_v3", "kimi_k2"),
     "MiMo": ("mimo",),
 }
-"""By whose way of storing prediction layers (prediction_layers.Naming.title); what these propose is
+"""By whose way of storing prediction layers (prediction_naming.Naming.title); what these propose is
 in tests/drafters/test_contract.py.
 """
 
@@ -96,7 +96,7 @@ in tests/drafters/test_contract.py.
 def test_own_layers_are_those_that_are_read(name):
     named = {title for title, names in OWN_LAYERS.items() if name in names}
     assert ROWS[name]["drafts"] == ("NEXTN" if named else "")
-    titles = {prediction_layers._DEEPSEEK.title, prediction_layers._MIMO.title}
+    titles = {prediction_naming.DEEPSEEK.title, prediction_naming.MIMO.title}
     assert set(OWN_LAYERS) == titles
 
 

@@ -209,6 +209,42 @@ def test_gemma_3_is_that_of_transformers(changes, tmp_path):
     assert (logits - hf(IDS).logits[0]).abs().max() < 1e-4
 
 
+def gemma_2(**changes):
+    return tiny.model("gemma2", tie_word_embeddings=True, query_pre_attn_scalar=16, **changes)
+
+
+@pytest.mark.parametrize("unsaid", [False, True])
+def test_gemma_2_is_that_of_transformers(unsaid, tmp_path):
+    """What llama.cpp takes where a file does not say it is what transformers takes, but for the
+    window's length, which no text here reaches then.
+    """
+    names = ("attn_logit_softcapping", "final_logit_softcapping", "attention.sliding_window")
+    left_out = {f"gemma2.{name}": None for name in (*names, "rope.freq_base")}
+    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    hf = gemma_2(**caps | {"sliding_window": 4096}) if unsaid else gemma_2(num_hidden_layers=3)
+    metadata = left_out if unsaid else {}
+    checkpoint = GgufCheckpoint(tiny.write_gguf(hf, tmp_path / "x.gguf", metadata=metadata))
+    for name, weight in tiny.weights(hf).items():
+        np.testing.assert_array_equal(checkpoint.tensor(name), weight + ("norm" in name))
+    windows = [spec.attention.window for spec in checkpoint.architecture.layer_specs]
+    assert windows == ([4096, None] if unsaid else [24, None, 24])
+    executor = TorchExecutor(checkpoint, limits(tiny.VOCAB, context=256))
+    with Driver(executor) as driver:
+        driver.open(0, IDS[0].numpy())
+        logits = driver.step([Row(0)]).every()
+    assert (logits - hf(IDS).logits[0]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("changes", "scale"),
+    [({}, 16**-0.5), ({"num_hidden_layers": 46, "intermediate_size": 8}, (64 // 4) ** -0.5)],
+)
+def test_scores_of_gemma_2_of_46_layers_are_scaled_by_the_hidden_size(changes, scale, tmp_path):
+    changes = changes | {"head_dim": 8} if changes else {}
+    arch = GgufCheckpoint(tiny.write_gguf(gemma_2(**changes), tmp_path / "x.gguf")).architecture
+    assert {spec.attention.scale for spec in arch.layer_specs} == {scale}
+
+
 @pytest.mark.parametrize(
     ("key", "value", "named"),
     [

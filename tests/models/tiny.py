@@ -276,7 +276,7 @@ def write_gguf(
     arrays = fused(hf) if family == "phi3" else stacked(weights(hf), settings)
     for source, weight in arrays.items():
         array = interleaved(source, weight, settings) if family in INTERLEAVED else weight
-        if name == "gemma3" and "norm" in source:
+        if name.startswith("gemma") and "norm" in source:
             array = array + 1
         if source.endswith("kv_b_proj.weight"):
             add_in_two(writer, source, array, settings, quant)
@@ -426,8 +426,10 @@ def _add_metadata(writer: gguf.GGUFWriter, hf: Any, changes: dict[str, Any]) -> 
     writer.add_vocab_size(settings.vocab_size)
     if settings.model_type == "phi3":
         writer.add_sliding_window(settings.sliding_window or 0)
-    if settings.model_type == "gemma3_text":
+    if settings.model_type.startswith("gemma"):
         writer.add_sliding_window(settings.sliding_window)
+        if settings.model_type == "gemma2":
+            writer.add_attn_logit_softcapping(settings.attn_logit_softcapping)
         if settings.final_logit_softcapping:
             writer.add_final_logit_softcapping(settings.final_logit_softcapping)
     _add_experts(writer, settings)

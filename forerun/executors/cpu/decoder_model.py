@@ -11,6 +11,7 @@ from forerun.executors.cpu.draft_pass import DraftPass, commit, page_slots, run
 from forerun.executors.cpu.executor import CpuExecutor
 from forerun.executors.cpu.latent import sizes_of
 from forerun.executors.cpu.limits import check_runs
+from forerun.executors.cpu.places import RopeTable
 from forerun.executors.cpu.weights import Packer
 from forerun.interface.draft_model import (
     BlockCandidates,
@@ -71,15 +72,13 @@ class CpuDecoderModel:
             threads=1,
             cache_item=2,
             norm_eps=arch.norm_eps,
-            rope_factor=arch.rope.attention_factor,
             **sizes_of(arch.latent),
         )
-        frequencies = np.ascontiguousarray(arch.rope.frequencies(arch.rope_size), np.float32)
         model: int | None = self._library.forerun_open_decoder(
             self._executor.native_model(),
             ctypes.byref(sizes),
             limits.slots,
-            frequencies.ctypes.data,
+            ctypes.byref(RopeTable(arch.ropes, arch.rope_size)),
             self._weight_bytes,
         )
         if model is None:

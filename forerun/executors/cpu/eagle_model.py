@@ -9,6 +9,7 @@ from forerun.errors import ModelError
 from forerun.executors.cpu import native
 from forerun.executors.cpu.executor import CpuExecutor
 from forerun.executors.cpu.hidden_state_model import CpuHiddenStateModel
+from forerun.executors.cpu.places import RopeTable
 from forerun.executors.cpu.weights import BYTES, Stored, set_matrix, set_vector
 from forerun.interface.draft_model import (
     DraftModelTraits,
@@ -126,7 +127,6 @@ class CpuEagleModel(CpuHiddenStateModel):
             threads=1,  # It works with the target's.
             cache_item=2,
             norm_eps=head.norm_eps,
-            rope_factor=head.rope.attention_factor,
         )
         kind = native.HeadKind(
             features=len(head.features),
@@ -137,7 +137,7 @@ class CpuEagleModel(CpuHiddenStateModel):
             normed_residual=head.normed_residual,
             normed_feedback=head.normed_feedback,
         )
-        return self.opened(sizes, kind, head.features, head.rope.frequencies(head.head_size))
+        return self.opened(sizes, kind, head.features, RopeTable((head.rope,), head.head_size))
 
     def _load(self, checkpoint: Checkpoint, draft: DraftFile) -> None:
         for which, name in enumerate(_LAYER_MATRICES):

@@ -12,6 +12,7 @@ from forerun.errors import ConfigError, EngineError, MemoryPlanError, ModelError
 from forerun.executors.cpu import native
 from forerun.executors.cpu.latent import sizes_of
 from forerun.executors.cpu.limits import check_runs
+from forerun.executors.cpu.places import RopeTable
 from forerun.executors.cpu.step_buffers import StepBuffers
 from forerun.executors.cpu.weights import Packer, cache_bytes_per_token, cache_item, sentence
 from forerun.executors.feature_ring import HostFeatureRing, ring_places
@@ -141,13 +142,11 @@ class CpuExecutor(Executor):
             threads=self._threads,
             cache_item=self._cache_item,
             norm_eps=arch.norm_eps,
-            rope_factor=arch.rope.attention_factor,
             **sizes_of(arch.latent),
         )
-        frequencies = np.ascontiguousarray(arch.rope.frequencies(arch.rope_size), np.float32)
         model: int | None = self._library.forerun_open(
             ctypes.byref(sizes),
-            frequencies.ctypes.data,
+            ctypes.byref(RopeTable(arch.ropes, arch.rope_size)),
             self._weight_bytes,
             (self._kernels or "").encode(),
         )

@@ -10,6 +10,7 @@ from forerun.errors import EngineError, MemoryPlanError
 from forerun.executors.cpu import native
 from forerun.executors.cpu.draft_pass import DraftPass, commit, page_slots, run
 from forerun.executors.cpu.executor import CpuExecutor, CpuFeatures
+from forerun.executors.cpu.places import RopeTable
 from forerun.interface.draft_model import (
     BlockCandidates,
     Candidates,
@@ -19,7 +20,7 @@ from forerun.interface.draft_model import (
     Extension,
 )
 from forerun.interface.features import Features, KeptFeatures
-from forerun.types import AnyArray, Floats
+from forerun.types import Floats
 
 
 class CpuHiddenStateModel:
@@ -40,24 +41,22 @@ class CpuHiddenStateModel:
         sizes: native.Sizes,
         kind: native.HeadKind,
         features: tuple[int, ...],
-        frequencies: AnyArray,
+        ropes: RopeTable,
     ) -> int:
         """The core's handle of a new draft model, without tensors yet, that works with the target's
         threads; the target keeps `features` for it from now on.
 
-        features     hidden states, as transformers numbers them
-        frequencies  float32[E/2] for RoPE
+        features  hidden states, as transformers numbers them
 
         Raises MemoryPlanError where it does not fit.
         """
         aux_layers = np.array(features, np.int32)
-        held = np.ascontiguousarray(frequencies, np.float32)
         model: int | None = self._library.forerun_open_draft(
             self._executor.native_model(),
             ctypes.byref(sizes),
             ctypes.byref(kind),
             aux_layers.ctypes.data,
-            held.ctypes.data,
+            ctypes.byref(ropes),
             self._weight_bytes,
         )
         if model is None:

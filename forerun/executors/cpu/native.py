@@ -33,8 +33,14 @@ class Sizes(ctypes.Structure):
         *((name, c_int32) for name in ("ffn", "vocab", "page_size", "pages", "max_nodes")),
         *((name, c_int32) for name in ("context", "threads", "cache_item")),
         *((name, c_int32) for name in ("rank", "nope", "value", "query_rank")),
-        *((name, c_float) for name in ("norm_eps", "rope_factor", "latent_eps")),
+        *((name, c_float) for name in ("norm_eps", "latent_eps")),
     )
+
+
+class Ropes(ctypes.Structure):
+    """`Ropes` of csrc/model.h; see places.RopeTable."""
+
+    _fields_ = (("count", c_int32), ("frequencies", c_void_p), ("factors", c_void_p))
 
 
 class LayerKind(ctypes.Structure):
@@ -43,8 +49,8 @@ class LayerKind(ctypes.Structure):
     _fields_ = (
         *((name, c_int32) for name in ("ffn", "experts", "top_k", "shared")),
         *((name, c_int32) for name in ("sigmoid", "normalised", "groups", "kept")),
-        *((name, c_int32) for name in ("window", "clamped", "rotated", "wide_norms")),
-        *((name, c_float) for name in ("router_scale", "score_scale", "residual")),
+        *((name, c_int32) for name in ("window", "gate", "rope", "wide_norms")),
+        *((name, c_float) for name in ("router_scale", "score_scale", "residual", "softcap")),
     )
 
 
@@ -130,10 +136,10 @@ _CALLS = {
     "forerun_kernels": (c_char_p, [c_char_p]),
     "forerun_own_format": (c_int, [c_int]),
     "forerun_packed_bytes": (c_int64, [c_int, c_int, c_int]),
-    "forerun_open": (c_void_p, [POINTER(Sizes), c_void_p, c_int64, c_char_p]),
+    "forerun_open": (c_void_p, [POINTER(Sizes), POINTER(Ropes), c_int64, c_char_p]),
     "forerun_close": (None, [c_void_p]),
     "forerun_set_layer": (c_int, [c_void_p, c_int, POINTER(LayerKind)]),
-    "forerun_set_scales": (None, [c_void_p, c_float, c_float]),
+    "forerun_set_scales": (None, [c_void_p, c_float, c_float, c_float]),
     "forerun_set_matrix": (
         c_int,
         [c_void_p, c_int, c_int, c_int, c_int, c_void_p, c_int, c_int, c_void_p],
@@ -154,11 +160,11 @@ _CALLS = {
     "forerun_aux_hidden_states": (c_int, [c_void_p, c_int, c_void_p]),
     "forerun_open_draft": (
         c_void_p,
-        [c_void_p, POINTER(Sizes), POINTER(HeadKind), c_void_p, c_void_p, c_int64],
+        [c_void_p, POINTER(Sizes), POINTER(HeadKind), c_void_p, POINTER(Ropes), c_int64],
     ),
     "forerun_open_decoder": (
         c_void_p,
-        [c_void_p, POINTER(Sizes), c_int, c_void_p, c_int64],
+        [c_void_p, POINTER(Sizes), c_int, POINTER(Ropes), c_int64],
     ),
     "forerun_draft": (c_int, [c_void_p, POINTER(DraftStep)]),
     "forerun_commit_paths": (c_int, [c_void_p, c_void_p, c_int, c_void_p, c_int]),

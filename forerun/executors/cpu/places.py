@@ -1,11 +1,15 @@
 """Where the compiled core has a model's tensors: their numbers, and what its layers are."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from forerun.executors.cpu import native
 from forerun.executors.cpu.latent import numbered
 from forerun.models.arch import Architecture
-from forerun.models.layer_spec import NORM_NAMES, Dense, Experts, LayerSpec
+from forerun.models.layer_spec import NORM_NAMES, Activation, Dense, Experts, LayerSpec
+from forerun.models.rope import Rope
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
@@ -90,15 +94,21 @@ def vectors(arch: Architecture) -> list[Place]:
     return [*places, Place("model.norm.weight", -1, 0)]
 
 
-def layer_kind(spec: LayerSpec) -> native.LayerKind:
+_GATES: dict[Activation, int] = {"silu": 0, "clamped_silu": 1, "gelu_tanh": 2}
+"""`Gate` of csrc/kernels.h."""
+
+
+def layer_kind(arch: Architecture, layer: int) -> native.LayerKind:
     """The layer for the core, which `limits.refusal` finds nothing in."""
+    spec = arch.layer_specs[layer]
     kind = native.LayerKind(
         window=spec.attention.window or 0,
-        clamped=spec.activation == "clamped_silu",
-        rotated=spec.rope.rotated != 0,
+        gate=_GATES[spec.activation],
+        rope=arch.ropes.index(spec.rope),
         wide_norms=spec.wide_qk_norm,
         score_scale=spec.attention.scale,
         residual=spec.residual,
+        softcap=spec.attention.softcap or 0.0,
     )
     match spec.feed_forward:
         case Dense(width):
@@ -110,6 +120,17 @@ def layer_kind(spec: LayerSpec) -> native.LayerKind:
             kind.normalised, kind.router_scale = router.normalised, router.scale
             kind.groups, kind.kept = router.groups, router.kept
     return kind
+
+
+class RopeTable(native.Ropes):
+    """How positions turn heads of `size` numbers by each of `ropes`; keeps what it points to."""
+
+    def __init__(self, ropes: Sequence[Rope], size: int) -> None:
+        self._held = (
+            np.ascontiguousarray([rope.frequencies(size) for rope in ropes], np.float32),
+            np.array([rope.attention_factor for rope in ropes], np.float32),
+        )
+        super().__init__(len(ropes), *(each.ctypes.data for each in self._held))
 
 
 def routes(place: Place) -> bool:

@@ -18,7 +18,7 @@ from forerun.executors.cpu.hidden_state_model import (
 )
 from forerun.executors.cpu.latent import sizes_of
 from forerun.executors.cpu.limits import check_runs
-from forerun.executors.cpu.places import Place, matrices, vectors
+from forerun.executors.cpu.places import Place, RopeTable, layer_kind, matrices, vectors
 from forerun.executors.cpu.weights import Packer, set_layer
 from forerun.executors.layer_states import LayerStates, layer_read, layers_at
 from forerun.interface.draft_model import (
@@ -30,11 +30,13 @@ from forerun.interface.draft_model import (
 )
 from forerun.interface.features import Features
 from forerun.models.prediction_layers import (
+    PredictionLayers,
+)
+from forerun.models.prediction_naming import (
     EMBEDDING_NORM,
     FINAL_NORM,
     FUSE,
     HIDDEN_NORM,
-    PredictionLayers,
 )
 from forerun.types import Floats, Ints
 
@@ -99,7 +101,7 @@ class CpuPredictionModel(CpuHiddenStateModel):
         self._weight_bytes = packer.planned_bytes()
         self._packed_bytes += self._weight_bytes
         model = self._open(number)
-        set_layer(self._library, model, 0, arch.layer_specs[number])
+        set_layer(self._library, model, 0, layer_kind(arch, number))
         packer.load(model)
         if shared:
             self._library.forerun_share_head(model, self._executor.native_model())
@@ -122,7 +124,6 @@ class CpuPredictionModel(CpuHiddenStateModel):
             threads=1,  # It works with the target's.
             cache_item=2,
             norm_eps=arch.norm_eps,
-            rope_factor=arch.rope.attention_factor,
             **sizes_of(arch.latent),
         )
         kind = native.HeadKind(
@@ -135,7 +136,7 @@ class CpuPredictionModel(CpuHiddenStateModel):
             zeroed=self._draft.zeroed and number == 0,
         )
         last = (self._draft.target.architecture.layers,)
-        return self.opened(sizes, kind, last, arch.rope.frequencies(arch.rope_size))
+        return self.opened(sizes, kind, last, RopeTable(arch.ropes, arch.rope_size))
 
     def extend(self, extension: Extension, features: Features | None) -> Candidates:
         """Run the tokens after those that became permanent through all layers, the first beside

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from forerun.errors import ModelError
+from forerun.executors.cpu import native
 from forerun.executors.cpu.few_bits import TILE, check_fp4, rows_of_bytes, rows_of_tiles
 from forerun.executors.cpu.latent import ABSORBED, absorbed, in_kind
 from forerun.executors.cpu.places import Place, layer_kind, matrices, routes, vectors
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint, InFourBits
-from forerun.models.layer_spec import LayerSpec
 from forerun.models.mapped import release
 from forerun.types import AnyArray, Floats, Ints
 
@@ -208,12 +208,15 @@ class Packer:
             self._library.forerun_tie_head(model)
         for place in self._vectors():
             values = self._floats(place.name)
+            if place.name.endswith("norm.weight"):
+                values = values + np.float32(arch.norm_offset)
             set_vector(self._library, model, (place.name, place.layer, place.which), values)
 
     def _set_layers(self, model: int, arch: Architecture) -> None:
-        for layer, spec in enumerate(arch.layer_specs):
-            set_layer(self._library, model, layer, spec)
-        self._library.forerun_set_scales(model, arch.embedding_scale, arch.logit_scale)
+        for layer in range(arch.layers):
+            set_layer(self._library, model, layer, layer_kind(arch, layer))
+        cap = arch.final_softcap or 0.0
+        self._library.forerun_set_scales(model, arch.embedding_scale, arch.logit_scale, cap)
 
     def _matrices(self) -> list[Place]:
         """All, and a tied head where it has not all rows of the embedding."""
@@ -306,9 +309,9 @@ class Stored:
     becomes: int = BYTES
 
 
-def set_layer(library: ctypes.CDLL, model: int, layer: int, spec: LayerSpec) -> None:
-    """Make a native model's layer what `spec` says, before its tensors. Raises ModelError."""
-    code = library.forerun_set_layer(model, layer, ctypes.byref(layer_kind(spec)))
+def set_layer(library: ctypes.CDLL, model: int, layer: int, kind: native.LayerKind) -> None:
+    """Make a native model's layer what `kind` says, before its tensors. Raises ModelError."""
+    code = library.forerun_set_layer(model, layer, ctypes.byref(kind))
     _raise_for(library, code, f"model.layers.{layer}")
 
 

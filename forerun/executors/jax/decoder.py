@@ -16,7 +16,7 @@ from forerun.executors.jax.experts import mixture, shared
 from forerun.executors.jax.kv import sanitised
 from forerun.executors.jax.layers import GATES, product, rms_norm, rotate, rotation, softcapped
 from forerun.executors.jax.sharding import Sharding
-from forerun.executors.jax.weights import Params, ropes
+from forerun.executors.jax.weights import Params
 from forerun.models.arch import Architecture
 from forerun.models.layer_spec import NORM_NAMES, AttentionSpec, Dense, LayerSpec
 
@@ -77,7 +77,7 @@ class Decoder(NamedTuple):
         specs = self.arch.layer_specs
         rotary = {
             rope: rotation(positions, frequencies, rope.attention_factor)
-            for rope, frequencies in zip(ropes(self.arch), params["frequencies"], strict=True)
+            for rope, frequencies in zip(self.arch.ropes, params["frequencies"], strict=True)
         }
         x = self.sharding.put(self.embed(params, tokens), None, None, None)
         if self.arch.embedding_scale != 1.0:

@@ -19,11 +19,13 @@ from forerun.executors.jax.kv import DraftSizes
 from forerun.executors.jax.layers import product, rms_norm, rotation
 from forerun.executors.jax.weights import Params, load_layer, load_named
 from forerun.models.prediction_layers import (
+    PredictionLayers,
+)
+from forerun.models.prediction_naming import (
     EMBEDDING_NORM,
     FINAL_NORM,
     FUSE,
     HIDDEN_NORM,
-    PredictionLayers,
 )
 
 

@@ -1,7 +1,7 @@
 """A checkpoint as a pytree of device arrays.
 
     embed [V,H], norm [H], head [V,H] (absent where it is the embedding)
-    frequencies  tuple of [E/2], one per rope of the model (`ropes`)
+    frequencies  tuple of [E/2], one for each of the model's `ropes`
     layers       stacked: {name: [L, ...]}; apart: L dictionaries {name: [...]}
 
 Matrices are [in, out] in the dtype of activations, which XLA's CPU backend multiplies a few rows
@@ -25,18 +25,10 @@ from jax import Array
 from forerun.executors.jax.sharding import BY_TOKEN, Sharding
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
-from forerun.models.rope import Rope
 from forerun.types import AnyArray
 
 Params = dict[str, Any]
 """The pytree."""
-
-
-def ropes(arch: Architecture) -> list[Rope]:
-    """The different RoPE settings of a model's layers, in order of first use; params["frequencies"]
-    has one entry for each.
-    """
-    return list(dict.fromkeys(spec.rope for spec in arch.layer_specs))
 
 
 def can_stack(arch: Architecture) -> bool:
@@ -57,7 +49,7 @@ def load_params(checkpoint: Checkpoint, dtype: Any, sharding: Sharding, stacked:
         "embed": reader.made("embed", "model.embed_tokens.weight"),
         "norm": reader.made("norm", "model.norm.weight"),
         "frequencies": tuple(
-            jax.device_put(rope.frequencies(arch.head_size), sharding.whole) for rope in ropes(arch)
+            jax.device_put(rope.frequencies(arch.head_size), sharding.whole) for rope in arch.ropes
         ),
     }
     if not arch.tied_head:

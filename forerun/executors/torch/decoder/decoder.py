@@ -212,7 +212,7 @@ class Decoder(Ends):
             Block(weights, layer, spec, arch, parts, group)
             for layer, spec in enumerate(arch.layer_specs)
         ]
-        self.ropes = tuple(dict.fromkeys(spec.rope for spec in arch.layer_specs))
+        self.ropes = arch.ropes
         self._rope_of = [self.ropes.index(spec.rope) for spec in arch.layer_specs]
         frequencies = np.stack([rope.frequencies(arch.rope_size) for rope in self.ropes])
         self.frequencies = torch.from_numpy(frequencies).to(device)

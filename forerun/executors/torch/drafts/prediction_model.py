@@ -19,11 +19,13 @@ from forerun.executors.torch.memory import check_fits
 from forerun.executors.torch.triton.kernels import parts_of
 from forerun.interface.draft_model import DraftModelTraits, FeatureNeeds
 from forerun.models.prediction_layers import (
+    PredictionLayers,
+)
+from forerun.models.prediction_naming import (
     EMBEDDING_NORM,
     FINAL_NORM,
     FUSE,
     HIDDEN_NORM,
-    PredictionLayers,
 )
 
 
