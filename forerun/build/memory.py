@@ -156,14 +156,15 @@ def human(count: int) -> str:
 
 def needs_of(arch: Architecture, weights: int, per_token: int) -> Needs:
     """What a model asks, given bytes of all its weights and of one token's keys and values. Scratch
-    is that of a decoder in float32, the rows of a node's experts included.
+    is that of a decoder in float32, the rows of a node's experts and what latent attention makes
+    of it included.
     """
     return Needs(
         context=arch.context,
         vocab=arch.vocab,
         weights=weights,
         per_token=per_token,
-        per_node=4 * ((4 + arch.expert_rows) * arch.hidden + 3 * arch.ffn),
+        per_node=4 * ((4 + arch.expert_rows) * arch.hidden + 3 * arch.ffn + arch.latent_numbers),
         per_scored=4 * (arch.vocab // 4),
     )
 

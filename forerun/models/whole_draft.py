@@ -100,7 +100,7 @@ class WholeDraft:
     def node_numbers(self) -> int:
         """float32 numbers of a node in a pass, beside its logits."""
         arch = self.checkpoint.architecture
-        return 4 * arch.hidden + 3 * arch.ffn
+        return (4 + arch.expert_rows) * arch.hidden + 3 * arch.ffn + arch.latent_numbers
 
     @property
     def feature_numbers(self) -> int:

@@ -1,4 +1,6 @@
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -7,11 +9,14 @@ from hypothesis import strategies as st
 from forerun.build.engine import open_target
 from forerun.build.memory import Needs, human, needs_of, plan_memory
 from forerun.errors import ConfigError, MemoryPlanError
+from forerun.executors import cpu
 from forerun.models.arch import Architecture, plain_layers
-from forerun.models.layer_spec import Experts, Router
+from forerun.models.layer_spec import AttentionSpec, Experts, Latent, Router
 from forerun.models.rope import Rope
+from forerun.models.shapes import RandomCheckpoint
 from forerun.options.config import EngineConfig
 from tests.models import tiny
+from tests.parity.driver import limits
 
 SMALL = Needs(context=2048, vocab=1000, weights=10**8, per_token=20_000, per_node=10_000)
 
@@ -132,3 +137,32 @@ def test_scratch_counts_the_rows_of_a_nodes_experts(experts):
     dense = replace(arch, layer_specs=(plain,))
     assert needs_of(arch, 1, 1).per_node >= 4 * (4 * hidden + gathered + between + out)
     assert needs_of(dense, 1, 1).per_node == 4 * (4 * hidden + 3 * 192)
+
+
+LATENT = Latent(512, 128, 64, 128, query_rank=1536)
+
+
+@pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
+@pytest.mark.parametrize("latent", [LATENT, replace(LATENT, query_rank=None)])
+def test_scratch_counts_the_heads_of_latent_attention(latent):
+    """What the compiled core really takes of memory for a node more: nearly all of it is that of 32
+    heads here, and the plan has no less.
+    """
+    (plain,) = plain_layers(1, 64, 128, Rope(1e4))
+    attention = AttentionSpec(0.1, latent=latent)
+    sizes = (256, 32, 1, latent.rank + latent.rope, 320, 2048, 1e-5)
+    arch = Architecture("deepseek_v3", *sizes, (replace(plain, attention=attention),))
+    source, taken = RandomCheckpoint(arch), []
+    for nodes in (64, 576):
+        before = resident()
+        made = cpu.CpuExecutor(source, limits(arch.vocab, max_nodes=nodes), 1, dtype="q8_0")
+        taken.append(resident() - before)
+        made.shutdown()
+    planned = needs_of(arch, 1, 1).per_node
+    assert 0.6 * planned < (taken[1] - taken[0]) / 512 < planned
+
+
+def resident():
+    """Bytes of this process that are in memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
