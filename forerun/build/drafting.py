@@ -29,6 +29,8 @@ from forerun.models.block_folder import BlockFile
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.config_variants import layers_read_as
 from forerun.models.folder import FolderCheckpoint
+from forerun.models.gguf import GgufCheckpoint
+from forerun.models.gguf_prediction import open_in_gguf
 from forerun.models.ngram_table import FILE as TABLE
 from forerun.models.ngram_table import NgramTable, read_ngram_table
 from forerun.models.prediction_layers import PredictionLayers, open_prediction_layers
@@ -239,14 +241,20 @@ def _standalone(config: EngineConfig, named: str, target: Model) -> WholeDraft:
 
 def _prediction_layers(config: EngineConfig, target: Checkpoint) -> PredictionLayers:
     """Those that the configuration's depth has a use for."""
-    files, declared = {}, None
-    if isinstance(target, FolderCheckpoint):
-        files = target.prediction_files
-        declared = target.config.get("num_nextn_predict_layers")
-    layers = _deep_enough(config, open_prediction_layers(target, files, declared))
+    layers = _deep_enough(config, _layers_in(target))
     if config.draft_reading is None:
         return layers
     return layers_read_as(layers, config.draft_reading)
+
+
+def _layers_in(target: Checkpoint) -> PredictionLayers:
+    match target:
+        case GgufCheckpoint():
+            return open_in_gguf(target)
+        case FolderCheckpoint():
+            declared = target.config.get("num_nextn_predict_layers")
+            return open_prediction_layers(target, target.prediction_files, declared)
+    return open_prediction_layers(target, {})
 
 
 def _deep_enough(config: EngineConfig, layers: PredictionLayers) -> PredictionLayers:

@@ -16,7 +16,9 @@ from forerun.models.converted import read_pickled
 from forerun.models.keys import shown
 from forerun.models.mapped import FourBits, Packed, TensorFile
 from forerun.models.naming import IN_LAYER, Held, StoredPart, layer_pieces
-from forerun.models.prediction_layers import divided
+from forerun.models.prediction_naming import (
+    divided,
+)
 from forerun.models.quantised.files import with_matrices
 from forerun.models.quantised.method import Method, read_method
 from forerun.models.shard import FLOATS, QUANTISED, read_shard

@@ -5,11 +5,10 @@ from pathlib import Path
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import check_whole
 from forerun.models.gguf_config import architecture_of
-from forerun.models.gguf_header import Value, read_header
-from forerun.models.gguf_latent import HeldInTwo
-from forerun.models.gguf_naming import held_in_two, of_the_model, stored_parts
+from forerun.models.gguf_header import GgufFile, Value, read_header
+from forerun.models.gguf_latent import AnyHeld
+from forerun.models.gguf_naming import divided, held
 from forerun.models.mapped import Packed
-from forerun.models.naming import Held
 from forerun.types import Floats
 
 
@@ -20,6 +19,8 @@ class GgufCheckpoint:
     interleaved, for a rotation of neighbouring pairs, and all experts' matrices as one tensor; they
     are put back and taken apart here, so `tensor` and `packed` are always in the half-split order
     of `forerun.models.rope`.
+
+    prediction_files  as FolderCheckpoint's, of the layers that the metadata announce
     """
 
     def __init__(self, path: Path, context: int | None = None) -> None:
@@ -29,16 +30,12 @@ class GgufCheckpoint:
         """
         self._file = read_header(path)
         self.architecture: Architecture = architecture_of(self._file).for_context(context)
-        parts = stored_parts(self._file, self.architecture)
-        in_two = held_in_two(self._file, self.architecture)
-        halves = [half for held in in_two.values() for half in (held.into, held.out_of)]
-        whole = {source: piece.whole for source, piece in parts.values()}
-        whole |= {half.name: half.piece.whole for half in halves}
-        check_whole(self.architecture, of_the_model(self._file, self.architecture), path, whole)
-        self._held: dict[str, Held | HeldInTwo] = {
-            name: Held(self._file, *part) for name, part in parts.items()
-        }
-        self._held |= in_two
+        self._held: dict[str, AnyHeld] = held(self._file, self.architecture)
+        parts = [part for item in self._held.values() for part in item.parts]
+        whole = {part.name: part.piece.whole for part in parts}
+        own, behind = divided(self._file, self.architecture)
+        check_whole(self.architecture, own, path, whole)
+        self.prediction_files: dict[str, GgufFile] = dict.fromkeys(behind, self._file)
 
     @property
     def path(self) -> Path:

@@ -14,7 +14,7 @@ from forerun.errors import ModelError
 from forerun.models.arch import ArchitectureSizes
 from forerun.models.keys import Keys
 from forerun.models.layer_spec import AttentionSpec, Latent
-from forerun.models.mapped import Packed
+from forerun.models.mapped import Packed, TensorFile
 from forerun.models.naming import Held, StoredPart
 from forerun.models.rope import Rope, Scaling, Yarn
 from forerun.types import Floats
@@ -64,17 +64,6 @@ def latent_rope(keys: Keys, latent: Latent, scaling: Scaling | None) -> Rope:
     return Rope(keys.real("rope.freq_base", 10000.0), scaling)
 
 
-def absorbed_parts(
-    prefix: str, heads: int, latent: Latent
-) -> tuple[tuple[str, StoredPart], tuple[str, StoredPart]]:
-    """Names in the file, and shapes, of the two that kv_b_proj is."""
-    into, out_of = (heads, latent.rank, latent.nope), (heads, latent.value, latent.rank)
-    return (
-        (prefix + INTO, StoredPart(prefix + INTO, into, into)),
-        (prefix + OUT_OF, StoredPart(prefix + OUT_OF, out_of, out_of)),
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class HeldInTwo:
     """kv_b_proj [A*(nope+value),rank] of its two halves in the file."""
@@ -82,6 +71,16 @@ class HeldInTwo:
     into: Held
     out_of: Held
     piece: StoredPart
+
+    @property
+    def parts(self) -> tuple[Held, ...]:
+        """What is stored of it."""
+        return self.into, self.out_of
+
+    @property
+    def name(self) -> str:
+        """Of one of the two in the file."""
+        return self.into.name
 
     def floats(self) -> Floats:
         """As float32."""
@@ -95,3 +94,17 @@ class HeldInTwo:
             whole = np.ascontiguousarray(self.floats())
             return Packed("F32", whole.view(np.uint8), whole.shape[1])
         return None
+
+
+AnyHeld = Held | HeldInTwo
+
+
+def held_in_two(file: TensorFile, prefix: str, heads: int, latent: Latent) -> HeldInTwo:
+    """kv_b_proj of a layer, whose names in the file begin with `prefix`."""
+    into, out_of = (heads, latent.rank, latent.nope), (heads, latent.value, latent.rank)
+    shape = heads * (latent.nope + latent.value), latent.rank
+    return HeldInTwo(
+        Held(file, prefix + INTO, StoredPart(prefix + INTO, into, into)),
+        Held(file, prefix + OUT_OF, StoredPart(prefix + OUT_OF, out_of, out_of)),
+        StoredPart(ABSORBED, shape, shape),
+    )

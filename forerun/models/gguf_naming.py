@@ -1,12 +1,13 @@
 """Where a GGUF file keeps a model's tensors: by llama.cpp's names, rows in its order."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 
 from forerun.models.arch import Architecture, Family, expected_tensors
-from forerun.models.gguf_header import GgufFile
-from forerun.models.gguf_latent import ABSORBED, HeldInTwo, absorbed_parts
+from forerun.models.gguf_header import GgufFile, Value
+from forerun.models.gguf_latent import ABSORBED, AnyHeld, held_in_two
 from forerun.models.layer_spec import NORM_NAMES, Experts, LayerSpec
 from forerun.models.naming import (
     EXPERT,
@@ -70,56 +71,53 @@ _FUSED = {
 """Phi-3's matrices that are several in one, by their names in folders."""
 
 
-def stored_parts(file: GgufFile, arch: Architecture) -> dict[str, tuple[str, StoredPart]]:
-    """Canonical name -> name in the file, and which part of that tensor it is; all that `arch` has,
-    whether it is there or not, but for what is held in two.
-    """
-    found = {}
+def held(file: GgufFile, arch: Architecture) -> dict[str, AnyHeld]:
+    """Canonical name -> what holds it of all that `arch` has, whether it is there or not."""
+    found: dict[str, AnyHeld] = {}
     for name, shape in expected_tensors(arch).items():
         inner = IN_LAYER.match(name)
         if inner is None:
             base, _, kind = name.rpartition(".")
-            found[name] = f"{_TOP[base]}.{kind}", StoredPart(name, shape, shape)
+            found[name] = Held(file, f"{_TOP[base]}.{kind}", StoredPart(name, shape, shape))
             continue
-        layer = int(inner[1])
-        part = name[inner.end() :]
-        spec = arch.layer_specs[layer]
-        if part == ABSORBED:
-            continue
-        source, piece = _part_of(file, arch, spec, f"blk.{layer}.", part, shape)
-        found[name] = source, piece
+        spec, prefix = arch.layer_specs[int(inner[1])], f"blk.{inner[1]}."
+        found[name] = held_in_layer(file, arch, spec, prefix, name[inner.end() :], shape)
     return found
 
 
-def held_in_two(file: GgufFile, arch: Architecture) -> dict[str, HeldInTwo]:
-    """Canonical name -> kv_b_proj of each layer; none where attention is not latent."""
-    latent = arch.latent
-    if latent is None:
-        return {}
-    found, shape = {}, (arch.heads * (latent.nope + latent.value), latent.rank)
-    for layer in range(arch.layers):
-        name = f"model.layers.{layer}.{ABSORBED}"
-        into, out_of = (
-            Held(file, *part) for part in absorbed_parts(f"blk.{layer}.", arch.heads, latent)
-        )
-        found[name] = HeldInTwo(into, out_of, StoredPart(name, shape, shape))
-    return found
+def held_in_layer(
+    file: GgufFile,
+    arch: Architecture,
+    spec: LayerSpec,
+    prefix: str,
+    name: str,
+    shape: tuple[int, ...],
+) -> AnyHeld:
+    """The same of one tensor of a layer, whose names in the file begin with `prefix`."""
+    latent = spec.attention.latent
+    if name == ABSORBED and latent is not None:
+        return held_in_two(file, prefix, arch.heads, latent)
+    return Held(file, *_part_of(file, arch, spec, prefix, name, shape))
 
 
-def of_the_model(file: GgufFile, arch: Architecture) -> dict[str, tuple[int, ...]]:
-    """Name in the file -> shape, without prediction layers, which stand behind the others and are
-    not read from GGUF files, and tables that are read with the metadata.
+Shapes = dict[str, tuple[int, ...]]
+"""By name in the file."""
+
+
+def divided(file: GgufFile, arch: Architecture) -> tuple[Shapes, Shapes]:
+    """The model's tensors, without tables that are read with the metadata, and those of prediction
+    layers, which stand behind the others.
     """
-    behind = tuple(f"blk.{arch.layers + more}." for more in range(_prediction_layers(file)))
-    return {
-        name: stored.shape
-        for name, stored in file.tensors.items()
-        if name not in _IGNORED and not name.startswith(behind)
-    }
+    layers = range(announced_layers(file.metadata))
+    prefixes = tuple(f"blk.{arch.layers + layer}." for layer in layers)
+    behind = {n: stored.shape for n, stored in file.tensors.items() if n.startswith(prefixes)}
+    own = file.tensors.keys() - behind.keys() - {*_IGNORED}
+    return {n: stored.shape for n, stored in file.tensors.items() if n in own}, behind
 
 
-def _prediction_layers(file: GgufFile) -> int:
-    count = file.metadata.get(f"{file.metadata['general.architecture']}.nextn_predict_layers", 0)
+def announced_layers(metadata: Mapping[str, Value]) -> int:
+    """How many prediction layers there should be."""
+    count = metadata.get(f"{metadata['general.architecture']}.nextn_predict_layers", 0)
     return count if isinstance(count, int) else 0
 
 
@@ -131,7 +129,7 @@ def _part_of(
     name: str,
     shape: tuple[int, ...],
 ) -> tuple[str, StoredPart]:
-    """Of one tensor of a layer, whose names in the file begin with `prefix`."""
+    """Name in the file, and which part of that tensor it is."""
     if name in _ALONE:
         return prefix + _ALONE[name], StoredPart(name, shape, shape)
     base, _, kind = name.rpartition(".")

@@ -61,6 +61,11 @@ class Held:
     piece: StoredPart
 
     @property
+    def parts(self) -> tuple["Held", ...]:
+        """What is stored of it."""
+        return (self,)
+
+    @property
     def kind(self) -> str:
         """Ggml's name of the storage."""
         return self.file.tensors[self.name].kind

@@ -17,8 +17,7 @@ one fuse and its norms.
 """
 
 import math
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -29,97 +28,24 @@ from forerun.errors import ModelError
 from forerun.models.arch import Architecture
 from forerun.models.cache_layer import CacheLayer
 from forerun.models.checkpoint import Checkpoint, shortened
-from forerun.models.mapped import Packed, TensorFile
-from forerun.models.naming import Held, StoredPart, layer_pieces
+from forerun.models.gguf_latent import AnyHeld
+from forerun.models.mapped import Packed
+from forerun.models.naming import Held
+from forerun.models.prediction_naming import (
+    BORROWED,
+    EMBEDDING,
+    HEAD,
+    ZEROED,
+    Files,
+    Naming,
+    copied,
+    copy_name,
+    naming_of,
+    own_name,
+    pieces,
+    several,
+)
 from forerun.types import Floats, Ints
-
-EMBEDDING_NORM, HIDDEN_NORM, FUSE, FINAL_NORM = "embedding_norm", "hidden_norm", "fuse", "norm"
-"""What a layer has besides a decoder layer; see PredictionLayers.own."""
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
-Files = Mapping[str, TensorFile]
-"""Stored name -> the file that has it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Naming:
-    """How one project stores prediction layers.
-
-    title         whose it is
-    layer         prefix of a layer's own tensors; its number in group 1
-    own           what else there is, behind that prefix or, with `apart`, as it is -> its part, or
-                  the target's tensor that it is a copy of
-    apart         those belong to no layer: all share them
-    hidden_first  the fuse reads the hidden state before the embedding
-    """
-
-    title: str
-    layer: re.Pattern[str]
-    own: Mapping[str, str]
-    apart: bool = False
-    hidden_first: bool = False
-
-
-_DEEPSEEK = Naming(
-    "DeepSeek-V3 and GLM-4.5",
-    re.compile(r"model\.layers\.(\d+)\."),
-    {
-        "enorm.weight": EMBEDDING_NORM,
-        "hnorm.weight": HIDDEN_NORM,
-        "eh_proj.weight": FUSE,
-        "shared_head.norm.weight": FINAL_NORM,
-        "embed_tokens.weight": _EMBEDDING,
-        "shared_head.head.weight": _HEAD,
-    },
-)
-_MIMO = Naming(
-    "MiMo",
-    re.compile(r"model\.mtp_layers\.(\d+)\."),
-    {
-        "token_layernorm.weight": EMBEDDING_NORM,
-        "hidden_layernorm.weight": HIDDEN_NORM,
-        "input_proj.weight": FUSE,
-        "final_layernorm.weight": FINAL_NORM,
-    },
-    hidden_first=True,
-)
-_QWEN = Naming(
-    "Qwen3-Next",
-    re.compile(r"mtp\.layers\.(\d+)\."),
-    {
-        "mtp.pre_fc_norm_embedding.weight": EMBEDDING_NORM,
-        "mtp.pre_fc_norm_hidden.weight": HIDDEN_NORM,
-        "mtp.fc.weight": FUSE,
-        "mtp.norm.weight": FINAL_NORM,
-        "mtp.embed_tokens.weight": _EMBEDDING,
-    },
-    apart=True,
-)
-_ZEROED = ("glm4_moe",)
-"""Families whose own code does so."""
-_BORROWED = (_EMBEDDING, _HEAD)
-"""The target's, of which a file may hold a copy."""
-
-
-def divided(
-    files: Files, arch: Architecture
-) -> tuple[dict[str, TensorFile], dict[str, TensorFile]]:
-    """A folder's tensors as the target's and its prediction layers'."""
-    mine = {name for name in files if _belongs(name, files, arch)}
-    return (
-        {name: file for name, file in files.items() if name not in mine},
-        {name: file for name, file in files.items() if name in mine},
-    )
-
-
-def _belongs(name: str, files: Files, arch: Architecture) -> bool:
-    """Whether a tensor is of a prediction layer. Behind the target's layers, a layer without a
-    fuse is none: it is a fault of the target.
-    """
-    found = _DEEPSEEK.layer.match(name)
-    if found is not None:
-        return int(found[1]) >= arch.layers and f"{found[0]}eh_proj.weight" in files
-    return name.startswith(("mtp.", "model.mtp_layers."))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,7 +70,7 @@ class PredictionLayers:
     warnings: ClassVar[tuple[str, ...]] = ()
 
     target: Checkpoint
-    files: Mapping[str, Held]
+    files: Mapping[str, AnyHeld]
     hidden_first: bool
     apart: bool
     count: int
@@ -156,18 +82,18 @@ class PredictionLayers:
     @property
     def architecture(self) -> Architecture:
         """K layers, as the target's last."""
-        return _layers(self.target.architecture, self.count)
+        return several(self.target.architecture, self.count)
 
     def own(self, layer: int, part: str) -> str:
         """Canonical name of a part of layer 0 .. K-1."""
-        return _own(0 if self.apart else layer, part)
+        return own_name(0 if self.apart else layer, part)
 
     def first(self, count: int) -> "PredictionLayers":
         """Without the layers beyond the first `count`, which nothing shallower reads."""
         if count >= self.count:
             return self
         beyond = [f"model.layers.{layer}." for layer in range(count, self.count)]
-        beyond += [_own(layer, "") for layer in range(count, self.count) if not self.apart]
+        beyond += [own_name(layer, "") for layer in range(count, self.count) if not self.apart]
         files = {n: item for n, item in self.files.items() if not n.startswith(tuple(beyond))}
         return replace(self, files=files, count=count)
 
@@ -178,7 +104,7 @@ class PredictionLayers:
 
     def names(self) -> tuple[str, ...]:
         """Canonical names of all tensors."""
-        borrowed = (name for name in _BORROWED if name in self.target.names())
+        borrowed = (name for name in BORROWED if name in self.target.names())
         return tuple(dict.fromkeys([*self.files, *borrowed]))
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -227,7 +153,7 @@ class PredictionLayers:
     @property
     def parameters(self) -> int:
         """Numbers of weights beside the target's; a head of some of its rows is a copy."""
-        own = [name for name in self.files if name not in _BORROWED]
+        own = [name for name in self.files if name not in BORROWED]
         copied = 0 if self.vocab == self.architecture.vocab else self.vocab
         copies = copied * self.architecture.hidden
         return sum(math.prod(self.shape(name)) for name in own) + copies
@@ -235,20 +161,13 @@ class PredictionLayers:
     @property
     def node_numbers(self) -> int:
         """float32 numbers of a node in a pass, beside its logits."""
-        return 6 * self.architecture.hidden + 3 * self.architecture.ffn
+        arch = self.architecture
+        return 6 * arch.hidden + 3 * arch.ffn + arch.latent_numbers
 
     @property
     def feature_numbers(self) -> int:
         """H, of the target's last hidden state."""
         return self.architecture.hidden
-
-
-def _layers(arch: Architecture, count: int) -> Architecture:
-    return replace(arch, layer_specs=arch.layer_specs[-1:] * count)
-
-
-def _own(layer: int, part: str) -> str:
-    return f"predict.{layer}.{part}.weight" if part else f"predict.{layer}."
 
 
 def open_prediction_layers(
@@ -273,96 +192,86 @@ def open_prediction_layers(
         raise ModelError(
             f"{where} {announced}has no prediction layers (no tensors called mtp or eh_proj)"
         )
-    naming, first, count = _naming(files, target.architecture, where)
+    naming, first, count = naming_of(files, target.architecture, where)
     if declared and declared != count:
         raise ModelError(
             f"{where}: its configuration promises {declared} prediction layers "
             f"(num_nextn_predict_layers), its tensors are those of {count}"
         )
-    arch = _layers(target.architecture, count)
-    wanted = _pieces(arch, naming, first, count)
-    borrowed = {_copy(name, layer): name for name in _BORROWED for layer in range(count)}
-    whole = {stored: piece.whole for stored, piece in wanted.values()}
-    faults = [f"unexpected {stored}" for stored in files if stored not in whole]
-    needed = {stored for name, (stored, _) in wanted.items() if name not in borrowed}
-    faults += [f"missing {stored}" for stored in needed if stored not in files]
-    for stored, right in whole.items():
-        shape = files[stored].tensors[stored].shape if stored in files else right
-        if shape != right:
-            faults.append(f"{stored} is {list(shape)}, not {list(right)}")
-    if faults:
-        raise ModelError(
-            f"{where}: its prediction layers are not those of {naming.title}: "
-            + shortened(sorted(faults))
-        )
+    arch = several(target.architecture, count)
+    wanted = pieces(arch, naming, first, count)
+    check_stored(
+        naming.title,
+        where,
+        {stored: piece.whole for stored, piece in wanted.values()},
+        {stored: file.tensors[stored].shape for stored, file in files.items()},
+        {stored for name, (stored, _) in wanted.items() if copied(name)},
+    )
     found = {
         name: Held(files[stored], stored, piece)
         for name, (stored, piece) in wanted.items()
         if stored in files
     }
-    kept = {name: item for name, item in found.items() if name not in borrowed}
-    kept |= _copies(target, found, borrowed, where)
+    return layers_of(target, naming, found, count, folder, target_ids)
+
+
+def check_stored(
+    title: str,
+    where: Path,
+    wanted: Mapping[str, tuple[int, ...]],
+    there: Mapping[str, tuple[int, ...]],
+    optional: Set[str],
+) -> None:
+    """Raise ModelError naming every tensor that is missing, unexpected or wrongly shaped, by its
+    stored name. title: whose layers they should be.
+    """
+    faults = [f"unexpected {stored}" for stored in there if stored not in wanted]
+    faults += [
+        f"missing {stored}" for stored in wanted if stored not in there and stored not in optional
+    ]
+    faults += [
+        f"{stored} is {list(there[stored])}, not {list(right)}"
+        for stored, right in wanted.items()
+        if there.get(stored, right) != right
+    ]
+    if faults:
+        raise ModelError(
+            f"{where}: its prediction layers are not those of {title}: " + shortened(sorted(faults))
+        )
+
+
+def layers_of(
+    target: Checkpoint,
+    naming: Naming,
+    found: Mapping[str, AnyHeld],
+    count: int,
+    folder: Path | None = None,
+    target_ids: Ints | None = None,
+) -> PredictionLayers:
+    """The layers whose tensors, by canonical names, are `found`; copies of the target's embedding
+    and head are left out where they are the same. Raises ModelError where layers differ in these.
+    """
+    arch = target.architecture
+    kept = {name: item for name, item in found.items() if not copied(name)}
+    kept |= _copies(target, found, count, folder or target.path)
     ids = np.arange(arch.vocab, dtype=np.int32) if target_ids is None else target_ids
     layers = PredictionLayers(target, kept, naming.hidden_first, naming.apart, count, ids, folder)
-    return replace(layers, zeroed=folder is None and arch.family in _ZEROED)
-
-
-def _naming(files: Files, arch: Architecture, where: Path) -> tuple[Naming, int, int]:
-    """The naming, the first layer's number, and how many there are."""
-    for naming in (_MIMO, _QWEN, _DEEPSEEK):
-        numbers = sorted({int(m[1]) for name in files if (m := naming.layer.match(name))})
-        first = arch.layers if naming is _DEEPSEEK else 0
-        if numbers and numbers != list(range(first, first + len(numbers))):
-            raise ModelError(
-                f"{where}: its prediction layers have the numbers {numbers}; they must count from "
-                f"{first} on"
-            )
-        if numbers:
-            return naming, first, len(numbers)
-    raise ModelError(f"{where}: prediction layers without a layer: {shortened(sorted(files))}")
-
-
-def _pieces(
-    arch: Architecture, naming: Naming, first: int, count: int
-) -> dict[str, tuple[str, StoredPart]]:
-    """Canonical name -> stored name and piece of all that a file may have."""
-    wanted: dict[str, tuple[str, StoredPart]] = {}
-    vocabulary, width = (arch.vocab, arch.hidden), (arch.hidden,)
-    shapes = {_EMBEDDING: vocabulary, _HEAD: vocabulary, FUSE: (arch.hidden, 2 * arch.hidden)}
-    for layer, spec in enumerate(arch.layer_specs):
-        pattern = naming.layer.pattern.replace("\\", "")
-        prefix = pattern.replace("(d+)", str(layer + first))
-        for name, piece in layer_pieces(arch, spec).items():
-            wanted[f"model.layers.{layer}.{name}"] = prefix + piece.stored, piece
-        if naming.apart and layer:
-            continue
-        for stored, part in naming.own.items():
-            shape = shapes.get(part, width)
-            name = _copy(part, layer) if part in _BORROWED else _own(layer, part)
-            wanted[name] = (
-                stored if naming.apart else prefix + stored,
-                StoredPart(stored, shape, shape),
-            )
-    return wanted
-
-
-def _copy(name: str, layer: int) -> str:
-    """A layer's copy of what it shares with the target; the first layer's is called as that."""
-    return f"copy.{layer}.{name}" if layer else name
+    return replace(layers, zeroed=folder is None and arch.family in ZEROED)
 
 
 def _copies(
     target: Checkpoint,
-    found: Mapping[str, Held],
-    borrowed: Mapping[str, str],
+    found: Mapping[str, AnyHeld],
+    count: int,
     where: Path,
 ) -> dict[str, Held]:
     """The file's embedding and head, by the target's names, where they are others than the
     target's. Raises ModelError where not all layers have the same.
     """
     kept: dict[str, Held] = {}
-    for name in _BORROWED:
-        mine = [found[copy] for copy in borrowed if borrowed[copy] == name and copy in found]
+    for name in BORROWED:
+        copies = [found.get(copy_name(name, layer)) for layer in range(count)]
+        mine = [item for item in copies if isinstance(item, Held)]
         others = [item for item in mine if _differs(target, name, item)]
         odd = [i for i in others if len(others) < len(mine) or not _equal(i, others[0])]
         if odd:
@@ -380,6 +289,6 @@ def _equal(one: Held, other: Held) -> bool:
 
 def _differs(target: Checkpoint, name: str, item: Held) -> bool:
     """Whether a file's copy of the target's embedding or head is another one."""
-    tied = name == _HEAD and target.architecture.tied_head
-    theirs = target.packed(_EMBEDDING if tied else name)
+    tied = name == HEAD and target.architecture.tied_head
+    theirs = target.packed(EMBEDDING if tied else name)
     return theirs is None or not np.array_equal(item.rows(), theirs.rows)

@@ -20,7 +20,7 @@ from forerun.executors.torch.drafts.eagle import EagleHead
 from forerun.models.draft_config import head_for
 from forerun.models.folder import FolderCheckpoint
 from forerun.train.export import export_head
-from tests.drafters.prediction import counting, dense, random_layer, with_layers
+from tests.drafters.prediction import counting, dense, in_gguf, random_layer, with_layers
 from tests.models import tiny
 from tests.parity.blocks import VARIANTS, dense_block, random_block, streams
 from tests.parity.heads import Target, Twin
@@ -140,7 +140,9 @@ def other_vocabulary(hf, folder, ids):
 
 
 def prediction(hf, layers, folder, naming, depth=3, zeroed=False, raw=False, options=None):
-    """zeroed, raw: as `dense` has them, and never near it where they are the other way round."""
+    """zeroed, raw: as `dense` has them, and never near it where they are the other way round.
+    naming: "GGUF" makes a file.
+    """
 
     def read(zeroed, raw):
         def reference(text, path):
@@ -149,7 +151,11 @@ def prediction(hf, layers, folder, naming, depth=3, zeroed=False, raw=False, opt
 
         return reference
 
-    model = with_layers(hf, layers, folder, naming)
+    model = (
+        in_gguf(hf, layers, folder.with_suffix(".gguf"))
+        if naming == "GGUF"
+        else with_layers(hf, layers, folder, naming)
+    )
     others = (read(not zeroed, raw),) * zeroed + (read(zeroed, not raw),) * (raw or zeroed)
     return Kind("NEXTN", model, None, depth, read(zeroed, raw), others, options or {})
 
@@ -171,7 +177,7 @@ def three_layers(kinds, naming):
     return prediction(hf, layers, kinds.folder(f"three {naming}"), naming, 4)
 
 
-def family_layer(kinds, which):
+def family_layer(kinds, which, file=False):
     """A family's own layer: GLM-4.5's, with experts, whose first row reads no token; DeepSeek's,
     with latents, carrying either hidden state.
     """
@@ -187,7 +193,15 @@ def family_layer(kinds, which):
     layer = made, *norms, torch.randn(width, 2 * width) / 8
     options = {"draft_reading": reading} if reading else {}
     facts = {"zeroed": family == "glm4_moe", "raw": reading == "feedback=raw", "options": options}
-    return prediction(hf, [layer], kinds.folder(which), "deepseek", **facts)
+    naming, folder = (
+        ("GGUF", kinds.folder(f"file of {which}")) if file else ("deepseek", kinds.folder(which))
+    )
+    return prediction(hf, [layer], folder, naming, **facts)
+
+
+def family_file(kinds, which):
+    """The same as llama.cpp keeps them."""
+    return family_layer(kinds, which, file=True)
 
 
 def counting_layers(kinds, which):
@@ -281,6 +295,7 @@ MAKERS = {
     "NEXTN": one_layer,
     "NEXTN by depth": three_layers,
     "NEXTN of": family_layer,
+    "NEXTN in GGUF": family_file,
     "counting": counting_layers,
     "right": right,
     "EAGLE": random_head,

@@ -82,6 +82,31 @@ def with_layers(hf, layers, folder, naming, extra=None):
     return folder
 
 
+def in_gguf(hf, layers, path, kind="F32", extra=None, **metadata):
+    """A file of the model with the layers behind its own, as llama.cpp's converter writes them.
+
+    extra  more tensors, by their names in the file, or None for one to leave out
+    """
+    count, family = hf.config.num_hidden_layers, hf.config.model_type
+    whole = tiny.model(
+        family,
+        num_hidden_layers=count + len(layers),
+        max_position_embeddings=hf.config.max_position_embeddings,
+    )
+    state, behind = dict(hf.state_dict()), {}
+    for depth, (made, embedding, hidden, final, fuse) in enumerate(layers, count):
+        of_layer = made.state_dict().items()
+        state |= {f"model.layers.{depth}.{name}": weight for name, weight in of_layer}
+        own = {"enorm": embedding, "hnorm": hidden, "shared_head_norm": final, "eh_proj": fuse}
+        behind |= {f"blk.{depth}.nextn.{n}.weight": w.numpy() for n, w in own.items()}
+    whole.load_state_dict(state)
+    name = tiny.GGUF_NAMES.get(family, family)
+    said = {f"{name}.nextn_predict_layers": len(layers), **metadata}
+    behind |= extra or {}
+    behind = {stored: array for stored, array in behind.items() if array is not None}
+    return tiny.write_gguf(whole, path, kind, metadata=said, extra=behind)
+
+
 def rms(x, weight, eps):
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 

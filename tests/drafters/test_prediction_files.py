@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,9 +14,12 @@ from forerun.measure.acceptance import Finding
 from forerun.measure.probe import FEEDBACKS, probe_layers
 from forerun.measure.workload import Prompt
 from forerun.models.folder import FolderCheckpoint
+from forerun.models.gguf import GgufCheckpoint
+from forerun.models.gguf_prediction import open_in_gguf
 from forerun.models.prediction_layers import open_prediction_layers
+from forerun.models.prediction_naming import FUSE
 from tests.drafters.kinds import Kind
-from tests.drafters.prediction import NAMINGS, prefix_of, random_layer, with_layers
+from tests.drafters.prediction import NAMINGS, in_gguf, prefix_of, random_layer, with_layers
 from tests.drafters.served import settings
 from tests.models import tiny
 
@@ -98,6 +102,53 @@ def test_what_is_missing_or_unknown_is_named(hf, layers, tmp_path, naming):
             assert fault in str(caught.value)
     # The target itself is whole.
     open_target(configured(tmp_path / "1", "OFF")).close()
+
+
+def test_layers_in_gguf_are_read_strictly(tmp_path):
+    """Two of them: copies of what they share are taken for that, and faults are named."""
+    hf = tiny.model("llama")
+    layers = [random_layer(hf, 5 + depth) for depth in range(2)]
+    shared = {
+        f"blk.{layer}.nextn.{name}.weight": hf.get_parameter(stored).detach().numpy()
+        for layer in (2, 3)
+        for name, stored in (
+            ("embed_tokens", "model.embed_tokens.weight"),
+            ("shared_head_head", "lm_head.weight"),
+        )
+    }
+    whole = GgufCheckpoint(in_gguf(hf, layers, tmp_path / "whole.gguf", extra=shared))
+    assert whole.architecture.layers == 2
+    found = open_in_gguf(whole)
+    assert found.count == 2 and not {"lm_head.weight", "model.embed_tokens.weight"} & {*found.files}
+    assert np.array_equal(found.tensor(found.own(1, FUSE)), layers[1][-1].numpy())
+    wrong = {
+        "blk.3.nextn.hnorm.weight": None,
+        "blk.2.nextn.enorm.weight": np.ones(3, np.float32),
+        "blk.3.attn_q_norm.weight": np.ones(16, np.float32),
+    }
+    with pytest.raises(ModelError) as caught:
+        open_in_gguf(GgufCheckpoint(in_gguf(hf, layers, tmp_path / "wrong.gguf", extra=wrong)))
+    for fault in (
+        "missing blk.3.nextn.hnorm.weight",
+        "blk.2.nextn.enorm.weight is [3], not [64]",
+        "unexpected blk.3.attn_q_norm.weight",
+    ):
+        assert fault in str(caught.value)
+    other = shared | {"blk.3.nextn.shared_head_head.weight": np.ones((320, 64), np.float32)}
+    with pytest.raises(ModelError, match=r"blk\.3\.nextn\.shared_head_head\.weight is another"):
+        open_in_gguf(GgufCheckpoint(in_gguf(hf, layers, tmp_path / "other.gguf", extra=other)))
+
+
+def test_layers_that_a_gguf_file_announces_and_lacks_leave_a_plain_model(tmp_path):
+    hf, said = tiny.model("llama"), {"llama.nextn_predict_layers": 1, "llama.block_count": 3}
+    path = tiny.write_gguf(hf, tmp_path / "bare.gguf", metadata=said)
+    with pytest.raises(ModelError, match="announces 1 prediction layers, but has no"):
+        open_target(configured(path))
+    plain = configured(path, draft_on_error="disable")
+    with pytest.warns(UserWarning, match="announces 1 prediction layers, but has no"):
+        target = open_target(plain)
+    assert not target.config.speculates
+    target.close()
 
 
 def test_without_layers_and_with_a_draft_besides(hf, layers, tmp_path):

@@ -45,11 +45,13 @@ from forerun.models.arch import Architecture, expected_tensors
 from forerun.models.block_config import BlockHead
 from forerun.models.block_folder import BlockFile
 from forerun.models.prediction_layers import (
+    PredictionLayers,
+)
+from forerun.models.prediction_naming import (
     EMBEDDING_NORM,
     FINAL_NORM,
     FUSE,
     HIDDEN_NORM,
-    PredictionLayers,
 )
 from forerun.models.shapes import RandomCheckpoint, random_draft, shape_named
 from forerun.models.whole_draft import WholeDraft, equal_vocabulary

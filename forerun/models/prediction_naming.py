@@ -1,0 +1,168 @@
+"""How projects store prediction layers: under which names, and what a layer has besides its decoder
+layer.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from forerun.errors import ModelError
+from forerun.models.arch import Architecture
+from forerun.models.checkpoint import shortened
+from forerun.models.mapped import TensorFile
+from forerun.models.naming import StoredPart, layer_pieces
+
+EMBEDDING_NORM, HIDDEN_NORM, FUSE, FINAL_NORM = "embedding_norm", "hidden_norm", "fuse", "norm"
+"""What a layer has besides a decoder layer; see PredictionLayers.own."""
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+Files = Mapping[str, TensorFile]
+"""Stored name -> the file that has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """How one project stores prediction layers.
+
+    title         whose it is
+    layer         prefix of a layer's own tensors; its number in group 1
+    own           what else there is, behind that prefix or, with `apart`, as it is -> its part, or
+                  the target's tensor that it is a copy of
+    apart         those belong to no layer: all share them
+    hidden_first  the fuse reads the hidden state before the embedding
+    """
+
+    title: str
+    layer: re.Pattern[str]
+    own: Mapping[str, str]
+    apart: bool = False
+    hidden_first: bool = False
+
+
+DEEPSEEK = Naming(
+    "DeepSeek-V3 and GLM-4.5",
+    re.compile(r"model\.layers\.(\d+)\."),
+    {
+        "enorm.weight": EMBEDDING_NORM,
+        "hnorm.weight": HIDDEN_NORM,
+        "eh_proj.weight": FUSE,
+        "shared_head.norm.weight": FINAL_NORM,
+        "embed_tokens.weight": EMBEDDING,
+        "shared_head.head.weight": HEAD,
+    },
+)
+MIMO = Naming(
+    "MiMo",
+    re.compile(r"model\.mtp_layers\.(\d+)\."),
+    {
+        "token_layernorm.weight": EMBEDDING_NORM,
+        "hidden_layernorm.weight": HIDDEN_NORM,
+        "input_proj.weight": FUSE,
+        "final_layernorm.weight": FINAL_NORM,
+    },
+    hidden_first=True,
+)
+QWEN = Naming(
+    "Qwen3-Next",
+    re.compile(r"mtp\.layers\.(\d+)\."),
+    {
+        "mtp.pre_fc_norm_embedding.weight": EMBEDDING_NORM,
+        "mtp.pre_fc_norm_hidden.weight": HIDDEN_NORM,
+        "mtp.fc.weight": FUSE,
+        "mtp.norm.weight": FINAL_NORM,
+        "mtp.embed_tokens.weight": EMBEDDING,
+    },
+    apart=True,
+)
+ZEROED = ("glm4_moe",)
+"""Families whose own code does so."""
+BORROWED = (EMBEDDING, HEAD)
+"""The target's, of which a file may hold a copy."""
+
+
+def divided(
+    files: Files, arch: Architecture
+) -> tuple[dict[str, TensorFile], dict[str, TensorFile]]:
+    """A folder's tensors as the target's and its prediction layers'."""
+    mine = {name for name in files if _belongs(name, files, arch)}
+    return (
+        {name: file for name, file in files.items() if name not in mine},
+        {name: file for name, file in files.items() if name in mine},
+    )
+
+
+def _belongs(name: str, files: Files, arch: Architecture) -> bool:
+    """Whether a tensor is of a prediction layer. Behind the target's layers, a layer without a
+    fuse is none: it is a fault of the target.
+    """
+    found = DEEPSEEK.layer.match(name)
+    if found is not None:
+        return int(found[1]) >= arch.layers and f"{found[0]}eh_proj.weight" in files
+    return name.startswith(("mtp.", "model.mtp_layers."))
+
+
+def several(arch: Architecture, count: int) -> Architecture:
+    """The model with `count` layers, all as its last."""
+    return replace(arch, layer_specs=arch.layer_specs[-1:] * count)
+
+
+def own_name(layer: int, part: str) -> str:
+    """Canonical name of a part of a layer; what all of them begin with, for no part."""
+    return f"predict.{layer}.{part}.weight" if part else f"predict.{layer}."
+
+
+def naming_of(files: Files, arch: Architecture, where: Path) -> tuple[Naming, int, int]:
+    """The naming, the first layer's number, and how many there are."""
+    for naming in (MIMO, QWEN, DEEPSEEK):
+        numbers = sorted({int(m[1]) for name in files if (m := naming.layer.match(name))})
+        first = arch.layers if naming is DEEPSEEK else 0
+        if numbers and numbers != list(range(first, first + len(numbers))):
+            raise ModelError(
+                f"{where}: its prediction layers have the numbers {numbers}; they must count from "
+                f"{first} on"
+            )
+        if numbers:
+            return naming, first, len(numbers)
+    raise ModelError(f"{where}: prediction layers without a layer: {shortened(sorted(files))}")
+
+
+def pieces(
+    arch: Architecture, naming: Naming, first: int, count: int
+) -> dict[str, tuple[str, StoredPart]]:
+    """Canonical name -> stored name and piece of all that a file may have."""
+    wanted: dict[str, tuple[str, StoredPart]] = {}
+    for layer, spec in enumerate(arch.layer_specs):
+        pattern = naming.layer.pattern.replace("\\", "")
+        prefix = pattern.replace("(d+)", str(layer + first))
+        for name, piece in layer_pieces(arch, spec).items():
+            wanted[f"model.layers.{layer}.{name}"] = prefix + piece.stored, piece
+        if naming.apart and layer:
+            continue
+        for name, (stored, piece) in own_pieces(arch, naming, layer).items():
+            wanted[name] = stored if naming.apart else prefix + stored, piece
+    return wanted
+
+
+def own_pieces(arch: Architecture, naming: Naming, layer: int) -> dict[str, tuple[str, StoredPart]]:
+    """Canonical name -> stored name, behind any prefix, and piece of what a layer has, or may have,
+    besides a decoder layer.
+    """
+    vocabulary, width = (arch.vocab, arch.hidden), (arch.hidden,)
+    shapes = {EMBEDDING: vocabulary, HEAD: vocabulary, FUSE: (arch.hidden, 2 * arch.hidden)}
+    found = {}
+    for stored, part in naming.own.items():
+        shape = shapes.get(part, width)
+        name = copy_name(part, layer) if part in BORROWED else own_name(layer, part)
+        found[name] = stored, StoredPart(stored, shape, shape)
+    return found
+
+
+def copy_name(name: str, layer: int) -> str:
+    """A layer's copy of what it shares with the target."""
+    return f"copy.{layer}.{name}"
+
+
+def copied(name: str) -> bool:
+    """Whether this is such a copy, which files may leave out."""
+    return name.startswith("copy.")
