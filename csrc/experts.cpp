@@ -37,9 +37,9 @@ void score(float* logits, int count, bool sigmoid) {
     for (int i = 0; i < count; i++) logits[i] /= total;
 }
 
-// Marks the experts of all groups but the `kept` whose two greatest numbers have the greatest sums.
-void leave_groups(const float* ranked, int count, int groups, int kept, uint8_t* taken) {
-    const int each = count / groups;
+// Marks the experts of all groups but the `kept` whose `summed` greatest numbers have the greatest sums.
+void leave_groups(const float* ranked, const LayerKind& kind, uint8_t* taken) {
+    const int count = kind.experts, groups = kind.groups, each = count / groups;
     std::vector<float> sums(groups);
     std::vector<uint8_t> chosen(groups, 0);
     for (int g = 0; g < groups; g++) {
@@ -53,9 +53,9 @@ void leave_groups(const float* ranked, int count, int groups, int kept, uint8_t*
                 second = of[i];
             }
         }
-        sums[g] = first + second;
+        sums[g] = kind.summed == 1 ? first : first + second;
     }
-    for (int i = 0; i < kept; i++) take_best(sums.data(), groups, chosen.data());
+    for (int i = 0; i < kind.kept; i++) take_best(sums.data(), groups, chosen.data());
     for (int i = 0; i < count; i++) taken[i] = !chosen[i / each];
 }
 
@@ -136,7 +136,7 @@ void Model::route(const Layer& layer, int node) {
     std::vector<float> ranked(scores, scores + count);
     for (int i = 0; layer.correction && i < count; i++) ranked[i] += layer.correction[i];
     std::vector<uint8_t> taken(count, 0);
-    if (kind.groups > 1) leave_groups(ranked.data(), count, kind.groups, kind.kept, taken.data());
+    if (kind.groups > 1) leave_groups(ranked.data(), kind, taken.data());
     int32_t* chosen = &chosen_[(size_t)node * kind.top_k];
     float *weights = &share_[(size_t)node * kind.top_k], total = kLeast;
     for (int i = 0; i < kind.top_k; i++) {

@@ -67,6 +67,7 @@ struct LayerKind {
     int32_t sigmoid;    // the router's scores: each one's sigmoid, or a softmax over all
     int32_t normalised; // the weights of a node's experts are divided by their sum
     int32_t groups, kept;  // groups of experts, and how many of them can be chosen from
+    int32_t summed;        // greatest scores of a group by whose sum it is ranked: 2, or 1
     int32_t window;        // positions that a node sees, itself the last; 0: all
     int32_t gate;          // of Gate
     int32_t rope;          // which of the model's Ropes

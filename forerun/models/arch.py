@@ -35,6 +35,7 @@ Family = Literal[
     "mixtral",
     "glm4_moe",
     "deepseek_v3",
+    "deepseek_v2",
     "gpt_oss",
     "phi3",
     "smollm3",

@@ -113,6 +113,9 @@ READERS: dict[Family, Reader] = {
     "deepseek_v3": Reader(
         "DeepseekV3ForCausalLM", experts.deepseek_v3, sizes=experts.deepseek_sizes
     ),
+    "deepseek_v2": Reader(
+        "DeepseekV2ForCausalLM", experts.deepseek_v2, sizes=experts.deepseek_sizes
+    ),
     "gpt_oss": Reader("GptOssForCausalLM", experts.gpt_oss, head_size=64, norm_eps=1e-5),
     "phi3": Reader("Phi3ForCausalLM", dense.phi3, every_head=True, norm_eps=1e-5),
     "smollm3": Reader("SmolLM3ForCausalLM", dense.smollm3, tied=True),

@@ -88,7 +88,7 @@ def glm4_moe(keys: Keys, sizes: ArchitectureSizes) -> Layers:
         qk_norm=keys.flag("use_qk_norm", False),
         qkv_bias=keys.flag("attention_bias", False),
     )
-    return _mixed(keys, sizes, spec, groups=(1, 1), first=1)
+    return _mixed(keys, sizes, spec, _sigmoids(keys, 1, 1), first=1)
 
 
 def deepseek_sizes(keys: Keys) -> ArchitectureSizes:
@@ -108,10 +108,35 @@ def deepseek_sizes(keys: Keys) -> ArchitectureSizes:
 
 def deepseek_v3(keys: Keys, sizes: ArchitectureSizes) -> Layers:
     """DeepSeek-V3 and R1 (arXiv 2412.19437), and what has their shape (Kimi K2)."""
-    for name in ("ep_size", "aux_loss_alpha", "seq_aux", "auto_map"):
-        keys.get(name)  # Of training, and code that is never run.
     keys.require("scoring_func", "sigmoid")
     keys.require("topk_method", "noaux_tc")
+    dense = _latent(keys, sizes, keys.flag("rope_interleave", True))
+    return _mixed(keys, sizes, dense, _sigmoids(keys, 8, 4), first=3)
+
+
+def deepseek_v2(keys: Keys, sizes: ArchitectureSizes) -> Layers:
+    """DeepSeek-V2 and V2-Lite (arXiv 2405.04434): a softmax over the experts, whose groups, where
+    there are some to choose among, are ranked by the best of each.
+    """
+    keys.require("scoring_func", "softmax")
+    if keys.flag("norm_topk_prob", False):
+        raise keys.unfit("norm_topk_prob", True, "false in a DeepSeek-V2 model")
+    method = keys.text("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise keys.unfit("topk_method", method, "greedy or group_limited_greedy")
+    groups = optional_integer(keys, "n_group", 1) or 1
+    kept = optional_integer(keys, "topk_group", groups) or groups
+    if method == "greedy":
+        groups = kept = 1
+    scale = keys.real("routed_scaling_factor", 1.0)
+    router = Router("softmax", scale=scale, groups=groups, kept=kept, summed=1)
+    return _mixed(keys, sizes, _latent(keys, sizes, True), router, first=0, shared=2)
+
+
+def _latent(keys: Keys, sizes: ArchitectureSizes, paired: bool) -> LayerSpec:
+    """DeepSeek's dense layers, with latent attention."""
+    for name in ("ep_size", "aux_loss_alpha", "seq_aux", "auto_map"):
+        keys.get(name)  # Of training, and code that is never run.
     keys.require("moe_layer_freq", 1)
     latent = Latent(
         keys.integer("kv_lora_rank", 512),
@@ -119,7 +144,7 @@ def deepseek_v3(keys: Keys, sizes: ArchitectureSizes) -> Layers:
         keys.integer("qk_rope_head_dim", 64),
         keys.integer("v_head_dim", 128),
         optional_integer(keys, "q_lora_rank", 1536),
-        keys.flag("rope_interleave", True),
+        paired,
     )
     scaling = keys.get("rope_scaling") or keys.get("rope_parameters") or {}
     rope = rope_from(keys, sizes.context)
@@ -128,36 +153,45 @@ def deepseek_v3(keys: Keys, sizes: ArchitectureSizes) -> Layers:
     if isinstance(rope.scaling, Yarn) and over_all:
         scale *= (over_all * (yarn_attention_factor(rope.scaling.factor) - 1) + 1) ** 2
     biased = keys.flag("attention_bias", False)
-    spec = LayerSpec(
+    return LayerSpec(
         AttentionSpec(scale, latent=latent),
         rope,
         Dense(keys.integer("intermediate_size")),
         qkv_bias=biased,
         o_bias=biased,
     )
-    return _mixed(keys, sizes, spec, groups=(8, 4), first=3)
+
+
+def _sigmoids(keys: Keys, groups: int, kept: int) -> Router:
+    """DeepSeek-V3's router; groups, kept: where the keys are absent."""
+    return Router(
+        "sigmoid",
+        keys.flag("norm_topk_prob", True),
+        keys.real("routed_scaling_factor", 1.0),
+        correction=True,
+        groups=keys.integer("n_group", groups),
+        kept=keys.integer("topk_group", kept),
+    )
 
 
 def _mixed(
-    keys: Keys, sizes: ArchitectureSizes, dense: LayerSpec, groups: tuple[int, int], first: int
+    keys: Keys,
+    sizes: ArchitectureSizes,
+    dense: LayerSpec,
+    router: Router,
+    first: int,
+    shared: int = 1,
 ) -> Layers:
-    """Layers with DeepSeek-V3's experts behind the `first` dense ones; groups: how many there are
-    and are kept where the keys are absent.
+    """Layers with DeepSeek's experts behind the `first` dense ones, of which `shared` are visited
+    by every token; both where the keys are absent.
     """
     width = keys.integer("moe_intermediate_size")
     experts = Experts(
         keys.integer("n_routed_experts"),
         keys.integer("num_experts_per_tok", 8),
         width,
-        Router(
-            "sigmoid",
-            keys.flag("norm_topk_prob", True),
-            keys.real("routed_scaling_factor", 1.0),
-            correction=True,
-            groups=keys.integer("n_group", groups[0]),
-            kept=keys.integer("topk_group", groups[1]),
-        ),
-        shared=width * keys.integer("n_shared_experts", 1),
+        router,
+        shared=width * keys.integer("n_shared_experts", shared),
     )
     keys.require("num_local_experts", experts.count)  # transformers 5 writes it so.
     first = keys.integer("first_k_dense_replace", first)

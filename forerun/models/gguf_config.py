@@ -6,7 +6,7 @@ from typing import Any
 
 from forerun.errors import ModelError
 from forerun.models.arch import Architecture, ArchitectureSizes, Family
-from forerun.models.gguf_experts import experts_of
+from forerun.models.gguf_experts import experts_of, scored_by_softmax
 from forerun.models.gguf_header import GgufFile, Value
 from forerun.models.gguf_latent import latent_attention, latent_of, latent_rope
 from forerun.models.keys import Keys
@@ -38,16 +38,17 @@ _FAMILIES: dict[str, Family] = {
     "phi3": "phi3",
 }
 """general.architecture -> family. Mistral's files call themselves llama; Mixtral's too, and have
-experts.
+experts; DeepSeek V2's call themselves as V3's, and score experts by a softmax.
 """
 _LACKS = {
     "llama4": "attention within chunks of a text, norms of queries and keys that have no weights, "
     "scores that grow with the position, and experts that weigh what they read",
 }
 """What known architectures have that no layer here can say."""
+_LATENT: tuple[Family, ...] = ("deepseek_v2", "deepseek_v3")
 _EXPERTS: tuple[Family, ...] = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss"),
-    "deepseek_v3",
+    *_LATENT,
 )
 _WINDOWS: tuple[Family, ...] = ("llama", "mixtral", "phi3")
 """Whose window, if there is one, is in all layers."""
@@ -108,8 +109,10 @@ def architecture_of(file: GgufFile) -> Architecture:
     family = _FAMILIES[name]
     if family == "llama" and keys.integer("expert_count", 0):
         family = "mixtral"
+    if family == "deepseek_v3" and scored_by_softmax(keys):
+        family = "deepseek_v2"
     sizes = _sizes(keys, file)
-    latent = latent_of(keys, sizes) if family == "deepseek_v3" else None
+    latent = latent_of(keys, sizes) if family in _LATENT else None
     keys.require("attention.value_length", latent.rank if latent else sizes.head_size)
     keys.require("vocab_size", sizes.vocab)
     gemma = _GEMMAS.get(family)

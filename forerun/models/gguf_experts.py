@@ -24,29 +24,32 @@ def experts_of(keys: Keys, sizes: ArchitectureSizes, file: GgufFile, family: Fam
     together = whole if family == "mixtral" else whole // max(top_k, 1)
     width = keys.integer("expert_feed_forward_length", together) or together
     groups = keys.integer("expert_group_count", 1) or 1
-    sigmoid, deepseek = family == "glm4_moe", family == "deepseek_v3"
-    gating = _gating(keys, 2 if sigmoid else 1)
-    if deepseek and gating != _SIGMOID:
-        wanted = f"{_SIGMOID} (sigmoid) to run here, as V3's is; V2's routers are others"
-        raise keys.unfit("expert_gating_func", gating, wanted)
-    plain = family in ("qwen2_moe", "glm4_moe", "deepseek_v3")
+    corrected = family in ("glm4_moe", "deepseek_v3")
+    gating = _gating(keys, 2 if family == "glm4_moe" else 1)
+    plain = family in ("qwen2_moe", "glm4_moe", "deepseek_v2", "deepseek_v3")
     normalised = keys.flag("expert_weights_norm", not plain)
     router = Router(
         _GATING[gating],
         normalised=normalised or gating == _OF_THE_CHOSEN,
         bias=family == "gpt_oss",
         scale=keys.real("expert_weights_scale", 0.0) or 1.0,
-        correction=sigmoid or deepseek,
+        correction=corrected,
+        summed=1 if family == "deepseek_v2" else 2,
         groups=groups,
         kept=keys.integer("expert_group_used_count", groups) or groups,
     )
     shared = 0
     if family == "qwen2_moe":
         shared = keys.integer("expert_shared_feed_forward_length", whole) or whole
-    elif sigmoid or deepseek:
+    elif corrected or family == "deepseek_v2":
         shared = width * keys.integer("expert_shared_count", 0)
     gated, biased = family == "qwen2_moe", family == "gpt_oss"
     return Experts(count, top_k, width, router, shared, shared_gate=gated, bias=biased)
+
+
+def scored_by_softmax(keys: Keys) -> bool:
+    """Whether the experts of a deepseek2 file are V2's, whose first files do not say it."""
+    return _gating(keys, 1) != _SIGMOID
 
 
 def _gating(keys: Keys, default: int) -> int:

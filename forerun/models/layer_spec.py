@@ -116,7 +116,7 @@ class Router:
     bias        the product has one (gpt-oss)
     correction  a learnt number per expert takes part in the choice alone
     groups      the experts stand in so many groups, of which only those `kept` can be chosen whose
-                two greatest corrected scores have the greatest sums; 1 = all can
+                `summed` greatest corrected scores, two or one, have the greatest sums; 1 = all can
     """
 
     scores: Literal["softmax", "sigmoid"] = "softmax"
@@ -126,6 +126,7 @@ class Router:
     correction: bool = False
     groups: int = 1
     kept: int = 1
+    summed: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,11 +217,12 @@ def _bounds_of(experts: Experts) -> dict[str, tuple[int, int, int]]:
     if router.groups < 1 or count % router.groups:
         raise ModelError(f"{count} experts cannot stand in {router.groups} groups evenly")
     group = count // router.groups
-    if router.groups > 1 and group < 2:
+    if router.groups > 1 and group < router.summed:
         raise ModelError("a group of one expert has no two greatest scores")
     return {
         "number of experts": (experts.count, 1, _MOST_EXPERTS),
         "number of kept groups": (router.kept, 1, router.groups),
+        "number of a group's scores that are summed": (router.summed, 1, 2),
         "number of experts per token": (experts.top_k, 1, router.kept * group),
         "experts' width": (experts.width, 1, _MOST_WIDTH),
         "shared expert's width": (experts.shared, 0, _MOST_WIDTH),

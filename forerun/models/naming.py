@@ -155,6 +155,7 @@ _RENAMED: dict[Family, tuple[tuple[str, str], ...]] = {
     ),
     "glm4_moe": (_SHARED,),
     "deepseek_v3": (_SHARED,),
+    "deepseek_v2": (_SHARED,),
     "gpt_oss": ((r"mlp\.gate\.", "mlp.router."),),
 }
 """By family: how canonical names begin, and how the files' do."""

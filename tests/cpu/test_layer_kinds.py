@@ -34,7 +34,7 @@ CASES = [
         (family, name, changes)
         for family in (
             *("mixtral", "glm4_moe", "gpt_oss", "smollm3", "granite", "olmo2"),
-            "deepseek_v3",
+            *("deepseek_v2", "deepseek_v3"),
         )
         for name, changes in FURTHER[family].items()
     ),
@@ -44,9 +44,10 @@ CASES = [
         for name, changes in (GEMMAS | ONLY[family]).items()
     ),
 ]  # fmt: skip
+WIDE_LATENT = {"q_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
 IN_FILES = {
     "qwen2_moe": {"shared_expert_intermediate_size": 64},
-    "deepseek_v3": {"q_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32},
+    **dict.fromkeys(tiny.DEEPSEEKS, WIDE_LATENT),
     "smollm3": {"num_hidden_layers": 5, "no_rope_layer_interval": 4},
     "gemma2": {"tie_word_embeddings": True, "query_pre_attn_scalar": 16},
     "gemma3_text": {"num_hidden_layers": 7, "layer_types": None, "query_pre_attn_scalar": 16},
@@ -54,7 +55,7 @@ IN_FILES = {
 """What quantised files need: rows of 32, and of SmolLM3 and Gemma what llama.cpp knows."""
 FAMILIES = (
     *("qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe", "gpt_oss"),
-    *("smollm3", "granite", "olmo2", "deepseek_v3"),
+    *("smollm3", "granite", "olmo2", "deepseek_v3", "deepseek_v2"),
     *("gemma2", "gemma3_text"),
 )
 

@@ -69,7 +69,7 @@ def best(ranked, about):
     router = about.router
     if router.groups > 1:
         grouped = ranked.reshape(router.groups, -1)
-        sums = np.sort(grouped, -1)[:, -2:].sum(-1)
+        sums = np.sort(grouped, -1)[:, -router.summed :].sum(-1)
         ranked = np.full_like(grouped, -np.inf)
         for group in np.argsort(-sums, kind="stable")[: router.kept]:
             ranked[group] = grouped[group]

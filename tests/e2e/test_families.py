@@ -17,7 +17,7 @@ TRIAL = Trial(PROMPTS[-4:], tokens=10, temperatures=(0.0, 1.0), group=4, mixed=T
 ALWAYS = ("deepseek_v3", "gpt_oss")
 FAMILIES = (
     *("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss"),
-    *("phi3", "smollm3", "granite", "olmo2", "gemma3_text"),
+    *("phi3", "smollm3", "granite", "olmo2", "gemma3_text", "deepseek_v2"),
 )
 CASES = [
     family if family in ALWAYS else pytest.param(family, marks=pytest.mark.slow)
@@ -30,7 +30,10 @@ NATIVE = [
     "gemma2",
     *(
         pytest.param(family, marks=pytest.mark.slow)
-        for family in ("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "olmo2", "gemma3_text")
+        for family in (
+            *("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "olmo2", "gemma3_text"),
+            "deepseek_v2",
+        )
     ),
 ]
 """What the compiled core runs that is not Llama's block."""

@@ -19,7 +19,7 @@ def read(family, tmp_path, without=(), **changes):
 def test_numbers(family, tmp_path):
     arch = read(family, tmp_path)
     sizes = (arch.hidden, arch.heads, arch.kv_heads, arch.head_size, arch.vocab, arch.context)
-    heads = (1, 40) if family == "deepseek_v3" else (2, 16)  # What is kept: 32 + 8 numbers.
+    heads = (1, 40) if family in tiny.DEEPSEEKS else (2, 16)  # What is kept: 32 + 8 numbers.
     assert (arch.family, *sizes) == (family, 64, 4, *heads, 320, 256)
     assert (arch.norm_eps, arch.rope.theta) == (1e-5, 1e4)
     if family in tiny.LLAMAS:

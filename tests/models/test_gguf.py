@@ -296,6 +296,7 @@ BLOCKS = {
     "gpt_oss": {"rope": tiny.YARN | {"truncate": False}, "num_hidden_layers": 3},
     "glm4_moe": {"n_shared_experts": 2, "use_qk_norm": True, "attention_bias": True},
     "deepseek_v3": {"rope": tiny.YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+    "deepseek_v2": {"rope": tiny.YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
     "phi3": {"sliding_window": 20, "partial": 0.5},
 }
 
@@ -386,7 +387,8 @@ def test_prediction_layers_are_left_aside(tmp_path):
         ("deepseek_v3", "attention.q_lora_rank", None, r"missing blk\.0\.attn_q\.weight"),
         ("deepseek_v3", "attention.head_count_kv", 4, r"deepseek2\.attention\.head_count_kv is 4"),
         ("deepseek_v3", "rope.dimension_count", 24, r"attention\.key_length is 40"),
-        ("deepseek_v3", "expert_gating_func", 1, "V2's routers are others"),
+        ("deepseek_v3", "expert_gating_func", 1, r"unexpected blk\.1\.exp_probs_b\.bias"),
+        ("deepseek_v2", "expert_gating_func", None, None),
         ("mixtral", "expert_used_count", 9, "experts per token is 9"),
         ("gpt_oss", "expert_count", 4, r"ffn_gate_exps\.bias is \[5, 96\]"),
         ("gpt_oss", "attention.sliding_window", None, None),

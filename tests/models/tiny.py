@@ -61,6 +61,7 @@ _CLASSES = {
     "mixtral": (transformers.MixtralConfig, transformers.MixtralForCausalLM),
     "glm4_moe": (transformers.Glm4MoeConfig, transformers.Glm4MoeForCausalLM),
     "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM),
+    "deepseek_v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM),
     "gpt_oss": (transformers.GptOssConfig, transformers.GptOssForCausalLM),
     "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
     "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
@@ -76,6 +77,9 @@ _EXPERTS = {"moe_intermediate_size": 32, "num_experts": 6, "num_experts_per_tok"
 _GROUPED = {"n_group": 4, "topk_group": 2, "n_routed_experts": 8, "num_experts_per_tok": 3}
 _GROUPED |= {"moe_intermediate_size": 32, "first_k_dense_replace": 1, "num_hidden_layers": 3}
 _GROUPED |= {"routed_scaling_factor": 1.5}
+_LATENT = {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
+_LATENT |= {"v_head_dim": 12, "num_key_value_heads": 4, "head_dim": 8}
+DEEPSEEKS = ("deepseek_v2", "deepseek_v3")
 _OF_FAMILY: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 48},
@@ -85,9 +89,8 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     "gemma3_text": {"query_pre_attn_scalar": 24, "sliding_window": 24, "num_hidden_layers": 3},
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "glm4_moe": _GROUPED | {"use_qk_norm": True, "attention_bias": True},
-    "deepseek_v3": _GROUPED
-    | {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
-    | {"v_head_dim": 12, "num_key_value_heads": 4, "head_dim": 8},
+    "deepseek_v3": _GROUPED | _LATENT,
+    "deepseek_v2": _GROUPED | _LATENT | {"topk_method": "group_limited_greedy"},
     "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 24},
     "smollm3": {"no_rope_layer_interval": 2},
     "granite": {"embedding_multiplier": 6.0, "attention_multiplier": 0.2}
@@ -207,7 +210,7 @@ def _half_split(name: str, array: np.ndarray, settings: Any) -> np.ndarray:
     if partial and kind in ("q_proj", "k_proj", "q_norm", "k_norm"):
         each = array.reshape(-1, 4, settings.head_dim // 4, *array.shape[1:])
         return each[:, [0, 2, 1, 3]].reshape(array.shape)
-    if settings.model_type != "deepseek_v3":
+    if settings.model_type not in DEEPSEEKS:
         return array
     heads = {"q_b_proj": settings.num_attention_heads, "q_proj": settings.num_attention_heads}
     heads |= {"kv_a_proj_with_mqa": 1}
@@ -281,7 +284,7 @@ def write_gguf(
         if source.endswith("kv_b_proj.weight"):
             add_in_two(writer, source, array, settings, quant)
             continue
-        if family == "deepseek_v3":  # Pairs side by side, as in its folders.
+        if family in DEEPSEEKS:  # Pairs side by side, as in its folders.
             array = _paired(source, array, settings)
         if family == "glm4_moe":  # Its own inverse: the rotated numbers first.
             array = _half_split(source, array, settings)
@@ -327,7 +330,7 @@ GGUF_NAMES = {
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "glm4_moe": "glm4moe",
-    "deepseek_v3": "deepseek2",
+    **dict.fromkeys(DEEPSEEKS, "deepseek2"),
     "gpt_oss": "gpt-oss",
 }
 """What llama.cpp calls families that it does not call by their names here."""
@@ -367,24 +370,25 @@ def _add_experts(writer: gguf.GGUFWriter, settings: Any) -> None:
             writer.add_expert_count(getattr(settings, name))
             writer.add_expert_used_count(settings.num_experts_per_tok)
             break
-    if family in ("qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3"):
+    if family in ("qwen2_moe", "qwen3_moe", "glm4_moe", *DEEPSEEKS):
         writer.add_expert_feed_forward_length(settings.moe_intermediate_size)
     if family == "gpt_oss":
         writer.add_expert_feed_forward_length(settings.intermediate_size)
         writer.add_sliding_window(settings.sliding_window)
     if family == "qwen2_moe":
         writer.add_expert_shared_feed_forward_length(settings.shared_expert_intermediate_size)
-    if family in ("glm4_moe", "deepseek_v3"):
+    if family in ("glm4_moe", *DEEPSEEKS):
         writer.add_expert_group_count(settings.n_group)
         writer.add_expert_group_used_count(settings.topk_group)
         writer.add_expert_shared_count(settings.n_shared_experts)
         writer.add_leading_dense_block_count(settings.first_k_dense_replace)
-        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        softmax, kinds = family == "deepseek_v2", gguf.ExpertGatingFuncType
+        writer.add_expert_gating_func(kinds.SOFTMAX if softmax else kinds.SIGMOID)
         writer.add_expert_weights_scale(settings.routed_scaling_factor)
         writer.add_expert_weights_norm(settings.norm_topk_prob)
     if family == "glm4_moe":
         writer.add_nextn_predict_layers(0)
-    if family == "deepseek_v3":
+    if family in DEEPSEEKS:
         _add_latent(writer, settings)
 
 

@@ -12,7 +12,7 @@ from forerun.models.gguf import GgufCheckpoint
 from tests.models import tiny
 from tests.parity.conftest import little_optimised
 from tests.parity.driver import Driver, Row, as_draft, limits
-from tests.parity.test_torch_logits import VARIANTS
+from tests.parity.test_torch_logits import FURTHER, VARIANTS
 
 SMALL = limits(tiny.VOCAB, context=320, max_nodes=256, slots=2)
 
@@ -35,14 +35,21 @@ def forward(executor, tokens, chunks):
     return torch.from_numpy(np.concatenate(found))
 
 
-BEYOND = {"deepseek_v3", "glm4_moe", "gpt_oss", "granite", "olmo2"}
+BEYOND = {"gpt_oss", "granite", "olmo2"}
 """What test_jax_limits.py sees refused."""
 CASES = [
     *((family, "plain") for family in FAMILIES if family not in BEYOND),
     *(("llama", variant) for variant in VARIANTS if variant != "plain"),
     ("qwen3", "tied"),
+    *(
+        (family, name)
+        for family in ("glm4_moe", "deepseek_v3", "deepseek_v2")
+        for name in FURTHER[family]
+        if name != "plain"
+    ),
 ]
 FAST = [("llama", "plain"), ("qwen3", "tied"), ("gemma3_text", "plain"), ("qwen3_moe", "plain")]
+FAST += [("deepseek_v3", "yarn")]
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +64,7 @@ def compiler(request):
     [case if case in FAST else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
 )
 def test_every_family_equals_transformers(checkpoint, compiled, random, family, variant):
-    found = checkpoint(family, **VARIANTS[variant])
+    found = checkpoint(family, **FURTHER.get(family, VARIANTS)[variant])
     tokens = random.integers(0, tiny.VOCAB, 200)
     with torch.no_grad():
         expected = tiny.reference(found)(torch.from_numpy(tokens)[None]).logits[0]

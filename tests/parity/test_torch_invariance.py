@@ -143,6 +143,7 @@ MODELS = {
     "qwen3_moe": {"num_hidden_layers": 3, "mlp_only_layers": [1]},
     "glm4_moe": {},
     "deepseek_v3": {},
+    "deepseek_v2": {},
     "gpt_oss": {},
     "olmo2": {},
 }

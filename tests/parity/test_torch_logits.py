@@ -105,6 +105,12 @@ FURTHER = {
         "halves": {"rope_interleave": False},
         "one group": {"n_group": 1, "topk_group": 1},
     },
+    "deepseek_v2": {
+        "plain": {},
+        "lite": {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1}
+        | {"rope": tiny.YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}},
+        "greedy in spite of groups": {"topk_method": "greedy", "first_k_dense_replace": 0},
+    },
     "gpt_oss": {
         "plain": {},
         "yarn": {"rope": tiny.YARN | {"truncate": False}},

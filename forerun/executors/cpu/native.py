@@ -48,7 +48,7 @@ class LayerKind(ctypes.Structure):
 
     _fields_ = (
         *((name, c_int32) for name in ("ffn", "experts", "top_k", "shared")),
-        *((name, c_int32) for name in ("sigmoid", "normalised", "groups", "kept")),
+        *((name, c_int32) for name in ("sigmoid", "normalised", "groups", "kept", "summed")),
         *((name, c_int32) for name in ("window", "gate", "rope", "wide_norms")),
         *((name, c_float) for name in ("router_scale", "score_scale", "residual", "softcap")),
     )

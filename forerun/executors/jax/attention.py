@@ -22,7 +22,7 @@ BLOCK = 128
 class Past(NamedTuple):
     """What the rows of a program can read of the pages.
 
-    keys, values  [L,slots,G,E]
+    keys, values  [L,slots,G,E], values of no numbers where they are the first of the keys'
     table         int32[R,W]
     kv_len        int32[R]
     """
@@ -64,7 +64,8 @@ def attend(queries: Array, fresh: tuple[Array, Array], past: Past, tree: Tree, h
     """Attention of R rows of N nodes: context [R,N,A,E], in the dtype of the queries.
 
     queries  [R,N,A,E], rotated
-    fresh    keys and values [R,T,G,E] that are not in pages, those of the same nodes among them
+    fresh    keys and values [R,T,G,E] that are not in pages, those of the same nodes among them; of
+             latent attention the context is of `rank` numbers, the first of the keys
     past     pages of which row r reads positions 0 .. kv_len[r]-1
     tree     which fresh keys each node sees
 
@@ -77,7 +78,7 @@ def attend(queries: Array, fresh: tuple[Array, Array], past: Past, tree: Tree, h
     seen = tree.seen
     if spec.window is not None:
         seen = seen & (tree.position[:, :, None] - tree.position[:, None] < spec.window)
-    running = _first(_masked(_scores(grouped, fresh[0]), seen, spec), fresh[1])
+    running = _first(_masked(_scores(grouped, fresh[0]), seen, spec), _values(*fresh, spec))
 
     def block(index: Array, running: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         position = index * BLOCK + jnp.arange(BLOCK)
@@ -86,13 +87,18 @@ def attend(queries: Array, fresh: tuple[Array, Array], past: Past, tree: Tree, h
         seen = (places < past.kv_len[:, None])[:, None]
         if spec.window is not None:
             seen = seen & (tree.position[..., None] - position < spec.window)
-        scores = _masked(_scores(grouped, past.keys[how.number, slots]), seen, spec)
-        return _merged(running, scores, past.values[how.number, slots])
+        keys, values = past.keys[how.number, slots], past.values[how.number, slots]
+        scores = _masked(_scores(grouped, keys), seen, spec)
+        return _merged(running, scores, _values(keys, values, spec))
 
     blocks = (past.kv_len.max() + BLOCK - 1) // BLOCK
     _, total, summed = lax.fori_loop(0, blocks, block, running)
     context = jnp.moveaxis(summed / total[..., None], 3, 1)
-    return context.reshape(rows, nodes, heads, size).astype(queries.dtype)
+    return context.reshape(rows, nodes, heads, -1).astype(queries.dtype)
+
+
+def _values(keys: Array, values: Array, spec: AttentionSpec) -> Array:
+    return values if spec.latent is None else keys[..., : spec.latent.rank]
 
 
 def _masked(scores: Array, seen: Array, spec: AttentionSpec) -> Array:

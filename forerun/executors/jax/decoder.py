@@ -14,11 +14,12 @@ from jax import Array, lax
 
 from forerun.executors.jax.experts import mixture, shared
 from forerun.executors.jax.kv import sanitised
+from forerun.executors.jax.latent import enter, leave
 from forerun.executors.jax.layers import GATES, product, rms_norm, rotate, rotation, softcapped
 from forerun.executors.jax.sharding import Sharding
 from forerun.executors.jax.weights import Params
 from forerun.models.arch import Architecture
-from forerun.models.layer_spec import NORM_NAMES, AttentionSpec, Dense, LayerSpec
+from forerun.models.layer_spec import NORM_NAMES, AttentionSpec, Dense, Latent, LayerSpec
 
 Numbered = tuple[Any, AttentionSpec]
 """A layer's number, which is traced in a scan, and how it attends."""
@@ -34,7 +35,8 @@ class Forwarded(NamedTuple):
     """What a pass gives.
 
     last          [R,N,H] residual stream after the last layer
-    keys, values  [L,R,N,G,E] of the nodes, ready to be kept
+    keys, values  [L,R,N,G,E] of the nodes, ready to be kept; values of no numbers where keys begin
+                  with them (latent attention)
     streams       [R,N,H] entering each layer that was asked for
     """
 
@@ -172,6 +174,8 @@ class Decoder(NamedTuple):
         attend: Callable[..., Array],
     ) -> tuple[Array, tuple[Array, Array]]:
         arch, put = self.arch, self.sharding.put
+        if spec.attention.latent is not None:
+            return self._latent(spec.attention.latent, weights, x, rotary, attend)
 
         def heads(name: str, count: int) -> Array:
             made = product(x, weights[f"{name}_proj"], weights.get(f"{name}_proj.bias"))
@@ -184,6 +188,20 @@ class Decoder(NamedTuple):
         k, v = sanitised(k, v)
         context = attend(q, k, v).reshape(*x.shape[:2], -1)
         return self._summed(weights, "o_proj", context), (k, v)
+
+    def _latent(
+        self,
+        about: Latent,
+        weights: Params,
+        x: Array,
+        rotary: Rotary,
+        attend: Callable[..., Array],
+    ) -> tuple[Array, tuple[Array, Array]]:
+        """`_attention`, whose keys hold the values: these have no numbers of their own."""
+        queries, keys = enter(weights, about, self.arch.heads, x, rotary)
+        kept = keys, keys[..., :0]
+        found = leave(weights, about, attend(queries, *kept))
+        return self._summed(weights, "o_proj", found), kept
 
     def _feed_forward(self, spec: LayerSpec, weights: Params, x: Array) -> Array:
         match spec.feed_forward:

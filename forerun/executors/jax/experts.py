@@ -1,4 +1,4 @@
-"""A mixture of experts as one pure function (arXiv 1701.06538, as in Qwen2-MoE and Qwen3-MoE).
+"""A mixture of experts as one pure function (arXiv 1701.06538, as in Qwen2-MoE and DeepSeek).
 
 Every expert runs every row, and a row takes from each what its router gives it, mostly nothing:
 shapes then depend on nothing, and each shard runs its own experts. It costs count / top_k times the
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from forerun.executors.jax.layers import GATES, product
-from forerun.models.layer_spec import Experts
+from forerun.models.layer_spec import Experts, Router
 
 Weights = dict[str, Any]
 
@@ -19,16 +19,16 @@ Weights = dict[str, Any]
 def mixture(weights: Weights, about: Experts, activation: str, x: Array) -> Array:
     """The weighted sum of the experts' outputs, float32[R,N,H], without the shared expert.
 
-    weights  the layer's, `gate` [H,count] and stacked `experts.*`
+    weights  the layer's, `gate` [H,count], its correction and stacked `experts.*`
     about    how many there are, and how many a row takes
     x        [R,N,H]
     """
-    chances = product(x, weights["gate"]).astype(jnp.float32)
-    chances = jnp.exp(chances - chances.max(-1, keepdims=True))
-    chances = chances / chances.sum(-1, keepdims=True)
-    taken, chosen = lax.top_k(chances, about.top_k)
-    if about.router.normalised:
-        taken = taken / taken.sum(-1, keepdims=True)
+    # DeepSeek's scores are so near each other that 16 bits would choose others.
+    sigmoid = about.router.scores == "sigmoid"
+    read, gate = (a.astype(jnp.float32) if sigmoid else a for a in (x, weights["gate"]))
+    logits = product(read, gate).astype(jnp.float32)
+    correction = weights.get("gate.e_score_correction_bias")
+    taken, chosen = routes(logits, about.router, about.top_k, correction)
     every = jnp.arange(about.count)
     share = ((chosen[..., None] == every) * taken[..., None]).sum(-2)
     gate = _each("rnh,xih->rnxi", x, weights["experts.gate_proj"])
@@ -40,15 +40,47 @@ def mixture(weights: Weights, about: Experts, activation: str, x: Array) -> Arra
     return (down * share[..., None]).sum(-2)
 
 
+def routes(
+    logits: Array, router: Router, top_k: int, correction: Array | None
+) -> tuple[Array, Array]:
+    """Of each row its experts' weights float32[...,k] and numbers int32[...,k], best first.
+
+    logits  float32[...,count]; correction: float32[count], where the router has one
+    """
+    if router.scores == "sigmoid":
+        scores = 1 / (1 + jnp.exp(-logits))
+    else:
+        scores = jnp.exp(logits - logits.max(-1, keepdims=True))
+        scores = scores / scores.sum(-1, keepdims=True)
+    ranked = scores if correction is None else scores + correction
+    if router.groups > 1:
+        grouped = ranked.reshape(*ranked.shape[:-1], router.groups, -1)
+        _, best = lax.top_k(lax.top_k(grouped, router.summed)[0].sum(-1), router.kept)
+        kept = (best[..., None] == jnp.arange(router.groups)).any(-2)
+        ranked = jnp.where(kept[..., None], grouped, -jnp.inf).reshape(ranked.shape)
+    _, chosen = lax.top_k(ranked, top_k)
+    taken = jnp.take_along_axis(scores, chosen, -1)
+    if router.normalised:
+        taken = taken / (taken.sum(-1, keepdims=True) + _LEAST)
+    return taken * router.scale, chosen
+
+
+_LEAST = 1e-20
+"""Keeps a sum of sigmoids from zero."""
+
+
 def shared(weights: Weights, activation: str, x: Array) -> Array:
     """float32[R,N,H]: the output of the expert that every row runs, times the sigmoid of
-    its gate.
+    its gate, where it has one.
     """
     wide = GATES[activation](
         product(x, weights["shared.gate_proj"]), product(x, weights["shared.up_proj"])
     )
+    made = product(wide, weights["shared.down_proj"]).astype(jnp.float32)
+    if "shared_expert_gate" not in weights:
+        return made
     score = product(x.astype(jnp.float32), weights["shared_expert_gate"].astype(jnp.float32))
-    return product(wide, weights["shared.down_proj"]).astype(jnp.float32) / (1 + jnp.exp(-score))
+    return made / (1 + jnp.exp(-score))
 
 
 def _each(what: str, x: Array, weights: Array) -> Array:

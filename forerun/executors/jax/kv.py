@@ -76,7 +76,7 @@ class DraftArrays(NamedTuple):
 class State(NamedTuple):
     """The bundle.
 
-    keys, values  [L,slots,G,E]
+    keys, values  [L,slots,G,E]; of values no numbers where keys begin with them
     hidden        [Xh,H] residual streams after the last layer of the step's nodes
     draft         of the draft head, if there is one
     future        what a next round carries on from (future_map.py), where one may
@@ -120,7 +120,7 @@ class StateShape:
         """Bytes of keys and values of pages and scratch, all devices together; `itemsize` bytes per
         number.
         """
-        per_slot = 2 * arch.layers * arch.kv_heads * arch.head_size * itemsize
+        per_slot = arch.layers * arch.cache_layer.numbers * itemsize
         return (self.slots + self.scratch) * per_slot
 
     def drafting(self, sizes: DraftSizes, limits: ExecutorLimits) -> tuple[tuple[int, ...], ...]:
@@ -128,18 +128,24 @@ class StateShape:
         room, nodes = self.hidden + ring_size(limits.slots), limits.max_nodes
         layer, roots = sizes.cache[0], limits.slots * sizes.runs_root
         places = self.slots + nodes + roots
-        cache = len(sizes.cache), places, layer.kv_heads, layer.head_size
+        keys, values = _planes(len(sizes.cache), places, layer)
         kept = nodes + limits.slots
-        return (room, sizes.width), cache, cache, (kept, sizes.hidden), (kept, sizes.read)
+        return (room, sizes.width), keys, values, (kept, sizes.hidden), (kept, sizes.read)
 
     def made(self, arch: Architecture, dtype: jnp.dtype, sharding: Sharding) -> State:
         """A State of zeros, allocated on the devices."""
-        cache = (arch.layers, self.slots + self.scratch, arch.kv_heads, arch.head_size)
+        keys, values = _planes(arch.layers, self.slots + self.scratch, arch.cache_layer)
         return State(
-            keys=jnp.zeros(cache, dtype, device=sharding.cache),
-            values=jnp.zeros(cache, dtype, device=sharding.cache),
+            keys=jnp.zeros(keys, dtype, device=sharding.cache),
+            values=jnp.zeros(values, dtype, device=sharding.cache),
             hidden=jnp.zeros((self.hidden, arch.hidden), dtype, device=sharding.whole),
         )
+
+
+def _planes(layers: int, places: int, layer: CacheLayer) -> tuple[tuple[int, ...], ...]:
+    """Shapes of keys and values; of values no numbers where keys begin with them."""
+    size = layer.head_size
+    return tuple((layers, places, layer.kv_heads, n) for n in (size, (layer.planes - 1) * size))
 
 
 def slots_of(table: Array, positions: Array, page_size: int) -> Array:

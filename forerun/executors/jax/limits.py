@@ -2,7 +2,7 @@
 
 from forerun.errors import ModelError
 from forerun.models.arch import Architecture
-from forerun.models.layer_spec import Experts, Router
+from forerun.models.layer_spec import Experts
 
 
 def refusal(arch: Architecture) -> str | None:
@@ -11,17 +11,14 @@ def refusal(arch: Architecture) -> str | None:
     """
     specs = arch.layer_specs
     mixtures = [s.feed_forward for s in specs if isinstance(s.feed_forward, Experts)]
-    plain = {Router(), Router(normalised=True)}
     beyond = {
-        "latent attention": arch.latent is not None,
         "attention sinks": any(spec.attention.sinks for spec in specs),
         "norms over all heads at once": any(spec.wide_qk_norm for spec in specs),
         "scaled residuals": any(spec.residual != 1.0 for spec in specs),
         "scaled logits": arch.logit_scale != 1.0,
         "a clamped gate": any(spec.activation == "clamped_silu" for spec in specs),
-        "a router that is not a softmax alone": any(m.router not in plain for m in mixtures),
+        "a router with biases": any(mixture.router.bias for mixture in mixtures),
         "experts with biases": any(mixture.bias for mixture in mixtures),
-        "a shared expert without a gate": any(m.shared and not m.shared_gate for m in mixtures),
     }
     needed = [what for what, there in beyond.items() if there]
     if not needed:

@@ -20,7 +20,7 @@ def planned_bytes(
     """
     nodes = max(size.total for size in buckets.rounds)
     widest = max(buckets.chunks[-1], nodes)
-    streams = widest * (4 * arch.hidden + 3 * arch.ffn) * 4
+    streams = widest * (4 * arch.hidden + 3 * arch.ffn + arch.latent_numbers) * 4
     return {
         "weight": arch.parameters * itemsize,
         "cache": shape.cache_bytes(arch, itemsize),

@@ -17,7 +17,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from forerun.executors.jax.attention import Layer, Past, Tree
+from forerun.executors.jax.attention import Layer, Past, Tree, attend
 from forerun.executors.jax.layers import softcapped
 from forerun.models.layer_spec import AttentionSpec
 
@@ -58,10 +58,13 @@ def attend_pallas(
     """attention.attend as one Pallas kernel: context [R,N,A,E] of queries [R,N,A,E].
 
     fresh      keys and values [R,T,G,E] that are not in pages
+    how        latent attention is left to attention.attend
     interpret  run it step by step on the CPU, for comparison only
     """
     rows, nodes, heads, size = queries.shape
     groups, spec, page = fresh[0].shape[2], how.spec, how.page_size
+    if spec.latent is not None:
+        return attend(queries, fresh, past, tree, how)
     share, fresh_count = heads // groups, fresh[0].shape[1]
     asking = nodes * share
     grouped = (queries * spec.scale).reshape(rows, nodes, groups, share, size)

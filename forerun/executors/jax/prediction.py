@@ -70,6 +70,8 @@ class PredictionHead(NamedTuple):
         spec = self.about.architecture.layer_specs[0]
         embedding = weights if "embed" in weights else params
         embedded = self.target.sharding.put(self.target.embed(embedding, tokens), None, None, None)
+        if self.about.zeroed:
+            embedded = jnp.where(position[..., None] == 0, 0, embedded)
         parts = [
             rms_norm(embedded, weights["embedding_norm"], eps),
             rms_norm(hidden, weights["hidden_norm"], eps),
@@ -110,7 +112,7 @@ def load_prediction(head: PredictionHead, dtype: Any) -> Params:
     params = load_named(draft, own, dtype, sharding)
     params["layer"] = load_layer(draft, 0, dtype, sharding)
     spec = draft.architecture.layer_specs[0]
-    frequencies = spec.rope.frequencies(draft.architecture.head_size)
+    frequencies = spec.rope.frequencies(draft.architecture.rope_size)
     params["frequencies"] = jax.device_put(frequencies, sharding.whole)
     params["ids"] = jax.device_put(draft.target_ids.astype(np.int32), sharding.whole)
     name = "lm_head.weight"

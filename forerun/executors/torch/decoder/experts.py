@@ -152,7 +152,7 @@ def routes(
     ranked = scores if correction is None else scores + correction
     if router.groups > 1:
         grouped = ranked.unflatten(-1, (router.groups, -1))
-        best = grouped.topk(2, -1)[0].sum(-1).topk(router.kept, -1)[1]
+        best = grouped.topk(router.summed, -1)[0].sum(-1).topk(router.kept, -1)[1]
         kept = torch.zeros_like(grouped[..., 0]).scatter_(-1, best, 1.0).unsqueeze(-1)
         ranked = torch.where(kept > 0, grouped, -torch.inf).flatten(1)
     chosen = ranked.topk(top_k, -1)[1]
