@@ -60,8 +60,9 @@ def test_every_family_has_a_row():
 
 @pytest.mark.parametrize("name", ROWS)
 def test_formats_are_those_that_are_read(name):
-    """llama.cpp calls Mistral and Mixtral llama, and Kimi K2 what it calls DeepSeek."""
-    read = {*gguf_config._FAMILIES.values(), "mistral", "mixtral"} - set(SAME_AS)
+    """llama.cpp calls Mistral and Mixtral llama, and V2 and Kimi K2 what it calls DeepSeek."""
+    also = {"mistral", "mixtral", "deepseek_v2"}
+    read = {*gguf_config._FAMILIES.values(), *also} - set(SAME_AS)
     shown = {*tiny.LLAMAS, *test_gguf.BLOCKS, "gemma2", "gemma3_text"}
     assert read == shown
     formats = ["folder", "GGUF"] if name in {*read, "kimi_k2"} else ["folder"]
