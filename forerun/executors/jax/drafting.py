@@ -25,7 +25,7 @@ from forerun.executors.jax.attention import Layer, Past, Tree
 from forerun.executors.jax.decoder import Attend, Numbered
 from forerun.executors.jax.draft_network import DraftNetwork, Ran
 from forerun.executors.jax.inputs import Inputs
-from forerun.executors.jax.kv import DraftArrays, after, slots_of
+from forerun.executors.jax.kv import DraftArrays, after, of_nodes, slots_of
 from forerun.executors.jax.noise import approximate, words_of
 from forerun.executors.jax.weights import Params
 from forerun.interface.draft_model import CANDIDATES
@@ -334,9 +334,7 @@ def committed(held: DraftArrays, ran: Ran, target: Array) -> DraftArrays:
     writes nothing.
     """
     keys, values = (
-        into.at[:, target.reshape(-1)].set(
-            new.reshape(new.shape[0], -1, *new.shape[3:]), mode="drop"
-        )
+        into.at[:, target.reshape(-1)].set(of_nodes(new), mode="drop")
         for into, new in ((held.keys, ran.keys), (held.values, ran.values))
     )
     return held._replace(keys=keys, values=values)

@@ -20,7 +20,7 @@ from forerun.executors.jax.draft_passes import DraftPasses
 from forerun.executors.jax.drafting import NOWHERE, Decided, Drafting
 from forerun.executors.jax.future_map import enter, leave
 from forerun.executors.jax.inputs import Inputs
-from forerun.executors.jax.kv import State, StateShape, after, slots_of
+from forerun.executors.jax.kv import State, StateShape, after, of_nodes, slots_of
 from forerun.executors.jax.reports import line_size, lines
 from forerun.executors.jax.shaping import Shaping, choose_shaped
 from forerun.executors.jax.weights import Params
@@ -244,7 +244,7 @@ class Functions:
         scratch = self.shape.slots + given.place
         target = after(jnp.where(kept.reshape(-1), self._slots(given), scratch), passed.last)
         keys, values = (
-            held.at[:, target].set(new.reshape(new.shape[0], -1, *new.shape[3:]), mode="drop")
+            held.at[:, target].set(of_nodes(new), mode="drop")
             for held, new in ((state.keys, passed.keys), (state.values, passed.values))
         )
         hidden = _put(state.hidden, passed.last, given.place)

@@ -157,6 +157,12 @@ def slots_of(table: Array, positions: Array, page_size: int) -> Array:
     return jnp.maximum(page, 0) * page_size + positions % page_size
 
 
+def of_nodes(made: Array) -> Array:
+    """[L,R*N,G,E] of keys or values [L,R,N,G,E], E of which may be 0."""
+    layers, rows, nodes, *rest = made.shape
+    return made.reshape(layers, rows * nodes, *rest)
+
+
 def after(slots: Array, made: Array) -> Array:
     """`slots` int32[...] unchanged, but computed from `made`: a write at them then follows
     everything that `made` was read from, and happens in place. XLA would otherwise write first and
