@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 Library = TypeVar("Library", ctypes.CDLL, ctypes.PyDLL)
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 23
+ABI = 24
 """What `forerun_abi` of csrc/api.cpp must say; raised together with it."""
 
 
