@@ -89,14 +89,12 @@ SPOKEN = [
     *on("cpu", "NEXTN, qwen3-next", "NEXTN of, glm4_moe", "NEXTN of, deepseek_v3"),
     *on("cpu", "NEXTN by depth, deepseek", "NEXTN by depth, qwen3-next"),
     *on("cpu", "NEXTN in GGUF, glm4_moe", "NEXTN in GGUF, deepseek_v3"),
-    *on("jax", "NEXTN of, glm4_moe", "NEXTN of, deepseek_v3"),
     *JAX_BLOCKS,
 ]
 SELDOM = [
     *JAX_BLOCKS[1:],
     *on("torch", "NEXTN of, deepseek_v3", "NEXTN in GGUF, glm4_moe"),
     *on("cpu", "NEXTN in GGUF, deepseek_v3"),
-    *on("jax", "NEXTN of, glm4_moe", "NEXTN of, deepseek_v3"),
 ]
 FLOAT = 1e-3, 1e-3, 1 - 1e-6
 BYTES = 0.5, 0.2, 0.95

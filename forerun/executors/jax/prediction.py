@@ -70,8 +70,6 @@ class PredictionHead(NamedTuple):
         spec = self.about.architecture.layer_specs[0]
         embedding = weights if "embed" in weights else params
         embedded = self.target.sharding.put(self.target.embed(embedding, tokens), None, None, None)
-        if self.about.zeroed:
-            embedded = jnp.where(position[..., None] == 0, 0, embedded)
         parts = [
             rms_norm(embedded, weights["embedding_norm"], eps),
             rms_norm(hidden, weights["hidden_norm"], eps),
