@@ -24,7 +24,8 @@ DECAY = 0.97
 kept. (Replayed: .95 and .99 are the same within .005.)"""
 FIRST_RATE = 0.7
 """Acceptance that is believed of a drafter that was never seen. (Simulated: with 1.0, text that
-defies the drafter uses up the credit within 50 steps.)"""
+defies the drafter uses up the credit within 50 steps; .5 and .9: heads of one row .995 and .994 of
+the best fixed shape in the mean, .998 as it is.)"""
 MIN_PROB = 0.1
 """A token less likely than this is not looked for under a grammar, however cheap a node is: draft
 tokens given .15 to .24 come true less often than that (log, structured output)."""
