@@ -181,8 +181,13 @@ def test_ranks_of_which_one_is_at_work_are_not_silent(tmp_path):
         file.flush()
         ranks = [Waits(file.fileno(), TensorParallel(rank, 3)) for rank in range(3)]
 
-    def looks(count):
-        return [ranks[0].silent() for _ in range(count)]
+    def looks(count, who=range(3)):
+        found = []
+        for _ in range(count):
+            found.append(ranks[0].silent())
+            for rank in who:
+                ranks[rank].look()
+        return found
 
     ranks[0].enter()
     ranks[1].enter()
@@ -197,6 +202,9 @@ def test_ranks_of_which_one_is_at_work_are_not_silent(tmp_path):
     ranks[2].leave()
     ranks[2].enter()
     assert looks(2) == [0, 1]
+    # One gets no processor, and may have what it waits for.
+    assert looks(100, who=(0, 1))[1:] == [2] * 99
+    assert looks(3) == [2, 3, 4]
 
 
 def test_a_step_that_hangs_keeps_no_news(served, monkeypatch):

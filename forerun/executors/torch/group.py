@@ -47,19 +47,21 @@ class Group(Protocol):
 
 class Waits:
     """Which ranks are within a collective, in memory that all of them share: of each, how many it
-    has entered and how many it has left.
+    has entered, how many it has left, and how often it looked for what it waits for.
 
     file  a descriptor of a file of `size_of` bytes, zeros
     """
 
     def __init__(self, file: int, tp: TensorParallel) -> None:
         self._counts = memoryview(mmap.mmap(file, self.size_of(tp))).cast("q")
-        self._place, self._seen, self._looks = 2 * tp.rank, b"", 0
+        self._place = 3 * tp.rank
+        self._seen: list[int] = []
+        self._looks: list[int] = []
 
     @staticmethod
     def size_of(tp: TensorParallel) -> int:
         """Bytes."""
-        return 16 * tp.size
+        return 24 * tp.size
 
     def enter(self) -> None:
         """Of this rank: it waits from now on."""
@@ -69,16 +71,22 @@ class Waits:
         """It has what it waited for."""
         self._counts[self._place + 1] += 1
 
+    def look(self) -> None:
+        """It is not there yet."""
+        self._counts[self._place + 2] += 1
+
     def silent(self) -> int:
-        """How often this was asked since every rank waits and none got what it waits for; 0 while
-        one of them is at something else. Looks are counted and not seconds: where the machine
-        stands still, so do they.
+        """How often every rank has looked since all of them wait and none got what it waits for; 0
+        while one of them is at something else. Looks of each are counted and not seconds: a rank
+        that gets no processor makes none, and where the machine stands still, nobody does.
         """
-        seen, counts = self._seen, self._counts.tolist()
-        self._seen = self._counts.tobytes()
-        waiting = all(a > b for a, b in zip(counts[::2], counts[1::2], strict=True))
-        self._looks = self._looks + 1 if waiting and self._seen == seen else 0
-        return self._looks
+        counts = self._counts.tolist()
+        entered, left, looks = counts[::3], counts[1::3], counts[2::3]
+        waiting = all(a > b for a, b in zip(entered, left, strict=True))
+        if not waiting or self._seen != entered + left:
+            self._seen, self._looks = entered + left, looks
+            return 0
+        return min(now - then for now, then in zip(looks, self._looks, strict=True))
 
 
 class Processes:
@@ -147,6 +155,7 @@ class Processes:
             return
         self._waits.enter()
         while not _done(work):
+            self._waits.look()
             self._check()
         self._waits.leave()
 
