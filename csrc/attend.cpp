@@ -7,6 +7,7 @@ namespace {
 constexpr int kMostNodes = 8;         // nodes of a row that one thread attends to in turn
 constexpr int kWorthSharing = 128;    // positions from which on threads share a node
 constexpr int64_t kMostScores = 1 << 24;  // numbers that they keep for it at most
+constexpr int64_t kOwnScores = 1 << 19;   // the same of a thread alone, but for three heads at least
 
 }  // namespace
 
@@ -40,8 +41,10 @@ void Model::plan_attention(const Step& step) {
         totals_.resize((size_t)step.nodes * sizes.heads);
         return;
     }
+    const int64_t shared = sizes.heads / sizes.kv_heads, fit = kOwnScores / stride_;
+    room_ = (int)(fit < 3 ? 3 : fit < shared ? fit : shared);
     for (std::vector<float>& floats : scratch_) {
-        if ((int64_t)floats.size() < 3 * stride_) floats.resize(3 * stride_);
+        if ((int64_t)floats.size() < room_ * (stride_ + 1)) floats.resize(room_ * (stride_ + 1));
     }
 }
 
@@ -78,6 +81,7 @@ Attend Model::job(int layer, const Unit& unit, int node) {
     job.queries = &qkv_[node * qkv_width() + first_query];
     job.out = &mixed_[(int64_t)node * sizes.heads * size + first_query];
     job.stride = stride_;
+    job.room = together_ ? shared : room_;
     return job;
 }
 
@@ -87,6 +91,7 @@ void Model::attend(int layer, int thread) {
         for (int n = units_[u].first; n < units_[u].last; n++) {
             Attend one = job(layer, units_[u], n);
             one.scores = scratch_[thread].data();
+            one.totals = one.scores + room_ * stride_;
             kernels->attend(one);
         }
     }

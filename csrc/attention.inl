@@ -6,7 +6,8 @@
 // added lane by position mod 8, and values are added in the order of positions.
 //
 // Up to three query heads that share a key/value head go together, so that every half is turned
-// to float32 once for all of them and twelve sums are under way at a time.
+// to float32 once for all of them and twelve sums are under way at a time. Where more share it, all
+// read some positions before the next, which come from afar once.
 
 namespace {
 
@@ -14,7 +15,9 @@ using forerun::Attend;
 using forerun::kPositions;
 
 constexpr int kFetch = 24;       // positions to fetch ahead while scoring
+constexpr int kRows = 4;         // positions whose sums are under way at a time
 constexpr int kNear = 1 << 17;   // numbers of values that stay near until they are mixed
+constexpr int kTogether = 1 << 15;  // numbers of keys or values that all heads read before the next
 
 __attribute__((noinline)) static const int32_t* last_places(const Attend& job, int first,
                                                             int32_t* buffer) {
@@ -66,17 +69,24 @@ static void score(const Attend& job, int head, int first, int last, float* score
             }
         }
         F8 dots[Q][8];
-        for (int p = 0; p < kPositions; p++) {
-            const Number* row = (const Number*)job.keys + (int64_t)places[p] * size;
-            F8 dot[Q];
-            for (int q = 0; q < Q; q++) dot[q] = splat8(0.0f);
+        for (int p = 0; p < kPositions; p += kRows) {
+            const Number* rows[kRows];
+            F8 dot[Q][kRows];
+            for (int i = 0; i < kRows; i++) {
+                rows[i] = (const Number*)job.keys + (int64_t)places[p + i] * size;
+                for (int q = 0; q < Q; q++) dot[q][i] = splat8(0.0f);
+            }
             for (int e = 0; e < size; e += 8) {
-                const F8 key = load_number8(row + e);
-                for (int q = 0; q < Q; q++) {
-                    dot[q] = fma8(load8(queries + q * size + e), key, dot[q]);
+                for (int i = 0; i < kRows; i++) {
+                    const F8 key = load_number8(rows[i] + e);
+                    for (int q = 0; q < Q; q++) {
+                        dot[q][i] = fma8(load8(queries + q * size + e), key, dot[q][i]);
+                    }
                 }
             }
-            for (int q = 0; q < Q; q++) dots[q][p] = dot[q];
+            for (int q = 0; q < Q; q++) {
+                for (int i = 0; i < kRows; i++) dots[q][p + i] = dot[q][i];
+            }
         }
         for (int q = 0; q < Q; q++) store8(scores + q * stride + first, sum8_each(dots[q]));
     }
@@ -105,17 +115,21 @@ static float weigh(float* scores, int length, const float* sink, float cap) {
     return sum8(total) + lanes[0];
 }
 
-// Numbers [e, e + 8 * Eights) of Q heads' output.
+// Numbers [e, e + 8 * Eights) of Q heads' output: what positions [begin, end) add to it. It is
+// divided by the totals once the last are there.
 template <class Number, int Size, int Q, int Eights>
-FORERUN_INLINE void mix_eights(const Attend& job, int head, int e, const float* weights,
-                               int64_t stride, const float* totals) {
+FORERUN_INLINE void mix_eights(const Attend& job, int head, int e, int begin, int end,
+                               const float* weights, int64_t stride, const float* totals) {
     const int size = Size ? Size : job.size;
+    float* outs = job.out + head * size + e;
     int32_t buffer[kPositions];
     F8 sum[Q][Eights];
     for (int q = 0; q < Q; q++) {
-        for (int i = 0; i < Eights; i++) sum[q][i] = splat8(0.0f);
+        for (int i = 0; i < Eights; i++) {
+            sum[q][i] = begin ? load8(outs + q * size + 8 * i) : splat8(0.0f);
+        }
     }
-    for (int first = 0; first < job.sight.length(); first += kPositions) {
+    for (int first = begin; first < end; first += kPositions) {
         const int32_t* places = places_at(job, first, buffer);
         for (int p = 0; p < kPositions; p++) {
             const Number* row = (const Number*)job.values + (int64_t)places[p] * size + e;
@@ -127,22 +141,25 @@ FORERUN_INLINE void mix_eights(const Attend& job, int head, int e, const float* 
             }
         }
     }
+    const bool whole = end >= job.sight.length();
     for (int q = 0; q < Q; q++) {
-        float* out = job.out + (head + q) * size + e;
-        for (int i = 0; i < Eights; i++) store8(out + 8 * i, div8(sum[q][i], splat8(totals[q])));
+        for (int i = 0; i < Eights; i++) {
+            const F8 all = whole ? div8(sum[q][i], splat8(totals[q])) : sum[q][i];
+            store8(outs + q * size + 8 * i, all);
+        }
     }
 }
 
-// Numbers [first, last).
+// Numbers [first, last), of positions [begin, end).
 template <class Number, int Size, int Q>
-static void mix(const Attend& job, int head, int first, int last, const float* weights,
-                int64_t stride, const float* totals) {
+static void mix(const Attend& job, int head, int first, int last, int begin, int end) {
+    const float *weights = job.scores + head * job.stride, *totals = job.totals + head;
     int e = first;
     for (; e + 32 <= last; e += 32) {
-        mix_eights<Number, Size, Q, 4>(job, head, e, weights, stride, totals);
+        mix_eights<Number, Size, Q, 4>(job, head, e, begin, end, weights, job.stride, totals);
     }
     for (; e < last; e += 8) {
-        mix_eights<Number, Size, Q, 1>(job, head, e, weights, stride, totals);
+        mix_eights<Number, Size, Q, 1>(job, head, e, begin, end, weights, job.stride, totals);
     }
 }
 
@@ -179,40 +196,52 @@ FORERUN_INLINE void by_heads(int heads, Call call) {
     }
 }
 
+// call(begin, end) for positions [first, last), of which so many at a time stay near that all heads
+// find them there.
+template <class Call>
+FORERUN_INLINE void by_blocks(const Attend& job, int first, int last, Call call) {
+    const int some = kTogether / job.size / kPositions * kPositions;
+    const int block = job.heads <= 3 ? last - first : some > kPositions ? some : kPositions;
+    for (; first < last; first += block) call(first, first + block < last ? first + block : last);
+}
+
 static void attend_some_positions(const Attend& job, int first, int last) {
     by_kind(job, [&](auto number, auto size) {
-        by_heads(job.heads, [&](auto count, int head) {
-            score<decltype(number), decltype(size)::value, decltype(count)::value>(
-                job, head, first, last, job.scores + head * job.stride, job.stride);
+        by_blocks(job, first, last, [&](int begin, int end) {
+            by_heads(job.heads, [&](auto count, int head) {
+                score<decltype(number), decltype(size)::value, decltype(count)::value>(
+                    job, head, begin, end, job.scores + head * job.stride, job.stride);
+            });
         });
     });
 }
 
 static void attend_some_numbers(const Attend& job, int first, int last) {
     by_kind(job, [&](auto number, auto size) {
-        by_heads(job.heads, [&](auto count, int head) {
-            mix<decltype(number), decltype(size)::value, decltype(count)::value>(
-                job, head, first, last, job.scores + head * job.stride, job.stride,
-                job.totals + head);
+        by_blocks(job, 0, job.sight.length(), [&](int begin, int end) {
+            by_heads(job.heads, [&](auto count, int head) {
+                mix<decltype(number), decltype(size)::value, decltype(count)::value>(
+                    job, head, first, last, begin, end);
+            });
         });
     });
 }
 
 static void attend(const Attend& job) {
     const int length = job.sight.length();
-    by_kind(job, [&](auto number, auto size) {
-        by_heads(job.heads, [&](auto count, int head) {
-            using Number = decltype(number);
-            constexpr int S = decltype(size)::value, Q = decltype(count)::value;
-            score<Number, S, Q>(job, head, 0, length, job.scores, job.stride);
-            float totals[Q];
-            for (int q = 0; q < Q; q++) {
-                const float* sink = job.sinks ? job.sinks + head + q : nullptr;
-                totals[q] = weigh(job.scores + q * job.stride, length, sink, job.cap);
-            }
-            mix<Number, S, Q>(job, head, 0, job.mixed, job.scores, job.stride, totals);
-        });
-    });
+    Attend some = job;
+    for (int head = 0; head < job.heads; head += job.room) {
+        some.heads = job.heads - head < job.room ? job.heads - head : job.room;
+        some.queries = job.queries + head * job.size;
+        some.out = job.out + head * job.size;
+        some.cold = job.cold && head == 0;
+        attend_some_positions(some, 0, length);
+        for (int h = 0; h < some.heads; h++) {
+            const float* sink = job.sinks ? job.sinks + head + h : nullptr;
+            some.totals[h] = weigh(some.scores + h * job.stride, length, sink, job.cap);
+        }
+        attend_some_numbers(some, 0, job.mixed);
+    }
 }
 
 }  // namespace

@@ -36,9 +36,10 @@ struct Attend {
     bool cold;             // nobody has read these keys and values lately
     const float* queries;  // [heads][size], already scaled
     float* out;            // [heads][size], of which `mixed` are written
-    float* scores;         // one thread alone: [3][stride]; several together: [heads][stride]
+    float* scores;         // [room][stride]
     int64_t stride;        // padded_positions(of the longest sight)
-    float* totals;         // several together: [heads] sums of the weights
+    float* totals;         // [room] sums of the weights
+    int32_t room;          // heads there is room for; less than `heads` with one thread alone
     const float* sinks;    // [heads] scores that take part in the sums alone, or null
     float cap;             // scores become cap tanh(score / cap); 0: they stay
 };

@@ -339,6 +339,7 @@ protected:
     bool together_ = false;                    // all threads attend to each unit:
     std::vector<float> scores_, totals_;       // [units][shared heads][stride], [..][..]
     int64_t stride_ = 0;
+    int32_t room_ = 0;  // heads whose scores a thread alone has room for
 };
 
 }  // namespace forerun

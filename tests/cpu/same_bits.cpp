@@ -124,7 +124,8 @@ static Floats attend_by(const Kernels& k, int size, int heads, int trunk, int ta
     Floats out((size_t)heads * size);
     Attend job = {};
     job.stride = padded_positions(trunk + tail);
-    Floats scores(heads * job.stride + 3 * job.stride), totals(heads);
+    Floats scores(heads * job.stride), totals(heads);
+    job.room = heads > 3 ? 3 : heads;
     job.keys = (const uint8_t*)cache.data();
     job.values = (const uint8_t*)(cache.data() + (mixed < size ? 0 : 300 * size));
     job.mixed = mixed;
@@ -143,6 +144,7 @@ static Floats attend_by(const Kernels& k, int size, int heads, int trunk, int ta
     // In pieces, as by several threads: the same.
     Floats pieces((size_t)heads * size);
     job.out = pieces.data();
+    job.room = heads;
     const int length = trunk + tail, middle = length / 16 * 8;
     k.score(job, middle, length);
     k.score(job, 0, middle);

@@ -75,6 +75,18 @@ def test_contexts_longer_than_the_window(executor, checkpoint, random, family, w
     assert np.abs(found - fp32(source, tokens)).max() < 1e-4
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_texts_of_more_positions_than_all_heads_read_at_a_time(
+    executor, checkpoint, random, threads
+):
+    """32,768 numbers of keys (csrc/attention.inl, kTogether): 816 positions of 40 numbers each."""
+    source = checkpoint("deepseek_v3", None, max_position_embeddings=1024)
+    tokens = random.integers(0, tiny.VOCAB, 840)
+    made = executor(source, threads, max_nodes=1024, context=1024, pages=80)
+    found, expected = logits_of(made, tokens), fp32(source, tokens)
+    assert np.abs(found - expected).max() < 1e-4
+
+
 @pytest.mark.parametrize(("family", "name", "changes"), CASES)
 def test_logits_are_those_of_transformers(executor, checkpoint, random, family, name, changes):
     source = checkpoint(family, None, **changes)
