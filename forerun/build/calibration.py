@@ -178,9 +178,15 @@ def _attention_ms(executor: Executor, seconds: float) -> float:
     if executor.capabilities.unwritten:
         cached = min(UNWRITTEN, room)
     else:
-        cached = min(CACHED, max(CACHED // 4, int(SECONDS / seconds)), room)
-        for start in range(0, cached, limits.max_nodes):
-            chunk = np.arange(start, min(start + limits.max_nodes, cached), dtype=np.int32)
+        cached, chunk_size = min(CACHED, max(CACHED // 4, int(SECONDS / seconds)), room), room
+        if limits.checkpoints:  # A state is kept at ends of pages only.
+            size = limits.page_size
+            cached, chunk_size = (count // size * size for count in (cached, limits.max_nodes))
+            if not (cached and chunk_size):
+                return 0.0
+        chunk_size = min(chunk_size, limits.max_nodes)
+        for start in range(0, cached, chunk_size):
+            chunk = np.arange(start, min(start + chunk_size, cached), dtype=np.int32)
             _time_step(executor, _Step(limits, np.zeros_like(chunk)[None], 0, start, samples=False))
     nodes = min(PER_ROW, limits.scored_nodes)
     chain = np.arange(nodes, dtype=np.int32)[None]
@@ -248,7 +254,8 @@ def _run_step(
     plan = replace(step.plan, request=request)
     for slot, cached, known in zip(plan.slots, plan.kv_len, plan.known, strict=True):
         tokens = np.zeros(int(cached) + len(known), np.int32)
-        executor.open(SlotInit(int(slot), tokens, len(tokens), Sampling(temperature=0.0)))
+        greedy, length = Sampling(temperature=0.0), len(tokens)
+        executor.open(SlotInit(int(slot), tokens, length, greedy, cached=int(cached)))
     try:
         started = perf_counter()
         trees = batch(plan.known, step.drafts)

@@ -23,6 +23,10 @@ DEVICE_SHARE = 0.88
 """The same on a device of its own (a GPU or TPU). Not measured: none was there yet."""
 
 
+CHECKPOINTS = 2
+"""Of a recurrent state, for each of `max_sequences`: a sequence has two that others may go on from
+(executors/state_slots.py)."""
+
 CHUNK = 512
 """Tokens of prompts and draft tokens in one step where nothing is asked, on the CPU."""
 
@@ -42,6 +46,7 @@ class Needs:
     per_node   scratch of one node in a step: activations
     per_scored the same of one that chooses a token: its row of logits
     fixed      scratch that no node changes: features that wait for a draft model among it
+    state      recurrent states of one text, all layers that have one
     captured   rounds are captured: what their programs write in between lies in memory of its own,
                which all of them share and no other step does
     """
@@ -54,12 +59,14 @@ class Needs:
     per_scored: int = 0
     fixed: int = 0
     captured: bool = False
+    state: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """What was decided: the executor's limits and where the bytes go. graphs: what captured rounds
-    write in between; the programs themselves are the driver's and not counted.
+    write in between; the programs themselves are the driver's and not counted. states: recurrent
+    ones, of all sequences and checkpoints.
     """
 
     limits: ExecutorLimits
@@ -67,14 +74,16 @@ class MemoryPlan:
     cache: int
     scratch: int
     graphs: int = 0
+    states: int = 0
 
     def describe(self) -> dict[str, int]:
-        """Bytes by purpose (weights, cache, scratch, graphs), for /server_info and `doctor`."""
+        """Bytes by purpose, for /server_info and `doctor`."""
         return {
             "weights": self.weights,
             "cache": self.cache,
             "scratch": self.scratch,
             "graphs": self.graphs,
+            "states": self.states,
         }
 
     def sentence(self) -> str:
@@ -115,11 +124,13 @@ def plan_memory(
     scored = min(nodes, max(SCORED, config.max_sequences))
     scratch = nodes * needs.per_node + scored * needs.per_scored + needs.fixed
     graphs = scored * (needs.per_node + needs.per_scored) if needs.captured else 0
-    room = max(0, budget - needs.weights - scratch - graphs) // max(1, needs.per_token)
+    checkpoints = CHECKPOINTS * config.max_sequences if needs.state else 0
+    states = needs.state * (config.max_sequences + checkpoints)
+    room = max(0, budget - needs.weights - scratch - graphs - states) // max(1, needs.per_token)
     wanted = config.kv_tokens or max(context, config.max_sequences * TOKENS_PER_SEQUENCE)
     minimum = config.kv_tokens or config.context or min(context, 4 * page, 1024)
     if room < minimum:
-        raise MemoryPlanError(_refusal(needs, scratch + graphs, minimum, budget, share))
+        raise MemoryPlanError(_refusal(needs, (scratch + graphs, states), minimum, budget, share))
     tokens = room if fill and not config.kv_tokens else min(wanted, room)
     pages = ceil(tokens / page) if tokens < room else max(1, tokens // page)
     limits = ExecutorLimits(
@@ -130,13 +141,20 @@ def plan_memory(
         context=min(context, pages * page),
         vocab=needs.vocab,
         max_scored=scored,
+        checkpoints=checkpoints,
     )
-    return MemoryPlan(limits, needs.weights, pages * page * needs.per_token, scratch, graphs)
+    cache = pages * page * needs.per_token
+    return MemoryPlan(limits, needs.weights, cache, scratch, graphs, states)
 
 
-def _refusal(needs: Needs, scratch: int, tokens: int, budget: int, share: float) -> str:
+def _refusal(
+    needs: Needs, scratch: tuple[int, int], tokens: int, budget: int, share: float
+) -> str:
+    """scratch: of steps, and what recurrent states take."""
+    step, states = scratch
+    kept = f"recurrent states {human(states)} + " if states else ""
     return (
-        f"The model does not fit: weights {human(needs.weights)} + scratch {human(scratch)} + "
+        f"The model does not fit: weights {human(needs.weights)} + scratch {human(step)} + {kept}"
         f"key/value cache for {tokens:,} tokens {human(tokens * needs.per_token)} exceed the "
         f"{human(budget)} that may be used ({share:.0%} of the memory that is "
         "free now). Lower kv-tokens, context, max-sequences or chunked-prefill-size, raise "
@@ -166,6 +184,7 @@ def needs_of(arch: Architecture, weights: int, per_token: int) -> Needs:
         per_token=per_token,
         per_node=4 * ((4 + arch.expert_rows) * arch.hidden + 3 * arch.ffn + arch.latent_numbers),
         per_scored=4 * (arch.vocab // 4),
+        state=arch.state_bytes,
     )
 
 
@@ -182,7 +201,8 @@ def dense_needs(config: EngineConfig, arch: Architecture, checkpoint: object) ->
     weights = width * (arch.parameters + (embedding if twice else 0))
     if config.dtype == "float8":  # All but embedding and head is one byte a number.
         weights -= arch.parameters - embedding * (1 if arch.tied_head else 2)
-    return needs_of(arch, weights, arch.cache_layer.planes * arch.layers * arch.kv_heads * head)
+    cached = arch.cache_layer.planes * len(arch.attention_specs) * arch.kv_heads * head
+    return needs_of(arch, weights, cached)
 
 
 def few_bits_sentence(path: Path, method: Method, weights: int, kept: str | None = None) -> str:

@@ -1,5 +1,6 @@
 """The torch executor: every family, on the CPU and on CUDA devices."""
 
+import logging
 from dataclasses import replace
 from functools import partial
 
@@ -18,6 +19,10 @@ from forerun.models.prediction_layers import PredictionLayers
 from forerun.models.tensor_parallel import TensorParallel, check_divides
 from forerun.models.whole_draft import WholeDraft
 from forerun.options.config import EngineConfig
+
+log = logging.getLogger("forerun.build")
+
+NOT_CAPTURED = "a model with recurrent states is not captured into CUDA graphs yet"
 
 CHUNKS, MOST_CHUNK = ((35, 2048), (60, 4096)), 8192
 """Tokens of prompts in one step: GiB that a GPU's memory is below, and how many then; else."""
@@ -77,12 +82,23 @@ def _needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint) -> 
     if config.tp_size > 1:
         return _rank_needs(config, arch, checkpoint)
     needs = replace(dense_needs(config, arch, checkpoint), per_scored=4 * arch.vocab)
-    return _captured_needs(config, arch, needs)
+    return _captured_needs(config, arch, _state_needs(arch, needs))
+
+
+def _state_needs(arch: Architecture, needs: Needs) -> Needs:
+    """With what a draft token takes where layers have recurrent states: the numbers that its states
+    are made of, and of one layer at a time the state, as it is and twice more.
+    """
+    delta = arch.delta
+    if delta is None:
+        return needs
+    kept = 4 * arch.recurrent_layers * delta.draft_numbers
+    return replace(needs, per_scored=needs.per_scored + kept + 12 * delta.state_numbers)
 
 
 def _captured_needs(config: EngineConfig, arch: Architecture, needs: Needs) -> Needs:
     """With what captured rounds take, where there are any."""
-    if config.device == "cpu" or config.disable_cuda_graph:
+    if config.device == "cpu" or config.disable_cuda_graph or arch.delta is not None:
         return needs
     return replace(needs, fixed=8 * (config.max_sequences + 1) * arch.vocab, captured=True)
 
@@ -140,6 +156,10 @@ def _build(
         prompts=config.prefill_attention_backend,
     )
     if config.disable_cuda_graph:
+        return eager
+    if eager.states is not None:
+        if config.device != "cpu":
+            log.warning("%s; its steps are launched operation by operation.", NOT_CAPTURED)
         return eager
     # With captured rounds steps overlap where nobody says (docs/decisions/0022).
     cuda = config.device.startswith("cuda")

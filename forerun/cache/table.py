@@ -46,6 +46,15 @@ class PageTable:
         self.length = self.reserved
         return self.length
 
+    def shorten(self, length: int) -> None:
+        """Give back what was found behind the first `length` positions, which fill pages: right
+        after `start` (AssertionError).
+        """
+        assert self.length == self.reserved and length % self.page_size == 0
+        del self._chain[length // self.page_size :]
+        self.length = min(length, self.length)
+        self.rollback()
+
     def reserve(self, tokens: int) -> bool:
         """Take pages for positions length .. length+tokens-1, valid until commit or rollback.
         False, and nothing changes, when there are not enough, evictable ones included.

@@ -67,6 +67,7 @@ def facts(found: Sizing) -> dict[str, Any]:
         "fits": plan is not None,
         "scratch_bytes": plan.scratch if plan else None,
         "graph_bytes": plan.graphs if plan else None,
+        "state_bytes": plan.states if plan else None,
         "cache_bytes": plan.cache if plan else None,
         "cache_tokens": plan.limits.pages * plan.limits.page_size if plan else None,
         "sequences": plan.limits.slots if plan else None,
@@ -90,6 +91,13 @@ def sentences(found: Sizing) -> dict[str, str]:
     if not told["fits"]:
         return lines
     tokens, cache = f"{told['cache_tokens']:,} tokens", human(told["cache_bytes"])
+    if told["state_bytes"]:
+        count = told["sequences"] + found.plan.limits.checkpoints
+        lines["recurrent states"] = (
+            f"{human(told['state_bytes'])}{each}: {human(found.needs.state)} for each of "
+            f"{told['sequences']} sequences, and {count - told['sequences']} at ends of pages, "
+            "which texts that begin alike go on from"
+        )
     return lines | {
         "scratch": f"{human(told['scratch_bytes'])}{each}, of a step's activations and logits",
         "captured rounds": f"{human(told['graph_bytes'])}{each}, of what their programs write in "

@@ -21,13 +21,18 @@ class Admission:
     waiting, running  in order of arrival
     leaving  are over, but have a part in a running step
     ready    whether a sequence with a slot can take part in the next step
+    resumable  behind how many of cached tokens a sequence may go on (Executor.resumable)
     """
 
     def __init__(
-        self, limits: ExecutorLimits, features: bool, ready: Callable[[Sequence], bool]
+        self,
+        limits: ExecutorLimits,
+        features: bool,
+        ready: Callable[[Sequence], bool],
+        resumable: Callable[[Ints], int],
     ) -> None:
         self.limits, self._scored = limits, limits.scored_nodes
-        self._ready = ready
+        self._ready, self._resumable = ready, resumable
         self.index = PrefixIndex(PagePool(limits.pages), limits.page_size, lookahead=int(features))
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -87,6 +92,8 @@ class Admission:
         if sequence.reuses_prefix:
             # One token at least must run, or nothing would be there to sample from.
             table.start(sequence.tokens[: sequence.total - 1 + index.lookahead])
+            sequence.shared = table.length
+            table.shorten(self._resumable(sequence.tokens[: table.length]))
         missing = -(-(sequence.total - table.reserved) // index.page_size)
         if missing + len(self.running) > index.available:
             table.release()

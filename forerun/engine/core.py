@@ -63,7 +63,10 @@ class EngineCore:
     ) -> None:
         self.metrics = Metrics()
         features = parts.drafter.traits.needs_features
-        self.scheduler = Scheduler(parts.executor.limits, parts.policy, features, self._ready)
+        executor, policy = parts.executor, parts.policy
+        self.scheduler = Scheduler(
+            executor.limits, policy, features, self._ready, executor.resumable
+        )
         self.outputs = OutputProcessor(parts, self.scheduler, self.metrics, self._growing, ended)
         self._parts = parts
         self._grammars = parts.grammars

@@ -87,6 +87,7 @@ class Scheduler(Admission):
     for pages that a running sequence computes for both (`_awaits_pages`).
 
     ready  whether a sequence with a slot can take part in the next step
+    resumable  see Admission
     """
 
     def __init__(
@@ -95,8 +96,9 @@ class Scheduler(Admission):
         policy: Policy,
         features: bool = False,
         ready: Callable[[Sequence], bool] = lambda sequence: True,
+        resumable: Callable[[Ints], int] = len,
     ) -> None:
-        super().__init__(limits, features, ready)
+        super().__init__(limits, features, ready, resumable)
         self.policy = policy
 
     def preempt(self, sequence: Sequence) -> int:

@@ -69,6 +69,7 @@ class Sequence:
     ordinary  a step's tokens are news as they are, where each is text by itself and stops nobody
               (output.py)
     limit     tokens that it may have in the end
+    shared    tokens that filled cached pages when it took its slot
 
     A step asks all sequences at once for these, and changes them at once (`append`, `count`); so
     none of them is a property. A preempted sequence loses slot and pages, nothing more: when it
@@ -94,7 +95,7 @@ class Sequence:
         # One more than asked, because a step emits a token even where none is wanted.
         self.buffer = np.zeros(max(self.limit, self.total + 1), np.int32)
         self.buffer[: self.total] = request.prompt
-        self.reported = 0
+        self.reported = self.shared = 0
         self.cached_tokens: int | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.unsent: list[int] = []
@@ -156,7 +157,15 @@ class Sequence:
         """What an executor and a drafter must know. The sequence has a slot."""
         assert self.slot is not None
         tokens, prediction = self.tokens.copy(), self.request.prediction
-        return SlotInit(self.slot, tokens, self.prompt_len, self.sampling, prediction)
+        return SlotInit(
+            self.slot,
+            tokens,
+            self.prompt_len,
+            self.sampling,
+            prediction,
+            cached=self.table.length,
+            shared=self.shared,
+        )
 
     def drop(self, count: int) -> None:
         """The last `count` tokens are not decided after all. The sequence has no pages."""

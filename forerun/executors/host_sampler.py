@@ -81,6 +81,12 @@ class HostSampler:
         self._reports.discard(slot)
         self._echoes.discard(slot)
 
+    def text(self, slot: int) -> "array[int]":
+        """All decided tokens of an open slot's sequence; to be read only."""
+        found = self._open[slot]
+        assert found is not None
+        return found.tokens
+
     def rewind(self, slot: int, length: int) -> None:
         """Forget what was decided behind the first `length` tokens, so that a measurement can
         repeat a step. A closed slot is no error.

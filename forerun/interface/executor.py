@@ -7,6 +7,7 @@ from typing import Protocol
 from forerun.errors import EngineError
 from forerun.interface.plan import Outcome, Plan, Round, SlotInit
 from forerun.speculative.tree import NO_TREES, NodeMasks, TreeBatch
+from forerun.types import Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,8 @@ class ExecutorLimits:
     vocab         V
     max_scored    nodes in one step whose logits choose a token: one per row that samples, and its
                   draft tokens. No step has more; None: as many as nodes
+    checkpoints   recurrent states that are kept at ends of pages, beside one of each slot, of models
+                  with layers that have such; see `Executor.resumable`
     row_nodes     by rows of a step, beginning with one: nodes of one of them at most, where every
                   row takes as much as the largest; () = as many as there is room for
     """
@@ -32,6 +35,7 @@ class ExecutorLimits:
     context: int
     vocab: int
     max_scored: int | None = None
+    checkpoints: int = 0
     row_nodes: tuple[int, ...] = ()
 
     @property
@@ -104,6 +108,14 @@ class Executor(Protocol):
         outside the vocabulary.
         """
         ...
+
+    def resumable(self, tokens: Ints) -> int:
+        """How many of `tokens` int32[T], which fill pages that are cached, a sequence may go on
+        behind: all, where keys and values are what a layer keeps of a text. A recurrent state is
+        there for some beginnings only; of the longest of these the tokens, full pages of them.
+        What it says is true until the next `begin` or `finish`.
+        """
+        return len(tokens)
 
     def close(self, slot: int) -> None:
         """Forget a slot's sequence; its pages now belong to the engine alone. A closed slot is no

@@ -28,6 +28,9 @@ class SlotInit:
                 the sampler's history, which prefix-cache hits never show in a plan
     prompt_len  how many of them are the prompt: output position n = index - prompt_len
     prediction  int32[.] what the client expects behind the prompt, for drafters; often nothing
+    cached      how many of them are in pages already: what Executor.resumable said of them
+    shared      how many of them fill pages that were cached; more than `cached` where recurrent
+                states were not there for all
     """
 
     slot: int
@@ -35,6 +38,8 @@ class SlotInit:
     prompt_len: int
     sampling: Sampling
     prediction: Ints = field(default_factory=lambda: _NO_NODES)
+    cached: int = 0
+    shared: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from forerun.models.layer_spec import (
     AttentionSpec,
     Dense,
     Experts,
+    GatedDelta,
     Latent,
     LayerSpec,
     check_factor,
@@ -41,6 +42,7 @@ Family = Literal[
     "smollm3",
     "granite",
     "olmo2",
+    "qwen3_next",
 ]
 """By the name that config.json gives as model_type."""
 FAMILIES: tuple[Family, ...] = get_args(Family)
@@ -93,7 +95,8 @@ class Architecture:
     norm_eps         added to the mean square in every RMSNorm
     layer_specs      what each of the L layers is
     tied_head        the output head is the embedding
-    norm_offset      added to every stored norm weight: 1 in Gemma's own files
+    norm_offset      added to every stored norm weight of the residual stream, queries and keys: 1
+                     in the files of Gemma and Qwen3-Next
     embedding_scale  multiplies the embeddings, rounded to the activations' dtype first (Gemma)
     final_softcap    logits become final_softcap * tanh(logits / final_softcap); None leaves them
     logit_scale      multiplies the logits (Granite)
@@ -125,8 +128,11 @@ class Architecture:
         for spec in dict.fromkeys(self.layer_specs):
             spec.check(self.head_size)
         latent = self.latent
-        if len({spec.attention.latent for spec in self.layer_specs}) > 1:
+        deltas = {spec.delta for spec in self.layer_specs} - {None}
+        if len({spec.attention.latent for spec in self.layer_specs}) > 1 or len(deltas) > 1:
             raise ModelError("layers whose caches differ in shape do not run here")
+        if not self.attention_specs:
+            raise ModelError("a model without a layer of attention does not run here")
         if latent and (self.kv_heads, self.head_size) != (1, latent.rank + latent.rope):
             raise ModelError("latent attention keeps one head of rank + rope numbers")
 
@@ -141,8 +147,28 @@ class Architecture:
         return self.layer_specs[0].attention.latent
 
     @property
+    def attention_specs(self) -> tuple[AttentionSpec, ...]:
+        """Of the layers that keep keys and values, in order."""
+        return tuple(spec.attention for spec in self.layer_specs if spec.delta is None)
+
+    @property
+    def delta(self) -> GatedDelta | None:
+        """Of its recurrent layers, if there are any; the same in all of them."""
+        return next((spec.delta for spec in self.layer_specs if spec.delta), None)
+
+    @property
+    def recurrent_layers(self) -> int:
+        """How many layers keep a state in the place of keys and values."""
+        return self.layers - len(self.attention_specs)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a text's state in all recurrent layers together, which are float32."""
+        return 4 * self.recurrent_layers * (self.delta.state_numbers if self.delta else 0)
+
+    @property
     def cache_layer(self) -> CacheLayer:
-        """What each of its layers keeps of a position."""
+        """What each of its layers of attention keeps of a position."""
         latent = self.latent
         value_size = None if latent is None else latent.rank
         return CacheLayer(self.kv_heads, self.head_size, value_size)
@@ -240,6 +266,8 @@ class Architecture:
             "a GELU gate": any(s.activation == "gelu_tanh" for s in specs),
             "a clamped gate": any(s.activation == "clamped_silu" for s in specs),
             "latent attention": self.latent is not None,
+            "a gated delta net": self.delta is not None,
+            "gated attention": any(s.attention.gated for s in specs),
             "attention sinks": any(s.attention.sinks for s in specs),
             "norms over all heads at once": any(s.wide_qk_norm for s in specs),
             "scaled residuals": any(s.residual != 1.0 for s in specs),
@@ -299,7 +327,9 @@ def layer_tensors(arch: Architecture, spec: LayerSpec) -> dict[str, tuple[int, .
     """The same of one layer of `arch` that is as `spec` says; names without the layer's prefix."""
     tensors, names = _Tensors(), NORM_NAMES[spec.norms]
     tensors.norm(names.before_attention, arch.hidden)
-    if spec.attention.latent is None:
+    if spec.delta is not None:
+        _delta_tensors(tensors, arch, spec.delta)
+    elif spec.attention.latent is None:
         _heads_tensors(tensors, arch, spec)
     else:
         _latent_tensors(tensors, arch, spec, spec.attention.latent)
@@ -339,12 +369,24 @@ class _Tensors:
 
 def _heads_tensors(tensors: _Tensors, arch: Architecture, spec: LayerSpec) -> None:
     queries, keys = arch.heads * arch.head_size, arch.kv_heads * arch.head_size
-    for part, width in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+    gate = [("gate_proj", queries)] if spec.attention.gated else []
+    for part, width in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys), *gate):
         tensors.matrix(f"self_attn.{part}", width, arch.hidden, spec.qkv_bias)
     if spec.qk_norm or spec.wide_qk_norm:
         for part, width in (("q_norm", queries), ("k_norm", keys)):
             tensors.norm(f"self_attn.{part}", width if spec.wide_qk_norm else arch.head_size)
     tensors.matrix("self_attn.o_proj", arch.hidden, queries, spec.o_bias)
+
+
+def _delta_tensors(tensors: _Tensors, arch: Architecture, delta: GatedDelta) -> None:
+    keys, values, heads = delta.keys, delta.values, delta.value_heads
+    rows = {"q_proj": keys, "k_proj": keys, "v_proj": values}
+    for part, width in {**rows, "z_proj": values, "b_proj": heads, "a_proj": heads}.items():
+        tensors.matrix(f"linear_attn.{part}", width, arch.hidden)
+    tensors.found["linear_attn.conv1d.weight"] = (delta.channels, 1, delta.window)
+    tensors.found |= {"linear_attn.A_log": (heads,), "linear_attn.dt_bias": (heads,)}
+    tensors.norm("linear_attn.norm", delta.value_size)
+    tensors.matrix("linear_attn.out_proj", arch.hidden, values)
 
 
 def _latent_tensors(tensors: _Tensors, arch: Architecture, spec: LayerSpec, latent: Latent) -> None:

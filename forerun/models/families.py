@@ -28,6 +28,7 @@ class Reader:
     norm_eps    rms_norm_eps where it is absent
     tied        tie_word_embeddings where it is absent
     sizes       reads the sizes; None: as most families have them
+    centred     norms are stored without their 1
     granite     Granite's own scales of embeddings and logits
     gemma       Gemma's model-wide facts: tied by default, norms stored without their 1,
                 embeddings scaled by sqrt(H), GELU, capped logits
@@ -39,6 +40,7 @@ class Reader:
     every_head: bool = False
     gemma: bool = False
     granite: bool = False
+    centred: bool = False
     norm_eps: float = 1e-6
     tied: bool = False
     sizes: Callable[[Keys], ArchitectureSizes] | None = None
@@ -63,7 +65,7 @@ class Reader:
             norm_eps=keys.real("rms_norm_eps", self.norm_eps),
             layer_specs=self.layers(keys, sizes),
             tied_head=keys.flag("tie_word_embeddings", self.tied or self.gemma),
-            norm_offset=float(self.gemma),
+            norm_offset=float(self.gemma or self.centred),
             embedding_scale=self._embedding_scale(keys, sizes),
             final_softcap=_final_softcap(keys, family) if self.gemma else None,
             logit_scale=1 / _positive(keys, "logits_scaling") if self.granite else 1.0,
@@ -121,4 +123,5 @@ READERS: dict[Family, Reader] = {
     "smollm3": Reader("SmolLM3ForCausalLM", dense.smollm3, tied=True),
     "granite": Reader("GraniteForCausalLM", dense.granite, every_head=True, granite=True),
     "olmo2": Reader("Olmo2ForCausalLM", dense.olmo2, every_head=True, norm_eps=1e-5),
+    "qwen3_next": Reader("Qwen3NextForCausalLM", experts.qwen3_next, head_size=256, centred=True),
 }

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 from forerun.models.arch import ArchitectureSizes
 from forerun.models.family_parts import (
+    FULL,
+    LINEAR,
     Layers,
     optional_integer,
     plain_attention,
@@ -17,6 +19,7 @@ from forerun.models.layer_spec import (
     AttentionSpec,
     Dense,
     Experts,
+    GatedDelta,
     Latent,
     LayerSpec,
     Router,
@@ -62,6 +65,38 @@ def qwen3_moe(keys: Keys, sizes: ArchitectureSizes) -> Layers:
         )
         for feed_forward in _qwen_experts(keys, sizes, shared=0)
     )
+
+
+def qwen3_next(keys: Keys, sizes: ArchitectureSizes) -> Layers:
+    """Qwen3-Next: a gated delta net in three layers of four, gated attention in the fourth."""
+    biased = keys.flag("attention_bias", False)
+    delta = GatedDelta(
+        keys.integer("linear_num_key_heads", 16),
+        keys.integer("linear_num_value_heads", 32),
+        keys.integer("linear_key_head_dim", 128),
+        keys.integer("linear_value_head_dim", 128),
+        keys.integer("linear_conv_kernel_dim", 4),
+    )
+    every = keys.integer("full_attention_interval", 4)
+    if every < 1:
+        raise keys.unfit("full_attention_interval", every, "positive")
+    default = [LINEAR if (layer + 1) % every else FULL for layer in range(sizes.layers)]
+    kinds = keys.get("layer_types") or default
+    named = isinstance(kinds, list) and all(kind in (FULL, LINEAR) for kind in kinds)
+    if not named or len(kinds) != sizes.layers:
+        raise keys.unfit("layer_types", kinds, f"{sizes.layers} times {FULL} or {LINEAR}")
+    attention = replace(plain_attention(sizes), gated=True)
+    rope = rope_from(keys, sizes.context, head_size=sizes.head_size, share=0.25)
+    shared = keys.integer("shared_expert_intermediate_size", 512)
+    feed_forwards = _qwen_experts(keys, sizes, shared, normalised=True)
+    made = []
+    for kind, feed_forward in zip(kinds, feed_forwards, strict=True):
+        spec = LayerSpec(attention, rope, feed_forward)
+        if kind == LINEAR:
+            made.append(replace(spec, delta=delta))
+        else:
+            made.append(replace(spec, qk_norm=True, qkv_bias=biased, o_bias=biased))
+    return tuple(made)
 
 
 def mixtral(keys: Keys, sizes: ArchitectureSizes) -> Layers:
@@ -229,10 +264,13 @@ def gpt_oss(keys: Keys, sizes: ArchitectureSizes) -> Layers:
     )
 
 
-def _qwen_experts(keys: Keys, sizes: ArchitectureSizes, shared: int) -> list[Dense | Experts]:
+def _qwen_experts(
+    keys: Keys, sizes: ArchitectureSizes, shared: int, normalised: bool = False
+) -> list[Dense | Experts]:
     """Each layer's feed-forward: experts in every decoder_sparse_step-th that is not listed.
 
-    shared  width of the expert that every token visits; 0 = none
+    shared      width of the expert that every token visits; 0 = none
+    normalised  norm_topk_prob where it is absent
     """
     count = keys.integer("num_experts", keys.get("num_local_experts"))
     keys.require("num_local_experts", count)  # transformers 5 writes it so.
@@ -240,7 +278,7 @@ def _qwen_experts(keys: Keys, sizes: ArchitectureSizes, shared: int) -> list[Den
         count,
         keys.integer("num_experts_per_tok"),
         keys.integer("moe_intermediate_size"),
-        Router(normalised=keys.flag("norm_topk_prob", False)),
+        Router(normalised=keys.flag("norm_topk_prob", normalised)),
         shared,
         shared_gate=bool(shared),
     )

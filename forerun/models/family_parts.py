@@ -4,7 +4,7 @@ from forerun.models.arch import ArchitectureSizes
 from forerun.models.keys import Keys
 from forerun.models.layer_spec import AttentionSpec, LayerSpec
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 Layers = tuple[LayerSpec, ...]
 

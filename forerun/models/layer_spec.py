@@ -47,6 +47,7 @@ NORM_NAMES: dict[Norms, NormNames] = {
 """As transformers does: in "pre" the norm before the feed-forward is called post_attention."""
 
 _MOST_WIDTH, _MOST_EXPERTS, _MOST_WINDOW = 1 << 20, 1 << 14, 1 << 30
+_MOST_HEADS, _MOST_CONVOLVED = 4096, 64
 """Larger than any model there is; a file that asks for more is damaged or hostile."""
 
 
@@ -86,6 +87,8 @@ class AttentionSpec:
     sinks    each head has a learnt score that takes part in the softmax and carries no value
              (gpt-oss, arXiv 2508.10925, section 3.2)
     latent   its own projections and cache; None: q_proj, k_proj and v_proj, G heads of E each
+    gated    the context is multiplied by the sigmoid of a gate of A heads of E, a product of its
+             own (Qwen3-Next; arXiv 2505.06708)
     """
 
     scale: float
@@ -93,6 +96,60 @@ class AttentionSpec:
     softcap: float | None = None
     sinks: bool = False
     latent: Latent | None = None
+    gated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDelta:
+    """A gated delta net (Yang et al., arXiv 2412.06464): what stands in a layer in the place of
+    attention. Of a text it keeps no keys and values but a state, whose size does not depend on how
+    long the text is.
+
+    Queries, keys and values, `channels` numbers, each pass a causal convolution over `window`
+    tokens, channel by channel, and SiLU. Queries q and keys k, `key_heads` of `key_size` numbers,
+    are divided by their length, q by sqrt(key_size) too. Each of `value_heads`, several to a key
+    head, has values v of `value_size` numbers, gates a, b and z, and a state S [key_size,
+    value_size], zeros before the first token:
+
+        S <- exp(-exp(A) softplus(a + dt)) S
+        S <- S + k (sigmoid(b) (v - S^T k))^T
+        o  = S^T q           RMSNorm(o) SiLU(z) is what the output product reads
+
+    The state of a text is S, and what of its last window - 1 tokens goes into the convolution.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    window: int
+
+    @property
+    def keys(self) -> int:
+        """Numbers of all key heads; as many make the queries."""
+        return self.key_heads * self.key_size
+
+    @property
+    def values(self) -> int:
+        """Numbers of all value heads."""
+        return self.value_heads * self.value_size
+
+    @property
+    def channels(self) -> int:
+        """Numbers of a token that pass the convolution: queries, keys, values."""
+        return 2 * self.keys + self.values
+
+    @property
+    def state_numbers(self) -> int:
+        """Numbers of a text's state in one layer, all kept in float32."""
+        return (self.window - 1) * self.channels + self.value_heads * self.key_size * (
+            self.value_size
+        )
+
+    @property
+    def draft_numbers(self) -> int:
+        """Numbers that are kept of a draft token in one layer until it is accepted or not."""
+        return self.channels + self.keys + self.values + 2 * self.value_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +222,7 @@ class LayerSpec:
     wide_qk_norm  the same over all query heads at once, and over all key heads (OLMo 2)
     qkv_bias      q_proj, k_proj and v_proj have biases; o_bias likewise
     residual      multiplies what attention and feed-forward add to the stream (Granite)
+    delta         what stands here in the place of attention, of which nothing is said then
     """
 
     attention: AttentionSpec
@@ -177,6 +235,7 @@ class LayerSpec:
     qkv_bias: bool = False
     o_bias: bool = False
     residual: float = 1.0
+    delta: GatedDelta | None = None
 
     @property
     def active_width(self) -> int:
@@ -201,6 +260,8 @@ class LayerSpec:
             for name in ("rank", "nope", "rope", "value"):
                 found[f"latent attention's {name}"] = (getattr(latent, name), 1, _MOST_WIDTH)
             found["latent attention's query_rank"] = (latent.query_rank or 1, 1, _MOST_WIDTH)
+        if self.delta is not None:
+            found |= _bounds_of_delta(self.delta)
         for name, (value, least, most) in found.items():
             if not least <= value <= most:
                 raise ModelError(f"the model's {name} is {value}; it must be {least} to {most}")
@@ -208,6 +269,16 @@ class LayerSpec:
             check_factor(f"attention {name}", number)
         check_factor("residual multiplier", self.residual)
         self.rope.check(head_size if latent is None else latent.rope)
+
+
+def _bounds_of_delta(delta: GatedDelta) -> dict[str, tuple[int, int, int]]:
+    """As _bounds_of."""
+    heads, shared = delta.value_heads, max(delta.key_heads, 1)
+    if heads % shared:
+        raise ModelError(f"{heads} value heads of a delta net cannot share {shared} key heads")
+    bounds = {name: (getattr(delta, name), 1, _MOST_HEADS) for name in GatedDelta.__slots__}
+    bounds["window"] = (delta.window, 2, _MOST_CONVOLVED)
+    return {f"delta net's {name}": bound for name, bound in bounds.items()}
 
 
 def _bounds_of(experts: Experts) -> dict[str, tuple[int, int, int]]:

@@ -1,10 +1,11 @@
 """Where a folder keeps a layer's tensors: under other names, several in one, or in another order.
 
 `arch.layer_tensors` names what a layer has; a `StoredPart` says which stored tensor each is, or is
-a part of. Families differ in a table of names (_RENAMED) and in three layouts:
+a part of. Families differ in a table of names (_RENAMED) and in four layouts:
 
     fused        queries, keys and values are one matrix, gate and up another (Phi-3)
     stacked      all experts are one tensor, matrices [in, out], gate and up in turns (gpt-oss)
+    interleaved  rows of several parts stand head by head in one matrix (Qwen3-Next)
     rotated      in a head the rotated numbers stand first (partial rotation), or pairs stand side
                  by side (DeepSeek); here pairs stand half a head apart, over the whole head
 """
@@ -175,8 +176,12 @@ def layer_pieces(arch: Architecture, spec: LayerSpec) -> dict[str, StoredPart]:
             piece = fused(name, piece, arch, spec)
         elif arch.family == "gpt_oss":
             piece = _stacked(name, piece, spec)
+        elif arch.family == "qwen3_next":
+            piece = _interleaved(name, piece, arch, spec)
         order = order_of(name, arch, spec)
-        found[name] = piece if order is None else replace(piece, order=order)
+        if order is not None:
+            piece = replace(piece, order=order if piece.order is None else piece.order[order])
+        found[name] = piece
     return found
 
 
@@ -227,6 +232,37 @@ def _stacked(name: str, piece: StoredPart, spec: LayerSpec) -> StoredPart:
         )
     whole = count, piece.shape[1], outputs
     return replace(piece, stored=stored, whole=whole, expert=expert, transposed=True, rows=rows)
+
+
+def _interleaved(name: str, piece: StoredPart, arch: Architecture, spec: LayerSpec) -> StoredPart:
+    """Qwen3-Next's: each head's gate follows its query; of a delta net, each key head's query, key
+    and the values and gates of its value heads are one matrix, and their b and a another.
+    """
+    room, part, kind = name.split(".", 2) if name.count(".") == 2 else ("", "", "")
+    if room == "self_attn" and part in ("q_proj", "gate_proj"):
+        heads, stored = arch.heads, "q_proj"
+        widths = {"q_proj": arch.head_size, "gate_proj": arch.head_size}
+    elif room == "linear_attn" and spec.delta is not None and part.endswith("_proj"):
+        delta = spec.delta
+        heads, each = delta.key_heads, delta.value_heads // delta.key_heads
+        wide = each * delta.value_size
+        widths = {"q_proj": delta.key_size, "k_proj": delta.key_size, "v_proj": wide}
+        widths["z_proj"], stored = wide, "in_proj_qkvz"
+        if part in ("b_proj", "a_proj"):
+            widths, stored = {"b_proj": each, "a_proj": each}, "in_proj_ba"
+    else:
+        return piece
+    if part not in widths:  # out_proj
+        return piece
+    whole = sum(widths.values())
+    first = sum(list(widths.values())[: list(widths).index(part)])
+    rows = np.arange(heads)[:, None] * whole + np.arange(first, first + widths[part])
+    return replace(
+        piece,
+        stored=f"{room}.{stored}.{kind}",
+        whole=(heads * whole, *piece.shape[1:]),
+        order=rows.ravel(),
+    )
 
 
 def order_of(name: str, arch: Architecture, spec: LayerSpec) -> Order | None:

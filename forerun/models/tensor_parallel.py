@@ -161,6 +161,11 @@ def check_divides(arch: Architecture, tp: TensorParallel) -> None:
     """Raise ConfigError where a model cannot be shared by the ranks of which `tp` is one; it says
     by how many it could be.
     """
+    if arch.delta is not None and tp.size > 1:
+        raise ConfigError(
+            f"tp-size is {tp.size}, but recurrent states are not cut over ranks yet; this model "
+            "runs on one device."
+        )
     _check_experts(arch, tp)
     fault = _fault(arch, tp)
     if fault is None:

@@ -67,6 +67,14 @@ class WholeDraft:
     checkpoint: Checkpoint
     vocabulary: DraftVocabulary
 
+    def __post_init__(self) -> None:
+        """Raise ModelError for a model that cannot draft here."""
+        if self.checkpoint.architecture.delta is not None:
+            raise ModelError(
+                f"{self.name} has layers with a recurrent state, and no such model drafts here; "
+                "use --speculative-algorithm NGRAM, or a draft model of attention alone"
+            )
+
     def limited(self, token_map: Ints) -> "WholeDraft":
         """Proposing nothing but the target ids of `token_map` (FR-Spec). Raises ModelError."""
         return replace(self, vocabulary=self.vocabulary.limited(token_map))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from forerun.errors import ModelError
 from forerun.executors.torch.decoder.decoder import Decoder, apart
 from forerun.executors.torch.decoder.layers import WholeLinear, softcapped
 from forerun.executors.torch.triton.kernels import kernels_for, parts_of
@@ -41,6 +42,11 @@ class DenseTarget:
 
     def __init__(self, checkpoint: Checkpoint, device: str, dtype: torch.dtype) -> None:
         self.arch = checkpoint.architecture
+        if self.arch.delta is not None:
+            raise ModelError(
+                "no draft model is trained beside a model with recurrent states yet; what drafts "
+                "for it untrained is --speculative-algorithm NGRAM"
+            )
         self.device, self.dtype = device, dtype
         there = torch.device(device)
         kernels = kernels_for(there)

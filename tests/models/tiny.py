@@ -67,6 +67,7 @@ _CLASSES = {
     "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
     "granite": (transformers.GraniteConfig, transformers.GraniteForCausalLM),
     "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
+    "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
 }
 assert tuple(_CLASSES) == FAMILIES
 
@@ -95,6 +96,10 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layer_interval": 2},
     "granite": {"embedding_multiplier": 6.0, "attention_multiplier": 0.2}
     | {"residual_multiplier": 0.3, "logits_scaling": 2.0},
+    "qwen3_next": _EXPERTS
+    | {"shared_expert_intermediate_size": 48, "num_hidden_layers": 4}
+    | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    | {"linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_conv_kernel_dim": 4},
 }
 """What differs from the plain numbers; windows are shorter than the tests' texts."""
 
@@ -124,7 +129,7 @@ def config(family: str, rope: dict[str, Any] | None = None, **changes: Any) -> A
         ropes = {"full_attention": numbers["rope_parameters"], "sliding_attention": local}
         numbers["rope_parameters"] = ropes
     numbers |= _OF_FAMILY.get(family, {})
-    partial = changes.pop("partial", 0.5 if family == "glm4_moe" else None)
+    partial = changes.pop("partial", {"glm4_moe": 0.5, "qwen3_next": 0.25}.get(family))
     if partial is not None:
         numbers["rope_parameters"] |= {"partial_rotary_factor": partial}
     if family == "gemma3_text":
@@ -140,15 +145,22 @@ def model(family: str, seed: int = 0, **changes: Any) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         made = _made(family, settings)
-        centre = 0.0 if family.startswith("gemma") else 1.0
         with torch.no_grad():
             for name, weight in made.named_parameters():
                 spread = 0.2 if weight.dim() == 1 else 1.5 / weight.shape[-1] ** 0.5
-                weight.normal_(centre if "norm" in name else 0.0, spread)
+                weight.normal_(_centre(family, name), spread)
             for name, buffer in made.named_buffers():
                 if name.endswith("e_score_correction_bias"):
                     buffer.normal_(0.0, 0.3)
     return made
+
+
+def _centre(family: str, name: str) -> float:
+    """Of random weights: norms that do nothing, and states that are remembered for a while."""
+    if name.endswith("A_log"):
+        return -3.0
+    stored = family.startswith("gemma") or family == "qwen3_next"
+    return float("norm" in name and (not stored or "linear_attn" in name))
 
 
 def _made(family: str, settings: Any) -> Any:
@@ -168,6 +180,8 @@ def weights(hf: Any) -> dict[str, np.ndarray]:
         own = name.replace("shared_experts", "shared_expert").replace("mlp.router", "mlp.gate")
         if ".mlp.experts." in own:
             found |= _experts(own, array, hf.config)
+        elif hf.config.model_type == "qwen3_next" and own.split(".")[-2] in _NEXT:
+            found |= _of_next(own, array, hf.config)
         elif "qkv_proj" in own or "mlp.gate_up_proj" in own:
             found |= _parts(own, array, hf.config)
         else:
@@ -203,6 +217,32 @@ def _parts(name: str, array: np.ndarray, settings: Any) -> dict[str, np.ndarray]
     return {name: _half_split(name, matrix, settings) for name, matrix in split.items()}
 
 
+_NEXT = ("q_proj", "in_proj_qkvz", "in_proj_ba")
+
+
+def _of_next(name: str, array: np.ndarray, settings: Any) -> dict[str, np.ndarray]:
+    """Qwen3-Next's matrices whose rows are of several parts, head by head."""
+    prefix, kind, end = name.rsplit(".", 2)
+    heads, each = settings.linear_num_key_heads, 1
+    if kind == "q_proj":
+        heads, names = settings.num_attention_heads, ["q_proj", "gate_proj"]
+        widths = [settings.head_dim] * 2
+    else:
+        each = settings.linear_num_value_heads // heads
+        names, widths = ["b_proj", "a_proj"], [each] * 2
+    if kind == "in_proj_qkvz":
+        names = ["q_proj", "k_proj", "v_proj", "z_proj"]
+        value = each * settings.linear_value_head_dim
+        widths = [settings.linear_key_head_dim] * 2 + [value] * 2
+    whole = array.reshape(heads, sum(widths), *array.shape[1:])
+    parts = np.split(whole, np.cumsum(widths)[:-1], 1)
+    found = {}
+    for part, rows in zip(names, parts, strict=True):
+        own = f"{prefix}.{part}.{end}"
+        found[own] = _half_split(own, rows.reshape(-1, *array.shape[1:]), settings)
+    return found
+
+
 def _half_split(name: str, array: np.ndarray, settings: Any) -> np.ndarray:
     """Rotated numbers where rope.py has them: half a head apart, over the whole head."""
     kind = name.split(".")[-2]
@@ -210,6 +250,13 @@ def _half_split(name: str, array: np.ndarray, settings: Any) -> np.ndarray:
     if partial and kind in ("q_proj", "k_proj", "q_norm", "k_norm"):
         each = array.reshape(-1, 4, settings.head_dim // 4, *array.shape[1:])
         return each[:, [0, 2, 1, 3]].reshape(array.shape)
+    turned = ("q_proj", "k_proj", "q_norm", "k_norm")
+    if settings.model_type == "qwen3_next" and ".self_attn." in name and kind in turned:
+        rotated, size = settings.head_dim // 8, settings.head_dim // 2  # A quarter of a head.
+        each = array.reshape(-1, settings.head_dim, *array.shape[1:])
+        one, two, rest = np.split(each, [rotated, 2 * rotated], 1)
+        parts = [one, rest[:, : size - rotated], two, rest[:, size - rotated :]]
+        return np.concatenate(parts, 1).reshape(array.shape)
     if settings.model_type not in DEEPSEEKS:
         return array
     heads = {"q_b_proj": settings.num_attention_heads, "q_proj": settings.num_attention_heads}

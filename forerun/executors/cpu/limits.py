@@ -8,7 +8,12 @@ def refusal(arch: Architecture) -> str | None:
     """Why the compiled core cannot run this model, as one clause for an error message; None where
     it can.
     """
-    size = arch.head_size
+    size, specs = arch.head_size, arch.layer_specs
+    if arch.delta is not None or any(spec.attention.gated for spec in specs):
+        return (
+            f"the CPU core cannot run this {arch.family} model, which needs a gated delta net, "
+            "whose state is recurrent, and gated attention"
+        )
     if size % 8:
         return f"the CPU core needs a head size that is a multiple of 8, not {size}"
     if arch.latent is not None and arch.latent.rank % 8:

@@ -50,10 +50,18 @@ class TorchExecutor(ModelRunner, Executor):
     def open(self, slot_init: SlotInit) -> None:
         """Bind a sequence to its slot."""
         self.sampler.open(slot_init)
+        if self.states is not None:
+            self.states.open(slot_init)
+
+    def resumable(self, tokens: Ints) -> int:
+        """How many cached tokens a sequence may go on behind."""
+        return len(tokens) if self.states is None else self.states.book.resumable(tokens)
 
     def close(self, slot: int) -> None:
         """Forget a slot's sequence."""
         self.sampler.close(slot)
+        if self.states is not None:
+            self.states.book.close(slot)
 
     def draft_with(self, model: object) -> None:
         """No step drafts here: every pass of the model is asked for."""
@@ -64,7 +72,17 @@ class TorchExecutor(ModelRunner, Executor):
         """Score every node of every tree in one forward pass. Writes scratch. No draft request is
         answered: every pass is asked for.
         """
-        return self.run(plan, trees, self.nodes_of(plan, trees), masks)
+        nodes = self.nodes_of(plan, trees)
+        if self.states is None:
+            return self.run(plan, trees, nodes, masks)
+        step = self.states.begin(plan, trees, self.sampler.text)
+        try:
+            round = self.run(plan, trees, nodes, masks, step)
+        except BaseException:
+            self.states.failed(step)
+            raise
+        self.states.known(step)
+        return round
 
     def nodes_of(self, plan: Plan, trees: TreeBatch) -> StepNodes:
         """What is wanted of which nodes of a step. Raises EngineError where there are too many."""
@@ -104,6 +122,8 @@ class TorchExecutor(ModelRunner, Executor):
             row = np.searchsorted(trees.start, nodes, side="right") - 1
             position = positions(trees, plan.kv_len)[nodes]
             self.move(round.places[nodes], cache.slots_of(plan.page_table, row, position))
+            if self.states is not None and round.states is not None:
+                self.states.accept(round.states, outcome, self.sampler.text)
         return outcome
 
     def _chosen(self, round: TorchRound) -> Ints:

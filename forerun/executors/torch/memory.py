@@ -18,8 +18,8 @@ DTYPES = {
 
 
 def kv_shape(arch: Architecture) -> KvShape:
-    """Shape of the key/value cache of `arch`: L layers of its `cache_layer`."""
-    return KvShape(arch.layers, arch.cache_layer)
+    """Shape of the key/value cache of `arch`: of each of its layers that attend a `cache_layer`."""
+    return KvShape(len(arch.attention_specs), arch.cache_layer)
 
 
 def planned_bytes(

@@ -19,11 +19,12 @@ from forerun.executors.torch.attention.geometry import tile_heads
 from forerun.executors.torch.attention.kv import PagedCache, Slots
 from forerun.executors.torch.attention.plan_geometry import StepNodes, geometry_of
 from forerun.executors.torch.attention.prompt_attention import PromptAttention, prompt_rows, takes
-from forerun.executors.torch.decoder.decoder import Attend, Decoder, apart
+from forerun.executors.torch.attention.states import States, StateStep
+from forerun.executors.torch.decoder.decoder import Attend, Decoder, Mixed, apart
+from forerun.executors.torch.decoder.delta import DeltaInputs
 from forerun.executors.torch.decoder.float8 import FLOAT8, Float8Linear, Rows
 from forerun.executors.torch.decoder.layers import (
     PLAIN,
-    AnyHeads,
     Linear,
     compiled,
     padded_rows,
@@ -55,6 +56,7 @@ class TorchRound(Round):
     told      [m,H] residual streams of the m nodes that only log-probabilities are wanted of, and
     told_of   int32[M] a flat node's row there; -1 = it has none
     features  of the nodes, where they were requested
+    states    the step's way through recurrent states, where the model has any
     """
 
     logits: Tensor = field(kw_only=True)
@@ -64,6 +66,7 @@ class TorchRound(Round):
     told: Tensor = field(kw_only=True)
     told_of: Ints = field(kw_only=True)
     features: TorchFeatures | None = None
+    states: StateStep | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,7 @@ class ModelRunner:
     of rows and their last bits may depend on the batch; `describe()` says which it is.
 
     kernels  ours, where the device has any
+    states   of the layers whose state is recurrent; None: there are none
     group    the ranks that have the other parts of the model, where `checkpoint` is a part of one
 
     Raises ConfigError for an unknown dtype or device or limits that are not the model's,
@@ -112,6 +116,8 @@ class ModelRunner:
         pages = KV_DTYPES[options.kv_dtype] or self.dtype
         self._bytes = planned_bytes(arch, limits, self.device, options.dtype)
         self._bytes["cache"] = kv_shape(arch).bytes(limits, pages)
+        if arch.delta is not None:
+            self._bytes["states"] = States.bytes(arch, limits)
         check_fits(self._bytes, self.device)
         self._aux_layers: tuple[int, ...] = ()
         self.ring = FeatureRing(0, 0, self.dtype, self.device)
@@ -134,6 +140,7 @@ class ModelRunner:
             group=group,
         )
         self._cache: PagedCache | None = PagedCache(kv_shape(arch), limits, self.device, pages)
+        self.states = None if arch.delta is None else States(arch, limits, self.device)
 
     @property
     def decoder(self) -> Decoder:
@@ -167,15 +174,23 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(
-        self, plan: Plan, trees: TreeBatch, nodes: StepNodes, masks: NodeMasks | None = None
+        self,
+        plan: Plan,
+        trees: TreeBatch,
+        nodes: StepNodes,
+        masks: NodeMasks | None = None,
+        step: StateStep | None = None,
     ) -> TorchRound:
-        """One forward pass. Of the plan nothing is read but kv_len, samples and page_table."""
+        """One forward pass. Of the plan nothing is read but kv_len, samples and page_table.
+
+        step  its way through `states`, where there are any
+        """
         decoder, count, places = self.decoder, len(trees.tokens), nodes.places
         # Our kernels know no padding; the bits are the batch's affair where they run.
         rows = padded_rows(count, () if self.kernels else decoder.row_sizes)
         tokens = self._padded(trees.tokens, rows)
         rotary = decoder.rotary(self._padded(positions(trees, plan.kv_len), rows))
-        attend = self._attention(plan, trees, places)
+        attend = self._through_states(self._attention(plan, trees, places), step)
         last, streams = decoder.forward(tokens, rotary, attend, self._aux_layers)
         features = None
         if streams:
@@ -192,12 +207,26 @@ class ModelRunner:
             told=last[self._padded(nodes.told, len(nodes.told))],
             told_of=_numbered(nodes.told, count),
             features=features,
+            states=step,
         )
+
+    def _through_states(self, attend: Attend, step: StateStep | None) -> Attend:
+        """What attends, and runs a step's recurrent layers."""
+        if step is None or self.states is None:
+            return attend
+        states, pass_on = self.states, step
+
+        def mixed(layer: int, heads: Mixed) -> Rows:
+            if isinstance(heads, DeltaInputs):
+                return states.layer(pass_on, layer, heads)
+            return attend(layer, heads)
+
+        return mixed
 
     def _attention(self, plan: Plan, trees: TreeBatch, places: Slots) -> Attend:
         """Of one step: writes a layer's keys and values into `places`, then attends."""
         kernels, cache, arch = self.kernels, self.cache, self.decoder.arch
-        count, specs = len(trees.tokens), [spec.attention for spec in arch.layer_specs]
+        count, specs = len(trees.tokens), arch.attention_specs
         if kernels is not None:
             gqa_group = tile_heads(arch.heads // arch.kv_heads, arch.head_size)
             geometry = geometry_of(plan, trees, places, cache, gqa_group, self.device)
@@ -207,7 +236,8 @@ class ModelRunner:
                     kernels.attend, kernels.varlen, geometry, plan, trees, cache
                 )
 
-            def launched(layer: int, heads: AnyHeads) -> Rows:
+            def launched(layer: int, heads: Mixed) -> Rows:
+                assert not isinstance(heads, DeltaInputs)
                 held, spec = cache.of_layer(layer), specs[layer]
                 queries = kernels.enter(heads, held, geometry.slots)
                 if prompts is not None and takes(spec):
@@ -285,7 +315,7 @@ class ModelRunner:
 
     def shutdown(self) -> None:
         """Release memory. Idempotent."""
-        self._decoder = self._cache = None
+        self._decoder = self._cache = self.states = None
 
     def _padded(self, values: Ints, rows: int) -> Tensor:
         """int64[rows] on the device: values, then zeros."""

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
+from forerun.executors.torch.decoder.delta import DeltaInputs
 from forerun.executors.torch.decoder.experts import Mixture
 from forerun.executors.torch.decoder.float8 import Rows
 from forerun.executors.torch.decoder.layers import (
@@ -35,9 +36,13 @@ from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.layer_spec import NORM_NAMES, Dense, LayerSpec
 
-Attend = Callable[[int, AnyHeads], Rows]
-"""(layer, its heads) -> context [M,A,E]; where Heads.float8 allows it, as float8 rows [M,A*E]. Of
-latent heads [M,A,rank].
+Mixed = AnyHeads | DeltaInputs
+"""What a layer makes of its input to look at other tokens with."""
+
+Attend = Callable[[int, Mixed], Rows]
+"""(number, its heads) -> context [M,A,E]; where Heads.float8 allows it, as float8 rows [M,A*E]. Of
+latent heads [M,A,rank], of a delta net's inputs float32[M,Hv,Dv]. Layers that keep keys and values
+are counted from 0, those that keep a state by themselves.
 """
 
 AttendApart = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -45,8 +50,16 @@ AttendApart = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 def apart(attend: AttendApart) -> Attend:
-    """For a decoder: what attends to queries, keys and values that are rotated."""
-    return lambda layer, heads: attend(layer, *heads.turned(), heads.sinks)
+    """For a decoder without recurrent layers: what attends to queries, keys and values that are
+    rotated. Raises TypeError for a delta net's inputs.
+    """
+
+    def of_layer(layer: int, heads: Mixed) -> Rows:
+        if isinstance(heads, DeltaInputs):
+            raise TypeError("a layer with a recurrent state reached what only attends")
+        return attend(layer, *heads.turned(), heads.sinks)
+
+    return of_layer
 
 
 class Block:
@@ -66,7 +79,9 @@ class Block:
     ) -> None:
         prefix, names = f"model.layers.{layer}", NORM_NAMES[spec.norms]
         self._sum = self._sum_fed = group.sum if group else alone
-        self._layer, self._spec, self._arch, self._parts = layer, spec, arch, parts
+        alike = [each.delta is None for each in arch.layer_specs[:layer]]
+        self._layer = alike.count(spec.delta is None)
+        self._spec, self._arch, self._parts = spec, arch, parts
 
         def norm(name: str | None) -> Tensor | None:
             return None if name is None else weights.norm(f"{prefix}.{name}.weight")
@@ -75,7 +90,7 @@ class Block:
         self._after_attention = norm(names.after_attention)
         self._before_feed_forward = norm(names.before_feed_forward)
         self._after_feed_forward = norm(names.after_feed_forward)
-        self._attention = projections(weights, f"{prefix}.self_attn", spec, arch, parts)
+        self._attention = projections(weights, prefix, spec, arch, parts)
         self._float8 = self._attention.float8
         gate, mlp = parts.gate_for(spec.activation, self._float8), f"{prefix}.mlp"
         self._feed_forward: FeedForward | Mixture
@@ -104,8 +119,9 @@ class Block:
 
         sizes  row counts that experts' products may be run at; empty = any
         """
-        context = attend(self._layer, self._attention.heads(normed, rotary))
-        attended = self._sum(self._attention.out(context))
+        heads = self._attention.heads(normed, rotary)
+        context = attend(self._layer, heads)
+        attended = self._sum(self._attention.out(context, heads.gate))
         attended = self._added(attended, self._after_attention)
         # A mixture's router is never in float8.
         float8 = self._float8 and isinstance(self._feed_forward, FeedForward)

@@ -170,6 +170,7 @@ class LatentHeads:
     parts: Elementwise
     float8: bool = False
     sinks: Tensor | None = None
+    gate: None = None
 
     def turned(self) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [M,A,E], keys [M,1,E] and values [M,1,rank], E = rank + rope."""
@@ -190,6 +191,7 @@ class Heads:
     rotary          of the positions of the M nodes
     float8          the context may be given as float8 rows [M,A*E], which is what reads it
     sinks           float32[A] a score of each query head that carries no value; None = none
+    gate            [M,A*E] whose sigmoid the context is multiplied by; None = nothing
     """
 
     qkv: Tensor
@@ -201,6 +203,7 @@ class Heads:
     parts: Elementwise
     float8: bool = False
     sinks: Tensor | None = None
+    gate: Tensor | None = None
 
     def turned(self) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [M,A,E], keys and values [M,G,E], normed and rotated: the slow twin of
@@ -215,6 +218,11 @@ class Heads:
 
 AnyHeads = Heads | LatentHeads
 """Of a layer, whatever its attention is."""
+
+
+def opened(x: Tensor, gate: Tensor) -> Tensor:
+    """sigmoid(gate) * x, in float32; dtype of `x`."""
+    return (x / (1 + torch.exp(-gate.float()))).to(x.dtype)
 
 
 def compiled(parts: Elementwise) -> Elementwise:

@@ -5,6 +5,7 @@ for each kind of attention (layer_spec.AttentionSpec).
 import torch
 from torch import Tensor
 
+from forerun.executors.torch.decoder.delta import DeltaProjections
 from forerun.executors.torch.decoder.float8 import Float8Linear, Float8Rows, Rows
 from forerun.executors.torch.decoder.layers import (
     Elementwise,
@@ -13,6 +14,7 @@ from forerun.executors.torch.decoder.layers import (
     Linear,
     Product,
     Rotary,
+    opened,
     plain,
 )
 from forerun.executors.torch.decoder.weights import Weights
@@ -21,7 +23,7 @@ from forerun.models.layer_spec import Latent, LayerSpec
 
 
 class HeadsProjections:
-    """q_proj, k_proj, v_proj and o_proj."""
+    """q_proj, k_proj, v_proj and o_proj, and gate_proj where attention is gated."""
 
     def __init__(
         self, weights: Weights, prefix: str, spec: LayerSpec, arch: Architecture, parts: Elementwise
@@ -32,13 +34,16 @@ class HeadsProjections:
         self._k_norm = weights.norm(f"{prefix}.k_norm.weight") if normed else None
         self._qkv = weights.block_linear(*(f"{prefix}.{part}_proj" for part in "qkv"))
         self._out = weights.block_linear(f"{prefix}.o_proj")
+        self._gate: Product | None = None
+        if spec.attention.gated:
+            self._gate = weights.block_linear(f"{prefix}.gate_proj")
         self._sinks = weights.vector(f"{prefix}.sinks") if spec.attention.sinks else None
         self.float8 = isinstance(self._out, Float8Linear)
 
     @property
     def linears(self) -> tuple[Product, ...]:
         """Its matrix products."""
-        return self._qkv, self._out
+        return self._qkv, self._out, *([] if self._gate is None else [self._gate])
 
     def heads(self, x: Rows, rotary: Rotary) -> Heads:
         """Of rows [M,H] at the positions of `rotary`."""
@@ -49,7 +54,8 @@ class HeadsProjections:
         each = qkv.view(len(qkv), -1, arch.head_size)
         return Heads(
             *(each, arch.kv_heads, q_norm, k_norm, arch.norm_eps, rotary, self._parts),
-            *(self.float8, self._sinks),
+            *(self.float8 and self._gate is None, self._sinks),
+            None if self._gate is None else self._gate(x),
         )
 
     def _normed(self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> Tensor:
@@ -59,9 +65,12 @@ class HeadsProjections:
         q, k, v = qkv.split([arch.heads * arch.head_size, keys, keys], -1)
         return torch.cat([norm(q, q_norm, arch.norm_eps), norm(k, k_norm, arch.norm_eps), v], -1)
 
-    def out(self, context: Rows) -> Tensor:
-        """[M,H] of context [M,A,E]."""
-        return self._out(context if isinstance(context, Float8Rows) else context.flatten(1))
+    def out(self, context: Rows, gate: Tensor | None) -> Tensor:
+        """[M,H] of context [M,A,E]; gate: of the same heads."""
+        if isinstance(context, Float8Rows):
+            return self._out(context)
+        rows = context.flatten(1)
+        return self._out(rows if gate is None else opened(rows, gate))
 
 
 class LatentProjections:
@@ -118,12 +127,12 @@ class LatentProjections:
         pair = self._into(unrotated), rotated
         return LatentHeads(pair, (latent, key), rotary, self._parts, sinks=self._sinks)
 
-    def out(self, context: Rows) -> Tensor:
+    def out(self, context: Rows, gate: None) -> Tensor:
         """[M,H] of context [M,A,rank]."""
         return self._out(self._out_of(plain(context)).flatten(1))
 
 
-Projections = HeadsProjections | LatentProjections
+Projections = HeadsProjections | LatentProjections | DeltaProjections
 
 
 class EachHead:
@@ -150,7 +159,9 @@ def projections(
     weights: Weights, prefix: str, spec: LayerSpec, arch: Architecture, parts: Elementwise
 ) -> Projections:
     """Of the layer that `spec` describes; its tensors begin with `prefix`."""
-    latent = spec.attention.latent
+    if spec.delta is not None:
+        return DeltaProjections(weights, f"{prefix}.linear_attn", spec.delta, arch, parts)
+    latent, prefix = spec.attention.latent, f"{prefix}.self_attn"
     if latent is None:
         return HeadsProjections(weights, prefix, spec, arch, parts)
     return LatentProjections(weights, prefix, spec, latent, arch, parts)

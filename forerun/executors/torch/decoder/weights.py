@@ -86,6 +86,10 @@ class Weights:
         """float32 whatever the dtype, or None where the model has no such tensor."""
         return self._load(name).float() if name in self._names else None
 
+    def required(self, name: str) -> Tensor:
+        """The tensor as float32, without the offset of norms."""
+        return self._load(name).float()
+
     def norm(self, name: str) -> Tensor:
         """What a norm multiplies by, float32[W]: the vector `name`, and the model's offset."""
         stored = self._load(name).float()

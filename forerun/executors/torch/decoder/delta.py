@@ -1,0 +1,179 @@
+"""A gated delta net (layer_spec.GatedDelta) in torch: what it makes of a layer's input, and how a
+state becomes the next one.
+
+No number's bits depend on its company: what is not a matrix product is done number by number, and
+sums are taken in an order that is written down (`summed`), so that a state advanced alone, in a
+batch, over a prompt or once more over accepted draft tokens has the same bits.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forerun.executors.torch.decoder.float8 import Float8Linear, Rows
+from forerun.executors.torch.decoder.layers import Elementwise, Product
+from forerun.executors.torch.decoder.weights import Weights
+from forerun.models.arch import Architecture
+from forerun.models.layer_spec import GatedDelta
+
+_LEAST = 1e-6
+"""Keeps the length of a query or a key from zero; the published model's."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaInputs:
+    """What a delta net makes of nodes [M] before their states are known; all float32 but `gate`.
+
+    mixed   [M,C] queries, keys and values that the convolution reads
+    decay   [M,Hv] what a node multiplies its state by
+    beta    [M,Hv] how much of what its key finds is replaced
+    gate    [M,Hv,Dv] z
+    kernel  [C,W] of the convolution
+    """
+
+    about: GatedDelta
+    mixed: Tensor
+    decay: Tensor
+    beta: Tensor
+    gate: Tensor
+    kernel: Tensor
+
+
+class DeltaProjections:
+    """The matrix products of a delta net, and its gated norm."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        prefix: str,
+        about: GatedDelta,
+        arch: Architecture,
+        parts: Elementwise,
+    ) -> None:
+        self._about, self._arch, self._parts = about, arch, parts
+        self._into = weights.block_linear(*(f"{prefix}.{part}_proj" for part in "qkvz"))
+        self._gates = weights.linear(*(f"{prefix}.{part}_proj" for part in "ba"))
+        self._out = weights.block_linear(f"{prefix}.out_proj")
+        kernel, rate, step, norm = (
+            weights.required(f"{prefix}.{name}")
+            for name in ("conv1d.weight", "A_log", "dt_bias", "norm.weight")
+        )
+        self._kernel, self._rate, self._step = kernel[:, 0].contiguous(), -torch.exp(rate), step
+        self._norm = norm
+        # The gates are never in float8, and what they read is not either then.
+        self.float8 = False
+
+    @property
+    def linears(self) -> tuple[Product, ...]:
+        """Its matrix products."""
+        return self._into, self._gates, self._out
+
+    def heads(self, x: Rows, rotary: object) -> DeltaInputs:
+        """Of rows [M,H]; positions do not matter."""
+        about = self._about
+        mixed, gate = self._into(x).split([about.channels, about.values], -1)
+        beta, step = self._gates(x).float().chunk(2, -1)
+        return DeltaInputs(
+            about,
+            mixed.float(),
+            torch.exp(self._rate * softplus(step + self._step)),
+            1 / (1 + torch.exp(-beta)),
+            gate.unflatten(-1, (about.value_heads, about.value_size)),
+            self._kernel,
+        )
+
+    def out(self, found: Rows, gate: Tensor) -> Tensor:
+        """[M,H] of what was read of the states, float32[M,Hv,Dv], and z [M,Hv,Dv]."""
+        assert isinstance(found, Tensor)
+        rows, wide = found.to(gate.dtype).flatten(0, 1), gate.float()
+        normed = self._parts.norm(rows, self._norm, self._arch.norm_eps).view(gate.shape)
+        opened = normed.float() * (wide / (1 + torch.exp(-wide)))
+        return self._out(opened.to(gate.dtype).flatten(1))
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)), without overflow."""
+    return x.clamp_min(0) + torch.log1p(torch.exp(-x.abs()))
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What states are advanced by and read with, of some nodes: float32.
+
+    queries, keys  [n,Hk,Dk]
+    values         [n,Hv,Dv]
+    decay, beta    [n,Hv]
+    """
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    decay: Tensor
+    beta: Tensor
+
+    def ordered(self, order: Tensor) -> "Tokens":
+        """Those of the nodes `order` int64[n], in that order."""
+        parts = (self.queries, self.keys, self.values, self.decay, self.beta)
+        return Tokens(*(part.index_select(0, order) for part in parts))
+
+    def part(self, begin: int, end: int) -> "Tokens":
+        """Those from `begin` to `end`; views."""
+        parts = (self.queries, self.keys, self.values, self.decay, self.beta)
+        return Tokens(*(part[begin:end] for part in parts))
+
+
+def convolved(inputs: DeltaInputs, rows: Tensor, past: Tensor) -> Tokens:
+    """The tokens of nodes [M]: after the convolution.
+
+    rows  float32[R,C] what it reads of them and of what stands before them
+    past  int64[M,W] the rows of each node's last W tokens, its own last
+    """
+    about, mixed = inputs.about, rows.new_zeros(len(past), rows.shape[1])
+    for place in range(about.window):
+        mixed = mixed + rows.index_select(0, past[:, place]) * inputs.kernel[:, place]
+    mixed = mixed / (1 + torch.exp(-mixed))
+    queries, keys, values = mixed.split([about.keys, about.keys, about.values], -1)
+    shape = (about.key_heads, about.key_size)
+    return Tokens(
+        _of_unit_length(queries.unflatten(-1, shape)) * about.key_size**-0.5,
+        _of_unit_length(keys.unflatten(-1, shape)),
+        values.unflatten(-1, (about.value_heads, about.value_size)),
+        inputs.decay[: len(past)],
+        inputs.beta[: len(past)],
+    )
+
+
+def _of_unit_length(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(summed((x * x).unsqueeze(-1)) + _LEAST)
+
+
+def advance(states: Tensor, tokens: Tokens) -> None:
+    """One token more, in place: `states` float32[n,Hv,Dk,Dv], of n tokens."""
+    keys = _each_value_head(tokens.keys, states).unsqueeze(-1)
+    states *= tokens.decay[..., None, None]
+    change = (tokens.values - summed(states * keys)) * tokens.beta.unsqueeze(-1)
+    states += keys * change.unsqueeze(-2)
+
+
+def read(states: Tensor, tokens: Tokens) -> Tensor:
+    """float32[n,Hv,Dv]: what the queries of n tokens find in their states."""
+    return summed(states * _each_value_head(tokens.queries, states).unsqueeze(-1))
+
+
+def _each_value_head(x: Tensor, states: Tensor) -> Tensor:
+    """[n,Hv,Dk] of key heads [n,Hk,Dk]: several value heads, that follow each other, share one."""
+    return x.repeat_interleave(states.shape[1] // x.shape[1], 1)
+
+
+def summed(x: Tensor) -> Tensor:
+    """[...,D] of [...,n,D]: halves are added to each other until one row is left. A sum of the
+    library adds in an order that depends on the shape of the whole.
+    """
+    while (rows := x.shape[-2]) > 1:
+        half = rows // 2
+        rest = x[..., 2 * half :, :]
+        x = x[..., :half, :] + x[..., half : 2 * half, :]
+        if rows % 2:
+            x = torch.cat([x, rest], -2)
+    return x[..., 0, :]
