@@ -178,15 +178,13 @@ def _attention_ms(executor: Executor, seconds: float) -> float:
     if executor.capabilities.unwritten:
         cached = min(UNWRITTEN, room)
     else:
-        cached, chunk_size = min(CACHED, max(CACHED // 4, int(SECONDS / seconds)), room), room
-        if limits.checkpoints:  # A state is kept at ends of pages only.
-            size = limits.page_size
-            cached, chunk_size = (count // size * size for count in (cached, limits.max_nodes))
-            if not (cached and chunk_size):
-                return 0.0
-        chunk_size = min(chunk_size, limits.max_nodes)
-        for start in range(0, cached, chunk_size):
-            chunk = np.arange(start, min(start + chunk_size, cached), dtype=np.int32)
+        cached, most = min(CACHED, max(CACHED // 4, int(SECONDS / seconds)), room), limits.max_nodes
+        if limits.checkpoints:  # Recurrent states are there at ends of pages alone.
+            cached, most = (count - count % limits.page_size for count in (cached, most))
+        if not (cached and most):
+            return 0.0
+        for start in range(0, cached, most):
+            chunk = np.arange(start, min(start + most, cached), dtype=np.int32)
             _time_step(executor, _Step(limits, np.zeros_like(chunk)[None], 0, start, samples=False))
     nodes = min(PER_ROW, limits.scored_nodes)
     chain = np.arange(nodes, dtype=np.int32)[None]

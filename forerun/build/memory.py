@@ -147,9 +147,7 @@ def plan_memory(
     return MemoryPlan(limits, needs.weights, cache, scratch, graphs, states)
 
 
-def _refusal(
-    needs: Needs, scratch: tuple[int, int], tokens: int, budget: int, share: float
-) -> str:
+def _refusal(needs: Needs, scratch: tuple[int, int], tokens: int, budget: int, share: float) -> str:
     """scratch: of steps, and what recurrent states take."""
     step, states = scratch
     kept = f"recurrent states {human(states)} + " if states else ""

@@ -22,8 +22,8 @@ class ExecutorLimits:
     vocab         V
     max_scored    nodes in one step whose logits choose a token: one per row that samples, and its
                   draft tokens. No step has more; None: as many as nodes
-    checkpoints   recurrent states that are kept at ends of pages, beside one of each slot, of models
-                  with layers that have such; see `Executor.resumable`
+    checkpoints   recurrent states that are kept at ends of pages, beside one of each slot, of a
+                  model that has such; see `Executor.resumable`
     row_nodes     by rows of a step, beginning with one: nodes of one of them at most, where every
                   row takes as much as the largest; () = as many as there is room for
     """

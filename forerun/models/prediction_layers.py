@@ -81,7 +81,7 @@ class PredictionLayers:
 
     @property
     def architecture(self) -> Architecture:
-        """K layers, as the target's last."""
+        """K layers, as the target's last that attends."""
         return several(self.target.architecture, self.count)
 
     def own(self, layer: int, part: str) -> str:

@@ -103,8 +103,9 @@ def _belongs(name: str, files: Files, arch: Architecture) -> bool:
 
 
 def several(arch: Architecture, count: int) -> Architecture:
-    """The model with `count` layers, all as its last."""
-    return replace(arch, layer_specs=arch.layer_specs[-1:] * count)
+    """The model with `count` layers, all as its last that attends."""
+    attends = [spec for spec in arch.layer_specs if spec.delta is None]
+    return replace(arch, layer_specs=tuple(attends[-1:] * count))
 
 
 def own_name(layer: int, part: str) -> str:

@@ -139,9 +139,11 @@ def other_vocabulary(hf, folder, ids):
 # --- prediction layers -------------------------------------------------------------------------
 
 
-def prediction(hf, layers, folder, naming, depth=3, zeroed=False, raw=False, options=None):
+def prediction(
+    hf, layers, folder, naming, depth=3, zeroed=False, raw=False, options=None, centred=False
+):
     """zeroed, raw: as `dense` has them, and never near it where they are the other way round.
-    naming: "GGUF" makes a file.
+    naming: "GGUF" makes a file. centred: files have the layers' own norms without their 1.
     """
 
     def read(zeroed, raw):
@@ -151,10 +153,13 @@ def prediction(hf, layers, folder, naming, depth=3, zeroed=False, raw=False, opt
 
         return reference
 
+    stored = layers
+    if centred:
+        stored = [(made, *(norm - 1 for norm in norms), fuse) for made, *norms, fuse in layers]
     model = (
-        in_gguf(hf, layers, folder.with_suffix(".gguf"))
+        in_gguf(hf, stored, folder.with_suffix(".gguf"))
         if naming == "GGUF"
-        else with_layers(hf, layers, folder, naming)
+        else with_layers(hf, stored, folder, naming)
     )
     others = (read(not zeroed, raw),) * zeroed + (read(zeroed, not raw),) * (raw or zeroed)
     return Kind("NEXTN", model, None, depth, read(zeroed, raw), others, options or {})
@@ -187,10 +192,13 @@ def family_layer(kinds, which, file=False):
     made = type(hf.model.layers[-1])(hf.config, hf.config.num_hidden_layers - 1)
     with torch.no_grad():
         for name, weight in [*made.named_parameters(), *made.named_buffers()]:
-            weight.normal_(1.0 if "norm" in name else 0.0, 0.2 if weight.dim() == 1 else 0.15)
+            centre = float("norm" in name and family != "qwen3_next")
+            weight.normal_(centre, 0.2 if weight.dim() == 1 else 0.15)
     width = hf.config.hidden_size
     norms = [1 + 0.2 * torch.randn(width) for _ in range(3)]
     layer = made, *norms, torch.randn(width, 2 * width) / 8
+    if family == "qwen3_next":
+        return prediction(hf, [layer], kinds.folder(which), "qwen3-next", centred=True)
     options = {"draft_reading": reading} if reading else {}
     facts = {"zeroed": family == "glm4_moe", "raw": reading == "feedback=raw", "options": options}
     naming, folder = (

@@ -82,6 +82,7 @@ JAX_BLOCKS = on("jax", *(f"DFLASH, {variant}" for variant in VARIANTS))
 SPOKEN = [
     *on("torch", "EAGLE", "STANDALONE, first layers", "NEXTN, mimo", "NEXTN of, glm4_moe"),
     *on("torch", "NEXTN of, deepseek_v3", "NEXTN of, deepseek_v3, feedback=raw"),
+    *on("torch", "NEXTN of, qwen3_next"),
     *on("torch", "NEXTN by depth, deepseek", "NEXTN by depth, mimo"),
     *on("torch", "NEXTN in GGUF, glm4_moe", "NEXTN in GGUF, deepseek_v3"),
     *on("torch", *(f"DFLASH, {variant}" for variant in VARIANTS)),

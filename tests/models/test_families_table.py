@@ -87,6 +87,7 @@ def test_executors_are_those_that_run_it(name, tmp_path):
 OWN_LAYERS = {
     "DeepSeek-V3 and GLM-4.5": ("glm4_moe", "deepseek_v3", "kimi_k2"),
     "MiMo": ("mimo",),
+    "Qwen3-Next": ("qwen3_next",),
 }
 """By whose way of storing prediction layers (prediction_naming.Naming.title); what these propose is
 in tests/drafters/test_contract.py.
@@ -97,15 +98,15 @@ in tests/drafters/test_contract.py.
 def test_own_layers_are_those_that_are_read(name):
     named = {title for title, names in OWN_LAYERS.items() if name in names}
     assert ROWS[name]["drafts"] == ("NEXTN" if named else "")
-    titles = {prediction_naming.DEEPSEEK.title, prediction_naming.MIMO.title}
-    assert set(OWN_LAYERS) == titles
+    namings = prediction_naming.DEEPSEEK, prediction_naming.MIMO, prediction_naming.QWEN
+    assert set(OWN_LAYERS) == {naming.title for naming in namings}
 
 
 def test_every_family_is_run_with_drafts_somewhere():
-    """Llama's block in the equality matrix; Gemma 2 and the Qwens with experts differ from one that
-    is here in what no draft sees.
+    """Llama's block in the equality matrix, Qwen3-Next in test_recurrent.py; Gemma 2 and the Qwens
+    with experts differ from one that is here in what no draft sees.
     """
-    seen = {*WITH_DRAFTS, *tiny.LLAMAS}
+    seen = {*WITH_DRAFTS, *tiny.LLAMAS, "qwen3_next"}
     assert set(FAMILIES) - seen == {"gemma2", "qwen2_moe"}
 
 

@@ -37,7 +37,9 @@ def joined(whole, parts, name):
     return np.concatenate(found, AXIS[cut])
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "olmo2"])
+@pytest.mark.parametrize(
+    "family", [name for name in FAMILIES if name not in ("olmo2", "qwen3_next")]
+)
 @pytest.mark.parametrize("size", [2, 4])
 def test_parts_make_up_the_whole(tmp_path, family, size):
     whole = FolderCheckpoint(tiny.save_folder(tiny.model(family), tmp_path))

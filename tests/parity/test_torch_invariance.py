@@ -146,6 +146,7 @@ MODELS = {
     "deepseek_v2": {},
     "gpt_oss": {},
     "olmo2": {},
+    "qwen3_next": {},
 }
 """One model per family that differs in its block."""
 

@@ -131,6 +131,18 @@ FURTHER = {
         "biases": {"attention_bias": True},
         "one key head": {"num_key_value_heads": 1},
     },
+    "qwen3_next": {
+        "plain": {},
+        "attention first": {
+            **{
+                "layer_types": ["full_attention", "linear_attention"] * 2,
+                "tie_word_embeddings": True,
+            },
+            **{"attention_bias": True, "mlp_only_layers": [0], "norm_topk_prob": False},
+        },
+        "odd heads": {"linear_key_head_dim": 7, "linear_value_head_dim": 5}
+        | {"linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 2},
+    },
 }
 """Of the other families, what their configurations choose."""
 

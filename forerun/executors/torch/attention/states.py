@@ -115,8 +115,8 @@ class States:
             table[:, slot] = 0.0 if row is None else table[:, row]
 
     def begin(self, plan: Plan, trees: TreeBatch, text_of: TextOf) -> StateStep:
-        """Where the nodes of a step stand. Of the plan kv_len and slots are read. Raises EngineError
-        where a slot's state is not the one that the plan goes on from.
+        """Where the nodes of a step stand. Of the plan kv_len and slots are read. Raises
+        EngineError where a slot's state is not the one that the plan goes on from.
         """
         claims: dict[int, list[Claim]] = {}
         ends: dict[int, int] = {}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forerun.executors.torch.decoder.float8 import Float8Linear, Rows
+from forerun.executors.torch.decoder.float8 import Rows
 from forerun.executors.torch.decoder.layers import Elementwise, Product
 from forerun.executors.torch.decoder.weights import Weights
 from forerun.models.arch import Architecture

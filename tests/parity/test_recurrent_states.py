@@ -1,0 +1,341 @@
+"""Recurrent states on torch: the oracle's numbers, and the same bits on every way to a text."""
+
+from array import array
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forerun.errors import ConfigError, EngineError
+from forerun.executors.state_slots import StateSlots
+from forerun.executors.torch import TorchExecutor
+from forerun.executors.torch.attention.states import States
+from forerun.executors.torch.captured.executor import with_captures
+from forerun.executors.torch.decoder.delta import DeltaInputs, softplus, summed
+from forerun.interface.plan import Outcome, Plan, SlotInit
+from forerun.models.config_json import architecture_from
+from forerun.speculative.sampling import Sampling
+from forerun.speculative.tree import batch
+from tests.models import tiny
+from tests.parity.driver import EVERYTHING, Driver, Row, as_draft, chain_draft, limits
+from tests.twins.gated_delta import Recurrence
+
+GREEDY = Sampling(temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def arch(tmp_path_factory):
+    settings = tiny.config("qwen3_next", linear_key_head_dim=7).to_dict()
+    return architecture_from(settings, tmp_path_factory.mktemp("arch"))
+
+
+def bounds(**changes):
+    return limits(tiny.VOCAB, **{"page_size": 4, "checkpoints": 6} | changes)
+
+
+class Way:
+    """Trees of random numbers through the layers' states, by torch and by the oracle."""
+
+    def __init__(self, arch, seed):
+        self.about, self.random = arch.delta, np.random.default_rng(seed)
+        self.layers = arch.recurrent_layers
+        self.states = States(arch, bounds(), torch.device("cpu"))
+        self.kernel = self.random.normal(size=(self.about.channels, self.about.window))
+        self.kernel = self.kernel.astype(np.float32)
+        self.texts = {}
+        self.lengths = {}
+
+    def numbers(self, layer, path):
+        """What the tokens of a path, as a tuple, bring to a layer: by the last token and where."""
+        seed = hash((layer, path[-1], len(path))) & 0xFFFFFFFF
+        random, about = np.random.default_rng(seed), self.about
+        mixed = random.normal(size=about.channels).astype(np.float32)
+        decay, beta = random.uniform(0.2, 1, (2, about.value_heads)).astype(np.float32)
+        return mixed, decay, beta
+
+    def open(self, slot):
+        init = SlotInit(slot, np.zeros(0, np.int32), 0, GREEDY)
+        self.states.open(init)
+        self.texts[slot] = ()
+
+    def step(self, rows):
+        """Rows of (slot, known tokens, draft, accepted nodes). What every node read, by layer."""
+        known = [np.array(tokens, np.int32) for _, tokens, _, _ in rows]
+        trees = batch(known, [draft for _, _, draft, _ in rows])
+        slots = np.array([slot for slot, *_ in rows], np.int32)
+        plan = plan_of(slots, [len(self.texts[slot]) for slot in slots.tolist()], known)
+        paths = []
+        for row, slot in enumerate(slots.tolist()):
+            for node in trees.nodes(row):
+                above = int(trees.parents[node])
+                before = self.texts[slot] if above < 0 else paths[above]
+                paths.append((*before, int(trees.tokens[node])))
+        step = self.states.begin(plan, trees, lambda slot: None)
+        found = [self.states.layer(step, n, self.inputs(n, paths)) for n in range(self.layers)]
+        self.states.known(step)
+        accepted = [
+            trees.root(row) + 1 + np.array(path, int) for row, (*_, path) in enumerate(rows)
+        ]
+        outcome = outcome_of(accepted)
+        for row, (slot, _, _, path) in enumerate(rows):
+            self.texts[slot] = paths[accepted[row][-1]] if path else paths[trees.root(row)]
+        self.states.accept(step, outcome, lambda slot: None)
+        return found, paths
+
+    def inputs(self, layer, paths):
+        mixed, decay, beta = map(
+            np.stack, zip(*(self.numbers(layer, p) for p in paths), strict=True)
+        )
+        numbers = (torch.from_numpy(part) for part in (mixed, decay, beta))
+        kernel = torch.from_numpy(self.kernel)
+        return DeltaInputs(self.about, *numbers, torch.zeros(0), kernel)
+
+    def oracle(self, layer, path):
+        """The recurrence after a path, and what its last token read."""
+        made, read = Recurrence(self.about, self.kernel), None
+        for end in range(1, len(path) + 1):
+            read = made.token(*self.numbers(layer, path[:end]))
+        return made, read
+
+
+def plan_of(slots, kv_len, known):
+    count = len(slots)
+    nothing = np.zeros(count, np.int32)
+    return Plan(
+        slots=slots,
+        kv_len=np.array(kv_len, np.int32),
+        known=tuple(known),
+        samples=np.ones(count, bool),
+        max_nodes=nothing,
+        max_depth=nothing,
+        page_table=np.zeros((count, 1), np.int32),
+        constrained=np.zeros(count, bool),
+    )
+
+
+def outcome_of(accepted):
+    counts = np.array([len(path) + 1 for path in accepted], np.int32)
+    nothing = np.zeros(len(accepted), np.int32)
+    return Outcome(
+        counts,
+        np.zeros((len(accepted), 1), np.int32),
+        nothing,
+        nothing == 0,
+        accepted=np.concatenate(accepted).astype(np.int32),
+    )
+
+
+@pytest.fixture
+def unkept(monkeypatch):
+    """Of texts that are not there nothing is kept."""
+    monkeypatch.setattr(StateSlots, "_places", lambda *_: [])
+
+
+BUSH = as_draft([5, 6, 7, 8, 9, 10, 11], [-1, 0, 0, 2, -1, 4, 3])
+
+
+def test_the_states_of_trees_are_the_oracles(arch, unkept):
+    way = Way(arch, 0)
+    for slot in (0, 2):
+        way.open(slot)
+    way.step([(0, [1, 2, 3, 4, 5], as_draft([], []), [])])
+    steps = [
+        [(0, [9], BUSH, [0, 2, 3, 6]), (2, [3, 1], as_draft([], []), [])],
+        [(2, [8], BUSH, [4]), (0, [7], BUSH, [0])],
+        [(0, [1], BUSH, []), (2, [4], chain_draft([1, 2, 3]), [0, 1, 2])],
+    ]
+    for rows in steps:
+        found, paths = way.step(rows)
+        for layer in range(way.layers):
+            for node, path in enumerate(paths):
+                _, read = way.oracle(layer, path)
+                np.testing.assert_allclose(found[layer][node], read, atol=2e-6)
+    for slot, text in way.texts.items():
+        for layer in range(way.layers):
+            made, _ = way.oracle(layer, text)
+            np.testing.assert_allclose(way.states.matrices[layer, slot], made.state, atol=2e-6)
+            np.testing.assert_array_equal(
+                way.states.windows[layer, slot], made.window.astype(np.float32)
+            )
+    assert not way.states.matrices[:, 1].any(), "a slot that nobody has was written to"
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 1 << 32))
+def test_a_state_has_the_same_bits_on_every_way(arch, seed):
+    """Token by token alone, and in chunks and accepted branches of trees in company."""
+    random = np.random.default_rng(seed)
+    text = random.integers(0, 50, 24).tolist()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StateSlots, "_places", lambda *_: [])
+        plain, other = Way(arch, 1), Way(arch, 1)
+        plain.open(0)
+        for token in text:
+            plain.step([(0, [token], as_draft([], []), [])])
+        for slot in (1, 3):
+            other.open(slot)
+        while (done := len(other.texts[3])) < len(text):
+            known = int(random.integers(1, 4))
+            rest = text[done : done + known]
+            true = text[done + known : done + known + int(random.integers(0, 6))]
+            wrong = int(random.integers(0, 4))
+            tokens = [*([77] * wrong), *true]
+            parents = [*range(-1, wrong - 1), -1, *range(wrong, len(tokens) - 1)][: len(tokens)]
+            path = list(range(wrong, len(tokens)))
+            rows = [(3, rest, as_draft(tokens, parents), path), (1, [8], BUSH, [4, 5])]
+            other.step(rows[:: int(random.choice([1, -1]))])
+    assert other.texts[3] == tuple(text)
+    assert torch.equal(other.states.matrices[:, 3], plain.states.matrices[:, 0])
+    assert torch.equal(other.states.windows[:, 3], plain.states.windows[:, 0])
+
+
+def test_sums_and_gates_do_not_depend_on_the_company():
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(31, 7, 13, 5, generator=random) * 3
+    whole, soft = summed(x), softplus(x)
+    for rows in (1, 2, 3, 7, 30):
+        assert torch.equal(summed(x[:rows]), whole[:rows])
+        assert torch.equal(summed(x[-rows:].contiguous()), whole[-rows:])
+        assert torch.equal(softplus(x[-rows:]), soft[-rows:])
+        assert torch.equal(softplus(x[:rows, 2, 3].contiguous()), soft[:rows, 2, 3])
+    torch.testing.assert_close(whole, x.sum(-2))
+    torch.testing.assert_close(soft, torch.nn.functional.softplus(x))
+
+
+# --- which states are kept ---------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def executor(checkpoint):
+    return TorchExecutor(checkpoint("qwen3_next"), bounds(pages=200))
+
+
+def logits_of(executor, tokens, chunk):
+    with Driver(executor) as driver:
+        driver.open(0, tokens)
+        found = [
+            driver.step([Row(0, known=chunk)]).every() for _ in range(-(-len(tokens) // chunk))
+        ]
+        return torch.cat(found)[: len(tokens)]
+
+
+def test_going_on_from_a_checkpoint_is_running_the_text(checkpoint, executor, random):
+    """Bits of all later tokens, behind pages and a state that another sequence has left."""
+    tokens = random.integers(0, tiny.VOCAB, 30).astype(np.int32)
+    expected = logits_of(executor, tokens, 30)
+    fresh = TorchExecutor(checkpoint("qwen3_next"), executor.limits)
+    with Driver(fresh) as driver:
+        driver.open(0, tokens[:22], GREEDY)
+        driver.step([Row(0, known=10)])
+        driver.step([Row(0)])
+        pages = driver.sequences[0].pages
+        assert fresh.resumable(tokens[:28]) == 20
+        assert fresh.resumable(tokens[:19]) == 0, "of the prompt the last alone is kept"
+        assert fresh.resumable(tokens[1:28]) == 0
+        fresh.open(SlotInit(1, tokens, len(tokens), EVERYTHING, cached=20, shared=20))
+        driver.sequences[1] = replace(
+            driver.sequences[0], tokens=tokens.tolist(), kv_len=20, pages=pages[:5]
+        )
+        found = driver.step([Row(1)]).every()
+        driver.sequences[1].pages = driver.sequences[1].pages[5:]
+    assert torch.equal(found, expected[20:])
+    fresh.states.book.check()
+
+
+def test_a_state_that_is_not_kept_is_refused(executor):
+    tokens = np.random.default_rng(8).integers(0, tiny.VOCAB, 30).astype(np.int32)
+    with pytest.raises(EngineError, match="no recurrent state is kept"):
+        executor.open(SlotInit(0, tokens, 30, GREEDY, cached=8, shared=8))
+    executor.close(0)
+    with Driver(executor) as driver:
+        driver.open(0, tokens)
+        driver.sequences[0].kv_len = 4
+        with pytest.raises(EngineError, match="recurrent state after 0 tokens"):
+            driver.step([Row(0)])
+
+
+def test_a_step_that_fails_leaves_nothing_to_go_on_from(executor, monkeypatch):
+    tokens = np.random.default_rng(9).integers(0, tiny.VOCAB, 30).astype(np.int32)
+
+    def broken(*_):
+        raise RuntimeError("out of memory")
+
+    with Driver(executor) as driver:
+        driver.open(0, tokens)
+        with monkeypatch.context() as patch:
+            patch.setattr(States, "layer", broken)
+            with pytest.raises(RuntimeError):
+                driver.step([Row(0)])
+        assert executor.resumable(tokens) == 0
+        with pytest.raises(EngineError, match="recurrent state after -1 tokens"):
+            driver.step([Row(0)])
+    executor.states.book.check()
+
+
+def test_captured_rounds_refuse_it(executor):
+    with pytest.raises(ConfigError, match="not captured into CUDA graphs"):
+        with_captures(executor)
+
+
+class Book:
+    """A book of states of texts that count up, by hand."""
+
+    def __init__(self, checkpoints=4, size=4):
+        self.book = StateSlots(bounds(checkpoints=checkpoints, page_size=size, slots=3))
+
+    def run(self, slot, text, prompt, chunks, cached=0, shared=0):
+        tokens = np.array(text, np.int32)
+        self.book.open(SlotInit(slot, tokens, prompt, GREEDY, cached=cached, shared=shared))
+        made, begin = [], cached
+        for count in chunks:
+            self.book.begin(slot, begin)
+            claims = self.book.claims(slot, array("i", text), begin, begin + count)
+            self.book.keep(slot, claims)
+            begin += count
+            self.book.end(slot, begin)
+            made.append([claim.length for claim in claims])
+        self.book.check()
+        return made
+
+    def known(self, text):
+        return self.book.resumable(np.array(text, np.int32))
+
+
+def test_the_last_ends_of_pages_of_prompt_and_answer_are_kept():
+    made, text = Book(), list(range(40))
+    assert made.run(0, text, 16, [10, 6, 1, 1, 1, 1, 1, 3, 1]) == [
+        *([8], [12, 16], [], [], [], [20], [], [24], [])
+    ]
+    assert made.known(text) == 24
+    assert made.known(text[:23]) == 12, "of the answer the last alone is kept"
+    assert made.known(text[:11]) == 0
+    assert made.known([1, *text]) == 0
+
+
+def test_where_two_texts_part_is_kept_for_the_third():
+    made, text = Book(), list(range(30))
+    made.run(0, text, 30, [30])
+    other = [*text[:17], *range(90, 103)]
+    assert made.known(other[:16]) == 0
+    assert made.run(1, other, 30, [30], shared=16) == [[16, 28]]
+    assert made.known(other[:16]) == 16
+    third = [*text[:16], *range(60, 70)]
+    assert made.run(2, third, 26, [10], cached=16, shared=16) == [[24]]
+
+
+def test_the_least_recently_used_goes():
+    made, texts = Book(checkpoints=2), [[n] * 9 for n in range(3)]
+    made.run(0, texts[0], 9, [9])
+    made.run(1, texts[1], 9, [9])
+    made.book.open(SlotInit(2, np.array(texts[0], np.int32), 9, GREEDY, cached=8, shared=8))
+    made.run(1, texts[2], 9, [9])
+    assert [made.known(text) for text in texts] == [8, 0, 8]
+
+
+def test_without_checkpoints_nothing_is_gone_on_from():
+    made = Book(checkpoints=0)
+    assert made.run(0, list(range(9)), 9, [9]) == [[]]
+    assert made.known(list(range(9))) == 0
