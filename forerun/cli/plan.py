@@ -71,6 +71,7 @@ def facts(found: Sizing) -> dict[str, Any]:
         "cache_bytes": plan.cache if plan else None,
         "cache_tokens": plan.limits.pages * plan.limits.page_size if plan else None,
         "sequences": plan.limits.slots if plan else None,
+        "checkpoints": plan.limits.checkpoints if plan else None,
     }
 
 
@@ -92,10 +93,9 @@ def sentences(found: Sizing) -> dict[str, str]:
         return lines
     tokens, cache = f"{told['cache_tokens']:,} tokens", human(told["cache_bytes"])
     if told["state_bytes"]:
-        count = told["sequences"] + found.plan.limits.checkpoints
         lines["recurrent states"] = (
             f"{human(told['state_bytes'])}{each}: {human(found.needs.state)} for each of "
-            f"{told['sequences']} sequences, and {count - told['sequences']} at ends of pages, "
+            f"{told['sequences']} sequences, and {told['checkpoints']} at ends of pages, "
             "which texts that begin alike go on from"
         )
     return lines | {

@@ -3,7 +3,7 @@ rank does of one which shares its model with others. Who accepts is executor.py.
 """
 
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -20,11 +20,12 @@ from forerun.executors.torch.attention.kv import PagedCache, Slots
 from forerun.executors.torch.attention.plan_geometry import StepNodes, geometry_of
 from forerun.executors.torch.attention.prompt_attention import PromptAttention, prompt_rows, takes
 from forerun.executors.torch.attention.states import States, StateStep
-from forerun.executors.torch.decoder.decoder import Attend, Decoder, Mixed, apart
+from forerun.executors.torch.decoder.decoder import Attend, Decoder, apart, no_states
 from forerun.executors.torch.decoder.delta import DeltaInputs
 from forerun.executors.torch.decoder.float8 import FLOAT8, Float8Linear, Rows
 from forerun.executors.torch.decoder.layers import (
     PLAIN,
+    AnyHeads,
     Linear,
     compiled,
     padded_rows,
@@ -190,8 +191,9 @@ class ModelRunner:
         rows = padded_rows(count, () if self.kernels else decoder.row_sizes)
         tokens = self._padded(trees.tokens, rows)
         rotary = decoder.rotary(self._padded(positions(trees, plan.kv_len), rows))
-        attend = self._through_states(self._attention(plan, trees, places), step)
-        last, streams = decoder.forward(tokens, rotary, attend, self._aux_layers)
+        attend = self._attention(plan, trees, places)
+        recur = no_states if step is None else partial(self._recur, step)
+        last, streams = decoder.forward(tokens, rotary, attend, self._aux_layers, recur)
         features = None
         if streams:
             aligned, every = torch.cat([stream[:count] for stream in streams], -1), np.arange(count)
@@ -210,18 +212,9 @@ class ModelRunner:
             states=step,
         )
 
-    def _through_states(self, attend: Attend, step: StateStep | None) -> Attend:
-        """What attends, and runs a step's recurrent layers."""
-        if step is None or self.states is None:
-            return attend
-        states, pass_on = self.states, step
-
-        def mixed(layer: int, heads: Mixed) -> Rows:
-            if isinstance(heads, DeltaInputs):
-                return states.layer(pass_on, layer, heads)
-            return attend(layer, heads)
-
-        return mixed
+    def _recur(self, step: StateStep, layer: int, inputs: DeltaInputs) -> Tensor:
+        assert self.states is not None
+        return self.states.layer(step, layer, inputs)
 
     def _attention(self, plan: Plan, trees: TreeBatch, places: Slots) -> Attend:
         """Of one step: writes a layer's keys and values into `places`, then attends."""
@@ -236,8 +229,7 @@ class ModelRunner:
                     kernels.attend, kernels.varlen, geometry, plan, trees, cache
                 )
 
-            def launched(layer: int, heads: Mixed) -> Rows:
-                assert not isinstance(heads, DeltaInputs)
+            def launched(layer: int, heads: AnyHeads) -> Rows:
                 held, spec = cache.of_layer(layer), specs[layer]
                 queries = kernels.enter(heads, held, geometry.slots)
                 if prompts is not None and takes(spec):

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
-from forerun.executors.torch.decoder.delta import DeltaInputs
+from forerun.executors.torch.decoder.delta import DeltaInputs, DeltaProjections
 from forerun.executors.torch.decoder.experts import Mixture
 from forerun.executors.torch.decoder.float8 import Rows
 from forerun.executors.torch.decoder.layers import (
@@ -36,13 +36,14 @@ from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.layer_spec import NORM_NAMES, Dense, LayerSpec
 
-Mixed = AnyHeads | DeltaInputs
-"""What a layer makes of its input to look at other tokens with."""
+Attend = Callable[[int, AnyHeads], Rows]
+"""(layer, its heads) -> context [M,A,E]; where Heads.float8 allows it, as float8 rows [M,A*E]. Of
+latent heads [M,A,rank]. Layers are counted from 0 among those that attend.
+"""
 
-Attend = Callable[[int, Mixed], Rows]
-"""(number, its heads) -> context [M,A,E]; where Heads.float8 allows it, as float8 rows [M,A*E]. Of
-latent heads [M,A,rank], of a delta net's inputs float32[M,Hv,Dv]. Layers that keep keys and values
-are counted from 0, those that keep a state by themselves.
+Recur = Callable[[int, DeltaInputs], Tensor]
+"""(layer, its inputs) -> what is read of its states, float32[M,Hv,Dv]. Layers are counted from 0
+among those that have states.
 """
 
 AttendApart = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -50,16 +51,13 @@ AttendApart = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 def apart(attend: AttendApart) -> Attend:
-    """For a decoder without recurrent layers: what attends to queries, keys and values that are
-    rotated. Raises TypeError for a delta net's inputs.
-    """
+    """For a decoder: what attends to queries, keys and values that are rotated."""
+    return lambda layer, heads: attend(layer, *heads.turned(), heads.sinks)
 
-    def of_layer(layer: int, heads: Mixed) -> Rows:
-        if isinstance(heads, DeltaInputs):
-            raise TypeError("a layer with a recurrent state reached what only attends")
-        return attend(layer, *heads.turned(), heads.sinks)
 
-    return of_layer
+def no_states(layer: int, inputs: DeltaInputs) -> Tensor:
+    """For a decoder without recurrent layers. Raises TypeError for one that has any."""
+    raise TypeError("a layer with a recurrent state runs where nobody keeps states")
 
 
 class Block:
@@ -112,16 +110,26 @@ class Block:
         return self._joined(x, more, self._before_attention, self._float8)
 
     def __call__(
-        self, x: Tensor, normed: Rows, rotary: Rotary, attend: Attend, sizes: tuple[int, ...]
+        self,
+        x: Tensor,
+        normed: Rows,
+        rotary: Rotary,
+        attend: Attend,
+        sizes: tuple[int, ...],
+        recur: Recur = no_states,
     ) -> tuple[Tensor, Tensor]:
         """Two parts [M,H] of the residual stream after this layer, from what `enter` gave. They are
         added where the next one enters, together with its norm.
 
         sizes  row counts that experts' products may be run at; empty = any
         """
-        heads = self._attention.heads(normed, rotary)
-        context = attend(self._layer, heads)
-        attended = self._sum(self._attention.out(context, heads.gate))
+        if isinstance(self._attention, DeltaProjections):
+            inputs = self._attention.inputs(normed)
+            attended = self._attention.out(recur(self._layer, inputs), inputs.gate)
+        else:
+            heads = self._attention.heads(normed, rotary)
+            attended = self._attention.out(attend(self._layer, heads), heads.gate)
+        attended = self._sum(attended)
         attended = self._added(attended, self._after_attention)
         # A mixture's router is never in float8.
         float8 = self._float8 and isinstance(self._feed_forward, FeedForward)
@@ -250,6 +258,7 @@ class Decoder(Ends):
         rotary: tuple[Rotary, ...],
         attend: Attend,
         features: tuple[int, ...] = (),
+        recur: Recur = no_states,
     ) -> tuple[Tensor, list[Tensor]]:
         """Residual stream [M,H] after the last layer, for tokens int[M] whose positions `rotary`
         was made of.
@@ -266,7 +275,7 @@ class Decoder(Ends):
             x, normed = block.enter(x, more)
             if layer in features:
                 kept[layer] = x
-            x, more = block(x, normed, rotary[which], attend, self.row_sizes)
+            x, more = block(x, normed, rotary[which], attend, self.row_sizes, recur)
         x = x if more is None else x + more
         kept[len(self._blocks)] = x
         return x, [kept[layer] for layer in features]

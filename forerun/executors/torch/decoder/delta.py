@@ -69,7 +69,7 @@ class DeltaProjections:
         """Its matrix products."""
         return self._into, self._gates, self._out
 
-    def heads(self, x: Rows, rotary: object) -> DeltaInputs:
+    def inputs(self, x: Rows) -> DeltaInputs:
         """Of rows [M,H]; positions do not matter."""
         about = self._about
         mixed, gate = self._into(x).split([about.channels, about.values], -1)
@@ -83,9 +83,8 @@ class DeltaProjections:
             self._kernel,
         )
 
-    def out(self, found: Rows, gate: Tensor) -> Tensor:
+    def out(self, found: Tensor, gate: Tensor) -> Tensor:
         """[M,H] of what was read of the states, float32[M,Hv,Dv], and z [M,Hv,Dv]."""
-        assert isinstance(found, Tensor)
         rows, wide = found.to(gate.dtype).flatten(0, 1), gate.float()
         normed = self._parts.norm(rows, self._norm, self._arch.norm_eps).view(gate.shape)
         opened = normed.float() * (wide / (1 + torch.exp(-wide)))

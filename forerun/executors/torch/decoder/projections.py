@@ -127,8 +127,8 @@ class LatentProjections:
         pair = self._into(unrotated), rotated
         return LatentHeads(pair, (latent, key), rotary, self._parts, sinks=self._sinks)
 
-    def out(self, context: Rows, gate: None) -> Tensor:
-        """[M,H] of context [M,A,rank]."""
+    def out(self, context: Rows, gate: Tensor | None) -> Tensor:
+        """[M,H] of context [M,A,rank]; there is no gate."""
         return self._out(self._out_of(plain(context)).flatten(1))
 
 
