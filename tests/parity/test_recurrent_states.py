@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forerun.build.calibration import measure_costs
 from forerun.errors import ConfigError, EngineError
 from forerun.executors.state_slots import StateSlots
 from forerun.executors.torch import TorchExecutor
@@ -273,6 +274,20 @@ def test_a_step_that_fails_leaves_nothing_to_go_on_from(executor, monkeypatch):
         with pytest.raises(EngineError, match="recurrent state after -1 tokens"):
             driver.step([Row(0)])
     executor.states.book.check()
+
+
+def test_what_a_step_costs_is_measured_behind_a_kept_state(executor):
+    costs = measure_costs(executor)
+    assert costs.attend_ms >= 0 and len(costs.nodes) > 1
+    assert executor.resumable(np.zeros(80, np.int32)) >= 60, "the far step went on from there"
+    executor.states.book.check()
+
+
+def test_sixteen_bits_are_near(checkpoint, executor, random):
+    tokens = random.integers(0, tiny.VOCAB, 40)
+    found = TorchExecutor(checkpoint("qwen3_next"), bounds(pages=200), dtype="bfloat16")
+    exact, rounded = (logits_of(each, tokens, 16) for each in (executor, found))
+    assert np.corrcoef(exact.flatten(), rounded.flatten())[0, 1] > 0.98
 
 
 def test_captured_rounds_refuse_it(executor):

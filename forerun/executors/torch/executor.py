@@ -49,9 +49,9 @@ class TorchExecutor(ModelRunner, Executor):
 
     def open(self, slot_init: SlotInit) -> None:
         """Bind a sequence to its slot."""
-        self.sampler.open(slot_init)
         if self.states is not None:
             self.states.open(slot_init)
+        self.sampler.open(slot_init)
 
     def resumable(self, tokens: Ints) -> int:
         """How many cached tokens a sequence may go on behind."""

@@ -120,11 +120,10 @@ class States:
         """
         claims: dict[int, list[Claim]] = {}
         ends: dict[int, int] = {}
-        known = trees.known.tolist()
-        for row, (slot, length) in enumerate(
-            zip(plan.slots.tolist(), plan.kv_len.tolist(), strict=True)
-        ):
+        known, slots, lengths = trees.known.tolist(), plan.slots.tolist(), plan.kv_len.tolist()
+        for slot, length in zip(slots, lengths, strict=True):
             self.book.begin(slot, length)
+        for row, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
             root = trees.root(row)
             found = self.book.claims(slot, text_of(slot), length, length + known[row])
             claims[slot] = found
