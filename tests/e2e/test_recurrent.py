@@ -21,7 +21,7 @@ from tests.e2e.test_equality_matrix import (
 )
 from tests.models import tiny
 
-TRIAL = Trial(PROMPTS[-6:], tokens=12, temperatures=(0.0, 1.0), group=5, mixed=True)
+TRIAL = Trial(PROMPTS[-4:], tokens=20, temperatures=(0.0, 1.0), group=4, mixed=True)
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +56,9 @@ def configured(folder, page, **changes):
         policy="fixed",
         draft_on_error="stop",
         page_size=page,
-        max_sequences=5,
+        max_sequences=4,
         chunked_prefill_size=320,
-        kv_tokens=144,
+        kv_tokens=96,
         threads=1,
     )
     return replace(config, **changes)
@@ -100,9 +100,9 @@ def test_texts_do_not_depend_on_trees_of_a_draft_model(folder, draft, watched, h
         speculative_algorithm="STANDALONE",
         speculative_draft_model_path=str(draft),
     )
-    proved(config, TRIAL, hints, lambda _, runs: seen.extend(runs), ("chain", "tree"))
+    proved(config, TRIAL, hints, lambda _, runs: seen.extend(runs), ("tree",))
     assert watched.resumed > 0, "no sequence went on from a checkpoint"
-    assert sum(run.accepted for run in seen) > 100, "hinted drafts are mostly right"
+    assert sum(run.accepted for run in seen) > 50, "hinted drafts are mostly right"
     assert sum(run.preemptions for run in seen) > 0
 
 
