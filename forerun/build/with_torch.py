@@ -22,7 +22,10 @@ from forerun.options.config import EngineConfig
 
 log = logging.getLogger("forerun.build")
 
-NOT_CAPTURED = "a model with recurrent states is not captured into CUDA graphs yet"
+NOT_CAPTURED = (
+    "a model with recurrent states is not captured into CUDA graphs yet; its steps are launched "
+    "operation by operation"
+)
 
 CHUNKS, MOST_CHUNK = ((35, 2048), (60, 4096)), 8192
 """Tokens of prompts in one step: GiB that a GPU's memory is below, and how many then; else."""
@@ -157,10 +160,8 @@ def _build(
     )
     if config.disable_cuda_graph:
         return eager
-    if eager.states is not None:
-        if config.device != "cpu":
-            log.warning("%s; its steps are launched operation by operation.", NOT_CAPTURED)
-        return eager
+    if eager.states is not None and config.device != "cpu":
+        log.warning(NOT_CAPTURED)
     # With captured rounds steps overlap where nobody says (docs/decisions/0022).
     cuda = config.device.startswith("cuda")
     return with_captures(eager, cuda if config.overlap is None else config.overlap)

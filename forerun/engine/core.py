@@ -63,10 +63,8 @@ class EngineCore:
     ) -> None:
         self.metrics = Metrics()
         features = parts.drafter.traits.needs_features
-        executor, policy = parts.executor, parts.policy
-        self.scheduler = Scheduler(
-            executor.limits, policy, features, self._ready, executor.resumable
-        )
+        about = parts.policy, features, self._ready, parts.executor.resumable
+        self.scheduler = Scheduler(parts.executor.limits, *about)
         self.outputs = OutputProcessor(parts, self.scheduler, self.metrics, self._growing, ended)
         self._parts = parts
         self._grammars = parts.grammars

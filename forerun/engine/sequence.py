@@ -157,15 +157,8 @@ class Sequence:
         """What an executor and a drafter must know. The sequence has a slot."""
         assert self.slot is not None
         tokens, prediction = self.tokens.copy(), self.request.prediction
-        return SlotInit(
-            self.slot,
-            tokens,
-            self.prompt_len,
-            self.sampling,
-            prediction,
-            cached=self.table.length,
-            shared=self.shared,
-        )
+        about = self.prompt_len, self.sampling, prediction, self.table.length, self.shared
+        return SlotInit(self.slot, tokens, *about)
 
     def drop(self, count: int) -> None:
         """The last `count` tokens are not decided after all. The sequence has no pages."""

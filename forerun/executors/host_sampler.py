@@ -83,9 +83,7 @@ class HostSampler:
 
     def text(self, slot: int) -> "array[int]":
         """All decided tokens of an open slot's sequence; to be read only."""
-        found = self._open[slot]
-        assert found is not None
-        return found.tokens
+        return next(_histories_of([self._open[slot]]))
 
     def rewind(self, slot: int, length: int) -> None:
         """Forget what was decided behind the first `length` tokens, so that a measurement can

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from forerun.errors import ConfigError, EngineError
+from forerun.errors import EngineError
 from forerun.executors.device_choice import plain_nodes
 from forerun.executors.host_choice import report as report_of
 from forerun.executors.torch.captured.block_drafting import drafting_of
@@ -323,14 +323,9 @@ class CapturedExecutor(Executor):
 
 def with_captures(eager: TorchExecutor, overlap: bool = False) -> TorchExecutor | CapturedExecutor:
     """The executor behind captured rounds, which may go on from each other (`overlap`), where its
-    device captures; else itself. Raises ConfigError for a model with recurrent states.
+    device captures and all its layers attend (0046); else itself.
     """
-    if eager.states is not None:
-        raise ConfigError(
-            "a model with recurrent states is not captured into CUDA graphs yet; use "
-            "--disable-cuda-graph"
-        )
     records = recorder(eager.device)
-    if records is None or eager.kernels is None:
+    if records is None or eager.kernels is None or eager.states is not None:
         return eager
     return CapturedExecutor(eager, eager.kernels, records, overlap)

@@ -56,7 +56,7 @@ def apart(attend: AttendApart) -> Attend:
 
 
 def no_states(layer: int, inputs: DeltaInputs) -> Tensor:
-    """For a decoder without recurrent layers. Raises TypeError for one that has any."""
+    """For a decoder without recurrent layers. Raises TypeError in one that has any."""
     raise TypeError("a layer with a recurrent state runs where nobody keeps states")
 
 
@@ -125,12 +125,11 @@ class Block:
         """
         if isinstance(self._attention, DeltaProjections):
             inputs = self._attention.inputs(normed)
-            attended = self._attention.out(recur(self._layer, inputs), inputs.gate)
+            mixed = self._attention.out(recur(self._layer, inputs), inputs.gate)
         else:
             heads = self._attention.heads(normed, rotary)
-            attended = self._attention.out(attend(self._layer, heads), heads.gate)
-        attended = self._sum(attended)
-        attended = self._added(attended, self._after_attention)
+            mixed = self._attention.out(attend(self._layer, heads), heads.gate)
+        attended = self._added(self._sum(mixed), self._after_attention)
         # A mixture's router is never in float8.
         float8 = self._float8 and isinstance(self._feed_forward, FeedForward)
         x, normed = self._joined(x, attended, self._before_feed_forward, float8)
