@@ -57,6 +57,22 @@ def test_memory_of_a_device_is_a_gpus_unless_another_is_named(capsys):
     assert planned(capsys, *words, "--executor", "cpu")["device"] == "cpu"
 
 
+def test_recurrent_states_are_counted(capsys, tmp_path):
+    """Of a configuration alone, with Qwen3-Next's own heads."""
+    heads = {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
+    heads |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    (tmp_path / "config.json").write_text(json.dumps(tiny.config("qwen3_next", **heads).to_dict()))
+    words = ["--model", str(tmp_path), "--max-sequences", "4", "--executor", "torch"]
+    found = planned(capsys, *words, "--device", "cpu", "--dtype", "float32")
+    state = 4 * 3 * (32 * 128 * 128 + 3 * 8192)
+    assert (found["checkpoints"], found["state_bytes"]) == (8, 12 * state)
+    assert found["cache_bytes_per_1k_tokens"] == 1000 * 4 * 2 * 2 * 16, "one layer of four attends"
+    assert main(["plan", *words, "--device", "cpu", "--dtype", "float32"]) == 0
+    assert f"{human(state)} for each of 4 sequences, and 8 at" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
 def test_what_captured_rounds_take_is_told(capsys):
     words = ("--model-shape", "llama-3.1-8b", *CARD)
     captured, eager = planned(capsys, *words), planned(capsys, *words, "--disable-cuda-graph")
