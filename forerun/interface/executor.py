@@ -22,10 +22,10 @@ class ExecutorLimits:
     vocab         V
     max_scored    nodes in one step whose logits choose a token: one per row that samples, and its
                   draft tokens. No step has more; None: as many as nodes
-    checkpoints   recurrent states that are kept at ends of pages, beside one of each slot, of a
-                  model that has such; see `Executor.resumable`
     row_nodes     by rows of a step, beginning with one: nodes of one of them at most, where every
                   row takes as much as the largest; () = as many as there is room for
+    checkpoints   recurrent states that are kept at ends of pages, beside one of each slot, of a
+                  model that has such; see `Executor.resumable`
     """
 
     page_size: int
@@ -35,8 +35,8 @@ class ExecutorLimits:
     context: int
     vocab: int
     max_scored: int | None = None
-    checkpoints: int = 0
     row_nodes: tuple[int, ...] = ()
+    checkpoints: int = 0
 
     @property
     def scored_nodes(self) -> int:
