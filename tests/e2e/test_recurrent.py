@@ -133,7 +133,7 @@ def test_who_cannot_run_it_says_so(folder, draft):
     with pytest.raises(ConfigError, match="recurrent states are not cut over ranks"):
         open_target(configured(folder, 16, tp_size=2))
     for name, dtype in (("cpu", "file"), ("jax", "float32")):
-        config = configured(folder, 16, executor=name, dtype=dtype)
+        config = configured(folder, 16, executor=name, dtype=dtype, threads=None)
         with pytest.raises((ModelError, ConfigError), match="recurrent"):
             open_target(config)
     auto = configured(folder, 16, executor="auto", dtype="auto")
