@@ -95,8 +95,7 @@ class Architecture:
     norm_eps         added to the mean square in every RMSNorm
     layer_specs      what each of the L layers is
     tied_head        the output head is the embedding
-    norm_offset      added to every stored norm weight of the residual stream, queries and keys: 1
-                     in the files of Gemma and Qwen3-Next
+    norm_offset      added to every stored norm weight: 1 in the files of Gemma and Qwen3-Next
     embedding_scale  multiplies the embeddings, rounded to the activations' dtype first (Gemma)
     final_softcap    logits become final_softcap * tanh(logits / final_softcap); None leaves them
     logit_scale      multiplies the logits (Granite)
@@ -131,8 +130,6 @@ class Architecture:
         deltas = {spec.delta for spec in self.layer_specs} - {None}
         if len({spec.attention.latent for spec in self.layer_specs}) > 1 or len(deltas) > 1:
             raise ModelError("layers whose caches differ in shape do not run here")
-        if not self.attention_specs:
-            raise ModelError("a model without a layer of attention does not run here")
         if latent and (self.kv_heads, self.head_size) != (1, latent.rank + latent.rope):
             raise ModelError("latent attention keeps one head of rank + rope numbers")
 
@@ -160,11 +157,6 @@ class Architecture:
     def recurrent_layers(self) -> int:
         """How many layers keep a state in the place of keys and values."""
         return self.layers - len(self.attention_specs)
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of a text's state in all recurrent layers together, which are float32."""
-        return 4 * self.recurrent_layers * (self.delta.state_numbers if self.delta else 0)
 
     @property
     def cache_layer(self) -> CacheLayer:
@@ -328,7 +320,7 @@ def layer_tensors(arch: Architecture, spec: LayerSpec) -> dict[str, tuple[int, .
     tensors, names = _Tensors(), NORM_NAMES[spec.norms]
     tensors.norm(names.before_attention, arch.hidden)
     if spec.delta is not None:
-        _delta_tensors(tensors, arch, spec.delta)
+        tensors.found |= spec.delta.tensors(arch.hidden)
     elif spec.attention.latent is None:
         _heads_tensors(tensors, arch, spec)
     else:
@@ -376,17 +368,6 @@ def _heads_tensors(tensors: _Tensors, arch: Architecture, spec: LayerSpec) -> No
         for part, width in (("q_norm", queries), ("k_norm", keys)):
             tensors.norm(f"self_attn.{part}", width if spec.wide_qk_norm else arch.head_size)
     tensors.matrix("self_attn.o_proj", arch.hidden, queries, spec.o_bias)
-
-
-def _delta_tensors(tensors: _Tensors, arch: Architecture, delta: GatedDelta) -> None:
-    keys, values, heads = delta.keys, delta.values, delta.value_heads
-    rows = {"q_proj": keys, "k_proj": keys, "v_proj": values}
-    for part, width in {**rows, "z_proj": values, "b_proj": heads, "a_proj": heads}.items():
-        tensors.matrix(f"linear_attn.{part}", width, arch.hidden)
-    tensors.found["linear_attn.conv1d.weight"] = (delta.channels, 1, delta.window)
-    tensors.found |= {"linear_attn.A_log": (heads,), "linear_attn.dt_bias": (heads,)}
-    tensors.norm("linear_attn.norm", delta.value_size)
-    tensors.matrix("linear_attn.out_proj", arch.hidden, values)
 
 
 def _latent_tensors(tensors: _Tensors, arch: Architecture, spec: LayerSpec, latent: Latent) -> None:

@@ -83,8 +83,9 @@ def qwen3_next(keys: Keys, sizes: ArchitectureSizes) -> Layers:
     default = [LINEAR if (layer + 1) % every else FULL for layer in range(sizes.layers)]
     kinds = keys.get("layer_types") or default
     named = isinstance(kinds, list) and all(kind in (FULL, LINEAR) for kind in kinds)
-    if not named or len(kinds) != sizes.layers:
-        raise keys.unfit("layer_types", kinds, f"{sizes.layers} times {FULL} or {LINEAR}")
+    if not named or len(kinds) != sizes.layers or FULL not in kinds:
+        what = f"{sizes.layers} times {FULL} or {LINEAR}, the first of them at least once"
+        raise keys.unfit("layer_types", kinds, what)
     attention = replace(plain_attention(sizes), gated=True)
     rope = rope_from(keys, sizes.context, head_size=sizes.head_size, share=0.25)
     shared = keys.integer("shared_expert_intermediate_size", 512)

@@ -146,6 +146,22 @@ class GatedDelta:
             self.value_size
         )
 
+    def tensors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """Canonical names and shapes of its tensors beside a residual stream of H numbers."""
+        keys, values, heads = self.keys, self.values, self.value_heads
+        widths = {"q": keys, "k": keys, "v": values, "z": values, "b": heads, "a": heads}
+        found: dict[str, tuple[int, ...]] = {
+            f"{part}_proj.weight": (width, hidden) for part, width in widths.items()
+        }
+        found |= {"conv1d.weight": (self.channels, 1, self.window), "A_log": (heads,)}
+        found |= {"dt_bias": (heads,), "norm.weight": (self.value_size,)}
+        found["out_proj.weight"] = (hidden, values)
+        return {f"linear_attn.{name}": shape for name, shape in found.items()}
+
+    def state_bytes(self, layers: int) -> int:
+        """Bytes of a text's state in so many layers."""
+        return 4 * layers * self.state_numbers
+
     @property
     def draft_numbers(self) -> int:
         """Numbers that are kept of a draft token in one layer until it is accepted or not."""

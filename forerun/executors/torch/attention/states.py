@@ -104,7 +104,9 @@ class States:
     @staticmethod
     def bytes(arch: Architecture, limits: ExecutorLimits) -> int:
         """Bytes of the tables; 0 of a model without recurrent layers."""
-        return rows_of(limits) * arch.state_bytes
+        if arch.delta is None:
+            return 0
+        return rows_of(limits) * arch.delta.state_bytes(arch.recurrent_layers)
 
     def open(self, slot_init: SlotInit) -> None:
         """A sequence takes a slot, with the state of its cached tokens. Raises EngineError where
