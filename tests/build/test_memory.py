@@ -1,6 +1,5 @@
-import os
+import ctypes
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -154,15 +153,31 @@ def test_scratch_counts_the_heads_of_latent_attention(latent):
     arch = Architecture("deepseek_v3", *sizes, (replace(plain, attention=attention),))
     source, taken = RandomCheckpoint(arch), []
     for nodes in (64, 576):
-        before = resident()
+        before = allocated()
         made = cpu.CpuExecutor(source, limits(arch.vocab, max_nodes=nodes), 1, dtype="q8_0")
-        taken.append(resident() - before)
+        taken.append(allocated() - before)
         made.shutdown()
     planned = needs_of(arch, 1, 1).per_node
     assert 0.6 * planned < (taken[1] - taken[0]) / 512 < planned
 
 
-def resident():
-    """Bytes of this process that are in memory."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+class Allocated(ctypes.Structure):
+    """glibc's mallinfo2."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def allocated():
+    """Bytes that this process has allocated, wherever they come from: pages that are in memory say
+    less, where a process has freed some before.
+    """
+    ask = ctypes.CDLL(None).mallinfo2
+    ask.restype = Allocated
+    found = ask()
+    return found.uordblks + found.hblkhd
