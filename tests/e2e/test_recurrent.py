@@ -35,6 +35,7 @@ def layered(tmp_path_factory):
     hf = tiny.model("qwen3_next")
     torch.manual_seed(3)
     made = type(hf.model.layers[-1])(hf.config, hf.config.num_hidden_layers - 1)
+    made.apply(hf._init_weights)  # Experts are empty memory before.
     width = hf.config.hidden_size
     own = *(0.2 * torch.randn(width) for _ in range(3)), torch.randn(width, 2 * width) / 8
     return with_layers(hf, [(made, *own)], tmp_path_factory.mktemp("layered"), "qwen3-next")
