@@ -355,7 +355,7 @@ LATE = [
 ]
 
 
-@pytest.mark.parametrize(("executor", "name"), params(LATE, on("jax", *(n for _, n in LATE[-3:]))))
+@pytest.mark.parametrize(("executor", "name"), params(LATE, on("jax", *(n for _, n in LATE[-4:]))))
 def test_after_a_rest_is_proposed_what_passes_without_a_cache_say(resting, executor, name):
     """Of features that were kept meanwhile, more than there are places for at once."""
     cell, noted = resting(executor, name), []
