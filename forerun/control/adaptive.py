@@ -78,7 +78,7 @@ class AdaptivePolicy:
         if self._lookahead is not None and constrained:
             known = self._known(self._lookahead, budget.reason, slots, each)
             budgets = with_known(budgets, known)
-        if self._buys and not constrained:
+        if self._buys and not constrained and rows == 1:  # Of more, `_bought` pays (0044).
             prices = self._prices(rows, sum(each)) if budget.nodes else None
             return Decision(budget.reason, budgets, prices=prices)
         select = None if self._in_round else partial(self._select, each)
@@ -194,7 +194,7 @@ class AdaptivePolicy:
         ratio = self.account.observe(report)
         self._drafted = self._drafted + 1 if verified else 0
         self._looked = 0 if allowed else self._looked + 1
-        bought = self._buys and not report.constrained
+        bought = self._buys and not report.constrained and report.rows == 1
         found = self._found(report) if allowed and not bought else []
         if self.shapes is None:
             return

@@ -148,8 +148,9 @@ def test_the_choice_is_the_best_of_all_choices(rows, rises, speed):
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(shares, min_size=1, max_size=3), increments, st.floats(0.5, 3), st.floats(0.0, 2.0))
+@given(shares.map(lambda row: [row]), increments, st.floats(0.5, 3), st.floats(0.0, 2.0))
 def test_prices_say_what_is_chosen(rows, rises, speed, credit):
+    """Of one row; of more it is chosen without prices."""
     costs = StepCosts((1, 3, 6, 12), tuple(np.cumsum([5.0, *rises]).tolist()))
     drafts = [chain(row) for row in rows]
     kept, buying = (
@@ -161,6 +162,7 @@ def test_prices_say_what_is_chosen(rows, rises, speed, credit):
     decision = buying.decide(*arrays(len(rows)))
     assert decision.select is None
     assert buying.decide(*arrays(len(rows)), constrained=True).select is not None
+    assert buying.decide(*arrays(2)).select is not None
     if decision.prices is None:
         assert not any(budget.nodes for budget in decision.rows)
         return
