@@ -155,7 +155,7 @@ def drawn(part: str, found: list[Point]) -> str:
 
     for point in found:
         if part == "scaling":
-            name = "with the queue's target" if point["target"] < 1e9 else "by the cache alone"
+            name = "queue and cache" if point["target"] < 1e9 else "cache alone"
             for value in ("first_token_ms_mean", "replicas_mean"):
                 put(value.replace("_", " "), name, (point["cache"], point[value]))
         elif part == "trouble":
@@ -169,7 +169,7 @@ def drawn(part: str, found: list[Point]) -> str:
             name = "drafting" if point["speculates"] else point["router"]
             put(title, name, (point["load"], point["first_token_ms_mean"]))
     across, up = {
-        "scaling": ("share of pages that sequences shall hold", "see above"),
+        "scaling": ("share of pages held", "as titled"),
         "trouble": ("second of arrival", "ms to first token"),
         "constants": ("weight of a waiting request", "ms to first token"),
     }.get(part, ("conversations a second, replica", "ms to first token"))
