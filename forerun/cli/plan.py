@@ -9,7 +9,7 @@ from rich.table import Table
 
 from forerun.build.memory import human
 from forerun.build.sizing import GIB, Sizing, described, sizing
-from forerun.cli.console import emit_json, out
+from forerun.cli.console import emit_json, out, plain_warnings
 from forerun.errors import ConfigError, MemoryPlanError
 from forerun.machine import gpu_devices
 from forerun.options.config import NATIVE_DTYPES, EngineConfig
@@ -26,11 +26,12 @@ def main(arguments: argparse.Namespace) -> int:
         config = replace(config, device="cuda")  # What a device has is said of a GPU.
     if memory is None and config.device.startswith("cuda") and not gpu_devices():
         raise ConfigError("no GPU is here: say what a device has with --device-memory GIB.")
-    found = sizing(
-        config,
-        described(config, arguments.model_shape),
-        None if memory is None else int(memory * GIB),
-    )
+    with plain_warnings():
+        found = sizing(
+            config,
+            described(config, arguments.model_shape),
+            None if memory is None else int(memory * GIB),
+        )
     if arguments.json:
         emit_json(facts(found))
     else:

@@ -73,6 +73,12 @@ def test_recurrent_states_are_counted(capsys, tmp_path):
     )
 
 
+def test_why_the_core_is_not_planned_with_is_a_sentence(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(tiny.config("qwen3_next").to_dict()))
+    assert main(["plan", "--model", str(tmp_path), "--device", "cpu"]) == 0
+    assert capsys.readouterr().err.startswith("forerun: The native CPU core is not used (")
+
+
 def test_what_captured_rounds_take_is_told(capsys):
     words = ("--model-shape", "llama-3.1-8b", *CARD)
     captured, eager = planned(capsys, *words), planned(capsys, *words, "--disable-cuda-graph")

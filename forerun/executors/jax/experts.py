@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from forerun.executors.jax.layers import GATES, product
+from forerun.executors.jax.layers import GATES, product, products
 from forerun.models.layer_spec import Experts, Router
 
 Weights = dict[str, Any]
@@ -31,10 +31,10 @@ def mixture(weights: Weights, about: Experts, activation: str, x: Array) -> Arra
     taken, chosen = routes(logits, about.router, about.top_k, correction)
     every = jnp.arange(about.count)
     share = ((chosen[..., None] == every) * taken[..., None]).sum(-2)
-    gate = _each("rnh,xih->rnxi", x, weights["experts.gate_proj"])
-    up = _each("rnh,xih->rnxi", x, weights["experts.up_proj"])
+    gate = products("rnh,xih->rnxi", x, weights["experts.gate_proj"])
+    up = products("rnh,xih->rnxi", x, weights["experts.up_proj"])
     wide = GATES[activation](gate, up)
-    down = _each("rnxi,xhi->rnxh", wide, weights["experts.down_proj"]).astype(jnp.float32)
+    down = products("rnxi,xhi->rnxh", wide, weights["experts.down_proj"]).astype(jnp.float32)
     # What a row does not take may be infinite.
     down = jnp.where(share[..., None] > 0, down, 0.0)
     return (down * share[..., None]).sum(-2)
@@ -81,14 +81,3 @@ def shared(weights: Weights, activation: str, x: Array) -> Array:
         return made
     score = product(x.astype(jnp.float32), weights["shared_expert_gate"].astype(jnp.float32))
     return made / (1 + jnp.exp(-score))
-
-
-def _each(what: str, x: Array, weights: Array) -> Array:
-    made = jnp.einsum(
-        what,
-        x,
-        weights,
-        precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )
-    return made.astype(x.dtype)

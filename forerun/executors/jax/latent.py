@@ -6,9 +6,9 @@ heads and its first numbers are the value; what is found there is brought out ag
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
-from forerun.executors.jax.layers import product, rms_norm, rotate
+from forerun.executors.jax.layers import product, products, rms_norm, rotate
 from forerun.models.layer_spec import Latent
 
 Weights = dict[str, Any]
@@ -29,7 +29,7 @@ def enter(
     made = product(lower, weights[name]).reshape(*x.shape[:2], heads, -1)
     plain, turned = jnp.split(made, [about.nope], -1)
     into = _of_heads(weights, about, heads)[..., : about.nope]
-    queries = [_each("rnad,kad->rnak", plain, into), rotate(turned, *rotary)]
+    queries = [products("rnad,kad->rnak", plain, into), rotate(turned, *rotary)]
     name = "kv_a_proj_with_mqa"
     kept, key = jnp.split(product(x, weights[name], weights.get(f"{name}.bias")), [about.rank], -1)
     latent = rms_norm(kept, weights["kv_a_layernorm"], about.norm_eps)
@@ -42,7 +42,7 @@ def leave(weights: Weights, about: Latent, context: Array) -> Array:
     [R,N,A,rank].
     """
     out_of = _of_heads(weights, about, context.shape[2])[..., about.nope :]
-    values = _each("rnak,kad->rnad", context, out_of)
+    values = products("rnak,kad->rnad", context, out_of)
     return values.reshape(*values.shape[:2], -1)
 
 
@@ -59,14 +59,3 @@ def _sanitised(latent: Array, key: Array) -> Array:
     spoiled = (latent * 0).sum(-1, keepdims=True)
     clean = jnp.nan_to_num(latent, nan=0.0, posinf=0.0, neginf=0.0)
     return jnp.concatenate([clean, key + spoiled], -1)
-
-
-def _each(what: str, x: Array, weights: Array) -> Array:
-    made = jnp.einsum(
-        what,
-        x,
-        weights,
-        precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )
-    return made.astype(x.dtype)

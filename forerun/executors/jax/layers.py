@@ -20,6 +20,18 @@ def product(x: Array, weight: Array, bias: Array | None = None) -> Array:
     return (y if bias is None else y + bias).astype(x.dtype)
 
 
+def products(what: str, x: Array, weights: Array) -> Array:
+    """The einsum `what` of x and one matrix per head or expert, in the dtype of x; as `product`."""
+    made = jnp.einsum(
+        what,
+        x,
+        weights,
+        precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+    return made.astype(x.dtype)
+
+
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     """RMSNorm (arXiv 1910.07467) of x [...,H]: x / rms(x) * weight [H] in float32, returned in the
     dtype of `x`.
