@@ -190,7 +190,7 @@ def main() -> None:
     model = open_model(asked.model)
     arch = model.checkpoint.architecture
     most = max(asked.rows), max(asked.nodes)
-    limits = limits_for(arch.vocab, *most, asked.context, arch.context)
+    limits = limits_for(arch, *most, asked.context)
     benches = {
         name: StepBench(built(name, model, limits, asked), asked.context, clock=CLOCKS[asked.clock])
         for name in asked.executors

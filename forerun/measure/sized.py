@@ -106,7 +106,7 @@ def torch_bench(
     """
     arch = checkpoint.architecture
     rows, nodes = max(sweep.batches), max(sweep.nodes)
-    limits = limits_for(arch.vocab, rows, nodes, sweep.context, arch.context)
+    limits = limits_for(arch, rows, nodes, sweep.context)
     executor = with_captures(TorchExecutor(checkpoint, limits, device, dtype, **how))
     head = None
     if draft is not None:

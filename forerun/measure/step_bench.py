@@ -7,10 +7,12 @@ from statistics import median
 
 import numpy as np
 
+from forerun.build.memory import CHECKPOINTS
 from forerun.interface.draft_model import DraftLevel, DraftModel
 from forerun.interface.executor import Executor, ExecutorLimits
 from forerun.interface.next_draft import DraftRequest
 from forerun.interface.plan import Plan, Round, SlotInit
+from forerun.models.arch import Architecture
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft, TreeBatch, batch
 from forerun.types import Ints
@@ -21,12 +23,9 @@ WARM_UP = 3
 """Calls that are not counted; the second of a new size is the one that captures."""
 
 
-def limits_for(vocab: int, rows: int, nodes: int, context: int, longest: int) -> ExecutorLimits:
-    """ExecutorLimits for a StepBench of `rows` sequences with `context` cached tokens and chains of
-    at most `nodes` nodes.
-
-    vocab    V
-    longest  the model's context, tokens
+def limits_for(arch: Architecture, rows: int, nodes: int, context: int) -> ExecutorLimits:
+    """ExecutorLimits for a StepBench of `rows` sequences of such a model with `context` cached
+    tokens and chains of at most `nodes` nodes.
     """
     pages = -(-(context + nodes) // PAGE)
     return ExecutorLimits(
@@ -34,16 +33,18 @@ def limits_for(vocab: int, rows: int, nodes: int, context: int, longest: int) ->
         pages=pages * rows,
         slots=rows,
         max_nodes=max(rows * nodes, context),
-        context=min(longest, pages * PAGE),
-        vocab=vocab,
+        context=min(arch.context, pages * PAGE),
+        vocab=arch.vocab,
         max_scored=rows * nodes,
+        checkpoints=CHECKPOINTS * rows if arch.recurrent_layers else 0,
     )
 
 
 class StepBench:
     """Sequences of random tokens, one for every slot of an executor, of which `context` tokens are
     cached, and steps that begin there. A step may be repeated: what it writes lies behind the
-    cached tokens, and `rewind` makes the sequences what they were.
+    cached tokens, and `rewind` makes the sequences what they were; recurrent states too, from the
+    checkpoint at the last end of a page.
 
     executor  built for `limits_for`, with every slot closed; the bench opens all of them
     head      a draft model that the executor was told of, if any
@@ -67,7 +68,7 @@ class StepBench:
         random = np.random.default_rng(0)
         longest = self._pages * limits.page_size
         self._tokens = random.integers(0, limits.vocab, longest).astype(np.int32)
-        self._sampling, self._open = sampling, False
+        self._sampling = sampling
         self._begun: Round | None = None
         self.fill()
 
@@ -75,27 +76,23 @@ class StepBench:
         """Cache every sequence's `context` tokens anew, and sample by `sampling` (None = as before)
         from now on. Returns the milliseconds of the last sequence's step.
         """
-        self._sampling = sampling or self._sampling
-        self.rewind()
-        took = 0.0
+        self._sampling, took = sampling or self._sampling, 0.0
+        self._finish()
         for row in range(self._rows):
-            plan, trees = self._plan([row], 0, self._tokens[: self._context], 0)
-            (took,) = self._timed(partial(self._run, plan, trees), 1, warm_up=0)
+            (took,) = self._timed(partial(self._fill, row, self._context), 1, warm_up=0)
+        self.rewind()
         return took
 
     def rewind(self) -> None:
         """Finish what `forward` began, and reopen every slot with its cached tokens and the one
         behind them.
         """
-        if self._begun is not None:
-            self.executor.finish(self._begun)
-            self._begun = None
-        tokens = self._tokens[: self._context + 1]
+        self._finish()
         for row in range(self._rows):
-            if self._open:
-                self.executor.close(row)
-            self.executor.open(SlotInit(row, tokens, self._context, self._sampling))
-        self._open = True
+            behind = self.executor.resumable(self._tokens[: self._context])
+            self._reopen(row, behind)
+            if behind < self._context:
+                self._run(*self._plan([row], behind, self._tokens[behind : self._context], 0))
 
     def times(self, work: Callable[[], object], count: int, warm_up: int = WARM_UP) -> list[float]:
         """Milliseconds of each of `count` calls of `work`, after `warm_up` more; sequences are
@@ -125,10 +122,10 @@ class StepBench:
         return begin
 
     def prompt(self, tokens: int) -> Callable[[], Round]:
-        """A callable that runs a chunk of `tokens` prompt tokens, at most the context, of the first
-        sequence.
+        """A callable that opens the first sequence anew, without cached tokens, and runs a chunk of
+        `tokens` prompt tokens, at most the context.
         """
-        return partial(self._run, *self._plan([0], 0, self._tokens[:tokens], 0))
+        return partial(self._fill, 0, tokens)
 
     def drafted(self, rows: int, nodes: int, levels: int) -> Callable[[], Round] | None:
         """A callable as of `step` whose step also extends the head and grows a chain of `levels`
@@ -162,6 +159,21 @@ class StepBench:
         )
         return partial(self._head.expand, level)
 
+    def _fill(self, row: int, tokens: int) -> Round:
+        self._reopen(row, 0)
+        return self._run(*self._plan([row], 0, self._tokens[:tokens], 0))
+
+    def _reopen(self, row: int, cached: int) -> None:
+        """The slot's sequence, whose prompt are the cached tokens, behind `cached` of them."""
+        self.executor.close(row)
+        tokens = self._tokens[: self._context + 1]
+        self.executor.open(SlotInit(row, tokens, self._context, self._sampling, cached=cached))
+
+    def _finish(self) -> None:
+        if self._begun is not None:
+            self.executor.finish(self._begun)
+            self._begun = None
+
     def _run(self, plan: Plan, trees: TreeBatch) -> Round:
         round = self.executor.begin(plan, trees)
         self.executor.finish(round)
@@ -187,7 +199,7 @@ class StepBench:
             slots=slots,
             kv_len=np.full(len(rows), kv_len, np.int32),
             known=(known,) * len(rows),
-            samples=np.full(len(rows), bool(kv_len)),
+            samples=np.full(len(rows), kv_len == self._context),
             max_nodes=np.full(len(rows), draft_tokens, np.int32),
             max_depth=np.full(len(rows), draft_tokens, np.int32),
             page_table=self._page_table(slots),
