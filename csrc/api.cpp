@@ -3,6 +3,7 @@
 #include <memory>
 #include <new>
 
+#include "delta.h"
 #include "draft.h"
 #include "model.h"
 #include "ngram.h"
@@ -32,7 +33,7 @@ int guarded(Work work) {
 extern "C" {
 
 // Raised whenever the meaning of a call or structure changes; native.py asks for the same number.
-int forerun_abi() { return 24; }
+int forerun_abi() { return 25; }
 
 const char* forerun_error() { return last_error.c_str(); }
 
@@ -76,6 +77,38 @@ int forerun_multiply(const char* name, int source, int format, const uint8_t* ro
                               &groups[(size_t)(row / kLanes) * w.groups()], row % kLanes);
         }
         kernels->product(w, groups.data(), count, 0, w.blocks(), target);
+        return "";
+    });
+}
+
+// gate (kernels.h, `Gate`) of two rows float32[count]. For tests.
+int forerun_gate(const char* name, int which, const float* gate, const float* up, int count,
+                 float* out) {
+    return guarded([&]() -> std::string {
+        const Kernels* kernels = choose_kernels(name);
+        if (!kernels) return "no such kernels";
+        kernels->gates[which](gate, up, count, out);
+        return "";
+    });
+}
+
+// States of gated delta nets (delta.h): who advances them, by kernels of that name.
+Delta* forerun_delta_open(const char* name, int threads) {
+    Delta* delta = nullptr;
+    guarded([&]() -> std::string {
+        const Kernels* kernels = choose_kernels(name);
+        if (!kernels) return "no such kernels";
+        delta = new Delta(kernels, threads);
+        return "";
+    });
+    return delta;
+}
+
+void forerun_delta_close(Delta* delta) { delete delta; }
+
+int forerun_delta_run(Delta* delta, const DeltaStep* step) {
+    return guarded([&]() -> std::string {
+        delta->run(*step);
         return "";
     });
 }

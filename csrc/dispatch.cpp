@@ -33,11 +33,13 @@ bool has_avx512_vnni() {
 }
 
 // AVX2's kernels under another name, with products of their own.
-Kernels with(const char* name, Product product, FloatProduct float_product = nullptr) {
+Kernels with(const char* name, Product product, FloatProduct float_product = nullptr,
+             GatedDelta gated_delta = nullptr) {
     Kernels kernels = *kAvx2;
     kernels.name = name;
     kernels.product = product;
     if (float_product) kernels.float_product = float_product;
+    if (gated_delta) kernels.gated_delta = gated_delta;
     return kernels;
 }
 
@@ -89,7 +91,8 @@ std::vector<Kernels> usable() {
             if (kAvx512WideProduct && has_avx512_wide()) {
                 const bool wins = sooner(kAvx512WideProduct, kAvx512VnniProduct);
                 found.insert(wins ? found.begin() : found.end(),
-                             with("avx512-vnni-512", kAvx512WideProduct, kAvx512FloatProduct));
+                             with("avx512-vnni-512", kAvx512WideProduct, kAvx512FloatProduct,
+                                  kAvx512GatedDelta));
             }
         }
         if (kAvxVnniProduct && has_avx_vnni()) found.push_back(with("avx-vnni", kAvxVnniProduct));

@@ -11,6 +11,8 @@
 #include "rows.inl"
 #include "attention.inl"
 #include "sample.inl"
+#define FORERUN_COLUMNS 8
+#include "delta.inl"
 
 namespace forerun {
 static const Kernels kTable = {"avx2", FORERUN_KERNELS};

@@ -4,10 +4,14 @@
 #include "simd_avx512.h"
 #include "matmul_float.inl"
 #include "matmul_wide.inl"
+#define FORERUN_COLUMNS 16
+#include "delta.inl"
 
 const forerun::Product forerun::kAvx512WideProduct = product;
 const forerun::FloatProduct forerun::kAvx512FloatProduct = float_product;
+const forerun::GatedDelta forerun::kAvx512GatedDelta = gated_delta;
 #else
 const forerun::Product forerun::kAvx512WideProduct = nullptr;
 const forerun::FloatProduct forerun::kAvx512FloatProduct = nullptr;
+const forerun::GatedDelta forerun::kAvx512GatedDelta = nullptr;
 #endif

@@ -64,11 +64,16 @@ enum Gate {
     kSilu = 0,     // silu(g) u
     kClamped = 1,  // gpt-oss's: g sigmoid(1.702 g) (u + 1), g at most 7 and u between -7 and 7
     kGelu = 2,     // GELU(g) u, by its tanh approximation
-    kGates = 3,
+    kGeluErf = 3,  // GELU(g) u = g Phi(g) u, Phi the normal distribution's
+    kGates = 4,
 };
 using Joined = void (*)(const float* gate, const float* up, int count, float* out);
 using JoinedQuantised = void (*)(const float* gate, const float* up, int count, Group* out,
                                  int lane);
+
+// kColumns of one head of one tree's states, from column `first` on (delta.h).
+struct DeltaStep;
+using GatedDelta = void (*)(const DeltaStep& step, int tree, int head, int first, float* scratch);
 
 struct Kernels {
     const char* name;
@@ -112,13 +117,16 @@ struct Kernels {
     // plain request (temperature 0 = greedy), or -1 where some logit is not finite.
     int32_t (*choose)(const float* logits, int count, float temperature, uint64_t seed,
                       uint32_t position);
+
+    GatedDelta gated_delta;
 };
 
 // What an isa_*.cpp puts into its table after the name.
 #define FORERUN_KERNELS \
     product, float_product, quantise, norm_quantise,                                      \
-        {silu_quantise, clamped_quantise, gelu_quantise}, norm, {silu, clamped, gelu}, soften,     \
-        rotate, to_halves, attend, attend_some_positions, weigh, attend_some_numbers, choose
+        {silu_quantise, clamped_quantise, gelu_quantise, erf_gelu_quantise}, norm,            \
+        {silu, clamped, gelu, erf_gelu}, soften, rotate, to_halves, attend,                     \
+        attend_some_positions, weigh, attend_some_numbers, choose, gated_delta
 
 // One table per instruction set; null where it was compiled for another kind of machine or by a
 // compiler that does not know the instructions.
@@ -131,6 +139,7 @@ extern const Product kAvxVnniProduct;
 extern const Product kAvx512VnniProduct;
 extern const Product kAvx512WideProduct;
 extern const FloatProduct kAvx512FloatProduct;
+extern const GatedDelta kAvx512GatedDelta;
 
 // Kernels by name, or null where this machine or this build has none of that name; null or ""
 // asks for the best.

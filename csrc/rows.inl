@@ -110,6 +110,27 @@ FORERUN_INLINE F8 gelu8(F8 g, F8 u) {
     return mul8(div8(g, one_plus), u);
 }
 
+// g Phi(g) = max(g, 0) - |g| Phi(-|g|), Phi(-x) = e^(-x^2 / 2) t q(t), t = 1 / (1 + 0.35 x): q of
+// degree 8 by the least relative error over x in [0, 13.4], 3.2e-8 (Lawson's weighted least
+// squares; the form is Abramowitz and Stegun's 7.1.26). With the rounding of float32 the
+// result is within 1e-6 of itself, also where it vanishes, until Phi is below 1e-37.
+FORERUN_INLINE F8 erf_gelu8(F8 g, F8 u) {
+    constexpr float kQ[] = {0.139621615f,  0.139858365f, 0.119857475f,  0.105413675f, -0.0228929426f,
+                            0.158866763f, -0.255451113f, 0.143846929f, -0.0291207675f};
+    const F8 zero = splat8(0.0f);
+    const F8 x = max8(g, sub8(zero, g)), near = min8(x, splat8(16.0f));
+    const F8 t = div8(splat8(1.0f), fma8(x, splat8(0.35f), splat8(1.0f)));
+    F8 q = splat8(kQ[8]);
+#pragma GCC unroll 8
+    for (int i = 7; i >= 0; i--) q = fma8(q, t, splat8(kQ[i]));
+    // The square in two parts: half a unit in its last place would show in e^(-x^2 / 2).
+    const F8 square = mul8(near, near), rest = fma8(near, near, sub8(zero, square));
+    F8 bell = exp8(mul8(square, splat8(-0.5f)));
+    bell = fma8(bell, mul8(rest, splat8(-0.5f)), bell);
+    // Not finite: NaN, by x t. Of a maximum with NaN second NaN comes out.
+    return mul8(sub8(max8(zero, g), mul8(mul8(mul8(x, t), q), bell)), u);
+}
+
 // cap tanh(x / cap), where 1 / cap is given; NaN for what is not finite, which exp8 would hide.
 FORERUN_INLINE F8 soften8(F8 x, float cap, float inverse) {
     const F8 one_plus = add8(splat8(1.0f), exp8(mul8(x, splat8(2.0f * inverse))));
@@ -127,6 +148,10 @@ static void clamped_quantise(const float* gate, const float* up, int count, Grou
 
 static void gelu_quantise(const float* gate, const float* up, int count, Group* out, int lane) {
     quantise_joined(gate, up, count, out, lane, [](F8 g, F8 u) { return gelu8(g, u); });
+}
+
+static void erf_gelu_quantise(const float* gate, const float* up, int count, Group* out, int lane) {
+    quantise_joined(gate, up, count, out, lane, [](F8 g, F8 u) { return erf_gelu8(g, u); });
 }
 
 // join(a, b), eight numbers at a time, as float32. `out` may be `a`.
@@ -157,6 +182,10 @@ static void clamped(const float* gate, const float* up, int count, float* out) {
 
 static void gelu(const float* gate, const float* up, int count, float* out) {
     write_joined(gate, up, count, out, [](F8 g, F8 u) { return gelu8(g, u); });
+}
+
+static void erf_gelu(const float* gate, const float* up, int count, float* out) {
+    write_joined(gate, up, count, out, [](F8 g, F8 u) { return erf_gelu8(g, u); });
 }
 
 static void soften(float* x, int count, float cap) {

@@ -255,7 +255,7 @@ class Architecture:
         found = {
             "mixture-of-experts layers": any(isinstance(s.feed_forward, Experts) for s in specs),
             "norms after attention and feed-forward": any(s.norms != "pre" for s in specs),
-            "a GELU gate": any(s.activation == "gelu_tanh" for s in specs),
+            "a GELU gate": any("gelu" in s.activation for s in specs),
             "a clamped gate": any(s.activation == "clamped_silu" for s in specs),
             "latent attention": self.latent is not None,
             "a gated delta net": self.delta is not None,

@@ -17,9 +17,10 @@ from typing import Literal
 from forerun.errors import ModelError
 from forerun.models.rope import Rope
 
-Activation = Literal["silu", "gelu_tanh", "clamped_silu"]
-"""How gate g and up u become one: silu(g) u; GELU(g) u by its tanh approximation (arXiv 1606.08415,
-section 2); or gpt-oss's g sigmoid(1.702 g) (u + 1), where g is at most CLAMP and u within it.
+Activation = Literal["silu", "gelu_tanh", "gelu", "clamped_silu"]
+"""How gate g and up u become one: silu(g) u; GELU(g) u (arXiv 1606.08415, section 2) by its tanh
+approximation, or as it is, g (1 + erf(g / sqrt 2)) / 2; or gpt-oss's g sigmoid(1.702 g) (u + 1),
+where g is at most CLAMP and u within it.
 """
 CLAMP, CLAMP_SLOPE = 7.0, 1.702
 

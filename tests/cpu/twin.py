@@ -5,6 +5,8 @@ groups of 32 and keys and values as halves, or all as they are where the weights
 float64 where the core sums in float32.
 """
 
+import math
+
 import numpy as np
 
 from forerun.models.checkpoint import InFourBits
@@ -131,6 +133,9 @@ class Twin:
             gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
             opened = gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
             return self.product(f"{prefix}down_proj", opened)
+        if activation == "gelu":
+            normal = 0.5 * np.vectorize(math.erfc)(-gate / np.sqrt(2))
+            return self.product(f"{prefix}down_proj", gate * normal * up)
         if activation == "gelu_tanh":
             angle = np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
             return self.product(f"{prefix}down_proj", 0.5 * gate * (1 + np.tanh(angle)) * up)

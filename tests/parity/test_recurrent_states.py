@@ -11,11 +11,14 @@ from hypothesis import strategies as st
 
 from forerun.build.calibration import measure_costs
 from forerun.errors import EngineError
+from forerun.executors.cpu import native
 from forerun.executors.state_slots import StateSlots
 from forerun.executors.torch import TorchExecutor
+from forerun.executors.torch.attention.delta_levels import ByLevels
+from forerun.executors.torch.attention.delta_native import NativeDelta
 from forerun.executors.torch.attention.states import States
 from forerun.executors.torch.captured import executor as capturing
-from forerun.executors.torch.decoder.delta import DeltaInputs, softplus, summed
+from forerun.executors.torch.decoder.delta import DeltaInputs, Tokens, softplus, summed
 from forerun.interface.plan import Outcome, Plan, SlotInit
 from forerun.models.config_json import architecture_from
 from forerun.speculative.sampling import Sampling
@@ -24,6 +27,7 @@ from tests.models import tiny
 from tests.parity.driver import EVERYTHING, Driver, Row, as_draft, chain_draft, limits
 from tests.twins.gated_delta import Recurrence
 
+NAMES = ("portable", "avx2", "avx-vnni", "avx512-vnni", "avx512-vnni-512", "neon")
 GREEDY = Sampling(temperature=0.0)
 
 
@@ -40,10 +44,10 @@ def bounds(**changes):
 class Way:
     """Trees of random numbers through the layers' states, by torch and by the oracle."""
 
-    def __init__(self, arch, seed):
+    def __init__(self, arch, seed, walk=None):
         self.about, self.random = arch.delta, np.random.default_rng(seed)
         self.layers = arch.recurrent_layers
-        self.states = States(arch, bounds(), torch.device("cpu"))
+        self.states = States(arch, bounds(), torch.device("cpu"), walk)
         self.kernel = self.random.normal(size=(self.about.channels, self.about.window))
         self.kernel = self.kernel.astype(np.float32)
         self.texts = {}
@@ -138,8 +142,9 @@ def unkept(monkeypatch):
 BUSH = as_draft([5, 6, 7, 8, 9, 10, 11], [-1, 0, 0, 2, -1, 4, 3])
 
 
-def test_the_states_of_trees_are_the_oracles(arch, unkept):
-    way = Way(arch, 0)
+@pytest.mark.parametrize("walk", [ByLevels(torch.device("cpu")), NativeDelta()])
+def test_the_states_of_trees_are_the_oracles(arch, unkept, walk):
+    way = Way(arch, 0, walk)
     for slot in (0, 2):
         way.open(slot)
     way.step([(0, [1, 2, 3, 4, 5], as_draft([], []), [])])
@@ -191,6 +196,43 @@ def test_a_state_has_the_same_bits_on_every_way(arch, seed):
     assert other.texts[3] == tuple(text)
     assert torch.equal(other.states.matrices[:, 3], plain.states.matrices[:, 0])
     assert torch.equal(other.states.windows[:, 3], plain.states.windows[:, 0])
+
+
+KERNELS = [name for name in NAMES if native.kernels(name)]
+SIZES = [(7, 12, 2, 4), (128, 128, 1, 2), (1, 33, 3, 3), (8, 16, 2, 2)]
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_the_core_and_torch_make_the_same_bits(kernels, sizes):
+    """Of random trees, states that are kept on the way included, and of one token more."""
+    key_size, value_size, key_heads, heads = sizes
+    random = torch.Generator().manual_seed(5)
+
+    def drawn(*shape):
+        return torch.randn(shape, generator=random)
+
+    known = [np.arange(n, dtype=np.int32) for n in (3, 1, 9)]
+    drafts = [BUSH, as_draft([], []), chain_draft([1, 2])]
+    trees = batch(known, drafts)
+    slots, count = np.array([4, 0, 2], np.int32), len(trees.tokens)
+    ends = {4: trees.root(0), 0: trees.root(1), 2: trees.root(2), 5: 1, 6: trees.start[2] + 4}
+    tokens = Tokens(
+        drawn(count, key_heads, key_size),
+        drawn(count, key_heads, key_size) / key_size,
+        drawn(count, heads, value_size),
+        torch.rand(count, heads, generator=random),
+        torch.rand(count, heads, generator=random),
+    )
+    before, made = drawn(7, heads, key_size, value_size), []
+    for walk in (ByLevels(torch.device("cpu")), NativeDelta(kernels)):
+        states = before.clone()
+        found = walk.advance(states, walk.way(trees, slots, ends), tokens)
+        walk.follow(states, np.array([6, 1]), tokens.part(3, 5))
+        made.append((found, states))
+    for one, other in zip(*made, strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(made[0][1][3], before[3]) and not torch.equal(made[0][1][1], before[1])
 
 
 def test_sums_and_gates_do_not_depend_on_the_company():

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 Library = TypeVar("Library", ctypes.CDLL, ctypes.PyDLL)
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 24
+ABI = 25
 """What `forerun_abi` of csrc/api.cpp must say; raised together with it."""
 
 
@@ -130,6 +130,18 @@ class NgramRules(ctypes.Structure):
     )
 
 
+class DeltaStep(ctypes.Structure):
+    """`DeltaStep` of csrc/delta.h."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("rows", "key_heads", "value_heads")),
+        *((name, c_int32) for name in ("key_size", "value_size")),
+        *((name, c_void_p) for name in ("start", "known", "parents", "slots", "targets")),
+        *((name, c_void_p) for name in ("states", "queries", "keys", "values")),
+        *((name, c_void_p) for name in ("decay", "beta", "out")),
+    )
+
+
 _CALLS = {
     "forerun_abi": (c_int, []),
     "forerun_error": (c_char_p, []),
@@ -156,6 +168,10 @@ _CALLS = {
         c_int,
         [c_char_p, c_int, c_int, c_void_p, c_int, c_int, c_void_p, c_int, c_void_p],
     ),
+    "forerun_gate": (c_int, [c_char_p, c_int, c_void_p, c_void_p, c_int, c_void_p]),
+    "forerun_delta_open": (c_void_p, [c_char_p, c_int]),
+    "forerun_delta_close": (None, [c_void_p]),
+    "forerun_delta_run": (c_int, [c_void_p, POINTER(DeltaStep)]),
     "forerun_request_aux_hidden_states": (c_int, [c_void_p, c_void_p, c_int]),
     "forerun_aux_hidden_states": (c_int, [c_void_p, c_int, c_void_p]),
     "forerun_open_draft": (

@@ -94,7 +94,7 @@ def vectors(arch: Architecture) -> list[Place]:
     return [*places, Place("model.norm.weight", -1, 0)]
 
 
-_GATES: dict[Activation, int] = {"silu": 0, "clamped_silu": 1, "gelu_tanh": 2}
+_GATES: dict[Activation, int] = {"silu": 0, "clamped_silu": 1, "gelu_tanh": 2, "gelu": 3}
 """`Gate` of csrc/kernels.h."""
 
 

@@ -61,7 +61,13 @@ def geglu(gate: Array, up: Array) -> Array:
     return (wide / (1 + jnp.exp(-angle)) * up).astype(gate.dtype)
 
 
-GATES = {"silu": swiglu, "gelu_tanh": geglu}
+def erf_geglu(gate: Array, up: Array) -> Array:
+    """gelu(gate) * up by the error function, computed in float32, in the dtype of `gate`."""
+    wide = gate.astype(jnp.float32)
+    return (wide * (0.5 * lax.erfc(wide * -(0.5**0.5))) * up).astype(gate.dtype)
+
+
+GATES = {"silu": swiglu, "gelu_tanh": geglu, "gelu": erf_geglu}
 """By LayerSpec.activation."""
 
 

@@ -5,8 +5,8 @@ Of each layer with a state (layer_spec.GatedDelta) two tables, whose rows are st
     windows   float32[rows, W-1, C]       what the convolution reads of the last W - 1 tokens
     matrices  float32[rows, Hv, Dk, Dv]
 
-A step goes down its trees level by level: the state of a node is made of its parent's, all nodes of
-a level at once, and a known chain is a tree without branches. Known tokens are permanent whatever
+The state of a node is made of its parent's, by the compiled core (delta_native.py) or by torch
+(delta_levels.py). Known tokens are permanent whatever
 is accepted, so the state after a row's root goes into its slot at once. Of draft tokens not the
 states are kept until the outcome is known but what they are made of, a hundredth of the numbers:
 an accepted path advances the slot's state by the same numbers, multiplied and added in the same
@@ -16,19 +16,17 @@ order, and so to the same bits as the state that its last node was scored with.
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.executors.cpu import native
 from forerun.executors.state_slots import Claim, StateSlots, rows_of
-from forerun.executors.torch.decoder.delta import (
-    DeltaInputs,
-    Tokens,
-    advance,
-    convolved,
-    read,
-)
+from forerun.executors.torch.attention.delta_levels import ByLevels, DeltaWalk
+from forerun.executors.torch.attention.delta_native import NativeDelta
+from forerun.executors.torch.decoder.delta import DeltaInputs, Tokens, convolved
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.plan import Outcome, Plan, SlotInit
 from forerun.models.arch import Architecture
@@ -40,35 +38,19 @@ TextOf = Callable[[int], "array[int]"]
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
-    """Nodes of equal depth, as a slice of all nodes ordered by depth.
-
-    above   int64[n] the parents' places in the level above; None: one after the other
-    ends    int64[m] places whose states are kept, and int64[m] the rows that they go to
-    """
-
-    begin: int
-    end: int
-    above: Tensor | None
-    ends: tuple[Tensor, Tensor] | None
-
-
-@dataclass(frozen=True, slots=True)
 class Paths:
     """Where a step's nodes stand; the same for all layers.
 
     past    int64[M,W] rows of what the convolution reads: of B windows, then of the nodes
-    order   int64[M] the nodes by depth; back: int64[M] each one's place in that
     rows    int64[B] the rows of states that the trees begin with
+    way     through the matrices, as DeltaWalk has it
     ends    int64[m] nodes whose windows are kept, and the rows that they go to
     drafts  int64[D] the draft tokens
     """
 
     past: Tensor
-    order: Tensor
-    back: Tensor
     rows: Tensor
-    levels: list[Level]
+    way: Any
     ends: tuple[Tensor, Tensor]
     drafts: Tensor
 
@@ -89,15 +71,32 @@ class StateStep:
     kept: list[tuple[Tensor, Tokens]] = field(default_factory=list)
 
 
-class States:
-    """The tables, and the book of who has which row."""
+def chosen_walk(device: torch.device) -> DeltaWalk:
+    """The compiled core where it is, of a CPU; else torch."""
+    if device.type == "cpu" and native.available() is None:
+        return NativeDelta()
+    return ByLevels(device)
 
-    def __init__(self, arch: Architecture, limits: ExecutorLimits, device: torch.device) -> None:
+
+class States:
+    """The tables, and the book of who has which row.
+
+    walk  who advances matrices; None: `chosen_walk`
+    """
+
+    def __init__(
+        self,
+        arch: Architecture,
+        limits: ExecutorLimits,
+        device: torch.device,
+        walk: DeltaWalk | None = None,
+    ) -> None:
         about, rows = arch.delta, rows_of(limits)
         assert about is not None
         layers, self._width, self._device = arch.recurrent_layers, about.window, device
         self.book = StateSlots(limits)
         matrix = about.value_heads, about.key_size, about.value_size
+        self._walk = walk or chosen_walk(device)
         self.windows = torch.zeros(layers, rows, about.window - 1, about.channels, device=device)
         self.matrices = torch.zeros(layers, rows, *matrix, device=device)
 
@@ -145,18 +144,8 @@ class States:
         nodes, targets = paths.ends
         windows[targets] = rows[paths.past[nodes, 1:]]
         step.kept.append((inputs.mixed[paths.drafts], tokens.ordered(paths.drafts)))
-        sorted_tokens, found = tokens.ordered(paths.order), []
-        states = matrices.index_select(0, paths.rows)
-        for level in paths.levels:
-            if level.above is not None:
-                states = states.index_select(0, level.above)
-            here = sorted_tokens.part(level.begin, level.end)
-            advance(states, here)
-            found.append(read(states, here))
-            if level.ends is not None:
-                matrices[level.ends[1]] = states[level.ends[0]]
-        out = tokens.values.new_zeros(len(inputs.mixed), *states.shape[1:2], states.shape[-1])
-        out[: len(paths.back)] = torch.cat(found).index_select(0, paths.back)
+        out = tokens.values.new_zeros(len(inputs.mixed), *tokens.values.shape[1:])
+        out[: len(paths.past)] = self._walk.advance(matrices, paths.way, tokens)
         return out
 
     def known(self, step: StateStep) -> None:
@@ -196,9 +185,7 @@ class States:
             windows, matrices = self.windows[number], self.matrices[number]
             entering = mixed.index_select(0, which).unsqueeze(1)
             windows[where] = torch.cat([windows[where][:, 1:], entering], 1)
-            states = matrices.index_select(0, where)
-            advance(states, tokens.ordered(which))
-            matrices[where] = states
+            self._walk.follow(matrices, slots, tokens.ordered(which))
 
     def _passed(self, step: StateStep, row: int, slot: int, depth: int, text_of: TextOf) -> None:
         """The slot's state is one accepted token further: see whether it is to be kept."""
@@ -223,42 +210,15 @@ class States:
             parent = trees.parents[np.maximum(after - span, 0)]
             above = np.where(parent >= 0, span + parent, first + self._width - 2)
             past[:, place] = np.where(after >= span, above, after - 1)
-        order = np.argsort(trees.depth, kind="stable")
-        back = np.empty(count, np.int64)
-        back[order] = np.arange(count)
         nodes, targets = np.array(list(ends.values())), np.array(list(ends))
         drafted = np.arange(count) - trees.start[row] >= trees.known[row]
         return Paths(
             past=self._there(past),
-            order=self._there(order),
-            back=self._there(back),
             rows=self._there(plan.slots),
-            levels=self._levels(trees, order, back, ends),
+            way=self._walk.way(trees, plan.slots, ends),
             ends=(self._there(nodes), self._there(targets)),
             drafts=self._there(np.flatnonzero(drafted)),
         )
-
-    def _levels(
-        self, trees: TreeBatch, order: AnyArray, back: AnyArray, ends: dict[int, int]
-    ) -> list[Level]:
-        counts = np.bincount(trees.depth).tolist()
-        at: dict[int, list[tuple[int, int]]] = {}
-        for target, node in ends.items():
-            at.setdefault(int(trees.depth[node]), []).append((int(back[node]), target))
-        levels, begin, width = [], 0, counts[0]
-        for depth, count in enumerate(counts):
-            nodes, above = order[begin : begin + count], None
-            if depth:
-                places = back[trees.parents[nodes]] - (begin - width)
-                if count != width or np.any(places != np.arange(count)):
-                    above = self._there(places)
-            kept = None
-            if depth in at:
-                places, targets = zip(*at[depth], strict=True)
-                kept = self._there(np.array(places) - begin), self._there(np.array(targets))
-            levels.append(Level(begin, begin + count, above, kept))
-            begin, width = begin + count, count
-        return levels
 
     def _there(self, array: AnyArray) -> Tensor:
         return torch.from_numpy(np.array(array, np.int64, order="C")).to(self._device)

@@ -147,6 +147,8 @@ class Elementwise:
         """Of an activation by its name in layer_spec.py."""
         if activation == "clamped_silu":
             return self.clamped_gate
+        if activation == "gelu":
+            return _float8_erf_geglu if float8 else erf_geglu
         parts = self.float8 if float8 else self
         return parts.gate if activation == "silu" else parts.gelu_gate
 
@@ -313,6 +315,14 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
     return (wide / (1 + torch.exp(-angle)) * up).to(gate.dtype)
 
 
+def erf_geglu(gate: Tensor, up: Tensor) -> Tensor:
+    """gelu(gate) * up by the error function, in float32; dtype of `gate`. On every device: no
+    kernel of ours computes it.
+    """
+    wide = gate.float()
+    return (wide * (0.5 * torch.erfc(wide * -(0.5**0.5))) * up).to(gate.dtype)
+
+
 def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Gpt-oss's gate (layer_spec.Activation), in float32; dtype of `gate`."""
     wide = gate.float().clamp(max=CLAMP)
@@ -360,6 +370,10 @@ def _float8_add_norm(
 
 def _float8_swiglu(gate: Tensor, up: Tensor) -> Float8Rows:
     return float8_rows(swiglu(gate, up))
+
+
+def _float8_erf_geglu(gate: Tensor, up: Tensor) -> Float8Rows:
+    return float8_rows(erf_geglu(gate, up))
 
 
 def _float8_geglu(gate: Tensor, up: Tensor) -> Float8Rows:

@@ -1,0 +1,124 @@
+"""A step's way through recurrent states in torch, level by level; on CUDA, and where there is no
+compiled core. Its twin, to the bit, is delta_native.py.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.executors.torch.decoder.delta import Tokens, advance, read
+from forerun.speculative.tree import TreeBatch
+from forerun.types import AnyArray, Ints
+
+
+class DeltaWalk(Protocol):
+    """Who advances the states float32[rows,Hv,Dk,Dv] of a layer."""
+
+    def way(self, trees: TreeBatch, slots: Ints, ends: dict[int, int]) -> Any:
+        """What all layers of a step share.
+
+        slots  int32[B] rows of states that the trees begin with
+        ends   row of states -> the known node whose state it gets
+        """
+        ...
+
+    def advance(self, states: Tensor, way: Any, tokens: Tokens) -> Tensor:
+        """float32[M,Hv,Dv]: what the nodes read. Writes the states after known tokens."""
+        ...
+
+    def follow(self, states: Tensor, rows: Ints, tokens: Tokens) -> None:
+        """One token more, of each of the rows int[n], which differ."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Nodes of equal depth, as a slice of all nodes ordered by depth.
+
+    above   int64[n] the parents' places in the level above; None: one after the other
+    ends    int64[m] places whose states are kept, and int64[m] the rows that they go to
+    """
+
+    begin: int
+    end: int
+    above: Tensor | None
+    ends: tuple[Tensor, Tensor] | None
+
+
+@dataclass(frozen=True, slots=True)
+class LevelWay:
+    """Order: int64[M] the nodes by depth; back: int64[M] each one's place in that; rows: int64[B]
+    of states that the trees begin with.
+    """
+
+    order: Tensor
+    back: Tensor
+    rows: Tensor
+    levels: list[Level]
+
+
+class ByLevels:
+    """The state of a node is made of its parent's, all nodes of a level at once; a known chain is a
+    tree without branches.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def way(self, trees: TreeBatch, slots: Ints, ends: dict[int, int]) -> LevelWay:
+        """See DeltaWalk."""
+        count = len(trees.tokens)
+        order = np.argsort(trees.depth, kind="stable")
+        back = np.empty(count, np.int64)
+        back[order] = np.arange(count)
+        levels = self._levels(trees, order, back, ends)
+        return LevelWay(self._there(order), self._there(back), self._there(slots), levels)
+
+    def advance(self, states: Tensor, way: LevelWay, tokens: Tokens) -> Tensor:
+        """See DeltaWalk."""
+        sorted_tokens, found = tokens.ordered(way.order), []
+        here = states.index_select(0, way.rows)
+        for level in way.levels:
+            if level.above is not None:
+                here = here.index_select(0, level.above)
+            entering = sorted_tokens.part(level.begin, level.end)
+            advance(here, entering)
+            found.append(read(here, entering))
+            if level.ends is not None:
+                states[level.ends[1]] = here[level.ends[0]]
+        return torch.cat(found).index_select(0, way.back)
+
+    def follow(self, states: Tensor, rows: Ints, tokens: Tokens) -> None:
+        """See DeltaWalk."""
+        where = self._there(rows)
+        here = states.index_select(0, where)
+        advance(here, tokens)
+        states[where] = here
+
+    def _levels(
+        self, trees: TreeBatch, order: AnyArray, back: AnyArray, ends: dict[int, int]
+    ) -> list[Level]:
+        counts = np.bincount(trees.depth).tolist()
+        at: dict[int, list[tuple[int, int]]] = {}
+        for target, node in ends.items():
+            at.setdefault(int(trees.depth[node]), []).append((int(back[node]), target))
+        levels, begin, width = [], 0, counts[0]
+        for depth, count in enumerate(counts):
+            nodes, above = order[begin : begin + count], None
+            if depth:
+                places = back[trees.parents[nodes]] - (begin - width)
+                if count != width or np.any(places != np.arange(count)):
+                    above = self._there(places)
+            kept = None
+            if depth in at:
+                places, targets = zip(*at[depth], strict=True)
+                kept = self._there(np.array(places) - begin), self._there(np.array(targets))
+            levels.append(Level(begin, begin + count, above, kept))
+            begin, width = begin + count, count
+        return levels
+
+    def _there(self, array: AnyArray) -> Tensor:
+        return torch.from_numpy(np.array(array, np.int64, order="C")).to(self._device)

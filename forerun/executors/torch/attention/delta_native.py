@@ -1,0 +1,96 @@
+"""A step's way through recurrent states by the compiled core (csrc/delta.inl): the bits of
+delta_levels.py, whose order of sums is written down, in one call a layer. Sixteen columns of a
+state stay in the processor's first cache while all tokens of a prompt pass.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from weakref import finalize
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.errors import EngineError
+from forerun.executors.cpu import native
+from forerun.executors.torch.decoder.delta import Tokens
+from forerun.speculative.tree import TreeBatch
+from forerun.types import AnyArray, Ints
+
+
+@dataclass(frozen=True, slots=True)
+class NativeWay:
+    """Arrays of native.DeltaStep."""
+
+    start: AnyArray
+    known: AnyArray
+    parents: AnyArray
+    slots: AnyArray
+    targets: AnyArray
+
+
+class NativeDelta:
+    """Who advances the states of a torch executor on the CPU, with as many threads as torch has.
+
+    kernels  an instruction set by name; "": the best
+
+    Raises OSError where there is no core, EngineError where it has no such kernels.
+    """
+
+    def __init__(self, kernels: str = "") -> None:
+        self._library = native.load()
+        self._handle = self._library.forerun_delta_open(kernels.encode(), torch.get_num_threads())
+        if not self._handle:
+            raise EngineError(f"the core: {self._library.forerun_error().decode()}")
+        finalize(self, self._library.forerun_delta_close, self._handle)
+
+    def way(self, trees: TreeBatch, slots: Ints, ends: dict[int, int]) -> NativeWay:
+        """See DeltaWalk."""
+        targets = np.full(len(trees.tokens), -1, np.int64)
+        for row, node in ends.items():
+            if row not in slots:
+                targets[node] = row
+        small = (_array(part, np.int32) for part in (trees.start, trees.known, trees.parents))
+        return NativeWay(*small, _array(slots, np.int64), targets)
+
+    def advance(self, states: Tensor, way: NativeWay, tokens: Tokens) -> Tensor:
+        """See DeltaWalk."""
+        found = torch.empty(tokens.values.shape)
+        self._run(states, way, tokens, found)
+        return found
+
+    def follow(self, states: Tensor, rows: Ints, tokens: Tokens) -> None:
+        """See DeltaWalk."""
+        count = len(rows)
+        ones, none = np.ones(count, np.int32), np.full(count, -1, np.int64)
+        start = np.arange(count + 1, dtype=np.int32)
+        way = NativeWay(start, ones, none.astype(np.int32), _array(rows, np.int64), none)
+        self._run(states, way, tokens, None)
+
+    def _run(self, states: Tensor, way: NativeWay, tokens: Tokens, out: Tensor | None) -> None:
+        """Of a tensor's numbers those count that a C pointer finds: all are made contiguous."""
+        assert states.is_contiguous() and states.dtype == torch.float32
+        kept = [
+            part.contiguous()
+            for part in (tokens.queries, tokens.keys, tokens.values, tokens.decay, tokens.beta)
+        ]
+        queries, *others = (part.data_ptr() for part in kept)
+        step = native.DeltaStep(
+            len(way.slots),
+            *(tokens.keys.shape[1], states.shape[1], *states.shape[2:]),
+            *_places((way.start, way.known, way.parents, way.slots, way.targets)),
+            states.data_ptr(),
+            queries if out is not None else None,
+            *others,
+            out.data_ptr() if out is not None else None,
+        )
+        if self._library.forerun_delta_run(self._handle, step):
+            raise EngineError(f"the core: {self._library.forerun_error().decode()}")
+
+
+def _array(values: AnyArray, kind: type[np.generic]) -> AnyArray:
+    return np.ascontiguousarray(values, kind)
+
+
+def _places(arrays: Iterable[AnyArray]) -> list[int]:
+    return [array.ctypes.data for array in arrays]
