@@ -14,8 +14,6 @@ from forerun.models.arch import Architecture, ArchitectureSizes, Family
 from forerun.models.family_parts import Layers, optional_real
 from forerun.models.keys import Keys
 
-_GELU = "gelu_pytorch_tanh"
-
 
 @dataclass(frozen=True, slots=True)
 class Reader:
@@ -31,7 +29,7 @@ class Reader:
     centred     norms are stored without their 1
     granite     Granite's own scales of embeddings and logits
     gemma       Gemma's model-wide facts: tied by default, norms stored without their 1,
-                embeddings scaled by sqrt(H), GELU, capped logits
+                embeddings scaled by sqrt(H), capped logits
     """
 
     class_name: str
@@ -50,9 +48,8 @@ class Reader:
         classes = keys.get("architectures", [self.class_name])
         if classes != [self.class_name]:
             raise keys.unfit("architectures", classes, f"[{self.class_name!r}] to run here")
-        if self.gemma:
-            keys.require("hidden_activation", _GELU)
-        keys.require("hidden_act", _GELU if self.gemma else "silu")
+        if not self.gemma:
+            keys.require("hidden_act", "silu")
         sizes = self._sizes(keys) if self.sizes is None else self.sizes(keys)
         return Architecture(
             family=family,

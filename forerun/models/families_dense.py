@@ -15,9 +15,12 @@ from forerun.models.family_parts import (
     uses_windows,
 )
 from forerun.models.keys import Keys
-from forerun.models.layer_spec import AttentionSpec, Dense, LayerSpec
+from forerun.models.layer_spec import Activation, AttentionSpec, Dense, LayerSpec
 from forerun.models.rope import Rope
 from forerun.models.rope_config import rope_from, ropes_by_kind
+
+_GELUS: dict[str, Activation] = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+"""What transformers calls them."""
 
 
 def llama(keys: Keys, sizes: ArchitectureSizes) -> Layers:
@@ -105,20 +108,29 @@ def _gemma(
         raise keys.unfit("query_pre_attn_scalar", scalar, "positive")
     window = keys.integer("sliding_window", 4096)
     biased = keys.flag("attention_bias", False)
-    feed_forward = Dense(keys.integer("intermediate_size"))
+    feed_forward, activation = Dense(keys.integer("intermediate_size")), _gelu(keys)
     return tuple(
         LayerSpec(
             AttentionSpec(scalar**-0.5, window if slide else None, softcap),
             ropes[SLIDING if slide else FULL],
             feed_forward,
             norms="sandwich",
-            activation="gelu_tanh",
+            activation=activation,
             qk_norm=qk_norm,
             qkv_bias=biased,
             o_bias=biased,
         )
         for slide in slides
     )
+
+
+def _gelu(keys: Keys) -> Activation:
+    """Of `hidden_activation`; `hidden_act`, which transformers does not look at, must agree."""
+    name = keys.text("hidden_activation", "gelu_pytorch_tanh")
+    if name not in _GELUS:
+        raise keys.unfit("hidden_activation", name, f"one of {', '.join(_GELUS)}")
+    keys.require("hidden_act", name)
+    return _GELUS[name]
 
 
 def phi3(keys: Keys, sizes: ArchitectureSizes) -> Layers:

@@ -2,6 +2,8 @@
 executor and NumPy.
 """
 
+import math
+from copy import copy
 from dataclasses import replace
 
 import numpy as np
@@ -23,6 +25,7 @@ from tests.models import tiny
 from tests.parity.driver import Driver, Row, as_draft, limits
 from tests.parity.test_torch_logits import EXPERTS, FURTHER, GEMMAS, ONLY
 
+KERNELS = ("avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon", "portable")
 CASES = [
     *(("qwen2_moe", name, changes) for name, changes in EXPERTS.items()),
     *(("qwen2_moe", name, changes) for name, changes in {
@@ -200,10 +203,48 @@ def test_every_instruction_set_gives_the_same_bits(executor, checkpoint, random,
     source = checkpoint(family, kind, **IN_FILES.get(family, {}))
     tokens = random.integers(0, tiny.VOCAB, 70)
     plain = logits_of(executor(source, kernels="portable"), tokens)
-    for name in ("avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon"):
+    for name in KERNELS:
         if native.kernels(name):
             found = logits_of(executor(source, 2, kernels=name), tokens)
             assert np.array_equal(plain, found), name
+
+
+@pytest.mark.parametrize("name", [name for name in KERNELS if native.kernels(name)])
+def test_gelu_by_erf_is_within_a_millionth_of_itself(name):
+    """In float32, also where it vanishes: against float64, until the normal distribution's tail is
+    below 1e-36. What is not finite stays so.
+    """
+    sizes = np.concatenate([np.linspace(0, 12.5, 40_001), np.geomspace(1e-30, 1e30, 4_001)])
+    gate = np.concatenate([sizes, -sizes[sizes < 12.5], [1.0]]).astype(np.float32)
+    up = np.resize(np.array([1, -3, 0.5], np.float32), len(gate))
+    found = gated(name, gate, up)
+    exact = gate.astype(np.float64)
+    exact = exact * 0.5 * np.vectorize(math.erfc)(-exact / math.sqrt(2)) * up
+    assert np.all(np.abs(found - exact) <= 1e-6 * np.abs(exact) + 1e-36)
+    assert np.array_equal(found, gated("portable", gate, up))
+    beyond = np.array([np.nan, np.inf, -np.inf, 1, 2, 3, -40, -1e30, np.nan], np.float32)
+    seen = np.isfinite(gated(name, beyond, np.ones(9, np.float32)))
+    assert seen.tolist() == [False] * 3 + [True] * 5 + [False]
+
+
+def test_gelu_by_erf_in_eight_bits_is_the_slow_twin(executor, checkpoint, random):
+    """No file says so: Gemma's of few bits with the other GELU in it."""
+    found = copy(checkpoint("gemma3_text", "Q8_0", **IN_FILES["gemma3_text"]))
+    arch = found.architecture
+    specs = tuple(replace(spec, activation="gelu") for spec in arch.layer_specs)
+    found.architecture = replace(arch, layer_specs=specs)
+    tokens = random.integers(0, tiny.VOCAB, 60)
+    logits = logits_of(executor(found, 2), tokens)
+    assert distance(logits, forward(found, tokens)) < SAME
+    found.architecture = arch
+    assert distance(logits, forward(found, tokens)) > SAME, "the two differ"
+
+
+def gated(name, gate, up, which=3):
+    out = np.empty_like(gate)
+    arrays = (gate.ctypes.data, up.ctypes.data, len(gate), out.ctypes.data)
+    assert native.load().forerun_gate(name.encode(), which, *arrays) == 0
+    return out
 
 
 ROUTERS = [

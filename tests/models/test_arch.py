@@ -84,6 +84,7 @@ def test_impossible_numbers_are_refused(change, named):
     [
         ({"norms": "sandwich"}, "norms after attention"),
         ({"activation": "gelu_tanh"}, "GELU"),
+        ({"activation": "gelu"}, "GELU"),
         ({"feed_forward": Experts(4, 2, 8)}, "mixture-of-experts"),
         ({"attention": AttentionSpec(0.25, softcap=50.0)}, "capped attention scores"),
         ({"attention": AttentionSpec(0.3)}, "scale of attention scores"),

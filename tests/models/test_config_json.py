@@ -51,6 +51,8 @@ def test_gemma_3_is_data(tmp_path):
     assert (slides.rope, whole.rope) == (Rope(3000.0), Rope(1e4))
     assert whole.attention.scale == slides.attention.scale == 24**-0.5
     assert (whole.norms, whole.activation, whole.qk_norm) == ("sandwich", "gelu_tanh", True)
+    exact = read("gemma3_text", tmp_path, hidden_activation="gelu", hidden_act="gelu")
+    assert {spec.activation for spec in exact.layer_specs} == {"gelu"}
     assert (arch.embedding_scale, arch.norm_offset, arch.final_softcap) == (8.0, 1.0, 20.0)
     assert (arch.rope, arch.context) == (Rope(1e4), 256)
     assert arch.layer_specs[0].attention.window == 24
@@ -116,6 +118,9 @@ def test_the_configuration_that_gemma_3_came_with(tmp_path):
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gemma3_text", {"hidden_activation": "silu"}, "hidden_activation"),
+        ("gemma3_text", {"hidden_activation": ["gelu"]}, "hidden_activation"),
+        ("gemma3_text", {"hidden_activation": "gelu_new"}, "hidden_activation"),
+        ("gemma2", {"hidden_act": "gelu"}, "hidden_act"),
         ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
         ("gemma3_text", {"sliding_window": 0}, "sliding window"),
         ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern"),

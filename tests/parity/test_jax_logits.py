@@ -12,7 +12,7 @@ from forerun.models.gguf import GgufCheckpoint
 from tests.models import tiny
 from tests.parity.conftest import little_optimised
 from tests.parity.driver import Driver, Row, as_draft, limits
-from tests.parity.test_torch_logits import FURTHER, VARIANTS
+from tests.parity.test_torch_logits import FURTHER, GEMMAS, VARIANTS
 
 SMALL = limits(tiny.VOCAB, context=320, max_nodes=256, slots=2)
 
@@ -41,6 +41,7 @@ CASES = [
     *((family, "plain") for family in FAMILIES if family not in BEYOND),
     *(("llama", variant) for variant in VARIANTS if variant != "plain"),
     ("qwen3", "tied"),
+    ("gemma3_text", "GELU by erf"),
     *(
         (family, name)
         for family in ("glm4_moe", "deepseek_v3", "deepseek_v2")
@@ -64,7 +65,7 @@ def compiler(request):
     [case if case in FAST else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
 )
 def test_every_family_equals_transformers(checkpoint, compiled, random, family, variant):
-    found = checkpoint(family, **FURTHER.get(family, VARIANTS)[variant])
+    found = checkpoint(family, **(FURTHER | {"gemma3_text": GEMMAS}).get(family, VARIANTS)[variant])
     tokens = random.integers(0, tiny.VOCAB, 200)
     with torch.no_grad():
         expected = tiny.reference(found)(torch.from_numpy(tokens)[None]).logits[0]

@@ -19,6 +19,7 @@ from forerun.executors.torch.decoder.layers import (
     MOST_ROWS,
     PLAIN,
     Linear,
+    erf_geglu,
     geglu,
     padded_rows,
     rotation,
@@ -264,21 +265,26 @@ def test_sizes_whose_bits_differ_are_not_used():
     assert set(invariant_sizes([Moody(torch.randn(32, 16))])) == set(SIZES) - {1, 4}
 
 
+def gates_of(gate, up):
+    return swiglu(gate, up), geglu(gate, up), erf_geglu(gate, up)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 30])
 def test_elementwise_bits_do_not_depend_on_the_place(rows):
     gate, up = torch.randn(2, 31, 1001) * 4
     positions = torch.arange(31) * 271
     frequencies = torch.rand(13)
-    whole = swiglu(gate, up), geglu(gate, up), softcapped(gate, 2.0)
+    whole = *gates_of(gate, up), softcapped(gate, 2.0)
     whole += rotation(positions, frequencies, 1.1)
     gate, up = gate[:rows], up[:rows]
-    parts = swiglu(gate, up), geglu(gate, up), softcapped(gate, 2.0)
+    parts = *gates_of(gate, up), softcapped(gate, 2.0)
     parts += rotation(positions[:rows], frequencies, 1.1)
     for all_rows, some in zip(whole, parts, strict=True):
         assert torch.equal(all_rows[:rows], some)
     torch.testing.assert_close(whole[0][:rows], torch.nn.functional.silu(gate) * up)
     gelu = torch.nn.functional.gelu(gate, approximate="tanh")
     torch.testing.assert_close(whole[1][:rows], gelu * up)
+    torch.testing.assert_close(whole[2][:rows], torch.nn.functional.gelu(gate) * up)
 
 
 def test_padded_rows():

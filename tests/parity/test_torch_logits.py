@@ -62,6 +62,7 @@ GEMMAS = {
     "window longer than the text": {"sliding_window": 400},
     "capped logits": {"final_logit_softcapping": 3.0},
     "logits without a cap": {"final_logit_softcapping": None},
+    "GELU by erf": {"hidden_activation": "gelu"},
 }
 ONLY = {
     "gemma2": {"scores without a cap": {"attn_logit_softcapping": None}},
