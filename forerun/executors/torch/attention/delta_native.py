@@ -50,8 +50,13 @@ class NativeDelta:
         for row, node in ends.items():
             if row not in slots:
                 targets[node] = row
-        small = (_array(part, np.int32) for part in (trees.start, trees.known, trees.parents))
-        return NativeWay(*small, _array(slots, np.int64), targets)
+        return NativeWay(
+            start=_array(trees.start, np.int32),
+            known=_array(trees.known, np.int32),
+            parents=_array(trees.parents, np.int32),
+            slots=_array(slots, np.int64),
+            targets=targets,
+        )
 
     def advance(self, states: Tensor, way: NativeWay, tokens: Tokens) -> Tensor:
         """See DeltaWalk."""
