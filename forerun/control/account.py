@@ -7,10 +7,38 @@ draft tokens are asked for only while it covers the worst loss of the coming ste
 speculation can therefore lose CREDIT + LOSS_SHARE * n plain steps at most.
 """
 
+from dataclasses import dataclass, field
+
 from forerun.control.constants import CREDIT, DECAY, LOSS_SHARE, MIN_REPEATS, OUTLIER
 from forerun.control.costs import LiveCosts, Mean
 from forerun.control.report import StepReport
 from forerun.control.step_costs import StepCosts
+
+
+@dataclass(slots=True)
+class Returns:
+    """Of steps that draft tokens were asked for in, means of the last few.
+
+    brought, paid  tokens of a row, and plain steps that the step took
+    look   plain steps that looking for draft tokens takes: all that a step takes beyond a plain one
+           where nothing was found
+    """
+
+    brought: Mean = field(default_factory=lambda: Mean(1.0 + LOSS_SHARE, MIN_REPEATS))
+    paid: Mean = field(default_factory=lambda: Mean(1.0, MIN_REPEATS))
+    look: Mean = field(default_factory=lambda: Mean(0.0, MIN_REPEATS))
+
+    @property
+    def speed(self) -> float:
+        """Over plain decoding."""
+        return self.brought.value / self.paid.value
+
+    def learn(self, brought: float, paid: float, look: float, asked: bool) -> None:
+        """What was seen counts for less with every step: the text becomes another."""
+        for mean, value in ((self.brought, brought), (self.paid, paid), (self.look, look)):
+            mean.seen *= DECAY
+            if asked:
+                mean.learn(value - mean.value)
 
 
 class Account:
@@ -19,10 +47,6 @@ class Account:
     costs   of steps, corrected by every step. Where draft tokens are grown in the rounds of a
             device, steps of as many nodes do not take the same: only plain steps teach them
     saved   plain steps saved so far; negative: lost
-    brought, paid  of a step that draft tokens were asked for in: tokens of a row, and plain steps
-            that it took; means of the last few
-    look    plain steps that looking for draft tokens takes on the host, a mean of the last few:
-            found or not, the step cannot be carried
     steady  the last step was like the one before it: it took what such steps take
     empty   the credit is used up: no draft tokens until there is CREDIT again
     """
@@ -32,15 +56,13 @@ class Account:
         # A device's look keeps the next step from beginning early: it takes some of them to tell.
         self.credit = self._most if measured.padded else CREDIT
         self.empty, self.times_empty = False, 0
-        self.brought = Mean(1.0 + LOSS_SHARE, MIN_REPEATS)
-        self.paid, self.look = Mean(1.0, MIN_REPEATS), Mean(0.0, MIN_REPEATS)
-        # Of the step before: whether it had a prompt, and what a row was allowed at most.
-        self._prompt, self._before, self.steady = False, 0, False
+        self._returns: dict[int, Returns] = {}  # By powers of two of rows.
+        # Of the step before: whether it had a prompt, its rows, what one was allowed at most.
+        self._prompt, self._rows, self._before, self.steady = False, 1, 0, False
 
-    @property
-    def speed(self) -> float:
-        """Of steps that draft tokens were asked for in, over plain decoding; a mean of the last."""
-        return self.brought.value / self.paid.value
+    def of(self, rows: int) -> Returns:
+        """Of steps of about so many rows. What pays beside one row need not beside sixteen."""
+        return self._returns.setdefault((rows - 1).bit_length(), Returns())
 
     def covers(self, loss: float) -> bool:
         """Whether the credit covers a loss of so many plain steps."""
@@ -53,25 +75,31 @@ class Account:
         """
         prompt, before, asked = self._prompt, self._before, max(report.allowed)
         self._prompt, self._before, self.steady = report.prefill, asked, False
-        rows, costs, in_round = report.rows, self.costs, self.costs.measured.in_round
+        self._rows = rows = report.rows
+        costs, in_round = self.costs, self.costs.measured.in_round
         cached = report.cached * rows // report.nodes
         # What it would have been without draft tokens: under a grammar no step is carried.
         ahead = costs.seen(rows, True) > 0.0 and not report.constrained
         plain, late = costs.plain(rows, cached, ahead), ahead and not report.carried
         whole, look = (report.total_ms - report.ms["mask"]) / plain, report.ms["draft"] / plain
+        returns, nothing_found = self.of(rows), asked > 0 and not any(report.draft_tokens)
         if report.prefill or (late and (prompt or in_round)):
             return whole
         known = costs.seen(rows, ahead) >= MIN_REPEATS
         self.steady = known and not prompt and before == asked and not late
         if in_round and (asked or before):
             paid = min(whole, look + OUTLIER * max(report.nodes / rows, 2.0))
+        elif nothing_found and not late:
+            costs.follow(whole / (1.0 + max(look, returns.look.value)))
+            paid = min(whole, OUTLIER)
+            look = paid - 1.0
         else:
             without = costs.late(rows, cached) if late else 1.0
             paid = look + without * self._learn(report, cached, plain, without, late)
-            look += without - 1.0
+            look = max(look + without - 1.0, returns.look.value)
         if known or not in_round:
             brought = sum(map(len, report.tokens)) / rows
-            self._mean(brought, paid, look, asked > 0)
+            returns.learn(brought, paid, look, asked > 0)
             self._settle(brought - paid, asked > 0 or before > 0)
         return whole
 
@@ -93,13 +121,6 @@ class Account:
             costs.learn(rows, nodes, cached, ratio)
         return min(ratio, most)
 
-    def _mean(self, brought: float, paid: float, look: float, asked: bool) -> None:
-        """What was seen counts for less with every step: the text becomes another."""
-        for mean, value in ((self.brought, brought), (self.paid, paid), (self.look, look)):
-            mean.seen *= DECAY
-            if asked:
-                mean.learn(value - mean.value)
-
     def _settle(self, gain: float, asked: bool) -> None:
         """So many plain steps were won (< 0: lost); asked: draft tokens have a part in that."""
         self.saved += gain * asked
@@ -115,7 +136,7 @@ class Account:
             "step_ms_by_nodes": self.costs.describe(),
             "step_time_over_startup": round(self.costs.pace, 2),
             "plain_steps_saved": round(self.saved, 1),
-            "speed_over_plain": round(self.speed, 3),
+            "speed_over_plain": round(self.of(self._rows).speed, 3),
             "credit": round(self.credit, 1),
             "disabled": self.empty,
             "times_disabled": self.times_empty,

@@ -78,7 +78,7 @@ class AdaptivePolicy:
         if self._lookahead is not None and constrained:
             known = self._known(self._lookahead, budget.reason, slots, each)
             budgets = with_known(budgets, known)
-        if self._buys and not constrained and rows == 1:  # Of more, `_bought` pays (0044).
+        if self._buys and not constrained:
             prices = self._prices(rows, sum(each)) if budget.nodes else None
             return Decision(budget.reason, budgets, prices=prices)
         select = None if self._in_round else partial(self._select, each)
@@ -111,17 +111,17 @@ class AdaptivePolicy:
         curve = self.account.costs.curve(rows, rows * (1 + self._nodes), cached)
         if self._looked >= PLAIN_EVERY:
             return Budget(1, 1, reasons.PROBING)
-        if self.account.brought.value < self.account.paid.value and not self._due():
+        returns = self.account.of(rows)
+        if returns.speed < 1.0 and not self._due(returns.look.value):
             return Budget(0, 0, reasons.SELDOM)
         if curve.price >= 1.0:
             return Budget(0, 0, reasons.TOO_DEAR)
         return Budget(self._nodes, self._depth, reasons.ON, min_prob=round(curve.hopeful, 2))
 
-    def _due(self) -> bool:
-        """Whether to look although that lost lately: so seldom that looking takes a third of what
-        may be lost.
+    def _due(self, look: float) -> bool:
+        """Whether to look although that lost lately, at a cost of so many plain steps: so seldom
+        that looking takes a third of what may be lost.
         """
-        look = self.account.look.value
         return self._looked + 1 >= 3.0 * look / LOSS_SHARE and self.account.covers(look)
 
     def _known(
@@ -145,7 +145,7 @@ class AdaptivePolicy:
         elsewhere; as many of them as lose no more than a plain step and the credit. As `_bought`.
         """
         account, costs = self.account, self.account.costs
-        price = rows * max(1.0, account.speed) * costs.late(rows, cached)
+        price = rows * max(1.0, account.of(rows).speed) * costs.late(rows, cached)
         stake = min(max(account.credit, 0.0), 1.0)
         steps = costs.longer(rows, rows * (1 + self._nodes), cached)
         paid = takewhile(lambda step: step[1] <= stake, steps)
@@ -169,7 +169,7 @@ class AdaptivePolicy:
         account, costs = self.account, self.account.costs
         rows, cached = len(kv_len), sum(kv_len)
         layers = ranked(scores, owners, costs.measured.padded)
-        price = rows * max(1.0, account.speed) * costs.late(rows, cached)
+        price = rows * max(1.0, account.of(rows).speed) * costs.late(rows, cached)
         stake = min(max(account.credit, 0.0), 1.0)
         best, most, tokens, certain_longest, nodes = 0, 0.0, 0.0, 1.0, rows
         for number, layer in enumerate(layers, 1):
@@ -194,7 +194,7 @@ class AdaptivePolicy:
         ratio = self.account.observe(report)
         self._drafted = self._drafted + 1 if verified else 0
         self._looked = 0 if allowed else self._looked + 1
-        bought = self._buys and not report.constrained and report.rows == 1
+        bought = self._buys and not report.constrained
         found = self._found(report) if allowed and not bought else []
         if self.shapes is None:
             return

@@ -174,7 +174,7 @@ class LiveCosts:
             # What another context says counts for a few.
             self._plain[kind] = Mean(last.value, min(last.seen, MIN_REPEATS))
         mean = self._plain[kind[0], None, carried] = self._plain[kind]
-        error = self._follow(ms / self.plain(rows, cached, carried), mean.seen < MIN_REPEATS)
+        error = self.follow(ms / self.plain(rows, cached, carried), mean.seen < MIN_REPEATS)
         if not carried:
             before = self._error(rows)
             self._learn_at(rows, error)
@@ -191,7 +191,7 @@ class LiveCosts:
             self.steps += 1
             error = min(log(max(over, 1e-6)), log(2.0 * OUTLIER))
         else:
-            error = self._follow(over)
+            error = self.follow(over)
         self._learn_at(nodes, error)
 
     def _error(self, nodes: int) -> float:
@@ -209,7 +209,7 @@ class LiveCosts:
             if weight >= 0.5:
                 self._each[place].last = self.steps
 
-    def _follow(self, over: float, new: bool = False) -> float:
+    def follow(self, over: float, new: bool = False) -> float:
         """A step took `over` times what was believed: part of that is the machine's, the rest (a
         logarithm) is given back. The first step sets the pace.
         """

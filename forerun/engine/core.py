@@ -70,7 +70,8 @@ class EngineCore:
         self._grammars = parts.grammars
         self._max_failures = max_failures
         self._failures = 0
-        self._finished = 0.0
+        # When the last step was over, or the first sequence came: the time of the next begins then.
+        self._since = perf_counter()
         able = parts.executor.capabilities.overlap
         if overlap and not able:
             log.warning(
@@ -89,6 +90,8 @@ class EngineCore:
 
     def add(self, sequences: list[Sequence]) -> None:
         """All choices of a new request join the queue."""
+        if not self.busy:
+            self._since = perf_counter()
         request = sequences[0].request
         self.metrics.choices.add(request.n)
         self.metrics.max_tokens.add(request.stopping.max_tokens)
@@ -105,6 +108,7 @@ class EngineCore:
             schedule = self._begin_next()
             if schedule is None and self.outputs.live:  # All wait for what may follow.
                 self._grammars.wait(STALL_SECONDS)
+                self._since = perf_counter()
             if not self._steps:
                 return schedule is not None or bool(self.outputs.live)
         if self._overlap:
@@ -231,7 +235,7 @@ class EngineCore:
             self.outputs.release()
             return None
         self._failures = 0
-        step.timer.known(self._finished)
+        step.timer.known(self._since)
         return outcome
 
     def _drop(self) -> None:
@@ -244,8 +248,8 @@ class EngineCore:
 
     def _observe(self, step: Step, outcome: Outcome) -> None:
         """A step is over: let policy and metrics know what it was and what it took."""
-        self._finished = perf_counter()
-        total = 1000.0 * (self._finished - step.timer.since)
+        before, self._since = self._since, perf_counter()
+        total = 1000.0 * (self._since - before)
         report = step_report(step.round.plan, outcome, step.timer.ms, total)
         report.carried, report.proposed = step.carried, step.proposed
         report.reason = step.schedule.decision.reason
@@ -255,7 +259,7 @@ class EngineCore:
     def _fail(self, rows: tuple[Sequence, ...], error: Exception) -> None:
         """A step failed: end the requests it was for. Raises where that happens again and again."""
         self.metrics.failed_steps += 1
-        self._failures += 1
+        self._failures, self._since = self._failures + 1, perf_counter()
         for sequence in rows:
             self.outputs.end(sequence.request.id, failed(error))
         if isinstance(error, RankError):

@@ -79,6 +79,12 @@ def seen(policy):
     return policy
 
 
+def reached(policy, rows, speed):
+    """Steps of about so many rows have been so many times as fast as plain ones."""
+    returns = policy.account.of(rows)
+    returns.brought.value, returns.paid.value = speed, 1.0
+
+
 class Text:
     """A drafter that proposes chains with random shares; its draft tokens are right `honesty` times
     as often as it says.

@@ -8,7 +8,7 @@ from forerun.control.constants import MIN_PROB
 from forerun.control.policy import FIXED_MIN_PROB, FixedPolicy
 from forerun.control.step_costs import StepCosts
 from forerun.speculative.tree import Draft, DraftSource
-from tests.control.steps import FREE, MODEL, arrays, chain, report_of, seen
+from tests.control.steps import FREE, MODEL, arrays, chain, reached, report_of, seen
 
 COSTS = StepCosts(nodes=(1, 2, 4, 8, 16), verify_ms=(4.0, 4.4, 5.2, 10.1, 20.1))
 
@@ -38,11 +38,6 @@ def opened(costs, rows, lookahead, nodes=2, free=True):
     return seen(policy)
 
 
-def reached(policy, speed):
-    """Steps have been so many times as fast as plain ones."""
-    policy.account.brought.value, policy.account.paid.value = speed, 1.0
-
-
 def bought(policy, *rows):
     """How many of each row's tokens are verified, given their chances."""
     drafts = [chain_of(row) for row in rows]
@@ -62,7 +57,7 @@ def test_where_nodes_are_dear_only_what_is_certain_enters():
     for rows in (1, 8, 64):
         known = Known()
         policy = opened(costs, rows, known)
-        reached(policy, 1.0)
+        reached(policy, rows, 1.0)
         policy.decide(*held(rows))
         chances += known.asked
     assert chances == sorted(chances)
@@ -83,7 +78,7 @@ def test_as_much_is_drafted_as_wins_more_time_than_it_costs():
         chains = [np.sort(random.uniform(0.02, 1.0, size))[::-1].tolist() for size in sizes]
         policy = opened(COSTS, 2, None)
         speed = float(random.uniform(1.0, 3.0))
-        reached(policy, speed)
+        reached(policy, 2, speed)
         per_ms = speed * 2 / float(COSTS.verify(np.array(2)))
 
         def won(counts, chains=chains, per_ms=per_ms):
@@ -145,7 +140,7 @@ def test_easy_text_makes_a_doubtful_draft_token_dear():
         policy.account.credit = 1e12
     assert bought(easy, [0.3]) == [0] and bought(hard, [0.3]) == [1]
     assert bought(easy, [1.0] * 6) == [6], "what is certain is worth it"
-    assert easy.account.speed == pytest.approx(4 / 1.3, rel=0.05)
+    assert easy.account.of(1).speed == pytest.approx(4 / 1.3, rel=0.05)
 
 
 def test_over_many_steps_the_price_is_faster_than_any_step_by_itself():
