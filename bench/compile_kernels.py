@@ -24,11 +24,13 @@ from triton.compiler import ASTSource
 
 from forerun.executors.torch.attention.geometry import tile_nodes
 from forerun.executors.torch.captured.declared import NODES
+from forerun.executors.torch.decoder.few_bits import COLUMNS
 from forerun.executors.torch.triton import (
     triton_attention,
     triton_choice,
     triton_draft,
     triton_experts,
+    triton_few_bits,
     triton_future,
     triton_layers,
     triton_merge,
@@ -306,6 +308,22 @@ def grouped(dtype, rows, stored=None, biased=False):
     return replace(made, stages=3)
 
 
+def few_bits(dtype, rows, kind, zeros=False, block=128, ordered=False, splits=8):
+    scale, number = "*fp16", "*i8" if kind == 8 else "*u8"
+    kinds = f"*{dtype}", number, scale, number if zeros else scale, "*i32", f"*{dtype}"
+    constants = {"ROWS": rows, "COLUMNS": COLUMNS, "BLOCK": block, "SPAN": 1, "KIND": kind}
+    constants |= {"ZEROS": zeros, "ORDERED": ordered, "BIASED": False, "SPLITS": splits}
+    kinds = *kinds, "*fp32", "*i32", f"*{dtype}", ("i32", 6)
+    return replace(kernel(triton_few_bits._product, kinds, constants, 4), stages=4)
+
+
+def widened(dtype, kind, zeros=False):
+    scale, number = "*fp16", "*i8" if kind == 8 else "*u8"
+    constants = {"COLUMNS": COLUMNS, "BLOCK": 128, "SPAN": 1, "KIND": kind, "ZEROS": zeros}
+    kinds = number, scale, number if zeros else scale, f"*{dtype}", ("i32", 4)
+    return kernel(triton_few_bits._widen, kinds, constants, 4)
+
+
 def quantised(wide, dtype):
     kinds = f"*{dtype}", "*fp8e4nv", "*fp32", ("i32", 2)
     warps = triton_layers.warps_for(wide, narrow=True)
@@ -405,6 +423,19 @@ def matrix(arch):
         **{f"experts, tiles of {rows}": grouped("bf16", rows) for rows in (16, 32, 64)},
         "experts in float8, tiles of 16": grouped("bf16", 16, "fp8e4nv"),
         "experts with biases, tiles of 16": grouped("bf16", 16, biased=True),
+        **{f"4 bits, {rows} rows": few_bits("bf16", rows, 4, zeros=True) for rows in (16, 32)},
+        "4 bits without zero points, 16 rows": few_bits("bf16", 16, 4),
+        "4 bits in float16, 32 rows": few_bits("fp16", 32, 4, zeros=True),
+        "4 bits in an order, 32 rows": few_bits("bf16", 32, 4, zeros=True, ordered=True),
+        "4 bits in groups of 32, 32 rows": few_bits("bf16", 32, 4, block=32),
+        **{f"8 bits, {rows} rows": few_bits("bf16", rows, 8) for rows in (16, 32)},
+        "8 bits with zero points, 32 rows": few_bits("bf16", 32, 8, zeros=True),
+        "E4M3, 16 rows": few_bits("bf16", 16, 1),
+        "E4M3, 32 rows": few_bits("bf16", 32, 1),
+        "4 bits unsplit, 32 rows": few_bits("bf16", 32, 4, zeros=True, splits=1),
+        "widen 4 bits": widened("bf16", 4, zeros=True),
+        "widen 8 bits": widened("bf16", 8),
+        "widen E4M3": widened("bf16", 1),
         **{f"choose {dtype}": choice(dtype) for dtype in ("bf16", "fp32")},
         "edit": edit(masked=False),
         "edit under a grammar": edit(masked=True),

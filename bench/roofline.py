@@ -13,8 +13,6 @@ import numpy as np
 
 from forerun.executors.torch.attention.geometry import KEYS, programs_for, split_of
 from forerun.executors.torch.captured.declared import padded_rows
-from forerun.executors.torch.decoder.float8 import Float8Linear
-from forerun.executors.torch.decoder.layers import Linear, Product
 from forerun.executors.torch.triton.record import Size
 from tests.parity.launches import (
     AIMS,
@@ -37,8 +35,8 @@ ASKED = (
 )
 """Rows, nodes of each, levels of a chain that is grown: what the table has."""
 
-IN_FLOAT8 = (1, 1, 0), (16, 1, 0), (64, 1, 0)
-"""The same, of layers whose products are in float8."""
+NARROW = (1, 1, 0), (16, 1, 0), (64, 1, 0)
+"""The same, of layers whose products are in float8, or read weights in 8 and in 4 bits."""
 
 BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}
 """Bytes per second that NVIDIA's data sheets give for the SXM modules."""
@@ -60,12 +58,13 @@ HEAD = f"""# What a round costs at least, by bytes
 Written by `python -m bench.roofline --table docs/gpu-roofline.md` and checked by
 `--check`; what an H100 took is in the [log](log.md). Llama-3.1-8B in bfloat16, an EAGLE-3 head of
 {DRAFT_VOCAB:,} tokens where levels are grown, {BEHIND} tokens behind every row; in float8, the
-layers' products (embedding and output head stay in bfloat16). Launches are counted over the round's
-own program (tests/parity/launches.py). Floor: the bytes of weights, keys and values; all: those of
-every kernel's tensors, as if nothing stayed in a cache. Milliseconds are the floor's bytes over the
-data sheet's bandwidth, or its products over the data sheet's {FLOPS / 1e12:.0f} TFLOP/s, twice that
-in float8, where that is more (marked *). Times that a device shows go beside them,
-from rounds.json ([gpu-pending](gpu-pending.md)).
+layers' products (embedding and output head stay in bfloat16), and in 8 and 4 bits, integers with a
+scale and a zero point for each 128 columns, as a checkpoint has them. Launches are counted over the
+round's own program (tests/parity/launches.py). Floor: the bytes of weights, keys and values; all:
+those of every kernel's tensors, as if nothing stayed in a cache. Milliseconds are the floor's bytes
+over the data sheet's bandwidth, or its products over the data sheet's {FLOPS / 1e12:.0f} TFLOP/s,
+twice that in float8, where that is more (marked *). Times that a device shows go beside them, from
+rounds.json ([gpu-pending](gpu-pending.md)).
 
 """
 
@@ -75,27 +74,28 @@ def table() -> str:
     heads = ("rows x nodes, levels", "run as", "padding", "launches", "floor, GB", "all, GB")
     lines = ["| " + " | ".join((*heads, *(f"{name}, ms" for name in BANDWIDTH))) + " |"]
     lines.append("| --- " * (len(heads) + len(BANDWIDTH)) + "|")
-    lines += [line(*asked, Linear) for asked in ASKED]
-    lines += [line(*asked, Float8Linear) for asked in IN_FLOAT8]
+    lines += [line(*asked, "bfloat16") for asked in ASKED]
+    for numbers in ("float8", "8 bits", "4 bits"):
+        lines += [line(*asked, numbers) for asked in NARROW]
     return HEAD + "\n".join(lines) + "\n\n" + budgets() + "\n" + splits()
 
 
-def line(rows: int, nodes: int, levels: int, products: type[Product]) -> str:
+def line(rows: int, nodes: int, levels: int, numbers: str) -> str:
     """One of the table's."""
     size = Size(padded_rows(rows), nodes, levels, min(levels, 1))
-    found = count(Setting(LLAMA, drafts=levels > 0, products=products), size, rows)
-    float8 = products is Float8Linear
+    found = count(Setting(LLAMA, drafts=levels > 0, numbers=numbers), size, rows)
+    float8 = numbers == "float8"
     multiplied = 2 * size.total * LLAMA.parameters / (FLOPS * (1 + float8))
     times = [
         f"{max(read, multiplied) * 1e3:.2f}{'*' * (read < multiplied)}"
         for read in (found.floor / speed for speed in BANDWIDTH.values())
     ]
-    numbers = (
-        f"{rows} x {nodes}, {levels}" + ", float8" * float8,
+    cells = (
+        f"{rows} x {nodes}, {levels}" + f", {numbers}" * (numbers != "bfloat16"),
         *(f"{size.rows} x {size.nodes}", f"{size.total / (rows * nodes):.2f}"),
         *(found.found.total(), f"{found.floor / 1e9:.2f}", f"{found.traffic / 1e9:.2f}", *times),
     )
-    return "| " + " | ".join(map(str, numbers)) + " |"
+    return "| " + " | ".join(map(str, cells)) + " |"
 
 
 def splits() -> str:

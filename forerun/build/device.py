@@ -41,7 +41,7 @@ def choose_device(config: EngineConfig) -> DeviceChoice:
         return tpu
     if config.executor == "jax":
         return DeviceChoice("cpu", "jax sees no TPU here")
-    if config.dtype in NATIVE_DTYPES:
+    if config.dtype in NATIVE_DTYPES and config.executor != "torch":
         return DeviceChoice("cpu", f"dtype {config.dtype} is the native core's")
     return _gpu(gpu_devices())
 

@@ -27,7 +27,7 @@ from forerun.build.drafting import (
     with_shipped,
 )
 from forerun.build.executor_entry import OpenedDraft, Progress
-from forerun.build.memory import MemoryPlan, Needs, few_bits_sentence, plan_memory
+from forerun.build.memory import MemoryPlan, Needs, few_bits_sentence, few_bits_titles, plan_memory
 from forerun.build.prepare import prepare
 from forerun.build.registry import EXECUTORS, check_offered, choose_executor, draft_model
 from forerun.build.with_cpu import ngram_drafter
@@ -50,7 +50,7 @@ from forerun.machine import memory_available, stamp
 from forerun.models.ngram_table import NgramTable
 from forerun.models.prediction_layers import PredictionLayers
 from forerun.models.token_map import read_token_map
-from forerun.options.config import NEUTRAL, EngineConfig
+from forerun.options.config import NATIVE_DTYPES, NEUTRAL, EngineConfig
 from forerun.text.chat import ChatTemplate
 from forerun.text.rendering import BYTE_LEVEL_TEMPLATE
 from forerun.text.tokenizer import Tokenizer
@@ -293,7 +293,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     device = choose_device(config)
     arch = model.architecture
     layered = bool(getattr(model.checkpoint, "prediction_files", None))
-    config = with_shipped(choose_executor(config, arch), layered)
+    config = with_shipped(choose_executor(config, arch, model.checkpoint), layered)
     entry = EXECUTORS[config.executor]
     chunk = config.chunked_prefill_size or entry.prefill_chunk(config, None)
     config = replace(config, chunked_prefill_size=chunk)
@@ -305,9 +305,9 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
         needs = with_draft(needs, draft, entry.draft_item(config), config.max_sequences)
     memory = plan_memory(config, needs, entry.free_memory(config), fill=config.device != "cpu")
     executor = entry.build(config, model.checkpoint, memory.limits, progress or (lambda *_: None))
-    kept = str(executor.describe()["dtype"]) if config.executor == "cpu" else None
-    for method in getattr(model.checkpoint, "methods", ()):
-        warnings.warn(few_bits_sentence(model.path, method, weights, kept), stacklevel=3)
+    kept = str(executor.describe()["dtype"]) if config.dtype in NATIVE_DTYPES else None
+    for title in few_bits_titles(model.checkpoint, config):
+        warnings.warn(few_bits_sentence(model.path, title, weights, kept), stacklevel=3)
     if config.overlap is None:
         config = replace(config, overlap=executor.capabilities.overlap)
     policy = "adaptive" if config.policy == "auto" else config.policy

@@ -93,6 +93,7 @@ class ExecutorEntry:
     draft_models  by the kind of draft
     within        the kinds whose trees steps grow by themselves (Executor.warm_up)
     dtype         what "auto" means; None: bfloat16 on devices of their own, float32 on the CPU
+    keeps         there "auto" is the file's own numbers where matrices are in few bits (kept.py)
     shards        whether it cuts a model over devices
     prefill_chunk tokens of prompts and draft tokens in one step, where nothing is asked, of a
                   device with so many bytes of memory (None: of the one that is there)
@@ -110,4 +111,5 @@ class ExecutorEntry:
     within: frozenset[str]
     dtype: str | None = None
     shards: bool = False
+    keeps: bool = False
     prefill_chunk: Callable[[EngineConfig, int | None], int] = lambda config, memory: CHUNK

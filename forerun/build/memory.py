@@ -7,11 +7,18 @@ from pathlib import Path
 from forerun.errors import ConfigError, MemoryPlanError
 from forerun.interface.executor import ExecutorLimits
 from forerun.models.arch import Architecture
-from forerun.models.quantised.method import Method
 from forerun.options.config import EngineConfig
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 2}
 """Bytes of a number: what dense weights are planned with, and keys and values."""
+
+
+def item_bytes(config: EngineConfig) -> int:
+    """Bytes of a number that torch and XLA compute with."""
+    if config.dtype == "file":
+        return 4 if config.device == "cpu" else 2
+    return ITEM_BYTES[config.dtype]
+
 
 TOKENS_PER_SEQUENCE = 256
 """Room planned for each of `max_sequences` when nothing is asked; more is shared as it comes."""
@@ -190,11 +197,11 @@ def dense_needs(config: EngineConfig, arch: Architecture, checkpoint: object) ->
     """What a model asks whose weights are unpacked to config.dtype, in bytes; the checkpoint is not
     looked at.
     """
-    width = ITEM_BYTES[config.dtype]
+    width = item_bytes(config)
     # In float8 a head of a token has a scale, of 4 bytes.
     head = arch.head_size + 4 if config.kv_dtype == "float8" else arch.head_size * width
     # In float32 on the CPU, torch packs a tied head once more.
-    twice = arch.tied_head and config.device == "cpu" and config.dtype == "float32"
+    twice = arch.tied_head and config.device == "cpu" and width == 4
     embedding = arch.vocab * arch.hidden
     weights = width * (arch.parameters + (embedding if twice else 0))
     if config.dtype == "float8":  # All but embedding and head is one byte a number.
@@ -203,16 +210,26 @@ def dense_needs(config: EngineConfig, arch: Architecture, checkpoint: object) ->
     return needs_of(arch, weights, cached)
 
 
-def few_bits_sentence(path: Path, method: Method, weights: int, kept: str | None = None) -> str:
+def few_bits_titles(checkpoint: object, config: EngineConfig) -> list[str]:
+    """How a checkpoint stores matrices in few bits, in words: of a folder by its configuration, of
+    another file where torch keeps them.
+    """
+    kept = config.executor == "torch" and config.dtype == "file"
+    titles = [method.title for method in getattr(checkpoint, "methods", ())]
+    return titles or ["GGUF"] * kept
+
+
+def few_bits_sentence(path: Path, title: str, weights: int, kept: str | None = None) -> str:
     """The sentence that a checkpoint stored in few bits takes `weights` bytes here.
 
+    title  of how it stores them
     kept  how the executor keeps its matrices, in words; None: they are widened
 
     Raises OSError where its files are gone.
     """
     how = "they are widened when they are read" if kept is None else f"here {kept}"
     return (
-        f"{path.name} stores its matrices in few bits ({method.title}); {how}: {human(weights)} of "
+        f"{path.name} stores its matrices in few bits ({title}); {how}: {human(weights)} of "
         f"weights, {human(bytes_on_disk(path))} on disk."
     )
 

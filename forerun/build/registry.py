@@ -14,15 +14,20 @@ from forerun.interface.draft_model import DraftModel
 from forerun.interface.executor import Executor
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
+from forerun.models.kept import keeps
 from forerun.options.config import EngineConfig
 
 EXECUTORS = {entry.name: entry for entry in (with_jax.ENTRY, with_cpu.ENTRY, with_torch.ENTRY)}
 """By name, in the order in which "auto" asks them. The toy is none: it brings its own model."""
 
 
-def choose_executor(config: EngineConfig, arch: Architecture) -> EngineConfig:
+def choose_executor(
+    config: EngineConfig, arch: Architecture, checkpoint: Checkpoint | None = None
+) -> EngineConfig:
     """A copy with "auto" replaced in device, executor and dtype. Warns where the best executor
     cannot run `arch` and a slower one is taken.
+
+    checkpoint  whose numbers may stay what they are; None: nobody looks
 
     Raises ConfigError where a model shall be cut over devices and the executor cannot, or torch is
     needed and not installed.
@@ -38,6 +43,8 @@ def choose_executor(config: EngineConfig, arch: Architecture) -> EngineConfig:
     dtype = config.dtype
     if dtype == "auto":
         dtype = entry.dtype or ("float32" if config.device == "cpu" else "bfloat16")
+        if dtype == "bfloat16" and entry.keeps and checkpoint is not None and keeps(checkpoint):
+            dtype = "file"
     return replace(config, executor=entry.name, dtype=dtype)
 
 

@@ -19,6 +19,7 @@ from forerun.models.checkpoint import Checkpoint
 from forerun.models.config_json import architecture_from
 from forerun.models.folder import config_of
 from forerun.models.ngram_table import FILE as TABLE
+from forerun.models.quantised.planned import PlannedCheckpoint
 from forerun.models.shapes import RandomCheckpoint, shape_named
 from forerun.models.whole_draft import WholeDraft, equal_vocabulary
 from forerun.options.config import EngineConfig
@@ -79,8 +80,9 @@ def described(config: EngineConfig, shape: str | None) -> Described:
         path = huggingface.config_fetched(hub.repository, revision=config.revision)
     if path.is_dir() and not any(path.glob("*.safetensors")):
         name = hub.name if hub is not None else path.resolve().name
-        arch = architecture_from(config_of(path), path).for_context(config.context)
-        return Described(name, RandomCheckpoint(arch), False)
+        about = config_of(path)
+        arch = architecture_from(about, path).for_context(config.context)
+        return Described(name, PlannedCheckpoint(arch, about), False)
     model = open_model(config.model, revision=config.revision, context=config.context)
     return Described(model.name, model.checkpoint, True)
 
@@ -94,7 +96,7 @@ def sizing(config: EngineConfig, model: Described, memory: int | None) -> Sizing
     that cannot be used.
     """
     arch = model.architecture
-    config = choose_executor(config, arch)
+    config = choose_executor(config, arch, model.checkpoint)
     entry = EXECUTORS[config.executor]
     chunk = config.chunked_prefill_size or entry.prefill_chunk(config, memory)
     config = replace(config, chunked_prefill_size=chunk)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 from forerun.build.executor_entry import ExecutorEntry, Progress
-from forerun.build.memory import CHUNK, ITEM_BYTES, Needs, dense_needs
+from forerun.build.memory import CHUNK, Needs, dense_needs, item_bytes
 from forerun.errors import ConfigError
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.executor import Executor, ExecutorLimits
@@ -15,8 +15,9 @@ from forerun.models.block_folder import BlockFile
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.counted import counted
 from forerun.models.draft_folder import DraftFile
+from forerun.models.kept import PARTS, SCRATCH, kept_matrices, saved_bytes
 from forerun.models.prediction_layers import PredictionLayers
-from forerun.models.tensor_parallel import TensorParallel, check_divides
+from forerun.models.tensor_parallel import RankCheckpoint, TensorParallel, check_divides
 from forerun.models.whole_draft import WholeDraft
 from forerun.options.config import EngineConfig
 
@@ -85,6 +86,7 @@ def _needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint) -> 
     if config.tp_size > 1:
         return _rank_needs(config, arch, checkpoint)
     needs = replace(dense_needs(config, arch, checkpoint), per_scored=4 * arch.vocab)
+    needs = _kept_needs(config, checkpoint, needs)
     return _captured_needs(config, arch, _state_needs(arch, needs))
 
 
@@ -99,11 +101,24 @@ def _state_needs(arch: Architecture, needs: Needs) -> Needs:
     return replace(needs, per_scored=needs.per_scored + kept + 12 * delta.state_numbers)
 
 
+def _kept_needs(config: EngineConfig, checkpoint: Checkpoint, needs: Needs) -> Needs:
+    """With what matrices that stay in few bits take in place of widened ones, and the part of one
+    that is widened at a time: for rounds that are captured once more.
+    """
+    if config.dtype != "file":
+        return needs
+    kept = kept_matrices(checkpoint).values()
+    scratch = 2 * (SCRATCH + PARTS) * bool(kept)
+    weights = needs.weights - saved_bytes(kept, item_bytes(config))
+    return replace(needs, weights=weights, fixed=needs.fixed + scratch)
+
+
 def _captured_needs(config: EngineConfig, arch: Architecture, needs: Needs) -> Needs:
     """With what captured rounds take, where there are any."""
     if config.device == "cpu" or config.disable_cuda_graph or arch.delta is not None:
         return needs
-    return replace(needs, fixed=8 * (config.max_sequences + 1) * arch.vocab, captured=True)
+    fixed = needs.fixed + 8 * (config.max_sequences + 1) * arch.vocab
+    return replace(needs, fixed=fixed, captured=True)
 
 
 def _rank_needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint) -> Needs:
@@ -114,8 +129,8 @@ def _rank_needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint
     # Embedding and head are counted as a whole there; each rank has its tokens' rows. Where a draft
     # borrows them, rank 0 has the whole of both too.
     ends = 1 if arch.tied_head else 2
-    copies = ends + (arch.tied_head and config.device == "cpu" and config.dtype == "float32")
-    matrix = ITEM_BYTES[config.dtype] * arch.vocab * arch.hidden
+    copies = ends + (arch.tied_head and config.device == "cpu" and item_bytes(config) == 4)
+    matrix = item_bytes(config) * arch.vocab * arch.hidden
     weights = needs.weights - copies * (matrix - matrix // config.tp_size)
     named = config.speculative_draft_model_path not in (None, "none")
     if config.speculates and config.algorithm.model and (named or config.algorithm.name == "NEXTN"):
@@ -124,6 +139,7 @@ def _rank_needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint
     needs = replace(
         needs, weights=weights, per_scored=4 * arch.vocab * (config.tp_size + 1) // config.tp_size
     )
+    needs = _kept_needs(config, RankCheckpoint(checkpoint, tp), needs)
     return _captured_needs(config, arch, needs)
 
 
@@ -150,7 +166,7 @@ def _build(
     if config.tp_size > 1:
         return _shared(config, checkpoint, limits)
     eager = TorchExecutor(
-        counted(checkpoint, ITEM_BYTES[config.dtype], partial(progress, "loading weights")),
+        counted(checkpoint, item_bytes(config), partial(progress, "loading weights")),
         limits,
         config.device,
         config.dtype,
@@ -236,7 +252,7 @@ ENTRY = ExecutorEntry(
     unsuited=lambda config: None,
     refusal=lambda arch: None,
     needs=_needs,
-    draft_item=lambda config: ITEM_BYTES[config.dtype],
+    draft_item=item_bytes,
     free_memory=_free_memory,
     build=_build,
     draft_models={
@@ -247,5 +263,6 @@ ENTRY = ExecutorEntry(
     },
     within=frozenset({DraftFile.kind, BlockFile.kind, PredictionLayers.kind, WholeDraft.kind}),
     shards=True,
+    keeps=True,
     prefill_chunk=_prefill_chunk,
 )

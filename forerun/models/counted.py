@@ -1,11 +1,15 @@
 """A checkpoint that tells how far it has been read."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint, Repeated
+from forerun.models.grouped import Grouped, GroupedRows
+from forerun.models.kept import grouped_of
 from forerun.models.mapped import Packed
 from forerun.types import Floats
 
@@ -50,6 +54,14 @@ class _Counted:
         found = self._whole.packed(name)
         self._count(name)
         return found
+
+    def grouped(self, name: str) -> Grouped | None:
+        found = grouped_of(self._whole, name)
+        return None if found is None else replace(found, read=partial(self._read, name, found))
+
+    def _read(self, name: str, matrix: Grouped, rows: slice) -> GroupedRows:
+        self._count(name)
+        return matrix.read(rows)
 
     def _count(self, name: str) -> None:
         if size := self._left.pop(name, 0):

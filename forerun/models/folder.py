@@ -13,6 +13,7 @@ from forerun.models.arch import Architecture, expected_tensors
 from forerun.models.checkpoint import check_whole, shortened
 from forerun.models.config_json import architecture_from, read_json
 from forerun.models.converted import read_pickled
+from forerun.models.grouped import Grouped
 from forerun.models.keys import shown
 from forerun.models.mapped import FourBits, Packed, TensorFile
 from forerun.models.naming import IN_LAYER, Held, StoredPart, layer_pieces
@@ -77,6 +78,10 @@ class FolderCheckpoint:
         else is read.
         """
         return self._held[name].part(rows, columns)
+
+    def grouped(self, name: str) -> Grouped | None:
+        """A matrix in few bits whose columns share scales; None: it is none. KeyError."""
+        return self._held[name].grouped()
 
     def four_bit_group(self, name: str) -> int:
         """Columns of a matrix of 4-bit integers that share a scale; 0: it is none. KeyError."""

@@ -11,6 +11,7 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 
 from forerun.errors import ModelError
+from forerun.models.grouped import Grouped
 from forerun.types import Floats
 
 _ROWS_AT_ONCE = 2048
@@ -100,6 +101,10 @@ class TensorFile:
         """One expert's matrix [out,in] of a tensor of all experts, where it is stored in few bits
         that have a name; else None, and it is a part of `floats`.
         """
+        return None
+
+    def grouped(self, name: str) -> Grouped | None:
+        """A matrix of few bits whose columns share scales; None: it is none."""
         return None
 
     def four_bit_group(self, name: str) -> int:

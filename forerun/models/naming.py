@@ -18,6 +18,7 @@ from gguf.constants import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from forerun.models.arch import Architecture, Family, layer_tensors
+from forerun.models.grouped import Grouped
 from forerun.models.layer_spec import LayerSpec
 from forerun.models.mapped import FourBits, Packed, TensorFile
 from forerun.models.rope import Rope
@@ -94,11 +95,22 @@ class Held:
         found: Floats = cut[which - first]
         return found
 
+    @property
+    def _of_rows(self) -> bool:
+        """Whether it is rows of a matrix, or all of them."""
+        piece = self.piece
+        return len(piece.shape) == 2 and not piece.transposed and piece.expert is None
+
+    def grouped(self) -> Grouped | None:
+        """TensorFile.grouped; None of an expert's part of a tensor too."""
+        found = self.file.grouped(self.name) if self._of_rows else None
+        if found is None or self.piece.alone:
+            return found
+        return found.rows(self._ordered(np.arange(self.piece.whole[0])))
+
     def four_bit_group(self) -> int:
         """TensorFile.four_bit_group; 0 of an expert's part of a tensor too."""
-        piece = self.piece
-        whole = len(piece.shape) == 2 and not piece.transposed and piece.expert is None
-        return self.file.four_bit_group(self.name) if whole else 0
+        return self.file.four_bit_group(self.name) if self._of_rows else 0
 
     def four_bits(self) -> FourBits:
         """The matrix, which has such a group."""

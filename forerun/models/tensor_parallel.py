@@ -23,6 +23,8 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from forerun.errors import ConfigError
 from forerun.models.arch import Architecture, expected_tensors
 from forerun.models.checkpoint import Checkpoint, ReadInParts
+from forerun.models.grouped import Grouped
+from forerun.models.kept import grouped_of
 from forerun.models.layer_spec import Dense, Experts
 from forerun.models.mapped import Packed
 from forerun.types import Floats
@@ -292,6 +294,13 @@ class RankCheckpoint:
         rows, columns = self._index(name, self.whole.shape(name))
         blocks = _covering(packed.kind, columns, packed.columns)
         return _part(packed, rows, columns) if blocks == columns else None
+
+    def grouped(self, name: str) -> Grouped | None:
+        """The rank's part of a matrix in few bits; None where there is none, or a part would begin
+        within a group.
+        """
+        found = grouped_of(self.whole, name)
+        return None if found is None else found.cut(*self._index(name, found.shape))
 
     def _index(self, name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
         return self.tp.index(name, shape, self._kv_heads)

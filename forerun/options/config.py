@@ -138,9 +138,10 @@ class EngineConfig:
     )
     dtype: str = option(
         "auto",
-        "numbers: as the model's file has them (native core), or there floats made 8 or 4 bits "
-        "(q8_0, q4_1, q4_k; embedding and output head 8), or a torch format; auto is file, or with "
-        "torch float32 on cpu and bfloat16 on cuda; float8 keeps bfloat16 outside of blocks' "
+        "numbers: as the model's file has them (native core and torch), or floats made 8 or 4 bits "
+        "(native core: q8_0, q4_1, q4_k; embedding and output head 8), or a torch format, to which "
+        "all weights are widened; auto is file, but with torch float32 on cpu, and on cuda "
+        "bfloat16 where no weights are quantised; float8 keeps bfloat16 outside of blocks' "
         "products",
         choices=("auto", *NATIVE_DTYPES, "float32", "bfloat16", "float16", "float8"),
         spellings=lambda name: {"half": "float16", "float": "float32"}.get(name, name),
@@ -270,7 +271,8 @@ class EngineConfig:
         self._check_speculation()
         self._check_device()
         chosen = self.executor in ("cpu", "torch", "jax") and self.dtype != "auto"
-        if chosen and (self.dtype in NATIVE_DTYPES) != (self.executor == "cpu"):
+        kept = self.dtype == "file" and self.executor == "torch"
+        if chosen and not kept and (self.dtype in NATIVE_DTYPES) != (self.executor == "cpu"):
             raise ConfigError(
                 f"dtype {self.dtype} does not go with the {self.executor} executor: the native "
                 "core computes with the file's own numbers, the others with a format."

@@ -35,11 +35,17 @@ def load(name: str):
 
 
 def _mended(interpreter, float32) -> None:
-    """Triton 3.6 beside NumPy 2.4: arrays of one number are no ints; bfloat16 in products; rounding
-    to float8 loses the carry into the exponent (127.9 becomes 64), to bfloat16 it is cut off.
+    """Triton 3.6 beside NumPy 2.4: arrays of one number are no ints; bfloat16 in products, and made
+    of integers; rounding to float8 loses the carry into the exponent (127.9 becomes 64), to
+    bfloat16 it is cut off.
     """
     patch, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
-    convert = interpreter._convert_float
+    convert, cast = interpreter._convert_float, interpreter.InterpreterBuilder.cast_impl
+
+    def of_integers(self, source, kind):
+        if kind.scalar.is_bf16() and source.dtype.scalar.is_int():
+            source = cast(self, source, float32)
+        return cast(self, source, kind)
 
     def patched(tensor, scope):
         patch(tensor, scope)
@@ -64,6 +70,7 @@ def _mended(interpreter, float32) -> None:
         return wide.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
     interpreter._convert_float = converted
+    interpreter.InterpreterBuilder.cast_impl = of_integers
     interpreter._patch_lang_tensor = patched
     interpreter.InterpreterBuilder.create_dot = product
 

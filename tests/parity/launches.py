@@ -28,9 +28,11 @@ from forerun.executors.torch.attention.varlen_attention import flash
 from forerun.executors.torch.captured.block_drafting import drafting_of
 from forerun.executors.torch.captured.graphs import Recorder
 from forerun.executors.torch.captured.runner import CudaGraphRunner
+from forerun.executors.torch.decoder import weights
 from forerun.executors.torch.decoder.decoder import Decoder
+from forerun.executors.torch.decoder.few_bits import FewBits
 from forerun.executors.torch.decoder.float8 import Float8Linear, Float8Parts
-from forerun.executors.torch.decoder.layers import Elementwise, Linear, Product
+from forerun.executors.torch.decoder.layers import Elementwise, Linear
 from forerun.executors.torch.decoder.weights import Weights
 from forerun.executors.torch.drafts import block as block_model
 from forerun.executors.torch.drafts import decoder_model, prediction_model
@@ -53,6 +55,7 @@ from forerun.models.prediction_naming import (
     FUSE,
     HIDDEN_NORM,
 )
+from forerun.models.quantised.planned import PlannedCheckpoint
 from forerun.models.shapes import RandomCheckpoint, random_draft, shape_named
 from forerun.models.whole_draft import WholeDraft, equal_vocabulary
 
@@ -180,6 +183,10 @@ class Launches(TorchDispatchMode):
         given = [args[place] for place in CACHES.get(name, ())]
         apart = {id(each) for each in given}
         moved = sum(bytes_of(each) for key, each in distinct.items() if key not in apart)
+        if name == "_product":
+            # What several programs found of a tile is read by the last of them.
+            moved += bytes_of(args[6]) if args[6] is not args[8] else 0
+            self.floor += sum(map(bytes_of, {id(each): each for each in args[1:4]}.values()))
         if name == "_attend":
             keys = given[0]
             cached = 2 * behind * keys.shape[0] * keys.shape[2] * keys.itemsize
@@ -190,7 +197,7 @@ class Launches(TorchDispatchMode):
 
 CACHES = {
     **{"_attend": (1, 2, 3, 4, 7), "_merge": (0,), "_enter": (7, 8, 9, 10), "_move": (0, 1)},
-    "_inputs": (1,),
+    **{"_inputs": (1,), "_product": (7,)},
 }
 """Arguments that are a cache's or an embedding, or of which a step uses a few parts, by kernel."""
 
@@ -231,12 +238,13 @@ def modules():
         "shaping",
         "experts",
         "merge",
+        "few_bits",
     )
     return [import_module(f"forerun.executors.torch.triton.triton_{name}") for name in names]
 
 
 def kernels():
-    attention, choice, layers, around, draft, future, shaping, experts, _merge = modules()
+    attention, choice, layers, around, draft, future, shaping, experts, _merge, few_bits = modules()
     compiling = import_module("forerun.executors.torch.triton.compile_ahead")
     return Kernels(
         attend=attention.attend,
@@ -271,6 +279,7 @@ def kernels():
             ),
             clamped_gate=layers.clamped_gate,
             grouped=experts.grouped,
+            few_bits=few_bits.product,
         ),
         ahead=compiling.compile_ahead,
     )
@@ -288,7 +297,7 @@ class Setting:
     """What is counted.
 
     method   of DRAFTS, where rounds draft
-    products of the layers
+    numbers  of the layers' products: bfloat16, float8, or "4 bits" and "8 bits" (QUANTISED)
     carries  rounds leave on the device what the next one needs
     pages    of the cache, for the sake of its size
     """
@@ -296,7 +305,7 @@ class Setting:
     arch: Architecture
     drafts: bool = True
     method: str = "EAGLE-3"
-    products: type[Product] = Linear
+    numbers: str = "bfloat16"
     carries: bool = False
     pages: int = 16 * 1024
     slots: int = 64
@@ -320,9 +329,36 @@ BEHIND = 1024
 """Positions behind every row, for bytes."""
 
 
+QUANTISED = {
+    "4 bits": {"quant_method": "awq", "bits": 4, "group_size": 128},
+    "8 bits": {"quant_method": "gptq", "bits": 8, "group_size": 128},
+}
+"""`quantization_config` of a checkpoint: integers with a scale and a zero point for 128 columns."""
+
+
+def unread(matrices, device):
+    """As few_bits.loaded, of which shapes alone matter."""
+    first, outputs = matrices[0], sum(matrix.shape[0] for matrix in matrices)
+    blocks = -(-first.shape[1] // first.block)
+    size = first.block // (2 if first.kind == "int4" else 1)
+    kind = torch.uint8 if first.kind == "int4" else torch.int8
+    with device:
+        numbers = torch.empty(blocks, outputs, size, dtype=kind)
+        scales = torch.empty(first.groups, outputs, dtype=torch.float16)
+        zeros = torch.empty(first.groups, outputs, dtype=kind)
+        through = torch.empty(16 * outputs // 64, dtype=torch.int32)
+    about = first.kind, (outputs, first.shape[1]), first.block, first.group
+    return FewBits(*about, numbers, scales, zeros, None, through)
+
+
 @cache
-def decoder(arch, products):
-    return Decoder(RandomCheckpoint(arch), META, DTYPE, products, kernels().parts)
+def decoder(arch, numbers):
+    products = Float8Linear if numbers == "float8" else Linear
+    keep = numbers in QUANTISED
+    settings = {"quantization_config": QUANTISED[numbers]} if keep else {}
+    checkpoint = PlannedCheckpoint(arch, settings)
+    with patch.object(weights, "loaded", unread):
+        return Decoder(checkpoint, META, DTYPE, products, kernels().parts, keep=keep)
 
 
 def count(setting: Setting, size: Size, rows: int = 0) -> Launches:
@@ -331,7 +367,7 @@ def count(setting: Setting, size: Size, rows: int = 0) -> Launches:
     shape = KvShape(arch.layers, arch.cache_layer)
     cache = PagedCache(shape, limits, META, DTYPE)
     mode = Launches()
-    runner = CudaGraphRunner(decoder(arch, setting.products), cache, limits, kernels(), Nothing())
+    runner = CudaGraphRunner(decoder(arch, setting.numbers), cache, limits, kernels(), Nothing())
     if setting.drafts:
         attach(runner, limits, setting.method)
     if setting.carries:
@@ -499,11 +535,13 @@ COUNTED = {
     "drafted in trees": Size(1, 16, 3, 4),
     "plain, float8": Size(1, 1),
     "verified, float8": Size(64, 2),
+    "plain, 4 bits": Size(1, 1),
+    "verified, 4 bits": Size(64, 2),
 }
 """What budgets are kept of."""
 
 
 def budget_of(kind: str) -> Budget:
     """Of one of COUNTED."""
-    products = Float8Linear if kind.endswith("float8") else Linear
-    return budget(COUNTED[kind], products=products)
+    numbers = kind.partition(", ")[2] or "bfloat16"
+    return budget(COUNTED[kind], numbers=numbers)

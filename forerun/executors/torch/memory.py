@@ -1,12 +1,16 @@
 """What a torch executor takes of its device, counted before anything is allocated."""
 
+from collections.abc import Sequence
+
 import torch
 
-from forerun.errors import MemoryPlanError
+from forerun.errors import ConfigError, MemoryPlanError
 from forerun.executors.torch.attention.kv import KvShape
 from forerun.interface.executor import ExecutorLimits
 from forerun.machine import memory_available
 from forerun.models.arch import Architecture
+from forerun.models.grouped import Grouped
+from forerun.models.kept import PARTS, SCRATCH, saved_bytes
 
 DTYPES = {
     "float32": torch.float32,
@@ -16,6 +20,18 @@ DTYPES = {
 }
 """Names and what activations are kept in; float8 concerns the blocks' products alone."""
 
+FILE = "file"
+"""The name of weights that stay what the file has, where products read them so."""
+
+
+def activations(dtype: str, device: torch.device) -> torch.dtype:
+    """What activations are kept in, by a name of DTYPES or FILE. Raises ConfigError."""
+    if dtype == FILE:
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype is {dtype!r}; it must be one of {', '.join([*DTYPES, FILE])}")
+    return DTYPES[dtype]
+
 
 def kv_shape(arch: Architecture) -> KvShape:
     """Shape of the key/value cache of `arch`: of each of its layers that attend a `cache_layer`."""
@@ -23,17 +39,26 @@ def kv_shape(arch: Architecture) -> KvShape:
 
 
 def planned_bytes(
-    arch: Architecture, limits: ExecutorLimits, device: torch.device, dtype: str
+    arch: Architecture,
+    limits: ExecutorLimits,
+    device: torch.device,
+    dtype: str,
+    kept: Sequence[Grouped] = (),
 ) -> dict[str, int]:
-    """Bytes by purpose. On the CPU a tied head is a second, packed copy of the embedding."""
-    item = DTYPES[dtype].itemsize
+    """Bytes by purpose. On the CPU a tied head is a second, packed copy of the embedding.
+
+    kept  matrices that stay in few bits
+    """
+    item = activations(dtype, device).itemsize
     narrowed = arch.parameters - arch.vocab * arch.hidden * (1 if arch.tied_head else 2)
     copies = arch.vocab * arch.hidden if arch.tied_head and device.type == "cpu" else 0
     query, key = arch.heads * arch.head_size, arch.kv_heads * arch.head_size
     widest = max(5 * arch.ffn, 5 * query + 4 * key)
     logits = 4 * limits.scored_nodes * arch.vocab
+    saved = narrowed if dtype == "float8" else saved_bytes(kept, item)
+    logits += (SCRATCH + PARTS) * bool(kept)
     return {
-        "weight": (arch.parameters + copies) * item - (narrowed if dtype == "float8" else 0),
+        "weight": (arch.parameters + copies) * item - saved,
         "scratch": limits.max_nodes * 4 * (3 * arch.hidden + widest) + logits,
     }
 

@@ -2,7 +2,7 @@
 rank does of one which shares its model with others. Who accepts is executor.py.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
 from typing import Any
 
@@ -26,18 +26,26 @@ from forerun.executors.torch.decoder.float8 import FLOAT8, Float8Linear, Rows
 from forerun.executors.torch.decoder.layers import (
     PLAIN,
     AnyHeads,
+    Elementwise,
     Linear,
     compiled,
     padded_rows,
 )
 from forerun.executors.torch.features import FeatureRing, Held, TorchFeatures
 from forerun.executors.torch.group import Group
-from forerun.executors.torch.memory import DTYPES, check_fits, kv_shape, planned_bytes
-from forerun.executors.torch.triton.kernels import kernels_for, parts_of
+from forerun.executors.torch.memory import (
+    FILE,
+    activations,
+    check_fits,
+    kv_shape,
+    planned_bytes,
+)
+from forerun.executors.torch.triton.kernels import Kernels, kernels_for, parts_of
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.plan import Plan, Round
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
+from forerun.models.kept import kept_matrices, kept_sentence
 from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.speculative.verify import positions
 from forerun.types import Floats, Ints
@@ -74,6 +82,7 @@ class TorchRound(Round):
 class TorchOptions:
     """How a model runs.
 
+    dtype    a name of memory.DTYPES, which weights are widened to, or FILE: they stay what they are
     compile  let torch.compile write the kernels between the products
     kv_dtype what pages are kept in: "same", which is as activations, or "float8"
     prompts  what computes attention of prompt chunks on CUDA: "triton", which are our kernels, or
@@ -111,11 +120,14 @@ class ModelRunner:
     ) -> None:
         arch = checkpoint.architecture
         self.limits, self.group = limits, group
-        self.device, self.dtype = _device(options.device), _dtype(options.dtype)
-        self.options = options
+        self.device, self.options = _device(options.device), options
+        self.dtype, keep = activations(options.dtype, self.device), options.dtype == FILE
+        kept = kept_matrices(checkpoint) if keep else {}
+        self._numbers = kept_sentence(kept) if keep else options.dtype
         _check_limits(arch, limits)
         pages = KV_DTYPES[options.kv_dtype] or self.dtype
-        self._bytes = planned_bytes(arch, limits, self.device, options.dtype)
+        told = tuple(kept.values())
+        self._bytes = planned_bytes(arch, limits, self.device, options.dtype, told)
         self._bytes["cache"] = kv_shape(arch).bytes(limits, pages)
         if arch.delta is not None:
             self._bytes["states"] = States.bytes(arch, limits)
@@ -137,8 +149,9 @@ class ModelRunner:
             self.device,
             self.dtype,
             products=Float8Linear if options.dtype == "float8" else Linear,
-            parts=compiled(PLAIN) if options.compile else parts_of(kernels),
+            parts=_parts(options, kernels),
             group=group,
+            keep=keep,
         )
         self._cache: PagedCache | None = PagedCache(kv_shape(arch), limits, self.device, pages)
         self.states = None if arch.delta is None else States(arch, limits, self.device)
@@ -297,7 +310,7 @@ class ModelRunner:
         sizes = self._decoder.row_sizes if self._decoder else ()
         return {
             "device": str(self.device),
-            "dtype": self.options.dtype,
+            "dtype": self._numbers,
             "kv_dtype": self.options.kv_dtype,
             "threads": torch.get_num_threads() if self.device.type == "cpu" else None,
             "batch_invariant": bool(sizes),
@@ -323,6 +336,12 @@ def _numbered(nodes: Ints, count: int) -> Ints:
     return found
 
 
+def _parts(options: TorchOptions, kernels: Kernels | None) -> Elementwise:
+    """What stands between the products, and the product of weights in few bits."""
+    parts = parts_of(kernels)
+    return replace(compiled(PLAIN), few_bits=parts.few_bits) if options.compile else parts
+
+
 def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
@@ -331,12 +350,6 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device is {name}, but torch sees no CUDA device here")
     return device
-
-
-def _dtype(name: str) -> torch.dtype:
-    if name not in DTYPES:
-        raise ConfigError(f"dtype is {name!r}; it must be one of {', '.join(DTYPES)}")
-    return DTYPES[name]
 
 
 def _check_limits(arch: Architecture, limits: ExecutorLimits) -> None:

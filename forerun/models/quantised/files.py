@@ -8,9 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forerun.errors import ModelError
+from forerun.models.grouped import Grouped
 from forerun.models.mapped import FourBits, Packed, Stored, TensorFile
 from forerun.models.quantised.four_bits import four_bit_group, four_bits
 from forerun.models.quantised.fp4 import with_experts
+from forerun.models.quantised.grouped import grouped
 from forerun.models.quantised.matrices import PARTS, StoredMatrix, stored_matrix
 from forerun.models.quantised.method import Method
 from forerun.types import Floats
@@ -49,6 +51,10 @@ class QuantisedFile(TensorFile):
     def four_bits(self, name: str) -> FourBits:
         """float32 is exact of it; as TensorFile."""
         return four_bits(self.matrices[name])
+
+    def grouped(self, name: str) -> Grouped | None:
+        """As TensorFile."""
+        return grouped(self.matrices[name])
 
     def packed(self, name: str) -> Packed | None:
         """None: nobody else knows these storages."""

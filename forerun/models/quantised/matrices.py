@@ -298,7 +298,7 @@ def _of_packed(matrix: StoredMatrix, rows: slice, columns: slice) -> Floats:
     if "weight_g_idx" in matrix.parts and method.group:
         count = matrix.parts["weight_scale"]
         groups = _two(count[0].tensors[count[1]].shape)[1]
-        of_columns, column = _ALL, _groups(matrix, "weight_g_idx", groups)[columns]
+        of_columns, column = _ALL, column_groups(matrix, "weight_g_idx", groups)[columns]
     if method.zeros:
         wide -= packed_zeros(matrix, rows, of_columns).astype(np.float32)[:, column]
     else:
@@ -370,7 +370,7 @@ def _grouped(
     """float32[n,k] of numbers q [n,k] and the zeros [groups,n], by GPTQ's and AWQ's rule."""
     scales = matrix.scales("scales", _ALL, rows)
     if "g_idx" in matrix.parts:
-        groups = _groups(matrix, "g_idx", len(scales))[columns]
+        groups = column_groups(matrix, "g_idx", len(scales))[columns]
     elif matrix.method.group:
         groups = np.arange(columns.start, columns.stop) // matrix.method.group
     else:
@@ -380,7 +380,7 @@ def _grouped(
     return numbers
 
 
-def _groups(matrix: StoredMatrix, part: str, count: int) -> AnyArray:
+def column_groups(matrix: StoredMatrix, part: str, count: int) -> AnyArray:
     """int[K] the group of every column."""
     groups = matrix.integers(part)
     if groups.min() < 0 or groups.max() >= count:

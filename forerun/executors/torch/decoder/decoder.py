@@ -23,6 +23,7 @@ from forerun.executors.torch.decoder.layers import (
     Linear,
     Product,
     Rotary,
+    Widened,
     alone,
     padded_rows,
     rotation,
@@ -212,6 +213,7 @@ class Decoder(Ends):
     products   what the blocks' products are made of: Linear, Float8Linear (embedding and head
                stay in `dtype`), or WholeLinear for whole sequences
     parts      what stands between the products
+    keep       weights that the file has in few bits stay what they are where products read them so
     group      the ranks that have the other parts, if there are any
     ropes, frequencies  the layers' rotary positions, each kind once, and float32[K,E/2] of them
     row_sizes  row counts its products may be run at (see layers.padded_rows); empty where bits
@@ -223,11 +225,13 @@ class Decoder(Ends):
         checkpoint: Checkpoint,
         device: torch.device,
         dtype: torch.dtype,
-        products: type[Product] = Linear,
+        products: type[Widened] = Linear,
         parts: Elementwise = PLAIN,
         group: Group | None = None,
+        keep: bool = False,
     ) -> None:
-        arch, weights = checkpoint.architecture, Weights(checkpoint, device, dtype, products)
+        arch, few_bits = checkpoint.architecture, parts.few_bits if keep else None
+        weights = Weights(checkpoint, device, dtype, products, few_bits=few_bits)
         super().__init__(weights, arch, parts)
         self._group, self._first = group, group.tp.span(arch.vocab).start if group else 0
         self._scale = torch.tensor(arch.embedding_scale).to(dtype).item()

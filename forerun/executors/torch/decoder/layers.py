@@ -14,25 +14,26 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
+from forerun.executors.torch.decoder.few_bits import (
+    FewBitsLinear,
+    FewBitsProduct,
+    SideBySide,
+    few_bits_product,
+)
 from forerun.executors.torch.decoder.float8 import (
     Float8Linear,
     Float8Parts,
     Float8Rows,
     Rows,
     float8_rows,
+    plain,
 )
 from forerun.executors.torch.decoder.grouped import GroupedProduct
+from forerun.executors.torch.decoder.whole import WholeLinear
 from forerun.models.layer_spec import CLAMP, CLAMP_SLOPE
 
 MOST_ROWS = 128
 """Rows of one product on the CPU. Twice as many made prefill some 5 % faster, start-up slower."""
-
-
-def plain(x: Rows) -> Tensor:
-    """`x`, whose reader knows no float8. Raises TypeError for float8 rows."""
-    if isinstance(x, Float8Rows):
-        raise TypeError("float8 rows reached a product that is not in float8")
-    return x
 
 
 class Linear:
@@ -74,24 +75,11 @@ class Linear:
         return product
 
 
-class WholeLinear:
-    """y = x W^T + b at any number of rows in one call, for whole sequences: training's product.
+Widened = Linear | WholeLinear | Float8Linear
+"""What a product is made of where its weight is widened: weight [N,K] and bias."""
 
-    A row's last bits may depend on how many others there are.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.shape = (int(weight.shape[0]), int(weight.shape[1]))
-        self.weight, self._bias = weight, bias
-
-    def __call__(self, x: Rows) -> Tensor:
-        """[M,K] -> [M,N]. Raises TypeError for rows in float8."""
-        return F.linear(plain(x), self.weight, self._bias)
-
-
-Product = Linear | WholeLinear | Float8Linear
+Product = Widened | FewBitsLinear | SideBySide
 """A matrix product with its weight: [M,K] -> [M,N]."""
-
 
 Gate = Callable[[Tensor, Tensor], Rows]
 """(gate [M,I], up [M,I]) -> [M,I]: Elementwise.gate or its like; in float8 if `down` reads that."""
@@ -130,7 +118,8 @@ class Elementwise:
     """What stands between a decoder's products: `rms_norm`, `add_norm`, `swiglu`, `turned`,
     `geglu`, `clamped_swiglu`, and before a draft model's first one `draft_inputs`, or what computes
     the same. `float8`: where the next product is in float8. `grouped`: the product of experts,
-    which only launches; None: each expert's own, whose rows the host finds.
+    which only launches; None: each expert's own, whose rows the host finds. `few_bits`: the product
+    whose weight stays in few bits.
     """
 
     norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -142,6 +131,7 @@ class Elementwise:
     float8: Float8Parts
     clamped_gate: Callable[[Tensor, Tensor], Tensor]
     grouped: GroupedProduct | None = None
+    few_bits: FewBitsProduct = few_bits_product
 
     def gate_for(self, activation: str, float8: bool) -> Gate:
         """Of an activation by its name in layer_spec.py."""
@@ -234,7 +224,7 @@ def compiled(parts: Elementwise) -> Elementwise:
         made = {
             field.name: torch.compile(getattr(functions, field.name), dynamic=True)
             for field in fields(functions)
-            if field.name not in ("float8", "grouped")
+            if field.name not in ("float8", "grouped", "few_bits")
         }
         return replace(functions, **made)
 

@@ -14,11 +14,19 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from forerun.errors import ModelError
+from forerun.executors.torch.decoder.few_bits import (
+    FewBitsLinear,
+    FewBitsProduct,
+    SideBySide,
+    alike,
+    loaded,
+)
 from forerun.executors.torch.decoder.float8 import FLOAT8, Float8Linear, float8_rows
 from forerun.executors.torch.decoder.grouped import Stacked
-from forerun.executors.torch.decoder.layers import Linear, Product
+from forerun.executors.torch.decoder.layers import Linear, Product, Widened
 from forerun.executors.torch.decoder.staging import staging
 from forerun.models.checkpoint import Checkpoint, Repeated
+from forerun.models.kept import kept_matrix
 from forerun.models.mapped import Packed, release
 from forerun.types import AnyArray, Ints
 
@@ -64,6 +72,8 @@ class Weights:
 
     products  what the blocks' products are made of
     finite    refuse what is not finite: ModelError
+    few_bits  by what products read weights that stay in the file's few bits (models/kept.py); None:
+              all are widened
     """
 
     def __init__(
@@ -71,12 +81,13 @@ class Weights:
         checkpoint: Checkpoint,
         device: torch.device,
         dtype: torch.dtype,
-        products: type[Product],
+        products: type[Widened],
         finite: bool = False,
+        few_bits: FewBitsProduct | None = None,
     ) -> None:
-        self._products, self._finite = products, finite
+        self._products, self._finite, self._few_bits = products, finite, few_bits
         self._block: Tensor | None = None
-        self._unnarrowed: type[Product] = Linear if products is Float8Linear else products
+        self._unnarrowed: type[Widened] = Linear if products is Float8Linear else products
         self._checkpoint, self._names = checkpoint, set(checkpoint.names())
         self._norm_offset = checkpoint.architecture.norm_offset
         self.device, self.dtype = device, dtype
@@ -150,11 +161,32 @@ class Weights:
             return self.linear("lm_head")
         return self._unnarrowed(embedding)
 
-    def _joined(self, kind: type[Product], names: tuple[str, ...]) -> Product:
+    def _joined(self, kind: type[Widened], names: tuple[str, ...]) -> Product:
+        kept = self._kept(kind, names) if self._few_bits is not None else None
+        if kept is not None:
+            return kept
+        weight = self._stacked(tuple(f"{name}.weight" for name in names))
+        return kind(weight, self._bias(names))
+
+    def _kept(self, kind: type[Widened], names: tuple[str, ...]) -> Product | None:
+        """The matrices called names as one product in few bits, or side by side where some are, but
+        not all alike; None where none is.
+        """
+        assert self._few_bits is not None
+        found = [kept_matrix(self._checkpoint, f"{name}.weight") for name in names]
+        kept = [matrix for matrix in found if matrix is not None]
+        if not kept:
+            return None
+        if len(kept) == len(names) and alike(kept):
+            return FewBitsLinear(loaded(kept, self.device), self._bias(names), self._few_bits)
+        parts = [self._joined(kind, (name,)) for name in names]
+        return SideBySide(parts, (sum(part.shape[0] for part in parts), kept[0].shape[1]))
+
+    def _bias(self, names: tuple[str, ...]) -> Tensor | None:
+        """[N] in the dtype, of these matrices one after the other."""
         biases = [self.vector(f"{name}.bias") for name in names]
         present = [bias for bias in biases if bias is not None]
-        weight = self._stacked(tuple(f"{name}.weight" for name in names))
-        return kind(weight, torch.cat(present).to(self.dtype) if present else None)
+        return torch.cat(present).to(self.dtype) if present else None
 
     def _stacked(self, names: tuple[str, ...]) -> Tensor:
         """[N,K]: these matrices, one above the other."""

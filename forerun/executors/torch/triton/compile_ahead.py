@@ -14,6 +14,8 @@ from forerun.executors.torch.triton import (
     triton_attention,
     triton_choice,
     triton_draft,
+    triton_experts,
+    triton_few_bits,
     triton_future,
     triton_layers,
     triton_merge,
@@ -24,7 +26,7 @@ from forerun.machine import cores
 
 MODULES = (
     *(triton_attention, triton_choice, triton_shaping, triton_draft, triton_future, triton_layers),
-    *(triton_merge, triton_round),
+    *(triton_experts, triton_few_bits, triton_merge, triton_round),
 )
 
 

@@ -162,6 +162,7 @@ def kernels_for(device: torch.device) -> Kernels | None:
         triton_choice,
         triton_draft,
         triton_experts,
+        triton_few_bits,
         triton_future,
         triton_layers,
         triton_round,
@@ -201,6 +202,7 @@ def kernels_for(device: torch.device) -> Kernels | None:
             ),
             clamped_gate=guarded(device, triton_layers.clamped_gate),
             grouped=guarded(device, triton_experts.grouped),
+            few_bits=guarded(device, triton_few_bits.product),
         ),
         ahead=compile_ahead.compile_ahead,
     )

@@ -1,0 +1,175 @@
+"""Products whose weight stays in few bits: integers with a scale, and perhaps a zero point, for
+each group of columns, or float8 with scales likewise (models/grouped.py has the formats).
+
+The arithmetic is that of the formats: differences of integers are exact in 16 bits, sums and scales
+are float32. The kernel is triton_few_bits.py, the slow twin here, which is what runs on the CPU.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+from torch import Tensor
+
+from forerun.executors.torch.decoder.float8 import FLOAT8, Rows, plain
+from forerun.models.grouped import MIDDLE, Grouped, GroupedKind
+from forerun.types import AnyArray
+
+PIECE = 1 << 24
+"""Numbers of a matrix that are read at once."""
+
+FEW, COLUMNS = 256, 64
+"""Rows up to which the kernel runs, and outputs of one of its tiles. FEW by bytes: the kernel reads
+4-bit weights once for every 32 rows, half a byte each, and a widened one is written and read as 2.
+Not measured: docs/gpu-pending.md.
+"""
+
+TILE = 32
+"""Rows that the slow twin multiplies at once, always: a row's bits do not depend on the others."""
+
+_SCALES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FewBits:
+    """A weight w [N,K] in few bits. Columns are cut into blocks, each within one group.
+
+    kind, block  as of models.grouped.Grouped
+    shape    (N, K)
+    group    columns that share a scale
+    numbers  [blocks,N,bytes of a block] in the order of `order`: int8; uint8 of float8 and of 4
+             bits, where byte i has number i in its low bits and number i + block/2 in its high ones
+    scales   [groups,N]
+    zeros    [groups,N] as `numbers`; None where there are none
+    order    int32[K] the column of every number; None: its own
+    through  int32[tiles] how many of a tile's programs are through: 0 between products
+    """
+
+    kind: GroupedKind
+    shape: tuple[int, int]
+    block: int
+    group: int
+    numbers: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    order: Tensor | None
+    through: Tensor
+
+    def integers(self, first: int, last: int) -> Tensor:
+        """float32[n,K] the numbers of rows from `first` to `last`, before zero points and scales,
+        in the columns' own order.
+        """
+        found = self.numbers[:, first:last].transpose(0, 1)
+        if self.kind == "int4":
+            found = torch.cat([found & 15, found >> 4], -1)
+        if self.kind == "float8":
+            found = found.contiguous().view(FLOAT8)
+        return found.float().flatten(1)[:, : self.shape[1]]
+
+    def widened(self, first: int, last: int) -> Tensor:
+        """float32[n,K] rows from `first` to `last`."""
+        numbers, columns = self.integers(first, last), self.shape[1]
+
+        def spread(each: Tensor) -> Tensor:
+            return each[:, first:last].t().float().repeat_interleave(self.group, 1)[:, :columns]
+
+        if self.zeros is not None:
+            numbers = numbers - spread(self.zeros)
+        elif self.kind == "int4":
+            numbers = numbers - MIDDLE
+        numbers = numbers * spread(self.scales)
+        if self.order is None:
+            return numbers
+        return torch.empty_like(numbers).index_copy_(1, self.order.long(), numbers)
+
+
+FewBitsProduct = Callable[[Tensor, FewBits, Tensor | None], Tensor]
+"""(x [M,K], weight, bias [N] or None) -> [M,N] in the dtype of `x`: x W^T + b."""
+
+
+def few_bits_product(x: Tensor, weight: FewBits, bias: Tensor | None) -> Tensor:
+    """FewBitsProduct in plain torch: the slow twin. It widens a few rows of the weight at a time,
+    for TILE rows of `x` at a time.
+    """
+    outputs, inputs = weight.shape
+    step = max(1, PIECE // inputs)
+    rows = F.pad(x.float(), (0, 0, 0, -len(x) % TILE))
+    found = rows.new_empty(len(rows), outputs)
+    for first in range(0, outputs, step):
+        last = min(first + step, outputs)
+        wide = weight.widened(first, last)
+        for place in range(0, len(rows), TILE):
+            found[place : place + TILE, first:last] = rows[place : place + TILE] @ wide.t()
+    found = found[: len(x)]
+    return (found if bias is None else found + bias.float()).to(x.dtype)
+
+
+class FewBitsLinear:
+    """y = x W^T + b for a weight in few bits, by `product`. Takes 16-bit or 32-bit rows."""
+
+    def __init__(
+        self, weight: FewBits, bias: Tensor | None, product: FewBitsProduct = few_bits_product
+    ) -> None:
+        self.shape = weight.shape
+        self.weight, self._bias, self._product = weight, bias, product
+
+    def __call__(self, x: Rows) -> Tensor:
+        """[M,K] -> [M,N]. Raises TypeError for rows in float8."""
+        return self._product(plain(x), self.weight, self._bias)
+
+
+class SideBySide:
+    """Products of the same rows whose results stand side by side: matrices that cannot be one."""
+
+    def __init__(self, parts: Sequence[Callable[[Rows], Tensor]], shape: tuple[int, int]) -> None:
+        self.shape, self._parts = shape, parts
+
+    def __call__(self, x: Rows) -> Tensor:
+        """[M,K] -> [M,N]."""
+        return torch.cat([part(x) for part in self._parts], -1)
+
+
+def _tensor(array: AnyArray) -> Tensor:
+    """A copy: files' views are read-only."""
+    return torch.from_numpy(np.array(array, order="C"))
+
+
+def alike(matrices: Sequence[Grouped]) -> bool:
+    """Whether matrices one above the other are one weight in few bits."""
+    first = matrices[0]
+    facts = {(m.kind, m.shape[1], m.group, m.block, m.zeros, m.scale) for m in matrices}
+    orders = {None if m.order is None else m.order.tobytes() for m in matrices}
+    return len(facts) == len(orders) == 1 and first.block > 0
+
+
+def loaded(matrices: Sequence[Grouped], device: torch.device) -> FewBits:
+    """Matrices that are `alike`, one above the other, on a device; read a piece at a time."""
+    first = matrices[0]
+    inputs, block, half = first.shape[1], first.block, first.kind == "int4"
+    outputs, blocks = sum(m.shape[0] for m in matrices), -(-first.shape[1] // first.block)
+    kind = torch.int8 if first.kind == "int8" else torch.uint8
+    shape = blocks, outputs, block // 2 if half else block
+    numbers = torch.empty(shape, dtype=kind, device=device)
+    scales = torch.empty(first.groups, outputs, dtype=_SCALES[first.scale], device=device)
+    zeros = torch.empty(first.groups, outputs, dtype=kind, device=device) if first.zeros else None
+    at, step = 0, max(1, PIECE // inputs)
+    for matrix in matrices:
+        for begin in range(0, matrix.shape[0], step):
+            found = matrix.read(slice(begin, min(begin + step, matrix.shape[0])))
+            end = at + len(found.numbers)
+            rows = F.pad(_tensor(found.numbers), (0, blocks * block - inputs))
+            rows = rows.view(-1, blocks, block)
+            if half:
+                rows = rows[..., : block // 2] | rows[..., block // 2 :] << 4
+            numbers[:, at:end] = rows.transpose(0, 1).to(device)
+            scales[:, at:end] = _tensor(found.scales).t().to(device)
+            if zeros is not None and found.zeros is not None:
+                zeros[:, at:end] = _tensor(found.zeros).t().to(device)
+            at = end
+    order = None if first.order is None else torch.from_numpy(first.order).to(device)
+    tiles = -(-FEW // 16) * -(-outputs // COLUMNS)
+    through = torch.zeros(tiles, dtype=torch.int32, device=device)
+    about = first.kind, (outputs, inputs), block, first.group
+    return FewBits(*about, numbers, scales, zeros, order, through)

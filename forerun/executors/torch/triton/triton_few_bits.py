@@ -1,0 +1,245 @@
+"""Products whose weight stays in few bits as one Triton kernel, for CUDA (few_bits.FewBitsProduct).
+
+Few rows read every weight once and have few tiles, so the columns of x are split among programs
+too. The last program of a tile adds what the others found, in their order. How columns are split
+depends on the weight alone, and a row's sums on no other row: its bits are the same alone and in
+company, up to FEW rows. More rows than that, which prompts have, are multiplied by a library with
+the weight widened into a scratch, a part at a time.
+
+The slow twin is few_bits.few_bits_product.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from forerun.executors.torch.decoder.few_bits import COLUMNS, FEW, FewBits
+from forerun.models.kept import PARTS, SCRATCH
+
+PROGRAMS, LEAST = PARTS // (4 * FEW * COLUMNS), 512
+"""Programs that columns are split for, 4 on each of 128 multiprocessors, and columns of x that each
+has at least. Neither is measured: docs/gpu-pending.md."""
+
+_KINDS = {"int4": 4, "int8": 8, "float8": 1}
+_FLOAT8 = tl.constexpr(1)
+
+
+@triton.jit
+def _exact(raw, zero, kind: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr):
+    """Numbers less zero points [1,n], in which 16 bits hold them; of float8 256 times less."""
+    if KIND == _FLOAT8:
+        # E4M3's bits in a half's places: its exponent is 8 less there.
+        wide = raw.to(tl.uint16)
+        bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+        return bits.to(tl.float16, bitcast=True).to(kind)
+    if KIND == 4:
+        if ZEROS:
+            return (raw.to(tl.int8) - zero.to(tl.int8)).to(kind)
+        return (raw.to(tl.int8) - 8).to(kind)
+    if ZEROS:
+        return (raw.to(tl.int16) - zero.to(tl.int16)).to(kind)
+    return raw.to(kind)
+
+
+@triton.jit
+def _scale(scales, KIND: tl.constexpr, mask):
+    found = tl.load(scales, mask=mask, other=0.0).to(tl.float32)
+    if KIND == _FLOAT8:
+        found = found * 256.0
+    return found
+
+
+@triton.jit
+def _rows(x, order, at, line, there, line_stride, inputs, ORDERED: tl.constexpr):
+    """[ROWS,n] of x, the columns `at` in the weight's order."""
+    inside = at < inputs
+    column = at
+    if ORDERED:
+        column = tl.load(order + at, mask=inside, other=0)
+    place = x + line[:, None] * line_stride + column[None, :]
+    return tl.load(place, mask=there[:, None] & inside[None, :], other=0.0)
+
+
+@triton.jit
+def _finish(total, bias, out, line, column, there, real, outputs, BIASED: tl.constexpr):
+    if BIASED:
+        total = total + tl.load(bias + column, mask=real, other=0.0).to(tl.float32)[None, :]
+    place = out + line[:, None].to(tl.int64) * outputs + column[None, :]
+    tl.store(place, total.to(out.dtype.element_ty), mask=there[:, None] & real[None, :])
+
+
+@triton.jit(do_not_specialize=["count"])
+def _product(
+    x, numbers, scales, zeros, order, bias, parts, through, out,
+    count, line_stride, outputs, inputs, blocks, each,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
+    KIND: tl.constexpr, ZEROS: tl.constexpr, ORDERED: tl.constexpr, BIASED: tl.constexpr,
+    SPLITS: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows by COLUMNS outputs over `each` blocks of the columns.
+
+    SPAN     blocks of a group; 0: all
+    parts    float32[SPLITS,count,outputs] what programs found, where there are several
+    through  int32[tiles] how many of a tile's are through: 0 before and after
+    """
+    line = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    there, real = line < count, column < outputs
+    kind: tl.constexpr = x.dtype.element_ty
+    BYTES: tl.constexpr = BLOCK // 2 if KIND == 4 else BLOCK
+    byte = tl.arange(0, BYTES)
+    first = tl.program_id(2) * each
+    last = tl.minimum(first + each, blocks)
+    place = numbers + first.to(tl.int64) * outputs * BYTES
+    place = place + column[None, :] * BYTES + byte[:, None]
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for block in range(first, last):
+        raw = tl.load(place, mask=real[None, :], other=0)
+        group = 0
+        if SPAN > 0:
+            group = block // SPAN
+        scale = _scale(scales + group * outputs + column, KIND, real)
+        zero = raw
+        if ZEROS:
+            zero = tl.load(zeros + group * outputs + column, mask=real, other=0)[None, :]
+        begin = block * BLOCK
+        left = _rows(x, order, begin + byte, line, there, line_stride, inputs, ORDERED)
+        if KIND == 4:
+            low = _exact(raw & 15, zero, kind, KIND, ZEROS)
+            high = _exact(raw >> 4, zero, kind, KIND, ZEROS)
+            right = _rows(x, order, begin + BYTES + byte, line, there, line_stride, inputs, ORDERED)
+            found = tl.dot(left, low, input_precision="tf32x3")
+            found = tl.dot(right, high, found, input_precision="tf32x3")
+        else:
+            value = _exact(raw, zero, kind, KIND, ZEROS)
+            found = tl.dot(left, value, input_precision="tf32x3")
+        total += found * scale[None, :]
+        place += outputs.to(tl.int64) * BYTES
+    if SPLITS == 1:
+        _finish(total, bias, out, line, column, there, real, outputs, BIASED)
+    else:
+        mask = there[:, None] & real[None, :]
+        whole = count.to(tl.int64) * outputs
+        own = parts + line[:, None].to(tl.int64) * outputs + column[None, :]
+        tl.store(own + tl.program_id(2) * whole, total, mask=mask)
+        # All threads' numbers are written before this program counts, and the count orders them.
+        tl.debug_barrier()
+        tile = through + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        if tl.atomic_add(tile, 1) == SPLITS - 1:
+            # Others wrote them: not from this multiprocessor's own cache.
+            summed = tl.load(own, mask=mask, other=0.0, cache_modifier=".cg")
+            for part in range(1, SPLITS):
+                summed += tl.load(own + part * whole, mask=mask, other=0.0, cache_modifier=".cg")
+            _finish(summed, bias, out, line, column, there, real, outputs, BIASED)
+            tl.store(tile, 0)
+
+
+@triton.jit
+def _widen(
+    numbers, scales, zeros, out, first, rows, outputs, inputs,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, KIND: tl.constexpr,
+    ZEROS: tl.constexpr,
+):  # fmt: skip
+    """A block of COLUMNS of the weight's rows, from `first` on, into out [rows,inputs]."""
+    block = tl.program_id(0)
+    own = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    real, column = own < rows, first + own
+    kind: tl.constexpr = out.dtype.element_ty
+    BYTES: tl.constexpr = BLOCK // 2 if KIND == 4 else BLOCK
+    byte = tl.arange(0, BYTES)
+    place = numbers + (block.to(tl.int64) * outputs + column[:, None]) * BYTES + byte[None, :]
+    raw = tl.load(place, mask=real[:, None], other=0)
+    group = 0
+    if SPAN > 0:
+        group = block // SPAN
+    scale = _scale(scales + group * outputs + column, KIND, real)[:, None]
+    zero = raw
+    if ZEROS:
+        zero = tl.load(zeros + group * outputs + column, mask=real, other=0)[:, None]
+    at = block * BLOCK + byte
+    to = out + own[:, None].to(tl.int64) * inputs + at[None, :]
+    mask = real[:, None] & (at < inputs)[None, :]
+    if KIND == 4:
+        low = _exact(raw & 15, zero, tl.float32, KIND, ZEROS) * scale
+        high = _exact(raw >> 4, zero, tl.float32, KIND, ZEROS) * scale
+        tl.store(to, low.to(kind), mask=mask)
+        mask = real[:, None] & (at + BYTES < inputs)[None, :]
+        tl.store(to + BYTES, high.to(kind), mask=mask)
+    else:
+        value = _exact(raw, zero, tl.float32, KIND, ZEROS) * scale
+        tl.store(to, value.to(kind), mask=mask)
+
+
+def rows_for(count: int) -> int:
+    """Rows of a program's tile. A row's sums are the same in both."""
+    return 16 if count <= 16 else 32
+
+
+def splits_of(weight: FewBits) -> tuple[int, int]:
+    """Among how many programs the columns are split, and blocks of each: by the weight alone."""
+    blocks, tiles = len(weight.numbers), triton.cdiv(weight.shape[0], COLUMNS)
+    wanted = max(1, min(PROGRAMS // tiles, blocks * weight.block // LEAST))
+    each = triton.cdiv(blocks, wanted)
+    return triton.cdiv(blocks, each), each
+
+
+def product(x: Tensor, weight: FewBits, bias: Tensor | None) -> Tensor:
+    """few_bits.FewBitsProduct; on one stream at a time. Launches only: nothing here waits for the
+    device.
+    """
+    if len(x) > FEW:
+        return _by_library(x, weight, bias)
+    (outputs, inputs), count, rows = weight.shape, len(x), rows_for(len(x))
+    splits, each = splits_of(weight)
+    out = x.new_empty(count, outputs)
+    parts, through = out, weight.through
+    if splits > 1:
+        parts = x.new_empty(splits, count, outputs, dtype=torch.float32)
+    _product[triton.cdiv(count, rows), triton.cdiv(outputs, COLUMNS), splits](
+        *(x, *_stored(weight), out if weight.order is None else weight.order),
+        *(out if bias is None else bias, parts, through, out),
+        *(count, x.stride(0), outputs, inputs, len(weight.numbers), each),
+        ROWS=rows,
+        ORDERED=weight.order is not None,
+        BIASED=bias is not None,
+        SPLITS=splits,
+        **_constants(weight),
+        num_warps=4,
+        num_stages=4,
+    )
+    return out
+
+
+def _stored(weight: FewBits) -> tuple[Tensor, Tensor, Tensor]:
+    scales, zeros = weight.scales, weight.zeros
+    return weight.numbers, scales, scales if zeros is None else zeros
+
+
+def _constants(weight: FewBits) -> dict[str, int]:
+    whole = weight.group >= weight.shape[1]
+    return {
+        "COLUMNS": COLUMNS,
+        "BLOCK": weight.block,
+        "SPAN": 0 if whole else weight.group // weight.block,
+        "KIND": _KINDS[weight.kind],
+        "ZEROS": weight.zeros is not None,
+    }
+
+
+def _by_library(x: Tensor, weight: FewBits, bias: Tensor | None) -> Tensor:
+    """Of many rows: the weight is widened a part at a time, in the order of its numbers."""
+    outputs, inputs = weight.shape
+    x = x if weight.order is None else x.index_select(1, weight.order)
+    found = x.new_empty(len(x), outputs)
+    step = min(outputs, max(1, SCRATCH // (inputs * x.itemsize)))
+    for first in range(0, outputs, step):
+        rows = min(step, outputs - first)
+        wide = x.new_empty(rows, inputs)
+        _widen[len(weight.numbers), triton.cdiv(rows, COLUMNS)](
+            *(*_stored(weight), wide, first, rows, outputs, inputs),
+            **_constants(weight),
+            num_warps=4,
+        )
+        torch.mm(x, wide.t(), out=found[:, first : first + rows])
+    return found if bias is None else found.add_(bias)

@@ -1,0 +1,131 @@
+"""Matrices of few bits whose columns share scales in groups, as their files have them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forerun.errors import ModelError
+from forerun.types import AnyArray, Floats, Ints
+
+GroupedKind = Literal["int4", "int8", "float8"]
+"""4-bit integers from 0 to 15, 8-bit integers from -128 to 127, or bytes of float8 E4M3."""
+
+MIDDLE = 8
+"""Zero point of 4-bit integers that have none of their own."""
+
+
+class GroupedRows(NamedTuple):
+    """Some rows of a matrix; see Grouped.
+
+    numbers  [n,K] uint8, of 8-bit integers int8, in the order of `Grouped.order`
+    scales   float32[n,groups]
+    zeros    [n,groups] as `numbers`; None where there are none
+    """
+
+    numbers: AnyArray
+    scales: Floats
+    zeros: AnyArray | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grouped:
+    """A matrix w [N,K] of numbers q, scales s and zero points z. Of number j in a row, whose group
+    is g = j // group, w[:, order[j]] = s[:, g] (q[:, j] - z[:, g]).
+
+    shape  (N, K)
+    group  columns that share a scale; the last group may be smaller
+    zeros  whether there are zero points; else they are MIDDLE of 4-bit integers, and 0
+    scale  "F16", "BF16" or "F32": what the scales are stored in, which holds them exactly
+    order  int32[K] the column of every number in a row; None: its own
+    read   some rows; touches little else of the file. Raises ModelError where numbers are none
+    """
+
+    kind: GroupedKind
+    shape: tuple[int, int]
+    group: int
+    zeros: bool
+    scale: str
+    order: Ints | None
+    read: Callable[[slice], GroupedRows]
+
+    @property
+    def block(self) -> int:
+        """Columns that products read at once, all of one group; 0: of none that they know."""
+        columns = self.shape[1]
+        if self.group >= columns:
+            return 128 if columns > 64 else 64 if columns > 32 else 32
+        return next((block for block in (128, 64, 32) if self.group % block == 0), 0)
+
+    @property
+    def groups(self) -> int:
+        """Groups of a row."""
+        return -(-self.shape[1] // self.group)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that it takes where it is kept: rows are filled up to whole blocks."""
+        rows, columns = self.shape
+        numbers = -(-columns // self.block) * self.block // (2 if self.kind == "int4" else 1)
+        each = (4 if self.scale == "F32" else 2) + self.zeros
+        return rows * (numbers + self.groups * each) + (
+            4 * columns if self.order is not None else 0
+        )
+
+    def title(self) -> str:
+        """In words: "4-bit integers in groups of 128"."""
+        what = {"int4": "4-bit integers", "int8": "8-bit integers", "float8": "float8"}[self.kind]
+        whole = self.group >= self.shape[1]
+        return f"{what} with a scale per row" if whole else f"{what} in groups of {self.group}"
+
+    def rows(self, which: AnyArray) -> "Grouped":
+        """The matrix of these rows int[n], in this order."""
+        first, last = int(which.min()), int(which.max())
+
+        def read(rows: slice) -> GroupedRows:
+            wanted = which[rows]
+            low = int(wanted.min())
+            found = self.read(slice(low, int(wanted.max()) + 1))
+            parts = (None if part is None else part[wanted - low] for part in found)
+            return GroupedRows(*parts)  # type: ignore[arg-type]
+
+        assert first >= 0 and last < self.shape[0]
+        return replace(self, shape=(len(which), self.shape[1]), read=read)
+
+    def cut(self, rows: slice, columns: slice) -> "Grouped | None":
+        """A part of it; None where that begins within a group, or columns have an order."""
+        start, stop, _ = columns.indices(self.shape[1])
+        first, last, _ = rows.indices(self.shape[0])
+        own = slice(first, last)
+        if (start, stop) == (0, self.shape[1]):
+            return replace(
+                self,
+                shape=(last - first, stop),
+                read=lambda part: self.read(_within(own, part)),
+            )
+        if self.order is not None or (start % self.group and self.group < self.shape[1]):
+            return None
+        whole = self.group >= self.shape[1]
+        groups = slice(0, 1) if whole else slice(start // self.group, -(-stop // self.group))
+
+        def read(part: slice) -> GroupedRows:
+            found = self.read(_within(own, part))
+            zeros = None if found.zeros is None else found.zeros[:, groups]
+            return GroupedRows(found.numbers[:, start:stop], found.scales[:, groups], zeros)
+
+        group = self.group if not whole else stop - start
+        return replace(self, shape=(last - first, stop - start), group=group, read=read)
+
+
+def _within(whole: slice, part: slice) -> slice:
+    """The part `part` of what begins at `whole`."""
+    stop = whole.stop if part.stop is None else min(whole.start + part.stop, whole.stop)
+    return slice(whole.start + (part.start or 0), stop)
+
+
+def check_float8(numbers: NDArray[np.uint8], name: str) -> None:
+    """Raise ModelError naming the matrix where bytes of float8 E4M3 are NaN."""
+    if (numbers & 127).max(initial=0) == 127:
+        raise ModelError(f"{name} holds NaN; the file is damaged")

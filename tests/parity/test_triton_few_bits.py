@@ -1,0 +1,183 @@
+"""Products with weights in few bits, interpreted, against their slow twin and by hand."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from forerun.executors.torch.decoder.few_bits import FEW, FewBitsLinear, few_bits_product, loaded
+from forerun.executors.torch.decoder.float8 import float8_rows
+from forerun.models.grouped import Grouped, GroupedRows
+from tests.parity.interpreted import load
+from tests.parity.tape import Watch
+
+kernels = load("triton.triton_few_bits")
+
+
+def grouped(kind, shape, group, zeros, ordered=False, scale="F16", seed=0):
+    """A random matrix, and what it stands for in float64."""
+    random = np.random.default_rng(seed)
+    rows, columns = shape
+    groups = -(-columns // group)
+    low, high, dtype = {
+        "int4": (0, 16, np.uint8),
+        "int8": (-128, 128, np.int8),
+        "float8": (0, 256, np.uint8),
+    }[kind]
+    numbers = random.integers(low, high, shape).astype(dtype)
+    if kind == "float8":
+        numbers[(numbers & 127) == 127] = 3
+    scales = random.uniform(0.001, 0.01, (rows, groups)).astype(np.float16).astype(np.float32)
+    some = random.integers(low, high, (rows, groups)).astype(dtype) if zeros else None
+    order = random.permutation(columns).astype(np.int32) if ordered else None
+    wide = numbers.astype(np.float64)
+    if kind == "float8":
+        wide = torch.from_numpy(numbers).view(torch.float8_e4m3fn).double().numpy()
+    zero = some if zeros else np.full((rows, groups), 8 if kind == "int4" else 0)
+    wide = (wide - np.repeat(zero.astype(np.float64), group, 1)[:, :columns]) * np.repeat(
+        scales.astype(np.float64), group, 1
+    )[:, :columns]
+    if order is not None:
+        wide[:, order] = wide.copy()
+
+    def read(part):
+        return GroupedRows(numbers[part], scales[part], None if some is None else some[part])
+
+    return Grouped(kind, shape, group, zeros, scale, order, read), torch.from_numpy(wide)
+
+
+def weight(*args, **changes):
+    made, wide = grouped(*args, **changes)
+    return loaded([made], torch.device("cpu")), wide
+
+
+KINDS = [("int4", True), ("int4", False), ("int8", True), ("int8", False), ("float8", False)]
+SHAPES = [((70, 256), 128), ((33, 64), 32), ((129, 640), 64), ((64, 1024), 256), ((20, 200), 200)]
+SHAPES += [((40, 1500), 1500)]
+
+
+@pytest.mark.parametrize(("kind", "zeros"), KINDS)
+@pytest.mark.parametrize(("shape", "group"), SHAPES)
+@pytest.mark.parametrize("rows", [1, 17, 33])
+def test_the_kernel_is_its_twin_and_the_formats_definition(kind, zeros, shape, group, rows):
+    made, wide = weight(kind, shape, group, zeros)
+    x = torch.randn(rows, shape[1], generator=torch.Generator().manual_seed(rows))
+    expected = (x.double() @ wide.t()).float()
+    for product in (kernels.product, few_bits_product):
+        found = product(x, made, None)
+        torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-5)
+    assert not made.through.any()
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("rows", [3, 40, FEW + 7])
+def test_columns_in_an_order_biases_and_many_rows(kind, rows):
+    made, wide = weight(kind, (70, 320), 64, True, ordered=True)
+    x, bias = torch.randn(rows, 320), torch.randn(70)
+    expected = (x.double() @ wide.t() + bias).float()
+    for product in (kernels.product, few_bits_product):
+        torch.testing.assert_close(product(x, made, bias), expected, atol=2e-4, rtol=2e-5)
+
+
+@pytest.mark.parametrize(("kind", "zeros"), KINDS)
+def test_many_rows_are_multiplied_a_part_of_the_weight_at_a_time(kind, zeros, monkeypatch):
+    made, wide = weight(kind, (150, 200), 200, zeros)
+    monkeypatch.setattr(kernels, "SCRATCH", 4 * 200 * 70)
+    x = torch.randn(FEW + 1, 200)
+    expected = (x.double() @ wide.t()).float()
+    torch.testing.assert_close(kernels.product(x, made, None), expected, atol=2e-4, rtol=2e-5)
+
+
+@pytest.mark.parametrize(("kind", "zeros"), KINDS)
+def test_sixteen_bits_hold_the_numbers_exactly(kind, zeros):
+    """What is multiplied is what the format means: rows are rounded, weights are not."""
+    made, wide = weight(kind, (64, 256), 128, zeros)
+    x = torch.randn(5, 256).bfloat16()
+    expected = x.double() @ wide.t()
+    for product in (kernels.product, few_bits_product):
+        found = product(x, made, None)
+        assert found.dtype == torch.bfloat16
+        # Half a step of the result, and what 256 sums in float32 may be off by.
+        assert ((found.double() - expected).abs() <= expected.abs() / 256 + 1e-4).all()
+
+
+class FixedDot:
+    """Products of the interpreter in the order of the columns: what NumPy's library does depends on
+    the number of rows, tensor cores do not.
+    """
+
+    def __init__(self, monkeypatch):
+        builder = kernels.triton.runtime.interpreter.InterpreterBuilder
+        whole = builder.create_dot
+
+        def each_row(self, a, b, d, *rest):
+            found = np.zeros((a.data.shape[0], b.data.shape[1]), np.float32)
+            left, right = a.data.astype(np.float32), b.data.astype(np.float32)
+            for column in range(left.shape[1]):
+                found += left[:, column, None] * right[column]
+            made = whole(self, a, b, d, *rest)
+            made.data = found + d.data
+            return made
+
+        monkeypatch.setattr(builder, "create_dot", each_row)
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "float8"])
+def test_a_rows_bits_do_not_depend_on_its_company(kind, monkeypatch):
+    FixedDot(monkeypatch)
+    made, _ = weight(kind, (80, 2048), 128, False)
+    assert kernels.splits_of(made)[0] > 2
+    x = torch.randn(70, 2048)
+    whole = kernels.product(x, made, None)
+    for rows in (
+        slice(0, 1),
+        slice(5, 6),
+        slice(3, 19),
+        slice(16, 33),
+        slice(69, 70),
+        slice(0, 65),
+    ):
+        assert torch.equal(kernels.product(x[rows].clone(), made, None), whole[rows]), rows
+
+
+def test_a_rows_bits_do_not_depend_on_its_company_on_the_cpu():
+    made, _ = weight("int4", (80, 2048), 128, True)
+    x = torch.randn(70, 2048)
+    whole = few_bits_product(x, made, None)
+    for rows in (
+        slice(0, 1),
+        slice(5, 6),
+        slice(3, 19),
+        slice(16, 33),
+        slice(69, 70),
+        slice(0, 65),
+    ):
+        assert torch.equal(few_bits_product(x[rows].clone(), made, None), whole[rows]), rows
+
+
+def test_columns_are_split_by_the_weight_alone():
+    """4096 outputs are 64 tiles, for which 4096 columns are split among 8 programs; wide weights
+    have tiles enough, and no program has fewer than LEAST columns.
+    """
+    found = {}
+    for outputs, inputs in ((4096, 4096), (4096, 14_336), (28_672, 4096), (512, 1024), (64, 256)):
+        made, _ = weight("int4", (1, inputs), 128, True)
+        numbers = made.numbers.expand(-1, outputs, -1)
+        splits, each = kernels.splits_of(replace(made, shape=(outputs, inputs), numbers=numbers))
+        assert (splits - 1) * each < inputs // 128 <= splits * each
+        found[outputs, inputs] = splits
+    assert list(found.values()) == [8, 8, 1, 2, 1]
+
+
+def test_a_product_only_launches():
+    made, _ = weight("int4", (70, 320), 64, True, ordered=True)
+    for rows in (1, FEW + 1):
+        with Watch():
+            few_bits_product(torch.randn(rows, 320), made, None)
+
+
+def test_float8_rows_are_refused():
+    made, _ = weight("int4", (70, 320), 64, True)
+    with pytest.raises(TypeError, match="not in float8"):
+        FewBitsLinear(made, None)(float8_rows(torch.randn(2, 320)))
