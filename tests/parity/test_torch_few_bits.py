@@ -14,7 +14,8 @@ from forerun.build.registry import EXECUTORS, choose_executor
 from forerun.build.sizing import Described, described, sizing
 from forerun.executors.torch import TorchExecutor, with_captures
 from forerun.executors.torch.decoder.decoder import Decoder
-from forerun.executors.torch.decoder.few_bits import FewBitsLinear, SideBySide, loaded
+from forerun.executors.torch.decoder.few_bits import loaded
+from forerun.executors.torch.decoder.kept import FewBitsLinear, SideBySide
 from forerun.executors.torch.decoder.layers import Linear
 from forerun.models.counted import counted
 from forerun.models.folder import FolderCheckpoint

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.executors.torch.decoder.few_bits import FEW, FewBitsLinear, few_bits_product, loaded
+from forerun.executors.torch.decoder.few_bits import FEW, few_bits_product, loaded
 from forerun.executors.torch.decoder.float8 import float8_rows
+from forerun.executors.torch.decoder.kept import FewBitsLinear
 from forerun.models.grouped import Grouped, GroupedRows
 from tests.parity.interpreted import load
 from tests.parity.tape import Watch

@@ -25,7 +25,7 @@ from forerun.executors.torch.attention.geometry import (
 )
 from forerun.executors.torch.attention.kv import CacheTensor, PagedCache, read
 from forerun.executors.torch.attention.varlen_attention import PackedPrompts, VariableLength
-from forerun.executors.torch.decoder.float8 import plain
+from forerun.executors.torch.decoder.layers import plain
 from forerun.interface.plan import Plan
 from forerun.models.layer_spec import AttentionSpec
 from forerun.speculative.tree import TreeBatch

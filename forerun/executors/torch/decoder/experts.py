@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
-from forerun.executors.torch.decoder.float8 import Rows, plain
+from forerun.executors.torch.decoder.float8 import Rows
 from forerun.executors.torch.decoder.grouped import GroupedProduct, Pairs
 from forerun.executors.torch.decoder.layers import (
     Elementwise,
@@ -19,6 +19,7 @@ from forerun.executors.torch.decoder.layers import (
     Product,
     alone,
     padded_rows,
+    plain,
 )
 from forerun.executors.torch.decoder.weights import Weights
 from forerun.executors.torch.group import Group

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
-from forerun.executors.torch.decoder.float8 import FLOAT8, Rows, plain
+from forerun.executors.torch.decoder.float8 import FLOAT8
 from forerun.models.grouped import MIDDLE, Grouped, GroupedKind
 from forerun.types import AnyArray
 
@@ -104,31 +104,6 @@ def few_bits_product(x: Tensor, weight: FewBits, bias: Tensor | None) -> Tensor:
             found[place : place + TILE, first:last] = rows[place : place + TILE] @ wide.t()
     found = found[: len(x)]
     return (found if bias is None else found + bias.float()).to(x.dtype)
-
-
-class FewBitsLinear:
-    """y = x W^T + b for a weight in few bits, by `product`. Takes 16-bit or 32-bit rows."""
-
-    def __init__(
-        self, weight: FewBits, bias: Tensor | None, product: FewBitsProduct = few_bits_product
-    ) -> None:
-        self.shape = weight.shape
-        self.weight, self._bias, self._product = weight, bias, product
-
-    def __call__(self, x: Rows) -> Tensor:
-        """[M,K] -> [M,N]. Raises TypeError for rows in float8."""
-        return self._product(plain(x), self.weight, self._bias)
-
-
-class SideBySide:
-    """Products of the same rows whose results stand side by side: matrices that cannot be one."""
-
-    def __init__(self, parts: Sequence[Callable[[Rows], Tensor]], shape: tuple[int, int]) -> None:
-        self.shape, self._parts = shape, parts
-
-    def __call__(self, x: Rows) -> Tensor:
-        """[M,K] -> [M,N]."""
-        return torch.cat([part(x) for part in self._parts], -1)
 
 
 def _tensor(array: AnyArray) -> Tensor:

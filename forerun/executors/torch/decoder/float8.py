@@ -24,13 +24,6 @@ Rows = Tensor | Float8Rows
 """What a matrix product reads: [M,K] in the activations' dtype or in float8."""
 
 
-def plain(x: Rows) -> Tensor:
-    """`x`, whose reader knows no float8. Raises TypeError for float8 rows."""
-    if isinstance(x, Float8Rows):
-        raise TypeError("float8 rows reached a product that is not in float8")
-    return x
-
-
 class Float8Linear:
     """y = x W^T + b with both factors in float8 (E4M3), "W8A8 dynamic".
 

@@ -14,26 +14,25 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
-from forerun.executors.torch.decoder.few_bits import (
-    FewBitsLinear,
-    FewBitsProduct,
-    SideBySide,
-    few_bits_product,
-)
+from forerun.executors.torch.decoder.few_bits import FewBitsProduct, few_bits_product
 from forerun.executors.torch.decoder.float8 import (
-    Float8Linear,
     Float8Parts,
     Float8Rows,
     Rows,
     float8_rows,
-    plain,
 )
 from forerun.executors.torch.decoder.grouped import GroupedProduct
-from forerun.executors.torch.decoder.whole import WholeLinear
 from forerun.models.layer_spec import CLAMP, CLAMP_SLOPE
 
 MOST_ROWS = 128
 """Rows of one product on the CPU. Twice as many made prefill some 5 % faster, start-up slower."""
+
+
+def plain(x: Rows) -> Tensor:
+    """`x`, whose reader knows no float8. Raises TypeError for float8 rows."""
+    if isinstance(x, Float8Rows):
+        raise TypeError("float8 rows reached a product that is not in float8")
+    return x
 
 
 class Linear:
@@ -75,11 +74,18 @@ class Linear:
         return product
 
 
-Widened = Linear | WholeLinear | Float8Linear
-"""What a product is made of where its weight is widened: weight [N,K] and bias."""
+class Product(Protocol):
+    """A matrix product with its weight, of this shape [N,K]: [M,K] -> [M,N]."""
 
-Product = Widened | FewBitsLinear | SideBySide
-"""A matrix product with its weight: [M,K] -> [M,N]."""
+    shape: tuple[int, int]
+
+    def __call__(self, x: Rows) -> Tensor:
+        """[M,N]."""
+        ...
+
+
+MakeProduct = Callable[[Tensor, Tensor | None], Product]
+"""Of a weight [N,K] and a bias [N]."""
 
 Gate = Callable[[Tensor, Tensor], Rows]
 """(gate [M,I], up [M,I]) -> [M,I]: Elementwise.gate or its like; in float8 if `down` reads that."""

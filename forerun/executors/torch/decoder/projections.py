@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from forerun.executors.torch.decoder.delta import DeltaProjections
-from forerun.executors.torch.decoder.float8 import Float8Linear, Float8Rows, Rows, plain
+from forerun.executors.torch.decoder.float8 import Float8Linear, Float8Rows, Rows
 from forerun.executors.torch.decoder.layers import (
     Elementwise,
     Heads,
@@ -15,6 +15,7 @@ from forerun.executors.torch.decoder.layers import (
     Product,
     Rotary,
     opened,
+    plain,
 )
 from forerun.executors.torch.decoder.weights import Weights
 from forerun.models.arch import Architecture

@@ -14,16 +14,11 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from forerun.errors import ModelError
-from forerun.executors.torch.decoder.few_bits import (
-    FewBitsLinear,
-    FewBitsProduct,
-    SideBySide,
-    alike,
-    loaded,
-)
+from forerun.executors.torch.decoder.few_bits import FewBitsProduct, alike, loaded
 from forerun.executors.torch.decoder.float8 import FLOAT8, Float8Linear, float8_rows
 from forerun.executors.torch.decoder.grouped import Stacked
-from forerun.executors.torch.decoder.layers import Linear, Product, Widened
+from forerun.executors.torch.decoder.kept import FewBitsLinear, SideBySide
+from forerun.executors.torch.decoder.layers import Linear, MakeProduct, Product
 from forerun.executors.torch.decoder.staging import staging
 from forerun.models.checkpoint import Checkpoint, Repeated
 from forerun.models.kept import kept_matrix
@@ -81,13 +76,13 @@ class Weights:
         checkpoint: Checkpoint,
         device: torch.device,
         dtype: torch.dtype,
-        products: type[Widened],
+        products: MakeProduct,
         finite: bool = False,
         few_bits: FewBitsProduct | None = None,
     ) -> None:
         self._products, self._finite, self._few_bits = products, finite, few_bits
         self._block: Tensor | None = None
-        self._unnarrowed: type[Widened] = Linear if products is Float8Linear else products
+        self._unnarrowed: MakeProduct = Linear if products is Float8Linear else products
         self._checkpoint, self._names = checkpoint, set(checkpoint.names())
         self._norm_offset = checkpoint.architecture.norm_offset
         self.device, self.dtype = device, dtype
@@ -159,16 +154,16 @@ class Weights:
         """The output head [V,H]; `embedding` is what it is tied to, if it is."""
         if "lm_head.weight" in self._names:
             return self.linear("lm_head")
-        return self._unnarrowed(embedding)
+        return self._unnarrowed(embedding, None)
 
-    def _joined(self, kind: type[Widened], names: tuple[str, ...]) -> Product:
+    def _joined(self, kind: MakeProduct, names: tuple[str, ...]) -> Product:
         kept = self._kept(kind, names) if self._few_bits is not None else None
         if kept is not None:
             return kept
         weight = self._stacked(tuple(f"{name}.weight" for name in names))
         return kind(weight, self._bias(names))
 
-    def _kept(self, kind: type[Widened], names: tuple[str, ...]) -> Product | None:
+    def _kept(self, kind: MakeProduct, names: tuple[str, ...]) -> Product | None:
         """The matrices called names as one product in few bits, or side by side where some are, but
         not all alike; None where none is.
         """

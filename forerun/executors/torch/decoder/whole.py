@@ -3,7 +3,8 @@
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
-from forerun.executors.torch.decoder.float8 import Rows, plain
+from forerun.executors.torch.decoder.float8 import Rows
+from forerun.executors.torch.decoder.layers import plain
 
 
 class WholeLinear:

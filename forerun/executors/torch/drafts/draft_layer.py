@@ -15,12 +15,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor, nn
 
-from forerun.executors.torch.decoder.float8 import Rows, plain
+from forerun.executors.torch.decoder.float8 import Rows
 from forerun.executors.torch.decoder.layers import (
     PLAIN,
     Elementwise,
     Heads,
     Rotary,
+    plain,
     rms_norm,
     rotate,
 )
