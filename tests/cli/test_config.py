@@ -23,7 +23,7 @@ KINDS = [EngineConfig, ServeSettings, AskConfig]
         (EngineConfig, {"device": "cuda", "executor": "cpu"}, "torch executor"),
         (EngineConfig, {"model": "toy", "executor": "torch"}, "toy"),
         (EngineConfig, {"executor": "cpu", "dtype": "bfloat16"}, "dtype bfloat16"),
-        (EngineConfig, {"executor": "torch", "dtype": "file"}, "dtype file"),
+        (EngineConfig, {"executor": "jax", "dtype": "file"}, "dtype file"),
         (EngineConfig, {"model": "smollm2-135m", "executor": "toy"}, "toy"),
         (EngineConfig, {"temperature": 1}, None),
         (ServeSettings, {"port": 70000}, "port"),
