@@ -8,8 +8,9 @@ from forerun.build.engine import open_target
 from forerun.build.registry import choose_executor
 from forerun.errors import ConfigError
 from forerun.executors.torch import TorchExecutor, with_captures
+from forerun.executors.torch.decoder.compiled import compiled
 from forerun.executors.torch.decoder.float8 import FLOAT8, Float8Linear, Float8Rows, float8_rows
-from forerun.executors.torch.decoder.layers import PLAIN, Linear, compiled
+from forerun.executors.torch.decoder.layers import PLAIN, Linear
 from forerun.models.shapes import shape_named
 from forerun.options.config import EngineConfig
 from tests.models import tiny

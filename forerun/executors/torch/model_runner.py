@@ -20,6 +20,7 @@ from forerun.executors.torch.attention.kv import PagedCache, Slots
 from forerun.executors.torch.attention.plan_geometry import StepNodes, geometry_of
 from forerun.executors.torch.attention.prompt_attention import PromptAttention, prompt_rows, takes
 from forerun.executors.torch.attention.states import States, StateStep
+from forerun.executors.torch.decoder.compiled import compiled
 from forerun.executors.torch.decoder.decoder import Attend, Decoder, apart, no_states
 from forerun.executors.torch.decoder.delta import DeltaInputs
 from forerun.executors.torch.decoder.float8 import FLOAT8, Float8Linear, Rows
@@ -28,7 +29,6 @@ from forerun.executors.torch.decoder.layers import (
     AnyHeads,
     Elementwise,
     Linear,
-    compiled,
     padded_rows,
 )
 from forerun.executors.torch.features import FeatureRing, Held, TorchFeatures

@@ -7,8 +7,8 @@ the bits it gets in the largest (docs/decisions/0006).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
@@ -221,21 +221,6 @@ AnyHeads = Heads | LatentHeads
 def opened(x: Tensor, gate: Tensor) -> Tensor:
     """sigmoid(gate) * x, in float32; dtype of `x`."""
     return (x / (1 + torch.exp(-gate.float()))).to(x.dtype)
-
-
-def compiled(parts: Elementwise) -> Elementwise:
-    """By torch.compile, for any number of rows: one kernel each, made when it first runs."""
-
-    def each(functions: Any) -> Any:
-        made = {
-            field.name: torch.compile(getattr(functions, field.name), dynamic=True)
-            for field in fields(functions)
-            if field.name not in ("float8", "grouped", "few_bits")
-        }
-        return replace(functions, **made)
-
-    whole: Elementwise = replace(each(parts), float8=each(parts.float8))
-    return whole
 
 
 def alone(x: Tensor) -> Tensor:
