@@ -6,8 +6,7 @@ from forerun.models.arch import Architecture
 from forerun.models.checkpoint import check_whole
 from forerun.models.gguf_config import architecture_of
 from forerun.models.gguf_header import GgufFile, Value, read_header
-from forerun.models.gguf_latent import AnyHeld
-from forerun.models.gguf_naming import divided, held
+from forerun.models.gguf_naming import AnyHeld, divided, held
 from forerun.models.mapped import Packed
 from forerun.types import Floats
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from forerun.errors import ModelError
 from forerun.models.arch import Architecture, ArchitectureSizes, Family
+from forerun.models.gguf_delta import delta_layers
 from forerun.models.gguf_experts import experts_of, scored_by_softmax
 from forerun.models.gguf_header import GgufFile, Value
 from forerun.models.gguf_latent import latent_attention, latent_of, latent_rope
@@ -36,6 +37,7 @@ _FAMILIES: dict[str, Family] = {
     "granite": "granite",
     "olmo2": "olmo2",
     "phi3": "phi3",
+    "qwen3next": "qwen3_next",
 }
 """general.architecture -> family. Mistral's files call themselves llama; Mixtral's too, and have
 experts; DeepSeek V2's call themselves as V3's, and score experts by a softmax.
@@ -47,12 +49,12 @@ _LACKS = {
 """What known architectures have that no layer here can say."""
 _LATENT: tuple[Family, ...] = ("deepseek_v2", "deepseek_v3")
 _EXPERTS: tuple[Family, ...] = (
-    *("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss"),
+    *("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss", "qwen3_next"),
     *_LATENT,
 )
 _WINDOWS: tuple[Family, ...] = ("llama", "mixtral", "phi3")
 """Whose window, if there is one, is in all layers."""
-_PARTLY_TURNED: tuple[Family, ...] = ("glm4_moe", "phi3")
+_PARTLY_TURNED: tuple[Family, ...] = ("glm4_moe", "phi3", "qwen3_next")
 """Whose heads may be rotated in part."""
 _NO_POSITIONS = 4
 """Of SmolLM3 llama.cpp knows without being told that every fourth layer has no positions."""
@@ -132,7 +134,7 @@ def architecture_of(file: GgufFile) -> Architecture:
         norm_eps=keys.real("attention.layer_norm_rms_epsilon"),
         layer_specs=layers,
         tied_head="output.weight" not in file.tensors,
-        # The converter adds Gemma's 1 to the norms that it writes.
+        # The converter adds Gemma's and Qwen3-Next's 1 to the norms that it writes.
         embedding_scale=sizes.hidden**0.5 if gemma else _factor(keys, family, "embedding_scale"),
         final_softcap=_cap(keys, "final_logit_softcapping", gemma.logit_cap) if gemma else None,
         logit_scale=1 / _factor(keys, family, "logit_scale"),
@@ -196,6 +198,8 @@ def _plain(
     if family not in _EXPERTS:
         return (spec,) * sizes.layers
     mixed = replace(spec, feed_forward=experts_of(keys, sizes, file, family))
+    if family == "qwen3_next":
+        return delta_layers(keys, sizes, mixed)
     if family == "gpt_oss":
         return _gpt_oss(keys, sizes, mixed)
     dense = keys.integer("leading_dense_block_count", 0)

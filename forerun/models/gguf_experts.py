@@ -14,6 +14,10 @@ whose weights are normalised. Others weight what is chosen in ways of their own.
 _SIGMOID, _OF_THE_CHOSEN = 2, 3
 
 
+_GATED: tuple[Family, ...] = ("qwen2_moe", "qwen3_next")
+"""Whose shared expert has a gate."""
+
+
 def experts_of(keys: Keys, sizes: ArchitectureSizes, file: GgufFile, family: Family) -> Experts:
     """The experts of a family's layers. What llama.cpp knows without being told: Qwen2-MoE does not
     normalise its weights, GLM-4.5 scores by sigmoids. Raises ModelError naming the key.
@@ -39,11 +43,11 @@ def experts_of(keys: Keys, sizes: ArchitectureSizes, file: GgufFile, family: Fam
         kept=keys.integer("expert_group_used_count", groups) or groups,
     )
     shared = 0
-    if family == "qwen2_moe":
+    if family in _GATED:
         shared = keys.integer("expert_shared_feed_forward_length", whole) or whole
     elif corrected or family == "deepseek_v2":
         shared = width * keys.integer("expert_shared_count", 0)
-    gated, biased = family == "qwen2_moe", family == "gpt_oss"
+    gated, biased = family in _GATED, family == "gpt_oss"
     return Experts(count, top_k, width, router, shared, shared_gate=gated, bias=biased)
 
 

@@ -96,9 +96,6 @@ class HeldInTwo:
         return None
 
 
-AnyHeld = Held | HeldInTwo
-
-
 def held_in_two(file: TensorFile, prefix: str, heads: int, latent: Latent) -> HeldInTwo:
     """kv_b_proj of a layer, whose names in the file begin with `prefix`."""
     into, out_of = (heads, latent.rank, latent.nope), (heads, latent.value, latent.rank)

@@ -6,8 +6,9 @@ from dataclasses import replace
 import numpy as np
 
 from forerun.models.arch import Architecture, Family, expected_tensors
+from forerun.models.gguf_delta import DECAY, HeldDecay, delta_part
 from forerun.models.gguf_header import GgufFile, Value
-from forerun.models.gguf_latent import ABSORBED, AnyHeld, held_in_two
+from forerun.models.gguf_latent import ABSORBED, HeldInTwo, held_in_two
 from forerun.models.layer_spec import NORM_NAMES, Experts, LayerSpec
 from forerun.models.naming import (
     EXPERT,
@@ -19,6 +20,8 @@ from forerun.models.naming import (
     fused,
     order_of,
 )
+
+AnyHeld = Held | HeldInTwo | HeldDecay
 
 _TOP = {
     "model.embed_tokens": "token_embd",
@@ -59,7 +62,7 @@ _NORMS = {
     "after_feed_forward": "post_ffw_norm",
 }
 """Names of norms by where they stand (layer_spec.NormNames)."""
-_AS_TRANSFORMERS: tuple[Family, ...] = ("glm4_moe", "gpt_oss")
+_AS_TRANSFORMERS: tuple[Family, ...] = ("glm4_moe", "gpt_oss", "qwen3_next")
 """Whose norm before the feed-forward is called as in transformers."""
 _INTERLEAVED: tuple[Family, ...] = ("llama", "mixtral", "smollm3", "granite")
 """Whose queries and keys llama.cpp rotates in neighbouring pairs; their rows are in that order."""
@@ -97,7 +100,8 @@ def held_in_layer(
     latent = spec.attention.latent
     if name == ABSORBED and latent is not None:
         return held_in_two(file, prefix, arch.heads, latent)
-    return Held(file, *_part_of(file, arch, spec, prefix, name, shape))
+    found = Held(file, *_part_of(file, arch, spec, prefix, name, shape))
+    return HeldDecay(found) if name == DECAY else found
 
 
 Shapes = dict[str, tuple[int, ...]]
@@ -136,6 +140,8 @@ def _part_of(
     if expert := EXPERT.fullmatch(name):
         assert isinstance(spec.feed_forward, Experts)
         return _of_expert(file, prefix, int(expert[1]), expert[2], kind, spec.feed_forward, shape)
+    if arch.family == "qwen3_next" and (part := delta_part(file, arch, spec, prefix, name)):
+        return part
     if arch.family == "phi3":
         piece = fused(name, StoredPart(name, shape, shape), arch, spec)
         if piece.stored in _FUSED:

@@ -8,8 +8,7 @@ from forerun.errors import ModelError
 from forerun.models.arch import Architecture, layer_tensors
 from forerun.models.gguf import GgufCheckpoint
 from forerun.models.gguf_header import GgufFile
-from forerun.models.gguf_latent import AnyHeld
-from forerun.models.gguf_naming import announced_layers, held_in_layer
+from forerun.models.gguf_naming import AnyHeld, announced_layers, held_in_layer
 from forerun.models.naming import Held
 from forerun.models.prediction_layers import (
     PredictionLayers,

@@ -189,7 +189,7 @@ def layer_pieces(arch: Architecture, spec: LayerSpec) -> dict[str, StoredPart]:
         elif arch.family == "gpt_oss":
             piece = _stacked(name, piece, spec)
         elif arch.family == "qwen3_next":
-            piece = _interleaved(name, piece, arch, spec)
+            piece = head_by_head(name, piece, arch, spec)
         order = order_of(name, arch, spec)
         if order is not None:
             piece = replace(piece, order=order if piece.order is None else piece.order[order])
@@ -246,7 +246,7 @@ def _stacked(name: str, piece: StoredPart, spec: LayerSpec) -> StoredPart:
     return replace(piece, stored=stored, whole=whole, expert=expert, transposed=True, rows=rows)
 
 
-def _interleaved(name: str, piece: StoredPart, arch: Architecture, spec: LayerSpec) -> StoredPart:
+def head_by_head(name: str, piece: StoredPart, arch: Architecture, spec: LayerSpec) -> StoredPart:
     """Qwen3-Next's: each head's gate follows its query; of a delta net, each key head's query, key
     and the values and gates of its value heads are one matrix, and their b and a another.
     """

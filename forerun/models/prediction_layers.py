@@ -28,7 +28,7 @@ from forerun.errors import ModelError
 from forerun.models.arch import Architecture
 from forerun.models.cache_layer import CacheLayer
 from forerun.models.checkpoint import Checkpoint, shortened
-from forerun.models.gguf_latent import AnyHeld
+from forerun.models.gguf_naming import AnyHeld
 from forerun.models.mapped import Packed
 from forerun.models.naming import Held
 from forerun.models.prediction_naming import (

@@ -351,11 +351,13 @@ LATE = [
     *on("torch", "EAGLE", "NEXTN, mimo", "STANDALONE, first layers", "DFLASH, both ways"),
     *on("cpu", "EAGLE", "NEXTN, mimo", "STANDALONE, first layers"),
     *on("rounds", "EAGLE", "NEXTN, mimo", "STANDALONE, first layers"),
+    *on("jax", "NEXTN of, glm4_moe", "NEXTN of, deepseek_v3"),
+    *on("jax", "NEXTN of, deepseek_v3, feedback=raw"),
     *on("jax", "EAGLE", "NEXTN, mimo", "STANDALONE, first layers", "DFLASH, both ways"),
 ]
 
 
-@pytest.mark.parametrize(("executor", "name"), params(LATE, on("jax", *(n for _, n in LATE[-4:]))))
+@pytest.mark.parametrize(("executor", "name"), params(LATE, on("jax", *(n for _, n in LATE[-7:]))))
 def test_after_a_rest_is_proposed_what_passes_without_a_cache_say(resting, executor, name):
     """Of features that were kept meanwhile, more than there are places for at once."""
     cell, noted = resting(executor, name), []

@@ -63,7 +63,7 @@ def test_formats_are_those_that_are_read(name):
     """llama.cpp calls Mistral and Mixtral llama, and V2 and Kimi K2 what it calls DeepSeek."""
     also = {"mistral", "mixtral", "deepseek_v2"}
     read = {*gguf_config._FAMILIES.values(), *also} - set(SAME_AS)
-    shown = {*tiny.LLAMAS, *test_gguf.BLOCKS, "gemma2", "gemma3_text"}
+    shown = {*tiny.LLAMAS, *test_gguf.BLOCKS, "gemma2", "gemma3_text", "qwen3_next"}
     assert read == shown
     formats = ["folder", "GGUF"] if name in {*read, "kimi_k2"} else ["folder"]
     assert re.sub(r" \(.*?\)", "", ROWS[name]["formats"]).split(", ") == formats

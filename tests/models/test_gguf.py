@@ -318,6 +318,105 @@ def test_other_blocks_are_those_of_transformers(family, tmp_path):
         assert (logits - hf(IDS).logits[0]).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+@pytest.mark.parametrize("legacy", [False, True])
+def test_qwen3_next_is_that_of_transformers(kind, legacy, tmp_path):
+    """Norms come with their 1, and what decays as it is used; in files of 2025 all of a net's
+    queries, keys, values and gates are one matrix, key head by key head.
+    """
+    hf = tiny.model("qwen3_next", **NEXT)
+    with pytest.MonkeyPatch.context() as patch:
+        if legacy:
+            patch.setattr(tiny, "of_qwen3_next", joined)
+        path = tiny.write_gguf(hf, tmp_path / "x.gguf", kind)
+    checkpoint = GgufCheckpoint(path)
+    weights, quant = tiny.weights(hf), gguf.GGMLQuantizationType[kind]
+    assert set(checkpoint.names()) == set(weights) and checkpoint.architecture.norm_offset == 0
+    for name, weight in weights.items():
+        found, expected = checkpoint.tensor(name), weight
+        assert checkpoint.shape(name) == weight.shape == found.shape
+        if "A_log" in name:
+            np.testing.assert_allclose(found, weight, atol=1e-6)
+            continue
+        if "norm" in name and "linear_attn" not in name:
+            expected = weight + 1
+        elif weight.ndim == 2 and not name.endswith(tiny.AS_FLOATS):
+            expected = dequantize(quantize(weight, quant), quant)
+        np.testing.assert_array_equal(found, expected)
+    if kind != "F32":
+        packed = checkpoint.packed("model.layers.0.linear_attn.k_proj.weight")
+        assert (packed.kind, len(packed.rows)) == (kind, 16)
+        return
+    executor = TorchExecutor(checkpoint, limits(tiny.VOCAB, context=256))
+    with Driver(executor) as driver:
+        driver.open(0, IDS[0].numpy())
+        logits = driver.step([Row(0)]).every()
+    with torch.no_grad():
+        assert (logits - hf(IDS).logits[0]).abs().max() < 1e-4
+
+
+NEXT = {"linear_key_head_dim": 8, "linear_value_head_dim": 16, "moe_intermediate_size": 32}
+NEXT |= {"shared_expert_intermediate_size": 64}
+
+
+def joined(hf, arrays, plain=tiny.of_qwen3_next):
+    found = plain(hf, arrays)
+    for name, tensor in hf.state_dict().items():
+        if "in_proj_qkvz" in name:
+            del found[name.replace("qkvz", "qkv")], found[name.replace("qkvz", "z")]
+            found[name] = tensor.numpy()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("ssm.inner_size", 65, r"ssm\.inner_size"),
+        ("ssm.time_step_rank", 0, r"ssm\.inner_size"),
+        ("ssm.group_count", None, r"ssm\.group_count is missing"),
+        ("ssm.group_count", 3, "key heads"),
+        ("ssm.state_size", 16, r"blk\.0\.(attn_qkv|ssm)"),
+        ("ssm.conv_kernel", 5, r"ssm_conv1d"),
+        ("ssm.dt_b_c_rms", True, r"ssm\.dt_b_c_rms"),
+        ("full_attention_interval", 0, "full_attention_interval"),
+        ("full_attention_interval", 2, r"missing blk\.1\.attn"),
+        ("attention.recurrent_layers", [True, True], "recurrent_layers"),
+        ("rope.dimension_count", 3, "rotat"),
+    ],
+)
+def test_a_gated_delta_nets_metadata_are_honoured_or_refused(key, value, named, tmp_path):
+    path = tmp_path / "x.gguf"
+    metadata = {f"qwen3next.{key}": value}
+    tiny.write_gguf(tiny.model("qwen3_next", **NEXT), path, metadata=metadata)
+    with pytest.raises(ModelError, match=named):
+        GgufCheckpoint(path)
+
+
+def test_the_layers_with_states_may_be_listed(tmp_path):
+    hf, listed = tiny.model("qwen3_next", **NEXT), [True, True, True, False]
+    metadata = {
+        "qwen3next.full_attention_interval": None,
+        "qwen3next.attention.recurrent_layers": listed,
+    }
+    path = tiny.write_gguf(hf, tmp_path / "x.gguf", metadata=metadata)
+    specs = GgufCheckpoint(path).architecture.layer_specs
+    assert [spec.delta is not None for spec in specs] == listed
+
+
+def test_a_decay_that_grows_is_refused(tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny, "of_qwen3_next", grown)
+        path = tiny.write_gguf(tiny.model("qwen3_next", **NEXT), tmp_path / "x.gguf")
+    with pytest.raises(ModelError, match=r"blk\.1\.ssm_a must be negative"):
+        GgufCheckpoint(path).tensor("model.layers.1.linear_attn.A_log")
+
+
+def grown(hf, arrays, plain=tiny.of_qwen3_next):
+    found = plain(hf, arrays)
+    found["model.layers.1.linear_attn.A_log"] *= -1
+    return found
+
+
 @pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_1"])
 def test_an_experts_rows_are_its_part_of_the_stored_ones(kind, tmp_path):
     hf = tiny.model("glm4_moe")

@@ -324,6 +324,8 @@ def write_gguf(
     _add_metadata(writer, hf, metadata or {})
     quant = gguf.GGMLQuantizationType[kind]
     arrays = fused(hf) if family == "phi3" else stacked(weights(hf), settings)
+    if family == "qwen3_next":
+        arrays = of_qwen3_next(hf, arrays)
     for source, weight in arrays.items():
         array = interleaved(source, weight, settings) if family in INTERLEAVED else weight
         if name.startswith("gemma") and "norm" in source:
@@ -349,6 +351,31 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def of_qwen3_next(hf: Any, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """As the converter has them: norms with their 1 but a net's own, decay as it is used, and the
+    rows of q, k and v of a net head after head; the others as in folders.
+    """
+    found = {name: array for name, array in arrays.items() if "_attn." not in name}
+    settings = hf.config
+    for name, tensor in hf.state_dict().items():
+        array = tensor.detach().float().numpy()
+        if "norm" in name and "linear_attn" not in name:
+            found[name] = array + 1
+        elif "in_proj_qkvz" in name:
+            parts = _of_next(name, array, settings)
+            prefix = name.removesuffix("in_proj_qkvz.weight")
+            joined = [parts[f"{prefix}{part}_proj.weight"] for part in "qkv"]
+            found[f"{prefix}in_proj_qkv.weight"] = np.concatenate(joined)
+            found[f"{prefix}in_proj_z.weight"] = parts[f"{prefix}z_proj.weight"]
+        elif name.endswith(".A_log"):
+            found[name] = -np.exp(array)
+        elif name.endswith(".dt_bias"):
+            found[name.replace("dt_bias", "dt_proj.bias")] = array
+        elif "_attn." in name:
+            found[name] = array.squeeze()
+    return found
 
 
 def _paired(name: str, array: np.ndarray, settings: Any) -> np.ndarray:
@@ -379,13 +406,14 @@ GGUF_NAMES = {
     "glm4_moe": "glm4moe",
     **dict.fromkeys(DEEPSEEKS, "deepseek2"),
     "gpt_oss": "gpt-oss",
+    "qwen3_next": "qwen3next",
 }
 """What llama.cpp calls families that it does not call by their names here."""
 INTERLEAVED = ("llama", "mistral", "mixtral", "smollm3", "granite")
 """Whose heads llama.cpp's converter turns (`undo_permute`)."""
 
 
-AS_FLOATS = (".bias", ".mlp.gate.weight", ".shared_expert_gate.weight")
+AS_FLOATS = (".bias", ".mlp.gate.weight", ".shared_expert_gate.weight", ".conv1d.weight")
 """Ends of names of what is never quantised."""
 
 
@@ -417,12 +445,20 @@ def _add_experts(writer: gguf.GGUFWriter, settings: Any) -> None:
             writer.add_expert_count(getattr(settings, name))
             writer.add_expert_used_count(settings.num_experts_per_tok)
             break
-    if family in ("qwen2_moe", "qwen3_moe", "glm4_moe", *DEEPSEEKS):
+    if family in ("qwen2_moe", "qwen3_moe", "glm4_moe", "qwen3_next", *DEEPSEEKS):
         writer.add_expert_feed_forward_length(settings.moe_intermediate_size)
     if family == "gpt_oss":
         writer.add_expert_feed_forward_length(settings.intermediate_size)
         writer.add_sliding_window(settings.sliding_window)
-    if family == "qwen2_moe":
+    if family == "qwen3_next":
+        writer.add_ssm_conv_kernel(settings.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(settings.linear_key_head_dim)
+        writer.add_ssm_group_count(settings.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(settings.linear_num_value_heads)
+        inner = settings.linear_num_value_heads * settings.linear_value_head_dim
+        writer.add_ssm_inner_size(inner)
+        writer.add_full_attention_interval(4)
+    if family in ("qwen2_moe", "qwen3_next"):
         writer.add_expert_shared_feed_forward_length(settings.shared_expert_intermediate_size)
     if family in ("glm4_moe", *DEEPSEEKS):
         writer.add_expert_group_count(settings.n_group)

@@ -49,7 +49,7 @@ class PredictionHead(NamedTuple):
             read=arch.hidden,
             vocab=self.about.vocab,
             parameters=self.about.parameters,
-            cut=True,
+            cut=self.about.architecture.latent is None,
         )
 
     def enter(self, params: Params, features: Array) -> Array:
@@ -64,16 +64,17 @@ class PredictionHead(NamedTuple):
         """One draft step (DeepSeek-V3, arXiv 2412.19437, section 2.2) of target ids tokens
         int32[R,N] beside hidden states [R,N,H]: fuse both, one decoder layer, final norm.
 
-        The normed output is both read and fed back.
+        The normed output is read, and fed back but where `carries_normed` is false; where `zeroed`
+        is true the entry at position 0 has an embedding of zeros.
         """
         weights, eps = params["draft"], self.target.arch.norm_eps
         spec = self.about.architecture.layer_specs[0]
         embedding = weights if "embed" in weights else params
         embedded = self.target.sharding.put(self.target.embed(embedding, tokens), None, None, None)
-        parts = [
-            rms_norm(embedded, weights["embedding_norm"], eps),
-            rms_norm(hidden, weights["hidden_norm"], eps),
-        ]
+        normed = rms_norm(embedded, weights["embedding_norm"], eps)
+        if self.about.zeroed:
+            normed = jnp.where((position == 0)[..., None], 0, normed)
+        parts = [normed, rms_norm(hidden, weights["hidden_norm"], eps)]
         beside = jnp.concatenate(parts[::-1] if self.about.hidden_first else parts, -1)
         x = self.target.sharding.put(product(beside, weights["fuse"]), None, None, None)
         rotary = rotation(position, weights["frequencies"], spec.rope.attention_factor)
@@ -81,7 +82,8 @@ class PredictionHead(NamedTuple):
             spec, weights["layer"], x, rotary, lambda *qkv: attend((0, spec.attention), *qkv)
         )
         out = rms_norm(after, weights["norm"], eps)
-        return Ran(out, out, keys[None], values[None])
+        carried = out if self.about.carries_normed else after
+        return Ran(out, carried, keys[None], values[None])
 
     def logits(self, params: Params, read: Array) -> Array:
         """float32[n,Vd] from `Ran.read` [n,H], by its own head where it has one, else by the

@@ -9,21 +9,11 @@ from forerun.models.prediction_layers import PredictionLayers
 
 
 class JaxPredictionModel(JaxLevelModel):
-    """Raises ModelError where there are layers for several depths, whose embedding counts as zeros
-    at the first position, or with latent attention; MemoryPlanError where it does not fit.
+    """Raises ModelError where there are layers for several depths; MemoryPlanError where they do
+    not fit.
     """
 
     def __init__(self, executor: JaxExecutor, draft: PredictionLayers) -> None:
-        if not draft.carries_normed:
-            raise ModelError(
-                f"{draft.path}: the jax executor carries what is normed from one draft step to the "
-                "next (--draft-reading feedback=normed); use the torch executor"
-            )
-        if draft.zeroed or draft.architecture.latent is not None:
-            raise ModelError(
-                f"{draft.path}: the jax executor does not draft with prediction layers of "
-                f"{draft.architecture.family}; use --executor cpu or torch"
-            )
         if draft.count > 1:
             raise ModelError(
                 f"{draft.path} has {draft.count} prediction layers, one for each depth, and the "
