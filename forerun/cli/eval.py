@@ -27,14 +27,9 @@ from forerun.measure.acceptance import (
 from forerun.measure.report import columns
 from forerun.measure.workload import read_prompts, spread
 from forerun.models.draft_folder import DraftFile
+from forerun.models.prediction_reading import collapse
 from forerun.options.config import EngineConfig
 from forerun.options.flags import configured
-
-COLLAPSE = 0.5
-"""Share of the first position's acceptance below which the second has collapsed. (Small trained
-layers, five seeds: .88 to .95 where they are read rightly, .31 to .45 where the other state is
-carried, log of 11-26. GLM-4.7, published: 1.85 tokens at one step and 3.04 at three, some .9.)
-"""
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -130,11 +125,9 @@ def collapsed(found: list[Finding]) -> list[str]:
     first: what follows from it is read wrongly.
     """
     return [
-        f"{item.question}, {item.shape}, T={item.temperature:g}: acceptance collapses at the "
-        f"second position ({item.agreement[0]:.2f}, then {item.agreement[1]:.2f}): what goes from "
-        "one draft step to the next may be read wrongly; --probe tries the other readings"
+        f"{item.question}, {item.shape}, T={item.temperature:g}: {fault}"
         for item in found
-        if len(item.agreement) > 1 and item.agreement[1] < COLLAPSE * item.agreement[0]
+        if len(item.agreement) > 1 and (fault := collapse(*item.agreement[:2]))
     ]
 
 

@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from forerun.build.engine import open_target
 from forerun.cli.eval import collapsed
 from forerun.errors import ConfigError, ModelError
-from forerun.executors.jax import JaxPredictionModel
 from forerun.measure.acceptance import Finding
 from forerun.measure.probe import FEEDBACKS, probe_layers
 from forerun.measure.workload import Prompt
@@ -103,13 +102,6 @@ def test_what_is_missing_or_unknown_is_named(hf, layers, tmp_path, naming):
             assert fault in str(caught.value)
     # The target itself is whole.
     open_target(configured(tmp_path / "1", "OFF")).close()
-
-
-@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
-def test_layers_that_xla_does_not_draft_with_are_refused(kinds, family):
-    layers = opened(kinds[f"NEXTN of, {family}"].model)
-    with pytest.raises(ModelError, match=f"jax executor does not draft .*{family}; use"):
-        JaxPredictionModel(None, layers)
 
 
 def test_layers_in_gguf_are_read_strictly(tmp_path):

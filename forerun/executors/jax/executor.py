@@ -177,7 +177,8 @@ class JaxExecutor(Executor):
     def _drafting(self, plan: Plan, decided: Bools) -> Drafted | None:
         """What this step drafts: rows that a round decides and follows from their only known token.
 
-        Where trees of a shape were foreseen at start-up, these are grown: who wants less cuts.
+        Where trees of that width were foreseen at start-up, these are grown: who wants less levels
+        cuts.
         """
         network, request = self._network, plan.request
         if request is None or network is None or not self._drafts_within:
@@ -186,7 +187,8 @@ class JaxExecutor(Executor):
             return None
         single = np.array([len(known) == 1 for known in plan.known], np.bool_)
         rows = decided & single & np.isin(plan.slots, request.slots)
-        shape, known = self._grown, self._grown.levels >= request.levels
+        shape = self._grown
+        known = shape.width == request.width and shape.levels >= request.levels
         width, levels = (shape.width, shape.levels) if known else (request.width, request.levels)
         return Drafted.of(rows, width, levels) if rows.any() else None
 
