@@ -10,6 +10,7 @@ READY   := $(VENV)/.ready
 TOOLS   := $(VENV)/.tools
 CLIENTS := .venv-clients
 FAST    := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
+	--ignore tests/browser --ignore tests/gpu --ignore tests/clients \
 	-m "not slow and not gpu and not browser and not chaos"
 
 # Containers often ask Python to write no bytecode. Then every process that a test starts compiles the
@@ -38,9 +39,10 @@ $(READY): pyproject.toml constraints.txt hatch_build.py $(wildcard csrc/*)
 	$(BIN)/forerun fetch smollm2-135m
 	@touch $@
 
+# What tests import of the second is compiled when it is imported, which is a small part.
 $(TOOLS): $(READY)
 	$(PIP) torch
-	$(PIP) "forerun[dev]"
+	$(PIP) --no-compile "forerun[dev]"
 	@touch $@
 
 demo: setup

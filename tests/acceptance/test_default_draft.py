@@ -65,8 +65,8 @@ def test_a_pickled_head_drafts_as_well(target, tmp_path, monkeypatch):
     torch.save(load_file(shipped / "model.safetensors"), folder / "pytorch_model.bin")
     config = replace(target.config, speculative_draft_model_path=str(folder))
     pickled = open_target(config)
-    question = Question("built-in", tuple(spread(read_prompts(), 16)), 0.0, 64, 8)
+    question = Question("built-in", tuple(spread(read_prompts(), 4)), 0.0, 64, 4)
     (found,) = ask(pickled, alone(pickled.config), question, [CHAIN], lambda *_: None)
     pickled.close()
-    assert found.same == found.answers == 16
+    assert found.same == found.answers == 4
     assert found.length >= AT_LEAST[CHAIN.name, 0.0]

@@ -96,6 +96,7 @@ SELDOM = [
     *JAX_BLOCKS[1:],
     *on("torch", "NEXTN of, deepseek_v3", "NEXTN in GGUF, glm4_moe"),
     *on("cpu", "NEXTN in GGUF, deepseek_v3"),
+    *on("torch", "NEXTN by depth, mimo"),
 ]
 FLOAT = 1e-3, 1e-3, 1 - 1e-6
 BYTES = 0.5, 0.2, 0.95

@@ -48,7 +48,9 @@ def stream(server, begun, events):
                 begun.set()
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "sent", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+)
 def test_a_rank_that_is_gone_ends_the_server(server, sent):
     pid = server.http.get("/server_info").json()["executor"]["ranks"][0]["pid"]
     heard = [[], [], []]

@@ -377,7 +377,11 @@ def serve(target, prompts, speculation="EAGLE", tokens=60, temperature=0.0, **ch
 
 def simulated(twin, text, prompt_len, depth=3):
     """Steps by number of accepted draft tokens of a greedy chain, from the unrolled forward."""
-    best = twin.ids[twin.log_probs(text, depth).argmax(-1).numpy()]
+    known = torch.from_numpy(np.array([text], np.int64))
+    with torch.no_grad():
+        features = twin.dense.run(known, twin.head.head.features)[0]
+        logits = [each[0].argmax(-1) for each in _unrolled(twin, features, known, depth)]
+    best = twin.ids[torch.stack(logits).numpy()]
     counts = [0] * (depth + 1)
     decided = prompt_len + 1
     counts[0] += 1  # The prompt's own step.

@@ -69,7 +69,7 @@ def test_every_step_runs_as_a_declared_size(draft, slots):
     sizes, most = declared(limits(slots), draft), row_nodes(limits(slots), draft)
     random, covered = np.random.default_rng(0), {}
     assert len(most) == slots
-    for _ in range(3_000):
+    for _ in range(1_000):
         asked = asked_of(random, draft, slots, most)
         found = covered[asked] = covered.get(asked) or covering(asked, sizes)
         assert found is not None, asked

@@ -26,12 +26,15 @@ from forerun.speculative.tree import NodeMasks
 from tests.drafters.conftest import kinds  # noqa: F401 - a fixture
 from tests.drafters.kinds import prediction
 from tests.drafters.prediction import random_layer
-from tests.drafters.served import PROMPTS, Cells, on_xla, settings
+from tests.drafters.served import Cells, on_xla, settings
 from tests.models import tiny
 from tests.parity.heads import counted, opened, serve, simulated
 from tests.parity.test_jax_executor import compilations  # noqa: F401 - a fixture
 from tests.parity.test_torch_drafting import answered, mixed, same, seen  # noqa: F401 - a fixture
 
+PROMPTS = [
+    np.random.default_rng(n).integers(3, 250, 9 + 13 * n).astype(np.int32) for n in (1, 2, 3)
+]
 SMALL = {"max_sequences": 2, "context": 96, "kv_tokens": 256}
 CHAIN, TREE, TWO = (3, 3, 1), (10, 3, 2), (6, 2, 2)
 """Draft tokens, depth, width. Nothing that was grown is cut off. A third level grows below the best
@@ -47,7 +50,7 @@ def cells(kinds, compiled, quickly):  # noqa: F811
 
     def of(name, executor="jax", **changes):
         cell = made(executor, name, **SMALL | OPENED | changes)
-        cell.prompts = PROMPTS[1:4]
+        cell.prompts = PROMPTS
         return cell
 
     yield of
@@ -244,7 +247,7 @@ def stepped(target, monkeypatch, samplings):
     copied, get, programs = [], jax.device_get, target.executor.programs
     monkeypatch.setattr(jax, "device_get", lambda x: copied.append(x.nbytes) or get(x))
     running, found = make_engine(target, target.config), []
-    for prompt, kind in zip(PROMPTS[1:3], samplings, strict=False):
+    for prompt, kind in zip(PROMPTS[:2], samplings, strict=False):
         request = make_request(prompt, max_tokens=33, ignore_eos=True, seed=4, **kind)
         running.submit(request, lambda _: None)
     while True:

@@ -54,8 +54,7 @@ def case(heads=4, groups=2, size=16, page=8, rows=3, dtype=np.float32, lengths=(
     ("number", "spec"),
     [
         (0, AttentionSpec(0.25)),
-        (1, AttentionSpec(0.25, window=11)),
-        (1, AttentionSpec(0.9, softcap=3.0)),
+        (1, AttentionSpec(0.9, window=11, softcap=3.0)),
     ],
 )
 def test_the_kernel_is_its_twin(number, spec):

@@ -168,7 +168,9 @@ HEAD = {
 @pytest.mark.parametrize(
     ("algorithm", "overlap"),
     [
-        *(({"speculative_algorithm": name}, o) for name in ("OFF", "NGRAM") for o in (False, True)),
+        *(({"speculative_algorithm": name}, True) for name in ("OFF", "NGRAM")),
+        ({"speculative_algorithm": "NGRAM"}, False),
+        pytest.param({"speculative_algorithm": "OFF"}, False, marks=pytest.mark.slow),
         pytest.param(HEAD, False, marks=pytest.mark.slow),
         (HEAD, True),
     ],
@@ -182,12 +184,12 @@ def test_every_round_has_its_plans_tables(device, algorithm, overlap):
     requests = [
         make_request(
             np.array(texts[n % len(texts)][: 6 + n], np.int32),
-            max_tokens=int(random.integers(25, 60)),
+            max_tokens=int(random.integers(30, 60)),
             ignore_eos=True,
             temperature=0.8 * (n % 2),
             seed=n,
         )
-        for n in range(9)
+        for n in range(7)
     ]
     found, stats = answered(target, requests, overlap, pause=2, **algorithm)
     assert stats.preemptions > 0 and stats.failed_steps == 0

@@ -170,7 +170,7 @@ PROMPTS += [BEGIN[30:], BEGIN[:66]]
 """Some begin as others do, so that their pages are found again."""
 
 
-def asked(temperature, length=24):
+def asked(temperature, length=15):
     return [
         make_request(
             prompt, max_tokens=length + n % 5, ignore_eos=True, temperature=temperature, seed=n
@@ -179,7 +179,7 @@ def asked(temperature, length=24):
     ]
 
 
-def answered(target, requests, shape, pause=5, **changes):
+def answered(target, requests, shape, pause=3, **changes):
     """What is said to the requests, one more of which comes every `pause` steps; the statistics."""
     nodes, depth, width = SHAPES[shape]
     changes = {

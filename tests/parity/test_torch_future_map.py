@@ -94,7 +94,7 @@ def seen(enter, leave):
     return (enter[None] <= enter[:, None]) & (enter[:, None] < leave[None])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     width=st.integers(1, 4),

@@ -1,8 +1,8 @@
 """Same sequence, same bits: alone, in any batch, under any tree, in any chunks and pages.
 
-Texts are sampled once in the plainest way, one token at a time, and the logits of every
-position kept. Then random journeys through the same texts, prompt in chunks, output under trees
-that hold some of the truth, must meet the same bits at every node on the true path.
+Texts are sampled once, prompts in chunks of 24 and one token at a time behind them, and the logits
+of every position kept. Then random journeys through the same texts, prompt in other chunks, output
+under trees that hold some of the truth, must meet the same bits at every node on the true path.
 """
 
 from dataclasses import dataclass, replace
@@ -170,7 +170,7 @@ def texts(executors):
     random = np.random.default_rng(1)
     return {
         family: [
-            plain_text(executors[family, 16], random.integers(0, tiny.VOCAB, n), OUTPUT, n)
+            plain_text(executors[family, 16], random.integers(0, tiny.VOCAB, n), OUTPUT, n, 24)
             for n in PROMPTS
         ]
         for family in MODELS
@@ -197,7 +197,7 @@ def test_journeys_accept_guesses(executors, texts):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen2_moe"])
 def test_prefill_in_one_chunk_or_token_by_token(executors, family):
-    prompt = np.random.default_rng(2).integers(0, tiny.VOCAB, 300)
+    prompt = np.random.default_rng(2).integers(0, tiny.VOCAB, 264)
     one = plain_text(executors[family, 16], prompt, 1, 0).logits
     for chunk in (100, 256):
         for page_size in (1, 16, 256):

@@ -143,7 +143,10 @@ def crowd(texts):
 
 @pytest.mark.parametrize(
     ("shape", "pause"),
-    [(OFF, 0), pytest.param(SHAPES[2], 3, marks=pytest.mark.slow), (SHAPES[4], 0)],
+    [
+        (SHAPES[4], 0),
+        *(pytest.param(*cell, marks=pytest.mark.slow) for cell in ((OFF, 0), (SHAPES[2], 3))),
+    ],
 )
 def test_requests_that_come_and_go(slow, eager, learned, shape, pause):
     """Also rows with penalties and reports, prompts between rounds, and waiting for a slot."""
@@ -190,7 +193,7 @@ def test_what_is_looked_at_first_says_the_same(slow, eager, learned, shape):
         assert sum(heard[-1].stats.accepted for heard in found) > 0
 
 
-@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("width", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_wishes_that_change_from_step_to_step(slow, eager, learned, monkeypatch, width):
     """None at all now and then, and deeper ones than there is room for: looked at first."""
     monkeypatch.setattr(rounds, "LEVELS", 1)

@@ -250,7 +250,7 @@ def test_rows_of_any_lengths_in_one_launch(numbers):
         [np.zeros(1, np.int32)] * 4,
         [as_draft([1, 2, 3], [-1, 0, 0]), *[as_draft([], [])] * 2, as_draft([5], [-1])],
     )
-    kv_len = [330, 0, 70, 7]
+    kv_len = [200, 0, 70, 7]
     pages = Pages(kv_len, trees, 6, 2, 16, 0, *([numbers] if numbers == FLOAT8 else []))
     whole = geometry(pages)
     lengths = np.array(kv_len)[whole.tiles[:, 0].numpy()]
