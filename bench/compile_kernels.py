@@ -308,12 +308,14 @@ def grouped(dtype, rows, stored=None, biased=False):
     return replace(made, stages=3)
 
 
-def few_bits(dtype, rows, kind, zeros=False, block=128, ordered=False, splits=8):
+def few_bits(dtype, rows, kind, zeros=False, block=128, ordered=False, splits=8, gated=False):
     scale, number = "*fp16", "*i8" if kind == 8 else "*u8"
     kinds = f"*{dtype}", number, scale, number if zeros else scale, "*i32", f"*{dtype}"
-    constants = {"ROWS": rows, "COLUMNS": COLUMNS, "BLOCK": block, "SPAN": 1, "KIND": kind}
+    columns = COLUMNS // 2 if gated else COLUMNS
+    constants = {"ROWS": rows, "COLUMNS": columns, "BLOCK": block, "SPAN": 1, "KIND": kind}
     constants |= {"ZEROS": zeros, "ORDERED": ordered, "BIASED": False, "SPLITS": splits}
-    kinds = *kinds, "*fp32", "*i32", f"*{dtype}", ("i32", 6)
+    constants |= {"GATED": gated, "GELU": False, "CLAMP": 0.0, "SLOPE": 1.0}
+    kinds = *kinds, "*fp32", "*i32", f"*{dtype}", ("i32", 7)
     return replace(kernel(triton_few_bits._product, kinds, constants, 4), stages=4)
 
 
@@ -432,7 +434,10 @@ def matrix(arch):
         "8 bits with zero points, 32 rows": few_bits("bf16", 32, 8, zeros=True),
         "E4M3, 16 rows": few_bits("bf16", 16, 1),
         "E4M3, 32 rows": few_bits("bf16", 32, 1),
-        "4 bits unsplit, 32 rows": few_bits("bf16", 32, 4, zeros=True, splits=1),
+        "4 bits with a gate, 16 rows": few_bits("bf16", 16, 4, zeros=True, splits=1, gated=True),
+        "8 bits with a gate, 16 rows": few_bits("bf16", 16, 8, zeros=True, splits=1, gated=True),
+        "E4M3 with a gate, 16 rows": few_bits("bf16", 16, 1, splits=1, gated=True),
+        "4 bits with a gate, split, 16 rows": few_bits("bf16", 16, 4, zeros=True, gated=True),
         "widen 4 bits": widened("bf16", 4, zeros=True),
         "widen 8 bits": widened("bf16", 8),
         "widen E4M3": widened("bf16", 1),

@@ -30,7 +30,7 @@ from forerun.executors.torch.captured.graphs import Recorder
 from forerun.executors.torch.captured.runner import CudaGraphRunner
 from forerun.executors.torch.decoder import weights
 from forerun.executors.torch.decoder.decoder import Decoder
-from forerun.executors.torch.decoder.few_bits import FewBits
+from forerun.executors.torch.decoder.few_bits import FewBits, FewBitsProducts
 from forerun.executors.torch.decoder.float8 import Float8Linear, Float8Parts
 from forerun.executors.torch.decoder.layers import Elementwise, Linear
 from forerun.executors.torch.decoder.weights import Weights
@@ -279,7 +279,7 @@ def kernels():
             ),
             clamped_gate=layers.clamped_gate,
             grouped=experts.grouped,
-            few_bits=few_bits.product,
+            few_bits=FewBitsProducts(few_bits.product, few_bits.gated_product),
         ),
         ahead=compiling.compile_ahead,
     )

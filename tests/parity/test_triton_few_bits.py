@@ -6,14 +6,26 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.executors.torch.decoder.few_bits import FEW, few_bits_product, loaded
+from forerun.executors.torch.decoder.few_bits import (
+    FEW,
+    GATED,
+    IN_TORCH,
+    FewBitsProducts,
+    few_bits_product,
+    loaded,
+)
 from forerun.executors.torch.decoder.float8 import float8_rows
-from forerun.executors.torch.decoder.kept import FewBitsLinear
+from forerun.executors.torch.decoder.kept import (
+    FewBitsLinear,
+    GatedFeedForward,
+    feed_forward,
+)
+from forerun.executors.torch.decoder.layers import PLAIN, FeedForward
 from forerun.models.grouped import Grouped, GroupedRows
 from tests.parity.interpreted import load
 from tests.parity.tape import Watch
 
-kernels = load("triton.triton_few_bits")
+kernels, layers = load("triton.triton_few_bits"), load("triton.triton_layers")
 
 
 def grouped(kind, shape, group, zeros, ordered=False, scale="F16", seed=0):
@@ -157,6 +169,54 @@ def test_a_rows_bits_do_not_depend_on_its_company_on_the_cpu():
         assert torch.equal(few_bits_product(x[rows].clone(), made, None), whole[rows]), rows
 
 
+@pytest.mark.parametrize("activation", GATED)
+@pytest.mark.parametrize(("outputs", "inputs"), [(140, 256), (66, 2048)])
+@pytest.mark.parametrize("rows", [1, 16, 17, 33])
+def test_a_gate_in_the_product_is_the_product_and_then_the_gate(
+    activation, outputs, inputs, rows, monkeypatch
+):
+    """To the bit, whether columns are split or not."""
+    FixedDot(monkeypatch)
+    made, wide = weight("int4", (outputs, inputs), 128, True)
+    assert (kernels.splits_of(made)[0] > 1) == (inputs > 1000)
+    x, bias = torch.randn(rows, inputs) / 8, torch.randn(outputs)
+    found = kernels.gated_product(x, made, bias, activation)
+    gate = {"silu": layers.gate, "gelu_tanh": layers.gelu_gate, "clamped_silu": layers.clamped_gate}
+    apart = kernels.product(x, made, bias)
+    assert torch.equal(found, gate[activation](*apart.chunk(2, -1)))
+    twin = PLAIN.gate_for(activation, False)
+    expected = twin(*(x.double() @ wide.t() + bias).float().chunk(2, -1))
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+    assert not made.through.any()
+
+
+def test_many_rows_are_gated_behind_the_library():
+    made, _ = weight("int4", (66, 64), 64, True)
+    x = torch.randn(FEW + 1, 64)
+    expected = PLAIN.gate(*few_bits_product(x, made, None).chunk(2, -1))
+    found = kernels.gated_product(x, made, None, "silu")
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_feed_forward_has_its_gate_in_the_product():
+    """Where there is such a product, and the activation is one that it knows."""
+    gate_up, _ = weight("int4", (96, 64), 64, True)
+    down, _ = weight("int4", (64, 48), 48, True)
+    x = torch.randn(5, 64)
+    fast, slow = (
+        FewBitsProducts(kernels.product, kernels.gated_product),
+        IN_TORCH,
+    )
+    for activation, kind in (("silu", GatedFeedForward), ("gelu", FeedForward)):
+        gate, outputs = PLAIN.gate_for(activation, False), []
+        for by in (fast, slow):
+            made = [FewBitsLinear(each, None, by) for each in (gate_up, down)]
+            network = feed_forward(tuple(made), gate, activation)
+            assert type(network) is (kind if by is fast else FeedForward)
+            outputs.append(network(x, ()))
+        torch.testing.assert_close(*outputs, atol=1e-4, rtol=1e-4)
+
+
 def test_columns_are_split_by_the_weight_alone():
     """4096 outputs are 64 tiles, for which 4096 columns are split among 8 programs; wide weights
     have tiles enough, and no program has fewer than LEAST columns.
@@ -181,4 +241,4 @@ def test_a_product_only_launches():
 def test_float8_rows_are_refused():
     made, _ = weight("int4", (70, 320), 64, True)
     with pytest.raises(TypeError, match="not in float8"):
-        FewBitsLinear(made, None)(float8_rows(torch.randn(2, 320)))
+        FewBitsLinear(made, None, IN_TORCH)(float8_rows(torch.randn(2, 320)))

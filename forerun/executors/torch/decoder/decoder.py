@@ -15,6 +15,7 @@ from torch import Tensor
 from forerun.executors.torch.decoder.delta import DeltaInputs, DeltaProjections
 from forerun.executors.torch.decoder.experts import Mixture
 from forerun.executors.torch.decoder.float8 import Rows
+from forerun.executors.torch.decoder.kept import feed_forward
 from forerun.executors.torch.decoder.layers import (
     PLAIN,
     AnyHeads,
@@ -94,7 +95,7 @@ class Block:
         gate, mlp = parts.gate_for(spec.activation, self._float8), f"{prefix}.mlp"
         self._feed_forward: FeedForward | Mixture
         if isinstance(spec.feed_forward, Dense):
-            self._feed_forward = FeedForward(*weights.feed_forward(mlp), gate)
+            self._feed_forward = feed_forward(weights.feed_forward(mlp), gate, spec.activation)
             return
         about = spec.feed_forward, parts, spec.activation, self._float8, group
         self._feed_forward, self._sum_fed = Mixture(weights, mlp, *about), alone

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from forerun.executors.torch.decoder.float8 import Rows
 from forerun.executors.torch.decoder.grouped import GroupedProduct, Pairs
+from forerun.executors.torch.decoder.kept import feed_forward
 from forerun.executors.torch.decoder.layers import (
     Elementwise,
     FeedForward,
@@ -64,7 +65,8 @@ class Mixture:
         self._shared: FeedForward | None = None
         self._shared_gate: Tensor | None = None
         if about.shared:
-            self._shared = FeedForward(*weights.feed_forward(f"{prefix}.shared_expert"), gate)
+            shared = weights.feed_forward(f"{prefix}.shared_expert")
+            self._shared = feed_forward(shared, gate, activation)
         if about.shared_gate:
             self._shared_gate = weights.matrix(f"{prefix}.shared_expert_gate.weight").float()[0]
 

@@ -88,6 +88,24 @@ class FewBits:
 FewBitsProduct = Callable[[Tensor, FewBits, Tensor | None], Tensor]
 """(x [M,K], weight, bias [N] or None) -> [M,N] in the dtype of `x`: x W^T + b."""
 
+GATED = ("silu", "gelu_tanh", "clamped_silu")
+"""Activations that a FewBitsGate knows."""
+
+FewBitsGate = Callable[[Tensor, FewBits, Tensor | None, str], Tensor]
+"""(x [M,K], weight of gate and up, one above the other, bias, one of GATED) -> [M,N/2]:
+what the gate lets through.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class FewBitsProducts:
+    """By what weights in few bits are read. gated: of a gate and what it opens at once; None: that
+    is a product, then the gate.
+    """
+
+    product: FewBitsProduct
+    gated: FewBitsGate | None = None
+
 
 def few_bits_product(x: Tensor, weight: FewBits, bias: Tensor | None) -> Tensor:
     """FewBitsProduct in plain torch: the slow twin. It widens a few rows of the weight at a time,
@@ -104,6 +122,10 @@ def few_bits_product(x: Tensor, weight: FewBits, bias: Tensor | None) -> Tensor:
             found[place : place + TILE, first:last] = rows[place : place + TILE] @ wide.t()
     found = found[: len(x)]
     return (found if bias is None else found + bias.float()).to(x.dtype)
+
+
+IN_TORCH = FewBitsProducts(few_bits_product)
+"""In plain torch, on any device."""
 
 
 def _tensor(array: AnyArray) -> Tensor:

@@ -5,23 +5,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from forerun.executors.torch.decoder.few_bits import FewBits, FewBitsProduct, few_bits_product
+from forerun.executors.torch.decoder.few_bits import GATED, FewBits, FewBitsProducts
 from forerun.executors.torch.decoder.float8 import Rows
-from forerun.executors.torch.decoder.layers import Product, plain
+from forerun.executors.torch.decoder.layers import FeedForward, Gate, Product, plain
 
 
 class FewBitsLinear:
-    """y = x W^T + b for a weight in few bits, by `product`. Takes 16-bit or 32-bit rows."""
+    """y = x W^T + b for a weight in few bits. Takes 16-bit or 32-bit rows."""
 
-    def __init__(
-        self, weight: FewBits, bias: Tensor | None, product: FewBitsProduct = few_bits_product
-    ) -> None:
+    def __init__(self, weight: FewBits, bias: Tensor | None, by: FewBitsProducts) -> None:
         self.shape = weight.shape
-        self.weight, self._bias, self._product = weight, bias, product
+        self.weight, self.bias, self.by = weight, bias, by
 
     def __call__(self, x: Rows) -> Tensor:
         """[M,K] -> [M,N]. Raises TypeError for rows in float8."""
-        return self._product(plain(x), self.weight, self._bias)
+        return self.by.product(plain(x), self.weight, self.bias)
 
 
 class SideBySide:
@@ -33,3 +31,26 @@ class SideBySide:
     def __call__(self, x: Rows) -> Tensor:
         """[M,K] -> [M,N]."""
         return torch.cat([part(x) for part in self._parts], -1)
+
+
+class GatedFeedForward(FeedForward):
+    """A FeedForward whose gate is in the product before it."""
+
+    def __init__(self, gate_up: FewBitsLinear, down: Product, gate: Gate, activation: str) -> None:
+        super().__init__(gate_up, down, gate)
+        self._first, self._activation = gate_up, activation
+
+    def __call__(self, x: Rows, sizes: tuple[int, ...]) -> Tensor:
+        """As FeedForward."""
+        first = self._first
+        assert first.by.gated is not None
+        between = first.by.gated(plain(x), first.weight, first.bias, self._activation)
+        return self._down(between)
+
+
+def feed_forward(products: tuple[Product, Product], gate: Gate, activation: str) -> FeedForward:
+    """Of gate and up as one product, and down; gate: the activation's."""
+    gate_up, down = products
+    if isinstance(gate_up, FewBitsLinear) and gate_up.by.gated and activation in GATED:
+        return GatedFeedForward(gate_up, down, gate, activation)
+    return FeedForward(gate_up, down, gate)

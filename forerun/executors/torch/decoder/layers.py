@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
-from forerun.executors.torch.decoder.few_bits import FewBitsProduct, few_bits_product
+from forerun.executors.torch.decoder.few_bits import IN_TORCH, FewBitsProducts
 from forerun.executors.torch.decoder.float8 import (
     Float8Parts,
     Float8Rows,
@@ -124,7 +124,7 @@ class Elementwise:
     """What stands between a decoder's products: `rms_norm`, `add_norm`, `swiglu`, `turned`,
     `geglu`, `clamped_swiglu`, and before a draft model's first one `draft_inputs`, or what computes
     the same. `float8`: where the next product is in float8. `grouped`: the product of experts,
-    which only launches; None: each expert's own, whose rows the host finds. `few_bits`: the product
+    which only launches; None: each expert's own, whose rows the host finds. `few_bits`: products
     whose weight stays in few bits.
     """
 
@@ -137,7 +137,7 @@ class Elementwise:
     float8: Float8Parts
     clamped_gate: Callable[[Tensor, Tensor], Tensor]
     grouped: GroupedProduct | None = None
-    few_bits: FewBitsProduct = few_bits_product
+    few_bits: FewBitsProducts = IN_TORCH
 
     def gate_for(self, activation: str, float8: bool) -> Gate:
         """Of an activation by its name in layer_spec.py."""

@@ -14,7 +14,7 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from forerun.errors import ModelError
-from forerun.executors.torch.decoder.few_bits import FewBitsProduct, alike, loaded
+from forerun.executors.torch.decoder.few_bits import FewBitsProducts, alike, loaded
 from forerun.executors.torch.decoder.float8 import FLOAT8, Float8Linear, float8_rows
 from forerun.executors.torch.decoder.grouped import Stacked
 from forerun.executors.torch.decoder.kept import FewBitsLinear, SideBySide
@@ -78,7 +78,7 @@ class Weights:
         dtype: torch.dtype,
         products: MakeProduct,
         finite: bool = False,
-        few_bits: FewBitsProduct | None = None,
+        few_bits: FewBitsProducts | None = None,
     ) -> None:
         self._products, self._finite, self._few_bits = products, finite, few_bits
         self._block: Tensor | None = None

@@ -12,6 +12,7 @@ from forerun.executors.torch.accept import NodeNoise
 from forerun.executors.torch.attention.geometry import Attend
 from forerun.executors.torch.attention.kv import CacheTensor, Move
 from forerun.executors.torch.attention.varlen_attention import VariableLength, flash
+from forerun.executors.torch.decoder.few_bits import FewBitsProducts
 from forerun.executors.torch.decoder.float8 import Float8Parts
 from forerun.executors.torch.decoder.layers import (
     PLAIN,
@@ -202,7 +203,10 @@ def kernels_for(device: torch.device) -> Kernels | None:
             ),
             clamped_gate=guarded(device, triton_layers.clamped_gate),
             grouped=guarded(device, triton_experts.grouped),
-            few_bits=guarded(device, triton_few_bits.product),
+            few_bits=FewBitsProducts(
+                guarded(device, triton_few_bits.product),
+                guarded(device, triton_few_bits.gated_product),
+            ),
         ),
         ahead=compile_ahead.compile_ahead,
     )

@@ -15,7 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from forerun.executors.torch.decoder.few_bits import COLUMNS, FEW, FewBits
+from forerun.executors.torch.triton.triton_layers import gate, gated
 from forerun.models.kept import PARTS, SCRATCH
+from forerun.models.layer_spec import CLAMP, CLAMP_SLOPE
 
 PROGRAMS, LEAST = PARTS // (4 * FEW * COLUMNS), 512
 """Programs that columns are split for, 4 on each of 128 multiprocessors, and columns of x that each
@@ -62,30 +64,70 @@ def _rows(x, order, at, line, there, line_stride, inputs, ORDERED: tl.constexpr)
 
 
 @triton.jit
-def _finish(total, bias, out, line, column, there, real, outputs, BIASED: tl.constexpr):
+def _times(
+    total, left, right, place, scales, zeros, column, real, group, outputs,
+    kind: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr,
+):  # fmt: skip
+    """`total` and a block's product with the numbers at `place`, of the weight's rows `column`."""
+    raw = tl.load(place, mask=real[None, :], other=0)
+    scale = _scale(scales + group * outputs + column, KIND, real)
+    zero = raw
+    if ZEROS:
+        zero = tl.load(zeros + group * outputs + column, mask=real, other=0)[None, :]
+    if KIND == 4:
+        low = _exact(raw & 15, zero, kind, KIND, ZEROS)
+        high = _exact(raw >> 4, zero, kind, KIND, ZEROS)
+        found = tl.dot(left, low, input_precision="tf32x3")
+        found = tl.dot(right, high, found, input_precision="tf32x3")
+    else:
+        value = _exact(raw, zero, kind, KIND, ZEROS)
+        found = tl.dot(left, value, input_precision="tf32x3")
+    return total + found * scale[None, :]
+
+
+@triton.jit
+def _biased(total, bias, column, real, kind: tl.constexpr, BIASED: tl.constexpr):
+    """Rounded to what activations are kept in."""
     if BIASED:
         total = total + tl.load(bias + column, mask=real, other=0.0).to(tl.float32)[None, :]
-    place = out + line[:, None].to(tl.int64) * outputs + column[None, :]
-    tl.store(place, total.to(out.dtype.element_ty), mask=there[:, None] & real[None, :])
+    return total.to(kind)
+
+
+@triton.jit
+def _finish(
+    total, other, bias, out, line, column, there, real, half, width,
+    BIASED: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, CLAMP: tl.constexpr,
+    SLOPE: tl.constexpr,
+):  # fmt: skip
+    kind: tl.constexpr = out.dtype.element_ty
+    found = _biased(total, bias, column, real, kind, BIASED)
+    if GATED:
+        value = _biased(other, bias, half + column, real, kind, BIASED).to(tl.float32)
+        found = gated(found.to(tl.float32), value, GELU, CLAMP, SLOPE).to(kind)
+    place = out + line[:, None].to(tl.int64) * width + column[None, :]
+    tl.store(place, found, mask=there[:, None] & real[None, :])
 
 
 @triton.jit(do_not_specialize=["count"])
 def _product(
     x, numbers, scales, zeros, order, bias, parts, through, out,
-    count, line_stride, outputs, inputs, blocks, each,
+    count, line_stride, outputs, inputs, blocks, each, width,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
     KIND: tl.constexpr, ZEROS: tl.constexpr, ORDERED: tl.constexpr, BIASED: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, CLAMP: tl.constexpr,
+    SLOPE: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows by COLUMNS outputs over `each` blocks of the columns.
 
     SPAN     blocks of a group; 0: all
+    GATED    the first half of the weight's rows opens the other, `width` of them each, and out is
+             what comes through: GELU, CLAMP and SLOPE as in triton_layers.gated
     parts    float32[SPLITS,count,outputs] what programs found, where there are several
     through  int32[tiles] how many of a tile's are through: 0 before and after
     """
     line = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    there, real = line < count, column < outputs
+    there, real = line < count, column < width
     kind: tl.constexpr = x.dtype.element_ty
     BYTES: tl.constexpr = BLOCK // 2 if KIND == 4 else BLOCK
     byte = tl.arange(0, BYTES)
@@ -94,44 +136,56 @@ def _product(
     place = numbers + first.to(tl.int64) * outputs * BYTES
     place = place + column[None, :] * BYTES + byte[:, None]
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    other = tl.zeros([ROWS, COLUMNS], tl.float32)
     for block in range(first, last):
-        raw = tl.load(place, mask=real[None, :], other=0)
         group = 0
         if SPAN > 0:
             group = block // SPAN
-        scale = _scale(scales + group * outputs + column, KIND, real)
-        zero = raw
-        if ZEROS:
-            zero = tl.load(zeros + group * outputs + column, mask=real, other=0)[None, :]
         begin = block * BLOCK
         left = _rows(x, order, begin + byte, line, there, line_stride, inputs, ORDERED)
+        right = left
         if KIND == 4:
-            low = _exact(raw & 15, zero, kind, KIND, ZEROS)
-            high = _exact(raw >> 4, zero, kind, KIND, ZEROS)
             right = _rows(x, order, begin + BYTES + byte, line, there, line_stride, inputs, ORDERED)
-            found = tl.dot(left, low, input_precision="tf32x3")
-            found = tl.dot(right, high, found, input_precision="tf32x3")
-        else:
-            value = _exact(raw, zero, kind, KIND, ZEROS)
-            found = tl.dot(left, value, input_precision="tf32x3")
-        total += found * scale[None, :]
+        total = _times(
+            total, left, right, place, scales, zeros, column, real, group, outputs,
+            kind, KIND, ZEROS,
+        )  # fmt: skip
+        if GATED:
+            other = _times(
+                other, left, right, place + width * BYTES, scales, zeros, width + column, real,
+                group, outputs, kind, KIND, ZEROS,
+            )  # fmt: skip
         place += outputs.to(tl.int64) * BYTES
     if SPLITS == 1:
-        _finish(total, bias, out, line, column, there, real, outputs, BIASED)
+        _finish(
+            total, other, bias, out, line, column, there, real, width, width, BIASED, GATED, GELU,
+            CLAMP, SLOPE,
+        )  # fmt: skip
     else:
         mask = there[:, None] & real[None, :]
         whole = count.to(tl.int64) * outputs
         own = parts + line[:, None].to(tl.int64) * outputs + column[None, :]
-        tl.store(own + tl.program_id(2) * whole, total, mask=mask)
+        mine = own + tl.program_id(2) * whole
+        tl.store(mine, total, mask=mask)
+        if GATED:
+            tl.store(mine + width, other, mask=mask)
         # All threads' numbers are written before this program counts, and the count orders them.
         tl.debug_barrier()
         tile = through + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
         if tl.atomic_add(tile, 1) == SPLITS - 1:
             # Others wrote them: not from this multiprocessor's own cache.
-            summed = tl.load(own, mask=mask, other=0.0, cache_modifier=".cg")
+            total = tl.load(own, mask=mask, other=0.0, cache_modifier=".cg")
+            if GATED:
+                other = tl.load(own + width, mask=mask, other=0.0, cache_modifier=".cg")
             for part in range(1, SPLITS):
-                summed += tl.load(own + part * whole, mask=mask, other=0.0, cache_modifier=".cg")
-            _finish(summed, bias, out, line, column, there, real, outputs, BIASED)
+                at = own + part * whole
+                total += tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
+                if GATED:
+                    other += tl.load(at + width, mask=mask, other=0.0, cache_modifier=".cg")
+            _finish(
+                total, other, bias, out, line, column, there, real, width, width, BIASED, GATED,
+                GELU, CLAMP, SLOPE,
+            )  # fmt: skip
             tl.store(tile, 0)
 
 
@@ -190,20 +244,45 @@ def product(x: Tensor, weight: FewBits, bias: Tensor | None) -> Tensor:
     """
     if len(x) > FEW:
         return _by_library(x, weight, bias)
+    return _launched(x, weight, bias, None)
+
+
+def gated_product(x: Tensor, weight: FewBits, bias: Tensor | None, activation: str) -> Tensor:
+    """few_bits.FewBitsGate: up to 16 rows in one launch, with the bits of the product and then the
+    gate, which is what more rows run: tiles of 32 by two halves take twice the registers.
+    """
+    gelu, clamped = activation == "gelu_tanh", activation == "clamped_silu"
+    if rows_for(len(x)) > 16:
+        first, second = product(x, weight, bias).chunk(2, -1)
+        return gate(first, second, gelu, clamped)
+    return _launched(x, weight, bias, (gelu, clamped))
+
+
+def _launched(
+    x: Tensor, weight: FewBits, bias: Tensor | None, opened: tuple[bool, bool] | None
+) -> Tensor:
+    """opened: whether by GELU, and whether clamped; None: there is no gate."""
     (outputs, inputs), count, rows = weight.shape, len(x), rows_for(len(x))
     splits, each = splits_of(weight)
-    out = x.new_empty(count, outputs)
-    parts, through = out, weight.through
+    gelu, clamped = opened or (False, False)
+    width, columns = (outputs, COLUMNS) if opened is None else (outputs // 2, COLUMNS // 2)
+    out = x.new_empty(count, width)
+    parts = out
     if splits > 1:
         parts = x.new_empty(splits, count, outputs, dtype=torch.float32)
-    _product[triton.cdiv(count, rows), triton.cdiv(outputs, COLUMNS), splits](
+    _product[triton.cdiv(count, rows), triton.cdiv(width, columns), splits](
         *(x, *_stored(weight), out if weight.order is None else weight.order),
-        *(out if bias is None else bias, parts, through, out),
-        *(count, x.stride(0), outputs, inputs, len(weight.numbers), each),
+        *(out if bias is None else bias, parts, weight.through, out),
+        *(count, x.stride(0), outputs, inputs, len(weight.numbers), each, width),
         ROWS=rows,
+        COLUMNS=columns,
         ORDERED=weight.order is not None,
         BIASED=bias is not None,
         SPLITS=splits,
+        GATED=opened is not None,
+        GELU=gelu,
+        CLAMP=CLAMP if clamped else 0.0,
+        SLOPE=CLAMP_SLOPE if clamped else 1.0,
         **_constants(weight),
         num_warps=4,
         num_stages=4,
@@ -219,7 +298,6 @@ def _stored(weight: FewBits) -> tuple[Tensor, Tensor, Tensor]:
 def _constants(weight: FewBits) -> dict[str, int]:
     whole = weight.group >= weight.shape[1]
     return {
-        "COLUMNS": COLUMNS,
         "BLOCK": weight.block,
         "SPAN": 0 if whole else weight.group // weight.block,
         "KIND": _KINDS[weight.kind],
@@ -238,6 +316,7 @@ def _by_library(x: Tensor, weight: FewBits, bias: Tensor | None) -> Tensor:
         wide = x.new_empty(rows, inputs)
         _widen[len(weight.numbers), triton.cdiv(rows, COLUMNS)](
             *(*_stored(weight), wide, first, rows, outputs, inputs),
+            COLUMNS=COLUMNS,
             **_constants(weight),
             num_warps=4,
         )

@@ -59,24 +59,30 @@ def _norm(
 
 
 @triton.jit
-def _gate(
-    gate, up, out, scales, gate_stride, up_stride, width,
-    BLOCK: tl.constexpr, GELU: tl.constexpr, NARROW: tl.constexpr, CLAMP: tl.constexpr,
-    SLOPE: tl.constexpr,
-):  # fmt: skip
-    """A block of a row; NARROW: all of it. CLAMP: 0, or layer_spec.CLAMP, with its SLOPE."""
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    there = at < width
-    opened = tl.load(gate + row * gate_stride + at, mask=there, other=0.0).to(tl.float32)
-    value = tl.load(up + row * up_stride + at, mask=there, other=0.0).to(tl.float32)
+def gated(opened, value, GELU: tl.constexpr, CLAMP: tl.constexpr, SLOPE: tl.constexpr):
+    """What a gate lets through, float32. CLAMP: 0, or layer_spec.CLAMP, with its SLOPE."""
     if CLAMP > 0:
         opened = tl.minimum(opened, CLAMP)
         value = tl.minimum(tl.maximum(value, -CLAMP), CLAMP) + 1
     angle = opened * SLOPE
     if GELU:
         angle = 1.5957691216057308 * (opened + 0.044715 * opened * opened * opened)
-    found = (opened / (1 + tl.exp(-angle)) * value).to(gate.dtype.element_ty)
+    return opened / (1 + tl.exp(-angle)) * value
+
+
+@triton.jit
+def _gate(
+    gate, up, out, scales, gate_stride, up_stride, width,
+    BLOCK: tl.constexpr, GELU: tl.constexpr, NARROW: tl.constexpr, CLAMP: tl.constexpr,
+    SLOPE: tl.constexpr,
+):  # fmt: skip
+    """A block of a row; NARROW: all of it."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = at < width
+    opened = tl.load(gate + row * gate_stride + at, mask=there, other=0.0).to(tl.float32)
+    value = tl.load(up + row * up_stride + at, mask=there, other=0.0).to(tl.float32)
+    found = gated(opened, value, GELU, CLAMP, SLOPE).to(gate.dtype.element_ty)
     if NARROW:
         narrowed(found.to(tl.float32), out, scales, row, at, there, width)
     else:
