@@ -6,8 +6,8 @@
 rounds   at a large model's size, random weights: each of (rows, nodes, levels), replays timed with
          events, whole steps on the host's clock, the floor (weights, keys and values once, at the
          bandwidth of a copy) and the kernels that the profiler names; and 64 rows with top_p 0.9
-formats  there too: a plain step in bfloat16, in float8, and with float8 pages; prompt tokens per
-         second
+formats  there too: a plain step in bfloat16, in float8, with float8 pages, and with weights kept in
+         4 and 8 bits; prompt tokens per second
 served   the engine end to end with a real model, by way to speculate: tokens per second of wall
          time, one stream and all; host is the share of it outside of captured rounds (prompts,
          which are eager, included)
@@ -53,6 +53,7 @@ from forerun.measure.sized import (
 )
 from forerun.measure.step_bench import StepBench, milliseconds
 from forerun.measure.workload import read_prompts
+from forerun.models.quantised.planned import PlannedCheckpoint
 from forerun.models.shapes import SHAPES, RandomCheckpoint, random_draft, shape_named
 from forerun.speculative.sampling import Sampling
 from forerun.train.answers import Ask
@@ -183,6 +184,13 @@ def rounds(report: Report, device: torch.device, asked: argparse.Namespace) -> N
     steps.executor.shutdown()
 
 
+QUANTISED = {
+    "4 bits": {"quant_method": "awq", "bits": 4, "group_size": 128},
+    "8 bits": {"quant_method": "gptq", "bits": 8, "group_size": 128},
+}
+"""`quantization_config` of checkpoints whose weights stay in few bits."""
+
+
 def formats(report: Report, device: torch.device, asked: argparse.Namespace) -> None:
     """Fill `report` with steps by number format, and with the speed of prompts."""
     real = device.type == "cuda"
@@ -192,7 +200,11 @@ def formats(report: Report, device: torch.device, asked: argparse.Namespace) -> 
     sweep = StepSweep((rows,), (1,), 1024 if real else 40)
 
     def step(dtype: str, kv_dtype: str) -> dict[str, Any]:
-        steps = torch_bench(RandomCheckpoint(arch), str(device), dtype, sweep, kv_dtype=kv_dtype)
+        checkpoint = RandomCheckpoint(arch)
+        if dtype in QUANTISED:
+            settings = {"quantization_config": QUANTISED[dtype]}
+            checkpoint, dtype = PlannedCheckpoint(arch, settings), "file"
+        steps = torch_bench(checkpoint, str(device), dtype, sweep, kv_dtype=kv_dtype)
         found: dict[str, Any] = {}
         for batch in (1, rows):
             found[f"{batch} rows, step_ms"] = steps.median(steps.step(batch, 1), count)
@@ -217,13 +229,17 @@ def formats(report: Report, device: torch.device, asked: argparse.Namespace) -> 
     for dtype, kv_dtype in ((plain, "same"), ("float8", "same"), (plain, "float8")):
         report.measure(f"{dtype}, pages {kv_dtype}", partial(step, dtype, kv_dtype))
         gc.collect()
+    for numbers in QUANTISED:
+        report.measure(f"{numbers}, pages same", partial(step, numbers, "same"))
+        gc.collect()
     if real:
-        report.measure("float8 over bfloat16", lambda: gain(report.found))
+        for numbers in ("float8", *QUANTISED):
+            report.measure(f"{numbers} over bfloat16", partial(gain, report.found, numbers))
 
 
-def gain(found: dict[str, Any]) -> dict[str, float]:
-    """How many times faster float8 is, by number."""
-    slow, fast = found["bfloat16, pages same"], found["float8, pages same"]
+def gain(found: dict[str, Any], numbers: str) -> dict[str, float]:
+    """How many times faster weights in these numbers are, by what was measured."""
+    slow, fast = found["bfloat16, pages same"], found[f"{numbers}, pages same"]
     return {name: slow[name] / fast[name] for name in slow if slow[name] and fast[name]}
 
 

@@ -9,6 +9,7 @@ from forerun.executors.torch.accept import NodeNoise
 from forerun.executors.torch.attention.geometry import Geometry, tiles_of
 from forerun.executors.torch.attention.kv import Narrow, enter
 from forerun.executors.torch.attention.varlen_attention import PackedPrompts, row_by_row
+from forerun.executors.torch.decoder.few_bits import FEW, few_bits_product, loaded
 from forerun.executors.torch.decoder.float8 import FLOAT8, Float8Linear, float8_rows
 from forerun.executors.torch.decoder.layers import PLAIN, Heads
 from forerun.executors.torch.triton.kernels import kernels_for
@@ -20,6 +21,7 @@ from forerun.speculative.verify import intervals
 from tests.models import tiny
 from tests.parity.cuts import lost, mixed, shaping_of
 from tests.parity.driver import Driver, Row, as_draft, limits
+from tests.parity.grouped import grouped
 from tests.twins.kernels import SLOW_TWINS, attend_dense
 from tests.twins.rounds import accept, descend, grow, prepare
 
@@ -322,6 +324,27 @@ def test_float8_products_are_the_twins(device):
         there = [None if each is None else each.to(device) for each in parts]
         found = Float8Linear(*there)(x.bfloat16().to(device)).double().cpu()
         assert (found - expected).norm() / expected.norm() < 5e-3
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "float8"])
+@pytest.mark.parametrize(("shape", "group"), [((1536, 4096), 128), ((320, 1000), 1000)])
+def test_products_of_few_bits_are_the_twins(kernels, device, kind, shape, group):
+    """In any number of rows, a row with the same bits alone and in company; the gate, too."""
+    made, _ = grouped(kind, shape, group, kind == "int4")
+    weight, by = loaded([made], torch.device(device)), kernels.parts.few_bits
+    x = torch.randn(300, shape[1], device=device).bfloat16()
+    few = by.product(x[:FEW], weight, None)
+    for rows in (slice(0, 1), slice(3, 19), slice(16, 17), slice(90, 130), slice(7, FEW)):
+        assert torch.equal(by.product(x[rows].clone(), weight, None), few[rows]), rows
+    for rows in (1, 16, 33, 300):
+        found, expected = (
+            product(x[:rows], weight, None) for product in (by.product, few_bits_product)
+        )
+        assert (found - expected).norm() / expected.norm() < ERROR[torch.bfloat16]
+        if by.gated is not None:
+            apart = kernels.parts.gate(*found.chunk(2, -1))
+            assert torch.equal(by.gated(x[:rows], weight, None, "silu"), apart)
+    assert not weight.through.any()
 
 
 def test_rounds_in_float8(checkpoint, device):

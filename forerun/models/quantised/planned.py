@@ -1,7 +1,11 @@
 """A quantised checkpoint of which only the configuration is here."""
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
+
+import numpy as np
 
 from forerun.models.arch import Architecture
 from forerun.models.grouped import Grouped, GroupedKind, GroupedRows
@@ -11,7 +15,8 @@ from forerun.models.shapes import RandomCheckpoint
 
 class PlannedCheckpoint(RandomCheckpoint):
     """What a config.json says of a checkpoint: shapes, and how matrices are stored in few bits, all
-    of them in the first way that it names. For plans: no number of a matrix in few bits is read.
+    of them in the first way that it names. Numbers are random ones: for plans, and for steps whose
+    time is measured.
     """
 
     def __init__(self, architecture: Architecture, config: Mapping[str, Any]) -> None:
@@ -32,8 +37,22 @@ class PlannedCheckpoint(RandomCheckpoint):
         rows, columns = shape
         group = min(method.group or columns, columns)
         scale = "F32" if kind == "float8" else "F16"
-        return Grouped(kind, (rows, columns), group, method.zeros, scale, None, _unread)
+        about = Grouped(kind, (rows, columns), group, method.zeros, scale, None, _nothing)
+        return replace(about, read=partial(self._random_rows, about))
+
+    def _random_rows(self, about: Grouped, rows: slice) -> GroupedRows:
+        """Random numbers; the same for every matrix of the same width."""
+        first, last, _ = rows.indices(about.shape[0])
+        count, random = last - first, np.random.default_rng(0)
+        high = 16 if about.kind == "int4" else 120  # No NaN of float8.
+        numbers = random.integers(0, high, (1, about.shape[1]), np.uint8)
+        if about.kind == "int8":
+            numbers = (numbers - np.uint8(60)).view(np.int8)
+        zeros = np.full((count, about.groups), numbers.dtype.type(8), numbers.dtype)
+        scales = np.full((count, about.groups), 0.002, np.float32)
+        shape = count, about.shape[1]
+        return GroupedRows(np.broadcast_to(numbers, shape), scales, zeros if about.zeros else None)
 
 
-def _unread(rows: slice) -> GroupedRows:
-    raise AssertionError("only the configuration of this checkpoint is here")
+def _nothing(rows: slice) -> GroupedRows:
+    raise AssertionError("nobody reads it")
