@@ -11,7 +11,6 @@ import numpy as np
 from forerun.errors import ModelError
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.grouped import Grouped, GroupedKind, GroupedRows
-from forerun.models.mapped import Packed
 from forerun.types import AnyArray
 
 
@@ -34,8 +33,7 @@ _KEPT = re.compile(
 def grouped_of(checkpoint: Checkpoint, name: str) -> Grouped | None:
     """A matrix in few bits by group, whichever format stores it so; None where none does."""
     found = checkpoint.grouped(name) if isinstance(checkpoint, InGroups) else None
-    packed = None if found is not None else checkpoint.packed(name)
-    return _of_packed(packed, name) if packed is not None else found
+    return found if found is not None else _of_packed(checkpoint, name)
 
 
 def kept_matrix(checkpoint: Checkpoint, name: str) -> Grouped | None:
@@ -83,13 +81,18 @@ _BLOCKS: dict[str, tuple[GroupedKind, int]] = {"Q4_0": ("int4", 18), "Q8_0": ("i
 _BLOCK = 32
 
 
-def _of_packed(packed: Packed, name: str) -> Grouped | None:
-    """Of ggml's storages those that are a scale and integers (ggml-quants.h)."""
-    if packed.kind not in _BLOCKS:
+def _of_packed(checkpoint: Checkpoint, name: str) -> Grouped | None:
+    """Of ggml's storages those that are a scale and integers (ggml-quants.h). Rows that the file
+    has in another order are copied when they are read, and not kept.
+    """
+    packed = checkpoint.packed(name)
+    if packed is None or packed.kind not in _BLOCKS:
         return None
     kind, size = _BLOCKS[packed.kind]
 
     def read(rows: slice) -> GroupedRows:
+        packed = checkpoint.packed(name)
+        assert packed is not None
         blocks = np.ascontiguousarray(packed.rows[rows]).reshape(-1, packed.columns // _BLOCK, size)
         scales = np.ascontiguousarray(blocks[..., :2]).view("<f2")[..., 0].astype(np.float32)
         numbers: AnyArray = blocks[..., 2:]

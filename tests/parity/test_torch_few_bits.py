@@ -13,8 +13,9 @@ from forerun.build.engine import open_target
 from forerun.build.registry import EXECUTORS, choose_executor
 from forerun.build.sizing import Described, described, sizing
 from forerun.executors.torch import TorchExecutor, with_captures
+from forerun.executors.torch.decoder import few_bits
 from forerun.executors.torch.decoder.decoder import Decoder
-from forerun.executors.torch.decoder.few_bits import loaded
+from forerun.executors.torch.decoder.few_bits import alike, loaded
 from forerun.executors.torch.decoder.kept import FewBitsLinear, SideBySide
 from forerun.executors.torch.decoder.layers import Linear
 from forerun.models.counted import counted
@@ -111,6 +112,16 @@ def test_numbers_of_the_file_are_kept_exactly(made, name):
         there = (weight.numbers, weight.scales, weight.zeros, weight.order)
         held = sum(part.numel() * part.itemsize for part in there if part is not None)
         assert held == matrix.bytes < expected.numel() * 2
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_pieces_that_are_read_side_by_side_make_the_matrix(made, name, monkeypatch):
+    two = [next(iter(kept_matrices(made(name)).values()))] * 2
+    assert alike(two)
+    whole = loaded(two, CPU)
+    monkeypatch.setattr(few_bits, "READ", 7 * two[0].shape[1])
+    pieces = loaded(two, CPU)
+    assert torch.equal(whole.widened(0, whole.shape[0]), pieces.widened(0, whole.shape[0]))
 
 
 def test_parts_of_a_fused_matrix_are_kept(made):

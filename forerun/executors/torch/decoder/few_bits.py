@@ -6,6 +6,7 @@ are float32. The kernel is triton_few_bits.py, the slow twin here, which is what
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,11 +15,12 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
 from forerun.executors.torch.decoder.float8 import FLOAT8
+from forerun.machine import cores
 from forerun.models.grouped import MIDDLE, Grouped, GroupedKind
 from forerun.types import AnyArray
 
-PIECE = 1 << 24
-"""Numbers of a matrix that are read at once."""
+READ, PIECE = 1 << 23, 1 << 24
+"""Numbers of a matrix that a thread reads at once, and that the slow twin widens at once."""
 
 FEW, COLUMNS = 256, 64
 """Rows up to which the kernel runs, and outputs of one of its tiles. FEW by bytes: the kernel reads
@@ -142,7 +144,10 @@ def alike(matrices: Sequence[Grouped]) -> bool:
 
 
 def loaded(matrices: Sequence[Grouped], device: torch.device) -> FewBits:
-    """Matrices that are `alike`, one above the other, on a device; read a piece at a time."""
+    """Matrices that are `alike`, one above the other, on a device; pieces are read side by side.
+
+    Raises what reading them raises.
+    """
     first = matrices[0]
     inputs, block, half = first.shape[1], first.block, first.kind == "int4"
     outputs, blocks = sum(m.shape[0] for m in matrices), -(-first.shape[1] // first.block)
@@ -151,20 +156,28 @@ def loaded(matrices: Sequence[Grouped], device: torch.device) -> FewBits:
     numbers = torch.empty(shape, dtype=kind, device=device)
     scales = torch.empty(first.groups, outputs, dtype=_SCALES[first.scale], device=device)
     zeros = torch.empty(first.groups, outputs, dtype=kind, device=device) if first.zeros else None
-    at, step = 0, max(1, PIECE // inputs)
-    for matrix in matrices:
-        for begin in range(0, matrix.shape[0], step):
-            found = matrix.read(slice(begin, min(begin + step, matrix.shape[0])))
-            end = at + len(found.numbers)
-            rows = F.pad(_tensor(found.numbers), (0, blocks * block - inputs))
-            rows = rows.view(-1, blocks, block)
-            if half:
-                rows = rows[..., : block // 2] | rows[..., block // 2 :] << 4
-            numbers[:, at:end] = rows.transpose(0, 1).to(device)
-            scales[:, at:end] = _tensor(found.scales).t().to(device)
-            if zeros is not None and found.zeros is not None:
-                zeros[:, at:end] = _tensor(found.zeros).t().to(device)
-            at = end
+
+    def put(matrix: Grouped, begin: int, end: int, at: int) -> None:
+        """Rows from `begin` to `end` of a matrix, where row `at` of the weight is."""
+        found = matrix.read(slice(begin, end))
+        rows = F.pad(_tensor(found.numbers), (0, blocks * block - inputs))
+        rows = rows.view(-1, blocks, block)
+        if half:
+            rows = rows[..., : block // 2] | rows[..., block // 2 :] << 4
+        there = slice(at, at + end - begin)
+        numbers[:, there] = rows.transpose(0, 1).to(device)
+        scales[:, there] = _tensor(found.scales).t().to(device)
+        if zeros is not None and found.zeros is not None:
+            zeros[:, there] = _tensor(found.zeros).t().to(device)
+
+    above, step = 0, max(1, READ // inputs)
+    with ThreadPoolExecutor(cores(), "forerun-load") as pool:
+        for matrix in matrices:
+            count = matrix.shape[0]
+            parts = [(n, min(n + step, count), above + n) for n in range(0, count, step)]
+            put(matrix, *parts[0])  # Who counts what is read hears of it on this thread.
+            list(pool.map(lambda part, matrix=matrix: put(matrix, *part), parts[1:]))
+            above += count
     order = None if first.order is None else torch.from_numpy(first.order).to(device)
     tiles = -(-FEW // 16) * -(-outputs // COLUMNS)
     through = torch.zeros(tiles, dtype=torch.int32, device=device)
