@@ -28,6 +28,8 @@ static inline __m256i emulated(__m256i sum, __m256i u, __m256i s) {
 #include "rows.inl"
 #include "attention.inl"
 #include "sample.inl"
+#define FORERUN_COLUMNS 8
+#include "delta.inl"
 static const forerun::Kernels kEmulated = {"emulated vnni", FORERUN_KERNELS};
 #endif
 

@@ -123,7 +123,8 @@ def _checked(
     shape = _shape(name, method, shapes, parts)
     for part, (wanted, types) in _expected(method, shape, shapes).items():
         if part not in shapes:
-            raise ModelError(f"{name}.{part} is missing; {method.title} needs it")
+            other = ", and so is weight_scale_inv" if part == "weight_scale" else ""
+            raise ModelError(f"{name}.{part} is missing{other}; {method.title} needs it")
         if kinds[part] not in types:
             raise ModelError(f"{name}.{part} is stored as {kinds[part]}, not {' or '.join(types)}")
         if shapes[part] not in wanted:
