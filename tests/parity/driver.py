@@ -8,6 +8,7 @@ with Driver(executor) as driver:
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import pytest
@@ -86,8 +87,12 @@ class Result:
         if hasattr(self.round, "place"):
             rows = self.round.place[node : node + 1]
             return torch.from_numpy(self.executor.programs.logits(rows)[0])
-        eager = getattr(self.executor, "eager", self.executor)
-        return torch.from_numpy(eager.logits_of(self.round)(node))
+        return torch.from_numpy(self._of_node(node))
+
+    @cached_property
+    def _of_node(self) -> Callable[[int], np.ndarray]:
+        """Kept, because what it makes for one node is that of hundreds."""
+        return getattr(self.executor, "eager", self.executor).logits_of(self.round)
 
     def every(self) -> torch.Tensor:
         """float32[M,V] of all nodes of a step of one row, where all are wanted."""
