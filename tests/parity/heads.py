@@ -82,17 +82,24 @@ class Twin:
             file = self.folder / "model.safetensors"
             save_file(load_file(file) | {"embed_tokens.weight": self.embed.bfloat16()}, file)
         self.draft = open_draft(self.folder, self.dense.arch)
+        self._read = {}
 
     @torch.no_grad()
     def log_probs(self, text, steps, only=None):
         """float32[steps,T,Vd]: from true features up to q, what the draft says follows
-        text[q+s+1] after it has drafted text[q+2..q+s+1] itself; for q `only`, where given.
+        text[q+s+1] after it has drafted text[q+2..q+s+1] itself; for q `only`, where given. What is
+        read before that q is kept for the next text that begins so.
         """
         known = torch.from_numpy(np.array([text], np.int64))
         hidden = self.head.fuse(self.dense.run(known, self.head.head.features)[0][0])
         reads = torch.zeros(steps, len(text), self.head.head.hidden)
-        history = ([], [])
-        for row in range(len(text)):
+        begin, history = 0, ([], [])
+        before = tuple(map(int, text[: only + 1])) if only is not None else None
+        if before in self._read:
+            begin, history = only, tuple(map(list, self._read[before]))
+        for row in range(begin, len(text) if only is None else only + 1):
+            if row == only:
+                self._read = {before: tuple(map(list, history))}
             past, state = history, hidden[row]
             for step in range(steps if only in (None, row) else 1):
                 if step == 1:
