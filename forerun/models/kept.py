@@ -71,7 +71,7 @@ def saved_bytes(kept: Iterable[Grouped], item: int) -> int:
 def kept_sentence(kept: Mapping[str, Grouped]) -> str:
     """How these matrices stay what they are in the file, in words for people."""
     if not kept:
-        return "weights widened: no matrix of a layer is in few bits that products read"
+        return "all weights are widened: no matrix of a layer is in few bits that products read"
     counts = Counter(matrix.title() for matrix in kept.values())
     parts = [f"{title} ({count} matrices)" for title, count in counts.most_common()]
     return f"weights {', '.join(parts)} as in the file, all others widened"

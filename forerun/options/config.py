@@ -275,7 +275,7 @@ class EngineConfig:
         if chosen and not kept and (self.dtype in NATIVE_DTYPES) != (self.executor == "cpu"):
             raise ConfigError(
                 f"dtype {self.dtype} does not go with the {self.executor} executor: the native "
-                "core computes with the file's own numbers, the others with a format."
+                "core and torch can compute with the file's own numbers, torch and jax in a format."
             )
         if self.enable_torch_compile and self.executor in ("cpu", "jax", "toy"):
             raise ConfigError(
