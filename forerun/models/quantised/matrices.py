@@ -41,7 +41,6 @@ PARTS: dict[Layout, tuple[tuple[str, ...], tuple[str, ...]]] = {
 """The tensors of a matrix that must be there, by which the first it is known, and that may be."""
 
 _INTEGERS = {"I8": "<i1", "I32": "<i4", "I64": "<i8"}
-
 _ALL = slice(None)
 
 
