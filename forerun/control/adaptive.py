@@ -72,6 +72,9 @@ class AdaptivePolicy:
         rows, each = len(slots), kv_len.tolist()
         budget = self._budget(rows, sum(each), constrained)
         budgets = (budget,) * rows
+        if budget.reason == reasons.PROBING:
+            first = -(-rows // 8)
+            budgets = (budget,) * first + (Budget(0, 0, reasons.PROBING),) * (rows - first)
         if self._lookahead is not None and constrained:
             known = self._known(self._lookahead, budget.reason, slots, each)
             budgets = with_known(budgets, known)
@@ -102,14 +105,16 @@ class AdaptivePolicy:
         return Budget(0, 0, reasons.WRONG)
 
     def _all(self, rows: int, cached: int) -> Budget:
-        """All that a free drafter knows, where something of it may pay, and now and then where it
-        may not: what is believed of costs may be wrong.
+        """All that a free drafter knows, where something of it may pay, and now and then one draft
+        token where it may not: what is believed of costs may be wrong.
         """
         curve = self.account.costs.curve(rows, rows * (1 + self._nodes), cached)
+        if self._looked >= PLAIN_EVERY:
+            return Budget(1, 1, reasons.PROBING)
         returns = self.account.of(rows)
         if returns.speed < 1.0 and not self._due(returns.look.value):
             return Budget(0, 0, reasons.SELDOM)
-        if curve.price >= 1.0 and self._looked < PLAIN_EVERY:
+        if curve.price >= 1.0:
             return Budget(0, 0, reasons.TOO_DEAR)
         return Budget(self._nodes, self._depth, reasons.ON, min_prob=round(curve.hopeful, 2))
 

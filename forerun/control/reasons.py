@@ -7,6 +7,7 @@ SELDOM = (
 )
 TOO_DEAR = "off: in steps of so many sequences a draft token takes longer than it could save"
 WRONG = "off: the drafter's tokens are wrong too often in this text"
+PROBING = "off, but one draft token is looked for: what it costs may be believed wrongly"
 PLAIN = "off for one step, which measures what a step without draft tokens takes now"
 ON = "on: draft tokens that save time are verified"
 ON_LEVELS = "on: {} draft tokens save time"
