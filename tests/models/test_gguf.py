@@ -19,6 +19,15 @@ from tests.parity.driver import Driver, Row, limits
 IDS = torch.arange(200)[None]
 
 
+def logits_are_those_of(hf, checkpoint):
+    executor = TorchExecutor(checkpoint, limits(tiny.VOCAB, context=256))
+    with Driver(executor) as driver:
+        driver.open(0, IDS[0].numpy())
+        logits = driver.step([Row(0)]).every()
+    with torch.no_grad():
+        assert (logits - hf(IDS).logits[0]).abs().max() < 1e-4
+
+
 @pytest.mark.parametrize("family", tiny.LLAMAS)
 @pytest.mark.parametrize(
     "rope", [{}, tiny.LINEAR, tiny.LLAMA3, tiny.YARN], ids=lambda r: str(r)[:24]
@@ -310,12 +319,7 @@ def test_other_blocks_are_those_of_transformers(family, tmp_path):
     for name, weight in weights.items():
         assert checkpoint.shape(name) == weight.shape
         np.testing.assert_array_equal(checkpoint.tensor(name), weight)
-    executor = TorchExecutor(checkpoint, limits(tiny.VOCAB, context=256))
-    with Driver(executor) as driver:
-        driver.open(0, IDS[0].numpy())
-        logits = driver.step([Row(0)]).every()
-    with torch.no_grad():
-        assert (logits - hf(IDS).logits[0]).abs().max() < 1e-4
+    logits_are_those_of(hf, checkpoint)
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
@@ -347,12 +351,7 @@ def test_qwen3_next_is_that_of_transformers(kind, legacy, tmp_path):
         packed = checkpoint.packed("model.layers.0.linear_attn.k_proj.weight")
         assert (packed.kind, len(packed.rows)) == (kind, 16)
         return
-    executor = TorchExecutor(checkpoint, limits(tiny.VOCAB, context=256))
-    with Driver(executor) as driver:
-        driver.open(0, IDS[0].numpy())
-        logits = driver.step([Row(0)]).every()
-    with torch.no_grad():
-        assert (logits - hf(IDS).logits[0]).abs().max() < 1e-4
+    logits_are_those_of(hf, checkpoint)
 
 
 NEXT = {"linear_key_head_dim": 8, "linear_value_head_dim": 16, "moe_intermediate_size": 32}

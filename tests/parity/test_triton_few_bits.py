@@ -104,37 +104,23 @@ class FixedDot:
         monkeypatch.setattr(builder, "create_dot", each_row)
 
 
+def alike_in_company(product, made):
+    x = torch.randn(70, 2048)
+    whole = product(x, made, None)
+    for first, last in ((0, 1), (5, 6), (3, 19), (16, 33), (69, 70), (0, 65)):
+        assert torch.equal(product(x[first:last].clone(), made, None), whole[first:last]), first
+
+
 @pytest.mark.parametrize("kind", ["int4", "int8", "float8"])
 def test_a_rows_bits_do_not_depend_on_its_company(kind, monkeypatch):
     FixedDot(monkeypatch)
     made, _ = weight(kind, (80, 2048), 128, False)
     assert kernels.splits_of(made)[0] > 2
-    x = torch.randn(70, 2048)
-    whole = kernels.product(x, made, None)
-    for rows in (
-        slice(0, 1),
-        slice(5, 6),
-        slice(3, 19),
-        slice(16, 33),
-        slice(69, 70),
-        slice(0, 65),
-    ):
-        assert torch.equal(kernels.product(x[rows].clone(), made, None), whole[rows]), rows
+    alike_in_company(kernels.product, made)
 
 
 def test_a_rows_bits_do_not_depend_on_its_company_on_the_cpu():
-    made, _ = weight("int4", (80, 2048), 128, True)
-    x = torch.randn(70, 2048)
-    whole = few_bits_product(x, made, None)
-    for rows in (
-        slice(0, 1),
-        slice(5, 6),
-        slice(3, 19),
-        slice(16, 33),
-        slice(69, 70),
-        slice(0, 65),
-    ):
-        assert torch.equal(few_bits_product(x[rows].clone(), made, None), whole[rows]), rows
+    alike_in_company(few_bits_product, weight("int4", (80, 2048), 128, True)[0])
 
 
 @pytest.mark.parametrize("activation", GATED)
