@@ -283,6 +283,19 @@ def test_looking_for_guesses_counts_as_loss():
     assert -account.saved <= CREDIT + LOSS_SHARE * 1000 + 0.5
 
 
+def test_a_look_that_finds_nothing_is_charged_with_all_that_it_takes():
+    """The drafter's time, and the host's that plain steps do not take; plain steps stay as dear."""
+    account = Account(LEVEL)
+    for _ in range(100):
+        for _ in range(3):
+            account.observe(report_of([[0]], [0], 10.0, allowed=[0], cached=0))
+        account.observe(step_of(1, 0, 10.9, 0.2))
+    returns = account.of(1)
+    assert returns.paid.value == pytest.approx(1.11, abs=0.01)
+    assert returns.look.value == pytest.approx(0.11, abs=0.01)
+    assert account.costs.plain(1, 0, False) == pytest.approx(10.0, rel=0.01)
+
+
 def test_winning_guesses_are_never_interrupted():
     account, empty = account_after(LEVEL, 500, draft_tokens=1, tokens=2, ms=12.0, drafting_ms=0.2)
     assert not any(empty)

@@ -5,6 +5,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from forerun.control.policy import FixedPolicy
 from forerun.control.step_costs import StepCosts
 from forerun.engine.request import Finish, Speculation
 from forerun.errors import BusyError, ContextError, EngineError, RequestError
@@ -488,3 +489,22 @@ def test_stats_add_up():
     assert stats.step_seconds.total == pytest.approx(sum(stats.seconds.values()))
     # Nobody has a grammar.
     assert all((ms > 0) == (stage != "mask") for stage, ms in stats.seconds.items())
+
+
+def test_time_between_steps_belongs_to_the_next_step(monkeypatch):
+    """On a clock of its own, which the policy moves by a second after every step."""
+    now, told = [0.0], []
+
+    class Slow(FixedPolicy):
+        def observe(self, report):
+            told.append(report.total_ms)
+            now[0] += 1.0
+
+    for module in ("core", "step"):
+        monkeypatch.setattr(f"forerun.engine.{module}.perf_counter", lambda: now[0])
+    engine = make("ngram", policy=Slow(2, 2))
+    run(engine, ask())
+    now[0] += 60.0  # Nobody is there.
+    run(engine, ask("s"))
+    assert len(told) > 4 and told.count(0.0) == 2, "the first step of each: nothing came before"
+    assert told.count(1000.0) == len(told) - 2
