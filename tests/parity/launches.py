@@ -227,20 +227,15 @@ def counted_kernels(told):
         yield
 
 
+KERNELS = (
+    *("attention", "choice", "layers", "round", "draft"),
+    *("future", "shaping", "experts", "merge", "few_bits"),
+)
+"""Files of kernels, triton_*.py."""
+
+
 def modules():
-    names = (
-        "attention",
-        "choice",
-        "layers",
-        "round",
-        "draft",
-        "future",
-        "shaping",
-        "experts",
-        "merge",
-        "few_bits",
-    )
-    return [import_module(f"forerun.executors.torch.triton.triton_{name}") for name in names]
+    return [import_module(f"forerun.executors.torch.triton.triton_{name}") for name in KERNELS]
 
 
 def kernels():

@@ -6,19 +6,9 @@ import pytest
 import torch
 
 from tests.parity.interpreted import load
-from tests.parity.launches import AIMS, COUNTED, Budget, Launches, budget, budget_of
+from tests.parity.launches import AIMS, COUNTED, KERNELS, Budget, Launches, budget, budget_of
 
-for name in (
-    "attention",
-    "choice",
-    "layers",
-    "round",
-    "draft",
-    "future",
-    "shaping",
-    "merge",
-    "few_bits",
-):
+for name in KERNELS:
     load(f"triton.triton_{name}")  # Interpreted, for whoever shares this process.
 
 BUDGETS = {
