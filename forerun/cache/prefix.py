@@ -1,4 +1,5 @@
-"""The prefix index: full pages found again by the tokens they contain.
+"""The page pool with its prefix index: which pages are free, which are held by how many sequences,
+and which full pages can be found again by the tokens they contain.
 
 A tree of entries, one per full page. The key of an entry is its parent entry together with the
 page's own tokens, compared exactly (a dictionary of bytes): two texts can never be taken for
@@ -14,7 +15,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from forerun.cache.pages import PagePool
 from forerun.types import Ints
 
 
@@ -34,36 +34,57 @@ class CachedPage:
 
 
 class PrefixIndex:
-    """Shares full pages between sequences and keeps unheld ones until memory is needed.
+    """P pages by number: handed out, shared between sequences, kept until memory is needed. The
+    executor owns what they contain. A page is in one of three states:
+
+        free    nobody has it, and its content means nothing
+        held    in the tables of one sequence or several, which are counted
+        kept    in no table, but its content is known: it can be shared again, or evicted
 
     Whoever holds an entry's page holds the pages of all its ancestors. From this follows that
     an entry becomes idle before its parent does, so the least recently used idle entry is
     always a leaf, and eviction is taking the first of one ordered dictionary.
 
+    pages      P; ValueError where there is none
+    page_size  tokens of a page, 1 to 256 (ValueError)
     lookahead  tokens after a page that what it contains depends on, 0 or 1
     """
 
-    def __init__(self, pool: PagePool, page_size: int, lookahead: int = 0) -> None:
+    def __init__(self, pages: int, page_size: int, lookahead: int = 0) -> None:
+        if pages < 1:
+            raise ValueError(f"a pool needs at least one page, not {pages}")
         if not 1 <= page_size <= 256:
             raise ValueError(f"page size must be 1 to 256 tokens, not {page_size}")
-        self.pool = pool
-        self.page_size = page_size
-        self.lookahead = lookahead
+        self.pages, self.page_size, self.lookahead = pages, page_size, lookahead
         self.root = CachedPage(page=-1, key=b"", parent=None)
         self._entries: dict[int, CachedPage] = {}
-        self._idle: OrderedDict[int, CachedPage] = OrderedDict()
+        self._idle: OrderedDict[int, CachedPage] = OrderedDict()  # Of kept pages, by page.
+        self._references = [0] * pages
+        self._free = list(range(pages - 1, -1, -1))
+
+    @property
+    def free(self) -> int:
+        """How many pages are free."""
+        return len(self._free)
 
     @property
     def kept(self) -> int:
-        """Pages that no sequence holds but whose content is known: they can be shared again, or
-        evicted.
-        """
+        """How many pages are kept."""
         return len(self._idle)
+
+    @property
+    def held(self) -> int:
+        """How many pages are held."""
+        return self.pages - self.available
 
     @property
     def available(self) -> int:
         """Pages that `take` can supply: free ones and kept ones."""
-        return self.pool.free + len(self._idle)
+        return len(self._free) + len(self._idle)
+
+    def references(self, page: int) -> int:
+        """How many tables hold `page`, from 0 to P-1."""
+        return self._references[page]
 
     def acquire(self, tokens: Ints) -> list[CachedPage]:
         """Hold the longest known chain of full pages that `tokens` int32[T] begins with.
@@ -78,7 +99,7 @@ class PrefixIndex:
             child = node.children.get(data[4 * start : 4 * (start + size + lookahead)])
             if child is None:
                 break
-            self._hold(child)
+            self._hold(child.page)
             found.append(child)
             node = child
         return found
@@ -93,12 +114,11 @@ class PrefixIndex:
         key = np.ascontiguousarray(tokens, np.int32).tobytes()
         known = parent.children.get(key)
         if known is not None:
-            self._hold(known)
+            self._hold(known.page)
             self.release(page)
             return known
         entry = CachedPage(page=page, key=key, parent=parent)
-        parent.children[key] = entry
-        self._entries[page] = entry
+        parent.children[key] = self._entries[page] = entry
         return entry
 
     def take(self, count: int) -> list[int] | None:
@@ -107,25 +127,32 @@ class PrefixIndex:
         """
         if count > self.available:
             return None
-        while self.pool.free < count:
+        while len(self._free) < count:
             self._evict()
-        return self.pool.take(count)
+        left = len(self._free) - count
+        taken = self._free[left:][::-1]
+        del self._free[left:]
+        for page in taken:
+            self._references[page] = 1
+        return taken
 
     def release(self, page: int) -> None:
         """Drop one reference; the last leaves the page kept if its content is known, else free. A
         sequence releases its pages last to first. Raises ValueError where nobody holds the page.
         """
-        if not self.pool.drop(page):
-            return
-        entry = self._entries.get(page)
-        if entry is None:
-            self.pool.put_back(page)
-        else:
-            self._idle[page] = entry
+        if self._references[page] < 1:
+            raise ValueError(f"page {page} is released by nobody who holds it")
+        self._references[page] -= 1
+        if not self._references[page]:
+            entry = self._entries.get(page)
+            if entry is None:
+                self._free.append(page)
+            else:
+                self._idle[page] = entry
 
-    def _hold(self, entry: CachedPage) -> None:
-        self.pool.hold(entry.page)
-        self._idle.pop(entry.page, None)
+    def _hold(self, page: int) -> None:
+        self._references[page] += 1
+        self._idle.pop(page, None)
 
     def _evict(self) -> None:
         """Forget the least recently used kept page."""
@@ -134,25 +161,27 @@ class PrefixIndex:
         assert entry.parent is not None
         del entry.parent.children[entry.key]
         del self._entries[page]
-        self.pool.put_back(page)
+        self._free.append(page)
 
     def check(self) -> None:
         """Prove that every page is free, held or kept, and that the tree is sound. Raises
         AssertionError that says what is wrong. Reads all pages: for tests and idle moments.
         """
-        self.pool.check()
-        free, held, kept = self.pool.free, self.pool.held, self.kept
-        total = self.pool.pages
-        assert free + held + kept == total, (
-            f"{free} free + {held} held + {kept} kept pages are not {total}"
+        free, held = set(self._free), [page for page, n in enumerate(self._references) if n]
+        assert min(self._references) >= 0, "a page has fewer than no references"
+        assert len(free) == len(self._free), "a page is on the free list twice"
+        assert all(0 <= page < self.pages for page in free), "a free page does not exist"
+        assert free.isdisjoint(held), f"pages {free.intersection(held)} are free and held at once"
+        assert len(free) + len(held) + self.kept == self.pages, (
+            f"{len(free)} free + {len(held)} held + {self.kept} kept pages are not {self.pages}"
         )
         known = len(self.root.children)
         for page, entry in self._entries.items():
-            references, parent = self.pool.references(page), entry.parent
+            references, parent = self._references[page], entry.parent
             assert entry.page == page and parent is not None
             assert parent.children.get(entry.key) is entry, f"page {page} is lost to its parent"
             assert (page in self._idle) == (references == 0), f"page {page}: idle list is wrong"
             if references and parent is not self.root:
-                assert self.pool.references(parent.page), f"page {page} is held, its past is not"
+                assert self._references[parent.page], f"page {page} is held, its past is not"
             known += len(entry.children)
         assert known == len(self._entries), "entries in the tree and by page differ"

@@ -117,8 +117,7 @@ class PageTable:
         assert shared <= self.length <= self.reserved, "ranges are out of order"
         assert [entry.page for entry in self._chain] == list(self.pages[: len(self._chain)])
         assert len(set(self.pages)) == len(self.pages), "a page appears twice in one table"
-        pool = self._index.pool
-        assert all(pool.references(page) > 0 for page in self.pages), "a page is not held"
+        assert all(self._index.references(page) > 0 for page in self.pages), "a page is not held"
 
 
 _lengths_of: Column[PageTable, int] = column("length")

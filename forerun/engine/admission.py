@@ -6,7 +6,6 @@ from collections.abc import Sequence as Several
 
 import numpy as np
 
-from forerun.cache.pages import PagePool
 from forerun.cache.prefix import PrefixIndex
 from forerun.engine.sequence import Sequence
 from forerun.engine.stats import Load
@@ -33,7 +32,7 @@ class Admission:
     ) -> None:
         self.limits, self._scored = limits, limits.scored_nodes
         self._ready, self._resumable = ready, resumable
-        self.index = PrefixIndex(PagePool(limits.pages), limits.page_size, lookahead=int(features))
+        self.index = PrefixIndex(limits.pages, limits.page_size, lookahead=int(features))
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.leaving: list[Sequence] = []

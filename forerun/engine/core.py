@@ -142,7 +142,7 @@ class EngineCore:
         live = {id(s) for sequences in self.outputs.live.values() for s in sequences}
         assert live == {id(s) for s in running + waiting}, "a sequence is lost"
         if not live and not leaving:
-            assert self.scheduler.index.pool.held == 0, "pages are held by nobody"
+            assert self.scheduler.index.held == 0, "pages are held by nobody"
 
     def end_all(self, ending: Ending) -> None:
         """End every request. Nothing runs any more afterwards."""

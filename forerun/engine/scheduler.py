@@ -322,10 +322,9 @@ class Scheduler(Admission):
             sequence.check()
             for page in sequence.table.pages:
                 held[page] = held.get(page, 0) + 1
-        pool = self.index.pool
         for page, count in held.items():
-            assert pool.references(page) == count, f"page {page} has a holder too many"
-        assert pool.held == len(held), "a page leaked: it is held, but in no table"
+            assert self.index.references(page) == count, f"page {page} has a holder too many"
+        assert self.index.held == len(held), "a page leaked: it is held, but in no table"
         open_slots = [s.slot for s in self.running + self.leaving if s.slot is not None]
         slots = range(min(self.limits.slots, self._scored))
         assert sorted(self._slots + open_slots) == [*slots], "a slot leaked"

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from forerun.cache.pages import PagePool
 from forerun.cache.prefix import PrefixIndex
 from forerun.cache.table import PageTable
 
@@ -13,7 +12,7 @@ def ints(*values):
 
 
 def index(pages=8, size=2):
-    return PrefixIndex(PagePool(pages), size)
+    return PrefixIndex(pages, size)
 
 
 def filled(shared, tokens):
@@ -27,57 +26,57 @@ def filled(shared, tokens):
     return table
 
 
-def test_pool_counts_references():
-    pool = PagePool(3)
-    (page,) = pool.take(1)
-    pool.hold(page)
-    assert pool.references(page) == 2 and pool.held == 1 and pool.free == 2
-    assert not pool.drop(page) and pool.drop(page)
+def test_references_are_counted():
+    shared = index(pages=3)
+    table = filled(shared, ints(1, 2))
+    (page,) = table.pages
+    other = filled(shared, ints(1, 2))
+    assert shared.references(page) == 2 and shared.held == 1 and shared.free == 2
+    table.release()
+    assert shared.references(page) == 1 and shared.kept == 0
+    other.release()
+    assert shared.references(page) == 0 and shared.kept == 1
     with pytest.raises(ValueError, match="nobody"):
-        pool.drop(page)
-    pool.put_back(page)
-    pool.check()
-    assert pool.free == 3
+        shared.release(page)
+    shared.check()
 
 
-def test_pool_refuses():
-    pool = PagePool(2)
-    with pytest.raises(ValueError, match="3 pages wanted"):
-        pool.take(3)
-    assert pool.free == 2
-    page = pool.take(1)[0]
-    with pytest.raises(ValueError, match="held"):
-        pool.put_back(page)
-    with pytest.raises(ValueError):
-        PagePool(0)
+def test_more_pages_than_there_are():
+    shared = index(pages=2)
+    assert shared.take(3) is None and shared.free == 2
+    with pytest.raises(ValueError, match="at least one page"):
+        index(pages=0)
 
 
-def test_pool_check_sees_a_page_freed_twice():
-    pool = PagePool(2)
-    page = pool.take(1)[0]
-    pool.drop(page)
-    pool.put_back(page)
-    pool.put_back(page)
-    with pytest.raises(AssertionError):
-        pool.check()
+def test_check_sees_a_page_freed_twice():
+    shared = index(pages=2)
+    shared._free.append(0)
+    with pytest.raises(AssertionError, match="twice"):
+        shared.check()
 
 
 @pytest.mark.parametrize("page", [-1, 4, 5])
-def test_a_pools_check_sees_a_free_page_that_does_not_exist(page):
-    pool = PagePool(4)
-    pool._references.append(0)  # So that there is a count for it.
-    pool._references.append(0)
-    pool._free.append(page)
+def test_check_sees_a_free_page_that_does_not_exist(page):
+    shared = index(pages=4)
+    shared._free.append(page)
     with pytest.raises(AssertionError, match="does not exist"):
-        pool.check()
+        shared.check()
 
 
-def test_a_pools_check_sees_a_page_with_fewer_than_no_references():
-    pool = PagePool(4)
-    (page,) = pool.take(1)
-    pool._references[page] = -1
-    with pytest.raises(AssertionError, match="fewer than no references"):
-        pool.check()
+@pytest.mark.parametrize("references, wrong", [(-1, "fewer than no references"), (0, "are not 4")])
+def test_check_sees_wrong_counts(references, wrong):
+    shared = index(pages=4)
+    (page,) = shared.take(1)
+    shared._references[page] = references
+    with pytest.raises(AssertionError, match=wrong):
+        shared.check()
+
+
+def test_check_sees_a_page_that_is_free_and_held():
+    shared = index(pages=4)
+    shared._references[0] = 1
+    with pytest.raises(AssertionError, match="free and held"):
+        shared.check()
 
 
 @pytest.mark.parametrize("size", [0, 257])
@@ -112,12 +111,12 @@ def test_two_that_compute_the_same_page_end_up_with_one():
     for table in tables:
         table.commit(4, ints(1, 2, 3, 4))
     assert tables[0].pages == tables[1].pages
-    assert shared.pool.held == 2 and shared.pool.free == 6
+    assert shared.held == 2 and shared.free == 6
     shared.check()
 
 
 def test_pages_differ_by_the_token_after_them_where_that_matters():
-    shared = PrefixIndex(PagePool(8), 2, lookahead=1)
+    shared = PrefixIndex(8, 2, lookahead=1)
     tables = [PageTable(shared), PageTable(shared), PageTable(shared)]
     texts = [ints(1, 2, 3, 4, 5), ints(1, 2, 3, 4, 6), ints(1, 2, 3, 4, 5)]
     for table in tables:
@@ -137,7 +136,7 @@ def test_pages_differ_by_the_token_after_them_where_that_matters():
 
 
 def test_a_page_waits_for_the_token_after_it():
-    shared = PrefixIndex(PagePool(8), 2, lookahead=1)
+    shared = PrefixIndex(8, 2, lookahead=1)
     table = PageTable(shared)
     assert table.reserve(4)
     table.commit(2, ints(1, 2))
@@ -150,7 +149,7 @@ def test_a_page_waits_for_the_token_after_it():
     probe.release()
     table.release()
     shared.check()
-    assert shared.kept == 1 and shared.pool.free == 7
+    assert shared.kept == 1 and shared.free == 7
 
 
 def test_kept_pages_are_evicted_least_recently_used_first_and_leaves_before_parents():
@@ -158,7 +157,7 @@ def test_kept_pages_are_evicted_least_recently_used_first_and_leaves_before_pare
     filled(shared, ints(1, 2, 3, 4)).release()
     filled(shared, ints(5, 6, 7, 8)).release()
     filled(shared, ints(1, 2, 3, 4)).release()  # Used again: now the younger.
-    assert shared.kept == 4 and shared.pool.free == 0
+    assert shared.kept == 4 and shared.free == 0
     table = PageTable(shared)
     assert table.reserve(2)  # One page: the leaf of the older text.
     assert PageTable(shared).start(ints(5, 6, 7, 8)) == 2
@@ -175,7 +174,7 @@ def test_held_pages_are_never_evicted():
     other = PageTable(shared)
     assert not other.reserve(4) and other.reserved == 0
     assert other.reserve(2)
-    assert shared.pool.references(table.pages[0]) == 1
+    assert shared.references(table.pages[0]) == 1
     shared.check()
 
 
@@ -186,11 +185,11 @@ def test_reserve_commit_rollback():
     assert table.reserve(3) and table.reserved == 6
     table.commit(2, ints(1, 2))
     table.rollback()
-    assert (table.length, table.reserved, shared.pool.free) == (2, 2, 7)
+    assert (table.length, table.reserved, shared.free) == (2, 2, 7)
     with pytest.raises(ValueError, match="only 2 positions are reserved"):
         table.commit(1, ints(1, 2, 3))
     table.release()
-    assert (table.length, shared.kept, shared.pool.free) == (0, 1, 7)
+    assert (table.length, shared.kept, shared.free) == (0, 1, 7)
     table.check()
     shared.check()
 
@@ -201,7 +200,7 @@ def test_who_takes_every_page_evicts_everything_kept():
     filled(shared, ints(1, 2, 3, 4)).release()
     for page in shared.take(shared.available):
         shared.release(page)
-    assert shared.kept == 0 and shared.pool.held == 1
+    assert shared.kept == 0 and shared.held == 1
     assert PageTable(shared).start(ints(1, 2, 3, 4)) == 2
     held.check()
     shared.check()
@@ -210,7 +209,7 @@ def test_who_takes_every_page_evicts_everything_kept():
 def test_checks_see_a_leak():
     shared = index()
     table = filled(shared, ints(1, 2, 3))
-    shared.pool._references[table.pages[0]] = 0
+    shared._references[table.pages[0]] = 0
     with pytest.raises(AssertionError):
         shared.check()
     with pytest.raises(AssertionError):
@@ -268,7 +267,7 @@ def test_an_index_s_check_sees_a_page_that_is_kept_and_free():
     table = filled(shared, ints(1, 2))
     (page,) = table.pages
     table.release()
-    shared.pool._free.append(page)
+    shared._free.append(page)
     with pytest.raises(AssertionError, match=r"8 free [+] 0 held [+] 1 kept pages are not 8"):
         shared.check()
 

@@ -12,7 +12,6 @@ from collections import deque
 import numpy as np
 import pytest
 
-from forerun.cache.pages import PagePool
 from forerun.cache.prefix import PrefixIndex
 from forerun.cache.table import PageTable
 from forerun.control.step_costs import StepCosts
@@ -133,7 +132,7 @@ def test_planning_a_row(cheap):
 
 def test_matching_a_prefix(cheap):
     """Per page of 16 tokens."""
-    index = PrefixIndex(PagePool(256), 16)
+    index = PrefixIndex(256, 16)
     tokens = np.arange(4096, dtype=np.int32)
     table = PageTable(index)
     table.reserve(4096)

@@ -172,7 +172,7 @@ def test_a_sink_may_submit(started):
 def test_a_leak_stops_the_engine(started):
     """An engine that lost a page is not trusted any more, and says so."""
     engine = started()
-    engine._core.scheduler.index.pool.take(1)
+    engine._core.scheduler.index.take(1)
     ear = Ear()
     engine.submit(ask(), ear)
     wait_for(lambda: not engine.alive)

@@ -13,7 +13,6 @@ from hypothesis.stateful import (
     rule,
 )  # fmt: skip
 
-from forerun.cache.pages import PagePool
 from forerun.cache.prefix import PrefixIndex
 from forerun.cache.table import PageTable
 
@@ -33,7 +32,7 @@ class PagesMachine(RuleBasedStateMachine):
 
     @initialize(pages=st.integers(1, 12), size=st.integers(1, 4))
     def build(self, pages, size):
-        self.index = PrefixIndex(PagePool(pages), size)
+        self.index = PrefixIndex(pages, size)
         self.size = size
         self.live: list[Text] = []
         self.memory = np.full((pages, size), -1)
@@ -61,7 +60,7 @@ class PagesMachine(RuleBasedStateMachine):
         table, start = text.table, text.table.length
         for position, token in enumerate(tokens, start):
             page = table.pages[position // self.size]
-            assert self.index.pool.references(page) == 1, "a shared page is written to"
+            assert self.index.references(page) == 1, "a shared page is written to"
             self.memory[page, position % self.size] = token
         text.tokens = text.tokens + tokens
         table.commit(len(tokens), np.array(text.tokens, np.int32))
@@ -103,8 +102,8 @@ class PagesMachine(RuleBasedStateMachine):
             text.table.check()
             for page in text.table.pages:
                 held[page] = held.get(page, 0) + 1
-        pool = self.index.pool
-        assert all(pool.references(page) == held.get(page, 0) for page in range(pool.pages))
+        index = self.index
+        assert all(index.references(page) == held.get(page, 0) for page in range(index.pages))
 
     @invariant()
     def every_table_reads_its_own_text(self):
@@ -118,7 +117,7 @@ class PagesMachine(RuleBasedStateMachine):
             text.table.release()
         if hasattr(self, "index"):
             self.index.check()
-            assert self.index.pool.held == 0
+            assert self.index.held == 0
 
 
 PagesMachine.TestCase.settings = settings(
