@@ -68,6 +68,15 @@ class Account:
         """Whether the credit covers a loss of so many plain steps."""
         return not self.empty and loss <= self.credit
 
+    @property
+    def stake(self) -> float:
+        """Plain steps that the coming step may lose: one, as far as the credit goes."""
+        return min(max(self.credit, 0.0), 1.0)
+
+    def price(self, rows: int, cached: int) -> float:
+        """Tokens that as much time as a plain step takes would bring elsewhere, of all rows."""
+        return rows * max(1.0, self.of(rows).speed) * self.costs.late(rows, cached)
+
     def observe(self, report: StepReport) -> float:
         """Learn from a step, unless it says nothing of decoding: it has a prompt, or something else
         than draft tokens kept it from beginning early. How many plain steps it took, without masks:

@@ -9,7 +9,6 @@ at the speed that steps reach on average (Dinkelbach 1967: the maximum of a rati
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
 from functools import partial
 from itertools import takewhile
 from typing import Any
@@ -18,18 +17,16 @@ from forerun.control import reasons
 from forerun.control.account import Account
 from forerun.control.constants import (
     LOSS_SHARE,
-    MIN_PROB,
     MIN_REPEATS,
     PLAIN_EVERY,
 )
-from forerun.control.host_drafts import CERTAIN, Found, Trust, cut, ranked, scored
+from forerun.control.host_drafts import Found, HostDrafts, scored
 from forerun.control.policy import FIXED_MIN_PROB, Decision, Lookahead, with_known
 from forerun.control.report import StepReport
 from forerun.control.shapes import Shapes
 from forerun.control.step_costs import StepCosts
 from forerun.interface.drafter import DrafterTraits
 from forerun.interface.plan import Budget
-from forerun.speculative.tree import Draft
 from forerun.types import Ints
 
 
@@ -53,7 +50,8 @@ class AdaptivePolicy:
     ) -> None:
         if not 1 <= max_depth <= max_nodes:
             raise ValueError(f"need 1 <= max_depth <= max_nodes, not {max_depth} and {max_nodes}")
-        self.account, self.trust = Account(costs), Trust(traits.merged)
+        self.account = Account(costs)
+        self.drafts = HostDrafts(self.account, max_nodes, traits.merged)
         width = max_nodes // max_depth
         self.shapes = None if traits.free else Shapes(self.account, max_depth, width)
         self.reasons: Counter[str] = Counter()
@@ -76,12 +74,17 @@ class AdaptivePolicy:
             first = -(-rows // 8)
             budgets = (budget,) * first + (Budget(0, 0, reasons.PROBING),) * (rows - first)
         if self._lookahead is not None and constrained:
-            known = self._known(self._lookahead, budget.reason, slots, each)
+            if self._in_round:
+                rows_known = self._lookahead.predicted(slots, FIXED_MIN_PROB)
+                known = [min(len(row), self._depth) for row in rows_known]
+            else:
+                plain = self.account.empty or budget.reason == reasons.PLAIN
+                known = self.drafts.known(self._lookahead, slots, each, plain)
             budgets = with_known(budgets, known)
         if self._buys and not constrained:
             prices = self._prices(rows, sum(each)) if budget.nodes else None
             return Decision(budget.reason, budgets, prices=prices)
-        select = None if self._in_round else partial(self._select, each)
+        select = None if self._in_round else partial(self.drafts.select, each)
         return Decision(budget.reason, budgets, select)
 
     def _budget(self, rows: int, cached: int, constrained: bool) -> Budget:
@@ -124,66 +127,14 @@ class AdaptivePolicy:
         """
         return self._looked + 1 >= 3.0 * look / LOSS_SHARE and self.account.covers(look)
 
-    def _known(
-        self, lookahead: Lookahead, reason: str, slots: Ints, kv_len: list[int]
-    ) -> list[int]:
-        """By row, how many tokens there are that a grammar knows, as far as they pay."""
-        if self._in_round:
-            rows = lookahead.predicted(slots, FIXED_MIN_PROB)
-            return [min(len(row), self._depth) for row in rows]
-        price, count = CERTAIN, len(kv_len)
-        if not self.account.empty and reason != reasons.PLAIN:
-            price = self.account.costs.price(count, count * (1 + self._nodes), sum(kv_len))
-        rows = lookahead.predicted(slots, min(CERTAIN, max(MIN_PROB, price)))
-        owners = [row for row, scores in enumerate(rows) for _ in scores]
-        bought, _ = self._bought([score for row in rows for score in row], owners, kv_len)
-        counts = Counter(owners[index] for index in bought)
-        return [counts[row] for row in range(count)]
-
     def _prices(self, rows: int, cached: int) -> "array[float]":
         """What 1, 2, ... draft tokens of all rows have to bring beyond what their time would bring
-        elsewhere; as many of them as lose no more than a plain step and the credit. As `_bought`.
+        elsewhere; as many of them as the stake covers. As HostDrafts.buy.
         """
         account, costs = self.account, self.account.costs
-        price = rows * max(1.0, account.of(rows).speed) * costs.late(rows, cached)
-        stake = min(max(account.credit, 0.0), 1.0)
-        steps = costs.longer(rows, rows * (1 + self._nodes), cached)
-        paid = takewhile(lambda step: step[1] <= stake, steps)
+        steps, stake = costs.longer(rows, rows * (1 + self._nodes), cached), account.stake
+        paid, price = takewhile(lambda step: step[1] <= stake, steps), account.price(rows, cached)
         return array("d", [price * more for more, _ in paid])
-
-    def _select(self, kv_len: list[int], drafts: list[Draft]) -> list[Draft]:
-        """Of all rows the draft tokens that pay: any path is kept down to where it stops to."""
-        drafts = [self.trust.believed(draft) if len(draft) else draft for draft in drafts]
-        return cut(drafts, self._bought(*scored(drafts), kv_len)[0])
-
-    def _bought(
-        self, scores: list[float], owners: list[int], kv_len: list[int]
-    ) -> tuple[Sequence[int], float]:
-        """Which of the tokens with these chances of being right bring most beyond what their time
-        would bring elsewhere, by index, of those that lose no more than a plain step and the credit
-        if all that is not certain turns out wrong; and how many tokens that is. owners: the row of
-        each.
-
-        Plain Python: NumPy's calls, cold after a forward pass, take longer than the step can win.
-        """
-        account, costs = self.account, self.account.costs
-        rows, cached = len(kv_len), sum(kv_len)
-        layers = ranked(scores, owners, costs.measured.padded)
-        price = rows * max(1.0, account.of(rows).speed) * costs.late(rows, cached)
-        stake = min(max(account.credit, 0.0), 1.0)
-        best, most, tokens, certain_longest, nodes = 0, 0.0, 0.0, 1.0, rows
-        for number, layer in enumerate(layers, 1):
-            nodes += rows if costs.measured.padded else 1
-            tokens += sum(scores[index] for index in layer)
-            time = costs.ratio(rows, nodes, cached, hopeful=True)
-            longest = costs.at_most(rows, nodes, cached)
-            if min(scores[index] for index in layer) >= CERTAIN:
-                certain_longest = longest
-            if longest - certain_longest > stake:
-                break
-            if (won := tokens - price * (time - 1.0)) > most:
-                best, most = number, won
-        return [index for layer in layers[:best] for index in layer], most
 
     def observe(self, report: StepReport) -> None:
         """See Policy."""
@@ -201,7 +152,7 @@ class AdaptivePolicy:
         if self._merged and report.proposed:
             free = [draft if draft.free is None else draft.free for draft in report.proposed]
             cached = [report.cached // report.nodes] * report.rows
-            self.shapes.learn_floor(self._bought(*scored(free), cached)[1] / report.rows)
+            self.shapes.learn_floor(self.drafts.buy(*scored(free), cached)[1] / report.rows)
         if report.prefill:
             return
         if not allowed or (self._merged and not report.modelled):
@@ -215,16 +166,14 @@ class AdaptivePolicy:
             width = self._nodes // self._depth
             counts = zip(report.tokens, report.draft_tokens, strict=True)
             return [Found(min(len(t), -(-n // width)), len(t) - 1) for t, n in counts if t and n]
-        rows = zip(report.proposed, report.tokens, strict=bool(report.proposed))
-        found = [self.trust.learn(draft, tokens) for draft, tokens in rows if tokens]
-        return [each for each in found if each is not None]
+        return self.drafts.learn(report.proposed, report.tokens)
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info: what is chosen, how often, and on what ground."""
         return (
             {
                 "policy": "adaptive",
-                "trust_in_scores": round(self.trust.share, 3),
+                "trust_in_scores": round(self.drafts.trust.share, 3),
                 "reasons": dict(self.reasons),
             }
             | self.account.describe()

@@ -1,13 +1,20 @@
-"""Draft tokens that lie on the host: how far their scores are to be believed, which are kept."""
+"""Draft tokens that lie on the host: how far their scores are to be believed, which are kept.
 
+The compiled core's n-gram drafter buys by itself, so this is for grammars and draft models.
+"""
+
+from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
-from forerun.control.constants import DECAY
+from forerun.control.account import Account
+from forerun.control.constants import DECAY, MIN_PROB
+from forerun.control.policy import Lookahead
 from forerun.speculative.tree import NO_DRAFT, Draft, DraftSource
+from forerun.types import Ints
 
 CERTAIN = 1.0
 """Score of what a grammar forces. What a drafter proposes is never certain."""
@@ -60,6 +67,71 @@ class Trust:
         self._expected = DECAY * self._expected + expected
         self._right = DECAY * self._right + right
         return Found(tried, right)
+
+
+class HostDrafts:
+    """Keeps of what drafters and grammars propose that which brings more than its time would bring
+    elsewhere.
+
+    nodes       draft tokens of a row, at most
+    calibrated  see Trust
+    """
+
+    def __init__(self, account: Account, nodes: int, calibrated: bool) -> None:
+        self.trust, self._account, self._nodes = Trust(calibrated), account, nodes
+
+    def known(self, lookahead: Lookahead, slots: Ints, kv_len: list[int], plain: bool) -> list[int]:
+        """By row, how many tokens there are that a grammar knows, as far as they pay; plain: only
+        what it forces.
+        """
+        price, count = CERTAIN, len(kv_len)
+        if not plain:
+            most = count * (1 + self._nodes)
+            price = self._account.costs.price(count, most, sum(kv_len))
+        rows = lookahead.predicted(slots, min(CERTAIN, max(MIN_PROB, price)))
+        owners = [row for row, scores in enumerate(rows) for _ in scores]
+        bought, _ = self.buy([score for row in rows for score in row], owners, kv_len)
+        counts = Counter(owners[index] for index in bought)
+        return [counts[row] for row in range(count)]
+
+    def select(self, kv_len: list[int], drafts: list[Draft]) -> list[Draft]:
+        """Of all rows the draft tokens that pay: any path is kept down to where it stops to."""
+        drafts = [self.trust.believed(draft) if len(draft) else draft for draft in drafts]
+        return cut(drafts, self.buy(*scored(drafts), kv_len)[0])
+
+    def learn(self, drafts: Sequence[Draft], tokens: list[list[int]]) -> list[Found]:
+        """These tokens came where this was proposed. Of each row that had draft tokens and emitted
+        something, what came of them.
+        """
+        rows = zip(drafts, tokens, strict=bool(drafts))
+        found = [self.trust.learn(draft, emitted) for draft, emitted in rows if emitted]
+        return [each for each in found if each is not None]
+
+    def buy(
+        self, scores: list[float], owners: list[int], kv_len: list[int]
+    ) -> tuple[Sequence[int], float]:
+        """Which of the tokens with these chances of being right bring most beyond what their time
+        would bring elsewhere, by index, of those that lose no more than the stake if all that is
+        not certain turns out wrong; and how many tokens that is. owners: the row of each.
+
+        Plain Python: NumPy's calls, cold after a forward pass, take longer than the step can win.
+        """
+        costs, stake = self._account.costs, self._account.stake
+        rows, cached, padded = len(kv_len), sum(kv_len), costs.measured.padded
+        layers, price = ranked(scores, owners, padded), self._account.price(rows, cached)
+        best, most, tokens, certain_longest, nodes = 0, 0.0, 0.0, 1.0, rows
+        for number, layer in enumerate(layers, 1):
+            nodes += rows if padded else 1
+            tokens += sum(scores[index] for index in layer)
+            time = costs.ratio(rows, nodes, cached, hopeful=True)
+            longest = costs.at_most(rows, nodes, cached)
+            if min(scores[index] for index in layer) >= CERTAIN:
+                certain_longest = longest
+            if longest - certain_longest > stake:
+                break
+            if (won := tokens - price * (time - 1.0)) > most:
+                best, most = number, won
+        return [index for layer in layers[:best] for index in layer], most
 
 
 def compare(draft: Draft, tokens: list[int]) -> tuple[float, int, int]:

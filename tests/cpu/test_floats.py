@@ -126,7 +126,7 @@ def test_the_plan_counts_what_there_will_be(executor, folder):
         needs = entry.needs(config, source.architecture, source)
         made = CpuExecutor(source, limits(tiny.VOCAB), 1, dtype=dtype)
         places = made.limits.pages * made.limits.page_size + made.limits.max_nodes
-        assert made.cache_bytes == needs.per_token * places
+        assert made.model.cache_bytes == needs.per_token * places
         made.shutdown()
         assert 0.8 * made.describe()["weight_bytes"] < needs.weights
 

@@ -86,7 +86,7 @@ class CpuDecoderModel:
                 f"the draft model ({self._weight_bytes:,} bytes and its cache) does not fit: "
                 f"{self._library.forerun_error().decode()}; lower the number of cached tokens"
             )
-        self._executor.adopt(model, 0)
+        self._executor.model.adopt(model, 0)
         return model
 
     def extend(self, extension: Extension, features: Features | None) -> Candidates:

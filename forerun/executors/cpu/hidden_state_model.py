@@ -9,7 +9,8 @@ import numpy as np
 from forerun.errors import EngineError, MemoryPlanError
 from forerun.executors.cpu import native
 from forerun.executors.cpu.draft_pass import DraftPass, commit, page_slots, run
-from forerun.executors.cpu.executor import CpuExecutor, CpuFeatures
+from forerun.executors.cpu.executor import CpuExecutor
+from forerun.executors.cpu.features import CpuFeatures
 from forerun.executors.cpu.places import RopeTable
 from forerun.interface.draft_model import (
     BlockCandidates,
@@ -64,7 +65,7 @@ class CpuHiddenStateModel:
                 f"the draft head ({self._weight_bytes:,} bytes and its cache) does not fit: "
                 f"{self._library.forerun_error().decode()}; lower the number of cached tokens"
             )
-        self._executor.adopt(model, len(features) * int(kind.width))
+        self._executor.model.adopt(model, len(features) * int(kind.width))
         return model
 
     def extend(self, extension: Extension, features: Features | None) -> Candidates:

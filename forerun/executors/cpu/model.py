@@ -1,0 +1,145 @@
+"""The compiled core's model of a checkpoint: opened, filled with weights, and closed in the end."""
+
+import ctypes
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from forerun.errors import ConfigError, EngineError, MemoryPlanError, ModelError
+from forerun.executors.cpu import native
+from forerun.executors.cpu.latent import sizes_of
+from forerun.executors.cpu.limits import check_runs
+from forerun.executors.cpu.places import RopeTable
+from forerun.executors.cpu.weights import Packer, cache_bytes_per_token, cache_item, sentence
+from forerun.executors.feature_ring import HostFeatureRing
+from forerun.interface.executor import ExecutorLimits
+from forerun.machine import physical_cores
+from forerun.models.checkpoint import Checkpoint
+from forerun.types import Floats
+
+MOST_THREADS = 16
+"""Used unless more are asked for. A step has some 300 barriers, which cost more with each."""
+
+
+class CpuModel:
+    """Weights, key/value cache and threads of a target, and the draft models that use its threads.
+
+    handle  the core's; None after `shutdown`
+    ring    where features are kept for a draft model that reads any; None = nobody reads them
+
+    The parameters and errors are CpuExecutor's.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        limits: ExecutorLimits,
+        threads: int | None,
+        kernels: str,
+        dtype: str,
+        progress: Callable[[str, int, int], None],
+    ) -> None:
+        self.handle: int | None = None
+        arch = checkpoint.architecture
+        check_runs(arch)
+        if limits.vocab != arch.vocab:
+            raise ModelError(f"the limits' vocabulary is {limits.vocab}, the model's {arch.vocab}")
+        self._limits, self._arch = limits, arch
+        self._library = native.load()
+        self.kernels = native.kernels(kernels)
+        if self.kernels is None:
+            raise ConfigError(f"this machine has no CPU kernels called {kernels!r}")
+        self.threads = threads or min(physical_cores(), MOST_THREADS)
+        self._drafts: list[int] = []
+        self.ring: HostFeatureRing | None = None
+        self._numbers = sentence(checkpoint, dtype)
+        self._cache_item = cache_item(checkpoint, dtype)
+        packer = Packer(self._library, checkpoint, dtype=dtype)
+        self._weight_bytes = packer.planned_bytes()
+        self.handle = self._open()
+        try:
+            packer.load(self.handle, partial(progress, "loading weights"))
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _open(self) -> int:
+        arch, limits = self._arch, self._limits
+        sizes = native.Sizes(
+            layers=arch.layers,
+            hidden=arch.hidden,
+            heads=arch.heads,
+            kv_heads=arch.kv_heads,
+            head_size=arch.head_size,
+            ffn=arch.ffn,
+            vocab=arch.vocab,
+            page_size=limits.page_size,
+            pages=limits.pages,
+            max_nodes=limits.max_nodes,
+            context=limits.context,
+            threads=self.threads,
+            cache_item=self._cache_item,
+            norm_eps=arch.norm_eps,
+            **sizes_of(arch.latent),
+        )
+        model: int | None = self._library.forerun_open(
+            ctypes.byref(sizes),
+            ctypes.byref(RopeTable(arch.ropes, arch.rope_size)),
+            self._weight_bytes,
+            (self.kernels or "").encode(),
+        )
+        if model is None:
+            raise MemoryPlanError(
+                f"weights ({self._weight_bytes:,} bytes) and the cache of {limits.pages} pages x "
+                f"{limits.page_size} tokens ({self.cache_bytes:,} bytes) do not fit: "
+                f"{self._library.forerun_error().decode()}; lower the number of cached tokens"
+            )
+        return model
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of keys and values, in pages and in the step's scratch."""
+        places = self._limits.pages * self._limits.page_size + self._limits.max_nodes
+        return cache_bytes_per_token(self._arch, self._cache_item) * places
+
+    def adopt(self, draft: int | None, features_width: int) -> None:
+        """Close this native draft model, if any, together with the target whose threads it uses,
+        and keep from now on the features [M,features_width] that the target was made to hand out.
+        """
+        self._drafts += [] if draft is None else [draft]
+        ring = HostFeatureRing(self._limits.slots, features_width) if features_width else None
+        self.ring = ring
+
+    def features(self, count: int, width: int) -> Floats:
+        """float32[count,width]: features of the last step's first nodes. Raises EngineError."""
+        if self.handle is None:
+            raise EngineError("the executor was shut down")
+        found = np.empty((count, width), np.float32)
+        if self._library.forerun_aux_hidden_states(self.handle, count, found.ctypes.data):
+            raise EngineError(self._library.forerun_error().decode())
+        return found
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for /server_info: device, kernels, threads, dtype, bytes."""
+        return {
+            "device": "cpu",
+            "kernels": self.kernels,
+            "threads": self.threads,
+            "dtype": self._numbers,
+            "weight_bytes": self._weight_bytes,
+            "cache_bytes": self.cache_bytes,
+            "cache_dtype": "float32" if self._cache_item == 4 else "float16",
+        }
+
+    def shutdown(self) -> None:
+        """Free the model and its drafts. Idempotent."""
+        handle, self.handle = self.handle, None
+        if handle is not None:
+            for model in (*self._drafts, handle):
+                self._library.forerun_close(model)
+
+    def __del__(self) -> None:
+        if self.handle is not None:
+            self.shutdown()
