@@ -38,7 +38,7 @@ from forerun.executors.torch.triton import (
     triton_shaping,
 )
 from forerun.models.layer_spec import CLAMP, CLAMP_SLOPE
-from forerun.speculative.draft_tree import full_size
+from forerun.speculative.tree import full_size
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 ARCHS = (80, 90, 100)

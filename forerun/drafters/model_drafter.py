@@ -33,8 +33,8 @@ from forerun.interface.executor import ExecutorLimits
 from forerun.interface.features import MOST_KEPT, Features, HeldFeatures, StepFeatures
 from forerun.interface.next_draft import DraftRequest, draft_sizes
 from forerun.interface.plan import Outcome, Plan, Round, SlotInit
-from forerun.speculative.draft_tree import DraftTree, TreeShape, block_draft, full_size
-from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch
+from forerun.speculative.draft_tree import DraftTree, TreeShape, block_draft
+from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch, full_size
 from forerun.types import AnyArray, Bools, Ints
 
 PATIENCE = 1

@@ -27,7 +27,7 @@ class DraftRequest:
 class NextDrafts:
     """What a step drafted for the one after it.
 
-    K = forerun.speculative.draft_tree.full_size(width, levels).
+    K = forerun.speculative.tree.full_size(width, levels).
 
     rows    bool[B]      rows of the step that were extended by all that became permanent, as
                          `DraftModel.extend` would, and below whose new end a tree was grown

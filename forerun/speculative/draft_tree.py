@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from forerun.speculative.tree import Draft, DraftSource
+from forerun.speculative.tree import Draft, DraftSource, full_size
 from forerun.types import AnyArray, Floats, Ints
 
 
@@ -113,11 +113,6 @@ class TreeShape:
         (`block`) the best ones may be more than that on one level.
         """
         return not block or self.width == 1 or 0 < self.nodes <= self.width**2
-
-
-def full_size(width: int, levels: int) -> int:
-    """Nodes of so many levels of a tree of this width where no child is missing; 0 of none."""
-    return width + (levels - 1) * width * width if levels else 0
 
 
 def full_draft(

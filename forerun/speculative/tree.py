@@ -192,6 +192,13 @@ def batch(known: Sequence[Ints] | Ints, drafts: Sequence[Draft] = ()) -> TreeBat
     )
 
 
+def full_size(width: int, levels: int) -> int:
+    """Nodes of a tree so deep that lacks none: `width` below the root, then `width` below each of
+    `width` nodes a level.
+    """
+    return width + (levels - 1) * width * width if levels else 0
+
+
 @lru_cache(maxsize=64)
 def _decode_only(rows: int) -> tuple[Ints, Ints, Ints, Ints]:
     """Everything but the tokens of a step of one known token per row, read-only."""

@@ -15,8 +15,8 @@ from forerun.executors.torch.decoder.layers import PLAIN, Heads
 from forerun.executors.torch.triton.kernels import kernels_for
 from forerun.executors.torch.triton.round_types import Levels, RoundShape
 from forerun.models.layer_spec import AttentionSpec
-from forerun.speculative.draft_tree import full_size
 from forerun.speculative.sampling import Sampling
+from forerun.speculative.tree import full_size
 from forerun.speculative.verify import intervals
 from tests.models import tiny
 from tests.parity.cuts import lost, mixed, shaping_of

@@ -21,8 +21,7 @@ from forerun.executors.jax import drafting, level_model
 from forerun.executors.jax import executor as jax_executor
 from forerun.executors.jax.reports import line_size
 from forerun.interface.grammars import Committed
-from forerun.speculative.draft_tree import full_size
-from forerun.speculative.tree import NodeMasks
+from forerun.speculative.tree import NodeMasks, full_size
 from tests.drafters.conftest import kinds  # noqa: F401 - a fixture
 from tests.drafters.kinds import prediction
 from tests.drafters.prediction import random_layer

@@ -130,7 +130,7 @@ def test_a_layer_launches_three_kernels_for_any_number_of_prompts(count):
     spec = AttentionSpec(scale=0.125)
     queries = torch.empty(len(trees.tokens), 8, 64, dtype=torch.bfloat16, device=META)
     with Launches() as mode:
-        context = attention(queries, *cache.of_layer(0), spec)
+        context = attention(queries, *cache.layers[0], spec)
     assert context.shape == queries.shape
     assert mode.found == {"index_select": 2, "_flash_attention_forward": 1}
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.executors.torch.attention.attention import BLOCK, attend, chains, key_blocks
-from forerun.executors.torch.attention.kv import KvShape, PagedCache
+from forerun.executors.torch.attention.kv import KvShape, PagedCache, write
 from forerun.executors.torch.attention.plan_geometry import places_of
 from forerun.models.cache_layer import CacheLayer
 from forerun.models.layer_spec import AttentionSpec
@@ -48,7 +48,9 @@ class Pages:
     def write(self):
         """The step's own keys and values, where they belong."""
         there = torch.from_numpy(self.places)
-        self.cache.write(0, there, torch.from_numpy(self.keys), torch.from_numpy(self.values))
+        write(
+            self.cache.layers[0], there, torch.from_numpy(self.keys), torch.from_numpy(self.values)
+        )
 
     def normal(self, count, heads):
         size = count, heads, self.kept.head_size
@@ -64,8 +66,8 @@ class Pages:
         pair = self.pair(length)
         positions = np.arange(length)
         for part in np.array_split(positions, -(-length // 256) or 1):
-            slots = torch.from_numpy(self.cache.slots(self.plan.page_table[row], part))
-            self.cache.write(0, slots, *(torch.from_numpy(array[part]) for array in pair))
+            slots = torch.from_numpy(self.cache.slots_of(self.plan.page_table, row, part))
+            write(self.cache.layers[0], slots, *(torch.from_numpy(array[part]) for array in pair))
         return pair
 
     def ours(self, spec=None, sinks=None):
@@ -73,7 +75,7 @@ class Pages:
         blocks = key_blocks(
             self.plan, self.trees, self.places, self.cache, torch.device("cpu"), window
         )
-        held = self.cache.of_layer(0)
+        held = self.cache.layers[0]
         return attend(torch.from_numpy(self.queries), *held, blocks, spec, sinks).numpy()
 
     def expected_by(self, spec, sinks=None):

@@ -13,8 +13,8 @@ from forerun.executors.torch.triton.record import Record, Size
 from forerun.executors.torch.triton.round_types import Accepted
 from forerun.interface.plan import Plan
 from forerun.speculative.accept import NOTHING
-from forerun.speculative.draft_tree import full_draft, full_size
-from forerun.speculative.tree import NO_DRAFT, batch
+from forerun.speculative.draft_tree import full_draft
+from forerun.speculative.tree import NO_DRAFT, batch, full_size
 from tests.parity.interpreted import load
 from tests.parity.tape import Watch
 from tests.twins import future

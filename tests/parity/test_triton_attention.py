@@ -44,7 +44,7 @@ def geometry(pages, parts=None):
 
 
 def both(pages, parts=None, spec=None):
-    inputs = torch.from_numpy(pages.queries), *pages.cache.of_layer(0)
+    inputs = torch.from_numpy(pages.queries), *pages.cache.layers[0]
     made = geometry(pages, parts)
     return attention.attend(*inputs, made, spec).numpy(), attend_dense(*inputs, made, spec).numpy()
 
@@ -120,7 +120,7 @@ def test_windows_and_caps_on_float8_pages(parts):
 
 def test_a_window_without_positions_is_refused():
     pages = Pages([5], batch([np.zeros(3, np.int32)], [as_draft([], [])]), 4, 2, 16, 0)
-    inputs = torch.from_numpy(pages.queries), *pages.cache.of_layer(0)
+    inputs = torch.from_numpy(pages.queries), *pages.cache.layers[0]
     nowhere = replace(geometry(pages), position=None)
     for attend in (attention.attend, attend_dense):
         with pytest.raises(EngineError, match="positions"):
@@ -132,7 +132,7 @@ def test_a_window_without_positions_is_refused():
 def test_a_block_sees_all_of_itself_over_its_tiles(parts):
     trees = batch([np.zeros(12, np.int32)] * 2, [as_draft([], [])] * 2)
     pages = Pages([70, 5], trees, 7, 1, 16, 0)
-    inputs = torch.from_numpy(pages.queries), *pages.cache.of_layer(0)
+    inputs = torch.from_numpy(pages.queries), *pages.cache.layers[0]
     there = geometry(pages, parts)
     assert there.tile < 12
     both_ways = torch.tensor([[0], [1]], dtype=torch.int32).expand(2, 24).contiguous()
@@ -146,7 +146,7 @@ def test_a_block_sees_all_of_itself_over_its_tiles(parts):
 def test_nothing_before_the_first_entry_is_seen_but_oneself(spec):
     trees = batch([np.zeros(2, np.int32)] * 3, [as_draft([1, 2, 3], [-1, -1, 0])] * 3)
     pages = Pages([70, 1, 0], trees, 4, 2, 16, 0)
-    inputs = torch.from_numpy(pages.queries), *pages.cache.of_layer(0)
+    inputs = torch.from_numpy(pages.queries), *pages.cache.layers[0]
     later = replace(geometry(pages), begin=2)
     found = attention.attend(*inputs, later, spec)
     np.testing.assert_allclose(found, attend_dense(*inputs, later, spec), atol=3e-6)
@@ -168,7 +168,7 @@ def test_a_long_chunk_over_several_tiles_and_turns():
 def test_narrow_inputs(dtype):
     trees = batch([np.zeros(3, np.int32)] * 2, [as_draft([1, 2, 3, 4], [-1, -1, 0, 2])] * 2)
     pages = Pages([70, 5], trees, 6, 2, 16, 0)
-    keys, values = (staging.to(dtype) for staging in pages.cache.of_layer(0))
+    keys, values = (staging.to(dtype) for staging in pages.cache.layers[0])
     queries = torch.from_numpy(pages.queries).to(dtype)
     for parts in (1, 4):
         found = attention.attend(queries, keys, values, geometry(pages, parts))
@@ -183,7 +183,7 @@ def test_float8_pages(dtype, parts):
     """Kernel and twins see the same narrow numbers, which are nearly the wide ones."""
     trees = batch([np.zeros(3, np.int32)] * 2, [as_draft([1, 2, 3, 4], [-1, -1, 0, 2])] * 2)
     pages = Pages([70, 5], trees, 6, 2, 16, 0, FLOAT8)
-    keys, values = pages.cache.of_layer(0)
+    keys, values = pages.cache.layers[0]
     assert keys.numbers.dtype == FLOAT8
     queries = torch.from_numpy(pages.queries).to(dtype)
     found = attention.attend(queries, keys, values, geometry(pages, parts)).float().numpy()
@@ -254,7 +254,7 @@ def test_rows_of_any_lengths_in_one_launch(numbers):
     pages = Pages(kv_len, trees, 6, 2, 16, 0, *([numbers] if numbers == FLOAT8 else []))
     whole = geometry(pages)
     lengths = np.array(kv_len)[whole.tiles[:, 0].numpy()]
-    inputs = torch.from_numpy(pages.queries), *pages.cache.of_layer(0)
+    inputs = torch.from_numpy(pages.queries), *pages.cache.layers[0]
     expected = attend_dense(*inputs, whole).numpy()
     tiles = len(lengths)
     for programs in (tiles, tiles + 1, tiles + 9, programs_for(tiles, 2)):
@@ -270,7 +270,7 @@ def test_context_as_float8_rows(parts, dtype):
     """Bit for bit what quantising the context gives: in one part, in several, and mixed."""
     trees = batch([np.zeros(2, np.int32)] * 3, [as_draft([1, 2], [-1, 0])] * 3)
     pages = Pages([150, 0, 30], trees, 6, 2, 16, 0)
-    keys, values = (each.to(dtype) for each in pages.cache.of_layer(0))
+    keys, values = (each.to(dtype) for each in pages.cache.layers[0])
     queries, whole = torch.from_numpy(pages.queries).to(dtype), geometry(pages)
     lengths = np.array([150, 0, 30])[whole.tiles[:, 0].numpy()]
     split = split_of(lengths, len(lengths) + 5)
@@ -303,7 +303,7 @@ def test_sinks_take_part_and_carry_nothing(parts, window):
     trees = batch([np.zeros(3, np.int32), np.zeros(1, np.int32)], [draft, draft])
     pages = Pages([130, 7], trees, 6, 2, 16, 3)
     spec, sinks = AttentionSpec(0.3, window, sinks=True), torch.randn(6) * 2
-    held, queries = pages.cache.of_layer(0), torch.from_numpy(pages.queries)
+    held, queries = pages.cache.layers[0], torch.from_numpy(pages.queries)
     inputs = queries, *held, geometry(pages, parts), spec
     slow = attend_dense(*inputs, sinks=sinks)
     expected = pages.expected_by(spec, sinks.numpy())
@@ -321,7 +321,7 @@ def test_values_that_are_the_keys_first_numbers(heads, rank, rope, parts):
     draft = as_draft([5, 6, 7], [-1, 0, -1])
     trees = batch([np.zeros(3, np.int32), np.zeros(1, np.int32)], [draft, draft])
     pages = Pages([130, 7], trees, heads, 1, 16, 3, kept=CacheLayer(1, rank + rope, rank))
-    spec, held = AttentionSpec((rank + rope) ** -0.5), pages.cache.of_layer(0)
+    spec, held = AttentionSpec((rank + rope) ** -0.5), pages.cache.layers[0]
     queries = torch.from_numpy(pages.queries)
     assert program_heads(heads, rank + rope) == min(heads, 16)
     made = geometry(pages, parts)
@@ -342,7 +342,7 @@ def test_what_is_not_finite_in_a_latent_stays_with_who_sees_it():
     pages.keys[2, 0, 3] = np.nan
     pages.values = pages.keys[..., :16]
     pages.write()
-    made, held = geometry(pages), pages.cache.of_layer(0)
+    made, held = geometry(pages), pages.cache.layers[0]
     spec, queries = AttentionSpec(0.3), torch.from_numpy(pages.queries)
     for found in (attend_dense(queries, *held, made, spec), torch.from_numpy(pages.ours(spec))):
         assert found[:2].isfinite().all() and not found[2].isfinite().any()

@@ -8,8 +8,8 @@ import torch
 
 from forerun.executors.torch.decoder.layers import PLAIN, rotation
 from forerun.executors.torch.triton.round_types import Accepted, Extended, Levels, Prepared
-from forerun.speculative.draft_tree import full_size
 from forerun.speculative.noise import gumbel_of
+from forerun.speculative.tree import full_size
 from tests.parity.interpreted import load
 from tests.parity.test_choices import SEEDS
 from tests.parity.test_triton_choice import noise_of

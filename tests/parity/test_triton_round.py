@@ -123,13 +123,13 @@ def test_kept_numbers_are_moved(dtype, chosen):
     for move in (rounds.move, PagedCache.move):
         cache = PagedCache(KvShape(2, CacheLayer(3, 16)), limits(8), CPU, dtype)
         random = torch.Generator().manual_seed(0)
-        cache._kv.copy_(torch.randn(cache._kv.shape, generator=random))
-        if cache._scale is not None:
-            cache._scale.copy_(torch.rand(cache._scale.shape, generator=random))
-        before = cache._kv.float()
+        cache.numbers.copy_(torch.randn(cache.numbers.shape, generator=random))
+        if cache.scales is not None:
+            cache.scales.copy_(torch.rand(cache.scales.shape, generator=random))
+        before = cache.numbers.float()
         move(cache, source.int(), target.int(), kept)
-        found.append((cache._kv.float(), cache._scale))
-        assert (before != cache._kv.float()).any()
+        found.append((cache.numbers.float(), cache.scales))
+        assert (before != cache.numbers.float()).any()
     assert torch.equal(found[0][0], found[1][0])
     assert dtype != FLOAT8 or torch.equal(found[0][1], found[1][1])
 

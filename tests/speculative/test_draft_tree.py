@@ -13,10 +13,9 @@ from forerun.speculative.draft_tree import (
     best_first,
     block_draft,
     full_draft,
-    full_size,
     pruned,
 )
-from forerun.speculative.tree import DraftSource
+from forerun.speculative.tree import DraftSource, full_size
 
 WORDS = 5
 

@@ -2,7 +2,8 @@
 to, and what captured rounds are tested with where there is no GPU.
 """
 
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
+from functools import wraps
 
 import torch
 import torch.nn.functional as F
@@ -96,23 +97,43 @@ def grouped_loop(x: Tensor, matrices: Stacked, pairs: Pairs, k: int) -> Tensor:
     return found
 
 
+def twin(work):
+    """`work` of the package, where a kernel of ours runs on a GPU: its frames are the twins'."""
+
+    @wraps(work)
+    def stands_for(*args, **kwargs):
+        return work(*args, **kwargs)
+
+    return stands_for
+
+
+def twins_of(parts):
+    """The same of all functions of a dataclass, and of dataclasses in it."""
+    found = {each.name: getattr(parts, each.name) for each in fields(parts)}
+    return replace(
+        parts,
+        **{name: twin(work) for name, work in found.items() if type(work).__name__ == "function"},
+        **{name: twins_of(work) for name, work in found.items() if is_dataclass(work)},
+    )
+
+
 SLOW_TWINS = Kernels(
     attend=attend_dense,
     varlen=row_by_row,
-    enter=enter,
-    move=PagedCache.move,
+    enter=twin(enter),
+    move=twin(PagedCache.move),
     prepare=prepare,
     accept=accept,
     choose=choose,
     best=best,
-    shape=shaped,
+    shape=twin(shaped),
     keep=keep,
-    rotation=rotation,
+    rotation=twin(rotation),
     follow=follow,
     grow=grow,
     descend=descend,
     resume=resume,
     leave=leave,
-    parts=replace(PLAIN, grouped=grouped_loop),
+    parts=replace(twins_of(PLAIN), grouped=grouped_loop),
 )
 """All of them in plain torch, on any device."""

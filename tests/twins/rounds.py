@@ -24,7 +24,7 @@ from forerun.executors.torch.triton.round_types import (
 )
 from forerun.interface.draft_model import CANDIDATES
 from forerun.speculative.accept import NOTHING
-from forerun.speculative.draft_tree import full_size
+from forerun.speculative.tree import full_size
 
 _LOW = 0xFFFFFFFF
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from forerun.executors.jax.batches import Batch
 from forerun.interface.next_draft import NextDrafts
-from forerun.speculative.draft_tree import full_size
+from forerun.speculative.tree import full_size
 from forerun.types import Bools, Ints
 
 

@@ -48,8 +48,7 @@ from forerun.interface.plan import Outcome, Plan, Round, SlotInit
 from forerun.machine import cores
 from forerun.models.checkpoint import Checkpoint
 from forerun.speculative.accept import NOTHING
-from forerun.speculative.draft_tree import full_size
-from forerun.speculative.tree import NO_TREES, NodeMasks, TreeBatch
+from forerun.speculative.tree import NO_TREES, NodeMasks, TreeBatch, full_size
 from forerun.types import Bools, Floats, Ints
 
 TIMED_NODES = 7

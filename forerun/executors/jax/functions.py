@@ -26,7 +26,7 @@ from forerun.executors.jax.shaping import Shaping, choose_shaped
 from forerun.executors.jax.weights import Params
 from forerun.models.layer_spec import AttentionSpec
 from forerun.speculative.accept import NOTHING
-from forerun.speculative.draft_tree import full_size
+from forerun.speculative.tree import full_size
 
 
 class Key(NamedTuple):

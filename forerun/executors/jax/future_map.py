@@ -18,7 +18,7 @@ from forerun.executors.jax.accept import Rules, Trees
 from forerun.executors.jax.drafting import NOWHERE
 from forerun.executors.jax.inputs import Inputs
 from forerun.speculative.accept import NOTHING
-from forerun.speculative.draft_tree import full_size
+from forerun.speculative.tree import full_size
 
 
 class FutureMap(NamedTuple):

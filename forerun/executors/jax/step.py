@@ -16,9 +16,8 @@ from forerun.executors.jax.programs import Programs
 from forerun.executors.jax.reports import TOP, is_told, line_size, report
 from forerun.executors.jax.shaping import Asked, edits_of
 from forerun.interface.plan import Outcome, Plan, Reports, Round
-from forerun.speculative.draft_tree import full_size
 from forerun.speculative.sampling import Sampling
-from forerun.speculative.tree import TreeBatch
+from forerun.speculative.tree import TreeBatch, full_size
 from forerun.types import Bools, Floats, Ints
 
 

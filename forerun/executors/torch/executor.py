@@ -159,11 +159,9 @@ class TorchExecutor(ModelRunner, Executor):
         plan, trees, cache = round.plan, round.trees, self.cache
         position = positions(trees, plan.kv_len)
         paths = [outcome.permanent(trees, row) for row in rows]
-        slots = [
-            cache.slots(plan.page_table[row], position[path])
-            for row, path in zip(rows, paths, strict=True)
-        ]
-        self.move(cache.scratch(place[np.concatenate(paths)]), np.concatenate(slots))
+        nodes, row = np.concatenate(paths), np.repeat(rows, list(map(len, paths)))
+        slots = cache.slots_of(plan.page_table, row, position[nodes])
+        self.move(cache.scratch(place[nodes]), slots)
 
     @torch.inference_mode()
     def rehearse(self, nodes: int) -> None:

@@ -16,7 +16,7 @@ from forerun.executors.host_choice import Logits
 from forerun.executors.torch.accept import choices
 from forerun.executors.torch.attention.attention import attend, key_blocks
 from forerun.executors.torch.attention.geometry import tile_heads
-from forerun.executors.torch.attention.kv import PagedCache, Slots
+from forerun.executors.torch.attention.kv import PagedCache, Slots, write
 from forerun.executors.torch.attention.plan_geometry import StepNodes, geometry_of
 from forerun.executors.torch.attention.prompt_attention import PromptAttention, prompt_rows, takes
 from forerun.executors.torch.attention.states import States, StateStep
@@ -243,7 +243,7 @@ class ModelRunner:
                 )
 
             def launched(layer: int, heads: AnyHeads) -> Rows:
-                held, spec = cache.of_layer(layer), specs[layer]
+                held, spec = cache.layers[layer], specs[layer]
                 queries = kernels.enter(heads, held, geometry.slots)
                 if prompts is not None and takes(spec):
                     return prompts(queries, *held, spec)
@@ -256,9 +256,9 @@ class ModelRunner:
         there = torch.from_numpy(places).to(self.device)
 
         def of_layer(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-            cache.write(layer, there, k[:count], v[:count])
-            spec = specs[layer]
-            return attend(q, *cache.of_layer(layer), blocks[spec.window], spec, sinks)
+            held, spec = cache.layers[layer], specs[layer]
+            write(held, there, k[:count], v[:count])
+            return attend(q, *held, blocks[spec.window], spec, sinks)
 
         return apart(of_layer)
 

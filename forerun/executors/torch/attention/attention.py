@@ -114,7 +114,7 @@ def key_blocks(
     rows = [
         RowKeys(
             nodes=np.array(trees.nodes(row), np.int32),
-            cached=cache.slots(plan.page_table[row], np.arange(int(plan.kv_len[row]))),
+            cached=cache.slots_of(plan.page_table, row, np.arange(int(plan.kv_len[row]))),
             chains=[(places[chain], nodes) for chain, nodes in chains(trees, row)],
         )
         for row in range(plan.rows)

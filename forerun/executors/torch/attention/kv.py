@@ -147,7 +147,12 @@ class Move(Protocol):
 
 
 class PagedCache:
-    """Keys and values of all sequences and of the step in progress."""
+    """Keys and values of all sequences and of the step in progress.
+
+    layers   keys and values of each layer
+    numbers  [L,planes,G,slots,E] those of all layers, and scales float32[L,planes,G,slots] of them,
+             where there are any
+    """
 
     def __init__(
         self, shape: KvShape, limits: ExecutorLimits, device: torch.device, dtype: torch.dtype
@@ -157,24 +162,22 @@ class PagedCache:
         self.scratch_begin, self.groups = limits.pages * limits.page_size, layer.kv_heads
         self.null = self.scratch_begin + limits.scored_nodes
         sizes = (shape.layers, layer.planes, layer.kv_heads, self.null + 1, layer.head_size)
-        self._value_size = layer.value_size
-        self._kv = torch.zeros(sizes, device=device, dtype=dtype)
-        self._scale: Tensor | None = None
+        self.numbers = torch.zeros(sizes, device=device, dtype=dtype)
+        self.scales: Tensor | None = None
         if dtype == FLOAT8:
-            self._scale = torch.zeros(sizes[:-1], device=device)
-        self.device = device
+            self.scales = torch.zeros(sizes[:-1], device=device)
+        self.device, size = device, layer.value_size
+        self.layers: list[tuple[CacheTensor, CacheTensor]] = []
+        for number, planes in enumerate(self.numbers):
+            keys, values = planes[0], planes[1] if size is None else planes[0, ..., :size]
+            if self.scales is None:
+                self.layers.append((keys, values))
+            else:
+                scales = self.scales[number]
+                self.layers.append((Narrow(keys, scales[0]), Narrow(values, scales[-1])))
 
-    def of_layer(self, layer: int) -> tuple[CacheTensor, CacheTensor]:
-        """Keys and values of one layer."""
-        planes, size = self._kv[layer], self._value_size
-        keys, values = planes[0], planes[1] if size is None else planes[0, ..., :size]
-        if self._scale is None:
-            return keys, values
-        scales = self._scale[layer]
-        return Narrow(keys, scales[0]), Narrow(values, scales[-1])
-
-    def slots_of(self, table: Ints, row: AnyArray, positions: AnyArray) -> Slots:
-        """int64[n] slots of positions [n] in rows [n] of a page table int32[B,W].
+    def slots_of(self, table: Ints, row: AnyArray | int, positions: AnyArray) -> Slots:
+        """int64[n] slots of positions [n] in rows [n], or all in one, of a page table int32[B,W].
 
         Raises EngineError where a position has no page.
         """
@@ -186,37 +189,17 @@ class PagedCache:
         found: Slots = page * self.page_size + positions % self.page_size
         return found
 
-    def slots(self, pages: Ints, positions: Slots | Ints) -> Slots:
-        """int64[T] slots of positions [T], of a sequence whose page-table row is `pages` [W].
-
-        Raises EngineError where a position has no page.
-        """
-        page = pages[positions // self.page_size].astype(np.int64)
-        if np.any((page < 0) | (page >= self._pages)):
-            raise EngineError("a plan's position has no page: the page table is too short")
-        return page * self.page_size + positions % self.page_size
-
     def scratch(self, nodes: AnyArray) -> Slots:
         """int64[n] slots of nodes of the step in progress, as they are numbered in scratch."""
         return self.scratch_begin + nodes.astype(np.int64)
-
-    def write(self, layer: int, place: slice | Tensor, keys: Tensor, values: Tensor) -> None:
-        """Put keys and values [M,G,E] of one layer into the slots `place`, M of them."""
-        write(self.of_layer(layer), place, keys, values)
-
-    def whole(self) -> tuple[Tensor, Tensor | None]:
-        """Numbers [L,planes,G,slots,E] of all layers, and their scales float32[L,planes,G,slots],
-        where there are any.
-        """
-        return self._kv, self._scale
 
     def move(self, source: Tensor, target: Tensor, kept: Tensor | None = None) -> None:
         """Copy slots `source` [n] to slots `target` [n], all different, in all layers; only those
         that are `kept` bool[n], if given.
         """
-        source, numbers = source.long(), self._kv
+        source, numbers = source.long(), self.numbers
         target = target.long() if kept is None else torch.where(kept, target, source).long()
-        if self._scale is not None:
-            self._scale.index_copy_(3, target, self._scale.index_select(3, source))
+        if self.scales is not None:
+            self.scales.index_copy_(3, target, self.scales.index_select(3, source))
             numbers = numbers.view(torch.uint8)
         numbers.index_copy_(3, target, numbers.index_select(3, source))

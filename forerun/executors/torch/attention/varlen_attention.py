@@ -50,7 +50,7 @@ class PackedPrompts:
         count = np.diff(trees.start)[rows].astype(np.int32)
         keys = (plan.kv_len[rows] + count).astype(np.int32)
         slots = [
-            cache.slots(plan.page_table[row], np.arange(seen))
+            cache.slots_of(plan.page_table, row, np.arange(seen))
             for row, seen in zip(rows, keys, strict=True)
         ]
 

@@ -22,7 +22,7 @@ from forerun.executors.torch.drafts.level_model import LevelModel
 from forerun.executors.torch.triton.kernels import Kernels
 from forerun.executors.torch.triton.record import Size
 from forerun.executors.torch.triton.round_types import Below, Extended, Levels
-from forerun.speculative.draft_tree import full_size
+from forerun.speculative.tree import full_size
 
 
 def drafting_of(

@@ -48,9 +48,8 @@ from forerun.executors.torch.triton.record import Size
 from forerun.interface.executor import Capabilities, DraftShape, Executor, NotYetError
 from forerun.interface.next_draft import DraftRequest
 from forerun.interface.plan import Outcome, Plan, Reports, Round, SlotInit
-from forerun.speculative.draft_tree import full_size
 from forerun.speculative.sampling import History, Sampling
-from forerun.speculative.tree import NO_TREES, NodeMasks, TreeBatch
+from forerun.speculative.tree import NO_TREES, NodeMasks, TreeBatch, full_size
 from forerun.types import Bools, Floats, Ints
 
 log = logging.getLogger("forerun.executors.torch")

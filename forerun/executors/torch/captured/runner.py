@@ -55,7 +55,7 @@ from forerun.executors.torch.triton.round_types import (
 )
 from forerun.interface.executor import ExecutorLimits
 from forerun.speculative.accept import NOTHING
-from forerun.speculative.draft_tree import full_size
+from forerun.speculative.tree import full_size
 
 
 class CudaGraphRunner:
@@ -225,9 +225,8 @@ class CudaGraphRunner:
         )
 
         def attend(layer: int, heads: AnyHeads) -> Rows:
-            held = cache.of_layer(layer)
+            held, spec = cache.layers[layer], decoder.arch.layer_specs[layer].attention
             queries = kernels.enter(heads, held, prepared.slots)
-            spec = decoder.arch.layer_specs[layer].attention
             float8, sinks = heads.float8, heads.sinks
             return kernels.attend(queries, *held, geometry, spec, float8=float8, sinks=sinks)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from forerun.errors import EngineError
 from forerun.executors.torch.attention.attention import KeyBlock, RowKeys, attend, blocks_of
-from forerun.executors.torch.attention.kv import KvShape, PagedCache, Slots
+from forerun.executors.torch.attention.kv import KvShape, PagedCache, Slots, write
 from forerun.interface.draft_model import DraftBlock, DraftLevel, DraftModelTraits, Extension
 from forerun.interface.executor import ExecutorLimits
 from forerun.models.cache_layer import CacheLayer
@@ -82,11 +82,10 @@ class DraftCache:
         ]
         self.scratch_begin = self.parts[0].scratch_begin
         self.root_begin = self.scratch_begin + self._scratch
-        # Of a layer: its tensor, and its number there.
-        self._where = [
-            (shapes.index(layer), kept[:number].count(layer)) for number, layer in enumerate(kept)
+        self.layers = [
+            self.parts[shapes.index(layer)].layers[kept[:number].count(layer)]
+            for number, layer in enumerate(kept)
         ]
-        self.layers = [self.parts[part].of_layer(number) for part, number in self._where]
         # Of draft nodes: the node above, -1 = the root, and how many are above.
         self._above = np.full(self._scratch, -1, np.int32)
         self._depth = np.zeros(self._scratch, np.int32)
@@ -170,10 +169,9 @@ class DraftCache:
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Put keys and values [n,G,E] of the tokens of an extension where `commit` takes them."""
-        part, number = self._where[layer]
         keys = keys.to(values.dtype)  # Rotated by float32 angles, whatever the dtype.
         place = slice(self.scratch_begin, self.scratch_begin + len(keys))
-        self.parts[part].write(number, place, keys, values)
+        write(self.layers[layer], place, keys, values)
 
     def commit(self, extension: Extension) -> None:
         """Make what an extension has written permanent: tokens in pages, roots by slot."""
@@ -211,20 +209,19 @@ class DraftCache:
         ) -> Tensor:
             # Turned by float32 angles, whatever the dtype. What is beyond `count` pads a product.
             queries, keys = queries.to(values.dtype), keys.to(values.dtype)
-            (part, number), spec = self._where[layer], self.attention[layer]
-            sight = sights[layer]
+            held, spec, sight = self.layers[layer], self.attention[layer], sights[layer]
             if sight not in blocks:
                 blocks[sight] = blocks_of(rows, position, null, self._device, *sight)
             place = slice(self.scratch_begin + first, self.scratch_begin + first + count)
-            self.parts[part].write(number, place, keys[:count], values[:count])
-            return attend(queries, *self.layers[layer], blocks[sight], spec, sinks)
+            write(held, place, keys[:count], values[:count])
+            return attend(queries, *held, blocks[sight], spec, sinks)
 
         return DraftPass(tokens, position, start[1:] - np.int32(1), scored, attend_layer)
 
     # --- places --------------------------------------------------------------------------
 
     def _cached(self, pages: Ints, length: int) -> Slots:
-        return self.parts[0].slots(pages, np.arange(length))
+        return self.parts[0].slots_of(pages[None], 0, np.arange(length))
 
     def _places(self, nodes: AnyArray) -> Slots:
         return self.parts[0].scratch(nodes)
@@ -235,7 +232,7 @@ class DraftCache:
     def _targets(self, extension: Extension) -> Slots:
         """int64[n] where the tokens of an extension belong."""
         return np.concatenate([
-            self.parts[0].slots(pages, np.arange(length, length + end - begin))
+            self.parts[0].slots_of(pages[None], 0, np.arange(length, length + end - begin))
             for pages, length, begin, end in zip(
                 extension.pages, extension.kv_len, extension.start, extension.start[1:],
                 strict=False,

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from forerun.interface.draft_model import CANDIDATES
-from forerun.speculative.draft_tree import full_size
+from forerun.speculative.tree import full_size
 
 
 class Size(NamedTuple):

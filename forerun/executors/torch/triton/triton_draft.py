@@ -21,7 +21,7 @@ from forerun.executors.torch.triton.round_types import (
 from forerun.executors.torch.triton.triton_choice import gumbel_at
 from forerun.executors.torch.triton.triton_layers import warps_for
 from forerun.interface.draft_model import CANDIDATES
-from forerun.speculative.draft_tree import full_size
+from forerun.speculative.tree import full_size
 
 CHUNK = 2048
 """Draft tokens that one program of `_candidates` looks at."""

@@ -192,7 +192,7 @@ def _enter(
         value = begin + groups * (2 * HALF)
         low = tl.load(value + at, mask=there, other=0.0).to(tl.float32)
         high = tl.load(value + HALF + at, mask=there, other=0.0).to(tl.float32)
-        # What is not finite is moved into the key, where a mask hides it (PagedCache.write).
+        # What is not finite is moved into the key, where a mask hides it (kv.write).
         bad = tl.sum(first * 0 + low * 0, 0) + tl.sum(second * 0 + high * 0, 0)
         low, high = tl.where(low * 0 == 0, low, 0.0), tl.where(high * 0 == 0, high, 0.0)
         where = (head - heads).to(tl.int64) * slot_count + tl.load(slots + node)
@@ -339,7 +339,7 @@ def _launch_add_norm(
 
 def enter(heads: AnyHeads, layer: tuple[CacheTensor, CacheTensor], slots: Tensor) -> Tensor:
     """Queries [M,A,E] of `heads`, normed and rotated (Heads.turned); their keys and values go into
-    the slots int[M] of `layer` (PagedCache.write). Latent heads by the slow twin, which launches
+    the slots int[M] of `layer` (kv.write). Latent heads by the slow twin, which launches
     only, too.
     """
     if isinstance(heads, LatentHeads):

@@ -185,7 +185,7 @@ def _move(
 
 def move(cache: PagedCache, source: Tensor, target: Tensor, kept: Tensor | None = None) -> None:
     """PagedCache.move."""
-    numbers, scales = cache.whole()
+    numbers, scales = cache.numbers, cache.scales
     layers, two, groups, slots, size = numbers.shape
     _move[len(source), layers * two](
         # float8 is copied as it is.
