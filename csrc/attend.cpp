@@ -1,13 +1,15 @@
 // Attention of a step: which thread does what. The numbers are those of attention.inl.
+#include <algorithm>
+
 #include "model.h"
 
 namespace forerun {
 namespace {
 
-constexpr int kMostNodes = 8;         // nodes of a row that one thread attends to in turn
 constexpr int kWorthSharing = 128;    // positions from which on threads share a node
 constexpr int64_t kMostScores = 1 << 24;  // numbers that they keep for it at most
 constexpr int64_t kOwnScores = 1 << 19;   // the same of a thread alone, but for three heads at least
+constexpr int kUnitsEach = 3;             // units for each thread that are sought
 
 }  // namespace
 
@@ -20,32 +22,61 @@ void Model::plan_attention(const Step& step) {
         longest = sights_[n].length() > longest ? sights_[n].length() : longest;
     }
     const int64_t whole = (int64_t)step.nodes * sizes.kv_heads, threads = pool.most();
-    const int64_t fair = whole / (4 * threads);
-    const int count = (int)(fair < 1 ? 1 : fair > kMostNodes ? kMostNodes : fair);
+    stride_ = padded_positions(longest);
+    const int64_t shared = sizes.heads / sizes.kv_heads, fit = kOwnScores / stride_;
+    const int64_t fair = whole / (kUnitsEach * threads);
+    const int64_t most = std::min({fair, fit / shared, (int64_t)kNodesTogether});
+    const int count = (int)std::max(most, (int64_t)1);
     next_unit_.store(0);
     units_.clear();
     for (int row = 0; row < step.rows; row++) {
         const int end = step.start[row + 1];
-        for (int head = 0; head < sizes.kv_heads; head++) {
-            for (int n = step.start[row]; n < end; n += count) {
-                units_.push_back({row, n, n + count < end ? n + count : end, head});
+        for (int n = step.start[row]; n < end; n += count) {
+            const int last = std::min(n + count, end);
+            const Alike some = alike(row, n, last);
+            for (int head = 0; head < sizes.kv_heads; head++) {
+                units_.push_back({row, n, last, head, some});
             }
         }
     }
-    stride_ = padded_positions(longest);
+    const int64_t near = (int64_t)kPositions * sizes.head_size;
     const int64_t all_scores = (int64_t)step.nodes * sizes.heads * stride_;
     together_ = threads > 1 && whole < 3 * threads && stride_ >= kWorthSharing &&
                 all_scores <= kMostScores;
-    if (together_) {
-        if ((int64_t)scores_.size() < all_scores) scores_.resize(all_scores);
-        totals_.resize((size_t)step.nodes * sizes.heads);
-        return;
+    room_ = (int)std::max((int64_t)3, std::min(fit, shared));
+    if (together_ || count > 1) room_ = (int)shared;
+    const int64_t own = together_ ? near : near + count * room_ * (stride_ + 1);
+    for (Floats& floats : scratch_) {
+        if ((int64_t)floats.size() < own) floats.resize(own);
     }
-    const int64_t shared = sizes.heads / sizes.kv_heads, fit = kOwnScores / stride_;
-    room_ = (int)(fit < 3 ? 3 : fit < shared ? fit : shared);
-    for (std::vector<float>& floats : scratch_) {
-        if ((int64_t)floats.size() < room_ * (stride_ + 1)) floats.resize(room_ * (stride_ + 1));
+    if (!together_) return;
+    if ((int64_t)scores_.size() < all_scores) scores_.resize(all_scores);
+    totals_.resize((size_t)step.nodes * sizes.heads);
+}
+
+int32_t Model::place_at(int row, const Sight& sight, int position) const {
+    if (position < sight.trunk) return trunks_[trunk_at_[row] + position];
+    return sight.path[position - sight.trunk];
+}
+
+// What nodes [first, last) of a row see alike.
+Alike Model::alike(int row, int first, int last) const {
+    Alike found = {sights_[first].length(), 0, true};
+    for (int n = first + 1; n < last; n++) {
+        if (sights_[n].length() > sights_[first + found.longest].length()) found.longest = n - first;
     }
+    const Sight& longest = sights_[first + found.longest];
+    for (int n = first; n < last; n++) {
+        const Sight& sight = sights_[n];
+        int same = std::min(sight.trunk, longest.trunk);
+        while (same < sight.length() &&
+               place_at(row, sight, same) == place_at(row, longest, same)) {
+            same++;
+        }
+        found.nested = found.nested && same == sight.length();
+        found.positions = std::min(found.positions, same);
+    }
+    return found;
 }
 
 // What a node sees in a layer: without what lies before the window.
@@ -62,7 +93,7 @@ Sight Model::seen(const Layer& layer, int node) const {
     return sight;
 }
 
-Attend Model::job(int layer, const Unit& unit, int node) {
+Attend Model::job(int layer, const Unit& unit, int node, int thread) {
     const int size = sizes.head_size, shared = sizes.heads / sizes.kv_heads;
     const int64_t first_query = (int64_t)unit.head * shared * size;
     Attend job = {};
@@ -77,23 +108,30 @@ Attend Model::job(int layer, const Unit& unit, int node) {
     job.heads = shared;
     job.size = size;
     job.mixed = value_size();
-    job.cold = node == unit.first;
     job.queries = &qkv_[node * qkv_width() + first_query];
     job.out = &mixed_[(int64_t)node * sizes.heads * size + first_query];
     job.stride = stride_;
-    job.room = together_ ? shared : room_;
+    job.room = room_;
+    job.near = scratch_[thread].data();
     return job;
 }
 
 void Model::attend(int layer, int thread) {
     if (together_) return attend_together(layer, thread);
+    Attend nodes[kNodesTogether];
     for (int u; (u = next_unit_.fetch_add(1)) < (int)units_.size();) {
-        for (int n = units_[u].first; n < units_[u].last; n++) {
-            Attend one = job(layer, units_[u], n);
-            one.scores = scratch_[thread].data();
-            one.totals = one.scores + room_ * stride_;
-            kernels->attend(one);
+        const Unit& unit = units_[u];
+        const int count = unit.last - unit.first;
+        float* scores = scratch_[thread].data() + (int64_t)kPositions * sizes.head_size;
+        float* totals = scores + count * room_ * stride_;
+        for (int n = 0; n < count; n++, scores += room_ * stride_, totals += room_) {
+            nodes[n] = job(layer, unit, unit.first + n, thread);
+            nodes[n].scores = scores;
+            nodes[n].totals = totals;
         }
+        const int window = layers_[layer].kind.window;
+        const bool whole = !window || sights_[unit.first + unit.alike.longest].length() <= window;
+        kernels->attend(nodes, count, whole ? unit.alike : Alike{0, 0, false});
     }
 }
 
@@ -101,7 +139,7 @@ void Model::attend_together(int layer, int thread) {
     const int threads = pool.threads(), whole = (int)units_.size(), size = value_size();
     const int shared = sizes.heads / sizes.kv_heads;
     const auto job_of = [&](int unit) {
-        Attend all = job(layer, units_[unit], units_[unit].first);
+        Attend all = job(layer, units_[unit], units_[unit].first, thread);
         all.scores = &scores_[(int64_t)unit * shared * stride_];
         all.totals = &totals_[(size_t)unit * shared];
         return all;
@@ -109,8 +147,8 @@ void Model::attend_together(int layer, int thread) {
     const Share scored(whole * threads, thread, threads);
     for (int piece = scored.first; piece < scored.last; piece++) {
         const Attend all = job_of(piece / threads);
-        const int length = all.sight.length(), eights = (length + kPositions - 1) / kPositions;
-        const Share mine(eights, piece % threads, threads);
+        const int length = all.sight.length(), blocks = (length + kPositions - 1) / kPositions;
+        const Share mine(blocks, piece % threads, threads);
         const int last = mine.last * kPositions < length ? mine.last * kPositions : length;
         kernels->score(all, mine.first * kPositions, last);
     }

@@ -1,23 +1,26 @@
-// Attention of one node over places, in two passes.
+// Attention of nodes over places, in two passes.
 //
 // A place is where one position's key or value lies: the pool's slots, then this step's scratch.
 // A node's list of places in the order of positions is all that attention knows, so pages, trees
 // and chunks cannot change a bit: each score is one fixed sum, the largest is exact, weights are
 // added lane by position mod 8, and values are added in the order of positions.
 //
-// Up to three query heads that share a key/value head go together, so that every half is turned
-// to float32 once for all of them and twelve sums are under way at a time. Where more share it, all
-// read some positions before the next, which come from afar once.
+// Some positions at a time are brought near as float32, once for all that reads them: every query
+// head that shares the key/value head, of every node of a row that sees these positions. Up to three
+// of these queries go together, so that what is near is loaded once for them.
 
 namespace {
 
+using forerun::Alike;
 using forerun::Attend;
+using forerun::kNodesTogether;
 using forerun::kPositions;
 
-constexpr int kFetch = 24;       // positions to fetch ahead while scoring
-constexpr int kRows = 4;         // positions whose sums are under way at a time
+constexpr int kFetch = 32;       // positions to fetch ahead while scoring
 constexpr int kNear = 1 << 17;   // numbers of values that stay near until they are mixed
-constexpr int kTogether = 1 << 15;  // numbers of keys or values that all heads read before the next
+constexpr int kKeyVectors = 8 * kPositions / kWide;    // of eight numbers of all positions' keys
+constexpr int kDots = kWide == 16 ? kKeyVectors : 4;   // of them whose sums are under way at a time
+constexpr int kMixed = 4 * kWide;                      // numbers of a value that are mixed at a time
 
 __attribute__((noinline)) static const int32_t* last_places(const Attend& job, int first,
                                                             int32_t* buffer) {
@@ -28,8 +31,8 @@ __attribute__((noinline)) static const int32_t* last_places(const Attend& job, i
     return buffer;
 }
 
-// Places of positions [first, first + 8). What is beyond the end repeats the last place: its
-// score is not used and its weight is zero.
+// Places of positions [first, first + kPositions). What is beyond the end repeats the last place:
+// its score is not used and its weight is zero.
 FORERUN_INLINE const int32_t* places_at(const Attend& job, int first, int32_t* buffer) {
     if (first + kPositions <= job.sight.trunk) return job.trunk + first;
     return last_places(job, first, buffer);
@@ -37,129 +40,13 @@ FORERUN_INLINE const int32_t* places_at(const Attend& job, int first, int32_t* b
 
 using Half = uint16_t;  // a key's or value's number, or float
 
-FORERUN_INLINE F8 load_number8(const Half* at) { return load_half8(at); }
-FORERUN_INLINE F8 load_number8(const float* at) { return load8(at); }
-
-// Brings eight positions' rows near.
+// Brings rows into the near cache.
 template <class Number>
 FORERUN_INLINE void fetch(const uint8_t* plane, const int32_t* places, int size) {
     const int bytes = size * (int)sizeof(Number);
     for (int p = 0; p < kPositions; p++) {
         const uint8_t* row = plane + (int64_t)places[p] * bytes;
         for (int i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 3);
-    }
-}
-
-// scores[q * stride + position] of Q heads at positions [first, last). Size is the head size where
-// it is known, else 0.
-template <class Number, int Size, int Q>
-static void score(const Attend& job, int head, int first, int last, float* scores,
-                  int64_t stride) {
-    const int size = Size ? Size : job.size;
-    const float* queries = job.queries + head * size;
-    int32_t buffer[kPositions];
-    for (; first < last; first += kPositions) {
-        const int32_t* places = places_at(job, first, buffer);
-        if (job.cold && head == 0) {
-            if (first + kFetch + kPositions <= job.sight.trunk) {
-                fetch<Number>(job.keys, job.trunk + first + kFetch, size);
-            }
-            if (first < kNear / size && job.values != job.keys) {
-                fetch<Number>(job.values, places, size);
-            }
-        }
-        F8 dots[Q][8];
-        for (int p = 0; p < kPositions; p += kRows) {
-            const Number* rows[kRows];
-            F8 dot[Q][kRows];
-            for (int i = 0; i < kRows; i++) {
-                rows[i] = (const Number*)job.keys + (int64_t)places[p + i] * size;
-                for (int q = 0; q < Q; q++) dot[q][i] = splat8(0.0f);
-            }
-            for (int e = 0; e < size; e += 8) {
-                for (int i = 0; i < kRows; i++) {
-                    const F8 key = load_number8(rows[i] + e);
-                    for (int q = 0; q < Q; q++) {
-                        dot[q][i] = fma8(load8(queries + q * size + e), key, dot[q][i]);
-                    }
-                }
-            }
-            for (int q = 0; q < Q; q++) {
-                for (int i = 0; i < kRows; i++) dots[q][p + i] = dot[q][i];
-            }
-        }
-        for (int q = 0; q < Q; q++) store8(scores + q * stride + first, sum8_each(dots[q]));
-    }
-}
-
-// scores[length], softened where there is a cap, become e^(score - largest), zero up to a multiple of
-// 8. Returns their sum, a sink's with them.
-static float weigh(float* scores, int length, const float* sink, float cap) {
-    const int padded = (length + 7) / 8 * 8;
-    for (int i = length; i < padded; i++) scores[i] = scores[0];
-    if (cap != 0.0f) soften(scores, padded, cap);
-    F8 most = load8(scores);
-    for (int i = 8; i < padded; i += 8) most = max8(most, load8(scores + i));
-    float lanes[8], largest;
-    store8(lanes, most);
-    largest = lanes[0];
-    for (int i = 1; i < 8; i++) largest = lanes[i] > largest ? lanes[i] : largest;
-    if (sink && *sink > largest) largest = *sink;
-    const F8 shift = splat8(largest);
-    for (int i = 0; i < padded; i += 8) store8(scores + i, exp8(sub8(load8(scores + i), shift)));
-    for (int i = length; i < padded; i++) scores[i] = 0.0f;
-    F8 total = splat8(0.0f);
-    for (int i = 0; i < padded; i += 8) total = add8(total, load8(scores + i));
-    if (!sink) return sum8(total);
-    store8(lanes, exp8(sub8(splat8(*sink), shift)));
-    return sum8(total) + lanes[0];
-}
-
-// Numbers [e, e + 8 * Eights) of Q heads' output: what positions [begin, end) add to it. It is
-// divided by the totals once the last are there.
-template <class Number, int Size, int Q, int Eights>
-FORERUN_INLINE void mix_eights(const Attend& job, int head, int e, int begin, int end,
-                               const float* weights, int64_t stride, const float* totals) {
-    const int size = Size ? Size : job.size;
-    float* outs = job.out + head * size + e;
-    int32_t buffer[kPositions];
-    F8 sum[Q][Eights];
-    for (int q = 0; q < Q; q++) {
-        for (int i = 0; i < Eights; i++) {
-            sum[q][i] = begin ? load8(outs + q * size + 8 * i) : splat8(0.0f);
-        }
-    }
-    for (int first = begin; first < end; first += kPositions) {
-        const int32_t* places = places_at(job, first, buffer);
-        for (int p = 0; p < kPositions; p++) {
-            const Number* row = (const Number*)job.values + (int64_t)places[p] * size + e;
-            F8 weight[Q];
-            for (int q = 0; q < Q; q++) weight[q] = splat8(weights[q * stride + first + p]);
-            for (int i = 0; i < Eights; i++) {
-                const F8 value = load_number8(row + 8 * i);
-                for (int q = 0; q < Q; q++) sum[q][i] = fma8(weight[q], value, sum[q][i]);
-            }
-        }
-    }
-    const bool whole = end >= job.sight.length();
-    for (int q = 0; q < Q; q++) {
-        for (int i = 0; i < Eights; i++) {
-            const F8 all = whole ? div8(sum[q][i], splat8(totals[q])) : sum[q][i];
-            store8(outs + q * size + 8 * i, all);
-        }
-    }
-}
-
-// Numbers [first, last), of positions [begin, end).
-template <class Number, int Size, int Q>
-static void mix(const Attend& job, int head, int first, int last, int begin, int end) {
-    const float *weights = job.scores + head * job.stride, *totals = job.totals + head;
-    int e = first;
-    for (; e + 32 <= last; e += 32) {
-        mix_eights<Number, Size, Q, 4>(job, head, e, begin, end, weights, job.stride, totals);
-    }
-    for (; e < last; e += 8) {
-        mix_eights<Number, Size, Q, 1>(job, head, e, begin, end, weights, job.stride, totals);
     }
 }
 
@@ -178,69 +65,260 @@ FORERUN_INLINE void by_kind(const Attend& job, Call call) {
     call(Half(), Count<0>());
 }
 
-// call(count, head) for all heads, three at a time, or two, so that few are left alone.
+// Numbers of query `index`: those of the nodes' heads, node after node.
+struct Query {
+    const float* x;
+    float *scores, *out;
+};
+
+FORERUN_INLINE Query query_at(const Attend* nodes, int index) {
+    const Attend& job = nodes[index / nodes->heads];
+    const int head = index % nodes->heads;
+    return {job.queries + head * job.size, job.scores + head * job.stride,
+            job.out + head * job.size};
+}
+
+// call(queries) for all of them, three at a time, or two, so that few are left alone.
 template <class Call>
-FORERUN_INLINE void by_heads(int heads, Call call) {
-    int head = 0;
-    for (int left; (left = heads - head) > 0;) {
-        if (left == 1) {
-            call(Count<1>(), head);
-            head += 1;
-        } else if (left == 2 || left == 4) {
-            call(Count<2>(), head);
-            head += 2;
+FORERUN_INLINE void by_queries(const Attend* nodes, int count, Call call) {
+    const int all = count * nodes->heads;
+    for (int first = 0, some; first < all; first += some) {
+        const int left = all - first;
+        some = left == 2 || left == 4 ? 2 : left == 1 ? 1 : 3;
+        Query queries[3];
+        for (int q = 0; q < some; q++) queries[q] = query_at(nodes, first + q);
+        if (some == 3) {
+            call(Count<3>(), queries);
+        } else if (some == 2) {
+            call(Count<2>(), queries);
         } else {
-            call(Count<3>(), head);
-            head += 3;
+            call(Count<1>(), queries);
         }
     }
 }
 
-// call(begin, end) for positions [first, last), of which so many at a time stay near that all heads
-// find them there.
-template <class Call>
-FORERUN_INLINE void by_blocks(const Attend& job, int first, int last, Call call) {
-    const int some = kTogether / job.size / kPositions * kPositions;
-    const int block = job.heads <= 3 ? last - first : some > kPositions ? some : kPositions;
-    for (; first < last; first += block) call(first, first + block < last ? first + block : last);
+// Keys at these places as float32[size / 8][kKeyVectors][kWide].
+template <class Number>
+FORERUN_INLINE void bring_keys(const Attend& job, const int32_t* places, int size, float* near) {
+    for (int v = 0; v < kKeyVectors; v++) {
+        const Number* rows[2];
+        for (int half = 0; half < 2; half++) {
+            const int position = row_position(v, kWide == 16 ? half : 0);
+            rows[half] = (const Number*)job.keys + (int64_t)places[position] * size;
+        }
+        float* at = near + v * kWide;
+        for (int e = 0; e < size; e += 8, at += kKeyVectors * kWide) {
+            storew(at, load_rows(rows[0] + e, rows[1] + e));
+        }
+    }
+}
+
+// Scores of Q queries from position `first` on with keys that are near.
+template <int Q>
+FORERUN_INLINE void score_near(const float* near, int size, const Query* queries, int first) {
+    W dots[Q][kKeyVectors];
+    for (int v = 0; v < kKeyVectors; v += kDots) {
+        W dot[Q][kDots];
+#pragma GCC unroll 8
+        for (int i = 0; i < kDots; i++) {
+            for (int q = 0; q < Q; q++) dot[q][i] = splatw<W>(0.0f);
+        }
+        const float* at = near + v * kWide;
+        for (int e = 0; e < size; e += 8, at += kKeyVectors * kWide) {
+            W query[Q];
+            for (int q = 0; q < Q; q++) query[q] = load_rows(queries[q].x + e, queries[q].x + e);
+#pragma GCC unroll 8
+            for (int i = 0; i < kDots; i++) {
+                const W key = loadw(at + i * kWide);
+                for (int q = 0; q < Q; q++) dot[q][i] = fmaw(query[q], key, dot[q][i]);
+            }
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < kDots; i++) {
+            for (int q = 0; q < Q; q++) dots[q][v + i] = dot[q][i];
+        }
+    }
+    for (int q = 0; q < Q; q++) store_row_sums(queries[q].scores + first, dots[q]);
+}
+
+// Scores of all heads of `count` nodes at positions [first, last) of `job`, one of them; first a
+// multiple of kPositions.
+template <class Number, int Size>
+static void score(const Attend* nodes, int count, const Attend& job, int first, int last) {
+    const int size = Size ? Size : job.size;
+    int32_t buffer[kPositions];
+    for (; first < last; first += kPositions) {
+        const int32_t* places = places_at(job, first, buffer);
+        if (first + kFetch + kPositions <= job.sight.trunk) {
+            fetch<Number>(job.keys, job.trunk + first + kFetch, size);
+        }
+        if (first < kNear / size && job.values != job.keys) fetch<Number>(job.values, places, size);
+        bring_keys<Number>(job, places, size, job.near);
+        by_queries(nodes, count, [&](auto some, const Query* queries) {
+            score_near<decltype(some)::value>(job.near, size, queries, first);
+        });
+    }
+}
+
+// scores[length], softened where there is a cap, become e^(score - largest), zero up to a multiple of
+// 8. Returns their sum, a sink's with them.
+static float weigh(float* scores, int length, const float* sink, float cap) {
+    const int padded = (length + 7) / 8 * 8;
+    for (int i = length; i < padded; i++) scores[i] = scores[0];
+    if (cap != 0.0f) soften(scores, padded, cap);
+    F8 most = load8(scores);
+    for (int i = 8; i < padded; i += 8) most = max8(most, load8(scores + i));
+    float lanes[8], largest;
+    store8(lanes, most);
+    largest = lanes[0];
+    for (int i = 1; i < 8; i++) largest = lanes[i] > largest ? lanes[i] : largest;
+    if (sink && *sink > largest) largest = *sink;
+    const F8 shift = splat8(largest);
+    int at = 0;
+    for (; at + kWide <= padded; at += kWide) {
+        storew(scores + at, exp_of(subw(loadw(scores + at), splatw<W>(largest))));
+    }
+    for (; at < padded; at += 8) store8(scores + at, exp_of(sub8(load8(scores + at), shift)));
+    for (int i = length; i < padded; i++) scores[i] = 0.0f;
+    F8 total = splat8(0.0f);
+    for (int i = 0; i < padded; i += 8) total = add8(total, load8(scores + i));
+    if (!sink) return sum8(total);
+    store8(lanes, exp_of(sub8(splat8(*sink), shift)));
+    return sum8(total) + lanes[0];
+}
+
+FORERUN_INLINE void load_vector(const float* at, F8& a) { a = load8(at); }
+#ifdef FORERUN_WIDE
+FORERUN_INLINE void load_vector(const float* at, F16& a) { a = load16(at); }
+#endif
+
+// What `some` positions from `first` on add to numbers [e, e + Vectors of V) of Q queries' output;
+// near: the positions' values, `width` numbers each, from these numbers on.
+template <class V, int Vectors, int Q>
+FORERUN_INLINE void mix_vectors(const float* near, int width, const Query* queries, int e, int first,
+                                int some) {
+    constexpr int wide = sizeof(V) / sizeof(float);
+    V sum[Q][Vectors];
+    for (int q = 0; q < Q; q++) {
+        for (int i = 0; i < Vectors; i++) {
+            sum[q][i] = splatw<V>(0.0f);
+            if (first) load_vector(queries[q].out + e + wide * i, sum[q][i]);
+        }
+    }
+    for (int p = 0; p < some; p++, near += width) {
+        V weight[Q];
+        for (int q = 0; q < Q; q++) weight[q] = splatw<V>(queries[q].scores[first + p]);
+        for (int i = 0; i < Vectors; i++) {
+            V value;
+            load_vector(near + wide * i, value);
+            for (int q = 0; q < Q; q++) sum[q][i] = fmaw(weight[q], value, sum[q][i]);
+        }
+    }
+    for (int q = 0; q < Q; q++) {
+        for (int i = 0; i < Vectors; i++) storew(queries[q].out + e + wide * i, sum[q][i]);
+    }
+}
+
+// The same for `width` numbers, a multiple of 8.
+template <int Q>
+FORERUN_INLINE void mix_near(const float* near, int width, const Query* queries, int e, int first,
+                             int some) {
+    int i = 0;
+    for (; i + 4 * kWide <= width; i += 4 * kWide) {
+        mix_vectors<W, 4, Q>(near + i, width, queries, e + i, first, some);
+    }
+    for (; i + 2 * kWide <= width; i += 2 * kWide) {
+        mix_vectors<W, 2, Q>(near + i, width, queries, e + i, first, some);
+    }
+    for (; i < width; i += 8) {
+        mix_vectors<F8, 1, Q>(near + i, width, queries, e + i, first, some);
+    }
+}
+
+// What positions [begin, end), where all these nodes see the same places, add to numbers
+// [first, last) of all heads' output; begin a multiple of 8.
+template <class Number, int Size>
+static void mix(const Attend* nodes, int count, int first, int last, int begin, int end) {
+    const Attend& job = *nodes;
+    const int size = Size ? Size : job.size;
+    int32_t buffer[kPositions];
+    for (int e = first; e < last; e += kMixed) {
+        const int width = last - e < kMixed ? last - e : kMixed;
+        for (int at = begin; at < end; at += kPositions) {
+            const int32_t* places = places_at(job, at, buffer);
+            const int some = end - at < kPositions ? (end - at + 7) / 8 * 8 : kPositions;
+            for (int p = 0; p < some; p++) {
+                const Number* row = (const Number*)job.values + (int64_t)places[p] * size + e;
+                float* near = job.near + p * width;
+                int i = 0;
+                for (; i + kWide <= width; i += kWide) storew(near + i, load_numberw(row + i));
+                for (; i < width; i += 8) store8(near + i, load_number8(row + i));
+            }
+            by_queries(nodes, count, [&](auto queries_together, const Query* queries) {
+                mix_near<decltype(queries_together)::value>(job.near, width, queries, e, at, some);
+            });
+        }
+    }
+}
+
+// Numbers [first, last) of all heads' output, divided by the sums of their weights.
+FORERUN_INLINE void divide(const Attend& job, int first, int last) {
+    for (int head = 0; head < job.heads; head++) {
+        float* out = job.out + head * job.size;
+        const F8 total = splat8(job.totals[head]);
+        for (int e = first; e < last; e += 8) store8(out + e, div8(load8(out + e), total));
+    }
 }
 
 static void attend_some_positions(const Attend& job, int first, int last) {
     by_kind(job, [&](auto number, auto size) {
-        by_blocks(job, first, last, [&](int begin, int end) {
-            by_heads(job.heads, [&](auto count, int head) {
-                score<decltype(number), decltype(size)::value, decltype(count)::value>(
-                    job, head, begin, end, job.scores + head * job.stride, job.stride);
-            });
-        });
+        score<decltype(number), decltype(size)::value>(&job, 1, job, first, last);
     });
 }
 
 static void attend_some_numbers(const Attend& job, int first, int last) {
     by_kind(job, [&](auto number, auto size) {
-        by_blocks(job, 0, job.sight.length(), [&](int begin, int end) {
-            by_heads(job.heads, [&](auto count, int head) {
-                mix<decltype(number), decltype(size)::value, decltype(count)::value>(
-                    job, head, first, last, begin, end);
-            });
-        });
+        mix<decltype(number), decltype(size)::value>(&job, 1, first, last, 0, job.sight.length());
     });
+    divide(job, first, last);
 }
 
-static void attend(const Attend& job) {
-    const int length = job.sight.length();
-    Attend some = job;
-    for (int head = 0; head < job.heads; head += job.room) {
-        some.heads = job.heads - head < job.room ? job.heads - head : job.room;
-        some.queries = job.queries + head * job.size;
-        some.out = job.out + head * job.size;
-        some.cold = job.cold && head == 0;
-        attend_some_positions(some, 0, length);
-        for (int h = 0; h < some.heads; h++) {
-            const float* sink = job.sinks ? job.sinks + head + h : nullptr;
-            some.totals[h] = weigh(some.scores + h * job.stride, length, sink, job.cap);
+template <class Number, int Size>
+static void attend_heads(const Attend* nodes, int count, Alike alike) {
+    const Attend& longest = nodes[alike.longest];
+    const int scored = alike.nested ? longest.sight.length() : alike.positions / kPositions * kPositions;
+    const int mixed = alike.positions / 8 * 8;
+    score<Number, Size>(nodes, count, longest, 0, scored);
+    for (int n = 0; n < count; n++) {
+        const Attend& one = nodes[n];
+        const int length = one.sight.length();
+        score<Number, Size>(&one, 1, one, scored, length);
+        for (int h = 0; h < one.heads; h++) {
+            const float* sink = one.sinks ? one.sinks + h : nullptr;
+            one.totals[h] = weigh(one.scores + h * one.stride, length, sink, one.cap);
         }
-        attend_some_numbers(some, 0, job.mixed);
+    }
+    mix<Number, Size>(nodes, count, 0, nodes->mixed, 0, mixed);
+    for (int n = 0; n < count; n++) {
+        mix<Number, Size>(&nodes[n], 1, 0, nodes->mixed, mixed, nodes[n].sight.length());
+        divide(nodes[n], 0, nodes->mixed);
+    }
+}
+
+static void attend(const Attend* nodes, int count, Alike alike) {
+    Attend some[kNodesTogether];
+    for (int head = 0; head < nodes->heads; head += nodes->room) {
+        const int left = nodes->heads - head;
+        for (int n = 0; n < count; n++) {
+            some[n] = nodes[n];
+            some[n].heads = left < nodes->room ? left : nodes->room;
+            some[n].queries += head * nodes->size;
+            some[n].out += head * nodes->size;
+            some[n].sinks = nodes->sinks ? nodes->sinks + head : nullptr;
+        }
+        by_kind(*nodes, [&](auto number, auto size) {
+            attend_heads<decltype(number), decltype(size)::value>(some, count, alike);
+        });
     }
 }
 

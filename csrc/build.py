@@ -23,7 +23,7 @@ X86 = {
     "isa_avx2.cpp": AVX2,
     "isa_avxvnni.cpp": (*AVX2, "-mavxvnni"),
     "isa_avx512vnni.cpp": (*AVX2, "-mavx512vl", "-mavx512vnni"),
-    "isa_avx512.cpp": (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vnni"),
+    "isa_avx512.cpp": (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni"),
 }
 ARM = {
     "isa_neon.cpp": (

@@ -33,13 +33,10 @@ bool has_avx512_vnni() {
 }
 
 // AVX2's kernels under another name, with products of their own.
-Kernels with(const char* name, Product product, FloatProduct float_product = nullptr,
-             GatedDelta gated_delta = nullptr) {
+Kernels with(const char* name, Product product) {
     Kernels kernels = *kAvx2;
     kernels.name = name;
     kernels.product = product;
-    if (float_product) kernels.float_product = float_product;
-    if (gated_delta) kernels.gated_delta = gated_delta;
     return kernels;
 }
 
@@ -88,11 +85,9 @@ std::vector<Kernels> usable() {
     if (kAvx2 && has_avx2()) {
         if (kAvx512VnniProduct && has_avx512_vnni()) {
             found.push_back(with("avx512-vnni", kAvx512VnniProduct));
-            if (kAvx512WideProduct && has_avx512_wide()) {
-                const bool wins = sooner(kAvx512WideProduct, kAvx512VnniProduct);
-                found.insert(wins ? found.begin() : found.end(),
-                             with("avx512-vnni-512", kAvx512WideProduct, kAvx512FloatProduct,
-                                  kAvx512GatedDelta));
+            if (kAvx512 && has_avx512_wide()) {
+                const bool wins = sooner(kAvx512->product, kAvx512VnniProduct);
+                found.insert(wins ? found.begin() : found.end(), *kAvx512);
             }
         }
         if (kAvxVnniProduct && has_avx_vnni()) found.push_back(with("avx-vnni", kAvxVnniProduct));

@@ -6,6 +6,7 @@
 
 #include "half.h"
 #include "simd_avx2.h"
+#include "widths.h"
 #include "matmul.inl"
 #include "matmul_float.inl"
 #include "rows.inl"

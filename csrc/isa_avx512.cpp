@@ -1,17 +1,27 @@
-// Products with AVX-512's dot products on 512-bit vectors (Ice Lake, Zen 4 and later).
+// The kernels with 512-bit vectors and AVX-512's dot products (Ice Lake, Zen 4 and later).
 #include "kernels.h"
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && \
+    defined(__AVX512VNNI__) && defined(__FMA__) && defined(__F16C__)
+#include <cmath>
+#include <cstring>
+
+#define FORERUN_WIDE
+#include "half.h"
+#include "simd_avx2.h"
 #include "simd_avx512.h"
+#include "widths.h"
 #include "matmul_float.inl"
 #include "matmul_wide.inl"
+#include "rows.inl"
+#include "attention.inl"
+#include "sample.inl"
 #define FORERUN_COLUMNS 16
 #include "delta.inl"
 
-const forerun::Product forerun::kAvx512WideProduct = product;
-const forerun::FloatProduct forerun::kAvx512FloatProduct = float_product;
-const forerun::GatedDelta forerun::kAvx512GatedDelta = gated_delta;
+namespace forerun {
+static const Kernels kTable = {"avx512-vnni-512", FORERUN_KERNELS};
+const Kernels* const kAvx512 = &kTable;
+}  // namespace forerun
 #else
-const forerun::Product forerun::kAvx512WideProduct = nullptr;
-const forerun::FloatProduct forerun::kAvx512FloatProduct = nullptr;
-const forerun::GatedDelta forerun::kAvx512GatedDelta = nullptr;
+const forerun::Kernels* const forerun::kAvx512 = nullptr;
 #endif

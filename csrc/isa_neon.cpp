@@ -7,6 +7,7 @@
 
 #include "half.h"
 #include "simd_neon.h"
+#include "widths.h"
 #include "matmul.inl"
 #include "matmul_float.inl"
 #include "rows.inl"

@@ -1,6 +1,7 @@
 // The kernels in plain C++, for every machine.
 #include "kernels.h"
 #include "simd_portable.h"
+#include "widths.h"
 #include "matmul.inl"
 #include "matmul_float.inl"
 #include "rows.inl"

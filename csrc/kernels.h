@@ -33,18 +33,26 @@ struct Attend {
     int32_t heads;         // query heads that share the key/value head
     int32_t size;          // head size, a multiple of 8
     int32_t mixed;         // numbers of a value that are mixed: the first of `size`, a multiple of 8
-    bool cold;             // nobody has read these keys and values lately
     const float* queries;  // [heads][size], already scaled
     float* out;            // [heads][size], of which `mixed` are written
     float* scores;         // [room][stride]
     int64_t stride;        // padded_positions(of the longest sight)
     float* totals;         // [room] sums of the weights
     int32_t room;          // heads there is room for; less than `heads` with one thread alone
+    float* near;           // [kPositions][size] the thread's own, for keys and values as float32
     const float* sinks;    // [heads] scores that take part in the sums alone, or null
     float cap;             // scores become cap tanh(score / cap); 0: they stay
 };
 
-constexpr int kPositions = 8;  // positions that attention takes at a time
+// What several nodes of a row see alike.
+struct Alike {
+    int32_t positions;  // so many, from the first on, at the same places
+    int32_t longest;    // the node that sees most
+    bool nested;        // what any of them sees is where the longest's list begins
+};
+
+constexpr int kPositions = 16;     // positions that attention takes at a time
+constexpr int kNodesTogether = 8;  // nodes of a row that one thread attends to together, at most
 
 static inline int64_t padded_positions(int64_t length) {
     return (length + kPositions - 1) / kPositions * kPositions;
@@ -103,12 +111,14 @@ struct Kernels {
     // float32[count] to halves, limited to the largest finite half; count a multiple of 8.
     void (*to_halves)(const float* x, int count, uint16_t* out);
 
-    void (*attend)(const Attend& job);
+    // Nodes of one row, at most kNodesTogether: jobs that differ in sight, trunk, queries, out,
+    // scores and totals alone.
+    void (*attend)(const Attend* nodes, int count, Alike alike);
 
-    // The same by several threads: scores of positions [first, last), first a multiple of 8; for
-    // every head its weights, returning their sum for `totals`; numbers [first, last) of all
-    // heads' output, both multiples of 8. Each needs all of what comes before it. `sink` is null
-    // where the head has none, `cap` as in Attend.
+    // One node by several threads: scores of positions [first, last), first a multiple of
+    // kPositions; for every head its weights, returning their sum for `totals`; numbers [first,
+    // last) of all heads' output, both multiples of 8. Each needs all of what comes before it.
+    // `sink` is null where the head has none, `cap` as in Attend.
     void (*score)(const Attend& job, int first, int last);
     float (*weigh)(float* scores, int length, const float* sink, float cap);
     void (*mix)(const Attend& job, int first, int last);
@@ -133,13 +143,11 @@ struct Kernels {
 extern const Kernels* const kPortable;
 extern const Kernels* const kAvx2;
 extern const Kernels* const kNeon;
+extern const Kernels* const kAvx512;
 
 // AVX2's table with other products.
 extern const Product kAvxVnniProduct;
 extern const Product kAvx512VnniProduct;
-extern const Product kAvx512WideProduct;
-extern const FloatProduct kAvx512FloatProduct;
-extern const GatedDelta kAvx512GatedDelta;
 
 // Kernels by name, or null where this machine or this build has none of that name; null or ""
 // asks for the best.

@@ -5,7 +5,7 @@
 // each a fused multiplication and addition on weights widened to float32, which is exact, and the
 // result is even + odd. So the bits are the same on every width of vectors, alone and among 64 rows.
 //
-// Written on W, the widest vectors that a simd_*.h has (simd_portable.h says what its operations do).
+// Written on W (widths.h).
 
 namespace {
 
@@ -32,7 +32,7 @@ static void float_rows_of_block(const forerun::Matrix& w, int block, const float
     constexpr int bytes = (Format == forerun::kF32 ? 8 : 4) * forerun::kBlock;  // of two inputs
     W even[R][kFloatVectors], odd[R][kFloatVectors];
     for (int r = 0; r < R; r++) {
-        for (int v = 0; v < kFloatVectors; v++) even[r][v] = odd[r][v] = splatw(0.0f);
+        for (int v = 0; v < kFloatVectors; v++) even[r][v] = odd[r][v] = splatw<W>(0.0f);
     }
     for (int64_t j = 0; j < pairs; j++, x += 2) {
         for (int i = 0; i < bytes; i += 64) {
@@ -44,8 +44,8 @@ static void float_rows_of_block(const forerun::Matrix& w, int block, const float
             load_two<Format>(tiles, j, v, first, second);
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
-                even[r][v] = fmaw(first, splatw(x[r * inputs]), even[r][v]);
-                odd[r][v] = fmaw(second, splatw(x[r * inputs + 1]), odd[r][v]);
+                even[r][v] = fmaw(first, splatw<W>(x[r * inputs]), even[r][v]);
+                odd[r][v] = fmaw(second, splatw<W>(x[r * inputs + 1]), odd[r][v]);
             }
         }
     }
@@ -53,7 +53,7 @@ static void float_rows_of_block(const forerun::Matrix& w, int block, const float
         W first, second;
         load_two<Format>(tiles, pairs, v, first, second);
         for (int r = 0; r < R; r++) {
-            even[r][v] = fmaw(first, splatw(x[r * inputs]), even[r][v]);
+            even[r][v] = fmaw(first, splatw<W>(x[r * inputs]), even[r][v]);
         }
     }
     const int base = block * forerun::kBlock, left = w.channels - base;

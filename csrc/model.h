@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <new>
 #include <string>
 #include <vector>
 
@@ -124,6 +125,22 @@ struct Visit {
     float* out;        // [rows][hidden]
 };
 
+// Vectors that begin with a cache line: a register of 64 bytes that straddles two takes two reads.
+template <class T>
+struct OnLines {
+    using value_type = T;
+    OnLines() = default;
+    template <class Other>
+    OnLines(const OnLines<Other>&) {}
+    T* allocate(size_t count) {
+        return (T*)::operator new(count * sizeof(T), std::align_val_t(64));
+    }
+    void deallocate(T* at, size_t) { ::operator delete(at, std::align_val_t(64)); }
+    bool operator==(const OnLines&) const { return true; }
+    bool operator!=(const OnLines&) const { return false; }
+};
+using Floats = std::vector<float, OnLines<float>>;
+
 // Memory from the system: zero and untouched until used.
 class Region {
 public:
@@ -142,6 +159,7 @@ private:
 // Attention of some nodes of one row under one key/value head: what a thread takes at a time.
 struct Unit {
     int32_t row, first, last, head;
+    Alike alike;  // the longest: counted from `first`
 };
 
 class Model {
@@ -250,8 +268,10 @@ protected:
     void bend_logits(const Step& step, int thread);
     void put_angles(int node);
     void rotate_and_store(int layer, int node);
+    int32_t place_at(int row, const Sight& sight, int position) const;
+    Alike alike(int row, int first, int last) const;
     Sight seen(const Layer& layer, int node) const;
-    Attend job(int layer, const Unit& unit, int node);
+    Attend job(int layer, const Unit& unit, int node, int thread);
     void attend(int layer, int thread);
     void attend_together(int layer, int thread);
     void multiply(std::initializer_list<const Matrix*> stack, std::initializer_list<float*> outs,
@@ -312,34 +332,34 @@ protected:
     std::atomic<int> next_unit_{0};
 
     // Rows of numbers between products, [max_nodes] each.
-    std::vector<float> stream_, qkv_, mixed_, gate_, up_;
-    std::vector<float> cosine_, sine_;  // [max_nodes][ropes][numbers that are rotated / 2]
+    Floats stream_, qkv_, mixed_, gate_, up_;
+    Floats cosine_, sine_;  // [max_nodes][ropes][numbers that are rotated / 2]
     std::vector<Group> hidden_q_, mixed_q_, ffn_q_;
-    std::vector<float> hidden_f_;  // the others as floats are mixed_ and, when activated, gate_
-    std::vector<float> branch_;    // what attention or feed-forward made, where it is not added at once
+    Floats hidden_f_;  // the others as floats are mixed_ and, when activated, gate_
+    Floats branch_;    // what attention or feed-forward made, where it is not added at once
 
     // Of latent attention (latent.cpp).
-    std::vector<float> latent_;    // [max_nodes][latent_width()]
-    std::vector<float> lower_f_;   // [max_nodes][query_rank] normed
+    Floats latent_;    // [max_nodes][latent_width()]
+    Floats lower_f_;   // [max_nodes][query_rank] normed
     std::vector<Group> lower_q_;
-    std::vector<float> heads_f_;   // [heads][nodes][inputs of a head's matrix]
+    Floats heads_f_;   // [heads][nodes][inputs of a head's matrix]
     std::vector<Group> heads_q_;   // the same in columns
-    std::vector<float> values_of_; // [max_nodes][heads][value]
+    Floats values_of_; // [max_nodes][heads][value]
 
     // Of the current layer of experts (experts.cpp).
-    std::vector<float> scores_of_;    // [nodes][experts + 1] the last: the shared one's gate
+    Floats scores_of_;    // [nodes][experts + 1] the last: the shared one's gate
     std::vector<int32_t> chosen_;     // [nodes][top_k] experts, best first
-    std::vector<float> share_;        // [nodes][top_k] their weights
+    Floats share_;        // [nodes][top_k] their weights
     std::vector<int32_t> row_at_;     // [nodes][top_k] rows of expert_out_
     std::vector<int32_t> rows_of_;    // [experts] rows of each, then where the next one goes
     std::vector<Visit> visits_;
     std::vector<Group> gathered_q_;   // of `expert_rows()` rows, each expert's beginning a column
-    std::vector<float> gathered_f_, expert_out_;
-    std::vector<std::vector<float>> scratch_;  // attention scores, one per thread
+    Floats gathered_f_, expert_out_;
+    std::vector<Floats> scratch_;  // of attention, one per thread
     bool together_ = false;                    // all threads attend to each unit:
-    std::vector<float> scores_, totals_;       // [units][shared heads][stride], [..][..]
+    Floats scores_, totals_;       // [units][shared heads][stride], [..][..]
     int64_t stride_ = 0;
-    int32_t room_ = 0;  // heads whose scores a thread alone has room for
+    int32_t room_ = 0;  // heads of a node whose scores there is room for
 };
 
 }  // namespace forerun

@@ -3,19 +3,20 @@
 namespace {
 
 // e^x to about one unit in the last place, x limited to [-87, 88].
-FORERUN_INLINE F8 exp8(F8 x) {
-    x = min8(max8(x, splat8(-87.0f)), splat8(88.0f));
-    const F8 n = round8(mul8(x, splat8(1.44269504f)));
-    F8 r = fma8(n, splat8(-0.693145752f), x);  // ln 2 in two parts, the first short
-    r = fma8(n, splat8(-1.42860677e-6f), r);
-    F8 p = splat8(1.0f / 720);
-    p = fma8(p, r, splat8(1.0f / 120));
-    p = fma8(p, r, splat8(1.0f / 24));
-    p = fma8(p, r, splat8(1.0f / 6));
-    p = fma8(p, r, splat8(0.5f));
-    p = fma8(p, r, splat8(1.0f));
-    p = fma8(p, r, splat8(1.0f));
-    return mul8(p, power8(n));
+template <class V>
+FORERUN_INLINE V exp_of(V x) {
+    x = minw(maxw(x, splatw<V>(-87.0f)), splatw<V>(88.0f));
+    const V n = roundw(mulw(x, splatw<V>(1.44269504f)));
+    V r = fmaw(n, splatw<V>(-0.693145752f), x);  // ln 2 in two parts, the first short
+    r = fmaw(n, splatw<V>(-1.42860677e-6f), r);
+    V p = splatw<V>(1.0f / 720);
+    p = fmaw(p, r, splatw<V>(1.0f / 120));
+    p = fmaw(p, r, splatw<V>(1.0f / 24));
+    p = fmaw(p, r, splatw<V>(1.0f / 6));
+    p = fmaw(p, r, splatw<V>(0.5f));
+    p = fmaw(p, r, splatw<V>(1.0f));
+    p = fmaw(p, r, splatw<V>(1.0f));
+    return mulw(p, powerw(n));
 }
 
 // 32 numbers into one lane of a Group. Not finite: a NaN scale, so that every product with the
@@ -39,16 +40,16 @@ FORERUN_INLINE void quantise_group(const float* x, Group& out, int lane) {
     for (int h = 0; h < 2; h++) out.excess32[lane][h] = -32 * sums[h];
 }
 
-// Quantises join(a, b), taken eight numbers at a time. What is missing in the last group is zero.
+// Quantises join(a, b), a vector at a time. What is missing in the last group is zero.
 template <class Join>
 FORERUN_INLINE void quantise_joined(const float* a, const float* b, int count, Group* out, int lane,
                                     Join join) {
-    alignas(32) float values[kGroup];
+    alignas(64) float values[kGroup];
     int first = 0;
     for (; first + kGroup <= count; first += kGroup, out++) {
 #pragma GCC unroll 4
-        for (int i = first; i < first + kGroup; i += 8) {
-            store8(values + i - first, join(load8(a + i), load8(b + i)));
+        for (int i = first; i < first + kGroup; i += kWide) {
+            storew(values + i - first, join(loadw(a + i), loadw(b + i)));
         }
         quantise_group(values, *out, lane);
     }
@@ -56,14 +57,14 @@ FORERUN_INLINE void quantise_joined(const float* a, const float* b, int count, G
     float rest[2][kGroup] = {{0}};
     memcpy(rest[0], a + first, sizeof(float) * (count - first));
     memcpy(rest[1], b + first, sizeof(float) * (count - first));
-    for (int i = 0; i < kGroup; i += 8) {
-        store8(values + i, join(load8(rest[0] + i), load8(rest[1] + i)));
+    for (int i = 0; i < kGroup; i += kWide) {
+        storew(values + i, join(loadw(rest[0] + i), loadw(rest[1] + i)));
     }
     quantise_group(values, *out, lane);
 }
 
 static void quantise(const float* x, int count, Group* out, int lane) {
-    quantise_joined(x, x, count, out, lane, [](F8 a, F8) { return a; });
+    quantise_joined(x, x, count, out, lane, [](W a, W) { return a; });
 }
 
 // 1 / sqrt(mean of squares + eps)
@@ -84,113 +85,113 @@ FORERUN_INLINE float inverse_rms(const float* x, int count, float eps) {
 
 static void norm_quantise(const float* x, const float* weight, float eps, int count, Group* out,
                           int lane) {
-    const F8 factor = splat8(inverse_rms(x, count, eps));
+    const W factor = splatw<W>(inverse_rms(x, count, eps));
     quantise_joined(x, weight, count, out, lane,
-                    [=](F8 a, F8 w) { return mul8(mul8(a, factor), w); });
+                    [=](W a, W w) { return mulw(mulw(a, factor), w); });
 }
 
-FORERUN_INLINE F8 silu8(F8 g, F8 u) {
-    const F8 one_plus = add8(splat8(1.0f), exp8(sub8(splat8(0.0f), g)));
-    return mul8(div8(g, one_plus), u);
+FORERUN_INLINE W silu_of(W g, W u) {
+    const W one_plus = addw(splatw<W>(1.0f), exp_of(subw(splatw<W>(0.0f), g)));
+    return mulw(divw(g, one_plus), u);
 }
 
-FORERUN_INLINE F8 clamped8(F8 g, F8 u) {
-    g = min8(g, splat8(7.0f));
-    u = min8(max8(u, splat8(-7.0f)), splat8(7.0f));
-    const F8 one_plus = add8(splat8(1.0f), exp8(mul8(g, splat8(-1.702f))));
-    return mul8(div8(g, one_plus), add8(u, splat8(1.0f)));
+FORERUN_INLINE W clamped_of(W g, W u) {
+    g = minw(g, splatw<W>(7.0f));
+    u = minw(maxw(u, splatw<W>(-7.0f)), splatw<W>(7.0f));
+    const W one_plus = addw(splatw<W>(1.0f), exp_of(mulw(g, splatw<W>(-1.702f))));
+    return mulw(divw(g, one_plus), addw(u, splatw<W>(1.0f)));
 }
 
 constexpr float kTwiceRoot = 1.59576912f;  // 2 sqrt(2 / pi)
 
 // 0.5 g (1 + tanh(a)) = g / (1 + e^(-2a)), a = sqrt(2 / pi) (g + 0.044715 g^3).
-FORERUN_INLINE F8 gelu8(F8 g, F8 u) {
-    const F8 bent = fma8(mul8(g, g), splat8(-0.044715f * kTwiceRoot), splat8(-kTwiceRoot));
-    const F8 one_plus = add8(splat8(1.0f), exp8(mul8(g, bent)));
-    return mul8(div8(g, one_plus), u);
+FORERUN_INLINE W gelu_of(W g, W u) {
+    const W bent = fmaw(mulw(g, g), splatw<W>(-0.044715f * kTwiceRoot), splatw<W>(-kTwiceRoot));
+    const W one_plus = addw(splatw<W>(1.0f), exp_of(mulw(g, bent)));
+    return mulw(divw(g, one_plus), u);
 }
 
 // g Phi(g) = max(g, 0) - |g| Phi(-|g|), Phi(-x) = e^(-x^2 / 2) t q(t), t = 1 / (1 + 0.35 x): q of
 // degree 8 by the least relative error over x in [0, 13.4], 3.2e-8 (Lawson's weighted least
 // squares; the form is Abramowitz and Stegun's 7.1.26). With the rounding of float32 the
 // result is within 1e-6 of itself, also where it vanishes, until Phi is below 1e-37.
-FORERUN_INLINE F8 erf_gelu8(F8 g, F8 u) {
+FORERUN_INLINE W erf_gelu_of(W g, W u) {
     constexpr float kQ[] = {0.139621615f,  0.139858365f, 0.119857475f,  0.105413675f, -0.0228929426f,
                             0.158866763f, -0.255451113f, 0.143846929f, -0.0291207675f};
-    const F8 zero = splat8(0.0f);
-    const F8 x = max8(g, sub8(zero, g)), near = min8(x, splat8(16.0f));
-    const F8 t = div8(splat8(1.0f), fma8(x, splat8(0.35f), splat8(1.0f)));
-    F8 q = splat8(kQ[8]);
+    const W zero = splatw<W>(0.0f);
+    const W x = maxw(g, subw(zero, g)), near = minw(x, splatw<W>(16.0f));
+    const W t = divw(splatw<W>(1.0f), fmaw(x, splatw<W>(0.35f), splatw<W>(1.0f)));
+    W q = splatw<W>(kQ[8]);
 #pragma GCC unroll 8
-    for (int i = 7; i >= 0; i--) q = fma8(q, t, splat8(kQ[i]));
+    for (int i = 7; i >= 0; i--) q = fmaw(q, t, splatw<W>(kQ[i]));
     // The square in two parts: half a unit in its last place would show in e^(-x^2 / 2).
-    const F8 square = mul8(near, near), rest = fma8(near, near, sub8(zero, square));
-    F8 bell = exp8(mul8(square, splat8(-0.5f)));
-    bell = fma8(bell, mul8(rest, splat8(-0.5f)), bell);
+    const W square = mulw(near, near), rest = fmaw(near, near, subw(zero, square));
+    W bell = exp_of(mulw(square, splatw<W>(-0.5f)));
+    bell = fmaw(bell, mulw(rest, splatw<W>(-0.5f)), bell);
     // Not finite: NaN, by x t. Of a maximum with NaN second NaN comes out.
-    return mul8(sub8(max8(zero, g), mul8(mul8(mul8(x, t), q), bell)), u);
+    return mulw(subw(maxw(zero, g), mulw(mulw(mulw(x, t), q), bell)), u);
 }
 
 // cap tanh(x / cap), where 1 / cap is given; NaN for what is not finite, which exp8 would hide.
-FORERUN_INLINE F8 soften8(F8 x, float cap, float inverse) {
-    const F8 one_plus = add8(splat8(1.0f), exp8(mul8(x, splat8(2.0f * inverse))));
-    const F8 bent = fma8(div8(splat8(-2.0f), one_plus), splat8(cap), splat8(cap));
-    return add8(bent, sub8(x, x));
+FORERUN_INLINE W soften_of(W x, float cap, float inverse) {
+    const W one_plus = addw(splatw<W>(1.0f), exp_of(mulw(x, splatw<W>(2.0f * inverse))));
+    const W bent = fmaw(divw(splatw<W>(-2.0f), one_plus), splatw<W>(cap), splatw<W>(cap));
+    return addw(bent, subw(x, x));
 }
 
 static void silu_quantise(const float* gate, const float* up, int count, Group* out, int lane) {
-    quantise_joined(gate, up, count, out, lane, [](F8 g, F8 u) { return silu8(g, u); });
+    quantise_joined(gate, up, count, out, lane, [](W g, W u) { return silu_of(g, u); });
 }
 
 static void clamped_quantise(const float* gate, const float* up, int count, Group* out, int lane) {
-    quantise_joined(gate, up, count, out, lane, [](F8 g, F8 u) { return clamped8(g, u); });
+    quantise_joined(gate, up, count, out, lane, [](W g, W u) { return clamped_of(g, u); });
 }
 
 static void gelu_quantise(const float* gate, const float* up, int count, Group* out, int lane) {
-    quantise_joined(gate, up, count, out, lane, [](F8 g, F8 u) { return gelu8(g, u); });
+    quantise_joined(gate, up, count, out, lane, [](W g, W u) { return gelu_of(g, u); });
 }
 
 static void erf_gelu_quantise(const float* gate, const float* up, int count, Group* out, int lane) {
-    quantise_joined(gate, up, count, out, lane, [](F8 g, F8 u) { return erf_gelu8(g, u); });
+    quantise_joined(gate, up, count, out, lane, [](W g, W u) { return erf_gelu_of(g, u); });
 }
 
-// join(a, b), eight numbers at a time, as float32. `out` may be `a`.
+// join(a, b), a vector at a time, as float32. `out` may be `a`.
 template <class Join>
 FORERUN_INLINE void write_joined(const float* a, const float* b, int count, float* out, Join join) {
     int i = 0;
-    for (; i + 8 <= count; i += 8) store8(out + i, join(load8(a + i), load8(b + i)));
+    for (; i + kWide <= count; i += kWide) storew(out + i, join(loadw(a + i), loadw(b + i)));
     if (i == count) return;
-    float rest[2][8] = {{0}}, values[8];
+    float rest[2][kWide] = {{0}}, values[kWide];
     memcpy(rest[0], a + i, sizeof(float) * (count - i));
     memcpy(rest[1], b + i, sizeof(float) * (count - i));
-    store8(values, join(load8(rest[0]), load8(rest[1])));
+    storew(values, join(loadw(rest[0]), loadw(rest[1])));
     memcpy(out + i, values, sizeof(float) * (count - i));
 }
 
 static void norm(const float* x, const float* weight, float eps, int count, float* out) {
-    const F8 factor = splat8(inverse_rms(x, count, eps));
-    write_joined(x, weight, count, out, [=](F8 a, F8 w) { return mul8(mul8(a, factor), w); });
+    const W factor = splatw<W>(inverse_rms(x, count, eps));
+    write_joined(x, weight, count, out, [=](W a, W w) { return mulw(mulw(a, factor), w); });
 }
 
 static void silu(const float* gate, const float* up, int count, float* out) {
-    write_joined(gate, up, count, out, [](F8 g, F8 u) { return silu8(g, u); });
+    write_joined(gate, up, count, out, [](W g, W u) { return silu_of(g, u); });
 }
 
 static void clamped(const float* gate, const float* up, int count, float* out) {
-    write_joined(gate, up, count, out, [](F8 g, F8 u) { return clamped8(g, u); });
+    write_joined(gate, up, count, out, [](W g, W u) { return clamped_of(g, u); });
 }
 
 static void gelu(const float* gate, const float* up, int count, float* out) {
-    write_joined(gate, up, count, out, [](F8 g, F8 u) { return gelu8(g, u); });
+    write_joined(gate, up, count, out, [](W g, W u) { return gelu_of(g, u); });
 }
 
 static void erf_gelu(const float* gate, const float* up, int count, float* out) {
-    write_joined(gate, up, count, out, [](F8 g, F8 u) { return erf_gelu8(g, u); });
+    write_joined(gate, up, count, out, [](W g, W u) { return erf_gelu_of(g, u); });
 }
 
 static void soften(float* x, int count, float cap) {
     const float inverse = 1.0f / cap;
-    write_joined(x, x, count, x, [=](F8 a, F8) { return soften8(a, cap, inverse); });
+    write_joined(x, x, count, x, [=](W a, W) { return soften_of(a, cap, inverse); });
 }
 
 static void rotate(float* x, const float* weight, float eps, const float* cosine, const float* sine,

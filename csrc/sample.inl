@@ -66,7 +66,7 @@ static void consider(const float* logits, int count, int first, Draw& draw) {
     uint32_t words[kTokens];
     philox((uint32_t)first / 4, draw.position, draw.seed, words);
     for (int k = 0; k < 4; k++) {
-        const F8 bound = fma8(exp8(sub8(heated[k], splat8(draw.score))), splat8(2.1496e9f),
+        const F8 bound = fma8(exp_of(sub8(heated[k], splat8(draw.score))), splat8(2.1496e9f),
                               splat8(2.0f));
         if (!any_at_most8(half_complement8(words + 8 * k), bound)) continue;
         for (int i = 8 * k; i < 8 * k + 8 && i < present; i++) {

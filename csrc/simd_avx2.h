@@ -61,16 +61,8 @@ FORERUN_INLINE void store_half8(void* at, F8 a) {
     _mm_storeu_si128((__m128i*)at, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
 }
 
-// The widest vectors there are, for loops that do not care how wide: matmul_float.inl.
-using W = F8;
-constexpr int kWide = 8, kFloatRows = 3;
-FORERUN_INLINE W loadw(const float* at) { return load8(at); }
-FORERUN_INLINE void storew(float* at, W a) { store8(at, a); }
-FORERUN_INLINE W splatw(float a) { return splat8(a); }
-FORERUN_INLINE W addw(W a, W b) { return add8(a, b); }
-FORERUN_INLINE W fmaw(W a, W b, W c) { return fma8(a, b, c); }
-FORERUN_INLINE W load_halfw(const void* at) { return load_half8(at); }
-FORERUN_INLINE void split_bfloats(const void* at, W& even, W& odd) {
+// Bfloats that lie alternately: the even ones and the odd ones.
+FORERUN_INLINE void split_bfloats(const void* at, F8& even, F8& odd) {
     const I8 both = _mm256_loadu_si256((const I8*)at);
     even = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
     odd = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32((int32_t)0xffff0000)));
@@ -273,6 +265,8 @@ FORERUN_INLINE bool any_at_most8(F8 a, F8 b) {
     return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_LE_OQ)) != 0;
 }
 
+#ifndef FORERUN_WIDE  // simd_avx512.h has its own
+
 FORERUN_INLINE uint32_t largest_bits(const float* x) {
     const I8 mask = _mm256_set1_epi32(0x7fffffff);
     I8 most = _mm256_setzero_si256();
@@ -305,5 +299,7 @@ FORERUN_INLINE void round_to_bytes(const float* x, float inverse, int8_t* q, int
     sums[0] = sum_of(_mm256_add_epi32(wide[0], wide[1]));
     sums[1] = sum_of(_mm256_add_epi32(wide[2], wide[3]));
 }
+
+#endif
 
 }  // namespace

@@ -33,16 +33,46 @@ FORERUN_INLINE F16 mul16(F16 a, F16 b) { return _mm512_mul_ps(a, b); }
 FORERUN_INLINE F16 fma16(F16 a, F16 b, F16 c) { return _mm512_fmadd_ps(a, b, c); }
 FORERUN_INLINE F16 float16(I16 a) { return _mm512_cvtepi32_ps(a); }
 
-// See simd_portable.h.
-using W = F16;
-constexpr int kWide = 16, kFloatRows = 8;
-FORERUN_INLINE W loadw(const float* at) { return load16(at); }
-FORERUN_INLINE void storew(float* at, W a) { _mm512_storeu_ps(at, a); }
-FORERUN_INLINE W splatw(float a) { return splat16(a); }
-FORERUN_INLINE W addw(W a, W b) { return add16(a, b); }
-FORERUN_INLINE W fmaw(W a, W b, W c) { return fma16(a, b, c); }
-FORERUN_INLINE W load_halfw(const void* at) { return load_half16(at); }
-FORERUN_INLINE void split_bfloats(const void* at, W& even, W& odd) {
+FORERUN_INLINE void store16(float* at, F16 a) { _mm512_storeu_ps(at, a); }
+FORERUN_INLINE F16 sub16(F16 a, F16 b) { return _mm512_sub_ps(a, b); }
+FORERUN_INLINE F16 div16(F16 a, F16 b) { return _mm512_div_ps(a, b); }
+FORERUN_INLINE F16 max16(F16 a, F16 b) { return _mm512_max_ps(a, b); }
+FORERUN_INLINE F16 min16(F16 a, F16 b) { return _mm512_min_ps(a, b); }
+FORERUN_INLINE F16 round16(F16 a) {
+    const F16 magic = _mm512_set1_ps(12582912.0f);
+    return _mm512_sub_ps(_mm512_add_ps(a, magic), magic);
+}
+FORERUN_INLINE F16 power16(F16 n) {
+    const I16 biased = _mm512_add_epi32(_mm512_cvttps_epi32(n), _mm512_set1_epi32(127));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(biased, 23));
+}
+
+// Eight numbers at `a`, then eight at `b`.
+FORERUN_INLINE F16 load_twice16(const float* a, const float* b) {
+    const __m512d low = _mm512_castpd256_pd512(_mm256_loadu_pd((const double*)a));
+    return _mm512_castpd_ps(_mm512_insertf64x4(low, _mm256_loadu_pd((const double*)b), 1));
+}
+FORERUN_INLINE F16 load_halves_twice16(const uint16_t* a, const uint16_t* b) {
+    const __m256i low = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)a));
+    return _mm512_cvtph_ps(_mm256_inserti128_si256(low, _mm_loadu_si128((const __m128i*)b), 1));
+}
+// The sums of the halves of eight vectors, each added as sum8 adds eight lanes: of a[0] to a[3] the
+// first halves, the second halves, and the same of a[4] to a[7].
+FORERUN_INLINE F16 sum_rows16(const F16 (&a)[8]) {
+    F16 half[4], pair[2];
+    for (int i = 0; i < 4; i++) {  // lanes k and k + 4
+        half[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a[i], a[i + 4], 0x88),
+                                _mm512_shuffle_f32x4(a[i], a[i + 4], 0xdd));
+    }
+    for (int i = 0; i < 2; i++) {  // lanes k and k + 2
+        pair[i] = _mm512_add_ps(_mm512_shuffle_ps(half[2 * i], half[2 * i + 1], 0x44),
+                                _mm512_shuffle_ps(half[2 * i], half[2 * i + 1], 0xee));
+    }
+    return _mm512_add_ps(_mm512_shuffle_ps(pair[0], pair[1], 0x88),
+                         _mm512_shuffle_ps(pair[0], pair[1], 0xdd));
+}
+
+FORERUN_INLINE void split_bfloats(const void* at, F16& even, F16& odd) {
     const I16 both = _mm512_loadu_si512(at);
     even = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
     odd = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32((int32_t)0xffff0000)));
@@ -105,7 +135,23 @@ FORERUN_INLINE I16 dot16(I16 sum, I16 w, const int8_t* q) {
     return _mm512_dpbusd_epi32(sum, w, _mm512_set1_epi32(four));
 }
 
+FORERUN_INLINE uint32_t largest_bits(const float* x) {
+    const I16 mask = _mm512_set1_epi32(0x7fffffff);
+    const I16 a = _mm512_and_si512(_mm512_loadu_si512(x), mask);
+    const I16 b = _mm512_and_si512(_mm512_loadu_si512(x + 16), mask);
+    return (uint32_t)_mm512_reduce_max_epi32(_mm512_max_epi32(a, b));
+}
+
+FORERUN_INLINE void round_to_bytes(const float* x, float inverse, int8_t* q, int32_t (&sums)[2]) {
+    for (int h = 0; h < 2; h++) {
+        const I16 wide = _mm512_cvtps_epi32(mul16(load16(x + 16 * h), splat16(inverse)));
+        _mm_storeu_si128((__m128i*)(q + 16 * h), _mm512_cvtsepi32_epi8(wide));
+        sums[h] = _mm512_reduce_add_epi32(wide);
+    }
+}
+
 // Keeps GCC from reordering the additions, which would spill the accumulators.
+#undef FORERUN_PIN
 #define FORERUN_PIN(vector) __asm__ volatile("" : "+v"(vector))
 
 }  // namespace

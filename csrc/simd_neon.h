@@ -82,16 +82,8 @@ FORERUN_INLINE void store_half8(void* at, F8 a) {
     vst1q_u16((uint16_t*)at, vreinterpretq_u16_f16(halves));
 }
 
-// The widest vectors there are, for loops that do not care how wide: matmul_float.inl.
-using W = F8;
-constexpr int kWide = 8, kFloatRows = 3;
-FORERUN_INLINE W loadw(const float* at) { return load8(at); }
-FORERUN_INLINE void storew(float* at, W a) { store8(at, a); }
-FORERUN_INLINE W splatw(float a) { return splat8(a); }
-FORERUN_INLINE W addw(W a, W b) { return add8(a, b); }
-FORERUN_INLINE W fmaw(W a, W b, W c) { return fma8(a, b, c); }
-FORERUN_INLINE W load_halfw(const void* at) { return load_half8(at); }
-FORERUN_INLINE void split_bfloats(const void* at, W& even, W& odd) {
+// Bfloats that lie alternately: the even ones and the odd ones.
+FORERUN_INLINE void split_bfloats(const void* at, F8& even, F8& odd) {
     const uint16x8x2_t both = vld2q_u16((const uint16_t*)at);
     even = {vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(both.val[0]), 16)),
             vreinterpretq_f32_u32(vshll_n_u16(vget_high_u16(both.val[0]), 16))};

@@ -77,17 +77,8 @@ FORERUN_INLINE void store_half8(void* at, F8 a) {
     memcpy(at, halves, 16);
 }
 
-// The widest vectors there are, for loops that do not care how wide: matmul_float.inl.
-using W = F8;
-constexpr int kWide = 8, kFloatRows = 3;
-FORERUN_INLINE W loadw(const float* at) { return load8(at); }
-FORERUN_INLINE void storew(float* at, W a) { store8(at, a); }
-FORERUN_INLINE W splatw(float a) { return splat8(a); }
-FORERUN_INLINE W addw(W a, W b) { return add8(a, b); }
-FORERUN_INLINE W fmaw(W a, W b, W c) { return fma8(a, b, c); }
-FORERUN_INLINE W load_halfw(const void* at) { return load_half8(at); }
 // Bfloats that lie alternately: the even ones and the odd ones.
-FORERUN_INLINE void split_bfloats(const void* at, W& even, W& odd) {
+FORERUN_INLINE void split_bfloats(const void* at, F8& even, F8& odd) {
     uint16_t both[16];
     memcpy(both, at, 32);
     FORERUN_EACH {

@@ -1,7 +1,7 @@
 // Every set of kernels of this build that this machine runs, against plain C++: the same bits.
 // Linked with all of csrc/*.cpp. With -DEMULATE_VNNI also the VNNI kernels, their one special
-// instruction played by others, on machines that have none. Prints the names; code 1 on a
-// difference.
+// instruction played by others, and with -DEMULATE_WIDE those of 512 bits in plain C++, on machines
+// that have none. Prints the names; code 1 on a difference.
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -23,6 +23,7 @@ static inline __m256i emulated(__m256i sum, __m256i u, __m256i s) {
 }
 #define FORERUN_VNNI emulated
 #include "simd_avx2.h"
+#include "widths.h"
 #include "matmul.inl"
 #include "matmul_float.inl"
 #include "rows.inl"
@@ -31,6 +32,21 @@ static inline __m256i emulated(__m256i sum, __m256i u, __m256i s) {
 #define FORERUN_COLUMNS 8
 #include "delta.inl"
 static const forerun::Kernels kEmulated = {"emulated vnni", FORERUN_KERNELS};
+#endif
+
+#ifdef EMULATE_WIDE
+#define FORERUN_WIDE
+#include "simd_portable.h"
+#include "wide_portable.h"
+#include "widths.h"
+#include "matmul_float.inl"
+#include "matmul_wide.inl"
+#include "rows.inl"
+#include "attention.inl"
+#include "sample.inl"
+#define FORERUN_COLUMNS 16
+#include "delta.inl"
+static const forerun::Kernels kEmulated = {"emulated 512 bits", FORERUN_KERNELS};
 #endif
 
 using namespace forerun;
@@ -116,44 +132,100 @@ static Floats float_product_by(const Kernels& k, int format, int channels, int i
     return out;
 }
 
+// What nodes see: a known chain of places, then a path of places each.
+struct Sights {
+    std::vector<int32_t> trunk;
+    std::vector<int32_t> trunks;  // how much of it a node sees
+    std::vector<std::vector<int32_t>> paths;
+
+    std::vector<int32_t> places(int node) const {
+        std::vector<int32_t> all(trunk.begin(), trunk.begin() + trunks[node]);
+        all.insert(all.end(), paths[node].begin(), paths[node].end());
+        return all;
+    }
+    Alike alike() const {
+        Alike found = {1 << 30, 0, true};
+        for (int n = 0; n < (int)paths.size(); n++) {
+            if (places(n).size() > places(found.longest).size()) found.longest = n;
+        }
+        const std::vector<int32_t> longest = places(found.longest);
+        for (int n = 0; n < (int)paths.size(); n++) {
+            const std::vector<int32_t> own = places(n);
+            int same = 0;
+            while (same < (int)own.size() && own[same] == longest[same]) same++;
+            found.positions = same < found.positions ? same : found.positions;
+            found.nested = found.nested && same == (int)own.size();
+        }
+        return found;
+    }
+};
+
+// `known` of the nodes are known, the others a chain behind them, or children of the last known one.
+static Sights sights_of(int trunk, int nodes, int known, bool chain) {
+    Sights made;
+    for (int i = 0; i < trunk + nodes; i++) made.trunk.push_back((i * 7) % 300);
+    for (int n = 0; n < nodes; n++) {
+        made.trunks.push_back(trunk + (n < known ? n + 1 : known));
+        std::vector<int32_t> path;
+        for (int i = known; i <= n; i++) {
+            if (chain || i == n) path.push_back(299 - i);
+        }
+        made.paths.push_back(path);
+    }
+    return made;
+}
+
 // mixed: less than `size` where values are the first numbers of their keys.
-static Floats attend_by(const Kernels& k, int size, int heads, int trunk, int tail,
+static Floats attend_by(const Kernels& k, int size, int heads, const Sights& seen,
                         const Floats& queries, const std::vector<uint16_t>& cache,
                         const float* sinks, int mixed) {
-    std::vector<int32_t> places(trunk), path(tail);
-    for (int i = 0; i < trunk; i++) places[i] = (i * 7) % 300;
-    for (int i = 0; i < tail; i++) path[i] = 299 - i;
-    Floats out((size_t)heads * size);
-    Attend job = {};
-    job.stride = padded_positions(trunk + tail);
-    Floats scores(heads * job.stride), totals(heads);
-    job.room = heads > 3 ? 3 : heads;
-    job.keys = (const uint8_t*)cache.data();
-    job.values = (const uint8_t*)(cache.data() + (mixed < size ? 0 : 300 * size));
-    job.mixed = mixed;
-    job.trunk = places.data();
-    job.sight = {trunk, tail, path.data()};
-    job.heads = heads;
-    job.size = size;
-    job.cold = true;
-    job.queries = queries.data();
-    job.out = out.data();
-    job.scores = scores.data();
-    job.totals = totals.data();
-    job.sinks = sinks;
-    job.cap = sinks ? 2.0f : 0.0f;  // one case has both
-    k.attend(job);
-    // In pieces, as by several threads: the same.
-    Floats pieces((size_t)heads * size);
-    job.out = pieces.data();
-    job.room = heads;
-    const int length = trunk + tail, middle = length / 16 * 8;
-    k.score(job, middle, length);
-    k.score(job, 0, middle);
-    for (int h = 0; h < heads; h++)
-        totals[h] = k.weigh(&scores[h * job.stride], length, sinks ? sinks + h : nullptr, job.cap);
-    k.mix(job, 8, mixed);
-    k.mix(job, 0, 8);
+    const int count = (int)seen.paths.size();
+    const Alike alike = seen.alike();
+    const int64_t stride = padded_positions((int64_t)seen.places(alike.longest).size());
+    Floats out((size_t)count * heads * size), scores(count * heads * stride), totals(count * heads);
+    Floats near(kPositions * size);
+    std::vector<Attend> jobs(count);
+    for (int n = 0; n < count; n++) {
+        Attend& job = jobs[n];
+        job = {};
+        job.keys = (const uint8_t*)cache.data();
+        job.values = (const uint8_t*)(cache.data() + (mixed < size ? 0 : 300 * size));
+        job.mixed = mixed;
+        job.trunk = seen.trunk.data();
+        job.sight = {seen.trunks[n], (int32_t)seen.paths[n].size(), seen.paths[n].data()};
+        job.heads = heads;
+        job.size = size;
+        job.queries = &queries[(size_t)n * heads * size];
+        job.out = &out[(size_t)n * heads * size];
+        job.scores = &scores[n * heads * stride];
+        job.totals = &totals[n * heads];
+        job.stride = stride;
+        job.room = heads > 3 ? 3 : heads;
+        job.near = near.data();
+        job.sinks = sinks;
+        job.cap = sinks ? 2.0f : 0.0f;  // one case has both
+    }
+    k.attend(jobs.data(), count, alike);
+    // Alone, and in pieces as by several threads: the same.
+    Floats alone(out.size()), pieces(out.size());
+    for (int n = 0; n < count; n++) {
+        Attend job = jobs[n];
+        const size_t at = (size_t)n * heads * size;
+        job.out = &alone[at];
+        k.attend(&job, 1, {0, 0, false});
+        job.out = &pieces[at];
+        job.room = heads;
+        const int length = job.sight.length(), middle = length / 2 / kPositions * kPositions;
+        k.score(job, middle, length);
+        k.score(job, 0, middle);
+        for (int h = 0; h < heads; h++) {
+            const float* sink = sinks ? sinks + h : nullptr;
+            job.totals[h] = k.weigh(&job.scores[h * stride], length, sink, job.cap);
+        }
+        k.mix(job, 8, mixed);
+        k.mix(job, 0, 8);
+    }
+    same(k.name, "attention alone", out, alone);
     same(k.name, "attention in pieces", out, pieces);
     return out;
 }
@@ -175,13 +247,16 @@ static void compare(const Kernels& k) {
         for (int count : {48, 64, 100, 576}) {
             const Floats x = normal(count, spread), w = normal(count, 1);
             same(k.name, "rows", rows_by(k, x, w), rows_by(plain, x, w));
+            Floats odd(x);
+            odd[5] = NAN, odd[count - 3] = INFINITY, odd[33] = -0.0f;
+            same(k.name, "rows that are not finite", rows_by(k, odd, w), rows_by(plain, odd, w));
         }
         const Floats logits = normal(1003, spread);
         same(k.name, "choice", choices_by(k, logits), choices_by(plain, logits));
     }
     for (int source : {kFileQ4_0, kFileQ4_1, kFileQ8_0, kFileQ4_K, kFileQ5_K, kFileQ6_K, kFileQ4Z,
                        kFileMXFP4}) {
-        for (int rows : {1, 2, 3, 4, 7, 65}) {
+        for (int rows = 1; rows <= 130; rows += rows < 17 ? 1 : 7) {
             const int format = own_format((Source)source);
             const int channels = 40, inputs = tile_groups(format) > 1 ? 512 : 96;
             std::vector<uint8_t> file(channels * source_row_bytes((Source)source, inputs));
@@ -231,21 +306,26 @@ static void compare(const Kernels& k) {
         std::vector<uint16_t> cache(600 * size);
         for (uint16_t& half : cache) half = half_from_float(normal(1, 1)[0]);
         for (int heads : {1, 2, 3, 4, 7}) {
-            const Floats queries = normal((size_t)heads * size, 0.3f), sinks = normal(heads, 3);
-            for (int trunk : {1, 7, 8, 9, 50, 290}) {
-                for (int tail : {0, 1, 5}) {
-                    for (const float* given : {(const float*)nullptr, sinks.data()}) {
-                        const auto by = [&](const Kernels& which, int mixed) {
-                            return attend_by(which, size, heads, trunk, tail, queries, cache, given,
-                                             mixed);
-                        };
-                        same(k.name, given ? "attention with sinks" : "attention", by(k, size),
-                             by(plain, size));
-                        if (size > 8) {
-                            same(k.name, "latent attention", by(k, size - 8), by(plain, size - 8));
-                        }
+            const Floats queries = normal((size_t)kNodesTogether * heads * size, 0.3f);
+            const Floats sinks = normal(heads, 3);
+            const auto compare_at = [&](const Sights& seen) {
+                for (const float* given : {(const float*)nullptr, sinks.data()}) {
+                    const auto by = [&](const Kernels& which, int mixed) {
+                        return attend_by(which, size, heads, seen, queries, cache, given, mixed);
+                    };
+                    same(k.name, given ? "attention with sinks" : "attention", by(k, size),
+                         by(plain, size));
+                    if (size > 8) {
+                        same(k.name, "latent attention", by(k, size - 8), by(plain, size - 8));
                     }
                 }
+            };
+            for (int trunk : {0, 7, 8, 15, 16, 49, 280}) {
+                compare_at(sights_of(trunk, 1, 1, true));
+                compare_at(sights_of(trunk, 5, 0, true));
+                compare_at(sights_of(trunk, kNodesTogether, 1, true));
+                compare_at(sights_of(trunk, 6, 1, false));
+                compare_at(sights_of(trunk, 4, 4, true));
             }
         }
     }
@@ -253,11 +333,12 @@ static void compare(const Kernels& k) {
 }
 
 int main() {
+#if defined(EMULATE_VNNI) || defined(EMULATE_WIDE)
+    compare(kEmulated);
+#else
     for (const char* name : {"avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon"}) {
         if (const Kernels* found = choose_kernels(name)) compare(*found);
     }
-#ifdef EMULATE_VNNI
-    compare(kEmulated);
 #endif
     return faults != 0;
 }

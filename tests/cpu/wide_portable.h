@@ -8,6 +8,7 @@
 #include "quant.h"
 
 #define FORERUN_INLINE static inline __attribute__((always_inline))
+#undef FORERUN_PIN
 #define FORERUN_PIN(vector)
 
 namespace {
@@ -66,6 +67,40 @@ static F16 fma16(F16 a, F16 b, F16 c) {
     return floats([&](int i) { return std::fmaf(a.of[i], b.of[i], c.of[i]); });
 }
 static F16 float16(I16 a) { return floats([&](int i) { return (float)a.of[i]; }); }
+static void store16(float* at, F16 a) { memcpy(at, a.of, 64); }
+static F16 sub16(F16 a, F16 b) { return floats([&](int i) { return a.of[i] - b.of[i]; }); }
+static F16 div16(F16 a, F16 b) { return floats([&](int i) { return a.of[i] / b.of[i]; }); }
+static F16 max16(F16 a, F16 b) {
+    return floats([&](int i) { return a.of[i] > b.of[i] ? a.of[i] : b.of[i]; });
+}
+static F16 min16(F16 a, F16 b) {
+    return floats([&](int i) { return a.of[i] < b.of[i] ? a.of[i] : b.of[i]; });
+}
+static F16 round16(F16 a) {
+    return floats([&](int i) { return (a.of[i] + 12582912.0f) - 12582912.0f; });
+}
+static F16 power16(F16 n) {
+    return floats([&](int i) { return forerun::float_of((uint32_t)((int32_t)n.of[i] + 127) << 23); });
+}
+static F16 load_twice16(const float* a, const float* b) {
+    return floats([&](int i) { return i < 8 ? a[i] : b[i - 8]; });
+}
+static F16 load_halves_twice16(const uint16_t* a, const uint16_t* b) {
+    return floats([&](int i) { return forerun::float_from_half(i < 8 ? a[i] : b[i - 8]); });
+}
+// Of a[0] to a[3] the sums of the first halves, of the second halves, then the same of a[4] to a[7].
+static F16 sum_rows16(const F16 (&a)[8]) {
+    return floats([&](int i) {
+        const float* x = a[i / 8 * 4 + i % 4].of + i / 4 % 2 * 8;
+        return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
+    });
+}
+static void split_bfloats(const void* at, F16& even, F16& odd) {
+    uint16_t both[32];
+    memcpy(both, at, 64);
+    even = floats([&](int i) { return forerun::float_from_bfloat(both[2 * i]); });
+    odd = floats([&](int i) { return forerun::float_from_bfloat(both[2 * i + 1]); });
+}
 static F16 load_first16(const float* at, int count) {
     return floats([&](int i) { return i < count ? at[i] : 0.0f; });
 }
