@@ -12,7 +12,6 @@ import torch
 
 from forerun.executors.torch import TorchExecutor
 from forerun.models.folder import FolderCheckpoint
-from tests.e2e.processes import ROOT
 from tests.models import tiny
 from tests.parallel.rounds import LIMITS, VOCAB, texts
 
@@ -25,15 +24,13 @@ from tests.parallel.rounds import LIMITS, VOCAB, texts
         pytest.param("deepseek_v3", 2, marks=pytest.mark.slow),
     ],
 )
-def test_ranks_replay_rounds_to_one_text(tmp_path, family, size):
+def test_ranks_replay_rounds_to_one_text(tmp_path, nursery, family, size):
     folder = tiny.save_folder(tiny.model(family, vocab_size=VOCAB), tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as bound:
         port = bound.getsockname()[1]
     line = [sys.executable, "-m", "tests.parallel.rounds"]
     ranks = [
-        subprocess.Popen(
-            [*line, str(rank), str(size), str(port), str(folder)], cwd=ROOT, stdout=subprocess.PIPE
-        )
+        nursery.popen([*line, *map(str, (rank, size, port, folder))], stdout=subprocess.PIPE)
         for rank in range(size)
     ]
     try:

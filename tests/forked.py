@@ -1,0 +1,166 @@
+"""Python programs as forks of a process that has imported what they import, instead of interpreters
+that begin: seconds of processor time each.
+
+They are children of who asks, with process ids, ends and stops of their own, and nothing but what
+they are handed is open in them. Only for programs that start by their command line somewhere, too.
+"""
+
+import ctypes
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from threading import Lock
+from types import SimpleNamespace
+
+from tests.e2e.processes import ROOT
+
+HIGH = 500
+"""Numbers of files from here on are nobody's."""
+
+
+class Nursery:
+    """A process that has imported some modules and does nothing but fork. Linux."""
+
+    def __init__(self, *modules):
+        self._ours, theirs = socket.socketpair()
+        with theirs:
+            line = [sys.executable, "-m", "tests.forked", str(theirs.fileno()), *modules]
+            self._process = subprocess.Popen(line, cwd=ROOT, pass_fds=(theirs.fileno(),))
+        self._lock = Lock()
+
+    def popen(self, command, **how):
+        """As subprocess.Popen; a fork where it is `python -m MODULE ...` or `python -c SCRIPT ...`."""
+        if command[0] != sys.executable:
+            return subprocess.Popen(command, **how)
+        return Forked(self, command, **how)
+
+    def fork(self, files, **about):
+        """The process id of a child of this process. files: by the numbers they are to have."""
+        request = json.dumps(about | {"parent": os.getpid(), "numbers": list(files)}).encode()
+        with self._lock:
+            _adopt(True)  # A grandchild's whose parent has ended.
+            try:
+                socket.send_fds(self._ours, [request], list(files.values()))
+                return int(self._ours.recv(20))
+            finally:
+                _adopt(False)
+
+    def forking(self, module, patch):
+        """What `module` starts by `subprocess` while `patch` holds (a MonkeyPatch) are forks."""
+        known = SimpleNamespace(**vars(subprocess) | {"Popen": self.popen})
+        patch.setattr(module, "subprocess", known)
+
+    def close(self):
+        self._ours.close()
+        self._process.wait()
+
+
+class Forked:
+    """What is used of subprocess.Popen."""
+
+    def __init__(
+        self, nursery, command, stdin=None, stdout=None, pass_fds=(), start_new_session=False
+    ):
+        assert stdin in (None, subprocess.DEVNULL) and stdout in (None, subprocess.PIPE)
+        self.returncode = self.stdout = None
+        files = {number: number for number in (2, *pass_fds)}
+        ours, files[1] = os.pipe() if stdout else (None, os.dup(1))
+        try:
+            self.pid = nursery.fork(files, line=command[1:], session=start_new_session)
+        finally:
+            os.close(files[1])
+        if stdout:
+            self.stdout = os.fdopen(ours, "rb")
+
+    def communicate(self):
+        """What it has written, when it has ended."""
+        with self.stdout:
+            said = self.stdout.read()
+        self.wait()
+        return said, None
+
+    def wait(self):
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+    def kill(self):
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def _adopt(orphans):
+    subreaper = 36  # PR_SET_CHILD_SUBREAPER, prctl(2).
+    ctypes.CDLL(None).prctl(subreaper, int(orphans))
+
+
+def main(number, *modules):
+    """Fork as asked, until nobody can ask."""
+    for module in modules:
+        importlib.import_module(module)
+    asking = socket.socket(fileno=int(number))
+    while True:
+        request, files, _, _ = socket.recv_fds(asking, 1 << 16, 16)
+        if not request:
+            return
+        child = os.fork()
+        if child == 0:
+            _between(asking, files, **json.loads(request))
+        os.waitpid(child, 0)
+        for file in files:
+            os.close(file)
+
+
+def _between(asking, files, parent, numbers, line, session):
+    """Fork again and end: what is forked becomes a child of who asked."""
+    between = os.getpid()
+    if os.fork():
+        os._exit(0)
+    status = 1
+    try:
+        while os.getppid() == between:
+            os.sched_yield()
+        assert os.getppid() == parent
+        if session:
+            os.setsid()
+        asking.send(f"{os.getpid():20}".encode())
+        _open(dict(zip(numbers, files, strict=True)))
+        status = _run(*line)
+        sys.stdout.flush()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)
+
+
+def _open(files):
+    """These files and no others, by number; nothing to read."""
+    files[0] = os.open(os.devnull, os.O_RDONLY)
+    high = {number: os.dup2(file, HIGH + place) for place, (number, file) in enumerate(files.items())}
+    os.closerange(0, HIGH)
+    for number, file in high.items():
+        os.dup2(file, number)
+        os.close(file)
+
+
+def _run(kind, program, *arguments):
+    sys.argv = [program if kind == "-m" else kind, *arguments]
+    try:
+        if kind == "-m":
+            runpy.run_module(program, run_name="__main__")
+        else:
+            exec(program, {"__name__": "__main__"})
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
