@@ -359,7 +359,7 @@ def test_nearly_nothing_is_imported_where_an_interrupt_would_be_a_traceback():
 
 
 def test_a_signal_while_the_command_line_is_built_is_no_traceback(monkeypatch, capsys):
-    def interrupted():
+    def interrupted(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("forerun.cli.command_line.build_parser", interrupted)

@@ -45,3 +45,12 @@ def test_bash_completes(words, wanted, capsys, tmp_path):
 
 def test_parsing_says_what_it_always_said():
     build_parser().parse_args(["run", "--policy", "whatever"])
+
+
+def test_the_parser_of_one_command_is_that_of_the_whole_command_line():
+    whole = build_parser()._subparsers._group_actions[0].choices
+    for name, command in whole.items():
+        alone = build_parser([name])._subparsers._group_actions[0].choices
+        assert alone.keys() == whole.keys()
+        assert alone[name]._option_string_actions.keys() == command._option_string_actions.keys()
+        assert alone[name].format_usage() == command.format_usage()
