@@ -15,13 +15,11 @@ import socket
 import subprocess
 import sys
 import traceback
+from fcntl import F_DUPFD, fcntl
 from threading import Lock
 from types import SimpleNamespace
 
 from tests.e2e.processes import ROOT
-
-HIGH = 500
-"""Numbers of files from here on are nobody's."""
 
 
 class Nursery:
@@ -35,7 +33,7 @@ class Nursery:
         self._lock = Lock()
 
     def popen(self, command, **how):
-        """As subprocess.Popen; a fork where it is `python -m MODULE ...` or `python -c SCRIPT ...`."""
+        """As subprocess.Popen; a fork where it is `python -m MODULE` or `python -c SCRIPT`."""
         if command[0] != sys.executable:
             return subprocess.Popen(command, **how)
         return Forked(self, command, **how)
@@ -133,19 +131,20 @@ def _between(asking, files, parent, numbers, line, session):
         _open(dict(zip(numbers, files, strict=True)))
         status = _run(*line)
         sys.stdout.flush()
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
     finally:
+        if sys.exc_info()[0]:
+            traceback.print_exc()
+        sys.stderr.flush()
         os._exit(status)
 
 
 def _open(files):
     """These files and no others, by number; nothing to read."""
     files[0] = os.open(os.devnull, os.O_RDONLY)
-    high = {number: os.dup2(file, HIGH + place) for place, (number, file) in enumerate(files.items())}
-    os.closerange(0, HIGH)
-    for number, file in high.items():
+    beyond = max(files) + 1
+    apart = {number: fcntl(file, F_DUPFD, beyond) for number, file in files.items()}
+    os.closerange(0, beyond)
+    for number, file in apart.items():
         os.dup2(file, number)
         os.close(file)
 

@@ -16,8 +16,8 @@ def nursery():
 
 @pytest.fixture(scope="module", autouse=True)
 def forks(nursery):
-    """Ranks are forks, which saves 2 s each. Those of a server (test_server.py) and of a program of its
-    own (test_failure.py, ALONE) begin by their command line.
+    """Ranks are forks, which saves 2 s each. Those of a server (test_server.py) and of a program of
+    its own (test_failure.py, ALONE) begin by their command line.
     """
     with pytest.MonkeyPatch.context() as patch:
         if sys.platform == "linux":
