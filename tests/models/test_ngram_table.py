@@ -1,5 +1,6 @@
 """n-gram tables: counted as said, stored and read back whole, and refused when damaged."""
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -30,17 +31,24 @@ def by_hand(chats, text):
     for order, least in enumerate(ngrams.SEEN, 1):
         context = text[len(text) - order :] if order <= len(text) else None
         after = [
-            chat[i]
+            (chat[i], chat[i - order - 1] if i > order else None)
             for chat in chats
             for i in range(order, len(chat))
             if list(chat[i - order : i]) == context
         ]
         if len(after) < least:
             break
-        total = len(after) + ngrams.CAUTION
-        rest = (ngrams.DISCOUNT * len(set(after)) + ngrams.CAUTION) / total
+        # What came after a shorter context counts once for each token that stood before that.
+        came = [token for token, _ in (after if order == len(ngrams.SEEN) else set(after))]
+        counts = Counter(came)
+        discounts = {token: ngrams.DISCOUNTS[min(count, 3)] for token, count in counts.items()}
+        total = len(came) + ngrams.CAUTION
+        taken = sum(min(discounts[token], count) for token, count in counts.items())
+        rest = (taken + ngrams.CAUTION) / total
         found = {token: chance * rest for token, chance in found.items()}
-        shares = {token: (after.count(token) - ngrams.DISCOUNT) / total for token in set(after)}
+        shares = {
+            token: max(count - discounts[token], 0) / total for token, count in counts.items()
+        }
         best = sorted(shares, key=lambda token: (-shares[token], token))[: ngrams.FOLLOWERS]
         for token in best:
             if shares[token] >= ngrams.MIN_PROB:
