@@ -286,9 +286,11 @@ Ngrams* forerun_ngram_open(const NgramRules* rules) {
 
 void forerun_ngram_close(Ngrams* ngrams) { delete ngrams; }
 
-int forerun_ngram_begin(Ngrams* ngrams, int slot, const int32_t* tokens, int count,
-                        int predicted) {
-    return guarded([&] { return ngrams->begin(slot, tokens, count, predicted); });
+int forerun_ngram_begin(Ngrams* ngrams, int slot, const int32_t* tokens, int count, int predicted,
+                        int prompt, uint64_t seed, double strength, double elsewhere) {
+    return guarded([&] {
+        return ngrams->begin(slot, tokens, count, predicted, prompt, {seed, strength, elsewhere});
+    });
 }
 
 int forerun_ngram_end(Ngrams* ngrams, int slot) {

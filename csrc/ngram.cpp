@@ -1,6 +1,7 @@
 #include "ngram.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <numeric>
 
@@ -8,6 +9,23 @@ namespace forerun {
 
 // forerun.speculative.tree.DraftSource, and GAP of forerun/drafters/ngram.py.
 constexpr int32_t kNgram = 1, kTable = 2, kPrediction = 6, kGap = -1;
+
+// forerun.speculative.noise.gumbel_of of one token.
+float gumbel(uint64_t seed, uint32_t position, uint32_t token) {
+    uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)(seed >> 32);
+    uint32_t a = token / 4, b = position, c = 0, d = 0;
+    for (int turn = 0; turn < 10; turn++) {
+        const uint64_t one = (uint64_t)a * 0xD2511F53u, two = (uint64_t)c * 0xCD9E8D57u;
+        a = (uint32_t)(two >> 32) ^ b ^ key0;
+        c = (uint32_t)(one >> 32) ^ d ^ key1;
+        b = (uint32_t)two;
+        d = (uint32_t)one;
+        key0 += 0x9E3779B9u;
+        key1 += 0xBB67AE85u;
+    }
+    const uint32_t words[] = {a, b, c, d};
+    return (float)-std::log(-std::log(((double)words[token % 4] + 0.5) * 0x1p-32));
+}
 
 // Where the last position after the run of tokens before `place` is kept.
 int32_t& Chain::last(const int32_t* text, size_t place) {
@@ -60,12 +78,14 @@ bool Ngrams::open(int64_t slot) const {
     return 0 <= slot && slot < rules_.slots && texts_[(size_t)slot];
 }
 
-std::string Ngrams::begin(int slot, const int32_t* tokens, int count, int predicted) {
+std::string Ngrams::begin(int slot, const int32_t* tokens, int count, int predicted, int prompt,
+                          const NgramNoise& noise) {
     if (slot < 0 || slot >= rules_.slots) return "there is no slot " + std::to_string(slot);
     if (predicted < 0 || predicted > count) return "more tokens are predicted than there are";
     const Chain chains[] = {Chain(rules_.orders[0]), Chain(rules_.orders[1])};
     texts_[(size_t)slot].reset(
-        new Text{{tokens, tokens + count}, {chains[0], chains[1]}, predicted, {}, {}, {}});
+        new Text{{tokens, tokens + count}, {chains[0], chains[1]}, predicted, prompt, noise, {}, {},
+                 {}});
     return "";
 }
 
@@ -213,7 +233,7 @@ void Ngrams::find_places(Text& text) {
 void Ngrams::grow(const Text& text, int nodes, int depth) {
     heap_.clear();
     first_ = tokens_.size();
-    offer(text, {1.0, 0, 0, 0, 0, 0, (int32_t)voters_.size(), 0}, -1);
+    offer(text, {1.0, 0, 0, 0, 0, 0, (int32_t)voters_.size(), 0, 0.0, 0.0, 0.0}, -1);
     for (int count = 0; count < nodes && !heap_.empty(); count++) {
         std::pop_heap(heap_.begin(), heap_.end());
         const Candidate best = heap_.back();
@@ -232,30 +252,19 @@ void Ngrams::offer(const Text& text, const Candidate& above, int parent) {
     const int32_t* const tokens = text.tokens.data();
     hear(text, above);
     follow(text, parent);
-    const auto put = [&](int number, int32_t token, double weight, int32_t first) {
+    offers_.clear();
+    const auto put = [&](int32_t token, double weight, int32_t first) {
         double usual = 0.0;
         for (const Usual& found : usual_) {
             if (found.token == token) usual = found.chance;
         }
         const double heard = rules_.sure * above.score * weight / total_;
         const double expected = above.score * rules_.doubt * usual / total_;
-        const double share = heard + expected;
-        if (share < min_prob_) return;
-        const int32_t count = (int32_t)voters_.size() - first;
-        double foretold = 0.0;
-        for (size_t i = (size_t)first; i < voters_.size(); i++) {
-            const Voter before = {voters_[i].place - 1, voters_[i].agree - 1};
-            if (rules_.longest <= before.place && before.place < text.predicted) {
-                foretold += before.weight();
-            }
-        }
-        const int32_t said = foretold > 0.0 && foretold >= weight - foretold ? kPrediction : kNgram;
-        const int32_t source = heard >= expected ? said : kTable;
-        heap_.push_back({share, above.level + 1, number, token, parent, first, count, source});
-        std::push_heap(heap_.begin(), heap_.end());
+        const int32_t number = (int32_t)offers_.size(), count = (int32_t)voters_.size() - first;
+        offers_.push_back({heard + expected, above.level + 1, number, token, parent, first, count, 0,
+                           weight, heard, expected});
     };
     // Those that vote for the same token become neighbours; the token heard first comes first.
-    int number = 0;
     for (size_t i = 0; i < agreeing_.size(); i++) {
         if (agreeing_[i].place < 0) continue;
         const int32_t token = tokens[agreeing_[i].place], first = (int32_t)voters_.size();
@@ -267,14 +276,49 @@ void Ngrams::offer(const Text& text, const Candidate& above, int parent) {
             weight += voter.weight();
             voter.place = -1;  // Has been heard.
         }
-        put(number++, token, weight, first);
+        put(token, weight, first);
         for (Usual& found : usual_) {
             if (found.token == token) found.token = -1;  // Is on the heap.
         }
     }
     for (const Usual& found : usual_) {
-        if (found.token >= 0) put(number++, found.token, 0.0, (int32_t)voters_.size());
+        if (found.token >= 0) put(found.token, 0.0, (int32_t)voters_.size());
     }
+    if (text.noise.strength > 0.0) couple(text, above);
+    for (Candidate& offered : offers_) {
+        if (offered.score < min_prob_) continue;
+        const bool heard = offered.heard >= offered.expected;
+        offered.source = heard ? heard_from(text, offered) : kTable;
+        heap_.push_back(offered);
+        std::push_heap(heap_.begin(), heap_.end());
+    }
+}
+
+// Makes offers_ below `above` likelier or less likely by the noise that they will be chosen with.
+void Ngrams::couple(const Text& text, const Candidate& above) {
+    const size_t own = text.tokens.size() - (size_t)(text.predicted + text.prompt);
+    const uint32_t position = (uint32_t)own + (uint32_t)above.level;
+    double sum = 0.0, left = above.score;
+    for (Candidate& offered : offers_) {
+        left -= offered.score;
+        const double noise = (double)gumbel(text.noise.seed, position, (uint32_t)offered.token);
+        offered.score *= std::exp(text.noise.strength * noise);
+        sum += offered.score;
+    }
+    sum += std::max(left, 0.0) * text.noise.elsewhere;
+    for (Candidate& offered : offers_) offered.score = above.score * offered.score / sum;
+}
+
+// Whether most of its votes come out of the prediction.
+int32_t Ngrams::heard_from(const Text& text, const Candidate& offered) const {
+    double foretold = 0.0;
+    for (int32_t i = offered.first; i < offered.first + offered.voters; i++) {
+        const Voter before = {voters_[(size_t)i].place - 1, voters_[(size_t)i].agree - 1};
+        if (rules_.longest <= before.place && before.place < text.predicted) {
+            foretold += before.weight();
+        }
+    }
+    return foretold > 0.0 && foretold >= offered.weight - foretold ? kPrediction : kNgram;
 }
 
 // agreeing_ become the voters of `above` that have a vote, total_ the weight of all.

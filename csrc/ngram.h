@@ -28,6 +28,12 @@ struct NgramRules {
     NgramTable table;
 };
 
+// Coupling of forerun/drafters/ngram.py; `strength` is 0 where no noise decides what comes.
+struct NgramNoise {
+    uint64_t seed;
+    double strength, elsewhere;
+};
+
 // Links between equal token runs of one length.
 class Chain {
 public:
@@ -67,8 +73,10 @@ public:
     explicit Ngrams(const NgramRules& rules);
 
     // Empty, or what was wrong, from all three. The first `predicted` of the tokens are what a
-    // client expects and what stands around it: see `indexed` in forerun/drafters/ngram.py.
-    std::string begin(int slot, const int32_t* tokens, int count, int predicted);
+    // client expects and what stands around it: see `indexed` in forerun/drafters/ngram.py; `prompt`
+    // tokens after them are the prompt.
+    std::string begin(int slot, const int32_t* tokens, int count, int predicted, int prompt,
+                      const NgramNoise& noise);
     std::string end(int slot);
 
     // For each of `rows` rows, `message` (`length` numbers) says: slot, draft tokens at most, their
@@ -86,16 +94,19 @@ private:
     struct Text {
         std::vector<int32_t> tokens;
         Chain chains[2];
-        int32_t predicted;
+        int32_t predicted, prompt;
+        NgramNoise noise;
         // What was found when it was asked last, bought or not, while nobody knows what came.
         std::vector<int32_t> drafted, parents;
         std::vector<float> scores;
     };
 
-    // What may become a draft token: `voters` of them from `first` on agree with it.
+    // What may become a draft token: `voters` of them from `first` on agree with it, with `weight`;
+    // `heard` and `expected` are how likely votes and the table alone make it.
     struct Candidate {
         double score;
         int32_t level, number, token, parent, first, voters, source;
+        double weight, heard, expected;
 
         bool operator<(const Candidate& other) const;  // is worse
     };
@@ -106,6 +117,8 @@ private:
     void find_places(Text& text);
     void grow(const Text& text, int nodes, int depth);
     void offer(const Text& text, const Candidate& above, int parent);
+    void couple(const Text& text, const Candidate& above);
+    int32_t heard_from(const Text& text, const Candidate& offered) const;
     void hear(const Text& text, const Candidate& above);
     void follow(const Text& text, int parent);
 
@@ -121,7 +134,7 @@ private:
     std::vector<Voter> voters_, agreeing_;
     std::vector<Usual> usual_;
     std::vector<int32_t> tail_;
-    std::vector<Candidate> heap_;
+    std::vector<Candidate> heap_, offers_;
     std::vector<double> believed_;  // by draft token
     std::vector<int32_t> order_, place_;
 };

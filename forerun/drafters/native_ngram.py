@@ -75,9 +75,9 @@ class CpuNgramDrafter:
         """Give the core all tokens of the sequence. Raises EngineError with what it answers."""
         found, predicted = ngram.indexed(slot_init)
         tokens = np.ascontiguousarray(found, np.int32)
-        if self._library.forerun_ngram_begin(
-            self._index, slot_init.slot, tokens.ctypes.data, len(tokens), predicted
-        ):
+        text = tokens.ctypes.data, len(tokens), predicted, slot_init.prompt_len
+        noise = ngram.coupling(slot_init.sampling)
+        if self._library.forerun_ngram_begin(self._index, slot_init.slot, *text, *noise):
             raise EngineError(self._why())
         self._news[slot_init.slot] = []
 

@@ -4,7 +4,8 @@ After prompt lookup (Saxena 2023) and suffix decoding (arXiv 2411.04975), on has
 LZ77. For each order n, every position is linked to the one before it that follows the same n
 tokens. Walking the links of the longest order first finds the most recent earlier places whose
 past agrees with the present; what follows them, merged into a trie, is the draft. Where nothing
-agrees, a table of what the target usually says (models/ngram_table.py) drafts.
+agrees, a table of what the target usually says (models/ngram_table.py) drafts. Where a temperature
+leaves the choice to the noise of a position, that noise is known already, and has a say (`coupled`).
 
 A prediction (SlotInit) is text that came earlier, too: before the prompt, behind a copy of its end,
 so that it is what follows now.
@@ -13,7 +14,8 @@ The compiled core has a twin of this (csrc/ngram.h) that drafts the same 4 to 20
 """
 
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from math import exp, gamma
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -22,6 +24,8 @@ from forerun.interface.drafter import DrafterTraits
 from forerun.interface.plan import Outcome, Plan, Round, SlotInit
 from forerun.models.ngram_table import NgramTable
 from forerun.speculative.draft_tree import Offer, best_first
+from forerun.speculative.noise import gumbel_of
+from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import NO_DRAFT, Draft, DraftSource, TreeBatch
 from forerun.types import Ints
 
@@ -43,6 +47,12 @@ MIN_PROB = 0.05
 over plain decoding at T=0 and .8, 150 held-out answers each of the default model, draft tokens
 chosen by the price that steps have on two cores of an Intel Xeon: 1.956 and 1.397; .1 1.938 and
 1.383, .03 1.957 and 1.399: docs/log.md.)"""
+COUPLING = 0.5
+"""How far to believe that the noise of a position decides what comes there, by temperature, up to
+1: with noise g, a token's chance is multiplied with e**(COUPLING * temperature * g). (Replayed with
+the native twin's prices, held-out answers of the default model, speed over plain decoding with 0,
+.2, .4, .5 and .6 instead of the product: 1.417 1.414 1.399 1.393 1.384 at T=.4, 1.265 1.284 1.298
+1.300 1.297 at .8, 1.108 1.128 1.144 1.146 1.149 at 1: docs/log.md.)"""
 TAIL = 8
 """Tokens of the text that a table is shown: more than any table's contexts have."""
 
@@ -53,6 +63,25 @@ Kept = TypeVar("Kept")
 Voters = list[tuple[int, int]]
 """(position, agreeing tokens) of places that agree so far; the token at the position is their
 vote."""
+
+
+class Coupling(NamedTuple):
+    """What the noise of a position says beforehand of the token that comes there.
+
+    seed       of the noise
+    strength   its part in a chance's logarithm; 0: there is no noise
+    elsewhere  mean of e**(strength * noise), for what no source knows
+    """
+
+    seed: int
+    strength: float
+    elsewhere: float
+
+
+def coupling(sampling: Sampling) -> Coupling:
+    """As the temperature has it."""
+    strength = COUPLING * min(max(sampling.temperature, 0.0), 1.0)
+    return Coupling(sampling.seed & 0xFFFFFFFFFFFFFFFF, strength, gamma(1.0 - strength))
 
 
 class OpenSlots(dict[int, Kept]):
@@ -128,11 +157,16 @@ class _Text:
 
     The links are brought up to date when draft tokens are asked for, not before: a sequence that is
     not asked for its draft tokens should cost nothing.
+
+
+    noise  that decides beside chance
     """
 
     tokens: list[int]
     chains: list[_Chains]
     predicted: int
+    prompt_len: int
+    noise: Coupling
 
     def places(self) -> Voters:
         """Earlier positions whose past agrees with the end of the text, and in how many tokens.
@@ -171,7 +205,8 @@ class _Paths:
     """
 
     def __init__(self, text: _Text, min_prob: float, depth: int, table: NgramTable | None) -> None:
-        self._text, self._predicted = text.tokens, text.predicted
+        self._text, self._predicted, self._noise = text.tokens, text.predicted, text.noise
+        self._position = len(text.tokens) - text.predicted - text.prompt_len
         self._min_prob, self._depth, self._table = min_prob, depth, table
 
     def draft(self, places: Voters, nodes: int) -> Draft:
@@ -197,27 +232,47 @@ class _Paths:
         usual: dict[int, float] = {}
         if self._table is not None:
             usual = self._table.follow([*text[max(self._predicted, len(text) - TAIL) :], *path])
-        offers: list[Offer] = []
         # What was heard comes first, then what is usual; each in the order it was found.
-        for number, token in enumerate(dict.fromkeys([*votes, *usual])):
+        tokens = list(dict.fromkeys([*votes, *usual]))
+        weights = [sum((agree - 1) ** 2 for _, agree in votes.get(token, ())) for token in tokens]
+        heard = [SURE * score * weight / total for weight in weights]
+        expected = [score * DOUBT * usual.get(token, 0.0) / total for token in tokens]
+        chances = [one + other for one, other in zip(heard, expected, strict=True)]
+        if self._noise.strength and tokens:
+            chances = coupled(chances, score, self._noise, self._position + len(path), tokens)
+        offers: list[Offer] = []
+        for number, token in enumerate(tokens):
+            if chances[number] < self._min_prob:
+                continue
+            # Equal scores: what was found first, nearer the root first.
+            order = ((len(path) + 1) << 8) + number
             agreeing = votes.get(token, [])
-            weight = sum((agree - 1) ** 2 for _, agree in agreeing)
-            heard = SURE * score * weight / total
-            expected = score * DOUBT * usual.get(token, 0.0) / total
-            probability = heard + expected
-            if probability >= self._min_prob:
-                # Equal scores: what was found first, nearer the root first.
-                order = ((len(path) + 1) << 8) + number
-                # Whichever counts for more.
-                source = DraftSource.NGRAM if heard >= expected else DraftSource.TABLE
-                foretold = sum(
-                    (agree - 1) ** 2 for place, agree in agreeing if LONGEST < place <= last
-                )
-                if source is DraftSource.NGRAM and 0 < foretold >= weight - foretold:
-                    source = DraftSource.PREDICTION
-                state = ((*path, token), agreeing)
-                offers.append((-probability, order, token, parent, state, source))
+            # Whichever counts for more.
+            by_vote = heard[number] >= expected[number]
+            source = DraftSource.NGRAM if by_vote else DraftSource.TABLE
+            foretold = sum((agree - 1) ** 2 for place, agree in agreeing if LONGEST < place <= last)
+            if by_vote and 0 < foretold >= weights[number] - foretold:
+                source = DraftSource.PREDICTION
+            state = ((*path, token), agreeing)
+            offers.append((-chances[number], order, token, parent, state, source))
         return offers
+
+
+def coupled(
+    chances: list[float], score: float, noise: Coupling, position: int, tokens: list[int]
+) -> list[float]:
+    """The chances of these tokens after a path with this score, once the noise g of an output
+    position is known, which the target's logits get (speculative/accept.py): chance p becomes
+    p * e**(strength * g), divided by the sum of that over all tokens.
+    """
+    drawn = gumbel_of(noise.seed, position, np.array(tokens, np.int64)).tolist()
+    left, total, made = score, 0.0, list[float]()
+    for chance, each in zip(chances, drawn, strict=True):
+        left -= chance
+        made.append(chance * exp(noise.strength * each))
+        total += made[-1]
+    total += max(left, 0.0) * noise.elsewhere
+    return [score * chance / total for chance in made]
 
 
 def about(min_prob: float, table: NgramTable | None) -> dict[str, Any]:
@@ -253,7 +308,8 @@ class NgramDrafter:
             raise EngineError(f"there is no slot {slot_init.slot}")
         tokens, predicted = indexed(slot_init)
         chains = [_Chains(order, tokens) for order in ORDERS]
-        self._texts[slot_init.slot] = _Text(tokens.tolist(), chains, predicted)
+        about = predicted, slot_init.prompt_len, coupling(slot_init.sampling)
+        self._texts[slot_init.slot] = _Text(tokens.tolist(), chains, *about)
 
     def propose(self, plan: Plan) -> list[Draft]:
         """One draft per row, in target ids, best first, at most plan.max_nodes[b] tokens and

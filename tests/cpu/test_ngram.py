@@ -16,6 +16,7 @@ from forerun.errors import EngineError
 from forerun.executors.cpu import native
 from forerun.interface.plan import Outcome, Plan, SlotInit
 from forerun.options.config import EngineConfig
+from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import NO_DRAFT, batch
 from forerun.train.ngrams import count_ngrams
 from tests.cli.toys import toy_loaded
@@ -25,9 +26,11 @@ from tests.engine.toys import GREEDY
 SLOTS = 4
 
 
-def slot_init(slot, tokens, prediction=()):
+def slot_init(slot, tokens, prediction=(), sampling=GREEDY, output=0):
+    """The last `output` of the tokens are no prompt."""
     predicted = np.array(prediction, np.int32)
-    return SlotInit(slot, np.array(tokens, np.int32), len(tokens), GREEDY, predicted)
+    prompt = len(tokens) - min(output, len(tokens))
+    return SlotInit(slot, np.array(tokens, np.int32), prompt, sampling, predicted)
 
 
 def plan_of(slots, nodes, depths, min_prob=0.0, prices=None):
@@ -102,9 +105,9 @@ class Twins:
         self.both = [kind(SLOTS, min_prob, table) for kind in kinds]
         self.open: set[int] = set()
 
-    def begin(self, slot, tokens, prediction=()):
+    def begin(self, slot, tokens, *more):
         for drafter in self.both:
-            drafter.begin(slot_init(slot, tokens, prediction))
+            drafter.begin(slot_init(slot, tokens, *more))
         self.open.add(slot)
 
     def end(self, slot):
@@ -136,6 +139,9 @@ PRICES = st.one_of(
     st.none(),
     st.lists(st.floats(0.0, 0.4), max_size=40).map(lambda each: array("d", np.cumsum(each))),
 )
+SAMPLINGS = st.one_of(
+    st.just(GREEDY), st.builds(Sampling, temperature=st.just(0.8), seed=st.integers(0, 2**64 - 1))
+)
 LIMITS = st.tuples(st.sampled_from([0, 1, 3, 8, 64]), st.sampled_from([0, 1, 2, 5, 64]))
 
 
@@ -153,7 +159,8 @@ def test_any_course_of_events(data, min_prob, tabled):
     for _ in range(data.draw(st.integers(1, 20))):
         if not twins.open or data.draw(st.integers(0, 4)) == 0:
             prediction = data.draw(st.one_of(st.just([]), WORDS))
-            twins.begin(data.draw(st.integers(0, SLOTS - 1)), data.draw(WORDS), prediction)
+            more = prediction, data.draw(SAMPLINGS), data.draw(st.integers(0, 3))
+            twins.begin(data.draw(st.integers(0, SLOTS - 1)), data.draw(WORDS), *more)
         elif data.draw(st.integers(0, 9)) == 0:
             twins.end(data.draw(st.sampled_from(sorted(twins.open))))
             continue
@@ -194,7 +201,7 @@ def test_long_texts(random, kind, tabled, each):
     for slot in range(SLOTS):
         text = texts(random, kind, length).tolist()
         at = int(random.integers(0, length // 2))
-        twins.begin(slot, text[:at])
+        twins.begin(slot, text[:at], (), (GREEDY, Sampling(temperature=1.0, seed=slot))[slot % 2])
         rest[slot] = text[at:]
     draft_tokens = 0
     for turn in range(250):

@@ -6,8 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.drafters import ngram
-from forerun.drafters.ngram import NgramDrafter
+from forerun.drafters.ngram import NgramDrafter, coupled, coupling
 from forerun.interface.plan import Outcome, Plan, SlotInit
+from forerun.speculative.noise import gumbel
+from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import DraftSource, batch
 from tests.engine.toys import GREEDY
 
@@ -165,3 +167,53 @@ def test_what_the_text_says_counts_beside_a_prediction():
     sources = dict(zip(paths(draft), draft.sources(), strict=True))
     assert sources[(7,)] == sources[(8,)] == DraftSource.PREDICTION
     assert sources[(9,)] == DraftSource.NGRAM
+
+
+@pytest.mark.parametrize(("temperature", "wins"), [(0.4, 0.01), (0.8, 0.05), (1.0, 0.08)])
+def test_noise_tells_what_comes(temperature, wins):
+    """A text of which the chances are known about: what the target chose, by noise, is likelier
+    once the noise is known, and by as much as is said of it.
+    """
+    random, sampling = np.random.default_rng(3), Sampling(temperature=temperature, seed=11)
+    noise = coupling(sampling)
+    before = after = said = best = 0.0
+    for position in range(3000):
+        believed = random.dirichlet(np.full(8, 0.5))
+        logits = np.log(believed + 1e-9) + random.normal(0.0, 1.0 / temperature, 8)
+        chosen = int(np.argmax(logits + gumbel(11, position, 8)))
+        chances = coupled(believed[:6].tolist(), 1.0, noise, position, list(range(6)))
+        assert sum(chances) < 1.0
+        if chosen < 6:
+            before += np.log(believed[chosen] + 1e-9)
+            after += np.log(chances[chosen] + 1e-9)
+        said += max(chances)
+        best += chances.index(max(chances)) == chosen
+    assert (after - before) / 3000 > wins
+    assert best / 3000 == pytest.approx(said / 3000, abs=0.1)
+
+
+def test_greedy_answers_know_no_noise():
+    assert coupling(GREEDY).strength == 0.0 and coupling(Sampling(temperature=2.0)).strength == 0.5
+
+
+@pytest.mark.parametrize("output", [0, 2])
+def test_noise_is_of_the_output_position(output):
+    """What was written before a preemption is no prompt; each level is a position further."""
+    tokens, sampling = [1, 2, 1, 3, 1, 2, 1, 3, 1], Sampling(temperature=0.8, seed=5)
+    made = {}
+    for heat in (GREEDY, sampling):
+        drafter = NgramDrafter(2, 0.0)
+        drafter.begin(SlotInit(1, np.array(tokens, np.int32), len(tokens) - output, heat))
+        made[heat] = propose(drafter, 64, 2)
+    plain, warm = (
+        dict(zip(paths(made[heat]), made[heat].score.tolist(), strict=True)) for heat in made
+    )
+    noise, first = coupling(sampling), sorted(path[0] for path in plain if len(path) == 1)
+    chances = [plain[(token,)] for token in first]
+    expected = coupled(chances, 1.0, noise, output, first)
+    assert [warm[(token,)] for token in first] == pytest.approx(expected, rel=1e-5)
+    below = sorted(path[1] for path in plain if len(path) == 2 and path[0] == first[0])
+    chances = [plain[first[0], token] / plain[(first[0],)] for token in below]
+    after = warm[(first[0],)]
+    expected = [after * each for each in coupled(chances, 1.0, noise, output + 1, below)]
+    assert below and [warm[first[0], token] for token in below] == pytest.approx(expected, rel=1e-5)

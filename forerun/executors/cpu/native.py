@@ -192,7 +192,10 @@ _SHORT_CALLS = {
     "forerun_error": (c_char_p, []),
     "forerun_ngram_open": (c_void_p, [POINTER(NgramRules)]),
     "forerun_ngram_close": (None, [c_void_p]),
-    "forerun_ngram_begin": (c_int, [c_void_p, c_int, c_void_p, c_int, c_int]),
+    "forerun_ngram_begin": (
+        c_int,
+        [c_void_p, c_int, c_void_p, c_int, c_int, c_int, c_uint64, c_double, c_double],
+    ),
     "forerun_ngram_end": (c_int, [c_void_p, c_int]),
     "forerun_ngram_propose": (
         c_int,
