@@ -5,7 +5,7 @@ LZ77. For each order n, every position is linked to the one before it that follo
 tokens. Walking the links of the longest order first finds the most recent earlier places whose
 past agrees with the present; what follows them, merged into a trie, is the draft. Where nothing
 agrees, a table of what the target usually says (models/ngram_table.py) drafts. Where a temperature
-leaves the choice to the noise of a position, that noise is known already, and has a say (`coupled`).
+leaves the choice to a position's noise, that is known already, and has a say (`coupled`).
 
 A prediction (SlotInit) is text that came earlier, too: before the prompt, behind a copy of its end,
 so that it is what follows now.
