@@ -127,13 +127,13 @@ def begun(texts, text):
 
 
 class Partly(Told):
-    """Is right for as many tokens of each block as its turn says: none, some, all."""
+    """Is right for as many tokens of each block as its turn says: all, none, one, two, ..."""
 
     turns = 0
 
     def block(self, block):
         found = super().block(block)
+        right = (block.depth + self.turns) % (block.depth + 1)
         self.turns += 1
-        right = self.turns % (block.depth + 1)
         found.ids[:, right:] = (found.ids[:, right:] + 1) % self.traits.vocab
         return found
