@@ -1,7 +1,8 @@
 """What a target usually says next: a back-off n-gram model of its own answers, as a draft.
 
-Prediction with absolute discounting (Ney, Essen and Kneser 1994): of every follower's count a
-constant is taken away and left to the shorter contexts. As a drafter it costs no arithmetic and
+Modified Kneser-Ney smoothing (Chen and Goodman 1999): something is taken away from every follower's
+count and left to the shorter contexts, which count how many different tokens stood before them when
+a follower came (forerun/train/ngrams.py). As a drafter it costs no arithmetic and
 drafts the better, the more of the target's answers were counted; a text's own repetitions, which
 lookup finds, come on top. (Storing what a model says for n-grams: arXiv 2411.03786; retrieving
 it from a corpus: REST, arXiv 2311.08252.)
