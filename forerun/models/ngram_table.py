@@ -131,7 +131,9 @@ def _fault(table: NgramTable) -> str | None:
     if np.any(np.diff(table.extensions) < 0) or np.any(begins <= np.arange(count)):
         return "extensions do not come after the contexts they extend"
     # A context that is not the first of its siblings comes after one with a lower token.
-    later = np.setdiff1d(np.arange(1, count), begins)
+    follows = np.ones(count, np.bool_)
+    follows[np.append(begins[begins < count], 0)] = False
+    later = np.flatnonzero(follows)
     if np.any(table.earlier[later] <= table.earlier[later - 1]):
         return "earlier does not ascend among the extensions of one context"
     return _strange(table) or _unlikely(table)
