@@ -9,21 +9,51 @@ import ctypes
 import importlib
 import json
 import os
-import runpy
 import signal
 import socket
 import subprocess
 import sys
 import traceback
+from contextlib import suppress
 from fcntl import F_DUPFD, fcntl
+from importlib.util import find_spec
+from pathlib import Path
 from threading import Lock
 from types import SimpleNamespace
 
-from tests.e2e.processes import ROOT
+ROOT = Path(__file__).parents[1]
 
 
-class Nursery:
-    """A process that has imported some modules and does nothing but fork. Linux."""
+class Forking:
+    """Starts forks; `fork` says of what."""
+
+    def popen(self, command, **how):
+        """As subprocess.Popen; a fork where it is `python -m MODULE` or `python -c SCRIPT`."""
+        if command[0] != sys.executable or not self.able():
+            return subprocess.Popen(command, **how)
+        return Forked(self, command, **how)
+
+    def subprocess(self):
+        """In place of the module, for those who start by `popen`."""
+        return SimpleNamespace(**vars(subprocess) | {"Popen": self.popen})
+
+
+class Here(Forking):
+    """Forks of this process, as long as it has one thread."""
+
+    def able(self):
+        return sys.platform == "linux" and len([*Path("/proc/self/task").iterdir()]) == 1
+
+    def fork(self, files, line, session):
+        """The process id. files: of this process, by the numbers that the fork is to have."""
+        child = os.fork()
+        if child == 0:
+            _become(files, line, session)
+        return child
+
+
+class Nursery(Forking):
+    """A process that has imported some modules and does nothing but fork."""
 
     def __init__(self, *modules):
         self._ours, theirs = socket.socketpair()
@@ -32,11 +62,8 @@ class Nursery:
             self._process = subprocess.Popen(line, cwd=ROOT, pass_fds=(theirs.fileno(),))
         self._lock = Lock()
 
-    def popen(self, command, **how):
-        """As subprocess.Popen; a fork where it is `python -m MODULE` or `python -c SCRIPT`."""
-        if command[0] != sys.executable:
-            return subprocess.Popen(command, **how)
-        return Forked(self, command, **how)
+    def able(self):
+        return sys.platform == "linux"
 
     def fork(self, files, **about):
         """The process id of a child of this process. files: by the numbers they are to have."""
@@ -49,12 +76,10 @@ class Nursery:
             finally:
                 _adopt(False)
 
-    def forking(self, module, patch):
-        """What `module` starts by `subprocess` while `patch` holds (a MonkeyPatch) are forks."""
-        known = SimpleNamespace(**vars(subprocess) | {"Popen": self.popen})
-        patch.setattr(module, "subprocess", known)
+    def __enter__(self):
+        return self
 
-    def close(self):
+    def __exit__(self, *_):
         self._ours.close()
         self._process.wait()
 
@@ -65,15 +90,18 @@ class Forked:
     def __init__(
         self, nursery, command, stdin=None, stdout=None, pass_fds=(), start_new_session=False
     ):
-        assert stdin in (None, subprocess.DEVNULL) and stdout in (None, subprocess.PIPE)
+        assert stdin in (None, subprocess.DEVNULL)
         self.returncode = self.stdout = None
         files = {number: number for number in (2, *pass_fds)}
-        ours, files[1] = os.pipe() if stdout else (None, os.dup(1))
+        piped = stdout == subprocess.PIPE
+        ours, files[1] = os.pipe() if piped else (None, os.dup(1))
+        if stdout == subprocess.DEVNULL:
+            files[1] = _nowhere(files[1])
         try:
             self.pid = nursery.fork(files, line=command[1:], session=start_new_session)
         finally:
             os.close(files[1])
-        if stdout:
+        if piped:
             self.stdout = os.fdopen(ours, "rb")
 
     def communicate(self):
@@ -85,12 +113,22 @@ class Forked:
 
     def wait(self):
         if self.returncode is None:
-            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            with suppress(ChildProcessError):  # Another thread was told.
+                self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.returncode
 
-    def kill(self):
+    def send_signal(self, sent):
         if self.returncode is None:
-            os.kill(self.pid, signal.SIGKILL)
+            os.kill(self.pid, sent)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+
+
+def _nowhere(file):
+    """The number, of what swallows all."""
+    os.close(file)
+    return os.open(os.devnull, os.O_WRONLY)
 
 
 def _adopt(orphans):
@@ -120,15 +158,22 @@ def _between(asking, files, parent, numbers, line, session):
     between = os.getpid()
     if os.fork():
         os._exit(0)
+    while os.getppid() == between:
+        os.sched_yield()
+    assert os.getppid() == parent
+    asking.send(f"{os.getpid():20}".encode())
+    _become(dict(zip(numbers, files, strict=True)), line, session)
+
+
+def _become(files, line, session):
+    """Run a program, and end."""
     status = 1
     try:
-        while os.getppid() == between:
-            os.sched_yield()
-        assert os.getppid() == parent
         if session:
             os.setsid()
-        asking.send(f"{os.getpid():20}".encode())
-        _open(dict(zip(numbers, files, strict=True)))
+        _open(files)
+        named = 15  # PR_SET_NAME, prctl(2): /proc/PID/comm, the command line stays who forked.
+        ctypes.CDLL(None).prctl(named, line[1].rpartition(".")[2].encode())
         status = _run(*line)
         sys.stdout.flush()
     finally:
@@ -153,7 +198,7 @@ def _run(kind, program, *arguments):
     sys.argv = [program if kind == "-m" else kind, *arguments]
     try:
         if kind == "-m":
-            runpy.run_module(program, run_name="__main__")
+            exec(find_spec(program).loader.get_code(program), {"__name__": "__main__"})
         else:
             exec(program, {"__name__": "__main__"})
     except SystemExit as ended:

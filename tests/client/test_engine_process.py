@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from forerun import child
-from forerun.client import messages
+from forerun.client import engine_start, messages
 from forerun.client.completion import make_request
 from forerun.client.engine_process import EngineCommand, EngineProcess
 from forerun.client.engine_start import EngineStart
@@ -33,9 +33,20 @@ from forerun.speculative.tree import DraftSource
 from forerun.types import RequestId
 from tests.cli.toys import toy_loaded
 from tests.e2e.processes import alive, status, wait_for
+from tests.forked import Nursery
 
 TOY = EngineConfig(model="toy")
 HI = np.array([72, 105], np.int32)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forks():
+    """Engines are forks of a process that has imported what they import; servers' are not
+    (tests/cli/test_serve_command.py).
+    """
+    with pytest.MonkeyPatch.context() as patch, Nursery("tests.e2e.toy_engine") as nursery:
+        patch.setattr(engine_start, "subprocess", nursery.subprocess())
+        yield
 
 
 def command(config=TOY, **options):

@@ -14,6 +14,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from tests.forked import Here
+
 ROOT = Path(__file__).parents[2]
 
 PYTHON = os.environ.get("FORERUN_PYTHON", sys.executable)
@@ -136,7 +138,10 @@ class Forked:
 
 def in_fork(options, log, environment, told):
     """As if it had been started by a command line."""
+    from forerun.client import engine_start
     from tests.e2e.toy_server import main  # In the fork: that is what takes a second.
+
+    engine_start.subprocess = Here().subprocess()  # Where it is the first thread that starts it.
 
     os.chdir(ROOT)
     os.environ.clear()
@@ -199,8 +204,10 @@ def read_until(sock, mark):
 
 
 def command_line(pid: int) -> str:
+    """And its name, which alone is a fork's own."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        parts = (Path(f"/proc/{pid}/{part}").read_bytes() for part in ("cmdline", "comm"))
+        return b" ".join(parts).replace(b"\0", b" ").decode()
     except OSError:
         return ""
 

@@ -92,7 +92,7 @@ def watched(monkeypatch):
     return Watched(monkeypatch)
 
 
-@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("page", [1, pytest.param(16, marks=pytest.mark.slow)])
 def test_texts_do_not_depend_on_trees_of_a_draft_model(folder, draft, watched, hints, page):  # noqa: F811
     seen = []
     config = configured(

@@ -1,5 +1,3 @@
-import sys
-
 import pytest
 
 from forerun.executors.torch.parallel import processes
@@ -9,9 +7,8 @@ from tests.forked import Nursery
 @pytest.fixture(scope="session")
 def nursery():
     """It has imported what ranks import."""
-    made = Nursery("tests.parallel.captured_rank")
-    yield made
-    made.close()
+    with Nursery("tests.parallel.captured_rank") as made:
+        yield made
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -20,6 +17,5 @@ def forks(nursery):
     its own (test_failure.py, ALONE) begin by their command line.
     """
     with pytest.MonkeyPatch.context() as patch:
-        if sys.platform == "linux":
-            nursery.forking(processes, patch)
+        patch.setattr(processes, "subprocess", nursery.subprocess())
         yield

@@ -16,6 +16,7 @@ from forerun.models.folder import FolderCheckpoint
 from forerun.models.mapped import TensorFile
 from forerun.models.shapes import shape_named
 from forerun.models.tensor_parallel import RankCheckpoint, TensorParallel, check_divides
+from tests.e2e.test_equality_matrix import TRIALS
 from tests.models import tiny
 from tests.parallel.test_families import same_texts
 from tests.parallel.test_methods import compared
@@ -82,7 +83,8 @@ def target(tmp_path_factory):
 
 def test_trees_parameters_and_a_grammar(target):
     way = {"ep_size": 2, "replicate_shared_expert": True}
-    compared(target, "NGRAM", 2, shapes=("tree",), temperatures=(0.8,), **way)
+    trials = {"grammar": TRIALS["grammar"]}
+    compared(target, "NGRAM", 2, ("tree",), trials, temperatures=(0.8,), **way)
 
 
 @SLOW

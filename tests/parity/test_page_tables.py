@@ -157,6 +157,29 @@ def device(folder, learned):
         target.close()
 
 
+def requests_of(texts):
+    """Seven of them, with chances of their own."""
+    random = np.random.default_rng(3)
+    return [
+        make_request(
+            np.array(texts[n % len(texts)][: 6 + n], np.int32),
+            max_tokens=int(random.integers(30, 60)),
+            ignore_eos=True,
+            temperature=0.8 * (n % 2),
+            seed=n,
+        )
+        for n in range(7)
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain(device):
+    """What is answered without speculation when all come at once."""
+    target, _, texts = device
+    off = {"speculative_algorithm": "OFF"}
+    return tokens(answered(target, requests_of(texts), False, pause=0, **off)[0])
+
+
 HEAD = {
     "speculative_algorithm": "EAGLE",
     "speculative_num_draft_tokens": 6,
@@ -175,30 +198,19 @@ HEAD = {
         (HEAD, True),
     ],
 )
-def test_every_round_has_its_plans_tables(device, algorithm, overlap):
+def test_every_round_has_its_plans_tables(device, plain, algorithm, overlap):
     """More requests than slots and pages: sequences are preempted, slots reused, prefixes shared,
     and with overlap the next tables are sent before this round is over.
     """
     target, tape, texts = device
-    random, before = np.random.default_rng(3), (tape.checked, tape.overflows)
-    requests = [
-        make_request(
-            np.array(texts[n % len(texts)][: 6 + n], np.int32),
-            max_tokens=int(random.integers(30, 60)),
-            ignore_eos=True,
-            temperature=0.8 * (n % 2),
-            seed=n,
-        )
-        for n in range(7)
-    ]
-    found, stats = answered(target, requests, overlap, pause=2, **algorithm)
+    before = tape.checked, tape.overflows
+    found, stats = answered(target, requests_of(texts), overlap, pause=2, **algorithm)
     assert stats.preemptions > 0 and stats.failed_steps == 0
     assert not tape.wrong, "a round had another page table"
     assert tape.checked - before[0] > 30
     # More than a round has room for goes to those that have just read a prompt, mostly.
     assert 3 * (tape.overflows - before[1]) < tape.checked - before[0]
-    expected = answered(target, requests, overlap, pause=0, **algorithm)[0]
-    assert tokens(found) == tokens(expected)
+    assert tokens(found) == plain
 
 
 def test_a_round_that_cannot_begin_leaves_nothing_behind(device, monkeypatch):
