@@ -3,6 +3,7 @@ whole text, from transformers' own layer.
 """
 
 import json
+from functools import lru_cache
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -111,6 +112,13 @@ def rms(x, weight, eps):
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
+@lru_cache(64)
+@torch.no_grad()
+def _hidden(hf, text):
+    """The target's normed hidden states of a text, which several drafts hang below."""
+    return hf.model(torch.tensor(text)[None]).last_hidden_state[0]
+
+
 @torch.no_grad()
 def dense(hf, layers, hidden_first, text, drafted, zeroed=False, raw=False):
     """Logits of what follows `text` and then each of `drafted`, which hangs below it, as the paper
@@ -119,8 +127,7 @@ def dense(hf, layers, hidden_first, text, drafted, zeroed=False, raw=False):
     which read its own row before. Causal passes over all rows, from transformers' own layer.
     """
     whole, rows = [*text, *drafted], len(text) - 1
-    states = hf.model(torch.tensor(text)[None]).last_hidden_state[0, :-1]
-    found = []
+    states, found = _hidden(hf, tuple(text))[:-1], []
     for k, layer in enumerate(layers[: len(drafted) + 1], 1):
         read, tokens = states, whole[k : k + rows]
         states, carried = layer_rows(hf, layer, hidden_first, read, tokens, zeroed)
