@@ -12,7 +12,7 @@ from forerun.speculative.draft_tree import full_draft
 from forerun.speculative.noise import gumbel_of
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft
-from forerun.types import Floats, Ints
+from forerun.types import Ints
 
 
 class Backlog:
@@ -117,13 +117,11 @@ class DraftState:
         return ids[order], scores[order]
 
 
-def check_finite(draft: str, log_probs: Floats) -> None:
-    """Raises EngineError where the best of candidates float32[n,k], or a best float32[n], is not
-    finite: such a model would draft nothing for ever, and nobody would know why.
+def not_finite(draft: str) -> EngineError:
+    """Of log-probabilities, where even a node's best is not finite: such a model would draft
+    nothing for ever, and nobody would know why.
     """
-    best = log_probs.max(-1, initial=-np.inf) if log_probs.ndim > 1 else log_probs
-    if not np.isfinite(best).all():
-        raise EngineError(
-            f"the logits of the draft {draft} are not finite; in float16 numbers overflow that "
-            "bfloat16 and float32 hold (--dtype), else its weights are damaged"
-        )
+    return EngineError(
+        f"the logits of the draft {draft} are not finite; in float16 numbers overflow that "
+        "bfloat16 and float32 hold (--dtype), else its weights are damaged"
+    )

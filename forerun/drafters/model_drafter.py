@@ -13,27 +13,22 @@ draft by themselves.
 """
 
 from array import array
-from collections.abc import Callable
+from dataclasses import replace
 from itertools import compress
 from typing import Any
 
 import numpy as np
 
 from forerun.columns import Column, column, consume
-from forerun.drafters.draft_state import Backlog, DraftState, check_finite
-from forerun.interface.draft_model import (
-    CANDIDATES,
-    DraftBlock,
-    DraftLevel,
-    DraftModel,
-    Extension,
-)
+from forerun.drafters.draft_passes import DraftPasses, Masks
+from forerun.drafters.draft_state import Backlog, DraftState, not_finite
+from forerun.interface.draft_model import DraftModel
 from forerun.interface.drafter import DrafterTraits
 from forerun.interface.executor import ExecutorLimits
-from forerun.interface.features import MOST_KEPT, Features, HeldFeatures, StepFeatures
+from forerun.interface.features import MOST_KEPT, HeldFeatures, StepFeatures
 from forerun.interface.next_draft import DraftRequest, draft_sizes
 from forerun.interface.plan import Outcome, Plan, Round, SlotInit
-from forerun.speculative.draft_tree import DraftTree, TreeShape, block_draft
+from forerun.speculative.draft_tree import TreeShape
 from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch, full_size
 from forerun.types import AnyArray, Bools, Ints
 
@@ -44,18 +39,11 @@ MOST_BEHIND = MOST_KEPT - 4
 """Tokens a sequence may lag behind with its features kept; then the model reads them, asked or not.
 A few less than can be kept: rounds that have begun meanwhile write theirs too."""
 
-Masks = Callable[[int], bytes | None]
-"""Of a slot: what a grammar allows to follow; None = everything."""
-
 _tokens_of: Column[DraftState, "array[int]"] = column("tokens")
 
 
 class ModelDrafter:
-    """The Drafter contract on a draft model.
-
-    mask  asked for the first level only: further down, masks cost more than they bring
-          (docs/log.md)
-    """
+    """The Drafter contract on a draft model. mask: see DraftPasses."""
 
     def __init__(
         self,
@@ -73,7 +61,8 @@ class ModelDrafter:
             needs_features=self._reads,
             drafts_on_device=shape.full(bool(about.block_size)),
         )
-        self._model, self._about, self._shape, self._mask = model, about, shape, mask
+        self._model, self._about, self._width = model, about, shape.width
+        self._passes = DraftPasses(model, replace(shape, depth=depth), mask)
         self._states: list[DraftState | None] = [None] * limits.slots
         self._backlog = Backlog(limits.slots)
         self._kept: HeldFeatures | None = None
@@ -96,7 +85,7 @@ class ModelDrafter:
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info: `name`, `width` of the trees, and the model's own."""
-        return {"name": self.traits.name, "width": self._shape.width, **self._model.describe()}
+        return {"name": self.traits.name, "width": self._width, **self._model.describe()}
 
     # --- learning what was accepted ------------------------------------------------------
 
@@ -119,7 +108,8 @@ class ModelDrafter:
         rows = np.flatnonzero(left & ~waits)
         if len(rows):
             features = self._features(trees, outcome, rows)
-            self._extend(plan, rows, plan.kv_len[rows], counts[rows], features, True)
+            kv_len = plan.kv_len[rows]
+            self._passes.extend(plan, states, rows, kv_len, counts[rows], features, True)
 
     def _drafted(self, plan: Plan, states: list[DraftState], outcome: Outcome) -> Bools:
         """bool[B] the rows that the step has extended the model for, and drafted: remember what."""
@@ -127,7 +117,8 @@ class ModelDrafter:
         if drafts is None:
             return np.zeros(plan.rows, np.bool_)
         first = [full_size(drafts.width, level) for level in range(drafts.levels)]
-        check_finite(self._about.name, drafts.value[drafts.rows][:, first].ravel())
+        if not np.isfinite(drafts.value[drafts.rows][:, first]).all():
+            raise not_finite(self._about.name)
         self._within = self._within or bool(drafts.rows.any())
         ready = (plan.kv_len + outcome.n_tokens).tolist()
         for row in np.flatnonzero(drafts.rows).tolist():
@@ -182,69 +173,25 @@ class ModelDrafter:
                 behind = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
                 slots = np.repeat(plan.slots[rows], counts)
                 features = self._kept.at(slots, np.repeat(begin, counts) + behind)
-            self._extend(plan, rows, begin, counts, features, asked)
-
-    def _extend(
-        self,
-        plan: Plan,
-        rows: AnyArray,
-        kv_len: Ints,
-        counts: Ints,
-        features: Features | None,
-        asked: bool,
-    ) -> None:
-        """Run `counts` tokens of each of these rows that follow `kv_len` others, and remember what
-        may follow those that sample, if that is asked.
-        """
-        states = list(map(self._of(plan).__getitem__, rows.tolist()))
-        spans = list(map(DraftState.span, states, kv_len.tolist(), counts.tolist()))
-        start = np.zeros(len(rows) + 1, np.int32)
-        start[1:] = np.cumsum(counts)
-        sampled = np.flatnonzero(plan.samples[rows])
-        scored = sampled if asked and not self._about.block_size else sampled[:0]
-        found = self._model.extend(
-            Extension(
-                tokens=np.concatenate([span[:-1] for span in spans]),
-                next_tokens=np.concatenate([span[1:] for span in spans]),
-                start=start,
-                kv_len=kv_len,
-                slots=plan.slots[rows],
-                pages=plan.page_table[rows],
-                scored=start[1:][scored] - np.int32(1),
-                candidates=self._wanted(plan, rows.tolist()),
-            ),
-            features,
-        )
-        for which in sampled.tolist():
-            states[which].ready = int(kv_len[which] + counts[which])
-        check_finite(self._about.name, found.log_probs[: len(scored)])
-        for index, which in enumerate(scored.tolist()):
-            ids = self._about.target_ids[found.ids[index]]
-            states[which].found = ids, found.log_probs[index]
+            self._passes.extend(plan, self._of(plan), rows, begin, counts, features, asked)
 
     # --- proposing -----------------------------------------------------------------------
 
     def propose(self, plan: Plan) -> list[Draft]:
         """A draft per row, empty where none is allowed or the model lags. Raises as `observe`."""
         self._catch_up(plan, np.flatnonzero(plan.max_nodes), True)
-        drafts = [NO_DRAFT] * plan.rows
-        rows: list[int] = []
-        for row, nodes in enumerate(plan.max_nodes.tolist()):
-            state = self._state(plan, row)
+        drafts, states, left = [NO_DRAFT] * plan.rows, self._of(plan), list[int]()
+        for row, (nodes, state) in enumerate(zip(plan.max_nodes.tolist(), states, strict=True)):
             depth = min(int(plan.max_depth[row]), self.traits.max_depth)
             if state.drafted is not None:  # Deeper than this would take passes of its own.
                 depth = min(depth, state.drafted[0].levels)
             if nodes > 0 and depth > 0 and state.ready == plan.kv_len[row]:
                 ready = state.draft(depth, nodes, bool(plan.constrained[row]))
                 if ready is None:
-                    rows.append(row)
+                    left.append(row)
                 else:
                     drafts[row] = ready
-        # What a grammar may choose of a block's first tokens has come with the step.
-        grown = [r for r in rows if not self._about.block_size or self._state(plan, r).candidates()]
-        others = [row for row in rows if row not in grown]
-        proposed = self._trees(plan, grown) + self._blocks(plan, others)
-        for row, draft in zip(grown + others, proposed, strict=True):
+        for row, draft in self._passes.drafts(plan, states, left).items():
             drafts[row] = draft
         return drafts
 
@@ -264,7 +211,7 @@ class ModelDrafter:
             # What begins behind pages that another filled has no root before it was extended once.
             wanted &= np.array([state.ready > 0 for state in self._of(plan)])
         slots = plan.slots[wanted]
-        return DraftRequest(slots, self._shape.width, levels) if len(slots) else None
+        return DraftRequest(slots, self._width, levels) if len(slots) else None
 
     def can_overlap(self, plan: Plan, running: Round) -> bool:
         """Whether the running round drafts for every row, or both it and the coming one are plain:
@@ -273,118 +220,8 @@ class ModelDrafter:
         plain = not (plan.max_nodes.any() or running.plan.max_nodes.any())
         return (self._within and plain) or bool(np.isin(plan.slots, running.drafting).all())
 
-    def _blocks(self, plan: Plan, rows: list[int]) -> list[Draft]:
-        """Drafts of these rows, in one pass."""
-        if not rows:
-            return []
-        depth = min(int(plan.max_depth[rows].max()), self.traits.max_depth)
-        found = self._model.block(
-            DraftBlock(
-                roots=np.array([plan.known[row][-1] for row in rows], np.int32),
-                kv_len=plan.kv_len[rows],
-                slots=plan.slots[rows],
-                pages=plan.page_table[rows],
-                depth=depth,
-                candidates=self._wanted(plan, rows),
-            )
-        )
-        drafts = []
-        for row, ids, log_probs in zip(rows, found.ids, found.log_probs, strict=True):
-            state, tree = self._state(plan, row), DraftTree(self._shape.width)
-            mask = self._mask(int(plan.slots[row])) if plan.constrained[row] else None
-            levels = [
-                state.best(
-                    (self._about.target_ids[ids[level]], log_probs[level]),
-                    self._shape.width,
-                    level + 1,
-                    mask if level == 0 else None,
-                )
-                for level in range(min(depth, int(plan.max_depth[row])))
-            ]
-            drafts.append(_of_levels(tree, levels, int(plan.max_nodes[row])))
-        return drafts
-
-    def _trees(self, plan: Plan, rows: list[int]) -> list[Draft]:
-        """Grow the trees of these rows from their roots, one pass per level."""
-        growing = {row: DraftTree(self._shape.width) for row in rows}
-        for row, tree in growing.items():
-            mask = self._mask(int(plan.slots[row])) if plan.constrained[row] else None
-            tokens, values = self._state(plan, row).children(self._shape.width, mask)
-            tree.extend(tokens[None], values[None])
-        numbers = dict.fromkeys(rows, np.zeros(0, np.int32))
-        run = 0
-        for level in range(2, self.traits.max_depth + 1):
-            more = [r for r in rows if level <= plan.max_depth[r] and len(growing[r].frontier())]
-            wanted = sum(len(growing[row].frontier()) for row in more)
-            if not more or run + wanted > self._about.max_nodes:
-                break
-            self._expand(plan, {row: growing[row] for row in more}, numbers, run)
-            run += wanted
-        return [tree.draft(int(plan.max_nodes[row])) for row, tree in growing.items()]
-
-    def _expand(
-        self, plan: Plan, growing: dict[int, DraftTree], numbers: dict[int, Ints], first: int
-    ) -> None:
-        """One level of these rows: run the frontier, hang its best children below it.
-
-        numbers[row][i] is the draft node number of draft token i, -1 where it was never run.
-        """
-        rows, frontiers = list(growing), [tree.frontier() for tree in growing.values()]
-        start = np.zeros(len(rows) + 1, np.int32)
-        start[1:] = np.cumsum([len(frontier) for frontier in frontiers])
-        tokens, parents = [], []
-        for (row, tree), frontier in zip(growing.items(), frontiers, strict=True):
-            missing = len(tree.tokens) - len(numbers[row])
-            numbers[row] = np.append(numbers[row], np.full(missing, -1, np.int32))
-            above = tree.parents[frontier]
-            parents.append(np.where(above < 0, -1, numbers[row][above]))
-            tokens.append(tree.tokens[frontier])
-        found = self._model.expand(
-            DraftLevel(
-                tokens=np.concatenate(tokens).astype(np.int32),
-                parents=np.concatenate(parents).astype(np.int32),
-                start=start,
-                kv_len=plan.kv_len[rows],
-                slots=plan.slots[rows],
-                pages=plan.page_table[rows],
-                first=first,
-                candidates=self._wanted(plan, rows),
-            )
-        )
-        check_finite(self._about.name, found.log_probs)
-        ids = self._about.target_ids[found.ids]
-        for index, ((row, tree), frontier) in enumerate(
-            zip(growing.items(), frontiers, strict=True)
-        ):
-            state = self._state(plan, row)
-            span = range(int(start[index]), int(start[index + 1]))
-            numbers[row][frontier] = first + np.arange(span.start, span.stop, dtype=np.int32)
-            best = [
-                state.best((ids[n], found.log_probs[n]), self._shape.width, tree.levels + 1)
-                for n in span
-            ]
-            tree.extend(np.stack([each for each, _ in best]), np.stack([each for _, each in best]))
-
-    def _wanted(self, plan: Plan, rows: list[int]) -> int:
-        """Candidates to ask for: more than are hung, where noise or a grammar will choose."""
-        hot = any(self._state(plan, row).sampling.temperature > 0 for row in rows)
-        width = self._shape.width
-        return max(CANDIDATES, width) if hot or plan.constrained[rows].any() else width
-
     def _of(self, plan: Plan) -> list[DraftState]:
         """Of each row."""
         states = list(map(self._states.__getitem__, plan.slots.tolist()))
         assert None not in states, "a planned slot was begun"
         return states  # type: ignore[return-value]
-
-    def _state(self, plan: Plan, row: int) -> DraftState:
-        state = self._states[int(plan.slots[row])]
-        assert state is not None, "a planned slot was begun"
-        return state
-
-
-def _of_levels(tree: DraftTree, levels: list[tuple[Ints, AnyArray]], nodes: int) -> Draft:
-    """The draft of a block: candidates of each depth, whatever stands above them."""
-    width = min(len(tokens) for tokens, _ in levels)
-    tokens, values = (np.stack([part[i][:width] for part in levels]) for i in (0, 1))
-    return block_draft(tokens, values, nodes)

@@ -15,7 +15,7 @@ from forerun.build.engine import make_engine, open_target
 from forerun.client.completion import make_request
 from forerun.constrain.matcher.tree_mask import TreeGrammars
 from forerun.control.policy import FixedPolicy
-from forerun.drafters import model_drafter
+from forerun.drafters import draft_passes
 from forerun.errors import ModelError
 from forerun.executors.jax import drafting, level_model
 from forerun.executors.jax import executor as jax_executor
@@ -62,7 +62,7 @@ def cells(kinds, compiled, quickly):  # noqa: F811
 @pytest.fixture
 def all_candidates(monkeypatch):
     """Noise is looked at for every token: tiny models' distributions are flat."""
-    for module in (model_drafter, drafting, level_model):
+    for module in (draft_passes, drafting, level_model):
         monkeypatch.setattr(module, "CANDIDATES", tiny.VOCAB)
 
 

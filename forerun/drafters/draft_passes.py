@@ -1,0 +1,190 @@
+"""The passes of a draft model that the host asks for: over what became permanent, and those that
+grow trees, all rows in one per level, or propose blocks, in one in all.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from forerun.drafters.draft_state import DraftState, not_finite
+from forerun.interface.draft_model import (
+    CANDIDATES,
+    DraftBlock,
+    DraftLevel,
+    DraftModel,
+    Extension,
+)
+from forerun.interface.features import Features
+from forerun.interface.plan import Plan
+from forerun.speculative.draft_tree import DraftTree, TreeShape, block_draft
+from forerun.speculative.tree import Draft
+from forerun.types import AnyArray, Floats, Ints
+
+Masks = Callable[[int], bytes | None]
+"""Of a slot: what a grammar allows to follow; None = everything."""
+
+
+class DraftPasses:
+    """`states` are those of all rows of a plan, `rows` the rows meant. All raise EngineError where
+    the model's logits are not finite.
+
+    mask  asked for the first level only: further down, masks cost more than they bring
+          (docs/log.md)
+    """
+
+    def __init__(self, model: DraftModel, shape: TreeShape, mask: Masks) -> None:
+        self._model, self._about, self._shape, self._mask = model, model.traits, shape, mask
+
+    def extend(
+        self,
+        plan: Plan,
+        states: list[DraftState],
+        rows: AnyArray,
+        kv_len: Ints,
+        counts: Ints,
+        features: Features | None,
+        asked: bool,
+    ) -> None:
+        """Run `counts` tokens of each of these rows that follow `kv_len` others, and remember what
+        may follow those that sample, if that is asked.
+        """
+        mine = list(map(states.__getitem__, rows.tolist()))
+        spans = list(map(DraftState.span, mine, kv_len.tolist(), counts.tolist()))
+        start = np.zeros(len(rows) + 1, np.int32)
+        start[1:] = np.cumsum(counts)
+        sampled = np.flatnonzero(plan.samples[rows])
+        scored = sampled if asked and not self._about.block_size else sampled[:0]
+        found = self._model.extend(
+            Extension(
+                tokens=np.concatenate([span[:-1] for span in spans]),
+                next_tokens=np.concatenate([span[1:] for span in spans]),
+                start=start,
+                kv_len=kv_len,
+                slots=plan.slots[rows],
+                pages=plan.page_table[rows],
+                scored=start[1:][scored] - np.int32(1),
+                candidates=self._wanted(plan, states, rows.tolist()),
+            ),
+            features,
+        )
+        for which in sampled.tolist():
+            mine[which].ready = int(kv_len[which] + counts[which])
+        self._check(found.log_probs[: len(scored)])
+        for index, which in enumerate(scored.tolist()):
+            ids = self._about.target_ids[found.ids[index]]
+            mine[which].found = ids, found.log_probs[index]
+
+    def drafts(self, plan: Plan, states: list[DraftState], rows: list[int]) -> dict[int, Draft]:
+        """A draft for each of these rows, which may have any."""
+        # What a grammar may choose of a block's first tokens has come with the step.
+        grown = [r for r in rows if not self._about.block_size or states[r].candidates()]
+        others = [row for row in rows if row not in grown]
+        return self._trees(plan, states, grown) | self._blocks(plan, states, others)
+
+    def _blocks(self, plan: Plan, states: list[DraftState], rows: list[int]) -> dict[int, Draft]:
+        if not rows:
+            return {}
+        depth = min(int(plan.max_depth[rows].max()), self._shape.depth)
+        found = self._model.block(
+            DraftBlock(
+                roots=np.array([plan.known[row][-1] for row in rows], np.int32),
+                kv_len=plan.kv_len[rows],
+                slots=plan.slots[rows],
+                pages=plan.page_table[rows],
+                depth=depth,
+                candidates=self._wanted(plan, states, rows),
+            )
+        )
+        drafts = {}
+        for row, ids, log_probs in zip(rows, found.ids, found.log_probs, strict=True):
+            mask, width = self._mask_of(plan, row), self._shape.width
+            levels = [
+                states[row].best(
+                    (self._about.target_ids[ids[level]], log_probs[level]),
+                    width,
+                    level + 1,
+                    mask if level == 0 else None,
+                )
+                for level in range(min(depth, int(plan.max_depth[row])))
+            ]
+            fewest = min(len(tokens) for tokens, _ in levels)
+            tokens, values = (np.stack([part[i][:fewest] for part in levels]) for i in (0, 1))
+            drafts[row] = block_draft(tokens, values, int(plan.max_nodes[row]))
+        return drafts
+
+    def _trees(self, plan: Plan, states: list[DraftState], rows: list[int]) -> dict[int, Draft]:
+        """Grow trees from the rows' roots, one pass per level."""
+        growing = {row: DraftTree(self._shape.width) for row in rows}
+        for row, tree in growing.items():
+            tokens, values = states[row].children(self._shape.width, self._mask_of(plan, row))
+            tree.extend(tokens[None], values[None])
+        numbers = dict.fromkeys(rows, np.zeros(0, np.int32))
+        run = 0
+        for level in range(2, self._shape.depth + 1):
+            more = [r for r in rows if level <= plan.max_depth[r] and len(growing[r].frontier())]
+            wanted = sum(len(growing[row].frontier()) for row in more)
+            if not more or run + wanted > self._about.max_nodes:
+                break
+            self._expand(plan, states, {row: growing[row] for row in more}, numbers, run)
+            run += wanted
+        return {row: tree.draft(int(plan.max_nodes[row])) for row, tree in growing.items()}
+
+    def _expand(
+        self,
+        plan: Plan,
+        states: list[DraftState],
+        growing: dict[int, DraftTree],
+        numbers: dict[int, Ints],
+        first: int,
+    ) -> None:
+        """One level of these rows: run the frontier, hang its best children below it.
+
+        numbers[row][i] is the draft node number of draft token i, -1 where it was never run.
+        """
+        rows, frontiers = list(growing), [tree.frontier() for tree in growing.values()]
+        start = np.zeros(len(rows) + 1, np.int32)
+        start[1:] = np.cumsum([len(frontier) for frontier in frontiers])
+        tokens, parents = [], []
+        for (row, tree), frontier in zip(growing.items(), frontiers, strict=True):
+            missing = len(tree.tokens) - len(numbers[row])
+            numbers[row] = np.append(numbers[row], np.full(missing, -1, np.int32))
+            above = tree.parents[frontier]
+            parents.append(np.where(above < 0, -1, numbers[row][above]))
+            tokens.append(tree.tokens[frontier])
+        found = self._model.expand(
+            DraftLevel(
+                tokens=np.concatenate(tokens).astype(np.int32),
+                parents=np.concatenate(parents).astype(np.int32),
+                start=start,
+                kv_len=plan.kv_len[rows],
+                slots=plan.slots[rows],
+                pages=plan.page_table[rows],
+                first=first,
+                candidates=self._wanted(plan, states, rows),
+            )
+        )
+        self._check(found.log_probs)
+        ids = self._about.target_ids[found.ids]
+        for index, ((row, tree), frontier) in enumerate(
+            zip(growing.items(), frontiers, strict=True)
+        ):
+            span = range(int(start[index]), int(start[index + 1]))
+            numbers[row][frontier] = first + np.arange(span.start, span.stop, dtype=np.int32)
+            best = [
+                states[row].best((ids[n], found.log_probs[n]), self._shape.width, tree.levels + 1)
+                for n in span
+            ]
+            tree.extend(np.stack([each for each, _ in best]), np.stack([each for _, each in best]))
+
+    def _check(self, log_probs: Floats) -> None:
+        if not np.isfinite(log_probs.max(-1, initial=-np.inf)).all():
+            raise not_finite(self._about.name)
+
+    def _mask_of(self, plan: Plan, row: int) -> bytes | None:
+        return self._mask(int(plan.slots[row])) if plan.constrained[row] else None
+
+    def _wanted(self, plan: Plan, states: list[DraftState], rows: list[int]) -> int:
+        """Candidates to ask for: more than are hung, where noise or a grammar will choose."""
+        hot = any(states[row].sampling.temperature > 0 for row in rows)
+        width = self._shape.width
+        return max(CANDIDATES, width) if hot or plan.constrained[rows].any() else width
