@@ -108,7 +108,8 @@ class DraftPasses:
                 for level in range(min(depth, int(plan.max_depth[row])))
             ]
             fewest = min(len(tokens) for tokens, _ in levels)
-            tokens, values = (np.stack([part[i][:fewest] for part in levels]) for i in (0, 1))
+            tokens = np.stack([tokens[:fewest] for tokens, _ in levels])
+            values = np.stack([values[:fewest] for _, values in levels])
             drafts[row] = block_draft(tokens, values, int(plan.max_nodes[row]))
         return drafts
 

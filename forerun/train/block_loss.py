@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from forerun.executors.torch.decoder.layers import Rotary, rotation
+from forerun.executors.torch.decoder.elementwise import Rotary, rotation
 from forerun.executors.torch.drafts.block import BlockDrafter
 from forerun.executors.torch.drafts.draft_layer import TrainedHeads
 from forerun.train.loss import DraftVocabulary, StepScore, TrainingBatch, summed_loss

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from forerun.errors import ModelError
-from forerun.executors.torch.decoder.layers import Rotary
+from forerun.executors.torch.decoder.elementwise import Rotary
 from forerun.executors.torch.drafts.draft_layer import TRAINED, Attend, DraftLayer, LayerShape, Norm
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint

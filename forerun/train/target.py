@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from forerun.errors import ModelError
 from forerun.executors.torch.decoder.decoder import Decoder, apart
-from forerun.executors.torch.decoder.layers import softcapped
+from forerun.executors.torch.decoder.elementwise import softcapped
 from forerun.executors.torch.decoder.whole import WholeLinear
 from forerun.executors.torch.triton.kernels import kernels_for, parts_of
 from forerun.models.checkpoint import Checkpoint

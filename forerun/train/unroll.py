@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from forerun.executors.torch.decoder.layers import rotation
+from forerun.executors.torch.decoder.elementwise import rotation
 from forerun.executors.torch.drafts.draft_layer import TrainedHeads
 from forerun.models.rope import Rope
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from forerun.errors import ConfigError
+from forerun.executors.torch.decoder.elementwise import PLAIN
 from forerun.executors.torch.decoder.experts import Mixture
-from forerun.executors.torch.decoder.layers import PLAIN, Linear
+from forerun.executors.torch.decoder.layers import Linear
 from forerun.executors.torch.decoder.weights import Weights
 from forerun.models.folder import FolderCheckpoint
 from forerun.models.mapped import TensorFile

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from forerun.build.engine import make_engine, open_target
 from forerun.client.completion import complete, make_request
 from forerun.errors import EngineError
-from forerun.executors.torch.decoder.layers import rotation
+from forerun.executors.torch.decoder.elementwise import rotation
 from forerun.executors.torch.drafts.eagle import EagleHead
 from forerun.interface.draft_model import DraftBlock, DraftLevel, Extension
 from forerun.models.draft_config import head_for

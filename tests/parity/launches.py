@@ -30,9 +30,10 @@ from forerun.executors.torch.captured.graphs import Recorder
 from forerun.executors.torch.captured.runner import CudaGraphRunner
 from forerun.executors.torch.decoder import weights
 from forerun.executors.torch.decoder.decoder import Decoder
+from forerun.executors.torch.decoder.elementwise import Elementwise
 from forerun.executors.torch.decoder.few_bits import FewBits, FewBitsProducts
 from forerun.executors.torch.decoder.float8 import Float8Linear, Float8Parts
-from forerun.executors.torch.decoder.layers import Elementwise, Linear
+from forerun.executors.torch.decoder.layers import Linear
 from forerun.executors.torch.decoder.weights import Weights
 from forerun.executors.torch.drafts import block as block_model
 from forerun.executors.torch.drafts import decoder_model, prediction_model

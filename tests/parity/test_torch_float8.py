@@ -9,8 +9,9 @@ from forerun.build.registry import choose_executor
 from forerun.errors import ConfigError
 from forerun.executors.torch import TorchExecutor, with_captures
 from forerun.executors.torch.decoder.compiled import compiled
+from forerun.executors.torch.decoder.elementwise import PLAIN
 from forerun.executors.torch.decoder.float8 import FLOAT8, Float8Linear, Float8Rows, float8_rows
-from forerun.executors.torch.decoder.layers import PLAIN, Linear
+from forerun.executors.torch.decoder.layers import Linear
 from forerun.models.shapes import shape_named
 from forerun.options.config import EngineConfig
 from tests.models import tiny

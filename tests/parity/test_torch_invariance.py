@@ -14,18 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.executors.torch import TorchExecutor
-from forerun.executors.torch.decoder.experts import Mixture
-from forerun.executors.torch.decoder.layers import (
-    MOST_ROWS,
+from forerun.executors.torch.decoder.elementwise import (
     PLAIN,
-    Linear,
     erf_geglu,
     geglu,
-    padded_rows,
     rotation,
     softcapped,
     swiglu,
 )
+from forerun.executors.torch.decoder.experts import Mixture
+from forerun.executors.torch.decoder.layers import MOST_ROWS, Linear, padded_rows
 from forerun.executors.torch.decoder.row_sizes import SIZES, invariant_sizes
 from forerun.executors.torch.decoder.weights import Weights
 from forerun.models.layer_spec import AttentionSpec, Experts, LayerSpec, Router

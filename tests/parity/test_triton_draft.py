@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.executors.torch.decoder.layers import PLAIN, rotation
+from forerun.executors.torch.decoder.elementwise import PLAIN, rotation
 from forerun.executors.torch.triton.round_types import Accepted, Extended, Levels, Prepared
 from forerun.speculative.noise import gumbel_of
 from forerun.speculative.tree import full_size

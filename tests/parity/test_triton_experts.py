@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from forerun.executors.torch.decoder.elementwise import PLAIN, clamped_swiglu
 from forerun.executors.torch.decoder.experts import Mixture, routes
 from forerun.executors.torch.decoder.float8 import float8_rows
 from forerun.executors.torch.decoder.grouped import Pairs, Stacked
-from forerun.executors.torch.decoder.layers import PLAIN, Linear, clamped_swiglu
+from forerun.executors.torch.decoder.layers import Linear
 from forerun.executors.torch.decoder.weights import Weights
 from forerun.models.layer_spec import Router
 from tests.models import tiny

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from forerun.executors.torch.decoder.elementwise import PLAIN
 from forerun.executors.torch.decoder.few_bits import (
     FEW,
     GATED,
@@ -20,7 +21,7 @@ from forerun.executors.torch.decoder.kept import (
     GatedFeedForward,
     feed_forward,
 )
-from forerun.executors.torch.decoder.layers import PLAIN, FeedForward
+from forerun.executors.torch.decoder.layers import FeedForward
 from tests.parity.grouped import grouped
 from tests.parity.interpreted import load
 from tests.parity.tape import Watch

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from forerun.executors.torch.attention.kv import KvShape, PagedCache, enter, read
+from forerun.executors.torch.decoder.elementwise import PLAIN, Heads
 from forerun.executors.torch.decoder.float8 import FLOAT8, float8_rows
-from forerun.executors.torch.decoder.layers import PLAIN, Heads
 from forerun.models.cache_layer import CacheLayer
 from tests.parity.driver import limits
 from tests.parity.interpreted import load

@@ -8,7 +8,7 @@ import torch
 
 from forerun.build.engine import open_target
 from forerun.client.completion import make_request
-from forerun.executors.torch.decoder.layers import rotation
+from forerun.executors.torch.decoder.elementwise import rotation
 from forerun.executors.torch.drafts.block import BlockDrafter
 from forerun.measure.acceptance import CHAIN, Question, alone, ask
 from forerun.models.block_folder import open_block

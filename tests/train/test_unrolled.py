@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from forerun.executors.torch.decoder.layers import rotation
+from forerun.executors.torch.decoder.elementwise import rotation
 from forerun.executors.torch.drafts.eagle import EagleHead
 from forerun.models.draft_config import DraftHead
 from forerun.models.rope import Rope

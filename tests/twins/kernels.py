@@ -12,9 +12,9 @@ from torch import Tensor
 from forerun.executors.torch.attention.geometry import Geometry, positions_of
 from forerun.executors.torch.attention.kv import CacheTensor, PagedCache, enter, read
 from forerun.executors.torch.attention.varlen_attention import row_by_row
+from forerun.executors.torch.decoder.elementwise import PLAIN, rotation, softcapped
 from forerun.executors.torch.decoder.float8 import Rows, float8_rows
 from forerun.executors.torch.decoder.grouped import Pairs, Stacked
-from forerun.executors.torch.decoder.layers import PLAIN, rotation, softcapped
 from forerun.executors.torch.shaping import shaped
 from forerun.executors.torch.triton.kernels import Kernels
 from forerun.models.layer_spec import AttentionSpec

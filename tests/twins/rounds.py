@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from forerun.executors.torch.accept import NodeNoise, _gumbel, _of_words, philox
-from forerun.executors.torch.decoder.layers import rotation
+from forerun.executors.torch.decoder.elementwise import rotation
 from forerun.executors.torch.triton.round_types import (
     Accepted,
     Below,

@@ -1,4 +1,4 @@
-"""The pieces of a decoder as pure functions; what they compute is torch/layers.py's."""
+"""The pieces of a decoder as pure functions; what they compute is torch/decoder's."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -23,14 +23,9 @@ from forerun.executors.torch.attention.states import States, StateStep
 from forerun.executors.torch.decoder.compiled import compiled
 from forerun.executors.torch.decoder.decoder import Attend, Decoder, apart, no_states
 from forerun.executors.torch.decoder.delta import DeltaInputs
+from forerun.executors.torch.decoder.elementwise import PLAIN, AnyHeads, Elementwise
 from forerun.executors.torch.decoder.float8 import FLOAT8, Float8Linear, Rows
-from forerun.executors.torch.decoder.layers import (
-    PLAIN,
-    AnyHeads,
-    Elementwise,
-    Linear,
-    padded_rows,
-)
+from forerun.executors.torch.decoder.layers import Linear, padded_rows
 from forerun.executors.torch.features import FeatureRing, Held, TorchFeatures
 from forerun.executors.torch.group import Group
 from forerun.executors.torch.memory import (

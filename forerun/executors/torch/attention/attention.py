@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from forerun.executors.torch.attention.kv import CacheTensor, PagedCache, Slots, read
-from forerun.executors.torch.decoder.layers import softcapped
+from forerun.executors.torch.decoder.elementwise import softcapped
 from forerun.interface.plan import Plan
 from forerun.models.layer_spec import AttentionSpec
 from forerun.speculative.tree import TreeBatch

@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from forerun.errors import EngineError
+from forerun.executors.torch.decoder.elementwise import AnyHeads
 from forerun.executors.torch.decoder.float8 import FLOAT8, float8_rows
-from forerun.executors.torch.decoder.layers import AnyHeads
 from forerun.interface.executor import ExecutorLimits
 from forerun.models.cache_layer import CacheLayer
 from forerun.types import AnyArray, Ints

@@ -38,8 +38,8 @@ from forerun.executors.torch.captured.entries import (
     keep_page_ends,
 )
 from forerun.executors.torch.decoder.decoder import Attend
+from forerun.executors.torch.decoder.elementwise import AnyHeads, Rotary
 from forerun.executors.torch.decoder.float8 import Rows
-from forerun.executors.torch.decoder.layers import AnyHeads, Rotary
 from forerun.executors.torch.drafts.draft_cache import DraftCache
 from forerun.executors.torch.drafts.level_model import LevelModel, Nodes
 from forerun.executors.torch.triton.kernels import Kernels

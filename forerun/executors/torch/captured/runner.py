@@ -39,8 +39,8 @@ from forerun.executors.torch.captured.graphs import Programs, Recorder
 from forerun.executors.torch.captured.shaped_rows import ShapedRows
 from forerun.executors.torch.captured.together import chosen_together
 from forerun.executors.torch.decoder.decoder import Decoder
+from forerun.executors.torch.decoder.elementwise import AnyHeads
 from forerun.executors.torch.decoder.float8 import Rows
-from forerun.executors.torch.decoder.layers import AnyHeads
 from forerun.executors.torch.features import FeatureRing
 from forerun.executors.torch.group import Group
 from forerun.executors.torch.shaping import reported

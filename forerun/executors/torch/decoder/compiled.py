@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from forerun.executors.torch.decoder.layers import Elementwise
+from forerun.executors.torch.decoder.elementwise import Elementwise
 
 
 def compiled(parts: Elementwise) -> Elementwise:

@@ -13,24 +13,27 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
 from forerun.executors.torch.decoder.delta import DeltaInputs, DeltaProjections
-from forerun.executors.torch.decoder.experts import Mixture
-from forerun.executors.torch.decoder.float8 import Rows
-from forerun.executors.torch.decoder.kept import feed_forward
-from forerun.executors.torch.decoder.layers import (
+from forerun.executors.torch.decoder.elementwise import (
     PLAIN,
     AnyHeads,
     Elementwise,
+    Heads,
+    Rotary,
+    rotation,
+    softcapped,
+)
+from forerun.executors.torch.decoder.experts import Mixture
+from forerun.executors.torch.decoder.float8 import Float8Linear, Float8Rows, Rows
+from forerun.executors.torch.decoder.kept import feed_forward
+from forerun.executors.torch.decoder.latent import LatentProjections
+from forerun.executors.torch.decoder.layers import (
     FeedForward,
     Linear,
     MakeProduct,
     Product,
-    Rotary,
     alone,
     padded_rows,
-    rotation,
-    softcapped,
 )
-from forerun.executors.torch.decoder.projections import projections
 from forerun.executors.torch.decoder.row_sizes import invariant_sizes
 from forerun.executors.torch.decoder.weights import Weights
 from forerun.executors.torch.group import Group
@@ -62,6 +65,62 @@ def no_states(layer: int, inputs: DeltaInputs) -> Tensor:
     raise TypeError("a layer with a recurrent state runs where nobody keeps states")
 
 
+def opened(x: Tensor, gate: Tensor) -> Tensor:
+    """sigmoid(gate) * x, in float32; dtype of `x`."""
+    return (x / (1 + torch.exp(-gate.float()))).to(x.dtype)
+
+
+class HeadsProjections:
+    """q_proj, k_proj, v_proj and o_proj, and gate_proj where attention is gated."""
+
+    def __init__(
+        self, weights: Weights, prefix: str, spec: LayerSpec, arch: Architecture, parts: Elementwise
+    ) -> None:
+        self._arch, self._parts, self._wide = arch, parts, spec.wide_qk_norm
+        normed = spec.qk_norm or spec.wide_qk_norm
+        self._q_norm = weights.norm(f"{prefix}.q_norm.weight") if normed else None
+        self._k_norm = weights.norm(f"{prefix}.k_norm.weight") if normed else None
+        self._qkv = weights.block_linear(*(f"{prefix}.{part}_proj" for part in "qkv"))
+        self._out = weights.block_linear(f"{prefix}.o_proj")
+        self._gate: Product | None = None
+        if spec.attention.gated:
+            self._gate = weights.block_linear(f"{prefix}.gate_proj")
+        self._sinks = weights.vector(f"{prefix}.sinks") if spec.attention.sinks else None
+        self.float8 = isinstance(self._out, Float8Linear)
+
+    @property
+    def linears(self) -> tuple[Product, ...]:
+        """Its matrix products."""
+        return self._qkv, self._out, *([] if self._gate is None else [self._gate])
+
+    def heads(self, x: Rows, rotary: Rotary) -> Heads:
+        """Of rows [M,H] at the positions of `rotary`."""
+        arch, qkv = self._arch, self._qkv(x)
+        q_norm, k_norm = self._q_norm, self._k_norm
+        if q_norm is not None and k_norm is not None and self._wide:
+            qkv, q_norm, k_norm = self._normed(qkv, q_norm, k_norm), None, None
+        each = qkv.view(len(qkv), -1, arch.head_size)
+        return Heads(
+            *(each, arch.kv_heads, q_norm, k_norm, arch.norm_eps, rotary, self._parts),
+            *(self.float8 and self._gate is None, self._sinks),
+            None if self._gate is None else self._gate(x),
+        )
+
+    def _normed(self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> Tensor:
+        """[M,(A+2G)*E], all query heads normed as one row, and all key heads."""
+        arch, norm = self._arch, self._parts.norm
+        keys = arch.kv_heads * arch.head_size
+        q, k, v = qkv.split([arch.heads * arch.head_size, keys, keys], -1)
+        return torch.cat([norm(q, q_norm, arch.norm_eps), norm(k, k_norm, arch.norm_eps), v], -1)
+
+    def out(self, context: Rows, gate: Tensor | None) -> Tensor:
+        """[M,H] of context [M,A,E]; gate: of the same heads."""
+        if isinstance(context, Float8Rows):
+            return self._out(context)
+        rows = context.flatten(1)
+        return self._out(rows if gate is None else opened(rows, gate))
+
+
 class Block:
     """One decoder layer, as `spec` says, or a rank's part of it.
 
@@ -90,7 +149,7 @@ class Block:
         self._after_attention = norm(names.after_attention)
         self._before_feed_forward = norm(names.before_feed_forward)
         self._after_feed_forward = norm(names.after_feed_forward)
-        self._attention = projections(weights, prefix, spec, arch, parts)
+        self._attention = _projections(weights, prefix, spec, arch, parts)
         self._float8 = self._attention.float8
         gate, mlp = parts.gate_for(spec.activation, self._float8), f"{prefix}.mlp"
         self._feed_forward: FeedForward | Mixture
@@ -154,6 +213,18 @@ class Block:
         """What is added to the residual stream: `x`, normed if there is a weight."""
         x = x if weight is None else self._parts.norm(x, weight, self._arch.norm_eps)
         return x if self._spec.residual == 1.0 else x * self._spec.residual
+
+
+def _projections(
+    weights: Weights, prefix: str, spec: LayerSpec, arch: Architecture, parts: Elementwise
+) -> HeadsProjections | LatentProjections | DeltaProjections:
+    """Of the layer that `spec` describes; its tensors begin with `prefix`."""
+    if spec.delta is not None:
+        return DeltaProjections(weights, f"{prefix}.linear_attn", spec.delta, arch, parts)
+    latent, prefix = spec.attention.latent, f"{prefix}.self_attn"
+    if latent is None:
+        return HeadsProjections(weights, prefix, spec, arch, parts)
+    return LatentProjections(weights, prefix, spec, latent, arch, parts)
 
 
 class Ends:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from forerun.executors.torch.decoder.elementwise import Elementwise
 from forerun.executors.torch.decoder.float8 import Rows
-from forerun.executors.torch.decoder.layers import Elementwise, Product
+from forerun.executors.torch.decoder.layers import Product
 from forerun.executors.torch.decoder.weights import Weights
 from forerun.models.arch import Architecture
 from forerun.models.layer_spec import GatedDelta

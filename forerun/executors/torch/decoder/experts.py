@@ -11,17 +11,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
+from forerun.executors.torch.decoder.elementwise import Elementwise
 from forerun.executors.torch.decoder.float8 import Rows
 from forerun.executors.torch.decoder.grouped import GroupedProduct, Pairs
 from forerun.executors.torch.decoder.kept import feed_forward
-from forerun.executors.torch.decoder.layers import (
-    Elementwise,
-    FeedForward,
-    Product,
-    alone,
-    padded_rows,
-    plain,
-)
+from forerun.executors.torch.decoder.layers import FeedForward, Product, alone, padded_rows, plain
 from forerun.executors.torch.decoder.weights import Weights
 from forerun.executors.torch.group import Group
 from forerun.models.layer_spec import Activation, Experts, Router

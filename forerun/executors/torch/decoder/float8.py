@@ -66,7 +66,7 @@ def float8_rows(x: Tensor) -> Float8Rows:
 
 @dataclass(frozen=True, slots=True)
 class Float8Parts:
-    """What stands between products in float8: `float8_rows` of what layers.Elementwise says, which
+    """What stands between products in float8: `float8_rows` of what Elementwise says, which
     is first rounded to the activations' dtype; or what computes the same.
     """
 

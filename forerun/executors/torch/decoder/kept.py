@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from forerun.executors.torch.decoder.elementwise import Gate
 from forerun.executors.torch.decoder.few_bits import GATED, FewBits, FewBitsProducts
 from forerun.executors.torch.decoder.float8 import Rows
-from forerun.executors.torch.decoder.layers import FeedForward, Gate, Product, plain
+from forerun.executors.torch.decoder.layers import FeedForward, Product, plain
 
 
 class FewBitsLinear:

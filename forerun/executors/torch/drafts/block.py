@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from forerun.errors import EngineError
 from forerun.executors.torch.decoder.decoder import apart
-from forerun.executors.torch.decoder.layers import Elementwise, Heads, Rotary, rotation
+from forerun.executors.torch.decoder.elementwise import Elementwise, Heads, Rotary, rotation
 from forerun.executors.torch.decoder.weights import some_rows
 from forerun.executors.torch.drafts.draft_cache import DraftCache, check_block, check_extension
 from forerun.executors.torch.drafts.draft_layer import (

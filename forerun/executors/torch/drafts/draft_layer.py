@@ -15,16 +15,16 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor, nn
 
-from forerun.executors.torch.decoder.float8 import Rows
-from forerun.executors.torch.decoder.layers import (
+from forerun.executors.torch.decoder.elementwise import (
     PLAIN,
     Elementwise,
     Heads,
     Rotary,
-    plain,
     rms_norm,
     rotate,
 )
+from forerun.executors.torch.decoder.float8 import Rows
+from forerun.executors.torch.decoder.layers import plain
 
 Attend = Callable[[int, Any], Rows]
 """(layer, its heads, `Heads` or `TrainedHeads`) -> context [..., A, E]."""

@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor, nn
 
 from forerun.errors import ModelError
-from forerun.executors.torch.decoder.layers import Elementwise, Rotary
+from forerun.executors.torch.decoder.elementwise import Elementwise, Rotary
 from forerun.executors.torch.decoder.weights import some_rows
 from forerun.executors.torch.drafts.draft_cache import DraftCache
 from forerun.executors.torch.drafts.draft_layer import (

@@ -24,8 +24,8 @@ from forerun.executors.layer_states import LayerStates
 from forerun.executors.torch.attention.geometry import tile_heads
 from forerun.executors.torch.attention.plan_geometry import PassRows
 from forerun.executors.torch.decoder.decoder import Attend, apart
+from forerun.executors.torch.decoder.elementwise import AnyHeads, Rotary, rotation
 from forerun.executors.torch.decoder.float8 import Rows
-from forerun.executors.torch.decoder.layers import AnyHeads, Rotary, rotation
 from forerun.executors.torch.drafts.draft_cache import (
     DraftCache,
     DraftPass,

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from forerun.executors.layer_states import LayerStates, layer_read, layers_at
 from forerun.executors.torch.decoder.decoder import Block
-from forerun.executors.torch.decoder.layers import Elementwise, Linear
+from forerun.executors.torch.decoder.elementwise import Elementwise
+from forerun.executors.torch.decoder.layers import Linear
 from forerun.executors.torch.decoder.weights import Weights
 from forerun.executors.torch.drafts.draft_cache import DraftCache
 from forerun.executors.torch.drafts.level_model import LevelModel, Nodes

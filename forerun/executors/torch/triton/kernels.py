@@ -12,14 +12,9 @@ from forerun.executors.torch.accept import NodeNoise
 from forerun.executors.torch.attention.geometry import Attend
 from forerun.executors.torch.attention.kv import CacheTensor, Move
 from forerun.executors.torch.attention.varlen_attention import VariableLength, flash
+from forerun.executors.torch.decoder.elementwise import PLAIN, AnyHeads, Elementwise, Rotary
 from forerun.executors.torch.decoder.few_bits import FewBitsProducts
 from forerun.executors.torch.decoder.float8 import Float8Parts
-from forerun.executors.torch.decoder.layers import (
-    PLAIN,
-    AnyHeads,
-    Elementwise,
-    Rotary,
-)
 from forerun.executors.torch.shaping import Shape
 from forerun.executors.torch.triton.record import Record, Size
 from forerun.executors.torch.triton.round_types import (
@@ -60,7 +55,7 @@ Keep = Callable[[Tensor, Facts, Tensor], Accepted]
 """(choices int32[M], facts, int32[M] of the record) -> as Accept."""
 
 Rotation = Callable[[Tensor, Tensor, float], Rotary]
-"""(positions int32[M], frequencies float32[E/2], factor) -> their cos and sin: layers.rotation."""
+"""(positions int32[M], frequencies float32[E/2], factor) -> cos and sin: elementwise.rotation."""
 
 Follow = Callable[[Extended, Accepted, Prepared, Facts, Levels], Below]
 """(what all nodes gave, ...) -> the ends of the rows' accepted paths, kept by slot too."""

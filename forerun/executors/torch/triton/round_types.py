@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from forerun.executors.torch.accept import NodeNoise
-from forerun.executors.torch.decoder.layers import Rotary
+from forerun.executors.torch.decoder.elementwise import Rotary
 
 Facts = dict[str, Tensor]
 """By name: captured/buffers.py."""

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forerun.executors.torch.accept import NodeNoise
-from forerun.executors.torch.decoder.layers import Rotary
+from forerun.executors.torch.decoder.elementwise import Rotary
 from forerun.executors.torch.triton.round_types import (
     Accepted,
     Below,
@@ -119,7 +119,7 @@ def _rotation(position, frequencies, cos, sin, factor, HALF: tl.constexpr):
 
 
 def rotation(positions: Tensor, frequencies: Tensor, factor: float) -> Rotary:
-    """layers.rotation of positions int32[M]."""
+    """elementwise.rotation of positions int32[M]."""
     shape = len(positions), len(frequencies)
     cos, sin = frequencies.new_empty(shape), frequencies.new_empty(shape)
     _rotation[(len(positions),)](
@@ -380,7 +380,7 @@ def draft_inputs(
     eps: float,
     hidden_first: bool = False,
 ) -> Tensor:
-    """layers.draft_inputs."""
+    """elementwise.draft_inputs."""
     count, width = hidden.shape
     wide = triton.next_power_of_2(width)
     out = hidden.new_empty(count, 2 * width)

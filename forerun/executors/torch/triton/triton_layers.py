@@ -12,8 +12,8 @@ from torch import Tensor
 
 from forerun.executors.torch.attention import kv
 from forerun.executors.torch.attention.kv import CacheTensor, Narrow
+from forerun.executors.torch.decoder.elementwise import AnyHeads, LatentHeads
 from forerun.executors.torch.decoder.float8 import FLOAT8, Float8Rows
-from forerun.executors.torch.decoder.layers import AnyHeads, LatentHeads
 from forerun.models.layer_spec import CLAMP, CLAMP_SLOPE
 
 
@@ -217,14 +217,14 @@ def _float8_like(x: Tensor) -> Float8Rows:
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """layers.rms_norm over x [M,W] or [M,heads,W]."""
+    """elementwise.rms_norm over x [M,W] or [M,heads,W]."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch_norm(x, weight, eps, out, None)
     return out
 
 
 def float8_norm(x: Tensor, weight: Tensor, eps: float) -> Float8Rows:
-    """float8_rows of layers.rms_norm over x [M,W]."""
+    """float8_rows of elementwise.rms_norm over x [M,W]."""
     out = _float8_like(x)
     _launch_norm(x, weight, eps, *out)
     return out
@@ -243,7 +243,7 @@ def _launch_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, scales: Ten
 
 
 def gate(opened: Tensor, up: Tensor, gelu: bool = False, clamped: bool = False) -> Tensor:
-    """layers.swiglu of [M,I] and [M,I]; with `gelu` layers.geglu, `clamped` clamped_swiglu."""
+    """elementwise.swiglu of [M,I] and [M,I]; with `gelu` geglu, `clamped` clamped_swiglu."""
     out = torch.empty(opened.shape, dtype=opened.dtype, device=opened.device)
     count, width = opened.shape
     _gate[count, triton.cdiv(width, 1024)](
@@ -259,12 +259,12 @@ def gate(opened: Tensor, up: Tensor, gelu: bool = False, clamped: bool = False) 
 
 
 def gelu_gate(opened: Tensor, up: Tensor) -> Tensor:
-    """layers.geglu of [M,I] and [M,I]."""
+    """elementwise.geglu of [M,I] and [M,I]."""
     return gate(opened, up, gelu=True)
 
 
 def clamped_gate(opened: Tensor, up: Tensor) -> Tensor:
-    """layers.clamped_swiglu of [M,I] and [M,I]."""
+    """elementwise.clamped_swiglu of [M,I] and [M,I]."""
     return gate(opened, up, clamped=True)
 
 
@@ -300,7 +300,7 @@ def float8_rows(x: Tensor) -> Float8Rows:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """layers.turned of heads [M,heads,E] by float32 cos and sin [M,E/2]."""
+    """elementwise.turned of heads [M,heads,E] by float32 cos and sin [M,E/2]."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     half = x.shape[2] // 2
     _rotate[len(x), x.shape[1]](x, cos, sin, out, x.stride(0), x.stride(1), HALF=half, num_warps=1)
@@ -308,7 +308,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def add_norm(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """layers.add_norm over x and more [M,H]."""
+    """elementwise.add_norm over x and more [M,H]."""
     added, normed = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     _launch_add_norm(x, more, weight, eps, (added, normed, None))
     return added, normed
@@ -317,7 +317,7 @@ def add_norm(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tenso
 def float8_add_norm(
     x: Tensor, more: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Float8Rows]:
-    """The sum of layers.add_norm, and float8_rows of what is normed."""
+    """The sum of elementwise.add_norm, and float8_rows of what is normed."""
     added, out = torch.empty(x.shape, dtype=x.dtype, device=x.device), _float8_like(x)
     _launch_add_norm(x, more, weight, eps, (added, *out))
     return added, out

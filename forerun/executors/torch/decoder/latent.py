@@ -1,76 +1,16 @@
-"""What makes queries, keys and values of a layer's input, and what reads their context: one class
-for each kind of attention (layer_spec.AttentionSpec).
+"""Latent attention (layer_spec.Latent): what makes its heads of a layer's input, and what reads
+their context.
 """
 
 import torch
 from torch import Tensor
 
-from forerun.executors.torch.decoder.delta import DeltaProjections
-from forerun.executors.torch.decoder.float8 import Float8Linear, Float8Rows, Rows
-from forerun.executors.torch.decoder.layers import (
-    Elementwise,
-    Heads,
-    LatentHeads,
-    Linear,
-    Product,
-    Rotary,
-    opened,
-    plain,
-)
+from forerun.executors.torch.decoder.elementwise import Elementwise, LatentHeads, Rotary
+from forerun.executors.torch.decoder.float8 import Float8Linear, Rows
+from forerun.executors.torch.decoder.layers import Linear, Product, plain
 from forerun.executors.torch.decoder.weights import Weights
 from forerun.models.arch import Architecture
 from forerun.models.layer_spec import Latent, LayerSpec
-
-
-class HeadsProjections:
-    """q_proj, k_proj, v_proj and o_proj, and gate_proj where attention is gated."""
-
-    def __init__(
-        self, weights: Weights, prefix: str, spec: LayerSpec, arch: Architecture, parts: Elementwise
-    ) -> None:
-        self._arch, self._parts, self._wide = arch, parts, spec.wide_qk_norm
-        normed = spec.qk_norm or spec.wide_qk_norm
-        self._q_norm = weights.norm(f"{prefix}.q_norm.weight") if normed else None
-        self._k_norm = weights.norm(f"{prefix}.k_norm.weight") if normed else None
-        self._qkv = weights.block_linear(*(f"{prefix}.{part}_proj" for part in "qkv"))
-        self._out = weights.block_linear(f"{prefix}.o_proj")
-        self._gate: Product | None = None
-        if spec.attention.gated:
-            self._gate = weights.block_linear(f"{prefix}.gate_proj")
-        self._sinks = weights.vector(f"{prefix}.sinks") if spec.attention.sinks else None
-        self.float8 = isinstance(self._out, Float8Linear)
-
-    @property
-    def linears(self) -> tuple[Product, ...]:
-        """Its matrix products."""
-        return self._qkv, self._out, *([] if self._gate is None else [self._gate])
-
-    def heads(self, x: Rows, rotary: Rotary) -> Heads:
-        """Of rows [M,H] at the positions of `rotary`."""
-        arch, qkv = self._arch, self._qkv(x)
-        q_norm, k_norm = self._q_norm, self._k_norm
-        if q_norm is not None and k_norm is not None and self._wide:
-            qkv, q_norm, k_norm = self._normed(qkv, q_norm, k_norm), None, None
-        each = qkv.view(len(qkv), -1, arch.head_size)
-        return Heads(
-            *(each, arch.kv_heads, q_norm, k_norm, arch.norm_eps, rotary, self._parts),
-            *(self.float8 and self._gate is None, self._sinks),
-            None if self._gate is None else self._gate(x),
-        )
-
-    def _normed(self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> Tensor:
-        """[M,(A+2G)*E], all query heads normed as one row, and all key heads."""
-        arch, norm = self._arch, self._parts.norm
-        keys = arch.kv_heads * arch.head_size
-        q, k, v = qkv.split([arch.heads * arch.head_size, keys, keys], -1)
-        return torch.cat([norm(q, q_norm, arch.norm_eps), norm(k, k_norm, arch.norm_eps), v], -1)
-
-    def out(self, context: Rows, gate: Tensor | None) -> Tensor:
-        """[M,H] of context [M,A,E]; gate: of the same heads."""
-        if isinstance(context, Float8Rows):
-            return self._out(context)
-        rows = context.flatten(1)
-        return self._out(rows if gate is None else opened(rows, gate))
 
 
 class LatentProjections:
@@ -132,9 +72,6 @@ class LatentProjections:
         return self._out(self._out_of(plain(context)).flatten(1))
 
 
-Projections = HeadsProjections | LatentProjections | DeltaProjections
-
-
 class EachHead:
     """A product with a weight of its own for each head [A,out,in]: [M,A,in] -> [M,A,out].
 
@@ -153,15 +90,3 @@ class EachHead:
         if not self.linears:
             return torch.bmm(x.transpose(0, 1), self._weight).transpose(0, 1)
         return torch.stack([linear(x[:, head]) for head, linear in enumerate(self.linears)], 1)
-
-
-def projections(
-    weights: Weights, prefix: str, spec: LayerSpec, arch: Architecture, parts: Elementwise
-) -> Projections:
-    """Of the layer that `spec` describes; its tensors begin with `prefix`."""
-    if spec.delta is not None:
-        return DeltaProjections(weights, f"{prefix}.linear_attn", spec.delta, arch, parts)
-    latent, prefix = spec.attention.latent, f"{prefix}.self_attn"
-    if latent is None:
-        return HeadsProjections(weights, prefix, spec, arch, parts)
-    return LatentProjections(weights, prefix, spec, latent, arch, parts)

@@ -1,0 +1,268 @@
+"""What stands between a decoder's products, row by row, in plain torch: what runs on the CPU, and
+the slow twin of triton_layers.py.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the field's name for it
+from torch import Tensor
+
+from forerun.executors.torch.decoder.few_bits import IN_TORCH, FewBitsProducts
+from forerun.executors.torch.decoder.float8 import (
+    Float8Parts,
+    Float8Rows,
+    Rows,
+    float8_rows,
+)
+from forerun.executors.torch.decoder.grouped import GroupedProduct
+from forerun.models.layer_spec import CLAMP, CLAMP_SLOPE
+
+Gate = Callable[[Tensor, Tensor], Rows]
+"""(gate [M,I], up [M,I]) -> [M,I]: Elementwise.gate or its like; in float8 if `down` reads that."""
+
+
+class DraftInputs(Protocol):
+    """`draft_inputs`, or what computes the same."""
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        embedding: Tensor,
+        hidden: Tensor,
+        norms: tuple[Tensor, Tensor],
+        eps: float,
+        hidden_first: bool = False,
+    ) -> Tensor:
+        """[n,2H]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Elementwise:
+    """What stands between a decoder's products: `rms_norm`, `add_norm`, `swiglu`, `turned`,
+    `geglu`, `clamped_swiglu`, and before a draft model's first one `draft_inputs`, or what computes
+    the same. `float8`: where the next product is in float8. `grouped`: the product of experts,
+    which only launches; None: each expert's own, whose rows the host finds. `few_bits`: products
+    whose weight stays in few bits.
+    """
+
+    norm: Callable[[Tensor, Tensor, float], Tensor]
+    add_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    gate: Callable[[Tensor, Tensor], Tensor]
+    rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
+    gelu_gate: Callable[[Tensor, Tensor], Tensor]
+    draft_inputs: DraftInputs
+    float8: Float8Parts
+    clamped_gate: Callable[[Tensor, Tensor], Tensor]
+    grouped: GroupedProduct | None = None
+    few_bits: FewBitsProducts = IN_TORCH
+
+    def gate_for(self, activation: str, float8: bool) -> Gate:
+        """Of an activation by its name in layer_spec.py."""
+        if activation == "clamped_silu":
+            return self.clamped_gate
+        if activation == "gelu":
+            return _float8_erf_geglu if float8 else erf_geglu
+        parts = self.float8 if float8 else self
+        return parts.gate if activation == "silu" else parts.gelu_gate
+
+
+Rotary = tuple[Tensor, Tensor]
+"""Cos and sin, each float32[M,E/2]."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentHeads:
+    """Of latent attention (layer_spec.Latent), absorbed: all of one size, only not yet rotated.
+
+    queries  [M,A,rank] in the latent's space, and [M,A,rope] of them that are to be rotated
+    latent   [M,rank] normed, and [M,rope] that is to be rotated
+    rotary   of the positions of the M nodes
+    """
+
+    queries: tuple[Tensor, Tensor]
+    latent: tuple[Tensor, Tensor]
+    rotary: Rotary
+    parts: Elementwise
+    float8: bool = False
+    sinks: Tensor | None = None
+    gate: None = None
+
+    def turned(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [M,A,E], keys [M,1,E] and values [M,1,rank], E = rank + rope."""
+        rotate, (latent, key) = self.parts.rotate, self.latent
+        queries = torch.cat([self.queries[0], rotate(self.queries[1], *self.rotary)], -1)
+        latent = latent.unsqueeze(1)
+        return queries, torch.cat([latent, rotate(key.unsqueeze(1), *self.rotary)], -1), latent
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Queries, keys and values of a layer as its product gave them, not yet normed and rotated.
+
+    qkv             [M,A+2G,E]: queries, then keys, then values
+    kv_heads        G
+    q_norm, k_norm  float32[E] of every query or key head; None = not normed
+    eps             of those norms
+    rotary          of the positions of the M nodes
+    float8          the context may be given as float8 rows [M,A*E], which is what reads it
+    sinks           float32[A] a score of each query head that carries no value; None = none
+    gate            [M,A*E] whose sigmoid the context is multiplied by; None = nothing
+    """
+
+    qkv: Tensor
+    kv_heads: int
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    eps: float
+    rotary: Rotary
+    parts: Elementwise
+    float8: bool = False
+    sinks: Tensor | None = None
+    gate: Tensor | None = None
+
+    def turned(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [M,A,E], keys and values [M,G,E], normed and rotated: the slow twin of
+        Kernels.enter, which also writes them.
+        """
+        groups = self.kv_heads
+        q, k, v = self.qkv.split([self.qkv.shape[1] - 2 * groups, groups, groups], 1)
+        q = q if self.q_norm is None else self.parts.norm(q, self.q_norm, self.eps)
+        k = k if self.k_norm is None else self.parts.norm(k, self.k_norm, self.eps)
+        return self.parts.rotate(q, *self.rotary), self.parts.rotate(k, *self.rotary), v
+
+
+AnyHeads = Heads | LatentHeads
+"""Of a layer, whatever its attention is."""
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm (arXiv 1910.07467) over the last axis, in float32 or better; dtype of `x`."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * weight).to(x.dtype)
+
+
+def add_norm(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The sum x + more, rounded to the dtype of `x`, and `rms_norm` of that; all [M,H]."""
+    added = x + more
+    return added, rms_norm(added, weight, eps)
+
+
+def draft_inputs(
+    tokens: Tensor,
+    embedding: Tensor,
+    hidden: Tensor,
+    norms: tuple[Tensor, Tensor],
+    eps: float,
+    hidden_first: bool = False,
+) -> Tensor:
+    """[n,2H]: `rms_norm` of the embeddings of tokens int[n] beside that of hidden states [n,H].
+
+    embedding  [V,H]; norms: of both, in this order, whichever stands first
+    """
+    normed = (
+        rms_norm(F.embedding(tokens, embedding).to(hidden.dtype), norms[0], eps),
+        rms_norm(hidden, norms[1], eps),
+    )
+    return torch.cat(normed[::-1] if hidden_first else normed, -1)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, in float32; dtype of `gate`.
+
+    Not F.silu: on the CPU its bits depend on where in the tensor an element stands.
+    """
+    wide = gate.float()
+    return (wide / (1 + torch.exp(-wide)) * up).to(gate.dtype)
+
+
+_GELU = 2 * (2 / torch.pi) ** 0.5
+"""Twice the square root of 2/pi."""
+
+
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    """gelu(gate) * up with GELU's tanh approximation (arXiv 1606.08415), in float32; dtype of
+    `gate`.
+
+    0.5 g (1 + tanh(a)) = g / (1 + exp(-2a)). Not F.gelu: on the CPU its bits depend on where in
+    the tensor an element stands.
+    """
+    wide = gate.float()
+    angle = _GELU * (wide + 0.044715 * wide * wide * wide)
+    return (wide / (1 + torch.exp(-angle)) * up).to(gate.dtype)
+
+
+def erf_geglu(gate: Tensor, up: Tensor) -> Tensor:
+    """gelu(gate) * up by the error function, in float32; dtype of `gate`. On every device: no
+    kernel of ours computes it.
+    """
+    wide = gate.float()
+    return (wide * (0.5 * torch.erfc(wide * -(0.5**0.5))) * up).to(gate.dtype)
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Gpt-oss's gate (layer_spec.Activation), in float32; dtype of `gate`."""
+    wide = gate.float().clamp(max=CLAMP)
+    opened = wide / (1 + torch.exp(-CLAMP_SLOPE * wide))
+    return (opened * (up.float().clamp(-CLAMP, CLAMP) + 1)).to(gate.dtype)
+
+
+def softcapped(x: Tensor, cap: float | None) -> Tensor:
+    """Cap times tanh(x / cap): between -cap and cap (arXiv 2408.00118, section 2); `x` without."""
+    return x if cap is None else torch.tanh(x / cap) * cap
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE on heads x [..., heads, E], half-split layout, by cos and sin [..., E/2]."""
+    first, second = x.chunk(2, -1)
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`rotate` in float32; dtype of `x`."""
+    return rotate(x.float(), cos, sin).to(x.dtype)
+
+
+def rotation(
+    positions: Tensor, frequencies: Tensor, factor: float | Tensor
+) -> tuple[Tensor, Tensor]:
+    """Cos and sin, each [..., E/2], of positions [...] (tokens) at frequencies [E/2]; `factor` is
+    for pairs that are rotated, whose frequency is not 0.
+    """
+    angles = positions.float().unsqueeze(-1) * frequencies
+    return torch.where(frequencies == 0, 1.0, angles.cos() * factor), angles.sin() * factor
+
+
+def _float8_norm(x: Tensor, weight: Tensor, eps: float) -> Float8Rows:
+    return float8_rows(rms_norm(x, weight, eps))
+
+
+def _float8_add_norm(
+    x: Tensor, more: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Float8Rows]:
+    added, normed = add_norm(x, more, weight, eps)
+    return added, float8_rows(normed)
+
+
+def _float8_swiglu(gate: Tensor, up: Tensor) -> Float8Rows:
+    return float8_rows(swiglu(gate, up))
+
+
+def _float8_erf_geglu(gate: Tensor, up: Tensor) -> Float8Rows:
+    return float8_rows(erf_geglu(gate, up))
+
+
+def _float8_geglu(gate: Tensor, up: Tensor) -> Float8Rows:
+    return float8_rows(geglu(gate, up))
+
+
+PLAIN = Elementwise(
+    *(rms_norm, add_norm, swiglu, turned, geglu, draft_inputs),
+    Float8Parts(float8_rows, _float8_norm, _float8_add_norm, _float8_swiglu, _float8_geglu),
+    clamped_swiglu,
+)
