@@ -96,18 +96,20 @@ class Report:
 
 
 def replay_ms(executor: Any, device: torch.device, rounds: int) -> float | None:
-    """Milliseconds of a replay of the last round, many behind each other; None without rounds."""
-    if not isinstance(executor, CapturedExecutor):
+    """Milliseconds of a replay of the last round on what still lies on the device, many behind each
+    other; None without rounds.
+    """
+    if not isinstance(executor, CapturedExecutor) or executor.last is None:
         return None
-    runner = executor.runner
+    replay = partial(executor.runner.programs.run, executor.last.size)
     if device.type != "cuda":
         with torch.inference_mode():
-            return median(milliseconds(runner.replay, rounds))
+            return median(milliseconds(replay, rounds))
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with torch.inference_mode(), torch.cuda.device(device):
         begin.record()
         for _ in range(rounds):
-            runner.replay()
+            replay()
         end.record()
         end.synchronize()
     return float(begin.elapsed_time(end)) / rounds

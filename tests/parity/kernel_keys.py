@@ -112,7 +112,7 @@ def main():
     with compile_ahead._Zeros():
         made = opened()
         made.warm_up(DRAFT, lambda what, *news: told.__setitem__(what, news))
-        ready, declared, tape = set(made.runner.captured), len(found), made.runner._records
+        ready, declared, tape = set(made.runner.programs.captured), len(found), made.runner._records
         captures, sizes = tape.captures, load(made, arguments.steps)
         for size, nodes in sizes:
             with torch.inference_mode():

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from forerun.executors.torch.attention.kv import KvShape, PagedCache
 from forerun.executors.torch.attention.varlen_attention import flash
 from forerun.executors.torch.captured.block_drafting import drafting_of
-from forerun.executors.torch.captured.graphs import Recorder
+from forerun.executors.torch.captured.graphs import CudaRecorder
 from forerun.executors.torch.captured.runner import CudaGraphRunner
 from forerun.executors.torch.decoder import weights
 from forerun.executors.torch.decoder.decoder import Decoder
@@ -281,8 +281,11 @@ def kernels():
     )
 
 
-class Nothing(Recorder):
+class Nothing(CudaRecorder):
     """Captures nothing."""
+
+    def __init__(self):
+        pass
 
     def forget(self):
         pass

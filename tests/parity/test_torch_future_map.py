@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from forerun.executors.device_choice import Choosing
 from forerun.executors.torch.captured.buffers import BufferDims, Room, Sized
 from forerun.executors.torch.captured.round import prepare_inputs_carried, tree_intervals
-from forerun.executors.torch.captured.runner import FutureMap
+from forerun.executors.torch.captured.runner import LEVELS, with_room
 from forerun.executors.torch.triton.record import Record, Size
 from forerun.executors.torch.triton.round_types import Accepted
 from forerun.interface.plan import Plan
@@ -48,6 +48,11 @@ def sized_of(size, width):
     return Sized(size, dims, Room(size.rows, size.total, dims, torch.device("cpu")))
 
 
+def room_for(size):
+    state = torch.zeros(SLOTS + 1, 3, dtype=torch.int32)
+    return with_room(state, size.width, max(size.levels, LEVELS))
+
+
 def left(carry, size, slots, rows):
     """Let a round of `size` end with these rows: (kv_len, position, token, tree)."""
     sized = sized_of(size, 3)
@@ -66,7 +71,7 @@ def left(carry, size, slots, rows):
     sized.whole.copy_(staging.whole)
     with Watch():
         count, last = kept.sum(1, dtype=torch.int32), torch.zeros(size.rows, dtype=torch.int32)
-        future.leave(carry.state, size, sized.there, Accepted(choices, kept, count, last), record)
+        future.leave(carry, size, sized.there, Accepted(choices, kept, count, last), record)
 
 
 def entered(carry, size, slots, bounds):
@@ -84,8 +89,8 @@ def entered(carry, size, slots, bounds):
     buffers["slot"][:many] = slots
     sized.whole.copy_(staging.whole)
     with Watch():
-        found = future.resume(carry.state, size, sized.there)
-    again = triton_future.resume(carry.state, size, sized.there)
+        found = future.resume(carry, size, sized.there)
+    again = triton_future.resume(carry, size, sized.there)
     assert all(torch.equal(again[name], values) for name, values in found.items())
     return {name: values.numpy() for name, values in found.items()}
 
@@ -108,8 +113,7 @@ def test_guesses_are_those_that_the_host_would_take(seed, width, levels, power, 
     trees = [full_tree(random, width, levels) for _ in slots]
     state = [(*random.integers(5, 90, 3).tolist(), tree) for tree in trees]
     grown, size = Size(4, 2, levels, width), Size(4, 1 << power)
-    carry = FutureMap(SLOTS, torch.device("cpu"))
-    assert carry.grow(grown) and not carry.grow(grown)
+    carry = room_for(grown)
     left(carry, grown, slots, state)
     bounds = [
         (int(random.integers(0, size.nodes)), int(random.integers(0, levels + 2)),
@@ -139,8 +143,7 @@ def test_guesses_are_those_that_the_host_would_take(seed, width, levels, power, 
 
 
 def test_rows_that_are_not_ahead_keep_their_facts():
-    carry, size = FutureMap(SLOTS, torch.device("cpu")), Size(2, 4)
-    carry.grow(Size(2, 2, 2, 2))
+    carry, size = room_for(Size(2, 2, 2, 2)), Size(2, 4)
     random = np.random.default_rng(0)
     sized = sized_of(size, 3)
     staging = sized.staging()
@@ -149,16 +152,16 @@ def test_rows_that_are_not_ahead_keep_their_facts():
         values[...] = random.integers(1, 4, values.shape)
     buffers["carried"][:] = 0
     sized.whole.copy_(staging.whole)
-    found = future.resume(carry.state, size, sized.there)
-    again = triton_future.resume(carry.state, size, sized.there)
+    found = future.resume(carry, size, sized.there)
+    again = triton_future.resume(carry, size, sized.there)
     assert all(torch.equal(again[name], values) for name, values in found.items())
     assert all((found[name].numpy() == values).all() for name, values in buffers.items())
 
 
 def test_a_round_that_grows_nothing_leaves_no_guesses():
-    random, carry = np.random.default_rng(1), FutureMap(SLOTS, torch.device("cpu"))
+    random = np.random.default_rng(1)
     grown = Size(1, 2, 3, 2)
-    carry.grow(grown)
+    carry = room_for(grown)
     tokens, parents, values = full_tree(random, 2, 3)
     left(carry, grown, [2], [(7, 3, 11, (tokens, parents, np.zeros_like(values)))])
     assert entered(carry, Size(1, 4), [2], [(3, 3, 100)])["count"][0] == 4
@@ -186,15 +189,15 @@ def test_the_kernel_leaves_what_its_twin_leaves(seed, width, levels, nodes):
     found = []
     for leave in (future.leave, triton_future.leave):
         random = np.random.default_rng(seed)
-        carry, sized = FutureMap(SLOTS, torch.device("cpu")), sized_of(size, 3)
-        carry.grow(Size(1, 1, max(levels, 1), width))
-        for values in (carry.state.state, carry.state.tokens, carry.state.parents, sized.record):
+        carry = room_for(Size(1, 1, max(levels, 1), width))
+        sized = sized_of(size, 3)
+        for values in (carry.state, carry.tokens, carry.parents, sized.record):
             values.copy_(there(random.integers(0, 90, values.shape).astype(np.int32)))
         sized.whole.copy_(there(random.integers(0, 50, sized.whole.shape).astype(np.int32)))
         sized.there["slot"].copy_(there(random.permutation(SLOTS + 1)[:3].astype(np.int32)))
         sized.there["draft_slot"].copy_(there(random.integers(-1, 2, 3).astype(np.int32)))
         record = Record.of(size, sized.record)
-        leave(carry.state, size, sized.there, accepted, record)
-        state = carry.state
+        leave(carry, size, sized.there, accepted, record)
+        state = carry
         found.append((state.state, state.tokens, state.parents, state.value, sized.record))
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -206,7 +206,7 @@ def test_wishes_that_change_from_step_to_step(slow, eager, learned, monkeypatch,
         slow[0], requests, True, **SHAPES[2] | {"speculative_eagle_topk": width}
     )
     assert tokens(found) == tokens(expected)
-    assert slow[0].executor.runner.future.state.levels == 5
+    assert slow[0].executor.runner.future.levels == 5
     assert stats.carried > 5 and stats.accepted > 5
 
 
@@ -310,12 +310,12 @@ def test_a_row_that_is_not_finite_ends_alone(slow, learned, monkeypatch):
         return accept(logits.masked_fill(broken[:, None], torch.nan), noise, *rest)
 
     monkeypatch.setattr(rounds_of, "kernels", replace(rounds_of.kernels, accept=spoiled))
-    rounds_of._programs.forget()
+    rounds_of.programs.forget()
     try:
         found, stats = answered(target, requests, True, **OFF)
     finally:
         monkeypatch.undo()
-        rounds_of._programs.forget()
+        rounds_of.programs.forget()
     output_tokens = tokens(found)
     assert output_tokens[0] == expected[0] and output_tokens[2] == expected[2]
     assert output_tokens[1] == expected[1][:9]
@@ -364,7 +364,7 @@ def test_the_walk_through_rounds_is_counted(slow, learned, capsys):
     for _ in range(3):  # The prompt, and the first steps of the slot.
         engine.step_once()
     with torch.inference_mode():
-        target.executor.runner._programs.forget()
+        target.executor.runner.programs.forget()
     with Walk() as walk:
         while engine.step_once():
             pass

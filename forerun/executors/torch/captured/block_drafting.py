@@ -37,19 +37,21 @@ def drafting_of(
 class BlockDrafting(Drafting):
     """The block drafter's part of a round."""
 
+    _model: TorchBlockModel
+
     def __init__(
         self, model: TorchBlockModel, kernels: Kernels, max_nodes: int, slots: int
     ) -> None:
-        super().__init__(model, kernels, max_nodes)
-        self._drafter = model
+        super().__init__(kernels, max_nodes)
+        self._model = model
         # Nothing but keys and values goes from one step to the next.
         self._nothing = torch.zeros(max_nodes + slots + 1, 0, device=model.ids.device)
         self._blocks: dict[Size, _Blocks] = {}
 
     def fits(self, size: Size) -> bool:
         """Whether there is scratch for the blocks, and a child for every place."""
-        run = size.rows * self._drafter.places(size.levels)
-        return run <= self._max_nodes and size.width <= len(self._drafter.ids)
+        run = size.rows * self._model.places(size.levels)
+        return run <= self._max_nodes and size.width <= len(self._model.ids)
 
     # --- launches only: no shape and no branch depends on a value ---------------------------
 
@@ -59,7 +61,7 @@ class BlockDrafting(Drafting):
         """As Drafting says."""
         assert features is not None, "the traits ask for features"
         if size not in self._blocks:
-            self._blocks[size] = _Blocks(size, self._drafter)
+            self._blocks[size] = _Blocks(size, self._model)
         blocks = self._blocks[size]
         below = self._extend(size, decided, features)
         read = self._propose(blocks, decided, below)
@@ -72,8 +74,8 @@ class BlockDrafting(Drafting):
         """
         kernels, prepared, accepted = self._kernels, decided.prepared, decided.accepted
         rotary = self._rotary(prepared.position)[0]
-        for layer, heads in enumerate(self._drafter.context(features, rotary)):
-            kernels.enter(heads, self._drafter.cache.layers[layer], prepared.slots)
+        for layer, heads in enumerate(self._model.context(features, rotary)):
+            kernels.enter(heads, self._model.cache.layers[layer], prepared.slots)
         if size.nodes > 1:
             self._move(prepared.slots, prepared.pages, accepted.kept.flatten())
         none = self._nothing[: size.total]
@@ -83,7 +85,7 @@ class BlockDrafting(Drafting):
 
     def _propose(self, blocks: "_Blocks", decided: Decided, below: Below) -> Tensor:
         """[R,levels,H] what the output head reads."""
-        model, accepted, size = self._drafter, decided.accepted, blocks.size
+        model, accepted, size = self._model, decided.accepted, blocks.size
         choices = accepted.choices.view(size.rows, -1)
         roots = choices.gather(1, accepted.last[:, None].long()).clamp_min(0)
         position = (below.kv_len[:, None] + blocks.places).flatten()
@@ -97,14 +99,14 @@ class BlockDrafting(Drafting):
         rows, levels, width = size.rows, size.levels, size.width
         # The best of each depth, whatever stands above them.
         found = grown.new_empty(3, rows * levels, width)
-        logits = self._drafter.logits(read.flatten(0, 1))
+        logits = self._model.logits(read.flatten(0, 1))
         noise, places = below.noise[0], torch.arange(levels, device=grown.device)
         of_depths = NodeNoise(
             noise.seeds.repeat_interleave(levels),
             (noise.positions[:, None] + places).flatten().to(noise.positions.dtype),
             noise.temperatures.repeat_interleave(levels),
         )
-        self._kernels.grow(logits, self._drafter.ids, of_depths, Levels(1, width), 0, found, None)
+        self._kernels.grow(logits, self._model.ids, of_depths, Levels(1, width), 0, found, None)
         tokens, worth = found[0].view(rows, levels, width), found[2].view(rows, levels, width)
         values, whole = worth.view(torch.float32), grown[2].view(torch.float32)
         grown[0, :, :width] = tokens[:, 0]

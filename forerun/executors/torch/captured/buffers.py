@@ -25,10 +25,6 @@ RULES = (
 """Facts of rows that ask the sampler for more than a temperature, see shaping.Shaping."""
 
 
-UNTOUCHED = ("sent_to", "parents", "draft_slot", "slot", "tree_intervals", "masks", "split")
-"""Facts of which a blank one is not 0, or nothing is read."""
-
-
 class BufferDims(NamedTuple):
     """What all sizes have in common: places of a page table's row, slots of sequences, heads that
     share a key/value head, tokens of the vocabulary, key/value heads, tokens of a page.
@@ -60,7 +56,7 @@ def _shapes(size: Size, dims: BufferDims) -> dict[str, tuple[int, ...]]:
         where [2,R]     kv_len and position (of the root's output); also under these names
         count (nodes), low and high halves of the seed, temperature (its bits), decided
         draft_slot      where the drafting keeps a row's state; -1 = it does not follow the row
-        slot            where the round leaves what the next one needs (FutureMap)
+        slot            where the round leaves what the next one needs (FutureState)
         carried         1: begin with what stands there. Of such a row the host knows:
         most, deep, last  draft tokens and levels at most, and the last position that a draft token
                           may take
@@ -133,29 +129,31 @@ class StagingBuffer:
         self.whole = side.whole[: sum(int(np.prod(shape)) for shape in shapes.values())]
         views = _views(self.whole, shapes)
         self.buffers: dict[str, AnyArray] = {name: view.numpy() for name, view in views.items()}
-        self._nodes, self._slots, self._tiles = size.nodes, dims.slots, _tiles(size, dims)
-        self._width = dims.width
-        self._whole = split_of(np.zeros(self._tiles, np.int32), len(self.buffers["split"]))
+        # A round in which no row has a node, up to the masks: nobody reads any.
+        masks = self.buffers["masks"].size if size.masked else 0
+        self._facts = self.whole.numpy()[: len(self.whole) - masks]
+        self._blank = np.zeros_like(self._facts)
+        blank = _views(torch.from_numpy(self._blank), shapes | ({"masks": (0,)} if masks else {}))
+        blank["sent_to"].view(torch.int64)[:] = dims.slots * dims.width
+        blank["parents"][:] = NOTHING
+        blank["draft_slot"][:] = -1
+        blank["slot"][:] = dims.slots
+        self._tiles = _tiles(size, dims)
+        whole = split_of(np.zeros(self._tiles, np.int32), len(blank["split"]))
+        blank["split"][:] = torch.from_numpy(whole)
+        # What stands in their places sees itself alone.
+        alone = torch.arange(size.nodes, dtype=torch.int32).repeat(size.rows) + 2 * size.nodes
+        blank["tree_intervals"][:] = torch.stack([alone, alone + 1])
+        if size.masked:
+            blank["mask_row"][:] = -1
 
     def begun(self, wait: Callable[[], None]) -> None:
         """The round runs; `wait` returns when it is over."""
         self._side.wait = wait
 
     def blank(self) -> None:
-        """Rows without a node; what stands in their places sees itself alone."""
-        buffers, nodes = self.buffers, self._nodes
-        for name, values in buffers.items():
-            if name not in UNTOUCHED:
-                values[...] = 0
-        buffers["sent_to"].view(np.int64)[:] = self._slots * self._width
-        if "mask_row" in buffers:
-            buffers["mask_row"][:] = -1
-        buffers["parents"][:] = NOTHING
-        buffers["draft_slot"][:] = -1
-        buffers["slot"][:] = self._slots
-        buffers["split"][:] = self._whole
-        buffers["tree_intervals"][0] = np.tile(np.arange(nodes), len(buffers["count"])) + 2 * nodes
-        buffers["tree_intervals"][1] = buffers["tree_intervals"][0] + 1
+        """Begin with a round in which no row has a node."""
+        self._facts[:] = self._blank
 
     def split(self, lengths: Ints) -> None:
         """Cut the rows' prefixes, at most so long, into attention's parts."""
@@ -186,7 +184,6 @@ class Sized:
         self.tile = tile_nodes(size.nodes, dims.gqa_group)
         self.start = torch.from_numpy(start).to(device)
         self.tiles = torch.from_numpy(tiles_of(start, self.tile)).to(device)
-        self.row = torch.arange(size.total, device=device) // size.nodes
 
     def staging(self) -> StagingBuffer:
         """What the host fills next, blank; waits for the round that used its room last, which is

@@ -21,7 +21,6 @@ of their parents, so those below any node are neighbours; that makes `enter` and
 """
 
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,7 +28,6 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from forerun.errors import EngineError
 from forerun.executors.torch.attention.geometry import Geometry, tile_nodes, tiles_of
 from forerun.executors.torch.captured.entries import (
     Decided,
@@ -40,31 +38,22 @@ from forerun.executors.torch.captured.entries import (
 from forerun.executors.torch.decoder.decoder import Attend
 from forerun.executors.torch.decoder.elementwise import AnyHeads, Rotary
 from forerun.executors.torch.decoder.float8 import Rows
+from forerun.executors.torch.drafts.block import TorchBlockModel
 from forerun.executors.torch.drafts.draft_cache import DraftCache
-from forerun.executors.torch.drafts.level_model import LevelModel, Nodes
+from forerun.executors.torch.drafts.level_model import LevelModel, Nodes, nothing_before
 from forerun.executors.torch.triton.kernels import Kernels
 from forerun.executors.torch.triton.record import Size
 from forerun.executors.torch.triton.round_types import Below, Extended, Frontier, Levels
 from forerun.interface.draft_model import CANDIDATES
 
 
-class Network(Protocol):
-    """What drafting of any kind asks of a draft model: see LevelModel."""
-
-    cache: DraftCache
-    ids: Tensor
-    ropes: list[tuple[Tensor, float]]
-
-    def logits(self, read: Tensor) -> Tensor:
-        """[n,Vd] of any dtype."""
-        ...
-
-
 class Drafting:
     """A draft model's part of a round. Between rounds it knows nothing of them."""
 
-    def __init__(self, model: Network, kernels: Kernels, max_nodes: int) -> None:
-        self._network, self._kernels, self._max_nodes = model, kernels, max_nodes
+    _model: LevelModel | TorchBlockModel
+
+    def __init__(self, kernels: Kernels, max_nodes: int) -> None:
+        self._kernels, self._max_nodes = kernels, max_nodes
 
     def fits(self, size: Size) -> bool:
         """Whether there is scratch for the nodes that run, and a child for every place."""
@@ -82,12 +71,12 @@ class Drafting:
         raise NotImplementedError
 
     def _rotary(self, position: Tensor) -> tuple[Rotary, ...]:
-        rotation, ropes = self._kernels.rotation, self._network.ropes
+        rotation, ropes = self._kernels.rotation, self._model.ropes
         return tuple(rotation(position, *each) for each in ropes)
 
     def _attend(self, slots: Tensor, geometry: Geometry) -> Attend:
         """Of nodes whose keys and values go into `slots`."""
-        kernels, cache = self._kernels, self._network.cache
+        kernels, cache = self._kernels, self._model.cache
 
         def attend(layer: int, heads: AnyHeads) -> Rows:
             held, begin = cache.layers[layer], cache.begins[layer]
@@ -98,12 +87,12 @@ class Drafting:
         return attend
 
     def _move(self, source: Tensor, target: Tensor, kept: Tensor) -> None:
-        for part in self._network.cache.parts:
+        for part in self._model.cache.parts:
             self._kernels.move(part, source, target, kept)
 
     def _candidates(self, read: Tensor) -> Tensor:
         """int32[2*R*CANDIDATES]."""
-        model = self._network
+        model = self._model
         logits = model.logits(read).float()
         best, which = logits.topk(min(CANDIDATES, len(model.ids)), -1)
         missing = (0, CANDIDATES - which.shape[1])
@@ -116,8 +105,10 @@ class Drafting:
 class LevelDrafting(Drafting):
     """The part of a model that proposes level by level."""
 
+    _model: LevelModel
+
     def __init__(self, model: LevelModel, kernels: Kernels, max_nodes: int) -> None:
-        super().__init__(model, kernels, max_nodes)
+        super().__init__(kernels, max_nodes)
         self._model = model
         self._forests: dict[Size, _Forest] = {}
 
@@ -162,7 +153,7 @@ class LevelDrafting(Drafting):
         )
         if waiting:
             geometry = replace(geometry, kv_len=geometry.kv_len + 1)
-        before = _nobody if states is None else before_of(model, states, decided)
+        before = nothing_before if states is None else before_of(model, states, decided)
         nodes = Nodes(
             tokens=accepted.choices.clamp_min(0),
             rotary=self._rotary(entries.position),
@@ -214,14 +205,10 @@ class LevelDrafting(Drafting):
                 rotary=tuple((cos[level - 1], sin[level - 1]) for cos, sin in kinds),
                 attend=self._attend(forest.slots[level - 1], geometry),
                 depth=level,
-                before=_nobody,
+                before=nothing_before,
             )
             read, hidden = model.forward(nodes, hidden)
             hang(level, read, None if frontier is None else frontier.chosen)
-
-
-def _nobody(layer: int, outputs: Tensor) -> Tensor:
-    raise EngineError("no layer reads another here")
 
 
 class _Forest:

@@ -8,7 +8,7 @@ prompt's, is an eager one. Sampling parameters, masks, and log-probabilities are
 in an eager step.
 
 Another round may begin before the record of this one is read (Plan.after): it takes up on the
-device what this one leaves there (runner.py, FutureMap).
+device what this one leaves there (FutureState).
 """
 
 import logging
@@ -26,11 +26,10 @@ from forerun.executors.host_choice import report as report_of
 from forerun.executors.torch.captured.block_drafting import drafting_of
 from forerun.executors.torch.captured.buffers import StagingBuffer
 from forerun.executors.torch.captured.declared import declared, row_nodes
-from forerun.executors.torch.captured.graphs import Recorder, recorder
+from forerun.executors.torch.captured.graphs import CudaRecorder, recorder
 from forerun.executors.torch.captured.round import (
     CapturedRound,
     check_pages,
-    check_pages_carried,
     prepare_inputs,
     prepare_inputs_carried,
 )
@@ -42,6 +41,7 @@ from forerun.executors.torch.drafts.block import TorchBlockModel
 from forerun.executors.torch.drafts.level_model import LevelModel
 from forerun.executors.torch.drafts.target import TorchTarget
 from forerun.executors.torch.executor import TorchExecutor
+from forerun.executors.torch.features import Held, TorchFeatures
 from forerun.executors.torch.model_runner import TorchRound
 from forerun.executors.torch.triton.kernels import Kernels
 from forerun.executors.torch.triton.record import Size
@@ -49,7 +49,7 @@ from forerun.interface.executor import Capabilities, DraftShape, Executor, NotYe
 from forerun.interface.next_draft import DraftRequest
 from forerun.interface.plan import Outcome, Plan, Reports, Round, SlotInit
 from forerun.speculative.sampling import History, Sampling
-from forerun.speculative.tree import NO_TREES, NodeMasks, TreeBatch, full_size
+from forerun.speculative.tree import NO_TREES, NodeMasks, TreeBatch
 from forerun.types import Bools, Floats, Ints
 
 log = logging.getLogger("forerun.executors.torch")
@@ -63,12 +63,13 @@ class CapturedExecutor(Executor):
 
     eager    whose weights, cache and slots these are; of a rank, rounds ask for a temperature alone
     overlap  let rounds go on from each other
+    last     the round that was begun last
     """
 
     name, Runner = TorchExecutor.name, CudaGraphRunner
 
     def __init__(
-        self, eager: TorchExecutor, kernels: Kernels, records: Recorder, overlap: bool = False
+        self, eager: TorchExecutor, kernels: Kernels, records: CudaRecorder, overlap: bool = False
     ) -> None:
         self.capabilities = Capabilities(masks_first=True, overlap=overlap)
         self.eager, self.kernels = eager, kernels
@@ -83,7 +84,7 @@ class CapturedExecutor(Executor):
         self.runner.shaped = self._shaped
         if overlap:
             self.runner.keep_state()
-        self._last: CapturedRound | None = None
+        self.last: CapturedRound | None = None
         # Rounds so far, and the seconds from their launches to their results: what a step takes
         # longer than that is the host's.
         self._rounds, self._seconds, self._read = 0, 0.0, 0.0
@@ -179,7 +180,8 @@ class CapturedExecutor(Executor):
         size = self.size_of(plan, trees, masks is not None)
         if size is None:
             return self.eager.begin(plan, trees, masks)
-        check_pages(plan, trees, self.limits.page_size)
+        deepest = np.maximum.reduceat(trees.depth, trees.start[:-1])
+        check_pages(plan, plan.kv_len + deepest, self.limits.page_size)
         staging = self.runner.staging(size)
         held = np.zeros_like(plan.constrained) if masks is not None else plan.constrained
         plain = plain_nodes(self._shaped.choosing, replace(plan, constrained=held), trees)
@@ -197,22 +199,22 @@ class CapturedExecutor(Executor):
 
     def _go_on(self, plan: Plan) -> CapturedRound:
         """Begin a round on what the running one leaves; NotYetError where no round can be."""
-        before, future = self._last, self.runner.future
-        if future is None or before is None or before is not plan.after:
+        before, runner, choosing = self.last, self.runner, self._shaped.choosing
+        if runner.future is None or before is None or before is not plan.after:
             raise NotYetError("no round runs that keeps what the next one needs")
-        grown = before.size.levels, before.size.width
-        depth = np.minimum(plan.max_depth, grown[0]).tolist()
-        most = [
-            min(nodes, full_size(grown[1], levels))
-            for nodes, levels in zip(plan.max_nodes.tolist(), depth, strict=True)
+        grown = [
+            before.size._replace(levels=levels).draft_tokens
+            for levels in np.minimum(plan.max_depth, before.size.levels).tolist()
         ]
-        size = self._size(plan.slots, 1 + max(most), plan.request)
+        most = np.minimum(plan.max_nodes, grown)
+        size = self._size(plan.slots, 1 + int(most.max()), plan.request)
         # Room for deeper trees would be another's room.
-        if size is None or (plan.request is not None and not size.levels) or future.lacks(size):
+        if size is None or (plan.request is not None and not size.levels) or runner.lacks(size):
             raise NotYetError("no round of that size can go on from the running one")
-        check_pages_carried(plan, self.limits.page_size)
-        staging, choosing = self.runner.staging(size), self._shaped.choosing
-        prepare_inputs_carried(staging.buffers, size, plan, choosing, np.array(most))
+        deepest = np.minimum(plan.kv_len + plan.max_depth, plan.ends - 1)
+        check_pages(plan, np.maximum(plan.kv_len, deepest), self.limits.page_size)
+        staging = runner.staging(size)
+        prepare_inputs_carried(staging.buffers, size, plan, choosing, most)
         staging.split(plan.kv_len)
         if size.shaping:
             self._shaped.fill(staging.buffers, size, plan.slots)
@@ -235,34 +237,22 @@ class CapturedExecutor(Executor):
         if plan.request is not None and size.levels:
             extends = decided & np.isin(slots, plan.request.slots)
             staging.buffers["draft_slot"][:count][extends] = slots[extends]
-        changes = runner.tables.send(staging.buffers, plan)
-        begun = perf_counter()
-
-        def over() -> None:
-            now = perf_counter()
-            self._rounds += 1
-            self._seconds += now - max(begun, self._read)
-            self._read = now
-
+        changes, begun = runner.tables.send(staging.buffers, plan), perf_counter()
         try:
             wait = runner.launch(size, staging, [each for each in (changes, first) if each])
         except BaseException:
             runner.tables.forget()
             raise
-        self._last = CapturedRound(
+        self.last = CapturedRound(
             plan,
             drafting=slots[extends],
             size=size,
             decided=decided,
-            extends=extends,
             result=staging.result,
             wait=wait,
-            over=over,
-            logits=runner.logits[: size.total],
-            features=runner.features,
-            ring=self.eager.ring,
+            begun=begun,
         )
-        return self._last
+        return self.last
 
     @torch.inference_mode()
     def finish(self, round: Round, masks: NodeMasks | None = None) -> Outcome:
@@ -272,14 +262,18 @@ class CapturedExecutor(Executor):
         if not isinstance(round, CapturedRound):
             return self.eager.finish(round, masks)
         round.read()
-        plan, logits, masks = round.plan, list[Floats](), masks or round.masks
+        now = perf_counter()
+        self._rounds += 1
+        self._seconds += now - max(round.begun, self._read)
+        self._read = now
+        plan, runner, size, logits = round.plan, self.runner, round.size, list[Floats]()
 
         def of_node(node: int) -> Floats:
-            if self._last is not round or self.eager.group:
+            if self.last is not round or self.eager.group:
                 # Another has its place, or they are parts. Only a row without finite logits asks.
                 return np.full(self.limits.vocab, np.nan, np.float32)
             if not logits:
-                logits.append(round.logits.float().cpu().numpy())
+                logits.append(runner.logits[: size.total].float().cpu().numpy())
             row: Floats = logits[0][round.place[node]]
             return row
 
@@ -289,13 +283,19 @@ class CapturedExecutor(Executor):
                 for node, token in pairs
             )
 
+        features = None
+        if runner.features is not None:
+            kept = Held(self.eager.ring, plan, round.trees, size.nodes == 1 and not size.levels)
+            every = np.arange(len(round.place))
+            features = TorchFeatures(runner.features, round.place, every, kept)
         outcome = self._sampler.finish(
-            round, of_node, masks, round.choices(), reports, round.node_features(), round.drafts()
+            *(round, of_node, masks or round.masks, round.record.choices[round.place]),
+            *(reports, features, round.drafts()),
         )
         left = np.flatnonzero(~round.decided).tolist()
         if left:
             self.eager.keep(round, outcome, left, round.place)
-        if round.size.shaping:
+        if size.shaping:
             for row in np.flatnonzero(round.decided).tolist():
                 self._shaped.told(int(plan.slots[row]), len(self._text(plan, row)[1].tokens))
         return outcome
@@ -308,15 +308,15 @@ class CapturedExecutor(Executor):
         """Facts for /server_info: the eager executor's, and of the rounds."""
         runner = self._runner
         return self.eager.describe() | {
-            "captured": [tuple(size) for size in runner.captured] if runner else [],
-            "capture_seconds": runner.capture_seconds if runner else 0.0,
+            "captured": [tuple(size) for size in runner.programs.captured] if runner else [],
+            "capture_seconds": runner.programs.seconds if runner else 0.0,
             "rounds": self._rounds,
             "round_seconds": self._seconds,
         }
 
     def shutdown(self) -> None:
         """Release memory. Idempotent."""
-        self._runner = self._last = None
+        self._runner = self.last = None
         self.eager.shutdown()
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
 from time import perf_counter
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -18,28 +18,6 @@ from forerun.errors import EngineError
 
 Size = TypeVar("Size", bound=int | tuple[int, ...])
 """What tells programs of one kind apart."""
-
-
-class Recorder(Protocol):
-    """What captures. `CudaRecorder` on a GPU; tests have one that records calls."""
-
-    def launch(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Begin `work`, after all that was begun before; returns what waits until it is done."""
-        ...
-
-    def warm(self, work: Callable[[], None]) -> None:
-        """Run `work` for real, so that libraries set themselves up outside of a capture."""
-        ...
-
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Record `work`, without running it; returns what replays it."""
-        ...
-
-    def forget(self) -> None:
-        """Wait for what was begun: everything captured so far may be dropped afterwards, and
-        nothing captured later shares memory with it.
-        """
-        ...
 
 
 _CAPTURING = Lock()
@@ -81,7 +59,7 @@ class CudaRecorder:
             self._pool = self.cuda.graph_pool_handle()
 
     def launch(self, work: Callable[[], None]) -> Callable[[], None]:
-        """On the device's current stream, with an event behind it."""
+        """Begin `work`, after all that was begun before; returns what waits until it is done."""
         with self.cuda.device(self._device):
             work()
             event = self.cuda.Event()
@@ -89,7 +67,7 @@ class CudaRecorder:
         return event.synchronize
 
     def warm(self, work: Callable[[], None]) -> None:
-        """Run on the stream that captures, in order with the current one."""
+        """Run `work` for real, so that libraries set themselves up outside of a capture."""
         with self.cuda.device(self._device):
             current = self.cuda.current_stream()
             self._stream.wait_stream(current)
@@ -98,7 +76,9 @@ class CudaRecorder:
             current.wait_stream(self._stream)
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """One graph. Other threads may go on using the device meanwhile."""
+        """Record `work` as one graph, without running it; returns what replays it. Other threads
+        may go on using the device meanwhile.
+        """
         with self.cuda.device(self._device), uncollected():
             graph = self.cuda.CUDAGraph()
             with self.cuda.graph(
@@ -108,13 +88,15 @@ class CudaRecorder:
         return graph.replay
 
     def forget(self) -> None:
-        """A graph must not be destroyed while it runs; the next capture gets a fresh pool."""
+        """Wait for what was begun: everything captured so far may be dropped afterwards, and the
+        next capture gets a fresh pool.
+        """
         with self.cuda.device(self._device):
             self.cuda.synchronize()
             self._pool = self.cuda.graph_pool_handle()
 
 
-def recorder(device: torch.device) -> Recorder | None:
+def recorder(device: torch.device) -> CudaRecorder | None:
     """What captures on this device; None where nothing does."""
     return CudaRecorder(device) if device.type == "cuda" else None
 
@@ -123,15 +105,16 @@ class Programs(Generic[Size]):
     """`work(size)` for a few sizes, each captured when it is asked for the second time.
 
     The first call of a size runs it as it is, which is also its warm-up: every call does the
-    work exactly once. After `seal` no size is captured any more.
+    work exactly once.
 
+    sealed   a size that was not captured is an error from now on, until all is forgotten
     seconds  spent on first calls and captures
     """
 
-    def __init__(self, work: Callable[[Size], None], records: Recorder | None) -> None:
+    def __init__(self, work: Callable[[Size], None], records: CudaRecorder | None) -> None:
         self._work, self._records = work, records
         self._replays: dict[Size, Callable[[], None] | None] = {}
-        self.seconds, self._sealed = 0.0, False
+        self.seconds, self.sealed = 0.0, False
 
     @property
     def captured(self) -> tuple[Size, ...]:
@@ -143,17 +126,13 @@ class Programs(Generic[Size]):
         if self._records is not None:
             self._records.forget()
         self._replays.clear()
-        self._sealed = False
-
-    def seal(self) -> None:
-        """From now on a size that was not captured is an error, until all is forgotten."""
-        self._sealed = True
+        self.sealed = False
 
     def run(self, size: Size) -> None:
-        """Do the work of one size, once. Raises EngineError, after `seal`, for one that was not
-        captured: whoever planned it had to choose among those that were.
+        """Do the work of one size, once. Raises EngineError, where that is sealed, for one that was
+        not captured: whoever planned it had to choose among those that were.
         """
-        if self._sealed and not self._replays.get(size):
+        if self.sealed and not self._replays.get(size):
             raise EngineError(f"a round of {size} was planned, but no such size was captured")
         if self._records is None:
             self._work(size)
@@ -163,10 +142,9 @@ class Programs(Generic[Size]):
             self._replays[size] = None
             self.seconds += perf_counter() - begun
         else:
-            (self._replays[size] or self._captured(size, self._records))()
-
-    def _captured(self, size: Size, records: Recorder) -> Callable[[], None]:
-        begun = perf_counter()
-        replay = self._replays[size] = records.capture(lambda: self._work(size))
-        self.seconds += perf_counter() - begun
-        return replay
+            replay = self._replays[size]
+            if replay is None:
+                begun = perf_counter()
+                replay = self._replays[size] = self._records.capture(lambda: self._work(size))
+                self.seconds += perf_counter() - begun
+            replay()

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from forerun.errors import EngineError
 from forerun.executors.device_choice import Choosing, PlainNodes
-from forerun.executors.torch.features import FeatureRing, Held, TorchFeatures
 from forerun.executors.torch.triton.record import Record, Size
 from forerun.interface.next_draft import NextDrafts
 from forerun.interface.plan import Plan, Round, TokenLogprobs
@@ -27,54 +26,35 @@ class CapturedRound(Round):
     """One replay, running or over.
 
     decided  bool[B]  rows whose accepted path the device commits
-    extends  bool[B]  rows that the draft model is extended by, and drafted for
     result   where the record comes to; it is another round's as soon as this one has been read
     wait     returns when it is there
-    over     called when the record is read
-    logits   [R*N,V] on the device, until the next round
-    features [R*N,F*H] likewise, by place; None where nothing is requested
-    ring     where they are kept, and stand already if the round is a plain one
+    begun    perf_counter of its launch
     place    int32[M] a flat node's number in scratch, logits and features; of a round that goes on
              from another it is known when the round is over
+    record   what came back, when it has been read
     """
 
     size: Size = field(kw_only=True)
     decided: Bools = field(kw_only=True)
-    extends: Bools = field(kw_only=True)
     result: Tensor = field(kw_only=True)
     wait: Callable[[], None] = field(kw_only=True)
-    over: Callable[[], None] = field(kw_only=True)
-    logits: Tensor = field(kw_only=True)
-    features: Tensor | None = field(kw_only=True)
-    ring: FeatureRing = field(kw_only=True)
+    begun: float = field(kw_only=True)
     place: Ints = field(default_factory=lambda: _UNKNOWN)
-    _record: Ints | None = None
-
-    def record(self) -> Ints:
-        """What came back: see `Sized`. Waits for it, once."""
-        if self._record is None:
-            self.wait()
-            self._record = self.result.numpy().copy()
-            self.over()
-        return self._record
+    record: Record = field(init=False)
 
     def read(self) -> None:
-        """Wait, and complete plan, trees and place."""
-        self.record()
+        """Wait for the record, and complete plan, trees and place. Once."""
+        self.wait()
+        self.record = Record.of(self.size, self.result.numpy().copy())
         if self.plan.after is not None:
             self.plan = self.plan.completed()
             self._read_trees()
-
-    def choices(self) -> Ints:
-        """int32[M] of flat nodes on an accepted path of a decided row; NOTHING elsewhere."""
-        choices: Ints = Record.of(self.size, self.record()).choices[self.place]
-        return choices
 
     def report(self, node: int, top: int) -> TokenLogprobs | None:
         """What is reported of the choice at a flat node; None where the device did not make it, or
         reports less.
         """
-        size, record = self.size, Record.of(self.size, self.record())
+        size, record = self.size, self.record
         place = int(self.place[node])
         if record.choices[place] < 0 or not 0 <= top <= size.reports or not size.reports:
             return None
@@ -92,14 +72,14 @@ class CapturedRound(Round):
         size, rows = self.size, self.plan.rows
         if not size.levels:
             return None
-        grown, candidates = Record.of(size, self.record())[4:6]
         ids = log_probs = None
         if size.masked:
-            ids, log_probs = candidates.reshape(2, size.rows, -1)[:, :rows].copy()
+            ids, log_probs = self.record.candidates.reshape(2, size.rows, -1)[:, :rows].copy()
             log_probs = log_probs.view(np.float32)
-        tokens, parents, value = grown.reshape(3, size.rows, size.draft_tokens)[:, :rows].copy()
+        grown = self.record.grown.reshape(3, size.rows, size.draft_tokens)
+        tokens, parents, value = grown[:, :rows].copy()
         return NextDrafts(
-            rows=self.extends,
+            rows=np.isin(self.plan.slots, self.drafting),
             width=size.width,
             levels=size.levels,
             tokens=tokens,
@@ -109,18 +89,9 @@ class CapturedRound(Round):
             log_probs=log_probs,
         )
 
-    def node_features(self) -> TorchFeatures | None:
-        """Features of the flat nodes."""
-        if self.features is None:
-            return None
-        plain = self.size.nodes == 1 and not self.size.levels
-        held = Held(self.ring, self.plan, self.trees, plain)
-        return TorchFeatures(self.features, self.place, np.arange(len(self.place)), held)
-
     def _read_trees(self) -> None:
         """Complete trees and place of a round that went on from another."""
-        rows, nodes = self.plan.rows, self.size.nodes
-        record = Record.of(self.size, self.record())
+        rows, nodes, record = self.plan.rows, self.size.nodes, self.record
         counts = record.count[:rows] if nodes > 1 else np.ones(rows, np.int32)
         row, node = np.nonzero(np.arange(nodes) < counts[:, None])
         self.place = place = (row * nodes + node).astype(np.int32)
@@ -182,23 +153,11 @@ def prepare_inputs_carried(
     buffers["tree_intervals"].reshape(2, -1, size.nodes)[1, rows] = 1
 
 
-def check_pages(plan: Plan, trees: TreeBatch, page_size: int) -> None:
-    """Raise EngineError where a node's position has no page."""
-    row = np.repeat(np.arange(plan.rows), np.diff(trees.start))
-    _check_pages(plan.page_table, row, plan.kv_len[row] + trees.depth, page_size)
-
-
-def check_pages_carried(plan: Plan, page_size: int) -> None:
-    """Raise EngineError where the last position that a row can reach has no page."""
-    deepest = np.minimum(plan.kv_len + plan.max_depth, plan.ends - 1)
-    position = np.maximum(plan.kv_len, deepest)
-    _check_pages(plan.page_table, np.arange(plan.rows), position, page_size)
-
-
-def _check_pages(page_table: Ints, row: AnyArray, position: AnyArray, page_size: int) -> None:
-    page = position // page_size
-    inside = page < page_table.shape[1]
-    if not inside.all() or (page_table[row, page] < 0).any():
+def check_pages(plan: Plan, last: AnyArray, page_size: int) -> None:
+    """Raise EngineError where the last position int[B] that a row can reach has no page."""
+    page = last // page_size
+    inside = page < plan.page_table.shape[1]
+    if not inside.all() or (plan.page_table[np.arange(plan.rows), page] < 0).any():
         raise EngineError("a plan's position has no page: the page table is too short")
 
 

@@ -8,7 +8,7 @@ row has been found and its keys and values moved into pages.
     host    plan -> buffers                                               record -> Outcome
     device             '-> prepare -> forward -> accept -> move (-> draft) --'
 
-Where rounds keep state (FutureMap), a round takes up on the device what the one before it leaves
+Where rounds keep state (FutureState), a round takes up on the device what the one before it leaves
 there. Where a draft request comes with the step (drafting.py), the program extends the draft
 model by what was accepted and grows the next trees, which come back in the same copy.
 
@@ -22,7 +22,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from forerun.errors import EngineError
 from forerun.executors.torch.attention.geometry import Geometry, tile_heads
 from forerun.executors.torch.attention.kv import PagedCache
 from forerun.executors.torch.captured.buffers import (
@@ -35,7 +34,7 @@ from forerun.executors.torch.captured.buffers import (
 from forerun.executors.torch.captured.declared import covering, padded_rows
 from forerun.executors.torch.captured.drafting import Drafting
 from forerun.executors.torch.captured.entries import Decided
-from forerun.executors.torch.captured.graphs import Programs, Recorder
+from forerun.executors.torch.captured.graphs import CudaRecorder, Programs
 from forerun.executors.torch.captured.shaped_rows import ShapedRows
 from forerun.executors.torch.captured.together import chosen_together
 from forerun.executors.torch.decoder.decoder import Decoder
@@ -61,11 +60,12 @@ from forerun.speculative.tree import full_size
 class CudaGraphRunner:
     """The program of a round at every size, and the tensors that it works on.
 
+    programs    of all sizes
     group       the ranks of whose model `decoder` is a part: all launch the same rounds on the same
                 facts, in one order, without shaping, masks, reports and drafting
     aux_layers  layers whose entering residual streams a round leaves in `features`
     drafting    what a draft model does at the end of a round; None = nothing
-    future      what rounds leave for each other; None = nothing
+    future      what rounds leave for each other by slot, the last of nobody; None = nothing
     shaped      what rows may ask of the sampler beyond a temperature; None = nothing
     tables      the slots' page tables
     logits      [scored_nodes,V] of the last round, by place, in decoder.logits_dtype
@@ -79,7 +79,7 @@ class CudaGraphRunner:
         cache: PagedCache,
         limits: ExecutorLimits,
         kernels: Kernels,
-        records: Recorder,
+        records: CudaRecorder,
         group: Group | None = None,
     ) -> None:
         self._decoder, self._cache, self._limits, self._group = decoder, cache, limits, group
@@ -106,28 +106,16 @@ class CudaGraphRunner:
         rows = min(most, padded_rows(limits.slots))
         self._room = Room(rows, most, self._dims, self._device)
         self.tables = PageTables(limits.slots, self._dims.width, rows, self._device)
-        self._programs = Programs(self.work, records)
-        # By size, what it is run as; None: as it is.
-        self._runs: dict[Size, Size | None] | None = None
-        self._ran: Size | None = None
+        self.programs = Programs(self.work, records)
+        self._runs: dict[Size, Size | None] = {}  # By size, what it is run as.
         shape = most, decoder.head.shape[0]
         self.logits = torch.zeros(shape, dtype=decoder.logits_dtype, device=self._device)
         self.aux_layers: tuple[int, ...] = ()
         self.drafting: Drafting | None = None
         self.features: Tensor | None = None
         self.ring: FeatureRing | None = None
-        self.future: FutureMap | None = None
+        self.future: FutureState | None = None
         self.shaped: ShapedRows | None = None
-
-    @property
-    def capture_seconds(self) -> float:
-        """Spent on first calls and captures."""
-        return self._programs.seconds
-
-    @property
-    def captured(self) -> tuple[Size, ...]:
-        """Sizes that are replayed."""
-        return self._programs.captured
 
     def request_aux_hidden_states(self, layers: tuple[int, ...], ring: FeatureRing) -> None:
         """Leave these layers' streams from now on, of plain rounds in `ring` too; what was captured
@@ -140,32 +128,49 @@ class CudaGraphRunner:
     def keep_state(self) -> None:
         """Let rounds leave what the next one needs; what was captured is forgotten."""
         if self.future is None:
-            self.future = FutureMap(self._limits.slots, self._device)
+            slots = self._limits.slots + 1
+            state = torch.zeros(slots, 3, dtype=torch.int32, device=self._device)
+            self.future = with_room(state, 0, 0)
+            self._forget()
+
+    def lacks(self, size: Size) -> bool:
+        """Whether rounds leave for each other, but no room is left for the trees of this size."""
+        kept = self.future
+        return (
+            kept is not None
+            and size.levels > 0
+            and (kept.width != size.width or kept.levels < size.levels)
+        )
+
+    def make_room(self, size: Size) -> None:
+        """Leave room for the trees of this size; where there was none, what slots held is gone, and
+        what was captured is forgotten.
+        """
+        if self.future is not None and self.lacks(size):
+            self.future = with_room(self.future.state, size.width, max(size.levels, LEVELS))
             self._forget()
 
     def _forget(self) -> None:
-        self._programs.forget()
-        self._runs = None
+        self.programs.forget()
+        self._runs.clear()
 
     def only_captured(self) -> None:
         """Run what was captured and nothing else, until that is forgotten."""
-        self._runs = {}
-        self._programs.seal()
+        self.programs.sealed = True
 
     def runs_as(self, size: Size) -> Size | None:
         """The captured size that a round of this size runs at, None where there is none; before
         `only_captured` the size itself.
         """
-        if self._runs is None:
+        if not self.programs.sealed:
             return size
         if size not in self._runs:
-            self._runs[size] = covering(size, self.captured)
+            self._runs[size] = covering(size, self.programs.captured)
         return self._runs[size]
 
     def staging(self, size: Size) -> StagingBuffer:
         """What the host fills before `launch`; makes room for all that such a round writes."""
-        if self.future is not None and self.future.grow(size):
-            self._forget()
+        self.make_room(size)
         return self.of(size).staging()
 
     def launch(
@@ -174,26 +179,18 @@ class CudaGraphRunner:
         """Begin one round, after all that was begun before and `first`, one by one; returns what
         waits for it.
         """
-        sized, self._ran = self.of(size), size
+        sized = self.of(size)
 
         def work() -> None:
             for each in first:
                 each()
             sized.whole.copy_(staging.whole, non_blocking=True)
-            self._programs.run(size)
+            self.programs.run(size)
             staging.result.copy_(sized.record, non_blocking=True)
 
         wait = self._records.launch(work)
         staging.begun(wait)
         return wait
-
-    def replay(self) -> None:
-        """Run the last round once more, on what still lies on the device: to measure the device
-        alone. Raises EngineError before the first.
-        """
-        if self._ran is None:
-            raise EngineError("no round was run yet: there is nothing to replay")
-        self._programs.run(self._ran)
 
     def of(self, size: Size) -> Sized:
         """The fixed tensors of a size."""
@@ -209,7 +206,7 @@ class CudaGraphRunner:
         kernels, total = self.kernels, size.total
         facts = sized.there | {"table": self.tables.of(size, sized.there)}
         if self.future is not None:
-            facts = kernels.resume(self.future.state, size, facts)
+            facts = kernels.resume(self.future, size, facts)
         prepared = kernels.prepare(facts, self._shape)
         geometry = Geometry(
             start=sized.start,
@@ -252,7 +249,7 @@ class CudaGraphRunner:
         if size.shaping and self.shaped is not None:
             self.shaped.add(facts, accepted.choices, accepted.kept)
         if self.future is not None:
-            kernels.leave(self.future.state, size, facts, accepted, record)
+            kernels.leave(self.future, size, facts, accepted, record)
 
     def _accept(
         self, size: Size, facts: Facts, logits: Tensor, prepared: Prepared, record: Tensor
@@ -271,29 +268,8 @@ LEVELS = 8
 """Room for trees so deep is made at least: deeper ones later void what was captured."""
 
 
-class FutureMap:
-    """The state by slot; one slot more takes what rows without a sequence write."""
-
-    def __init__(self, slots: int, device: torch.device) -> None:
-        state = torch.zeros(slots + 1, 3, dtype=torch.int32, device=device)
-        self.state = _with_room(state, 0, 0)
-
-    def grow(self, size: Size) -> bool:
-        """Make room for what rounds of this size grow. True where there was none: what slots held
-        is forgotten, and what was captured is void.
-        """
-        if not self.lacks(size):
-            return False
-        self.state = _with_room(self.state.state, size.width, max(size.levels, LEVELS))
-        return True
-
-    def lacks(self, size: Size) -> bool:
-        """Whether there is no room for what rounds of this size grow."""
-        state = self.state
-        return size.levels > 0 and (state.width != size.width or state.levels < size.levels)
-
-
-def _with_room(state: Tensor, width: int, levels: int) -> FutureState:
+def with_room(state: Tensor, width: int, levels: int) -> FutureState:
+    """Of slots, each without a tree, and room for one of this width and depth."""
     shape = len(state), full_size(width, levels)
     kinds = (0, torch.int32), (NOTHING, torch.int32), (-torch.inf, torch.float32)
     tokens, parents, value = (

@@ -20,8 +20,7 @@ def warm_up(
     """
     wanted = list(sizes)
     deepest = max(wanted, key=lambda size: size.levels)
-    if runner.future is not None:
-        runner.future.grow(deepest)
+    runner.make_room(deepest)
     runner.kernels.ahead(
         partial(_launch_all, runner, eager, wanted), partial(progress, "compiling kernels")
     )

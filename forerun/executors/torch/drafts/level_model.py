@@ -130,7 +130,7 @@ class LevelModel:
         executor, states = self._executor, self.states
         check_extension(extension, self.traits, executor.limits.vocab, executor.limits)
         hidden = self.enter(self._streams(extension, features))
-        work, before = self.cache.extension(extension), _nothing_before
+        work, before = self.cache.extension(extension), nothing_before
         if states is not None:
             rows = self._index(states.before(extension))
 
@@ -158,7 +158,7 @@ class LevelModel:
         kept = limits.max_nodes + np.repeat(level.slots, np.diff(level.start))
         above = self._index(np.where(level.parents < 0, kept, level.parents))
         work = self.cache.level(level)
-        nodes = self._nodes(work, depth, _nothing_before)
+        nodes = self._nodes(work, depth, nothing_before)
         read, outputs = self.forward(nodes, self.outputs[above])
         self.outputs[level.first : level.first + count] = outputs
         return self._candidates(read, work.scored, level.candidates)
@@ -226,5 +226,6 @@ class LevelModel:
         raise NotImplementedError
 
 
-def _nothing_before(layer: int, outputs: Tensor) -> Tensor:
+def nothing_before(layer: int, outputs: Tensor) -> Tensor:
+    """Nodes.before of a pass in which no layer reads another. Raises EngineError."""
     raise EngineError("a pass in which no layer reads another")

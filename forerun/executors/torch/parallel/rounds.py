@@ -16,7 +16,7 @@ import torch
 from forerun.executors.torch.captured.buffers import StagingBuffer
 from forerun.executors.torch.captured.declared import declared, row_nodes
 from forerun.executors.torch.captured.executor import CapturedExecutor
-from forerun.executors.torch.captured.graphs import Recorder, recorder
+from forerun.executors.torch.captured.graphs import CudaRecorder, recorder
 from forerun.executors.torch.captured.runner import CudaGraphRunner
 from forerun.executors.torch.captured.warm_up import capture, rehearse_prompts
 from forerun.executors.torch.drafts.target import TorchTarget
@@ -96,7 +96,11 @@ class SharedRounds(CapturedExecutor):
     Runner = SharedRunner
 
     def __init__(
-        self, eager: ParallelExecutor, kernels: Kernels, records: Recorder, overlap: bool = False
+        self,
+        eager: ParallelExecutor,
+        kernels: Kernels,
+        records: CudaRecorder,
+        overlap: bool = False,
     ) -> None:
         super().__init__(eager, kernels, records, overlap)
         assert isinstance(self.runner, SharedRunner)
