@@ -26,7 +26,7 @@ from tests.parity.tape import Tape, on_tape
 from tests.parity.test_torch_drafting import taped
 from tests.shape.walk import Walk
 
-FILES, LINES = 31, 6_484
+FILES, LINES = 29, 5_733
 """Of steps that overlap, with a draft head's chains: the host's half from plan to delta, and the
 program, which is run once more before it is captured (tests/shape/walk.py). Kernels are not
 counted: tests/twins stands for them. They may only shrink.
