@@ -1,7 +1,7 @@
 """What a step of R rows with k nodes each costs on one executor or on several, in turns.
 
     python bench/steps.py [model] [--executors cpu] [--rows 1] [--nodes 1 2 4 8 ...] [--context 200]
-        [--kinds plain shaped] [--clock cpu] [--cores 1] [--peers] [--json out.json]
+        [--kinds plain shaped] [--clock cpu] [--cores 1] [--kernels all] [--peers] [--json out.json]
 
 A row has `context` cached tokens and a chain of nodes whose logits are all wanted: embedding,
 norms, products, attention, head, and the choice at every node. Rounds go over all sizes in turn,
@@ -13,9 +13,11 @@ own time, for a machine that others use.
 
 Of the native core, "cpu products" are the matrix products alone, "cpu forward" is the step
 without choosing, and "cpu reading" is what the weights take to be read once and not used: no step
-is faster than its least time. `--peers` (of one row) takes turns with llama.cpp and ik_llama.cpp
-(one llama_decode) and ONNX Runtime's MatMulNBits (the same products), each in its own environment
-(bench/peers/environments.py makes it on first use).
+is faster than its least time. `--kernels` takes turns with executors of the core that use other
+instruction sets ("all": each that this machine has but plain C++), a block of rounds each, since
+each holds weights of its own and those of all together fit no cache. `--peers` (of one row) takes
+turns with llama.cpp and ik_llama.cpp (one llama_decode) and ONNX Runtime's MatMulNBits (the same
+products), each in its own environment (bench/peers/environments.py makes it on first use).
 """
 
 import argparse
@@ -54,6 +56,8 @@ KINDS = {
     "shaped": Sampling(temperature=0.8, top_k=50, repetition_penalty=1.1, logprobs=5),
 }
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+KERNELS = ("avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon")
+"""Instruction sets of the core, as csrc/dispatch.cpp names them."""
 Size = tuple[int, int]
 """Rows, nodes of each."""
 Times = dict[str, dict[Size, list[float]]]
@@ -61,9 +65,12 @@ Times = dict[str, dict[Size, list[float]]]
 
 
 def built(name: str, model: Model, limits: ExecutorLimits, asked: argparse.Namespace) -> Executor:
-    """The executor called `name`, warmed up; torch and JAX compute in float32."""
-    if name == "cpu":
-        return CpuExecutor(model.checkpoint, limits, asked.cores)
+    """The executor called `name`, warmed up; torch and JAX compute in float32. "cpu X" is the core
+    with kernels X.
+    """
+    core, _, kernels = name.partition(" ")
+    if core == "cpu":
+        return CpuExecutor(model.checkpoint, limits, asked.cores, kernels)
     if name == "torch":
         torch = importlib.import_module("torch")
         torch.set_num_threads(asked.cores or torch.get_num_threads())
@@ -83,11 +90,13 @@ def works_of(name: str, bench: StepBench, sizes: list[Size]) -> dict[str, Callab
     if isinstance(core := bench.executor, CpuExecutor):
         most = max(rows * nodes for rows, nodes in sizes)
         scratch = np.empty((most, core.limits.vocab), np.float32)
-        works["cpu forward"] = bench.forward
-        works["cpu reading"] = lambda *_: (
+        works[f"{name} forward"] = bench.forward
+        works[f"{name} reading"] = lambda *_: (
             lambda: native.load().forerun_read_weights(core.native_model())
         )
-        works["cpu products"] = lambda rows, nodes: lambda: multiply(core, rows * nodes, scratch)
+        works[f"{name} products"] = lambda rows, nodes: (
+            lambda: multiply(core, rows * nodes, scratch)
+        )
     return works
 
 
@@ -181,12 +190,17 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["plain"])
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--cores", type=int, help="the process is bound to so many")
+    parser.add_argument("--kernels", nargs="+", help="of the core, in turns; all: of this machine")
     parser.add_argument("--cache", help="folder of JAX's compiled programs")
     parser.add_argument("--peers", action="store_true")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     if asked.cores:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: asked.cores])
+    if asked.kernels:
+        each = KERNELS if asked.kernels == ["all"] else asked.kernels
+        cores = [f"cpu {kernels}" for kernels in each if native.kernels(kernels)]
+        asked.executors = cores + [name for name in asked.executors if name != "cpu"]
     model = open_model(asked.model)
     arch = model.checkpoint.architecture
     most = max(asked.rows), max(asked.nodes)
@@ -206,9 +220,14 @@ def main() -> None:
         }
         times: Times = {}
         for _ in range(BLOCKS):
-            blocks = list(measure(benches, sizes, rounds, draw).items())
+            together = (
+                [{name: bench} for name, bench in benches.items()] if asked.kernels else [benches]
+            )
+            blocks = [
+                taken for some in together for taken in measure(some, sizes, rounds, draw).items()
+            ]
             if asked.peers:
-                blocks += peers(model, asked, facts["cpu"]["threads"], rounds)
+                blocks += peers(model, asked, facts[asked.executors[0]]["threads"], rounds)
             for label, found in blocks:
                 for size, taken in found.items():
                     times.setdefault(label, {}).setdefault(size, []).extend(taken)

@@ -65,28 +65,27 @@ FORERUN_INLINE void by_kind(const Attend& job, Call call) {
     call(Half(), Count<0>());
 }
 
-// Numbers of query `index`: those of the nodes' heads, node after node.
+// What one query reads and writes.
 struct Query {
     const float* x;
     float *scores, *out;
 };
 
-FORERUN_INLINE Query query_at(const Attend* nodes, int index) {
-    const Attend& job = nodes[index / nodes->heads];
-    const int head = index % nodes->heads;
-    return {job.queries + head * job.size, job.scores + head * job.stride,
-            job.out + head * job.size};
-}
-
-// call(queries) for all of them, three at a time, or two, so that few are left alone.
+// call(queries) for the heads of all nodes, node after node: three at a time, or two, so that few are
+// left alone.
 template <class Call>
 FORERUN_INLINE void by_queries(const Attend* nodes, int count, Call call) {
-    const int all = count * nodes->heads;
-    for (int first = 0, some; first < all; first += some) {
-        const int left = all - first;
+    const int heads = nodes->heads;
+    int node = 0, head = 0;
+    for (int left = count * heads, some; left > 0; left -= some) {
         some = left == 2 || left == 4 ? 2 : left == 1 ? 1 : 3;
         Query queries[3];
-        for (int q = 0; q < some; q++) queries[q] = query_at(nodes, first + q);
+        for (int q = 0; q < some; q++) {
+            const Attend& job = nodes[node];
+            queries[q] = {job.queries + head * job.size, job.scores + head * job.stride,
+                          job.out + head * job.size};
+            if (++head == heads) head = 0, node++;
+        }
         if (some == 3) {
             call(Count<3>(), queries);
         } else if (some == 2) {
@@ -160,30 +159,45 @@ static void score(const Attend* nodes, int count, const Attend& job, int first, 
     }
 }
 
+// The largest of scores[count] and a sink's; count a multiple of 8. By eights that take turns, which
+// shows where some are NaN.
+FORERUN_INLINE float largest_of(const float* scores, int count, const float* sink) {
+    F8 most[2] = {load8(scores), load8(scores)};
+    int i = 0;
+    for (; i + 16 <= count; i += 16) {
+        most[0] = max8(most[0], load8(scores + i));
+        most[1] = max8(most[1], load8(scores + i + 8));
+    }
+    if (i < count) most[0] = max8(most[0], load8(scores + i));
+    float lanes[8], largest;
+    store8(lanes, max8(most[0], most[1]));
+    largest = lanes[0];
+    for (i = 1; i < 8; i++) largest = lanes[i] > largest ? lanes[i] : largest;
+    return sink && *sink > largest ? *sink : largest;
+}
+
 // scores[length], softened where there is a cap, become e^(score - largest), zero up to a multiple of
 // 8. Returns their sum, a sink's with them.
 static float weigh(float* scores, int length, const float* sink, float cap) {
     const int padded = (length + 7) / 8 * 8;
     for (int i = length; i < padded; i++) scores[i] = scores[0];
     if (cap != 0.0f) soften(scores, padded, cap);
-    F8 most = load8(scores);
-    for (int i = 8; i < padded; i += 8) most = max8(most, load8(scores + i));
-    float lanes[8], largest;
-    store8(lanes, most);
-    largest = lanes[0];
-    for (int i = 1; i < 8; i++) largest = lanes[i] > largest ? lanes[i] : largest;
-    if (sink && *sink > largest) largest = *sink;
-    const F8 shift = splat8(largest);
-    int at = 0;
-    for (; at + kWide <= padded; at += kWide) {
-        storew(scores + at, exp_of(subw(loadw(scores + at), splatw<W>(largest))));
-    }
-    for (; at < padded; at += 8) store8(scores + at, exp_of(sub8(load8(scores + at), shift)));
-    for (int i = length; i < padded; i++) scores[i] = 0.0f;
+    const float largest = largest_of(scores, padded, sink);
+    const W shift = splatw<W>(largest);
     F8 total = splat8(0.0f);
-    for (int i = 0; i < padded; i += 8) total = add8(total, load8(scores + i));
+    int at = 0;
+    for (; at + kWide <= length; at += kWide) {
+        storew(scores + at, exp_of(subw(loadw(scores + at), shift)));
+        for (int i = 0; i < kWide; i += 8) total = add8(total, load8(scores + at + i));
+    }
+    for (; at < padded; at += 8) {
+        store8(scores + at, exp_of(sub8(load8(scores + at), splat8(largest))));
+        for (int i = length; i < at + 8; i++) scores[i] = 0.0f;
+        total = add8(total, load8(scores + at));
+    }
     if (!sink) return sum8(total);
-    store8(lanes, exp_of(sub8(splat8(*sink), shift)));
+    float lanes[8];
+    store8(lanes, exp_of(sub8(splat8(*sink), splat8(largest))));
     return sum8(total) + lanes[0];
 }
 

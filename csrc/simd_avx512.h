@@ -143,11 +143,18 @@ FORERUN_INLINE uint32_t largest_bits(const float* x) {
 }
 
 FORERUN_INLINE void round_to_bytes(const float* x, float inverse, int8_t* q, int32_t (&sums)[2]) {
+    __m128i bytes[2];
     for (int h = 0; h < 2; h++) {
-        const I16 wide = _mm512_cvtps_epi32(mul16(load16(x + 16 * h), splat16(inverse)));
-        _mm_storeu_si128((__m128i*)(q + 16 * h), _mm512_cvtsepi32_epi8(wide));
-        sums[h] = _mm512_reduce_add_epi32(wide);
+        bytes[h] = _mm512_cvtsepi32_epi8(
+            _mm512_cvtps_epi32(mul16(load16(x + 16 * h), splat16(inverse))));
     }
+    const __m256i all = _mm256_set_m128i(bytes[1], bytes[0]);
+    _mm256_storeu_si256((__m256i*)q, all);
+    __m256i sum = _mm256_dpbusd_epi32(_mm256_setzero_si256(), _mm256_set1_epi8(1), all);
+    sum = _mm256_add_epi32(sum, _mm256_shuffle_epi32(sum, 0x4e));
+    sum = _mm256_add_epi32(sum, _mm256_shuffle_epi32(sum, 0xb1));
+    sums[0] = _mm256_cvtsi256_si32(sum);
+    sums[1] = _mm256_extract_epi32(sum, 4);
 }
 
 // Keeps GCC from reordering the additions, which would spill the accumulators.

@@ -2,8 +2,9 @@
 
     python -m tests.chaos.sanitize [pytest arguments]
 
-Builds the core with both into a copy of the package, and runs tests/cpu and what fuzzes the core on
-it. The first finding of either ends the process, and so the run, with its report.
+Builds the core with both into a copy of the package, and runs on it tests/cpu, what fuzzes the
+n-grams, and what compares recurrent states. The first finding of either ends the process, and so
+the run, with its report.
 """
 
 import importlib.util
@@ -21,7 +22,13 @@ FLAGS = (
     "-fno-omit-frame-pointer",
     "-g",
 )
-TESTS = ("tests/cpu", "tests/drafters/test_ngram.py")
+STATES = "tests/parity/test_recurrent_states.py::"
+TESTS = (
+    "tests/cpu",
+    "tests/drafters/test_ngram.py",
+    f"{STATES}test_the_core_and_torch_make_the_same_bits",
+    f"{STATES}test_the_states_of_trees_are_the_oracles",
+)
 MEASURES = "not ready_soon_and_small"
 """Left out: how much memory a start takes says nothing where every byte has a shadow."""
 
