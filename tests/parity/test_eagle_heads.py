@@ -1,5 +1,5 @@
 """Draft heads on every executor: their passes against one token at a time, in the class that is
-trained; served, text and every step's acceptance are what the unrolled forward says.
+trained. What served ones propose, and what of it is accepted: tests/drafters/test_contract.py.
 """
 
 from dataclasses import replace
@@ -31,12 +31,10 @@ from tests.parity.heads import (
     check_few_children,
     check_refusals,
     compare,
-    counted,
     extension,
     level,
     opened,
     serve,
-    simulated,
     within,
 )
 
@@ -252,37 +250,6 @@ def target(folder, learned):
     target.close()
 
 
-def test_served_is_what_the_unrolled_forward_says(target, learned):
-    """Text and every step's acceptance, for prompts it was trained on and others, in a batch."""
-    twin, texts = learned
-    prompts = list(texts[:, :12])
-    plain = serve(target, prompts, "OFF")
-    served = serve(target, prompts)
-    assert [item.tokens for item in served] == [item.tokens for item in plain]
-    expected = np.zeros(4, int)
-    for prompt, item in zip(prompts, served, strict=True):
-        expected += simulated(twin, np.concatenate([prompt, item.tokens]), len(prompt))
-    assert counted(served) == expected.tolist()
-    assert min(expected[0], expected[3]) > 50 and expected.min() > 0, expected
-
-
-@pytest.mark.parametrize(
-    ("temperature", "shape"), [(0.8, (3, 3, 1)), (0.0, (16, 5, 4)), (0.8, (16, 5, 4))]
-)
-def test_no_guess_changes_the_text(target, learned, temperature, shape):
-    """The greedy chain is above. Texts that the head has read, and others."""
-    prompts = list(learned[1][:6, :12])
-    plain = serve(target, prompts, "OFF", 40, temperature)
-    nodes, depth, width = shape
-    served = serve(
-        target, prompts, "EAGLE", 40, temperature,
-        speculative_num_draft_tokens=nodes + 1, speculative_num_steps=depth,
-        speculative_eagle_topk=width,
-    )  # fmt: skip
-    assert [item.tokens for item in served] == [item.tokens for item in plain]
-    assert sum(item.stats.accepted for item in served) > 0
-
-
 def test_the_price_of_a_head_is_measured(folder, target, learned):
     """With the adaptive policy, whatever it decides, the text is the same."""
     adaptive = open_target(replace(target.config, policy="adaptive"))
@@ -295,30 +262,6 @@ def test_the_price_of_a_head_is_measured(folder, target, learned):
         ]
     finally:
         adaptive.close()
-
-
-def test_a_tree_accepts_more_than_a_chain(target, learned):
-    prompts = list(learned[1][1::2, :12])  # Not trained on.
-    chain = serve(target, prompts)
-    tree = serve(
-        target,
-        prompts,
-        speculative_num_draft_tokens=17,
-        speculative_num_steps=3,
-        speculative_eagle_topk=4,
-    )
-    assert sum(item.stats.steps for item in tree) < sum(item.stats.steps for item in chain)
-
-
-def test_a_reused_prefix_keeps_what_the_draft_needs(target, learned):
-    """Each text served alone, then continued from its middle: the pages found change nothing."""
-    twin, texts = learned
-    prompts = [text[:length] for text in texts[:4] for length in (12, 49, 50)]
-    served = serve(target, prompts, tokens=20, at_once=1)
-    expected = np.zeros(4, int)
-    for prompt, item in zip(prompts, served, strict=True):
-        expected += simulated(twin, np.concatenate([prompt, item.tokens]), len(prompt))
-    assert counted(served) == expected.tolist()
 
 
 def test_lookup_and_head_together(target, learned):
