@@ -134,7 +134,10 @@ class Twins:
         return sum(map(len, fast))
 
 
-WORDS = st.lists(st.integers(0, 3), max_size=60)
+SAID = st.lists(st.integers(0, 3), max_size=60)
+AGAIN = st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=9), st.integers(2, 40), SAID)
+WORDS = st.one_of(SAID, AGAIN.map(lambda it: (it[0] * it[1])[:40] + it[2][:20]))
+"""Of which some repeat themselves for longer than is looked back."""
 PRICES = st.one_of(
     st.none(),
     st.lists(st.floats(0.0, 0.4), max_size=40).map(lambda each: array("d", np.cumsum(each))),
