@@ -329,7 +329,8 @@ channel.send(Message("failed", {"error": "ModelError", "message": "no such file"
 @pytest.mark.parametrize(
     "what", ["weights", *(pytest.param(other, marks=SLOW) for other in ("torch", "flags"))]
 )
-def test_ranks_that_differ_are_refused(folder, what):
+def test_ranks_that_differ_are_refused(folder, monkeypatch, what):
+    monkeypatch.setattr(processes, "END_SECONDS", 0.1)  # It sleeps, whatever it is told.
     script = f"""found = dict(channel.receive().facts)
 from forerun.executors.torch.parallel.start import RankStart
 said = RankStart.of(found).identity() | {{{what!r}: "another"}}
