@@ -297,13 +297,13 @@ def test_a_step_is_one_replay_and_one_wait(targets, seen, monkeypatch, method, s
             return call(*args)
 
         monkeypatch.setattr(torch.Tensor, name, counting)
-    waits, read = [], CapturedRound.record
+    waits, read = [], CapturedRound.read
 
     def waited(self):
-        waits.extend([self] * (self._record is None))
+        waits.append(self)
         return read(self)
 
-    monkeypatch.setattr(CapturedRound, "record", waited)
+    monkeypatch.setattr(CapturedRound, "read", waited)
     requests = asked(0.8)[:3]
     for _ in range(2):
         answered(rounds, requests, shape)  # Captures what will run.

@@ -51,7 +51,7 @@ def seen(monkeypatch):
 
     def proposed(self, plan):
         drafts = propose(self, plan)
-        sequences = [self._state(plan, row).tokens.tobytes() for row in range(plan.rows)]
+        sequences = [state.tokens.tobytes() for state in self._of(plan)]
         found["drafts"] += zip(sequences, plan.kv_len.tolist(), drafts, strict=True)
         return drafts
 
