@@ -162,8 +162,8 @@ void Ngrams::learn(const Text& text, const int32_t* came, int count) {
 }
 
 // Leaves of the draft tokens of all rows those that bring most beyond what `prices` asks, with scores
-// as far as they are to be believed: Trust.believed, AdaptivePolicy._bought and cut of
-// forerun/control.
+// as far as they are to be believed: Trust.believed, HostDrafts.buy and cut of
+// forerun/control/host_drafts.py.
 void Ngrams::buy(const double* prices, int most, int rows, int32_t* counts) {
     const double share = std::min(1.0, rules_.trust[1] / rules_.trust[0]);
     const size_t total = tokens_.size();

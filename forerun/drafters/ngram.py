@@ -51,7 +51,7 @@ COUPLING = 0.5
 """How far to believe that the noise of a position decides what comes there, by temperature, up to
 1: with noise g, a token's chance is multiplied with e**(COUPLING * temperature * g). (Replayed with
 the native twin's prices, held-out answers of the default model, speed over plain decoding with 0,
-.2, .4, .5 and .6 instead of the product: 1.417 1.414 1.399 1.393 1.384 at T=.4, 1.265 1.284 1.298
+.2, .4, .5 and .6 instead of the product: 1.417 1.414 1.399 1.393 1.384 at T=.4, 1.265 1.289 1.298
 1.300 1.297 at .8, 1.108 1.128 1.144 1.146 1.149 at 1: docs/log.md.)"""
 TAIL = 8
 """Tokens of the text that a table is shown: more than any table's contexts have."""
