@@ -24,15 +24,17 @@ void Model::plan_attention(const Step& step) {
     const int64_t whole = (int64_t)step.nodes * sizes.kv_heads, threads = pool.most();
     stride_ = padded_positions(longest);
     const int64_t shared = sizes.heads / sizes.kv_heads, fit = kOwnScores / stride_;
-    const int64_t fair = whole / (kUnitsEach * threads);
+    const int64_t fair = (whole + kUnitsEach * threads - 1) / (kUnitsEach * threads);
     const int64_t most = std::min({fair, fit / shared, (int64_t)kNodesTogether});
     const int count = (int)std::max(most, (int64_t)1);
     next_unit_.store(0);
     units_.clear();
     for (int row = 0; row < step.rows; row++) {
-        const int end = step.start[row + 1];
-        for (int n = step.start[row]; n < end; n += count) {
-            const int last = std::min(n + count, end);
+        const int first = step.start[row], nodes = step.start[row + 1] - first;
+        const int parts = (nodes + count - 1) / count;
+        for (int part = 0; part < parts; part++) {
+            const Share mine(nodes, part, parts);
+            const int n = first + mine.first, last = first + mine.last;
             const Alike some = alike(row, n, last);
             for (int head = 0; head < sizes.kv_heads; head++) {
                 units_.push_back({row, n, last, head, some});
@@ -45,6 +47,11 @@ void Model::plan_attention(const Step& step) {
                 all_scores <= kMostScores;
     room_ = (int)std::max((int64_t)3, std::min(fit, shared));
     if (together_ || count > 1) room_ = (int)shared;
+    const int size = value_size();
+    mixed_at_a_time_ = kGroup;  // Fewer where threads would have none.
+    while (mixed_at_a_time_ > 8 && whole * (size / mixed_at_a_time_) < threads) mixed_at_a_time_ /= 2;
+    const int64_t mixed = together_ ? mixed_at_a_time_ : shared * size;
+    in_groups_ = !sizes.rank && mixed % kGroup == 0 && (!together_ || size % kGroup == 0);
     const int64_t own = together_ ? near : near + count * room_ * (stride_ + 1);
     for (Floats& floats : scratch_) {
         if ((int64_t)floats.size() < own) floats.resize(own);
@@ -132,7 +139,19 @@ void Model::attend(int layer, int thread) {
         const int window = layers_[layer].kind.window;
         const bool whole = !window || sights_[unit.first + unit.alike.longest].length() <= window;
         kernels->attend(nodes, count, whole ? unit.alike : Alike{0, 0, false});
+        const int numbers = sizes.heads / sizes.kv_heads * sizes.head_size;
+        for (int n = unit.first; in_groups_ && n < unit.last; n++) {
+            put_context(layers_[layer], n, unit.head * numbers, numbers);
+        }
     }
+}
+
+// Some numbers of what a node found, whole groups, to what attention's last product reads.
+void Model::put_context(const Layer& at, int node, int first, int count) {
+    if (is_float(at.output.format)) return;
+    const int width = sizes.heads * sizes.head_size;
+    Group* groups = column(mixed_q_.data(), node, width) + first / kGroup;
+    kernels->quantise(&mixed_[(size_t)node * width + first], count, groups, node % kLanes);
 }
 
 void Model::attend_together(int layer, int thread) {
@@ -163,13 +182,16 @@ void Model::attend_together(int layer, int thread) {
         totals_[query] = kernels->weigh(&scores_[query * stride_], length, sink, cap);
     }
     pool.barrier();
-    int width = 32;  // numbers of the output at a time, fewer where threads would have none
-    while (width > 8 && whole * (size / width) < threads) width /= 2;
+    const int width = mixed_at_a_time_;
     const int pieces = (size + width - 1) / width;
     const Share mixed(whole * pieces, thread, threads);
     for (int piece = mixed.first; piece < mixed.last; piece++) {
         const int first = piece % pieces * width;
         kernels->mix(job_of(piece / pieces), first, first + width < size ? first + width : size);
+        const Unit& unit = units_[piece / pieces];
+        for (int query = 0; in_groups_ && query < shared; query++) {
+            put_context(layers_[layer], unit.first, (unit.head * shared + query) * size + first, width);
+        }
     }
 }
 

@@ -125,10 +125,11 @@ FORERUN_INLINE void score_near(const float* near, int size, const Query* queries
         const float* at = near + v * kWide;
         for (int e = 0; e < size; e += 8, at += kKeyVectors * kWide) {
             W query[Q];
-            for (int q = 0; q < Q; q++) query[q] = load_rows(queries[q].x + e, queries[q].x + e);
+            for (int q = 0; q < Q; q++) query[q] = load_eight(queries[q].x + e);
 #pragma GCC unroll 8
             for (int i = 0; i < kDots; i++) {
-                const W key = loadw(at + i * kWide);
+                W key = loadw(at + i * kWide);
+                FORERUN_PIN(key);
                 for (int q = 0; q < Q; q++) dot[q][i] = fmaw(query[q], key, dot[q][i]);
             }
         }
@@ -201,75 +202,89 @@ static float weigh(float* scores, int length, const float* sink, float cap) {
     return sum8(total) + lanes[0];
 }
 
-FORERUN_INLINE void load_vector(const float* at, F8& a) { a = load8(at); }
+template <class Number>
+FORERUN_INLINE void load_vector(const Number* at, F8& a) {
+    a = load_number8(at);
+}
 #ifdef FORERUN_WIDE
-FORERUN_INLINE void load_vector(const float* at, F16& a) { a = load16(at); }
+template <class Number>
+FORERUN_INLINE void load_vector(const Number* at, F16& a) {
+    a = load_numberw(at);
+}
 #endif
 
-// What `some` positions from `first` on add to numbers [e, e + Vectors of V) of Q queries' output;
-// near: the positions' values, `width` numbers each, from these numbers on.
-template <class V, int Vectors, int Q>
-FORERUN_INLINE void mix_vectors(const float* near, int width, const Query* queries, int e, int first,
+// What `some` positions from `first` on add to numbers [e, e + Vectors of V) of Q queries' output; the
+// values have these numbers at rows[some] + i.
+template <class V, int Vectors, int Q, class Number>
+FORERUN_INLINE void mix_vectors(const Number* const* rows, int i, const Query* queries, int e, int first,
                                 int some) {
     constexpr int wide = sizeof(V) / sizeof(float);
     V sum[Q][Vectors];
     for (int q = 0; q < Q; q++) {
-        for (int i = 0; i < Vectors; i++) {
-            sum[q][i] = splatw<V>(0.0f);
-            if (first) load_vector(queries[q].out + e + wide * i, sum[q][i]);
+        for (int k = 0; k < Vectors; k++) {
+            sum[q][k] = splatw<V>(0.0f);
+            if (first) load_vector(queries[q].out + e + wide * k, sum[q][k]);
         }
     }
-    for (int p = 0; p < some; p++, near += width) {
+    for (int p = 0; p < some; p++) {
+        const Number* row = rows[p] + i;
         V weight[Q];
         for (int q = 0; q < Q; q++) weight[q] = splatw<V>(queries[q].scores[first + p]);
-        for (int i = 0; i < Vectors; i++) {
+        for (int k = 0; k < Vectors; k++) {
             V value;
-            load_vector(near + wide * i, value);
-            for (int q = 0; q < Q; q++) sum[q][i] = fmaw(weight[q], value, sum[q][i]);
+            load_vector(row + wide * k, value);
+            FORERUN_PIN(value);  // Else each query loads it.
+            for (int q = 0; q < Q; q++) sum[q][k] = fmaw(weight[q], value, sum[q][k]);
         }
     }
     for (int q = 0; q < Q; q++) {
-        for (int i = 0; i < Vectors; i++) storew(queries[q].out + e + wide * i, sum[q][i]);
+        for (int k = 0; k < Vectors; k++) storew(queries[q].out + e + wide * k, sum[q][k]);
     }
 }
 
 // The same for `width` numbers, a multiple of 8.
-template <int Q>
-FORERUN_INLINE void mix_near(const float* near, int width, const Query* queries, int e, int first,
-                             int some) {
+template <int Q, class Number>
+FORERUN_INLINE void mix_rows(const Number* const* rows, int width, const Query* queries, int e,
+                             int first, int some) {
     int i = 0;
     for (; i + 4 * kWide <= width; i += 4 * kWide) {
-        mix_vectors<W, 4, Q>(near + i, width, queries, e + i, first, some);
+        mix_vectors<W, 4, Q>(rows, i, queries, e + i, first, some);
     }
     for (; i + 2 * kWide <= width; i += 2 * kWide) {
-        mix_vectors<W, 2, Q>(near + i, width, queries, e + i, first, some);
+        mix_vectors<W, 2, Q>(rows, i, queries, e + i, first, some);
     }
-    for (; i < width; i += 8) {
-        mix_vectors<F8, 1, Q>(near + i, width, queries, e + i, first, some);
-    }
+    for (; i < width; i += 8) mix_vectors<F8, 1, Q>(rows, i, queries, e + i, first, some);
 }
 
 // What positions [begin, end), where all these nodes see the same places, add to numbers
-// [first, last) of all heads' output; begin a multiple of 8.
+// [first, last) of all heads' output; begin a multiple of 8. Values that more than three queries read
+// are brought near.
 template <class Number, int Size>
 static void mix(const Attend* nodes, int count, int first, int last, int begin, int end) {
     const Attend& job = *nodes;
     const int size = Size ? Size : job.size;
+    const bool there = count * job.heads <= 3;
     int32_t buffer[kPositions];
+    const Number* rows[kPositions];
+    const float* near[kPositions];
     for (int e = first; e < last; e += kMixed) {
         const int width = last - e < kMixed ? last - e : kMixed;
+        for (int p = 0; p < kPositions; p++) near[p] = job.near + p * width;
         for (int at = begin; at < end; at += kPositions) {
             const int32_t* places = places_at(job, at, buffer);
             const int some = end - at < kPositions ? (end - at + 7) / 8 * 8 : kPositions;
             for (int p = 0; p < some; p++) {
-                const Number* row = (const Number*)job.values + (int64_t)places[p] * size + e;
-                float* near = job.near + p * width;
+                rows[p] = (const Number*)job.values + (int64_t)places[p] * size + e;
+                if (there) continue;
+                float* to = job.near + p * width;
                 int i = 0;
-                for (; i + kWide <= width; i += kWide) storew(near + i, load_numberw(row + i));
-                for (; i < width; i += 8) store8(near + i, load_number8(row + i));
+                for (; i + kWide <= width; i += kWide) storew(to + i, load_numberw(rows[p] + i));
+                for (; i < width; i += 8) store8(to + i, load_number8(rows[p] + i));
             }
             by_queries(nodes, count, [&](auto queries_together, const Query* queries) {
-                mix_near<decltype(queries_together)::value>(job.near, width, queries, e, at, some);
+                constexpr int together = decltype(queries_together)::value;
+                if (there) return mix_rows<together>(rows, width, queries, e, at, some);
+                mix_rows<together>(near, width, queries, e, at, some);
             });
         }
     }

@@ -74,10 +74,10 @@ void EagleHead::fuse(const DraftStep& step, int thread) {
         } else {
             Group* to = column(fuse_q_.data(), n, wide);
             if (kind_.feature_norm == 1) {
-                kernels->norm_quantise(features, joint_norm_, sizes.norm_eps, wide, to, n % kLanes);
+                quantise_norm(features, joint_norm_, sizes.norm_eps, wide, to, n % kLanes);
             } else if (kind_.feature_norm == 2) {
                 for (int i = 0; i < kind_.features; i++) {
-                    kernels->norm_quantise(features + i * kind_.width, feature_norms_[i],
+                    quantise_norm(features + i * kind_.width, feature_norms_[i],
                                            sizes.norm_eps, kind_.width,
                                            to + i * (kind_.width / kGroup), n % kLanes);
                 }
@@ -106,14 +106,14 @@ void EagleHead::read(const DraftStep& step, int thread) {
         } else if (kind_.fusion != kBeside) {
             const bool turned = kind_.fusion == kHiddenFirst;
             if (kind_.zeroed && position_[n] == 0) memset(e, 0, sizeof(float) * hidden);
-            kernels->norm_quantise(e, joint_norm_, sizes.norm_eps, hidden,
+            quantise_norm(e, joint_norm_, sizes.norm_eps, hidden,
                                    turned ? to + beside : to, n % kLanes);
-            kernels->norm_quantise(x, hidden_norm_, sizes.norm_eps, hidden,
+            quantise_norm(x, hidden_norm_, sizes.norm_eps, hidden,
                                    turned ? to : to + beside, n % kLanes);
         } else {
-            kernels->norm_quantise(e, layers_[0].attention_norm, sizes.norm_eps, hidden, to,
+            quantise_norm(e, layers_[0].attention_norm, sizes.norm_eps, hidden, to,
                                    n % kLanes);
-            kernels->norm_quantise(x, hidden_norm_, sizes.norm_eps, hidden, to + beside,
+            quantise_norm(x, hidden_norm_, sizes.norm_eps, hidden, to + beside,
                                    n % kLanes);
             if (kind_.normed_residual) norm(x, hidden_norm_, hidden, x);
         }
@@ -153,16 +153,8 @@ void EagleHead::keep(const DraftStep& step, int thread) {
 }
 
 void EagleHead::score(const DraftStep& step, int thread) {
-    const int hidden = sizes.hidden;
-    const Share mine = columns_of(step.scored, thread, pool.threads());
-    for (int i = mine.first; i < mine.last; i++) {
-        const float* x = &stream_[(size_t)step.scored_nodes[i] * hidden];
-        if (kind_.fusion == kFused) {
-            kernels->quantise(x, hidden, column(hidden_q_.data(), i, hidden), i % kLanes);
-        } else {
-            put_normed(x, final_norm_, i, {&head_});  // which may be the target's, and floats
-        }
-    }
+    const float* weight = kind_.fusion == kFused ? nullptr : final_norm_;
+    put_normed(step.scored_nodes, step.scored, weight, {&head_}, thread);
     pool.barrier();
     multiply({&head_}, {step.logits}, normed(), step.scored, sizes.vocab, false, thread);
 }

@@ -208,12 +208,7 @@ void Model::visit_experts(const Layer& layer, int nodes, int thread) {
     pool.barrier();
     gather(layer, nodes, thread);
     pool.barrier();
-    for (const Visit& at : visits_) {
-        multiply({&at.feed->gate, &at.feed->up}, {at.gate, at.up}, at.x, at.rows, at.width, false,
-                 thread);
-    }
-    pool.barrier();
-    for (const Visit& at : visits_) activate(at, layer.kind.gate, thread);
+    for (const Visit& at : visits_) multiply_gates(at, layer.kind.gate, thread);
     pool.barrier();
     for (const Visit& at : visits_) {
         multiply({&at.feed->down}, {at.out}, {at.between, at.gate}, at.rows, sizes.hidden, false,

@@ -4,6 +4,7 @@
 // phase. The order in which one number is computed never depends on the shares.
 #include <cmath>
 #include <cstring>
+#include <utility>
 
 #include "model.h"
 
@@ -44,6 +45,7 @@ void Model::embed(const Step& step, int thread) {
         for (int i = 0; embedding_scale_ != 1.0f && i < sizes.hidden; i++) x[i] *= embedding_scale_;
         put_angles(node);
     }
+    pool.barrier();
 }
 
 // A node's cosines and sines, by every rope.
@@ -54,6 +56,17 @@ void Model::put_angles(int node) {
         const float factor = factors_[i / half];
         cosine_[node * count + i] = (float)std::cos(angle) * (frequencies_[i] ? factor : 1.0f);
         sine_[node * count + i] = (float)std::sin(angle) * factor;
+    }
+}
+
+// Blocks [first, last) of out = W x.
+void Model::multiply_blocks(const Matrix& w, Inputs x, int rows, int first, int last,
+                            Target out) const {
+    if (first >= last) return;
+    if (is_float(w.format)) {
+        kernels->float_product(w, x.floats, rows, first, last, out);
+    } else {
+        kernels->product(w, x.groups, rows, first, last, out);
     }
 }
 
@@ -68,36 +81,58 @@ void Model::multiply(std::initializer_list<const Matrix*> stack,
     for (const Matrix* w : stack) {
         const int first = share.first < 0 ? 0 : share.first;
         const int last = share.last < w->blocks() ? share.last : w->blocks();
-        const Target target = {*out, stride, add};
-        if (first < last && is_float(w->format)) {
-            kernels->float_product(*w, x.floats, rows, first, last, target);
-        } else if (first < last) {
-            kernels->product(*w, x.groups, rows, first, last, target);
-        }
+        multiply_blocks(*w, x, rows, first, last, {*out, stride, add});
         share.first -= w->blocks();
         share.last -= w->blocks();
         ++out;
     }
 }
 
-// Row `row` of `normed()`: x after RMSNorm, or as it is where there is no norm.
-void Model::put_normed(const float* x, const float* weight, int row, Wanted wanted) {
-    const int hidden = sizes.hidden;
-    Group* groups = column(hidden_q_.data(), row, hidden);
-    float* floats = &hidden_f_[(size_t)row * hidden];
-    if (!weight) {
-        if (wanted.groups) kernels->quantise(x, hidden, groups, row % kLanes);
-        if (wanted.floats) memcpy(floats, x, sizeof(float) * hidden);
-        return;
-    }
-    if (wanted.groups) {
-        kernels->norm_quantise(x, weight, sizes.norm_eps, hidden, groups, row % kLanes);
-    }
-    if (wanted.floats) kernels->norm(x, weight, sizes.norm_eps, hidden, floats);
+// RMSNorm of one row.
+void Model::put_norm(const float* x, const float* weight, float eps, int count, float* out) const {
+    kernels->norm(x, weight, kernels->inverse_rms(x, count, eps), count, out);
+}
+void Model::quantise_norm(const float* x, const float* weight, float eps, int count, Group* out,
+                          int lane) const {
+    kernels->norm_quantise(x, weight, kernels->inverse_rms(x, count, eps), count, out, lane);
 }
 
-// What enters `layer` is kept where a draft head asked for it. No barrier: a thread copies the
-// columns that it reads itself.
+// `normed()` of these nodes of the stream (null: all, in order) after RMSNorm, or as they are where
+// there is no norm: some groups of a row, so that every thread has some even of one row.
+void Model::put_normed(const int32_t* nodes, int rows, const float* weight, Wanted wanted, int thread) {
+    const int hidden = sizes.hidden, groups = (hidden + kGroup - 1) / kGroup;
+    const Share share((rows + kLanes - 1) / kLanes * groups, thread, pool.threads());
+    for (int piece = share.first, last; piece < share.last; piece = last) {
+        last = (piece / groups + 1) * groups;
+        if (last > share.last) last = share.last;
+        const int row = piece / groups * kLanes, begin = piece % groups * kGroup;
+        const int end = last % groups ? last % groups * kGroup : hidden;
+        for (int i = row; i < row + kLanes && i < rows; i++) {
+            const float* x = &stream_[(size_t)(nodes ? nodes[i] : i) * hidden];
+            put_part(x, weight, i, begin, end, wanted);
+        }
+    }
+}
+
+// Numbers [begin, end) of row `row` of `normed()`; begin a multiple of kGroup.
+void Model::put_part(const float* x, const float* weight, int row, int begin, int end, Wanted wanted) {
+    const int hidden = sizes.hidden, count = end - begin;
+    Group* groups = column(hidden_q_.data(), row, hidden) + begin / kGroup;
+    float* floats = &hidden_f_[(size_t)row * hidden + begin];
+    if (!weight) {
+        if (wanted.groups) kernels->quantise(x + begin, count, groups, row % kLanes);
+        if (wanted.floats) memcpy(floats, x + begin, sizeof(float) * count);
+        return;
+    }
+    const float factor = kernels->inverse_rms(x, hidden, sizes.norm_eps);
+    if (wanted.groups) {
+        kernels->norm_quantise(x + begin, weight + begin, factor, count, groups, row % kLanes);
+    }
+    if (wanted.floats) kernels->norm(x + begin, weight + begin, factor, count, floats);
+}
+
+// What enters `layer` is kept where a draft head asked for it. No barrier: it does not change before
+// attention's last product.
 void Model::keep_taps(const Step& step, int layer, int thread) {
     const size_t hidden = sizes.hidden, count = aux_layers_.size();
     const Share mine = columns_of(step.nodes, thread, pool.threads());
@@ -111,14 +146,10 @@ void Model::keep_taps(const Step& step, int layer, int thread) {
 }
 
 void Model::attention_layer(const Step& step, int layer, int thread) {
-    const int hidden = sizes.hidden, nodes = step.nodes;
-    const Share mine = columns_of(nodes, thread, pool.threads());
     const Layer& at = layers_[layer];
     const Matrix& first = sizes.query_rank ? at.query_down : at.query;
     const Matrix& last = sizes.rank ? at.key : at.value;
-    for (int n = mine.first; n < mine.last; n++) {
-        put_normed(&stream_[(size_t)n * hidden], at.attention_norm, n, {&first, &at.key, &last});
-    }
+    put_normed(nullptr, step.nodes, at.attention_norm, {&first, &at.key, &last}, thread);
     pool.barrier();
     if (sizes.rank) return mix_latent(step, layer, normed(), thread);
     mix(step, layer, normed(), thread);
@@ -139,17 +170,23 @@ void Model::mix(const Step& step, int layer, Inputs x, int thread) {
     attend(layer, thread);
     pool.barrier();
     if (thread == 0) next_unit_.store(0);
-    bring_out(at, &mixed_[0], mixed, nodes, thread);
+    if (!in_groups_) quantise_context(at, &mixed_[0], mixed, nodes, thread);
+    bring_out(at, &mixed_[0], nodes, thread);
 }
 
-// The last product of attention: context float32[nodes][width] to the residual stream.
-void Model::bring_out(const Layer& at, float* context, int width, int nodes, int thread) {
+// What attention found, to what its last product reads.
+void Model::quantise_context(const Layer& at, const float* context, int width, int nodes, int thread) {
+    if (is_float(at.output.format)) return;
     const Share mine = columns_of(nodes, thread, pool.threads());
-    for (int n = mine.first; !is_float(at.output.format) && n < mine.last; n++) {
+    for (int n = mine.first; n < mine.last; n++) {
         kernels->quantise(context + (size_t)n * width, width, column(mixed_q_.data(), n, width),
                           n % kLanes);
     }
     pool.barrier();
+}
+
+// The last product of attention: its context to the residual stream.
+void Model::bring_out(const Layer& at, const float* context, int nodes, int thread) {
     const bool add = adds(at, at.attention_end_norm);
     multiply({&at.output}, {add ? &stream_[0] : &branch_[0]}, {mixed_q_.data(), context}, nodes,
              sizes.hidden, add, thread);
@@ -163,7 +200,7 @@ void Model::end_branch(const Layer& layer, const float* norm, int nodes, int thr
     const Share mine = columns_of(nodes, thread, pool.threads());
     for (int n = mine.first; n < mine.last; n++) {
         float *x = &stream_[(size_t)n * hidden], *branch = &branch_[(size_t)n * hidden];
-        if (norm) kernels->norm(branch, norm, sizes.norm_eps, hidden, branch);
+        if (norm) put_norm(branch, norm, sizes.norm_eps, hidden, branch);
         for (int i = 0; i < hidden; i++) x[i] += branch[i] * layer.kind.residual;
     }
     pool.barrier();
@@ -172,12 +209,9 @@ void Model::end_branch(const Layer& layer, const float* norm, int nodes, int thr
 void Model::ffn_layer(const Step& step, int layer, int thread) {
     const Layer& at = layers_[layer];
     const int hidden = sizes.hidden, nodes = step.nodes;
-    const Share mine = columns_of(nodes, thread, pool.threads());
     Wanted wanted = {&at.feed.gate, &at.feed.up};
     if (at.kind.experts) wanted.groups = at.reads_groups, wanted.floats = true;
-    for (int n = mine.first; n < mine.last; n++) {
-        put_normed(&stream_[(size_t)n * hidden], at.ffn_norm, n, wanted);
-    }
+    put_normed(nullptr, nodes, at.ffn_norm, wanted, thread);
     pool.barrier();
     const bool add = adds(at, at.ffn_end_norm);
     if (at.kind.experts) {
@@ -185,10 +219,7 @@ void Model::ffn_layer(const Step& step, int layer, int thread) {
     } else {
         const Visit all = {&at.feed,  nodes,         at.kind.ffn, normed(), &gate_[0],
                            &up_[0], ffn_q_.data(), add ? &stream_[0] : &branch_[0]};
-        multiply({&at.feed.gate, &at.feed.up}, {all.gate, all.up}, all.x, nodes, all.width, false,
-                 thread);
-        pool.barrier();
-        activate(all, at.kind.gate, thread);
+        multiply_gates(all, at.kind.gate, thread);
         pool.barrier();
         multiply({&at.feed.down}, {all.out}, {all.between, all.gate}, nodes, hidden, add, thread);
         pool.barrier();
@@ -196,34 +227,40 @@ void Model::ffn_layer(const Step& step, int layer, int thread) {
     if (!add) end_branch(at, at.ffn_end_norm, nodes, thread);
 }
 
-// silu(gate) * up, or what the layer has for it, quantised, or in gate's place: group by group, so
-// that every thread has some even of one row.
-void Model::activate(const Visit& visit, int kind, int thread) {
-    const Joined as_floats = kernels->gates[kind];
-    const JoinedQuantised as_groups = kernels->gates_quantise[kind];
-    const bool floats = is_float(visit.feed->down.format);
-    const int width = visit.width, groups = (width + kGroup - 1) / kGroup;
-    const Share share((visit.rows + kLanes - 1) / kLanes * groups, thread, pool.threads());
-    for (int piece = share.first; piece < share.last; piece++) {
-        const int begin = piece % groups * kGroup, first = piece / groups * kLanes;
-        const int count = width - begin < kGroup ? width - begin : kGroup;
-        for (int n = first; n < first + kLanes && n < visit.rows; n++) {
-            float* gate = visit.gate + (size_t)n * width + begin;
-            const float* up = visit.up + (size_t)n * width + begin;
-            if (floats) {
-                as_floats(gate, up, count, gate);
-            } else {
-                as_groups(gate, up, count, visit.between + piece, n % kLanes);
-            }
-        }
+// The gate and up of some groups of numbers, and what activation makes of them: no thread waits for
+// what another has multiplied.
+void Model::multiply_gates(const Visit& visit, int kind, int thread) {
+    const Matrix &gate = visit.feed->gate, &up = visit.feed->up;
+    const Share mine((visit.width + kGroup - 1) / kGroup, thread, pool.threads());
+    const int each = kGroup / kBlock, blocks = gate.blocks();
+    const int last = mine.last * each < blocks ? mine.last * each : blocks;
+    for (const auto& [w, out] : {std::pair(&gate, visit.gate), std::pair(&up, visit.up)}) {
+        multiply_blocks(*w, visit.x, visit.rows, mine.first * each, last, {out, visit.width, false});
+    }
+    for (int row = 0; row < visit.rows; row++) activate(visit, kind, row, mine);
+}
+
+// silu(gate) * up of these groups of a row, or what the layer has for it, quantised, or in gate's
+// place.
+void Model::activate(const Visit& visit, int kind, int row, Share groups) const {
+    const int begin = groups.first * kGroup, width = visit.width;
+    const int count = (groups.last * kGroup < width ? groups.last * kGroup : width) - begin;
+    if (count <= 0) return;
+    float* gate = visit.gate + (size_t)row * width + begin;
+    const float* up = visit.up + (size_t)row * width + begin;
+    if (is_float(visit.feed->down.format)) {
+        kernels->gates[kind](gate, up, count, gate);
+    } else {
+        Group* to = column(visit.between, row, width) + groups.first;
+        kernels->gates_quantise[kind](gate, up, count, to, row % kLanes);
     }
 }
 
 // Norms over all query heads at once, and over all key heads.
 void Model::put_wide_norms(const Layer& layer, float* x) const {
     const int queries = sizes.heads * sizes.head_size, keys = sizes.kv_heads * sizes.head_size;
-    kernels->norm(x, layer.query_norm, sizes.norm_eps, queries, x);
-    kernels->norm(x + queries, layer.key_norm, sizes.norm_eps, keys, x + queries);
+    put_norm(x, layer.query_norm, sizes.norm_eps, queries, x);
+    put_norm(x + queries, layer.key_norm, sizes.norm_eps, keys, x + queries);
 }
 
 void Model::rotate_and_store(int layer, int node) {
@@ -297,12 +334,7 @@ void Model::products(int rows, float* logits) {
 }
 
 void Model::head(const Step& step, int thread) {
-    const int hidden = sizes.hidden;
-    const Share mine = columns_of(step.scored, thread, pool.threads());
-    for (int i = mine.first; i < mine.last; i++) {
-        const float* x = &stream_[(size_t)step.scored_nodes[i] * hidden];
-        put_normed(x, final_norm_, i, {&head_});
-    }
+    put_normed(step.scored_nodes, step.scored, final_norm_, {&head_}, thread);
     pool.barrier();
     multiply({&head_}, {step.logits}, normed(), step.scored, sizes.vocab, false, thread);
     if (logit_scale_ != 1.0f || logit_cap_ != 0.0f) bend_logits(step, thread);

@@ -90,15 +90,18 @@ struct Kernels {
     FloatProduct float_product;
 
     // One row into lane `lane` of its Group column, quantised in groups of 32:
-    // x itself; RMSNorm(x) * weight; or gate and up made one, by `Gate`.
+    // x itself; x * factor * weight; or gate and up made one, by `Gate`.
     void (*quantise)(const float* x, int count, Group* out, int lane);
-    void (*norm_quantise)(const float* x, const float* weight, float eps, int count, Group* out,
+    void (*norm_quantise)(const float* x, const float* weight, float factor, int count, Group* out,
                           int lane);
     JoinedQuantised gates_quantise[kGates];
 
-    // The last two as float32[count]; `out` may be `gate`.
-    void (*norm)(const float* x, const float* weight, float eps, int count, float* out);
+    // The last two as float32[count]; `out` may be `x` or `gate`.
+    void (*norm)(const float* x, const float* weight, float factor, int count, float* out);
     Joined gates[kGates];
+
+    // RMSNorm's factor of a row: 1 / sqrt(mean of squares + eps).
+    float (*inverse_rms)(const float* x, int count, float eps);
 
     // float32[count] in place: cap tanh(x / cap); not finite: NaN.
     void (*soften)(float* x, int count, float cap);
@@ -135,7 +138,7 @@ struct Kernels {
 #define FORERUN_KERNELS \
     product, float_product, quantise, norm_quantise,                                      \
         {silu_quantise, clamped_quantise, gelu_quantise, erf_gelu_quantise}, norm,            \
-        {silu, clamped, gelu, erf_gelu}, soften, rotate, to_halves, attend,                     \
+        {silu, clamped, gelu, erf_gelu}, inverse_rms, soften, rotate, to_halves, attend,                     \
         attend_some_positions, weigh, attend_some_numbers, choose, gated_delta
 
 // One table per instruction set; null where it was compiled for another kind of machine or by a

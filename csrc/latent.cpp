@@ -42,7 +42,8 @@ void Model::mix_latent(const Step& step, int layer, Inputs x, int thread) {
     pool.barrier();
     multiply_heads(at.out_of, {&values_of_[0], values, false}, sizes.value, nodes, thread);
     pool.barrier();
-    bring_out(at, &values_of_[0], values, nodes, thread);
+    quantise_context(at, &values_of_[0], values, nodes, thread);
+    bring_out(at, &values_of_[0], nodes, thread);
 }
 
 // Rows of latent_: what is kept of each node, and its queries, neither normed nor turned yet.
@@ -58,10 +59,10 @@ void Model::latent_queries(const Layer& at, Inputs x, int nodes, int thread) {
     for (int n = mine.first; n < mine.last; n++) {
         const float* from = &latent_[(size_t)n * stride];
         if (floats) {
-            kernels->norm(from, at.query_norm, sizes.latent_eps, lower, &lower_f_[(size_t)n * lower]);
+            put_norm(from, at.query_norm, sizes.latent_eps, lower, &lower_f_[(size_t)n * lower]);
         } else {
-            kernels->norm_quantise(from, at.query_norm, sizes.latent_eps, lower,
-                                   column(lower_q_.data(), n, lower), n % kLanes);
+            quantise_norm(from, at.query_norm, sizes.latent_eps, lower,
+                          column(lower_q_.data(), n, lower), n % kLanes);
         }
     }
     pool.barrier();
@@ -73,7 +74,7 @@ void Model::latent_queries(const Layer& at, Inputs x, int nodes, int thread) {
 void Model::keep_latent(int layer, int node) {
     const int half = rope_size() / 2;
     float* kept = &latent_[node * latent_width() + sizes.query_rank];
-    kernels->norm(kept, layers_[layer].key_norm, sizes.latent_eps, sizes.rank, kept);
+    put_norm(kept, layers_[layer].key_norm, sizes.latent_eps, sizes.rank, kept);
     const size_t turn = angles(layers_[layer], node);
     kernels->rotate(kept + sizes.rank, nullptr, 0.0f, &cosine_[turn], &sine_[turn], half, 1.0f);
     keep(kept, plane(layer, 0, 0), place_of_[node]);

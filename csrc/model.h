@@ -242,7 +242,8 @@ protected:
     void keep_taps(const Step& step, int layer, int thread);
     void attention_layer(const Step& step, int layer, int thread);
     void mix(const Step& step, int layer, Inputs x, int thread);
-    void bring_out(const Layer& layer, float* context, int width, int nodes, int thread);
+    void quantise_context(const Layer& layer, const float* context, int width, int nodes, int thread);
+    void bring_out(const Layer& layer, const float* context, int nodes, int thread);
     void mix_latent(const Step& step, int layer, Inputs x, int thread);
     void latent_queries(const Layer& layer, Inputs x, int nodes, int thread);
     void latent_products(const Layer& layer, int rows, int thread);
@@ -256,7 +257,8 @@ protected:
     void ffn_layer(const Step& step, int layer, int thread);
     size_t expert_rows(const LayerKind& kind) const;
     void reserve_for(const LayerKind& kind);
-    void activate(const Visit& visit, int gate, int thread);
+    void multiply_gates(const Visit& visit, int gate, int thread);
+    void activate(const Visit& visit, int gate, int row, Share groups) const;
     void end_branch(const Layer& layer, const float* norm, int nodes, int thread);
     void mixture(const Layer& layer, int nodes, int thread);
     void route(const Layer& layer, int node);
@@ -274,9 +276,15 @@ protected:
     Attend job(int layer, const Unit& unit, int node, int thread);
     void attend(int layer, int thread);
     void attend_together(int layer, int thread);
+    void put_context(const Layer& layer, int node, int first, int count);
     void multiply(std::initializer_list<const Matrix*> stack, std::initializer_list<float*> outs,
                   Inputs x, int rows, int stride, bool add, int thread);
-    void put_normed(const float* x, const float* weight, int row, Wanted wanted);
+    void multiply_blocks(const Matrix& w, Inputs x, int rows, int first, int last, Target out) const;
+    void put_norm(const float* x, const float* weight, float eps, int count, float* out) const;
+    void quantise_norm(const float* x, const float* weight, float eps, int count, Group* out,
+                       int lane) const;
+    void put_normed(const int32_t* nodes, int rows, const float* weight, Wanted wanted, int thread);
+    void put_part(const float* x, const float* weight, int row, int begin, int end, Wanted wanted);
     void put_wide_norms(const Layer& layer, float* x) const;
     // Whether a branch's last product adds to the stream by itself; else it leaves it in branch_.
     bool adds(const Layer& layer, const float* norm) const {
@@ -359,6 +367,8 @@ protected:
     bool together_ = false;                    // all threads attend to each unit:
     Floats scores_, totals_;       // [units][shared heads][stride], [..][..]
     int64_t stride_ = 0;
+    int mixed_at_a_time_ = 0;  // numbers of a value that a thread mixes then
+    bool in_groups_ = false;   // threads mix whole groups of what the last product reads, and quantise them
     int32_t room_ = 0;  // heads of a node whose scores there is room for
 };
 

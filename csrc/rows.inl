@@ -67,8 +67,7 @@ static void quantise(const float* x, int count, Group* out, int lane) {
     quantise_joined(x, x, count, out, lane, [](W a, W) { return a; });
 }
 
-// 1 / sqrt(mean of squares + eps)
-FORERUN_INLINE float inverse_rms(const float* x, int count, float eps) {
+static float inverse_rms(const float* x, int count, float eps) {
     F8 squares[4] = {splat8(0.0f), splat8(0.0f), splat8(0.0f), splat8(0.0f)};
     int i = 0;
     for (; i + 32 <= count; i += 32) {
@@ -83,11 +82,10 @@ FORERUN_INLINE float inverse_rms(const float* x, int count, float eps) {
     return 1.0f / __builtin_sqrtf(total / (float)count + eps);
 }
 
-static void norm_quantise(const float* x, const float* weight, float eps, int count, Group* out,
+static void norm_quantise(const float* x, const float* weight, float factor, int count, Group* out,
                           int lane) {
-    const W factor = splatw<W>(inverse_rms(x, count, eps));
-    quantise_joined(x, weight, count, out, lane,
-                    [=](W a, W w) { return mulw(mulw(a, factor), w); });
+    const W all = splatw<W>(factor);
+    quantise_joined(x, weight, count, out, lane, [=](W a, W w) { return mulw(mulw(a, all), w); });
 }
 
 FORERUN_INLINE W silu_of(W g, W u) {
@@ -168,9 +166,9 @@ FORERUN_INLINE void write_joined(const float* a, const float* b, int count, floa
     memcpy(out + i, values, sizeof(float) * (count - i));
 }
 
-static void norm(const float* x, const float* weight, float eps, int count, float* out) {
-    const W factor = splatw<W>(inverse_rms(x, count, eps));
-    write_joined(x, weight, count, out, [=](W a, W w) { return mulw(mulw(a, factor), w); });
+static void norm(const float* x, const float* weight, float factor, int count, float* out) {
+    const W all = splatw<W>(factor);
+    write_joined(x, weight, count, out, [=](W a, W w) { return mulw(mulw(a, all), w); });
 }
 
 static void silu(const float* gate, const float* up, int count, float* out) {

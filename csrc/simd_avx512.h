@@ -52,6 +52,9 @@ FORERUN_INLINE F16 load_twice16(const float* a, const float* b) {
     const __m512d low = _mm512_castpd256_pd512(_mm256_loadu_pd((const double*)a));
     return _mm512_castpd_ps(_mm512_insertf64x4(low, _mm256_loadu_pd((const double*)b), 1));
 }
+FORERUN_INLINE F16 load_eight_twice16(const float* at) {
+    return _mm512_castpd_ps(_mm512_broadcast_f64x4(_mm256_loadu_pd((const double*)at)));
+}
 FORERUN_INLINE F16 load_halves_twice16(const uint16_t* a, const uint16_t* b) {
     const __m256i low = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)a));
     return _mm512_cvtph_ps(_mm256_inserti128_si256(low, _mm_loadu_si128((const __m128i*)b), 1));

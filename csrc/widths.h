@@ -2,6 +2,11 @@
 // care. W is the widest vector: eight lanes or, with FORERUN_WIDE, simd_avx512.h's sixteen beside them.
 #pragma once
 
+// Keeps GCC from loading a vector once for each of its uses.
+#ifndef FORERUN_PIN
+#define FORERUN_PIN(vector) (void)(vector)
+#endif
+
 namespace {
 
 FORERUN_INLINE F8 addw(F8 a, F8 b) { return add8(a, b); }
@@ -41,6 +46,8 @@ FORERUN_INLINE W load_numberw(const float* at) { return load16(at); }
 // Eight numbers of as many rows as a vector has room for.
 FORERUN_INLINE W load_rows(const uint16_t* a, const uint16_t* b) { return load_halves_twice16(a, b); }
 FORERUN_INLINE W load_rows(const float* a, const float* b) { return load_twice16(a, b); }
+// Eight numbers, as often as a vector has room for.
+FORERUN_INLINE W load_eight(const float* at) { return load_eight_twice16(at); }
 
 #else
 
@@ -53,6 +60,7 @@ FORERUN_INLINE W load_numberw(const uint16_t* at) { return load_number8(at); }
 FORERUN_INLINE W load_numberw(const float* at) { return load_number8(at); }
 FORERUN_INLINE W load_rows(const uint16_t* a, const uint16_t*) { return load_number8(a); }
 FORERUN_INLINE W load_rows(const float* a, const float*) { return load_number8(a); }
+FORERUN_INLINE W load_eight(const float* at) { return load8(at); }
 
 #endif
 

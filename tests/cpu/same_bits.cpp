@@ -78,7 +78,8 @@ static std::vector<uint8_t> rows_by(const Kernels& k, const Floats& x, const Flo
     memset(groups.data(), 0, groups.size() * sizeof(Group));
     const size_t row = groups.size() / (2 + kGates);
     k.quantise(x.data(), count, &groups[0], 1);
-    k.norm_quantise(x.data(), w.data(), 1e-5f, count, &groups[row], 2);
+    const float factor = k.inverse_rms(x.data(), count, 1e-5f);
+    k.norm_quantise(x.data(), w.data(), factor, count, &groups[row], 2);
     Floats floats;
     for (int gate = 0; gate < kGates; gate++) {
         Floats one(x);

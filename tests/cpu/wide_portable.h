@@ -85,6 +85,9 @@ static F16 power16(F16 n) {
 static F16 load_twice16(const float* a, const float* b) {
     return floats([&](int i) { return i < 8 ? a[i] : b[i - 8]; });
 }
+static F16 load_eight_twice16(const float* at) {
+    return floats([&](int i) { return at[i % 8]; });
+}
 static F16 load_halves_twice16(const uint16_t* a, const uint16_t* b) {
     return floats([&](int i) { return forerun::float_from_half(i < 8 ? a[i] : b[i - 8]); });
 }
