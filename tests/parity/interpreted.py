@@ -8,6 +8,7 @@ import inspect
 import os
 import sys
 from contextlib import contextmanager
+from math import prod
 
 import numpy as np
 import pytest
@@ -80,9 +81,10 @@ def _quickened(interpreter, core) -> None:
     the language's functions), and makes the same types again and again: half of the time.
     """
     patch_lang, np_dtype = interpreter._patch_lang, interpreter._get_np_dtype
-    type_of_values = core._type_for_tuple_values
+    block_init, apply = core.block_type.__init__, interpreter.ReduceOps.apply_impl
+    integers = {*core.dtype.SINT_TYPES, *core.dtype.UINT_TYPES}
     languages = interpreter.tl, interpreter.tl.core
-    patched, of_function, np_dtypes, types = set(), {}, {}, {}
+    patched, of_function, np_dtypes, blocks = set(), {}, {}, {}
 
     def patched_once(fn):
         """What a launch replaced is in place until its end."""
@@ -104,19 +106,43 @@ def _quickened(interpreter, core) -> None:
             np_dtypes[kind.name] = np_dtype(kind)
         return np_dtypes[kind.name]
 
-    def type_of(values, fields=None):
-        if fields or not all(type(value) is core.constexpr for value in values):
-            return type_of_values(values, fields)
-        key = tuple((type(value.value), value.value) for value in values)
-        if not all(kind is int for kind, _ in key):
-            return type_of_values(values, fields)
-        if key not in types:
-            types[key] = type_of_values(values)
-        return types[key]
+    def sized(block, element, shape):
+        """As block_type.__init__, which checks and names a shape."""
+        sizes = tuple(shape.values if isinstance(shape, core.tuple) else shape)
+        plain = all(type(size) is int for size in sizes)
+        known = blocks.get((element.name, sizes)) if plain else None
+        if known is None:
+            block_init(block, element, shape)
+            sizes = tuple(block.shape.values)
+            known = vars(block) | {"of_tensors": numbers_of(sizes)}
+            blocks[element.name, sizes] = known
+        vars(block).update(known, element_ty=element)
+
+    def numbers_of(sizes):
+        return core.constexpr(prod(sizes)), core.tuple([core.constexpr(size) for size in sizes])
+
+    def shaped(tensor, handle, kind):
+        """As tensor.__init__, whose shape and number of elements are those of its type."""
+        tensor.handle, tensor.type, tensor.dtype = handle, kind, kind.scalar
+        tensor.numel, tensor.shape = kind.of_tensors if kind.is_block() else scalar
+
+    scalar = numbers_of(())
+
+    def reduced(reduce, given):
+        if reduce.combine_fn is not interpreter.tl.standard._xor_combine:
+            return apply(reduce, given)
+        numbers = given[0].handle.data
+        found = np.bitwise_xor.reduce(numbers, axis=reduce.axis, keepdims=reduce.keep_dims)
+        return reduce.to_tensor(found, given[0].dtype)
 
     interpreter._patch_lang = patched_once
     interpreter._get_np_dtype = np_dtype_of
-    core._type_for_tuple_values = type_of
+    core.tensor.__init__, core.block_type.__init__ = shaped, sized
+    core.dtype.is_int = lambda kind: kind.name in integers
+    interpreter.ReduceOps.apply_impl = reduced
+    # What it finds is told in Triton's debug mode alone, which the interpreter has not.
+    options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    interpreter.interpreter_builder.options = options
 
 
 # Triton's own library is made of kernels too: it must be imported anew, to be interpreted. All
