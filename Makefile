@@ -6,8 +6,16 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3.14 python
 VENV    := .venv
 BIN     := $(VENV)/bin
 PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+LISTED  := $(BIN)/python -c 'import sys, tomllib; \
+	project = tomllib.load(open("pyproject.toml", "rb"))["project"]; extras = project["optional-dependencies"]; \
+	print(*project["dependencies"], *(each for name in sys.argv[1:] for each in extras[name]), sep="\n")'
+PYTHON3 := $(VENV)/.python
+CORE    := $(VENV)/.core
+NEEDED  := $(VENV)/.needed
+WANTED  := $(VENV)/.wanted
 READY   := $(VENV)/.ready
 TOOLS   := $(VENV)/.tools
+BESIDE  := @$(MAKE) --no-print-directory --jobs 2
 CLIENTS := .venv-clients
 FAST    := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
 	--ignore tests/browser --ignore tests/gpu --ignore tests/clients \
@@ -21,28 +29,48 @@ export PYTHONDONTWRITEBYTECODE :=
 	bench-peers test-ray gpu-test gpu-bench docs wheel clean
 
 # What running a model needs: the package, its CPU core, the default model.
-setup: $(READY)
+setup: | $(PYTHON3)
+	@test -e $(CORE) || echo "1 of 2: installing the package and compiling its CPU core, about a minute"
+	$(BESIDE) $(CORE) $(NEEDED)
+	@$(MAKE) --no-print-directory $(READY)
 
 # What testing needs on top: torch, the reference implementations, linters.
-tools: $(TOOLS)
+tools: | $(PYTHON3)
+	$(BESIDE) $(CORE) $(WANTED)
+	@$(MAKE) --no-print-directory setup
+	@$(MAKE) --no-print-directory $(TOOLS)
 
-# Without a compiler there is no CPU core, and torch has to do its work.
-$(READY): pyproject.toml constraints.txt hatch_build.py $(wildcard csrc/*)
+$(PYTHON3):
 	@test -x $(BIN)/python || test -n "$(PYTHON)" || { echo "Forerun needs Python 3.11 or newer, \
 	and none is on the PATH. Install one, or say where it is: make setup PYTHON=/path/to/python3"; \
 	exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "1 of 2: installing the package and compiling its CPU core, about a minute"
-	$(PIP) -e ".[plots]"
+	@touch $@
+
+# The package itself. The compiler makes way for pip, which has one process and as much to do.
+$(CORE): pyproject.toml constraints.txt hatch_build.py $(wildcard csrc/*) | $(PYTHON3)
+	nice $(PIP) --no-deps -e .
+	@touch $@
+
+# What the package needs, from pyproject.toml.
+$(NEEDED): pyproject.toml constraints.txt | $(PYTHON3)
+	$(LISTED) plots | $(PIP) -r /dev/stdin
+	@touch $@
+
+# What tests import of this is compiled when it is imported, which is a small part.
+$(WANTED): $(NEEDED)
+	(echo torch; $(LISTED) plots dev) | $(PIP) --no-compile -r /dev/stdin
+	$(BIN)/python -c "import torch"
+	@touch $@
+
+# Without a compiler there is no CPU core, and torch has to do its work.
+$(READY): $(CORE) $(NEEDED)
 	@$(BIN)/forerun doctor --no-torch > /dev/null || $(PIP) torch
 	@echo "2 of 2: fetching the default model, 93 MB"
 	$(BIN)/forerun fetch smollm2-135m
 	@touch $@
 
-# What tests import of the second is compiled when it is imported, which is a small part.
-$(TOOLS): $(READY)
-	$(PIP) torch
-	$(PIP) --no-compile "forerun[dev]"
+$(TOOLS): $(READY) $(WANTED)
 	@touch $@
 
 demo: setup
@@ -53,7 +81,7 @@ serve: setup
 
 # The linters and types, which keep one core busy for a minute, run beside the tests.
 test: tools
-	@$(MAKE) --no-print-directory --jobs 2 check suite
+	$(BESIDE) check suite
 
 suite: tools
 	$(FAST)

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -54,13 +55,18 @@ def compiler() -> list[str]:
 
 
 def run_all(commands: list[list[str]]) -> list[str | None]:
-    """Run commands at the same time. None or what went wrong, for each."""
+    """Run commands, as many at a time as there are processors. None or what went wrong, each."""
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        return list(threads.map(run, commands))
+
+
+def run(command: list[str]) -> str | None:
+    """None, or what went wrong."""
     try:
-        running = [subprocess.Popen(job, stderr=subprocess.PIPE, text=True) for job in commands]
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     except OSError as error:
-        sys.exit(f"{commands[0][0]} cannot be run: {error}")
-    results = [(process.communicate()[1], process.returncode) for process in running]
-    return [text.strip()[:4000] or "no reason given" if code else None for text, code in results]
+        return f"{command[0]} cannot be run: {error}"
+    return done.stderr.strip()[:4000] or "no reason given" if done.returncode else None
 
 
 def build(target: Path, extra: tuple[str, ...] = ()) -> None:
@@ -70,7 +76,8 @@ def build(target: Path, extra: tuple[str, ...] = ()) -> None:
     """
     command = [*compiler(), *extra]
     with tempfile.TemporaryDirectory() as folder:
-        sources = sorted(HERE.glob("*.cpp"))
+        # What takes longest first: kernels, once for each instruction set.
+        sources = sorted(HERE.glob("*.cpp"), key=lambda path: (path.name[:4] != "isa_", path))
         objects = [str(Path(folder, f"{source.stem}.o")) for source in sources]
         plain = [
             [*command, *FLAGS, *STRICT, "-c", str(source), "-o", output]
@@ -83,7 +90,7 @@ def build(target: Path, extra: tuple[str, ...] = ()) -> None:
         again = [job for job, fault in zip(plain, run_all(tuned), strict=True) if fault is not None]
         # A new file, not new contents: a process that runs the old library keeps it.
         staged = target.with_name(f".{target.name}.{os.getpid()}")
-        link = [*command, "-shared", "-pthread", *objects, "-o", str(staged)]
+        link = [*command, "-shared", "-pthread", *sorted(objects), "-o", str(staged)]
         try:
             for fault in (*run_all(again), *run_all([link])):
                 if fault is not None:
