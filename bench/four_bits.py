@@ -17,7 +17,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from bench.sparse_steps import CONTEXT, step
 from forerun.executors.cpu import CpuExecutor, native
 from forerun.interface.executor import ExecutorLimits
-from forerun.interface.plan import SlotInit
+from forerun.interface.slot_init import SlotInit
 from forerun.models.arch import Architecture
 from forerun.models.mapped import FourBits, Packed
 from forerun.models.shapes import RandomCheckpoint, shape_named

@@ -23,7 +23,8 @@ from forerun.executors.cpu import CpuExecutor
 from forerun.executors.torch import TorchExecutor
 from forerun.hub.catalog import open_model
 from forerun.interface.executor import ExecutorLimits
-from forerun.interface.plan import Plan, SlotInit
+from forerun.interface.plan import Plan
+from forerun.interface.slot_init import SlotInit
 from forerun.options.config import NATIVE_DTYPES
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft, batch

@@ -35,7 +35,8 @@ from forerun.control.report import step_report
 from forerun.control.step_costs import StepCosts
 from forerun.hub.catalog import shipped_draft
 from forerun.interface.drafter import Drafter, DrafterTraits
-from forerun.interface.plan import Outcome, Plan, SlotInit
+from forerun.interface.plan import Outcome, Plan
+from forerun.interface.slot_init import SlotInit
 from forerun.measure.workload import read_prompts
 from forerun.models.ngram_table import FILE, NgramTable, read_ngram_table
 from forerun.options.config import EngineConfig

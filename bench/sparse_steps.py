@@ -15,7 +15,8 @@ import numpy as np
 
 from forerun.executors.cpu import CpuExecutor
 from forerun.interface.executor import ExecutorLimits
-from forerun.interface.plan import Plan, SlotInit
+from forerun.interface.plan import Plan
+from forerun.interface.slot_init import SlotInit
 from forerun.models.arch import Architecture, plain_layers
 from forerun.models.layer_spec import Dense, Experts, LayerSpec, Router
 from forerun.models.rope import Rope

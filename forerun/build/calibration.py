@@ -14,7 +14,8 @@ from forerun.errors import ConfigError
 from forerun.interface.draft_model import DraftBlock, DraftLevel, DraftModel, Extension
 from forerun.interface.executor import Executor, ExecutorLimits
 from forerun.interface.next_draft import DraftRequest
-from forerun.interface.plan import Outcome, Plan, SlotInit
+from forerun.interface.plan import Outcome, Plan
+from forerun.interface.slot_init import SlotInit
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft, batch
 from forerun.types import Ints

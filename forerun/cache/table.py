@@ -1,9 +1,9 @@
 """A sequence's page table: reserved, then committed or rolled back."""
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import compress, repeat
-from operator import add, floordiv, ge, sub
+from operator import add, ge
 
 from forerun.cache.prefix import CachedPage, PrefixIndex
 from forerun.columns import Column, column, consume
@@ -121,9 +121,7 @@ class PageTable:
 
 
 _lengths_of: Column[PageTable, int] = column("length")
-_reserved_of: Column[PageTable, int] = column("reserved")
 _due_of: Column[PageTable, int] = column("_due")
-_page_sizes_of: Column[PageTable, int] = column("page_size")
 
 
 def commit(tables: Sequence[PageTable], counts: Sequence[int]) -> list[int]:
@@ -137,10 +135,3 @@ def commit(tables: Sequence[PageTable], counts: Sequence[int]) -> list[int]:
         ends[place] = tables[place].length
     consume(map(setattr, tables, repeat("length"), ends))
     return places
-
-
-def spare(tables: Sequence[PageTable], growing: Iterable[int]) -> list[int]:
-    """Places of the tables that have a page beyond their length and growing[b] positions more."""
-    kept = map(add, _lengths_of(tables), growing)
-    pages = map(floordiv, map(sub, _reserved_of(tables), kept), _page_sizes_of(tables))
-    return list(compress(range(len(tables)), pages))

@@ -21,12 +21,11 @@ from forerun.control.constants import (
     PLAIN_EVERY,
 )
 from forerun.control.host_drafts import Found, HostDrafts, scored
-from forerun.control.policy import FIXED_MIN_PROB, Decision, Lookahead, with_known
+from forerun.control.policy import FIXED_MIN_PROB, Budget, Decision, Lookahead, with_known
 from forerun.control.report import StepReport
 from forerun.control.shapes import Shapes
 from forerun.control.step_costs import StepCosts
 from forerun.interface.drafter import DrafterTraits
-from forerun.interface.plan import Budget
 from forerun.types import Ints
 
 

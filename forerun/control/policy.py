@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from forerun.control.report import StepReport
-from forerun.interface.plan import Budget
 from forerun.speculative.tree import Draft
 from forerun.types import Ints
 
@@ -21,6 +20,24 @@ costs: by the fixed policy, and in rounds of a device."""
 def off(reason: str) -> str:
     """How every part of the system words that nothing is drafted although it should be."""
     return f"speculation is off: {reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a row may draft in the next step, and why, in words for people.
+
+    nodes   draft tokens at most
+    depth   longest path of draft tokens
+    min_prob  draft tokens less likely than this would not be verified
+    model_depth  of that, how deep a draft model may go that drafts one tree with free drafters; 0:
+            only these are asked
+    """
+
+    nodes: int
+    depth: int
+    reason: str
+    min_prob: float = 0.0
+    model_depth: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ import numpy as np
 
 from forerun.interface.drafter import Drafter, DrafterTraits
 from forerun.interface.next_draft import DraftRequest
-from forerun.interface.plan import Outcome, Plan, Round, SlotInit
+from forerun.interface.plan import Outcome, Plan, Round
+from forerun.interface.slot_init import SlotInit
 from forerun.speculative.draft_tree import pruned
 from forerun.speculative.tree import NO_DRAFT, Draft, DraftSource, TreeBatch
 

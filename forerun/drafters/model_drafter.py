@@ -27,7 +27,8 @@ from forerun.interface.drafter import DrafterTraits
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.features import MOST_KEPT, HeldFeatures, StepFeatures
 from forerun.interface.next_draft import DraftRequest, draft_sizes
-from forerun.interface.plan import Outcome, Plan, Round, SlotInit
+from forerun.interface.plan import Outcome, Plan, Round
+from forerun.interface.slot_init import SlotInit
 from forerun.speculative.draft_tree import TreeShape
 from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch, full_size
 from forerun.types import AnyArray, Bools, Ints

@@ -16,7 +16,8 @@ from forerun.drafters import ngram
 from forerun.errors import EngineError
 from forerun.executors.cpu import native
 from forerun.interface.drafter import DrafterTraits
-from forerun.interface.plan import Outcome, Plan, Round, SlotInit
+from forerun.interface.plan import Outcome, Plan, Round
+from forerun.interface.slot_init import SlotInit
 from forerun.models.ngram_table import NgramTable
 from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch
 

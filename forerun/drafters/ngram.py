@@ -21,7 +21,8 @@ import numpy as np
 
 from forerun.errors import EngineError
 from forerun.interface.drafter import DrafterTraits
-from forerun.interface.plan import Outcome, Plan, Round, SlotInit
+from forerun.interface.plan import Outcome, Plan, Round
+from forerun.interface.slot_init import SlotInit
 from forerun.models.ngram_table import NgramTable
 from forerun.speculative.draft_tree import Offer, best_first
 from forerun.speculative.noise import gumbel_of

@@ -3,7 +3,8 @@
 from typing import Any
 
 from forerun.interface.drafter import DrafterTraits
-from forerun.interface.plan import Outcome, Plan, Round, SlotInit
+from forerun.interface.plan import Outcome, Plan, Round
+from forerun.interface.slot_init import SlotInit
 from forerun.speculative.tree import Draft, TreeBatch
 
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence as Several
 import numpy as np
 
 from forerun.cache.prefix import PrefixIndex
+from forerun.control.policy import Budget
 from forerun.engine.sequence import Sequence
 from forerun.engine.stats import Load
 from forerun.interface.executor import ExecutorLimits
-from forerun.interface.plan import Budget
 from forerun.types import Ints
 
 
@@ -18,7 +18,8 @@ class Admission:
     """Slots, pages, and the sequences that wait for them or have them.
 
     waiting, running  in order of arrival
-    leaving  are over, but have a part in a running step
+    free_slots  of nobody
+    scored   nodes of a step that may have logits
     ready    whether a sequence with a slot can take part in the next step
     resumable  behind how many of cached tokens a sequence may go on (Executor.resumable)
     """
@@ -30,16 +31,15 @@ class Admission:
         ready: Callable[[Sequence], bool],
         resumable: Callable[[Ints], int],
     ) -> None:
-        self.limits, self._scored = limits, limits.scored_nodes
+        self.limits, self.scored = limits, limits.scored_nodes
         self._ready, self._resumable = ready, resumable
         self.index = PrefixIndex(limits.pages, limits.page_size, lookahead=int(features))
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        self.leaving: list[Sequence] = []
         # What the decoding rows of the last step that had any were allowed.
         self._granted: Several[Budget] = ()
         # Every running row needs a node and its logits in every step.
-        self._slots = list(range(min(limits.slots, self._scored)))[::-1]
+        self.free_slots = list(range(min(limits.slots, self.scored)))[::-1]
 
     @property
     def context(self) -> int:
@@ -56,14 +56,14 @@ class Admission:
         opened: list[Sequence] = []
         nodes = sum(sequence.pending for sequence in self.running if self._ready(sequence))
         for sequence in tuple(self.waiting):
-            if not self._slots or nodes >= self.limits.max_nodes:
+            if not self.free_slots or nodes >= self.limits.max_nodes:
                 break
             if self._awaits_pages(sequence):
                 continue
             if not self._reserve_prompt(sequence):
                 break
             self.waiting.remove(sequence)
-            sequence.slot = self._slots.pop()
+            sequence.slot = self.free_slots.pop()
             insort(self.running, sequence, key=lambda s: s.order)
             opened.append(sequence)
             nodes += sequence.pending

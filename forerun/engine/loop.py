@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Callable
 from time import monotonic
 
-from forerun.engine.core import EngineCore
 from forerun.engine.news import Ending
 from forerun.engine.options import EngineOptions
+from forerun.engine.overlap import make_core
 from forerun.engine.parts import Parts
 from forerun.engine.request import Finish
 from forerun.engine.sequence import Sequence
@@ -28,7 +28,7 @@ class EngineLoop:
     """
 
     def __init__(self, parts: Parts, options: EngineOptions) -> None:
-        self._core = EngineCore(parts, options.max_failures, self._ended, options.overlap)
+        self._core = make_core(parts, options, self._ended)
         self._checked = False
         self._turned: Callable[[], None] = lambda: None
         # Shared with other threads, under the lock of `_changed`:

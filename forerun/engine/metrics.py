@@ -41,9 +41,7 @@ class Metrics:
         self.finished = dict.fromkeys(Finish, 0)
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
         self.steps = self.carried = self.failed_steps = self.nodes = 0
-        self.drafts = self.draft_tokens = self.accepted = 0
-        self.accepted_at: list[int] = []
-        self.preemptions = 0
+        self.drafts = self.preemptions = 0
         self.seconds = dict.fromkeys((*STAGES, "host"), 0.0)
         self.first_token = Growing(SECONDS)
         self.duration = Growing(SECONDS)
@@ -59,25 +57,18 @@ class Metrics:
         self.recent: deque[int] = deque(maxlen=RECENT)
 
     def rows(self, trees: TreeBatch, rows: list[int], outcome: Outcome) -> None:
-        """These rows of a step sampled."""
-        emitted, drafted = outcome.n_tokens.tolist(), outcome.n_draft_tokens.tolist()
-        self.recent.extend(map(emitted.__getitem__, rows))
+        """These rows of a step sampled: who proposed their draft tokens, how deep, and what became
+        of them.
+        """
+        drafted = outcome.n_draft_tokens.tolist()
+        self.recent.extend(map(outcome.n_tokens.tolist().__getitem__, rows))
         some = list(compress(rows, map(drafted.__getitem__, rows)))
-        for row in some:
-            accepted = emitted[row] - 1
-            self.drafts += 1
-            self.draft_tokens += drafted[row]
-            self.accepted += accepted
-            self.accepted_at += [0] * (accepted - len(self.accepted_at))
-            for depth in range(accepted):
-                self.accepted_at[depth] += 1
-        if some:
-            self._count_sources(trees, some, set(outcome.accepted.tolist()))
-
-    def _count_sources(self, trees: TreeBatch, rows: list[int], accepted: set[int]) -> None:
-        """Who proposed the draft tokens of these rows, and which nodes of all were accepted."""
+        if not some:
+            return
+        self.drafts += len(some)
         roots, depth, nodes = trees.roots.tolist(), trees.depth.tolist(), trees.start.tolist()
-        for row in rows:
+        accepted = set(outcome.accepted.tolist())
+        for row in some:
             root, end = roots[row], nodes[row + 1]
             sources = trees.drafts[row].sources() if trees.drafts else [0] * (end - root - 1)
             for node, source in zip(range(root + 1, end), sources, strict=True):

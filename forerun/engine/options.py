@@ -14,7 +14,7 @@ class EngineOptions:
     max_choices   largest n of a request
     max_failures  steps in a row that may fail before the engine gives up
     overlap       begin the next step before this one is finished, or before its news are told
-                  (core.py), where that can be
+                  (overlap.py), where that can be
     accept_threshold_single, accept_threshold_acc
                   of requests that say none (speculative/thresholds.py); 1 = lossless
     """

@@ -9,7 +9,7 @@ from operator import add, and_, call, length_hint, lt, not_
 from time import monotonic
 from typing import TypeVar
 
-from forerun.cache.table import commit, spare
+from forerun.cache.table import commit
 from forerun.columns import consume
 from forerun.engine.metrics import Metrics
 from forerun.engine.news import Ending, Kept, News, ended, failed, grammar_ended, step_trace
@@ -126,7 +126,8 @@ class OutputProcessor:
     """Makes outcomes permanent and known: tokens, pages, stop conditions, text, deltas, ends.
 
     live     the choices of each request that have not ended, by its id
-    growing  positions that running rounds may make permanent, of each of these sequences
+    ordinary knows whose tokens are news as they are
+    vacate   gives back what a sequence holds that is over
     ended    called when the last choice of a request has ended
     """
 
@@ -135,22 +136,21 @@ class OutputProcessor:
         parts: Parts,
         scheduler: Scheduler,
         metrics: Metrics,
-        growing: Callable[[list[Sequence]], list[int]],
+        vacate: Callable[[Sequence], None],
         ended: Callable[[RequestId], None],
     ) -> None:
         self.live: dict[RequestId, list[Sequence]] = {}
         self._parts, self._scheduler, self._metrics = parts, scheduler, metrics
-        self._growing, self._ended = growing, ended
-        self._overlaps = parts.executor.capabilities.overlap
+        self._vacate, self._ended = vacate, ended
         self._eos_ids, self._piece = parts.tokenizer.eos_ids, parts.tokenizer.pieces.__getitem__
-        self._ordinary = Ordinary(parts.tokenizer, parts.executor.limits.vocab)
+        self.ordinary = Ordinary(parts.tokenizer, parts.executor.limits.vocab)
         # Output tokens of the longest choice that has ended, by request.
         self._longest: dict[RequestId, int] = {}
 
     def add(self, request: Request, sequences: list[Sequence]) -> None:
         """The choices of a request are submitted."""
         self.live[request.id] = list(sequences)
-        self._ordinary.add(request.stopping)
+        self.ordinary.add(request.stopping)
 
     def commit(self, step: Step, outcome: Outcome) -> News:
         """Make the outcome of every row permanent. The rows that have news."""
@@ -173,44 +173,23 @@ class OutputProcessor:
             tables[place].commit(counts[place], sequences[place].tokens)
         if False in plan.samples.tolist():
             rows = [row for row in rows if plan.samples[row]]
-            sequences = _of(rows, step.rows)
-            tables = list(Columns.tables(sequences))
-        if self._overlaps or any(plan.max_depth.tolist()):  # Else all pages are in use.
-            growing = self._growing(sequences)
-            for place in spare(tables, growing):
-                tables[place].rollback(growing[place])
         committed: dict[int, Committed] = {}
         for row in filter(plan.constrained.__getitem__, rows) if plan.some_constrained else ():
             found = self._through_grammar(step.rows[row], outcome.output_tokens[row])
             committed |= {} if found is None else {row: found}
         return News(rows, committed)
 
-    def parted(self, step: Step, outcome: Outcome, news: News) -> tuple[News, News]:
-        """The rows that end whatever their text says, or are decided again, and need not run on;
-        and the others.
-        """
-        on, tokens = self._ordinary.rows(step.rows, outcome, news.rows), outcome.output_tokens
-        for place in compress(range(len(on)), map(not_, on.copy())):
-            row = news.rows[place]
-            sequence, committed = step.rows[row], news.committed.get(row)
-            stops = sequence.request.stopping.stop_tokens
-            on[place] = sequence.remaining > 0 and not any(map(stops.__contains__, tokens[row]))
-            on[place] = on[place] and (committed is None or not committed.ends)
-        ends = compress(news.rows, map(not_, on))
-        return news._replace(rows=[*ends]), news._replace(rows=[*compress(news.rows, on)])
-
     def tell(self, step: Step, outcome: Outcome, news: News) -> None:
-        """Tell the news of these rows, and give back what those had that are over."""
+        """Tell the news of these rows."""
         rows = news.rows
         if any(Columns.over(step.rows)):
             rows = [row for row in rows if not step.rows[row].over]
         self._metrics.rows(step.round.trees, rows, outcome)
         count(step.rows, rows, outcome)
-        ordinary = self._ordinary.rows(step.rows, outcome, rows)
+        ordinary = self.ordinary.rows(step.rows, outcome, rows)
         self._tell_ordinary(step, outcome, list(compress(rows, ordinary)))
         for row in compress(rows, map(not_, ordinary)):
             self._settle(step, outcome, row, news.committed.get(row))
-        self.release()
 
     def _tell_ordinary(self, step: Step, outcome: Outcome, rows: list[int]) -> None:
         """Tell the tokens of these rows as they are."""
@@ -316,17 +295,9 @@ class OutputProcessor:
         longest = max(self._longest.get(request, 0), sequence.reported)
         self._longest[request] = longest
         sequence.over, sequence.ordinary = True, False
-        slot = self._scheduler.remove(sequence, held=self._growing([sequence]) != [0])
+        self._vacate(sequence)
         self.live[request].remove(sequence)
-        if slot is not None:
-            self._parts.close(slot)
         if not self.live[request]:
             del self.live[request]
-            self._ordinary.add(sequence.request.stopping, -1)
+            self.ordinary.add(sequence.request.stopping, -1)
             self._metrics.longest_output.add(self._longest.pop(request))
-
-    def release(self) -> None:
-        """Take slots and pages from the sequences that are over and in no running step."""
-        if leaving := self._scheduler.leaving:
-            for sequence in list(compress(leaving, map(not_, self._growing(leaving)))):
-                self._parts.close(self._scheduler.release(sequence))

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 from forerun.columns import Column, column, consume
-from forerun.control.policy import Decision, Policy
+from forerun.control.policy import Budget, Decision, Policy
 from forerun.engine.admission import Admission
 from forerun.engine.sequence import Columns, Sequence
 from forerun.interface.executor import ExecutorLimits
-from forerun.interface.plan import Budget, Plan, Round
+from forerun.interface.plan import Plan
 from forerun.types import Ints
 
 UNWANTED = Budget(0, 0, "off: the request wants no speculation")
@@ -47,7 +47,7 @@ class Schedule:
     closed: tuple[int, ...] = ()
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """The rows of a plan: what stands in lists, one of each row, or of the first rows only.
 
     known    tokens that run whatever happens
@@ -105,26 +105,15 @@ class Scheduler(Admission):
         """Send a running sequence back to the queue. Its slot, now to be closed."""
         self.running.remove(sequence)
         insort(self.waiting, sequence, key=lambda s: s.order)
-        return self._vacate(sequence)
+        return self.vacate(sequence)
 
-    def remove(self, sequence: Sequence, held: bool = False) -> int | None:
-        """Forget a sequence and give back all it holds. Its slot, now to be closed, if any.
-
-        held: a step runs that it has a part in; it is `leaving` until `release`.
-        """
+    def remove(self, sequence: Sequence) -> int | None:
+        """Forget a sequence and give back all it holds. Its slot, now to be closed, if any."""
         if sequence.slot is None:
             self.waiting.remove(sequence)
             return None
         self.running.remove(sequence)
-        if held:
-            self.leaving.append(sequence)
-            return None
-        return self._vacate(sequence)
-
-    def release(self, sequence: Sequence) -> int:
-        """The last step of a leaving sequence is over: as `remove`."""
-        self.leaving.remove(sequence)
-        return self._vacate(sequence)
+        return self.vacate(sequence)
 
     def plan(self) -> Schedule | None:
         """Plan the next step; None when nobody waits or runs, or nobody who runs is ready.
@@ -134,6 +123,9 @@ class Scheduler(Admission):
         Pages go first to rows that must grow by a token (preempting the youngest where they
         run out), then to sequences that wait, and what is left over to draft tokens.
         """
+        if (self.waiting and self.free_slots) or self.index.available < len(self.running):
+            for sequence in self.running:  # Pages that its draft tokens did not come to need.
+                sequence.table.rollback(sequence.pending)
         closed = self._grow()
         opened = () if closed or not self.waiting else self._admit()
         if not self.running:
@@ -141,33 +133,8 @@ class Scheduler(Admission):
         rows, decision = self._rows(opened)
         if not (rows.sequences or opened or closed):
             return None
-        plan = self._plan(rows, decision)
+        plan = self.made(rows, decision)
         return Schedule(plan, tuple(rows.sequences), decision, opened, closed)
-
-    def plan_after(self, round: Round, sequences: tuple[Sequence, ...]) -> Schedule | None:
-        """Plan the step that goes on from a running round of these sequences: they once more, but
-        those that end there whatever comes. None where that must be known first.
-
-        Pages are reserved for the longest that the running step can become; where they run out,
-        nobody is preempted for that.
-        """
-        alive = [not sequence.over for sequence in sequences]
-        rows = list(compress(sequences, alive))
-        waits = self.waiting and (self._slots or self.leaving)
-        if waits or len(rows) != len(self.running):
-            return None  # Somebody could join, or is not in the running step.
-        longer = list(map((1).__add__, compress(round.plan.max_depth.tolist(), alive)))
-        on = [sequence.remaining > 1 for sequence in rows]
-        rows, longer = list(compress(rows, on)), list(compress(longer, on))
-        reserved = zip(rows, longer, strict=True)
-        if not rows or not all(row.table.reserve(count + 1) for row, count in reserved):
-            return None
-        budgets, decision = self._grant(rows, self._scored - len(rows), longer)
-        kv_len = list(map(add, Columns.lengths(rows), longer))
-        planned = _Rows(rows, [1] * len(rows), [True] * len(rows), kv_len, budgets)
-        ends = np.array(list(Columns.limits(rows)), np.int32) - np.int32(1)
-        plan = replace(self._plan(planned, decision), after=round, ends=ends)
-        return Schedule(plan, tuple(rows), decision)
 
     # --- pages and slots ---------------------------------------------------------------
 
@@ -180,18 +147,20 @@ class Scheduler(Admission):
                 closed.append(self.preempt(self.running[-1]))
         return tuple(closed)
 
-    def _vacate(self, sequence: Sequence) -> int:
-        """Take slot and pages from a sequence that is no longer in `running`."""
+    def vacate(self, sequence: Sequence) -> int:
+        """Take slot and pages from a sequence that is no longer in `running`. The slot, now to be
+        closed.
+        """
         slot = sequence.slot
         assert slot is not None
         sequence.table.release()
         sequence.slot = None
-        self._slots.append(slot)
+        self.free_slots.append(slot)
         return slot
 
     # --- rows --------------------------------------------------------------------------
 
-    def _rows(self, opened: tuple[Sequence, ...]) -> tuple[_Rows, Decision]:
+    def _rows(self, opened: tuple[Sequence, ...]) -> tuple[Rows, Decision]:
         """Divide the step's nodes; the first rows are those that the decision is about.
 
         0 ... decoding rows ... + draft tokens ............ max_nodes
@@ -204,11 +173,12 @@ class Scheduler(Admission):
         pending = list(map(sub, Columns.totals(ready), Columns.lengths(ready)))
         long = list(map((1).__lt__, pending))
         decoding, prefill = list(compress(ready, map(not_, long))), list(compress(ready, long))
-        room, logits = self.limits.max_nodes - len(decoding), self._scored - len(ready)
+        room, logits = self.limits.max_nodes - len(decoding), self.scored - len(ready)
         # Nobody knows anything of these yet.
         fresh = [sequence for sequence in opened if sequence in decoding]
         rows = [sequence for sequence in decoding if sequence not in fresh] if fresh else decoding
-        budgets, decision = self._grant(rows, min(room // 2 if prefill else room, logits))
+        draft_tokens = min(room // 2 if prefill else room, logits)
+        budgets, decision = self.grant(rows, draft_tokens, list(Columns.lengths(rows)))
         room -= sum(_nodes_of(budgets))
         rows, known, samples = rows + fresh, [1] * len(decoding), [True] * len(decoding)
         for sequence, count in zip(prefill, compress(pending, long), strict=True):
@@ -217,80 +187,55 @@ class Scheduler(Admission):
                 known.append(chunk)
                 samples.append(chunk == count)
                 room -= chunk
-        return _Rows(rows, known, samples, list(Columns.lengths(rows)), budgets), decision
+        return Rows(rows, known, samples, list(Columns.lengths(rows)), budgets), decision
 
-    def _grant(
-        self, rows: list[Sequence], room: int, longer: list[int] | None = None
+    def grant(
+        self, rows: list[Sequence], room: int, kv_len: list[int], own: int = 1
     ) -> tuple[Several[Budget], Decision]:
         """Let rows have draft tokens for at most `room` nodes in all, and pages for them.
 
-        longer  positions by which the running step, not looked at yet, may be further than them
+        kv_len  positions that are in pages then, at most
+        own     tokens of the target's own that come of a row first: a path may leave room for them
         """
         if not rows:
             return [], NOBODY
-        kv_len = list(Columns.lengths(rows))
-        if longer is not None:
-            kv_len = list(map(add, kv_len, longer))
         decision = self.policy.decide(
             np.array(list(Columns.slots(rows)), np.int32),
             np.array(kv_len, np.int32),
             any(Columns.constrained(rows)),
         )
         budgets: Several[Budget] = decision.rows
-        if bounded := any(Columns.bounded(rows)):
-            wanted = [row.request.speculation.enabled for row in rows]
-            budgets = [b if wants else UNWANTED for b, wants in zip(budgets, wanted, strict=True)]
+        if any(Columns.bounded(rows)):
+            budgets = list(map(_within_request, rows, budgets))
         consume(map(setattr, Columns.tallies(rows), repeat("reason"), _reasons_of(budgets)))
         if any(_nodes_of(budgets)):
-            # The target adds a token of its own, so a path may leave room for one; a running step,
-            # too.
-            own = 1 if longer is None else 2
+            most = sizes[len(self.running) - 1] - 1 if (sizes := self.limits.row_nodes) else room
             left = list(map(sub, Columns.limits(rows), map(own.__add__, Columns.totals(rows))))
-            budgets = self._within(rows, budgets, left, room, bounded)
-            depth = self._reserve_draft_tokens(rows, budgets, list(map((1).__add__, kv_len)))
-            if depth != list(_depths_of(budgets)):
-                budgets = list(map(_bounded, budgets, _nodes_of(budgets), depth))
+            # Of a row without room for one, none: the others may have what it would have had.
+            wanted = map(min, _nodes_of(budgets), repeat(most), map(most.__mul__, left))
+            nodes = share_out(list(wanted), room)
+            depths = list(map(min, _depths_of(budgets), nodes, left))
+            self._reserve_draft_tokens(rows, depths, list(map((1).__add__, kv_len)))
+            if (nodes, depths) != (list(_nodes_of(budgets)), list(_depths_of(budgets))):
+                budgets = list(map(_bounded, budgets, nodes, depths))
         self._granted = budgets
         return budgets, decision
 
-    def _within(
-        self,
-        rows: list[Sequence],
-        budgets: Several[Budget],
-        left: list[int],
-        room: int,
-        bounded: bool,
-    ) -> Several[Budget]:
-        """The budgets as far as the end of the answers, the requests and the step allow."""
-        most = sizes[len(self.running) - 1] - 1 if (sizes := self.limits.row_nodes) else room
-        if max(_nodes_of(budgets)) > most or max(_depths_of(budgets)) > min(most, *left):
-            depths = map(min, left, repeat(most))
-            budgets = list(map(_bounded, budgets, repeat(most), depths))
-        if bounded:
-            budgets = list(map(_within_request, rows, budgets))
-        wanted = list(_nodes_of(budgets))
-        given = share_out(wanted, room)
-        if given == wanted and min(map(sub, wanted, _depths_of(budgets))) >= 0:
-            return budgets
-        return list(map(_bounded, budgets, given, given))
-
     def _reserve_draft_tokens(
-        self, rows: list[Sequence], budgets: Several[Budget], first: list[int]
-    ) -> list[int]:
-        """Pages for the paths of draft tokens that begin at positions `first`; how deep they may
-        be. Preempts nobody.
+        self, rows: list[Sequence], depths: list[int], first: list[int]
+    ) -> None:
+        """Pages for paths of draft tokens that begin at positions `first`; `depths` become less
+        where there are too few. Preempts nobody.
         """
-        depths = list(_depths_of(budgets))
         short = map(gt, map(add, first, depths), Columns.reserved(rows))
-        for row in compress(range(len(rows)), short):
+        for row in list(compress(range(len(rows)), short)):
             table, limit = rows[row].table, rows[row].limit
             within = table.reserved + self.index.available * self.index.page_size
             depths[row] = max(min(depths[row], within - first[row]), 0)
             if depths[row]:  # The end of the text may be nearer.
                 table.reserve(min(first[row] + depths[row], limit) - table.length)
-        return depths
 
-    def _plan(self, rows: _Rows, decision: Decision) -> Plan:
+    def made(self, rows: Rows, decision: Decision) -> Plan:
         """The rows as the arrays that an executor takes."""
         sequences, budgets = rows.sequences, rows.budgets
         nothing = [0] * (len(sequences) - len(budgets))
@@ -314,20 +259,20 @@ class Scheduler(Admission):
             model_depth=np.array([*_model_depths_of(budgets), *nothing], np.int32),
         )
 
-    def check(self) -> None:
-        """Prove that no page and no slot leaked. Raises AssertionError with what is wrong."""
+    def check(self, open: list[Sequence]) -> None:
+        """Prove that no page and no slot leaked, where these have a slot. Raises AssertionError."""
         self.index.check()
         held: dict[int, int] = {}
-        for sequence in self.running + self.leaving + self.waiting:
+        for sequence in open + self.waiting:
             sequence.check()
             for page in sequence.table.pages:
                 held[page] = held.get(page, 0) + 1
         for page, count in held.items():
             assert self.index.references(page) == count, f"page {page} has a holder too many"
         assert self.index.held == len(held), "a page leaked: it is held, but in no table"
-        open_slots = [s.slot for s in self.running + self.leaving if s.slot is not None]
-        slots = range(min(self.limits.slots, self._scored))
-        assert sorted(self._slots + open_slots) == [*slots], "a slot leaked"
+        open_slots = [s.slot for s in open if s.slot is not None]
+        slots = range(min(self.limits.slots, self.scored))
+        assert sorted(self.free_slots + open_slots) == [*slots], "a slot leaked"
         assert all(s.slot is None for s in self.waiting), "a waiting sequence has a slot"
         for queue in (self.waiting, self.running):
             orders = [s.order for s in queue]
@@ -345,6 +290,8 @@ def page_rows(sequences: list[Sequence]) -> Ints:
 def _within_request(row: Sequence, budget: Budget) -> Budget:
     """The budget, as far as the request allows."""
     bounds = row.request.speculation
+    if not bounds.enabled:
+        return UNWANTED
     nodes = budget.nodes if bounds.max_nodes is None else bounds.max_nodes
     return _bounded(budget, nodes, nodes if bounds.max_depth is None else bounds.max_depth, BOUND)
 

@@ -16,7 +16,8 @@ from forerun.cache.table import PageTable
 from forerun.columns import Column, column, consume
 from forerun.engine.request import Request, Sink, SpeculationStats, choice_seed
 from forerun.engine.trace import StepTrace
-from forerun.interface.plan import Outcome, SlotInit, TokenLogprobs
+from forerun.interface.plan import Outcome, TokenLogprobs
+from forerun.interface.slot_init import SlotInit
 from forerun.speculative.tree import DraftSource, TreeBatch
 from forerun.text.stream import TextStream
 from forerun.types import Ints, RequestId

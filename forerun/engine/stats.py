@@ -1,12 +1,13 @@
 """What the engine did, frozen at one moment: all that leaves it of its counters."""
 
+from collections import Counter
 from copy import copy
 from dataclasses import dataclass, fields
 from typing import Any
 
+from forerun.control.policy import Budget
 from forerun.engine.metrics import Growing, Metrics
 from forerun.engine.request import Finish
-from forerun.interface.plan import Budget
 from forerun.speculative.tree import DraftSource
 
 
@@ -52,7 +53,7 @@ class Stats:
     prompt_tokens      of admitted sequences; cached_tokens of them came from the prefix index
     output_tokens      tokens reported to clients
     steps, nodes       steps, and known tokens plus draft tokens that they ran; `carried` of the
-                       steps were begun before the one before was finished (core.py)
+                       steps were begun before the one before was finished (overlap.py)
     drafts             rows that carried draft tokens; draft tokens and accepted count theirs
     accepted_at        accepted_at[i] drafts had their draft token at depth i + 1 accepted
     acceptance_length  tokens per row that sampled, over the last rows (0 before the first)
@@ -107,9 +108,14 @@ def snapshot(metrics: Metrics, load: Load) -> Stats:
     """
     recent = metrics.recent.copy()
     by_source = sorted(metrics.by_source.copy().items())
+    accepted_at = Counter[int]()
+    for (_, depth), (_, accepted) in by_source:
+        accepted_at[depth] += accepted
     made: dict[str, Any] = {
         "load": load,
-        "accepted_at": tuple(metrics.accepted_at),
+        "draft_tokens": sum(verified for _, (verified, _) in by_source),
+        "accepted": accepted_at.total(),
+        "accepted_at": tuple(count for _, count in sorted(accepted_at.items()) if count),
         "acceptance_length": sum(recent) / len(recent) if recent else 0.0,
         "by_source": tuple(
             SourceCount(DraftSource(source).name.lower(), depth, verified, accepted)

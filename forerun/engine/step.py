@@ -7,12 +7,10 @@ accept   keep one root-to-node path per tree, plus one token of the target's own
 
 So every planned sequence advances by at least one token. The step has two halves because a device
 may be at work between them, with the host free for something else: `begin` ends when the forward
-pass has been handed over, `finish` begins by waiting for it (see engine/core.py).
+pass has been handed over, `finish` begins by waiting for it (see engine/overlap.py).
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property
-from operator import add
 from time import perf_counter
 
 from forerun.control.report import STAGES
@@ -73,18 +71,11 @@ class Step:
         """Whether it was begun before the step before it was finished."""
         return self.schedule.plan.after is not None
 
-    @cached_property
-    def grows(self) -> dict[int, int]:
-        """By slot: positions that it may make permanent, at most."""
-        plan = self.round.plan
-        bounds = map(add, plan.known_counts, plan.max_depth.tolist())
-        return dict(zip(plan.slots.tolist(), bounds, strict=True))
 
-
-def begin(schedule: Schedule, parts: Parts, timer: StageTimer) -> Step:
+def begin(schedule: Schedule, parts: Parts) -> Step:
     """Draft and verify. A device that works by itself may still be at it afterwards."""
-    timer.resume()
-    executor, plan, masks, trees = parts.executor, schedule.plan, None, NO_TREES
+    timer, executor, plan = StageTimer(), parts.executor, schedule.plan
+    trees, masks = NO_TREES, None
     proposed: list[Draft] = []
     if plan.after is None:  # What goes on from a running round verifies what that drafts.
         proposed, select = propose(plan, parts), schedule.decision.select

@@ -25,7 +25,8 @@ from forerun.executors.host_choice import (
 )
 from forerun.interface.features import StepFeatures
 from forerun.interface.next_draft import NextDrafts
-from forerun.interface.plan import Outcome, Plan, Round, SlotInit
+from forerun.interface.plan import Outcome, Plan, Round
+from forerun.interface.slot_init import SlotInit
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.types import Ints

@@ -23,7 +23,7 @@ import numpy as np
 
 from forerun.errors import EngineError
 from forerun.interface.executor import ExecutorLimits
-from forerun.interface.plan import SlotInit
+from forerun.interface.slot_init import SlotInit
 from forerun.types import Ints
 
 

@@ -30,7 +30,8 @@ import numpy as np
 from forerun.errors import ConfigError, EngineError
 from forerun.executors.host_sampler import HostSampler
 from forerun.interface.executor import Capabilities, Executor, ExecutorLimits
-from forerun.interface.plan import Outcome, Plan, Round, SlotInit
+from forerun.interface.plan import Outcome, Plan, Round
+from forerun.interface.slot_init import SlotInit
 from forerun.speculative.tree import NO_TREES, NodeMasks, TreeBatch
 from forerun.types import Floats, Ints
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from forerun.errors import EngineError
-from forerun.interface.plan import Outcome, Plan, Round, SlotInit
+from forerun.interface.plan import Outcome, Plan, Round
+from forerun.interface.slot_init import SlotInit
 from forerun.speculative.tree import NO_TREES, NodeMasks, TreeBatch
 from forerun.types import Ints
 

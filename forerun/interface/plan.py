@@ -13,51 +13,10 @@ import numpy as np
 from forerun.errors import EngineError
 from forerun.interface.features import StepFeatures
 from forerun.interface.next_draft import DraftRequest, NextDrafts
-from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import NO_TREES, NodeMasks, TreeBatch
 from forerun.types import Bools, Ints
 
 _NO_NODES: Ints = np.zeros(0, np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class SlotInit:
-    """What an executor must know of a sequence when it takes a slot.
-
-    tokens      int32[T] all tokens decided so far (prompt, and output after a preemption);
-                the sampler's history, which prefix-cache hits never show in a plan
-    prompt_len  how many of them are the prompt: output position n = index - prompt_len
-    prediction  int32[.] what the client expects behind the prompt, for drafters; often nothing
-    cached      how many of them are in pages already: what Executor.resumable said of them
-    shared      how many of them fill pages that were cached; more than `cached` where recurrent
-                states were not there for all
-    """
-
-    slot: int
-    tokens: Ints
-    prompt_len: int
-    sampling: Sampling
-    prediction: Ints = field(default_factory=lambda: _NO_NODES)
-    cached: int = 0
-    shared: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """What a row may draft in the next step, and why, in words for people.
-
-    nodes   draft tokens at most
-    depth   longest path of draft tokens
-    min_prob  draft tokens less likely than this would not be verified
-    model_depth  of that, how deep a draft model may go that drafts one tree with free drafters; 0:
-            only these are asked
-    """
-
-    nodes: int
-    depth: int
-    reason: str
-    min_prob: float = 0.0
-    model_depth: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ from forerun.build.memory import CHECKPOINTS
 from forerun.interface.draft_model import DraftLevel, DraftModel
 from forerun.interface.executor import Executor, ExecutorLimits
 from forerun.interface.next_draft import DraftRequest
-from forerun.interface.plan import Plan, Round, SlotInit
+from forerun.interface.plan import Plan, Round
+from forerun.interface.slot_init import SlotInit
 from forerun.models.arch import Architecture
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft, TreeBatch, batch

@@ -22,7 +22,8 @@ from forerun.interface.draft_model import Candidates, DraftModelTraits, FeatureN
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.features import KeptFeatures
 from forerun.interface.next_draft import NextDrafts
-from forerun.interface.plan import Outcome, Plan, Round, SlotInit
+from forerun.interface.plan import Outcome, Plan, Round
+from forerun.interface.slot_init import SlotInit
 from forerun.models.cache_layer import CacheLayer
 from forerun.speculative.draft_tree import TreeShape
 from forerun.speculative.sampling import Sampling

@@ -11,7 +11,8 @@ from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.step_costs import StepCosts
 from forerun.drafters.combined import CombinedDrafter
 from forerun.interface.drafter import DrafterTraits
-from forerun.interface.plan import Outcome, SlotInit
+from forerun.interface.plan import Outcome
+from forerun.interface.slot_init import SlotInit
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import NO_DRAFT, Draft, DraftSource
 from tests.control.steps import plan_of, report_of, slots_of

@@ -11,7 +11,8 @@ from forerun.executors.cpu import CpuExecutor, native
 from forerun.executors.cpu.step_buffers import StepBuffers
 from forerun.executors.host_choice import EXCLUDED
 from forerun.executors.host_sampler import HostSampler
-from forerun.interface.plan import Plan, SlotInit
+from forerun.interface.plan import Plan
+from forerun.interface.slot_init import SlotInit
 from forerun.speculative.accept import choose
 from forerun.speculative.sampling import History, Sampling, process
 from forerun.speculative.tree import Draft, NodeMasks, TreeBatch, batch

@@ -15,7 +15,8 @@ from forerun.build.engine import open_target
 from forerun.build.registry import EXECUTORS, choose_executor
 from forerun.errors import ConfigError, EngineError, MemoryPlanError, ModelError
 from forerun.executors.cpu import CpuExecutor, available, cache_bytes_per_token, native
-from forerun.interface.plan import Outcome, SlotInit
+from forerun.interface.plan import Outcome
+from forerun.interface.slot_init import SlotInit
 from forerun.models.folder import FolderCheckpoint
 from forerun.models.mapped import Packed
 from forerun.options.config import EngineConfig

@@ -14,7 +14,8 @@ from forerun.drafters.native_ngram import CpuNgramDrafter
 from forerun.drafters.ngram import NgramDrafter
 from forerun.errors import EngineError
 from forerun.executors.cpu import native
-from forerun.interface.plan import Outcome, Plan, SlotInit
+from forerun.interface.plan import Outcome, Plan
+from forerun.interface.slot_init import SlotInit
 from forerun.options.config import EngineConfig
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import NO_DRAFT, batch

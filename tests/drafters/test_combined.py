@@ -11,7 +11,8 @@ from forerun.drafters.ngram import NgramDrafter
 from forerun.engine.thread import Engine, EngineOptions
 from forerun.interface.drafter import DrafterTraits
 from forerun.interface.grammars import NoGrammars
-from forerun.interface.plan import Outcome, SlotInit
+from forerun.interface.plan import Outcome
+from forerun.interface.slot_init import SlotInit
 from forerun.speculative.draft_tree import TreeShape
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft, DraftSource, batch

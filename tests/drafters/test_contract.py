@@ -20,7 +20,7 @@ from forerun.build.drafting import open_drafts, with_draft
 from forerun.build.engine import load, open_target
 from forerun.build.memory import Needs, plan_memory
 from forerun.client.completion import complete
-from forerun.control.policy import Decision, FixedPolicy
+from forerun.control.policy import Budget, Decision, FixedPolicy
 from forerun.drafters import model_drafter
 from forerun.errors import ConfigError, EngineError, ModelError
 from forerun.executors import cpu, feature_ring
@@ -30,7 +30,6 @@ from forerun.executors.torch.drafts.draft_cache import DraftCache
 from forerun.executors.torch.features import FeatureRing
 from forerun.hub.catalog import open_model
 from forerun.interface.draft_model import DraftBlock, Extension
-from forerun.interface.plan import Budget
 from forerun.models.cache_layer import CacheLayer
 from forerun.models.folder import FolderCheckpoint
 from forerun.options.config import EngineConfig

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from forerun.control.policy import Decision, FixedPolicy
+from forerun.control.policy import Budget, Decision, FixedPolicy
 from forerun.drafters import model_drafter
 from forerun.drafters.draft_state import Backlog
 from forerun.drafters.model_drafter import PATIENCE, ModelDrafter
@@ -16,7 +16,6 @@ from forerun.executors.toy import ToyExecutor
 from forerun.interface.draft_model import Candidates, DraftModelTraits, FeatureNeeds
 from forerun.interface.features import KeptFeatures
 from forerun.interface.grammars import NoGrammars
-from forerun.interface.plan import Budget
 from forerun.models.cache_layer import CacheLayer
 from forerun.speculative.draft_tree import TreeShape
 from tests.engine.toys import TOKENIZER, VOCAB, ask, finish, following, limits, run

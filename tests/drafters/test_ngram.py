@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from forerun.drafters import ngram
 from forerun.drafters.ngram import NgramDrafter, coupled, coupling
-from forerun.interface.plan import Outcome, Plan, SlotInit
+from forerun.interface.plan import Outcome, Plan
+from forerun.interface.slot_init import SlotInit
 from forerun.speculative.noise import gumbel
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import DraftSource, batch

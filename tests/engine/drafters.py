@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from forerun.interface.drafter import DrafterTraits
-from forerun.interface.plan import Outcome, Plan, Round, SlotInit
+from forerun.interface.plan import Outcome, Plan, Round
+from forerun.interface.slot_init import SlotInit
 from forerun.speculative.tree import Draft, TreeBatch
 
 Foresee = Callable[[SlotInit, list[int], int], Sequence[int]]

@@ -17,7 +17,8 @@ from forerun.cache.table import PageTable
 from forerun.control.step_costs import StepCosts
 from forerun.drafters.ngram import NgramDrafter
 from forerun.executors.toy import ToyExecutor
-from forerun.interface.plan import Outcome, Round, SlotInit
+from forerun.interface.plan import Outcome, Round
+from forerun.interface.slot_init import SlotInit
 from forerun.text.stream import TextStream
 from tests.control.steps import FREE, PolicyOnTable, seen
 from tests.counted import lines

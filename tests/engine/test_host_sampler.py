@@ -8,7 +8,8 @@ import pytest
 
 from forerun.errors import EngineError
 from forerun.executors.host_sampler import HostSampler
-from forerun.interface.plan import Round, SlotInit
+from forerun.interface.plan import Round
+from forerun.interface.slot_init import SlotInit
 from forerun.speculative.accept import choose
 from forerun.speculative.sampling import History, Sampling, process
 from forerun.speculative.tree import NodeMasks, batch

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from forerun.control.policy import Decision, FixedPolicy
+from forerun.control.policy import Budget, Decision, FixedPolicy
 from forerun.control.step_costs import StepCosts
 from forerun.engine.request import Finish
 from forerun.errors import EngineError
-from forerun.interface.plan import Budget, Outcome, Plan, Round
+from forerun.interface.plan import Outcome, Plan, Round
 from tests.control.steps import MODEL, PolicyOnTable
 from tests.engine.carrying import CarryingToy
 from tests.engine.toys import Ear, ask, finish, limits, make, reference, run

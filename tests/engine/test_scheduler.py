@@ -48,7 +48,7 @@ class World:
     def step(self, accepted=0):
         """Plan and pretend: every draft token up to `accepted` deep is right."""
         schedule = self.scheduler.plan()
-        self.scheduler.check()
+        self.scheduler.check(self.scheduler.running)
         if schedule is None:
             return None
         plan = schedule.plan
@@ -58,11 +58,9 @@ class World:
             append([sequence], [[99] * emitted])
             count = len(plan.known[row]) + max(emitted - 1, 0)
             sequence.table.commit(count, sequence.tokens)
-            if plan.samples[row]:
-                sequence.table.rollback()
             if sequence.remaining <= 0:
                 self.scheduler.remove(sequence)
-        self.scheduler.check()
+        self.scheduler.check(self.scheduler.running)
         return schedule
 
     def inspect(self, plan):
@@ -169,6 +167,26 @@ def test_speculation_shrinks_before_anyone_is_preempted():
     assert schedule.closed == () and schedule.plan.max_depth.tolist() == [4, 0]
     schedule = world.step()
     assert schedule.closed == ()
+
+
+def test_pages_for_draft_tokens_that_were_wrong_are_taken_back_where_they_run_out():
+    world = World(nodes=4, depth=4, pages=6, page_size=2, max_nodes=16)
+    first, second = world.add(max_tokens=7), world.add(max_tokens=4)
+    world.step()
+    assert world.step().plan.max_depth.tolist() == [4, 0] and world.scheduler.index.free == 0
+    assert (first.table.length, len(first.table.pages)) == (4, 4), "it keeps what it will grow into"
+    schedule = world.step()  # The second one's next token needs a page.
+    assert schedule.closed == () and len(second.table.pages) == 3
+
+
+def test_pages_for_draft_tokens_are_no_reason_to_wait():
+    world = World(nodes=4, depth=4, pages=6, page_size=2, max_nodes=16)
+    first = world.add(max_tokens=7)
+    for _ in range(3):
+        world.step()
+    assert len(first.table.pages) == 5
+    waits = world.add(prompt_len=1, max_tokens=2)
+    assert world.step().opened == (waits,)
 
 
 def test_depth_leaves_room_for_the_targets_own_token():

@@ -5,7 +5,8 @@ import pytest
 
 from forerun.errors import ConfigError, EngineError
 from forerun.executors.toy import ToyExecutor
-from forerun.interface.plan import Plan, SlotInit
+from forerun.interface.plan import Plan
+from forerun.interface.slot_init import SlotInit
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft, batch
 from tests.engine.toys import GREEDY, best, following, limits, logits

@@ -14,7 +14,7 @@ from forerun.engine.thread import Engine
 from forerun.executors.toy import ToyExecutor
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.grammars import NoGrammars
-from forerun.interface.plan import SlotInit
+from forerun.interface.slot_init import SlotInit
 from forerun.speculative.accept import choose
 from forerun.speculative.sampling import History, Sampling, process
 from forerun.text.tokenizer import Tokenizer

@@ -16,7 +16,8 @@ import torch
 
 from forerun.interface.executor import Executor, ExecutorLimits
 from forerun.interface.next_draft import DraftRequest
-from forerun.interface.plan import Outcome, Plan, Round, SlotInit
+from forerun.interface.plan import Outcome, Plan, Round
+from forerun.interface.slot_init import SlotInit
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft, NodeMasks, TreeBatch, batch
 

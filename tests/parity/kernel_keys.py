@@ -30,7 +30,7 @@ from forerun.executors.torch.drafts.eagle import TorchEagleModel
 from forerun.executors.torch.triton import compile_ahead
 from forerun.interface.executor import DraftShape, ExecutorLimits
 from forerun.interface.next_draft import DraftRequest
-from forerun.interface.plan import SlotInit
+from forerun.interface.slot_init import SlotInit
 from forerun.models.shapes import RandomCheckpoint, random_draft, shape_named
 from forerun.speculative.sampling import Sampling
 from tests.parity.driver import SHAPED

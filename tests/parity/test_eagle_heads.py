@@ -18,7 +18,7 @@ from forerun.executors.cpu import CpuEagleModel, CpuExecutor
 from forerun.executors.jax import JaxEagleModel, JaxExecutor, JaxOptions
 from forerun.executors.torch import TorchEagleModel, TorchExecutor
 from forerun.interface.features import KeptFeatures
-from forerun.interface.plan import SlotInit
+from forerun.interface.slot_init import SlotInit
 from forerun.models.draft_folder import open_draft
 from forerun.options.config import EngineConfig
 from forerun.speculative.draft_tree import TreeShape

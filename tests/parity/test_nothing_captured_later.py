@@ -9,11 +9,10 @@ from forerun.build import engine as build
 from forerun.build.engine import make_engine, open_target
 from forerun.client.completion import make_request
 from forerun.constrain.grammar import Grammar
-from forerun.control.policy import Decision, with_known
+from forerun.control.policy import Budget, Decision, with_known
 from forerun.executors.torch import CapturedExecutor
 from forerun.executors.torch.captured.round import CapturedRound
 from forerun.interface.next_draft import draft_sizes
-from forerun.interface.plan import Budget
 from tests.parity.heads import opened_config
 from tests.parity.tape import Tape, on_tape
 

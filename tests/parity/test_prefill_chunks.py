@@ -15,7 +15,7 @@ from forerun.executors.torch import TorchEagleModel, TorchExecutor, model_runner
 from forerun.interface.draft_model import Extension
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.features import KeptFeatures
-from forerun.interface.plan import SlotInit
+from forerun.interface.slot_init import SlotInit
 from forerun.models.shapes import RandomCheckpoint, random_draft, shape_named
 from forerun.options.config import EngineConfig
 from forerun.speculative.sampling import Sampling

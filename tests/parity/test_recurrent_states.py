@@ -19,7 +19,8 @@ from forerun.executors.torch.attention.delta_native import NativeDelta
 from forerun.executors.torch.attention.states import States
 from forerun.executors.torch.captured import executor as capturing
 from forerun.executors.torch.decoder.delta import DeltaInputs, Tokens, softplus, summed
-from forerun.interface.plan import Outcome, Plan, SlotInit
+from forerun.interface.plan import Outcome, Plan
+from forerun.interface.slot_init import SlotInit
 from forerun.models.config_json import architecture_from
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import batch

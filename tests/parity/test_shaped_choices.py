@@ -28,7 +28,7 @@ from forerun.executors.torch.captured.buffers import RULES
 from forerun.executors.torch.captured.shaped_rows import ShapedRows
 from forerun.executors.torch.shaping import reported
 from forerun.executors.torch.triton.record import Size
-from forerun.interface.plan import SlotInit
+from forerun.interface.slot_init import SlotInit
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.accept import choose as chosen_by_rule
 from forerun.speculative.sampling import History, Sampling, _keep_largest, process

@@ -8,14 +8,13 @@ import pytest
 from forerun.build import drafting
 from forerun.build.engine import make_engine
 from forerun.client.completion import make_request
-from forerun.control.policy import Decision, FixedPolicy
+from forerun.control.policy import Budget, Decision, FixedPolicy
 from forerun.drafters import model_drafter
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.executors import feature_ring
 from forerun.executors.torch import CapturedExecutor, TorchEagleModel
 from forerun.executors.torch.features import TorchFeatures
 from forerun.executors.torch.triton.record import Size
-from forerun.interface.plan import Budget
 from tests.models import tiny
 from tests.parity.heads import SWITCHES, Twin, opened, serve
 from tests.parity.tape import on_tape

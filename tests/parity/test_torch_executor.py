@@ -8,7 +8,8 @@ import torch
 
 from forerun.errors import ConfigError, EngineError, MemoryPlanError
 from forerun.executors.torch import TorchExecutor
-from forerun.interface.plan import Outcome, SlotInit
+from forerun.interface.plan import Outcome
+from forerun.interface.slot_init import SlotInit
 from forerun.models.folder import FolderCheckpoint
 from forerun.speculative.sampling import Sampling
 from tests.models import tiny

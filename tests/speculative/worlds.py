@@ -11,7 +11,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from forerun.executors.host_sampler import HostSampler
-from forerun.interface.plan import Outcome, Plan, Round, SlotInit
+from forerun.interface.plan import Outcome, Plan, Round
+from forerun.interface.slot_init import SlotInit
 from forerun.speculative.accept import NOTHING, choose
 from forerun.speculative.sampling import History, Sampling, process
 from forerun.speculative.tree import Draft, NodeMasks, TreeBatch, batch

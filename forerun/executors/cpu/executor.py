@@ -13,7 +13,8 @@ from forerun.executors.cpu.model import CpuModel
 from forerun.executors.cpu.step_buffers import StepBuffers
 from forerun.executors.host_sampler import HostSampler
 from forerun.interface.executor import Capabilities, Executor, ExecutorLimits
-from forerun.interface.plan import Outcome, Plan, Round, SlotInit
+from forerun.interface.plan import Outcome, Plan, Round
+from forerun.interface.slot_init import SlotInit
 from forerun.models.checkpoint import Checkpoint
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import NO_TREES, NodeMasks, TreeBatch

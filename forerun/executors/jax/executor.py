@@ -44,7 +44,8 @@ from forerun.interface.executor import (
     ExecutorLimits,
     NotYetError,
 )
-from forerun.interface.plan import Outcome, Plan, Round, SlotInit
+from forerun.interface.plan import Outcome, Plan, Round
+from forerun.interface.slot_init import SlotInit
 from forerun.machine import cores
 from forerun.models.checkpoint import Checkpoint
 from forerun.speculative.accept import NOTHING

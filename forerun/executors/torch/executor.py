@@ -15,7 +15,8 @@ from forerun.executors.torch.attention.plan_geometry import StepNodes, choosing_
 from forerun.executors.torch.drafts.target import TorchTarget
 from forerun.executors.torch.model_runner import ModelRunner, TorchOptions, TorchRound
 from forerun.interface.executor import Capabilities, Executor, ExecutorLimits
-from forerun.interface.plan import Outcome, Plan, Round, SlotInit
+from forerun.interface.plan import Outcome, Plan, Round
+from forerun.interface.slot_init import SlotInit
 from forerun.models.checkpoint import Checkpoint
 from forerun.speculative.accept import NOTHING, accept_row
 from forerun.speculative.sampling import Sampling

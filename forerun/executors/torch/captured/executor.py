@@ -47,7 +47,8 @@ from forerun.executors.torch.triton.kernels import Kernels
 from forerun.executors.torch.triton.record import Size
 from forerun.interface.executor import Capabilities, DraftShape, Executor, NotYetError
 from forerun.interface.next_draft import DraftRequest
-from forerun.interface.plan import Outcome, Plan, Reports, Round, SlotInit
+from forerun.interface.plan import Outcome, Plan, Reports, Round
+from forerun.interface.slot_init import SlotInit
 from forerun.speculative.sampling import History, Sampling
 from forerun.speculative.tree import NO_TREES, NodeMasks, TreeBatch
 from forerun.types import Bools, Floats, Ints

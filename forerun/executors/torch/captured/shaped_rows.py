@@ -21,7 +21,7 @@ from forerun.executors.torch.captured.buffers import RULES
 from forerun.executors.torch.shaping import COUNT, SEEN, STOP, Shaping, chosen
 from forerun.executors.torch.triton.kernels import Kernels
 from forerun.executors.torch.triton.record import Size
-from forerun.interface.plan import SlotInit
+from forerun.interface.slot_init import SlotInit
 from forerun.speculative.sampling import History, Sampling
 from forerun.speculative.tree import NodeMasks
 from forerun.types import AnyArray, Ints
