@@ -44,8 +44,11 @@ class News(NamedTuple):
     committed: dict[int, Committed]
 
 
-def ended(sequence: Sequence, kept: Kept, ending: Ending) -> Kept:
-    """The same, but the sequence ends here."""
+def as_the_grammar_says(sequence: Sequence, kept: Kept, committed: Committed) -> Kept:
+    """The same, but where the grammar is complete or cannot be followed, the sequence ends here."""
+    if kept.ending is not None or not (committed.complete or committed.error):
+        return kept
+    ending = Ending(Finish.STOP) if committed.complete else grammar_ended(sequence, committed)
     return Kept(kept.tokens, kept.text + sequence.stream.finish(), ending)
 
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 from forerun.cache.table import commit
 from forerun.columns import consume
 from forerun.engine.metrics import Metrics
-from forerun.engine.news import Ending, Kept, News, ended, failed, grammar_ended, step_trace
+from forerun.engine.news import Ending, Kept, News, as_the_grammar_says, failed, step_trace
 from forerun.engine.parts import Parts
 from forerun.engine.request import Delta, Finish, Request, Stopping
 from forerun.engine.scheduler import Scheduler
@@ -212,7 +212,10 @@ class OutputProcessor:
         if len(sequence.request.prediction) and outcome.n_draft_tokens[row]:
             sequence.tally.add_predicted(step.round.trees, row, outcome.paths[row])
         try:
-            kept, again = self._keep(sequence, tokens, committed)
+            counted = tokens if committed is None else tokens[: committed.kept]
+            kept = keep(sequence, counted, self._eos_ids)
+            if committed is not None:
+                kept = as_the_grammar_says(sequence, kept, committed)
         except Exception as error:
             log.exception("request %s failed", sequence.request.id)
             self.end(sequence.request.id, failed(error))
@@ -220,7 +223,7 @@ class OutputProcessor:
         if sequence.request.speculation.trace and len(sequence.tally.accepted) <= MAX_STEPS:
             sequence.unsent_trace.append(step_trace(sequence, kept, step, row, outcome))
         self._report(sequence, kept, outcome.logprobs[row] if outcome.logprobs else ())
-        if again and not sequence.over:
+        if committed is not None and committed.again and not sequence.over:
             self._parts.close(self._scheduler.preempt(sequence))
             self._metrics.preemptions += 1
             sequence.drop(len(tokens) - len(kept.tokens))
@@ -236,21 +239,6 @@ class OutputProcessor:
             log.exception("request %s failed", sequence.request.id)
             self.end(sequence.request.id, failed(error))
             return None
-
-    def _keep(
-        self, sequence: Sequence, tokens: list[int], committed: Committed | None
-    ) -> tuple[Kept, bool]:
-        """Push decided tokens through the stop conditions, as far as the grammar lets them count.
-        Also whether those that are not kept must be decided again.
-        """
-        if committed is None:
-            return keep(sequence, tokens, self._eos_ids), False
-        kept = keep(sequence, tokens[: committed.kept], self._eos_ids)
-        if kept.ending is None and committed.complete:
-            kept = ended(sequence, kept, Ending(Finish.STOP))
-        elif kept.ending is None and committed.error:
-            kept = ended(sequence, kept, grammar_ended(sequence, committed))
-        return kept, committed.again
 
     def _report(
         self, sequence: Sequence, kept: Kept, logprobs: tuple[TokenLogprobs, ...] = ()
