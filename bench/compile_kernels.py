@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from forerun.executors.torch.attention.geometry import tile_nodes
+from forerun.executors.torch.attention.tiles import tile_nodes
 from forerun.executors.torch.captured.declared import NODES
 from forerun.executors.torch.decoder.few_bits import COLUMNS
 from forerun.executors.torch.triton import (

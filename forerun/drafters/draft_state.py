@@ -15,35 +15,6 @@ from forerun.speculative.tree import Draft
 from forerun.types import Ints
 
 
-class Backlog:
-    """How far the draft model is behind the sequences: tokens of steps that only kept what it would
-    read of them.
-
-    begin  int32[S] position of the first token that it has not seen
-    lag    int32[S] how many of them there are
-    """
-
-    def __init__(self, slots: int) -> None:
-        self.begin, self.lag = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
-
-    def add(self, slots: Ints, kv_len: Ints, counts: Ints) -> None:
-        """So many more tokens int32[n] of these slots int32[n], which follow `kv_len` others."""
-        fresh = self.lag[slots] == 0
-        self.begin[slots[fresh]] = kv_len[fresh]
-        self.lag[slots] += counts
-
-    def take(self, slots: Ints, most: int) -> tuple[Ints, Ints]:
-        """Remove the first tokens of these slots int32[n], `most` in all, slot after slot: position
-        of the first int32[n], and how many int32[n].
-        """
-        begin = self.begin[slots]
-        ends = np.minimum(np.cumsum(self.lag[slots]), most)
-        counts = np.diff(ends, prepend=0).astype(np.int32)
-        self.begin[slots] += counts
-        self.lag[slots] -= counts
-        return begin, counts
-
-
 @dataclass(slots=True)
 class DraftState:
     """What the drafter knows of one slot.

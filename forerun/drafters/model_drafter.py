@@ -4,12 +4,9 @@ After every step the accepted tokens run through the draft model once more, with
 features where it reads any ("draft-extend"), so that its cache never holds anything drafted:
 forgetting this costs acceptance silently. From the last of them the tree grows
 (speculative/draft_tree.py), all rows of a step in one pass per level, or one pass in all. A step of
-a device that can do so extends and drafts by itself (`DraftRequest`); then nothing is left to do.
-
-Of a sequence that nobody wants draft tokens for, what the model would read is only kept ("at zero
-the draft costs nothing"); it catches up, in one pass, when draft tokens are asked for again, or
-when no more features can be kept. A step without draft tokens is a plain one, also where others
-draft by themselves.
+a device that can do so extends and drafts by itself (`DraftRequest`); then nothing is left to do,
+and else backlog.py does it, at once or later. A step without draft tokens is a plain one, also
+where others draft by themselves.
 """
 
 from array import array
@@ -20,26 +17,22 @@ from typing import Any
 import numpy as np
 
 from forerun.columns import Column, column, consume
+from forerun.drafters.backlog import Backlog
 from forerun.drafters.draft_passes import DraftPasses, Masks
-from forerun.drafters.draft_state import Backlog, DraftState, not_finite
+from forerun.drafters.draft_state import DraftState, not_finite
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.drafter import DrafterTraits
 from forerun.interface.executor import ExecutorLimits
-from forerun.interface.features import MOST_KEPT, HeldFeatures, StepFeatures
 from forerun.interface.next_draft import DraftRequest, draft_sizes
 from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit
 from forerun.speculative.draft_tree import TreeShape
 from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch, full_size
-from forerun.types import AnyArray, Bools, Ints
+from forerun.types import Bools
 
 PATIENCE = 1
 """Steps without a budget for draft tokens in which the model is still extended: the last step of an
 answer is one, and pages that later requests reuse should hold its entries."""
-MOST_BEHIND = MOST_KEPT - 4
-"""Tokens a sequence may lag behind with its features kept; then the model reads them, asked or not.
-A few less than can be kept: rounds that have begun meanwhile write theirs too."""
-
 _tokens_of: Column[DraftState, "array[int]"] = column("tokens")
 
 
@@ -55,18 +48,16 @@ class ModelDrafter:
     ) -> None:
         about = model.traits
         depth = min(shape.depth, about.block_size) if about.block_size else shape.depth
-        self._reads = about.features.kind != "none"
         self.traits = DrafterTraits(
             about.name,
             depth,
-            needs_features=self._reads,
+            needs_features=about.features.kind != "none",
             drafts_on_device=shape.full(bool(about.block_size)),
         )
         self._model, self._about, self._width = model, about, shape.width
         self._passes = DraftPasses(model, replace(shape, depth=depth), mask)
         self._states: list[DraftState | None] = [None] * limits.slots
-        self._backlog = Backlog(limits.slots)
-        self._kept: HeldFeatures | None = None
+        self._backlog = Backlog(limits.slots, self._passes, about)
         # Steps since draft tokens were asked for, by slot.
         self._idle = np.zeros(limits.slots, np.int32)
         # That steps may grow: a device has prepared for these.
@@ -99,18 +90,12 @@ class ModelDrafter:
         left = ~self._drafted(plan, states, outcome)
         for state in compress(states, left.tolist()):
             state.found = state.drafted = None
-        counts = np.array(outcome.committed(plan), np.int32)
         left &= ~failed
-        late = np.flatnonzero(left & (self._backlog.lag[plan.slots] > 0))
-        if self._full(plan, counts)[late].any():
-            self._catch_up(plan, late, False)
-        waits = left & self._may_wait(plan) & ~self._full(plan, counts)
-        self._keep(plan, trees, outcome, np.flatnonzero(waits), counts)
-        rows = np.flatnonzero(left & ~waits)
-        if len(rows):
-            features = self._features(trees, outcome, rows)
-            kv_len = plan.kv_len[rows]
-            self._passes.extend(plan, states, rows, kv_len, counts[rows], features, True)
+        if left.any():
+            # That nobody will ask for draft tokens of a row soon.
+            plain = self._within and not plan.max_nodes.any()
+            idle = plain | (self._idle[plan.slots] > PATIENCE)
+            self._backlog.extend(plan, states, trees, outcome, left, idle)
 
     def _drafted(self, plan: Plan, states: list[DraftState], outcome: Outcome) -> Bools:
         """bool[B] the rows that the step has extended the model for, and drafted: remember what."""
@@ -127,61 +112,12 @@ class ModelDrafter:
             state.ready, state.found, state.drafted = ready[row], None, (drafts, row)
         return drafts.rows
 
-    def _may_wait(self, plan: Plan) -> Bools:
-        """bool[B] whether it is likely that nobody will ask for draft tokens of a row soon.
-
-        A prompt is never put off: its pages are shared. Pages of text that is put off lack the
-        draft's entries until it catches up; who reuses them meanwhile is drafted for a bit worse.
-        """
-        plain = self._within and not plan.max_nodes.any()
-        idle = plain | (self._idle[plan.slots] > PATIENCE)
-        short: Bools = np.array(plan.known_counts) == 1
-        return (self._backlog.lag[plan.slots] > 0) | (idle & short)
-
-    def _full(self, plan: Plan, counts: Ints) -> Bools:
-        """bool[B] whether no features of so many more tokens int32[B] can be kept."""
-        return (self._backlog.lag[plan.slots] + counts > MOST_BEHIND) & self._reads
-
-    def _features(self, trees: TreeBatch, outcome: Outcome, rows: AnyArray) -> StepFeatures | None:
-        """Those of what became permanent of these rows, row after row."""
-        if not self._reads or outcome.features is None:
-            return None
-        if trees.decode_only:
-            return outcome.features.select(rows)
-        nodes = [outcome.permanent(trees, row) for row in rows.tolist()]
-        return outcome.features.select(np.concatenate(nodes))
-
-    def _keep(
-        self, plan: Plan, trees: TreeBatch, outcome: Outcome, rows: AnyArray, counts: Ints
-    ) -> None:
-        """Keep what extending these rows by so many tokens takes: int32[B] counts."""
-        if not len(rows):
-            return
-        features = self._features(trees, outcome, rows)
-        self._kept = features.keep() if features is not None else None
-        self._backlog.add(plan.slots[rows], plan.kv_len[rows], counts[rows])
-
-    def _catch_up(self, plan: Plan, late: AnyArray, asked: bool) -> None:
-        """Extend the rows `late` that lag behind, as many tokens at a time as the model takes;
-        asked: their candidates are wanted.
-        """
-        while len(late := late[self._backlog.lag[plan.slots[late]] > 0]):
-            begin, counts = self._backlog.take(plan.slots[late], self._about.max_nodes)
-            some = counts > 0
-            rows, begin, counts = late[some], begin[some], counts[some]
-            features = None
-            if self._kept is not None:
-                behind = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-                slots = np.repeat(plan.slots[rows], counts)
-                features = self._kept.at(slots, np.repeat(begin, counts) + behind)
-            self._passes.extend(plan, self._of(plan), rows, begin, counts, features, asked)
-
     # --- proposing -----------------------------------------------------------------------
 
     def propose(self, plan: Plan) -> list[Draft]:
         """A draft per row, empty where none is allowed or the model lags. Raises as `observe`."""
-        self._catch_up(plan, np.flatnonzero(plan.max_nodes), True)
         drafts, states, left = [NO_DRAFT] * plan.rows, self._of(plan), list[int]()
+        self._backlog.catch_up(plan, states, np.flatnonzero(plan.max_nodes), True)
         for row, (nodes, state) in enumerate(zip(plan.max_nodes.tolist(), states, strict=True)):
             depth = min(int(plan.max_depth[row]), self.traits.max_depth)
             if state.drafted is not None:  # Deeper than this would take passes of its own.

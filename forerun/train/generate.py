@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from forerun.errors import MemoryPlanError, RequestError
-from forerun.executors.torch.captured.graphs import Programs, recorder
+from forerun.executors.torch.captured.graphs import CapturedPrograms, recorder
+from forerun.executors.torch.captured.programs import Programs
 from forerun.train.answers import Ask
 from forerun.train.target import DenseTarget, masked_attention
 from forerun.types import Ints
@@ -94,7 +95,10 @@ class DenseAuthor:
         self._output = torch.zeros(width, longest + 1, dtype=torch.int32, device=device)
         self._rows = torch.arange(width, device=device)
         self._places = torch.arange(self._context, device=device)
-        self._programs = Programs(self._step, recorder(device))
+        records = recorder(device)
+        self._programs: Programs[int] = (
+            CapturedPrograms(self._step, records) if records else Programs(self._step)
+        )
         self._waiting: deque[tuple[int, Ask]] = deque()
         self._busy: dict[int, _Busy] = {}
         self._free = list(range(width))

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from forerun.errors import ModelError
-from forerun.executors.torch.decoder.decoder import Decoder, apart
+from forerun.executors.torch.attention.attention import apart
+from forerun.executors.torch.decoder.decoder import Decoder
 from forerun.executors.torch.decoder.elementwise import softcapped
 from forerun.executors.torch.decoder.whole import WholeLinear
 from forerun.executors.torch.triton.kernels import kernels_for, parts_of
@@ -21,7 +22,7 @@ from forerun.models.layer_spec import AttentionSpec
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """(layer, queries [B,A,T,E], keys [B,G,T,E], values [B,G,T,E], sinks) -> context [B,A,T,E]; as
-decoder.AttendApart, values may be narrower than keys.
+attention.AttendApart, values may be narrower than keys.
 """
 
 
@@ -135,7 +136,7 @@ class DenseTarget:
     @torch.no_grad()
     def logits(self, last: Tensor) -> Tensor:
         """float32[n,V] from normed hidden states [n,H], without gradients."""
-        return self._decoder.read(last, len(last))
+        return self._decoder.read(last).float()
 
     @torch.no_grad()
     def choices(self, last: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from forerun.build.engine import load, open_target
 from forerun.build.memory import Needs, plan_memory
 from forerun.client.completion import complete
 from forerun.control.policy import Budget, Decision, FixedPolicy
-from forerun.drafters import model_drafter
+from forerun.drafters import backlog
 from forerun.errors import ConfigError, EngineError, ModelError
 from forerun.executors import cpu, feature_ring
 from forerun.executors.jax import JaxBlockModel
@@ -328,7 +328,7 @@ def rests(cached):
 def resting(kinds, compiled, quickly, monkeypatch):
     """(executor, name) -> a cell whose rings hold twenty tokens, and go round in a rest."""
     monkeypatch.setattr(feature_ring, "MOST_KEPT", 20)
-    monkeypatch.setattr(model_drafter, "MOST_BEHIND", 16)
+    monkeypatch.setattr(backlog, "MOST_BEHIND", 16)
     monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: Resting())
     opened = Cells(kinds, compiled)
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from forerun.control.policy import Budget, Decision, FixedPolicy
-from forerun.drafters import model_drafter
-from forerun.drafters.draft_state import Backlog
+from forerun.drafters import backlog
+from forerun.drafters.backlog import Backlog
 from forerun.drafters.model_drafter import PATIENCE, ModelDrafter
 from forerun.engine.options import EngineOptions
 from forerun.engine.thread import Engine
@@ -229,7 +229,7 @@ def test_a_head_that_lags_far_catches_up_unasked(monkeypatch, most):
     """No more features are kept than can be, and draft tokens are there whenever they are asked
     for: in the middle of a long answer as at its beginning.
     """
-    monkeypatch.setattr(model_drafter, "MOST_BEHIND", most)
+    monkeypatch.setattr(backlog, "MOST_BEHIND", most)
     behind = []
     add = Backlog.add
 

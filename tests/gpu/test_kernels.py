@@ -6,8 +6,9 @@ import torch
 
 from forerun.executors.torch import TorchExecutor, with_captures
 from forerun.executors.torch.accept import NodeNoise
-from forerun.executors.torch.attention.geometry import Geometry, tiles_of
+from forerun.executors.torch.attention.geometry import Geometry
 from forerun.executors.torch.attention.kv import Narrow, enter
+from forerun.executors.torch.attention.tiles import tiles_of
 from forerun.executors.torch.attention.varlen_attention import PackedPrompts, row_by_row
 from forerun.executors.torch.decoder.elementwise import PLAIN, Heads
 from forerun.executors.torch.decoder.few_bits import FEW, few_bits_product, loaded

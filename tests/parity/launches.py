@@ -40,6 +40,7 @@ from forerun.executors.torch.drafts import decoder_model, prediction_model
 from forerun.executors.torch.drafts import eagle as eagle_model
 from forerun.executors.torch.drafts.block import BlockDrafter
 from forerun.executors.torch.drafts.eagle import EagleHead
+from forerun.executors.torch.drafts.loading import stack
 from forerun.executors.torch.features import FeatureRing
 from forerun.executors.torch.triton.kernels import Kernels
 from forerun.executors.torch.triton.record import Size
@@ -416,8 +417,8 @@ def eagle(beside, arch):
     draft = random_draft(arch, DRAFT_VOCAB)
     with META:
         module = EagleHead(draft.head, kernels().parts).to(DTYPE).requires_grad_(False)
-    module.layer.stack()
-    with patch.object(eagle_model, "_loaded", lambda *_: module):
+    stack(module.layer)
+    with patch.object(eagle_model, "for_serving", lambda *_: module):
         return eagle_model.TorchEagleModel(beside, RandomCheckpoint(arch), draft)
 
 
@@ -464,7 +465,7 @@ def block(beside, arch):
     with META:
         module = BlockDrafter(head, kernels().parts).to(DTYPE).requires_grad_(False)
     for layer in module.layers:
-        layer.stack()
+        stack(layer)
     draft = BlockFile(Path(), head, np.arange(arch.vocab, dtype=np.int32), (), {})
     with patch.object(block_model, "_loaded", lambda *_: module):
         return block_model.TorchBlockModel(beside, RandomCheckpoint(arch), draft)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from forerun.executors.torch import TorchExecutor, with_captures
-from forerun.executors.torch.captured.graphs import Programs
+from forerun.executors.torch.captured.graphs import CapturedPrograms
 from forerun.executors.torch.triton import kernels
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, limits
@@ -75,7 +75,7 @@ RECORDERS = pytest.mark.parametrize("recorder", [Tape, AsItWas])
 def test_what_outlives_its_graphs_is_in_nobodys_way(recorder, keeps):
     """A tensor of the program, or a workspace that a product in a capture took."""
     work = Work(keeps)
-    programs = Programs(work, recorder())
+    programs = CapturedPrograms(work, recorder())
     captured(programs, 1, 2)
     programs.forget()
     with breaks(recorder, "use_count > 0"):
@@ -86,16 +86,16 @@ def test_what_outlives_its_graphs_is_in_nobodys_way(recorder, keeps):
 @RECORDERS
 def test_no_recorder_takes_anothers_workspace(recorder):
     cuda = FakeCuda()
-    captured(Programs(Work(), recorder(cuda=cuda)), 1)
+    captured(CapturedPrograms(Work(), recorder(cuda=cuda)), 1)
     with breaks(recorder, "workspace lies in a pool of other graphs"):
-        captured(Programs(Work(), recorder(cuda=cuda)), 1)
+        captured(CapturedPrograms(Work(), recorder(cuda=cuda)), 1)
 
 
 @RECORDERS
 def test_the_second_device_is_as_good_as_the_first(recorder):
     work, cuda = Work(), FakeCuda(home=1)
     assert cuda.current_device() == 0
-    programs = Programs(work, recorder(torch.device("cuda", 1), cuda))
+    programs = CapturedPrograms(work, recorder(torch.device("cuda", 1), cuda))
     with breaks(recorder, "another device"):
         captured(programs, 1)
         work.x.fill_(2.0)
@@ -107,7 +107,7 @@ def test_the_second_device_is_as_good_as_the_first(recorder):
 @RECORDERS
 def test_no_graph_is_destroyed_while_it_may_run(recorder):
     tape = recorder()
-    programs = Programs(Work(), tape)
+    programs = CapturedPrograms(Work(), tape)
     captured(programs, 1)
     wait = tape.launch(lambda: programs.run(1))
     programs.forget()
@@ -123,7 +123,7 @@ def test_no_graph_is_destroyed_during_a_capture(recorder):
     cuda, before = FakeCuda(), gc.get_threshold()
     gc.set_threshold(1_000_000)  # Nothing is collected before the capture.
     try:
-        gone = Programs(lambda size: torch.ones(2).add_(size), recorder(cuda=cuda))
+        gone = CapturedPrograms(lambda size: torch.ones(2).add_(size), recorder(cuda=cuda))
         captured(gone, 1)
         gone.itself = gone
 
@@ -147,7 +147,10 @@ def test_streams_of_a_recorder_are_its_own():
     for _ in range(2):
         mine = []
         captured(
-            Programs(lambda size, to=mine: to.append(cuda.current_stream()), Tape(cuda=cuda)), 1
+            CapturedPrograms(
+                lambda size, to=mine: to.append(cuda.current_stream()), Tape(cuda=cuda)
+            ),
+            1,
         )
         assert mine[0] is mine[1]
         streams.append(mine[0])

@@ -9,7 +9,7 @@ from forerun.build import drafting
 from forerun.build.engine import make_engine
 from forerun.client.completion import make_request
 from forerun.control.policy import Budget, Decision, FixedPolicy
-from forerun.drafters import model_drafter
+from forerun.drafters import backlog
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.executors import feature_ring
 from forerun.executors.torch import CapturedExecutor, TorchEagleModel
@@ -205,7 +205,7 @@ def test_plain_rounds_are_caught_up_with(folder, learned, seen, monkeypatch, ove
     """
     monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: Resting(5, 5))
     monkeypatch.setattr(feature_ring, "MOST_KEPT", 20)
-    monkeypatch.setattr(model_drafter, "MOST_BEHIND", 16)
+    monkeypatch.setattr(backlog, "MOST_BEHIND", 16)
     most = {"chunked_prefill_size": 128, "context": 128}
     pair = taped(folder, learned[0], overlap=overlap, **most), opened(folder, learned[0], **most)
     requests = [

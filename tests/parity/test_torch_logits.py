@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from forerun.executors.torch import TorchExecutor
-from forerun.executors.torch.decoder.decoder import Decoder, apart
+from forerun.executors.torch.attention.attention import apart
+from forerun.executors.torch.decoder.decoder import Decoder
 from forerun.models.shapes import RandomCheckpoint, shape_named
 from forerun.speculative.sampling import Sampling
 from tests.models import tiny

@@ -19,16 +19,17 @@ from forerun.drafters.model_drafter import ModelDrafter
 from forerun.engine.request import Finish
 from forerun.executors.torch.captured import runner as rounds
 from forerun.executors.torch.captured.declared import declared
+from forerun.executors.torch.captured.programs import Programs
 from forerun.interface.executor import DraftShape
 from tests.parity.heads import opened, opened_config
 from tests.parity.tape import Tape, on_tape
 from tests.parity.test_torch_drafting import taped
 from tests.shape.walk import Walk
 
-FILES, LINES = 30, 5_730
+FILES, LINES = 30, 5_441
 """Of steps that overlap, with a draft head's chains: the host's half from plan to delta, and the
-program, which is run once more before it is captured (tests/shape/walk.py). Kernels are not
-counted: tests/twins stands for them. They may only shrink (docs/decisions/0051: one file more).
+program, which runs as it is (tests/shape/walk.py). Kernels are not counted: tests/twins stands for
+them. They may only shrink (docs/decisions/0051: one file more).
 """
 
 OFF = {"speculative_algorithm": "OFF"}
@@ -356,14 +357,17 @@ def test_what_start_up_captured_is_what_runs(folder, learned, monkeypatch):
         target.close()
 
 
-def test_the_walk_through_rounds_is_counted(slow, learned, capsys):
+def test_the_walk_through_rounds_is_counted(slow, learned, capsys, monkeypatch):
+    """The program runs as it is in these steps: a replay opens nothing of it, and captures come
+    before the first request.
+    """
     target, _ = slow
     engine = make_engine(target, replace(target.config, overlap=True, **SHAPES[2]))
     engine.submit(asked(learned[1], 0.0, [20])[0], lambda news: None)
     for _ in range(3):  # The prompt, and the first steps of the slot.
         engine.step_once()
-    with torch.inference_mode():
-        target.executor.runner.programs.forget()
+    runner = target.executor.runner
+    monkeypatch.setattr(runner, "programs", Programs(runner.work))
     with Walk() as walk:
         while engine.step_once():
             pass

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.errors import EngineError
-from forerun.executors.torch.attention.geometry import (
+from forerun.executors.torch.attention.plan_geometry import geometry_of
+from forerun.executors.torch.attention.tiles import (
     KEYS,
     MOST_PARTS,
     program_heads,
@@ -18,7 +19,6 @@ from forerun.executors.torch.attention.geometry import (
     split_of,
     tile_heads,
 )
-from forerun.executors.torch.attention.plan_geometry import geometry_of
 from forerun.executors.torch.decoder.float8 import FLOAT8, float8_rows
 from forerun.models.cache_layer import CacheLayer
 from forerun.models.layer_spec import AttentionSpec

@@ -39,7 +39,7 @@ for name in ("choice", "layers", "merge", "future"):
     load(f"triton.triton_{name}")
 draft = load("triton.triton_draft")
 attention = load("triton.triton_attention")
-geometry = load("attention.geometry")
+tiles = load("attention.tiles")
 rounds = load("triton.triton_round")
 
 
@@ -142,7 +142,7 @@ def test_whole_rounds_of_interpreted_kernels_give_the_eager_text(checkpoint, mon
     where layers have a window of 24, one text grows beyond it.
     """
     # Whatever the lengths are: an eager step's tiles, a round's, and those of a draft head.
-    monkeypatch.setattr(geometry, "KEYS", 8)
+    monkeypatch.setattr(tiles, "KEYS", 8)
     monkeypatch.setattr(attention, "parts_for", lambda programs: 2)
     on_tape(monkeypatch, kernels=kernels())
     small = limits(tiny.VOCAB, context=128, pages=40, max_nodes=128)

@@ -6,7 +6,7 @@ import torch
 
 from forerun.build.engine import load
 from forerun.errors import RequestError
-from forerun.executors.torch.captured.graphs import Programs
+from forerun.executors.torch.captured.graphs import CapturedPrograms
 from forerun.models.folder import FolderCheckpoint
 from forerun.options.config import EngineConfig
 from forerun.train.answers import Ask
@@ -148,7 +148,7 @@ class Tape:
 
 def test_programs_do_the_work_once_per_call():
     runs, tape = [], Tape()
-    programs = Programs(runs.append, tape)
+    programs = CapturedPrograms(runs.append, tape)
     for size in (1, 2, 1, 1, 2, 1):
         programs.run(size)
     assert runs == [1, 2, 1, 1, 2, 1]

@@ -19,7 +19,7 @@ its own path as in the prefix; blocks that a tile's nodes all see nothing of are
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from forerun.executors.torch.attention.kv import CacheTensor, PagedCache, Slots, read
+from forerun.executors.torch.decoder.decoder import Attend
 from forerun.executors.torch.decoder.elementwise import softcapped
 from forerun.interface.plan import Plan
 from forerun.models.layer_spec import AttentionSpec
@@ -286,3 +287,12 @@ class _Running:
         """[M,A,E]. A node's total is at least 1, its greatest score's own weight."""
         out = self._sum / self._total.clamp_min(1).unsqueeze(-1)
         return out[:, :-1].transpose(0, 1).flatten(1, 2).to(dtype)
+
+
+AttendApart = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""(layer, queries [M,A,E], keys [M,G,E], values [M,G,E], sinks), rotated -> context [M,A,E]."""
+
+
+def apart(attend: AttendApart) -> Attend:
+    """For a decoder: what attends to queries, keys and values that are rotated."""
+    return lambda layer, heads: attend(layer, *heads.turned(), heads.sinks)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from forerun.executors.torch.attention.geometry import KEYS
+from forerun.executors.torch.attention.tiles import KEYS
 
 
 def lines_for(queries: int) -> int:

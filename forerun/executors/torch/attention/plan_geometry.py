@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from forerun.executors.device_choice import PlainNodes
-from forerun.executors.torch.attention.geometry import (
-    Geometry,
+from forerun.executors.torch.attention.geometry import Geometry
+from forerun.executors.torch.attention.kv import PagedCache, Slots
+from forerun.executors.torch.attention.tiles import (
     most_parts,
     programs_for,
     split_of,
     tile_nodes,
     tiles_of,
 )
-from forerun.executors.torch.attention.kv import PagedCache, Slots
 from forerun.interface.plan import Plan
 from forerun.speculative.tree import TreeBatch
 from forerun.speculative.verify import intervals, positions

@@ -15,15 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.executors.torch.attention.geometry import (
-    Attend,
-    Geometry,
-    most_parts,
-    programs_for,
-    split_of,
-    tiles_of,
-)
+from forerun.executors.torch.attention.geometry import Attend, Geometry
 from forerun.executors.torch.attention.kv import CacheTensor, PagedCache, read
+from forerun.executors.torch.attention.tiles import most_parts, programs_for, split_of, tiles_of
 from forerun.executors.torch.attention.varlen_attention import PackedPrompts, VariableLength
 from forerun.executors.torch.decoder.layers import plain
 from forerun.interface.plan import Plan

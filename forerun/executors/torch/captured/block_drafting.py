@@ -14,7 +14,8 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from forerun.executors.torch.accept import NodeNoise
-from forerun.executors.torch.attention.geometry import Geometry, tile_nodes, tiles_of
+from forerun.executors.torch.attention.geometry import Geometry
+from forerun.executors.torch.attention.tiles import tile_nodes, tiles_of
 from forerun.executors.torch.captured.drafting import Drafting, LevelDrafting
 from forerun.executors.torch.captured.entries import Decided
 from forerun.executors.torch.drafts.block import TorchBlockModel

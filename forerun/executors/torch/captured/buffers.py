@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.executors.torch.attention.geometry import programs_for, split_of, tile_nodes, tiles_of
+from forerun.executors.torch.attention.tiles import programs_for, split_of, tile_nodes, tiles_of
 from forerun.executors.torch.triton.record import Size
 from forerun.interface.plan import Plan
 from forerun.speculative.accept import NOTHING
@@ -62,7 +62,7 @@ def _shapes(size: Size, dims: BufferDims) -> dict[str, tuple[int, ...]]:
                           may take
     Of nodes, [R*N]: tokens, parents and depth within the row; tree_intervals [2,R*N]. Of page
     tables (PageTables): sent_to [D,2] the places of entries, 64 bits each, and sent [D] their
-    pages. Of attention: split [P,3] (geometry.py). Where it is asked for: RULES of rows; the
+    pages. Of attention: split [P,3] (tiles.py). Where it is asked for: RULES of rows; the
     grammars' masks [R*N,ceil(V/32)], and of nodes which of them is theirs, -1 = none.
     """
     of_rows = "count", "low", "high", "temperature", "decided", "draft_slot"

@@ -28,7 +28,8 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from forerun.executors.torch.attention.geometry import Geometry, tile_nodes, tiles_of
+from forerun.executors.torch.attention.geometry import Geometry
+from forerun.executors.torch.attention.tiles import tile_nodes, tiles_of
 from forerun.executors.torch.captured.entries import (
     Decided,
     before_of,

@@ -1,8 +1,5 @@
-"""Work on fixed tensors, launched as one captured program where the device can do that.
-
-A decode step is some hundred small kernels; on a GPU their launches cost more than their work.
-A CUDA graph replays them all in one launch. It freezes addresses and shapes, so everything that
-changes from step to step must live in tensors made beforehand, and nothing may wait for the host.
+"""How CUDA captures: streams, memory pools, and what may not happen meanwhile. A step only replays
+what was captured (programs.py).
 """
 
 import gc
@@ -10,15 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
 from time import perf_counter
-from typing import Generic, TypeVar
 
 import torch
 
-from forerun.errors import EngineError
-
-Size = TypeVar("Size", bound=int | tuple[int, ...])
-"""What tells programs of one kind apart."""
-
+from forerun.executors.torch.captured.programs import Launcher, Programs, Size
 
 _CAPTURING = Lock()
 
@@ -37,7 +29,7 @@ def uncollected() -> Iterator[None]:
             work_on()
 
 
-class CudaRecorder:
+class CudaRecorder(Launcher):
     """CUDA graphs of one owner on one device. They share a memory pool: no two run at a time.
 
     Warm-ups and captures run on one stream of the recorder's own. A library sets itself up per
@@ -45,26 +37,13 @@ class CudaRecorder:
     outside of the pool, so that no workspace dies with a graph, and nobody else's captures meet
     it. A pool is never captured into again once its graphs are gone: torch asserts that somebody
     still uses it while tensors in it live, and a draft head's last levels do.
-
-    cuda  the library; tests have one with its rules and without a device
     """
 
-    cuda = torch.cuda
-
     def __init__(self, device: torch.device) -> None:
-        index = self.cuda.current_device() if device.index is None else device.index
-        self._device = torch.device(device.type, index)
+        super().__init__(device)
         with self.cuda.device(self._device):
             self._stream = self.cuda.Stream()
             self._pool = self.cuda.graph_pool_handle()
-
-    def launch(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Begin `work`, after all that was begun before; returns what waits until it is done."""
-        with self.cuda.device(self._device):
-            work()
-            event = self.cuda.Event()
-            event.record(self.cuda.current_stream())
-        return event.synchronize
 
     def warm(self, work: Callable[[], None]) -> None:
         """Run `work` for real, so that libraries set themselves up outside of a capture."""
@@ -85,7 +64,8 @@ class CudaRecorder:
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             ):
                 work()
-        return graph.replay
+        replay: Callable[[], None] = graph.replay
+        return replay
 
     def forget(self) -> None:
         """Wait for what was begun: everything captured so far may be dropped afterwards, and the
@@ -101,50 +81,31 @@ def recorder(device: torch.device) -> CudaRecorder | None:
     return CudaRecorder(device) if device.type == "cuda" else None
 
 
-class Programs(Generic[Size]):
-    """`work(size)` for a few sizes, each captured when it is asked for the second time.
+class CapturedPrograms(Programs[Size]):
+    """Programs that are captured when they are asked for the second time. The first call of a size
+    runs it as it is, which is also its warm-up: every call does the work exactly once.
 
-    The first call of a size runs it as it is, which is also its warm-up: every call does the
-    work exactly once.
-
-    sealed   a size that was not captured is an error from now on, until all is forgotten
     seconds  spent on first calls and captures
     """
 
-    def __init__(self, work: Callable[[Size], None], records: CudaRecorder | None) -> None:
-        self._work, self._records = work, records
-        self._replays: dict[Size, Callable[[], None] | None] = {}
-        self.seconds, self.sealed = 0.0, False
+    def __init__(self, work: Callable[[Size], None], records: CudaRecorder) -> None:
+        super().__init__(work)
+        self._records, self._warm, self.seconds = records, set[Size](), 0.0
 
-    @property
-    def captured(self) -> tuple[Size, ...]:
-        """Sizes that are replayed."""
-        return tuple(sorted(size for size, replay in self._replays.items() if replay))
+    def run_new(self, size: Size) -> None:
+        """Run it as it is; the second time capture it, and replay that."""
+        begun = perf_counter()
+        if size not in self._warm:
+            self._records.warm(lambda: self._work(size))
+            self._warm.add(size)
+        else:
+            self._replays[size] = self._records.capture(lambda: self._work(size))
+        self.seconds += perf_counter() - begun
+        if size in self._replays:
+            self._replays[size]()
 
     def forget(self) -> None:
-        """Capture everything anew: the work is another from now on."""
-        if self._records is not None:
-            self._records.forget()
-        self._replays.clear()
-        self.sealed = False
-
-    def run(self, size: Size) -> None:
-        """Do the work of one size, once. Raises EngineError, where that is sealed, for one that was
-        not captured: whoever planned it had to choose among those that were.
-        """
-        if self.sealed and not self._replays.get(size):
-            raise EngineError(f"a round of {size} was planned, but no such size was captured")
-        if self._records is None:
-            self._work(size)
-        elif size not in self._replays:
-            begun = perf_counter()
-            self._records.warm(lambda: self._work(size))
-            self._replays[size] = None
-            self.seconds += perf_counter() - begun
-        else:
-            replay = self._replays[size]
-            if replay is None:
-                begun = perf_counter()
-                replay = self._replays[size] = self._records.capture(lambda: self._work(size))
-                self.seconds += perf_counter() - begun
-            replay()
+        """As Programs says, once all that was begun is done."""
+        self._records.forget()
+        self._warm.clear()
+        super().forget()

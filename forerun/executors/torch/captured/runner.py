@@ -22,8 +22,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from forerun.executors.torch.attention.geometry import Geometry, tile_heads
+from forerun.executors.torch.attention.geometry import Geometry
 from forerun.executors.torch.attention.kv import PagedCache
+from forerun.executors.torch.attention.tiles import tile_heads
 from forerun.executors.torch.captured.buffers import (
     BufferDims,
     PageTables,
@@ -34,7 +35,7 @@ from forerun.executors.torch.captured.buffers import (
 from forerun.executors.torch.captured.declared import covering, padded_rows
 from forerun.executors.torch.captured.drafting import Drafting
 from forerun.executors.torch.captured.entries import Decided
-from forerun.executors.torch.captured.graphs import CudaRecorder, Programs
+from forerun.executors.torch.captured.graphs import CapturedPrograms, CudaRecorder
 from forerun.executors.torch.captured.shaped_rows import ShapedRows
 from forerun.executors.torch.captured.together import chosen_together
 from forerun.executors.torch.decoder.decoder import Decoder
@@ -106,7 +107,7 @@ class CudaGraphRunner:
         rows = min(most, padded_rows(limits.slots))
         self._room = Room(rows, most, self._dims, self._device)
         self.tables = PageTables(limits.slots, self._dims.width, rows, self._device)
-        self.programs = Programs(self.work, records)
+        self.programs = CapturedPrograms(self.work, records)
         self._runs: dict[Size, Size | None] = {}  # By size, what it is run as.
         shape = most, decoder.head.shape[0]
         self.logits = torch.zeros(shape, dtype=decoder.logits_dtype, device=self._device)

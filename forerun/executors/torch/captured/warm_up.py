@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from forerun.executors.torch.attention.geometry import LINES
+from forerun.executors.torch.attention.tiles import LINES
 from forerun.executors.torch.captured.runner import CudaGraphRunner
 from forerun.executors.torch.executor import TorchExecutor
 from forerun.executors.torch.triton.record import Size

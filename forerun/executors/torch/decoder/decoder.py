@@ -51,14 +51,6 @@ Recur = Callable[[int, DeltaInputs], Tensor]
 among those that have states.
 """
 
-AttendApart = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""(layer, queries [M,A,E], keys [M,G,E], values [M,G,E], sinks), rotated -> context [M,A,E]."""
-
-
-def apart(attend: AttendApart) -> Attend:
-    """For a decoder: what attends to queries, keys and values that are rotated."""
-    return lambda layer, heads: attend(layer, *heads.turned(), heads.sinks)
-
 
 def no_states(layer: int, inputs: DeltaInputs) -> Tensor:
     """For a decoder without recurrent layers. Raises TypeError in one that has any."""
@@ -238,6 +230,7 @@ class Ends:
 
     def __init__(self, weights: Weights, arch: Architecture, parts: Elementwise = PLAIN) -> None:
         self.arch, self.dtype, self._parts = arch, weights.dtype, parts
+        self._as_they_are = arch.final_softcap is None and arch.logit_scale == 1.0
         self.embedding = weights.matrix("model.embed_tokens.weight")
         self._norm = weights.norm("model.norm.weight")
         self.head = weights.head(self.embedding)
@@ -246,37 +239,28 @@ class Ends:
     @property
     def logits_dtype(self) -> torch.dtype:
         """In which logits lose nothing: the head's own, or what caps them."""
-        plain = self.arch.final_softcap is None and self.arch.logit_scale == 1.0
-        return self.dtype if plain else torch.float32
+        return self.dtype if self._as_they_are else torch.float32
 
     def final_norm(self, last: Tensor) -> Tensor:
         """[n,H]: what the head reads, from residual streams [n,H] after the last layer."""
         return self._parts.norm(last, self._norm, self.arch.norm_eps)
 
     def logits(self, last: Tensor, out: Tensor | None = None) -> Tensor:
-        """float32[n,V] from residual streams [n,H] after the last layer; or as `out` is."""
-        padding = padded_rows(len(last), self.row_sizes) - len(last)
+        """float32[n,V] from residual streams [n,H] after the last layer; or into `out` [n,V]."""
+        count = len(last)
+        padding = padded_rows(count, self.row_sizes) - count
         normed = self.final_norm(F.pad(last, (0, 0, 0, padding)) if padding else last)
-        return self.read(normed, len(last), out)
-
-    def read(self, normed: Tensor, count: int, out: Tensor | None = None) -> Tensor:
-        """float32[n,V] of the first `count` rows of what `final_norm` returned, [n,H]; or into
-        `out`. n as M in `forward`.
-        """
-        cap, scale = self.arch.final_softcap, self.arch.logit_scale
-        if out is not None and isinstance(self.head, Linear) and cap is None and scale == 1.0:
+        if out is not None and isinstance(self.head, Linear) and self._as_they_are:
             return self.head.into(normed[:count], out)
-        logits = self.head(normed)[:count]
-        if scale != 1.0:
-            logits = logits.float() * scale
-        if cap is not None:
-            logits = softcapped(logits.float(), cap)
+        logits = self.read(normed)[:count]
         return logits.float() if out is None else out.copy_(logits)
 
-    def narrow(self, normed: Tensor) -> Tensor:
-        """[n,V] as `read`, but in `logits_dtype`."""
-        shape = len(normed), self.head.shape[0]
-        return self.read(normed, len(normed), normed.new_empty(shape, dtype=self.logits_dtype))
+    def read(self, normed: Tensor) -> Tensor:
+        """[n,V] of what `final_norm` returned, [n,H], in `logits_dtype`; n as M in `forward`."""
+        logits, cap, scale = self.head(normed), self.arch.final_softcap, self.arch.logit_scale
+        if scale != 1.0:
+            logits = logits.float() * scale
+        return logits if cap is None else softcapped(logits.float(), cap)
 
 
 class Decoder(Ends):

@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor, nn
 
 from forerun.errors import EngineError
-from forerun.executors.torch.decoder.decoder import apart
+from forerun.executors.torch.attention.attention import apart
 from forerun.executors.torch.decoder.elementwise import Elementwise, Heads, Rotary, rotation
 from forerun.executors.torch.decoder.weights import some_rows
 from forerun.executors.torch.drafts.draft_cache import DraftCache, check_block, check_extension
@@ -28,8 +28,8 @@ from forerun.executors.torch.drafts.draft_layer import (
     LayerShape,
     Norm,
     TrainedHeads,
-    for_serving,
 )
+from forerun.executors.torch.drafts.loading import for_serving
 from forerun.executors.torch.drafts.target import TorchTarget
 from forerun.executors.torch.features import on_device
 from forerun.executors.torch.memory import check_fits
@@ -170,7 +170,7 @@ class TorchBlockModel:
             return F.linear(read, self._module.lm_head.weight)
         if self._rows is not None:
             return F.linear(read, self._rows)
-        return self._executor.decoder.narrow(read)
+        return self._executor.decoder.read(read)
 
     def places(self, depth: int) -> int:
         """Nodes of a block whose first `depth` draft tokens are wanted. Where places see each other

@@ -4,8 +4,6 @@ It reads tokens alone. Each row's root is run as one node more, and its keys and
 until the target has decided what follows (draft_cache.py).
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
@@ -32,7 +30,7 @@ class TorchDecoderModel(LevelModel):
 
     def __init__(self, executor: TorchTarget, draft: WholeDraft) -> None:
         device, dtype, limits = executor.device, executor.dtype, executor.limits
-        self._about, checkpoint = draft, draft.checkpoint
+        checkpoint = draft.checkpoint
         traits = DraftModelTraits(
             name=draft.algorithm,
             cache=draft.cache,
@@ -40,11 +38,11 @@ class TorchDecoderModel(LevelModel):
             max_nodes=limits.max_nodes,
             runs_roots=True,
         )
-        self._bytes = {
+        taken = {
             "draft_weight": draft.parameters * dtype.itemsize,
             "draft_cache": DraftCache.bytes(draft.cache, limits, dtype),
         }
-        check_fits(self._bytes, device)
+        check_fits(taken, device)
         parts = parts_of(executor.kernels)
         decoder = self._decoder = Decoder(checkpoint, device, dtype, parts=parts)
         # As of the target: rows are padded only where no kernels of ours run.
@@ -56,6 +54,14 @@ class TorchDecoderModel(LevelModel):
         attention = tuple(spec.attention for spec in arch.layer_specs)
         cache = DraftCache(draft.cache, limits, device, dtype, roots=True, attention=attention)
         heads = arch.heads, arch.rope_size
+        self.facts = {
+            "algorithm": draft.algorithm,
+            "model": draft.name,
+            "layers": len(draft.cache),
+            "vocab": traits.vocab,
+            "shared_tokens": draft.vocabulary.shared,
+            **{f"{part}_bytes": count for part, count in taken.items()},
+        }
         super().__init__(executor, traits, cache, decoder.ropes, heads, 0)
 
     def _some_rows(self, draft: WholeDraft, device: torch.device, dtype: torch.dtype) -> Linear:
@@ -83,15 +89,4 @@ class TorchDecoderModel(LevelModel):
 
     def logits(self, read: Tensor) -> Tensor:
         """[n,Vd]."""
-        return self._decoder.narrow(self._decoder.final_norm(read))
-
-    def describe(self) -> dict[str, Any]:
-        """Facts for /server_info."""
-        return {
-            "algorithm": self._about.algorithm,
-            "model": self._about.name,
-            "layers": len(self._about.cache),
-            "vocab": self.traits.vocab,
-            "shared_tokens": self._about.vocabulary.shared,
-            **{f"{part}_bytes": count for part, count in self._bytes.items()},
-        }
+        return self._decoder.read(self._decoder.final_norm(read))

@@ -26,7 +26,7 @@ from forerun.models.layer_spec import AttentionSpec
 from forerun.types import AnyArray, Ints
 
 AttendLayer = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""decoder.AttendApart. There may be more rows than nodes: they pad a product."""
+"""attention.AttendApart. There may be more rows than nodes: they pad a product."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,13 @@ serves.
 
 Its weights are parameters under their published names. What stands between its products is
 `Elementwise`: TRAINED, which gradients pass, or what the target's device has. How rows see each
-other is the caller's affair: `attend` gets a layer's heads and returns the context. Serving calls
-`DraftLayer.stack`, after which products that read the same rows are one.
+other is the caller's affair: `attend` gets a layer's heads and returns the context. Where it serves
+(loading.py), products that read the same rows are one.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
@@ -28,9 +28,6 @@ from forerun.executors.torch.decoder.layers import plain
 
 Attend = Callable[[int, Any], Rows]
 """(layer, its heads, `Heads` or `TrainedHeads`) -> context [..., A, E]."""
-
-M = TypeVar("M", bound=nn.Module)
-
 
 TRAINED = replace(PLAIN, gate=lambda gate, up: F.silu(gate) * up, rotate=rotate)
 """In the rows' own dtype, which may be float64; any axes in front of the last one."""
@@ -106,7 +103,11 @@ class _Mlp(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """One decoder layer, whose attention reads what the network made of its inputs."""
+    """One decoder layer, whose attention reads what the network made of its inputs.
+
+    stacked  where it serves: the weights of queries, keys and values, and of gate and up, one above
+             the other
+    """
 
     def __init__(self, shape: LayerShape, parts: Elementwise = TRAINED) -> None:
         super().__init__()
@@ -120,13 +121,7 @@ class DraftLayer(nn.Module):
         self.self_attn = _Attention(shape)
         self.post_attention_layernorm = Norm(shape.hidden, shape.norm_eps)
         self.mlp = _Mlp(shape)
-        self._stacked: tuple[Tensor, Tensor] | None = None
-
-    def stack(self) -> None:
-        """Keep matrices that read the same rows one above the other: one product each."""
-        attention, mlp = self.self_attn, self.mlp
-        qkv = _stacked(attention.q_proj, attention.k_proj, attention.v_proj)
-        self._stacked = qkv, _stacked(mlp.gate_proj, mlp.up_proj)
+        self.stacked: tuple[Tensor, Tensor] | None = None
 
     def entry_norm(self, name: str = "input_layernorm") -> Tensor:
         """The weight [H] of a norm before the attention."""
@@ -141,8 +136,8 @@ class DraftLayer(nn.Module):
         """
         shape, layer, eps = self.shape, self.self_attn, self.shape.norm_eps
         norms = [None if each is None else each.weight for each in (layer.q_norm, layer.k_norm)]
-        if self._stacked is not None:
-            weight = self._stacked[0][shape.heads * shape.head_size if context else 0 :]
+        if self.stacked is not None:
+            weight = self.stacked[0][shape.heads * shape.head_size if context else 0 :]
             qkv = F.linear(x, weight).unflatten(-1, (-1, shape.head_size))
             return Heads(qkv, shape.kv_heads, norms[0], norms[1], eps, rotary, self.parts)
 
@@ -178,35 +173,13 @@ class DraftLayer(nn.Module):
         residual, mixed = chosen(residual, only), self.self_attn.o_proj(mixed)
         after, mlp = self.post_attention_layernorm, self.mlp
         residual, normed = self.parts.add_norm(residual, mixed, after.weight, after.eps)
-        if self._stacked is None:
+        if self.stacked is None:
             opened, up = mlp.gate_proj(normed), mlp.up_proj(normed)
         else:
-            opened, up = F.linear(normed, self._stacked[1]).chunk(2, -1)
+            opened, up = F.linear(normed, self.stacked[1]).chunk(2, -1)
         return residual, mlp.down_proj(self.parts.gate(opened, up))
-
-
-def _stacked(*linears: nn.Linear) -> Tensor:
-    """Their weights, one above the other, kept once: theirs become views of it."""
-    whole = torch.cat([linear.weight for linear in linears])
-    parts = whole.split([len(each.weight) for each in linears])
-    for linear, part in zip(linears, parts, strict=True):
-        linear.weight = nn.Parameter(part, requires_grad=False)
-    return whole
 
 
 def chosen(x: Tensor, only: Tensor | None) -> Tensor:
     """The rows `only` of x [N, ...]; None: all."""
     return x if only is None else x.index_select(0, only)
-
-
-def for_serving(network: Callable[[], M], weights: Callable[[str], Tensor]) -> M:
-    """A network with `weights` by their names, which are not trained."""
-    with torch.device("meta"):
-        made = network()
-    named = {name: weights(name) for name, _ in made.named_parameters()}
-    made.load_state_dict(named, assign=True)
-    made.requires_grad_(False)
-    for module in made.modules():
-        if isinstance(module, DraftLayer):
-            module.stack()
-    return made

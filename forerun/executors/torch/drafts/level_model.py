@@ -21,9 +21,10 @@ from torch import Tensor
 
 from forerun.errors import EngineError
 from forerun.executors.layer_states import LayerStates
-from forerun.executors.torch.attention.geometry import tile_heads
+from forerun.executors.torch.attention.attention import apart
 from forerun.executors.torch.attention.plan_geometry import PassRows
-from forerun.executors.torch.decoder.decoder import Attend, apart
+from forerun.executors.torch.attention.tiles import tile_heads
+from forerun.executors.torch.decoder.decoder import Attend
 from forerun.executors.torch.decoder.elementwise import AnyHeads, Rotary, rotation
 from forerun.executors.torch.decoder.float8 import Rows
 from forerun.executors.torch.drafts.draft_cache import (
@@ -79,7 +80,10 @@ class LevelModel:
     ids        int32[Vd] target id of every draft id
     ropes      frequencies float32[E/2] and factor of each kind of rotary positions
     gqa_group  query heads that share keys and values
+    facts      what `describe` says
     """
+
+    facts: dict[str, Any]
 
     def __init__(
         self,
@@ -223,7 +227,7 @@ class LevelModel:
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info."""
-        raise NotImplementedError
+        return self.facts
 
 
 def nothing_before(layer: int, outputs: Tensor) -> Tensor:

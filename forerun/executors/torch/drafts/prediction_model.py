@@ -3,8 +3,6 @@ models/prediction_layers.py, where they find it in executors/layer_states.py. Po
 head's (level_model.py).
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -86,12 +84,12 @@ class TorchPredictionModel(LevelModel):
         )
         states = LayerStates(limits) if draft.count > 1 else None
         rows = states.rows if states is not None else limits.max_nodes + limits.slots + 1
-        self._bytes = {
+        taken = {
             "draft_weight": draft.parameters * dtype.itemsize,
             "draft_cache": DraftCache.bytes(draft.cache, limits, dtype)
             + rows * draft.count * arch.hidden * dtype.itemsize,
         }
-        check_fits(self._bytes, device)
+        check_fits(taken, device)
         cache = DraftCache(
             draft.cache,
             limits,
@@ -101,6 +99,12 @@ class TorchPredictionModel(LevelModel):
             begins=tuple(range(draft.count)),
         )
         ropes, heads = (arch.layer_specs[0].rope,), (arch.heads, arch.rope_size)
+        self.facts = {
+            "algorithm": "nextn",
+            "layers": draft.count,
+            "vocab": traits.vocab,
+            **{f"{part}_bytes": count for part, count in taken.items()},
+        }
         super().__init__(executor, traits, cache, ropes, heads, draft.count * arch.hidden, states)
         self._draft, self._arch = draft, arch
         weights = Weights(draft, device, dtype, Linear, finite=True)
@@ -155,16 +159,7 @@ class TorchPredictionModel(LevelModel):
         """[n,Vd]."""
         if self._head is not None:
             return self._head(read)
-        return self._executor.decoder.narrow(read)
-
-    def describe(self) -> dict[str, Any]:
-        """Facts for /server_info."""
-        return {
-            "algorithm": "nextn",
-            "layers": self._draft.count,
-            "vocab": self.traits.vocab,
-            **{f"{part}_bytes": count for part, count in self._bytes.items()},
-        }
+        return self._executor.decoder.read(read)
 
 
 def _joined(outputs: list[Tensor]) -> Tensor:

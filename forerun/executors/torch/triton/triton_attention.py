@@ -16,7 +16,7 @@ so that a scale costs one product per key and not one per number.
 A sliding window is a number at run time, as is the first position that may be seen: a tile's loop
 begins at the first key that one of its nodes sees. Kernels without window or softcap are compiled
 without a trace of them.
-Parts are by length: each row is cut into as many as it is worth (split_of in geometry.py), so that
+Parts are by length: each row is cut into as many as it is worth (split_of in tiles.py), so that
 no program reads much longer than the others, and what was one part needs no merging.
 
 The slow twin is `attend_dense` in tests/twins/kernels.py.
@@ -28,14 +28,9 @@ import triton.language as tl
 from torch import Tensor
 
 from forerun.executors.torch.attention.attention_shapes import lines_for, major_of, shape_for
-from forerun.executors.torch.attention.geometry import (
-    MOST_PARTS,
-    PROGRAMS,
-    Geometry,
-    positions_of,
-    program_heads,
-)
+from forerun.executors.torch.attention.geometry import Geometry, positions_of
 from forerun.executors.torch.attention.kv import CacheTensor, Narrow
+from forerun.executors.torch.attention.tiles import MOST_PARTS, PROGRAMS, program_heads
 from forerun.executors.torch.decoder.float8 import Rows
 from forerun.executors.torch.triton.triton_merge import Found, merged, merged_rows
 from forerun.models.layer_spec import AttentionSpec

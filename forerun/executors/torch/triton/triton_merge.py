@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forerun.executors.torch.attention.geometry import MOST_PARTS
+from forerun.executors.torch.attention.tiles import MOST_PARTS
 from forerun.executors.torch.decoder.float8 import FLOAT8, Float8Rows
 from forerun.executors.torch.triton.triton_layers import float8_rows, narrowed
 

@@ -1,0 +1,113 @@
+"""What a draft model has not read yet: it reads at once, or catches up later in one pass.
+
+A step that drafts by itself leaves nothing here. Of a sequence that nobody wants draft tokens for,
+what the model would read is only kept ("at zero the draft costs nothing"); it catches up when draft
+tokens are asked for again, or when no more features can be kept.
+"""
+
+import numpy as np
+
+from forerun.drafters.draft_passes import DraftPasses
+from forerun.drafters.draft_state import DraftState
+from forerun.interface.draft_model import DraftModelTraits
+from forerun.interface.features import MOST_KEPT, HeldFeatures, StepFeatures
+from forerun.interface.plan import Outcome, Plan
+from forerun.speculative.tree import TreeBatch
+from forerun.types import AnyArray, Bools, Ints
+
+MOST_BEHIND = MOST_KEPT - 4
+"""Tokens a sequence may lag behind with its features kept; then the model reads them, asked or not.
+A few less than can be kept: rounds that have begun meanwhile write theirs too."""
+
+
+class Backlog:
+    """How far the draft model is behind the sequences: tokens of steps that only kept what it would
+    read of them. `states` are those of all rows of a plan.
+
+    begin  int32[S] position of the first token that it has not seen
+    lag    int32[S] how many of them there are
+    """
+
+    def __init__(self, slots: int, passes: DraftPasses, about: DraftModelTraits) -> None:
+        self.begin, self.lag = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
+        self._passes, self._about = passes, about
+        self._reads = about.features.kind != "none"
+        self._kept: HeldFeatures | None = None
+
+    def add(self, slots: Ints, kv_len: Ints, counts: Ints) -> None:
+        """So many more tokens int32[n] of these slots int32[n], which follow `kv_len` others."""
+        fresh = self.lag[slots] == 0
+        self.begin[slots[fresh]] = kv_len[fresh]
+        self.lag[slots] += counts
+
+    def take(self, slots: Ints, most: int) -> tuple[Ints, Ints]:
+        """Remove the first tokens of these slots int32[n], `most` in all, slot after slot: position
+        of the first int32[n], and how many int32[n].
+        """
+        begin = self.begin[slots]
+        ends = np.minimum(np.cumsum(self.lag[slots]), most)
+        counts = np.diff(ends, prepend=0).astype(np.int32)
+        self.begin[slots] += counts
+        self.lag[slots] -= counts
+        return begin, counts
+
+    def extend(
+        self,
+        plan: Plan,
+        states: list[DraftState],
+        trees: TreeBatch,
+        outcome: Outcome,
+        left: Bools,
+        idle: Bools,
+    ) -> None:
+        """Extend the model by what became permanent of the rows `left`, bool[B], or keep it: of a
+        row that lags already, and where that is likely to be soon enough (idle, bool[B]).
+
+        A prompt is never put off: its pages are shared. Pages of text that is put off lack the
+        draft's entries until it catches up; who reuses them meanwhile is drafted for a bit worse.
+        """
+        counts = np.array(outcome.committed(plan), np.int32)
+        late = np.flatnonzero(left & (self.lag[plan.slots] > 0))
+        if self._full(plan, counts)[late].any():
+            self.catch_up(plan, states, late, False)
+        short: Bools = np.array(plan.known_counts) == 1
+        waits = (self.lag[plan.slots] > 0) | (idle & short)
+        waits &= left & ~self._full(plan, counts)
+        rows = np.flatnonzero(waits)
+        if len(rows):
+            features = self._features(trees, outcome, rows)
+            self._kept = features.keep() if features is not None else None
+            self.add(plan.slots[rows], plan.kv_len[rows], counts[rows])
+        rows = np.flatnonzero(left & ~waits)
+        if len(rows):
+            features = self._features(trees, outcome, rows)
+            kv_len = plan.kv_len[rows]
+            self._passes.extend(plan, states, rows, kv_len, counts[rows], features, True)
+
+    def catch_up(self, plan: Plan, states: list[DraftState], late: AnyArray, asked: bool) -> None:
+        """Extend those of the rows `late`, int[n], that lag behind, as many tokens at a time as the
+        model takes; asked: their candidates are wanted.
+        """
+        while len(late := late[self.lag[plan.slots[late]] > 0]):
+            begin, counts = self.take(plan.slots[late], self._about.max_nodes)
+            some = counts > 0
+            rows, begin, counts = late[some], begin[some], counts[some]
+            features = None
+            if self._kept is not None:
+                behind = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+                slots = np.repeat(plan.slots[rows], counts)
+                features = self._kept.at(slots, np.repeat(begin, counts) + behind)
+            self._passes.extend(plan, states, rows, begin, counts, features, asked)
+
+    def _full(self, plan: Plan, counts: Ints) -> Bools:
+        """bool[B] whether no features of so many more tokens int32[B] can be kept."""
+        return (self.lag[plan.slots] + counts > MOST_BEHIND) & self._reads
+
+    def _features(self, trees: TreeBatch, outcome: Outcome, rows: AnyArray) -> StepFeatures | None:
+        """Those of what became permanent of these rows, row after row."""
+        if not self._reads or outcome.features is None:
+            return None
+        if trees.decode_only:
+            return outcome.features.select(rows)
+        nodes = [outcome.permanent(trees, row) for row in rows.tolist()]
+        return outcome.features.select(np.concatenate(nodes))

@@ -1,0 +1,75 @@
+"""Work on fixed tensors, launched as one captured program where the device can do that.
+
+A decode step is some hundred small kernels; on a GPU their launches cost more than their work.
+A CUDA graph replays them all in one launch. It freezes addresses and shapes, so everything that
+changes from step to step must live in tensors made beforehand, and nothing may wait for the host.
+How that is captured, before the first step, is in graphs.py.
+"""
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+
+from forerun.errors import EngineError
+
+Size = TypeVar("Size", bound=int | tuple[int, ...])
+"""What tells programs of one kind apart."""
+
+
+class Launcher:
+    """Begins work on one device.
+
+    cuda  the library; tests have one with its rules and without a device
+    """
+
+    cuda = torch.cuda
+
+    def __init__(self, device: torch.device) -> None:
+        index = self.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device(device.type, index)
+
+    def launch(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Begin `work`, after all that was begun before; returns what waits until it is done."""
+        with self.cuda.device(self._device):
+            work()
+            event = self.cuda.Event()
+            event.record(self.cuda.current_stream())
+        return event.synchronize
+
+
+class Programs(Generic[Size]):
+    """`work(size)` for a few sizes, replayed where it was captured.
+
+    sealed  a size that was not captured is an error from now on, until all is forgotten
+    """
+
+    def __init__(self, work: Callable[[Size], None]) -> None:
+        self._work, self.sealed = work, False
+        self._replays: dict[Size, Callable[[], None]] = {}
+
+    @property
+    def captured(self) -> tuple[Size, ...]:
+        """Sizes that are replayed, in ascending order."""
+        return tuple(sorted(self._replays))
+
+    def run(self, size: Size) -> None:
+        """Do the work of one size, once. Raises EngineError, where that is sealed, for one that was
+        not captured: whoever planned it had to choose among those that were.
+        """
+        replay = self._replays.get(size)
+        if replay is not None:
+            replay()
+        elif self.sealed:
+            raise EngineError(f"a round of {size} was planned, but no such size was captured")
+        else:
+            self.run_new(size)
+
+    def run_new(self, size: Size) -> None:
+        """Do the work of a size that is not captured: here as it is."""
+        self._work(size)
+
+    def forget(self) -> None:
+        """Capture everything anew: the work is another from now on."""
+        self._replays.clear()
+        self.sealed = False
