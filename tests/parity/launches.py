@@ -36,11 +36,10 @@ from forerun.executors.torch.decoder.float8 import Float8Linear, Float8Parts
 from forerun.executors.torch.decoder.layers import Linear
 from forerun.executors.torch.decoder.weights import Weights
 from forerun.executors.torch.drafts import block as block_model
-from forerun.executors.torch.drafts import decoder_model, prediction_model
+from forerun.executors.torch.drafts import decoder_model, loading, prediction_model
 from forerun.executors.torch.drafts import eagle as eagle_model
 from forerun.executors.torch.drafts.block import BlockDrafter
 from forerun.executors.torch.drafts.eagle import EagleHead
-from forerun.executors.torch.drafts.loading import stack
 from forerun.executors.torch.features import FeatureRing
 from forerun.executors.torch.triton.kernels import Kernels
 from forerun.executors.torch.triton.record import Size
@@ -367,11 +366,13 @@ def count(setting: Setting, size: Size, rows: int = 0) -> Launches:
     shape = KvShape(arch.layers, arch.cache_layer)
     cache = PagedCache(shape, limits, META, DTYPE)
     mode = Launches()
-    runner = CudaGraphRunner(decoder(arch, setting.numbers), cache, limits, kernels(), Nothing())
+    runner = CudaGraphRunner(
+        *(decoder(arch, setting.numbers), cache, limits, kernels(), Nothing()),
+        overlap=setting.carries,
+    )
     if setting.drafts:
         attach(runner, limits, setting.method)
     if setting.carries:
-        runner.keep_state()
         runner.staging(size)
 
     def told(name, args):
@@ -417,7 +418,7 @@ def eagle(beside, arch):
     draft = random_draft(arch, DRAFT_VOCAB)
     with META:
         module = EagleHead(draft.head, kernels().parts).to(DTYPE).requires_grad_(False)
-    stack(module.layer)
+    loading.stack(module.layer)
     with patch.object(eagle_model, "for_serving", lambda *_: module):
         return eagle_model.TorchEagleModel(beside, RandomCheckpoint(arch), draft)
 
@@ -465,7 +466,7 @@ def block(beside, arch):
     with META:
         module = BlockDrafter(head, kernels().parts).to(DTYPE).requires_grad_(False)
     for layer in module.layers:
-        stack(layer)
+        loading.stack(layer)
     draft = BlockFile(Path(), head, np.arange(arch.vocab, dtype=np.int32), (), {})
     with patch.object(block_model, "_loaded", lambda *_: module):
         return block_model.TorchBlockModel(beside, RandomCheckpoint(arch), draft)
@@ -484,7 +485,7 @@ DRAFTS = {
 def attach(runner, limits, method):
     """A draft model."""
     beside = Beside(limits, runner._decoder, kernels(), runner)
-    modules = eagle_model, prediction_model, decoder_model, block_model
+    modules = loading, prediction_model, decoder_model, block_model
     with ExitStack() as stack:
         for module in modules:
             stack.enter_context(patch.object(module, "check_fits", lambda *_: None))

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from forerun.executors.device_choice import Choosing
 from forerun.executors.torch.captured.buffers import BufferDims, Room, Sized
 from forerun.executors.torch.captured.round import prepare_inputs_carried, tree_intervals
-from forerun.executors.torch.captured.runner import LEVELS, with_room
+from forerun.executors.torch.captured.runner import LEVELS
 from forerun.executors.torch.triton.record import Record, Size
-from forerun.executors.torch.triton.round_types import Accepted
+from forerun.executors.torch.triton.round_types import Accepted, with_room
 from forerun.interface.plan import Plan
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.draft_tree import full_draft

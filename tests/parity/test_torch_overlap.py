@@ -20,13 +20,14 @@ from forerun.engine.request import Finish
 from forerun.executors.torch.captured import runner as rounds
 from forerun.executors.torch.captured.declared import declared
 from forerun.executors.torch.captured.programs import Programs
+from forerun.executors.torch.triton.round_types import with_room
 from forerun.interface.executor import DraftShape
 from tests.parity.heads import opened, opened_config
 from tests.parity.tape import Tape, on_tape
 from tests.parity.test_torch_drafting import taped
 from tests.shape.walk import Walk
 
-FILES, LINES = 30, 5_441
+FILES, LINES = 30, 5_383
 """Of steps that overlap, with a draft head's chains: the host's half from plan to delta, and the
 program, which runs as it is (tests/shape/walk.py). Kernels are not counted: tests/twins stands for
 them. They may only shrink (docs/decisions/0051: one file more).
@@ -199,14 +200,15 @@ def test_wishes_that_change_from_step_to_step(slow, eager, learned, monkeypatch,
     monkeypatch.setattr(rounds, "LEVELS", 1)
     requests = asked(learned[1], 0.0, (40, 33, 37))
     expected, _ = answered(eager, requests, False, **OFF)
-    slow[0].executor.runner.future = None  # Room is made anew.
-    slow[0].executor.runner.keep_state()
+    runner = slow[0].executor.runner
+    runner.future = with_room(runner.future.state, 0, 0)  # Room is made anew.
+    runner.programs.forget()
     monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: FixedPolicy(5, 5))
     found, stats = answered(
         slow[0], requests, True, **SHAPES[2] | {"speculative_eagle_topk": width}
     )
     assert tokens(found) == tokens(expected)
-    assert slow[0].executor.runner.future.levels == 5
+    assert runner.future.levels == 5
     assert stats.carried > 5 and stats.accepted > 5
 
 

@@ -10,15 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.errors import EngineError
+from forerun.executors.torch.attention.attention_shapes import program_heads, tile_heads
 from forerun.executors.torch.attention.plan_geometry import geometry_of
-from forerun.executors.torch.attention.tiles import (
-    KEYS,
-    MOST_PARTS,
-    program_heads,
-    programs_for,
-    split_of,
-    tile_heads,
-)
+from forerun.executors.torch.attention.tiles import KEYS, MOST_PARTS, programs_for, split_of
 from forerun.executors.torch.decoder.float8 import FLOAT8, float8_rows
 from forerun.models.cache_layer import CacheLayer
 from forerun.models.layer_spec import AttentionSpec

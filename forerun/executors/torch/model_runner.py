@@ -15,11 +15,11 @@ from forerun.executors.device_choice import PlainNodes
 from forerun.executors.host_choice import Logits
 from forerun.executors.torch.accept import choices
 from forerun.executors.torch.attention.attention import apart, attend, key_blocks
+from forerun.executors.torch.attention.attention_shapes import tile_heads
 from forerun.executors.torch.attention.kv import PagedCache, Slots, write
 from forerun.executors.torch.attention.plan_geometry import StepNodes, geometry_of
 from forerun.executors.torch.attention.prompt_attention import PromptAttention, prompt_rows, takes
 from forerun.executors.torch.attention.states import States, StateStep
-from forerun.executors.torch.attention.tiles import tile_heads
 from forerun.executors.torch.decoder.compiled import compiled
 from forerun.executors.torch.decoder.decoder import Attend, Decoder, no_states
 from forerun.executors.torch.decoder.delta import DeltaInputs

@@ -7,6 +7,9 @@ import torch
 
 from forerun.executors.torch.attention.tiles import KEYS
 
+WIDE = 256
+"""Numbers of a head beyond which a tile holds half as many queries, of few heads."""
+
 
 def lines_for(queries: int) -> int:
     """Lines of a program for so many queries of a tile: a power of two that tensor cores take."""
@@ -44,3 +47,16 @@ def shape_for(lines: int, itemsize: int, size: int, major: int) -> Shape:
 def major_of(device: torch.device) -> int:
     """First number of the compute capability; 9 where kernels are interpreted, not compiled."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
+
+
+def program_heads(gqa_group: int, size: int) -> int:
+    """How many of the heads, of `size` numbers, that share a key/value head one program takes: all,
+    but of wide heads 16 at most (latent attention, where all heads share one).
+    """
+    most = gqa_group if size <= WIDE else min(gqa_group, 16)
+    return next(heads for heads in range(most, 0, -1) if gqa_group % heads == 0)
+
+
+def tile_heads(gqa_group: int, size: int) -> int:
+    """As how many heads `tile_nodes` counts them."""
+    return program_heads(gqa_group, size) * (2 if size > WIDE else 1)

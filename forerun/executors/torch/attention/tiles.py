@@ -58,23 +58,6 @@ def split_of(lengths: AnyArray, programs: int) -> Ints:
     return found
 
 
-WIDE = 256
-"""Numbers of a head beyond which a tile holds half as many queries, of few heads."""
-
-
-def program_heads(gqa_group: int, size: int) -> int:
-    """How many of the heads, of `size` numbers, that share a key/value head one program takes: all,
-    but of wide heads 16 at most (latent attention, where all heads share one).
-    """
-    most = gqa_group if size <= WIDE else min(gqa_group, 16)
-    return next(heads for heads in range(most, 0, -1) if gqa_group % heads == 0)
-
-
-def tile_heads(gqa_group: int, size: int) -> int:
-    """As how many heads `tile_nodes` counts them."""
-    return program_heads(gqa_group, size) * (2 if size > WIDE else 1)
-
-
 def tile_nodes(nodes: int, gqa_group: int) -> int:
     """Nodes of a tile where the largest row has `nodes` and `gqa_group` heads share their keys."""
     tile = 1

@@ -125,7 +125,7 @@ class StagingBuffer:
 
     def __init__(self, size: Size, dims: BufferDims, side: Side, result: Tensor) -> None:
         shapes = _shapes(size, dims)
-        self._side, self.result = side, result
+        self.side, self.result = side, result
         self.whole = side.whole[: sum(int(np.prod(shape)) for shape in shapes.values())]
         views = _views(self.whole, shapes)
         self.buffers: dict[str, AnyArray] = {name: view.numpy() for name, view in views.items()}
@@ -146,10 +146,6 @@ class StagingBuffer:
         blank["tree_intervals"][:] = torch.stack([alone, alone + 1])
         if size.masked:
             blank["mask_row"][:] = -1
-
-    def begun(self, wait: Callable[[], None]) -> None:
-        """The round runs; `wait` returns when it is over."""
-        self._side.wait = wait
 
     def blank(self) -> None:
         """Begin with a round in which no row has a node."""

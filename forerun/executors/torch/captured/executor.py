@@ -77,14 +77,13 @@ class CapturedExecutor(Executor):
         self.limits, self.device, self.dtype = eager.limits, eager.device, eager.dtype
         self._sampler, self._scored = eager.sampler, eager.limits.scored_nodes
         self._runner: CudaGraphRunner | None = self.Runner(
-            eager.decoder, eager.cache, eager.limits, kernels, records, eager.group
+            *(eager.decoder, eager.cache, eager.limits, kernels, records, eager.group),
+            overlap=overlap,
         )
         self._shaped = ShapedRows(
             eager.limits.slots, eager.limits.vocab, eager.device, eager.sampler.choosing
         )
         self.runner.shaped = self._shaped
-        if overlap:
-            self.runner.keep_state()
         self.last: CapturedRound | None = None
         # Rounds so far, and the seconds from their launches to their results: what a step takes
         # longer than that is the host's.

@@ -22,9 +22,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from forerun.executors.torch.attention.attention_shapes import tile_heads
 from forerun.executors.torch.attention.geometry import Geometry
 from forerun.executors.torch.attention.kv import PagedCache
-from forerun.executors.torch.attention.tiles import tile_heads
 from forerun.executors.torch.captured.buffers import (
     BufferDims,
     PageTables,
@@ -52,10 +52,12 @@ from forerun.executors.torch.triton.round_types import (
     FutureState,
     Prepared,
     RoundShape,
+    with_room,
 )
 from forerun.interface.executor import ExecutorLimits
-from forerun.speculative.accept import NOTHING
-from forerun.speculative.tree import full_size
+
+LEVELS = 8
+"""Room for trees so deep is made at least: deeper ones later void what was captured."""
 
 
 class CudaGraphRunner:
@@ -66,7 +68,7 @@ class CudaGraphRunner:
                 facts, in one order, without shaping, masks, reports and drafting
     aux_layers  layers whose entering residual streams a round leaves in `features`
     drafting    what a draft model does at the end of a round; None = nothing
-    future      what rounds leave for each other by slot, the last of nobody; None = nothing
+    future      what rounds leave for each other by slot, where they overlap; None = nothing
     shaped      what rows may ask of the sampler beyond a temperature; None = nothing
     tables      the slots' page tables
     logits      [scored_nodes,V] of the last round, by place, in decoder.logits_dtype
@@ -82,6 +84,7 @@ class CudaGraphRunner:
         kernels: Kernels,
         records: CudaRecorder,
         group: Group | None = None,
+        overlap: bool = False,
     ) -> None:
         self._decoder, self._cache, self._limits, self._group = decoder, cache, limits, group
         self.kernels, self._records = kernels, records
@@ -116,6 +119,9 @@ class CudaGraphRunner:
         self.features: Tensor | None = None
         self.ring: FeatureRing | None = None
         self.future: FutureState | None = None
+        if overlap:
+            state = torch.zeros(limits.slots + 1, 3, dtype=torch.int32, device=self._device)
+            self.future = with_room(state, 0, 0)
         self.shaped: ShapedRows | None = None
 
     def request_aux_hidden_states(self, layers: tuple[int, ...], ring: FeatureRing) -> None:
@@ -125,14 +131,6 @@ class CudaGraphRunner:
         self.aux_layers, self.ring = layers, ring
         self.features = ring.values.new_zeros(self._limits.scored_nodes, ring.values.shape[1])
         self._forget()
-
-    def keep_state(self) -> None:
-        """Let rounds leave what the next one needs; what was captured is forgotten."""
-        if self.future is None:
-            slots = self._limits.slots + 1
-            state = torch.zeros(slots, 3, dtype=torch.int32, device=self._device)
-            self.future = with_room(state, 0, 0)
-            self._forget()
 
     def lacks(self, size: Size) -> bool:
         """Whether rounds leave for each other, but no room is left for the trees of this size."""
@@ -155,13 +153,9 @@ class CudaGraphRunner:
         self.programs.forget()
         self._runs.clear()
 
-    def only_captured(self) -> None:
-        """Run what was captured and nothing else, until that is forgotten."""
-        self.programs.sealed = True
-
     def runs_as(self, size: Size) -> Size | None:
-        """The captured size that a round of this size runs at, None where there is none; before
-        `only_captured` the size itself.
+        """The captured size that a round of this size runs at, None where there is none; the size
+        itself while programs are not sealed.
         """
         if not self.programs.sealed:
             return size
@@ -190,7 +184,7 @@ class CudaGraphRunner:
             staging.result.copy_(sized.record, non_blocking=True)
 
         wait = self._records.launch(work)
-        staging.begun(wait)
+        staging.side.wait = wait
         return wait
 
     def of(self, size: Size) -> Sized:
@@ -263,17 +257,3 @@ class CudaGraphRunner:
         else:
             return kernels.accept(logits, noise, facts, record)
         return kernels.keep(choices, facts, record)
-
-
-LEVELS = 8
-"""Room for trees so deep is made at least: deeper ones later void what was captured."""
-
-
-def with_room(state: Tensor, width: int, levels: int) -> FutureState:
-    """Of slots, each without a tree, and room for one of this width and depth."""
-    shape = len(state), full_size(width, levels)
-    kinds = (0, torch.int32), (NOTHING, torch.int32), (-torch.inf, torch.float32)
-    tokens, parents, value = (
-        torch.full(shape, none, dtype=kind, device=state.device) for none, kind in kinds
-    )
-    return FutureState(state, tokens, parents, value, width, levels)

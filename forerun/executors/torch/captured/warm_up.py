@@ -37,7 +37,7 @@ def capture(
         for _ in range(2):
             runner.launch(size, runner.staging(size))()
     progress(what, len(sizes), len(sizes))
-    runner.only_captured()
+    runner.programs.sealed = True
 
 
 def _launch_all(runner: CudaGraphRunner, eager: TorchExecutor, sizes: list[Size]) -> None:

@@ -22,8 +22,8 @@ from torch import Tensor
 from forerun.errors import EngineError
 from forerun.executors.layer_states import LayerStates
 from forerun.executors.torch.attention.attention import apart
+from forerun.executors.torch.attention.attention_shapes import tile_heads
 from forerun.executors.torch.attention.plan_geometry import PassRows
-from forerun.executors.torch.attention.tiles import tile_heads
 from forerun.executors.torch.decoder.decoder import Attend
 from forerun.executors.torch.decoder.elementwise import AnyHeads, Rotary, rotation
 from forerun.executors.torch.decoder.float8 import Rows

@@ -41,9 +41,8 @@ class RankRounds:
         self._runner = CudaGraphRunner(
             *(runner.decoder, runner.cache, runner.limits),
             *(runner.kernels, records, runner.group),
+            overlap=message.facts["overlap"],
         )
-        if message.facts["overlap"]:
-            self._runner.keep_state()
 
     @torch.inference_mode()
     def launch(self, message: Message) -> None:

@@ -7,10 +7,13 @@ A round has R rows of N nodes, M = R*N. Its facts come by name as in captured/bu
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from forerun.executors.torch.accept import NodeNoise
 from forerun.executors.torch.decoder.elementwise import Rotary
+from forerun.speculative.accept import NOTHING
+from forerun.speculative.tree import full_size
 
 Facts = dict[str, Tensor]
 """By name: captured/buffers.py."""
@@ -141,3 +144,13 @@ class FutureState:
     value: Tensor
     width: int
     levels: int
+
+
+def with_room(state: Tensor, width: int, levels: int) -> FutureState:
+    """Of slots, each without a tree, and room for one of this width and depth."""
+    shape = len(state), full_size(width, levels)
+    kinds = (0, torch.int32), (NOTHING, torch.int32), (-torch.inf, torch.float32)
+    tokens, parents, value = (
+        torch.full(shape, none, dtype=kind, device=state.device) for none, kind in kinds
+    )
+    return FutureState(state, tokens, parents, value, width, levels)

@@ -27,10 +27,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forerun.executors.torch.attention.attention_shapes import lines_for, major_of, shape_for
+from forerun.executors.torch.attention.attention_shapes import (
+    lines_for,
+    major_of,
+    program_heads,
+    shape_for,
+)
 from forerun.executors.torch.attention.geometry import Geometry, positions_of
 from forerun.executors.torch.attention.kv import CacheTensor, Narrow
-from forerun.executors.torch.attention.tiles import MOST_PARTS, PROGRAMS, program_heads
+from forerun.executors.torch.attention.tiles import MOST_PARTS, PROGRAMS
 from forerun.executors.torch.decoder.float8 import Rows
 from forerun.executors.torch.triton.triton_merge import Found, merged, merged_rows
 from forerun.models.layer_spec import AttentionSpec
