@@ -249,7 +249,7 @@ class CombinedDrafter:
         self._head.observe(_for_model(plan), trees, outcome)
 
     def end(self, slot: int) -> None:
-        """Forget the slot, here and in every drafter."""
+        """Forget the slot, here and in every drafter that is asked."""
         self._proposed.pop(slot, None)
         for drafter in self._drafters:
             drafter.end(slot)

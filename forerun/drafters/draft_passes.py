@@ -75,7 +75,9 @@ class DraftPasses:
             mine[which].found = ids, found.log_probs[index]
 
     def drafts(self, plan: Plan, states: list[DraftState], rows: list[int]) -> dict[int, Draft]:
-        """A draft for each of these rows, which may have any."""
+        """A draft by row for each of these rows, which are ready: trees as deep and large as the
+        plan allows, or one block's best paths.
+        """
         # What a grammar may choose of a block's first tokens has come with the step.
         grown = [r for r in rows if not self._about.block_size or states[r].candidates()]
         others = [row for row in rows if row not in grown]

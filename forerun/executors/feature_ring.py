@@ -14,7 +14,7 @@ from forerun.types import AnyArray, Ints
 
 
 def ring_size(slots: int) -> int:
-    """Places of so many slots."""
+    """Rows of a ring for so many slots: MOST_KEPT for each."""
     return slots * MOST_KEPT
 
 
@@ -26,7 +26,9 @@ def ring_place(slots: Any, position: Any) -> Any:
 
 
 def ring_places(plan: Plan, trees: TreeBatch, nodes: AnyArray) -> AnyArray:
-    """int64[n] places of a step's flat nodes int[n]."""
+    """int64[n]: the rows of the ring where features of a step's nodes stay, flat numbers int[n] of
+    `trees`; by the slot and the position in tokens of each.
+    """
     row = np.searchsorted(trees.start, nodes, side="right") - 1
     position = positions(trees, plan.kv_len)[nodes].astype(np.int64)
     places: AnyArray = ring_place(plan.slots[row].astype(np.int64), position)
@@ -43,5 +45,7 @@ class HostFeatureRing:
         self.values = np.zeros((ring_size(slots), width), np.float16)
 
     def at(self, slots: Ints, positions: Ints) -> KeptFeatures:
-        """Copies of float16[n,F*H]: see HeldFeatures."""
+        """Copies float16[n,F*H] of what was kept for slots int32[n] at positions int32[n]. Of a
+        position that was never kept, or has been overwritten since, whatever stands there.
+        """
         return KeptFeatures(self.values[ring_place(slots.astype(np.int64), positions)])

@@ -42,7 +42,7 @@ class Checkpoint:
 
     @property
     def length(self) -> int:
-        """Tokens that it stands for."""
+        """How many tokens its text has; the state stands behind the last."""
         return len(self.text) // 4
 
 
@@ -121,7 +121,9 @@ class StateSlots:
         state.length = -1
 
     def end(self, slot: int, length: int) -> None:
-        """The step is over, and the state stands for `length` tokens."""
+        """A step of the slot is over: its state stands for the first `length` tokens. Raises
+        KeyError for a slot that is not open.
+        """
         self._open[slot].length = length
 
     def claims(self, slot: int, text: "array[int]", begin: int, end: int) -> list[Claim]:
@@ -146,7 +148,9 @@ class StateSlots:
         return made
 
     def keep(self, slot: int, claims: list[Claim]) -> None:
-        """The states of `claims` of this slot are in their rows."""
+        """The rows of `claims`, made for this slot, hold their states now: they can be found by
+        their texts. A row whose text another has kept meanwhile is free again.
+        """
         for claim in claims:
             if claim.text in self._kept:  # Another row of the same step has it too.
                 self._free.append(claim.row)
@@ -157,7 +161,7 @@ class StateSlots:
                 self._open[slot].own[claim.kind] = kept
 
     def drop(self, claims: list[Claim]) -> None:
-        """The step failed."""
+        """The step failed: the rows of `claims` are free again."""
         self._free += [claim.row for claim in claims]
 
     def check(self) -> None:

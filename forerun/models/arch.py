@@ -135,22 +135,24 @@ class Architecture:
 
     @property
     def layers(self) -> int:
-        """L."""
+        """L, the number of decoder layers; prediction layers are none of them."""
         return len(self.layer_specs)
 
     @property
     def latent(self) -> Latent | None:
-        """Of its attention, if that is latent; the same in all layers."""
+        """What its latent attention keeps and multiplies, the same in all layers; None where
+        attention is not latent.
+        """
         return self.layer_specs[0].attention.latent
 
     @property
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
-        """Of the layers that keep keys and values, in order."""
+        """How the layers that keep keys and values attend, in their order."""
         return tuple(spec.attention for spec in self.layer_specs if spec.delta is None)
 
     @property
     def delta(self) -> GatedDelta | None:
-        """Of its recurrent layers, if there are any; the same in all of them."""
+        """The shape of its recurrent layers, the same in all of them; None where there are none."""
         return next((spec.delta for spec in self.layer_specs if spec.delta), None)
 
     @property
@@ -160,14 +162,16 @@ class Architecture:
 
     @property
     def cache_layer(self) -> CacheLayer:
-        """What each of its layers of attention keeps of a position."""
+        """What each layer that attends keeps of a position: heads and their width, the same in all
+        of them.
+        """
         latent = self.latent
         value_size = None if latent is None else latent.rank
         return CacheLayer(self.kv_heads, self.head_size, value_size)
 
     @property
     def rope_size(self) -> int:
-        """Numbers of a head that a rope is over."""
+        """How many numbers of a head are rotated."""
         return self.head_size if self.latent is None else self.latent.rope
 
     @property
@@ -201,7 +205,7 @@ class Architecture:
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
-        """The different ones of its layers, in order of first use."""
+        """The different rotary positions of its layers, in the order of first use."""
         return tuple(dict.fromkeys(spec.rope for spec in self.layer_specs))
 
     @property

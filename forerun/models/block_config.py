@@ -64,23 +64,25 @@ class BlockHead:
 
     @property
     def depth(self) -> int:
-        """Draft tokens of a block."""
+        """Draft tokens that a block proposes, at most."""
         return self.places if self.anchored else self.places - 1
 
     @property
     def cache(self) -> tuple[CacheLayer, ...]:
-        """What its layers keep of a position."""
+        """What each of its layers keeps of a position, in order."""
         return (CacheLayer(self.kv_heads, self.head_size),) * self.layers
 
     @property
     def parameters(self) -> int:
-        """Number of weights that are loaded."""
+        """Number of weights that are loaded; those of a confidence head are not."""
         shapes = expected_block_tensors(self).items()
         return sum(math.prod(shape) for name, shape in shapes if not name.startswith("confidence"))
 
     @property
     def borrowed(self) -> int:
-        """Numbers of the target's embedding and output head that it works with."""
+        """How many numbers of the target's embedding [V,H] and output head [V,H] it works with; 0
+        where it has both itself.
+        """
         return self.target_vocab * self.hidden * (2 - self.own_embedding - self.own_head)
 
     def check_against(self, target: Architecture, where: str) -> None:

@@ -48,7 +48,7 @@ class BlockFile(OpenedDraft[BlockHead]):
     kind: ClassVar[str] = "block drafter"
 
     def limited(self, token_map: Ints) -> "BlockFile":
-        """Raises ModelError: a block drafter's map is in its own files."""
+        """Raises ModelError: a block drafter's map of draft ids is in its own files."""
         raise ModelError(
             f"{self.path} holds a block drafter, which takes no token map; leave "
             "speculative-token-map out"

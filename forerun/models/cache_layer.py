@@ -22,5 +22,5 @@ class CacheLayer:
 
     @property
     def numbers(self) -> int:
-        """Numbers per position."""
+        """How many numbers it keeps of a position, keys and values together."""
         return self.planes * self.kv_heads * self.head_size

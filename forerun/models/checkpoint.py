@@ -23,20 +23,20 @@ class Checkpoint(Protocol):
 
     @property
     def architecture(self) -> Architecture:
-        """What the tensors make up."""
+        """The network that the tensors make up."""
         ...
 
     @property
     def path(self) -> Path:
-        """The file or folder."""
+        """The file, or the folder of files, that they are read from."""
         ...
 
     def names(self) -> tuple[str, ...]:
-        """Canonical names of all tensors."""
+        """Canonical names of all tensors (arch.expected_tensors)."""
         ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor; KeyError for an unknown name."""
+        """The shape of the tensor of that canonical name. Raises KeyError for an unknown one."""
         ...
 
     def tensor(self, name: str) -> Floats:
@@ -44,7 +44,9 @@ class Checkpoint(Protocol):
         ...
 
     def packed(self, name: str) -> Packed | None:
-        """A matrix as stored, or None for a vector; KeyError."""
+        """A matrix as the file stores it; None for a vector, and where it cannot be read so. Raises
+        KeyError for an unknown name.
+        """
         ...
 
 
@@ -53,7 +55,9 @@ class ReadInParts(Protocol):
     """A checkpoint that can read a part of a matrix of which `packed` is None."""
 
     def part(self, name: str, rows: slice, columns: slice) -> Floats:
-        """Some rows and columns as float32; little else is read. KeyError."""
+        """float32[n,k]: some rows and columns of a matrix; little else is read. Raises KeyError for
+        an unknown name.
+        """
         ...
 
 
@@ -68,7 +72,9 @@ class InFourBits(Protocol):
         ...
 
     def four_bits(self, name: str) -> FourBits:
-        """The matrix as stored, if it is stored so. KeyError."""
+        """The matrix as stored; ask only where `four_bit_group` is not 0. Raises KeyError for an
+        unknown name.
+        """
         ...
 
 
@@ -80,7 +86,7 @@ class Repeated(Protocol):
 
     @property
     def block(self) -> Floats:
-        """The numbers."""
+        """float32: the numbers that every matrix repeats."""
         ...
 
 

@@ -37,7 +37,9 @@ _MIMO = {"architectures": ["MiMoForCausalLM"], "attention_bias": True, "use_mrop
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of moderate size, or ModelError."""
+    """The JSON object that a file holds. Raises ModelError where it is too large, cannot be read,
+    or is no object.
+    """
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise ModelError(f"{path} is larger than any configuration")
@@ -119,5 +121,7 @@ def _architecture(keys: Keys) -> Architecture:
 
 
 def harmless(name: str, value: Any) -> bool:
-    """False and empty values switch nothing on; the rest is known by name."""
+    """Whether an unknown setting can be passed over: false and empty values switch nothing on, some
+    are known by name.
+    """
     return value is False or value in ({}, [], "") or _HARMLESS.fullmatch(name) is not None

@@ -92,7 +92,9 @@ def open_draft(folder: Path, target: Architecture, variant: str | None = None) -
 
 
 def canonical(found: dict[str, TensorFile], folder: Path) -> dict[str, tuple[TensorFile, str]]:
-    """Canonical name -> file and the name in it."""
+    """By canonical name, the file of each tensor and its name there; derived tensors are left out.
+    Raises ModelError where two are called alike.
+    """
     files: dict[str, tuple[TensorFile, str]] = {}
     for stored, file in found.items():
         name = stored

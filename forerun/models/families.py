@@ -44,7 +44,9 @@ class Reader:
     sizes: Callable[[Keys], ArchitectureSizes] | None = None
 
     def read(self, family: Family, keys: Keys) -> Architecture:
-        """Raises ModelError naming the key that is missing or cannot be used."""
+        """The architecture that a configuration describes. Raises ModelError naming the key that is
+        missing or cannot be used.
+        """
         classes = keys.get("architectures", [self.class_name])
         if classes != [self.class_name]:
             raise keys.unfit("architectures", classes, f"[{self.class_name!r}] to run here")

@@ -24,7 +24,9 @@ _GELUS: dict[str, Activation] = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu
 
 
 def llama(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """Llama 2 and 3 (arXiv 2407.21783)."""
+    """L layers of Llama 2 and 3 (arXiv 2407.21783), all alike. Raises ModelError for a key that is
+    missing or cannot be used.
+    """
     biased = keys.flag("attention_bias", False)
     feed_forward = Dense(keys.integer("intermediate_size"), keys.flag("mlp_bias", False))
     rope = rope_from(keys, sizes.context)
@@ -33,7 +35,9 @@ def llama(keys: Keys, sizes: ArchitectureSizes) -> Layers:
 
 
 def mistral(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """Mistral (arXiv 2310.06825)."""
+    """L layers of Mistral (arXiv 2310.06825), all with its window, if there is one. Raises
+    ModelError for a key that is missing or cannot be used.
+    """
     window = optional_integer(keys, "sliding_window", 4096)
     feed_forward = Dense(keys.integer("intermediate_size"))
     rope = rope_from(keys, sizes.context)
@@ -41,7 +45,9 @@ def mistral(keys: Keys, sizes: ArchitectureSizes) -> Layers:
 
 
 def qwen2(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """Qwen2 (arXiv 2407.10671)."""
+    """L layers of Qwen2 (arXiv 2407.10671): biases on q, k and v, windows in the upper layers where
+    used. Raises ModelError for a key that is missing or cannot be used.
+    """
     if sizes.head_size * sizes.heads != sizes.hidden:
         wanted = f"{sizes.hidden} / {sizes.heads} in a Qwen2 model"
         raise keys.unfit("head_dim", sizes.head_size, wanted)
@@ -53,7 +59,9 @@ def qwen2(keys: Keys, sizes: ArchitectureSizes) -> Layers:
 
 
 def qwen3(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """Qwen3 (arXiv 2505.09388)."""
+    """L layers of Qwen3 (arXiv 2505.09388): heads are normed before the rotation. Raises ModelError
+    for a key that is missing or cannot be used.
+    """
     biased = keys.flag("attention_bias", False)
     feed_forward, rope = Dense(keys.integer("intermediate_size")), rope_from(keys, sizes.context)
     return tuple(
@@ -70,7 +78,9 @@ def qwen3(keys: Keys, sizes: ArchitectureSizes) -> Layers:
 
 
 def gemma2(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """Gemma 2 (arXiv 2408.00118)."""
+    """L layers of Gemma 2 (arXiv 2408.00118): every second slides, scores are capped. Raises
+    ModelError for a key that is missing or cannot be used.
+    """
     softcap = optional_real(keys, "attn_logit_softcapping", 50.0)
     slides = slides_of(keys, sizes, [layer % 2 == 0 for layer in range(sizes.layers)])
     rope = rope_from(keys, sizes.context)
@@ -78,7 +88,9 @@ def gemma2(keys: Keys, sizes: ArchitectureSizes) -> Layers:
 
 
 def gemma3(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """Gemma 3 (arXiv 2503.19786)."""
+    """L layers of Gemma 3 (arXiv 2503.19786): five of six slide, with another rope. Raises
+    ModelError for a key that is missing or cannot be used.
+    """
     pattern = keys.integer("sliding_window_pattern", 6)
     if pattern < 1:
         raise keys.unfit("sliding_window_pattern", pattern, "positive")
@@ -134,7 +146,9 @@ def _gelu(keys: Keys) -> Activation:
 
 
 def phi3(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """Phi-3 and Phi-4 (arXiv 2412.08905)."""
+    """L layers of Phi-3 and Phi-4 (arXiv 2412.08905), all alike. Raises ModelError for a key that
+    is missing or cannot be used.
+    """
     keys.get("auto_map")  # Code that is never run.
     window = optional_integer(keys, "sliding_window", None)
     rope = rope_from(keys, sizes.context, head_size=sizes.head_size)
@@ -143,7 +157,9 @@ def phi3(keys: Keys, sizes: ArchitectureSizes) -> Layers:
 
 
 def smollm3(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """SmolLM3: Llama, in every fourth layer without positions."""
+    """L layers of SmolLM3: Llama's, every fourth without positions. Raises ModelError for a key
+    that is missing or cannot be used.
+    """
     keys.get("max_window_layers")  # Transformers does not look at it in this family.
     used, window = uses_windows(keys), keys.integer("sliding_window", 4096)
     slides = slides_of(keys, sizes, [False] * sizes.layers, used)
@@ -172,7 +188,9 @@ def smollm3(keys: Keys, sizes: ArchitectureSizes) -> Layers:
 
 
 def granite(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """Granite 3: Llama with its own scales."""
+    """L layers of Granite 3: Llama's, with scales of their own. Raises ModelError for a key that is
+    missing or cannot be used.
+    """
     biased = keys.flag("attention_bias", False)
     spec = LayerSpec(
         AttentionSpec(keys.real("attention_multiplier", 1.0)),

@@ -29,7 +29,9 @@ from forerun.models.rope_config import rope_from
 
 
 def qwen2_moe(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """Qwen2-MoE: one expert is shared by all tokens."""
+    """L layers of Qwen2-MoE, whose tokens all share one expert. Raises ModelError for a key that is
+    missing or cannot be used.
+    """
     biased, rope = keys.flag("qkv_bias", True), rope_from(keys, sizes.context)
     shared = keys.integer("shared_expert_intermediate_size")
     used, window = uses_windows(keys), keys.integer("sliding_window", 4096)
@@ -47,7 +49,9 @@ def qwen2_moe(keys: Keys, sizes: ArchitectureSizes) -> Layers:
 
 
 def qwen3_moe(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """Qwen3-MoE (arXiv 2505.09388)."""
+    """L layers of Qwen3-MoE (arXiv 2505.09388). Raises ModelError for a key that is missing or
+    cannot be used.
+    """
     biased, rope = keys.flag("attention_bias", False), rope_from(keys, sizes.context)
     used, window = uses_windows(keys), keys.integer("sliding_window", 4096)
     keys.get("max_window_layers")  # Transformers does not look at it in this family.
@@ -101,7 +105,9 @@ def qwen3_next(keys: Keys, sizes: ArchitectureSizes) -> Layers:
 
 
 def mixtral(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """Mixtral (arXiv 2401.04088)."""
+    """L layers of Mixtral (arXiv 2401.04088). Raises ModelError for a key that is missing or cannot
+    be used.
+    """
     keys.get("router_jitter_noise")  # In training only.
     experts = Experts(
         keys.integer("num_local_experts", 8),
@@ -128,7 +134,9 @@ def glm4_moe(keys: Keys, sizes: ArchitectureSizes) -> Layers:
 
 
 def deepseek_sizes(keys: Keys) -> ArchitectureSizes:
-    """DeepSeek's: G is 1 and E what is kept of a position."""
+    """Sizes of DeepSeek's models: one key/value head, as wide as what is kept of a position. Raises
+    ModelError for a key that is missing or cannot be used.
+    """
     for name in ("num_key_value_heads", "head_dim", "qk_head_dim"):
         keys.get(name)  # Of the projections without absorption.
     return ArchitectureSizes(

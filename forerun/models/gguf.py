@@ -38,7 +38,7 @@ class GgufCheckpoint:
 
     @property
     def path(self) -> Path:
-        """The file."""
+        """The file that it is read from."""
         return self._file.path
 
     @property
@@ -47,11 +47,11 @@ class GgufCheckpoint:
         return self._file.metadata
 
     def names(self) -> tuple[str, ...]:
-        """Canonical names of all tensors."""
+        """Canonical names of all tensors (arch.expected_tensors)."""
         return tuple(self._held)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor; KeyError for an unknown name."""
+        """The shape of the tensor of that canonical name. Raises KeyError for an unknown one."""
         return self._held[name].piece.shape
 
     def tensor(self, name: str) -> Floats:
@@ -59,5 +59,7 @@ class GgufCheckpoint:
         return self._held[name].floats()
 
     def packed(self, name: str) -> Packed | None:
-        """A matrix as stored, rows in canonical order; None for a vector."""
+        """A matrix as stored, rows in canonical order; None for a vector. Raises KeyError for an
+        unknown name.
+        """
         return self._held[name].packed()

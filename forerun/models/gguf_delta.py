@@ -71,21 +71,23 @@ class HeldDecay:
 
     @property
     def piece(self) -> StoredPart:
-        """As of other tensors."""
+        """What it is of the stored tensor, and its shape."""
         return self.stored.piece
 
     @property
     def parts(self) -> tuple[Held, ...]:
-        """What is stored of it."""
+        """The one tensor that is stored of it."""
         return (self.stored,)
 
     @property
     def name(self) -> str:
-        """In the file."""
+        """What the file calls it."""
         return self.stored.name
 
     def floats(self) -> Floats:
-        """As float32. Raises ModelError where a number is not negative."""
+        """float32[Hv]: log of what is stored negated. Raises ModelError where a stored number is
+        not negative.
+        """
         decay = self.stored.floats()
         if not (decay < 0).all():
             raise ModelError(f"{shortened([self.name])} must be negative: it is -exp(A_log)")
@@ -93,7 +95,7 @@ class HeldDecay:
         return found
 
     def packed(self) -> Packed | None:
-        """None: a vector."""
+        """None: it is a vector."""
         return None
 
 

@@ -74,16 +74,16 @@ class HeldInTwo:
 
     @property
     def parts(self) -> tuple[Held, ...]:
-        """What is stored of it."""
+        """The two tensors that are stored of it."""
         return self.into, self.out_of
 
     @property
     def name(self) -> str:
-        """Of one of the two in the file."""
+        """What the file calls the first of its two tensors."""
         return self.into.name
 
     def floats(self) -> Floats:
-        """As float32."""
+        """float32[heads*(nope+value),rank]: both tensors, head by head, the first transposed."""
         into = self.into.floats().swapaxes(1, 2)
         both: Floats = np.concatenate([into, self.out_of.floats()], 1)
         return both.reshape(self.piece.shape)
@@ -97,7 +97,7 @@ class HeldInTwo:
 
 
 def held_in_two(file: TensorFile, prefix: str, heads: int, latent: Latent) -> HeldInTwo:
-    """kv_b_proj of a layer, whose names in the file begin with `prefix`."""
+    """kv_b_proj of a layer, which the file has as two tensors whose names begin with `prefix`."""
     into, out_of = (heads, latent.rank, latent.nope), (heads, latent.value, latent.rank)
     shape = heads * (latent.nope + latent.value), latent.rank
     return HeldInTwo(

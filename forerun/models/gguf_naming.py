@@ -120,7 +120,7 @@ def divided(file: GgufFile, arch: Architecture) -> tuple[Shapes, Shapes]:
 
 
 def announced_layers(metadata: Mapping[str, Value]) -> int:
-    """How many prediction layers there should be."""
+    """How many prediction layers the file's metadata says there are; 0 where it says nothing."""
     count = metadata.get(f"{metadata['general.architecture']}.nextn_predict_layers", 0)
     return count if isinstance(count, int) else 0
 

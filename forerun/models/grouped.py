@@ -61,7 +61,7 @@ class Grouped:
 
     @property
     def groups(self) -> int:
-        """Groups of a row."""
+        """How many groups a row has; the last may be shorter."""
         return -(-self.shape[1] // self.group)
 
     @property
@@ -81,7 +81,7 @@ class Grouped:
         return f"{what} with a scale per row" if whole else f"{what} in groups of {self.group}"
 
     def rows(self, which: AnyArray) -> "Grouped":
-        """The matrix of these rows int[n], in this order."""
+        """The matrix of these rows int[n], at least one, in this order. Nothing is read yet."""
         first, last = int(which.min()), int(which.max())
 
         def read(rows: slice) -> GroupedRows:

@@ -19,7 +19,9 @@ class InGroups(Protocol):
     """A checkpoint some of whose matrices are stored in few bits with scales by group."""
 
     def grouped(self, name: str) -> Grouped | None:
-        """The matrix, or None where it is stored in another way. KeyError."""
+        """The matrix in groups, or None where it is stored in another way. Raises KeyError for an
+        unknown name.
+        """
         ...
 
 
@@ -37,7 +39,9 @@ def grouped_of(checkpoint: Checkpoint, name: str) -> Grouped | None:
 
 
 def kept_matrix(checkpoint: Checkpoint, name: str) -> Grouped | None:
-    """What a product of a layer may keep of its file; None: it is widened."""
+    """The matrix of that name that a product may keep in the file's few bits; None: it is widened,
+    for its name, its storage or its size.
+    """
     if _KEPT.fullmatch(name) is None:
         return None
     found = grouped_of(checkpoint, name)
@@ -45,7 +49,7 @@ def kept_matrix(checkpoint: Checkpoint, name: str) -> Grouped | None:
 
 
 def keeps(checkpoint: Checkpoint) -> bool:
-    """Whether there is any such matrix."""
+    """Whether a product may keep any matrix of the checkpoint in few bits."""
     return any(kept_matrix(checkpoint, name) is not None for name in checkpoint.names())
 
 
@@ -64,7 +68,7 @@ PARTS = 1 << 25
 
 
 def saved_bytes(kept: Iterable[Grouped], item: int) -> int:
-    """How many fewer bytes these take than with `item` bytes a number."""
+    """How many bytes fewer these matrices take than with `item` bytes a number."""
     return sum(item * math.prod(matrix.shape) - matrix.bytes for matrix in kept)
 
 

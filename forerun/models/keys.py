@@ -29,40 +29,48 @@ class Keys:
         return name in self._names
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value as it is, or the default."""
+        """The value as it is, or the default where the key is missing. It counts as read."""
         self._asked.add(name)
         return self._values.get(name, default)
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """A whole number."""
+        """A whole number, smaller than 2**62; the default where the key is missing. Raises
+        ModelError for another value, or where it is missing without a default.
+        """
         value = self._present(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 1 << 62:
             raise self.unfit(name, value, "one whole number for all layers")
         return value
 
     def real(self, name: str, default: float | None = None) -> float:
-        """A real number."""
+        """A finite number, smaller than 1e30; the default where the key is missing. Raises
+        ModelError for another value, or where it is missing without a default.
+        """
         value = self._present(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) >= 1e30:
             raise self.unfit(name, value, "a real number")
         return float(value)
 
     def text(self, name: str, default: str | None = None) -> str:
-        """A string."""
+        """A string; the default where the key is missing. Raises ModelError for another value, or
+        where it is missing without a default.
+        """
         value = self._present(name, default)
         if not isinstance(value, str):
             raise self.unfit(name, value, "a string")
         return value
 
     def flag(self, name: str, default: bool) -> bool:
-        """True or false."""
+        """True or false; the default where the key is missing. Raises ModelError for
+        another value.
+        """
         value = self._present(name, default)
         if not isinstance(value, bool):
             raise self.unfit(name, value, "true or false")
         return value
 
     def require(self, name: str, value: int | float | str) -> None:
-        """Refuse any other value than `value` where the key is present."""
+        """Raise ModelError where the key is present with another value than `value`."""
         found = self.get(name, value)
         if isinstance(found, bool) or found != value:
             raise self.unfit(name, found, f"{value!r} to run here")
@@ -82,7 +90,7 @@ class Keys:
             )
 
     def unfit(self, name: str, value: Any, wanted: str) -> ModelError:
-        """The error that `name` has a value that cannot be used."""
+        """The error that `name` has this value, where `wanted` would do; not raised."""
         return ModelError(f"{self.prefix}{name} is {shown(value)}; it must be {wanted}")
 
     def _present(self, name: str, default: Any) -> Any:
@@ -93,6 +101,6 @@ class Keys:
 
 
 def shown(value: Any) -> str:
-    """A value for a message, cut at a readable length."""
+    """A value as a message shows it, cut at a readable length."""
     text = repr(value[:_SHOWN]) if isinstance(value, str | list) else repr(value)
     return text[:_SHOWN] + ("..." if len(text) > _SHOWN else "")

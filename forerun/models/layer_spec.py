@@ -127,12 +127,12 @@ class GatedDelta:
 
     @property
     def keys(self) -> int:
-        """Numbers of all key heads; as many make the queries."""
+        """Numbers of all key heads of a token; as many make its queries."""
         return self.key_heads * self.key_size
 
     @property
     def values(self) -> int:
-        """Numbers of all value heads."""
+        """Numbers of all value heads of a token."""
         return self.value_heads * self.value_size
 
     @property
@@ -160,7 +160,7 @@ class GatedDelta:
         return {f"linear_attn.{name}": shape for name, shape in found.items()}
 
     def state_bytes(self, layers: int) -> int:
-        """Bytes of a text's state in so many layers."""
+        """Bytes, in float32, of a text's states in so many layers."""
         return 4 * layers * self.state_numbers
 
     @property
@@ -227,7 +227,7 @@ class Experts:
 
     @property
     def here(self) -> range:
-        """Numbers of the experts that are here."""
+        """Numbers of the experts whose weights are here: all, or a rank's own."""
         return range(self.count) if self.own is None else self.own
 
 

@@ -71,7 +71,7 @@ class FourBits:
 
     @property
     def group(self) -> int:
-        """Columns that share a scale."""
+        """How many neighbouring columns share a scale."""
         return int(self.numbers.shape[1]) // int(self.scales.shape[1])
 
 
@@ -91,7 +91,9 @@ class TensorFile:
         return flat.reshape(count, stored.size // count)
 
     def packed(self, name: str) -> Packed | None:
-        """A matrix as stored; None for a vector."""
+        """A matrix as stored; None for a vector. Raises KeyError for a name that is not in the
+        file.
+        """
         stored = self.tensors[name]
         if len(stored.shape) != 2:
             return None
@@ -104,7 +106,9 @@ class TensorFile:
         return None
 
     def grouped(self, name: str) -> Grouped | None:
-        """A matrix of few bits whose columns share scales; None: it is none."""
+        """A matrix of few bits whose columns share scales; None: it is stored in another way, here
+        always.
+        """
         return None
 
     def four_bit_group(self, name: str) -> int:
@@ -114,11 +118,15 @@ class TensorFile:
         return 0
 
     def four_bits(self, name: str) -> FourBits:
-        """A matrix for which four_bit_group is not 0."""
+        """A matrix of 4-bit integers; only for names whose four_bit_group is not 0, of which there
+        are none here (AssertionError).
+        """
         raise AssertionError(f"{name} is no matrix of 4-bit integers")
 
     def part(self, name: str, rows: slice, columns: slice) -> Floats:
-        """Some rows and columns of a matrix as float32."""
+        """float32[n,k]: some rows and columns of a matrix. Raises KeyError for a name that is not
+        in the file.
+        """
         return self.floats(name)[rows, columns]
 
     def floats(self, name: str) -> Floats:

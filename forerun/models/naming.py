@@ -50,7 +50,7 @@ class StoredPart:
 
     @property
     def alone(self) -> bool:
-        """The stored tensor is this one, number by number."""
+        """Whether the stored tensor is this one, number by number."""
         return self.shape == self.whole and self.order is None and not self.transposed
 
 
@@ -64,12 +64,12 @@ class Held:
 
     @property
     def parts(self) -> tuple["Held", ...]:
-        """What is stored of it."""
+        """The tensors that are stored of it: itself."""
         return (self,)
 
     @property
     def kind(self) -> str:
-        """Ggml's name of the storage."""
+        """What ggml calls the storage, such as Q4_K."""
         return self.file.tensors[self.name].kind
 
     def floats(self) -> Floats:
@@ -113,7 +113,7 @@ class Held:
         return self.file.four_bit_group(self.name) if self._of_rows else 0
 
     def four_bits(self) -> FourBits:
-        """The matrix, which has such a group."""
+        """The matrix with its rows in order; ask only where `four_bit_group` is not 0."""
         found = self.file.four_bits(self.name)
         parts = (self._ordered(part) for part in (found.numbers, found.scales, found.zeros))
         return FourBits(*parts)
@@ -146,7 +146,7 @@ class Held:
         return Packed(self.kind, self.rows(), self.piece.shape[-1])
 
     def cut(self, whole: AnyArray) -> AnyArray:
-        """The piece of the stored tensor's numbers."""
+        """Of numbers of the whole stored tensor those that are this one, transposed and ordered."""
         piece = self.piece
         found = whole if piece.expert is None else whole[piece.expert]
         return self._ordered(found.T if piece.transposed else found)
@@ -206,7 +206,9 @@ def _renamed(name: str, family: Family) -> str:
 
 
 def fused(name: str, piece: StoredPart, arch: Architecture, spec: LayerSpec) -> StoredPart:
-    """Phi-3's: q, k and v one above the other, and gate and up."""
+    """The part of Phi-3's fused tensors that `name` is: q, k and v stand one above the other, and
+    gate and up; `piece` as it is for other names.
+    """
     queries, keys = arch.heads * arch.head_size, arch.kv_heads * arch.head_size
     width = spec.active_width
     places = {
@@ -299,7 +301,7 @@ def order_of(name: str, arch: Architecture, spec: LayerSpec) -> Order | None:
 
 
 def each_head(head: Order, heads: int) -> Order:
-    """The order of one head's rows in each of `heads`."""
+    """The order of rows of `heads` heads, each as `head` has it."""
     found: Order = (np.arange(heads)[:, None] * len(head) + head).ravel()
     return found
 

@@ -56,11 +56,13 @@ class NgramTable:
 
     @property
     def contexts(self) -> int:
-        """C, the empty one included."""
+        """C, how many contexts there are; the empty one counts."""
         return len(self.earlier)
 
     def follow(self, text: Sequence[int]) -> dict[int, float]:
-        """Chances of what may come after `text`, of which only the end is read."""
+        """Chances, of 1 in all at most, of tokens that may come after `text`, by all contexts that
+        end it: the longer, the more they count. Only its end is read.
+        """
         found: dict[int, float] = {}
         context = 0
         for token in reversed(text):

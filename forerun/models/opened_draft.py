@@ -18,27 +18,27 @@ class DraftDescription(Protocol):
 
     @property
     def parameters(self) -> int:
-        """Numbers of weights that run."""
+        """How many weights run in a pass."""
         ...
 
     @property
     def cache(self) -> tuple[CacheLayer, ...]:
-        """What each layer keeps of a position."""
+        """What each layer keeps of a position, in order."""
         ...
 
     @property
     def vocab(self) -> int:
-        """Vd, the draft ids it chooses among."""
+        """Vd, how many draft ids it chooses among."""
         ...
 
     @property
     def features(self) -> tuple[int, ...]:
-        """Indices of the target's hidden states that it reads."""
+        """Indices of the target's hidden states that it reads; empty: none."""
         ...
 
     @property
     def target_hidden(self) -> int:
-        """H of the target, the width of each."""
+        """H, the width of the target's hidden states."""
         ...
 
 
@@ -62,27 +62,27 @@ class OpenedDraft(Generic[Head]):
 
     @property
     def parameters(self) -> int:
-        """Numbers of weights that run."""
+        """How many weights run in a pass."""
         return self.head.parameters
 
     @property
     def cache(self) -> tuple[CacheLayer, ...]:
-        """What each layer keeps of a position."""
+        """What each layer keeps of a position, in order."""
         return self.head.cache
 
     @property
     def vocab(self) -> int:
-        """Vd."""
+        """Vd, how many draft ids it chooses among."""
         return self.head.vocab
 
     @property
     def node_numbers(self) -> int:
-        """Beside its logits a node takes next to nothing."""
+        """0: beside its logits a node of a pass takes next to nothing."""
         return 0
 
     @property
     def feature_numbers(self) -> int:
-        """F*H, of the target's hidden states that it reads of a token."""
+        """F*H: numbers of the target's hidden states that it reads of a token."""
         return len(self.head.features) * self.head.target_hidden
 
     def tensor(self, name: str) -> Floats:

@@ -81,11 +81,11 @@ class PredictionLayers:
 
     @property
     def architecture(self) -> Architecture:
-        """K layers, as the target's last that attends."""
+        """An architecture of K layers, each as the target's last that attends."""
         return several(self.target.architecture, self.count)
 
     def own(self, layer: int, part: str) -> str:
-        """Canonical name of a part of layer 0 .. K-1."""
+        """Canonical name of a part, such as FUSE, of layer 0 .. K-1."""
         return own_name(0 if self.apart else layer, part)
 
     def first(self, count: int) -> "PredictionLayers":
@@ -99,22 +99,24 @@ class PredictionLayers:
 
     @property
     def path(self) -> Path:
-        """Their own folder, or the target's."""
+        """Where they are read from: their own folder, or the target's."""
         return self.folder or self.target.path
 
     def names(self) -> tuple[str, ...]:
-        """Canonical names of all tensors."""
+        """Canonical names of all tensors, with those that are the target's."""
         borrowed = (name for name in BORROWED if name in self.target.names())
         return tuple(dict.fromkeys([*self.files, *borrowed]))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor; KeyError for an unknown name."""
+        """The shape of the tensor of that canonical name. Raises KeyError for an unknown one."""
         if name not in self.files:
             return self.target.shape(name)
         return self.files[name].piece.shape
 
     def tensor(self, name: str) -> Floats:
-        """The tensor as float32; KeyError, ModelError where it is not finite."""
+        """The tensor as float32. Raises KeyError for an unknown name, ModelError where a number is
+        not finite.
+        """
         if name not in self.files:
             return self.target.tensor(name)
         held = self.files[name]
@@ -124,7 +126,7 @@ class PredictionLayers:
         return values
 
     def packed(self, name: str) -> Packed | None:
-        """A matrix as stored; None for a vector."""
+        """A matrix as stored; None for a vector. Raises KeyError for an unknown name."""
         if name not in self.files:
             return self.target.packed(name)
         return self.files[name].packed()
@@ -141,13 +143,13 @@ class PredictionLayers:
 
     @property
     def cache(self) -> tuple[CacheLayer, ...]:
-        """What the layers keep of a position."""
+        """What each of the K layers keeps of a position."""
         arch = self.architecture
         return (arch.cache_layer,) * self.count
 
     @property
     def vocab(self) -> int:
-        """Vd."""
+        """Vd, how many draft ids they choose among."""
         return len(self.target_ids)
 
     @property
@@ -160,13 +162,13 @@ class PredictionLayers:
 
     @property
     def node_numbers(self) -> int:
-        """float32 numbers of a node in a pass, beside its logits."""
+        """How many float32 numbers a node of a pass takes, beside its logits."""
         arch = self.architecture
         return 6 * arch.hidden + 3 * arch.ffn + arch.latent_numbers
 
     @property
     def feature_numbers(self) -> int:
-        """H, of the target's last hidden state."""
+        """H: numbers of the target's last hidden state of a token."""
         return self.architecture.hidden
 
 

@@ -84,7 +84,9 @@ BORROWED = (EMBEDDING, HEAD)
 def divided(
     files: Files, arch: Architecture
 ) -> tuple[dict[str, TensorFile], dict[str, TensorFile]]:
-    """A folder's tensors as the target's and its prediction layers'."""
+    """A folder's tensors, by their stored names, in two: the target's, and those of its prediction
+    layers.
+    """
     mine = {name for name in files if _belongs(name, files, arch)}
     return (
         {name: file for name, file in files.items() if name not in mine},
@@ -114,7 +116,9 @@ def own_name(layer: int, part: str) -> str:
 
 
 def naming_of(files: Files, arch: Architecture, where: Path) -> tuple[Naming, int, int]:
-    """The naming, the first layer's number, and how many there are."""
+    """How a folder names its prediction layers, the number of the first, and how many there are.
+    Raises ModelError where numbers are missing or no naming fits.
+    """
     for naming in (MIMO, QWEN, DEEPSEEK):
         numbers = sorted({int(m[1]) for name in files if (m := naming.layer.match(name))})
         first = arch.layers if naming is DEEPSEEK else 0
@@ -131,7 +135,9 @@ def naming_of(files: Files, arch: Architecture, where: Path) -> tuple[Naming, in
 def pieces(
     arch: Architecture, naming: Naming, first: int, count: int
 ) -> dict[str, tuple[str, StoredPart]]:
-    """Canonical name -> stored name and piece of all that a file may have."""
+    """By canonical name, the stored name and piece of every tensor that the file of `count` layers
+    from `first` on may have.
+    """
     wanted: dict[str, tuple[str, StoredPart]] = {}
     for layer, spec in enumerate(arch.layer_specs):
         pattern = naming.layer.pattern.replace("\\", "")
@@ -160,10 +166,10 @@ def own_pieces(arch: Architecture, naming: Naming, layer: int) -> dict[str, tupl
 
 
 def copy_name(name: str, layer: int) -> str:
-    """A layer's copy of what it shares with the target."""
+    """The name under which a layer may store a copy of what it shares with the target."""
     return f"copy.{layer}.{name}"
 
 
 def copied(name: str) -> bool:
-    """Whether this is such a copy, which files may leave out."""
+    """Whether a name is one of `copy_name`: files may leave it out."""
     return name.startswith("copy.")

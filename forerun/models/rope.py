@@ -183,7 +183,9 @@ def _divisors(divisors: tuple[float, ...], turned: int) -> dict[str, float]:
 
 
 def yarn_attention_factor(factor: float) -> float:
-    """What YaRN recommends (section 3.4): 0.1 ln(factor) + 1."""
+    """What YaRN recommends for a context that is `factor` times as long (section 3.4): 0.1
+    ln(factor) + 1; 1 where it is not longer.
+    """
     return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

@@ -73,7 +73,7 @@ SHAPES: dict[str, Architecture] = {
 
 
 def shape_named(name: str) -> Architecture:
-    """The shape called `name`. Raises ConfigError that lists what there is."""
+    """The architecture called `name`. Raises ConfigError that lists what there is."""
     if name not in SHAPES:
         raise ConfigError(f"no shape is called {name!r}; there are: {', '.join(SHAPES)}.")
     return SHAPES[name]
@@ -93,23 +93,25 @@ class RandomCheckpoint:
 
     @property
     def block(self) -> Floats:
-        """What every matrix repeats."""
+        """float32: the random numbers that every matrix repeats."""
         return self._drawn
 
     def names(self) -> tuple[str, ...]:
-        """Canonical names of all tensors."""
+        """Canonical names of all tensors (arch.expected_tensors)."""
         return tuple(self._shapes)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
+        """The shape of the tensor of that canonical name. Raises KeyError for an unknown one."""
         return self._shapes[name]
 
     def tensor(self, name: str) -> Floats:
-        """A tensor; the same numbers whenever it is asked for."""
+        """A tensor as float32, the same numbers whenever it is asked for. Raises KeyError for an
+        unknown name.
+        """
         return _filled(name, self._shapes[name], self._drawn)
 
     def packed(self, name: str) -> Packed | None:
-        """None: there is no file."""
+        """None: no file stores it."""
         return None
 
 

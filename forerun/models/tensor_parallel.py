@@ -52,7 +52,9 @@ _CUTS = {
 
 
 def cut_of(name: str) -> Cut:
-    """How the tensor of this canonical name is divided."""
+    """How the tensor of this canonical name is divided among ranks; WHOLE where nothing
+    says how.
+    """
     return next((cut for pattern, cut in _CUTS.items() if re.fullmatch(pattern, name)), Cut.WHOLE)
 
 
@@ -126,7 +128,9 @@ class TensorParallel:
         return {name: shape for name, shape in tensors.items() if name in mine}
 
     def shape(self, name: str, shape: tuple[int, ...], kv_heads: int) -> tuple[int, ...]:
-        """Of its part of a tensor."""
+        """The shape of this rank's part of a tensor of that name and shape; kv_heads: G of the
+        whole model.
+        """
         index = self.index(name, shape, kv_heads)
         return tuple(len(range(*part.indices(n))) for part, n in zip(index, shape, strict=True))
 
@@ -253,12 +257,12 @@ class RankCheckpoint:
 
     @property
     def architecture(self) -> Architecture:
-        """What the parts make up."""
+        """The network that this rank's parts make up."""
         return self._architecture
 
     @property
     def path(self) -> Path:
-        """The file or folder."""
+        """The file or folder of the whole checkpoint."""
         return self.whole.path
 
     def names(self) -> tuple[str, ...]:
@@ -266,11 +270,13 @@ class RankCheckpoint:
         return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of this rank's part; KeyError for an unknown name."""
+        """The shape of this rank's part of a tensor. Raises KeyError for an unknown name."""
         return self.tp.shape(name, self.whole.shape(name), self._kv_heads)
 
     def tensor(self, name: str) -> Floats:
-        """The rank's part as float32; KeyError."""
+        """The rank's part as float32; zeros where another adds it for all. Raises KeyError for an
+        unknown name.
+        """
         index = self._index(name, self.whole.shape(name))
         if cut_of(name) is Cut.ONCE and self.tp.among(name).rank:
             return np.zeros(self.shape(name), np.float32)

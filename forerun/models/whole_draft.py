@@ -81,18 +81,18 @@ class WholeDraft:
 
     @property
     def algorithm(self) -> str:
-        """As statistics call it."""
+        """What statistics call it: "standalone"."""
         return "standalone"
 
     @property
     def cache(self) -> tuple[CacheLayer, ...]:
-        """What each of its layers keeps of a position."""
+        """What each of its layers keeps of a position, in order."""
         arch = self.checkpoint.architecture
         return (arch.cache_layer,) * arch.layers
 
     @property
     def vocab(self) -> int:
-        """Vd."""
+        """Vd, how many draft ids it chooses among."""
         return len(self.vocabulary.target_ids)
 
     @property
@@ -106,11 +106,11 @@ class WholeDraft:
 
     @property
     def node_numbers(self) -> int:
-        """float32 numbers of a node in a pass, beside its logits."""
+        """How many float32 numbers a node of a pass takes, beside its logits."""
         arch = self.checkpoint.architecture
         return (4 + arch.expert_rows) * arch.hidden + 3 * arch.ffn + arch.latent_numbers
 
     @property
     def feature_numbers(self) -> int:
-        """It reads tokens alone."""
+        """0: it reads tokens alone."""
         return 0

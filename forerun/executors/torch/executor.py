@@ -49,23 +49,27 @@ class TorchExecutor(ModelRunner, Executor):
         self.sampler = HostSampler(limits.slots, limits.vocab)
 
     def open(self, slot_init: SlotInit) -> None:
-        """Bind a sequence to its slot."""
+        """Bind a sequence to its slot, with its sampling; where layers are recurrent with the state
+        of its cached tokens. Raises EngineError where that was not kept.
+        """
         if self.states is not None:
             self.states.open(slot_init)
         self.sampler.open(slot_init)
 
     def resumable(self, tokens: Ints) -> int:
-        """How many cached tokens a sequence may go on behind."""
+        """Behind how many of the cached tokens int32[n] a sequence may go on: all, or where layers
+        are recurrent as many as a state was kept for.
+        """
         return len(tokens) if self.states is None else self.states.book.resumable(tokens)
 
     def close(self, slot: int) -> None:
-        """Forget a slot's sequence."""
+        """Forget a slot's sequence. Its pages are the caller's."""
         self.sampler.close(slot)
         if self.states is not None:
             self.states.book.close(slot)
 
     def draft_with(self, model: object) -> None:
-        """No step drafts here: every pass of the model is asked for."""
+        """Does nothing: no step drafts here, every pass of the model is asked for."""
 
     def begin(
         self, plan: Plan, trees: TreeBatch = NO_TREES, masks: NodeMasks | None = None
@@ -148,7 +152,7 @@ class TorchExecutor(ModelRunner, Executor):
 
     @property
     def draft_target(self) -> TorchTarget:
-        """What draft models run beside."""
+        """What draft models run beside: this executor."""
         return self
 
     def keep(self, round: Round, outcome: Outcome, rows: Sequence[int], place: Ints) -> None:

@@ -24,13 +24,15 @@ class FeatureRing:
         self.values = torch.zeros(ring_size(slots + 1), width, dtype=dtype, device=device)
 
     def at(self, slots: Ints, positions: Ints) -> "TorchFeatures":
-        """Where they are kept: see HeldFeatures."""
+        """Features [n,F*H] of slots int32[n] at positions int32[n], on the device, not copied: they
+        are overwritten when a slot has moved on by MOST_KEPT tokens.
+        """
         place = ring_place(slots.astype(np.int64), positions)
         return TorchFeatures(self.values, place, place)
 
     @staticmethod
     def bytes(slots: int, width: int, dtype: torch.dtype) -> int:
-        """What it takes on its device."""
+        """Of a ring for so many slots whose rows have `width` numbers, on its device."""
         return ring_size(slots + 1) * width * dtype.itemsize
 
     def put(self, slots: Tensor, position: Tensor, features: Tensor) -> None:
@@ -74,7 +76,9 @@ class TorchFeatures:
         return replace(self, place=self.place[nodes], nodes=self.nodes[nodes])
 
     def keep(self) -> "FeatureRing":
-        """In the ring of the executor: nothing leaves the device."""
+        """Write them into the executor's ring, unless the round has; returns the ring. Nothing
+        leaves the device. Not for features that are kept already (AssertionError).
+        """
         assert self.held is not None, "they are kept already"
         ring = self.held.ring
         if not self.held.written:
@@ -87,7 +91,7 @@ class TorchFeatures:
         return len(self.place)
 
     def tensor(self) -> Tensor:
-        """[n,F*H] a row per node."""
+        """A copy [n,F*H] on the device, a row per node."""
         place = torch.from_numpy(np.asarray(self.place, np.int64)).to(self.streams.device)
         return self.streams[place]
 

@@ -33,15 +33,17 @@ class Group(Protocol):
         ...
 
     def gathered(self, x: Tensor) -> list[Tensor]:
-        """On rank 0 every rank's `x`, by rank; elsewhere nothing."""
+        """On rank 0 every rank's `x`, by rank; elsewhere an empty list. Raises RuntimeError where a
+        rank is gone.
+        """
         ...
 
     def everywhere(self, x: Tensor) -> list[Tensor]:
-        """Every rank's `x`, by rank, on every rank."""
+        """Every rank's `x`, by rank, on every rank. Raises RuntimeError where a rank is gone."""
         ...
 
     def close(self) -> None:
-        """Let go of the others. Idempotent."""
+        """Leave the group; no verb may be called afterwards. Idempotent."""
         ...
 
 
@@ -60,19 +62,19 @@ class Waits:
 
     @staticmethod
     def size_of(tp: TensorParallel) -> int:
-        """Bytes."""
+        """Bytes of the shared file: three int64 for each rank."""
         return 24 * tp.size
 
     def enter(self) -> None:
-        """Of this rank: it waits from now on."""
+        """Count that this rank waits for the others from now on."""
         self._counts[self._place] += 1
 
     def leave(self) -> None:
-        """It has what it waited for."""
+        """Count that this rank has what it waited for."""
         self._counts[self._place + 1] += 1
 
     def look(self) -> None:
-        """It is not there yet."""
+        """Count that this rank has looked, and what it waits for is not there."""
         self._counts[self._place + 2] += 1
 
     def silent(self) -> int:
@@ -135,7 +137,7 @@ class Processes:
         return first
 
     def gathered(self, x: Tensor) -> list[Tensor]:
-        """See Group."""
+        """As Group.gathered. Waits for all ranks."""
         options = dist.GatherOptions()
         options.rootRank = 0
         parts = [torch.empty_like(x) for _ in range(self.tp.size)] if self.tp.rank == 0 else []
@@ -143,7 +145,7 @@ class Processes:
         return parts
 
     def everywhere(self, x: Tensor) -> list[Tensor]:
-        """See Group."""
+        """As Group.everywhere. Waits for all ranks."""
         parts = [torch.empty_like(x) for _ in range(self.tp.size)]
         self._wait(self._group.allgather([parts], [x.contiguous()]))
         return parts
@@ -160,7 +162,7 @@ class Processes:
         self._waits.leave()
 
     def close(self) -> None:
-        """See Group."""
+        """As Group.close; on CUDA collectives that run are aborted."""
         group, self._group = self._group, None
         if group is not None and not self._on_cpu:
             group.abort()

@@ -288,7 +288,9 @@ class ModelRunner:
         return of_node
 
     def choices_of(self, round: TorchRound) -> list[int]:
-        """The device's choices at the plain nodes of a round."""
+        """The device's choices at the plain nodes of a round, in the order of `round.plain.nodes`;
+        NOTHING where a node's logits are not finite. Waits for the device.
+        """
         nodes = round.plain.nodes
         rows = self._padded(round.row_of[nodes], len(nodes))
         found: list[int] = choices(round.logits[rows], round.plain).tolist()
@@ -314,7 +316,9 @@ class ModelRunner:
         }
 
     def shutdown(self) -> None:
-        """Release memory. Idempotent."""
+        """Let go of weights, pages and states. Idempotent; `decoder` and `cache` raise EngineError
+        afterwards.
+        """
         self._decoder = self._cache = self.states = None
 
     def _padded(self, values: Ints, rows: int) -> Tensor:

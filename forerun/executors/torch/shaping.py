@@ -53,11 +53,11 @@ class Shaping:
     cuts: bool
 
     def number(self, name: str) -> Tensor:
-        """float32[R,1,1]."""
+        """float32[R,1,1]: one of RULES by name, whose facts are bits of float32."""
         return self.rules[name].view(torch.float32)[:, None, None]
 
     def part(self, begin: int, end: int) -> "Shaping":
-        """Some of the rows."""
+        """The rows from `begin` to before `end`; views, histories and biases of all slots."""
         rows = slice(begin, end)
         rules = {name: values[rows] for name, values in self.rules.items()}
         mine = self.tokens[rows], self.above[rows], self.positions[rows], self.temperatures[rows]

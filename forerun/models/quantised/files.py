@@ -37,7 +37,9 @@ class QuantisedFile(TensorFile):
     matrices: Mapping[str, StoredMatrix] = field(default_factory=dict)
 
     def floats(self, name: str) -> Floats:
-        """float32[N,K]. Raises ModelError as StoredMatrix.floats."""
+        """The matrix float32[N,K]. Raises KeyError for an unknown name, ModelError as
+        StoredMatrix.floats.
+        """
         return self.matrices[name].floats()
 
     def part(self, name: str, rows: slice, columns: slice) -> Floats:
@@ -45,23 +47,25 @@ class QuantisedFile(TensorFile):
         return self.matrices[name].part(rows, columns)
 
     def four_bit_group(self, name: str) -> int:
-        """Columns that share a scale, as TensorFile."""
+        """How many columns share a scale where float32 is exact of a matrix in four bits;
+        else 0.
+        """
         return four_bit_group(self.matrices[name])
 
     def four_bits(self, name: str) -> FourBits:
-        """float32 is exact of it; as TensorFile."""
+        """The matrix in four bits; ask only where `four_bit_group` is not 0."""
         return four_bits(self.matrices[name])
 
     def grouped(self, name: str) -> Grouped | None:
-        """As TensorFile."""
+        """The matrix in few bits with its scales; None where its storage is another."""
         return grouped(self.matrices[name])
 
     def packed(self, name: str) -> Packed | None:
-        """None: nobody else knows these storages."""
+        """None: these storages are none of ggml's."""
         return None
 
     def rows(self, name: str) -> NDArray[np.uint8]:
-        """uint8[N,4K]: the float32 numbers' bytes."""
+        """uint8[N,4K]: the bytes of the matrix as float32. Raises as `floats`."""
         return self.floats(name).view(np.uint8)
 
 

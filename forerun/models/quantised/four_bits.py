@@ -32,7 +32,7 @@ def four_bit_group(matrix: StoredMatrix) -> int:
 
 
 def four_bits(matrix: StoredMatrix) -> FourBits:
-    """The matrix, for which four_bit_group is not 0."""
+    """The matrix as numbers, scales and zeros; ask only where `four_bit_group` is not 0."""
     rows, columns = (slice(0, size) for size in matrix.shape)
     scales = _halves(_scales(matrix))
     if matrix.method.layout == "packed":

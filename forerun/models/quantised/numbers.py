@@ -21,7 +21,9 @@ _FLOAT8 = _float8_numbers()
 
 
 def widened(flat: NDArray[np.uint8], kind: str) -> Floats:
-    """Bytes of a float type as float32."""
+    """float32[n] of the bytes uint8 of numbers of a float type: F32, F16, BF16 or F8_E4M3; KeyError
+    for another.
+    """
     if kind == "BF16":
         return (flat.view("<u2").astype(np.uint32) << 16).view(np.float32)
     if kind == "F8_E4M3":

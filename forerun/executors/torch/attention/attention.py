@@ -80,7 +80,7 @@ class Seen:
         return Seen(np.append(first, 0), last)
 
     def first_block(self, nodes: Ints) -> int:
-        """The first block of which any of these nodes sees something."""
+        """The first block, by number, of which any of the nodes int32[n] sees a key."""
         return 0 if self.first is None else int(self.first[nodes].min()) // BLOCK
 
 

@@ -58,5 +58,7 @@ def program_heads(gqa_group: int, size: int) -> int:
 
 
 def tile_heads(gqa_group: int, size: int) -> int:
-    """As how many heads `tile_nodes` counts them."""
+    """How many heads, of `size` numbers, count as sharing a key/value head where tiles.tile_nodes
+    sizes a tile: those of one program, twice where heads are WIDE.
+    """
     return program_heads(gqa_group, size) * (2 if size > WIDE else 1)

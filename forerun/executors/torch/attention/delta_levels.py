@@ -30,7 +30,9 @@ class DeltaWalk(Protocol):
         ...
 
     def follow(self, states: Tensor, rows: Ints, tokens: Tokens) -> None:
-        """One token more, of each of the rows int[n], which differ."""
+        """Advance the states of rows int32[n], which all differ, by one token each; tokens: of n
+        nodes. Writes `states`.
+        """
         ...
 
 
@@ -69,7 +71,7 @@ class ByLevels:
         self._device = device
 
     def way(self, trees: TreeBatch, slots: Ints, ends: dict[int, int]) -> LevelWay:
-        """See DeltaWalk."""
+        """As DeltaWalk.way: a LevelWay, on the states' device."""
         count = len(trees.tokens)
         order = np.argsort(trees.depth, kind="stable")
         back = np.empty(count, np.int64)
@@ -78,7 +80,7 @@ class ByLevels:
         return LevelWay(self._there(order), self._there(back), self._there(slots), levels)
 
     def advance(self, states: Tensor, way: LevelWay, tokens: Tokens) -> Tensor:
-        """See DeltaWalk."""
+        """As DeltaWalk.advance: float32[M,Hv,Dv], nodes of equal depth at once."""
         sorted_tokens, found = tokens.ordered(way.order), []
         here = states.index_select(0, way.rows)
         for level in way.levels:
@@ -92,7 +94,9 @@ class ByLevels:
         return torch.cat(found).index_select(0, way.back)
 
     def follow(self, states: Tensor, rows: Ints, tokens: Tokens) -> None:
-        """See DeltaWalk."""
+        """As DeltaWalk.follow: reads the rows int32[n] of `states`, advances them by a token,
+        writes them back.
+        """
         where = self._there(rows)
         here = states.index_select(0, where)
         advance(here, tokens)

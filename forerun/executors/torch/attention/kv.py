@@ -45,7 +45,9 @@ class KvShape:
     layer: CacheLayer
 
     def bytes(self, limits: ExecutorLimits, dtype: torch.dtype) -> int:
-        """Bytes of a PagedCache of this shape and dtype."""
+        """What a PagedCache of this shape takes with pages in `dtype`: all slots of `limits.pages`,
+        those of scratch and one of nobody; in float8 with a scale for each head.
+        """
         slots = limits.pages * limits.page_size + limits.scored_nodes + 1
         layer = self.layer
         head = layer.head_size * dtype.itemsize + (SCALE_BYTES if dtype == FLOAT8 else 0)
@@ -68,7 +70,7 @@ class Narrow:
 
     @property
     def shape(self) -> torch.Size:
-        """[G,slots,E]."""
+        """[G,slots,E], as of a cache tensor that is not narrow."""
         return self.numbers.shape
 
 
@@ -89,7 +91,9 @@ def read(cached: CacheTensor, slots: Tensor) -> Tensor:
 
 
 def put(cached: CacheTensor, place: slice | Tensor, rows: Tensor) -> None:
-    """Write rows [M,G,E] into the slots `place`, M of them."""
+    """Write rows [M,G,E] into the slots `place`, a slice or int64[M]; into a narrow cache as
+    float8, with a scale for each row and head.
+    """
     rows = rows.transpose(0, 1)
     if isinstance(cached, Narrow):
         numbers, scale = float8_rows(rows)

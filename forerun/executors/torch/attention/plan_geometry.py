@@ -92,7 +92,9 @@ class PassRows:
     def chains(
         self, places: AnyArray, cache: PagedCache, gqa_group: int, device: torch.device
     ) -> Geometry:
-        """`geometry` of rows whose nodes follow each other."""
+        """The Geometry of rows whose nodes follow each other. places int64[M]: slots of the nodes;
+        the rest as of `geometry`.
+        """
         counts = np.diff(self.start)
         spans = np.arange(self.start[-1]) - np.repeat(self.start[:-1], counts)
         ends = np.repeat(counts, counts)

@@ -69,7 +69,9 @@ class PromptAttention:
 
 
 def takes(spec: AttentionSpec) -> bool:
-    """Whether `VariableLength` makes such scores."""
+    """Whether PromptAttention can make scores as `spec` says: without a cap, sinks and latent
+    heads.
+    """
     return spec.softcap is None and not spec.sinks and spec.latent is None
 
 

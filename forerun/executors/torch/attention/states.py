@@ -73,7 +73,7 @@ class StateStep:
 
 
 def chosen_walk(device: torch.device) -> DeltaWalk:
-    """The compiled core where it is, of a CPU; else torch."""
+    """NativeDelta on a CPU where the compiled core is there; else ByLevels on `device`."""
     if device.type == "cpu" and native.available() is None:
         return NativeDelta()
     return ByLevels(device)
@@ -103,7 +103,7 @@ class States:
 
     @staticmethod
     def bytes(arch: Architecture, limits: ExecutorLimits) -> int:
-        """Bytes of the tables; 0 of a model without recurrent layers."""
+        """What the tables of states take; 0 of a model without recurrent layers."""
         if arch.delta is None:
             return 0
         return rows_of(limits) * arch.delta.state_bytes(arch.recurrent_layers)
@@ -150,7 +150,9 @@ class States:
         return out
 
     def known(self, step: StateStep) -> None:
-        """All layers have run: the states of known tokens are there."""
+        """All layers of the step have run: checkpoints that it claimed are kept, and each slot's
+        state stands behind its known tokens. Call it once, after the last layer.
+        """
         known = step.trees.known.tolist()
         for row, slot in enumerate(step.plan.slots.tolist()):
             self.book.keep(slot, step.claims.pop(slot))

@@ -46,7 +46,9 @@ class PackedPrompts:
 
     @staticmethod
     def of(plan: Plan, trees: TreeBatch, cache: PagedCache, rows: list[int]) -> "PackedPrompts":
-        """Of these rows of a step, at least one."""
+        """The prompts of these rows of a step, at least one, as one varlen call reads them: where
+        their nodes and keys begin, and the slots of their keys.
+        """
         count = np.diff(trees.start)[rows].astype(np.int32)
         keys = (plan.kv_len[rows] + count).astype(np.int32)
         slots = [

@@ -29,7 +29,9 @@ from forerun.speculative.tree import full_size
 def drafting_of(
     model: LevelModel | TorchBlockModel, kernels: Kernels, max_nodes: int, slots: int
 ) -> Drafting:
-    """What drafts with this model within rounds."""
+    """What drafts with this model at the end of rounds: BlockDrafting or LevelDrafting. max_nodes:
+    of scratch, for passes; slots: S of sequences.
+    """
     if isinstance(model, TorchBlockModel):
         return BlockDrafting(model, kernels, max_nodes, slots)
     return LevelDrafting(model, kernels, max_nodes)
@@ -59,7 +61,7 @@ class BlockDrafting(Drafting):
     def work(
         self, size: Size, decided: Decided, features: Tensor | None, grown: Tensor
     ) -> Tensor | None:
-        """As Drafting says."""
+        """As Drafting.work. Needs features [M,F*H] of the step."""
         assert features is not None, "the traits ask for features"
         if size not in self._blocks:
             self._blocks[size] = _Blocks(size, self._model)

@@ -148,7 +148,7 @@ class StagingBuffer:
             blank["mask_row"][:] = -1
 
     def blank(self) -> None:
-        """Begin with a round in which no row has a node."""
+        """Reset all facts but masks: a round in which no row has a node."""
         self._facts[:] = self._blank
 
     def split(self, lengths: Ints) -> None:
@@ -230,7 +230,7 @@ class PageTables:
         return partial(self.write, torch.from_numpy(places), torch.from_numpy(pages))
 
     def forget(self) -> None:
-        """Send everything anew."""
+        """Send whole tables with the next rounds: what the device has is unknown."""
         self._mirror.fill(-1)
 
     def of(self, size: Size, facts: dict[str, Tensor]) -> Tensor:

@@ -58,7 +58,9 @@ def declared(
 
 
 def row_counts(slots: int) -> list[int]:
-    """Rows of the declared rounds of so many sequences at most."""
+    """Rows of the declared rounds, ascending: what 1 to `slots` rows are padded to, `slots` at
+    most.
+    """
     return sorted({min(padded_rows(rows), slots) for rows in range(1, slots + 1)})
 
 

@@ -123,7 +123,7 @@ class LevelDrafting(Drafting):
     def work(
         self, size: Size, decided: Decided, features: Tensor | None, grown: Tensor
     ) -> Tensor | None:
-        """As Drafting says."""
+        """As Drafting.work; features [M,F*H], None where the model reads none."""
         model = self._model
         if size not in self._forests:
             device = decided.accepted.choices.device

@@ -90,17 +90,17 @@ class CapturedExecutor(Executor):
         self._rounds, self._seconds, self._read = 0, 0.0, 0.0
 
     def open(self, slot_init: SlotInit) -> None:
-        """Bind a sequence to its slot."""
+        """Bind a sequence to its slot, with all that it asks of the sampler."""
         self._sampler.open(slot_init)
         self._shaped.open(slot_init)
 
     def close(self, slot: int) -> None:
-        """Forget a slot's sequence."""
+        """Forget a slot's sequence. Its pages are the caller's."""
         self._sampler.close(slot)
 
     @property
     def runner(self) -> CudaGraphRunner:
-        """Raises EngineError after `shutdown`."""
+        """The program and its tensors. Raises EngineError after `shutdown`."""
         if self._runner is None:
             raise EngineError("the executor was shut down")
         return self._runner
@@ -109,12 +109,12 @@ class CapturedExecutor(Executor):
 
     @property
     def decoder(self) -> Decoder:
-        """The target's weights."""
+        """The target's weights. Raises EngineError after `shutdown`."""
         return self.eager.decoder
 
     @property
     def draft_target(self) -> TorchTarget:
-        """What draft models run beside."""
+        """What draft models run beside: this executor, whose rounds keep features too."""
         return self
 
     def request_aux_hidden_states(self, layers: tuple[int, ...]) -> None:
@@ -315,7 +315,7 @@ class CapturedExecutor(Executor):
         }
 
     def shutdown(self) -> None:
-        """Release memory. Idempotent."""
+        """Let go of programs and of the eager executor's memory. Idempotent."""
         self._runner = self.last = None
         self.eager.shutdown()
 

@@ -77,7 +77,9 @@ class CudaRecorder(Launcher):
 
 
 def recorder(device: torch.device) -> CudaRecorder | None:
-    """What captures on this device; None where nothing does."""
+    """A recorder of its own pool and stream on a CUDA device; None elsewhere, where nothing is
+    captured.
+    """
     return CudaRecorder(device) if device.type == "cuda" else None
 
 
@@ -105,7 +107,7 @@ class CapturedPrograms(Programs[Size]):
             self._replays[size]()
 
     def forget(self) -> None:
-        """As Programs says, once all that was begun is done."""
+        """As Programs.forget, and waits until all that was begun is done."""
         self._records.forget()
         self._warm.clear()
         super().forget()

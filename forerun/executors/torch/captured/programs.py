@@ -70,6 +70,6 @@ class Programs(Generic[Size]):
         self._work(size)
 
     def forget(self) -> None:
-        """Capture everything anew: the work is another from now on."""
+        """Drop what was captured, and unseal: the work is another from now on."""
         self._replays.clear()
         self.sealed = False

@@ -188,7 +188,7 @@ class CudaGraphRunner:
         return wait
 
     def of(self, size: Size) -> Sized:
-        """The fixed tensors of a size."""
+        """The fixed tensors of a size; allocated when it is first asked for."""
         if size not in self._sized:
             self._sized[size] = Sized(size, self._dims, self._room)
         return self._sized[size]
@@ -196,7 +196,7 @@ class CudaGraphRunner:
     # --- the program: launches only, no shape and no branch depends on a value --------------
 
     def work(self, size: Size) -> None:
-        """One round of this size, on what lies on the device."""
+        """Launch one round of this size, on what lies on the device."""
         sized, decoder, cache = self.of(size), self._decoder, self._cache
         kernels, total = self.kernels, size.total
         facts = sized.there | {"table": self.tables.of(size, sized.there)}

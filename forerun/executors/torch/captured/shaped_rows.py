@@ -54,7 +54,9 @@ class ShapedRows:
     # --- the host's half ---------------------------------------------------------------------
 
     def open(self, slot_init: SlotInit) -> None:
-        """A sequence took the slot."""
+        """Take over the parameters of a sequence, in place of the slot's last. What the device has
+        of the slot's text counts as unknown.
+        """
         slot, sampling = slot_init.slot, slot_init.sampling
         self._counted.pop(slot, None)
         # What accept thresholds let pass is decided on the host.
@@ -65,7 +67,9 @@ class ShapedRows:
             self._rules[name][slot] = bits
 
     def size(self, size: Size, slots: Ints, masked: bool) -> Size:
-        """The size with what these rows ask for."""
+        """The size with what rows in these slots int32[B] ask for: the most of PLAIN, EDITED, CUT;
+        REPORTS that are enough for all, 0 where somebody asks for more than the last; `masked`.
+        """
         kind, top = int(self._kind[slots].max()), int(self._top[slots].max())
         reports = 0
         if 0 <= top <= REPORTS[-1]:

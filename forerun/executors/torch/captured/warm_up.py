@@ -48,7 +48,9 @@ def _launch_all(runner: CudaGraphRunner, eager: TorchExecutor, sizes: list[Size]
 
 
 def rehearse_prompts(eager: TorchExecutor) -> None:
-    """Launch what prompts of all numbers of tokens launch."""
+    """Launch every kernel that prompts of any length need: of 1, 2, 4, ... tokens up to a tile, as
+    far as pages and scratch reach. Writes the first pages; slot 0 must be closed.
+    """
     limits, nodes = eager.limits, 1
     while nodes <= min(LINES, limits.max_nodes, limits.page_size * limits.pages):
         eager.rehearse(nodes)

@@ -58,7 +58,7 @@ def no_states(layer: int, inputs: DeltaInputs) -> Tensor:
 
 
 def opened(x: Tensor, gate: Tensor) -> Tensor:
-    """sigmoid(gate) * x, in float32; dtype of `x`."""
+    """sigmoid(gate) * x, in float32; shape and dtype of `x`."""
     return (x / (1 + torch.exp(-gate.float()))).to(x.dtype)
 
 
@@ -86,7 +86,7 @@ class HeadsProjections:
         return self._qkv, self._out, *([] if self._gate is None else [self._gate])
 
     def heads(self, x: Rows, rotary: Rotary) -> Heads:
-        """Of rows [M,H] at the positions of `rotary`."""
+        """Heads, not yet normed or rotated, of rows [M,H] at the positions of `rotary`."""
         arch, qkv = self._arch, self._qkv(x)
         q_norm, k_norm = self._q_norm, self._k_norm
         if q_norm is not None and k_norm is not None and self._wide:
@@ -106,7 +106,7 @@ class HeadsProjections:
         return torch.cat([norm(q, q_norm, arch.norm_eps), norm(k, k_norm, arch.norm_eps), v], -1)
 
     def out(self, context: Rows, gate: Tensor | None) -> Tensor:
-        """[M,H] of context [M,A,E]; gate: of the same heads."""
+        """[M,H] of context [M,A,E]; gate [M,A*E] of the same heads, None: not gated."""
         if isinstance(context, Float8Rows):
             return self._out(context)
         rows = context.flatten(1)
@@ -305,7 +305,7 @@ class Decoder(Ends):
             self.row_sizes = invariant_sizes([*linears, self.head])
 
     def rotary(self, positions: Tensor) -> tuple[Rotary, ...]:
-        """Of positions int64[M], in the order of `ropes`."""
+        """Cos and sin, float32[M,E/2] each, of positions int64[M]; in the order of `ropes`."""
         return tuple(
             rotation(positions, frequencies, rope.attention_factor)
             for rope, frequencies in zip(self.ropes, self.frequencies, strict=True)

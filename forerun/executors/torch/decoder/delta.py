@@ -67,11 +67,13 @@ class DeltaProjections:
 
     @property
     def linears(self) -> tuple[Product, ...]:
-        """Its matrix products."""
+        """Its matrix products: into the layer, its gates, and out of it."""
         return self._into, self._gates, self._out
 
     def inputs(self, x: Rows) -> DeltaInputs:
-        """Of rows [M,H]; positions do not matter."""
+        """What the recurrence reads of rows [M,H], in float32, not yet convolved; and the gate
+        [M,Hv,Dv] of its output. Positions do not matter.
+        """
         about = self._about
         mixed, gate = self._into(x).split([about.channels, about.values], -1)
         beta, step = self._gates(x).float().chunk(2, -1)
@@ -93,7 +95,7 @@ class DeltaProjections:
 
 
 def softplus(x: Tensor) -> Tensor:
-    """log(1 + exp(x)), without overflow."""
+    """log(1 + exp(x)) of each number, without overflow; shape and dtype of `x`."""
     return x.clamp_min(0) + torch.log1p(torch.exp(-x.abs()))
 
 
@@ -113,12 +115,12 @@ class Tokens:
     beta: Tensor
 
     def ordered(self, order: Tensor) -> "Tokens":
-        """Those of the nodes `order` int64[n], in that order."""
+        """Copies of the nodes `order`, int64[n], in that order."""
         parts = (self.queries, self.keys, self.values, self.decay, self.beta)
         return Tokens(*(part.index_select(0, order) for part in parts))
 
     def part(self, begin: int, end: int) -> "Tokens":
-        """Those from `begin` to `end`; views."""
+        """The nodes from `begin` to before `end`; views."""
         parts = (self.queries, self.keys, self.values, self.decay, self.beta)
         return Tokens(*(part[begin:end] for part in parts))
 

@@ -61,7 +61,9 @@ class Elementwise:
     few_bits: FewBitsProducts = IN_TORCH
 
     def gate_for(self, activation: str, float8: bool) -> Gate:
-        """Of an activation by its name in layer_spec.py."""
+        """The gate of an activation, by its name in layer_spec.py: silu, gelu, clamped_silu, any
+        other is GELU by tanh; float8: the one whose result is float8 rows.
+        """
         if activation == "clamped_silu":
             return self.clamped_gate
         if activation == "gelu":
@@ -224,7 +226,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`rotate` in float32; dtype of `x`."""
+    """`rotate`, computed in float32; shape and dtype of `x`."""
     return rotate(x.float(), cos, sin).to(x.dtype)
 
 

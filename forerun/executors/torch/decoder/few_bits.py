@@ -71,7 +71,9 @@ class FewBits:
         return found.float().flatten(1)[:, : self.shape[1]]
 
     def widened(self, first: int, last: int) -> Tensor:
-        """float32[n,K] rows from `first` to `last`."""
+        """float32[last-first,K]: the rows from `first` to before `last` as numbers, zeros taken off
+        and scales multiplied.
+        """
         numbers, columns = self.integers(first, last), self.shape[1]
 
         def spread(each: Tensor) -> Tensor:

@@ -56,7 +56,9 @@ class Float8Linear:
 
 
 def float8_rows(x: Tensor) -> Float8Rows:
-    """[M,K] in float8, a scale for each row. NaN stays NaN."""
+    """Rows [M,K] as float8 with one scale each, the row's largest number over float8's. NaN stays
+    NaN.
+    """
     wide = x.float()
     # Times the inverse: CUDA divides by a number so, the CPU does not.
     scale = wide.abs().amax(-1, keepdim=True).clamp_min(1e-12) * (1 / _FLOAT8_MOST)

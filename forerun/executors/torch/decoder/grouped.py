@@ -38,7 +38,9 @@ class Pairs:
 
     @staticmethod
     def of(chosen: Tensor, count: int) -> "Pairs":
-        """Of int64[M,k] choices among `count` experts. Only launches."""
+        """Rows and experts, ordered by expert, of choices int64[M,k] among `count` experts. Only
+        launches.
+        """
         expert = chosen.flatten()
         ordered, order = expert.sort(stable=True)
         every = torch.arange(count + 1, device=expert.device)

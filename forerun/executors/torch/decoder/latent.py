@@ -53,7 +53,7 @@ class LatentProjections:
         return *products, *self._into.linears, *self._out_of.linears
 
     def heads(self, x: Rows, rotary: Rotary) -> LatentHeads:
-        """Of rows [M,H] at the positions of `rotary`."""
+        """Queries and the latent row of rows [M,H] at the positions of `rotary`, not rotated."""
         arch, about, norm = self._arch, self._latent, self._parts.norm
         down = self._down(x)
         kept = down[:, -about.rank - about.rope :]

@@ -93,7 +93,7 @@ class FeedForward:
 
 
 def alone(x: Tensor) -> Tensor:
-    """The sum over ranks, of one."""
+    """`x` [M,H] as it is: the sum over ranks, of one."""
     return x
 
 

@@ -29,7 +29,7 @@ class Lane(Protocol):
         ...
 
     def buffer(self, size: int) -> Tensor:
-        """uint8[size], once what was sent of it before has left it."""
+        """uint8[size] in pinned memory; waits until all that was sent of it before has left it."""
         ...
 
     def send(self, out: Tensor, held: Tensor) -> None:
@@ -53,18 +53,18 @@ class CudaLane:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def begin(self) -> None:
-        """See Lane."""
+        """As Lane.begin: this lane's stream waits for the device's current one."""
         self._stream.wait_stream(self.cuda.current_stream(self._device))
 
     def buffer(self, size: int) -> Tensor:
-        """See Lane; made anew where a larger one is wanted."""
+        """As Lane.buffer; allocated anew where a larger one than so far is wanted."""
         self._sent.synchronize()
         if len(self._buffer) < size:
             self._buffer = self.pinned(size)
         return self._buffer[:size]
 
     def pinned(self, size: int) -> Tensor:
-        """uint8[size] that the device reads by itself."""
+        """uint8[size] of the host that the device reads without a copy between."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def send(self, out: Tensor, held: Tensor) -> None:
@@ -75,7 +75,7 @@ class CudaLane:
             self._sent.record(self._stream)
 
     def end(self) -> None:
-        """See Lane."""
+        """As Lane.end: the device's current stream waits for this lane's."""
         self.cuda.current_stream(self._device).wait_stream(self._stream)
 
 

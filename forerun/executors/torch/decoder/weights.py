@@ -42,7 +42,9 @@ def numbers_of(kind: str, rows: AnyArray) -> Tensor:
 
 
 def pieces_of(packed: Packed) -> Iterator[tuple[slice, Tensor]]:
-    """A matrix from top to bottom: which rows, and their numbers."""
+    """A packed matrix from top to bottom, a piece at a time: its rows as a slice, and their numbers
+    float32[n,K].
+    """
     for rows in _pieces(packed):
         yield rows, numbers_of(packed.kind, packed.rows[rows])
 
@@ -93,7 +95,9 @@ class Weights:
         return self._load(name).float() if name in self._names else None
 
     def required(self, name: str) -> Tensor:
-        """The tensor as float32, without the offset of norms."""
+        """The tensor of that name as float32, without the offset that norms have in some families.
+        Raises as Checkpoint.tensor where it is missing.
+        """
         return self._load(name).float()
 
     def norm(self, name: str) -> Tensor:
@@ -102,7 +106,7 @@ class Weights:
         return stored + self._norm_offset if self._norm_offset else stored
 
     def matrix(self, name: str) -> Tensor:
-        """[N,K] in the dtype."""
+        """[N,K] of that name, in the activations' dtype, on the device."""
         return self._stacked((name,))
 
     def block_linear(self, *names: str) -> Product:
@@ -110,16 +114,20 @@ class Weights:
         return self._joined(self._products, names)
 
     def linear(self, *names: str) -> Product:
-        """The same, never in float8."""
+        """As `block_linear`, but never in float8: one product [M,K] -> [M,N] of the named weights
+        one above the other, with their biases.
+        """
         return self._joined(self._unnarrowed, names)
 
     def feed_forward(self, prefix: str) -> tuple[Product, Product]:
-        """What layers.FeedForward multiplies by."""
+        """The products of layers.FeedForward: gate and up, one above the other, and down; names
+        begin with `prefix`.
+        """
         gate_up = self.block_linear(f"{prefix}.gate_proj", f"{prefix}.up_proj")
         return gate_up, self.block_linear(f"{prefix}.down_proj")
 
     def wide_linear(self, *names: str) -> Product:
-        """The same in float32, whatever the dtype."""
+        """As `linear`, with weights in float32 whatever the dtype."""
         weight = self._stacked(tuple(f"{name}.weight" for name in names)).float()
         biases = [self.vector(f"{name}.bias") for name in names]
         present = [bias for bias in biases if bias is not None]

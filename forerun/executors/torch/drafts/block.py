@@ -76,7 +76,7 @@ class BlockDrafter(nn.Module):
             self.lm_head = nn.Linear(head.hidden, head.vocab, bias=False)
 
     def layer(self, number: int) -> DraftLayer:
-        """One of its layers."""
+        """The decoder layer of that number, from 0."""
         return cast(DraftLayer, self.layers[number])
 
     def read_features(self, features: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ class TorchBlockModel:
         return self._module.forward(embedded.flatten(0, 1), rotary, attend)
 
     def logits(self, read: Tensor) -> Tensor:
-        """[n,Vd] of any dtype."""
+        """Draft logits [n,Vd], of any dtype, of what `forward` returned, [n,H]."""
         if self.about.own_head:
             return F.linear(read, self._module.lm_head.weight)
         if self._rows is not None:
@@ -203,7 +203,7 @@ class TorchBlockModel:
         return no_candidates(len(extension.scored))
 
     def expand(self, level: DraftLevel) -> Candidates:
-        """A block drafter proposes at once. Raises EngineError."""
+        """Raises EngineError: a block drafter proposes a block at once."""
         raise EngineError("a block drafter proposes a block, not level by level")
 
     @torch.inference_mode()
@@ -245,7 +245,9 @@ class TorchBlockModel:
         return torch.from_numpy(values.astype(np.int64)).to(self._executor.device)
 
     def describe(self) -> dict[str, Any]:
-        """Facts for /server_info."""
+        """Facts for /server_info: the algorithm, Vd, the target's layers that are read, places of a
+        block, and bytes by purpose.
+        """
         return {
             "algorithm": self.about.algorithm,
             "vocab": self.traits.vocab,

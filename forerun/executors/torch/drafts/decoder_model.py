@@ -71,7 +71,7 @@ class TorchDecoderModel(LevelModel):
         return Linear(some_rows(draft.checkpoint, name, draft.vocabulary.own_ids, device, dtype))
 
     def enter(self, features: Tensor | None) -> Tensor:
-        """Nothing [0,0]."""
+        """Nothing, [0,0]: the model reads tokens alone."""
         return self.outputs[:0]
 
     def forward(self, nodes: Nodes, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,5 +88,7 @@ class TorchDecoderModel(LevelModel):
         return last, last[:, :0]
 
     def logits(self, read: Tensor) -> Tensor:
-        """[n,Vd]."""
+        """Draft logits [n,Vd] of streams [n,H] after the last layer, in the decoder's
+        `logits_dtype`.
+        """
         return self._decoder.read(self._decoder.final_norm(read))

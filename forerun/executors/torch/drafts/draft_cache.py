@@ -92,7 +92,9 @@ class DraftCache:
 
     @staticmethod
     def bytes(layers: tuple[CacheLayer, ...], limits: ExecutorLimits, dtype: torch.dtype) -> int:
-        """Bytes of a DraftCache."""
+        """What a DraftCache of these layers takes: pages as the target has, and scratch for draft
+        nodes, an extension's roots and the roots by slot.
+        """
         room = _room(limits)
         return sum(KvShape(1, layer).bytes(room, dtype) for layer in layers)
 
@@ -127,7 +129,7 @@ class DraftCache:
         return self._pass(tokens, position, start, scored, rows, 0)
 
     def level(self, level: DraftLevel) -> DraftPass:
-        """A pass over draft tokens."""
+        """A pass over draft tokens. Remembers whom each hangs below, for deeper levels."""
         nodes = np.arange(len(level.tokens), dtype=np.int32)
         numbers = level.first + nodes
         self._above[numbers] = level.parents
@@ -272,7 +274,9 @@ def check_extension(
 def check_level(
     level: DraftLevel, about: DraftModelTraits, vocab: int, limits: ExecutorLimits
 ) -> None:
-    """`check_extension` of draft tokens."""
+    """Raise EngineError for numbers of a level that lead outside of what there is, as
+    `check_extension` does. vocab: V of the target.
+    """
     count = len(level.tokens)
     _check({
         "tokens": (level.tokens, 0, vocab),
@@ -286,7 +290,9 @@ def check_level(
 def check_block(
     block: DraftBlock, about: DraftModelTraits, vocab: int, limits: ExecutorLimits
 ) -> None:
-    """`check_extension` of blocks."""
+    """Raise EngineError for numbers of a block that lead outside of what there is, as
+    `check_extension` does. vocab: V of the target.
+    """
     _check({
         "roots": (block.roots, 0, vocab),
         "slots": (block.slots, 0, limits.slots),

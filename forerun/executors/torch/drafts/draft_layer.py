@@ -77,7 +77,7 @@ class TrainedHeads:
     values: Tensor
 
     def turned(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Themselves, as Heads gives them."""
+        """Queries, keys and values as they are: rotated already."""
         return self.queries, self.keys, self.values
 
 
@@ -114,7 +114,7 @@ class DraftLayer(nn.Module):
         self.build(shape, parts)
 
     def build(self, shape: LayerShape, parts: Elementwise) -> None:
-        """Add its modules behind those that there are."""
+        """Add the modules of `shape` behind those that there are."""
         self.shape, self.parts = shape, parts
         for name in shape.entry_norms:
             self.add_module(name, Norm(shape.hidden, shape.norm_eps))

@@ -59,7 +59,7 @@ class EagleHead(nn.Module):
 
     @property
     def layer(self) -> DraftLayer:
-        """The one decoder layer."""
+        """The one decoder layer, by its type."""
         (layer,) = self.layers
         assert isinstance(layer, DraftLayer)
         return layer
@@ -144,18 +144,18 @@ class TorchEagleModel(LevelModel):
         executor.request_aux_hidden_states(head.features)
 
     def enter(self, features: Tensor | None) -> Tensor:
-        """The target's features, fused."""
+        """Hidden states [n,H] of the target's features [n,F*H], fused."""
         assert features is not None, "the traits ask for features"
         if self._about.algorithm == "eagle1":
             return self._executor.decoder.final_norm(features)
         return self._module.fuse(features)
 
     def forward(self, nodes: Nodes, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The head's one layer over the next tokens, each beside its hidden state."""
+        """What `logits` reads and what a next step receives, [n,H] each."""
         return self._module.forward(
             nodes.tokens, self._embedding, hidden, nodes.rotary[0], nodes.attend
         )
 
     def logits(self, read: Tensor) -> Tensor:
-        """[n,Vd]."""
+        """Draft logits [n,Vd] of what the head reads, [n,H]."""
         return self._module.logits(read)

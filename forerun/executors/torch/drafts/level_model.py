@@ -123,14 +123,18 @@ class LevelModel:
         raise NotImplementedError
 
     def logits(self, read: Tensor) -> Tensor:
-        """[n,Vd] of any dtype."""
+        """Draft logits [n,Vd], of any dtype, of what `forward` says is read, [n,H]."""
         raise NotImplementedError
 
     # --- the contract, pass by pass ----------------------------------------------------------
 
     @torch.inference_mode()
     def extend(self, extension: Extension, features: Features | None) -> Candidates:
-        """Run what became permanent: the tokens after it beside its features, or tokens alone."""
+        """Run what became permanent: the tokens after it beside its features, or tokens alone.
+        Writes their keys and values into pages and the slots' last outputs; returns candidates
+        [s,k] of `extension.scored`. Raises EngineError for numbers out of bounds and for features
+        that are missing or not one row per token.
+        """
         executor, states = self._executor, self.states
         check_extension(extension, self.traits, executor.limits.vocab, executor.limits)
         hidden = self.enter(self._streams(extension, features))
@@ -155,7 +159,9 @@ class LevelModel:
 
     @torch.inference_mode()
     def expand(self, level: DraftLevel) -> Candidates:
-        """Run draft tokens."""
+        """Run draft tokens, into scratch; returns candidates [n,k] of each. Raises EngineError for
+        numbers out of bounds.
+        """
         limits, count = self._executor.limits, len(level.tokens)
         check_level(level, self.traits, limits.vocab, limits)
         depth = 1 if self.states is None else self.states.depth(level)
@@ -168,7 +174,7 @@ class LevelModel:
         return self._candidates(read, work.scored, level.candidates)
 
     def block(self, block: DraftBlock) -> BlockCandidates:
-        """It proposes level by level. Raises EngineError."""
+        """Raises EngineError: the model proposes level by level, not a block."""
         raise EngineError(f"{self.traits.name} proposes level by level, not a block")
 
     def _streams(self, extension: Extension, features: Features | None) -> Tensor | None:
@@ -226,7 +232,7 @@ class LevelModel:
         return torch.from_numpy(values.astype(np.int64)).to(self._executor.device)
 
     def describe(self) -> dict[str, Any]:
-        """Facts for /server_info."""
+        """Facts for /server_info: `facts`."""
         return self.facts
 
 

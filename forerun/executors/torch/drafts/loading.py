@@ -52,7 +52,9 @@ def _stacked(*linears: nn.Linear) -> Tensor:
 
 
 def eagle_traits(draft: DraftFile, max_nodes: int) -> DraftModelTraits:
-    """Of a head whose passes run `max_nodes` nodes at most."""
+    """The traits of a head's model whose passes run `max_nodes` nodes at most: EAGLE-1 reads the
+    target's last stream, EAGLE-3 those that its file names.
+    """
     head = draft.head
     last = head.algorithm == "eagle1"
     return DraftModelTraits(

@@ -130,7 +130,7 @@ class TorchPredictionModel(LevelModel):
         return Linear(weights.matrix(name).index_select(0, self.ids))
 
     def enter(self, features: Tensor | None) -> Tensor:
-        """The target's last hidden state, as its head reads it."""
+        """[n,H]: the target's last stream [n,H], normed as its head reads it."""
         assert features is not None, "the traits ask for features"
         return self._executor.decoder.final_norm(features)
 
@@ -156,7 +156,9 @@ class TorchPredictionModel(LevelModel):
         return read, _joined(outputs)
 
     def logits(self, read: Tensor) -> Tensor:
-        """[n,Vd]."""
+        """Draft logits [n,Vd] of what the layers gave, [n,H], by the draft's own head or the
+        target's.
+        """
         if self._head is not None:
             return self._head(read)
         return self._executor.decoder.read(read)

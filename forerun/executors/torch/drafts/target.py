@@ -14,29 +14,34 @@ class TorchTarget(Protocol):
 
     @property
     def limits(self) -> ExecutorLimits:
-        """What it was built for."""
+        """The sizes that the target was built for; a draft's pages and scratch follow them."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Where weights and caches are."""
+        """Where the target's weights and caches are, and the draft's will be."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations."""
+        """Of the target's activations and the draft's."""
         ...
 
     @property
     def kernels(self) -> Kernels | None:
-        """Ours, where the device has any."""
+        """Our kernels, where the device has any; None: plain torch."""
         ...
 
     @property
     def decoder(self) -> Ends:
-        """The target's weights, as far as drafts borrow them."""
+        """The target's embedding [V,H], final norm and head, which drafts borrow. Raises
+        EngineError after `shutdown`.
+        """
         ...
 
     def request_aux_hidden_states(self, layers: tuple[int, ...]) -> None:
-        """Hand out these layers' streams with every outcome, from the next step on."""
+        """Hand out the residual streams entering these layers with every outcome, from the next
+        step on. Raises ConfigError for a layer that is not there, MemoryPlanError where there is no
+        room to keep them.
+        """
         ...

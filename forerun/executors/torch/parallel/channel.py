@@ -25,7 +25,9 @@ class Message:
     arrays: Mapping[str, AnyArray] = field(default_factory=dict)
 
     def encoded(self) -> bytes:
-        """As it is sent."""
+        """The message as it is sent: int64 length of the rest, little endian, a line of JSON, then
+        the arrays' bytes.
+        """
         parts = {name: np.ascontiguousarray(array) for name, array in self.arrays.items()}
         table = [[name, part.dtype.str, part.shape] for name, part in parts.items()]
         head = json.dumps([self.kind, self.facts, table]).encode() + b"\n"
@@ -34,7 +36,9 @@ class Message:
 
     @staticmethod
     def decoded(body: bytes) -> "Message":
-        """What `encoded` was made of, without the length."""
+        """The message whose `encoded` was `body` behind the length; arrays are copies and may be
+        written to.
+        """
         head, _, rest = body.partition(b"\n")
         kind, facts, table = json.loads(head)
         arrays, begin = {}, 0
@@ -55,7 +59,9 @@ class Channel:
         self._heard = b""
 
     def send(self, message: Message) -> None:
-        """Raises OSError where the other end is gone."""
+        """Send a message, and wait until the socket has taken it. Raises OSError where the other
+        end is gone.
+        """
         self._end.sendall(message.encoded())
 
     def receive(self) -> Message:
@@ -67,7 +73,9 @@ class Channel:
             self._more()
 
     def poll(self) -> Message | None:
-        """The next message, if one has come. Never waits."""
+        """The next message, or None where no whole one has come. Never waits; that the other end is
+        gone is not told.
+        """
         self._end.setblocking(False)
         try:
             while True:
@@ -79,7 +87,7 @@ class Channel:
         return self._whole()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close this end; the other one's `receive` raises EOFError. Idempotent."""
         self._end.close()
 
     def _more(self) -> None:

@@ -112,13 +112,15 @@ class ParallelExecutor(TorchExecutor):
         self.sampler = HostSampler(limits.slots, limits.vocab)
 
     def watch(self, failed: Callable[[str], None]) -> None:
-        """See Executor."""
+        """Have `failed` called with a sentence, once, from some thread, when a rank is gone."""
         self.ranks.watch(failed)
 
     def begin(
         self, plan: Plan, trees: TreeBatch = NO_TREES, masks: NodeMasks | None = None
     ) -> SharedRound:
-        """See Executor. All ranks run the step."""
+        """As TorchExecutor.begin, on all ranks at once. Raises RankError where one is gone: then no
+        step can be run any more.
+        """
         nodes = self.nodes_of(plan, trees)
         wide = np.setdiff1d(nodes.choosing, nodes.plain.nodes)
         step = SharedStep(plan, trees, nodes, wide, self.moved())
@@ -131,7 +133,9 @@ class ParallelExecutor(TorchExecutor):
         return self._last
 
     def choices_of(self, round: TorchRound) -> list[int]:
-        """The ranks' common choices."""
+        """The choices that all ranks have made together at the plain nodes of a round, in their
+        order.
+        """
         assert isinstance(round, SharedRound)
         found: list[int] = round.found.tokens.tolist()
         return found
@@ -148,7 +152,9 @@ class ParallelExecutor(TorchExecutor):
         return of_node
 
     def reports_of(self, round: TorchRound) -> ReportsOf | None:
-        """Log-probabilities, of which each rank makes its part."""
+        """Log-probabilities of a round's nodes, of which each rank makes its part. Calling it sends
+        a message to all ranks; it raises RankError where one is gone.
+        """
 
         def told(top: int, pairs: list[tuple[int, int]]) -> Reports:
             if not pairs:
@@ -164,7 +170,9 @@ class ParallelExecutor(TorchExecutor):
         return told
 
     def move(self, source: Slots, target: Slots) -> None:
-        """Here, and on the others before their next step."""
+        """Copy keys and values between slots int64[n]: here now, on the other ranks before their
+        next step.
+        """
         super().move(source, target)
         self._moves.append((source, target))
 
@@ -192,7 +200,7 @@ class ParallelExecutor(TorchExecutor):
         return super().describe() | {"tp_size": tp.size, "ep_size": tp.experts, "ranks": ranks}
 
     def shutdown(self) -> None:
-        """End the other ranks and release memory. Idempotent."""
+        """End the other ranks' processes and release memory. Idempotent."""
         self.ranks.close()
         self.shared.close()
         self._last = None
@@ -219,7 +227,7 @@ class KeepsFeatures(Protocol):
     """What runs the target."""
 
     def request_aux_hidden_states(self, layers: tuple[int, ...]) -> None:
-        """See TorchTarget."""
+        """As TorchTarget.request_aux_hidden_states."""
 
 
 class DraftTarget:
@@ -244,7 +252,7 @@ class DraftTarget:
         return Ends(weights, self._checkpoint.architecture, parts_of(self.kernels))
 
     def request_aux_hidden_states(self, layers: tuple[int, ...]) -> None:
-        """See TorchTarget."""
+        """As TorchTarget.request_aux_hidden_states: whoever runs the target keeps them."""
         self._told.request_aux_hidden_states(layers)
 
 

@@ -85,23 +85,25 @@ class RankProcess:
 
     @property
     def pid(self) -> int:
-        """Of its process."""
+        """The number of its process."""
         assert self._process is not None
         return self._process.pid
 
     def answer(self) -> Message | None:
-        """What it has said since; None: nothing."""
+        """The oldest message from the rank that nobody has asked for yet; None where there is none.
+        Does not wait.
+        """
         with self._lock:
             self._hear()
             return self._heard.pop(0) if self._heard else None
 
     def kill(self) -> None:
-        """End it, stopped or not."""
+        """End its process by SIGKILL, also a stopped one. Does nothing where it is gone."""
         if self._process is not None:
             child.kill(self._process)
 
     def close(self) -> None:
-        """Have it end by itself, or end it. Idempotent."""
+        """Ask the rank to end, wait END_SECONDS, then kill it; close the channel. Idempotent."""
         self._closing = True
         with suppress(OSError):
             self.channel.send(Message("end"))
@@ -186,7 +188,7 @@ class Ranks:
 
     @property
     def pids(self) -> list[int]:
-        """Of their processes, from rank 1."""
+        """The numbers of their processes, from rank 1 on."""
         return [rank.pid for rank in self._ranks]
 
     def watch(self, failed: Callable[[str], None]) -> None:
@@ -198,7 +200,7 @@ class Ranks:
             failed(fault)
 
     def send(self, message: Message) -> None:
-        """To every rank. Raises RankError where one is gone."""
+        """Send a message to every rank. Raises RankError where one is gone; then all are ended."""
         self.check()
         try:
             for rank in self._ranks:
@@ -230,7 +232,7 @@ class Ranks:
         return found
 
     def check(self) -> None:
-        """Raise where there is a fault."""
+        """Raise RankError, or what a rank failed with, if there is a fault; looks for none."""
         if self.fault is not None:
             raise self._error or RankError(self.fault)
 
@@ -257,7 +259,7 @@ class Ranks:
         raise RankError(self.fault or "") from error
 
     def close(self) -> None:
-        """End all ranks. Idempotent."""
+        """End all ranks, each by itself or by SIGKILL. Idempotent."""
         for rank in self._ranks:
             rank.close()
         self._ranks.clear()

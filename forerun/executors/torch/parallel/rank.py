@@ -48,7 +48,10 @@ def main(argv: list[str]) -> int:
 
 
 def serve(channel: Channel, shared: int) -> None:
-    """Start as rank 0 says, and run its steps."""
+    """Start as rank 0 says and run its steps until it says `end`. shared: descriptor of Waits'
+    file. Raises EOFError where rank 0 is gone, EngineError for a message that nobody knows, and
+    what opening the checkpoint raises.
+    """
     start = RankStart.of(channel.receive().facts)
     if start.threads:
         torch.set_num_threads(start.threads)
@@ -88,7 +91,9 @@ def serve(channel: Channel, shared: int) -> None:
 
 
 def run(runner: ModelRunner, group: Processes, step: SharedStep) -> TorchRound:
-    """One step."""
+    """Run one step of rank 0's: what it copied since the last, the forward pass, and what all ranks
+    tell each other of its nodes.
+    """
     if len(step.moves[0]):
         with torch.inference_mode():
             runner.move(*step.moves)

@@ -46,7 +46,9 @@ class RankRounds:
 
     @torch.inference_mode()
     def launch(self, message: Message) -> None:
-        """Launch what rank 0 does."""
+        """Launch the round that the message names, after the copies and entries of page tables that
+        come with it. Does not wait.
+        """
         size, found = Size(*message.facts["size"]), message.arrays
         staging = self._runner.staging(size)
         staging.whole.copy_(torch.from_numpy(found["facts"]))
@@ -107,7 +109,7 @@ class SharedRounds(CapturedExecutor):
         eager.ranks.send(Message("rounds", {"overlap": overlap}))
 
     def watch(self, failed: Callable[[str], None]) -> None:
-        """See Executor."""
+        """As ParallelExecutor.watch."""
         self.eager.watch(failed)
 
     @property
@@ -116,7 +118,7 @@ class SharedRounds(CapturedExecutor):
         return DraftTarget(self.eager, self.eager.whole, self)
 
     def draft_with(self, model: object) -> None:
-        """No round drafts: every pass of the model is asked for."""
+        """Does nothing: no round drafts, every pass of the model is asked for."""
 
     @torch.inference_mode()
     def warm_up(self, draft: DraftShape, progress: Callable[[str, int, int], None]) -> None:
@@ -130,7 +132,9 @@ class SharedRounds(CapturedExecutor):
         self.limits = replace(self.limits, row_nodes=row_nodes(self.limits, draft))
 
     def size_of(self, plan: Plan, trees: TreeBatch, masked: bool = False) -> Size | None:
-        """See CapturedExecutor; rows under a grammar are decided of whole rows of logits."""
+        """As CapturedExecutor.size_of, and None where a grammar holds a row: its choice is made
+        from whole rows of logits.
+        """
         return None if plan.constrained.any() else super().size_of(plan, trees, masked)
 
 

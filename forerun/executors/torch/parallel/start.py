@@ -41,12 +41,12 @@ class RankStart:
     port: int
 
     def facts(self) -> dict[str, Any]:
-        """As `of` takes it."""
+        """JSON values of which `of` makes an equal one."""
         return asdict(self)
 
     @staticmethod
     def of(facts: Any) -> "RankStart":
-        """What `facts` was made of."""
+        """The start whose `facts` these are. Raises KeyError or TypeError for others."""
         limits = facts["limits"] | {"row_nodes": tuple(facts["limits"]["row_nodes"])}
         return RankStart(
             TensorParallel(**facts["tp"]),
@@ -58,7 +58,9 @@ class RankStart:
         )
 
     def identity(self) -> dict[str, str]:
-        """What must be the same on every rank."""
+        """What must be equal on every rank, by name: versions, a digest of its flags, and one of
+        the model's files.
+        """
         own = {"rank", "device"}
         flags = {"limits": asdict(self.limits), "options": asdict(self.options), "path": self.path}
         flags["tp"] = {k: v for k, v in asdict(self.tp).items() if k not in own}

@@ -42,7 +42,7 @@ class SharedStep:
     moves: Moves
 
     def message(self) -> Message:
-        """For the others."""
+        """The message from which `of` makes the step on another rank."""
         plan, trees, nodes, plain = self.plan, self.trees, self.nodes, self.nodes.plain
         return Message("step", arrays={
             "kv_len": plan.kv_len, "samples": plan.samples, "page_table": plan.page_table,
@@ -56,7 +56,9 @@ class SharedStep:
 
     @staticmethod
     def of(message: Message) -> "SharedStep":
-        """What `message` was made of, as far as it crosses."""
+        """The step whose `message` this is. Of its plan only kv_len, samples and page_table are
+        real: ranks read nothing else.
+        """
         found = message.arrays
         trees = TreeBatch(
             *(found["tokens"], found["parents"], found["start"]), found["known"], found["depth"]

@@ -82,7 +82,7 @@ Ahead = Callable[[Callable[[], None], Callable[[int, int], None]], None]
 
 
 def nothing_to_compile(work: Callable[[], None], progress: Callable[[int, int], None]) -> None:
-    """`Ahead`, of what is not compiled."""
+    """Does nothing: `Ahead` where kernels are not compiled."""
 
 
 class Grow(Protocol):

@@ -25,17 +25,17 @@ class Size(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Nodes of all rows."""
+        """R*N: nodes of all rows, padding included."""
         return self.rows * self.nodes
 
     @property
     def draft_tokens(self) -> int:
-        """Nodes of a tree that is grown."""
+        """K: nodes of a full tree, 0 without levels."""
         return full_size(self.width, self.levels)
 
     @property
     def candidates(self) -> int:
-        """Of the next root, for a grammar to choose among."""
+        """How many tokens a record names that may follow the next root."""
         return CANDIDATES if self.masked and self.levels else 0
 
 
@@ -57,7 +57,7 @@ class Record(NamedTuple):
 
     @classmethod
     def of(cls, size: Size, whole: Any) -> "Record":
-        """Views of a tensor or an array."""
+        """Views of a tensor or array int32[n], n as Sized makes it for this size."""
         ends = [size.total, 2 * size.total, 3 * size.total, 3 * size.total + size.rows]
         ends.append(ends[-1] + 3 * size.rows * size.draft_tokens)
         ends.append(ends[-1] + 2 * size.rows * size.candidates)

@@ -24,7 +24,9 @@ def _gumbel(words):
 
 @triton.jit
 def gumbel_at(seed, position, tokens):
-    """forerun.speculative.noise.gumbel_of one position's tokens."""
+    """In a kernel: the noise, float32, of tokens int32[n] at one output position, as
+    forerun.speculative.noise.gumbel_of makes it.
+    """
     block = (tokens // 4).to(tl.uint32)
     zero = tl.zeros_like(block)
     first, second, third, fourth = tl.philox(seed, block, zero + position.to(tl.uint32), zero, zero)
@@ -98,7 +100,9 @@ def choose(logits: Tensor, noise: NodeNoise) -> Tensor:
 
 
 def best(logits: Tensor, noise: NodeNoise, first: int) -> tuple[Tensor, Tensor]:
-    """As kernels.Best. Launches only."""
+    """The greatest score float32[M] of each row of logits [M,V], and the lowest token int32[M],
+    counted from `first`, that has it: see kernels.Best. Launches only.
+    """
     scores, tokens = scored(logits, noise, first)
     top = scores.amax(1)
     # Chunks of nothing but padding have no token; the lowest of equals is in the first of them.

@@ -79,7 +79,9 @@ def _follow(
 def follow(
     extended: Extended, accepted: Accepted, prepared: Prepared, facts: Facts, size: Levels
 ) -> Below:
-    """As kernels.Follow."""
+    """Where R trees start: gathers the ends of accepted paths out of [M,H] and [M,W], and writes
+    `extended.outputs` by slot: see kernels.Follow. Launches only.
+    """
     rows, levels, width = len(accepted.count), size.levels, size.width
     sizes = extended.read.shape[1], extended.hidden.shape[1]
     read, hidden = (extended.read.new_empty(rows, each) for each in sizes)
@@ -119,7 +121,9 @@ def _rotation(position, frequencies, cos, sin, factor, HALF: tl.constexpr):
 
 
 def rotation(positions: Tensor, frequencies: Tensor, factor: float) -> Rotary:
-    """elementwise.rotation of positions int32[M]."""
+    """Cos and sin, float32[M,E/2] each, of positions int32[M] at frequencies float32[E/2], times
+    `factor`: elementwise.rotation. Launches only.
+    """
     shape = len(positions), len(frequencies)
     cos, sin = frequencies.new_empty(shape), frequencies.new_empty(shape)
     _rotation[(len(positions),)](
@@ -239,7 +243,9 @@ def grow(
     grown: Tensor,
     chosen: Tensor | None,
 ) -> None:
-    """As kernels.Grow."""
+    """Hang one level of children below each asking node of R trees, into `grown` int32[3,R,K]: see
+    kernels.Grow. Launches only.
+    """
     count, vocab = logits.shape
     width, rows, places = size.width, grown.shape[1], grown.shape[2]
     candidates = min(max(CANDIDATES, width), vocab)
@@ -325,7 +331,9 @@ def _descend(
 def descend(
     grown: Tensor, size: Levels, level: int, hidden: Tensor, above: Tensor | None, roots: bool
 ) -> Frontier:
-    """As kernels.Descend."""
+    """The `width` best nodes of the newest level of R trees, on which the next level runs: see
+    kernels.Descend. Launches only.
+    """
     (_, rows, places), width, count = grown.shape, size.width, size.levels - 1
     passed = hidden.shape[1]
     begin, wide = full_size(width, level - 1), triton.next_power_of_2(width)
@@ -380,7 +388,9 @@ def draft_inputs(
     eps: float,
     hidden_first: bool = False,
 ) -> Tensor:
-    """elementwise.draft_inputs."""
+    """[M,2H]: embedding rows of tokens int[M] and hidden states [M,H], each normed by its weight
+    [H], side by side: elementwise.draft_inputs. Launches only.
+    """
     count, width = hidden.shape
     wide = triton.next_power_of_2(width)
     out = hidden.new_empty(count, 2 * width)

@@ -164,7 +164,9 @@ def _resume(
 
 
 def resume(future: FutureState, size: Size, given: Facts) -> Facts:
-    """As kernels.Resume."""
+    """The facts of a round, those of carried rows from what their slots keep: see kernels.Resume.
+    Launches only.
+    """
     rows, nodes, total = size.rows, size.nodes, size.total
     full = future.value.shape[1]
     out = given["where"].new_empty(3 * rows + 5 * total)
@@ -232,7 +234,9 @@ def _leave(
 def leave(
     future: FutureState, size: Size, facts: Facts, accepted: Accepted, record: Record
 ) -> None:
-    """As kernels.Leave."""
+    """Write into `future` what came of the rows, by slot, and into the record what ran: see
+    kernels.Leave. Launches only.
+    """
     whole: Tensor = record.grown if size.levels else record.tokens
     full = future.value.shape[1]
     _leave[(size.rows,)](

@@ -217,14 +217,16 @@ def _float8_like(x: Tensor) -> Float8Rows:
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """elementwise.rms_norm over x [M,W] or [M,heads,W]."""
+    """RMSNorm over the last axis of x [M,W] or [M,heads,W] by a weight [W]: elementwise.rms_norm.
+    Shape and dtype of x; launches only.
+    """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch_norm(x, weight, eps, out, None)
     return out
 
 
 def float8_norm(x: Tensor, weight: Tensor, eps: float) -> Float8Rows:
-    """float8_rows of elementwise.rms_norm over x [M,W]."""
+    """`norm` of x [M,W], as float8 rows with a scale float32[M,1] each. Launches only."""
     out = _float8_like(x)
     _launch_norm(x, weight, eps, *out)
     return out
@@ -243,7 +245,9 @@ def _launch_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, scales: Ten
 
 
 def gate(opened: Tensor, up: Tensor, gelu: bool = False, clamped: bool = False) -> Tensor:
-    """elementwise.swiglu of [M,I] and [M,I]; with `gelu` geglu, `clamped` clamped_swiglu."""
+    """silu(opened) * up of [M,I] and [M,I], in their dtype: elementwise.swiglu; with `gelu` geglu,
+    `clamped` clamped_swiglu. Launches only.
+    """
     out = torch.empty(opened.shape, dtype=opened.dtype, device=opened.device)
     count, width = opened.shape
     _gate[count, triton.cdiv(width, 1024)](
@@ -259,17 +263,19 @@ def gate(opened: Tensor, up: Tensor, gelu: bool = False, clamped: bool = False) 
 
 
 def gelu_gate(opened: Tensor, up: Tensor) -> Tensor:
-    """elementwise.geglu of [M,I] and [M,I]."""
+    """gelu(opened) * up of [M,I] and [M,I], by tanh, in their dtype: elementwise.geglu. Launches
+    only.
+    """
     return gate(opened, up, gelu=True)
 
 
 def clamped_gate(opened: Tensor, up: Tensor) -> Tensor:
-    """elementwise.clamped_swiglu of [M,I] and [M,I]."""
+    """elementwise.clamped_swiglu of opened and up [M,I], in their dtype. Launches only."""
     return gate(opened, up, clamped=True)
 
 
 def float8_gate(opened: Tensor, up: Tensor, gelu: bool = False) -> Float8Rows:
-    """float8_rows of `gate`."""
+    """`gate` of [M,I] and [M,I], as float8 rows with a scale each. Launches only."""
     out = _float8_like(opened)
     wide = triton.next_power_of_2(opened.shape[1])
     _gate[len(opened), 1](
@@ -285,12 +291,12 @@ def float8_gate(opened: Tensor, up: Tensor, gelu: bool = False) -> Float8Rows:
 
 
 def float8_gelu_gate(opened: Tensor, up: Tensor) -> Float8Rows:
-    """float8_rows of `gelu_gate`."""
+    """`gelu_gate` of [M,I] and [M,I], as float8 rows with a scale each. Launches only."""
     return float8_gate(opened, up, gelu=True)
 
 
 def float8_rows(x: Tensor) -> Float8Rows:
-    """float8.float8_rows of x [M,W]."""
+    """Rows [M,W] in float8 with a scale float32[M,1] each: float8.float8_rows. Launches only."""
     out = _float8_like(x)
     wide = triton.next_power_of_2(x.shape[1])
     _rows[(len(x),)](
@@ -308,7 +314,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def add_norm(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """elementwise.add_norm over x and more [M,H]."""
+    """The sum [M,H] of x and more [M,H], and that normed by a weight [H]: elementwise.add_norm.
+    Launches only.
+    """
     added, normed = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     _launch_add_norm(x, more, weight, eps, (added, normed, None))
     return added, normed

@@ -37,7 +37,9 @@ class Found(NamedTuple):
 
     @staticmethod
     def of(queries: Tensor, most: int, counted: bool, size: int) -> "Found":
-        """Room for queries [Q,A,.] whose context is `size` wide."""
+        """Room for queries [Q,A,.] whose context is `size` wide, `most` parts each; nothing is
+        filled in.
+        """
         (count, heads, _), several = queries.shape, most if most > 1 else 0
         return Found(
             out=queries.new_empty((count, heads, size)),
@@ -87,7 +89,9 @@ def _merge(
 
 
 def merged(found: Found) -> Tensor:
-    """Context [Q,A,E]."""
+    """Context [Q,A,E], in the queries' dtype: `found.out`, into which parts are merged by
+    log-sum-exp. Launches at most one kernel.
+    """
     if found.most > 1:
         _launch(found, [found.out] * 2, 0, 2)
     return found.out

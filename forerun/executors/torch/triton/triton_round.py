@@ -63,7 +63,9 @@ def _prepare(
 
 
 def prepare(facts: Facts, shape: RoundShape) -> Prepared:
-    """As kernels.Prepare."""
+    """Of every node its position, slots, noise and rotary numbers: see kernels.Prepare. Launches
+    only.
+    """
     rows, total = len(facts["count"]), len(facts["depth"])
     kinds, half = shape.frequencies.shape
     position, pages, slots, positions = (torch.empty_like(facts["depth"]) for _ in range(4))
@@ -132,12 +134,14 @@ def _walk(
 
 
 def accept(logits: Tensor, noise: NodeNoise, facts: Facts, record: Tensor) -> Accepted:
-    """As kernels.Accept."""
+    """Choose at every node from logits [M,V] and walk each row's path; writes choices on paths into
+    `record` int32[M], NOTHING elsewhere: see kernels.Accept. Launches only.
+    """
     return _kept(*scored(logits, noise), facts, record)
 
 
 def keep(choices: Tensor, facts: Facts, record: Tensor) -> Accepted:
-    """As kernels.Keep."""
+    """`accept` of choices int32[M] that were made already: see kernels.Keep. Launches only."""
     # As if each node's choice were all that its vocabulary's one chunk found.
     whole = choices[:, None]
     return _kept(torch.zeros_like(whole, dtype=torch.float32), whole, facts, record)
@@ -184,7 +188,9 @@ def _move(
 
 
 def move(cache: PagedCache, source: Tensor, target: Tensor, kept: Tensor | None = None) -> None:
-    """PagedCache.move."""
+    """Copy keys and values of all layers from slots int32[n] to slots int32[n], where kept bool[n];
+    None: all. PagedCache.move; launches only.
+    """
     numbers, scales = cache.numbers, cache.scales
     layers, two, groups, slots, size = numbers.shape
     _move[len(source), layers * two](

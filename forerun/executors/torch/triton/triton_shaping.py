@@ -287,7 +287,9 @@ def _cut(
 
 
 def cut(logits: Tensor, shaping: Shaping) -> Tensor:
-    """shaping.cut of logits float32[R,N,V], contiguous."""
+    """Logits float32[R,N,V], contiguous, -inf where top_k, top_p or min_p cut: shaping.cut.
+    Launches only.
+    """
     rows, nodes, vocab = logits.shape
     out, rules = torch.empty_like(logits), shaping.rules
     few = logits.new_empty(rows * nodes, FEW)
@@ -303,7 +305,9 @@ def cut(logits: Tensor, shaping: Shaping) -> Tensor:
 
 
 def shaped(logits: Tensor, shaping: Shaping | None, allowed: Tensor | None) -> Tensor:
-    """As shaping.Shape says."""
+    """Logits float32[R,N,V] after penalties, biases, cuts and masks: see shaping.Shape. Launches
+    only.
+    """
     if shaping is None:
         return shaped_plainly(logits, None, allowed)
     if allowed is not None:
