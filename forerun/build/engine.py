@@ -166,7 +166,7 @@ class Loaded:
         )
 
     def close(self) -> None:
-        """Stop the engine, then release the target. Idempotent."""
+        """Stop the engine, then release the target. Waits for the engine's thread; idempotent."""
         self.engine.shutdown()
         self.target.close()
 

@@ -35,7 +35,7 @@ class OpenedDraft(Protocol):
 
     @property
     def parameters(self) -> int:
-        """Numbers of weights that run in a pass."""
+        """How many weights run in a pass."""
         ...
 
     @property

@@ -21,11 +21,11 @@ class Sink(Protocol):
     """Gets the news of requests, on the event loop."""
 
     def put(self, delta: Delta) -> None:
-        """The next delta of a choice, in order. The last of each choice has `finish` set."""
+        """Take the next delta of a choice, in order. The last of each choice has `finish` set."""
         ...
 
     def fail(self, error: ForerunError) -> None:
-        """The engine refused the request, or is no more: no delta follows."""
+        """Be told that the engine refused the request, or is no more: no delta follows."""
         ...
 
 

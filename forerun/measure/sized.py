@@ -227,7 +227,9 @@ def speed_ups(plain_ms: float, drafted_ms: dict[int, float]) -> dict[str, dict[s
 
 
 def lines(report: dict[str, Any]) -> list[str]:
-    """The report as text for people, one line per batch last."""
+    """The report as text for people: shape, floor, captures, and a line per batch; where it has an
+    error, that alone.
+    """
     if "error" in report:
         return [f"{report['shape']}: {report['error']}"]
     found = [

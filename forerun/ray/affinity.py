@@ -141,7 +141,9 @@ class PrefixAffinity:
         return found
 
     def sent(self, affinity: Affinity, replica: str) -> None:
-        """The request went to this replica."""
+        """Remember that a request went to this replica: it has its blocks cached from now on. The
+        oldest blocks are forgotten.
+        """
         for block in affinity.blocks:
             self._sent.setdefault(block, set()).add(replica)
             self._sent.move_to_end(block)
@@ -149,7 +151,7 @@ class PrefixAffinity:
             self._sent.popitem(last=False)
 
     def lost(self, replica: str) -> None:
-        """A replica is gone, with all that it had cached."""
+        """Forget a replica that is gone, with all blocks that it had cached."""
         for block in [block for block, names in self._sent.items() if replica in names]:
             self._sent[block].discard(replica)
             if not self._sent[block]:

@@ -61,7 +61,9 @@ def replicas(
 
 
 def application(config: EngineConfig, settings: ServeSettings, scale: Scale) -> serve.Application:
-    """The same behind a front, which Ray's proxies hand requests to."""
+    """The Ray Serve application: replicas behind a front, which Ray's proxies hand requests to.
+    Nothing runs yet.
+    """
     front = serve.deployment(
         Front, name="Front", max_ongoing_requests=4096, ray_actor_options={"num_cpus": 0}
     )

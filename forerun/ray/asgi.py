@@ -108,7 +108,7 @@ class Lifespan:
         self._running: asyncio.Task[None] | None = None
 
     async def begin(self) -> None:
-        """Start-up, once. Raises RuntimeError where it fails."""
+        """Run the app's start-up, once. Raises RuntimeError where it fails."""
         if self._running is not None:
             return
         scope = {"type": "lifespan", "asgi": {"version": "3.0"}, "state": {}}
@@ -120,7 +120,7 @@ class Lifespan:
         await self._told("startup")
 
     async def end(self) -> None:
-        """Shutdown, where it was begun."""
+        """Run the app's shutdown, where start-up was begun, and wait for its end."""
         if self._running is not None:
             await self._told("shutdown")
             await self._running

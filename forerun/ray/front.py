@@ -187,7 +187,9 @@ async def _or_error(parts: AsyncIterator[bytes], kind: str) -> AsyncIterator[byt
 
 
 def refused(status: int, message: str, code: str) -> JSONResponse:
-    """An error in OpenAI's words."""
+    """The answer to a request that no replica gets: an error in OpenAI's words, its type by the
+    status.
+    """
     kind = "server_error" if status >= 500 else "invalid_request_error"
     return JSONResponse({"error": {"message": message, "type": kind, "code": code}}, status)
 
@@ -220,5 +222,5 @@ class Door(InFlight):
             await response(scope, receive, send)
 
     async def close(self) -> None:
-        """Nothing is open here."""
+        """Let no request in any more; nothing else is open here."""
         self.draining = True

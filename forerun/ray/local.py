@@ -149,7 +149,9 @@ class State:
 
 
 def look() -> State:
-    """How they do now."""
+    """How the replicas do now: how many run, the last fault, and whether none will. Asks Ray Serve,
+    and waits for it.
+    """
     (one,) = serve.status().applications.values()
     if not one.deployments:
         return State(0, "", False)
@@ -179,7 +181,7 @@ def watched(count: int, ended: threading.Event) -> None:
 
 
 def fault(message: str) -> str:
-    """The last error that Ray's message has; all of it where it has none."""
+    """The last error that Ray's message has, for people; all of it where it has none."""
     if found := RAISED.findall(message):
         return str(found[-1])
     if message.rstrip().endswith("ActorDiedError()"):

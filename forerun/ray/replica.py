@@ -34,13 +34,15 @@ class Replica:
         self._lifespan, self._begun = Lifespan(self._app), asyncio.Lock()
 
     async def forward(self, asked: Asked) -> AsyncIterator[Head | bytes]:
-        """The answer to a request: a Head, then its body as it comes."""
+        """The answer to a request: a Head with this replica's name, then its body as it comes.
+        Begins the app at the first.
+        """
         await self._begin()
         async for part in answered(self._app, asked):
             yield replace(part, replica=self._name) if isinstance(part, Head) else part
 
     async def whole(self, asked: Asked) -> Head:
-        """The answer in one piece: what every replica is asked for at once."""
+        """The answer to a request in one piece: for what every replica is asked at once."""
         parts = [part async for part in self.forward(asked)]
         head = parts[0]
         assert isinstance(head, Head)
@@ -64,7 +66,7 @@ class Replica:
         return {"cache": load.pages_held / load.pages}
 
     def load(self, config: EngineConfig) -> Loaded:
-        """What it serves. Raises ForerunError."""
+        """Open the model and its engine, as `config` says. Raises ForerunError."""
         return load(config)
 
     def _within(self, seconds: float, config: EngineConfig) -> Loaded:

@@ -31,7 +31,9 @@ class PrefixRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Every replica in a rank of its own, the best first."""
+        """Every candidate in a rank of its own, the best first: by cached prefix and load; as they
+        come without a request.
+        """
         named = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         # Who was given up before it was sent is done, too.
         self._chosen = {id: one for id, one in self._chosen.items() if not one[0].future.done()}
@@ -53,7 +55,7 @@ class PrefixRouter(RequestRouter):
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        """It went there."""
+        """A request went to that replica: it counts as running there, and its blocks as cached."""
         id = pending_request.metadata.internal_request_id
         self._chosen.pop(id, None)
         self._running.add(id)

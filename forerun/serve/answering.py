@@ -24,7 +24,9 @@ class Json(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """Compact, in UTF-8."""
+        """JSON of `content` in UTF-8, without blanks. Raises TypeError or ValueError for what JSON
+        has no value for.
+        """
         return dump_json(content)
 
 
@@ -62,7 +64,10 @@ class Generated(Response):
 
 
 async def generated(request: Request, dialect: Dialect) -> Response:
-    """The answer to a request for text."""
+    """The answer to a request for text, whole or as a stream, in the words of `dialect`. Raises
+    RequestError and ApiError before the first byte; later errors end the stream in the dialect's
+    words.
+    """
     service = service_of(request)
     value, data = await received(request)
     generation = await rendered(service, len(data), dialect.parse, value, service)
@@ -102,7 +107,7 @@ async def rendered(
 
 
 def service_of(request: Request) -> Service:
-    """What all routes share."""
+    """The service that all routes of the request's app share."""
     service: Service = request.app.state.service
     return service
 

@@ -122,7 +122,7 @@ def _names_only(names: dict[str, Any], parts: dict[str, Any]) -> bool:
 
 
 def closed_grammar(grammar: Grammar) -> Grammar:
-    """The same for a grammar; one that is no schema stays as it is."""
+    """A grammar of the schema that `closed` makes of it; one that is no schema stays as it is."""
     if grammar.kind is not Kind.JSON_SCHEMA:
         return grammar
     source = json.dumps(closed(json.loads(grammar.source)), ensure_ascii=False)
@@ -130,5 +130,7 @@ def closed_grammar(grammar: Grammar) -> Grammar:
 
 
 def closed_rules(rules: Rules) -> Rules:
-    """The same for the rules of an answer without tools."""
+    """The rules of an answer without tools, with the grammar that `closed_grammar` makes of
+    theirs.
+    """
     return replace(rules, grammar=closed_grammar(rules.grammar))

@@ -26,7 +26,9 @@ class DecodeLog:
         self._last, self._time = last, clock()
 
     def look(self, now: Stats) -> str | None:
-        """The line, if the engine made `interval` steps since the last one."""
+        """The line to log, if the engine made `interval` steps since the last one; else None.
+        Remembers `now`.
+        """
         if now.steps - self._last.steps < self._interval:
             return None
         before, seconds = self._last, self._clock() - self._time
@@ -45,7 +47,9 @@ class DecodeLog:
         )
 
     async def run(self, stats: Callable[[], Awaitable[Stats]]) -> None:
-        """Log until cancelled."""
+        """Look every LOOK_SECONDS and log, until cancelled. stats: asks the engine for its
+        counters.
+        """
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             line = self.look(await stats())

@@ -88,7 +88,9 @@ def _apart(body: ChatBody) -> bool:
 
 
 def constraint(body: SampledBody, settings: ServeSettings) -> Rules | None:
-    """What an answer without tools is constrained to."""
+    """What an answer without tools is constrained to: the body's rules, with closed schemas unless
+    `settings` allow more keys; None: nothing.
+    """
     rules = body.rules
     if rules is None or settings.additional_properties == "allow":
         return rules
@@ -100,7 +102,7 @@ class Conversational(Protocol):
 
     @property
     def messages(self) -> tuple[dict[str, Any], ...] | None:
-        """As templates take them."""
+        """Messages as templates take them; None where the request has none."""
         ...
 
     @property
@@ -115,7 +117,7 @@ class Conversational(Protocol):
 
     @property
     def chat_template_kwargs(self) -> dict[str, Any] | None:
-        """Names for the template."""
+        """Names that the template may read, with their values; None: no more than usual."""
         ...
 
 
@@ -138,7 +140,9 @@ def chat_prompt(body: Conversational, loaded: Frontend, offered: tuple[Tool, ...
 
 
 def rendered_chat(body: TemplateBody, loaded: Frontend) -> str:
-    """A conversation by the model's template, as text for people."""
+    """A conversation by the model's template, as text for people. Raises ApiError (400) where the
+    model has none, RequestError where the template refuses it.
+    """
     return _template(loaded).render(
         list(body.messages),
         [tool.plain for tool in body.tools] or None,
@@ -171,7 +175,7 @@ def effort_names(body: ChatBody, template: ChatTemplate) -> dict[str, Any]:
 
 
 def ignored_fields(body: SampledBody, loaded: Frontend) -> tuple[str, ...]:
-    """Fields of a request that change nothing with this model."""
+    """Fields of a request that were sent and change nothing with this model."""
     found = ignored_in(body)
     if isinstance(body, ChatBody) and body.reasoning_effort is not None:
         told = loaded.chat is not None and effort_names(body, loaded.chat)

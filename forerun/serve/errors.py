@@ -41,7 +41,7 @@ class ClientGoneError(Exception):
 
 
 def unavailable(message: str, code: str, retry_after: float = 1.0) -> ApiError:
-    """A 503 that says when to come back."""
+    """A 503 that says in how many seconds to come back, rounded up; not raised."""
     return ApiError(503, message, code, headers={"retry-after": str(ceil(retry_after))})
 
 
@@ -54,7 +54,7 @@ def stuck(since: float | None, limit: float) -> ApiError | None:
 
 
 def api_error(error: ForerunError) -> ApiError:
-    """How one of Forerun's own errors is answered."""
+    """The answer to one of Forerun's own errors: its status, code and field. Not raised."""
     if isinstance(error, WorkerError):
         return unavailable(str(error), "worker_process_lost", error.retry_after)
     if isinstance(error, BusyError):

@@ -38,7 +38,7 @@ class EventQueue:
         self._expired = False
 
     def put(self, delta: Delta) -> None:
-        """See Sink."""
+        """As Sink.put: keep a delta until `take`. Many deltas that nobody takes are merged."""
         if delta.tokens:
             self._time(delta)
         self._news.append(delta)
@@ -49,7 +49,7 @@ class EventQueue:
         self._nudge()
 
     def fail(self, error: ForerunError) -> None:
-        """See Sink."""
+        """As Sink.fail: `take` raises `error` once all is read that came before."""
         self._error = error
         self._nudge()
 

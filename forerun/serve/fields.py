@@ -46,12 +46,12 @@ class DescribedReader:
 
 
 def takes(schema: Schema) -> Callable[[Reader], DescribedReader]:
-    """Describe a reader, for /openapi.json."""
+    """Describe a reader by a JSON schema, for /openapi.json. Decorates it."""
     return lambda reader: DescribedReader(reader, schema)
 
 
 def schema_of(reader: Reader) -> Schema:
-    """What a reader takes; anything, where it does not say."""
+    """The JSON schema of what a reader takes; {} (anything) where it has none."""
     return reader.schema if isinstance(reader, DescribedReader) else {}
 
 
@@ -169,7 +169,7 @@ def boolean(value: Any, where: str) -> bool:
 
 
 def integer(low: int, high: int) -> DescribedReader:
-    """A whole number from `low` to `high`."""
+    """A reader of whole numbers from `low` to `high`; it raises RequestError for anything else."""
 
     @takes({"type": "integer", "minimum": low, "maximum": high})
     def reader(value: Any, where: str) -> int:
@@ -199,7 +199,9 @@ def number(low: float, high: float, above_low: bool = False) -> DescribedReader:
 
 
 def text(longest: int, shortest: int = 0) -> DescribedReader:
-    """A string of valid Unicode with a length in characters."""
+    """A reader of strings of valid Unicode with `shortest` to `longest` characters; it raises
+    RequestError for anything else.
+    """
 
     @takes({"type": "string", "minLength": shortest, "maxLength": longest})
     def reader(value: Any, where: str) -> str:
@@ -223,7 +225,9 @@ def text(longest: int, shortest: int = 0) -> DescribedReader:
 
 
 def items(each: Reader, longest: int, shortest: int = 0) -> DescribedReader:
-    """A list, as a tuple."""
+    """A reader of lists with `shortest` to `longest` entries, each read by `each`, which gives a
+    tuple; it raises RequestError for anything else.
+    """
     bounds = {"minItems": shortest, "maxItems": longest}
 
     @takes({"type": "array", "items": schema_of(each), **bounds})
@@ -240,7 +244,9 @@ def items(each: Reader, longest: int, shortest: int = 0) -> DescribedReader:
 
 
 def one_or_more(each: Reader, longest: int) -> DescribedReader:
-    """One value or a list of them, as a tuple."""
+    """A reader of one value or a list of at most `longest`, which gives a tuple; it raises
+    RequestError for anything else.
+    """
     several = items(each, longest)
 
     @takes({"anyOf": [schema_of(each), several.schema]})
@@ -252,7 +258,9 @@ def one_or_more(each: Reader, longest: int) -> DescribedReader:
 
 
 def only(*allowed: Any, why: str) -> DescribedReader:
-    """A field that is accepted only where it asks for what happens anyway."""
+    """A reader of a field that is accepted only where it is one of `allowed`: what happens anyway.
+    Else it raises RequestError that says why.
+    """
 
     @takes({"enum": list(allowed)})
     def reader(value: Any, where: str) -> Any:
@@ -264,7 +272,7 @@ def only(*allowed: Any, why: str) -> DescribedReader:
 
 
 def part(kind: type[Any]) -> DescribedReader:
-    """An object that is itself a declared body."""
+    """A reader of an object that is itself a declared body; it raises RequestError as `read`."""
 
     @takes(body_schema(kind))
     def reader(value: Any, where: str) -> Any:

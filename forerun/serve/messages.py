@@ -43,7 +43,9 @@ def _text_part(value: Any, where: str) -> str:
 
 @takes({"anyOf": [plain_text.schema, items(_text_part, MAX_MESSAGES).schema]})
 def content(value: Any, where: str) -> str:
-    """A message's text: a string, or parts, which are joined by line breaks."""
+    """A message's text: a string, or parts, which are joined by line breaks. Raises RequestError,
+    naming `where`, for anything else.
+    """
     if isinstance(value, list):
         return "\n".join(items(_text_part, MAX_MESSAGES)(value, where))
     return str(plain_text(value, where))

@@ -189,7 +189,7 @@ class Metrics:
         fault: Callable[[], str | None],
         cache: Mapping[str, Any],
     ) -> Meter:
-        """Show an engine from now on. Arguments as in Meter."""
+        """Show an engine from now on, under `name`, and return its meter. Arguments as in Meter."""
         gap = self._gap.labels(name, ENGINE).observe
         per_token = self._per_token.labels(name, ENGINE).observe
         meter = Meter(name, stats, fault, gap, per_token, cache)
@@ -201,7 +201,7 @@ class Metrics:
         self._engines.meters.remove(meter)
 
     def page(self) -> bytes:
-        """The text that Prometheus reads."""
+        """All metrics in the text format that Prometheus reads, UTF-8."""
         return generate_latest(self._registry)
 
     def _seconds(self, family: str, text: str) -> Histogram:
@@ -218,7 +218,9 @@ class EngineCollector(Collector):
         self._histograms = (*_HISTOGRAMS, *(_SGLANG_HISTOGRAMS if sglang else ()))
 
     def collect(self) -> Iterable[Metric]:
-        """One family per counter, with a sample per engine."""
+        """One metric family per counter, gauge and histogram, with a sample per engine, from what
+        each said last.
+        """
         engines = [([meter.name, ENGINE], meter.stats()) for meter in self.meters]
         for name, text, value in self._counters:
             counter = CounterMetricFamily(name, text, labels=LABELS)

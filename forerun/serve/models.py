@@ -78,7 +78,7 @@ class Entry:
 
     @property
     def service(self) -> Service:
-        """Of a model that is loaded or being loaded."""
+        """The service of a model that is loaded or being loaded; AssertionError for others."""
         assert self.app is not None
         service: Service = self.app.state.service
         return service
@@ -90,7 +90,7 @@ class Entry:
 
     @property
     def until(self) -> float:
-        """When it is let go, on the monotonic clock."""
+        """When it is let go if nobody asks for it, seconds on the monotonic clock."""
         return self.used + self.keep
 
 
@@ -175,7 +175,9 @@ class Models:
         return entry
 
     async def let_go(self) -> None:
-        """Unload every model that nobody uses and whose time is over."""
+        """Unload every model that nobody uses and whose time is over. Waits for changes that are
+        under way.
+        """
         for entry in self.entries.values():
             if entry.state == "loaded" and not entry.active and self.clock() >= entry.until:
                 async with self._changing:
@@ -189,7 +191,7 @@ class Models:
         return all(await asyncio.gather(*(service.drain(seconds) for service in loaded)))
 
     async def close(self) -> None:
-        """Let all models go, whatever they do."""
+        """Let all models go, whatever they do, and take no more requests."""
         self.draining = True
         if self._watcher is not None:
             self._watcher.cancel()
@@ -198,7 +200,7 @@ class Models:
                 await entry.service.close()
 
     async def metrics_page(self) -> bytes:
-        """The text of /metrics."""
+        """The text of /metrics, of all models that are loaded, counted now."""
         served = [entry.served for entry in self.entries.values()]
         await asyncio.gather(*(one.engine.stats() for one in served if one is not None))
         return self.metrics.page()

@@ -23,12 +23,12 @@ async def models(request: Request) -> Response:
 
 
 async def model(request: Request) -> Response:
-    """GET /v1/models/{name}."""
+    """GET /v1/models/{name}: one of them. 404 for a name that is none."""
     return Json(_card(_of(request).named(request.path_params["name"])))
 
 
 async def tags(request: Request) -> Response:
-    """GET /api/tags: all models."""
+    """GET /api/tags: all models, loaded or not, in Ollama's words."""
     return Json({"models": [_tag(one) for one in _of(request).entries.values()]})
 
 
@@ -60,7 +60,7 @@ async def health(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """GET /metrics: of every model that is loaded."""
+    """GET /metrics: of every model that is loaded, in Prometheus' text format."""
     page = await _of(request).metrics_page()
     return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 

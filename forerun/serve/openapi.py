@@ -64,7 +64,9 @@ _REFUSED = {
 
 
 def openapi_route(routes: Sequence[Route]) -> Route:
-    """The route that tells of `routes`."""
+    """The route /openapi.json, which tells of `routes`; the document is written when it is first
+    asked for.
+    """
 
     @cache
     def written() -> dict[str, Any]:
@@ -78,7 +80,7 @@ def openapi_route(routes: Sequence[Route]) -> Route:
 
 
 def document(routes: Sequence[Route]) -> dict[str, Any]:
-    """OpenAPI 3.1 of some routes."""
+    """The OpenAPI 3.1 document of some routes, from their bodies' declarations and docstrings."""
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         path = re.sub(r":\w+}", "}", route.path)

@@ -46,7 +46,7 @@ class OutputParser:
 
 
 def whole_calls(pieces: tuple[CallPiece, ...]) -> list[dict[str, Any]]:
-    """The `tool_calls` of a message."""
+    """The `tool_calls` of a message, from all pieces of its calls in order."""
     calls: list[dict[str, Any]] = []
     for piece in pieces:
         if piece.name is not None:

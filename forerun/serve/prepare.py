@@ -72,13 +72,15 @@ class Generation:
     cut: Callable[[], Cut] | None = None
 
     def under(self, grammar: Constraint) -> "Generation":
-        """The same with its rules compiled."""
+        """The same generation with its rules compiled to `grammar`, which holds for all its
+        requests.
+        """
         requests = tuple(replace(request, grammar=grammar) for request in self.requests)
         return replace(self, requests=requests, rules=None)
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
+        """How many tokens all its prompts have together."""
         return sum(len(request.prompt) for request in self.requests)
 
 
@@ -109,7 +111,9 @@ def chat_generation(body: ChatBody, loaded: Frontend, settings: ServeSettings) -
 def completion_generation(
     body: CompletionBody, loaded: Frontend, settings: ServeSettings
 ) -> Generation:
-    """What to ask of the engine for plain texts. Raises RequestError."""
+    """What to ask of the engine for plain texts. Raises RequestError naming the field, ContextError
+    for a prompt that is longer than the context.
+    """
     if body.best_of not in (None, body.n):
         raise RequestError("best_of must equal n: all choices are returned.", "best_of")
     prompts = tuple(
@@ -130,7 +134,9 @@ def completion_generation(
 
 
 def within(generation: Generation, context: int) -> Generation:
-    """The same, asking for no more tokens than the context has room for."""
+    """The same generation, each request asking for no more tokens than the context has room for,
+    one at least.
+    """
     cut = []
     for request in generation.requests:
         room = max(context - len(request.prompt), 1)
@@ -308,7 +314,9 @@ def _truncated(prompt: Ints, body: SampledBody, loaded: Frontend) -> Ints:
 
 
 def known_tokens(tokens: tuple[int, ...], loaded: Frontend, place: str) -> Ints:
-    """int32[T] token ids that came from a client. Raises RequestError."""
+    """int32[T] token ids that came from a client. Raises RequestError, naming `place`, for one
+    beyond the vocabulary.
+    """
     ids, vocab = as_ids(tokens, np.int64), loaded.tokenizer.vocab_size
     unknown = np.flatnonzero(ids >= vocab)
     if len(unknown):

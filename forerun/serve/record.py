@@ -60,7 +60,9 @@ class RequestRecord:
         return cls(given if _ID.fullmatch(given) else uuid.uuid4().hex, trace and trace[1])
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """What an answer says of the request beside itself."""
+        """Headers, names and values, by which an answer says what was ignored, not enforced, or may
+        be lossy.
+        """
         found = [(IGNORED, _names(list(self.ignored)))] if self.ignored else []
         if self.unenforced:
             found.append(
@@ -71,11 +73,11 @@ class RequestRecord:
         return [(name, value.encode()) for name, value in found]
 
     def answered(self) -> int:
-        """The status, or CLIENT_GONE."""
+        """The status that was sent; CLIENT_GONE where none was."""
         return self.status or CLIENT_GONE
 
     def first_seconds(self) -> float | None:
-        """From the request to its first token; None before that."""
+        """Seconds from the request to its first token; None before that."""
         first = self.session.events.first if self.session is not None else None
         return None if first is None else first - self.began
 
@@ -99,7 +101,7 @@ class RequestRecord:
         return found
 
     def line(self, method: str, path: str) -> str:
-        """The fields in one line."""
+        """The record as one line of the log: method, path, status and fields."""
         parts = [f"{method} {quote(path)[:200]} {self.answered()}"]
         for name, value in self.fields().items():
             parts.append(f"{name}={value:.2f}" if isinstance(value, float) else f"{name}={value}")

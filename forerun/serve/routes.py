@@ -20,17 +20,23 @@ from forerun.version import __version__
 
 
 async def chat_completions(request: Request) -> Response:
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions: the next message, whole or as a stream. 400 names a field that
+    cannot be taken.
+    """
     return await generated(request, ChatDialect())
 
 
 async def completions(request: Request) -> Response:
-    """POST /v1/completions."""
+    """POST /v1/completions: text after a prompt, whole or as a stream. 400 names a field that
+    cannot be taken.
+    """
     return await generated(request, CompletionDialect())
 
 
 async def responses(request: Request) -> Response:
-    """POST /v1/responses."""
+    """POST /v1/responses: the next items of a conversation. 400 names a field that cannot
+    be taken.
+    """
     return await generated(request, ResponsesDialect(request.app.state.responses))
 
 
@@ -42,38 +48,44 @@ async def response_tokens(request: Request) -> Response:
 
 
 async def response(request: Request) -> Response:
-    """GET /v1/responses/{id}."""
+    """GET /v1/responses/{id}: a stored response. 404 where it is not kept."""
     return Json(_stored(request).response)
 
 
 async def input_items(request: Request) -> Response:
-    """GET /v1/responses/{id}/input_items."""
+    """GET /v1/responses/{id}/input_items: what a stored response was asked. 404 where it is not
+    kept.
+    """
     items = _stored(request).input
     ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {}
     return Json({"object": "list", "data": items, "has_more": False, **ends})
 
 
 async def forget_response(request: Request) -> Response:
-    """DELETE /v1/responses/{id}."""
+    """DELETE /v1/responses/{id}: forget a stored response. 404 where it is not kept."""
     id = _stored(request).response["id"]
     request.app.state.responses.drop(id)
     return Json({"id": id, "object": "response", "deleted": True})
 
 
 async def messages(request: Request) -> Response:
-    """POST /v1/messages."""
+    """POST /v1/messages: the next message, whole or as a stream, in Anthropic's words. 400 names a
+    field that cannot be taken.
+    """
     return await generated(request, MessagesDialect())
 
 
 async def count_tokens(request: Request) -> Response:
-    """POST /v1/messages/count_tokens."""
+    """POST /v1/messages/count_tokens: how many tokens such a request has. 400 names a field that
+    cannot be taken.
+    """
     service = service_of(request)
     value, data = await received(request)
     return Json(await rendered(service, len(data), counted, value, service))
 
 
 async def models(request: Request) -> Response:
-    """GET /v1/models."""
+    """GET /v1/models: the model under each of its names. 503 while nothing can answer."""
     served = service_of(request).enter()
     if "anthropic-version" in request.headers:
         return Json(listed([model_card(served)]))
@@ -82,7 +94,7 @@ async def models(request: Request) -> Response:
 
 
 async def model(request: Request) -> Response:
-    """GET /v1/models/{name}."""
+    """GET /v1/models/{name}: the model of that name. 404 for another."""
     name = request.path_params["name"]
     served = service_of(request).named(name, strict=True)
     anthropic = "anthropic-version" in request.headers
@@ -98,13 +110,13 @@ async def health(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """GET /metrics."""
+    """GET /metrics: counters and times in Prometheus' text format, also while the model loads."""
     page = await service_of(request).metrics_page()
     return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def version(request: Request) -> Response:
-    """GET /version."""
+    """GET /version: Forerun's version, `{"version": ...}`."""
     return Json({"version": __version__})
 
 

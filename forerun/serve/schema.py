@@ -143,7 +143,9 @@ def _answer_length(value: Any, where: str) -> int | None:
 
 @takes(body_schema(SpeculativeOptions))
 def untraced(value: Any, where: str) -> SpeculativeOptions:
-    """`speculative` of routes whose answers have no place for a trace."""
+    """`speculative` of routes whose answers have no place for a trace. Raises RequestError where
+    one is asked for.
+    """
     found = read(SpeculativeOptions, value, where)
     if found.trace:
         place = f"{where}.trace"
@@ -274,7 +276,9 @@ Prompt = str | tuple[int, ...]
 
 @takes({"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}})
 def token_ids(value: Any, where: str) -> tuple[int, ...]:
-    """A prompt as token ids; whether they exist is checked in `prepare`."""
+    """A prompt as token ids, at least one. Raises RequestError for other values; whether ids exist
+    is checked in `prepare`.
+    """
     if not isinstance(value, list) or not value:
         raise RequestError(f"{where} must be a list of token ids, not {shown(value)}.", where)
     for index, token in enumerate(value):

@@ -24,7 +24,9 @@ log = logging.getLogger("forerun.serve")
 
 
 def concerns(config: EngineConfig) -> bool:
-    """Whether prediction layers alone draft, two tokens deep or more."""
+    """Whether prediction layers alone draft, two tokens deep or more: only then a second position
+    can collapse.
+    """
     steps = config.speculative_num_steps
     return config.speculative_algorithm == "NEXTN" and (steps is None or steps > 1)
 
@@ -48,7 +50,9 @@ class SecondPosition:
         return collapse(first / now.drafts, second / first)
 
     async def run(self, stats: Callable[[], Awaitable[Stats]]) -> None:
-        """Look once a second until it is known; log what is to be said."""
+        """Look every LOOK_SECONDS until it is known, and log once what is to be said. stats: asks
+        the engine for its counters.
+        """
         while not self.over:
             await asyncio.sleep(LOOK_SECONDS)
             if line := self.look(await stats()):

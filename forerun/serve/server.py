@@ -68,7 +68,7 @@ def run(
 
 
 def url(listening: socket.socket, settings: ServeSettings) -> str:
-    """Where a server on this socket is asked."""
+    """The address of the API of a server that listens on this socket, ending in /v1."""
     host, port = listening.getsockname()[:2]
     scheme = "https" if settings.ssl_certfile else "http"
     return f"{scheme}://{_bracketed(host)}:{port}/v1"
@@ -167,11 +167,13 @@ class Drained(Protocol):
     failed: asyncio.Event
 
     async def drain(self, seconds: float) -> bool:
-        """See Service."""
+        """Let no request in and wait, at most so many seconds, for those that run; whether all have
+        ended.
+        """
         ...
 
     async def close(self) -> None:
-        """See Service."""
+        """Stop the engine, which ends what still runs, and release the model."""
         ...
 
 
@@ -195,7 +197,9 @@ class Server(uvicorn.Server):
         await super().serve(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal came; called between two bytecodes of the main thread."""
+        """A signal came: begin to drain; the second ends the process at once with 128 + sig. Called
+        between two bytecodes of the main thread.
+        """
         if self._signalled or self._loop is None:
             os._exit(128 + sig)
         self._signalled = True

@@ -55,7 +55,7 @@ class Served:
     meter: Meter
 
     def events(self) -> EventQueue:
-        """Where the news of one HTTP request comes in."""
+        """A new queue where the news of one HTTP request comes in."""
         return EventQueue(self.meter.gap)
 
 
@@ -84,7 +84,7 @@ class Service(InFlight):
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Begin to load, on the running event loop."""
+        """Begin to load, on the running event loop; returns at once. What fails is in `failure`."""
         loop = asyncio.get_running_loop()
         if isinstance(self._source, Loaded):
             self._arrived(self._source.frontend, LocalEngine(self._source))
@@ -98,7 +98,9 @@ class Service(InFlight):
 
     @property
     def state(self) -> str:
-        """One of loading, ok, stuck, draining, stopped."""
+        """One of loading, ok, stuck, draining, stopped; stuck: a step takes longer than the
+        watchdog allows.
+        """
         if self.draining:
             return "draining"
         if self._served is None:
@@ -149,7 +151,7 @@ class Service(InFlight):
         return await rules.compiled(lambda grammar: served.engine.compile(grammar, client))
 
     async def close(self) -> None:
-        """Stop the engine, which ends what still runs, and release the model."""
+        """Stop the engine, which ends what still runs, and release the model. Waits for both."""
         self.draining = True
         for task in self._tasks:
             task.cancel()
@@ -163,7 +165,7 @@ class Service(InFlight):
                 await asyncio.to_thread(served.loaded.chat.close)
 
     async def metrics_page(self) -> bytes:
-        """The text of /metrics."""
+        """The text of /metrics, counted now; before the model is loaded, of HTTP alone."""
         if self._served is not None:
             await self._served.engine.stats()
         return self.metrics.page()

@@ -36,7 +36,9 @@ class Tally:
     stats: tuple[SpeculationStats, ...] = ()
 
     def add(self, delta: Delta) -> None:
-        """Count one delta."""
+        """Count one delta: its tokens, when the first came, and the statistics of a choice that
+        ended.
+        """
         if delta.tokens and self.first is None:
             self.first = monotonic()
         self.output_tokens += len(delta.tokens)
@@ -102,11 +104,11 @@ class GenerationSession:
 
     @property
     def ended(self) -> bool:
-        """No choice runs any more."""
+        """Whether no choice runs any more."""
         return not self._open
 
     def abort(self) -> None:
-        """End what still runs, on somebody's order. Its client is told so."""
+        """End what still runs, on somebody's order: `news` raises to tell the client so."""
         self._aborting = True
         self._abort()
 

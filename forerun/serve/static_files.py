@@ -58,10 +58,10 @@ class UiFiles:
 
 
 async def index(request: Request) -> Response:
-    """GET /: the page itself. Everything that it loads is below /ui/."""
+    """GET /: the web UI's page. Everything that it loads is below /ui/."""
     return FileResponse(FOLDER / "index.html", headers=HEADERS)
 
 
 def ui_routes() -> list[BaseRoute]:
-    """The index page at / and its files below /ui/."""
+    """The routes of the web UI: its page at / and its files below /ui/."""
     return [Route("/", index), Mount("/ui", UiFiles(FOLDER))]

@@ -46,19 +46,25 @@ def json_rules(value: Any, where: str) -> Rules:
 
 @takes({"type": "string"})
 def regex_rules(value: Any, where: str) -> Rules:
-    """A regular expression for the whole text."""
+    """A regular expression for the whole text. Raises RequestError, naming `where`, for no string
+    or a bad one.
+    """
     return Rules(Grammar.regex(_text(value, where), where))
 
 
 @takes(items(_text, MAX_PARTS, 1).schema)
 def choice_rules(value: Any, where: str) -> Rules:
-    """A list of texts."""
+    """A list of texts, of which the answer is one. Raises RequestError, naming `where`, for
+    anything else.
+    """
     return Rules(Grammar.choice(items(_text, MAX_PARTS, 1)(value, where), where))
 
 
 @takes({"type": "string"})
 def grammar_rules(value: Any, where: str) -> Rules:
-    """A grammar in GBNF or Lark."""
+    """A grammar in GBNF or Lark for the whole text. Raises RequestError, naming `where`, for no
+    string or a bad one.
+    """
     return Rules(Grammar.grammar(_text(value, where), where))
 
 
@@ -71,7 +77,9 @@ def structural_rules(value: Any, where: str) -> Rules:
 
 @takes({"type": "object", "required": ["type"]})
 def response_rules(value: Any, where: str) -> Rules | None:
-    """OpenAI's field; the type decides which others there may be."""
+    """OpenAI's response_format, whose type decides which other fields there may be; None: any text.
+    Raises RequestError naming the field.
+    """
     kinds: dict[str, type[Any]] = {
         "text": _Text,
         "json_object": _JsonObject,
@@ -95,7 +103,9 @@ def response_rules(value: Any, where: str) -> Rules | None:
 
 @takes({"type": "object", "minProperties": 1})
 def structured_rules(value: Any, where: str) -> Rules:
-    """VLLM's field: an object with exactly one kind."""
+    """VLLM's structured_outputs, an object with exactly one kind. Raises RequestError naming the
+    field.
+    """
     given = read(_StructuredOutputs, value, where)
     found = one_of(given, _KINDS, f"{where}.")
     if found is None:
@@ -176,7 +186,7 @@ def named_rules(schema: Any, strict: bool, place: str) -> Rules:
 
 
 def json_object_rules(place: str) -> Rules:
-    """Any JSON object."""
+    """Rules of any JSON object; place: the field that asks for it, for errors."""
     return Rules(Grammar.json_object(place))
 
 

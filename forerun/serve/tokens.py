@@ -91,7 +91,9 @@ class DetokenizeBody:
 
 
 async def tokenize(request: Request) -> Response:
-    """POST /tokenize."""
+    """POST /tokenize: the token ids of a text or conversation. 400 names a field that cannot be
+    taken.
+    """
     value, data = await received(request)
     service = service_of(request)
     body = await service.workers.run(len(data), read, TokenizeBody, value)
@@ -100,7 +102,7 @@ async def tokenize(request: Request) -> Response:
 
 
 async def detokenize(request: Request) -> Response:
-    """POST /detokenize."""
+    """POST /detokenize: the text of token ids. 400 names a field that cannot be taken."""
     value, data = await received(request)
     service = service_of(request)
     body = await service.workers.run(len(data), read, DetokenizeBody, value)

@@ -45,7 +45,9 @@ class ToolChoice:
 
 @takes({"type": "object", "required": ["type", "function"]})
 def tool(value: Any, where: str) -> Tool:
-    """A function with its parameters; without any it takes none."""
+    """A function with its parameters; without any it takes none. Raises RequestError naming the
+    field.
+    """
     given = read(_Tool, value, where)
     place = f"{where}.function"
     function = read(_Function, given.function, place)
@@ -90,7 +92,7 @@ def different(tools: tuple[Tool, ...], name_field: str, where: str = "tools") ->
 
 @takes(items(tool, MAX_TOOLS).schema)
 def tools(value: Any, where: str) -> tuple[Tool, ...]:
-    """Functions with different names."""
+    """Functions with different names, MAX_TOOLS at most. Raises RequestError naming the field."""
     return different(items(tool, MAX_TOOLS)(value, where), "function.name", where)
 
 
@@ -108,7 +110,9 @@ def tool_choice(value: Any, where: str) -> ToolChoice:
 
 @takes({"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"})
 def function_name(value: Any, where: str) -> str:
-    """A name that every way of writing calls can hold."""
+    """A name that every way of writing calls can hold. Raises RequestError, naming `where`, for
+    anything else.
+    """
     if not isinstance(value, str) or not _NAME.fullmatch(value):
         message = f"{where} must be 1 to 64 letters, digits, '_', '.' or '-', not {shown(value)}."
         raise RequestError(message, where)
@@ -161,7 +165,9 @@ class _Call:
 
 @takes({"type": "object", "required": ["function"]})
 def call(value: Any, where: str) -> dict[str, Any]:
-    """A call of an earlier answer, as chat templates take it."""
+    """A call of an earlier answer, as chat templates take it. Raises RequestError naming
+    the field.
+    """
     given = read(_Call, value, where)
     function = {"name": given.function.name, "arguments": given.function.arguments}
     plain = {"type": "function", "function": function}

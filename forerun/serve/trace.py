@@ -10,7 +10,9 @@ FIELD = "speculative_trace"
 
 
 def traced(steps: Iterable[StepTrace], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The JSON of some steps of one choice."""
+    """The JSON of some steps of one choice, in order (docs/trace.md); token ids become text by
+    `tokenizer`.
+    """
     return [_step(step, tokenizer) for step in steps]
 
 

@@ -46,7 +46,9 @@ class RequestTraces:
     def ended(
         self, record: RequestRecord, method: str, path: str, headers: Mapping[str, str]
     ) -> None:
-        """Make the span of a request that has just ended. Never waits."""
+        """Make the span of a request that has just ended, below the one that its headers name.
+        Never waits.
+        """
         seconds = monotonic() - record.began
         end = time_ns()
         start = end - int(seconds * _BILLION)
@@ -65,7 +67,7 @@ class RequestTraces:
         span.end(end)
 
     def close(self) -> None:
-        """Send what is left, for a few seconds at most."""
+        """Send what is left, for SHUTDOWN_MILLISECONDS at most, and make no more spans."""
         self._processor.force_flush(SHUTDOWN_MILLISECONDS)
         self._provider.shutdown()
 

@@ -32,7 +32,7 @@ class Workers:
         self._huge = ThreadPoolExecutor(1, "forerun-huge")
 
     def close(self) -> None:
-        """Take no more work; what is under way is not waited for."""
+        """Take no more work; what waits is cancelled, what is under way is not waited for."""
         for pool in (self._small, self._large, self._huge):
             pool.shutdown(wait=False, cancel_futures=True)
 

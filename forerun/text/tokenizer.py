@@ -288,7 +288,7 @@ def as_ids(numbers: Sequence[int], kind: Any = np.int32) -> NDArray[Any]:
 
 
 def as_numbers(ids: Ints) -> list[int]:
-    """The way back, in pieces too."""
+    """The ids int32[T] as Python numbers, made in pieces, so that other threads run in between."""
     numbers: list[int] = []
     for start in range(0, len(ids), _AT_ONCE):
         numbers += ids[start : start + _AT_ONCE].tolist()

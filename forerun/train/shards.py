@@ -44,6 +44,6 @@ class Shards:
         return list(run(work, items))
 
     def close(self) -> None:
-        """End the threads and wait for them."""
+        """End the threads, and wait for what they still read."""
         if self._pool:
             self._pool.shutdown()

@@ -107,7 +107,7 @@ class Compiler:
         return found
 
     def close(self) -> None:
-        """Wait for the compilations under way and end the compiling processes."""
+        """Wait for compilations that are under way, and end the compiling processes."""
         for lane in self._lanes:
             with lane.queue.place("", 0.0):
                 lane.worker.close()

@@ -17,7 +17,7 @@ class Automaton(Protocol):
 
     @property
     def complete(self) -> bool:
-        """Whether the text is whole and nothing but its end may follow."""
+        """Whether the text is whole and nothing but its end may follow. Changes nothing."""
         ...
 
     @property

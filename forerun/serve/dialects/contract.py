@@ -45,14 +45,15 @@ class Dialect(ABC):
 
     @abstractmethod
     def parse(self, value: Any, service: Service) -> Generation | Ready:
-        """What to ask of the engine for the JSON of a body. May run on any thread.
+        """What to ask of the engine for the JSON of a body, which also sets `served` and `ignored`.
+        May run on any thread.
 
         Raises RequestError naming the field, ApiError.
         """
 
     @abstractmethod
     def events(self, news: News, tally: Tally, last: bool) -> bytes:
-        """What a stream says of some news; with `last`, nothing runs any more."""
+        """The bytes of a stream for some news, maybe none; with `last`, nothing runs any more."""
 
     @abstractmethod
     def whole(self, choices: News, tally: Tally) -> Any:
@@ -65,4 +66,4 @@ class Dialect(ABC):
     @staticmethod
     @abstractmethod
     def error(error: ApiError) -> Any:
-        """The JSON of an answer that is an error."""
+        """The JSON of an answer that is an error, in the dialect's words."""

@@ -15,7 +15,9 @@ class Hearing:
         self.stop_reason: str | int | None = None
 
     def push(self, news: Delta) -> Heard:
-        """What is new, told apart."""
+        """What is new in a delta, told apart into reasoning, content and calls. Remembers why the
+        choice ended.
+        """
         if news.finish is not None:
             self.finish, self.stop_reason = news.finish, news.stop_reason
         cut = news.finish == Finish.LENGTH
@@ -23,5 +25,5 @@ class Hearing:
 
     @property
     def called(self) -> bool:
-        """The answer ended with calls of tools."""
+        """Whether the answer ended with calls of tools."""
         return self.finish == Finish.STOP and self._parser.called

@@ -29,7 +29,7 @@ EMBEDDINGS = (
 
 
 async def embeddings(request: Request) -> Response:
-    """No embeddings."""
+    """Embeddings and scores: 501 always, this server only writes text."""
     raise ApiError(
         501,
         "This server writes text and makes no embeddings or scores; use an embedding server beside "

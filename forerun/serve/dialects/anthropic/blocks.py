@@ -22,7 +22,9 @@ class Blocks:
         self._open: str | None = None
 
     def push(self, heard: Heard) -> list[Event]:
-        """Events of what is new."""
+        """The events, in order, of what is new; blocks are begun and ended where the kind of text
+        changes.
+        """
         events: list[Event] = []
         if heard.reasoning:
             events += self._enter("thinking", {"thinking": "", "signature": ""})
@@ -45,7 +47,7 @@ class Blocks:
         return events
 
     def close(self) -> list[Event]:
-        """End the block that is open."""
+        """The event that ends the open block; none where no block is open."""
         if self._open is None:
             return []
         self._open = None

@@ -16,7 +16,7 @@ _KINDS = {
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
-    """`{"type": "error", "error": {...}}`."""
+    """The JSON of an error: `{"type": "error", "error": {...}}`, its type by the status."""
     kind = "api_error" if error.status >= 500 else "invalid_request_error"
     kind = _KINDS.get(error.status, kind)
     return {"type": "error", "error": {"type": kind, "message": _message(error)}}

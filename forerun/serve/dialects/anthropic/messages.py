@@ -35,7 +35,9 @@ class MessagesDialect(Dialect):
         self._started = False
 
     def parse(self, value: Any, service: Service) -> Generation:
-        """See Dialect."""
+        """As Dialect.parse, of the body of /v1/messages. Raises RequestError naming the field,
+        ApiError.
+        """
         body = read(MessagesBody, value)
         self.served = service.named(body.model)
         chat, loaded = chat_body(body), self.served.loaded
@@ -53,7 +55,9 @@ class MessagesDialect(Dialect):
         return replace(made, id=self._id)
 
     def events(self, news: News, tally: Tally, last: bool) -> bytes:
-        """See Dialect."""
+        """As Dialect.events: message_start at first, content blocks, and with `last` the
+        message_delta.
+        """
         events: list[Event] = []
         if not self._started:
             self._started = True
@@ -71,7 +75,7 @@ class MessagesDialect(Dialect):
         return b"".join(event(one, one["type"]) for one in events)
 
     def whole(self, choices: News, tally: Tally) -> dict[str, Any]:
-        """See Dialect."""
+        """As Dialect.whole: one message with all content blocks, why it ended, and its usage."""
         for _, delta in choices:
             self._blocks.push(self._hearing.push(delta))
         usage = {**_input(tally), "output_tokens": tally.output_tokens}
@@ -82,14 +86,14 @@ class MessagesDialect(Dialect):
         return answer
 
     def end(self, error: ApiError | None) -> bytes:
-        """See Dialect."""
+        """As Dialect.end: message_stop, or an error event."""
         if error is None:
             return event({"type": "message_stop"}, "message_stop")
         return event(error_body(error), "error")
 
     @staticmethod
     def error(error: ApiError) -> dict[str, Any]:
-        """See Dialect."""
+        """As Dialect.error: `error_body`."""
         return error_body(error)
 
     def _message(self, content: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:

@@ -76,7 +76,9 @@ _text_blocks = items(_text_block, MAX_MESSAGES)
 
 @takes({"anyOf": [plain_text.schema, _text_blocks.schema]})
 def told(value: Any, where: str) -> str:
-    """A text or blocks of text, which are joined by line breaks."""
+    """The text of a field: a string, or blocks of text, joined by line breaks. Raises RequestError,
+    naming `where`, for anything else.
+    """
     if isinstance(value, list):
         return "\n".join(block.text for block in _text_blocks(value, where))
     return str(plain_text(value, where))

@@ -41,7 +41,7 @@ class Written:
     last: Delta | None = None
 
     def add(self, news: Delta) -> None:
-        """Take in one delta."""
+        """Take in one delta of the choice: counts, and the last as it is."""
         self.tokens += news.tokens
         self.cached += news.cached_tokens
         self.lined = self.lined or "\n" in news.text
@@ -60,7 +60,9 @@ class CompletionsDialect(Dialect):
         self._written: dict[int, Written] = {}
 
     def parse(self, value: Any, service: Service) -> Generation:
-        """See Dialect."""
+        """As Dialect.parse, of the body of /completion. Raises RequestError naming the field,
+        ApiError.
+        """
         body = self._body = read(self._kind, value)
         self.served = service.named(body.model)
         self.ignored = ignored_in(body)
@@ -80,7 +82,7 @@ class CompletionsDialect(Dialect):
         return body.plain(tuple(_prompt(parts, tokenizer) for parts in body.prompt))
 
     def events(self, news: News, tally: Tally, last: bool) -> bytes:
-        """See Dialect."""
+        """As Dialect.events: one event per delta that has text, one more where a choice ends."""
         found = []
         for index, delta in news:
             self._written.setdefault(index, Written()).add(delta)
@@ -91,7 +93,7 @@ class CompletionsDialect(Dialect):
         return b"".join(map(event, found))
 
     def whole(self, choices: News, tally: Tally) -> Any:
-        """See Dialect."""
+        """As Dialect.whole: an object, or a list of them where there are several choices."""
         found = []
         for index, delta in choices:
             self._written.setdefault(index, Written()).add(delta)
@@ -101,12 +103,12 @@ class CompletionsDialect(Dialect):
         return found if len(found) > 1 else found[0]
 
     def end(self, error: ApiError | None) -> bytes:
-        """See Dialect."""
+        """As Dialect.end: nothing, or an error event."""
         return b"" if error is None else event(error_body(error))
 
     @staticmethod
     def error(error: ApiError) -> dict[str, Any]:
-        """See Dialect."""
+        """As Dialect.error: `error_body`."""
         return error_body(error)
 
     def _piece(self, index: int, delta: Delta, tally: Tally) -> dict[str, Any]:

@@ -21,7 +21,7 @@ class Marks:
 
     @property
     def all(self) -> tuple[int, ...]:
-        """None of them stands in what is written: they end it."""
+        """Ids of all its marks: none stands in what is written, they end it."""
         found = (self.prefix, self.suffix, self.middle, self.repository, self.file)
         return tuple(id for id in found if id is not None)
 
@@ -42,7 +42,9 @@ _FILE = ("<|file_sep|>", "<file_sep>", "<|file_separator|>")
 
 
 def marks_of(tokenizer: Tokenizer) -> Marks:
-    """The model's own. Raises ApiError (400) where it has none."""
+    """The marks that the model's vocabulary has for infilling. Raises ApiError (400) where it has
+    none.
+    """
 
     def first(names: tuple[str, ...]) -> int | None:
         found = (tokenizer.added[name].id for name in names if name in tokenizer.added)

@@ -18,17 +18,21 @@ from forerun.version import __version__
 
 
 async def completion(request: Request) -> Response:
-    """POST /completion."""
+    """POST /completion: text in llama.cpp's words, whole or as a stream. 400 names a field that
+    cannot be taken.
+    """
     return await generated(request, CompletionsDialect())
 
 
 async def infill(request: Request) -> Response:
-    """POST /infill: what stands between two texts."""
+    """POST /infill: what stands between two texts. 400 where the model has no marks for that."""
     return await generated(request, InfillDialect())
 
 
 async def adapters(request: Request) -> Response:
-    """GET /lora-adapters: none, for there is one set of weights."""
+    """GET /lora-adapters: an empty list, for there is one set of weights. 503 while nothing can
+    answer.
+    """
     service_of(request).enter()
     return Json([])
 
@@ -40,7 +44,9 @@ async def props(request: Request) -> Response:
 
 
 async def slots(request: Request) -> Response:
-    """GET /slots: places for sequences, and how many of them are taken."""
+    """GET /slots: places for sequences, and how many of them are taken. 503 while nothing can
+    answer.
+    """
     served = service_of(request).enter()
     loaded, running = served.loaded, (await served.engine.stats()).load.running
     return Json(
@@ -57,7 +63,9 @@ async def slots(request: Request) -> Response:
 
 
 async def apply_template(request: Request) -> Response:
-    """POST /apply-template: a conversation as the model's template writes it."""
+    """POST /apply-template: a conversation as the model's template writes it, `{"prompt": ...}`.
+    400 names a field that cannot be taken.
+    """
     value, data = await received(request)
     service = service_of(request)
     body = await service.workers.run(len(data), read, TemplateBody, value)

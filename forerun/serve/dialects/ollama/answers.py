@@ -45,7 +45,9 @@ class OllamaDialect(Dialect):
         self._calls = Calls()
 
     def parse(self, value: Any, service: Service) -> Generation | Ready:
-        """See Dialect."""
+        """As Dialect.parse; Ready for a request that has nothing to write, which only loads. Raises
+        RequestError naming the field, ApiError.
+        """
         asked = self._read(value)
         self.served = named(service, asked.model)
         self._body = asked
@@ -75,7 +77,9 @@ class OllamaDialect(Dialect):
         """The part of a line that holds the text."""
 
     def events(self, news: News, tally: Tally, last: bool) -> bytes:
-        """See Dialect."""
+        """As Dialect.events: a line of JSON per delta that says something; with `last` one with
+        counts and times.
+        """
         lines = []
         for _, delta in news:
             heard = self._hearing.push(delta)
@@ -88,19 +92,19 @@ class OllamaDialect(Dialect):
         return b"".join(map(line, lines))
 
     def whole(self, choices: News, tally: Tally) -> dict[str, Any]:
-        """See Dialect."""
+        """As Dialect.whole: the one choice as one object, with counts and times."""
         ((_, delta),) = choices
         heard = self._hearing.push(delta)
         calls = self._calls.push(heard.calls, delta.finish)
         return self._line(heard, calls, self._logprobs(choices)) | self._done(tally)
 
     def end(self, error: ApiError | None) -> bytes:
-        """See Dialect."""
+        """As Dialect.end: nothing, or a line with the error."""
         return b"" if error is None else line(error_body(error))
 
     @staticmethod
     def error(error: ApiError) -> dict[str, str]:
-        """See Dialect."""
+        """As Dialect.error: `error_body`."""
         return error_body(error)
 
     def _line(
@@ -232,7 +236,9 @@ def named(service: Service, model: str | None) -> Served:
 
 
 def conversation(body: OllamaBody, messages: tuple[dict[str, Any], ...]) -> ChatBody:
-    """A request with messages, in the server's own words."""
+    """A request with messages, at least one, in the server's own words; a last assistant's message
+    that has text is continued.
+    """
     last = messages[-1]
     return ChatBody(
         messages=messages,
@@ -246,7 +252,9 @@ def conversation(body: OllamaBody, messages: tuple[dict[str, Any], ...]) -> Chat
 
 
 def plain(body: OllamaGenerateBody) -> CompletionBody:
-    """A request with a raw prompt, in the server's own words."""
+    """A request with a raw prompt in the server's own words. Raises RequestError for top_logprobs
+    without logprobs.
+    """
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true.", "top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None

@@ -4,5 +4,5 @@ from forerun.serve.errors import ApiError
 
 
 def error_body(error: ApiError) -> dict[str, str]:
-    """`{"error": "..."}`."""
+    """The JSON of an error: `{"error": "..."}`."""
     return {"error": str(error)}

@@ -21,19 +21,19 @@ class ShowBody:
 
 
 def listed(served: Served) -> dict[str, Any]:
-    """GET /api/tags."""
+    """The answer of GET /api/tags: the one model that is loaded."""
     return {"models": [card(served)]}
 
 
 def running(served: Served) -> dict[str, Any]:
-    """GET /api/ps: the model stays as long as the server."""
+    """The answer of GET /api/ps: the one model, which stays as long as the server."""
     never = datetime(9999, 12, 31, tzinfo=UTC)
     more = {"expires_at": time_of(never), "size_vram": 0, "context_length": served.loaded.context}
     return {"models": [{**card(served), **more}]}
 
 
 def shown(served: Served) -> dict[str, Any]:
-    """POST /api/show."""
+    """The answer of POST /api/show: template, parameters, capabilities and sizes of the model."""
     loaded = served.loaded
     template = loaded.chat.source if loaded.chat is not None else ""
     sampling = loaded.info.get("sampling_defaults") or {}
@@ -60,7 +60,7 @@ def shown(served: Served) -> dict[str, Any]:
 
 
 def card(served: Served) -> dict[str, Any]:
-    """A loaded model in Ollama's lists."""
+    """What Ollama's lists say of a loaded model: names, bytes, a digest and its family."""
     return {
         "name": served.name + LATEST,
         "model": served.name + LATEST,
@@ -84,5 +84,5 @@ def _details(served: Served) -> dict[str, Any]:
 
 
 def time_of(moment: datetime) -> str:
-    """As Ollama writes a moment."""
+    """A moment as Ollama writes it: ISO 8601, with Z for UTC."""
     return moment.isoformat().replace("+00:00", "Z")

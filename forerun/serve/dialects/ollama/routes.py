@@ -17,27 +17,29 @@ KEPT = ("pull", "push", "create", "copy", "delete", "blobs/{digest}")
 
 
 async def chat(request: Request) -> Response:
-    """POST /api/chat."""
+    """POST /api/chat: the next message of a conversation. 400 names a field that cannot be
+    taken.
+    """
     return await generated(request, OllamaChat())
 
 
 async def generate(request: Request) -> Response:
-    """POST /api/generate."""
+    """POST /api/generate: text after a prompt. 400 names a field that cannot be taken."""
     return await generated(request, OllamaGenerate())
 
 
 async def tags(request: Request) -> Response:
-    """GET /api/tags."""
+    """GET /api/tags: the model that is loaded. 503 while nothing can answer."""
     return Json(listed(service_of(request).enter()))
 
 
 async def ps(request: Request) -> Response:
-    """GET /api/ps."""
+    """GET /api/ps: the model that runs. 503 while nothing can answer."""
     return Json(running(service_of(request).enter()))
 
 
 async def show(request: Request) -> Response:
-    """POST /api/show."""
+    """POST /api/show: what the model is. 400 without a name."""
     value, _ = await received(request)
     body = read(ShowBody, value)
     if body.model is None and body.name is None:
@@ -46,12 +48,14 @@ async def show(request: Request) -> Response:
 
 
 async def version(request: Request) -> Response:
-    """GET /api/version."""
+    """GET /api/version: Forerun's version, `{"version": ...}`."""
     return Json({"version": __version__})
 
 
 async def kept(request: Request) -> Response:
-    """Whatever would change the models."""
+    """Whatever would change the models: 501 always, this server has the one that it was started
+    with.
+    """
     message = "This server has the model that it was started with; models do not come or go."
     raise ApiError(501, message, "not_implemented")
 

@@ -52,7 +52,9 @@ class OpenAIDialect(Dialect):
     _envelope: dict[str, Any]
 
     def parse(self, value: Any, service: Service) -> Generation:
-        """See Dialect."""
+        """As Dialect.parse, of a body of /v1/completions or /v1/chat/completions. Raises
+        RequestError naming the field, ApiError.
+        """
         body, generation = self._parsed(value, service)
         self.ignored += ignored_fields(body, self.served.loaded)
         self.ignored += ignored_in_messages(value)
@@ -100,7 +102,7 @@ class OpenAIDialect(Dialect):
         return b"".join(event(chunk) for chunk in chunks)
 
     def whole(self, choices: News, tally: Tally) -> dict[str, Any]:
-        """See Dialect."""
+        """As Dialect.whole: all choices and the usage, and what was asked for beside them."""
         worded = [self._format.choice(index, delta) for index, delta in choices]
         answer = {**self._envelope, "choices": worded, "usage": self._usage(tally)}
         if self._prompt_top is not None and self.whole_kind == ChatDialect.whole_kind:
@@ -148,12 +150,12 @@ class OpenAIDialect(Dialect):
         return found | ({"lossy": self.lossy} if self.lossy else {})
 
     def end(self, error: ApiError | None) -> bytes:
-        """See Dialect."""
+        """As Dialect.end: [DONE], after an event with the error if there is one."""
         return DONE if error is None else event(error_body(error)) + DONE
 
     @staticmethod
     def error(error: ApiError) -> dict[str, Any]:
-        """See Dialect."""
+        """As Dialect.error: `error_body`."""
         return error_body(error)
 
 

@@ -21,16 +21,18 @@ class ResponseFormat(Protocol):
     """How one route words its choices. Belongs to one request: it may count along a stream."""
 
     def choice(self, index: int, news: Delta) -> Choice:
-        """A finished choice; `news` is all there is of it."""
+        """The JSON of a finished choice, of which `news` is everything; index: its number in the
+        answer.
+        """
         ...
 
     def chunks(self, index: int, news: Delta) -> list[Choice]:
-        """What a stream says about a choice; `news` is what is new of it."""
+        """What a stream says of a choice, maybe nothing; `news` is what is new of it."""
         ...
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens of all reasoning so far."""
+        """Tokens of the reasoning of all choices so far."""
         ...
 
 
@@ -72,7 +74,9 @@ class ChatFormat:
         self._speeches: dict[int, OutputParser] = {}
 
     def choice(self, index: int, news: Delta) -> Choice:
-        """A message and why it ended."""
+        """As ResponseFormat.choice: a message with reasoning, content and calls, and why it
+        ended.
+        """
         heard = self._heard(index, news)
         message: dict[str, Any] = {"role": "assistant", "content": heard.content, "refusal": None}
         if heard.reasoning:
@@ -129,7 +133,7 @@ class ChatFormat:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens of all reasoning so far."""
+        """Tokens of the reasoning of all choices so far, each text cut into tokens anew."""
         return sum(reasoning_tokens(text, self._tokenizer) for text in self._thoughts.values())
 
     def _finish(self, index: int, news: Delta) -> str | None:
@@ -198,7 +202,9 @@ class CompletionFormat:
         return self.chunks(index, news)[0]
 
     def chunks(self, index: int, news: Delta) -> list[Choice]:
-        """One chunk; the first of a choice carries the echo."""
+        """One chunk of the choice; its first carries the echo of the prompt, if that was
+        asked for.
+        """
         begins = index not in self._offsets
         offsets = self._offsets.setdefault(index, Offsets())
         echo = self._echoes[index // self._n] if begins and self._echoes else None
@@ -257,7 +263,9 @@ def matched_stop(news: Delta, unseen: frozenset[int]) -> str | int | None:
 
 
 def visible(news: Delta, unseen: frozenset[int]) -> Sequence[TokenLogprobs]:
-    """The entries of tokens that left text: all but a stop token at the end."""
+    """The log-probabilities of tokens that left text: of all but a stop token, one of `unseen`, at
+    the end.
+    """
     ends = news.finish == Finish.STOP and news.tokens and news.tokens[-1] in unseen
     return news.logprobs[:-1] if ends else news.logprobs
 
@@ -301,12 +309,12 @@ def prompt_entries(news: Delta, top: int, tokenizer: Tokenizer) -> list[dict[str
 
 
 def reasoning_tokens(text: str, tokenizer: Tokenizer) -> int:
-    """Tokens of reasoning: those of its text, which is cut anew."""
+    """How many tokens a reasoning's text has when it is cut anew; 0 of an empty one."""
     return len(tokenizer.encode(text, False, bos=False)) if text else 0
 
 
 def text_of(token: int, tokenizer: Tokenizer) -> str:
-    """A token as text. See token_text."""
+    """A token as text, as token_text writes bytes that are none."""
     return token_text(tokenizer.token_bytes(token))
 
 

@@ -122,7 +122,7 @@ def _add(message: dict[str, Any], item: Item) -> None:
 
 
 def input_item(item: Item, id: str) -> dict[str, Any]:
-    """An item as it was read, for /v1/responses/{id}/input_items."""
+    """The JSON of an item as it was read, for /v1/responses/{id}/input_items."""
     given = {field.name: getattr(item, field.name) for field in fields(item)}
     plain = {name: value for name, value in given.items() if value not in (None, "")}
     if isinstance(item, InputMessage):

@@ -53,7 +53,7 @@ class _Shell:
 
 
 def is_free(value: Any) -> bool:
-    """Whether a tool is one of these."""
+    """Whether a tool of a request is one whose calls are no JSON (KINDS)."""
     return isinstance(value, dict) and value.get("type") in KINDS
 
 
@@ -82,7 +82,9 @@ def free_tool(value: dict[str, Any], where: str) -> Tool:
 
 
 def unheld(tools: list[dict[str, Any]] | None) -> tuple[str, ...]:
-    """The places of grammars that nothing enforces, in checked `tools`."""
+    """The fields that hold a grammar which nothing enforces, in checked `tools`; empty where there
+    is none.
+    """
     lark = [one for one in tools or [] if (one.get("format") or {}).get("syntax") == "lark"]
     return ("tools.format.definition",) if lark else ()
 
@@ -106,19 +108,21 @@ def free_input(arguments: str) -> str:
 
 
 def of_input(text: str) -> str:
-    """The arguments of a call with this text."""
+    """The arguments, JSON, of a call with this free text."""
     return json.dumps({"input": text}, ensure_ascii=False)
 
 
 def of_action(action: dict[str, Any]) -> str:
-    """The arguments of a call that runs this."""
+    """The arguments, JSON, of a call of the shell that runs this action."""
     taken = _SHELL_TAKES["properties"]
     given = {key: action[key] for key in taken if action.get(key) is not None}
     return json.dumps(given, ensure_ascii=False)
 
 
 def shell_action(arguments: str) -> dict[str, Any]:
-    """What a call of the shell is to run; nothing where it was cut."""
+    """What a call of the shell is to run, from its arguments; an empty command where they
+    were cut.
+    """
     try:
         found = json.loads(arguments)
     except ValueError:
@@ -142,7 +146,7 @@ class CustomCall:
 
     @property
     def arguments(self) -> str:
-        """As the function was called."""
+        """The JSON that the function was called with."""
         return of_input(self.input)
 
 
@@ -174,10 +178,10 @@ class ShellCall:
 
     @property
     def name(self) -> str:
-        """Of the function."""
+        """What the function is called."""
         return SHELL
 
     @property
     def arguments(self) -> str:
-        """As the function was called."""
+        """The JSON that the function was called with."""
         return of_action(self.action)

@@ -102,7 +102,7 @@ class Output:
 
     @property
     def thought(self) -> str:
-        """All reasoning."""
+        """The text of all reasoning so far, one item after the other."""
         kinds = [item for item in self.items if item["type"] == "reasoning"]
         return "".join(item["content"][0]["text"] for item in kinds)
 

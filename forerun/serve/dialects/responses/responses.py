@@ -50,7 +50,9 @@ class ResponsesDialect(Dialect):
         self._number = 0
 
     def parse(self, value: Any, service: Service) -> Generation:
-        """See Dialect."""
+        """As Dialect.parse, of the body of /v1/responses, behind the stored answer that it names.
+        Raises RequestError naming the field, ApiError.
+        """
         body = read(ResponsesBody, value)
         self.served = service.named(body.model)
         earlier = _earlier(body.previous_response_id, self._store)
@@ -68,7 +70,9 @@ class ResponsesDialect(Dialect):
         return self._generation
 
     def events(self, news: News, tally: Tally, last: bool) -> bytes:
-        """See Dialect."""
+        """As Dialect.events: response.created at first, the items' events, and with `last` the
+        whole answer, which is stored.
+        """
         events: list[Event] = []
         if not self._number:
             begun = {**self._base, "status": "in_progress", "output": []}
@@ -82,13 +86,13 @@ class ResponsesDialect(Dialect):
         return b"".join(map(self._worded, events))
 
     def whole(self, choices: News, tally: Tally) -> dict[str, Any]:
-        """See Dialect."""
+        """As Dialect.whole: the response with all items; it is stored, if that was asked for."""
         self._heard(choices)
         self._output.close("completed" if self._complete else "incomplete")
         return self._answer(tally)
 
     def end(self, error: ApiError | None) -> bytes:
-        """See Dialect."""
+        """As Dialect.end: nothing, or the event response.failed."""
         if error is None:
             return b""
         code = "rate_limit_exceeded" if error.status == 429 else error.code or "server_error"
@@ -98,7 +102,7 @@ class ResponsesDialect(Dialect):
 
     @staticmethod
     def error(error: ApiError) -> dict[str, Any]:
-        """See Dialect."""
+        """As Dialect.error: `error_body`."""
         return error_body(error)
 
     def _heard(self, news: News) -> list[Event]:

@@ -72,7 +72,9 @@ _parts = items(_part, MAX_MESSAGES)
 
 @takes({"anyOf": [plain_text.schema, _parts.schema]})
 def told(value: Any, where: str) -> str:
-    """A text or parts of it, which are joined by line breaks."""
+    """The text of a field: a string, or parts of it, joined by line breaks. Raises RequestError,
+    naming `where`, for anything else.
+    """
     if isinstance(value, list):
         return "\n".join(part.text for part in _parts(value, where))
     return str(plain_text(value, where))
@@ -206,7 +208,7 @@ HOSTED = ("web_search", "web_search_preview", "file_search", "code_interpreter",
 
 
 def is_hosted(value: Any) -> bool:
-    """Whether a tool is one that OpenAI's service would run."""
+    """Whether a tool of a request is one that OpenAI's service would run itself."""
     kind = value.get("type") if isinstance(value, dict) else None
     return isinstance(kind, str) and kind.split("_20")[0] in HOSTED
 

@@ -58,7 +58,7 @@ class ResponseStore:
                 self._bytes -= len(oldest)
 
     def get(self, id: str) -> StoredAnswer | None:
-        """The answer, if it is still kept."""
+        """The answer with this id, if it is still kept; else None."""
         with self._lock:
             data = self._answers.get(id)
         if data is None:
@@ -67,7 +67,7 @@ class ResponseStore:
         return StoredAnswer(response, input, tuple(messages))
 
     def drop(self, id: str) -> bool:
-        """Forget an answer. False where there is none."""
+        """Forget an answer. False where there is none with this id."""
         with self._lock:
             data = self._answers.pop(id, None)
             self._bytes -= 0 if data is None else len(data)

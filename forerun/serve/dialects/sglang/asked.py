@@ -66,7 +66,9 @@ def unused_reports(body: GenerateBody, asked: tuple[Asked, ...]) -> tuple[str, .
 
 
 def made(asked: Asked, body: GenerateBody, loaded: Frontend, settings: ServeSettings) -> Generation:
-    """What to ask of the engine for one text. Raises RequestError."""
+    """What to ask of the engine for one text. Raises RequestError naming the field, for an unknown
+    id in token_ids_logprob too.
+    """
     found = completion_generation(_plain(asked, body), loaded, settings)
     if not (asked.logprobs and asked.ids):
         return found

@@ -35,7 +35,7 @@ class Answer:
     last: Delta | None = None
 
     def add(self, news: Delta) -> None:
-        """Take in one delta."""
+        """Take in one delta of the choice: texts, tokens and log-probabilities add up."""
         self.text += news.text
         self.tokens += news.tokens
         self.logprobs += news.logprobs
@@ -57,7 +57,9 @@ class GenerateDialect(Dialect):
         self._answers: dict[int, Answer] = {}
 
     def parse(self, value: Any, service: Service) -> Generation:
-        """See Dialect."""
+        """As Dialect.parse, of the body of /generate. Raises RequestError naming the field,
+        ApiError.
+        """
         body = self._body = read(GenerateBody, value)
         self.served = service.named(body.model)
         prompts = body.text if body.text is not None else body.input_ids
@@ -73,7 +75,7 @@ class GenerateDialect(Dialect):
         return self._generation
 
     def events(self, news: News, tally: Tally, last: bool) -> bytes:
-        """See Dialect."""
+        """As Dialect.events: one event per delta, with the whole text so far."""
         found = []
         for index, delta in news:
             self._answers.setdefault(index, Answer()).add(delta)
@@ -82,19 +84,19 @@ class GenerateDialect(Dialect):
         return b"".join(map(event, found))
 
     def whole(self, choices: News, tally: Tally) -> Any:
-        """See Dialect."""
+        """As Dialect.whole: an object, or a list of them where several texts were asked for."""
         for index, delta in choices:
             self._answers.setdefault(index, Answer()).add(delta)
         found = [self._told(index, tally) for index in sorted(self._answers)]
         return found if self._several else found[0]
 
     def end(self, error: ApiError | None) -> bytes:
-        """See Dialect."""
+        """As Dialect.end: [DONE], after an event with the error if there is one."""
         return DONE if error is None else event(error_body(error)) + DONE
 
     @staticmethod
     def error(error: ApiError) -> dict[str, Any]:
-        """See Dialect."""
+        """As Dialect.error: `error_body`."""
         return error_body(error)
 
     def _told(self, index: int, tally: Tally) -> dict[str, Any]:

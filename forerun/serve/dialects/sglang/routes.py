@@ -31,12 +31,16 @@ class AbortBody:
 
 
 async def generate(request: Request) -> Response:
-    """POST /generate."""
+    """POST /generate: text in SGLang's words, whole or as a stream. 400 names a field that cannot
+    be taken.
+    """
     return await generated(request, GenerateDialect())
 
 
 async def model_info(request: Request) -> Response:
-    """GET /model_info."""
+    """GET /model_info: what the loaded model is, in SGLang's words. 503 while nothing can
+    answer.
+    """
     served = service_of(request).enter()
     path = served.loaded.config.model
     return Json(
@@ -76,7 +80,9 @@ async def server_info(request: Request) -> Response:
 
 
 async def health_generate(request: Request) -> Response:
-    """GET /health_generate: 200 only where a token was really made."""
+    """GET /health_generate: 200 only where a token was really made; else the error that
+    stopped it.
+    """
     service = service_of(request)
     served = service.enter()
     body = CompletionBody(prompt=((0,),), max_tokens=1, temperature=0.0)
@@ -90,7 +96,7 @@ async def health_generate(request: Request) -> Response:
 
 
 async def ping(request: Request) -> Response:
-    """GET or POST /ping: 200 only where a request would be let in."""
+    """GET or POST /ping: 200 only where a request would be let in; else 503."""
     service_of(request).enter()
     return Response(status_code=200)
 
@@ -115,13 +121,15 @@ async def abort_request(request: Request) -> Response:
 
 
 async def load(request: Request) -> Response:
-    """GET /load: requests that run or wait (vLLM)."""
+    """GET /load: how many requests run or wait (vLLM). 503 while nothing can answer."""
     service_of(request).enter()
     return Json({"server_load": len(request.app.state.running)})
 
 
 async def get_load(request: Request) -> Response:
-    """GET /get_load: sequences that run and wait, and tokens that they hold."""
+    """GET /get_load: sequences that run and wait, and tokens that they hold. 503 while nothing can
+    answer.
+    """
     served = service_of(request).enter()
     now = (await served.engine.stats()).load
     held = now.pages_held * served.loaded.config.page_size
