@@ -49,12 +49,14 @@ class LoadSweep:
     requests: int | None
 
     def count(self, at_once: int) -> int:
-        """Requests of one level."""
+        """How many requests a level of so many at once makes."""
         return self.requests or max(8, 2 * at_once)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command. 1 where a request failed."""
+    """Run `forerun bench`: 0, or 1 where a request failed. Raises ForerunError for what cannot be
+    measured.
+    """
     ask, sweep = configured(AskConfig, arguments), _sweep(arguments)
     config = configured(EngineConfig, arguments)
     if arguments.launch:

@@ -29,7 +29,9 @@ Ctrl-C stops the answer, or clears what is half typed.'''
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command: reads messages until the input ends."""
+    """Run `forerun chat`: reads messages until the input ends. Raises ModelError where the model
+    has no chat template.
+    """
     ask, config = configured_both(AskConfig, EngineConfig, arguments)
     loaded = load_shown(config)
     output = Wrapped.for_terminal()

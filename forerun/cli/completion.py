@@ -10,7 +10,7 @@ from forerun.options.flags import Note
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command."""
+    """Run `forerun completion`: print the completions for a shell. Returns 0."""
     print(shtab.complete(_with_values(build_parser()), arguments.shell))
     return 0
 

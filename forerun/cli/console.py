@@ -39,7 +39,9 @@ def say(text: str, indent: int = 0) -> None:
 
 
 def emit_json(value: Any) -> None:
-    """The result of a command with --json."""
+    """Print the result of a command with --json to stdout, indented; what JSON has no value for as
+    text.
+    """
     print(json.dumps(value, indent=2, ensure_ascii=False, default=str))
 
 
@@ -152,5 +154,5 @@ def _say_device(target: Target) -> None:
 
 
 def interactive() -> bool:
-    """True when a person types at us."""
+    """Whether stdin is a terminal, where a person types at us."""
     return sys.stdin.isatty()

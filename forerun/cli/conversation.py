@@ -58,7 +58,7 @@ class Conversation:
         return self._answer(self.turns[:-1])
 
     def stats(self) -> dict[str, Any]:
-        """Totals of the conversation."""
+        """Totals of the conversation: answers, tokens and tokens per step."""
         tokens = sum(len(item.tokens) for item in self.done)
         steps = acceptance_length([item.stats for item in self.done])
         return {"answers": len(self.done), "tokens": tokens, "tokens_per_step": steps}

@@ -33,7 +33,7 @@ COMPILERS = ("c++", "g++", "clang++")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command. 1 where no executor but the toy works."""
+    """Run `forerun doctor`: 0, or 1 where no executor but the toy works."""
     facts = examine(with_torch=not arguments.no_torch)
     if arguments.json:
         emit_json(facts)
@@ -43,7 +43,9 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def examine(with_torch: bool) -> dict[str, Any]:
-    """All facts, as plain values."""
+    """Facts of this machine as JSON values: memory, compiler, native core, torch, caches,
+    packages.
+    """
     missing = cpu.available()
     return {
         "forerun": __version__,

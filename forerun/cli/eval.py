@@ -132,7 +132,7 @@ def collapsed(found: list[Finding]) -> list[str]:
 
 
 def table(found: list[Finding]) -> Table:
-    """A row per question, shape of drafts and temperature."""
+    """A table for people: a row per question, shape of drafts and temperature."""
     names = ("prompts", "drafts", "T", "tokens per step", "agreement by position", "identical",
              "tokens/s", "over plain")  # fmt: skip
     drawn = columns("Acceptance, served", names, left=3)

@@ -43,7 +43,7 @@ def fuzz(arguments: argparse.Namespace) -> int:
 
 
 def again(arguments: argparse.Namespace) -> int:
-    """Run a reproduction. 1 where it still fails."""
+    """Run a reproduction again: 0, or 1 where it still fails."""
     what = replay(Path(arguments.replay))
     if arguments.json:
         emit_json({"fails": what is not None, "what": what})

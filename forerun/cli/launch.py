@@ -54,7 +54,9 @@ class Setup:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command."""
+    """Run `forerun launch`: become a coding agent on a running server. Raises ConfigError where
+    that has no model, or not the named one.
+    """
     url = arguments.url.rstrip("/").removesuffix("/v1")
     found = asked(url, "/v1/models", arguments.api_key).get("data", [])
     models = {one["id"]: one.get("max_model_len") for one in found}

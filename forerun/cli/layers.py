@@ -157,7 +157,7 @@ def entries(
 
 
 def written(value: Any) -> str:
-    """A value of a file as the command line would have it."""
+    """A value of a file as the command line would have it, one word."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, dict):

@@ -98,7 +98,9 @@ def _complain(sentence: str) -> None:
 
 
 def console() -> None:
-    """Entry point of the `forerun` command."""
+    """Entry point of the `forerun` command: ends the process with `main`'s code. SIGTERM and SIGHUP
+    end it as Ctrl+C does.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # Under nohup it is ignored.
         signal.signal(signal.SIGHUP, signal.default_int_handler)

@@ -16,7 +16,9 @@ from forerun.hub.reference import hub_reference
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command."""
+    """Run `forerun models`: list, pull or remove models. Raises ConfigError for a name too many or
+    too few.
+    """
     action, name = arguments.action, arguments.model
     if (name is None) != (action == "list"):
         wrong = "takes no model" if name else "needs a model"

@@ -50,7 +50,7 @@ def _leaves_open(config: EngineConfig) -> bool:
 
 
 def facts(found: Sizing) -> dict[str, Any]:
-    """Plain values: bytes of each device, tokens."""
+    """The plan as JSON values: bytes of each device, tokens, and what the model is."""
     arch, config, plan = found.model.architecture, found.config, found.plan
     return {
         "model": found.model.name,
@@ -77,7 +77,7 @@ def facts(found: Sizing) -> dict[str, Any]:
 
 
 def sentences(found: Sizing) -> dict[str, str]:
-    """The same for people."""
+    """The plan for people, a line by name."""
     told = facts(found)
     each = f" on each of {told['devices']} devices" if told["devices"] > 1 else ""
     source = "as its files have them" if told["weights_from_files"] else "by configuration alone"

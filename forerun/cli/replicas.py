@@ -10,7 +10,9 @@ from forerun.ray import local
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command: serves until a signal ends it."""
+    """Run `forerun serve --replicas N`: serves until a signal ends it. Raises ConfigError for
+    options of several models.
+    """
     config, settings = prepared(arguments)
     several = arguments.more_models or arguments.models_dir or arguments.models_file
     if several or arguments.probe:

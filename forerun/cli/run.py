@@ -46,7 +46,9 @@ class Timed:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command."""
+    """Run `forerun run`: answer a prompt, or those of a file. Raises ConfigError for options that
+    exclude each other.
+    """
     ask, config = configured_both(AskConfig, EngineConfig, arguments)
     if arguments.compare and not config.speculates:
         raise ConfigError("--compare has nothing to compare with speculation off.")

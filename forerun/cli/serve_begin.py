@@ -36,10 +36,10 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def has_process(settings: ServeSettings) -> bool:
-    """Whether the engine runs in a process of its own."""
+    """Whether the engine runs in a process of its own: where that is wanted, but on Windows."""
     return settings.engine_process and sys.platform != "win32"
 
 
 def engine_options(settings: ServeSettings, probe: bool) -> dict[str, Any]:
-    """What `engine_process.load_started` reads."""
+    """What `engine_process.load_started` reads, as JSON values."""
     return {"probe": probe, "level": settings.log_level, "format": settings.log_format}

@@ -16,7 +16,9 @@ from forerun.options.flags import configured
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command. 1 where it does not fit into memory."""
+    """Run `forerun bench --random-weights`: 0, or 1 where it does not fit into memory. Raises
+    ConfigError for another executor than torch.
+    """
     config = configured(EngineConfig, arguments)
     if config.executor not in ("auto", "torch"):
         raise ConfigError(

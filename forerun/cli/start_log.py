@@ -24,7 +24,7 @@ class StartLog:
         self._url = ""
 
     def listening(self, url: str) -> None:
-        """At `url`, from now on; answers come when a model is loaded."""
+        """Say that the server listens at `url` from now on; answers come when a model is loaded."""
         self._url = url
         if self._as_json:
             emit_json({"url": url})
@@ -36,7 +36,7 @@ class StartLog:
                 say(f"web UI at {url.removesuffix('v1')}")
 
     def loaded(self, facts: dict[str, str]) -> None:
-        """A model is ready. facts: see model_facts."""
+        """Say that a model is ready. facts: see model_facts."""
         facts = facts | {"ready": f"{facts['ready']}, at {self._url}"}
         if self.as_log:
             name = facts["model"].partition(",")[0]

@@ -7,7 +7,7 @@ from forerun.cli.running import asked
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command. Exit code 2: nothing was stopped."""
+    """Run `forerun stop`: say how a server is ended. Returns 2: nothing was stopped."""
     name = asked(arguments.url, "/server_info", arguments.api_key).get("model", "a model")
     say(
         f"{arguments.url} serves {name} until its own process is ended: press Ctrl+C in its "

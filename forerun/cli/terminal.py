@@ -106,7 +106,7 @@ class Wrapped:
 
     @classmethod
     def for_terminal(cls) -> "Wrapped":
-        """As wide as the terminal; unbroken where stdout is none."""
+        """Output as wide as the terminal; lines are not broken where stdout is none."""
         wide = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         return cls(width=wide)
 

@@ -23,7 +23,9 @@ from forerun.options.flags import configured
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command."""
+    """Run `forerun tune`: measure settings and remember the best. Raises ConfigError with
+    speculation off.
+    """
     config = configured(EngineConfig, arguments)
     if arguments.forget:
         return _forget(config)

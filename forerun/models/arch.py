@@ -320,7 +320,9 @@ def expected_tensors(arch: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def layer_tensors(arch: Architecture, spec: LayerSpec) -> dict[str, tuple[int, ...]]:
-    """The same of one layer of `arch` that is as `spec` says; names without the layer's prefix."""
+    """Shapes, by canonical name without the layer's prefix, of the tensors of one layer of `arch`
+    that is as `spec` says.
+    """
     tensors, names = _Tensors(), NORM_NAMES[spec.norms]
     tensors.norm(names.before_attention, arch.hidden)
     if spec.delta is not None:

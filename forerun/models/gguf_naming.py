@@ -96,7 +96,9 @@ def held_in_layer(
     name: str,
     shape: tuple[int, ...],
 ) -> AnyHeld:
-    """The same of one tensor of a layer, whose names in the file begin with `prefix`."""
+    """One tensor of a layer, by its canonical name and shape, as the file holds it; the file's
+    names begin with `prefix`.
+    """
     latent = spec.attention.latent
     if name == ABSORBED and latent is not None:
         return held_in_two(file, prefix, arch.heads, latent)

@@ -73,7 +73,7 @@ class Held:
         return self.file.tensors[self.name].kind
 
     def floats(self) -> Floats:
-        """As float32; a read-only view of the file where it is stored like that."""
+        """The tensor as float32; a read-only view of the file where it is stored like that."""
         if self.piece.alone:
             return self.file.floats(self.name)
         packed = self.packed()

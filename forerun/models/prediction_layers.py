@@ -154,7 +154,7 @@ class PredictionLayers:
 
     @property
     def parameters(self) -> int:
-        """Numbers of weights beside the target's; a head of some of its rows is a copy."""
+        """How many weights there are beside the target's; a head of some of its rows is a copy."""
         own = [name for name in self.files if name not in BORROWED]
         copied = 0 if self.vocab == self.architecture.vocab else self.vocab
         copies = copied * self.architecture.hidden

@@ -80,7 +80,9 @@ class TensorParallel:
         return slice(length * self.rank // self.size, length * (self.rank + 1) // self.size)
 
     def kv_span(self, kv_heads: int, length: int) -> slice:
-        """The same of an axis of `kv_heads` heads, of which every rank has one at least."""
+        """A rank's part of an axis of `length` numbers that `kv_heads` heads make up: whole
+        heads, one at least, which several ranks have where there are fewer heads.
+        """
         if kv_heads >= self.size:
             return self.span(length)
         head, each = kv_heads * self.rank // self.size, length // kv_heads

@@ -47,7 +47,9 @@ class DraftVocabulary:
 
 
 def equal_vocabulary(target: int, own: int) -> DraftVocabulary:
-    """The same tokens under the same ids; padded to V = `target` here and to `own` there."""
+    """The vocabulary of a draft whose tokens have the target's ids; padded to V = `target` here and
+    to `own` there.
+    """
     ids = np.arange(min(target, own), dtype=np.int32)
     inputs = np.zeros(target, np.int32)
     inputs[: len(ids)] = ids

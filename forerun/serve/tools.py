@@ -81,7 +81,9 @@ def plain_tool(
 
 
 def different(tools: tuple[Tool, ...], name_field: str, where: str = "tools") -> tuple[Tool, ...]:
-    """The same tools. Raises RequestError where two have one name."""
+    """`tools` as they are. Raises RequestError, by `where` and `name_field`, where two have one
+    name.
+    """
     names = [item.signature.name for item in tools]
     for index, name in enumerate(names):
         if name in names[:index]:

@@ -163,7 +163,9 @@ def dump_json(value: Any) -> bytes:
 
 
 def dump_large(value: Any) -> bytes:
-    """The same for thousands of values, slower: the interpreter's lock is let go of in between."""
+    """As `dump_json`, for thousands of values: slower, but the interpreter's lock is let go of in
+    between.
+    """
     encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     pieces, parts = encoder.iterencode(value), []
     while part := "".join(islice(pieces, _AT_ONCE)):

@@ -58,7 +58,7 @@ class Workers:
         *args: Parameters.args,
         **kwargs: Parameters.kwargs,
     ) -> Result:
-        """The same for work that waits for another process, which is never done here."""
+        """As `run`, for work that waits for another process: on a thread, whatever its size."""
         if size > LARGE:
             return await self.run(size, work, *args, **kwargs)
         loop = asyncio.get_running_loop()

@@ -103,7 +103,9 @@ class TemplateTraits:
 
     @cached_property
     def parallel_calls(self) -> bool:
-        """Whether it takes a message with several calls."""
+        """Whether the template takes a message with several calls, and shows all of them to the
+        model.
+        """
         text = self._try(_tool_turns(self.calls, calls=2), [_tool()])
         return _holds(text, [f"{_CITY}-0", f"{_CITY}-1"])
 

@@ -24,9 +24,8 @@ from forerun.executors.jax.shaping import (
     room_for_edits,
 )
 from forerun.executors.torch.accept import NodeNoise
-from forerun.executors.torch.captured.buffers import RULES
 from forerun.executors.torch.captured.shaped_rows import ShapedRows
-from forerun.executors.torch.shaping import reported
+from forerun.executors.torch.shaping import RULES, reported
 from forerun.executors.torch.triton.record import Size
 from forerun.interface.slot_init import SlotInit
 from forerun.speculative.accept import NOTHING

@@ -21,8 +21,8 @@ from forerun.executors.torch.attention.plan_geometry import StepNodes, geometry_
 from forerun.executors.torch.attention.prompt_attention import PromptAttention, prompt_rows, takes
 from forerun.executors.torch.attention.states import States, StateStep
 from forerun.executors.torch.decoder.compiled import compiled
-from forerun.executors.torch.decoder.decoder import Attend, Decoder, no_states
-from forerun.executors.torch.decoder.delta import DeltaInputs
+from forerun.executors.torch.decoder.decoder import Attend, Decoder
+from forerun.executors.torch.decoder.delta import DeltaInputs, no_states
 from forerun.executors.torch.decoder.elementwise import PLAIN, AnyHeads, Elementwise
 from forerun.executors.torch.decoder.float8 import FLOAT8, Float8Linear, Rows
 from forerun.executors.torch.decoder.layers import Linear, padded_rows

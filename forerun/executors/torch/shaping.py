@@ -25,6 +25,12 @@ vocabulary."""
 
 _LOW = 0xFFFFFFFF
 
+RULES = (
+    *("repetition", "frequency", "presence", "min_p"),
+    *("top_k", "min_tokens", "top_p_low", "top_p_high"),
+)
+"""What rows ask of the sampler beyond a temperature, by the names of Shaping.rules."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shaping:

@@ -13,16 +13,11 @@ import torch
 from torch import Tensor
 
 from forerun.executors.torch.attention.tiles import programs_for, split_of, tile_nodes, tiles_of
+from forerun.executors.torch.shaping import RULES
 from forerun.executors.torch.triton.record import Size
 from forerun.interface.plan import Plan
 from forerun.speculative.accept import NOTHING
 from forerun.types import AnyArray, Ints
-
-RULES = (
-    *("repetition", "frequency", "presence", "min_p"),
-    *("top_k", "min_tokens", "top_p_low", "top_p_high"),
-)
-"""Facts of rows that ask the sampler for more than a temperature, see shaping.Shaping."""
 
 
 class BufferDims(NamedTuple):

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from forerun.executors.device_choice import MORE, Choosing
 from forerun.executors.torch.accept import NodeNoise
-from forerun.executors.torch.captured.buffers import RULES
-from forerun.executors.torch.shaping import COUNT, SEEN, STOP, Shaping, chosen
+from forerun.executors.torch.shaping import COUNT, RULES, SEEN, STOP, Shaping, chosen
 from forerun.executors.torch.triton.kernels import Kernels
 from forerun.executors.torch.triton.record import Size
 from forerun.interface.slot_init import SlotInit

@@ -12,13 +12,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
-from forerun.executors.torch.decoder.delta import DeltaInputs, DeltaProjections
+from forerun.executors.torch.decoder.delta import DeltaProjections, Recur, no_states
 from forerun.executors.torch.decoder.elementwise import (
     PLAIN,
     AnyHeads,
     Elementwise,
     Heads,
     Rotary,
+    opened,
     rotation,
     softcapped,
 )
@@ -45,21 +46,6 @@ Attend = Callable[[int, AnyHeads], Rows]
 """(layer, its heads) -> context [M,A,E]; where Heads.float8 allows it, as float8 rows [M,A*E]. Of
 latent heads [M,A,rank]. Layers are counted from 0 among those that attend.
 """
-
-Recur = Callable[[int, DeltaInputs], Tensor]
-"""(layer, its inputs) -> what is read of its states, float32[M,Hv,Dv]. Layers are counted from 0
-among those that have states.
-"""
-
-
-def no_states(layer: int, inputs: DeltaInputs) -> Tensor:
-    """For a decoder without recurrent layers. Raises TypeError in one that has any."""
-    raise TypeError("a layer with a recurrent state runs where nobody keeps states")
-
-
-def opened(x: Tensor, gate: Tensor) -> Tensor:
-    """sigmoid(gate) * x, in float32; shape and dtype of `x`."""
-    return (x / (1 + torch.exp(-gate.float()))).to(x.dtype)
 
 
 class HeadsProjections:

@@ -6,6 +6,7 @@ sums are taken in an order that is written down (`summed`), so that a state adva
 batch, over a prompt or once more over accepted draft tokens has the same bits.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +40,17 @@ class DeltaInputs:
     beta: Tensor
     gate: Tensor
     kernel: Tensor
+
+
+Recur = Callable[[int, DeltaInputs], Tensor]
+"""(layer, its inputs) -> what is read of its states, float32[M,Hv,Dv]. Layers are counted from 0
+among those that have states.
+"""
+
+
+def no_states(layer: int, inputs: DeltaInputs) -> Tensor:
+    """For a decoder without recurrent layers. Raises TypeError in one that has any."""
+    raise TypeError("a layer with a recurrent state runs where nobody keeps states")
 
 
 class DeltaProjections:

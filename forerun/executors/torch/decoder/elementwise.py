@@ -225,6 +225,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
+def opened(x: Tensor, gate: Tensor) -> Tensor:
+    """sigmoid(gate) * x, in float32; shape and dtype of `x`."""
+    return (x / (1 + torch.exp(-gate.float()))).to(x.dtype)
+
+
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """`rotate`, computed in float32; shape and dtype of `x`."""
     return rotate(x.float(), cos, sin).to(x.dtype)

@@ -68,7 +68,7 @@ class CudaLane:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def send(self, out: Tensor, held: Tensor) -> None:
-        """See Lane. The device changes the dtype: `copy_` from the host would do that there."""
+        """As Lane.send. The device changes the dtype: `copy_` from the host would do that there."""
         with self.cuda.stream(self._stream):
             there = held if held.dtype == out.dtype else held.to(out.device, non_blocking=True)
             out.copy_(there, non_blocking=True)

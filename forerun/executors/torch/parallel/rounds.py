@@ -70,7 +70,9 @@ class SharedRunner(CudaGraphRunner):
     def launch(
         self, size: Size, staging: StagingBuffer, first: Sequence[Callable[[], None]] = ()
     ) -> Callable[[], None]:
-        """See CudaGraphRunner. first: at most PageTables.send's. Raises RankError."""
+        """As CudaGraphRunner.launch, on all ranks. first: at most PageTables.send's. Raises
+        RankError.
+        """
         none = np.zeros(0, np.int64), np.zeros(0, np.int32)
         places, pages = none
         for each in first:

@@ -22,8 +22,8 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def chat_body(body: CountBody) -> ChatBody:
-    """The same request in the server's own words. Raises RequestError, by the field, for what has
-    no such words.
+    """The request in the server's own words. Raises RequestError, by the field, for what has no
+    such words.
     """
     messages = [] if body.system is None else [{"role": "system", "content": body.system}]
     for message in body.messages:
