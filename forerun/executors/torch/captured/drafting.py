@@ -22,29 +22,26 @@ of their parents, so those below any node are neighbours; that makes `enter` and
 
 from dataclasses import replace
 
-import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
-from numpy.typing import ArrayLike
 from torch import Tensor
 
 from forerun.executors.torch.attention.geometry import Geometry
-from forerun.executors.torch.attention.tiles import tile_nodes, tiles_of
 from forerun.executors.torch.captured.entries import (
     Decided,
     before_of,
     behind_roots,
     keep_page_ends,
 )
+from forerun.executors.torch.captured.forest import Forest
 from forerun.executors.torch.decoder.decoder import Attend
 from forerun.executors.torch.decoder.elementwise import AnyHeads, Rotary
 from forerun.executors.torch.decoder.float8 import Rows
 from forerun.executors.torch.drafts.block import TorchBlockModel
-from forerun.executors.torch.drafts.draft_cache import DraftCache
 from forerun.executors.torch.drafts.level_model import LevelModel, Nodes, nothing_before
 from forerun.executors.torch.triton.kernels import Kernels
 from forerun.executors.torch.triton.record import Size
-from forerun.executors.torch.triton.round_types import Below, Extended, Frontier, Levels
+from forerun.executors.torch.triton.round_types import Below, Extended, Frontier
 from forerun.interface.draft_model import CANDIDATES
 
 
@@ -111,7 +108,7 @@ class LevelDrafting(Drafting):
     def __init__(self, model: LevelModel, kernels: Kernels, max_nodes: int) -> None:
         super().__init__(kernels, max_nodes)
         self._model = model
-        self._forests: dict[Size, _Forest] = {}
+        self._forests: dict[Size, Forest] = {}
 
     def fits(self, size: Size) -> bool:
         """Whether there is scratch for the nodes that run, and a child for every place."""
@@ -127,23 +124,26 @@ class LevelDrafting(Drafting):
         model = self._model
         if size not in self._forests:
             device = decided.accepted.choices.device
-            self._forests[size] = _Forest(size, model.gqa_group, model.cache, device)
+            self._forests[size] = Forest(size, model.gqa_group, model.cache, device)
         forest = self._forests[size]
-        below = self._extend(forest, decided, features)
-        self._grow(forest, decided, below, grown.view(3, size.rows, -1))
+        below, roots = self._extend(forest, decided, features)
+        self._grow(forest, decided.facts["table"], below, roots, grown.view(3, size.rows, -1))
         return self._candidates(below.read) if size.masked else None
 
-    def _extend(self, forest: "_Forest", decided: Decided, features: Tensor | None) -> Below:
-        """Run every node and make the accepted ones permanent.
+    def _extend(
+        self, forest: Forest, decided: Decided, features: Tensor | None
+    ) -> tuple[Below, Tensor | None]:
+        """Run every node and make the accepted ones permanent. Returns also int32[R] the slots of
+        what waits as the next root, where the model runs it.
 
         Also in rows that are not followed: what it writes there lies behind all that counts, and
         whoever extends them later writes it anew.
         """
         model, kernels, states = self._model, self._kernels, self._model.states
         prepared, accepted, facts = decided.prepared, decided.accepted, decided.facts
-        entries, waiting = prepared, model.cache.roots
+        entries, roots, waiting = prepared, None, model.cache.roots
         if waiting:
-            entries, forest.roots = behind_roots(model.cache, decided, forest.nodes, self._move)
+            entries, roots = behind_roots(model.cache, decided, forest.nodes, self._move)
         geometry = replace(
             decided.geometry,
             tiles=forest.tiles,
@@ -170,9 +170,11 @@ class LevelDrafting(Drafting):
         below = kernels.follow(extended, accepted, prepared, facts, forest.levels)
         if states is not None:
             keep_page_ends(model, states, decided, outputs)
-        return below
+        return below, roots
 
-    def _grow(self, forest: "_Forest", decided: Decided, below: Below, grown: Tensor) -> None:
+    def _grow(
+        self, forest: Forest, table: Tensor, below: Below, roots: Tensor | None, grown: Tensor
+    ) -> None:
         """Full trees below the rows' new ends, into grown int32[3,R,K]."""
         model, kernels, size = self._model, self._kernels, forest.size
         width, rows = size.width, size.rows
@@ -190,17 +192,23 @@ class LevelDrafting(Drafting):
             for rotary in self._rotary(position + 1 if model.cache.roots else position)
         ]
         hidden = below.hidden  # Of what is above the newest level.
-        forest.begin(decided.facts["table"], below.kv_len)
+        every = self._geometry(forest, table, below.kv_len, roots)
         frontier: Frontier | None = None
         for level in range(1, size.levels):
             if width > 1:
                 above = None if frontier is None else frontier.above
                 frontier = kernels.descend(
-                    grown, forest.levels, level, hidden, above, forest.roots is not None
+                    grown, forest.levels, level, hidden, above, roots is not None
                 )
                 hidden = frontier.hidden
             # As if all levels stood there, but only this one's nodes ask.
-            geometry = forest.geometry(level - 1, frontier)
+            chain = forest.chain[level - 1]
+            geometry = replace(
+                every,
+                tree_intervals=chain if frontier is None else frontier.tree_intervals,
+                tiles=forest.level_tiles[level - 1],
+                asking=forest.asking[level - 1],
+            )
             nodes = Nodes(
                 tokens=grown[0, :, level - 1].contiguous() if frontier is None else frontier.tokens,
                 rotary=tuple((cos[level - 1], sin[level - 1]) for cos, sin in kinds),
@@ -211,82 +219,24 @@ class LevelDrafting(Drafting):
             read, hidden = model.forward(nodes, hidden)
             hang(level, read, None if frontier is None else frontier.chosen)
 
-
-class _Forest:
-    """The fixed tensors of one size, and the trees' state while they grow.
-
-    The nodes that run are those of all levels but the last, [R, levels - 1, width]; where roots are
-    run, each row's stands before them.
-
-    nodes  int32[R,N] scratch slots of the step's nodes
-    roots  int32[R] slots of what is waiting as the next root, where the model runs it
-    """
-
-    def __init__(self, size: Size, gqa_group: int, cache: DraftCache, device: torch.device) -> None:
-        self.size, count, width = size, max(size.levels - 1, 1), size.width
-        self.shape = size.rows, count, width
-        self.levels, self._cache = Levels(size.levels, width), cache
-
-        def there(array: ArrayLike) -> Tensor:
-            return torch.from_numpy(np.array(array, np.int32)).to(device)
-
-        start = np.arange(size.rows + 1, dtype=np.int32) * np.int32(size.nodes)
-        self.tile = tile_nodes(size.nodes, gqa_group)
-        self.tiles = there(tiles_of(start, self.tile))
-        each = np.arange(size.total).reshape(size.rows, size.nodes)
-        self.nodes = there(cache.scratch_begin + each)
-        self.roots: Tensor | None = None
-        # Of each row the root, where there is one, and its run nodes.
-        root, run = int(cache.roots), count * width
-        self._start = there(np.arange(size.rows + 1) * (root + run))
-        self._tile = tile_nodes(width, gqa_group)
-        scratch = cache.scratch_begin + np.arange(size.rows * run).reshape(self.shape)
-        self._slots = there(scratch.reshape(size.rows, run))
-        nodes = np.arange(size.rows * (root + run)).reshape(size.rows, -1)
-        nodes = nodes[:, root:].reshape(self.shape)
-        behind = np.append(np.zeros(root), root + np.repeat(np.arange(count), width))
-        self._behind = there(behind)
-        # Of each level: its nodes, their slots, and tiles of them.
-        self._asking = [there(nodes[:, level].ravel()) for level in range(count)]
-        self.slots = [there(scratch[:, level].ravel()) for level in range(count)]
-        self._tiles = [
-            there([
-                (row, nodes[row, level, first], row * width + first)
-                for row in range(size.rows)
-                for first in range(0, width, self._tile)
-            ])
-            for level in range(count)
-        ]  # fmt: skip
-        # In a chain whoever came before is above.
-        ones = np.ones(size.rows * (root + count))
-        below = [np.append(np.zeros(root), np.arange(count) > level) for level in range(count)]
-        self._chain = [there(np.stack([np.tile(each, size.rows), ones])) for each in below]
-
-    def begin(self, table: Tensor, kv_len: Tensor) -> None:
-        """Roots are known: nothing has run."""
-        slots, position = self._slots, None
-        if self.roots is not None:
-            slots = torch.cat([self.roots[:, None], slots], 1)
-        if self._cache.partial:
-            position = (kv_len[:, None] + self._behind).flatten()
-        self._geometry = Geometry(
-            start=self._start,
+    def _geometry(
+        self, forest: Forest, table: Tensor, kv_len: Tensor, roots: Tensor | None
+    ) -> Geometry:
+        """Of all nodes that run, behind rows of kv_len int32[R] and their roots; the first level's
+        ask.
+        """
+        cache, slots = self._model.cache, forest.run_slots
+        if roots is not None:
+            slots = torch.cat([roots[:, None], slots], 1)
+        return Geometry(
+            start=forest.start,
             slots=slots.flatten(),
             kv_len=kv_len,
             table=table,
-            tree_intervals=self._chain[0],
-            tiles=self._tiles[0],
-            tile=self._tile,
-            page_size=self._cache.page_size,
-            position=position,
-            asking=self._asking[0],
-        )
-
-    def geometry(self, level: int, frontier: Frontier | None) -> Geometry:
-        """For a level that asks: its frontier, or None in a chain."""
-        return replace(
-            self._geometry,
-            tree_intervals=self._chain[level] if frontier is None else frontier.tree_intervals,
-            tiles=self._tiles[level],
-            asking=self._asking[level],
+            tree_intervals=forest.chain[0],
+            tiles=forest.level_tiles[0],
+            tile=forest.level_tile,
+            page_size=cache.page_size,
+            position=(kv_len[:, None] + forest.behind).flatten() if cache.partial else None,
+            asking=forest.asking[0],
         )

@@ -36,7 +36,7 @@ class CudaRecorder(Launcher):
     stream (cuBLAS takes its workspace when a stream first multiplies): the warm-up has that done
     outside of the pool, so that no workspace dies with a graph, and nobody else's captures meet
     it. A pool is never captured into again once its graphs are gone: torch asserts that somebody
-    still uses it while tensors in it live, and a draft head's last levels do.
+    still uses it while tensors in it live.
     """
 
     def __init__(self, device: torch.device) -> None:
