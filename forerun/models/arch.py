@@ -140,9 +140,7 @@ class Architecture:
 
     @property
     def latent(self) -> Latent | None:
-        """What its latent attention keeps and multiplies, the same in all layers; None where
-        attention is not latent.
-        """
+        """Its latent attention, the same in all layers; None where attention is not latent."""
         return self.layer_specs[0].attention.latent
 
     @property
@@ -152,7 +150,7 @@ class Architecture:
 
     @property
     def delta(self) -> GatedDelta | None:
-        """The shape of its recurrent layers, the same in all of them; None where there are none."""
+        """The shape of its recurrent layers, the same in all; None where there are none."""
         return next((spec.delta for spec in self.layer_specs if spec.delta), None)
 
     @property
@@ -162,9 +160,7 @@ class Architecture:
 
     @property
     def cache_layer(self) -> CacheLayer:
-        """What each layer that attends keeps of a position: heads and their width, the same in all
-        of them.
-        """
+        """What each layer that attends keeps of a position, the same in all of them."""
         latent = self.latent
         value_size = None if latent is None else latent.rank
         return CacheLayer(self.kv_heads, self.head_size, value_size)
@@ -320,9 +316,7 @@ def expected_tensors(arch: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def layer_tensors(arch: Architecture, spec: LayerSpec) -> dict[str, tuple[int, ...]]:
-    """Shapes, by canonical name without the layer's prefix, of the tensors of one layer of `arch`
-    that is as `spec` says.
-    """
+    """Shapes of the tensors of one layer, by canonical name without the layer's prefix."""
     tensors, names = _Tensors(), NORM_NAMES[spec.norms]
     tensors.norm(names.before_attention, arch.hidden)
     if spec.delta is not None:

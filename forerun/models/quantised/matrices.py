@@ -59,9 +59,7 @@ class StoredMatrix:
     shape: tuple[int, int]
 
     def floats(self) -> Floats:
-        """The matrix float32[N,K]. Raises ModelError where a column's group is none of those that
-        there are.
-        """
+        """float32[N,K]. Raises ModelError where a column's group is none of those there are."""
         return self.part(slice(0, self.shape[0]), slice(0, self.shape[1]))
 
     def part(self, rows: slice, columns: slice) -> Floats:
@@ -71,9 +69,7 @@ class StoredMatrix:
         return _WIDEN[self.method.layout](self, rows, columns)
 
     def integers(self, part: str) -> AnyArray:
-        """A tensor of integers as it is stored, a view of the file. part: such as "qweight";
-        KeyError where there is none.
-        """
+        """A tensor of integers as stored, a view. part: such as "qweight", or KeyError."""
         file, stored = self.parts[part]
         there = file.tensors[stored]
         flat = file.data[there.start : there.start + there.size]
@@ -312,14 +308,14 @@ def _of_packed(matrix: StoredMatrix, rows: slice, columns: slice) -> Floats:
 
 
 def packed_numbers(matrix: StoredMatrix, rows: slice, columns: slice) -> NDArray[np.uint8]:
-    """uint8[n,k]: numbers of some rows and columns of a matrix in the layout "packed"."""
+    """uint8[n,k]: numbers of some rows and columns in the layout "packed"."""
     words, inside = _within(columns, 32 // matrix.method.bits)
     numbers = unpacked(matrix.integers("weight_packed")[rows, words], matrix.method.bits)
     return numbers.reshape(len(numbers), -1)[:, inside]
 
 
 def packed_zeros(matrix: StoredMatrix, rows: slice, of_columns: slice) -> NDArray[np.uint8]:
-    """uint8[n,groups]: zero points of some rows and groups of columns, in the layout "packed"."""
+    """uint8[n,groups]: zero points of some rows and groups of columns, "packed"."""
     words, inside = _within(rows, 32 // matrix.method.bits)
     zeros = matrix.integers("weight_zero_point")[words, of_columns]
     packed = unpacked(zeros, matrix.method.bits)
@@ -335,9 +331,7 @@ def _of_gptq(matrix: StoredMatrix, rows: slice, columns: slice) -> Floats:
 
 
 def gptq_parts(matrix: StoredMatrix, rows: slice, columns: slice) -> _Parts:
-    """Of some rows and columns in GPTQ's layout: numbers uint8[n,k] and zero points
-    uint8[groups,n].
-    """
+    """In GPTQ's layout: numbers uint8[n,k] and zero points uint8[groups,n]."""
     method, each = matrix.method, 32 // matrix.method.bits
     words, inside = _within(columns, each)
     numbers = unpacked(matrix.integers("qweight")[words, rows], method.bits)
@@ -356,9 +350,7 @@ def _of_awq(matrix: StoredMatrix, rows: slice, columns: slice) -> Floats:
 
 
 def awq_parts(matrix: StoredMatrix, rows: slice, columns: slice) -> _Parts:
-    """Of some rows and columns in AWQ's layout: numbers uint8[n,k] and zero points
-    uint8[groups,n].
-    """
+    """In AWQ's layout: numbers uint8[n,k] and zero points uint8[groups,n]."""
     words, inside = _within(rows, 8)
 
     def numbers(part: str, lines: slice) -> NDArray[np.uint8]:
@@ -389,7 +381,7 @@ def _grouped(
 
 
 def column_groups(matrix: StoredMatrix, part: str, count: int) -> AnyArray:
-    """int[K]: the group of every column. Raises ModelError where one is not of 0 .. count-1."""
+    """int[K]: each column's group. Raises ModelError where one is not of 0 .. count-1."""
     groups = matrix.integers(part)
     if groups.min() < 0 or groups.max() >= count:
         raise ModelError(

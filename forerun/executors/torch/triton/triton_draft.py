@@ -121,9 +121,7 @@ def _rotation(position, frequencies, cos, sin, factor, HALF: tl.constexpr):
 
 
 def rotation(positions: Tensor, frequencies: Tensor, factor: float) -> Rotary:
-    """Cos and sin, float32[M,E/2] each, of positions int32[M] at frequencies float32[E/2], times
-    `factor`: elementwise.rotation. Launches only.
-    """
+    """elementwise.rotation: float32[M,E/2] each, of positions int32[M]. Launches only."""
     shape = len(positions), len(frequencies)
     cos, sin = frequencies.new_empty(shape), frequencies.new_empty(shape)
     _rotation[(len(positions),)](
@@ -243,9 +241,7 @@ def grow(
     grown: Tensor,
     chosen: Tensor | None,
 ) -> None:
-    """Hang one level of children below each asking node of R trees, into `grown` int32[3,R,K]: see
-    kernels.Grow. Launches only.
-    """
+    """A level of children, into `grown` int32[3,R,K]: see kernels.Grow. Launches only."""
     count, vocab = logits.shape
     width, rows, places = size.width, grown.shape[1], grown.shape[2]
     candidates = min(max(CANDIDATES, width), vocab)
@@ -331,9 +327,7 @@ def _descend(
 def descend(
     grown: Tensor, size: Levels, level: int, hidden: Tensor, above: Tensor | None, roots: bool
 ) -> Frontier:
-    """The `width` best nodes of the newest level of R trees, on which the next level runs: see
-    kernels.Descend. Launches only.
-    """
+    """The `width` best nodes of R trees' newest level: see kernels.Descend. Launches only."""
     (_, rows, places), width, count = grown.shape, size.width, size.levels - 1
     passed = hidden.shape[1]
     begin, wide = full_size(width, level - 1), triton.next_power_of_2(width)
