@@ -17,7 +17,9 @@ READY   := $(VENV)/.ready
 TOOLS   := $(VENV)/.tools
 BESIDE  := @$(MAKE) --no-print-directory --jobs 2
 CLIENTS := .venv-clients
-FAST    := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
+# One worker more than processors: tests wait for processes, too.
+WORKERS ?= 3
+FAST    := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
 	--ignore tests/browser --ignore tests/gpu --ignore tests/clients \
 	-m "not slow and not gpu and not browser and not chaos"
 

@@ -14,24 +14,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 TESTS = Path(__file__).parent
-LONGEST = (
-    "train/test_served_head.py",
-    "drafters/test_contract.py",
-    "parity/test_triton_shaping.py",
-    "parity/test_rounds_that_draft.py",
-    "parity/test_compile_ahead.py",
-    "control/test_promise.py",
-    "cli/test_fuzz.py",
-    "constrain/test_pure_masks.py",
-    "parity/test_torch_invariance.py",
-    "parity/test_eagle_heads.py",
-    "parity/test_torch_drafting.py",
-    "e2e/test_two_processes.py",
-    "parity/test_triton_attention.py",
-    "acceptance/test_default_draft.py",
-    "e2e/test_streams.py",
+FIRST = (
+    *("acceptance", "drafters", "control", "train", "parity", "parallel"),
+    *("fuzz", "constrain", "cli", "cpu", "e2e", "build"),
 )
-"""Files that take longest, in that order, by the durations of a whole run (docs/log.md)."""
+"""Folders whose files take long, in that order: seconds to half a minute, some of one test
+(docs/log.md, 2026-11-26). Files of the others take 4 s at most, but for a few of many tests.
+"""
 
 gc.disable()  # While modules and tests are collected, which all stay.
 
@@ -39,12 +28,16 @@ gc.disable()  # While modules and tests are collected, which all stay.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     """Workers (pytest-xdist) are handed files in this order: one that takes long must not be the
-    last, with nothing left for the other worker. Behind LONGEST those with the most tests.
+    last, with nothing left for the other workers.
     """
     if hasattr(config, "workerinput"):
         counts = Counter(item.path for item in items)
-        counts |= {TESTS / name: 10_000 - at for at, name in enumerate(LONGEST)}
-        items.sort(key=lambda item: -counts[item.path])
+        items.sort(key=lambda item: (_place(item.path), -counts[item.path]))
+
+
+def _place(path):
+    folder = path.relative_to(TESTS).parts[0]
+    return FIRST.index(folder) if folder in FIRST else len(FIRST)
 
 
 def pytest_collection_finish():
