@@ -45,8 +45,9 @@ class DraftPasses:
         features: Features | None,
         asked: bool,
     ) -> None:
-        """Run `counts` tokens of each of these rows that follow `kv_len` others, and remember what
-        may follow those that sample, if that is asked.
+        """Run `counts` int32[n] tokens of each of the rows int[n] that follow kv_len int32[n]
+        others, beside features [sum of counts, .], and remember what may follow those that sample,
+        if that is asked.
         """
         mine = list(map(states.__getitem__, rows.tolist()))
         spans = list(map(DraftState.span, mine, kv_len.tolist(), counts.tolist()))

@@ -40,7 +40,9 @@ class Checkpoint(Protocol):
         ...
 
     def tensor(self, name: str) -> Floats:
-        """The tensor as float32, perhaps a read-only view of the file; KeyError."""
+        """The tensor of that canonical name as float32, of its `shape`, perhaps a read-only view of
+        the file. Raises KeyError for an unknown name.
+        """
         ...
 
     def packed(self, name: str) -> Packed | None:

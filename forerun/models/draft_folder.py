@@ -52,8 +52,8 @@ class DraftFile(OpenedDraft[DraftHead]):
     kind: ClassVar[str] = "EAGLE head"
 
     def limited(self, token_map: Ints) -> "DraftFile":
-        """Proposing nothing but the target ids of `token_map` (FR-Spec). Raises ModelError for a
-        head that has an output head of its own.
+        """The head, proposing nothing but the target ids int32[n] of `token_map` (FR-Spec). Raises
+        ModelError for one that has an output head of its own.
         """
         if self.head.trained_head or len(self.target_ids) < self.head.target_vocab:
             raise ModelError(

@@ -70,7 +70,9 @@ class FolderCheckpoint:
         return self._held[name].piece.shape
 
     def tensor(self, name: str) -> Floats:
-        """The tensor as float32; a read-only view of the file where that is how it is stored."""
+        """The tensor as float32, of its `shape`; a read-only view of the file where that is how it
+        is stored. Raises KeyError for an unknown name.
+        """
         return self._held[name].floats()
 
     def part(self, name: str, rows: slice, columns: slice) -> Floats:

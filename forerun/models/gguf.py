@@ -55,7 +55,9 @@ class GgufCheckpoint:
         return self._held[name].piece.shape
 
     def tensor(self, name: str) -> Floats:
-        """The tensor as float32; a read-only view of the file where that is how it is stored."""
+        """The tensor as float32, of its `shape`; a read-only view of the file where that is how it
+        is stored. Raises KeyError for an unknown name.
+        """
         return self._held[name].floats()
 
     def packed(self, name: str) -> Packed | None:

@@ -130,14 +130,18 @@ class TensorFile:
         return self.floats(name)[rows, columns]
 
     def floats(self, name: str) -> Floats:
-        """The tensor as float32; a read-only view where that is how it is stored."""
+        """The tensor of that name in the file as float32, of its stored shape; a read-only view
+        where that is how it is stored. Raises KeyError for an unknown name.
+        """
         stored = self.tensors[name]
         packed = Packed(stored.kind, self.rows(name), stored.shape[-1])
         return packed.floats().reshape(stored.shape)
 
 
 def mapped(path: Path) -> NDArray[np.uint8]:
-    """The file's bytes, read-only, loaded when touched. ModelError where it cannot be read."""
+    """The file's bytes uint8[n], read-only, loaded when touched. Raises ModelError where it cannot
+    be read.
+    """
     try:
         with path.open("rb") as file:
             mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -86,7 +86,9 @@ class OpenedDraft(Generic[Head]):
         return len(self.head.features) * self.head.target_hidden
 
     def tensor(self, name: str) -> Floats:
-        """A weight as float32 by its canonical name. Raises ModelError where it is not finite."""
+        """A weight as float32 by its canonical name. Raises KeyError for an unknown name,
+        ModelError where a number is not finite.
+        """
         file, stored = self.files[name]
         values = file.floats(stored)
         if not np.isfinite(values).all():

@@ -132,8 +132,8 @@ class PredictionLayers:
         return self.files[name].packed()
 
     def limited(self, token_map: Ints) -> "PredictionLayers":
-        """Proposing nothing but the target ids of `token_map` (FR-Spec). Raises ModelError where
-        they come with a choice of their own.
+        """The layers, proposing nothing but the target ids int32[n] of `token_map` (FR-Spec).
+        Raises ModelError where they come with a choice of their own.
         """
         if self.vocab < self.architecture.vocab:
             raise ModelError(

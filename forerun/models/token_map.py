@@ -44,7 +44,9 @@ def read_token_map(path: Path, vocab: int) -> Ints:
 
 
 def write_token_map(ids: Ints, path: Path) -> None:
-    """Write target ids, ascending, as the JSON list that `read_token_map` reads. Raises OSError."""
+    """Write target ids int32[n], ascending, as the JSON list that `read_token_map` reads. Raises
+    OSError.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(ids.tolist()) + "\n", encoding="utf-8")
 

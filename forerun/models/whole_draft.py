@@ -33,8 +33,8 @@ class DraftVocabulary:
     shared: int
 
     def limited(self, token_map: Ints) -> "DraftVocabulary":
-        """Proposing nothing but the target ids of `token_map` (FR-Spec). Raises ModelError where
-        nothing is left.
+        """The vocabulary without all but the target ids int32[n] of `token_map` (FR-Spec). Raises
+        ModelError where nothing is left.
         """
         kept = np.isin(self.target_ids, token_map)
         if not kept.any():
@@ -78,7 +78,9 @@ class WholeDraft:
             )
 
     def limited(self, token_map: Ints) -> "WholeDraft":
-        """Proposing nothing but the target ids of `token_map` (FR-Spec). Raises ModelError."""
+        """The draft, proposing nothing but the target ids int32[n] of `token_map` (FR-Spec). Raises
+        ModelError where nothing is left.
+        """
         return replace(self, vocabulary=self.vocabulary.limited(token_map))
 
     @property

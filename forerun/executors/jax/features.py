@@ -67,6 +67,8 @@ class JaxFeatureRing:
     begin: int
 
     def at(self, slots: Ints, positions: Ints) -> JaxFeatures:
-        """Where they are kept: see HeldFeatures."""
+        """Features [n,F*H] of slots int32[n] at positions int32[n], where they are kept on the
+        device; not copied.
+        """
         place = self.begin + ring_place(slots.astype(np.int64), positions)
         return JaxFeatures(self.programs, place, place, np.ones(len(place), np.bool_), self.begin)

@@ -62,7 +62,9 @@ def geglu(gate: Array, up: Array) -> Array:
 
 
 def erf_geglu(gate: Array, up: Array) -> Array:
-    """gelu(gate) * up by the error function, computed in float32, in the dtype of `gate`."""
+    """gelu(gate) * up by the error function, of [...,I] each, computed in float32, in the dtype of
+    `gate`.
+    """
     wide = gate.astype(jnp.float32)
     return (wide * (0.5 * lax.erfc(wide * -(0.5**0.5))) * up).astype(gate.dtype)
 

@@ -68,7 +68,9 @@ class TorchFeatures:
     held: Held | None = None
 
     def select(self, nodes: AnyArray) -> "TorchFeatures":
-        """Of these nodes, in this order. Raises EngineError where one is not there."""
+        """Features of the nodes int[n], by their flat numbers here, in this order; nothing is
+        copied. Raises EngineError where one is not there.
+        """
         if len(nodes) and not 0 <= nodes.min() <= nodes.max() < len(self.place):
             raise EngineError(
                 f"features of a node outside of 0..{len(self.place) - 1} were asked for"

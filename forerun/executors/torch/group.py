@@ -33,13 +33,15 @@ class Group(Protocol):
         ...
 
     def gathered(self, x: Tensor) -> list[Tensor]:
-        """On rank 0 every rank's `x`, by rank; elsewhere an empty list. Raises RuntimeError where a
-        rank is gone.
+        """On rank 0 every rank's `x` [...], by rank; elsewhere an empty list. Raises RuntimeError
+        where a rank is gone.
         """
         ...
 
     def everywhere(self, x: Tensor) -> list[Tensor]:
-        """Every rank's `x`, by rank, on every rank. Raises RuntimeError where a rank is gone."""
+        """Every rank's `x` [...], by rank, on every rank. Raises RuntimeError where a rank
+        is gone.
+        """
         ...
 
     def close(self) -> None:
@@ -124,7 +126,7 @@ class Processes:
             self._group = dist.ProcessGroupNCCL(store, tp.rank, tp.size, nccl)
 
     def sum(self, x: Tensor) -> Tensor:
-        """See Group. On the CPU in the order of the ranks: gloo's own sum would add in an order
+        """As Group.sum. On the CPU in the order of the ranks: gloo's own sum would add in an order
         that depends on where in the tensor a number stands.
         """
         if not self._on_cpu:

@@ -71,7 +71,7 @@ class ByLevels:
         self._device = device
 
     def way(self, trees: TreeBatch, slots: Ints, ends: dict[int, int]) -> LevelWay:
-        """As DeltaWalk.way: a LevelWay, on the states' device."""
+        """As DeltaWalk.way: a LevelWay, whose int64 tensors are on the states' device."""
         count = len(trees.tokens)
         order = np.argsort(trees.depth, kind="stable")
         back = np.empty(count, np.int64)

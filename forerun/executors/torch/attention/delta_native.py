@@ -45,7 +45,7 @@ class NativeDelta:
         finalize(self, self._library.forerun_delta_close, self._handle)
 
     def way(self, trees: TreeBatch, slots: Ints, ends: dict[int, int]) -> NativeWay:
-        """As DeltaWalk.way: arrays that the compiled core reads."""
+        """As DeltaWalk.way: int32 and int64 arrays that the compiled core reads."""
         targets = np.full(len(trees.tokens), -1, np.int64)
         for row, node in ends.items():
             if row not in slots:

@@ -51,7 +51,9 @@ class Geometry:
 
 
 def positions_of(geometry: Geometry) -> Tensor:
-    """Its positions, where a layer does not see all. Raises EngineError without them."""
+    """The nodes' positions int32[M], in tokens, which a layer with a window needs. Raises
+    EngineError where the step has none.
+    """
     if geometry.position is None:
         raise EngineError("a layer has a sliding window, but the step's positions were not given")
     return geometry.position

@@ -108,7 +108,9 @@ class PassRows:
         gqa_group: int,
         device: torch.device,
     ) -> Geometry:
-        """Cut into tiles and parts, and copied to the device; the arguments as of Geometry."""
+        """The Geometry of the rows, cut into tiles and parts, on the device. tree_intervals
+        int32[2,M], places int64[M] slots of the nodes; gqa_group as of tiles.tile_nodes.
+        """
         tile = tile_nodes(int(np.diff(self.start).max()), gqa_group)
         tiles = tiles_of(self.start, tile)
         programs = programs_for(len(tiles), cache.groups, most_parts(len(self.position)))

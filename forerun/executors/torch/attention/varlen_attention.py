@@ -118,7 +118,9 @@ def flash(
 def row_by_row(
     queries: Tensor, keys: Tensor, values: Tensor, packed: PackedPrompts, spec: AttentionSpec
 ) -> Tensor:
-    """As VariableLength, on any device and in any dtype: the slow twin of `flash`."""
+    """Context [Q,A,E] as VariableLength says, on any device and in any dtype: the slow twin of
+    `flash`.
+    """
     context = torch.empty_like(queries)
     first = before = 0
     for count, seen in zip(packed.queries.tolist(), packed.keys.tolist(), strict=True):

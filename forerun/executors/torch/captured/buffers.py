@@ -147,7 +147,7 @@ class StagingBuffer:
         self._facts[:] = self._blank
 
     def split(self, lengths: Ints) -> None:
-        """Cut the rows' prefixes, at most so long, into attention's parts."""
+        """Cut the rows' prefixes, int32[n] tokens at most, into attention's parts."""
         each = np.zeros(self._tiles, np.int32).reshape(len(self.buffers["count"]), -1)
         each[: len(lengths)] = lengths[:, None]
         self.buffers["split"][:] = split_of(each.ravel(), len(self.buffers["split"]))
@@ -234,6 +234,6 @@ class PageTables:
         return torch.index_select(self._table, 0, facts["slot"], out=self._rows[: size.rows])
 
     def write(self, places: Tensor, pages: Tensor) -> None:
-        """Put pages into entries, int64 places of the tables one behind another."""
+        """Put pages int32[n] into entries int64[n] of the tables, one behind another."""
         device = self._table.device
         self._table.view(-1).scatter_(0, places.to(device), pages.to(device))

@@ -55,8 +55,8 @@ def behind_roots(
 def before_of(
     model: LevelModel, states: LayerStates, decided: Decided
 ) -> Callable[[int, Tensor], Tensor]:
-    """Of layers that read each other, see Nodes: the node above, and for a root what was kept of
-    the entry before it.
+    """Nodes.before of a round whose layers read each other: outputs [R*N,H] -> [R*N,H] of the node
+    above each, for a root what was kept of the entry before it.
     """
     facts, size = decided.facts, model.cache.page_size
     length, rows = facts["kv_len"], len(facts["kv_len"])
@@ -81,7 +81,9 @@ def before_of(
 def keep_page_ends(
     model: LevelModel, states: LayerStates, decided: Decided, outputs: Tensor
 ) -> None:
-    """Of accepted entries that are the last of their pages, for who goes on behind these."""
+    """Write outputs [R*N,W] of accepted entries that are the last of their pages into the model's,
+    for who goes on behind these. Launches only.
+    """
     prepared, size = decided.prepared, model.cache.page_size
     full = decided.accepted.kept.flatten() & (prepared.position % size == size - 1)
     rows = torch.where(full, states.pages + prepared.pages // size, states.rows - 1)

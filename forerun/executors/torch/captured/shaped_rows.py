@@ -80,7 +80,9 @@ class ShapedRows:
         self, buffers: dict[str, AnyArray], size: Size, slots: Ints, masks: NodeMasks | None = None,
         place: Ints | None = None,
     ) -> None:  # fmt: skip
-        """Write what rows in these slots ask for. place: of every flat node, for masks."""
+        """Write into `buffers` what rows in these slots int32[B] ask for. place: int32[M] of every
+        flat node, for masks.
+        """
         if size.shaping:
             for name, values in self._rules.items():
                 buffers[name][: len(slots)] = values[slots]

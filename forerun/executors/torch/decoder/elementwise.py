@@ -142,7 +142,9 @@ AnyHeads = Heads | LatentHeads
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm (arXiv 1910.07467) over the last axis, in float32 or better; dtype of `x`."""
+    """RMSNorm (arXiv 1910.07467) of x [...,W] by a weight [W] over the last axis, in float32 or
+    better; shape and dtype of `x`.
+    """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * weight).to(x.dtype)
@@ -207,14 +209,18 @@ def erf_geglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Gpt-oss's gate (layer_spec.Activation), in float32; dtype of `gate`."""
+    """Gpt-oss's gate (layer_spec.Activation) of gate and up [...,I], in float32; dtype of
+    `gate`.
+    """
     wide = gate.float().clamp(max=CLAMP)
     opened = wide / (1 + torch.exp(-CLAMP_SLOPE * wide))
     return (opened * (up.float().clamp(-CLAMP, CLAMP) + 1)).to(gate.dtype)
 
 
 def softcapped(x: Tensor, cap: float | None) -> Tensor:
-    """Cap times tanh(x / cap): between -cap and cap (arXiv 2408.00118, section 2); `x` without."""
+    """Each number of `x` as cap * tanh(x / cap), between -cap and cap (arXiv 2408.00118, section
+    2); `x` without a cap.
+    """
     return x if cap is None else torch.tanh(x / cap) * cap
 
 

@@ -21,7 +21,7 @@ MOST_ROWS = 128
 
 
 def plain(x: Rows) -> Tensor:
-    """`x`, whose reader knows no float8. Raises TypeError for float8 rows."""
+    """`x` [M,K], whose reader knows no float8. Raises TypeError for float8 rows."""
     if isinstance(x, Float8Rows):
         raise TypeError("float8 rows reached a product that is not in float8")
     return x

@@ -91,12 +91,14 @@ class Weights:
         self._staging = staging(device)
 
     def vector(self, name: str) -> Tensor | None:
-        """float32 whatever the dtype, or None where the model has no such tensor."""
+        """The vector float32[N] of that name, whatever the dtype; None where the model has no such
+        tensor.
+        """
         return self._load(name).float() if name in self._names else None
 
     def required(self, name: str) -> Tensor:
-        """The tensor of that name as float32, without the offset that norms have in some families.
-        Raises as Checkpoint.tensor where it is missing.
+        """The tensor of that name, of any shape [...], as float32, without the offset that norms
+        have in some families. Raises as Checkpoint.tensor where it is missing.
         """
         return self._load(name).float()
 

@@ -42,7 +42,7 @@ class Norm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Same shape and dtype as `x`."""
+        """Normed x [...,width], in its dtype."""
         return rms_norm(x, self.weight, self.eps)
 
 

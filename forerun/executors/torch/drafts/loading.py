@@ -23,7 +23,9 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def for_serving(network: Callable[[], M], weights: Callable[[str], Tensor]) -> M:
-    """A network with `weights` by their names, which are not trained."""
+    """The module that `network` makes, with `weights` by their parameters' names, which are not
+    trained; layers' products that read the same rows are one.
+    """
     with torch.device("meta"):
         made = network()
     named = {name: weights(name) for name, _ in made.named_parameters()}
@@ -103,7 +105,9 @@ def eagle_embedding(executor: TorchTarget, draft: DraftFile) -> Tensor:
 def eagle_weights(
     executor: TorchTarget, checkpoint: Checkpoint, draft: DraftFile
 ) -> Callable[[str], Tensor]:
-    """A head's weights by their names; the output head is the target's if the file has none."""
+    """What gives a head's weights [N,K] or [N] by their names, in the target's dtype on its device;
+    the output head is the target's if the file has none.
+    """
     device, dtype = executor.device, executor.dtype
 
     def weights(name: str) -> Tensor:

@@ -147,7 +147,9 @@ class FutureState:
 
 
 def with_room(state: Tensor, width: int, levels: int) -> FutureState:
-    """Of slots, each without a tree, and room for one of this width and depth."""
+    """State int32[S,3] of slots, with room for a tree of this width and depth in each; no slot has
+    one yet.
+    """
     shape = len(state), full_size(width, levels)
     kinds = (0, torch.int32), (NOTHING, torch.int32), (-torch.inf, torch.float32)
     tokens, parents, value = (

@@ -83,7 +83,9 @@ def tiles_of(pairs: Pairs, rows: int) -> Tensor:
 
 
 def grouped(x: Tensor, matrices: Stacked, pairs: Pairs, k: int) -> Tensor:
-    """grouped.GroupedProduct. Launches only: nothing here waits for the device."""
+    """Products of rows x [M,K] with the matrices of their experts: see grouped.GroupedProduct.
+    Launches only.
+    """
     numbers, scale, bias = matrices.numbers, matrices.scale, matrices.bias
     experts, outputs, inputs = numbers.shape
     count = len(pairs.expert)

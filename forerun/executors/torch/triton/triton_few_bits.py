@@ -239,8 +239,8 @@ def splits_of(weight: FewBits) -> tuple[int, int]:
 
 
 def product(x: Tensor, weight: FewBits, bias: Tensor | None) -> Tensor:
-    """few_bits.FewBitsProduct; on one stream at a time. Launches only: nothing here waits for the
-    device.
+    """The product x W^T + b of x [M,K] and a weight in few bits: see few_bits.FewBitsProduct; on
+    one stream at a time. Launches only.
     """
     if len(x) > FEW:
         return _by_library(x, weight, bias)

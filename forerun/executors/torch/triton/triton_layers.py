@@ -325,7 +325,7 @@ def add_norm(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tenso
 def float8_add_norm(
     x: Tensor, more: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Float8Rows]:
-    """The sum of elementwise.add_norm, and float8_rows of what is normed."""
+    """`add_norm` of [M,H] each, what is normed as float8 rows with a scale each. Launches only."""
     added, out = torch.empty(x.shape, dtype=x.dtype, device=x.device), _float8_like(x)
     _launch_add_norm(x, more, weight, eps, (added, *out))
     return added, out
