@@ -67,7 +67,7 @@ class DraftHead:
 
     @property
     def cache(self) -> tuple[CacheLayer, ...]:
-        """What its one layer keeps of a position."""
+        """What its one layer keeps of a position, as a tuple of one."""
         return (CacheLayer(self.kv_heads, self.head_size),)
 
     @property

@@ -129,8 +129,8 @@ class Service(InFlight):
         return served
 
     def named(self, model: str | None, strict: bool = False) -> Served:
-        """The same for a request that names a model. With one model any name is its name, unless
-        `strict`, or --strict-model-names: then ApiError, 404 for another.
+        """What a request needs that names a model, as `enter` gives it. With one model any name is
+        its name, unless `strict`, or --strict-model-names: then ApiError, 404 for another.
         """
         served = self.enter()
         strict = strict or self.settings.strict_model_names

@@ -117,7 +117,7 @@ class TemplateTraits:
 
     @cached_property
     def system(self) -> bool:
-        """Whether it takes a system message first, and shows it to the model."""
+        """Whether the template takes a system message first, and shows it to the model."""
         return _holds(self._try([_system(), _user()], None), [_SYSTEM])
 
     @cached_property
