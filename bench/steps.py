@@ -56,7 +56,7 @@ KINDS = {
     "shaped": Sampling(temperature=0.8, top_k=50, repetition_penalty=1.1, logprobs=5),
 }
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-KERNELS = ("avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon")
+KERNELS = ("avx512-amx", "avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon")
 """Instruction sets of the core, as csrc/dispatch.cpp names them."""
 Size = tuple[int, int]
 """Rows, nodes of each."""

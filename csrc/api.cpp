@@ -33,7 +33,7 @@ int guarded(Work work) {
 extern "C" {
 
 // Raised whenever the meaning of a call or structure changes; native.py asks for the same number.
-int forerun_abi() { return 25; }
+int forerun_abi() { return 26; }
 
 const char* forerun_error() { return last_error.c_str(); }
 
@@ -42,6 +42,9 @@ const char* forerun_kernels(const char* name) {
     const Kernels* kernels = choose_kernels(name);
     return kernels ? kernels->name : nullptr;
 }
+
+// Why AMX is not used on a processor that has it; "" where it is, or where there is none.
+const char* forerun_amx_fault() { return amx_fault(); }
 
 // The format (quant.h) that keeps what a file stores as `source`.
 int forerun_own_format(int source) { return own_format((Source)source); }

@@ -20,11 +20,13 @@ LIBRARY = HERE.parent / "forerun" / "executors" / "cpu" / "_core.so"
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno")
 STRICT = ("-Wall", "-Wextra", "-Wno-psabi", "-fvisibility=hidden", "-fvisibility-inlines-hidden")
 AVX2 = ("-O3", "-mavx2", "-mfma", "-mf16c")
+AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni")
 X86 = {
     "isa_avx2.cpp": AVX2,
     "isa_avxvnni.cpp": (*AVX2, "-mavxvnni"),
     "isa_avx512vnni.cpp": (*AVX2, "-mavx512vl", "-mavx512vnni"),
-    "isa_avx512.cpp": (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni"),
+    "isa_avx512.cpp": (*AVX2, *AVX512),
+    "isa_amx.cpp": (*AVX2, *AVX512, "-mamx-tile", "-mamx-int8"),
 }
 ARM = {
     "isa_neon.cpp": (

@@ -152,8 +152,14 @@ extern const Kernels* const kAvx512;
 extern const Product kAvxVnniProduct;
 extern const Product kAvx512VnniProduct;
 
+// kAvx512's table with another product of many rows.
+extern const Product kAmxProduct;
+
 // Kernels by name, or null where this machine or this build has none of that name; null or ""
 // asks for the best.
 const Kernels* choose_kernels(const char* name);
+
+// Why AMX is not used on a processor that has it; "" where it is, or where there is none.
+const char* amx_fault();
 
 }  // namespace forerun

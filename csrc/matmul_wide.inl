@@ -5,97 +5,11 @@
 // meet two blocks, four rows at a time, so that each broadcast of activations serves both, or, of
 // K-quants, whose bits take longer to spread, one block, eight rows at a time.
 
-#include "k_bits.inl"
+#include "wide_operands.inl"
 
 namespace {
 
-using forerun::kBlock;
-using forerun::kLanes;
-using forerun::kQ4;
-using forerun::kQ4K;
-using forerun::kQ4M;
-using forerun::kQ5K;
-using forerun::kQ6K;
-using forerun::kMX4;
-using forerun::kQ4Z;
-using forerun::kQ8;
-using forerun::Matrix;
-using forerun::Target;
-
 constexpr int kWideRowsAtOnce = 64;  // whose activations stay in the near cache over a block
-
-// What to fetch while a group is worked on: lines [first, last) from `distance` bytes further on.
-struct Lines {
-    int64_t distance;
-    int first, last;
-};
-
-// What a tile's scales are taken from: the tile itself or, of K-quants, their halves as floats and
-// the 256 small numbers.
-template <int Format>
-struct Scales {
-    const uint8_t* tile;
-    F16 d, m;
-    const uint8_t* small;
-
-    // The scales of a group: d, or of Q6_K that of inputs from 16 p on.
-    FORERUN_MEMBER F16 scale(int group, int p) const {
-        if (Format == kQ6K) {
-            return mul16(d, load_bytes_as_floats16<true>(small + 32 * group + 16 * p));
-        }
-        if (Format == kQ4K || Format == kQ5K) {
-            return mul16(d, load_bytes_as_floats16<false>(small + 16 * group));
-        }
-        return load_half16(tile + forerun::scales_at(Format));
-    }
-    FORERUN_MEMBER F16 offset(int group, F16 scale) const {
-        if (Format == kQ4K || Format == kQ5K) {
-            return mul16(m, load_bytes_as_floats16<false>(small + 128 + 16 * group));
-        }
-        if (Format == kQ4M) return load_half16(tile + forerun::scales_at(Format) + 32);
-        if (Format == kQ4Z) return mul16(scale, load_bytes_as_floats16<true>(tile + 32));
-        return mul16(scale, splat16(-8.0f));
-    }
-};
-
-template <int Format>
-FORERUN_INLINE Scales<Format> scales_of(const uint8_t* tile, uint8_t* room) {
-    Scales<Format> scales;
-    scales.tile = tile;
-    if (!forerun::is_k_quant(Format)) return scales;
-    scales.d = load_half16(tile);
-    if (Format != kQ6K) scales.m = load_half16(tile + 32);
-    scales.small = small_scales<Format>(tile, room);
-    return scales;
-}
-
-// How many times four inputs a piece of the stored quants has.
-template <int Format>
-constexpr int kOperands = Format == kQ8 ? 1 : Format == kQ6K ? 4 : 2;
-
-// Unsigned bytes of piece J of a group's quants: lane c of operand k has inputs 4 k to 4 k + 3.
-template <int Format, int J>
-FORERUN_INLINE void load_operands(const uint8_t* quants, I16 (&w)[kOperands<Format>]) {
-    constexpr int last = kOperands<Format> - 1;
-    if (Format == kQ6K) {
-        const I16 a = load_bytes16(quants + 192 * J), b = load_bytes16(quants + 192 * J + 64);
-        const I16 c = load_bytes16(quants + 192 * J + 128);
-        w[0] = low_sixes16(a);
-        w[1 % (last + 1)] = low_sixes16(b);
-        w[2 % (last + 1)] = low_sixes16(c);
-        w[last] = high_bits16(a, b, c);
-        return;
-    }
-    const I16 bytes = load_bytes16(quants + 64 * J);
-    w[0] = Format == kQ8 ? plus_128(bytes) : low_nibbles16(bytes);
-    if (Format == kQ8) return;
-    w[last] = high_nibbles16(bytes);
-    for (int k = 0; Format == kMX4 && k <= last; k++) w[k] = fp4_plus_128(w[k]);
-    if (Format != kQ5K) return;
-    const I16 fifth = load_bytes16(quants + 256);
-    w[0] = with_fifth16<2 * J % 8>(w[0], fifth);
-    w[last] = with_fifth16<(2 * J + 1) % 8>(w[last], fifth);
-}
 
 // sum[r][v] += piece J of V groups' quants times row r, exact.
 template <int Format, int R, int V, int J>
@@ -171,13 +85,6 @@ FORERUN_INLINE void dot_pieces(const uint8_t* const (&quants)[V], const Group* x
     }
 }
 
-// Where the sums of row r begin, so that weights stored larger than they are come out right.
-template <int Format>
-FORERUN_INLINE int32_t first_sum(const Group& lanes, int r, int half) {
-    if (Format == kQ6K) return lanes.excess32[r % kLanes][half];
-    return Format == kQ8 || Format == kMX4 ? lanes.excess[r % kLanes] : 0;
-}
-
 // acc and low of group `group` of V tiles; with Q6_K of the half `Half` of its inputs.
 template <int Format, int R, int V, int Half>
 FORERUN_INLINE void groups_times_rows(const uint8_t* const (&quants)[V],
@@ -206,19 +113,6 @@ FORERUN_INLINE void groups_times_rows(const uint8_t* const (&quants)[V],
             if (offset) low[r][v] = fma16(m, splat16(lanes.sum[r % kLanes]), low[r][v]);
         }
     }
-}
-
-// Into the second cache: fetched into the first, weights for one row came at .78 of the speed
-// (Zen 4), because what waits for memory there keeps products from what has arrived. All lines of a
-// group without a loop, which costs one row 5 %.
-template <int All>
-FORERUN_INLINE void fetch(const uint8_t* far, Lines ahead) {
-    if (ahead.last - ahead.first == All) {
-#pragma GCC unroll 32
-        for (int i = 0; i < All; i++) __builtin_prefetch(far + 64 * i, 0, 2);
-        return;
-    }
-    for (int i = ahead.first; i < ahead.last; i++) __builtin_prefetch(far + 64 * i, 0, 2);
 }
 
 // V neighbouring blocks times R rows.

@@ -91,6 +91,8 @@ FORERUN_INLINE void store_first16(float* at, int count, F16 a) {
 }
 
 FORERUN_INLINE I16 load_bytes16(const uint8_t* at) { return _mm512_loadu_si512(at); }
+FORERUN_INLINE void store_bytes16(uint8_t* at, I16 a) { _mm512_storeu_si512(at, a); }
+FORERUN_INLINE I16 add_ints16(I16 a, I16 b) { return _mm512_add_epi32(a, b); }
 FORERUN_INLINE I16 splat_int16(int32_t a) { return _mm512_set1_epi32(a); }
 FORERUN_INLINE I16 low_nibbles16(I16 both) {
     return _mm512_and_si512(both, _mm512_set1_epi8(15));

@@ -337,7 +337,7 @@ int main() {
 #if defined(EMULATE_VNNI) || defined(EMULATE_WIDE)
     compare(kEmulated);
 #else
-    for (const char* name : {"avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon"}) {
+    for (const char* name : {"avx512-amx", "avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon"}) {
         if (const Kernels* found = choose_kernels(name)) compare(*found);
     }
 #endif

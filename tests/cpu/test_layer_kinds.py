@@ -25,7 +25,7 @@ from tests.models import tiny
 from tests.parity.driver import Driver, Row, as_draft, limits
 from tests.parity.test_torch_logits import EXPERTS, FURTHER, GEMMAS, ONLY
 
-KERNELS = ("avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon", "portable")
+KERNELS = ("avx512-amx", "avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon", "portable")
 CASES = [
     *(("qwen2_moe", name, changes) for name, changes in EXPERTS.items()),
     *(("qwen2_moe", name, changes) for name, changes in {

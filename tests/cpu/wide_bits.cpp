@@ -1,5 +1,6 @@
-// matmul_wide.inl in plain C++ against the kernels that this machine has: the same bits, also on
-// machines without 512-bit vectors. Linked with all of csrc/*.cpp. Code 1 on a difference.
+// matmul_wide.inl and matmul_amx.inl in plain C++ against the kernels that this machine has: the same
+// bits, also on machines without 512-bit vectors or tiles. Linked with all of csrc/*.cpp. Code 1 on a
+// difference.
 #include <cstdio>
 #include <cstring>
 #include <random>
@@ -7,7 +8,9 @@
 
 #include "kernels.h"
 #include "wide_portable.h"
+#include "tiles_portable.h"
 #include "matmul_wide.inl"
+#include "matmul_amx.inl"
 
 using namespace forerun;
 
@@ -41,14 +44,20 @@ int main() {
                     plain.quantise(&x[(size_t)r * w.inputs], w.inputs,
                                    &groups[(size_t)(r / 4) * w.groups()], r % 4);
                 }
-                std::vector<float> one((size_t)rows * channels, 0.5f), other = one;
                 const bool add = rows % 3 == 0;
-                product(w, groups.data(), rows, 0, w.blocks(), {one.data(), channels, add});
-                plain.product(w, groups.data(), rows, 0, w.blocks(), {other.data(), channels, add});
-                compared++;
-                if (memcmp(one.data(), other.data(), one.size() * sizeof(float)) != 0) {
-                    printf("format %d, %d channels, %d rows differ\n", format, channels, rows);
-                    return 1;
+                const auto by = [&](Product made) {
+                    std::vector<float> out((size_t)rows * channels, 0.5f);
+                    made(w, groups.data(), rows, 0, w.blocks(), {out.data(), channels, add});
+                    return out;
+                };
+                const std::vector<float> told = by(plain.product);
+                for (const Product made : {product, product_by_tiles}) {
+                    compared++;
+                    if (memcmp(by(made).data(), told.data(), told.size() * sizeof(float)) != 0) {
+                        printf("%s, format %d, %d channels, %d rows differ\n",
+                               made == product ? "wide" : "tiles", format, channels, rows);
+                        return 1;
+                    }
                 }
             }
         }

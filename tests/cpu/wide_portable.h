@@ -116,6 +116,8 @@ static I16 load_bytes16(const uint8_t* at) {
     memcpy(made.of, at, 64);
     return made;
 }
+static void store_bytes16(uint8_t* at, I16 a) { memcpy(at, a.of, 64); }
+static I16 add_ints16(I16 a, I16 b) { return words([&](int i) { return a.of[i] + b.of[i]; }); }
 static I16 splat_int16(int32_t a) { return words([&](int) { return a; }); }
 static I16 low_nibbles16(I16 both) { return bytes(both, [](uint8_t a) { return a & 15; }); }
 static I16 high_nibbles16(I16 both) { return bytes(both, [](uint8_t a) { return a >> 4; }); }

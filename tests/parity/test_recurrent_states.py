@@ -28,7 +28,7 @@ from tests.models import tiny
 from tests.parity.driver import EVERYTHING, Driver, Row, as_draft, chain_draft, limits
 from tests.twins.gated_delta import Recurrence
 
-NAMES = ("portable", "avx2", "avx-vnni", "avx512-vnni", "avx512-vnni-512", "neon")
+NAMES = ("portable", "avx2", "avx-vnni", "avx512-vnni", "avx512-vnni-512", "avx512-amx", "neon")
 GREEDY = Sampling(temperature=0.0)
 
 

@@ -1,6 +1,7 @@
 """The compiled core's model of a checkpoint: opened, filled with weights, and closed in the end."""
 
 import ctypes
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,8 +20,10 @@ from forerun.machine import physical_cores
 from forerun.models.checkpoint import Checkpoint
 from forerun.types import Floats
 
+log = logging.getLogger("forerun.executors")
+
 MOST_THREADS = 16
-"""Used unless more are asked for. A step has some 300 barriers, which cost more with each."""
+"""Used unless more are asked for. A step has some 250 barriers, which cost more with each."""
 
 
 class CpuModel:
@@ -51,6 +54,8 @@ class CpuModel:
         self.kernels = native.kernels(kernels)
         if self.kernels is None:
             raise ConfigError(f"this machine has no CPU kernels called {kernels!r}")
+        if not kernels and (fault := native.amx_fault()):
+            log.info("the processor's AMX is not used: %s", fault)
         self.threads = threads or min(physical_cores(), MOST_THREADS)
         self._drafts: list[int] = []
         self.ring: HostFeatureRing | None = None

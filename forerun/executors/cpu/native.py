@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 Library = TypeVar("Library", ctypes.CDLL, ctypes.PyDLL)
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 25
+ABI = 26
 """What `forerun_abi` of csrc/api.cpp must say; raised together with it."""
 
 
@@ -146,6 +146,7 @@ _CALLS = {
     "forerun_abi": (c_int, []),
     "forerun_error": (c_char_p, []),
     "forerun_kernels": (c_char_p, [c_char_p]),
+    "forerun_amx_fault": (c_char_p, []),
     "forerun_own_format": (c_int, [c_int]),
     "forerun_packed_bytes": (c_int64, [c_int, c_int, c_int]),
     "forerun_open": (c_void_p, [POINTER(Sizes), POINTER(Ropes), c_int64, c_char_p]),
@@ -252,3 +253,11 @@ def kernels(name: str = "") -> str | None:
     """
     found: bytes | None = load().forerun_kernels(name.encode())
     return found.decode() if found else None
+
+
+def amx_fault() -> str:
+    """Why AMX is not used on a processor that has it; "" where it is used, or is not there. Raises
+    OSError as `load`.
+    """
+    fault: bytes = load().forerun_amx_fault()
+    return fault.decode()
