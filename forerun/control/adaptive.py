@@ -15,12 +15,8 @@ from typing import Any
 
 from forerun.control import reasons
 from forerun.control.account import Account
-from forerun.control.constants import (
-    LOSS_SHARE,
-    MIN_REPEATS,
-    PLAIN_EVERY,
-)
-from forerun.control.host_drafts import Found, HostDrafts, scored
+from forerun.control.constants import LOSS_SHARE, MIN_REPEATS, PLAIN_EVERY
+from forerun.control.host_drafts import HostDrafts
 from forerun.control.policy import FIXED_MIN_PROB, Budget, Decision, Lookahead, with_known
 from forerun.control.report import StepReport
 from forerun.control.shapes import Shapes
@@ -51,10 +47,10 @@ class AdaptivePolicy:
             raise ValueError(f"need 1 <= max_depth <= max_nodes, not {max_depth} and {max_nodes}")
         self.account = Account(costs)
         self.drafts = HostDrafts(self.account, max_nodes, traits.merged)
-        width = max_nodes // max_depth
-        self.shapes = None if traits.free else Shapes(self.account, max_depth, width)
+        about = max_depth, max_nodes // max_depth, traits.merged
+        self.shapes = None if traits.free else Shapes(self.account, self.drafts, *about)
         self.reasons: Counter[str] = Counter()
-        self._nodes, self._depth, self._merged = max_nodes, max_depth, traits.merged
+        self._nodes, self._depth = max_nodes, max_depth
         self._in_round, self._lookahead, self._buys = costs.in_round, lookahead, traits.buys
         self._fault: str | None = None
         # Steps since draft tokens were looked for; and in a row that had some.
@@ -88,7 +84,7 @@ class AdaptivePolicy:
 
     def _budget(self, rows: int, cached: int, constrained: bool) -> Budget:
         """What the drafter is asked for, of every row."""
-        account, shapes = self.account, self.shapes
+        account = self.account
         why = self._fault or (reasons.DISABLED if account.empty else None)
         # A new engine learns what plain steps take from plain steps: they are never too slow.
         ahead = account.costs.seen(rows, True) > 0.0 and not constrained
@@ -98,13 +94,7 @@ class AdaptivePolicy:
             known = known and account.costs.seen(rows, False) > 0.0
         if why or not known or self._drafted >= PLAIN_EVERY:
             return Budget(0, 0, why or reasons.PLAIN)
-        if shapes is None:
-            return self._all(rows, cached)
-        if (shape := shapes.choose(rows)) is not None:
-            return Budget(*shape, reasons.ON_LEVELS.format(shape.nodes), model_depth=shape.depth)
-        if self._merged:
-            return self._all(rows, cached)
-        return Budget(0, 0, reasons.WRONG)
+        return (self.shapes and self.shapes.budget(rows)) or self._all(rows, cached)
 
     def _all(self, rows: int, cached: int) -> Budget:
         """All that a free drafter knows, where something of it may pay, and now and then one draft
@@ -144,28 +134,10 @@ class AdaptivePolicy:
         ratio = self.account.observe(report)
         self._drafted = self._drafted + 1 if verified else 0
         self._looked = 0 if allowed else self._looked + 1
-        bought = self._buys and not report.constrained
-        found = self._found(report) if allowed and not bought else []
-        if self.shapes is None:
-            return
-        if self._merged and report.proposed:
-            free = [draft if draft.free is None else draft.free for draft in report.proposed]
-            cached = [report.cached // report.nodes] * report.rows
-            self.shapes.learn_floor(self.drafts.buy(*scored(free), cached)[1] / report.rows)
-        if report.prefill:
-            return
-        if not allowed or (self._merged and not report.modelled):
-            self.shapes.plain(report.rows)
-        else:
-            self.shapes.observe(report.rows, allowed, found, ratio)
-
-    def _found(self, report: StepReport) -> list[Found]:
-        """Of each row that had draft tokens, what came of them."""
-        if self._in_round:  # Nobody saw what the device drafted by itself.
-            width = self._nodes // self._depth
-            counts = zip(report.tokens, report.draft_tokens, strict=True)
-            return [Found(min(len(t), -(-n // width)), len(t) - 1) for t, n in counts if t and n]
-        return self.drafts.learn(report.proposed, report.tokens)
+        if self.shapes is not None:
+            self.shapes.learn(report, ratio)
+        elif allowed and not (self._buys and not report.constrained):
+            self.drafts.learn(report.proposed, report.tokens)
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info: what is chosen, how often, and on what ground."""

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from forerun.control import reasons
 from forerun.control.account import Account
 from forerun.control.constants import (
     DECAY,
@@ -22,7 +23,9 @@ from forerun.control.constants import (
     TRIAL,
 )
 from forerun.control.costs import Mean
-from forerun.control.host_drafts import Found
+from forerun.control.host_drafts import Found, HostDrafts, scored
+from forerun.control.policy import Budget
+from forerun.control.report import StepReport
 
 
 class Shape(NamedTuple):
@@ -50,12 +53,17 @@ class _Bucket:
 class Shapes:
     """Chooses among shapes, by tokens per millisecond.
 
+    drafts  on the host, where the draft model's are found and learned of
     depth   of a path at most; each level has `width` draft tokens
+    merged  free drafters are asked as well, and their draft tokens are in the same trees
     floor   what is reached without this drafter, over plain decoding
     """
 
-    def __init__(self, account: Account, depth: int, width: int) -> None:
-        self._account, self.floor, self._wide = account, 1.0, width > 1
+    def __init__(
+        self, account: Account, drafts: HostDrafts, depth: int, width: int, merged: bool
+    ) -> None:
+        self._account, self._drafts, self._merged = account, drafts, merged
+        self.floor, self._width, self._wide = 1.0, width, width > 1
         # 1, 3, 7, ... levels and as many as may be; of wide levels also one draft token alone.
         depths = sorted({(2 << power) - 1 for power in range(depth.bit_length())} | {depth})
         self.shapes = [Shape(1, 1)] * self._wide
@@ -100,6 +108,12 @@ class Shapes:
             for shape in self.shapes
         ]
 
+    def budget(self, rows: int) -> Budget | None:
+        """What every row may draft in the coming step; None = what free drafters know."""
+        if (shape := self.choose(rows)) is not None:
+            return Budget(*shape, reasons.ON_LEVELS.format(shape.nodes), model_depth=shape.depth)
+        return None if self._merged else Budget(0, 0, reasons.WRONG)
+
     def choose(self, rows: int) -> Shape | None:
         """The shape of the coming step, the best whose loss the credit covers; None = no draft
         tokens. Changes nothing.
@@ -116,9 +130,28 @@ class Shapes:
             return shape if on or due else None
         return None
 
-    def plain(self, rows: int) -> None:
-        """A step of so many rows had no draft tokens of this drafter."""
-        self._bucket(rows).rest += 1
+    def learn(self, report: StepReport, ratio: float) -> None:
+        """What came of a step, which took so many plain ones."""
+        allowed = max(report.allowed)
+        found = self._found(report) if allowed else []
+        if self._merged and report.proposed:
+            free = [draft if draft.free is None else draft.free for draft in report.proposed]
+            cached = [report.cached // report.nodes] * report.rows
+            self.learn_floor(self._drafts.buy(*scored(free), cached)[1] / report.rows)
+        if report.prefill:
+            return
+        if not allowed or (self._merged and not report.modelled):
+            self._bucket(report.rows).rest += 1
+        else:
+            self.observe(report.rows, allowed, found, ratio)
+
+    def _found(self, report: StepReport) -> list[Found]:
+        """Of each row that had draft tokens, what came of them."""
+        if self._account.costs.measured.in_round:  # Nobody saw what the device drafted by itself.
+            counts = zip(report.tokens, report.draft_tokens, strict=True)
+            width = self._width
+            return [Found(min(len(t), -(-n // width)), len(t) - 1) for t, n in counts if t and n]
+        return self._drafts.learn(report.proposed, report.tokens)
 
     def learn_floor(self, won: float) -> None:
         """What the draft tokens of free drafters alone would have won of a row, where they are

@@ -2,34 +2,20 @@
 faster.
 """
 
-import ctypes
 from array import array
 from typing import Any
-from weakref import finalize
 
 import numpy as np
 
 from forerun.columns import consume
-from forerun.control.constants import DECAY
-from forerun.control.host_drafts import ALMOST
 from forerun.drafters import ngram
+from forerun.drafters.ngram_index import NgramIndex
 from forerun.errors import EngineError
-from forerun.executors.cpu import native
 from forerun.interface.drafter import DrafterTraits
 from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit
 from forerun.models.ngram_table import NgramTable
 from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch
-
-
-def _arrays(table: NgramTable) -> native.TableArrays:
-    """The table as the core reads it: it must outlive what is returned."""
-    names = ("extensions", "earlier", "predictions", "tokens", "rest", "shares")
-    arrays = {name: getattr(table, name) for name in names}
-    if not all(array.flags.c_contiguous and array.itemsize == 4 for array in arrays.values()):
-        raise EngineError("an n-gram table's arrays are not as the core reads them")
-    places = {name: array.ctypes.data for name, array in arrays.items()}
-    return native.TableArrays(contexts=table.contexts, **places)
 
 
 class CpuNgramDrafter:
@@ -46,27 +32,8 @@ class CpuNgramDrafter:
     ) -> None:
         self.traits = DrafterTraits(name="ngram", max_depth=64, free=True, buys=True)
         self._table, self._min_prob = table, min_prob
-        # Draft tokens that should have been right by their scores, and that were: the core's.
-        self._trust = array("d", [1.0, 1.0])
-        self._library = native.load_short()
-        rules = native.NgramRules(
-            slots=slots,
-            orders=ngram.ORDERS,
-            places=ngram.PLACES,
-            longest=ngram.LONGEST,
-            tail=ngram.TAIL,
-            doubt=ngram.DOUBT,
-            sure=ngram.SURE,
-            min_prob=min_prob,
-            decay=DECAY,
-            almost=ALMOST,
-            trust=self._trust.buffer_info()[0],
-            table=_arrays(table) if table else native.TableArrays(),
-        )
-        self._index: int = self._library.forerun_ngram_open(ctypes.byref(rules))
-        if not self._index:
-            raise EngineError(self._why())
-        finalize(self, self._library.forerun_ngram_close, self._index)
+        self._core = NgramIndex(slots, min_prob, table)
+        self._library, self._index = self._core.library, self._core.handle
         # By slot: tokens that the core has not been told of.
         self._news: ngram.OpenSlots[list[int]] = ngram.OpenSlots()
         self._out = np.empty(0, np.int32)
@@ -79,7 +46,7 @@ class CpuNgramDrafter:
         text = tokens.ctypes.data, len(tokens), predicted, slot_init.prompt_len
         noise = ngram.coupling(slot_init.sampling)
         if self._library.forerun_ngram_begin(self._index, slot_init.slot, *text, *noise):
-            raise EngineError(self._why())
+            raise EngineError(self._core.error())
         self._news[slot_init.slot] = []
 
     def propose(self, plan: Plan) -> list[Draft]:
@@ -113,7 +80,7 @@ class CpuNgramDrafter:
             self._index, where, length, rows, self._out_at, plan.min_prob, prices, most
         )
         if total < 0:
-            raise EngineError(self._why())
+            raise EngineError(self._core.error())
         if total:
             self._take(drafts, asked, total)
         return drafts
@@ -152,9 +119,5 @@ class CpuNgramDrafter:
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info: `drafter`, `native`, and those of `ngram.about`."""
         facts = ngram.about(self._min_prob, self._table)
-        trust = round(min(1.0, self._trust[1] / self._trust[0]), 3)
+        trust = round(self._core.trust, 3)
         return {"drafter": self.traits.name, "native": True, "trust_in_scores": trust} | facts
-
-    def _why(self) -> str:
-        error: bytes = self._library.forerun_error()
-        return error.decode()
