@@ -31,8 +31,8 @@ from forerun.client.completion import complete, make_request
 from forerun.control import account, adaptive, costs, host_drafts
 from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.constants import MIN_REPEATS
-from forerun.control.report import step_report
 from forerun.control.step_costs import StepCosts
+from forerun.engine.step import step_report
 from forerun.hub.catalog import shipped_draft
 from forerun.interface.drafter import Drafter, DrafterTraits
 from forerun.interface.plan import Outcome, Plan

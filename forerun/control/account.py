@@ -90,7 +90,7 @@ class Account:
         # What it would have been without draft tokens: under a grammar no step is carried.
         ahead = costs.seen(rows, True) > 0.0 and not report.constrained
         plain, late = costs.plain(rows, cached, ahead), ahead and not report.carried
-        whole, look = (report.total_ms - report.ms["mask"]) / plain, report.ms["draft"] / plain
+        whole, look = _unmasked(report) / plain, report.ms["draft"] / plain
         returns, nothing_found = self.of(rows), asked > 0 and not any(report.draft_tokens)
         if report.prefill or (late and (prompt or in_round)):
             return whole
@@ -119,7 +119,7 @@ class Account:
         drafting not counted, and no more than is the fault of draft tokens.
         """
         rows, costs, nodes = report.rows, self.costs, report.nodes
-        ms = report.total_ms - report.ms["mask"] - report.ms["draft"]
+        ms = _unmasked(report) - report.ms["draft"]
         if costs.measured.padded:
             nodes = rows * (1 + max(report.draft_tokens))
         if nodes == rows:
@@ -150,3 +150,7 @@ class Account:
             "disabled": self.empty,
             "times_disabled": self.times_empty,
         }
+
+
+def _unmasked(report: StepReport) -> float:
+    return sum(report.ms.values()) - report.ms["mask"]

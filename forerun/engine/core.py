@@ -7,14 +7,14 @@ import logging
 from collections.abc import Callable
 from time import monotonic, perf_counter
 
-from forerun.control.report import step_report
+from forerun.engine.check import check_all
 from forerun.engine.metrics import Metrics
 from forerun.engine.news import Ending, failed
 from forerun.engine.output import OutputProcessor
 from forerun.engine.parts import Parts
 from forerun.engine.scheduler import Schedule, Scheduler
 from forerun.engine.sequence import Sequence
-from forerun.engine.step import Step, begin, finish
+from forerun.engine.step import Step, begin, finish, step_report
 from forerun.errors import EngineError, RankError
 from forerun.interface.plan import Outcome
 from forerun.types import RequestId
@@ -82,15 +82,7 @@ class EngineCore:
 
     def check(self) -> None:
         """Prove that no page, slot or sequence leaked. Raises AssertionError."""
-        self.scheduler.check(self.open)
-        running, waiting = self.scheduler.running, self.scheduler.waiting
-        assert set(self._parts.open_slots) == {s.slot for s in self.open}, (
-            "a slot is open to nobody"
-        )
-        live = {id(s) for sequences in self.outputs.live.values() for s in sequences}
-        assert live == {id(s) for s in running + waiting}, "a sequence is lost"
-        if not self.busy:
-            assert self.scheduler.index.held == 0, "pages are held by nobody"
+        check_all(self.scheduler, self.open, self._parts.open_slots, self.outputs.live)
 
     def end_all(self, ending: Ending) -> None:
         """End every request. Nothing runs any more afterwards."""

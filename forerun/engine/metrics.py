@@ -99,6 +99,6 @@ class Metrics:
         self.carried += report.carried
         self.nodes += report.nodes
         self.step_nodes.add(report.nodes)
-        self.step_seconds.add(report.total_ms / 1000.0)
+        self.step_seconds.add(sum(report.ms.values()) / 1000.0)
         for stage, ms in report.ms.items():
             self.seconds[stage] += ms / 1000.0

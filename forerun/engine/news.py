@@ -8,7 +8,9 @@ from forerun.engine.sequence import Sequence
 from forerun.engine.step import Step
 from forerun.engine.trace import StepTrace, bounded, draft_row
 from forerun.interface.grammars import Committed
-from forerun.interface.plan import Outcome
+from forerun.interface.plan import Outcome, Reports
+from forerun.speculative.tree import DraftSource, TreeBatch
+from forerun.types import Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,3 +88,23 @@ def step_trace(sequence: Sequence, kept: Kept, step: Step, row: int, outcome: Ou
         reason=sequence.tally.reason,
         ms=step.timer.known_ms,
     )
+
+
+def count_predicted(sequence: Sequence, trees: TreeBatch, row: int, path: Ints) -> None:
+    """Count the draft tokens of one step out of the prediction; `path`: nodes accepted."""
+    if trees.drafts:
+        sources, root = trees.drafts[row].sources(), trees.root(row)
+        right = [sources[node - root - 1] for node in path.tolist()]
+        counted = [found.count(DraftSource.PREDICTION) for found in (sources, right)]
+        before, tally = sequence.tally.predicted, sequence.tally
+        tally.predicted = before[0] + counted[0], before[1] + counted[1]
+
+
+def echo(sequence: Sequence, entries: Reports) -> None:
+    """Log-probabilities of the prompt's tokens after positions table.length, +1, ...
+
+    Before the commit of the step. A resumed sequence sees some of them again.
+    """
+    known = sequence.prompt_logprobs
+    seen, room = len(known) - sequence.table.length, sequence.prompt_len - 1 - len(known)
+    known += entries[seen : seen + max(room, 0)]

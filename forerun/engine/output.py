@@ -12,7 +12,16 @@ from typing import TypeVar
 from forerun.cache.table import commit
 from forerun.columns import consume
 from forerun.engine.metrics import Metrics
-from forerun.engine.news import Ending, Kept, News, as_the_grammar_says, failed, step_trace
+from forerun.engine.news import (
+    Ending,
+    Kept,
+    News,
+    as_the_grammar_says,
+    count_predicted,
+    echo,
+    failed,
+    step_trace,
+)
 from forerun.engine.parts import Parts
 from forerun.engine.request import Delta, Finish, Request, Stopping
 from forerun.engine.scheduler import Scheduler
@@ -166,7 +175,7 @@ class OutputProcessor:
             sequences, tokens, counts = _of(rows, sequences), _of(rows, tokens), _of(rows, counts)
         if any(outcome.prompt_logprobs):
             for sequence, row in zip(sequences, rows, strict=True):
-                sequence.echo(outcome.prompt_logprobs[row])
+                echo(sequence, outcome.prompt_logprobs[row])
         append(sequences, tokens)
         tables = list(Columns.tables(sequences))
         for place in commit(tables, counts):
@@ -210,7 +219,7 @@ class OutputProcessor:
             return  # Ended with another row of the same request.
         tokens = outcome.output_tokens[row]
         if len(sequence.request.prediction) and outcome.n_draft_tokens[row]:
-            sequence.tally.add_predicted(step.round.trees, row, outcome.paths[row])
+            count_predicted(sequence, step.round.trees, row, outcome.paths[row])
         try:
             counted = tokens if committed is None else tokens[: committed.kept]
             kept = keep(sequence, counted, self._eos_ids)

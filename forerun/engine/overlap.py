@@ -33,7 +33,7 @@ from forerun.engine.core import EngineCore
 from forerun.engine.news import Ending, News
 from forerun.engine.options import EngineOptions
 from forerun.engine.parts import Parts
-from forerun.engine.scheduler import Rows, Schedule
+from forerun.engine.scheduler import Schedule
 from forerun.engine.sequence import Columns, Sequence
 from forerun.engine.step import Step, begin
 from forerun.interface.executor import NotYetError
@@ -201,9 +201,9 @@ class OverlappingCore(EngineCore):
             return None
         kv_len = list(map(add, Columns.lengths(rows), longer))
         budgets, decision = scheduler.grant(rows, scheduler.scored - len(rows), kv_len, own=2)
-        planned = Rows(rows, [1] * len(rows), [True] * len(rows), kv_len, budgets)
         ends = np.array(list(Columns.limits(rows)), np.int32) - np.int32(1)
-        plan = replace(scheduler.made(planned, decision), after=round, ends=ends)
+        plan = scheduler.made(rows, [1] * len(rows), kv_len, budgets, decision)
+        plan = replace(plan, after=round, ends=ends)
         return Schedule(plan, tuple(rows), decision)
 
     def _parted(self, step: Step, outcome: Outcome, news: News) -> tuple[News, News]:

@@ -7,7 +7,6 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
 from itertools import compress, repeat
 from operator import add, ge, getitem, gt, not_, sub
-from typing import NamedTuple
 
 import numpy as np
 
@@ -45,22 +44,6 @@ class Schedule:
     decision: Decision = NOBODY
     opened: tuple[Sequence, ...] = ()
     closed: tuple[int, ...] = ()
-
-
-class Rows(NamedTuple):
-    """The rows of a plan: what stands in lists, one of each row, or of the first rows only.
-
-    known    tokens that run whatever happens
-    samples  whether these are all that are decided
-    kv_len   positions that are in pages then, at most
-    budgets  what the first may draft
-    """
-
-    sequences: list[Sequence]
-    known: list[int]
-    samples: list[bool]
-    kv_len: list[int]
-    budgets: Several[Budget]
 
 
 def share_out(wanted: list[int], room: int) -> list[int]:
@@ -130,11 +113,8 @@ class Scheduler(Admission):
         opened = () if closed or not self.waiting else self._admit()
         if not self.running:
             return None
-        rows, decision = self._rows(opened)
-        if not (rows.sequences or opened or closed):
-            return None
-        plan = self.made(rows, decision)
-        return Schedule(plan, tuple(rows.sequences), decision, opened, closed)
+        schedule = self._schedule(opened, closed)
+        return schedule if schedule.rows or opened or closed else None
 
     # --- pages and slots ---------------------------------------------------------------
 
@@ -160,7 +140,7 @@ class Scheduler(Admission):
 
     # --- rows --------------------------------------------------------------------------
 
-    def _rows(self, opened: tuple[Sequence, ...]) -> tuple[Rows, Decision]:
+    def _schedule(self, opened: tuple[Sequence, ...], closed: tuple[int, ...]) -> Schedule:
         """Divide the step's nodes; the first rows are those that the decision is about.
 
         0 ... decoding rows ... + draft tokens ............ max_nodes
@@ -180,14 +160,14 @@ class Scheduler(Admission):
         draft_tokens = min(room // 2 if prefill else room, logits)
         budgets, decision = self.grant(rows, draft_tokens, list(Columns.lengths(rows)))
         room -= sum(_nodes_of(budgets))
-        rows, known, samples = rows + fresh, [1] * len(decoding), [True] * len(decoding)
+        rows, known = rows + fresh, [1] * len(decoding)
         for sequence, count in zip(prefill, compress(pending, long), strict=True):
             if chunk := min(count, room):
                 rows.append(sequence)
                 known.append(chunk)
-                samples.append(chunk == count)
                 room -= chunk
-        return Rows(rows, known, samples, list(Columns.lengths(rows)), budgets), decision
+        plan = self.made(rows, known, list(Columns.lengths(rows)), budgets, decision)
+        return Schedule(plan, tuple(rows), decision, opened, closed)
 
     def grant(
         self, rows: list[Sequence], room: int, kv_len: list[int], own: int = 1
@@ -235,21 +215,30 @@ class Scheduler(Admission):
             if depths[row]:  # The end of the text may be nearer.
                 table.reserve(min(first[row] + depths[row], limit) - table.length)
 
-    def made(self, rows: Rows, decision: Decision) -> Plan:
-        """The rows as the arrays that an executor takes."""
-        sequences, budgets = rows.sequences, rows.budgets
+    def made(
+        self,
+        sequences: list[Sequence],
+        counts: list[int],
+        kv_len: list[int],
+        budgets: Several[Budget],
+        decision: Decision,
+    ) -> Plan:
+        """The arrays that an executor takes: counts[b] known tokens of sequence b run behind
+        kv_len[b] positions that are in pages then, at most; the first may draft by `budgets`.
+        """
         nothing = [0] * (len(sequences) - len(budgets))
         known: tuple[Ints, ...] | Ints
-        if max(rows.known, default=1) == 1:
+        if max(counts, default=1) == 1:
             tokens = map(getitem, Columns.buffers(sequences), Columns.lengths(sequences))
             known = np.array(list(tokens), np.int32).reshape(-1, 1)
         else:
-            known = tuple(map(Sequence.upcoming, sequences, rows.known))
+            known = tuple(map(Sequence.upcoming, sequences, counts))
+        samples = map(ge, map(add, kv_len, counts), Columns.totals(sequences))
         return Plan(
             slots=np.array(list(Columns.slots(sequences)), np.int32),
-            kv_len=np.array(rows.kv_len, np.int32),
+            kv_len=np.array(kv_len, np.int32),
             known=known,
-            samples=np.array(rows.samples, np.bool_),
+            samples=np.array(list(samples), np.bool_),
             max_nodes=np.array([*_nodes_of(budgets), *nothing], np.int32),
             max_depth=np.array([*_depths_of(budgets), *nothing], np.int32),
             page_table=page_rows(sequences),
@@ -258,25 +247,6 @@ class Scheduler(Admission):
             prices=decision.prices,
             model_depth=np.array([*_model_depths_of(budgets), *nothing], np.int32),
         )
-
-    def check(self, open: list[Sequence]) -> None:
-        """Prove that no page and no slot leaked, where these have a slot. Raises AssertionError."""
-        self.index.check()
-        held: dict[int, int] = {}
-        for sequence in open + self.waiting:
-            sequence.check()
-            for page in sequence.table.pages:
-                held[page] = held.get(page, 0) + 1
-        for page, count in held.items():
-            assert self.index.references(page) == count, f"page {page} has a holder too many"
-        assert self.index.held == len(held), "a page leaked: it is held, but in no table"
-        open_slots = [s.slot for s in open if s.slot is not None]
-        slots = range(min(self.limits.slots, self.scored))
-        assert sorted(self.free_slots + open_slots) == [*slots], "a slot leaked"
-        assert all(s.slot is None for s in self.waiting), "a waiting sequence has a slot"
-        for queue in (self.waiting, self.running):
-            orders = [s.order for s in queue]
-            assert orders == sorted(orders), "a queue is out of order"
 
 
 def page_rows(sequences: list[Sequence]) -> Ints:

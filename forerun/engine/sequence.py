@@ -18,7 +18,6 @@ from forerun.engine.request import Request, Sink, SpeculationStats, choice_seed
 from forerun.engine.trace import StepTrace
 from forerun.interface.plan import Outcome, TokenLogprobs
 from forerun.interface.slot_init import SlotInit
-from forerun.speculative.tree import DraftSource, TreeBatch
 from forerun.text.stream import TextStream
 from forerun.types import Ints, RequestId
 
@@ -47,19 +46,11 @@ class Tally:
             predicted=self.predicted,
         )
 
-    def add_predicted(self, trees: TreeBatch, row: int, path: Ints) -> None:
-        """Count the draft tokens of one step out of the prediction; `path`: nodes accepted."""
-        if trees.drafts:
-            sources, root = trees.drafts[row].sources(), trees.root(row)
-            right = [sources[node - root - 1] for node in path.tolist()]
-            counted = [found.count(DraftSource.PREDICTION) for found in (sources, right)]
-            self.predicted = self.predicted[0] + counted[0], self.predicted[1] + counted[1]
-
 
 class Sequence:
     """State of one choice, from submission to its last token.
 
-    The independent numbers and their order, which `check` asserts:
+    The independent numbers and their order, which check.py asserts:
 
         0 <= prompt_len <= total            tokens decided: the prompt, then the output
         0 <= table.length < total           of which keys and values are in pages
@@ -164,22 +155,6 @@ class Sequence:
     def drop(self, count: int) -> None:
         """The last `count` tokens are not decided after all. The sequence has no pages."""
         self.total -= count
-
-    def echo(self, entries: tuple[TokenLogprobs, ...]) -> None:
-        """Log-probabilities of the tokens after positions table.length, +1, ...
-
-        Before the commit of the step. A resumed sequence sees some of them again.
-        """
-        seen = len(self.prompt_logprobs) - self.table.length
-        room = self.prompt_len - 1 - len(self.prompt_logprobs)
-        self.prompt_logprobs += entries[seen : seen + max(room, 0)]
-
-    def check(self) -> None:
-        """Prove that the numbers are in order. Raises AssertionError."""
-        assert 0 < self.prompt_len <= self.total <= len(self.buffer)
-        assert 0 <= self.table.length < self.total, "more keys and values than tokens"
-        assert self.slot is not None or self.table.reserved == 0, "pages without a slot"
-        self.table.check()
 
 
 class Columns:

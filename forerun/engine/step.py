@@ -11,9 +11,10 @@ pass has been handed over, `finish` begins by waiting for it (see engine/overlap
 """
 
 from dataclasses import dataclass, replace
+from operator import add, mul
 from time import perf_counter
 
-from forerun.control.report import STAGES
+from forerun.control.report import STAGES, StepReport
 from forerun.engine.parts import Parts
 from forerun.engine.scheduler import Schedule
 from forerun.engine.sequence import Sequence
@@ -116,3 +117,21 @@ def finish(step: Step, parts: Parts) -> Outcome:
     parts.ask_drafter(lambda drafter: drafter.observe(plan, trees, outcome), None)
     timer.lap("draft")
     return outcome
+
+
+def step_report(plan: Plan, outcome: Outcome, stages: dict[str, float], total: float) -> StepReport:
+    """What plan and outcome say of a step; milliseconds of its stages, and of the whole."""
+    draft_tokens, known = outcome.n_draft_tokens.tolist(), plan.known_counts
+    nodes = list(map(add, known, draft_tokens))
+    return StepReport(
+        rows=plan.rows,
+        tokens=outcome.output_tokens,
+        draft_tokens=draft_tokens,
+        allowed=plan.max_nodes.tolist(),
+        nodes=sum(nodes),
+        cached=sum(map(mul, nodes, plan.kv_len.tolist())),
+        prefill=max(known) > 1,
+        constrained=plan.some_constrained,
+        ms=stages | {"host": max(total - sum(stages.values()), 0.0)},
+        modelled=plan.model_depth is None or any(plan.model_depth.tolist()),
+    )

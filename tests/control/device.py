@@ -13,10 +13,10 @@ from operator import lt
 import numpy as np
 
 from forerun.control.policy import Decision
-from forerun.control.report import step_report
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.drafters.ngram import NgramDrafter
 from forerun.drafters.none import NoDrafter
+from forerun.engine.step import step_report
 from forerun.executors.feature_ring import HostFeatureRing
 from forerun.interface.draft_model import Candidates, DraftModelTraits, FeatureNeeds
 from forerun.interface.executor import ExecutorLimits

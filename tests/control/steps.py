@@ -56,7 +56,7 @@ def report_of(
     """A decoding step that emitted `tokens`, a list per row, and took `ms` beside drafting."""
     nodes = len(tokens) + sum(draft_tokens)
     return StepReport(
-        slots=list(range(len(tokens))),
+        rows=len(tokens),
         tokens=tokens,
         draft_tokens=list(draft_tokens),
         allowed=list(draft_tokens) if allowed is None else list(allowed),

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from forerun.control.policy import FIXED, FixedPolicy
+from forerun.engine.check import check_scheduler
 from forerun.engine.request import Speculation
 from forerun.engine.scheduler import Scheduler, share_out
 from forerun.engine.sequence import Sequence, append
@@ -48,7 +49,7 @@ class World:
     def step(self, accepted=0):
         """Plan and pretend: every draft token up to `accepted` deep is right."""
         schedule = self.scheduler.plan()
-        self.scheduler.check(self.scheduler.running)
+        check_scheduler(self.scheduler, self.scheduler.running)
         if schedule is None:
             return None
         plan = schedule.plan
@@ -60,7 +61,7 @@ class World:
             sequence.table.commit(count, sequence.tokens)
             if sequence.remaining <= 0:
                 self.scheduler.remove(sequence)
-        self.scheduler.check(self.scheduler.running)
+        check_scheduler(self.scheduler, self.scheduler.running)
         return schedule
 
     def inspect(self, plan):
