@@ -490,7 +490,7 @@ def attach(runner, limits, method):
         for module in modules:
             stack.enter_context(patch.object(module, "check_fits", lambda *_: None))
         model = DRAFTS[method](beside, runner._decoder.arch)
-    runner.drafting = drafting_of(model, kernels(), limits.max_nodes, limits.slots)
+    runner.drafting = drafting_of(model, kernels(), limits)
 
 
 @dataclass(frozen=True)

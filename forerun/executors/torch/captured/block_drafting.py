@@ -23,18 +23,19 @@ from forerun.executors.torch.drafts.level_model import LevelModel
 from forerun.executors.torch.triton.kernels import Kernels
 from forerun.executors.torch.triton.record import Size
 from forerun.executors.torch.triton.round_types import Below, Extended, Levels
+from forerun.interface.executor import ExecutorLimits
 from forerun.speculative.tree import full_size
 
 
 def drafting_of(
-    model: LevelModel | TorchBlockModel, kernels: Kernels, max_nodes: int, slots: int
+    model: LevelModel | TorchBlockModel, kernels: Kernels, limits: ExecutorLimits
 ) -> Drafting:
-    """What drafts with this model at the end of rounds: BlockDrafting or LevelDrafting. max_nodes:
-    of scratch, for passes; slots: S of sequences.
+    """What drafts with this model at the end of rounds: BlockDrafting or LevelDrafting. limits: the
+    target's, whose scratch bounds the nodes that run at once.
     """
     if isinstance(model, TorchBlockModel):
-        return BlockDrafting(model, kernels, max_nodes, slots)
-    return LevelDrafting(model, kernels, max_nodes)
+        return BlockDrafting(model, kernels, limits.max_nodes, limits.slots)
+    return LevelDrafting(model, kernels, limits.max_nodes)
 
 
 class BlockDrafting(Drafting):

@@ -124,10 +124,8 @@ class CapturedExecutor(Executor):
 
     def draft_with(self, model: LevelModel | TorchBlockModel) -> None:
         """Let rounds that a draft request comes with do this model's work at their end."""
-        name = model.traits.name
-        log.info("%s drafts within captured rounds", name)
-        limits = self.limits
-        self.runner.drafting = drafting_of(model, self.kernels, limits.max_nodes, limits.slots)
+        log.info("%s drafts within captured rounds", model.traits.name)
+        self.runner.drafting = drafting_of(model, self.kernels, self.limits)
 
     @torch.inference_mode()
     def warm_up(self, draft: DraftShape, progress: Callable[[str, int, int], None]) -> None:

@@ -18,8 +18,6 @@ from forerun.speculative.tree import TreeBatch
 from forerun.speculative.verify import intervals
 from forerun.types import AnyArray, Bools, Ints
 
-_UNKNOWN: Ints = np.zeros(0, np.int32)
-
 
 @dataclass(eq=False)
 class CapturedRound(Round):
@@ -39,7 +37,7 @@ class CapturedRound(Round):
     result: Tensor = field(kw_only=True)
     wait: Callable[[], None] = field(kw_only=True)
     begun: float = field(kw_only=True)
-    place: Ints = field(default_factory=lambda: _UNKNOWN)
+    place: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
     record: Record = field(init=False)
 
     def read(self) -> None:
