@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import fields, replace
+from functools import cache
 
 import httpx
 import pytest
@@ -27,9 +28,11 @@ from forerun.train.export import export_head
 from tests.models import tiny
 from tests.shape.tree import ROOT
 
+whole_parser = cache(build_parser)
+
 
 def settled(command, *line, **environment):
-    arguments = build_parser().parse_args([command, *line])
+    arguments = whole_parser().parse_args([command, *line])
     settle(arguments, environment)
     return arguments
 

@@ -3,6 +3,7 @@
 import ast
 import re
 import shlex
+from functools import cache
 
 import pytest
 
@@ -79,6 +80,9 @@ def commands_of(text):
     return [line for line in lines if re.match(r"(make|forerun|\.venv/bin/forerun) ", line)]
 
 
+whole_parser = cache(build_parser)
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_commands_in_documents_exist(document):
     verbs = re.findall(r"(?m)^([a-z-]+):", (ROOT / "Makefile").read_text())
@@ -89,7 +93,7 @@ def test_commands_in_documents_exist(document):
             continue
         assert words[1] in COMMANDS | SAME or words[1].startswith("--"), line
         flags = [word.split("=")[0] for word in words[2:] if word.startswith("--")]
-        known = build_parser()._subparsers._group_actions[0].choices.get(words[1])
+        known = whole_parser()._subparsers._group_actions[0].choices.get(words[1])
         for flag in flags:
             assert flag in known._option_string_actions, f"{line}: no {flag}"
 

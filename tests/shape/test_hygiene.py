@@ -3,6 +3,7 @@
 import ast
 import re
 from fnmatch import fnmatch
+from functools import cache
 
 import pytest
 
@@ -98,15 +99,18 @@ def test_no_import_is_a_string():
     assert not hidden
 
 
-def called(tree):
+@cache
+def called(path):
     """Dotted names of what a file calls and imports."""
-    for node in ast.walk(tree):
+    found = []
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Call | ast.Attribute):
-            yield ast.unparse(node.func if isinstance(node, ast.Call) else node)
+            found.append(ast.unparse(node.func if isinstance(node, ast.Call) else node))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -122,7 +126,7 @@ def test_forbidden_names(what, why):
     found = [
         f"{relative(path)}: {name}"
         for path in PRODUCT
-        for name in called(parsed(path))
+        for name in called(path)
         if re.fullmatch(what, name)
     ]
     assert not found, why
@@ -133,7 +137,7 @@ def test_behaviour_does_not_depend_on_the_environment():
     readers = {
         relative(path)
         for path in PRODUCT
-        for name in called(parsed(path))
+        for name in called(path)
         if re.fullmatch(r"os\.(environ(\..*)?|getenv|putenv)", name)
     }
     # wheel.py hands the environment on to pip, unread; layers.py reads FORERUN_* and nothing else;
@@ -148,7 +152,7 @@ def test_only_the_composition_root_names_executors():
         relative(path)
         for path in PRODUCT
         if "executors" not in path.relative_to(PACKAGE).parts
-        for name in called(parsed(path))
+        for name in called(path)
         if re.match(r"forerun\.executors", name)
     }
     # An entry of the registry each, and the toy; sized.py measures the torch executor alone.
