@@ -53,7 +53,7 @@ class _Shell:
 
 
 def is_free(value: Any) -> bool:
-    """Whether a tool of a request is one whose calls are no JSON (KINDS)."""
+    """Whether a tool of a request is one that is no function (KINDS)."""
     return isinstance(value, dict) and value.get("type") in KINDS
 
 
