@@ -5,11 +5,12 @@ Where a device can go on by itself, rounds overlap: overlap.py.
 
 import logging
 from collections.abc import Callable
-from time import monotonic, perf_counter
+from time import perf_counter
 
 from forerun.engine.check import check_all
 from forerun.engine.metrics import Metrics
 from forerun.engine.news import Ending, failed
+from forerun.engine.opening import open_slots
 from forerun.engine.output import OutputProcessor
 from forerun.engine.parts import Parts
 from forerun.engine.scheduler import Schedule, Scheduler
@@ -105,29 +106,15 @@ class EngineCore:
         grammar, slot = sequence.request.grammar, sequence.slot
         return grammar is None or slot is None or self._grammars.ready(slot, grammar)
 
-    def _open_slots(self, schedule: Schedule) -> bool:
-        """Close and open slots as planned. False when that ended a request: plan anew."""
-        for slot in schedule.closed:
-            self._parts.close(slot)
-        self.metrics.preemptions += len(schedule.closed)
-        sound = True
-        for sequence in schedule.opened:
-            if sequence.slot is None:  # Ended with a sibling that could not be opened.
-                continue
-            sequence.admitted = sequence.admitted or monotonic()
-            try:
-                self._parts.open(sequence)
-            except Exception as error:
-                log.exception("request %s could not be opened", sequence.request.id)
-                self.outputs.end(sequence.request.id, failed(error))
-                sound = False
-        return sound
-
     def _begin(self, schedule: Schedule) -> Step | None:
         """Begin a step, where somebody has a row in it. Where that fails, end the requests it was
         for, and no others.
         """
-        if not self._open_slots(schedule) or not schedule.rows:
+        if schedule.opened or schedule.closed:
+            self.metrics.preemptions += len(schedule.closed)
+            if not open_slots(schedule, self._parts, self.outputs.end):
+                return None  # Somebody's request ended: plan anew.
+        if not schedule.rows:
             return None
         try:
             return begin(schedule, self._parts)

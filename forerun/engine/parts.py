@@ -50,18 +50,6 @@ class Parts:
             self.policy.disable(self.fault)
             return otherwise
 
-    def open(self, sequence: Sequence) -> None:
-        """Open the slot of `sequence` to executor, drafter and grammars. Raises what they raise;
-        then `close` cleans up.
-        """
-        slot_init = sequence.slot_init()
-        self.executor.open(slot_init)
-        self.open_slots[slot_init.slot] = sequence
-        self.ask_drafter(lambda drafter: drafter.begin(slot_init), None)
-        grammar = sequence.request.grammar
-        if grammar is not None:
-            self.grammars.open(slot_init.slot, grammar, sequence.output.tolist())
-
     def close(self, slot: int) -> None:
         """Close a slot to all that it was opened to."""
         sequence = self.open_slots.pop(slot, None)

@@ -17,7 +17,6 @@ from forerun.columns import Column, column, consume
 from forerun.engine.request import Request, Sink, SpeculationStats, choice_seed
 from forerun.engine.trace import StepTrace
 from forerun.interface.plan import Outcome, TokenLogprobs
-from forerun.interface.slot_init import SlotInit
 from forerun.text.stream import TextStream
 from forerun.types import Ints, RequestId
 
@@ -144,13 +143,6 @@ class Sequence:
         more = self.constrained or request.speculation.trace or len(request.prediction)
         told = waits or more or self.sampling.logprobs is not None
         self.ordinary = not (told or self.over) and self.stream.passes
-
-    def slot_init(self) -> SlotInit:
-        """What an executor and a drafter must know. The sequence has a slot."""
-        assert self.slot is not None
-        tokens, prediction = self.tokens.copy(), self.request.prediction
-        about = self.prompt_len, self.sampling, prediction, self.table.length, self.shared
-        return SlotInit(self.slot, tokens, *about)
 
     def drop(self, count: int) -> None:
         """The last `count` tokens are not decided after all. The sequence has no pages."""

@@ -1,0 +1,50 @@
+"""Slots are opened to all that a sequence needs, and closed, before a step that has new rows."""
+
+import logging
+from collections.abc import Callable
+from time import monotonic
+
+from forerun.engine.news import Ending, failed
+from forerun.engine.parts import Parts
+from forerun.engine.scheduler import Schedule
+from forerun.engine.sequence import Sequence
+from forerun.interface.slot_init import SlotInit
+from forerun.types import RequestId
+
+log = logging.getLogger("forerun.engine")
+
+
+def open_slots(schedule: Schedule, parts: Parts, end: Callable[[RequestId, Ending], None]) -> bool:
+    """Close and open slots as planned. False where a request ended by that: `end` was called for
+    it, because what its sequence was opened to raised.
+    """
+    for slot in schedule.closed:
+        parts.close(slot)
+    sound = True
+    for sequence in schedule.opened:
+        if sequence.slot is None:  # Ended with a sibling that could not be opened.
+            continue
+        sequence.admitted = sequence.admitted or monotonic()
+        try:
+            open_slot(sequence, parts)
+        except Exception as error:
+            log.exception("request %s could not be opened", sequence.request.id)
+            end(sequence.request.id, failed(error))
+            sound = False
+    return sound
+
+
+def open_slot(sequence: Sequence, parts: Parts) -> None:
+    """Open the slot of `sequence` to executor, drafter and grammars. Raises what they raise; then
+    `Parts.close` cleans up.
+    """
+    assert sequence.slot is not None
+    tokens, prediction = sequence.tokens.copy(), sequence.request.prediction
+    about = sequence.prompt_len, sequence.sampling, prediction, sequence.table.length
+    slot_init = SlotInit(sequence.slot, tokens, *about, sequence.shared)
+    parts.executor.open(slot_init)
+    parts.open_slots[slot_init.slot] = sequence
+    parts.ask_drafter(lambda drafter: drafter.begin(slot_init), None)
+    grammar = sequence.request.grammar
+    if grammar is not None:
+        parts.grammars.open(slot_init.slot, grammar, sequence.output.tolist())
