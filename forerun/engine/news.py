@@ -46,7 +46,7 @@ class News(NamedTuple):
     committed: dict[int, Committed]
 
 
-def as_the_grammar_says(sequence: Sequence, kept: Kept, committed: Committed) -> Kept:
+def guided(sequence: Sequence, kept: Kept, committed: Committed) -> Kept:
     """The same, but where the grammar is complete or cannot be followed, the sequence ends here."""
     if kept.ending is not None or not (committed.complete or committed.error):
         return kept
@@ -90,7 +90,7 @@ def step_trace(sequence: Sequence, kept: Kept, step: Step, row: int, outcome: Ou
     )
 
 
-def count_predicted(sequence: Sequence, trees: TreeBatch, row: int, path: Ints) -> None:
+def add_predicted(sequence: Sequence, trees: TreeBatch, row: int, path: Ints) -> None:
     """Count the draft tokens of one step out of the prediction; `path`: nodes accepted."""
     if trees.drafts:
         sources, root = trees.drafts[row].sources(), trees.root(row)

@@ -12,16 +12,7 @@ from typing import TypeVar
 from forerun.cache.table import commit
 from forerun.columns import consume
 from forerun.engine.metrics import Metrics
-from forerun.engine.news import (
-    Ending,
-    Kept,
-    News,
-    as_the_grammar_says,
-    count_predicted,
-    echo,
-    failed,
-    step_trace,
-)
+from forerun.engine.news import Ending, Kept, News, add_predicted, echo, failed, guided, step_trace
 from forerun.engine.parts import Parts
 from forerun.engine.request import Delta, Finish, Request, Stopping
 from forerun.engine.scheduler import Scheduler
@@ -219,12 +210,12 @@ class OutputProcessor:
             return  # Ended with another row of the same request.
         tokens = outcome.output_tokens[row]
         if len(sequence.request.prediction) and outcome.n_draft_tokens[row]:
-            count_predicted(sequence, step.round.trees, row, outcome.paths[row])
+            add_predicted(sequence, step.round.trees, row, outcome.paths[row])
         try:
             counted = tokens if committed is None else tokens[: committed.kept]
             kept = keep(sequence, counted, self._eos_ids)
             if committed is not None:
-                kept = as_the_grammar_says(sequence, kept, committed)
+                kept = guided(sequence, kept, committed)
         except Exception as error:
             log.exception("request %s failed", sequence.request.id)
             self.end(sequence.request.id, failed(error))
