@@ -112,7 +112,7 @@ def multiply(executor: CpuExecutor, rows: int, scratch: np.ndarray) -> None:
 def measure(
     benches: dict[str, StepBench], sizes: list[Size], rounds: int, draw: np.random.Generator
 ) -> Times:
-    """So many rounds, every work of every size once in each, right behind one of its kind that does
+    """So many rounds, every work of every size once in each, right behind two of its kind that do
     not count, as steps follow each other in service: behind 64 rows one row finds its weights out
     of the caches.
     """
@@ -126,7 +126,7 @@ def measure(
         for size in sizes:
             for index in draw.permutation(len(works)).tolist():
                 bench, label, work = works[index]
-                (took,) = bench.times(work(*size), 1, warm_up=1)
+                (took,) = bench.times(work(*size), 1, warm_up=2)
                 taken[label][size].append(took)
     return taken
 
