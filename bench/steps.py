@@ -56,8 +56,6 @@ KINDS = {
     "shaped": Sampling(temperature=0.8, top_k=50, repetition_penalty=1.1, logprobs=5),
 }
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-KERNELS = ("avx512-amx", "avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon")
-"""Instruction sets of the core, as csrc/dispatch.cpp names them."""
 Size = tuple[int, int]
 """Rows, nodes of each."""
 Times = dict[str, dict[Size, list[float]]]
@@ -200,8 +198,10 @@ def main() -> None:
     if asked.cores:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: asked.cores])
     if asked.kernels:
-        each = KERNELS if asked.kernels == ["all"] else asked.kernels
+        each = native.KERNELS[:-1] if asked.kernels == ["all"] else asked.kernels
         cores = [f"cpu {kernels}" for kernels in each if native.kernels(kernels)]
+        if not cores:
+            parser.error(f"this machine runs none of {each}")
         asked.executors = cores + [name for name in asked.executors if name != "cpu"]
     model = open_model(asked.model)
     arch = model.checkpoint.architecture

@@ -119,13 +119,8 @@ static void tile_block(const Matrix& w, int block, const TileRows<kTileInputs<Fo
             }
         }
     }
-    const int first = block * kBlock, left = w.channels - first, count = left < kBlock ? left : kBlock;
     for (int r = 0; r < rows; r++) {
-        float* at = out.data + (row + r) * out.stride + first;
-        F16 value = forerun::has_offset(Format) ? add16(acc[r], low[r]) : acc[r];
-        if (w.bias) value = add16(value, load_first16(w.bias + first, count));
-        if (out.add) value = add16(load_first16(at, count), value);
-        store_first16(at, count, value);
+        put_channels(w, block, forerun::has_offset(Format) ? add16(acc[r], low[r]) : acc[r], out, row + r);
     }
 }
 

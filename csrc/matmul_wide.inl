@@ -160,15 +160,7 @@ static void rows_of_blocks(const Matrix& w, int block, const Group* x, int row, 
     F16 result[R][V];
     blocks_times_rows<Format, R, V>(w, block, x, ahead, result);
     for (int r = 0; r < R; r++) {
-        for (int v = 0; v < V; v++) {
-            const int first = (block + v) * kBlock, left = w.channels - first;
-            const int count = left < kBlock ? left : kBlock;
-            float* at = out.data + (row + r) * out.stride + first;
-            F16 value = result[r][v];
-            if (w.bias) value = add16(value, load_first16(w.bias + first, count));
-            if (out.add) value = add16(load_first16(at, count), value);
-            store_first16(at, count, value);
-        }
+        for (int v = 0; v < V; v++) put_channels(w, block + v, result[r][v], out, row + r);
     }
 }
 

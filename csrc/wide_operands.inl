@@ -99,6 +99,16 @@ FORERUN_INLINE int32_t first_sum(const Group& lanes, int r, int half) {
     return Format == kQ8 || Format == kMX4 ? lanes.excess[r % kLanes] : 0;
 }
 
+// One row's result of a block, or what of it there are channels for, to where it goes.
+FORERUN_INLINE void put_channels(const Matrix& w, int block, F16 value, Target out, int row) {
+    const int first = block * kBlock, left = w.channels - first;
+    const int count = left < kBlock ? left : kBlock;
+    float* at = out.data + row * out.stride + first;
+    if (w.bias) value = add16(value, load_first16(w.bias + first, count));
+    if (out.add) value = add16(load_first16(at, count), value);
+    store_first16(at, count, value);
+}
+
 // Into the second cache: fetched into the first, weights for one row came at .78 of the speed
 // (Zen 4), because what waits for memory there keeps products from what has arrived. All lines of a
 // group without a loop, which costs one row 5 %.

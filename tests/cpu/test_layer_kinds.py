@@ -25,7 +25,6 @@ from tests.models import tiny
 from tests.parity.driver import Driver, Row, as_draft, limits
 from tests.parity.test_torch_logits import EXPERTS, FURTHER, GEMMAS, ONLY
 
-KERNELS = ("avx512-amx", "avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon", "portable")
 CASES = [
     *(("qwen2_moe", name, changes) for name, changes in EXPERTS.items()),
     *(("qwen2_moe", name, changes) for name, changes in {
@@ -203,13 +202,13 @@ def test_every_instruction_set_gives_the_same_bits(executor, checkpoint, random,
     source = checkpoint(family, kind, **IN_FILES.get(family, {}))
     tokens = random.integers(0, tiny.VOCAB, 70)
     plain = logits_of(executor(source, kernels="portable"), tokens)
-    for name in KERNELS:
+    for name in native.KERNELS:
         if native.kernels(name):
             found = logits_of(executor(source, 2, kernels=name), tokens)
             assert np.array_equal(plain, found), name
 
 
-@pytest.mark.parametrize("name", [name for name in KERNELS if native.kernels(name)])
+@pytest.mark.parametrize("name", list(filter(native.kernels, native.KERNELS)))
 def test_gelu_by_erf_is_within_a_millionth_of_itself(name):
     """In float32, also where it vanishes: against float64, until the normal distribution's tail is
     below 1e-36. What is not finite stays so.

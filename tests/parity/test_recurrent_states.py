@@ -28,7 +28,6 @@ from tests.models import tiny
 from tests.parity.driver import EVERYTHING, Driver, Row, as_draft, chain_draft, limits
 from tests.twins.gated_delta import Recurrence
 
-NAMES = ("portable", "avx2", "avx-vnni", "avx512-vnni", "avx512-vnni-512", "avx512-amx", "neon")
 GREEDY = Sampling(temperature=0.0)
 
 
@@ -199,7 +198,7 @@ def test_a_state_has_the_same_bits_on_every_way(arch, seed):
     assert torch.equal(other.states.windows[:, 3], plain.states.windows[:, 0])
 
 
-KERNELS = [name for name in NAMES if native.kernels(name)]
+KERNELS = list(filter(native.kernels, native.KERNELS))
 SIZES = [(7, 12, 2, 4), (128, 128, 1, 2), (1, 33, 3, 3), (8, 16, 2, 2)]
 
 

@@ -23,6 +23,8 @@ Library = TypeVar("Library", ctypes.CDLL, ctypes.PyDLL)
 LIBRARY = Path(__file__).with_name("_core.so")
 ABI = 26
 """What `forerun_abi` of csrc/api.cpp must say; raised together with it."""
+KERNELS = ("avx512-amx", "avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon", "portable")
+"""All names of csrc/dispatch.cpp, best first; `kernels` tells which of them run here."""
 
 
 class Sizes(ctypes.Structure):
