@@ -8,10 +8,9 @@ rounds   at a large model's size, random weights: each of (rows, nodes, levels),
          bandwidth of a copy) and the kernels that the profiler names; and 64 rows with top_p 0.9
 formats  there too: a plain step in bfloat16, in float8, with float8 pages, and with weights kept in
          4 and 8 bits; prompt tokens per second
-served   the engine end to end with a real model, by way to speculate: tokens per second of wall
-         time, one stream and all; host is the share of it outside of captured rounds (prompts,
-         which are eager, included)
-overlap  the same on and off in turns, nothing drafted: at 1, 16 and 64 streams, greedy, with top_p,
+served   the engine end to end with a real model, each way to speculate and none in turns: tokens
+         per second of wall time at 1, 16 and 64 streams, answers of 160 and of 1,000 tokens
+overlap  overlap on and off in turns, nothing drafted: at 1, 16 and 64 streams, greedy, with top_p,
          and with prompts and answers of mixed lengths
 leak     bytes that so many rounds leave behind, on the device and in the process
 author   dense generation, as `forerun train` uses it
@@ -47,7 +46,6 @@ from forerun.measure.sized import (
     DRAFT_VOCAB,
     StepSweep,
     copy_bandwidth,
-    host_share,
     torch_bench,
     wait,
 )
@@ -67,6 +65,7 @@ POINTS = (
 """Rows, nodes of each, levels of a chain that the head grows: also in docs/gpu-roofline.md."""
 
 TOP_P = Sampling(temperature=0.8, top_p=0.9, seed=1)
+SAMPLED = {"top_p": {"temperature": 0.8, "top_p": 0.9}, "sampled": {"temperature": 0.8}}
 
 
 class Report:
@@ -246,11 +245,11 @@ def gain(found: dict[str, Any], numbers: str) -> dict[str, float]:
 
 
 def opened(asked: argparse.Namespace, device: torch.device, rows: int, **how: Any) -> LLM:
-    """The model with `rows` sequences of 1,024 tokens; two may be loaded at a time, and memory is
+    """The model with `rows` sequences of 1,280 tokens; two may be loaded at a time, and memory is
     filled with pages otherwise.
     """
-    where = {"executor": "torch", "device": str(device), "max_sequences": rows, "context": 1024}
-    return LLM(asked.model, kv_tokens=1024 * rows, **where, **how)
+    where = {"executor": "torch", "device": str(device), "max_sequences": rows, "context": 1280}
+    return LLM(asked.model, kv_tokens=1280 * rows, **where, **how)
 
 
 def speculations(name: str) -> dict[str, dict[str, Any]]:
@@ -268,32 +267,25 @@ def speculations(name: str) -> dict[str, dict[str, Any]]:
 
 
 def served(report: Report, device: torch.device, asked: argparse.Namespace) -> None:
-    """Fill `report` with tokens per second through the engine, greedy, by way to speculate."""
+    """Fill `report` with every way to speculate beside none, in turns: greedy and at temperature
+    0.8, in short answers, and of the adaptive head in long ones.
+    """
     real = device.type == "cuda"
-    for name, how in speculations(asked.model).items():
-        with opened(asked, device, 64 if real else 2, **how) as llm:
-            for at_once in (1, 16, 64) if real else (1, 2):
-                where = f"{name}, {at_once} streams"
-                report.measure(where, partial(spoken, llm, at_once, 128 if real else 6))
-
-
-def spoken(llm: LLM, at_once: int, tokens: int) -> dict[str, Any]:
-    """One stream answers four prompts; many answer one each."""
-    done: list[Any] = []
-    taken = 0.0
-
-    def work() -> float:
-        nonlocal taken
-        begun = time.perf_counter()
-        done.extend(asked_of(llm, at_once, "greedy", tokens, max(at_once, 4)))
-        taken = time.perf_counter() - begun
-        return 1e3 * taken
-
-    asked_of(llm, at_once, "greedy", tokens, at_once)  # Warms up.
-    host = host_share(llm.loaded.target.executor, work)
-    found = {"tokens/s": sum(len(choice.tokens) for choice in done) / taken}
-    found["tokens per step"] = acceptance_length([choice.stats for choice in done])
-    return found if host is None else found | {"host": host}
+    streams, short, long = ((1, 16, 64), 160, 1000) if real else ((1, 2), 6, 12)
+    points = [(kind, at, short) for kind in ("greedy", "sampled") for at in streams]
+    ways = speculations(asked.model)
+    with opened(asked, device, streams[-1], **ways.pop("off")) as without:
+        for name, how in ways.items():
+            begun = time.perf_counter()
+            with opened(asked, device, streams[-1], **how) as with_it:
+                report.found[f"{name}, start_s"] = time.perf_counter() - begun
+                longer = [("greedy", at, long) for at in streams] if name == "head" else []
+                for kind, at_once, tokens in points + longer:
+                    work = partial(turns, without, with_it, at_once, kind, tokens)
+                    report.measure(f"{name}, {kind}, {at_once} x {tokens}", work)
+                facts = with_it.loaded.target.executor.describe()
+                kept = {key: facts.get(key) for key in ("captured", "capture_seconds")}
+                report.found[f"{name}, rounds"] = kept
 
 
 def overlap(report: Report, device: torch.device, asked: argparse.Namespace) -> None:
@@ -314,6 +306,7 @@ def turns(without: LLM, with_it: LLM, at_once: int, kind: str, tokens: int) -> d
     """Both in turns; the first turn warms up and does not count."""
     taken: dict[str, list[float]] = {"off": [], "on": []}
     texts: dict[str, list[list[int]]] = {}
+    accepted: list[float] = []
     before = with_it.loaded.engine.stats()
     for _ in range(4):
         for name, llm in (("off", without), ("on", with_it)):
@@ -321,11 +314,15 @@ def turns(without: LLM, with_it: LLM, at_once: int, kind: str, tokens: int) -> d
             done = asked_of(llm, at_once, kind, tokens, at_once)
             texts[name] = [choice.tokens for choice in done]
             taken[name].append(sum(map(len, texts[name])) / (time.perf_counter() - begun))
+        accepted.append(acceptance_length([choice.stats for choice in done]))
     after = with_it.loaded.engine.stats()
     ratios = [on / off for on, off in zip(taken["on"][1:], taken["off"][1:], strict=True)]
-    speeds = {f"overlap {name}, tokens/s": median(each[1:]) for name, each in taken.items()}
+    speeds = {f"{name}, tokens/s": median(each[1:]) for name, each in taken.items()}
     return speeds | {
         "on over off": median(ratios),
+        "least": min(ratios),
+        "most": max(ratios),
+        "tokens per step": median(accepted[1:]),
         "carried": (after.carried - before.carried) / max(1, after.steps - before.steps),
         "texts that differ": sum(a != b for a, b in zip(texts["off"], texts["on"], strict=True)),
     }
@@ -334,7 +331,7 @@ def turns(without: LLM, with_it: LLM, at_once: int, kind: str, tokens: int) -> d
 def asked_of(llm: LLM, at_once: int, kind: str, tokens: int, count: int) -> list[Any]:
     """`count` answers, so many at once."""
     prompts, random = read_prompts(), np.random.default_rng(at_once)
-    how: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9} if kind == "top_p" else {}
+    how: dict[str, Any] = SAMPLED.get(kind, {})
     requests, room = [], llm.loaded.context - 24
     for index in range(count):
         text = prompts[index % len(prompts)].messages[-1]["content"]
