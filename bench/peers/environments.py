@@ -23,6 +23,7 @@ LLAMA = "llama-cpp-python==0.3.36"
 ENVIRONMENTS = {
     "llamacpp": Environment((LLAMA,)),
     "ikllama": Environment(("ik-llama-cpp-python==0.1.5",)),
+    "gguf": Environment(("gguf==0.19.0",)),
     "onnx": Environment(("onnx==1.23.2", "onnxruntime==1.32.0")),
     "openvino": Environment(("openvino-genai==2026.4.1.0", "starlette", "uvicorn")),
     "vllm": Environment(

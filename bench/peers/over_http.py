@@ -3,69 +3,158 @@
     python bench/peers/over_http.py --out bench/results/peers-http.json      (make bench-peers)
 
 The same file, prompts, number of answer tokens and threads for all; greedy, end of text ignored.
-A visit in which a connection is dropped is made again, said at once and counted in the results.
-Every round visits the numbers of streams, and for each the servers in an order drawn anew, one
-running at a time. Whole: answer tokens per second of all streams, prompts included. Decoding:
-answer tokens per second from each answer's first token on, times the streams. Medians over rounds
-with their quartiles; ratios are of the same round.
+No prompt's beginning is another's, and no server keeps prompts for later requests. A visit in which
+a connection is dropped is made again, said at once and counted in the results. Every round visits
+the numbers of streams, and for each the servers in an order drawn anew, one running at a time; a
+server that takes a minute to start is started once a round, before or after the others.
+
+Whole: answer tokens per second of all streams, prompts included. Prompts: prompt tokens per second
+of the same requests with answers of one token. Decoding: the other answer tokens per second of the
+time that the whole takes longer than these. Medians over rounds with least and most; ratios are of
+the same round. First token: the median answer's, in milliseconds, in the whole.
 """
 
 import argparse
 import asyncio
 import json
 import statistics
+import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from dequantise import write_folder
+from environments import ENVIRONMENTS, OUT, interpreter
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from servers import SERVERS, Job, Server, missing_tools, running
+from servers import SERVERS, Job, Server, fields, running
+from sources import SOURCES, missing_tools
 
+from forerun.errors import ForerunError
 from forerun.hub.catalog import open_model
 from forerun.machine import stamp
 from forerun.measure.client import Endpoint, Timing, body_of, find_model, load_level
 from forerun.measure.workload import Prompt, read_prompts, spread
 from forerun.options.config import AskConfig
+from forerun.text.chat import ChatTemplate
 
-ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
 TRIES = 3
 DROPPED = ("RemoteProtocolError", "ReadError", "WriteError", "ConnectError")
 """How httpx calls a connection that ended before its answer did."""
+EMPTY = "the answer was empty"
+"""How the client calls an answer of one token that is half a character, or a control token."""
+DEFAULT, RANDOM = "smollm2-135m", "random-1b"
 console = Console(stderr=True)
 
 
-def speeds(timings: list[Timing], seconds: float, streams: int) -> dict[str, float]:
-    """Raises RuntimeError where an answer failed."""
+@dataclass(frozen=True)
+class Work:
+    """What every server of one visit is asked.
+
+    warm    asked first, unmeasured
+    bodies  the JSON of each request
+    tokens  prompt tokens of all `bodies`
+    """
+
+    warm: list[dict[str, Any]]
+    bodies: list[dict[str, Any]]
+    tokens: int
+
+
+def apart(prompt: Prompt, number: int) -> tuple[dict[str, Any], ...]:
+    """The prompt's messages behind a system message that begins like no other's, so that whoever
+    keeps the beginnings of prompts finds none.
+    """
+    found = [message for message in prompt.messages if message["role"] != "system"]
+    return ({"role": "system", "content": f"{number}. You are a helpful assistant."}, *found)
+
+
+class Asking:
+    """Makes requests of the built-in prompts, other ones for every call."""
+
+    def __init__(self, model: Any) -> None:
+        self._template = ChatTemplate(model.chat_template, model.tokenizer)
+        self._texts, self._number = read_prompts(), 0
+
+    def _bodies(self, count: int, tokens: int) -> list[dict[str, Any]]:
+        ask = AskConfig(max_tokens=tokens, ignore_eos=True)
+        texts = self._texts
+        shift = self._number % len(texts)
+        chosen = spread(texts[shift:] + texts[:shift], min(count, len(texts)))
+        bodies = []
+        for index in range(count):
+            self._number += 1
+            prompt = chosen[index % len(chosen)]
+            messages = apart(prompt, self._number)
+            bodies.append(body_of(Prompt(prompt.id, prompt.kind, messages), "", ask, None))
+        return bodies
+
+    def work(self, streams: int, count: int, tokens: int) -> Work:
+        """`count` requests for `tokens` each, and one more per stream to warm up with."""
+        warm, bodies = self._bodies(streams, 8), self._bodies(count, tokens)
+        lengths = [len(self._template.encode(body["messages"])) for body in bodies]
+        return Work(warm, bodies, sum(lengths))
+
+
+def speeds(first: float, timings: list[Timing], seconds: float, prompts: int) -> dict[str, float]:
+    """Figures of one visit.
+
+    first             seconds that answers of one token took
+    timings, seconds  of the whole
+    prompts           tokens of all prompts
+
+    Raises RuntimeError where an answer failed.
+    """
     failed = [timing.error for timing in timings if timing.error]
     if failed:
         raise RuntimeError(failed[0])
-    per_token = [timing.per_token for timing in timings if timing.per_token]
+    tokens = sum(timing.tokens for timing in timings)
     return {
-        "whole": sum(timing.tokens for timing in timings) / seconds,
-        "decoding": min(streams, len(timings)) / statistics.mean(per_token),
+        "whole": tokens / seconds,
+        "prompts": prompts / first,
+        "decoding": (tokens - len(timings)) / max(seconds - first, 1e-3),
         "first_ms": 1000.0 * statistics.median(timing.first for timing in timings),
-        "tokens": sum(timing.tokens for timing in timings),
+        "tokens": tokens,
+        "seconds": seconds,
+        "seconds_prompts": first,
     }
 
 
-def asked(url: str, prompts: list[Prompt], streams: int, tokens: int) -> dict[str, float]:
-    """One visit: a short warm-up, then every prompt once, `streams` at a time."""
+def asked(url: str, work: Work, streams: int, more: dict[str, Any]) -> dict[str, float]:
+    """One visit: a short warm-up, then every request for one token, then every request in full,
+    `streams` at a time.
+
+    Raises RuntimeError where an answer failed.
+    """
     model = find_model(url, "", None)
-    ask = AskConfig(max_tokens=tokens, ignore_eos=True)
-    bodies = [body_of(prompt, model, ask, None) for prompt in prompts]
     endpoint = Endpoint(url, model)
-    warm = [body | {"max_tokens": 8} for body in bodies[:streams]]
-    asyncio.run(load_level(endpoint, warm, streams))
+    more = more | {"model": model}
+    asyncio.run(load_level(endpoint, [body | more for body in work.warm], streams))
+    # Other bytes than in full, so that not even a cache that nobody mentions has seen them.
+    bodies = [body | more for body in work.bodies]
+    short = [body | {"messages": again(body["messages"]), "max_tokens": 1} for body in bodies]
+    timings, first = asyncio.run(load_level(endpoint, short, streams))
+    for timing in timings:
+        if timing.error and not timing.error.startswith(EMPTY):
+            raise RuntimeError(timing.error)
     timings, seconds = asyncio.run(load_level(endpoint, bodies, streams))
-    return speeds(timings, seconds, streams)
+    return speeds(first, timings, seconds, work.tokens)
+
+
+def again(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same messages with another beginning of the same length."""
+    system, *rest = messages
+    number, _, text = system["content"].partition(".")
+    return [system | {"content": f"{number}:{text}"}, *rest]
 
 
 def patiently(
-    name: str, url: str, prompts: list[Prompt], streams: int, tokens: int
+    name: str, url: str, work: Work, streams: int, more: dict[str, Any]
 ) -> dict[str, float]:
     """`asked`, once more from its beginning where a connection was dropped: never silently. How
     often is written beside the figures, which are those of a visit in which none was.
@@ -74,7 +163,7 @@ def patiently(
     """
     for dropped in range(TRIES):
         try:
-            return asked(url, prompts, streams, tokens) | {"dropped": dropped}
+            return asked(url, work, streams, more) | {"dropped": dropped}
         except RuntimeError as error:
             if not str(error).startswith(DROPPED) or dropped == TRIES - 1:
                 raise
@@ -84,73 +173,101 @@ def patiently(
     raise AssertionError
 
 
-def visit(server: Server, job: Job, prompts: list[Prompt], tokens: int) -> dict[str, float]:
-    """Start a server, ask, stop it."""
-    with running(server, job) as (url, start_seconds):
-        found = patiently(server.name, url, prompts, job.streams, tokens)
-        return found | {"start_seconds": start_seconds}
+def model_path(name: str) -> str:
+    """What `open_model` takes: the random model is made on first use."""
+    if name != RANDOM:
+        return name
+    path = OUT / f"{RANDOM}.gguf"
+    if not path.exists():
+        made = path.with_suffix(".part")
+        words = str(open_model(DEFAULT).path)
+        line = [str(interpreter("gguf")), str(HERE / "random_gguf.py"), str(made), words]
+        subprocess.run(line, check=True)
+        made.rename(path)
+    return str(path)
 
 
-def measure(args: argparse.Namespace, servers: list[Server]) -> dict[str, Any]:
-    """Rounds by streams and server. A server that fails is left out, with a word."""
-    model = open_model(args.model)
-    if any(server.kind == "vllm" for server in servers):
-        write_folder(model, args.folder)
-    draw, texts = np.random.default_rng(0), read_prompts()
-    found: dict[str, Any] = {}
-    with Progress(console=console) as progress:
-        bar = progress.add_task("visits", total=args.rounds * len(args.streams) * len(servers))
-        for number in range(args.rounds):
-            for streams in args.streams:
-                count = max(streams, args.single if streams == 1 else streams)
-                # Other prompts in every round, the same for all servers of it.
-                shift = (number * count) % len(texts)
-                prompts = spread(texts[shift:] + texts[:shift], min(count, len(texts)))
-                prompts = (prompts * (-(-count // len(prompts))))[:count]
-                job = Job(model.path, args.folder, args.threads, streams, args.context)
-                for index in draw.permutation(len(servers)).tolist():
-                    server = servers[index]
+Results = dict[str, dict[str, list[dict[str, float]]]]
+"""Streams -> server -> figures of each round."""
+
+
+class Rounds:
+    """All visits of a run, and what they found. A server that fails is left out, with a word."""
+
+    def __init__(self, args: argparse.Namespace, servers: list[Server]) -> None:
+        model = open_model(model_path(args.model))
+        folder = OUT / "dequantised" / model.path.stem
+        if any(server.kind == "vllm" for server in servers):
+            write_folder(model, folder)
+        self._args, self._servers = args, servers
+        self._files = {"gguf": model.path, "folder": folder}
+        self._asking, self._draw = Asking(model), np.random.default_rng(0)
+        self.found: Results = {}
+
+    def _visit(self, server: Server, works: dict[int, Work]) -> None:
+        """Start a server, ask for each number of streams, stop it."""
+        works = {n: work for n, work in works.items() if n <= (server.streams or n)}
+        if not works:
+            return
+        args, most = self._args, max(works)
+        job = Job(**self._files, threads=args.threads, streams=most, context=args.context)
+        try:
+            with running(server, job) as (url, start):
+                for streams, work in works.items():
+                    row = patiently(server.name, url, work, streams, fields(server))
+                    rows = self.found.setdefault(str(streams), {}).setdefault(server.name, [])
+                    rows.append(row | {"start_seconds": start})
+        except (RuntimeError, ForerunError) as error:
+            console.print(f"[yellow]{server.name} at {', '.join(map(str, works))}:[/] {error}")
+
+    def _visits(self) -> Iterator[tuple[Server, dict[int, Work]]]:
+        """Of one round, in the order in which they are made."""
+        args, servers = self._args, self._servers
+        counts = {n: max(n, args.single if n == 1 else n) for n in args.streams}
+        works = {n: self._asking.work(n, count, args.tokens) for n, count in counts.items()}
+        once = [(server, works) for server in servers if server.once]
+        first = self._draw.random() < 0.5
+        yield from once if first else []
+        for streams, work in works.items():
+            for index in self._draw.permutation(len(servers)).tolist():
+                if not servers[index].once:
+                    yield servers[index], {streams: work}
+        yield from [] if first else once
+
+    def run(self) -> None:
+        """Every round."""
+        with Progress(console=console) as progress:
+            bar = progress.add_task("visits", total=self._args.rounds)
+            for _ in range(self._args.rounds):
+                for server, works in self._visits():
+                    streams = ", ".join(map(str, works))
                     progress.update(bar, description=f"{server.name}, {streams} streams")
-                    try:
-                        row = visit(server, job, prompts, args.tokens)
-                        found.setdefault(str(streams), {}).setdefault(server.name, []).append(row)
-                    except RuntimeError as error:
-                        console.print(f"[yellow]{server.name} at {streams}:[/] {error}")
-                    progress.advance(bar)
-    return found
+                    self._visit(server, works)
+                progress.advance(bar)
 
 
 def shown(rows: list[dict[str, float]], base: list[dict[str, float]] | None, key: str) -> str:
-    """Median, quartiles, and the ratio to `base`."""
+    """Median, least and most, and the ratio to `base`."""
     values = [row[key] for row in rows]
-    low, high = (np.quantile(values, q) for q in (0.25, 0.75))
-    text = f"{statistics.median(values):.0f} [{low:.0f}-{high:.0f}]"
+    text = f"{statistics.median(values):.0f} [{min(values):.0f}-{max(values):.0f}]"
     if base and len(base) == len(rows):
         ratios = [row[key] / other[key] for row, other in zip(rows, base, strict=True)]
         text += f" x{statistics.median(ratios):.2f}"
     return text
 
 
-def main() -> None:
-    """Parse, measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16, 64])
-    parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--single", type=int, default=6, help="prompts of a one-stream visit")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--servers", nargs="+", default=[server.name for server in SERVERS])
-    parser.add_argument("--folder", type=Path, default=ROOT / "bench/out/dequantised")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    servers = [server for server in SERVERS if server.name in args.servers]
-    if "llama.cpp" in args.servers and (lacks := missing_tools()):
-        sys.exit(f"this machine lacks {lacks}; install it, or leave llama.cpp out with --servers")
-    found = measure(args, servers)
-    for key, title in (("whole", "prompts included"), ("decoding", "decoding alone")):
-        table = Table(title=f"tokens/s of all streams, {title} (x: over llama.cpp, same round)")
+TITLES = {
+    "whole": "answer tokens/s of all streams, prompts included",
+    "prompts": "prompt tokens/s, answers of one token",
+    "decoding": "answer tokens/s of all streams, without the prompts' time",
+    "first_ms": "first token, ms",
+}
+
+
+def print_tables(found: Results, servers: list[Server]) -> None:
+    """One of each figure: servers down, streams across."""
+    for key, title in TITLES.items():
+        table = Table(title=f"{title} (x: over llama.cpp, same round)")
         table.add_column("server")
         for streams in found:
             table.add_column(f"{streams} streams", justify="right")
@@ -164,10 +281,36 @@ def main() -> None:
     every = [row for rows in found.values() for part in rows.values() for row in part]
     if dropped := sum(int(row["dropped"]) for row in every):
         Console().print(f"{dropped} visits were made again: a connection was dropped")
+
+
+def main() -> None:
+    """Parse, measure, print, write."""
+    names = [server.name for server in SERVERS]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--model", default=DEFAULT, help=f"{RANDOM}: 1.1 billion random weights in Q4_K_M"
+    )
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--single", type=int, default=6, help="prompts of a one-stream visit")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--servers", nargs="+", choices=names, default=names)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    servers = [server for server in SERVERS if server.name in args.servers]
+    if any(server.kind in SOURCES for server in servers) and (lacks := missing_tools()):
+        sys.exit(f"this machine lacks {lacks}; install it, or choose others with --servers")
+    rounds = Rounds(args, servers)
+    rounds.run()
+    print_tables(rounds.found, servers)
     if args.out:
-        record = {"machine": stamp(), "command": sys.argv, "results": found}
+        packages = {name: ENVIRONMENTS[name].packages for name in sorted(ENVIRONMENTS)}
+        record = {"machine": stamp(), "command": sys.argv, "packages": packages}
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        text = json.dumps(record | {"results": rounds.found}, indent=1)
+        args.out.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """A Llama of TinyLlama's shape (1.1 billion weights) with random numbers in llama.cpp's Q4_K_M mix.
 
-    python bench/peers/random_gguf.py model.gguf
+    python bench/peers/random_gguf.py model.gguf words.gguf
 
-667 MB of Q4_K, and Q6_K for the output head and for half of the value and down projections. Its
-text means nothing; the time it takes is a real model's. llama.cpp, ik_llama.cpp and Forerun load
-it.
+667 MB of Q4_K, and Q6_K for the output head and for half of the value and down projections.
+Tokenizer and chat template are those of words.gguf (the default model), its vocabulary cut short,
+so that prompts have as many tokens as usual. Its text means nothing; the time it takes is a real
+model's.
 """
 
 import sys
@@ -50,22 +51,30 @@ def matrices() -> dict[str, tuple[Any, int, int]]:
     return found
 
 
-def add_tokenizer(writer: gguf.GGUFWriter) -> None:
-    """Byte-level tokens, and as many more as the vocabulary has."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    bytes_ = [chr(b) for b in shown] + [chr(256 + i) for i in range(256 - len(shown))]
-    special = ["<unk>", "<s>", "</s>"]
-    more = [f"w{index}" for index in range(VOCAB - 256 - len(special))]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([*special, *bytes_, *more])
-    writer.add_token_types([3] * len(special) + [1] * 256 + [4] * len(more))
-    writer.add_token_merges(["w 0"])
-    writer.add_eos_token_id(2)
+def add_tokenizer(writer: gguf.GGUFWriter, words: gguf.GGUFReader) -> None:
+    """The first VOCAB byte-level tokens of `words`, and the merges that make them."""
+
+    def value(name: str) -> Any:
+        return words.fields[f"tokenizer.{name}"].contents()
+
+    tokens = value("ggml.tokens")[:VOCAB]
+    known = set(tokens)
+    writer.add_tokenizer_model(value("ggml.model"))
+    writer.add_tokenizer_pre(value("ggml.pre"))
+    writer.add_token_list(tokens)
+    writer.add_token_types(value("ggml.token_type")[:VOCAB])
+    writer.add_token_merges(
+        [merge for merge in value("ggml.merges") if merge.replace(" ", "") in known]
+    )
+    writer.add_bos_token_id(value("ggml.bos_token_id"))
+    writer.add_eos_token_id(value("ggml.eos_token_id"))
+    writer.add_unk_token_id(value("ggml.unknown_token_id"))
+    writer.add_pad_token_id(value("ggml.padding_token_id"))
     writer.add_add_bos_token(False)
+    writer.add_chat_template(value("chat_template"))
 
 
-def write(path: Path) -> None:
+def write(path: Path, words: Path) -> None:
     """Make the file."""
     random, writer = np.random.default_rng(0), gguf.GGUFWriter(path, "llama")
     writer.add_block_count(LAYERS)
@@ -76,8 +85,11 @@ def write(path: Path) -> None:
     writer.add_head_count_kv(KV_HEADS)
     writer.add_rope_dimension_count(HEAD_SIZE)
     writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(VOCAB)
-    add_tokenizer(writer)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_K_M)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    add_tokenizer(writer, gguf.GGUFReader(words))
     for name, (kind, rows, columns) in matrices().items():
         writer.add_tensor(f"{name}.weight", blocks(random, kind, rows, columns), raw_dtype=kind)
     for layer in range(LAYERS):
@@ -91,4 +103,4 @@ def write(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+    write(Path(sys.argv[1]), Path(sys.argv[2]))

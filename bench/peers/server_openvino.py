@@ -3,14 +3,17 @@
     python server_openvino.py MODEL.gguf THREADS PORT
 
 OpenVINO GenAI brings no server of its own on the registry; this adds nothing to its pipeline but
-HTTP: one thread steps the pipeline, each request polls its own handle.
+HTTP. One thread owns the pipeline: before each step it takes in what was asked meanwhile, after it
+hands each request its tokens, decoded in one call. Nobody polls, and nobody waits for a lock.
 """
 
 import asyncio
 import json
+import queue
 import sys
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 
 import openvino_genai as genai
@@ -23,41 +26,63 @@ from starlette.routing import Route
 MODEL, THREADS, PORT = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 
 
+@dataclass(frozen=True)
+class Ask:
+    """One request on its way to the pipeline.
+
+    loop, news  where its pieces go: text, and how many tokens it is
+    """
+
+    messages: list[dict[str, Any]]
+    tokens: int
+    loop: asyncio.AbstractEventLoop
+    news: asyncio.Queue[tuple[str, int]]
+
+    def tell(self, text: str, count: int) -> None:
+        """From the pipeline's thread."""
+        self.loop.call_soon_threadsafe(self.news.put_nowait, (text, count))
+
+
 class Pipeline:
-    """The pipeline and the thread that steps it."""
+    """The pipeline, the requests that wait for it, and the thread that steps it."""
 
     def __init__(self) -> None:
         scheduler = genai.SchedulerConfig()
         scheduler.cache_size = 2
         scheduler.dynamic_split_fuse = True
+        scheduler.enable_prefix_caching = False
         self.pipe = genai.ContinuousBatchingPipeline(
             MODEL, scheduler, "CPU", {"INFERENCE_NUM_THREADS": THREADS}
         )
         self.tokenizer = self.pipe.get_tokenizer()
-        self.lock, self.work = threading.Lock(), threading.Event()
-        self.number = 0
+        self.waiting: queue.SimpleQueue[Ask] = queue.SimpleQueue()
         threading.Thread(target=self._run, daemon=True).start()
 
-    def add(self, messages: list[dict[str, Any]], tokens: int) -> Any:
-        """A handle to the answer."""
-        prompt = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    def _add(self, number: int, ask: Ask) -> Any:
+        prompt = self.tokenizer.apply_chat_template(ask.messages, add_generation_prompt=True)
         config = genai.GenerationConfig()
-        config.max_new_tokens = config.min_new_tokens = tokens
+        config.max_new_tokens = config.min_new_tokens = ask.tokens
         config.do_sample, config.ignore_eos = False, True
-        with self.lock:
-            self.number += 1
-            handle = self.pipe.add_request(self.number, prompt, config)
-        self.work.set()
-        return handle
+        return self.pipe.add_request(number, prompt, config)
 
     def _run(self) -> None:
+        number, asked = 0, {}
         while True:
-            self.work.wait()
-            with self.lock:
-                if self.pipe.has_non_finished_requests():
-                    self.pipe.step()
-                else:
-                    self.work.clear()
+            while not asked or not self.waiting.empty():
+                ask, number = self.waiting.get(), number + 1
+                asked[number] = (ask, self._add(number, ask), ask.tokens)
+            self.pipe.step()
+            found = []
+            for key, (_, handle, _) in asked.items():
+                if handle.can_read():
+                    pieces = handle.read().values()
+                    found.append((key, [i for piece in pieces for i in piece.generated_ids]))
+            texts = self.tokenizer.decode([ids for _, ids in found]) if found else []
+            for (key, ids), text in zip(found, texts, strict=True):
+                ask, handle, left = asked.pop(key)
+                ask.tell(text or " ", len(ids))
+                if left > len(ids):
+                    asked[key] = (ask, handle, left - len(ids))
 
 
 pipeline = Pipeline()
@@ -66,19 +91,16 @@ pipeline = Pipeline()
 async def chat(request: Request) -> StreamingResponse:
     """A streamed answer."""
     body = await request.json()
-    handle = await asyncio.to_thread(pipeline.add, body["messages"], body["max_tokens"])
+    news: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
+    wanted = body["max_tokens"]
+    pipeline.waiting.put(Ask(body["messages"], wanted, asyncio.get_running_loop(), news))
 
     async def events() -> AsyncIterator[str]:
         count = 0
-        while count < body["max_tokens"]:
-            if not handle.can_read():
-                await asyncio.sleep(0.0005)
-                continue
-            for output in handle.read().values():
-                ids = list(output.generated_ids)
-                count += len(ids)
-                delta = {"choices": [{"delta": {"content": pipeline.tokenizer.decode(ids) or " "}}]}
-                yield f"data: {json.dumps(delta)}\n\n"
+        while count < wanted:
+            text, more = await news.get()
+            count += more
+            yield f"data: {json.dumps({'choices': [{'delta': {'content': text}}]})}\n\n"
         usage = {"choices": [], "usage": {"completion_tokens": count}}
         yield f"data: {json.dumps(usage)}\n\ndata: [DONE]\n\n"
 

