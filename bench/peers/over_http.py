@@ -20,7 +20,7 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,17 @@ EMPTY = "the answer was empty"
 """How the client calls an answer of one token that is half a character, or a control token."""
 DEFAULT, RANDOM = "smollm2-135m", "random-1b"
 console = Console(stderr=True)
+
+
+class Closing(Endpoint):
+    """A connection for each request: kept ones are closed by llama-server now and then, just as the
+    next request is sent over them.
+    """
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """HTTP headers."""
+        return {"Connection": "close"}
 
 
 @dataclass(frozen=True)
@@ -132,7 +143,7 @@ def asked(url: str, work: Work, streams: int, more: dict[str, Any]) -> dict[str,
     Raises RuntimeError where an answer failed.
     """
     model = find_model(url, "", None)
-    endpoint = Endpoint(url, model)
+    endpoint = Closing(url, model)
     more = more | {"model": model}
     asyncio.run(load_level(endpoint, [body | more for body in work.warm], streams))
     # Other bytes than in full, so that not even a cache that nobody mentions has seen them.
@@ -234,8 +245,8 @@ class Rounds:
                     yield servers[index], {streams: work}
         yield from [] if first else once
 
-    def run(self) -> None:
-        """Every round."""
+    def run(self, after: Callable[[], None]) -> None:
+        """Every round, and `after` behind each."""
         with Progress(console=console) as progress:
             bar = progress.add_task("visits", total=self._args.rounds)
             for _ in range(self._args.rounds):
@@ -243,6 +254,7 @@ class Rounds:
                     streams = ", ".join(map(str, works))
                     progress.update(bar, description=f"{server.name}, {streams} streams")
                     self._visit(server, works)
+                after()
                 progress.advance(bar)
 
 
@@ -283,6 +295,16 @@ def print_tables(found: Results, servers: list[Server]) -> None:
         Console().print(f"{dropped} visits were made again: a connection was dropped")
 
 
+def save(out: Path | None, found: Results) -> None:
+    """What was found so far, as JSON."""
+    if not out:
+        return
+    packages = {name: ENVIRONMENTS[name].packages for name in sorted(ENVIRONMENTS)}
+    record = {"machine": stamp(), "command": sys.argv, "packages": packages, "results": found}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     """Parse, measure, print, write."""
     names = [server.name for server in SERVERS]
@@ -303,14 +325,8 @@ def main() -> None:
     if any(server.kind in SOURCES for server in servers) and (lacks := missing_tools()):
         sys.exit(f"this machine lacks {lacks}; install it, or choose others with --servers")
     rounds = Rounds(args, servers)
-    rounds.run()
+    rounds.run(lambda: save(args.out, rounds.found))
     print_tables(rounds.found, servers)
-    if args.out:
-        packages = {name: ENVIRONMENTS[name].packages for name in sorted(ENVIRONMENTS)}
-        record = {"machine": stamp(), "command": sys.argv, "packages": packages}
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(record | {"results": rounds.found}, indent=1)
-        args.out.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The bench beside peers' servers: a dropped connection is said, counted and asked again."""
+"""The bench beside peers' servers: what it asks of all alike, and how it counts."""
 
 import sys
 from pathlib import Path
@@ -6,17 +6,18 @@ from pathlib import Path
 import pytest
 
 PEERS = Path(__file__).parents[2] / "bench" / "peers"
+MODULES = ("over_http", "servers", "sources", "environments", "dequantise")
 
 
 @pytest.fixture
 def over_http(monkeypatch):
     monkeypatch.syspath_prepend(str(PEERS))
-    for name in ("over_http", "servers", "environments", "dequantise"):
+    for name in MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)
     import over_http
 
     yield over_http
-    for name in ("over_http", "servers", "environments", "dequantise"):
+    for name in MODULES:
         sys.modules.pop(name, None)
 
 
@@ -34,7 +35,7 @@ def failing(monkeypatch, over_http, *errors):
 
 def test_a_dropped_connection_is_never_passed_over(over_http, monkeypatch, capsys):
     failing(monkeypatch, over_http, "ReadError: gone", "RemoteProtocolError: cut")
-    found = over_http.patiently("peer", "http://x", [], 64, 8)
+    found = over_http.patiently("peer", "http://x", None, 64, {})
     assert found == {"whole": 1.0, "dropped": 2}
     said = capsys.readouterr().err
     assert said.count("dropped a connection") == 2 and "cut" in said
@@ -44,7 +45,7 @@ def test_a_dropped_connection_is_never_passed_over(over_http, monkeypatch, capsy
 def test_what_goes_on_or_is_no_connection_ends_the_visit(over_http, monkeypatch, errors):
     failing(monkeypatch, over_http, *errors)
     with pytest.raises(RuntimeError, match=errors[0][:5]):
-        over_http.patiently("peer", "http://x", [], 64, 8)
+        over_http.patiently("peer", "http://x", None, 64, {})
 
 
 def test_what_the_steps_are_measured_with_can_be_made(over_http):
@@ -54,3 +55,64 @@ def test_what_the_steps_are_measured_with_can_be_made(over_http):
         assert name in ENVIRONMENTS and (PEERS / f"steps_{name}.py").exists()
     kinds = {server.kind for server in over_http.SERVERS}
     assert {"openvino", "vllm"} <= kinds & ENVIRONMENTS.keys()
+
+
+class Words:
+    """A tokenizer and chat template at once: a token per word."""
+
+    def encode(self, messages):
+        return " ".join(message["content"] for message in messages).split()
+
+
+@pytest.fixture
+def asking(over_http, monkeypatch):
+    monkeypatch.setattr(over_http, "ChatTemplate", lambda *_: Words())
+    return over_http.Asking(type("Model", (), {"chat_template": "", "tokenizer": None}))
+
+
+def test_no_two_requests_begin_alike(over_http, asking):
+    works = [asking.work(streams, streams, 8) for streams in (1, 16, 64, 1, 16, 64)]
+    asked = [body["messages"] for work in works for body in (*work.warm, *work.bodies)]
+    asked += [over_http.again(body["messages"]) for work in works for body in work.bodies]
+    beginnings = [messages[0]["content"][:5] for messages in asked]
+    assert len(set(beginnings)) == len(beginnings) == 3 * 2 * 81
+    assert [len(work.bodies) for work in works] == [1, 16, 64] * 2
+    assert works[0].tokens == len(Words().encode(works[0].bodies[0]["messages"]))
+
+
+def test_prompts_and_decoding_are_told_apart(over_http):
+    timing = over_http.Timing(arrivals=[0.5, 2.0], tokens=11)
+    found = over_http.speeds(1.0, [timing] * 4, 3.0, prompts=200)
+    assert (found["prompts"], found["decoding"], found["whole"]) == (200.0, 20.0, 44 / 3)
+    failed = over_http.Timing(error="HTTP 500: no")
+    with pytest.raises(RuntimeError, match="HTTP 500"):
+        over_http.speeds(1.0, [timing, failed], 3.0, prompts=200)
+
+
+@pytest.mark.parametrize("kind", ["llama.cpp", "ik_llama.cpp", "vllm", "forerun"])
+def test_every_server_is_told_streams_and_threads(over_http, monkeypatch, tmp_path, kind):
+    import servers
+
+    monkeypatch.setattr(servers, "llama_server", lambda kind: tmp_path / kind)
+    monkeypatch.setattr(servers, "environment", lambda server: tmp_path / "bin" / "python")
+    job = servers.Job(tmp_path / "x.gguf", tmp_path, threads=3, streams=7, context=100)
+    for server in (server for server in servers.SERVERS if server.kind == kind):
+        line = servers.command(server, job, 1234)
+        told = line + list(servers.variables(server, job).values())
+        assert {"1234", *server.flags} <= set(line) and "7" in line
+        assert "3" in told or "0-2" in told
+
+
+def test_a_server_is_visited_for_what_it_can_and_started_as_often_as_said(
+    over_http, asking, monkeypatch
+):
+    made = over_http.Rounds.__new__(over_http.Rounds)
+    made._args = type("Args", (), {"streams": [1, 4], "single": 3, "tokens": 8})
+    made._servers, made._asking = list(over_http.SERVERS), asking
+    made._draw = over_http.np.random.default_rng(0)
+    visits = [(server.name, tuple(works)) for server, works in made._visits()]
+    once = [server.name for server in over_http.SERVERS if server.once]
+    others = [server.name for server in over_http.SERVERS if not server.once]
+    assert sorted(visits) == sorted(
+        [(name, (1, 4)) for name in once] + [(name, (n,)) for name in others for n in (1, 4)]
+    )
