@@ -310,11 +310,18 @@ def grouped(dtype, rows, stored=None, biased=False):
 
 def few_bits(dtype, rows, kind, zeros=False, block=128, ordered=False, splits=8, gated=False):
     scale, number = "*fp16", "*i8" if kind == 8 else "*u8"
-    kinds = f"*{dtype}", number, scale, number if zeros else scale, "*i32", f"*{dtype}"
+    kinds = f"*{dtype}", number, scale, "*fp32" if zeros else scale, "*i32", f"*{dtype}"
     columns = COLUMNS // 2 if gated else COLUMNS
     constants = {"ROWS": rows, "COLUMNS": columns, "BLOCK": block, "SPAN": 1, "KIND": kind}
     constants |= {"ZEROS": zeros, "ORDERED": ordered, "BIASED": False, "SPLITS": splits}
-    constants |= {"GATED": gated, "GELU": False, "CLAMP": 0.0, "SLOPE": 1.0}
+    constants |= {
+        "GATED": gated,
+        "GELU": False,
+        "CLAMP": 0.0,
+        "SLOPE": 1.0,
+        "PTX": True,
+        "EVEN": True,
+    }
     kinds = *kinds, "*fp32", "*i32", f"*{dtype}", ("i32", 7)
     return replace(kernel(triton_few_bits._product, kinds, constants, 4), stages=4)
 

@@ -69,7 +69,7 @@ class Grouped:
         """Bytes that it takes where it is kept: rows are filled up to whole blocks."""
         rows, columns = self.shape
         numbers = -(-columns // self.block) * self.block // (2 if self.kind == "int4" else 1)
-        each = (4 if self.scale == "F32" else 2) + self.zeros
+        each = (4 if self.scale == "F32" else 2) + 4 * self.zeros
         return rows * (numbers + self.groups * each) + (
             4 * columns if self.order is not None else 0
         )

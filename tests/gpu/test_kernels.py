@@ -400,5 +400,5 @@ def test_captured_rounds_give_the_eager_text(checkpoint, device, compiled, kv_dt
                 driver.step([Row(slot, draft=tree) for slot, tree in enumerate(trees)])
             found.append([driver.sequences[slot].tokens[:45] for slot in range(3)])
         if device == "cuda" and graphs:
-            assert (4, 4, 0, 0) in [size[:4] for size in made.describe()["captured"]]
+            assert (3, 4, 0, 0) in [size[:4] for size in made.describe()["captured"]]
     assert sum(a == b for a, b in zip(*found, strict=True)) >= 2

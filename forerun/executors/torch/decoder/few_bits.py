@@ -44,7 +44,8 @@ class FewBits:
     numbers  [blocks,N,bytes of a block] in the order of `order`: int8; uint8 of float8 and of 4
              bits, where byte i has number i in its low bits and number i + block/2 in its high ones
     scales   [groups,N]
-    zeros    [groups,N] as `numbers`; None where there are none
+    zeros    float32[groups,N]; None where there are none. In 4 bytes, which is what a device copies
+             ahead at least
     order    int32[K] the column of every number; None: its own
     through  int32[tiles] how many of a tile's programs are through: 0 between products
     """
@@ -157,7 +158,7 @@ def loaded(matrices: Sequence[Grouped], device: torch.device) -> FewBits:
     shape = blocks, outputs, block // 2 if half else block
     numbers = torch.empty(shape, dtype=kind, device=device)
     scales = torch.empty(first.groups, outputs, dtype=_SCALES[first.scale], device=device)
-    zeros = torch.empty(first.groups, outputs, dtype=kind, device=device) if first.zeros else None
+    zeros = torch.empty(first.groups, outputs, device=device) if first.zeros else None
 
     def put(matrix: Grouped, begin: int, end: int, at: int) -> None:
         """Rows from `begin` to `end` of a matrix, where row `at` of the weight is."""

@@ -26,62 +26,167 @@ has at least. Neither is measured: docs/gpu-pending.md."""
 _KINDS = {"int4": 4, "int8": 8, "float8": 1}
 _FLOAT8 = tl.constexpr(1)
 
+# PTX of what `_halves` and `_floats` are, four bytes at a time. lop3's 0xEA is (a & b) | c.
+_HALVES = """{{
+    .reg .b32 a, b, c, d;
+    prmt.b32 a, $4, 0, 0x4140;
+    prmt.b32 b, $4, 0, 0x4342;
+    shr.u32 c, a, 4;
+    shr.u32 d, b, 4;
+    lop3.b32 $0, a, 0x000F000F, {place}, 0xEA;
+    lop3.b32 $1, b, 0x000F000F, {place}, 0xEA;
+    lop3.b32 $2, c, 0x000F000F, {place}, 0xEA;
+    lop3.b32 $3, d, 0x000F000F, {place}, 0xEA;
+}}"""
+_HALVES_BF16 = tl.constexpr(_HALVES.format(place="0x43004300"))
+_HALVES_FP16 = tl.constexpr(_HALVES.format(place="0x64006400"))
+_FLOATS = """{{
+    .reg .b32 a, b, c, d, more, none;
+    prmt.b32 a, $2, 0, 0x1404;
+    prmt.b32 b, $2, 0, 0x3424;
+    and.b32 c, a, 0x7F007F00;
+    and.b32 d, b, 0x7F007F00;
+    shr.u32 c, c, {by};
+    shr.u32 d, d, {by};
+    {last}
+}}"""
+_FLOATS_BF16 = tl.constexpr(
+    _FLOATS.format(
+        by=4,
+        last="""lop3.b32 a, a, 0x80008000, c, 0xEA;
+    lop3.b32 b, b, 0x80008000, d, 0xEA;
+    mov.b32 more, 0x7B807B80;
+    mov.b32 none, 0x80008000;
+    fma.rn.bf16x2 $0, a, more, none;
+    fma.rn.bf16x2 $1, b, more, none;""",
+    )
+)
+_FLOATS_FP16 = tl.constexpr(
+    _FLOATS.format(
+        by=1,
+        last="""lop3.b32 $0, a, 0x80008000, c, 0xEA;
+    lop3.b32 $1, b, 0x80008000, d, 0xEA;""",
+    )
+)
+
 
 @triton.jit
-def _exact(raw, zero, kind: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr):
-    """Numbers less zero points [1,n], in which 16 bits hold them; of float8 256 times less."""
-    if KIND == _FLOAT8:
-        # E4M3's bits in a half's places: its exponent is 8 less there.
-        wide = raw.to(tl.uint16)
-        bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-        return bits.to(tl.float16, bitcast=True).to(kind)
-    if KIND == 4:
-        if ZEROS:
-            return (raw.to(tl.int8) - zero.to(tl.int8)).to(kind)
-        return (raw.to(tl.int8) - 8).to(kind)
+def _halves(raw, kind: tl.constexpr):
+    """The low and the high four bits of bytes, in the last places of 128 in bfloat16, of 1024 in
+    float16: so much more than they are.
+    """
+    if kind == tl.bfloat16:
+        low, high = tl.inline_asm_elementwise(
+            _HALVES_BF16, "=r,=r,=r,=r,r", [raw], (tl.bfloat16, tl.bfloat16), True, 4
+        )
+    else:
+        low, high = tl.inline_asm_elementwise(
+            _HALVES_FP16, "=r,=r,=r,=r,r", [raw], (tl.float16, tl.float16), True, 4
+        )
+    return low, high
+
+
+@triton.jit
+def _floats(raw, kind: tl.constexpr):
+    """E4M3's numbers, in float16 256 times less. Their bits in bfloat16's places are 2^120 times
+    less, which a product takes back.
+    """
+    if kind == tl.bfloat16:
+        found = tl.inline_asm_elementwise(_FLOATS_BF16, "=r,=r,r", [raw], tl.bfloat16, True, 4)
+    else:
+        found = tl.inline_asm_elementwise(_FLOATS_FP16, "=r,=r,r", [raw], tl.float16, True, 4)
+    return found
+
+
+@triton.jit
+def _less(
+    zeros, real, kind: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr, PTX: tl.constexpr
+):
+    """What is taken off what `_widened` gives: zero points [1,n], or the one number of all."""
+    more: tl.constexpr = 0 if KIND != 4 or not PTX else (128 if kind == tl.bfloat16 else 1024)
     if ZEROS:
-        return (raw.to(tl.int16) - zero.to(tl.int16)).to(kind)
-    return raw.to(kind)
+        found = (tl.load(zeros, mask=real, other=0.0) + more).to(kind)[None, :]
+    else:
+        found = tl.full((1, 1), 8 + more, kind)
+    return found
 
 
 @triton.jit
-def _scale(scales, KIND: tl.constexpr, mask):
+def _widened(raw, kind: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr):
+    """Numbers, in which 16 bits hold them exactly: of 4 bits those of the low and of the high ones,
+    else twice the same; of float8 in float16 256 times less.
+    """
+    if KIND == 4:
+        if PTX:
+            low, high = _halves(raw, kind)
+        else:
+            low, high = (raw & 15).to(kind), (raw >> 4).to(kind)
+    else:
+        if KIND == 8:
+            low = raw.to(kind)
+        elif PTX:
+            low = _floats(raw, kind)
+        else:
+            # E4M3's bits in a half's places: its exponent is 8 less there.
+            wide = raw.to(tl.uint16)
+            bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+            low = bits.to(tl.float16, bitcast=True).to(kind)
+        high = low
+    return low, high
+
+
+@triton.jit
+def _scale(scales, KIND: tl.constexpr, HALVED: tl.constexpr, mask):
+    """HALVED: whether float8's numbers are 256 times less."""
     found = tl.load(scales, mask=mask, other=0.0).to(tl.float32)
-    if KIND == _FLOAT8:
+    if KIND == _FLOAT8 and HALVED:
         found = found * 256.0
     return found
 
 
 @triton.jit
-def _rows(x, order, at, line, there, line_stride, inputs, ORDERED: tl.constexpr):
-    """[ROWS,n] of x, the columns `at` in the weight's order."""
-    inside = at < inputs
-    column = at
-    if ORDERED:
-        column = tl.load(order + at, mask=inside, other=0)
-    place = x + line[:, None] * line_stride + column[None, :]
-    return tl.load(place, mask=there[:, None] & inside[None, :], other=0.0)
+def _scales(scales, width, real, KIND: tl.constexpr, HALVED: tl.constexpr, GATED: tl.constexpr):
+    """Of a group, and of what its columns open."""
+    scale = _scale(scales, KIND, HALVED, real)
+    above = scale
+    if GATED:
+        above = _scale(scales + width, KIND, HALVED, real)
+    return scale, above
+
+
+@triton.jit
+def _rows(place, x, order, at, there, inputs, ORDERED: tl.constexpr, EVEN: tl.constexpr):
+    """[ROWS,n] of x, whose rows begin at `x`, the columns `at` in the weight's order; `place`: of
+    those in their own.
+    """
+    if EVEN and not ORDERED:
+        found = tl.load(place, mask=there, other=0.0)
+    else:
+        inside = at < inputs
+        if ORDERED:
+            place = x + tl.load(order + at, mask=inside, other=0)[None, :]
+        found = tl.load(place, mask=there & inside[None, :], other=0.0)
+    return found
 
 
 @triton.jit
 def _times(
-    total, left, right, place, scales, zeros, column, real, group, outputs,
-    kind: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr,
+    total, left, right, place, scale, zeros, real,
+    kind: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr, PTX: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
-    """`total` and a block's product with the numbers at `place`, of the weight's rows `column`."""
-    raw = tl.load(place, mask=real[None, :], other=0)
-    scale = _scale(scales + group * outputs + column, KIND, real)
-    zero = raw
-    if ZEROS:
-        zero = tl.load(zeros + group * outputs + column, mask=real, other=0)[None, :]
+    """`total` and a block's product with the numbers at `place`."""
+    raw = tl.load(place) if EVEN else tl.load(place, mask=real[None, :], other=0)
+    # What interprets this has no arithmetic in bfloat16.
+    wide: tl.constexpr = kind if PTX else tl.float32
+    low, high = _widened(raw, wide, KIND, PTX)
+    if KIND == 4 or ZEROS:
+        less = _less(zeros, real, wide, KIND, ZEROS, PTX)
+        low, high = low - less, high - less
+    low, high = low.to(kind), high.to(kind)
+    found = tl.dot(left, low, input_precision="tf32x3")
     if KIND == 4:
-        low = _exact(raw & 15, zero, kind, KIND, ZEROS)
-        high = _exact(raw >> 4, zero, kind, KIND, ZEROS)
-        found = tl.dot(left, low, input_precision="tf32x3")
         found = tl.dot(right, high, found, input_precision="tf32x3")
-    else:
-        value = _exact(raw, zero, kind, KIND, ZEROS)
-        found = tl.dot(left, value, input_precision="tf32x3")
     return total + found * scale[None, :]
 
 
@@ -115,7 +220,7 @@ def _product(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
     KIND: tl.constexpr, ZEROS: tl.constexpr, ORDERED: tl.constexpr, BIASED: tl.constexpr,
     SPLITS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, CLAMP: tl.constexpr,
-    SLOPE: tl.constexpr,
+    SLOPE: tl.constexpr, PTX: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows by COLUMNS outputs over `each` blocks of the columns.
 
@@ -124,11 +229,14 @@ def _product(
              what comes through: GELU, CLAMP and SLOPE as in triton_layers.gated
     parts    float32[SPLITS,count,outputs] what programs found, where there are several
     through  int32[tiles] how many of a tile's are through: 0 before and after
+    PTX      widen numbers by instructions of the device: x is in 16 bits, and nothing interprets
+    EVEN     blocks and tiles end where the weight does
     """
     line = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     there, real = line < count, column < width
     kind: tl.constexpr = x.dtype.element_ty
+    HALVED: tl.constexpr = not PTX or kind == tl.float16
     BYTES: tl.constexpr = BLOCK // 2 if KIND == 4 else BLOCK
     byte = tl.arange(0, BYTES)
     first = tl.program_id(2) * each
@@ -137,23 +245,31 @@ def _product(
     place = place + column[None, :] * BYTES + byte[:, None]
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     other = tl.zeros([ROWS, COLUMNS], tl.float32)
+    begins = x + line[:, None] * line_stride
+    beside = begins + (first * BLOCK + byte)[None, :]
+    # Scales of the next block are read before this one is multiplied: nothing waits for them.
+    group = column
+    if SPAN > 0:
+        group += first // SPAN * outputs
+    scale, above = _scales(scales + group, width, real, KIND, HALVED, GATED)
     for block in range(first, last):
-        group = 0
+        own, of, of_above = zeros + group, scale, above
         if SPAN > 0:
-            group = block // SPAN
-        begin = block * BLOCK
-        left = _rows(x, order, begin + byte, line, there, line_stride, inputs, ORDERED)
+            group = (block + 1) // SPAN * outputs + column
+            more = real & (block + 1 < last)
+            scale, above = _scales(scales + group, width, more, KIND, HALVED, GATED)
+        at, rows = block * BLOCK + byte, there[:, None]
+        left = _rows(beside, begins, order, at, rows, inputs, ORDERED, EVEN)
         right = left
         if KIND == 4:
-            right = _rows(x, order, begin + BYTES + byte, line, there, line_stride, inputs, ORDERED)
-        total = _times(
-            total, left, right, place, scales, zeros, column, real, group, outputs,
-            kind, KIND, ZEROS,
-        )  # fmt: skip
+            beyond = beside + BYTES
+            right = _rows(beyond, begins, order, at + BYTES, rows, inputs, ORDERED, EVEN)
+        beside += BLOCK
+        total = _times(total, left, right, place, of, own, real, kind, KIND, ZEROS, PTX, EVEN)
         if GATED:
             other = _times(
-                other, left, right, place + width * BYTES, scales, zeros, width + column, real,
-                group, outputs, kind, KIND, ZEROS,
+                other, left, right, place + width * BYTES, of_above, own + width, real,
+                kind, KIND, ZEROS, PTX, EVEN,
             )  # fmt: skip
         place += outputs.to(tl.int64) * BYTES
     if SPLITS == 1:
@@ -178,10 +294,10 @@ def _product(
             if GATED:
                 other = tl.load(own + width, mask=mask, other=0.0, cache_modifier=".cg")
             for part in range(1, SPLITS):
-                at = own + part * whole
-                total += tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
+                found = own + part * whole
+                total += tl.load(found, mask=mask, other=0.0, cache_modifier=".cg")
                 if GATED:
-                    other += tl.load(at + width, mask=mask, other=0.0, cache_modifier=".cg")
+                    other += tl.load(found + width, mask=mask, other=0.0, cache_modifier=".cg")
             _finish(
                 total, other, bias, out, line, column, there, real, width, width, BIASED, GATED,
                 GELU, CLAMP, SLOPE,
@@ -207,22 +323,19 @@ def _widen(
     group = 0
     if SPAN > 0:
         group = block // SPAN
-    scale = _scale(scales + group * outputs + column, KIND, real)[:, None]
-    zero = raw
+    scale = _scale(scales + group * outputs + column, KIND, True, real)[:, None]
+    low, high = _widened(raw, tl.float32, KIND, False)
     if ZEROS:
-        zero = tl.load(zeros + group * outputs + column, mask=real, other=0)[:, None]
+        zero = tl.load(zeros + group * outputs + column, mask=real, other=0).to(tl.float32)[:, None]
+        low, high = low - zero, high - zero
+    elif KIND == 4:
+        low, high = low - 8.0, high - 8.0
     at = block * BLOCK + byte
     to = out + own[:, None].to(tl.int64) * inputs + at[None, :]
-    mask = real[:, None] & (at < inputs)[None, :]
+    tl.store(to, (low * scale).to(kind), mask=real[:, None] & (at < inputs)[None, :])
     if KIND == 4:
-        low = _exact(raw & 15, zero, tl.float32, KIND, ZEROS) * scale
-        high = _exact(raw >> 4, zero, tl.float32, KIND, ZEROS) * scale
-        tl.store(to, low.to(kind), mask=mask)
         mask = real[:, None] & (at + BYTES < inputs)[None, :]
-        tl.store(to + BYTES, high.to(kind), mask=mask)
-    else:
-        value = _exact(raw, zero, tl.float32, KIND, ZEROS) * scale
-        tl.store(to, value.to(kind), mask=mask)
+        tl.store(to + BYTES, (high * scale).to(kind), mask=mask)
 
 
 def rows_for(count: int) -> int:
@@ -283,6 +396,8 @@ def _launched(
         GELU=gelu,
         CLAMP=CLAMP if clamped else 0.0,
         SLOPE=CLAMP_SLOPE if clamped else 1.0,
+        PTX=x.itemsize == 2 and isinstance(_product, triton.JITFunction),
+        EVEN=inputs % weight.block == 0 and width % columns == 0,
         **_constants(weight),
         num_warps=4,
         num_stages=4,
