@@ -73,47 +73,69 @@ FORERUN_INLINE Scales<Format> scales_of(const uint8_t* tile, uint8_t* room) {
     return scales;
 }
 
+// What has a scale of its own within a group.
+template <int Format>
+constexpr int kPieces = Format == kQ6K ? 2 : 1;
+// Formats whose products read quants as they are stored. Those of others are spread into bytes.
+template <int Format>
+constexpr bool kAsStored = Format != kQ5K && Format != kQ6K && Format != kMX4;
+
+template <int Format>
+FORERUN_INLINE void spread(const uint8_t* quants, uint8_t* bytes) {
+    if (Format == kQ5K) return spread_fives(quants, bytes);
+    if (Format == kMX4) return spread_fp4(quants, bytes);
+    if (Format != kQ6K) return spread_nibbles(quants, bytes);
+    spread_sixes(quants, bytes);
+    spread_sixes(quants + 192, bytes + 256);
+}
+
+// The sums of piece `p` of a group that is spread.
+template <int Format, int R>
+FORERUN_INLINE void dot_spread(const uint8_t* bytes, int p, const Group& x, I8 (&sum)[R][2]) {
+    constexpr int most = Format == kQ6K ? 63 : Format == kQ5K ? 31 : Format == kMX4 ? 24 : 15;
+    for (int r = 0; r < R; r++) {
+        // Takes back what the bytes are larger than what they stand for: 32, and 12.
+        const int32_t begin = Format == kQ6K   ? x.excess32[r][p]
+                              : Format == kMX4 ? x.excess[r] / 32 * 3
+                                               : 0;
+        sum[r][0] = sum[r][1] = splat_int8(begin);
+    }
+    if (Format != kQ6K) return dot_small<R, 0, 8, most>(bytes, x, sum);
+    if (p == 0) return dot_small<R, 0, 4, most>(bytes, x, sum);
+    dot_small<R, 4, 8, most>(bytes, x, sum);
+}
+
+// acc and low of half `h` of the channels; d and m are their scales.
+template <int Format, int R>
+FORERUN_INLINE void add_scaled(const I8 (&sum)[R][2], int h, F8 d, F8 m, const Group& x,
+                               F8 (&acc)[R][2], F8 (&low)[R][2]) {
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+        acc[r][h] = fma8(float8(sum[r][h]), mul8(d, splat8(x.scale[r])), acc[r][h]);
+        if (forerun::has_offset(Format)) low[r][h] = fma8(m, splat8(x.sum[r]), low[r][h]);
+    }
+}
+
 // acc and low of group `group` of a tile, whose quants lie at `quants`.
 template <int Format, int R>
 FORERUN_INLINE void group_times_rows(const uint8_t* quants, const Scales<Format>& scales, int group,
                                      const Group& x, F8 (&acc)[R][2], F8 (&low)[R][2]) {
-    constexpr int pieces = Format == kQ6K ? 2 : 1;  // that have a scale of their own
-    uint8_t bytes[Format == kQ5K || Format == kQ6K || Format == kMX4 ? 512 : 1];
-    if (Format == kQ5K) spread_fives(quants, bytes);
-    if (Format == kMX4) spread_fp4(quants, bytes);
-    if (Format == kQ6K) {
-        spread_sixes(quants, bytes);
-        spread_sixes(quants + 192, bytes + 256);
-    }
+    uint8_t bytes[kAsStored<Format> ? 1 : 512];
+    if constexpr (!kAsStored<Format>) spread<Format>(quants, bytes);
 #pragma GCC unroll 2
-    for (int p = 0; p < pieces; p++) {
+    for (int p = 0; p < kPieces<Format>; p++) {
         I8 sum[R][2];
-        for (int r = 0; r < R; r++) {
-            sum[r][0] = sum[r][1] = splat_int8(Format == kQ6K ? x.excess32[r][p] : 0);
-        }
-        if (Format == kQ8) {
+        if constexpr (!kAsStored<Format>) {
+            dot_spread<Format, R>(bytes, p, x, sum);
+        } else if (Format == kQ8) {
             dot_bytes<R>(quants, x, sum);
-        } else if (Format == kMX4) {
-            dot_bytes<R>(bytes, x, sum);
-        } else if (Format == kQ5K) {
-            dot_sixes<R, 0, 8>(bytes, x, sum);
-        } else if (Format == kQ6K && p == 0) {
-            dot_sixes<R, 0, 4>(bytes, x, sum);
-        } else if (Format == kQ6K) {
-            dot_sixes<R, 4, 8>(bytes, x, sum);
         } else {
             dot_nibbles<R>(quants, x, sum);
         }
 #pragma GCC unroll 2
         for (int h = 0; h < 2; h++) {
             const F8 d = scales.scale(group, p, h), m = scales.offset(group, h, d);
-#pragma GCC unroll 4
-            for (int r = 0; r < R; r++) {
-                acc[r][h] = fma8(float8(sum[r][h]), mul8(d, splat8(x.scale[r])), acc[r][h]);
-                if (forerun::has_offset(Format)) {
-                    low[r][h] = fma8(m, splat8(x.sum[r]), low[r][h]);
-                }
-            }
+            add_scaled<Format, R>(sum, h, d, m, x, acc, low);
         }
     }
 }
@@ -147,15 +169,22 @@ FORERUN_INLINE void block_times_rows(const uint8_t* tile, const Group* x, int gr
 }
 
 static void write_block(const Matrix& w, int block, const F8 (&result)[2], float* at, bool add) {
-    const int first = block * kBlock;
-    const int count = w.channels - first < kBlock ? w.channels - first : kBlock;
+    const int first = block * kBlock, count = w.channels - first;
+    at += first;
+    if (count >= kBlock) {
+        for (int i = 0; i < kBlock; i += 8) {
+            F8 value = result[i / 8];
+            if (w.bias) value = add8(value, load8(w.bias + first + i));
+            store8(at + i, add ? add8(load8(at + i), value) : value);
+        }
+        return;
+    }
     float values[kBlock];
     store8(values, result[0]);
     store8(values + 8, result[1]);
     for (int c = 0; c < count; c++) {
-        float value = values[c];
-        if (w.bias) value += w.bias[first + c];
-        at[first + c] = add ? at[first + c] + value : value;
+        const float value = w.bias ? values[c] + w.bias[first + c] : values[c];
+        at[c] = add ? at[c] + value : value;
     }
 }
 
@@ -180,22 +209,123 @@ FORERUN_INLINE Ahead ahead_of(const Matrix& w, int pass, int passes) {
 }
 
 template <int Format>
+static void passes_over_block(const Matrix& w, int block, const Group* x, int begin, int end,
+                              Target out) {
+    const int passes = (end - begin + kLanes - 1) / kLanes;
+    for (int row = begin, pass = 0; row < end; row += kLanes, pass++) {
+        const Ahead ahead = ahead_of<Format>(w, pass, passes);
+        const Group* lanes = x + (int64_t)(row / kLanes) * w.groups();
+        switch (end - row) {
+            case 1: rows_of_block<Format, 1>(w, block, lanes, row, ahead, out); break;
+            case 2: rows_of_block<Format, 2>(w, block, lanes, row, ahead, out); break;
+            case 3: rows_of_block<Format, 3>(w, block, lanes, row, ahead, out); break;
+            default: rows_of_block<Format, 4>(w, block, lanes, row, ahead, out);
+        }
+    }
+}
+
+// A tile made ready once for many rows: its quants spread, its scales as floats.
+template <int Format>
+struct Ready {
+    static constexpr int groups = forerun::tile_groups(Format);
+    uint8_t bytes[groups][512];
+    float d[groups][kPieces<Format>][kBlock], m[groups][kBlock];
+
+    void fill(const uint8_t* tile) {
+        uint8_t room[forerun::is_k_quant(Format) ? 256 : 1];
+        const Scales<Format> scales = scales_of<Format>(tile, room);
+        const uint8_t* quants = tile + forerun::quants_at(Format);
+        for (int g = 0; g < groups; g++) {
+            spread<Format>(quants + g * forerun::group_bytes(Format), bytes[g]);
+            for (int h = 0; h < 2; h++) {
+                for (int p = 0; p < kPieces<Format>; p++) {
+                    store8(d[g][p] + 8 * h, scales.scale(g, p, h));
+                }
+                if (!forerun::has_offset(Format)) continue;
+                store8(m[g] + 8 * h, scales.offset(g, h, load8(d[g][0] + 8 * h)));
+            }
+        }
+    }
+};
+
+// What a tile adds to acc and low of R rows.
+template <int Format, int R>
+static void tile_times_rows(const Ready<Format>& tile, const Group* x, float (*acc)[kBlock],
+                            float (*low)[kBlock]) {
+    F8 a[R][2], l[R][2];
+    for (int r = 0; r < R; r++) {
+        for (int h = 0; h < 2; h++) a[r][h] = load8(acc[r] + 8 * h), l[r][h] = load8(low[r] + 8 * h);
+    }
+    for (int g = 0; g < tile.groups; g++, x++) {
+#pragma GCC unroll 2
+        for (int p = 0; p < kPieces<Format>; p++) {
+            I8 sum[R][2];
+            dot_spread<Format, R>(tile.bytes[g], p, *x, sum);
+#pragma GCC unroll 2
+            for (int h = 0; h < 2; h++) {
+                const F8 d = load8(tile.d[g][p] + 8 * h), m = load8(tile.m[g] + 8 * h);
+                add_scaled<Format, R>(sum, h, d, m, *x, a, l);
+            }
+        }
+    }
+    for (int r = 0; r < R; r++) {
+        for (int h = 0; h < 2; h++) store8(acc[r] + 8 * h, a[r][h]), store8(low[r] + 8 * h, l[r][h]);
+    }
+}
+
+// Rows [begin, end) of a block tile after tile, each made ready once for all of them.
+template <int Format>
+static void tiles_of_block(const Matrix& w, int block, const Group* x, int begin, int end,
+                           Target out) {
+    constexpr int lines = (forerun::tile_bytes(Format) + 63) / 64;
+    const int rows = end - begin, groups = w.groups(), passes = (rows + kLanes - 1) / kLanes;
+    float acc[kRowsAtOnce][kBlock], low[kRowsAtOnce][kBlock];
+    memset(acc, 0, sizeof acc[0] * rows);
+    memset(low, 0, sizeof low[0] * rows);
+    const uint8_t* tile = w.tiles + block * w.block_bytes();
+    Ready<Format> ready;
+    for (int g = 0; g < groups; g += ready.groups, tile += forerun::tile_bytes(Format)) {
+        ready.fill(tile);
+        const Group* lanes = x + (int64_t)(begin / kLanes) * groups + g;
+        for (int row = 0, pass = 0; row < rows; row += kLanes, pass++, lanes += groups) {
+            // Each pass fetches its part of the next block.
+            for (int i = pass * lines / passes; i < (pass + 1) * lines / passes; i++) {
+                __builtin_prefetch(tile + w.block_bytes() + 64 * i, 0, 2);
+            }
+            switch (rows - row) {
+                case 1: tile_times_rows<Format, 1>(ready, lanes, acc + row, low + row); break;
+                case 2: tile_times_rows<Format, 2>(ready, lanes, acc + row, low + row); break;
+                case 3: tile_times_rows<Format, 3>(ready, lanes, acc + row, low + row); break;
+                default: tile_times_rows<Format, 4>(ready, lanes, acc + row, low + row);
+            }
+        }
+    }
+    for (int row = 0; row < rows; row++) {
+        F8 result[2];
+        for (int h = 0; h < 2; h++) {
+            const F8 a = load8(acc[row] + 8 * h);
+            result[h] = forerun::has_offset(Format) ? add8(a, load8(low[row] + 8 * h)) : a;
+        }
+        write_block(w, block, result, out.data + (begin + row) * out.stride, out.add);
+    }
+}
+
+// Up to so many rows a tile is read anew by each four of them.
+template <int Format>
+constexpr int kFewRows = !kAsStored<Format> ? kLanes : Format == kQ4K ? 2 * kLanes : kRowsAtOnce;
+
+template <int Format>
 static void product_as(const Matrix& w, const Group* x, int rows, int first, int last, Target out) {
-    const int groups = w.groups();
     for (int begin = 0; begin < rows; begin += kRowsAtOnce) {
         const int end = rows - begin < kRowsAtOnce ? rows : begin + kRowsAtOnce;
-        const int passes = (end - begin + kLanes - 1) / kLanes;
         for (int block = first; block < last; block++) {
-            for (int row = begin; row < end; row += kLanes) {
-                const Ahead ahead = ahead_of<Format>(w, (row - begin) / kLanes, passes);
-                const Group* lanes = x + (int64_t)(row / kLanes) * groups;
-                switch (end - row) {
-                    case 1: rows_of_block<Format, 1>(w, block, lanes, row, ahead, out); break;
-                    case 2: rows_of_block<Format, 2>(w, block, lanes, row, ahead, out); break;
-                    case 3: rows_of_block<Format, 3>(w, block, lanes, row, ahead, out); break;
-                    default: rows_of_block<Format, 4>(w, block, lanes, row, ahead, out);
+            if constexpr (kFewRows<Format> < kRowsAtOnce) {
+                if (end - begin > kFewRows<Format>) {
+                    tiles_of_block<Format>(w, block, x, begin, end, out);
+                    continue;
                 }
             }
+            passes_over_block<Format>(w, block, x, begin, end, out);
         }
     }
 }

@@ -96,15 +96,26 @@ FORERUN_INLINE I8 nibbles(I8 both, bool high) {
     return _mm256_and_si256(high ? _mm256_srli_epi16(both, 4) : both, _mm256_set1_epi8(15));
 }
 
-// One group's nibbles of E2M1 as 512 signed bytes, twice what they stand for, in the order of bytes.
-FORERUN_INLINE void spread_fp4(const uint8_t* quants, uint8_t* out) {
-    const I8 table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)forerun::kFp4));
+// One group's nibbles as 512 bytes, in the order of bytes.
+FORERUN_INLINE void spread_nibbles(const uint8_t* quants, uint8_t* out) {
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) {
         const I8 both = load_bytes(quants + 32 * i);
         uint8_t* at = out + i / 2 * 128 + i % 2 * 32;
-        _mm256_storeu_si256((__m256i*)at, _mm256_shuffle_epi8(table, nibbles(both, false)));
-        _mm256_storeu_si256((__m256i*)(at + 64), _mm256_shuffle_epi8(table, nibbles(both, true)));
+        _mm256_storeu_si256((__m256i*)at, nibbles(both, false));
+        _mm256_storeu_si256((__m256i*)(at + 64), nibbles(both, true));
+    }
+}
+
+// The same of E2M1: 12 more than twice what they stand for.
+FORERUN_INLINE void spread_fp4(const uint8_t* quants, uint8_t* out) {
+    const I8 numbers = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)forerun::kFp4));
+    const I8 table = _mm256_add_epi8(numbers, _mm256_set1_epi8(12));
+    spread_nibbles(quants, out);
+#pragma GCC unroll 16
+    for (int i = 0; i < 512; i += 32) {
+        const I8 bytes = _mm256_shuffle_epi8(table, load_bytes(out + i));
+        _mm256_storeu_si256((__m256i*)(out + i), bytes);
     }
 }
 
@@ -162,24 +173,35 @@ FORERUN_INLINE void dot_bytes(const uint8_t* tile, const Group& x, I8 (&sum)[R][
     }
 }
 
-// Two times two products of numbers up to 63 fit 16 bits: 4 * 63 * 127 < 2^15.
-template <int R, int First, int Last>
-FORERUN_INLINE void dot_sixes(const uint8_t* bytes, const Group& x, I8 (&sum)[R][2]) {
+// So many products of numbers up to Most fit 16 bits, two at a time.
+template <int R, int First, int Last, int Most>
+FORERUN_INLINE void dot_small(const uint8_t* bytes, const Group& x, I8 (&sum)[R][2]) {
+    constexpr int fit = 32767 / (2 * 127 * Most), step = fit >= 8 ? 8 : fit >= 4 ? 4 : 2;
+    static_assert(fit >= 2, "two pairs of products must fit 16 bits");
     const I8 ones = _mm256_set1_epi16(1);
 #pragma GCC unroll 4
-    for (int j = First; j < Last; j += 2) {
-        I8 w[2][2];
-        for (int k = 0; k < 2; k++) {
-            for (int h = 0; h < 2; h++) w[k][h] = load_bytes(bytes + 64 * (j + k) + 32 * h);
-        }
-#pragma GCC unroll 4
-        for (int r = 0; r < R; r++) {
-            const I8 q[2] = {splat_bytes(x.q[r] + 4 * j), splat_bytes(x.q[r] + 4 * j + 4)};
+    for (int from = First; from < Last; from += step) {
+        I8 part[R][2];
+#pragma GCC unroll 8
+        for (int j = from; j < from + step; j++) {
+            I8 w[2];
             for (int h = 0; h < 2; h++) {
-                const I8 pairs = _mm256_add_epi16(_mm256_maddubs_epi16(w[0][h], q[0]),
-                                                  _mm256_maddubs_epi16(w[1][h], q[1]));
-                sum[r][h] = _mm256_add_epi32(sum[r][h], _mm256_madd_epi16(pairs, ones));
-                FORERUN_PIN(sum[r][h]);
+                w[h] = load_bytes(bytes + 64 * j + 32 * h);
+                FORERUN_PIN(w[h]);
+            }
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++) {
+                const I8 q = splat_bytes(x.q[r] + 4 * j);
+                for (int h = 0; h < 2; h++) {
+                    const I8 pairs = _mm256_maddubs_epi16(w[h], q);
+                    part[r][h] = j > from ? _mm256_add_epi16(part[r][h], pairs) : pairs;
+                    FORERUN_PIN(part[r][h]);
+                }
+            }
+        }
+        for (int r = 0; r < R; r++) {
+            for (int h = 0; h < 2; h++) {
+                sum[r][h] = _mm256_add_epi32(sum[r][h], _mm256_madd_epi16(part[r][h], ones));
             }
         }
     }
@@ -218,8 +240,8 @@ FORERUN_INLINE void dot_bytes(const uint8_t* tile, const Group& x, I8 (&sum)[R][
     }
 }
 
-template <int R, int First, int Last>
-FORERUN_INLINE void dot_sixes(const uint8_t* bytes, const Group& x, I8 (&sum)[R][2]) {
+template <int R, int First, int Last, int Most>
+FORERUN_INLINE void dot_small(const uint8_t* bytes, const Group& x, I8 (&sum)[R][2]) {
 #pragma GCC unroll 8
     for (int j = First; j < Last; j++) {
         for (int h = 0; h < 2; h++) {

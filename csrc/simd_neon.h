@@ -108,14 +108,22 @@ FORERUN_INLINE int8x16_t splat_bytes(const int8_t* at) {
     return vreinterpretq_s8_s32(vdupq_n_s32(four));
 }
 
-// One group's nibbles of E2M1 as 512 signed bytes, twice what they stand for, in the order of bytes.
-FORERUN_INLINE void spread_fp4(const uint8_t* quants, uint8_t* out) {
-    const int8x16_t table = vld1q_s8(forerun::kFp4);
+// One group's nibbles as 512 bytes, in the order of bytes.
+FORERUN_INLINE void spread_nibbles(const uint8_t* quants, uint8_t* out) {
     for (int i = 0; i < 16; i++) {
         const uint8x16_t both = vld1q_u8(quants + 16 * i);
-        int8_t* at = (int8_t*)out + i / 4 * 128 + i % 4 * 16;
-        vst1q_s8(at, vqtbl1q_s8(table, vandq_u8(both, vdupq_n_u8(15))));
-        vst1q_s8(at + 64, vqtbl1q_s8(table, vshrq_n_u8(both, 4)));
+        uint8_t* at = out + i / 4 * 128 + i % 4 * 16;
+        vst1q_u8(at, vandq_u8(both, vdupq_n_u8(15)));
+        vst1q_u8(at + 64, vshrq_n_u8(both, 4));
+    }
+}
+
+// The same of E2M1: 12 more than twice what they stand for.
+FORERUN_INLINE void spread_fp4(const uint8_t* quants, uint8_t* out) {
+    const int8x16_t table = vaddq_s8(vld1q_s8(forerun::kFp4), vdupq_n_s8(12));
+    spread_nibbles(quants, out);
+    for (int i = 0; i < 512; i += 16) {
+        vst1q_s8((int8_t*)out + i, vqtbl1q_s8(table, vld1q_u8(out + i)));
     }
 }
 
@@ -141,9 +149,9 @@ FORERUN_INLINE void dot_nibbles(const uint8_t* tile, const Group& x, I8 (&sum)[R
     }
 }
 
-// Bytes from 0 to 63, or with a sign, of inputs 4 First to 4 Last alone, added to `sum`.
-template <int R, int First, int Last>
-FORERUN_INLINE void dot_sixes(const uint8_t* bytes, const Group& x, I8 (&sum)[R][2]) {
+// Bytes from 0 to Most, or with a sign, of inputs 4 First to 4 Last alone, added to `sum`.
+template <int R, int First, int Last, int Most>
+FORERUN_INLINE void dot_small(const uint8_t* bytes, const Group& x, I8 (&sum)[R][2]) {
 #pragma GCC unroll 8
     for (int j = First; j < Last; j++) {
         int8x16_t w[4];
@@ -162,7 +170,7 @@ FORERUN_INLINE void dot_sixes(const uint8_t* bytes, const Group& x, I8 (&sum)[R]
 template <int R>
 FORERUN_INLINE void dot_bytes(const uint8_t* tile, const Group& x, I8 (&sum)[R][2]) {
     for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = splat_int8(0);
-    dot_sixes<R, 0, 8>(tile, x, sum);
+    dot_small<R, 0, 8, 127>(tile, x, sum);
 }
 
 struct U8 {

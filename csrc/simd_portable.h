@@ -103,13 +103,19 @@ FORERUN_INLINE F8 float8(I8 a) {
     return r;
 }
 
-// One group's nibbles of E2M1 as 512 signed bytes, twice what they stand for, in the order of bytes.
-static void spread_fp4(const uint8_t* quants, uint8_t* out) {
+// One group's nibbles as 512 bytes, in the order of bytes.
+static void spread_nibbles(const uint8_t* quants, uint8_t* out) {
     for (int i = 0; i < 256; i++) {
         const int at = i / 64 * 128 + i % 64;
-        out[at] = (uint8_t)forerun::kFp4[quants[i] & 15];
-        out[at + 64] = (uint8_t)forerun::kFp4[quants[i] >> 4];
+        out[at] = quants[i] & 15;
+        out[at + 64] = quants[i] >> 4;
     }
+}
+
+// The same of E2M1: 12 more than twice what they stand for.
+static void spread_fp4(const uint8_t* quants, uint8_t* out) {
+    spread_nibbles(quants, out);
+    for (int i = 0; i < 512; i++) out[i] = (uint8_t)(forerun::kFp4[out[i]] + 12);
 }
 
 // For channel c = 8 h + lane: sum[r][h] becomes the sum over 32 inputs of the channel's nibbles
@@ -142,9 +148,9 @@ FORERUN_INLINE void dot_bytes(const uint8_t* tile, const Group& x, I8 (&sum)[R][
     }
 }
 
-// The same for bytes from 0 to 63, of inputs 4 First to 4 Last alone, added to `sum`.
-template <int R, int First, int Last>
-FORERUN_INLINE void dot_sixes(const uint8_t* bytes, const Group& x, I8 (&sum)[R][2]) {
+// The same for bytes from 0 to Most, of inputs 4 First to 4 Last alone, added to `sum`.
+template <int R, int First, int Last, int Most>
+FORERUN_INLINE void dot_small(const uint8_t* bytes, const Group& x, I8 (&sum)[R][2]) {
     for (int r = 0; r < R; r++) {
         for (int c = 0; c < forerun::kBlock; c++) {
             for (int i = 4 * First; i < 4 * Last; i++) {

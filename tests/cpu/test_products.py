@@ -227,6 +227,29 @@ def test_extreme_integers_do_not_overflow(random, kind):
         assert np.array_equal(found, multiply("portable", kind, flat, 16, x))
 
 
+@pytest.mark.parametrize("kernels", INSTRUCTION_SETS)
+@pytest.mark.parametrize("kind", [*K_QUANTS, "MXFP4"])
+@pytest.mark.parametrize("fill", [0x00, 0xFF])
+def test_extreme_integers_that_are_spread_do_not_overflow(random, kernels, kind, fill):
+    """Rows few and many, whose sums are made in ways of their own."""
+    if native.kernels(kernels) is None:
+        pytest.skip(f"this machine or this build has no {kernels}")
+    if kind == "MXFP4":
+        raw = np.full((16, 8, 17), 0x77 if fill else 0xFF, np.uint8)  # 12 and -12
+        raw[..., 0] = 127
+    else:
+        _, size, halves = K_QUANTS[kind]
+        raw = np.full((16, 1, size), fill, np.uint8)
+        at = slice(0, 4) if halves == 2 else slice(size - 2, size)
+        raw[..., at] = np.full(halves, 1e-3, np.float16).view(np.uint8)
+    raw = raw.reshape(16, -1)
+    weight = dequantize(raw, GGMLQuantizationType[kind]).astype(np.float64)
+    for x in (np.ones((12, 256)), -np.ones((4, 256)), random.choice([-1.0, 1.0], (12, 256))):
+        found = multiply(kernels, kind, raw, 16, x)
+        assert np.allclose(found, x @ weight.T, rtol=1e-5, atol=1e-3)
+        assert np.array_equal(found, multiply("portable", kind, raw, 16, x))
+
+
 @pytest.mark.parametrize("kernels", ["", "portable"])
 def test_every_half_is_read_as_ieee_says(kernels):
     """All 65,536 halves as scales of a Q8_0 matrix, one per (channel, group)."""
