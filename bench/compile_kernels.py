@@ -323,7 +323,7 @@ def few_bits(dtype, rows, kind, zeros=False, block=128, ordered=False, splits=8,
         "EVEN": True,
     }
     kinds = *kinds, "*fp32", "*i32", f"*{dtype}", ("i32", 7)
-    return replace(kernel(triton_few_bits._product, kinds, constants, 4), stages=4)
+    return replace(kernel(triton_few_bits._product, kinds, constants, 4), stages=3)
 
 
 def widened(dtype, kind, zeros=False):

@@ -400,7 +400,7 @@ def _launched(
         EVEN=inputs % weight.block == 0 and width % columns == 0,
         **_constants(weight),
         num_warps=4,
-        num_stages=4,
+        num_stages=3,
     )
     return out
 
