@@ -12,7 +12,8 @@ import sys
 import pytest
 import torch
 
-from bench import gpu
+from bench import gpu, large_engine
+from forerun.build import engine as built
 from forerun.cli.commands import COMMANDS
 from tests.parity.tape import on_tape
 from tests.shape.tree import ROOT
@@ -95,3 +96,29 @@ def test_the_8b_calls_run_with_captures(what, monkeypatch, tmp_path):
 def test_the_profilers_table_names_what_ran():
     table = gpu.kernels_of(lambda: torch.ones(64, 64) @ torch.ones(64, 64), torch.device("cpu"))
     assert any("mm" in name and calls >= 1 and took > 0 for name, calls, took in table)
+
+
+@pytest.mark.parametrize("what", ["wrong", "prompts"])
+def test_engines_of_random_weights_run(what, monkeypatch, tmp_path):
+    """With a random head, whose draft tokens a policy leaves out."""
+    command = [
+        "large_engine.py",
+        what,
+        "--device",
+        "cpu",
+        "--shape",
+        "tiny",
+        "--out",
+        str(tmp_path),
+    ]
+    monkeypatch.setattr(sys, "argv", command)
+    before = built.open_model
+    assert large_engine.main() == 0
+    assert built.open_model is before
+    found = json.loads((tmp_path / f"{what}.json").read_text())
+    assert found["errors"] == {}
+    if what == "wrong":
+        assert found["head, 2 streams"]["texts that differ"] == 0
+        assert found["head, 2 streams"]["tokens per step"] < 1.2
+    else:
+        assert found["triton, tokens/s"]["least"] > 0
