@@ -67,12 +67,13 @@ class Backlog:
         draft's entries until it catches up; who reuses them meanwhile is drafted for a bit worse.
         """
         counts = np.array(outcome.committed(plan), np.int32)
-        late = np.flatnonzero(left & (self.lag[plan.slots] > 0))
-        if self._full(plan, counts)[late].any():
-            self.catch_up(plan, states, late, False)
+        lag = self.lag[plan.slots]
+        late: Bools = left & (lag > 0)
+        if (late & self._full(lag + counts)).any():
+            self.catch_up(plan, states, np.flatnonzero(late), False)
+            lag = self.lag[plan.slots]
         short: Bools = np.array(plan.known_counts) == 1
-        waits = (self.lag[plan.slots] > 0) | (idle & short)
-        waits &= left & ~self._full(plan, counts)
+        waits: Bools = left & ~self._full(lag + counts) & ((lag > 0) | (idle & short))
         rows = np.flatnonzero(waits)
         if len(rows):
             features = self._features(trees, outcome, rows)
@@ -99,9 +100,9 @@ class Backlog:
                 features = self._kept.at(slots, np.repeat(begin, counts) + behind)
             self._passes.extend(plan, states, rows, begin, counts, features, asked)
 
-    def _full(self, plan: Plan, counts: Ints) -> Bools:
-        """bool[B] whether no features of so many more tokens int32[B] can be kept."""
-        return (self.lag[plan.slots] + counts > MOST_BEHIND) & self._reads
+    def _full(self, lag: Ints) -> Bools:
+        """bool[B] whether features of so many tokens int32[B] cannot be kept."""
+        return (lag > MOST_BEHIND) & self._reads
 
     def _features(self, trees: TreeBatch, outcome: Outcome, rows: AnyArray) -> StepFeatures | None:
         """Those of what became permanent of these rows, row after row."""

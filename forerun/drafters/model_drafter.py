@@ -138,7 +138,8 @@ class ModelDrafter:
         one: the model keeps up.
         """
         depth = min(int(plan.max_depth.max()), self.traits.max_depth)
-        if not self.traits.drafts_on_device:
+        plain = not depth and max(plan.known_counts) == 1 and plan.samples.all()
+        if plain or not self.traits.drafts_on_device:
             return None
         levels = next(levels for levels in self._levels if levels >= depth)
         # Of a step without draft tokens prompts are followed, and nothing else.
