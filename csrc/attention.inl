@@ -96,25 +96,42 @@ FORERUN_INLINE void by_queries(const Attend* nodes, int count, Call call) {
     }
 }
 
-// Keys at these places as float32[size / 8][kKeyVectors][kWide].
+// Keys of kPositions where they are.
 template <class Number>
-FORERUN_INLINE void bring_keys(const Attend& job, const int32_t* places, int size, float* near) {
-    for (int v = 0; v < kKeyVectors; v++) {
-        const Number* rows[2];
-        for (int half = 0; half < 2; half++) {
-            const int position = row_position(v, kWide == 16 ? half : 0);
-            rows[half] = (const Number*)job.keys + (int64_t)places[position] * size;
-        }
-        float* at = near + v * kWide;
-        for (int e = 0; e < size; e += 8, at += kKeyVectors * kWide) {
-            storew(at, load_rows(rows[0] + e, rows[1] + e));
+struct KeysThere {
+    const Number* rows[kKeyVectors][2];
+
+    KeysThere(const Attend& job, const int32_t* places, int size) {
+        for (int v = 0; v < kKeyVectors; v++) {
+            for (int half = 0; half < 2; half++) {
+                const int position = row_position(v, kWide == 16 ? half : 0);
+                rows[v][half] = (const Number*)job.keys + (int64_t)places[position] * size;
+            }
         }
     }
-}
+    // Eight numbers from `e` on of the positions of vector `v`.
+    FORERUN_MEMBER W load(int v, int e) const { return load_rows(rows[v][0] + e, rows[v][1] + e); }
+};
 
-// Scores of Q queries from position `first` on with keys that are near.
-template <int Q>
-FORERUN_INLINE void score_near(const float* near, int size, const Query* queries, int first) {
+// The same brought near, as float32[size / 8][kKeyVectors][kWide].
+struct KeysNear {
+    float* near;
+
+    template <class Number>
+    FORERUN_MEMBER void bring(const KeysThere<Number>& there, int size) {
+        for (int v = 0; v < kKeyVectors; v++) {
+            for (int e = 0; e < size; e += 8) storew(at(v, e), there.load(v, e));
+        }
+    }
+    FORERUN_MEMBER float* at(int v, int e) const { return near + (e / 8 * kKeyVectors + v) * kWide; }
+    FORERUN_MEMBER W load(int v, int e) const { return loadw(at(v, e)); }
+};
+
+// Scores of Q queries from position `first` on. A function of its own: within its caller's loops
+// compilers keep what they need of them in memory, which takes longer than this.
+template <int Q, class Keys>
+__attribute__((noinline)) static void score_some(const Keys& keys, int size, const Query* queries,
+                                                 int first) {
     W dots[Q][kKeyVectors];
     for (int v = 0; v < kKeyVectors; v += kDots) {
         W dot[Q][kDots];
@@ -122,13 +139,12 @@ FORERUN_INLINE void score_near(const float* near, int size, const Query* queries
         for (int i = 0; i < kDots; i++) {
             for (int q = 0; q < Q; q++) dot[q][i] = splatw<W>(0.0f);
         }
-        const float* at = near + v * kWide;
-        for (int e = 0; e < size; e += 8, at += kKeyVectors * kWide) {
+        for (int e = 0; e < size; e += 8) {
             W query[Q];
             for (int q = 0; q < Q; q++) query[q] = load_eight(queries[q].x + e);
 #pragma GCC unroll 8
             for (int i = 0; i < kDots; i++) {
-                W key = loadw(at + i * kWide);
+                W key = keys.load(v + i, e);
                 FORERUN_PIN(key);
                 for (int q = 0; q < Q; q++) dot[q][i] = fmaw(query[q], key, dot[q][i]);
             }
@@ -153,9 +169,13 @@ static void score(const Attend* nodes, int count, const Attend& job, int first, 
             fetch<Number>(job.keys, job.trunk + first + kFetch, size);
         }
         if (first < kNear / size && job.values != job.keys) fetch<Number>(job.values, places, size);
-        bring_keys<Number>(job, places, size, job.near);
+        const KeysThere<Number> there(job, places, size);
+        KeysNear near = {job.near};
+        const bool few = count * job.heads <= 3;
+        if (!few) near.bring(there, size);
         by_queries(nodes, count, [&](auto some, const Query* queries) {
-            score_near<decltype(some)::value>(job.near, size, queries, first);
+            if (few) return score_some<decltype(some)::value>(there, size, queries, first);
+            score_some<decltype(some)::value>(near, size, queries, first);
         });
     }
 }
@@ -244,7 +264,7 @@ FORERUN_INLINE void mix_vectors(const Number* const* rows, int i, const Query* q
 
 // The same for `width` numbers, a multiple of 8.
 template <int Q, class Number>
-FORERUN_INLINE void mix_rows(const Number* const* rows, int width, const Query* queries, int e,
+__attribute__((noinline)) static void mix_rows(const Number* const* rows, int width, const Query* queries, int e,
                              int first, int some) {
     int i = 0;
     for (; i + 4 * kWide <= width; i += 4 * kWide) {

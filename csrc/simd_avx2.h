@@ -33,16 +33,17 @@ FORERUN_INLINE float sum8(F8 a) {
     return _mm_cvtss_f32(_mm_add_ss(pair, _mm_shuffle_ps(pair, pair, 1)));
 }
 
-// A transposing sum: three levels, each adding what sum8 adds at that level.
+// A transposing sum: three levels, each adding what sum8 adds at that level. Of two vectors some lanes
+// stay where they are and meet what is moved to them, which takes one shuffle where two are obvious.
 FORERUN_INLINE F8 sum8_each(const F8 a[8]) {
     F8 half[4], pair[2];
     for (int i = 0; i < 4; i++) {  // vectors i and i + 4: lanes k and k + 4
-        half[i] = _mm256_add_ps(_mm256_permute2f128_ps(a[i], a[i + 4], 0x20),
-                                _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
+        half[i] = _mm256_add_ps(_mm256_blend_ps(a[i], a[i + 4], 0xf0),
+                                _mm256_permute2f128_ps(a[i], a[i + 4], 0x21));
     }
     for (int i = 0; i < 2; i++) {  // vectors i and i + 2: lanes k and k + 2
-        pair[i] = _mm256_add_ps(_mm256_shuffle_ps(half[i], half[i + 2], 0x44),
-                                _mm256_shuffle_ps(half[i], half[i + 2], 0xee));
+        pair[i] = _mm256_add_ps(_mm256_blend_ps(half[i], half[i + 2], 0xcc),
+                                _mm256_shuffle_ps(half[i], half[i + 2], 0x4e));
     }
     const F8 even = _mm256_shuffle_ps(pair[0], pair[1], 0x88);  // vectors 0 2 1 3, lanes k
     const F8 odd = _mm256_shuffle_ps(pair[0], pair[1], 0xdd);   // and k + 1
