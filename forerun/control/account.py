@@ -70,8 +70,8 @@ class Account:
 
     @property
     def stake(self) -> float:
-        """Plain steps that the coming step may lose: one, as far as the credit goes."""
-        return min(max(self.credit, 0.0), 1.0)
+        """Plain steps that the coming step may lose: one, CREDIT once all it holds was saved."""
+        return min(max(self.credit, 0.0), CREDIT if self.saved >= self._most else 1.0)
 
     def price(self, rows: int, cached: int) -> float:
         """Tokens that as much time as a plain step takes would bring elsewhere, of all rows."""

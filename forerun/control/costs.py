@@ -70,7 +70,7 @@ class LiveCosts:
     are corrected by rows, context and whether they are carried. All steps teach how fast the
     machine is now, which has no part in what a draft token costs: a slower machine makes none
     dearer. A count that no step had for long is believed to cost less and less more than a plain
-    step: what is believed too dear would never be tried, and never be known.
+    step, and to lose less: what is believed too dear would never be tried, and never be known.
 
     steps  that were seen
     """
@@ -122,13 +122,13 @@ class LiveCosts:
 
     def _trust(self, mean: Mean) -> float:
         """How far to believe that a count is so dear: the longer, the more it was seen."""
-        return min(1.0, PLAIN_EVERY * (1.0 + mean.seen) / max(self.steps - mean.last, 1))
+        return min(1.0, PLAIN_EVERY * max(1.0, mean.seen) / max(self.steps - mean.last, 1))
 
     def at_most(self, rows: int, nodes: int, cached: int) -> float:
-        """Plain steps that it may take if the table is wrong: beyond the largest step that was seen
-        at least in proportion to that.
+        """Plain steps that it may take if the table is wrong, hopefully: beyond the largest step
+        that was seen at least in proportion to that.
         """
-        ratio, seen = self.ratio(rows, nodes, cached), max(self._largest, rows)
+        ratio, seen = self.ratio(rows, nodes, cached, hopeful=True), max(self._largest, rows)
         if not self._largest or nodes <= seen:
             return ratio
         return max(ratio, self.ratio(rows, seen, cached) * nodes / seen)
@@ -150,14 +150,14 @@ class LiveCosts:
             curve = self._curves[rows, most] = Curve(self.steps, *prices, [])
         return curve
 
-    def longer(self, rows: int, most: int, cached: int) -> list[tuple[float, float]]:
+    def longer(self, rows: int, most: int, cached: int, loss: float) -> list[tuple[float, float]]:
         """How much longer than a plain step one with 1, 2, ... draft tokens takes, hopefully and at
-        most, as far as that is a plain step; as old as `curve`.
+        most, as far as that is `loss`, always the same; as old as `curve`.
         """
         steps = self.curve(rows, most, cached).steps
         for nodes in range(rows + 1, 0 if steps else most + 1):
             longest = self.at_most(rows, nodes, cached) - 1.0
-            if longest > 1.0:
+            if longest > loss:
                 break
             steps.append((self.ratio(rows, nodes, cached, hopeful=True) - 1.0, longest))
         return steps

@@ -3,7 +3,7 @@
 import pytest
 
 from forerun.control.adaptive import AdaptivePolicy
-from forerun.control.constants import MIN_REPEATS
+from forerun.control.constants import MIN_REPEATS, PLAIN_EVERY
 from forerun.control.costs import LiveCosts, StepCosts
 from forerun.control.reasons import PLAIN
 from tests.control.steps import FREE, Text, arrays, report_of
@@ -89,3 +89,17 @@ def test_what_plain_steps_take_is_known_by_rows_and_context():
     assert live.plain(1, 64, False) == pytest.approx(4.0, rel=0.15)
     assert live.plain(1, 4096, False) == pytest.approx(9.0, rel=0.15)
     assert live.plain(1, 8191, False) == live.plain(1, 4096, False)
+
+
+def test_one_slow_step_does_not_end_drafting():
+    """The first step with draft tokens is interrupted: a count of nodes that was seen once looks
+    dearer than the stake, and is tried again all the same.
+    """
+    policy = AdaptivePolicy(CPU, 1, 1, FREE)
+    thrice = StepCosts(COUNTS, tuple(3.0 * ms for ms in CPU.verify_ms))
+    text, slow = (Text(costs, 1, 1.0, match=1.0, share=0.9) for costs in (CPU, thrice))
+    text.run(policy, MIN_REPEATS)
+    slow.step(policy)
+    assert policy.account.costs.ratio(1, 2, 64) > 2.0
+    text.run(policy, 8 * PLAIN_EVERY)
+    assert sum(map(bool, text.verified[-PLAIN_EVERY:])) > PLAIN_EVERY // 2
