@@ -43,9 +43,11 @@ from forerun.options.config import AskConfig
 from forerun.text.chat import ChatTemplate
 
 HERE = Path(__file__).parent
-TRIES = 3
-DROPPED = ("RemoteProtocolError", "ReadError", "WriteError", "ConnectError")
-"""How httpx calls a connection that ended before its answer did."""
+TRIES, PATIENCE = 3, 180.0
+"""Visits of a server that drops connections, and seconds after which a pass of its requests counts
+as dropped: ik_llama.cpp once kept the last of 48 for nine minutes, with no other at work."""
+DROPPED = ("RemoteProtocolError", "ReadError", "WriteError", "ConnectError", "TimeoutError")
+"""How httpx calls a connection that ended before its answer did, and what is too long."""
 EMPTY = "the answer was empty"
 """How the client calls an answer of one token that is half a character, or a control token."""
 DEFAULT, RANDOM = "smollm2-135m", "random-1b"
@@ -136,6 +138,20 @@ def speeds(first: float, timings: list[Timing], seconds: float, prompts: int) ->
     }
 
 
+def passed(
+    endpoint: Endpoint, bodies: list[dict[str, Any]], streams: int
+) -> tuple[list[Timing], float]:
+    """`load_level`, waited for. Raises RuntimeError where it takes longer than PATIENCE."""
+
+    async def waited() -> tuple[list[Timing], float]:
+        return await asyncio.wait_for(load_level(endpoint, bodies, streams), PATIENCE)
+
+    try:
+        return asyncio.run(waited())
+    except TimeoutError:
+        raise RuntimeError(f"TimeoutError: not all answers came in {PATIENCE:.0f} s") from None
+
+
 def asked(url: str, work: Work, streams: int, more: dict[str, Any]) -> dict[str, float]:
     """One visit: a short warm-up, then every request for one token, then every request in full,
     `streams` at a time.
@@ -145,15 +161,15 @@ def asked(url: str, work: Work, streams: int, more: dict[str, Any]) -> dict[str,
     model = find_model(url, "", None)
     endpoint = Closing(url, model)
     more = more | {"model": model}
-    asyncio.run(load_level(endpoint, [body | more for body in work.warm], streams))
+    passed(endpoint, [body | more for body in work.warm], streams)
     # Other bytes than in full, so that not even a cache that nobody mentions has seen them.
     bodies = [body | more for body in work.bodies]
     short = [body | {"messages": again(body["messages"]), "max_tokens": 1} for body in bodies]
-    timings, first = asyncio.run(load_level(endpoint, short, streams))
+    timings, first = passed(endpoint, short, streams)
     for timing in timings:
         if timing.error and not timing.error.startswith(EMPTY):
             raise RuntimeError(timing.error)
-    timings, seconds = asyncio.run(load_level(endpoint, bodies, streams))
+    timings, seconds = passed(endpoint, bodies, streams)
     return speeds(first, timings, seconds, work.tokens)
 
 

@@ -1,5 +1,6 @@
 """The bench beside peers' servers: what it asks of all alike, and how it counts."""
 
+import asyncio
 import sys
 from pathlib import Path
 
@@ -46,6 +47,17 @@ def test_what_goes_on_or_is_no_connection_ends_the_visit(over_http, monkeypatch,
     failing(monkeypatch, over_http, *errors)
     with pytest.raises(RuntimeError, match=errors[0][:5]):
         over_http.patiently("peer", "http://x", None, 64, {})
+
+
+def test_a_request_that_is_never_answered_is_a_dropped_one(over_http, monkeypatch):
+    async def never(*_):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(over_http, "load_level", never)
+    monkeypatch.setattr(over_http, "PATIENCE", 0.01)
+    with pytest.raises(RuntimeError, match="not all answers came") as raised:
+        over_http.passed(None, [{}], 1)
+    assert str(raised.value).startswith(over_http.DROPPED)
 
 
 def test_what_the_steps_are_measured_with_can_be_made(over_http):
