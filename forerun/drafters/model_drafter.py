@@ -138,12 +138,11 @@ class ModelDrafter:
         one: the model keeps up.
         """
         depth = min(int(plan.max_depth.max()), self.traits.max_depth)
-        plain = not depth and max(plan.known_counts) == 1 and plan.samples.all()
-        if plain or not self.traits.drafts_on_device:
-            return None
-        levels = next(levels for levels in self._levels if levels >= depth)
         # Of a step without draft tokens prompts are followed, and nothing else.
         wanted = (np.array(plan.known_counts) > 1) | ~plan.samples | (depth > 0)
+        if not (self.traits.drafts_on_device and wanted.any()):
+            return None
+        levels = next(levels for levels in self._levels if levels >= depth)
         wanted &= self._backlog.lag[plan.slots] == 0
         if self._about.runs_roots and wanted.any():
             # What begins behind pages that another filled has no root before it was extended once.
