@@ -76,7 +76,7 @@ class Ordinary:
 
     def add(self, stopping: Stopping, requests: int = 1) -> None:
         """So many more requests have these stop tokens, or fewer."""
-        for token in set(filter(range(len(self._text)).__contains__, stopping.stop_tokens)):
+        for token in {each for each in stopping.stop_tokens if 0 <= each < len(self._text)}:
             self._stops[token] += requests
             self._whole[token] = self._text[token] and not self._stops[token]
 
