@@ -1,7 +1,7 @@
 """Line charts as SVG, for results of the scripts beside this one."""
 
 from collections.abc import Mapping, Sequence
-from math import ceil, floor, log10
+from math import ceil, floor, log, log10
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 300, 220, 48, 34, 26
 COLOURS = ("#1b6ca8", "#c1440e", "#2e7d32", "#6a3d9a", "#8d6e00", "#444444")
@@ -11,7 +11,7 @@ Points = Sequence[tuple[float, float]]
 
 
 def charts(panels: Mapping[str, Mapping[str, Points]], across: str, up: str) -> str:
-    """An SVG of panels side by side, by their titles: lines by their names, of (x, y). The vertical
+    """An SVG of panels side by side, by their titles: lines by their names, of (x, y). Either
     axis of each is logarithmic where its values span more than a factor of twenty.
 
     across, up  what the axes are
@@ -39,15 +39,19 @@ def _colour(place: int) -> str:
     return COLOURS[place % len(COLOURS)]
 
 
+def _wide(values: Sequence[float]) -> bool:
+    return min(values) > 0 and max(values) > 20 * min(values)
+
+
 def _panel(place: int, title: str, lines: Mapping[str, Points], across: str, up: str) -> str:
     xs = sorted({x for points in lines.values() for x, _ in points})
     ys = [y for points in lines.values() for _, y in points]
-    wide = min(ys) > 0 and max(ys) > 20 * min(ys)
+    wide, far = _wide(ys), _wide(xs)
     low = 10 ** floor(log10(min(ys))) if wide else 0.0
     high = 10 ** ceil(log10(max(ys))) if wide else max(ys) or 1.0
 
     def right(x: float) -> float:
-        share = (x - xs[0]) / ((xs[-1] - xs[0]) or 1)
+        share = log(x / xs[0], xs[-1] / xs[0]) if far else (x - xs[0]) / ((xs[-1] - xs[0]) or 1)
         return place * WIDTH + LEFT + share * (WIDTH - LEFT - 16)
 
     def down(y: float) -> float:
