@@ -41,7 +41,7 @@ void Model::plan_attention(const Step& step) {
             }
         }
     }
-    const int64_t near = (int64_t)kPositions * sizes.head_size;
+    const int64_t near = near_numbers(sizes.head_size);
     const int64_t all_scores = (int64_t)step.nodes * sizes.heads * stride_;
     together_ = threads > 1 && whole < 3 * threads && stride_ >= kWorthSharing &&
                 all_scores <= kMostScores;
@@ -129,7 +129,7 @@ void Model::attend(int layer, int thread) {
     for (int u; (u = next_unit_.fetch_add(1)) < (int)units_.size();) {
         const Unit& unit = units_[u];
         const int count = unit.last - unit.first;
-        float* scores = scratch_[thread].data() + (int64_t)kPositions * sizes.head_size;
+        float* scores = scratch_[thread].data() + near_numbers(sizes.head_size);
         float* totals = scores + count * room_ * stride_;
         for (int n = 0; n < count; n++, scores += room_ * stride_, totals += room_) {
             nodes[n] = job(layer, unit, unit.first + n, thread);

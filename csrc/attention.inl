@@ -16,35 +16,39 @@ using forerun::Attend;
 using forerun::kNodesTogether;
 using forerun::kPositions;
 
+using forerun::kNearNumbers;
+
 constexpr int kFetch = 32;       // positions to fetch ahead while scoring
 constexpr int kNear = 1 << 17;   // numbers of values that stay near until they are mixed
 constexpr int kKeyVectors = 8 * kPositions / kWide;    // of eight numbers of all positions' keys
-constexpr int kDots = kWide == 16 ? kKeyVectors : 4;   // of them whose sums are under way at a time
+constexpr int kDots = kWide / 2;                       // of them whose sums are under way at a time
 constexpr int kMixed = 4 * kWide;                      // numbers of a value that are mixed at a time
+constexpr int kMixedPositions = kNearNumbers / kMixed / kPositions * kPositions;  // at a time
 
-__attribute__((noinline)) static const int32_t* last_places(const Attend& job, int first,
+__attribute__((noinline)) static const int32_t* last_places(const Attend& job, int first, int some,
                                                             int32_t* buffer) {
-    for (int i = 0; i < kPositions; i++) {
-        const int p = first + i < job.sight.length() ? first + i : job.sight.length() - 1;
+    for (int i = 0; i < some; i++) {
+        const int p = first + i;
         buffer[i] = p < job.sight.trunk ? job.trunk[p] : job.sight.path[p - job.sight.trunk];
     }
+    for (int i = some; i < kPositions; i++) buffer[i] = buffer[some - 1];
     return buffer;
 }
 
-// Places of positions [first, first + kPositions). What is beyond the end repeats the last place:
-// its score is not used and its weight is zero.
-FORERUN_INLINE const int32_t* places_at(const Attend& job, int first, int32_t* buffer) {
+// Places of `some` positions from `first` on, at most kPositions. Up to so many follow, of other
+// positions or of the last one.
+FORERUN_INLINE const int32_t* places_at(const Attend& job, int first, int some, int32_t* buffer) {
     if (first + kPositions <= job.sight.trunk) return job.trunk + first;
-    return last_places(job, first, buffer);
+    return last_places(job, first, some, buffer);
 }
 
 using Half = uint16_t;  // a key's or value's number, or float
 
 // Brings rows into the near cache.
 template <class Number>
-FORERUN_INLINE void fetch(const uint8_t* plane, const int32_t* places, int size) {
+FORERUN_INLINE void fetch(const uint8_t* plane, const int32_t* places, int some, int size) {
     const int bytes = size * (int)sizeof(Number);
-    for (int p = 0; p < kPositions; p++) {
+    for (int p = 0; p < some; p++) {
         const uint8_t* row = plane + (int64_t)places[p] * bytes;
         for (int i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, 3);
     }
@@ -96,6 +100,11 @@ FORERUN_INLINE void by_queries(const Attend* nodes, int count, Call call) {
     }
 }
 
+// Whether so many queries read keys and values where they are, each three of them converting halves
+// again. Converting 256 bits beside multiplications costs next to nothing; 512 bits take two operations
+// on the ports that multiply (docs/log.md, "attention reads in place").
+FORERUN_INLINE bool read_in_place(int queries) { return kWide == 8 || queries <= 3; }
+
 // Keys of kPositions where they are.
 template <class Number>
 struct KeysThere {
@@ -109,8 +118,10 @@ struct KeysThere {
             }
         }
     }
-    // Eight numbers from `e` on of the positions of vector `v`.
-    FORERUN_MEMBER W load(int v, int e) const { return load_rows(rows[v][0] + e, rows[v][1] + e); }
+    // Eight numbers from `e` on of the positions of vector `v + i`.
+    FORERUN_MEMBER W load(int v, int i, int e) const {
+        return load_rows(rows[v + i][0] + e, rows[v + i][1] + e);
+    }
 };
 
 // The same brought near, as float32[size / 8][kKeyVectors][kWide].
@@ -120,76 +131,115 @@ struct KeysNear {
     template <class Number>
     FORERUN_MEMBER void bring(const KeysThere<Number>& there, int size) {
         for (int v = 0; v < kKeyVectors; v++) {
-            for (int e = 0; e < size; e += 8) storew(at(v, e), there.load(v, e));
+            for (int e = 0; e < size; e += 8) storew(at(v, 0, e), there.load(v, 0, e));
         }
     }
-    FORERUN_MEMBER float* at(int v, int e) const { return near + (e / 8 * kKeyVectors + v) * kWide; }
-    FORERUN_MEMBER W load(int v, int e) const { return loadw(at(v, e)); }
+    FORERUN_MEMBER float* at(int v, int i, int e) const {
+        return near + kWide * (v + i) + kPositions * e;
+    }
+    FORERUN_MEMBER W load(int v, int i, int e) const { return loadw(at(v, i, e)); }
 };
 
-// Scores of Q queries from position `first` on. A function of its own: within its caller's loops
-// compilers keep what they need of them in memory, which takes longer than this.
+// Of kDots vectors of keys from `v` on: eight sums of products with each of Q queries.
 template <int Q, class Keys>
-__attribute__((noinline)) static void score_some(const Keys& keys, int size, const Query* queries,
-                                                 int first) {
-    W dots[Q][kKeyVectors];
-    for (int v = 0; v < kKeyVectors; v += kDots) {
-        W dot[Q][kDots];
+FORERUN_INLINE void dots_of(const Keys& keys, int v, int size, const float* const* x,
+                            W (&dots)[Q][kDots]) {
 #pragma GCC unroll 8
-        for (int i = 0; i < kDots; i++) {
-            for (int q = 0; q < Q; q++) dot[q][i] = splatw<W>(0.0f);
-        }
-        for (int e = 0; e < size; e += 8) {
-            W query[Q];
-            for (int q = 0; q < Q; q++) query[q] = load_eight(queries[q].x + e);
-#pragma GCC unroll 8
-            for (int i = 0; i < kDots; i++) {
-                W key = keys.load(v + i, e);
-                FORERUN_PIN(key);
-                for (int q = 0; q < Q; q++) dot[q][i] = fmaw(query[q], key, dot[q][i]);
-            }
+    for (int i = 0; i < kDots; i++) {
+        for (int q = 0; q < Q; q++) dots[q][i] = splatw<W>(0.0f);
+    }
+#pragma GCC unroll 1
+    for (int e = 0; e < size; e += 8) {
+        W query[Q];
+        for (int q = 0; q < Q; q++) {
+            query[q] = load_eight(x[q] + e);
+            FORERUN_PIN(query[q]);
         }
 #pragma GCC unroll 8
         for (int i = 0; i < kDots; i++) {
-            for (int q = 0; q < Q; q++) dots[q][v + i] = dot[q][i];
+            W key = keys.load(v, i, e);
+            FORERUN_PIN(key);
+            for (int q = 0; q < Q; q++) dots[q][i] = fmaw(query[q], key, dots[q][i]);
         }
     }
-    for (int q = 0; q < Q; q++) store_row_sums(queries[q].scores + first, dots[q]);
 }
 
-// Scores of all heads of `count` nodes at positions [first, last) of `job`, one of them; first a
-// multiple of kPositions.
+// Scores of Q queries at `some` positions from `first` on, at most kPositions. A function of its own:
+// within its caller's loops compilers keep what they need of them in memory, which takes longer than
+// this.
+template <int Q, class Keys>
+__attribute__((noinline)) static void score_some(const Keys& keys, int size, const Query* queries,
+                                                 int first, int some) {
+    const float* x[Q];
+    for (int q = 0; q < Q; q++) x[q] = queries[q].x;
+    constexpr int kTiles = 8 / kDots;  // a vector of scores takes so many
+    for (int at = 0; at < some; at += kWide) {
+        W parts[Q][kTiles];
+#pragma GCC unroll 2
+        for (int tile = 0; tile < kTiles; tile++) {
+            if (tile && some - at <= kDots) {
+                for (int q = 0; q < Q; q++) parts[q][tile] = parts[q][0];
+                break;
+            }
+            W dots[Q][kDots];
+            dots_of<Q>(keys, at / kWide * 8 + tile * kDots, size, x, dots);
+#pragma GCC unroll 3
+            for (int q = 0; q < Q; q++) {
+                parts[q][tile] = first_sums(dots[q]);
+                FORERUN_PIN(parts[q][tile]);  // Else compilers keep the dots until all tiles are done.
+            }
+        }
+        for (int q = 0; q < Q; q++) {
+            const W scores = last_sums(parts[q]);
+            float* to = queries[q].scores + first + at;
+            if (some - at >= kWide) {
+                storew(to, scores);
+                continue;
+            }
+            float lanes[kWide];
+            storew(lanes, scores);
+            memcpy(to, lanes, sizeof(float) * (some - at));
+        }
+    }
+}
+
+// Scores of all heads of `count` nodes at positions [first, last) of `job`, one of them.
 template <class Number, int Size>
 static void score(const Attend* nodes, int count, const Attend& job, int first, int last) {
     const int size = Size ? Size : job.size;
     int32_t buffer[kPositions];
     for (; first < last; first += kPositions) {
-        const int32_t* places = places_at(job, first, buffer);
+        const int some = last - first < kPositions ? last - first : kPositions;
+        const int32_t* places = places_at(job, first, some, buffer);
         if (first + kFetch + kPositions <= job.sight.trunk) {
-            fetch<Number>(job.keys, job.trunk + first + kFetch, size);
+            fetch<Number>(job.keys, job.trunk + first + kFetch, kPositions, size);
         }
-        if (first < kNear / size && job.values != job.keys) fetch<Number>(job.values, places, size);
+        if (first < kNear / size && job.values != job.keys) {
+            fetch<Number>(job.values, places, some, size);
+        }
         const KeysThere<Number> there(job, places, size);
         KeysNear near = {job.near};
-        const bool few = count * job.heads <= 3;
-        if (!few) near.bring(there, size);
-        by_queries(nodes, count, [&](auto some, const Query* queries) {
-            if (few) return score_some<decltype(some)::value>(there, size, queries, first);
-            score_some<decltype(some)::value>(near, size, queries, first);
+        const bool in_place = read_in_place(count * job.heads);
+        if (!in_place) near.bring(there, size);
+        by_queries(nodes, count, [&](auto together, const Query* queries) {
+            if (in_place) return score_some<decltype(together)::value>(there, size, queries, first, some);
+            score_some<decltype(together)::value>(near, size, queries, first, some);
         });
     }
 }
 
-// The largest of scores[count] and a sink's; count a multiple of 8. By eights that take turns, which
-// shows where some are NaN.
-FORERUN_INLINE float largest_of(const float* scores, int count, const float* sink) {
-    F8 most[2] = {load8(scores), load8(scores)};
+// The largest of scores[length] and a sink's. By eights that take turns, which shows where some are NaN.
+FORERUN_INLINE float largest_of(const float* scores, int length, const float* sink) {
+    const int whole = length / 8 * 8;
+    const F8 first = splat8(scores[0]);
+    F8 most[2] = {first, first};
     int i = 0;
-    for (; i + 16 <= count; i += 16) {
+    for (; i + 16 <= whole; i += 16) {
         most[0] = max8(most[0], load8(scores + i));
         most[1] = max8(most[1], load8(scores + i + 8));
     }
-    if (i < count) most[0] = max8(most[0], load8(scores + i));
+    if (i < whole) most[0] = max8(most[0], load8(scores + i)), i += 8;
+    if (i < length) most[1] = max8(most[1], first8(length - i, load8(scores + i), first));
     float lanes[8], largest;
     store8(lanes, max8(most[0], most[1]));
     largest = lanes[0];
@@ -197,13 +247,9 @@ FORERUN_INLINE float largest_of(const float* scores, int count, const float* sin
     return sink && *sink > largest ? *sink : largest;
 }
 
-// scores[length], softened where there is a cap, become e^(score - largest), zero up to a multiple of
-// 8. Returns their sum, a sink's with them.
-static float weigh(float* scores, int length, const float* sink, float cap) {
-    const int padded = (length + 7) / 8 * 8;
-    for (int i = length; i < padded; i++) scores[i] = scores[0];
-    if (cap != 0.0f) soften(scores, padded, cap);
-    const float largest = largest_of(scores, padded, sink);
+// scores[length] become e^(score - largest). Returns their sum, a sink's with them. What follows them
+// up to a multiple of 8 is written, too.
+FORERUN_INLINE float weigh_by(float* scores, int length, const float* sink, float largest) {
     const W shift = splatw<W>(largest);
     F8 total = splat8(0.0f);
     int at = 0;
@@ -211,15 +257,22 @@ static float weigh(float* scores, int length, const float* sink, float cap) {
         storew(scores + at, exp_of(subw(loadw(scores + at), shift)));
         for (int i = 0; i < kWide; i += 8) total = add8(total, load8(scores + at + i));
     }
-    for (; at < padded; at += 8) {
-        store8(scores + at, exp_of(sub8(load8(scores + at), splat8(largest))));
-        for (int i = length; i < at + 8; i++) scores[i] = 0.0f;
-        total = add8(total, load8(scores + at));
+    for (; at < length; at += 8) {
+        F8 weights = exp_of(sub8(load8(scores + at), splat8(largest)));
+        if (length - at < 8) weights = first8(length - at, weights, splat8(0.0f));
+        store8(scores + at, weights);
+        total = add8(total, weights);
     }
     if (!sink) return sum8(total);
     float lanes[8];
     store8(lanes, exp_of(sub8(splat8(*sink), splat8(largest))));
     return sum8(total) + lanes[0];
+}
+
+// The same of scores that are softened where there is a cap, and whose largest is not known.
+static float weigh(float* scores, int length, const float* sink, float cap) {
+    if (cap != 0.0f) soften(scores, length, cap);
+    return weigh_by(scores, length, sink, largest_of(scores, length, sink));
 }
 
 template <class Number>
@@ -233,23 +286,41 @@ FORERUN_INLINE void load_vector(const Number* at, F16& a) {
 }
 #endif
 
-// What `some` positions from `first` on add to numbers [e, e + Vectors of V) of Q queries' output; the
-// values have these numbers at rows[some] + i.
-template <class V, int Vectors, int Q, class Number>
-FORERUN_INLINE void mix_vectors(const Number* const* rows, int i, const Query* queries, int e, int first,
+// Values of positions where they are, from some number on.
+template <class Number>
+struct ValuesThere {
+    const Number* rows[kMixedPositions];
+
+    FORERUN_MEMBER const Number* at(int p) const { return rows[p]; }
+};
+
+// The same brought near, `width` numbers of each.
+struct ValuesNear {
+    float* near;
+    int width;
+
+    FORERUN_MEMBER float* at(int p) const { return near + p * width; }
+};
+
+// What `some` positions from `first` on add to numbers [e, e + Vectors of V) of Q queries' output; these
+// are numbers i and following of `values`.
+template <class V, int Vectors, int Q, class Values>
+FORERUN_INLINE void mix_vectors(const Values& values, int i, const Query* queries, int e, int first,
                                 int some) {
     constexpr int wide = sizeof(V) / sizeof(float);
     V sum[Q][Vectors];
+    const float* weights[Q];
     for (int q = 0; q < Q; q++) {
+        weights[q] = queries[q].scores + first;
         for (int k = 0; k < Vectors; k++) {
             sum[q][k] = splatw<V>(0.0f);
             if (first) load_vector(queries[q].out + e + wide * k, sum[q][k]);
         }
     }
     for (int p = 0; p < some; p++) {
-        const Number* row = rows[p] + i;
+        const auto* row = values.at(p) + i;
         V weight[Q];
-        for (int q = 0; q < Q; q++) weight[q] = splatw<V>(queries[q].scores[first + p]);
+        for (int q = 0; q < Q; q++) weight[q] = splatw<V>(weights[q][p]);
         for (int k = 0; k < Vectors; k++) {
             V value;
             load_vector(row + wide * k, value);
@@ -263,48 +334,64 @@ FORERUN_INLINE void mix_vectors(const Number* const* rows, int i, const Query* q
 }
 
 // The same for `width` numbers, a multiple of 8.
-template <int Q, class Number>
-__attribute__((noinline)) static void mix_rows(const Number* const* rows, int width, const Query* queries, int e,
-                             int first, int some) {
+template <int Q, class Values>
+__attribute__((noinline)) static void mix_rows(const Values& values, int width, const Query* queries,
+                                               int e, int first, int some) {
     int i = 0;
     for (; i + 4 * kWide <= width; i += 4 * kWide) {
-        mix_vectors<W, 4, Q>(rows, i, queries, e + i, first, some);
+        mix_vectors<W, 4, Q>(values, i, queries, e + i, first, some);
     }
     for (; i + 2 * kWide <= width; i += 2 * kWide) {
-        mix_vectors<W, 2, Q>(rows, i, queries, e + i, first, some);
+        mix_vectors<W, 2, Q>(values, i, queries, e + i, first, some);
     }
-    for (; i < width; i += 8) mix_vectors<F8, 1, Q>(rows, i, queries, e + i, first, some);
+    for (; i < width; i += 8) mix_vectors<F8, 1, Q>(values, i, queries, e + i, first, some);
+}
+
+// Numbers [e, e + width) of the values of `some` positions from `first` on: where they are.
+template <class Number>
+FORERUN_INLINE void find(const Attend& job, int first, int some, int size, int e,
+                         ValuesThere<Number>& values) {
+    int32_t buffer[kPositions];
+    for (int at = 0; at < some; at += kPositions) {
+        const int left = some - at < kPositions ? some - at : kPositions;
+        const int32_t* places = places_at(job, first + at, left, buffer);
+        for (int p = 0; p < kPositions; p++) {
+            values.rows[at + p] = (const Number*)job.values + (int64_t)places[p] * size + e;
+        }
+    }
+}
+
+// The same, brought near.
+template <class Number>
+FORERUN_INLINE void bring(const ValuesThere<Number>& there, int some, ValuesNear values) {
+    for (int p = 0; p < some; p++) {
+        float* to = values.at(p);
+        int i = 0;
+        for (; i + kWide <= values.width; i += kWide) storew(to + i, load_numberw(there.at(p) + i));
+        for (; i < values.width; i += 8) store8(to + i, load_number8(there.at(p) + i));
+    }
 }
 
 // What positions [begin, end), where all these nodes see the same places, add to numbers
-// [first, last) of all heads' output; begin a multiple of 8. Values that more than three queries read
-// are brought near.
+// [first, last) of all heads' output. Values that more than three queries read are brought near.
 template <class Number, int Size>
 static void mix(const Attend* nodes, int count, int first, int last, int begin, int end) {
     const Attend& job = *nodes;
     const int size = Size ? Size : job.size;
-    const bool there = count * job.heads <= 3;
-    int32_t buffer[kPositions];
-    const Number* rows[kPositions];
-    const float* near[kPositions];
-    for (int e = first; e < last; e += kMixed) {
-        const int width = last - e < kMixed ? last - e : kMixed;
-        for (int p = 0; p < kPositions; p++) near[p] = job.near + p * width;
-        for (int at = begin; at < end; at += kPositions) {
-            const int32_t* places = places_at(job, at, buffer);
-            const int some = end - at < kPositions ? (end - at + 7) / 8 * 8 : kPositions;
-            for (int p = 0; p < some; p++) {
-                rows[p] = (const Number*)job.values + (int64_t)places[p] * size + e;
-                if (there) continue;
-                float* to = job.near + p * width;
-                int i = 0;
-                for (; i + kWide <= width; i += kWide) storew(to + i, load_numberw(rows[p] + i));
-                for (; i < width; i += 8) store8(to + i, load_number8(rows[p] + i));
-            }
-            by_queries(nodes, count, [&](auto queries_together, const Query* queries) {
-                constexpr int together = decltype(queries_together)::value;
-                if (there) return mix_rows<together>(rows, width, queries, e, at, some);
-                mix_rows<together>(near, width, queries, e, at, some);
+    const bool in_place = read_in_place(count * job.heads);
+    const int most = in_place ? last - first : kMixed;
+    ValuesThere<Number> there;
+    for (int e = first; e < last; e += most) {
+        const int width = last - e < most ? last - e : most;
+        const ValuesNear near = {job.near, width};
+        for (int at = begin; at < end; at += kMixedPositions) {
+            const int some = end - at < kMixedPositions ? end - at : kMixedPositions;
+            find(job, at, some, size, e, there);
+            if (!in_place) bring(there, some, near);
+            by_queries(nodes, count, [&](auto together, const Query* queries) {
+                constexpr int Q = decltype(together)::value;
+                if (in_place) return mix_rows<Q>(there, width, queries, e, at, some);
+                mix_rows<Q>(near, width, queries, e, at, some);
             });
         }
     }
@@ -335,21 +422,30 @@ static void attend_some_numbers(const Attend& job, int first, int last) {
 template <class Number, int Size>
 static void attend_heads(const Attend* nodes, int count, Alike alike) {
     const Attend& longest = nodes[alike.longest];
-    const int scored = alike.nested ? longest.sight.length() : alike.positions / kPositions * kPositions;
-    const int mixed = alike.positions / 8 * 8;
+    const int scored = alike.nested ? longest.sight.length() : alike.positions;
     score<Number, Size>(nodes, count, longest, 0, scored);
     for (int n = 0; n < count; n++) {
         const Attend& one = nodes[n];
         const int length = one.sight.length();
         score<Number, Size>(&one, 1, one, scored, length);
         for (int h = 0; h < one.heads; h++) {
-            const float* sink = one.sinks ? one.sinks + h : nullptr;
-            one.totals[h] = weigh(one.scores + h * one.stride, length, sink, one.cap);
+            float* scores = one.scores + h * one.stride;
+            if (one.cap != 0.0f) soften(scores, length, one.cap);
+            one.totals[h] = largest_of(scores, length, one.sinks ? one.sinks + h : nullptr);
         }
     }
-    mix<Number, Size>(nodes, count, 0, nodes->mixed, 0, mixed);
+    // All that is largest is known by now, so that nothing waits for it.
     for (int n = 0; n < count; n++) {
-        mix<Number, Size>(&nodes[n], 1, 0, nodes->mixed, mixed, nodes[n].sight.length());
+        const Attend& one = nodes[n];
+        for (int h = 0; h < one.heads; h++) {
+            float* scores = one.scores + h * one.stride;
+            const float* sink = one.sinks ? one.sinks + h : nullptr;
+            one.totals[h] = weigh_by(scores, one.sight.length(), sink, one.totals[h]);
+        }
+    }
+    mix<Number, Size>(nodes, count, 0, nodes->mixed, 0, alike.positions);
+    for (int n = 0; n < count; n++) {
+        mix<Number, Size>(&nodes[n], 1, 0, nodes->mixed, alike.positions, nodes[n].sight.length());
         divide(nodes[n], 0, nodes->mixed);
     }
 }

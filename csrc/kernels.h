@@ -39,7 +39,7 @@ struct Attend {
     int64_t stride;        // padded_positions(of the longest sight)
     float* totals;         // [room] sums of the weights
     int32_t room;          // heads there is room for; less than `heads` with one thread alone
-    float* near;           // [kPositions][size] the thread's own, for keys and values as float32
+    float* near;           // [near_numbers(size)] the thread's own, for keys and values as float32
     const float* sinks;    // [heads] scores that take part in the sums alone, or null
     float cap;             // scores become cap tanh(score / cap); 0: they stay
 };
@@ -53,6 +53,12 @@ struct Alike {
 
 constexpr int kPositions = 16;     // positions that attention takes at a time
 constexpr int kNodesTogether = 8;  // nodes of a row that one thread attends to together, at most
+
+constexpr int kNearNumbers = 2048;  // of values that are brought near at a time
+
+static inline int64_t near_numbers(int size) {
+    return size * kPositions > kNearNumbers ? size * kPositions : kNearNumbers;
+}
 
 static inline int64_t padded_positions(int64_t length) {
     return (length + kPositions - 1) / kPositions * kPositions;
@@ -118,8 +124,7 @@ struct Kernels {
     // scores and totals alone.
     void (*attend)(const Attend* nodes, int count, Alike alike);
 
-    // One node by several threads: scores of positions [first, last), first a multiple of
-    // kPositions; for every head its weights, returning their sum for `totals`; numbers [first,
+    // One node by several threads: scores of positions [first, last); for every head its weights, returning their sum for `totals`; numbers [first,
     // last) of all heads' output, both multiples of 8. Each needs all of what comes before it.
     // `sink` is null where the head has none, `cap` as in Attend.
     void (*score)(const Attend& job, int first, int last);

@@ -27,6 +27,11 @@ FORERUN_INLINE F8 fma8(F8 a, F8 b, F8 c) { return _mm256_fmadd_ps(a, b, c); }
 FORERUN_INLINE F8 max8(F8 a, F8 b) { return _mm256_max_ps(a, b); }
 FORERUN_INLINE F8 min8(F8 a, F8 b) { return _mm256_min_ps(a, b); }
 
+FORERUN_INLINE F8 first8(int count, F8 a, F8 b) {
+    const I8 lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(count), lanes)));
+}
+
 FORERUN_INLINE float sum8(F8 a) {
     const __m128 half = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
     const __m128 pair = _mm_add_ps(half, _mm_movehl_ps(half, half));
@@ -35,19 +40,21 @@ FORERUN_INLINE float sum8(F8 a) {
 
 // A transposing sum: three levels, each adding what sum8 adds at that level. Of two vectors some lanes
 // stay where they are and meet what is moved to them, which takes one shuffle where two are obvious.
-FORERUN_INLINE F8 sum8_each(const F8 a[8]) {
-    F8 half[4], pair[2];
-    for (int i = 0; i < 4; i++) {  // vectors i and i + 4: lanes k and k + 4
-        half[i] = _mm256_add_ps(_mm256_blend_ps(a[i], a[i + 4], 0xf0),
-                                _mm256_permute2f128_ps(a[i], a[i + 4], 0x21));
+FORERUN_INLINE F8 fold_four(const F8 (&a)[4]) {
+    F8 half[2];
+    for (int i = 0; i < 2; i++) {  // vectors i and i + 2: lanes k and k + 4
+        half[i] = _mm256_add_ps(_mm256_blend_ps(a[i], a[i + 2], 0xf0),
+                                _mm256_permute2f128_ps(a[i], a[i + 2], 0x21));
     }
-    for (int i = 0; i < 2; i++) {  // vectors i and i + 2: lanes k and k + 2
-        pair[i] = _mm256_add_ps(_mm256_blend_ps(half[i], half[i + 2], 0xcc),
-                                _mm256_shuffle_ps(half[i], half[i + 2], 0x4e));
-    }
-    const F8 even = _mm256_shuffle_ps(pair[0], pair[1], 0x88);  // vectors 0 2 1 3, lanes k
-    const F8 odd = _mm256_shuffle_ps(pair[0], pair[1], 0xdd);   // and k + 1
-    return _mm256_permute_ps(_mm256_add_ps(even, odd), 0xd8);
+    // Vectors 0 1 | 2 3: lanes k and k + 2.
+    return _mm256_add_ps(_mm256_blend_ps(half[0], half[1], 0xcc),
+                         _mm256_shuffle_ps(half[0], half[1], 0x4e));
+}
+FORERUN_INLINE F8 sum_folded(F8 a, F8 b) {
+    const F8 even = _mm256_shuffle_ps(a, b, 0x88);  // vectors 0 1 4 5 | 2 3 6 7, lanes k
+    const F8 odd = _mm256_shuffle_ps(a, b, 0xdd);   // and k + 1
+    const __m256d sum = _mm256_castps_pd(_mm256_add_ps(even, odd));
+    return _mm256_castpd_ps(_mm256_permute4x64_pd(sum, 0xd8));
 }
 
 FORERUN_INLINE F8 load_half8(const void* at) {

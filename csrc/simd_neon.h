@@ -53,16 +53,31 @@ FORERUN_INLINE F8 min8(F8 a, F8 b) {
             vbslq_f32(vcltq_f32(a.high, b.high), a.high, b.high)};
 }
 
+FORERUN_INLINE F8 first8(int count, F8 a, F8 b) {
+    const int32_t lanes[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+    const int32x4_t n = vdupq_n_s32(count);
+    return {vbslq_f32(vcgtq_s32(n, vld1q_s32(lanes)), a.low, b.low),
+            vbslq_f32(vcgtq_s32(n, vld1q_s32(lanes + 4)), a.high, b.high)};
+}
+
 FORERUN_INLINE float sum8(F8 a) {
     const float32x4_t half = vaddq_f32(a.low, a.high);
     const float32x2_t pair = vadd_f32(vget_low_f32(half), vget_high_f32(half));
     return vget_lane_f32(pair, 0) + vget_lane_f32(pair, 1);
 }
 
-FORERUN_INLINE F8 sum8_each(const F8 a[8]) {
-    float sums[8];
-    for (int i = 0; i < 8; i++) sums[i] = sum8(a[i]);
-    return load8(sums);
+FORERUN_INLINE F8 fold_four(const F8 (&a)[4]) {
+    float32x4_t pairs[2];
+    for (int i = 0; i < 2; i++) {  // vectors 2 i and 2 i + 1
+        const float32x4_t x = vaddq_f32(a[2 * i].low, a[2 * i].high);
+        const float32x4_t y = vaddq_f32(a[2 * i + 1].low, a[2 * i + 1].high);
+        pairs[i] = vaddq_f32(vcombine_f32(vget_low_f32(x), vget_low_f32(y)),
+                             vcombine_f32(vget_high_f32(x), vget_high_f32(y)));
+    }
+    return {pairs[0], pairs[1]};
+}
+FORERUN_INLINE F8 sum_folded(F8 a, F8 b) {
+    return {vpaddq_f32(a.low, a.high), vpaddq_f32(b.low, b.high)};
 }
 
 FORERUN_INLINE F8 load_half8(const void* at) {

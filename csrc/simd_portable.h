@@ -43,15 +43,35 @@ FORERUN_INLINE F8 fma8(F8 a, F8 b, F8 c) {
 FORERUN_INLINE F8 max8(F8 a, F8 b) { return a > b ? a : b; }
 FORERUN_INLINE F8 min8(F8 a, F8 b) { return a < b ? a : b; }
 
+// The first `count` lanes of a, the others of b.
+FORERUN_INLINE F8 first8(int count, F8 a, F8 b) {
+    FORERUN_EACH b[i] = i < count ? a[i] : b[i];
+    return b;
+}
+
 // ((0+4)+(2+6)) + ((1+5)+(3+7)): the order in which a sum over lanes is taken, everywhere.
 FORERUN_INLINE float sum8(F8 a) {
     return ((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] + a[5]) + (a[3] + a[7]));
 }
 
-// Lane i of the result is sum8(a[i]).
-FORERUN_INLINE F8 sum8_each(const F8 a[8]) {
+// sum8 of eight vectors in two steps: of four vectors, lanes 2 i and 2 i + 1 of the first step's result
+// are what sum8 adds last of a[i]; lane i of the second step's is the sum of vector i of both fours.
+FORERUN_INLINE F8 fold_four(const F8 (&a)[4]) {
     F8 r;
-    FORERUN_EACH r[i] = sum8(a[i]);
+    FORERUN_EACH {
+        const F8 each = a[i / 2];
+        const int k = i % 2;
+        r[i] = (each[k] + each[k + 4]) + (each[k + 2] + each[k + 6]);
+    }
+    return r;
+}
+FORERUN_INLINE F8 sum_folded(F8 a, F8 b) {
+    F8 r;
+    FORERUN_EACH {
+        const F8 both = i < 4 ? a : b;
+        const int k = 2 * (i % 4);
+        r[i] = both[k] + both[k + 1];
+    }
     return r;
 }
 

@@ -82,13 +82,12 @@ inline __attribute__((always_inline)) F16 splatw<F16>(float a) {
 FORERUN_INLINE int row_position(int v, int half) {
     return kWide == 8 ? v : v / 4 * 8 + v % 4 + 4 * half;
 }
-// The sums (sum8) of the rows that 16 * 8 / kWide vectors hold, position after position.
-FORERUN_INLINE void store_row_sums(float* at, const F8 (&a)[16]) {
-    store8(at, sum8_each(a));
-    store8(at + 8, sum8_each(a + 8));
-}
+// sum8 of the rows that vectors hold, in the order of their positions: last_sums of first_sums.
+FORERUN_INLINE F8 first_sums(const F8 (&a)[4]) { return fold_four(a); }
+FORERUN_INLINE F8 last_sums(const F8 (&a)[2]) { return sum_folded(a[0], a[1]); }
 #ifdef FORERUN_WIDE
-FORERUN_INLINE void store_row_sums(float* at, const F16 (&a)[8]) { store16(at, sum_rows16(a)); }
+FORERUN_INLINE F16 first_sums(const F16 (&a)[8]) { return sum_rows16(a); }
+FORERUN_INLINE F16 last_sums(const F16 (&a)[1]) { return a[0]; }
 #endif
 
 }  // namespace

@@ -184,7 +184,7 @@ static Floats attend_by(const Kernels& k, int size, int heads, const Sights& see
     const Alike alike = seen.alike();
     const int64_t stride = padded_positions((int64_t)seen.places(alike.longest).size());
     Floats out((size_t)count * heads * size), scores(count * heads * stride), totals(count * heads);
-    Floats near(kPositions * size);
+    Floats near(near_numbers(size));
     std::vector<Attend> jobs(count);
     for (int n = 0; n < count; n++) {
         Attend& job = jobs[n];
@@ -216,7 +216,7 @@ static Floats attend_by(const Kernels& k, int size, int heads, const Sights& see
         k.attend(&job, 1, {0, 0, false});
         job.out = &pieces[at];
         job.room = heads;
-        const int length = job.sight.length(), middle = length / 2 / kPositions * kPositions;
+        const int length = job.sight.length(), middle = length / 2;
         k.score(job, middle, length);
         k.score(job, 0, middle);
         for (int h = 0; h < heads; h++) {
