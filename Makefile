@@ -68,7 +68,7 @@ $(WANTED): $(NEEDED)
 # Without a compiler there is no CPU core, and torch has to do its work.
 $(READY): $(CORE) $(NEEDED)
 	@$(BIN)/forerun doctor --no-torch > /dev/null || $(PIP) torch
-	@echo "2 of 2: fetching the default model, 93 MB"
+	@echo "2 of 2: fetching the default model, 98 MB"
 	$(BIN)/forerun fetch smollm2-135m
 	@touch $@
 

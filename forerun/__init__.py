@@ -1,4 +1,4 @@
-"""Forerun: an LLM inference server whose heart is speculative decoding.
+"""Forerun: an LLM inference server built around speculative decoding.
 
     from forerun import LLM
 

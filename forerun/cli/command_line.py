@@ -37,7 +37,7 @@ def build_parser(having: Collection[str] = tuple(COMMANDS)) -> argparse.Argument
     """
     parser = Parser(
         prog="forerun",
-        description="LLM inference whose heart is speculative decoding: same text, only sooner.",
+        description="LLM inference with speculative decoding: the same text, sooner.",
     )
     parser.add_argument("--version", action="version", version=f"forerun {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")

@@ -23,8 +23,8 @@ _S, _V, _L, _SV = (SGLANG,), (VLLM,), (LLAMA,), (SGLANG, VLLM)
 SETS, ONLY, IGNORED, REFUSED = Verdict
 
 _ONE_DEVICE = (
-    "a model is shared by devices by --tp-size alone; beyond that start several servers and put a "
-    "proxy before them"
+    "a model is shared by the devices of one machine, by --tp-size alone; --replicas N serves it "
+    "by several engines"
 )
 _LOOKUP = "lookup and table have no such setting; --speculative-num-draft-tokens bounds their trees"
 _ONE_STEP = "prompts and answers share steps of at most --chunked-prefill-size tokens"
@@ -179,7 +179,8 @@ ALIASES: tuple[Alias, ...] = (
           takes=MANY),
     Alias("--cuda-graph-bs", _S, IGNORED, why=_ALL_BATCHES, takes=MANY),
     Alias("--cuda-graph-max-bs --torch-compile-max-bs", _S, IGNORED, why=_ALL_BATCHES),
-    Alias("--mamba-scheduler-strategy", _S, IGNORED, why="no model with such states is read yet"),
+    Alias("--mamba-scheduler-strategy", _S, IGNORED,
+          why="recurrent states are kept for each sequence and at ends of pages"),
     Alias("--tp", _S, SETS, "tp_size"),
     Alias("-tp", _V, SETS, "tp_size"),
     Alias("--tensor-parallel-size", _SV, SETS, "tp_size"),
