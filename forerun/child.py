@@ -14,16 +14,15 @@ LOOK = 0.05
 """Seconds between two looks at a process that is stopped."""
 
 
-def wait(process: "subprocess.Popen[bytes]", stops: bool = True) -> int:
-    """Wait for the end of a child that nobody else waits for; its `returncode` is set then.
-
-    stops  kill it where it stays stopped for STOPPED_SECONDS
+def wait(process: "subprocess.Popen[bytes]") -> int:
+    """Wait for the end of a child that nobody else waits for; its `returncode` is set then. One
+    that stays stopped for STOPPED_SECONDS is killed.
 
     Returns the signal that stopped it for so long, 0 where it ended otherwise.
     """
     stopped = 0
     while True:
-        found = os.waitid(os.P_PID, process.pid, os.WEXITED | (os.WSTOPPED if stops else 0))
+        found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WSTOPPED)
         assert found is not None
         if found.si_code not in (os.CLD_STOPPED, os.CLD_TRAPPED):
             exited = found.si_code == os.CLD_EXITED

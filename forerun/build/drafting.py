@@ -25,7 +25,6 @@ from forerun.interface.draft_model import DraftModel
 from forerun.interface.drafter import Drafter
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.features import MOST_KEPT
-from forerun.models.block_folder import BlockFile
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.config_variants import layers_read_as
 from forerun.models.folder import FolderCheckpoint
@@ -302,12 +301,9 @@ def with_draft(needs: Needs, draft: OpenedDraft, item: int | None, slots: int) -
     """A copy of a model's needs with those of its draft model: weights, keys and values of all
     layers, scratch of a node, and features that wait for it, of so many slots.
 
-    item  bytes of a number; None: weights are packed to at most 8 bits, keys and values kept in 16;
-    but a block drafter is NumPy's there: float32, with copies of what it borrows
+    item  bytes of a number; None: weights are packed to at most 8 bits, keys and values kept in 16
     """
     count = draft.parameters
-    if item is None and isinstance(draft, BlockFile):
-        item, count = 4, count + draft.head.borrowed
     weights = count * 34 // 32 if item is None else count * item
     return replace(
         needs,

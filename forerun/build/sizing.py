@@ -9,7 +9,7 @@ from forerun.build.draft_file import open_draft_file
 from forerun.build.drafting import with_draft
 from forerun.build.executor_entry import OpenedDraft
 from forerun.build.memory import MemoryPlan, Needs, plan_memory
-from forerun.build.registry import EXECUTORS, choose_executor
+from forerun.build.registry import EXECUTORS, check_offered, choose_executor
 from forerun.errors import ConfigError, MemoryPlanError
 from forerun.hub import huggingface
 from forerun.hub.catalog import BUILT_IN, open_model
@@ -104,6 +104,7 @@ def sizing(config: EngineConfig, model: Described, memory: int | None) -> Sizing
     draft = _draft(config, model.checkpoint)
     whole = needs
     if draft is not None:
+        check_offered(config, draft)
         whole = with_draft(needs, draft, entry.draft_item(config), config.max_sequences)
     free = memory if memory is not None else entry.free_memory(config)
     plan, refusal = _planned(config, whole, free)

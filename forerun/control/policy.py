@@ -56,11 +56,6 @@ class Decision:
     select: Callable[[list[Draft]], list[Draft]] | None = None
     prices: "array[float] | None" = None
 
-    @classmethod
-    def same(cls, budget: Budget, rows: int) -> "Decision":
-        """One budget for all rows."""
-        return cls(budget.reason, (budget,) * rows)
-
 
 def with_known(budgets: tuple[Budget, ...], known: list[int]) -> tuple[Budget, ...]:
     """The budgets of rows, with room for so many tokens that their grammars know."""

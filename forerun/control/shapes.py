@@ -7,7 +7,6 @@ powers of two of rows.
 """
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
@@ -26,13 +25,7 @@ from forerun.control.costs import Mean
 from forerun.control.host_drafts import Found, HostDrafts, scored
 from forerun.control.policy import Budget
 from forerun.control.report import StepReport
-
-
-class Shape(NamedTuple):
-    """Draft tokens of every row: `nodes` in all, paths of `depth`."""
-
-    nodes: int
-    depth: int
+from forerun.interface.next_draft import DraftSize, draft_sizes
 
 
 @dataclass(slots=True)
@@ -44,7 +37,7 @@ class _Bucket:
     rest    plain steps since they were; wait: how many come before they are tried again
     """
 
-    ratio: dict[Shape, Mean] = field(default_factory=dict)
+    ratio: dict[DraftSize, Mean] = field(default_factory=dict)
     on: bool = True
     rest: int = 0
     wait: int = PLAIN_EVERY // 2
@@ -64,10 +57,7 @@ class Shapes:
     ) -> None:
         self._account, self._drafts, self._merged = account, drafts, merged
         self.floor, self._width, self._wide = 1.0, width, width > 1
-        # 1, 3, 7, ... levels and as many as may be; of wide levels also one draft token alone.
-        depths = sorted({(2 << power) - 1 for power in range(depth.bit_length())} | {depth})
-        self.shapes = [Shape(1, 1)] * self._wide
-        self.shapes += [Shape(width * levels, levels) for levels in depths if levels <= depth]
+        self.shapes = draft_sizes(width * depth, depth)
         self._buckets: dict[int, _Bucket] = {}
         # How often each level was tried below one that was right, and right; decayed. First comes
         # the draft token alone.
@@ -88,7 +78,7 @@ class Shapes:
         rates[0] = rate(rates[1], 0)
         return rates
 
-    def ratio(self, rows: int, shape: Shape) -> float:
+    def ratio(self, rows: int, shape: DraftSize) -> float:
         """Plain steps that a step takes; where it was not seen, as start-up says."""
         if (seen := self._bucket(rows).ratio.get(shape)) is not None:
             return seen.value
@@ -114,7 +104,7 @@ class Shapes:
             return Budget(*shape, reasons.ON_LEVELS.format(shape.nodes), model_depth=shape.depth)
         return None if self._merged else Budget(0, 0, reasons.WRONG)
 
-    def choose(self, rows: int) -> Shape | None:
+    def choose(self, rows: int) -> DraftSize | None:
         """The shape of the coming step, the best whose loss the credit covers; None = no draft
         tokens. Changes nothing.
         """
@@ -195,7 +185,7 @@ class Shapes:
             self._tries[first : first + tried] += 1.0
             self._right[first : first + right] += 1.0
 
-    def _alone(self, shape: Shape) -> bool:
+    def _alone(self, shape: DraftSize) -> bool:
         return self._wide and shape.nodes == 1
 
     def _bucket(self, rows: int) -> _Bucket:

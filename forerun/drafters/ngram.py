@@ -159,8 +159,9 @@ class _Text:
     The links are brought up to date when draft tokens are asked for, not before: a sequence that is
     not asked for its draft tokens should cost nothing.
 
-
-    noise  that decides beside chance
+    chains     one per length of ORDERS
+    predicted  how many of the tokens stand before the sequence itself (`indexed`)
+    noise      that decides beside chance
     """
 
     tokens: list[int]

@@ -86,14 +86,6 @@ class HostSampler:
         """All decided tokens of an open slot's sequence; to be read only."""
         return next(_histories_of([self._open[slot]]))
 
-    def rewind(self, slot: int, length: int) -> None:
-        """Forget what was decided behind the first `length` tokens, so that a measurement can
-        repeat a step. A closed slot is no error.
-        """
-        found = self._open[slot]
-        if found is not None:
-            del found.tokens[length:]
-
     def reports(self, slots: Ints) -> bool:
         """Whether log-probabilities are asked for in one of the slots int32[n]."""
         return bool(self._reports) and not self._reports.isdisjoint(slots.tolist())

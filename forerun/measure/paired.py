@@ -6,11 +6,15 @@ from statistics import median
 from typing import NamedTuple
 
 
+CONFIDENCE = 0.95
+"""How often an interval shall hold the true median."""
+
+
 class Interval(NamedTuple):
     """A median and where the true one lies.
 
-    confidence  how often such an interval holds the true median; below what was asked where there
-                are too few values
+    confidence  how often such an interval holds the true median; below CONFIDENCE where there are
+                too few values
     """
 
     middle: float
@@ -19,12 +23,11 @@ class Interval(NamedTuple):
     confidence: float
 
 
-def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
-    """The median of n independent values, and the sign test's confidence interval between two of
-    them.
+def median_interval(values: Sequence[float]) -> Interval:
+    """The median of n independent values, and the sign test's interval between two of them, of at
+    least CONFIDENCE where there are enough values; what it has is in the result.
 
-    values      ratios, say, one per pair of runs
-    confidence  wanted, in (0, 1); what the interval has is in the result
+    values  ratios, say, one per pair of runs
 
     It holds whatever their distribution, and a slow moment of the machine that spoils a few pairs
     moves it by a few ranks at most: the k-th smallest and the k-th largest value hold the true
@@ -37,7 +40,7 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interv
     outside, rank = 2.0 ** (1 - count), 1
     while rank < count // 2:
         more = outside + 2.0 ** (1 - count) * comb(count, rank)
-        if more > 1.0 - confidence:
+        if more > 1.0 - CONFIDENCE:
             break
         outside, rank = more, rank + 1
     low, high = ordered[rank - 1], ordered[count - rank]

@@ -189,14 +189,12 @@ class Completions:
     """What an engine said.
 
     prompts  for each answer the number of its request
-    waited   seconds until the first token, summed over the answers
     """
 
     done: list[Completion]
     prompts: list[int]
     seconds: float
     preemptions: int
-    waited: float
 
     @property
     def speed(self) -> float:
@@ -228,7 +226,6 @@ def answers(
             prompts=[index for index, choices in enumerate(found) for _ in choices],
             seconds=seconds,
             preemptions=stats.preemptions,
-            waited=stats.first_token.total,
         )
     finally:
         engine.shutdown()

@@ -57,7 +57,6 @@ class StepBench:
         self,
         executor: Executor,
         context: int,
-        sampling: Sampling = GREEDY,
         head: DraftModel | None = None,
         wait: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
@@ -69,7 +68,7 @@ class StepBench:
         random = np.random.default_rng(0)
         longest = self._pages * limits.page_size
         self._tokens = random.integers(0, limits.vocab, longest).astype(np.int32)
-        self._sampling = sampling
+        self._sampling = GREEDY
         self._begun: Round | None = None
         self.fill()
 

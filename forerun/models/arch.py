@@ -284,10 +284,12 @@ def _stretched(spec: LayerSpec) -> LayerSpec:
     return replace(spec, rope=replace(spec.rope, scaling=replace(scaling, stretched=True)))
 
 
-def family_named(name: object, where: str) -> Family:
-    """The family called `name`, or ModelError that lists what runs."""
+def family_named(name: object) -> Family:
+    """The family that config.json calls `name`, or ModelError that lists what runs."""
     if name not in FAMILIES:
-        raise ModelError(f"{where}: {name!r} does not run here; these do: {', '.join(FAMILIES)}")
+        raise ModelError(
+            f"config.json: model_type: {name!r} does not run here; these do: {', '.join(FAMILIES)}"
+        )
     return name
 
 

@@ -78,13 +78,6 @@ class BlockHead:
         shapes = expected_block_tensors(self).items()
         return sum(math.prod(shape) for name, shape in shapes if not name.startswith("confidence"))
 
-    @property
-    def borrowed(self) -> int:
-        """How many numbers of the target's embedding [V,H] and output head [V,H] it works with; 0
-        where it has both itself.
-        """
-        return self.target_vocab * self.hidden * (2 - self.own_embedding - self.own_head)
-
     def check_against(self, target: Architecture, where: str) -> None:
         """Raise ModelError where this drafter cannot serve `target`, and say why."""
         faults = []

@@ -114,7 +114,7 @@ def _plain_name(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _architecture(keys: Keys) -> Architecture:
     keys.get("num_nextn_predict_layers")  # Their tensors say how many there are.
     keys.get("quantization_config")  # Of the files, not of the model: models/quantised.
-    family = family_named(keys.get("model_type"), "config.json: model_type")
+    family = family_named(keys.get("model_type"))
     arch = READERS[family].read(family, keys)
     keys.refuse_the_rest(harmless)
     return arch

@@ -78,7 +78,6 @@ class _Cursor:
     def __init__(self, path: Path, data: NDArray[np.uint8]) -> None:
         self.path = path
         self.at = 0
-        self._data = data
         self._view = data.data
         self._items_left = _MOST_ITEMS
         self._text_left = _MOST_TEXT

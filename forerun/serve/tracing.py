@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -31,14 +31,12 @@ class RequestTraces:
 
     endpoint  the collector's address for OTLP over HTTP, such as http://localhost:4318; without a
               path, /v1/traces is meant
-    exporter  sends spans in place of that
     """
 
-    def __init__(self, endpoint: str, exporter: SpanExporter | None = None) -> None:
+    def __init__(self, endpoint: str) -> None:
         resource = Resource.create({"service.name": "forerun", "service.version": __version__})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        exporter = exporter or OTLPSpanExporter(endpoint=_with_path(endpoint))
-        self._processor = BatchSpanProcessor(exporter)
+        self._processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=_with_path(endpoint)))
         self._provider.add_span_processor(self._processor)
         self._tracer = self._provider.get_tracer("forerun.serve")
         self._propagator = TraceContextTextMapPropagator()

@@ -316,7 +316,7 @@ class Resting(FixedPolicy):
 
     def decide(self, slots, kv_len, constrained=False):
         if rests(kv_len.min()):
-            return Decision.same(Budget(0, 0, "not now"), len(slots))
+            return Decision("not now", (Budget(0, 0, "not now"),) * len(slots))
         return super().decide(slots, kv_len)
 
 

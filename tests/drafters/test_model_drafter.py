@@ -206,7 +206,7 @@ class Moody(FixedPolicy):
     def decide(self, slots, kv_len, constrained=False):
         if self.wanted(next(self.steps)):
             return super().decide(slots, kv_len)
-        return Decision.same(Budget(0, 0, "not now"), len(slots))
+        return Decision("not now", (Budget(0, 0, "not now"),) * len(slots))
 
 
 @pytest.mark.parametrize("rest", [2, 10, 40])

@@ -277,7 +277,7 @@ class Counting(FixedPolicy):
     def decide(self, slots, kv_len, constrained=False):
         self.asked += 1
         if True in self.looks[-6:]:
-            return Decision.same(Budget(0, 0, ""), len(slots))
+            return Decision("", (Budget(0, 0, ""),) * len(slots))
         return super().decide(slots, kv_len)
 
     def observe(self, report):

@@ -50,7 +50,7 @@ class Whim:
         self.left -= 1
         nodes, depth = self.size
         model = depth * bool(self.random.integers(2))
-        rows = Decision.same(Budget(nodes, depth, "a whim", model_depth=model), len(slots)).rows
+        rows = (Budget(nodes, depth, "a whim", model_depth=model),) * len(slots)
         if constrained:
             rows = with_known(rows, self.random.integers(0, 9, len(slots)).tolist())
         return Decision("a whim", rows)

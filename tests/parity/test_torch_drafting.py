@@ -194,7 +194,7 @@ class Resting(FixedPolicy):
 
     def decide(self, slots, kv_len, constrained=False):
         if 14 <= kv_len.min() < 60 or 80 <= kv_len.min() < 90:
-            return Decision.same(Budget(0, 0, "not now"), len(slots))
+            return Decision("not now", (Budget(0, 0, "not now"),) * len(slots))
         return super().decide(slots, kv_len)
 
 

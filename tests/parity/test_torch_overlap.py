@@ -222,7 +222,7 @@ class Resting(FixedPolicy):
     def decide(self, slots, kv_len, constrained=False):
         if next(self.steps) < 8:
             return super().decide(slots, kv_len, constrained)
-        return Decision.same(Budget(0, 0, "not now"), len(slots))
+        return Decision("not now", (Budget(0, 0, "not now"),) * len(slots))
 
 
 def test_steps_without_draft_tokens_begin_early_too(slow, eager, learned, monkeypatch):

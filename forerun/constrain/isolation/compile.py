@@ -43,23 +43,20 @@ _ENTRY_BYTES = 1024
 class Compiler:
     """Compiles grammars for one tokenizer. Safe to share between threads; cheap until first used.
 
-    seconds      of processor time; a grammar that takes longer is refused
     cache_bytes  size of what is kept; the least recently used go first
+
+    A grammar that takes longer than SECONDS of processor time is refused.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        seconds: float = SECONDS,
-        cache_bytes: int = 128 << 20,
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, cache_bytes: int = 128 << 20) -> None:
         if not tokenizer.eos_ids:
             raise ModelError("the model declares no end-of-text token; a grammar could not end")
         self._tokenizer = tokenizer
         self._library = Guidance(tokenizer)
         self._matchers = RemoteMatchers(tokenizer)
-        limits = (min(QUICK_SECONDS, seconds), seconds)
-        self._lanes = [_Lane(SandboxProcess(COMMAND, limit), FairQueue()) for limit in limits]
+        self._lanes = [
+            _Lane(SandboxProcess(COMMAND, limit), FairQueue()) for limit in (QUICK_SECONDS, SECONDS)
+        ]
         self._cache = _Cache(cache_bytes)
         self._markers: dict[Start, MarkerTokens] = {}
         self._lock = threading.Lock()

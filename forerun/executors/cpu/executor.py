@@ -122,7 +122,7 @@ class CpuExecutor(Executor):
             raise EngineError(f"commit was refused: {self._library.forerun_error().decode()}")
 
     def _choose(self, logits: Floats, sampling: Sampling, position: int) -> int | None:
-        """The native twin of spec.accept.choose for plain requests; None = ask the spec."""
+        """The native twin of speculative.accept.choose for plain requests; None = ask that."""
         token: int = self._library.forerun_choose(
             self.native_model(),
             logits.ctypes.data,

@@ -74,15 +74,6 @@ class Buckets:
         sizes = [size for size in every if size.rows == 1 or size.total <= self.most]
         return tuple(sorted(sizes, key=lambda size: size.total))
 
-    def padded(self, rows: int, nodes: int) -> int:
-        """Nodes that a step of `rows` rows of `nodes` nodes runs, padding included: the smallest
-        round that holds them, or, where none does, several rounds together. Counts beyond the
-        largest sizes are cut.
-        """
-        rows, nodes = min(rows, self.rows[-1]), _at_least(self.nodes, min(nodes, self.nodes[-1]))
-        size = Size(_at_least(self.rows, rows), nodes)
-        return size.total if size in self.rounds else rows * nodes
-
     def round(self, rows: int, nodes: int) -> Size | None:
         """The size of the one round that runs `rows` rows of `nodes` nodes; None where none
         does.

@@ -110,7 +110,7 @@ def load_prediction(head: PredictionHead, dtype: Any) -> Params:
     if "model.embed_tokens.weight" in draft.files:
         own["embed"] = "model.embed_tokens.weight"
     params = load_named(draft, own, dtype, sharding)
-    params["layer"] = load_layer(draft, 0, dtype, sharding)
+    params["layer"] = load_layer(draft, dtype, sharding)
     spec = draft.architecture.layer_specs[0]
     frequencies = spec.rope.frequencies(draft.architecture.rope_size)
     params["frequencies"] = jax.device_put(frequencies, sharding.whole)

@@ -78,11 +78,11 @@ def load_named(
     return {short: reader.made(short, name) for short, name in names.items()}
 
 
-def load_layer(checkpoint: Checkpoint, number: int, dtype: Any, sharding: Sharding) -> Params:
-    """Parameters of decoder layer `number`, from 0, by short name, in `dtype`, on the devices of
+def load_layer(checkpoint: Checkpoint, dtype: Any, sharding: Sharding) -> Params:
+    """Parameters of the first decoder layer, by short name, in `dtype`, on the devices of
     `sharding`. Raises ModelError where a tensor cannot be read.
     """
-    group = _grouped(checkpoint, f"model.layers.{number}.")
+    group = _grouped(checkpoint, "model.layers.0.")
     reader = _Reader(checkpoint, dtype, sharding)
     return {short: reader.made(short, names) for short, names in group.items()}
 

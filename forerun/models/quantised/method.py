@@ -31,7 +31,6 @@ class Method:
     rows       rows that share a scale: 1, a block's, or 0 = all of them
     zeros      there are zero points
     minus_one  GPTQ's first format stores zero points less one
-    ordered    columns may belong to groups in any order, which a tensor of group numbers says
     """
 
     title: str
@@ -41,7 +40,6 @@ class Method:
     rows: int = 1
     zeros: bool = False
     minus_one: bool = False
-    ordered: bool = False
 
 
 def read_method(config: Mapping[str, Any]) -> tuple[Method, ...]:
@@ -141,7 +139,7 @@ def _gptq(keys: Keys) -> tuple[Method, ...]:
     groups = f"in groups of {group}" if group else "a scale per channel"
     order = ", columns in order of activation" if ordered else ""
     title = f"GPTQ, {bits} bits {groups}{order}"
-    return (Method(title, "gptq", bits, group, 1, True, form == "gptq", True),)
+    return (Method(title, "gptq", bits, group, 1, True, form == "gptq"),)
 
 
 def _awq(keys: Keys) -> tuple[Method, ...]:
@@ -215,7 +213,7 @@ def _compressed_group(keys: Keys, form: Any) -> Method:
     number = f"float{bits}" if kind == "float" else f"{bits}-bit integers"
     title = f"compressed-tensors, {number}, {how}"
     layout: Layout = "packed" if packed else "float8" if kind == "float" else "int8"
-    return Method(title, layout, bits, group, rows, zeros, ordered=packed)
+    return Method(title, layout, bits, group, rows, zeros)
 
 
 def _strategy(keys: Keys) -> tuple[int, int, str]:

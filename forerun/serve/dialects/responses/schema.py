@@ -42,7 +42,6 @@ from forerun.serve.tools import MAX_TOOLS, Tool, ToolChoice, function_name, plai
 from forerun.serve.unused import TIERS
 
 OWN_TOOLS = "the server runs no tools of its own; offer functions"
-_FUNCTIONS_ONLY = "items are messages, reasoning, calls of functions and what they brought"
 _STATUS = only("in_progress", "completed", "incomplete", why="these exist")
 _NOT_HERE = {
     "caller": "only the model calls",
