@@ -5,7 +5,6 @@ from math import comb
 from statistics import median
 from typing import NamedTuple
 
-
 CONFIDENCE = 0.95
 """How often an interval shall hold the true median."""
 

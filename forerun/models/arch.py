@@ -22,7 +22,7 @@ from forerun.models.layer_spec import (
 )
 from forerun.models.rope import LongRope, Rope
 
-__all__ = ["FAMILIES", "Architecture", "Family", "Rope", "expected_tensors", "family_named"]
+__all__ = ["FAMILIES", "Architecture", "Family", "Rope", "expected_tensors"]
 
 Family = Literal[
     "llama",
@@ -282,15 +282,6 @@ def _stretched(spec: LayerSpec) -> LayerSpec:
     if not isinstance(scaling, LongRope):
         return spec
     return replace(spec, rope=replace(spec.rope, scaling=replace(scaling, stretched=True)))
-
-
-def family_named(name: object) -> Family:
-    """The family that config.json calls `name`, or ModelError that lists what runs."""
-    if name not in FAMILIES:
-        raise ModelError(
-            f"config.json: model_type: {name!r} does not run here; these do: {', '.join(FAMILIES)}"
-        )
-    return name
 
 
 def plain_layers(

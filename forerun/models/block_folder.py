@@ -14,7 +14,7 @@ from forerun.errors import ModelError
 from forerun.models.arch import Architecture
 from forerun.models.block_config import BlockHead, expected_block_tensors
 from forerun.models.checkpoint import shortened
-from forerun.models.config_json import harmless, read_json
+from forerun.models.config_json import architectures, harmless, read_json
 from forerun.models.draft_folder import canonical, mapped_ids
 from forerun.models.folder import files_by_tensor
 from forerun.models.keys import Keys
@@ -58,7 +58,7 @@ class BlockFile(OpenedDraft[BlockHead]):
 def holds_block(folder: Path) -> bool:
     """Whether a draft's configuration names a block drafter. Raises ModelError: no such file."""
     config = read_json(folder / "config.json")
-    known = {*_DFLASH, *_DSPARK, *_OTHERS} & set(_architectures(config))
+    known = {*_DFLASH, *_DSPARK, *_OTHERS} & set(architectures(config))
     kind = config.get("speculators_model_type")
     return bool(known) or "dflash_config" in config or kind in _SPECULATORS
 
@@ -84,16 +84,11 @@ def open_block(folder: Path, target: Architecture) -> BlockFile:
     return found
 
 
-def _architectures(config: dict[str, Any]) -> list[str]:
-    found = config.get("architectures")
-    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
-
-
 def _describe(
     config: dict[str, Any], shapes: dict[str, tuple[int, ...]], target: Architecture
 ) -> BlockHead:
     """The drafter that configuration and tensors describe."""
-    for name in _architectures(config):
+    for name in architectures(config):
         if name in _OTHERS:
             raise ModelError(f"config.json: {name} does not run here: {_OTHERS[name]}")
     keys = Keys(config, "config.json: ")
@@ -110,7 +105,7 @@ def _describe(
     _refuse_scales(settings, keys)
     hidden = sizes.integer("hidden_size")
     ids = settings.features()
-    dspark = bool(set(_architectures(config)) & set(_DSPARK))
+    dspark = bool(set(architectures(config)) & set(_DSPARK))
     vocab = sizes.integer("vocab_size", target.vocab)
     context = sizes.integer("max_position_embeddings", target.context)
     _refuse_bias(settings, shapes)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.errors import ModelError
-from forerun.models.arch import Architecture, family_named
+from forerun.models.arch import FAMILIES, Architecture
 from forerun.models.families import READERS
 from forerun.models.keys import Keys
 
@@ -114,10 +114,21 @@ def _plain_name(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _architecture(keys: Keys) -> Architecture:
     keys.get("num_nextn_predict_layers")  # Their tensors say how many there are.
     keys.get("quantization_config")  # Of the files, not of the model: models/quantised.
-    family = family_named(keys.get("model_type"))
+    family = keys.get("model_type")
+    if family not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise ModelError(
+            f"config.json: model_type: {family!r} does not run here; these do: {known}"
+        )
     arch = READERS[family].read(family, keys)
     keys.refuse_the_rest(harmless)
     return arch
+
+
+def architectures(config: Mapping[str, Any]) -> list[str]:
+    """The names under `architectures`; none where there is no such list."""
+    found = config.get("architectures")
+    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
 
 
 def harmless(name: str, value: Any) -> bool:

@@ -10,11 +10,10 @@ tensor is named.
 """
 
 from pathlib import Path
-from typing import Any
 
 from forerun.errors import ModelError
 from forerun.models.checkpoint import Checkpoint
-from forerun.models.config_json import harmless, read_json
+from forerun.models.config_json import architectures, harmless, read_json
 from forerun.models.draft_folder import mapped_ids
 from forerun.models.folder import files_by_tensor
 from forerun.models.keys import Keys
@@ -27,7 +26,7 @@ SUFFIX = "ForCausalLMNextN"
 
 def holds_prediction(folder: Path) -> bool:
     """Whether a draft's configuration names prediction layers. Raises ModelError: no such file."""
-    return any(name.endswith(SUFFIX) for name in _architectures(read_json(folder / "config.json")))
+    return any(name.endswith(SUFFIX) for name in architectures(read_json(folder / "config.json")))
 
 
 def open_prediction(folder: Path, target: Checkpoint) -> PredictionLayers:
@@ -36,7 +35,7 @@ def open_prediction(folder: Path, target: Checkpoint) -> PredictionLayers:
     Raises ModelError: damaged, incomplete, or not for this target.
     """
     config, arch = read_json(folder / "config.json"), target.architecture
-    if not any(name.endswith(SUFFIX) for name in _architectures(config)):
+    if not any(name.endswith(SUFFIX) for name in architectures(config)):
         raise ModelError(
             f"{folder} holds no prediction layers: config.json names no architecture that ends in "
             f"{SUFFIX}"
@@ -66,8 +65,3 @@ def open_prediction(folder: Path, target: Checkpoint) -> PredictionLayers:
         )
     ids = mapped_ids(vocab, arch.vocab, named, folder)
     return open_prediction_layers(target, files, declared, folder, ids)
-
-
-def _architectures(config: dict[str, Any]) -> list[str]:
-    found = config.get("architectures")
-    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []

@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 
 from forerun.errors import EngineError
+from forerun.executors.draft_checks import check_block, check_extension, check_pages
 from forerun.executors.jax.batches import Size, chunks, sized
 from forerun.executors.jax.block import BlockNetwork, load_block
 from forerun.executors.jax.block_passes import block_shapes, enter_shapes
-from forerun.executors.jax.draft_checks import check_block, check_extension, put_table
 from forerun.executors.jax.draft_features import streams_of
 from forerun.executors.jax.executor import JaxExecutor
 from forerun.executors.jax.functions import Key
 from forerun.executors.jax.inputs import total, views_of
+from forerun.executors.jax.kv import put_table
 from forerun.executors.jax.memory import check_fits
 from forerun.interface.draft_model import (
     CANDIDATES,
@@ -72,6 +73,7 @@ class JaxBlockModel:
         wanted.
         """
         check_extension(extension, self._limits)
+        check_pages(extension, self._limits)
         stream = streams_of(extension, features)
         buckets, start = self._executor.buckets.widest, extension.start
         rows = [

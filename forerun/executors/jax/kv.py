@@ -22,6 +22,7 @@ from forerun.interface.executor import ExecutorLimits
 from forerun.interface.plan import Plan
 from forerun.models.arch import Architecture
 from forerun.models.cache_layer import CacheLayer
+from forerun.types import AnyArray, Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,3 +190,11 @@ def first_without_page(plan: Plan, reach: np.ndarray, page_size: int) -> int | N
     missing = (plan.page_table < 0) & (np.arange(width) < pages[:, None])
     rows = np.flatnonzero(missing.any(1) | (pages > width))
     return int(rows[0]) if len(rows) else None
+
+
+def put_table(into: AnyArray, pages: Ints) -> None:
+    """Copy one row's pages int32[W] into a program's table row, in place; absent pages (-1) become
+    0, pages beyond its width are dropped.
+    """
+    width = min(len(pages), len(into))
+    into[:width] = np.maximum(pages[:width], 0)

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from forerun.errors import EngineError
+from forerun.executors.draft_checks import check_extension, check_level, check_pages
 from forerun.executors.jax.batches import Size, chunks, sized
-from forerun.executors.jax.draft_checks import check_extension, check_level, put_table
 from forerun.executors.jax.draft_features import streams_of
 from forerun.executors.jax.draft_network import DraftNetwork
 from forerun.executors.jax.draft_passes import (
@@ -23,6 +23,7 @@ from forerun.executors.jax.draft_passes import (
 )
 from forerun.executors.jax.executor import JaxExecutor
 from forerun.executors.jax.functions import Key
+from forerun.executors.jax.kv import put_table
 from forerun.executors.jax.memory import check_fits
 from forerun.executors.jax.weights import Params
 from forerun.interface.draft_model import (
@@ -112,6 +113,7 @@ class JaxLevelModel:
         extension or its features are not sound.
         """
         check_extension(extension, self._limits)
+        check_pages(extension, self._limits)
         chains = _Chains.with_roots(extension) if self._roots else self._beside(extension, features)
         programs, buckets = self._executor.programs, self._executor.buckets.widest
         start = chains.start

@@ -17,10 +17,11 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor, nn
 
 from forerun.errors import EngineError
+from forerun.executors.draft_checks import check_block, check_extension
 from forerun.executors.torch.attention.attention import apart
 from forerun.executors.torch.decoder.elementwise import Elementwise, Heads, Rotary, rotation
 from forerun.executors.torch.decoder.weights import some_rows
-from forerun.executors.torch.drafts.draft_cache import DraftCache, check_block, check_extension
+from forerun.executors.torch.drafts.draft_cache import DraftCache
 from forerun.executors.torch.drafts.draft_layer import (
     TRAINED,
     Attend,
@@ -192,7 +193,7 @@ class TorchBlockModel:
         """Keep keys and values of the features of what became permanent."""
         if features is None:
             raise EngineError("a block drafter was extended without the target's features")
-        check_extension(extension, self.traits, self.about.target_vocab, self._limits)
+        check_extension(extension, self._limits)
         streams = on_device(features, self._executor.device, self._executor.dtype)
         if len(streams) != len(extension.tokens):
             raise EngineError("an extension whose features are not one row per token")
@@ -209,7 +210,7 @@ class TorchBlockModel:
     @torch.inference_mode()
     def block(self, block: DraftBlock) -> BlockCandidates:
         """Propose, as many rows in a pass as there are nodes in a step."""
-        check_block(block, self.traits, self.about.target_vocab, self._limits)
+        check_block(block, self.about.depth, self._limits)
         at_once = self._limits.max_nodes // self.about.places
         parts = [
             self._propose(block.part(begin, begin + at_once))

@@ -16,10 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.errors import EngineError
 from forerun.executors.torch.attention.attention import KeyBlock, RowKeys, attend, blocks_of
 from forerun.executors.torch.attention.kv import KvShape, PagedCache, Slots, write
-from forerun.interface.draft_model import DraftBlock, DraftLevel, DraftModelTraits, Extension
+from forerun.interface.draft_model import DraftBlock, DraftLevel, Extension
 from forerun.interface.executor import ExecutorLimits
 from forerun.models.cache_layer import CacheLayer
 from forerun.models.layer_spec import AttentionSpec
@@ -252,56 +251,3 @@ class DraftCache:
 def _room(limits: ExecutorLimits) -> ExecutorLimits:
     """Of a PagedCache whose scratch also takes an extension's roots and the roots by slot."""
     return replace(limits, max_nodes=limits.max_nodes + 2 * limits.slots, max_scored=None)
-
-
-def check_extension(
-    extension: Extension, about: DraftModelTraits, vocab: int, limits: ExecutorLimits
-) -> None:
-    """Raise EngineError for numbers that lead outside of what there is: a device would not say
-    which. vocab: V of the target.
-    """
-    count = len(extension.tokens)
-    _check({
-        "tokens": (extension.tokens, 0, vocab),
-        "next_tokens": (extension.next_tokens, 0, vocab),
-        "slots": (extension.slots, 0, limits.slots),
-        "kv_len": (extension.kv_len, 0, extension.pages.shape[1] * limits.page_size + 1),
-        "scored": (extension.scored, 0, count),
-        "the number of tokens": (np.array([count]), 1, about.max_nodes + 1),
-    })  # fmt: skip
-
-
-def check_level(
-    level: DraftLevel, about: DraftModelTraits, vocab: int, limits: ExecutorLimits
-) -> None:
-    """Raise EngineError for numbers of a level that lead outside of what there is, as
-    `check_extension` does. vocab: V of the target.
-    """
-    count = len(level.tokens)
-    _check({
-        "tokens": (level.tokens, 0, vocab),
-        "parents": (level.parents, -1, level.first),
-        "slots": (level.slots, 0, limits.slots),
-        "kv_len": (level.kv_len, 0, level.pages.shape[1] * limits.page_size + 1),
-        "first": (np.array([level.first]), 0, about.max_nodes - count + 1),
-    })  # fmt: skip
-
-
-def check_block(
-    block: DraftBlock, about: DraftModelTraits, vocab: int, limits: ExecutorLimits
-) -> None:
-    """Raise EngineError for numbers of a block that lead outside of what there is, as
-    `check_extension` does. vocab: V of the target.
-    """
-    _check({
-        "roots": (block.roots, 0, vocab),
-        "slots": (block.slots, 0, limits.slots),
-        "kv_len": (block.kv_len, 0, block.pages.shape[1] * limits.page_size + 1),
-        "depth": (np.array([block.depth]), 1, about.block_size + 1),
-    })  # fmt: skip
-
-
-def _check(bounds: dict[str, tuple[AnyArray, int, int]]) -> None:
-    for name, (values, low, high) in bounds.items():
-        if np.any((values < low) | (values >= high)):
-            raise EngineError(f"a draft step was refused: {name} is outside {low}..{high - 1}")

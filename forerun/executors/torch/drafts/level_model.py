@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from forerun.errors import EngineError
+from forerun.executors.draft_checks import check_extension, check_level
 from forerun.executors.layer_states import LayerStates
 from forerun.executors.torch.attention.attention import apart
 from forerun.executors.torch.attention.attention_shapes import tile_heads
@@ -27,12 +28,7 @@ from forerun.executors.torch.attention.plan_geometry import PassRows
 from forerun.executors.torch.decoder.decoder import Attend
 from forerun.executors.torch.decoder.elementwise import AnyHeads, Rotary, rotation
 from forerun.executors.torch.decoder.float8 import Rows
-from forerun.executors.torch.drafts.draft_cache import (
-    DraftCache,
-    DraftPass,
-    check_extension,
-    check_level,
-)
+from forerun.executors.torch.drafts.draft_cache import DraftCache, DraftPass
 from forerun.executors.torch.drafts.target import TorchTarget
 from forerun.executors.torch.features import on_device
 from forerun.executors.torch.triton.kernels import Kernels
@@ -136,7 +132,7 @@ class LevelModel:
         that are missing or not one row per token.
         """
         executor, states = self._executor, self.states
-        check_extension(extension, self.traits, executor.limits.vocab, executor.limits)
+        check_extension(extension, executor.limits)
         hidden = self.enter(self._streams(extension, features))
         work, before = self.cache.extension(extension), nothing_before
         if states is not None:
@@ -163,7 +159,7 @@ class LevelModel:
         numbers out of bounds.
         """
         limits, count = self._executor.limits, len(level.tokens)
-        check_level(level, self.traits, limits.vocab, limits)
+        check_level(level, limits)
         depth = 1 if self.states is None else self.states.depth(level)
         kept = limits.max_nodes + np.repeat(level.slots, np.diff(level.start))
         above = self._index(np.where(level.parents < 0, kept, level.parents))

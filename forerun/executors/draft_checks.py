@@ -1,20 +1,18 @@
-"""Numbers that lead outside of what there is: a device would not say which."""
+"""Bounds of what a draft model's pass is given: a device would not say which number is wrong."""
 
 import numpy as np
 
 from forerun.errors import EngineError
 from forerun.interface.draft_model import DraftBlock, DraftLevel, Extension
 from forerun.interface.executor import ExecutorLimits
-from forerun.types import AnyArray, Ints
+from forerun.types import AnyArray
 
 Bounds = dict[str, tuple[AnyArray, int, int]]
 """By name: values, the least and what is above the greatest."""
 
 
 def check_extension(extension: Extension, limits: ExecutorLimits) -> None:
-    """Raise EngineError where a slot, token, position or count of an extension is out of range, or
-    a position has no page.
-    """
+    """Raise EngineError where a slot, token, position or count of an extension is out of range."""
     count = np.array([len(extension.tokens)])
     _check({
         **_of_rows(extension, limits),
@@ -23,6 +21,10 @@ def check_extension(extension: Extension, limits: ExecutorLimits) -> None:
         "scored": (extension.scored, 0, int(count[0])),
         "the number of tokens": (count, 1, limits.max_nodes + 1),
     })  # fmt: skip
+
+
+def check_pages(extension: Extension, limits: ExecutorLimits) -> None:
+    """Raise EngineError where a position of an extension has no page."""
     size, lengths = limits.page_size, np.diff(extension.start)
     for pages, begin, length in zip(extension.pages, extension.kv_len, lengths, strict=True):
         needed = -(-int(begin + length) // size)
@@ -63,11 +65,3 @@ def _check(bounds: Bounds) -> None:
     for name, (values, low, high) in bounds.items():
         if np.any((values < low) | (values >= high)):
             raise EngineError(f"a draft step was refused: {name} is outside {low}..{high - 1}")
-
-
-def put_table(into: AnyArray, pages: Ints) -> None:
-    """Copy one row's pages int32[W] into a program's table row, in place; absent pages (-1) become
-    0, pages beyond its width are dropped.
-    """
-    width = min(len(pages), len(into))
-    into[:width] = np.maximum(pages[:width], 0)
