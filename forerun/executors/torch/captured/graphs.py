@@ -10,7 +10,7 @@ from time import perf_counter
 
 import torch
 
-from forerun.executors.torch.captured.programs import Launcher, Programs, Size
+from forerun.executors.torch.captured.programs import Programs, Size
 
 _CAPTURING = Lock()
 
@@ -29,7 +29,7 @@ def uncollected() -> Iterator[None]:
             work_on()
 
 
-class CudaRecorder(Launcher):
+class CudaRecorder:
     """CUDA graphs of one owner on one device. They share a memory pool: no two run at a time.
 
     Warm-ups and captures run on one stream of the recorder's own. A library sets itself up per
@@ -37,13 +37,26 @@ class CudaRecorder(Launcher):
     outside of the pool, so that no workspace dies with a graph, and nobody else's captures meet
     it. A pool is never captured into again once its graphs are gone: torch asserts that somebody
     still uses it while tensors in it live.
+
+    cuda  the library; tests have one with its rules and without a device
     """
 
+    cuda = torch.cuda
+
     def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+        index = self.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device(device.type, index)
         with self.cuda.device(self._device):
             self._stream = self.cuda.Stream()
             self._pool = self.cuda.graph_pool_handle()
+
+    def launch(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Begin `work`, after all that was begun before; returns what waits until it is done."""
+        with self.cuda.device(self._device):
+            work()
+            event = self.cuda.Event()
+            event.record(self.cuda.current_stream())
+        return event.synchronize
 
     def warm(self, work: Callable[[], None]) -> None:
         """Run `work` for real, so that libraries set themselves up outside of a capture."""

@@ -9,33 +9,10 @@ How that is captured, before the first step, is in graphs.py.
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-import torch
-
 from forerun.errors import EngineError
 
 Size = TypeVar("Size", bound=int | tuple[int, ...])
 """What tells programs of one kind apart."""
-
-
-class Launcher:
-    """Begins work on one device.
-
-    cuda  the library; tests have one with its rules and without a device
-    """
-
-    cuda = torch.cuda
-
-    def __init__(self, device: torch.device) -> None:
-        index = self.cuda.current_device() if device.index is None else device.index
-        self._device = torch.device(device.type, index)
-
-    def launch(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Begin `work`, after all that was begun before; returns what waits until it is done."""
-        with self.cuda.device(self._device):
-            work()
-            event = self.cuda.Event()
-            event.record(self.cuda.current_stream())
-        return event.synchronize
 
 
 class Programs(Generic[Size]):
