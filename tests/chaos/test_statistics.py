@@ -10,9 +10,12 @@ import re
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from tests.chaos.real_server import NIGHTLY, forerun_serve
+from tests.lazy import LazyModule
+
+stats = LazyModule("scipy.stats")
+
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1800)]
 REQUESTS = 240 if NIGHTLY else 24

@@ -1,6 +1,8 @@
 """Masks over trees against one fresh matcher per node, and drafts that a grammar guides."""
 
+from functools import cache
 from random import Random
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -56,10 +58,27 @@ def opened(grammar: Grammar, output: str = "") -> TreeGrammars:
     return grammars
 
 
-def fresh(grammar: Grammar, tokens) -> Matcher | None:
+class Fresh(NamedTuple):
+    """What a matcher says that has been nowhere else."""
+
+    complete: bool
+    mask: bytes | None
+    forced: list[int]
+
+
+def fresh(grammar: Grammar, tokens) -> Fresh | None:
     """The slow twin: a new matcher for every node; None where the path is illegal."""
+    return _fresh(grammar, tuple(tokens))
+
+
+@cache
+def _fresh(grammar, tokens):
     matcher = Matcher(compiled(grammar))
-    return matcher if all(matcher.advance(token) for token in tokens) else None
+    if not all(matcher.advance(token) for token in tokens):
+        return None
+    if matcher.complete:
+        return Fresh(True, None, [])
+    return Fresh(False, matcher.mask(), matcher.forced())
 
 
 def some_output(grammar: Grammar, random: Random, most: int = 25) -> list[int]:
@@ -77,7 +96,7 @@ def test_every_node_has_the_mask_of_its_own_path(name):
     grammar, random = GRAMMARS[name], Random(1)
     for _ in range(60):
         output = some_output(grammar, random)
-        legal = fresh(grammar, output).mask()
+        legal = fresh(grammar, output).mask
         tokens = [*members(legal)[:4], *ids('ab" :P'), 0, 257, 299]
         draft = random_draft(random, tokens, 12, 5)
         trees = batch([np.array([1, 2], np.int32), np.array([3], np.int32)], [draft, Draft()])
@@ -87,11 +106,11 @@ def test_every_node_has_the_mask_of_its_own_path(name):
         assert masks.row[0] == -1, "a known token needs no mask"
         assert masks.row[-1] == -1, "nor does an unconstrained row"
         for node, path in zip(range(1, 14), [(), *in_order(draft)], strict=False):
-            matcher = fresh(grammar, [*output, *path])
-            if matcher is None or matcher.complete:
+            alone = fresh(grammar, [*output, *path])
+            if alone is None or alone.complete:
                 assert masks.row[node] == -1
                 continue
-            wanted = set(members(matcher.mask()))
+            wanted = set(members(alone.mask))
             assert set(np.flatnonzero(unpack(masks.bits[masks.row[node]], VOCAB))) == wanted
         assert len({row.tobytes() for row in masks.bits}) == len(masks.bits), "equal masks twice"
 
@@ -108,7 +127,7 @@ def test_guided_drafts_hold_what_is_legal_and_what_is_forced(name):
     grammar, random = GRAMMARS[name], Random(2)
     for _ in range(60):
         output = some_output(grammar, random)
-        tokens = [*members(fresh(grammar, output).mask())[:4], *ids('ab" :P'), 0, 257, 299]
+        tokens = [*members(fresh(grammar, output).mask)[:4], *ids('ab" :P'), 0, 257, 299]
         draft = random_draft(random, tokens, 12, 5)
         grammars = TreeGrammars(VOCAB)
         grammars.open(0, compiled(grammar), output)
@@ -118,19 +137,20 @@ def test_guided_drafts_hold_what_is_legal_and_what_is_forced(name):
         for path in paths(guided):
             assert goes_on(grammar, output, path), "an illegal draft token stayed"
             before = fresh(grammar, [*output, *path[:-1]])
-            assert path in legal or before.forced()[:1] == [path[-1]], "invented"
+            assert path in legal or before.forced[:1] == [path[-1]], "invented"
         assert np.all(guided.parents < np.arange(len(guided)))
         assert max(map(len, paths(guided)), default=0) <= 8
         few = guide(grammars, draft, 3, 2)
         assert len(few) <= 3 and max(map(len, paths(few)), default=0) <= 2
         assert paths(few) <= paths(guided)
-        assert (fresh(grammar, output).mask()) == mask_of(grammars), "guiding moved the matcher"
+        assert fresh(grammar, output).mask == mask_of(grammars), "guiding moved the matcher"
 
 
 def goes_on(grammar: Grammar, output, path) -> bool:
     """Legal, and nothing before the last token completed the text."""
     before = fresh(grammar, [*output, *path[:-1]])
-    return before is not None and not before.complete and before.advance(path[-1])
+    whole = fresh(grammar, [*output, *path])
+    return before is not None and not before.complete and whole is not None
 
 
 def mask_of(grammars: TreeGrammars) -> bytes:

@@ -2,12 +2,15 @@
 
 import json
 
-import anthropic
-import openai
 import pytest
 
 from forerun.serve.dialects.responses.free_tools import free_input, shell_action
 from tests.dialects.asked import ASKED, GREEDY, PLACE
+from tests.lazy import LazyModule
+
+anthropic = LazyModule("anthropic")
+openai = LazyModule("openai")
+
 
 TOOL = {"name": "travel", "description": "Plan a journey.", "input_schema": PLACE}
 FUNCTION = {"type": "function", "name": "travel", "parameters": PLACE, "strict": True}

@@ -2,12 +2,15 @@
 
 import json
 
-import anthropic
 import pytest
 
 from tests.dialects.asked import ASKED, GREEDY, PLACE, SAMPLED, chat, is_place, text_of
 from tests.dialects.thoughts import thoughtful
 from tests.e2e.processes import read_until, request_bytes
+from tests.lazy import LazyModule
+
+anthropic = LazyModule("anthropic")
+
 
 TOOL = {"name": "travel", "description": "Plan a journey.", "input_schema": PLACE}
 

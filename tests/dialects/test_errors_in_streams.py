@@ -2,13 +2,16 @@
 
 import json
 
-import anthropic
-import ollama
-import openai
 import pytest
 
 from tests.dialects.asked import ASKED
 from tests.e2e.processes import serving
+from tests.lazy import LazyModule
+
+anthropic = LazyModule("anthropic")
+ollama = LazyModule("ollama")
+openai = LazyModule("openai")
+
 
 LONG, PLAIN = 4000, {"speculative_algorithm": "NONE"}
 LATE = "The answer took longer than 1 s."

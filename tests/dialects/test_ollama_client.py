@@ -2,13 +2,16 @@
 
 import json
 
-import ollama
 import pytest
 
 from forerun import __version__
 from tests.dialects.asked import ASKED, GREEDY, PLACE, SAMPLED, chat, is_place, text_of
 from tests.dialects.thoughts import thoughtful
 from tests.e2e.processes import read_until, request_bytes
+from tests.lazy import LazyModule
+
+ollama = LazyModule("ollama")
+
 
 TOOL = {"type": "function", "function": {"name": "travel", "description": "Plan a journey.",
                                          "parameters": PLACE}}  # fmt: skip

@@ -3,13 +3,16 @@
 import json
 import tracemalloc
 
-import openai
 import pytest
 
 from forerun.serve.dialects.responses.store import ResponseStore
 from tests.dialects.asked import ASKED, GREEDY, PLACE, SAMPLED, chat, is_place, text_of
 from tests.dialects.thoughts import thoughtful
 from tests.e2e.processes import read_until, request_bytes
+from tests.lazy import LazyModule
+
+openai = LazyModule("openai")
+
 
 QUESTION = ASKED[0]["content"]
 TOOL = {"type": "function", "name": "travel", "description": "Plan a journey.", "strict": True,

@@ -2,11 +2,14 @@
 
 import asyncio
 
-import openai
 import pytest
 
 from forerun.text.tokenizer import Tokenizer
 from tests.engine.toys import following
+from tests.lazy import LazyModule
+
+openai = LazyModule("openai")
+
 
 CHAT = [{"role": "user", "content": "Hi"}]
 PROMPT = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"

@@ -4,11 +4,14 @@ import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 
-import openai
 import pytest
 
 from tests.constrain.tools import PERSON, is_person
 from tests.e2e.processes import serving
+from tests.lazy import LazyModule
+
+openai = LazyModule("openai")
+
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ASKED = [{"role": "user", "content": "Which city?"}]

@@ -19,8 +19,9 @@ import re
 import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import count
+from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -57,14 +58,46 @@ def tensors(values):
         values = values.values()
     elif not isinstance(values, (list, tuple)):
         return []
-    return [tensor for value in values for tensor in tensors(value)]
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple, dict)):
+            found += tensors(value)
+    return found
 
 
-def written(func, args, kwargs):
-    """The tensors that an operation writes in place."""
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from tensors(args[place] if place < len(args) else kwargs.get(argument.name))
+class Rules(NamedTuple):
+    """What holds for an operation whenever it is launched.
+
+    waits    for the device; indexes: does so where it is given a mask
+    product  one for which cuBLAS takes a workspace
+    writes   places and names of the arguments that it writes in place
+    """
+
+    waits: bool
+    indexes: bool
+    product: bool
+    writes: tuple[tuple[int, str], ...]
+
+    def written(self, args, kwargs):
+        """The tensors that the operation writes in place."""
+        found = []
+        for place, name in self.writes:
+            found += tensors(args[place] if place < len(args) else kwargs.get(name))
+        return found
+
+
+@cache
+def rules(func):
+    """Of an operation, asked for at each of some hundred thousand launches."""
+    writes = tuple(
+        (place, argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    product = PRODUCTS.match(func._schema.name) is not None
+    return Rules(func in WAITS, func in INDEXING, product, writes)
 
 
 class Watch(TorchDispatchMode):
@@ -78,26 +111,34 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.tape, self.cuda, self.before = tape, cuda, {}
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        by_mask = func in INDEXING and any(t.dtype == torch.bool for t in tensors(args[1]))
-        assert func not in WAITS and not by_mask, f"{func} waits for the device"
-        if self.tape is not None:
-            for tensor in written(func, args, kwargs or {}):
-                kept = tensor.untyped_storage()
-                self.before.setdefault(kept.data_ptr(), (kept, kept.clone()))
-        if self.cuda is not None:
-            self.cuda.launches(func)
-        out = func(*args, **(kwargs or {}))
-        if self.tape is not None:
-            outs, given = tensors(out), {storage(tensor) for tensor in tensors((args, kwargs))}
-            # Neither a view nor written in place.
-            made = [(place, t) for place, t in enumerate(outs) if storage(t) not in given]
-            # A view that was taken stays one: there is nothing to replay.
-            if made or not outs or any(True for _ in written(func, args, kwargs or {})):
-                self.tape.append((func, args, kwargs or {}, made))
+    def launched(self, func, types, args=(), kwargs=None):
+        kwargs, known = kwargs or {}, rules(func)
+        by_mask = known.indexes and any(t.dtype == torch.bool for t in tensors(args[1]))
+        assert not (known.waits or by_mask), f"{func} waits for the device"
+        if self.tape is None:
             if self.cuda is not None:
-                self.cuda.allocates(tensor for _, tensor in made)
+                self.cuda.launches(known.product)
+            return func(*args, **kwargs)
+        for tensor in known.written(args, kwargs):
+            kept = tensor.untyped_storage()
+            if kept.data_ptr() not in self.before:
+                self.before[kept.data_ptr()] = kept, kept.clone()
+        if self.cuda is not None:
+            self.cuda.launches(known.product)
+        out = func(*args, **kwargs)
+        outs, given = tensors(out), {storage(tensor) for tensor in tensors((args, kwargs))}
+        # Neither a view nor written in place.
+        made = [(place, t) for place, t in enumerate(outs) if storage(t) not in given]
+        # A view that was taken stays one: there is nothing to replay.
+        if made or not outs or known.written(args, kwargs):
+            self.tape.append((func, args, kwargs, made))
+        if self.cuda is not None:
+            self.cuda.allocates(tensor for _, tensor in made)
         return out
+
+
+# Not in the class, where torch puts a guard against its compiler around it that costs as much.
+Watch.__torch_dispatch__ = Watch.launched
 
 
 @dataclass(eq=False)
@@ -192,7 +233,9 @@ class FakeCuda:
 
     def current_stream(self, device=None):
         index = self._now if device is None else torch.device(device).index
-        return self._streams.setdefault(index, Stream(index))
+        if index not in self._streams:
+            self._streams[index] = Stream(index)
+        return self._streams[index]
 
     @contextmanager
     def stream(self, stream):
@@ -236,14 +279,16 @@ class FakeCuda:
         if self.unfinished():
             self.faults.append("a graph was destroyed while it ran")
 
-    def launches(self, func):
-        """An operation is launched: on the stream that is current on the current device."""
+    def launches(self, product):
+        """An operation is launched, or a product: on the stream that is current on the current
+        device.
+        """
         assert not self.faults, self.faults
         assert self._now == self.home, "a kernel is launched on another device than its tensors'"
         stream = self.current_stream()
         if self._capturing is not None:
             assert stream is self._capturing[0], "launched on a stream that is not captured"
-        if not PRODUCTS.match(func._schema.name):
+        if not product:
             return
         pool = self._capturing[1] if self._capturing is not None else None
         if stream.workspace is None:

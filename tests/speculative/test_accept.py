@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
 
 from forerun.speculative.accept import NOTHING, accept_row, choose, choose_among
 from forerun.speculative.noise import gumbel
 from forerun.speculative.sampling import History, Sampling, process
 from forerun.speculative.tree import Draft, batch
+from tests.lazy import LazyModule
 from tests.speculative.test_sampling import parameters
 from tests.speculative.worlds import (
     NO_DRAFT,
@@ -32,6 +32,9 @@ from tests.speculative.worlds import (
     random_draft,
     speculate,
 )
+
+stats = LazyModule("scipy.stats")
+
 
 SETTINGS = {
     "plain": {},

@@ -4,9 +4,12 @@ import math
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from forerun.speculative.noise import coin, gumbel, gumbel_of, philox
+from tests.lazy import LazyModule
+
+stats = LazyModule("scipy.stats")
+
 
 # Random123, kat_vectors: counter, key, result.
 KNOWN = [

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from forerun.executors.host_choice import HostChoice
 from forerun.speculative.accept import NOTHING, choose
@@ -10,7 +9,11 @@ from forerun.speculative.noise import coin, gumbel
 from forerun.speculative.sampling import History, Sampling
 from forerun.speculative.thresholds import children, relaxed
 from forerun.speculative.tree import batch
+from tests.lazy import LazyModule
 from tests.speculative.worlds import as_draft
+
+stats = LazyModule("scipy.stats")
+
 
 P = np.array([0.36, 0.24, 0.15, 0.1, 0.1, 0.05], np.float64)
 LOGITS = np.log(P).astype(np.float32)
