@@ -10,9 +10,11 @@ an error, and so is a known one that is not supported: nothing is silently ignor
 """
 
 import dataclasses
+import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from forerun.errors import RequestError
@@ -128,7 +130,7 @@ def read(kind: type[Body], value: Any, where: str = "") -> Body:
         if own in refused:
             raise RequestError(f"{place} is not supported: {refused[own]}.", place)
         if own not in known:
-            raise _unknown(place)
+            raise _unknown(key, place, known)
         found = known[own].metadata["reader"](content, place)
         if given.get(own, found) != found:
             raise RequestError(f"{place} and another name of {own} disagree.", place)
@@ -259,13 +261,16 @@ def one_or_more(each: Reader, longest: int) -> DescribedReader:
 
 def only(*allowed: Any, why: str) -> DescribedReader:
     """A reader of a field that is accepted only where it is one of `allowed`: what happens anyway.
-    Else it raises RequestError that says why.
+    Else it raises RequestError that names these and says why.
     """
+    several = [one for place, one in enumerate(allowed) if one not in allowed[:place]]
+    known = ", ".join(map(json.dumps, several))
 
     @takes({"enum": list(allowed)})
     def reader(value: Any, where: str) -> Any:
         if not any(value == one and type(value) is type(one) for one in allowed):
-            raise RequestError(f"{where}: {shown(value)} is not supported: {why}.", where)
+            message = f"{where}: {shown(value)} is not supported, only {known}: {why}."
+            raise RequestError(message, where)
         return value
 
     return reader
@@ -320,7 +325,9 @@ def _constant(value: Any) -> bool:
     return value is None or isinstance(value, bool)
 
 
-def _unknown(place: str) -> RequestError:
+def _unknown(key: str, place: str, known: Iterable[str]) -> RequestError:
     name = place if len(place) <= _SHOWN else place[:_SHOWN] + "..."
     clean = _SURROGATE.sub("?", name)
-    return RequestError(f"There is no field {clean!r} in this request.", clean)
+    close = get_close_matches(key, known, n=1, cutoff=0.75) if len(key) <= _SHOWN else []
+    hint = f"did you mean {close[0]}?" if close else "see /openapi.json."
+    return RequestError(f"There is no field {clean!r} in this request; {hint}", clean)

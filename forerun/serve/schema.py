@@ -108,7 +108,8 @@ def token_biases(value: Any, where: str) -> tuple[tuple[int, float], ...]:
     found: dict[int, float] = {}
     for key, amount in value.items():
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
-            raise RequestError(f"{where}: {shown(key)} is not a token id.", where)
+            message = f"{where}: {shown(key)} is not a token id, which is a whole number from 0 on."
+            raise RequestError(message, where)
         found[int(key)] = NEVER if amount is False else bias(amount, f"{where}.{key}")
     return tuple(found.items())
 

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from starlette.requests import ClientDisconnect, Request
 
 from forerun.serve.errors import ApiError, ClientGoneError
+from forerun.serve.fields import shown
 
 DISCARDED = 16
 """A body that is too large is read, and thrown away, up to so many times the limit: a client
@@ -42,6 +43,9 @@ class Bodies:
         if kind != "application/json" and (not _careless(request) or _from_a_page(request)):
             # Web pages can post any other type to a server on this machine without asking it.
             raise ApiError(415, "The body must be JSON, with content-type: application/json.")
+        coding = (request.headers.get("content-encoding") or "identity").strip().lower()
+        if coding != "identity":
+            raise ApiError(415, f"content-encoding: {shown(coding)} is not read; send plain JSON.")
         declared = request.headers.get("content-length", "")
         too_large = declared.isdigit() and int(declared) > self._limit
         if too_large and "expect" in request.headers:

@@ -315,6 +315,10 @@ def test_only_json_is_read(server):
     for headers in ({"content-type": "text/plain"}, {}):
         answer = server.http.post(COMPLETIONS, content=data, headers=headers)
         error_of(answer, 415)
+    for coding in ("gzip", "zstd", "identity, br"):
+        answer = raw(server, data.encode(), **{"content-encoding": coding})
+        assert f"'{coding}' is not read; send plain JSON" in error_of(answer, 415)["message"]
+    assert raw(server, data.encode(), **{"content-encoding": "identity"}).status_code == 200
     typed = {"content-type": "Application/JSON; charset=utf-8"}
     assert server.http.post(COMPLETIONS, content=data, headers=typed).status_code == 200
 

@@ -51,6 +51,14 @@ def problem(kind, value):
     return caught.value.field, str(caught.value)
 
 
+def test_a_field_of_few_values_names_them():
+    level = only("low", "high", why="it is one of these")
+    with pytest.raises(RequestError, match=r'^a: 3 is not supported, only "low", "high": it is'):
+        level(3, "a")
+    with pytest.raises(RequestError, match=r"supported, only 1: sequences"):
+        only(1, 1.0, why="sequences are sampled")(2, "a")
+
+
 def test_defaults_nulls_and_parts():
     assert read(Outer, {"name": "a"}) == Outer(name="a", count=3, inner=None)
     assert read(Outer, {"name": "a", "count": None, "old": None, "new": None}) == Outer(name="a")
@@ -63,6 +71,9 @@ def test_the_culprit_is_named():
     assert problem(Outer, {"name": "a", "old": 1}) == ("old", "old is not supported: use count.")
     assert problem(Outer, {"name": "a", "new": 1})[0] == "new"
     assert problem(Outer, {"name": "a", "new": 0})[0] == "new"
+    there_is_none = "There is no field {} in this request; {}".format
+    assert problem(Outer, {"new": 1})[1] == there_is_none("'new'", "see /openapi.json.")
+    assert problem(Outer, {"cuont": 1})[1] == there_is_none("'cuont'", "did you mean count?")
     assert problem(Outer, {"name": "a", "inner": {"off": 1}})[0] == "inner.off"
     assert problem(Outer, {"name": "a", "inner": {"on": 1}})[0] == "inner.on"
     assert problem(Outer, {"name": "a", "inner": [1]})[0] == "inner"
