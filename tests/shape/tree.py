@@ -43,8 +43,15 @@ def length(node: Function) -> int:
 def text_files() -> list[Path]:
     """Every file a reader may open: sources, documents, settings."""
     kinds = {".py", ".md", ".toml", ".txt", ".cpp", ".h", ".inl", ".jsonl", ".svg", ""}
-    skipped = {".git", ".venv", "build", "dist", ".mypy_cache", ".ruff_cache", ".hypothesis"}
-    skipped |= {".pytest_cache", ".import_linter_cache", "__pycache__", "out", "shared"}
+    skipped = {".git", ".venv", ".venv-clients", "build", "dist", ".mypy_cache", ".ruff_cache"}
+    skipped |= {
+        ".hypothesis",
+        ".pytest_cache",
+        ".import_linter_cache",
+        "__pycache__",
+        "out",
+        "shared",
+    }
     return sorted(
         path
         for path in ROOT.rglob("*")
