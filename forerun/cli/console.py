@@ -66,7 +66,7 @@ def bars() -> Iterator[Report]:
     drawn, begun = Progress(*columns, console=err, transient=True), monotonic()
 
     def report(what: str, done: int, total: int) -> None:
-        amount = f"{human(done)} of {human(total)}" if total > 10_000 else f"{done}/{total}"
+        amount = f"{human(done)} of {human(total)}" if total > 10_000 else _so_far(done, "/", total)
         task = what.partition(":")[0]
         if task not in tasks:
             tasks[task] = drawn.add_task(what, total=total, amount=amount, speed="")
@@ -97,9 +97,14 @@ def _lines() -> Report:
         nonlocal last_shown
         if monotonic() - last_shown >= QUIET:
             last_shown = monotonic()
-            say(f"{what}: {done} of {total}")
+            say(f"{what}: {_so_far(done, ' of ', total)}")
 
     return report
+
+
+def _so_far(done: int, of: str, total: int) -> str:
+    """How much is done of how much; 0 = nobody knows."""
+    return f"{done}{of}{total}" if total else str(done)
 
 
 @contextmanager

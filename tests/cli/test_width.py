@@ -127,9 +127,23 @@ def test_bars_cut_no_number(monkeypatch):
         clock[0] += console.SHOWN
         report(said, 5, 24)
         report("downloading weights", 98_400_000, 98_500_000)
+        report("cases", 7, 0)  # Nobody knows how many there will be.
     drawn = Text.from_ansi(terminal.file.getvalue()).plain
     assert "…" not in drawn and "24/24" in drawn and "5/24" in drawn
+    assert "7/0" not in drawn
     assert "98.4 MB of 98.5 MB" in drawn and "best 1.000" in " ".join(drawn.split())
+
+
+def test_lines_of_progress_name_no_total_that_nobody_knows(monkeypatch):
+    said, clock = [], [5.0]
+    monkeypatch.setattr(console, "err", Console(file=StringIO()))
+    monkeypatch.setattr(console, "say", said.append)
+    monkeypatch.setattr(console, "monotonic", lambda: clock[0])
+    with console.bars() as report:
+        for done, total in ((7, 0), (8, 9)):
+            clock[0] += console.QUIET
+            report("cases", done, total)
+    assert said == ["cases: 7", "cases: 8 of 9"]
 
 
 def test_long_paths_stay_whole(tmp_path, monkeypatch):
