@@ -1,4 +1,4 @@
-// Acceptance of a step where nothing but the temperature shapes the choice:
+// Acceptance of a step where nothing but the temperature and a mask shape the choice:
 // forerun/speculative/accept.py.
 #include <algorithm>
 #include <cstring>
@@ -12,42 +12,48 @@ constexpr int64_t kWorthSharing = 1 << 18;  // logits from which on the pool's t
 
 }  // namespace
 
-std::string Model::accept(const Step& step, Walk& walk) {
+std::string Model::accept(const Step& step, const Walk& walk) {
     for (int row = 0; row < step.rows; row++) {
         if (walk.slots[row] < 0 || walk.slots[row] >= walk.all_slots) {
             return "slot " + std::to_string(walk.slots[row]) + " does not exist";
         }
     }
     memset(walk.choice, -1, sizeof(int32_t) * step.nodes);
-    const auto rows = [&](const Share& share) {
+    const auto rows = [&](const Share& share, Floats& room) {
         for (int row = share.first; row < share.last; row++) {
-            if (!accept_row(step, walk, row)) {
+            if (!accept_row(step, walk, row, room)) {
                 const int first = step.start[row];
                 memset(walk.choice + first, -1, sizeof(int32_t) * (step.start[row + 1] - first));
             }
         }
     };
     if ((int64_t)step.rows * sizes.vocab < kWorthSharing) {
-        rows(Share(step.rows, 0, 1));
+        rows(Share(step.rows, 0, 1), scratch_[0]);
     } else {
-        pool.run([&](int thread) { rows(Share(step.rows, thread, pool.threads())); });
+        pool.run([&](int thread) {
+            rows(Share(step.rows, thread, pool.threads()), scratch_[thread]);
+        });
     }
-    if (walk.committed < 0) return "";
-    std::vector<int32_t> accepted;
-    for (int row = 0; row < step.rows; row++) {
-        for (int n = step.start[row] + step.known[row]; n < step.start[row + 1]; n++) {
-            if (walk.choice[n] >= 0) accepted.push_back(n);
-        }
-    }
-    walk.committed = (int32_t)accepted.size();
-    if (accepted.empty()) return "";
-    return commit_paths(step.pages, step.page_width, accepted.data(), walk.committed);
+    return "";
+}
+
+// The choice among all tokens, or among those that are `allowed`; -1 where the specification has to
+// make it: some logit is not finite, or nothing is allowed.
+int32_t Model::choose(const float* logits, const uint32_t* allowed, float temperature, uint64_t seed,
+                      uint32_t position, Floats& room) const {
+    const int count = sizes.vocab;
+    if (!allowed) return kernels->choose(logits, count, temperature, seed, position);
+    if (kernels->choose(logits, count, 0.0f, 0, 0) < 0) return -1;
+    if ((int)room.size() < count) room.resize(count);
+    kernels->exclude(logits, allowed, count, room.data());
+    const int32_t token = kernels->choose(room.data(), count, temperature, seed, position);
+    return token >= 0 && (allowed[token / 32] >> token % 32 & 1) ? token : -1;
 }
 
 // False where the specification has to decide the row.
-bool Model::accept_row(const Step& step, const Walk& walk, int row) const {
+bool Model::accept_row(const Step& step, const Walk& walk, int row, Floats& room) const {
     const int slot = walk.slots[row];
-    const float temperature = walk.plain[row] ? walk.temperature[slot] : -1.0f;
+    const float temperature = walk.samples[row] ? walk.temperature[slot] : -1.0f;
     const int root = step.start[row] + step.known[row] - 1, end = step.start[row + 1];
     // Scored nodes ascend, so those of a row from its root on are neighbours.
     const int32_t* const last = step.scored_nodes + step.scored;
@@ -57,8 +63,10 @@ bool Model::accept_row(const Step& step, const Walk& walk, int row) const {
     int node = root;
     const int decided = step.kv_len[row] + step.known[row];
     for (uint32_t position = decided - walk.prompt_len[slot];; position++) {
-        const int32_t token = kernels->choose(logits + (node - root) * (int64_t)sizes.vocab,
-                                              sizes.vocab, temperature, walk.seed[slot], position);
+        const int mask = walk.mask_row ? walk.mask_row[node] : -1;
+        const int32_t token = choose(logits + (node - root) * (int64_t)sizes.vocab,
+                                     mask < 0 ? nullptr : walk.masks + (int64_t)mask * walk.mask_words,
+                                     temperature, walk.seed[slot], position, room);
         if (token < 0) return false;
         walk.choice[node] = token;
         int child = node + 1;

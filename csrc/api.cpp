@@ -33,7 +33,7 @@ int guarded(Work work) {
 extern "C" {
 
 // Raised whenever the meaning of a call or structure changes; native.py asks for the same number.
-int forerun_abi() { return 26; }
+int forerun_abi() { return 27; }
 
 const char* forerun_error() { return last_error.c_str(); }
 
@@ -209,14 +209,8 @@ int forerun_products(Model* model, int rows, float* logits) {
     });
 }
 
-// See Kernels::choose.
-int forerun_choose(const Model* model, const float* logits, float temperature, uint64_t seed,
-                   uint32_t position) {
-    return model->kernels->choose(logits, model->sizes.vocab, temperature, seed, position);
-}
-
 // Decides rows of the last step, or of one that forerun_forward would take. See Model::accept.
-int forerun_accept(Model* model, const Step* step, Walk* walk) {
+int forerun_accept(Model* model, const Step* step, const Walk* walk) {
     return guarded([&] { return model->accept(*step, *walk); });
 }
 

@@ -136,6 +136,10 @@ struct Kernels {
     int32_t (*choose)(const float* logits, int count, float temperature, uint64_t seed,
                       uint32_t position);
 
+    // float32[count] with those that are not allowed (Walk's masks, of model.h) replaced by a number
+    // that is never chosen, yet finite.
+    void (*exclude)(const float* logits, const uint32_t* allowed, int count, float* out);
+
     GatedDelta gated_delta;
 };
 
@@ -144,7 +148,7 @@ struct Kernels {
     product, float_product, quantise, norm_quantise,                                      \
         {silu_quantise, clamped_quantise, gelu_quantise, erf_gelu_quantise}, norm,            \
         {silu, clamped, gelu, erf_gelu}, inverse_rms, soften, rotate, to_halves, attend,                     \
-        attend_some_positions, weigh, attend_some_numbers, choose, gated_delta
+        attend_some_positions, weigh, attend_some_numbers, choose, exclude, gated_delta
 
 // One table per instruction set; null where it was compiled for another kind of machine or by a
 // compiler that does not know the instructions.

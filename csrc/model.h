@@ -50,12 +50,12 @@ struct Walk {
     const uint64_t* seed;       // [all_slots]
     const int32_t* prompt_len;  // [all_slots] output positions count from here
     const int32_t* slots;       // [rows] the row's, of all_slots
-    const uint8_t* plain;       // [rows] 0: not decided here
+    const uint8_t* samples;     // [rows] 0: nothing is chosen
+    const int32_t* mask_row;    // [nodes] which of `masks` limits a node's choice, -1: none; null: none's
+    const uint32_t* masks;      // [.][mask_words] token t is allowed where bit t % 32 of word t / 32 is
     int32_t* choice;           // [nodes] out: at nodes of the accepted path; -1 elsewhere, and in
                                // all of a row that the specification has to decide
-    int32_t all_slots;
-    int32_t committed;  // -1: what runs left in scratch stays there. Else out: how many accepted
-                        // draft tokens' keys and values, of rows decided here, went to their pages
+    int32_t all_slots, mask_words;
 };
 
 // What one layer is: forerun/models/layer_spec.py. Where its norms stand is said by those it has.
@@ -196,9 +196,8 @@ public:
     // Runs the step. Empty, or what was wrong with it (then nothing was changed).
     std::string forward(const Step& step);
 
-    // Keeps one path per row of a step whose logits are there, and commits what of it is the last
-    // step's, where the walk wants that. Empty, or what was wrong.
-    std::string accept(const Step& step, Walk& walk);
+    // Keeps one path per row of a step whose logits are there. Empty, or what was wrong.
+    std::string accept(const Step& step, const Walk& walk);
 
     // Copies the keys and values of the last step's nodes to slots of the pool.
     void commit(const int32_t* nodes, const int32_t* slots, int count);
@@ -232,7 +231,9 @@ public:
 
 protected:
     std::string check(const Step& step) const;
-    bool accept_row(const Step& step, const Walk& walk, int row) const;
+    bool accept_row(const Step& step, const Walk& walk, int row, Floats& room) const;
+    int32_t choose(const float* logits, const uint32_t* allowed, float temperature, uint64_t seed,
+                   uint32_t position, Floats& room) const;
     void prepare(const Step& step);
     void list_places(const Step& step, int row);
     void plan_attention(const Step& step);

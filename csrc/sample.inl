@@ -111,4 +111,19 @@ static int32_t choose(const float* logits, int count, float temperature, uint64_
     return draw.token;
 }
 
+static void exclude(const float* logits, const uint32_t* allowed, int count, float* out) {
+    constexpr float excluded = -1e30f;
+    for (int first = 0; first < count; first += 32) {
+        const int some = count - first < 32 ? count - first : 32;
+        const uint32_t word = allowed[first / 32];
+        if (word == 0) {
+            for (int i = 0; i < some; i++) out[first + i] = excluded;
+        } else {
+            for (int i = 0; i < some; i++) {
+                out[first + i] = word >> i & 1 ? logits[first + i] : excluded;
+            }
+        }
+    }
+}
+
 }  // namespace

@@ -1,7 +1,7 @@
 """Rows that an executor has not decided by itself: the target's own choices by the specification,
 and the reports a request asked for.
 
-The arithmetic is forerun/speculative; an executor's quicker ways to the same choice come first.
+The arithmetic is forerun/speculative.
 """
 
 from array import array
@@ -23,22 +23,16 @@ from forerun.speculative.sampling import (
 )
 from forerun.speculative.thresholds import children, relaxed
 from forerun.speculative.tree import NodeMasks, TreeBatch
-from forerun.types import Bools, Floats, Ints, Words
+from forerun.types import Bools, Floats, Ints
 
 Logits = Callable[[int], Floats]
 """Flat node -> float32[V]; asked for nodes named by `HostSampler.scored` only."""
-
-ChooseFast = Callable[[Floats, Sampling, int], int | None]
-"""(logits float32[V], sampling, output position) -> what `choose(process(...), ...)` would give,
-or None to have it computed here. Asked only where nothing but the temperature shapes the choice."""
 
 ReportsOf = Callable[[int, list[tuple[int, int]]], Reports]
 """(alternatives of each, pairs of a flat node and the token that follows it) -> reports."""
 
 FEW = 2048
 """Tokens that a grammar allows, up to which noise for these alone is the quickest."""
-EXCLUDED = np.float32(-1e30)
-"""A logit that is never chosen, yet finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,110 +67,84 @@ class SlotState:
         return History(np.array(self.tokens, np.int32), self.prompt_len)
 
 
-class HostChoice:
-    """Walks one row's tree along the target's choices.
+def path_of(
+    trees: TreeBatch,
+    row: int,
+    sampling: Sampling,
+    history: History,
+    logits: Logits,
+    masks: NodeMasks | None,
+) -> Path:
+    """The accepted path of one row and the target's own token, by forerun.speculative.
 
-    choose_fast  an executor's own quicker way to the same choice
+    history  the decided tokens of the row's sequence
+    logits   asked for nodes of the path only
+    masks    of grammars, by flat node; None = no row is constrained
+
+    A path is empty where the root has no choice. Changes nothing.
     """
 
-    def __init__(self, choose_fast: ChooseFast | None) -> None:
-        self._choose_fast = choose_fast
+    def choose_at(node: int, ancestors: tuple[int, ...]) -> int:
+        position, allowed = history.output_len + len(ancestors), None
+        if masks is not None and masks.row[node] >= 0:
+            allowed = masks.bits[masks.row[node]]
+        raw = logits(node)
+        if (allowed is not None or not sampling.plain) and not np.isfinite(raw.max()):
+            return NOTHING  # `choose` sees that too, unless a mask or a cut-off hides it.
+        if allowed is not None and sampling.plain:
+            tokens = np.flatnonzero(unpack(allowed, len(raw))).astype(np.int32)
+            if sampling.temperature == 0 or len(tokens) <= FEW:
+                return choose_among(raw, tokens, sampling, position)
+        processed = process(raw, sampling, history, ancestors, allowed)
+        chosen = choose(processed, sampling, position)
+        drafted = list(children(trees, row, node)) if sampling.lossy else []
+        if not drafted or chosen == NOTHING:
+            return chosen
+        return relaxed(processed, sampling, position, drafted, chosen)
 
-    def path(
-        self,
-        trees: TreeBatch,
-        row: int,
-        sampling: Sampling,
-        history: History,
-        logits: Logits,
-        masks: NodeMasks | None,
-    ) -> Path:
-        """The accepted path of one row and the target's own token, by forerun.speculative.
+    return accept_row(trees, row, choose_at)
 
-        history  the decided tokens of the row's sequence
-        logits   asked for nodes of the path only
-        masks    of grammars, by flat node; None = no row is constrained
 
-        A path is empty where the root has no choice. Changes nothing.
-        """
+def complete(
+    plan: Plan,
+    trees: TreeBatch,
+    rows: list[tuple[int, SlotState]],
+    logits: Logits,
+    masks: NodeMasks | None,
+    told: ReportsOf,
+    made: Choices,
+) -> Choices:
+    """Decide the given rows of a step where `made` has no choice at their root, and report what
+    is asked for.
 
-        def choose_at(node: int, ancestors: tuple[int, ...]) -> int:
-            position, allowed = history.output_len + len(ancestors), None
-            if masks is not None and masks.row[node] >= 0:
-                allowed = masks.bits[masks.row[node]]
-            raw = logits(node)
-            if sampling.plain:
-                token = self._choose_plain(raw, allowed, sampling, position)
-                if token is not None:
-                    return token
-            if (allowed is not None or not sampling.plain) and not np.isfinite(raw.max()):
-                return NOTHING  # `choose` sees that too, unless a mask or a cut-off hides it.
-            processed = process(raw, sampling, history, ancestors, allowed)
-            chosen = choose(processed, sampling, position)
-            drafted = list(children(trees, row, node)) if sampling.lossy else []
-            if not drafted or chosen == NOTHING:
-                return chosen
-            return relaxed(processed, sampling, position, drafted, chosen)
+    rows    numbers of rows, with their slots' states
+    logits  of flat nodes
+    told    makes the reports
 
-        return accept_row(trees, row, choose_at)
-
-    def complete(
-        self,
-        plan: Plan,
-        trees: TreeBatch,
-        rows: list[tuple[int, SlotState]],
-        logits: Logits,
-        masks: NodeMasks | None,
-        told: ReportsOf,
-        made: Choices,
-    ) -> Choices:
-        """Decide the given rows of a step where `made` has no choice at their root, and report what
-        is asked for.
-
-        rows    numbers of rows, with their slots' states
-        logits  of flat nodes
-        told    makes the reports
-
-        Completes the arrays of `made` in place and returns them with the reports.
-        """
-        choice, finite = made.choice, made.finite
-        logprobs: list[Reports] = [()] * plan.rows
-        echoed: list[Reports] = [()] * plan.rows
-        for row, slot in rows:
-            nodes, root = trees.nodes(row), trees.root(row)
-            echo = _echo(plan, row, trees, slot, told)
-            if any(isnan(entry.logprob) for entry in echo):
-                choice[nodes.start : nodes.stop] = NOTHING
-                finite[row] = False
-                continue
-            echoed[row] = echo
-            if not plan.samples[row]:
-                continue
-            if choice[root] < 0:
-                path = self.path(trees, row, slot.sampling, slot.history, logits, masks)
-                put_path(choice, root, path)
-            if slot.sampling.logprobs is not None:
-                chosen = [node for node in nodes if choice[node] >= 0]
-                pairs = list(zip(chosen, choice[chosen].tolist(), strict=True))
-                logprobs[row] = told(slot.sampling.logprobs, pairs)
-            finite[row] = choice[root] >= 0
-        return Choices(choice, finite, tuple(logprobs), tuple(echoed))
-
-    def _choose_plain(
-        self, raw: Floats, mask: Words | None, sampling: Sampling, position: int
-    ) -> int | None:
-        """The choice where the temperature and a mask alone shape it; None = ask the spec."""
-        fast = self._choose_fast
-        if mask is None:
-            return fast(raw, sampling, position) if fast else None
-        if not np.isfinite(raw.max()):
-            return NOTHING
-        allowed = unpack(mask, len(raw))
-        tokens = np.flatnonzero(allowed).astype(np.int32)
-        if sampling.temperature == 0 or len(tokens) <= FEW:
-            return choose_among(raw, tokens, sampling, position)
-        token = fast(np.where(allowed, raw, EXCLUDED), sampling, position) if fast else None
-        return token if token is not None and allowed[token] else None
+    Completes the arrays of `made` in place and returns them with the reports.
+    """
+    choice, finite = made.choice, made.finite
+    logprobs: list[Reports] = [()] * plan.rows
+    echoed: list[Reports] = [()] * plan.rows
+    for row, slot in rows:
+        nodes, root = trees.nodes(row), trees.root(row)
+        echo = _echo(plan, row, trees, slot, told)
+        if any(isnan(entry.logprob) for entry in echo):
+            choice[nodes.start : nodes.stop] = NOTHING
+            finite[row] = False
+            continue
+        echoed[row] = echo
+        if not plan.samples[row]:
+            continue
+        if choice[root] < 0:
+            path = path_of(trees, row, slot.sampling, slot.history, logits, masks)
+            put_path(choice, root, path)
+        if slot.sampling.logprobs is not None:
+            chosen = [node for node in nodes if choice[node] >= 0]
+            pairs = list(zip(chosen, choice[chosen].tolist(), strict=True))
+            logprobs[row] = told(slot.sampling.logprobs, pairs)
+        finite[row] = choice[root] >= 0
+    return Choices(choice, finite, tuple(logprobs), tuple(echoed))
 
 
 def put_path(choice: Ints, root: int, path: Path) -> None:

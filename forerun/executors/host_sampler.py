@@ -16,11 +16,10 @@ from forerun.errors import EngineError
 from forerun.executors.device_choice import MORE, Choosing
 from forerun.executors.host_choice import (
     Choices,
-    ChooseFast,
-    HostChoice,
     Logits,
     ReportsOf,
     SlotState,
+    complete,
     reports_of,
 )
 from forerun.interface.features import StepFeatures
@@ -36,15 +35,11 @@ _histories_of: Column[SlotState | None, "array[int]"] = column("tokens")  # Of o
 
 
 class HostSampler:
-    """The sampler's state per slot, and acceptance by forerun.speculative.
+    """The sampler's state per slot, and acceptance by forerun.speculative."""
 
-    choose_fast  an executor's own quicker way to the same choice
-    """
-
-    def __init__(self, slots: int, vocab: int, choose_fast: ChooseFast | None = None) -> None:
+    def __init__(self, slots: int, vocab: int) -> None:
         self._open: list[SlotState | None] = [None] * slots
         self._vocab = vocab
-        self._choice = HostChoice(choose_fast)
         # What every step asks of every row, by slot.
         self.choosing = Choosing(
             temperature=np.full(slots, MORE, np.float32),
@@ -135,7 +130,7 @@ class HostSampler:
         made = Choices(choice, ~np.array(undecided, np.bool_))
         rows = [(row, self.of_row(plan, row)) for row in compress(range(plan.rows), left)]
         reports = reports or partial(reports_of, logits)
-        return self._choice.complete(plan, trees, rows, logits, masks, reports, made)
+        return complete(plan, trees, rows, logits, masks, reports, made)
 
     def finish(
         self,

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from forerun.executors.cpu import CpuExecutor, native
 from forerun.executors.cpu.step_buffers import StepBuffers
-from forerun.executors.host_choice import EXCLUDED
 from forerun.executors.host_sampler import HostSampler
 from forerun.interface.plan import Plan
 from forerun.interface.slot_init import SlotInit
@@ -43,7 +42,7 @@ class Case:
             np.ascontiguousarray(self.logits[scored]),
         )
         box.fill(self.plan, self.trees, scored, logits)
-        box.ask(self.plan, self.trees, masks)
+        box.ask(self.plan, masks)
         assert native.load().forerun_accept(executor.native_model(), box.step, box.walk) == 0
         return box.choice
 
@@ -74,14 +73,14 @@ def native_choice(request, executor, checkpoint):
     """(logits, sampling, position) -> token, or -1."""
     made = {}
 
-    def call(logits, sampling, position):
+    def call(logits, sampling, position, masks=None):
         if len(logits) not in made:
             changes = {"vocab_size": len(logits), "num_hidden_layers": 1}
             source = checkpoint("llama", None, **changes)
             made[len(logits)] = executor(source, kernels=request.param)
         one = case([(1, Draft(), sampling)], np.asarray(logits, np.float32)[None])
         one.plan.kv_len[:] = position
-        return int(one.native(made[len(logits)])[0])
+        return int(one.native(made[len(logits)], masks)[0])
 
     return call
 
@@ -104,15 +103,21 @@ def test_same_token(native_choice, random, vocab, temperature):
 
 @pytest.mark.parametrize("temperature", [1e-4, 0.8, 3.0])
 def test_excluded_tokens_are_never_chosen(native_choice, random, temperature):
-    """As the host sampler lowers what a grammar forbids."""
     for seed in range(60):
         logits = random.normal(0, 5, 1003).astype(np.float32)
-        allowed = random.random(1003) < random.choice([0.01, 0.5, 0.99])
+        bits = packed(random.random(1003) < random.choice([0.01, 0.5, 0.99]))
+        masks = NodeMasks(np.zeros(1, np.int32), bits[None])
         sampling = Sampling(temperature=temperature, seed=seed)
-        mask = np.packbits(np.append(allowed, np.zeros(21, np.bool_)), bitorder="little")
-        processed = process(logits, sampling, EMPTY, (), mask.view(np.uint32))
-        found = native_choice(np.where(allowed, logits, EXCLUDED), sampling, 7)
-        assert found == choose(processed, sampling, 7)
+        expected = choose(process(logits, sampling, EMPTY, (), bits), sampling, 7)
+        assert native_choice(logits, sampling, 7, masks) == expected
+    nothing = NodeMasks(np.zeros(1, np.int32), packed(np.zeros(1003, np.bool_))[None])
+    assert native_choice(logits, sampling, 7, nothing) == -1
+
+
+def packed(allowed):
+    """uint32[.] of bool[V], as NodeMasks has them."""
+    padded = np.append(allowed, np.zeros(-len(allowed) % 32, np.bool_))
+    return np.packbits(padded, bitorder="little").view(np.uint32)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -128,8 +133,11 @@ def test_ties_go_to_the_lowest_id(native_choice, random, temperature):
 def test_what_is_not_finite_is_left_to_the_specification(native_choice, random, place, bad):
     logits = random.normal(0, 1, 331).astype(np.float32)
     logits[place] = bad
+    others = packed(np.arange(331) != place)  # A mask hides it from the choice, not from the check.
     for temperature in (0.0, 1.0):
         assert native_choice(logits, Sampling(temperature=temperature), 0) == -1
+        masks = NodeMasks(np.zeros(1, np.int32), others[None])
+        assert native_choice(logits, Sampling(temperature=temperature), 0, masks) == -1
 
 
 KINDS = (
@@ -164,21 +172,36 @@ def random_case(random, vocab) -> Case:
     return case(rows, logits, drafting | (random.random(len(rows)) < 0.8))
 
 
+def random_masks(random, nodes, vocab) -> NodeMasks | None:
+    """None in half of all cases. Mask 0 allows all, 1 most likely tokens, 2 nothing, 3 few."""
+    if random.random() < 0.5:
+        return None
+    some = np.ones((4, vocab), np.bool_)
+    some[1, random.integers(0, 6, 2)] = False
+    some[2] = False
+    some[3] = random.random(vocab) < 0.02
+    row = random.choice([-1, -1, 0, 1, 1, 2, 3], nodes).astype(np.int32)
+    return NodeMasks(row, np.stack(list(map(packed, some))))
+
+
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_whole_paths(executor, checkpoint, random):
     """Decided by the core where it can, and by the specification alone: the same step."""
     made, decided = executor(checkpoint("llama", None, num_hidden_layers=1), threads=2), 0
     for _ in range(300):
         one = random_case(random, tiny.VOCAB)
-        choice = one.native(made)
+        masks = random_masks(random, len(one.trees.tokens), tiny.VOCAB)
+        choice = one.native(made, masks)
         decided += int((choice >= 0).sum())
-        alone = one.accept()
-        completed = one.accept(choice.copy())
+        alone = one.accept(masks=masks)
+        completed = one.accept(choice.copy(), masks)
         assert same(completed, alone)
         # An echo that is not finite fails a row that the core decided.
         assert np.all((choice == -1) | (choice == completed.choice) | (completed.choice == -1))
         plain = one.sampler.choosing.temperature[one.plan.slots] >= 0
-        plain &= one.plan.samples & ~one.plan.constrained
+        plain &= one.plan.samples
+        if masks is not None:
+            plain &= np.array([(masks.row[r.start : r.stop] < 2).all() for r in nodes_of(one)])
         finite = np.array([np.isfinite(one.logits[r.start : r.stop]).all() for r in nodes_of(one)])
         assert np.all(choice[one.trees.roots][plain & finite] >= 0)
     assert decided > 500
@@ -199,17 +222,6 @@ def test_many_rows_are_shared_by_threads(executor, checkpoint, random):
         assert np.all(choice[one.trees.roots] >= 0)
         assert np.array_equal(choice, one.accept().choice)
         assert (choice >= 0).sum() > 100
-
-
-def test_masked_rows_are_left_to_the_specification(executor, checkpoint, random):
-    made = executor(checkpoint("llama", None, num_hidden_layers=1))
-    logits = random.normal(0, 1, (4, tiny.VOCAB)).astype(np.float32)
-    one = case([(1, as_draft([5], [-1]), KINDS[0]), (1, as_draft([5], [-1]), KINDS[0])], logits)
-    everything = np.full((1, -(-tiny.VOCAB // 32)), 0xFFFFFFFF, np.uint32)
-    masks = NodeMasks(np.array([-1, -1, -1, 0], np.int32), everything)
-    choice = one.native(made, masks)
-    assert choice[0] >= 0 and choice[2:].tolist() == [-1, -1]
-    assert same(one.accept(choice, masks), one.accept(masks=masks))
 
 
 def nodes_of(one: Case):

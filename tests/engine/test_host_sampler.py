@@ -1,7 +1,6 @@
 """The host sampler: several rows, reports, chunks, failures, and an executor's own fast way."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -245,49 +244,14 @@ def test_a_prompt_node_that_is_not_finite_fails_where_it_is_reported():
     assert outcome.finite.tolist() == [False, True]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_fast_way_is_asked_for_plain_choices_only(temperature):
-    asked: list[tuple[int, int]] = []
-    table = next_is(4, 5, 6)
-
-    def fast(logits, sampling, position):
-        node = next((n for n in range(3) if np.array_equal(table[n], logits)), None)
-        asked.append((node, position))
-        return choose(logits, sampling, position) if node == 0 else None
-
-    plain = Sampling(temperature=temperature, seed=1)
-    first = choose(table[0], plain, 1)
-    everything = NodeMasks(np.zeros(3, np.int32), bits(list(range(V)))[None])
-    results = []
-    for sampling, masks, expected in [
-        (plain, None, [(0, 1), (1, 2)]),
-        (replace(plain, min_tokens=9), None, []),
-        (plain, everything, []),
-    ]:
-        asked.clear()
-        sampler = HostSampler(1, V, choose_fast=fast)
-        sampler.open(slot_init(0, [1, 2], 1, sampling))
-        plan = plan_of([0], [1], [[2]], [True])
-        _, outcome = run(sampler, plan, [as_draft([first], [-1])], table, masks)
-        results.append(outcome.tokens.tolist())
-        assert asked == expected
-    assert results[0] == results[1] == results[2]
-
-
 @pytest.mark.parametrize("few", [0, 3, 99])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("native", [False, True])
-def test_a_grammar_leaves_the_choice_that_the_specification_makes(
-    monkeypatch, few, temperature, native
-):
-    """However it is computed: among few tokens, with an executor's own way, or by the spec."""
+def test_a_grammar_leaves_the_choice_that_the_specification_makes(monkeypatch, few, temperature):
+    """However it is computed: among few tokens or by the specification."""
     monkeypatch.setattr("forerun.executors.host_choice.FEW", few)
     random, history = np.random.default_rng(few), History(np.array([1, 2], np.int32), 1)
 
-    def fast(logits, sampling, position):
-        return choose(process(logits, sampling, history), sampling, position)
-
-    sampler = HostSampler(1, V, choose_fast=fast if native else None)
+    sampler = HostSampler(1, V)
     odd = [np.nan, np.inf, -np.inf] + 7 * [0.0]
     for seed in range(80):
         sampling = Sampling(temperature=temperature, seed=seed)

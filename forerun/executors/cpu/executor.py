@@ -16,7 +16,6 @@ from forerun.interface.executor import Capabilities, Executor, ExecutorLimits
 from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit
 from forerun.models.checkpoint import Checkpoint
-from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import NO_TREES, NodeMasks, TreeBatch
 from forerun.types import Floats, Ints
 
@@ -68,7 +67,7 @@ class CpuExecutor(Executor):
         self.limits = limits
         self.name = f"cpu ({self.model.kernels}, {self.model.threads} threads)"
         self._library = native.load()
-        self._sampler = HostSampler(limits.slots, limits.vocab, choose_fast=self._choose)
+        self._sampler = HostSampler(limits.slots, limits.vocab)
         self._box = StepBuffers(limits.max_nodes, self._sampler.choosing)
         self._logits = np.empty((0, limits.vocab), np.float32)
 
@@ -94,43 +93,24 @@ class CpuExecutor(Executor):
         return CpuRound(plan, trees, logits=self._logits[: len(scored)], scored=scored)
 
     def finish(self, round: Round, masks: NodeMasks | None = None) -> Outcome:
-        """Accept, plain rows natively, the others by forerun.speculative, and copy the accepted
-        draft tokens' keys and values into pages: the core those of its rows, and where there are
-        others all of them, once more. Raises EngineError where the core refuses.
+        """Accept, natively where temperature and masks alone shape the choice, else by
+        forerun.speculative, and copy the accepted draft tokens' keys and values into pages. Raises
+        EngineError where the core refuses.
         """
         assert isinstance(round, CpuRound)
-        plan, features = round.plan, None
-        self._box.ask(plan, round.trees, masks)
-        self._box.walk.committed = 0
-        if self._library.forerun_accept(self.native_model(), self._box.step, self._box.walk):
-            raise EngineError(self._library.forerun_error().decode())
+        library, box, features = self._library, self._box, None
+        box.ask(round.plan, masks)
+        if library.forerun_accept(self.native_model(), box.step, box.walk):
+            raise EngineError(f"acceptance was refused: {library.forerun_error().decode()}")
         if self.model.ring is not None:
             features = CpuFeatures(self.model, round, np.arange(len(round.trees.tokens)))
-        outcome = self._sampler.finish(
-            round, round.logits_of, masks, self._box.choice, features=features
-        )
-        if len(outcome.accepted) > self._box.walk.committed:
-            self._commit(plan, outcome.accepted)
+        outcome = self._sampler.finish(round, round.logits_of, masks, box.choice, features=features)
+        if count := len(outcome.accepted):
+            box.put_path(round.plan, outcome.accepted)
+            where = box.step.pages, box.step.page_width, box.path, count
+            if library.forerun_commit_paths(self.native_model(), *where):
+                raise EngineError(f"commit was refused: {library.forerun_error().decode()}")
         return outcome
-
-    def _commit(self, plan: Plan, nodes: Ints) -> None:
-        """Copy what these nodes of the last step left in scratch into the plan's pages."""
-        box = self._box
-        box.put_path(plan, nodes)
-        where = box.step.pages, box.step.page_width, box.path, len(nodes)
-        if self._library.forerun_commit_paths(self.native_model(), *where):
-            raise EngineError(f"commit was refused: {self._library.forerun_error().decode()}")
-
-    def _choose(self, logits: Floats, sampling: Sampling, position: int) -> int | None:
-        """The native twin of speculative.accept.choose for plain requests; None = ask that."""
-        token: int = self._library.forerun_choose(
-            self.native_model(),
-            logits.ctypes.data,
-            sampling.temperature,
-            sampling.seed & 0xFFFFFFFFFFFFFFFF,
-            position,
-        )
-        return token if token >= 0 else None
 
     def _reserve(self, scored: int) -> None:
         if scored > len(self._logits):

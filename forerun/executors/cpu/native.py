@@ -10,7 +10,6 @@ from ctypes import (
     c_int,
     c_int32,
     c_int64,
-    c_uint32,
     c_uint64,
     c_void_p,
 )
@@ -21,7 +20,7 @@ from typing import Any, TypeVar
 Library = TypeVar("Library", ctypes.CDLL, ctypes.PyDLL)
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 26
+ABI = 27
 """What `forerun_abi` of csrc/api.cpp must say; raised together with it."""
 KERNELS = ("avx512-amx", "avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon", "portable")
 """All names of csrc/dispatch.cpp, best first; `kernels` tells which of them run here."""
@@ -72,9 +71,9 @@ class Walk(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("temperature", "seed", "prompt_len")),
-        *((name, c_void_p) for name in ("slots", "plain", "choice")),
+        *((name, c_void_p) for name in ("slots", "samples", "mask_row", "masks", "choice")),
         ("all_slots", c_int32),
-        ("committed", c_int32),
+        ("mask_words", c_int32),
     )
 
 
@@ -165,7 +164,6 @@ _CALLS = {
     "forerun_forward": (c_int, [c_void_p, POINTER(Step)]),
     "forerun_read_weights": (c_uint64, [c_void_p]),
     "forerun_products": (c_int, [c_void_p, c_int, c_void_p]),
-    "forerun_choose": (c_int, [c_void_p, c_void_p, c_float, c_uint64, c_uint32]),
     "forerun_accept": (c_int, [c_void_p, POINTER(Step), POINTER(Walk)]),
     "forerun_multiply": (
         c_int,

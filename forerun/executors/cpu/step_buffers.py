@@ -9,7 +9,7 @@ from forerun.interface.plan import Plan
 from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.types import AnyArray, Floats, Ints
 
-_WALK = ("slots", "plain", "choice")
+_WALK = ("slots", "samples", "choice")
 _STEP = ("tokens", "parents", "depth", "start", "known", "kv_len", "scored_nodes")
 
 
@@ -27,7 +27,7 @@ class StepBuffers:
         self._arrays: dict[str, AnyArray] = {
             **{name: np.zeros(max_nodes + 1, np.int32) for name in _STEP},
             "slots": np.zeros(max_nodes, np.int32),
-            "plain": np.zeros(max_nodes, np.uint8),
+            "samples": np.zeros(max_nodes, np.uint8),
             "choice": np.zeros(max_nodes, np.int32),
             "path": np.zeros(max_nodes, np.int32),
         }
@@ -41,7 +41,6 @@ class StepBuffers:
             seed=choosing.seed.ctypes.data,
             prompt_len=choosing.prompt_len.ctypes.data,
             all_slots=len(choosing.seed),
-            committed=-1,
             **{name: address[name] for name in _WALK},
         )
 
@@ -69,13 +68,16 @@ class StepBuffers:
         if logits is not self._logits:
             self._logits, step.logits = logits, logits.ctypes.data
 
-    def ask(self, plan: Plan, trees: TreeBatch, masks: NodeMasks | None) -> None:
-        """Put in whose rows the step's are, and which of them no grammar touches."""
+    def ask(self, plan: Plan, masks: NodeMasks | None) -> None:
+        """Put in whose rows the step's are, which of them sample, and what grammars allow. The
+        core reads the masks in place: they have to live until it has answered.
+        """
         self._put("slots", plan.slots)
-        plain = plan.samples > plan.constrained if plan.some_constrained else plan.samples
+        self._put("samples", plan.samples)
+        walk = self.walk
+        walk.mask_row = None if masks is None else masks.row.ctypes.data
         if masks is not None:
-            plain = plain > np.logical_or.reduceat(masks.row >= 0, trees.start[:-1])
-        self._put("plain", plain)
+            walk.masks, walk.mask_words = masks.bits.ctypes.data, masks.bits.shape[1]
 
     def _put_pages(self, plan: Plan) -> None:
         pages, step = plan.page_table, self.step
