@@ -1,5 +1,7 @@
 """The accept thresholds: SGLang's rule in distribution, and nothing at all where they are 1."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 
@@ -24,13 +26,17 @@ def lossy(single=1.0, acc=1.0, seed=0):
     return Sampling(seed=seed, accept_threshold_single=single, accept_threshold_acc=acc)
 
 
-def outcomes(single, acc, drafted, logits=LOGITS):
+@cache
+def choices():
+    """The target's choice by seed, in which thresholds have no part."""
+    return [choose(LOGITS, lossy(seed=seed), 3) for seed in range(DRAWS)]
+
+
+def outcomes(single, acc, drafted):
     """How often each token follows, over seeds."""
-    counts = np.zeros(len(logits))
-    for seed in range(DRAWS):
-        sampling = lossy(single, acc, seed)
-        chosen = choose(logits, sampling, 3)
-        counts[relaxed(logits, sampling, 3, drafted, chosen)] += 1
+    counts = np.zeros(len(LOGITS))
+    for seed, chosen in enumerate(choices()):
+        counts[relaxed(LOGITS, lossy(single, acc, seed), 3, drafted, chosen)] += 1
     return counts / DRAWS
 
 
