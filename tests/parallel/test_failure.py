@@ -19,6 +19,7 @@ from forerun import child
 from forerun.build.engine import make_engine, open_target
 from forerun.client.completion import make_request
 from forerun.errors import ConfigError, EngineError, ModelError, RankError
+from forerun.executors.torch import group
 from forerun.executors.torch.group import Waits
 from forerun.executors.torch.model_runner import TorchOptions
 from forerun.executors.torch.parallel import processes
@@ -180,6 +181,31 @@ def test_what_nobody_will_get_is_not_waited_for(served, monkeypatch):
     assert "all 2 ranks of the tensor-parallel group wait for each other" in last_of(news).error
     engine._thread.join(PATIENCE)
     assert over(pid) and not engine.alive
+
+
+class Endless:
+    """A group whose end waits for what it sends to a rank that is gone."""
+
+    def __init__(self, gone):
+        self.gone = gone
+
+    def __del__(self):
+        assert self.gone.wait(PATIENCE)
+
+
+def test_a_group_whose_end_waits_holds_nobody_up(monkeypatch):
+    monkeypatch.setattr(group, "END_SECONDS", 0.01)
+    gone = threading.Event()
+    ranks = group.Processes.__new__(group.Processes)
+    ranks._on_cpu, ranks._group = True, Endless(gone)
+    ranks.close()
+    ranks.close()
+    ends = [one for one in threading.enumerate() if one.name == "forerun-gloo-end"]
+    assert ends and not gone.is_set()
+    gone.set()
+    for end in ends:
+        end.join(PATIENCE)
+        assert not end.is_alive()
 
 
 def test_ranks_of_which_one_is_at_work_are_not_silent(tmp_path):

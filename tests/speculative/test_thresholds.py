@@ -5,7 +5,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from forerun.executors.host_choice import HostChoice
+from forerun.executors.host_choice import path_of
 from forerun.speculative.accept import NOTHING, choose
 from forerun.speculative.noise import coin, gumbel
 from forerun.speculative.sampling import History, Sampling
@@ -127,10 +127,9 @@ def test_a_path_goes_along_what_passed(temperature):
     """At temperature 0 thresholds change nothing."""
     trees = batch((np.array([1], np.int32),), (as_draft([5, 3, 2], [-1, 0, 1]),))
     history = History(np.array([1], np.int32), 1)
-    walk = HostChoice(None)
     for seed in range(20):
         sampling = Sampling(temperature, seed=seed, accept_threshold_acc=0.0)
-        path = walk.path(trees, 0, sampling, history, lambda node: LOGITS, None)
+        path = path_of(trees, 0, sampling, history, lambda node: LOGITS, None)
         if temperature == 0:
             assert not sampling.lossy and (path.nodes, path.tokens) == ((), (0,))
         else:
@@ -141,10 +140,8 @@ def test_a_path_goes_along_what_passed(temperature):
 def test_a_node_without_logits_is_not_entered():
     trees = batch((np.array([1], np.int32),), (as_draft([5, 3], [-1, 0]),))
     history, broken = History(np.array([1], np.int32), 1), np.full(6, np.nan, np.float32)
-    walk, sampling = HostChoice(None), Sampling(accept_threshold_acc=0.0)
-    path = walk.path(
-        trees, 0, sampling, history, lambda node: broken if node == 2 else LOGITS, None
-    )
+    sampling = Sampling(accept_threshold_acc=0.0)
+    path = path_of(trees, 0, sampling, history, lambda node: broken if node == 2 else LOGITS, None)
     assert (path.nodes, path.tokens) == ((1,), (5, 3))
-    path = walk.path(trees, 0, sampling, history, lambda node: broken, None)
+    path = path_of(trees, 0, sampling, history, lambda node: broken, None)
     assert path.tokens == () and NOTHING not in path.tokens

@@ -1,6 +1,7 @@
 """The ranks that share a model, and what they say to each other within a pass."""
 
 import mmap
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
@@ -14,6 +15,9 @@ from forerun.models.tensor_parallel import TensorParallel
 PATIENCE = timedelta(minutes=10)
 """How long a rank waits for another within a pass. One that is gone is noticed at once
 (parallel/processes.py); this is for one that hangs."""
+
+END_SECONDS = 1.0
+"""For gloo to end."""
 
 LOOK = timedelta(seconds=0.25)
 """Between two looks at the others, while a collective on the CPU is waited for."""
@@ -164,10 +168,20 @@ class Processes:
         self._waits.leave()
 
     def close(self) -> None:
-        """As Group.close; on CUDA collectives that run are aborted."""
-        group, self._group = self._group, None
-        if group is not None and not self._on_cpu:
-            group.abort()
+        """As Group.close; on CUDA collectives that run are aborted. Gloo may go on after this: now
+        and then it does not learn that the rank it sends to is gone, and waits for it, PATIENCE at
+        most.
+        """
+        held = [self._group]
+        self._group = None
+        if held[0] is None:
+            return
+        if not self._on_cpu:
+            held[0].abort()
+            return
+        ending = threading.Thread(target=held.clear, name="forerun-gloo-end", daemon=True)
+        ending.start()
+        ending.join(END_SECONDS)
 
 
 def _done(work: Any) -> bool:
