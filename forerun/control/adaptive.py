@@ -15,7 +15,7 @@ from typing import Any
 
 from forerun.control import reasons
 from forerun.control.account import Account
-from forerun.control.constants import CREDIT, LOSS_SHARE, MIN_REPEATS, PLAIN_EVERY
+from forerun.control.constants import LOSS_SHARE, MIN_REPEATS, PLAIN_EVERY
 from forerun.control.host_drafts import HostDrafts
 from forerun.control.policy import FIXED_MIN_PROB, Budget, Decision, Lookahead, with_known
 from forerun.control.report import StepReport
@@ -121,7 +121,7 @@ class AdaptivePolicy:
         elsewhere; as many of them as the stake covers. As HostDrafts.buy.
         """
         account, costs, stake = self.account, self.account.costs, self.account.stake
-        steps = costs.longer(rows, rows * (1 + self._nodes), cached, CREDIT)
+        steps = costs.longer(rows, rows * (1 + self._nodes), cached)
         paid, price = takewhile(lambda step: step[1] <= stake, steps), account.price(rows, cached)
         return array("d", [price * more for more, _ in paid])
 

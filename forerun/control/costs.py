@@ -7,7 +7,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from forerun.control.constants import DECAY, FOLLOW, MIN_REPEATS, OUTLIER, PLAIN_EVERY, RENEW
+from forerun.control.constants import (
+    CREDIT,
+    DECAY,
+    FOLLOW,
+    MIN_REPEATS,
+    OUTLIER,
+    PLAIN_EVERY,
+    RENEW,
+)
 from forerun.control.step_costs import StepCosts
 
 LARGEST = 14
@@ -150,14 +158,14 @@ class LiveCosts:
             curve = self._curves[rows, most] = Curve(self.steps, *prices, [])
         return curve
 
-    def longer(self, rows: int, most: int, cached: int, loss: float) -> list[tuple[float, float]]:
+    def longer(self, rows: int, most: int, cached: int) -> list[tuple[float, float]]:
         """How much longer than a plain step one with 1, 2, ... draft tokens takes, hopefully and at
-        most, as far as that is `loss`, always the same; as old as `curve`.
+        most, as far as that is CREDIT; as old as `curve`.
         """
         steps = self.curve(rows, most, cached).steps
         for nodes in range(rows + 1, 0 if steps else most + 1):
             longest = self.at_most(rows, nodes, cached) - 1.0
-            if longest > loss:
+            if longest > CREDIT:
                 break
             steps.append((self.ratio(rows, nodes, cached, hopeful=True) - 1.0, longest))
         return steps
