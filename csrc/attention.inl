@@ -6,18 +6,17 @@
 // added lane by position mod 8, and values are added in the order of positions.
 //
 // Up to three queries go together, so that what they read is loaded once for them: query heads that
-// share the key/value head, of nodes of a row that see the same positions. Where converting halves takes
-// the operations that multiply, some positions at a time are brought near as float32 first, once for all
+// share the key/value head, of nodes of a row that see the same positions. Where converting halves costs
+// something, some positions at a time are brought near as float32 first, once for all
 // of these queries (`read_in_place`).
 
 namespace {
 
 using forerun::Alike;
 using forerun::Attend;
+using forerun::kNearNumbers;
 using forerun::kNodesTogether;
 using forerun::kPositions;
-
-using forerun::kNearNumbers;
 
 constexpr int kFetch = 32;       // positions to fetch ahead while scoring
 constexpr int kNear = 1 << 17;   // numbers of values that stay near until they are mixed
@@ -102,9 +101,11 @@ FORERUN_INLINE void by_queries(const Attend* nodes, int count, Call call) {
 }
 
 // Whether so many queries read keys and values where they are, each three of them converting halves
-// again. Converting 256 bits beside multiplications costs next to nothing; 512 bits take two operations
-// on the ports that multiply (docs/log.md: on AVX2 in place took .76 to .94 of the cycles, with 6 to 24 queries).
-FORERUN_INLINE bool read_in_place(int queries) { return kWide == 8 || queries <= 3; }
+// again. With AVX2 that costs next to nothing (docs/log.md: .76 to .94 of the cycles, with 6 to 24
+// queries); 512 bits take two operations on the ports that multiply, plain C++ takes many.
+FORERUN_INLINE bool read_in_place(int queries) {
+    return (kWide == 8 && kConvertsBeside) || queries <= 3;
+}
 
 // Keys of kPositions where they are.
 template <class Number>

@@ -57,6 +57,8 @@ FORERUN_INLINE F8 sum_folded(F8 a, F8 b) {
     return _mm256_castpd_ps(_mm256_permute4x64_pd(sum, 0xd8));
 }
 
+constexpr bool kConvertsBeside = true;
+
 FORERUN_INLINE F8 load_half8(const void* at) {
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at));
 }

@@ -80,6 +80,9 @@ FORERUN_INLINE F8 sum_folded(F8 a, F8 b) {
     return {vpaddq_f32(a.low, a.high), vpaddq_f32(b.low, b.high)};
 }
 
+// Not measured.
+constexpr bool kConvertsBeside = false;
+
 FORERUN_INLINE F8 load_half8(const void* at) {
     const float16x8_t halves = vreinterpretq_f16_u16(vld1q_u16((const uint16_t*)at));
     return {vcvt_f32_f16(vget_low_f16(halves)), vcvt_f32_f16(vget_high_f16(halves))};

@@ -75,6 +75,9 @@ FORERUN_INLINE F8 sum_folded(F8 a, F8 b) {
     return r;
 }
 
+// Halves become floats beside multiplications, not instead of them.
+constexpr bool kConvertsBeside = false;
+
 FORERUN_INLINE F8 load_half8(const void* at) {
     uint16_t halves[8];
     memcpy(halves, at, 16);
