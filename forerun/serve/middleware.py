@@ -4,6 +4,7 @@ import asyncio
 import hmac
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -27,6 +28,10 @@ MOST_HEADERS = 256
 
 PIECE = 1 << 16
 """Bytes of an answer that are written at once, asyncio's own limit of what waits to be sent."""
+
+LINGER_SECONDS = 5.0
+"""A client that was refused while it still sent may take so long to read the answer and to end the
+connection; as nginx's lingering_timeout."""
 
 Traces = Callable[[RequestRecord, str, str, Mapping[str, str]], None]
 """Takes a request that has ended: what is known of it, its method, path and headers."""
@@ -106,15 +111,16 @@ class RequestMiddleware:
         except ClientGoneError:
             raise
         except ApiError as error:
-            await _answer(scope["path"], error, send, record)
+            await _answer(scope["path"], error, receive, send, record)
         except ForerunError as error:
-            await _answer(scope["path"], api_error(error), send, record)
+            await _answer(scope["path"], api_error(error), receive, send, record)
         except Exception:
             log.exception("request %s failed", record.id)
             if record.status is not None:
                 raise
             message = f"The server failed; its log knows more of request {record.id}."
-            await _answer(scope["path"], ApiError(500, message, "internal_error"), send, record)
+            failed = ApiError(500, message, "internal_error")
+            await _answer(scope["path"], failed, receive, send, record)
 
     async def _within_patience(self, send: Send, message: Message) -> None:
         """Send; waits while the client's buffers are full. ClientGoneError if it does not read."""
@@ -170,11 +176,29 @@ def _pieces(message: Message) -> Iterator[Message]:
         yield message
 
 
-async def _answer(path: str, error: ApiError, send: Send, record: RequestRecord) -> None:
-    """Send an error body."""
+async def _answer(
+    path: str, error: ApiError, receive: Receive, send: Send, record: RequestRecord
+) -> None:
+    """Send an error body. Where the error ends the connection, the client has LINGER_SECONDS to
+    read it and to end the connection itself.
+    """
     record.note = record.note or str(error.code or "")
     body = dump_json(error_body(path, error))
     headers = {"content-type": "application/json", "content-length": str(len(body))}
     pairs = [(k.encode(), v.encode()) for k, v in (headers | error.headers).items()]
     await send({"type": "http.response.start", "status": error.status, "headers": pairs})
-    await send({"type": "http.response.body", "body": body})
+    ends = error.headers.get("connection") == "close"
+    await send({"type": "http.response.body", "body": body, "more_body": ends})
+    if ends:
+        await _discard(receive)
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def _discard(receive: Receive) -> None:
+    """Throw away what a client still sends, until it ends or for LINGER_SECONDS: bytes that
+    nobody reads reset the connection when it is closed, and the client loses the answer.
+    """
+    with suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_SECONDS):
+            while (await receive()).get("more_body", False):
+                pass
