@@ -56,11 +56,7 @@ class ContextError(RequestError):
 
 
 class BusyError(RequestError):
-    """No room in the queue. `retry_after` is in seconds."""
-
-    def __init__(self, message: str, retry_after: float = 1.0) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
+    """No room in the queue: try again in a second."""
 
 
 class WorkerError(BusyError):

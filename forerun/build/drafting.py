@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from forerun.build.draft_file import open_draft_file
-from forerun.build.executor_entry import OpenedDraft
+from forerun.build.executor_entry import AnyDraft
 from forerun.build.memory import Needs
 from forerun.build.standalone import open_standalone
 from forerun.control.adaptive import AdaptivePolicy
@@ -185,7 +185,7 @@ def resolved_drafting(
 class DraftParts:
     """What a draft's folder holds of what is wanted. Nothing: lookup in the text drafts alone."""
 
-    model: OpenedDraft | None = None
+    model: AnyDraft | None = None
     table: NgramTable | None = None
 
 
@@ -297,7 +297,7 @@ def excused(config: EngineConfig, action: Callable[[], Result]) -> tuple[Result 
     return None, fault
 
 
-def with_draft(needs: Needs, draft: OpenedDraft, item: int | None, slots: int) -> Needs:
+def with_draft(needs: Needs, draft: AnyDraft, item: int | None, slots: int) -> Needs:
     """A copy of a model's needs with those of its draft model: weights, keys and values of all
     layers, scratch of a node, and features that wait for it, of so many slots.
 

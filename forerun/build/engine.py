@@ -26,7 +26,7 @@ from forerun.build.drafting import (
     with_draft,
     with_shipped,
 )
-from forerun.build.executor_entry import OpenedDraft, Progress
+from forerun.build.executor_entry import AnyDraft, Progress
 from forerun.build.memory import MemoryPlan, Needs, few_bits_sentence, few_bits_titles, plan_memory
 from forerun.build.prepare import prepare
 from forerun.build.registry import EXECUTORS, check_offered, choose_executor, draft_model
@@ -85,7 +85,7 @@ class Target:
     memory: MemoryPlan
     costs: StepCosts | None
     compiler: Compiler | None
-    draft: OpenedDraft | None = None
+    draft: AnyDraft | None = None
     draft_model: DraftModel | None = None
     table: NgramTable | None = None
     fault: str | None = None

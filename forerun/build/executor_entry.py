@@ -17,20 +17,12 @@ Progress = Callable[[str, int, int], None]
 """Called with (what, done, total) while something long is under way; bytes of files and weights."""
 
 
-class OpenedDraft(Protocol):
-    """An opened draft, of whatever kind: what the memory plan and the table of executors ask of it.
-
-    kind        what draft models are made by, in a sentence's words: "EAGLE head", ...
-    parameters  numbers of weights that run
-    cache       what each layer keeps of a position, under the target's page ids
-    vocab       Vd
-    node_numbers  float32 numbers that a node of a pass takes, beside its logits
-    feature_numbers  numbers of the target's hidden states that it reads of a token
-    """
+class AnyDraft(Protocol):
+    """An opened draft of any kind: what the memory plan and the table of executors ask of it."""
 
     @property
     def kind(self) -> str:
-        """The kind of draft, in a sentence's words; a key of ExecutorEntry.draft_models."""
+        """The kind, in a sentence's words, "EAGLE head": a key of ExecutorEntry.draft_models."""
         ...
 
     @property
@@ -60,7 +52,7 @@ class OpenedDraft(Protocol):
         """F*H, numbers of the target's hidden states that it reads of a token; 0 = none."""
         ...
 
-    def limited(self, token_map: Ints) -> "OpenedDraft":
+    def limited(self, token_map: Ints) -> "AnyDraft":
         """A copy that proposes only the target ids token_map int32[n], ascending.
 
         Raises ModelError where its ids are its own affair, or nothing is left.

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 from forerun.build import with_cpu, with_jax, with_torch
 from forerun.build.device import choose_device
-from forerun.build.executor_entry import ExecutorEntry, OpenedDraft
+from forerun.build.executor_entry import AnyDraft, ExecutorEntry
 from forerun.errors import ConfigError, ModelError
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.executor import Executor
@@ -78,7 +78,7 @@ def _suiting(config: EngineConfig, arch: Architecture) -> ExecutorEntry:
     return last
 
 
-def check_offered(config: EngineConfig, draft: OpenedDraft) -> None:
+def check_offered(config: EngineConfig, draft: AnyDraft) -> None:
     """Raise ModelError where the chosen executor has no draft model for this kind of draft."""
     if draft.kind in EXECUTORS[config.executor].draft_models:
         return
@@ -90,7 +90,7 @@ def check_offered(config: EngineConfig, draft: OpenedDraft) -> None:
 
 
 def draft_model(
-    config: EngineConfig, executor: Executor, checkpoint: Checkpoint, draft: OpenedDraft
+    config: EngineConfig, executor: Executor, checkpoint: Checkpoint, draft: AnyDraft
 ) -> DraftModel:
     """The draft as a model on the chosen executor, weights loaded. Raises ModelError where the
     executor has none for it, MemoryPlanError where it does not fit.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from forerun.build.draft_file import open_draft_file
 from forerun.build.drafting import with_draft
-from forerun.build.executor_entry import OpenedDraft
+from forerun.build.executor_entry import AnyDraft
 from forerun.build.memory import MemoryPlan, Needs, plan_memory
 from forerun.build.registry import EXECUTORS, check_offered, choose_executor
 from forerun.errors import ConfigError, MemoryPlanError
@@ -111,7 +111,7 @@ def sizing(config: EngineConfig, model: Described, memory: int | None) -> Sizing
     return Sizing(model, config, whole, whole.weights - needs.weights, free, plan, refusal)
 
 
-def _draft(config: EngineConfig, target: Checkpoint) -> OpenedDraft | None:
+def _draft(config: EngineConfig, target: Checkpoint) -> AnyDraft | None:
     """The draft model in the folder that the configuration names; its weights are mapped at most,
     and of a whole model config.json alone is read.
     """

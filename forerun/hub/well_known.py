@@ -12,62 +12,53 @@ class WellKnown:
     reference  the hub id, with the file's kind
     gigabytes  of the file, as the hub's page gives it; with its cache a model takes about a
                quarter more memory
-    good_for   in a few words
     draft      hub id of an EAGLE-3 head trained for it; None = n-grams draft
     """
 
     names: tuple[str, ...]
     reference: str
     gigabytes: float
-    good_for: str
     draft: str | None = None
 
 
 WELL_KNOWN = (
-    WellKnown(("qwen3-0.6b", "qwen3:0.6b"), "Qwen/Qwen3-0.6B-GGUF:Q8_0", 0.6, "trying things out"),
+    WellKnown(("qwen3-0.6b", "qwen3:0.6b"), "Qwen/Qwen3-0.6B-GGUF:Q8_0", 0.6),
     WellKnown(
         ("llama3.2:1b", "llama-3.2-1b", "llama3.2-1b"),
         "bartowski/Llama-3.2-1B-Instruct-GGUF:Q4_K_M",
         0.8,
-        "short answers on an old laptop",
     ),
     WellKnown(
         ("qwen3:1.7b", "qwen3-1.7b"),
         "Qwen/Qwen3-1.7B-GGUF:Q8_0",
         1.8,
-        "summaries, extraction, JSON",
     ),
     WellKnown(
         ("llama3.2", "llama3.2:3b", "llama-3.2", "llama-3.2-3b"),
         "bartowski/Llama-3.2-3B-Instruct-GGUF:Q4_K_M",
         2.0,
-        "chat on a laptop",
     ),
     WellKnown(
         ("qwen3", "qwen3:4b", "qwen3-4b", "qwen"),
         "Qwen/Qwen3-4B-GGUF:Q4_K_M",
         2.5,
-        "chat, reasoning and tools on a laptop",
         "AngelSlim/Qwen3-4B_eagle3",
     ),
     WellKnown(
         ("mistral", "mistral:7b", "mistral-7b"),
         "bartowski/Mistral-7B-Instruct-v0.3-GGUF:Q4_K_M",
         4.4,
-        "chat and tools, 8 GB of memory",
     ),
     WellKnown(
         ("llama3", "llama3.1", "llama", "llama3:8b", "llama3.1:8b", "llama-3.1-8b", "llama-3"),
         "bartowski/Meta-Llama-3.1-8B-Instruct-GGUF:Q4_K_M",
         4.9,
-        "chat and tools, 8 GB of memory",
         "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B",
     ),
     WellKnown(
         ("qwen3:8b", "qwen3-8b"),
         "Qwen/Qwen3-8B-GGUF:Q4_K_M",
         5.0,
-        "reasoning and code, 8 GB of memory",
         "AngelSlim/Qwen3-8B_eagle3",
     ),
 )

@@ -56,10 +56,9 @@ def stuck(since: float | None, limit: float) -> ApiError | None:
 def api_error(error: ForerunError) -> ApiError:
     """The answer to one of Forerun's own errors: its status, code and field. Not raised."""
     if isinstance(error, WorkerError):
-        return unavailable(str(error), "worker_process_lost", error.retry_after)
+        return unavailable(str(error), "worker_process_lost")
     if isinstance(error, BusyError):
-        wait = {"retry-after": str(ceil(error.retry_after))}
-        return ApiError(429, str(error), "queue_full", headers=wait)
+        return ApiError(429, str(error), "queue_full", headers={"retry-after": "1"})
     if isinstance(error, ContextError):
         lengths = (error.prompt, error.asked, error.context)
         code = "context_length_exceeded"

@@ -297,12 +297,12 @@ class Session:
         self._messages.append({"role": "assistant", "content": words})
 
 
-def repeats(ids: Ints, length: int = 8, most: int = 3) -> bool:
-    """Whether some run of `length` tokens occurs more than `most` times in ids int32[.]: loops are
-    easy to draft and would flatter the draft. False for short texts.
+def repeats(ids: Ints) -> bool:
+    """Whether some run of eight tokens occurs more than three times in ids int32[.]: loops are easy
+    to draft and would flatter the draft. False for short texts.
     """
-    if len(ids) < length + most:
+    if len(ids) < 8:
         return False
-    windows = np.lib.stride_tricks.sliding_window_view(np.asarray(ids, np.int32), length)
+    windows = np.lib.stride_tricks.sliding_window_view(np.asarray(ids, np.int32), 8)
     _, counts = np.unique(windows, axis=0, return_counts=True)
-    return bool(counts.max() > most)
+    return bool(counts.max() > 3)

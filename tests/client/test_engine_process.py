@@ -111,7 +111,7 @@ def test_what_crosses_comes_out_as_it_went_in():
     "error",
     [
         ContextError("too long", "prompt", 5, 6, 7),
-        BusyError("wait", 3.0),
+        BusyError("wait"),
         RequestError("no", "seed"),
         ModelError("bad"),
         EngineError("gone"),

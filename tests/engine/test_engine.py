@@ -296,9 +296,8 @@ def test_busy():
     engine = make(max_waiting=2)
     ear = Ear()
     engine.submit(ask("1", n=2), ear)
-    with pytest.raises(BusyError) as caught:
+    with pytest.raises(BusyError):
         engine.submit(ask("2"), ear)
-    assert caught.value.retry_after > 0
     engine.step_once()
     engine.submit(ask("2"), ear)
     finish(engine)

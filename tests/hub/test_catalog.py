@@ -115,8 +115,8 @@ def test_the_page_of_models_has_the_table():
     page = Path("docs/models.md").read_text()
     for model in WELL_KNOWN:
         draft = f"`{model.draft}`" if model.draft else "n-grams, without one"
-        row = f"| `{model.reference}` | {model.gigabytes} | {model.good_for} | {draft} |"
-        assert row in page
+        begin, end = f"| `{model.reference}` | {model.gigabytes} | ", f" | {draft} |"
+        assert any(row.startswith(begin) and row.endswith(end) for row in page.splitlines())
         assert well_known(model.names[0]) is model
         assert hub_reference(model.reference) is not None
 

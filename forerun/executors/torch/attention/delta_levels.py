@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.executors.torch.attention.kv import indices
 from forerun.executors.torch.decoder.delta import Tokens, advance, read
 from forerun.speculative.tree import TreeBatch
 from forerun.types import AnyArray, Ints
@@ -77,7 +78,9 @@ class ByLevels:
         back = np.empty(count, np.int64)
         back[order] = np.arange(count)
         levels = self._levels(trees, order, back, ends)
-        return LevelWay(self._there(order), self._there(back), self._there(slots), levels)
+        device = self._device
+        rows = indices(order, device), indices(back, device), indices(slots, device)
+        return LevelWay(*rows, levels)
 
     def advance(self, states: Tensor, way: LevelWay, tokens: Tokens) -> Tensor:
         """As DeltaWalk.advance: float32[M,Hv,Dv], nodes of equal depth at once."""
@@ -97,7 +100,7 @@ class ByLevels:
         """As DeltaWalk.follow: reads the rows int32[n] of `states`, advances them by a token,
         writes them back.
         """
-        where = self._there(rows)
+        where = indices(rows, self._device)
         here = states.index_select(0, where)
         advance(here, tokens)
         states[where] = here
@@ -115,14 +118,12 @@ class ByLevels:
             if depth:
                 places = back[trees.parents[nodes]] - (begin - width)
                 if count != width or np.any(places != np.arange(count)):
-                    above = self._there(places)
+                    above = indices(places, self._device)
             kept = None
             if depth in at:
                 places, targets = zip(*at[depth], strict=True)
-                kept = self._there(np.array(places) - begin), self._there(np.array(targets))
+                first = indices(np.array(places) - begin, self._device)
+                kept = first, indices(np.array(targets), self._device)
             levels.append(Level(begin, begin + count, above, kept))
             begin, width = begin + count, count
         return levels
-
-    def _there(self, array: AnyArray) -> Tensor:
-        return torch.from_numpy(np.array(array, np.int64, order="C")).to(self._device)

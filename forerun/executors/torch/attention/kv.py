@@ -58,6 +58,11 @@ SCALE_BYTES = 4
 """Of a head's scale in float8."""
 
 
+def indices(values: AnyArray, device: torch.device) -> Tensor:
+    """A copy of integers as int64 on the device, which is what tensors are indexed by."""
+    return torch.from_numpy(np.array(values, np.int64)).to(device)
+
+
 @dataclass(frozen=True, slots=True)
 class Narrow:
     """Keys or values of one layer in float8: numbers [G,slots,E] and scale float32[G,slots]."""

@@ -26,6 +26,7 @@ from forerun.executors.cpu import native
 from forerun.executors.state_slots import Claim, StateSlots, rows_of
 from forerun.executors.torch.attention.delta_levels import ByLevels, DeltaWalk
 from forerun.executors.torch.attention.delta_native import NativeDelta
+from forerun.executors.torch.attention.kv import indices
 from forerun.executors.torch.decoder.delta import DeltaInputs, Tokens, convolved
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.plan import Outcome, Plan
@@ -183,7 +184,7 @@ class States:
 
     def _follow(self, step: StateStep, slots: Ints, nodes: AnyArray) -> None:
         """One draft token more, of each of these slots."""
-        where, which = self._there(slots), self._there(nodes)
+        where, which = indices(slots, self._device), indices(nodes, self._device)
         for number, (mixed, tokens) in enumerate(step.kept):
             windows, matrices = self.windows[number], self.matrices[number]
             entering = mixed.index_select(0, which).unsqueeze(1)
@@ -216,12 +217,9 @@ class States:
         nodes, targets = np.array(list(ends.values())), np.array(list(ends))
         drafted = np.arange(count) - trees.start[row] >= trees.known[row]
         return Paths(
-            past=self._there(past),
-            rows=self._there(plan.slots),
+            past=indices(past, self._device),
+            rows=indices(plan.slots, self._device),
             way=self._walk.way(trees, plan.slots, ends),
-            ends=(self._there(nodes), self._there(targets)),
-            drafts=self._there(np.flatnonzero(drafted)),
+            ends=(indices(nodes, self._device), indices(targets, self._device)),
+            drafts=indices(np.flatnonzero(drafted), self._device),
         )
-
-    def _there(self, array: AnyArray) -> Tensor:
-        return torch.from_numpy(np.array(array, np.int64, order="C")).to(self._device)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from forerun.errors import EngineError
 from forerun.executors.draft_checks import check_block, check_extension
 from forerun.executors.torch.attention.attention import apart
+from forerun.executors.torch.attention.kv import indices
 from forerun.executors.torch.decoder.elementwise import Elementwise, Heads, Rotary, rotation
 from forerun.executors.torch.decoder.weights import some_rows
 from forerun.executors.torch.drafts.draft_cache import DraftCache
@@ -224,7 +225,8 @@ class TorchBlockModel:
         """Draft ids and log-probabilities, each [R,depth,k]."""
         about, places = self.about, self.places(block.depth)
         work = self.cache.block(replace(block, depth=places), max(about.mask, 0), about.causal)
-        tokens, rotary = self._index(work.tokens), self._rotary(work.position)
+        device = self._executor.device
+        tokens, rotary = indices(work.tokens, device), self._rotary(work.position)
         read = self.forward(tokens.view(-1, places), rotary, apart(work.attend))
         logits = self.logits(self.read_at(read, block.depth).flatten(0, 1)).float()
         best, ids = logits.topk(min(block.candidates, self.traits.vocab), -1)
@@ -240,10 +242,7 @@ class TorchBlockModel:
         )
 
     def _rotary(self, position: AnyArray) -> Rotary:
-        return rotation(self._index(position), *self.ropes[0])
-
-    def _index(self, values: AnyArray) -> Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(self._executor.device)
+        return rotation(indices(position, self._executor.device), *self.ropes[0])
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info: the algorithm, Vd, the target's layers that are read, places of a

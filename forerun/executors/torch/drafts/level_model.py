@@ -24,6 +24,7 @@ from forerun.executors.draft_checks import check_extension, check_level
 from forerun.executors.layer_states import LayerStates
 from forerun.executors.torch.attention.attention import apart
 from forerun.executors.torch.attention.attention_shapes import tile_heads
+from forerun.executors.torch.attention.kv import indices
 from forerun.executors.torch.attention.plan_geometry import PassRows
 from forerun.executors.torch.decoder.decoder import Attend
 from forerun.executors.torch.decoder.elementwise import AnyHeads, Rotary, rotation
@@ -42,7 +43,7 @@ from forerun.interface.draft_model import (
 )
 from forerun.interface.features import Features
 from forerun.models.rope import Rope
-from forerun.types import AnyArray, Ints
+from forerun.types import Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ class LevelModel:
         hidden = self.enter(self._streams(extension, features))
         work, before = self.cache.extension(extension), nothing_before
         if states is not None:
-            rows = self._index(states.before(extension))
+            rows = indices(states.before(extension), executor.device)
 
             def before(layer: int, outputs: Tensor) -> Tensor:
                 count, width = outputs.shape
@@ -150,7 +151,8 @@ class LevelModel:
         if states is not None:
             kept = states.kept(extension)
             nodes, targets = kept.nodes, kept.targets
-        self.outputs[self._index(targets)] = outputs[self._index(nodes)]
+        last = outputs[indices(nodes, executor.device)]
+        self.outputs[indices(targets, executor.device)] = last
         return self._candidates(read, work.scored, extension.candidates)
 
     @torch.inference_mode()
@@ -162,10 +164,10 @@ class LevelModel:
         check_level(level, limits)
         depth = 1 if self.states is None else self.states.depth(level)
         kept = limits.max_nodes + np.repeat(level.slots, np.diff(level.start))
-        above = self._index(np.where(level.parents < 0, kept, level.parents))
+        parents = np.where(level.parents < 0, kept, level.parents)
         work = self.cache.level(level)
         nodes = self._nodes(work, depth, nothing_before)
-        read, outputs = self.forward(nodes, self.outputs[above])
+        read, outputs = self.forward(nodes, self.outputs[indices(parents, self.outputs.device)])
         self.outputs[level.first : level.first + count] = outputs
         return self._candidates(read, work.scored, level.candidates)
 
@@ -193,13 +195,14 @@ class LevelModel:
         before: Callable[[int, Tensor], Tensor],
         extension: Extension | None = None,
     ) -> Nodes:
-        position = self._index(work.position)
+        device = self._executor.device
+        position = indices(work.position, device)
         rotary = tuple(rotation(position, *each) for each in self.ropes)
         attend = apart(work.attend)
         if extension is not None and self._executor.kernels is not None:
             attend = self._launched(work, extension, self._executor.kernels)
         first = position if depth == 0 else None
-        return Nodes(self._index(work.tokens), rotary, attend, depth, before, first)
+        return Nodes(indices(work.tokens, device), rotary, attend, depth, before, first)
 
     def _launched(self, work: DraftPass, extension: Extension, kernels: Kernels) -> Attend:
         """Of an extension: prompts are long, and go through the target's own kernels."""
@@ -218,14 +221,10 @@ class LevelModel:
         return attend
 
     def _candidates(self, read: Tensor, scored: Ints, count: int) -> Candidates:
-        logits = self.logits(read[self._index(scored)]).float()
+        logits = self.logits(read[indices(scored, read.device)]).float()
         best, ids = logits.topk(min(count, logits.shape[-1]), -1)
         log_probs = best - logits.logsumexp(-1, keepdim=True)
         return Candidates(ids.int().cpu().numpy(), log_probs.cpu().numpy())
-
-    def _index(self, values: AnyArray) -> Tensor:
-        """int64 on the device."""
-        return torch.from_numpy(values.astype(np.int64)).to(self._executor.device)
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info: `facts`."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from forerun.executors.device_choice import PlainNodes
 from forerun.executors.torch.accept import best
-from forerun.executors.torch.attention.kv import Slots
+from forerun.executors.torch.attention.kv import Slots, indices
 from forerun.executors.torch.attention.plan_geometry import StepNodes
 from forerun.executors.torch.group import Group
 from forerun.executors.torch.model_runner import ModelRunner, TorchRound
@@ -97,11 +97,11 @@ def gathered(runner: ModelRunner, group: Group, round: TorchRound, wide: Ints) -
     tokens: Ints | None = np.zeros(0, np.int32)
     plain, vocab = round.plain, runner.limits.vocab
     if len(plain.nodes):
-        logits = round.logits[_index(round.row_of[plain.nodes], round.logits)]
+        logits = round.logits[indices(round.row_of[plain.nodes], runner.device)]
         tokens = _choices(group, logits, plain, group.tp.span(vocab).start)
     rows: Floats | None = np.zeros((0, vocab), np.float32)
     if len(wide):
-        rows = _rows(group, round.logits[_index(round.row_of[wide], round.logits)], vocab)
+        rows = _rows(group, round.logits[indices(round.row_of[wide], runner.device)], vocab)
     return None if tokens is None or rows is None else Gathered(tokens, rows)
 
 
@@ -176,10 +176,6 @@ def _merged(parts: Floats, token: int, top: int) -> TokenLogprobs:
         if values[place] > -np.inf
     )
     return TokenLogprobs(token, float(parts[:, 0].max()) - normaliser, best_ones)
-
-
-def _index(rows: Ints, beside: Tensor) -> Tensor:
-    return torch.from_numpy(rows.astype(np.int64)).to(beside.device)
 
 
 def agree(runner: ModelRunner, group: Group) -> None:
