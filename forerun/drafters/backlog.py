@@ -24,31 +24,42 @@ class Backlog:
     """How far the draft model is behind the sequences: tokens of steps that only kept what it would
     read of them. `states` are those of all rows of a plan.
 
-    begin  int32[S] position of the first token that it has not seen
-    lag    int32[S] how many of them there are
+    begin  int32[S] position of the first token that it has not seen; -1: it has seen all
     """
 
     def __init__(self, slots: int, passes: DraftPasses, about: DraftModelTraits) -> None:
-        self.begin, self.lag = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
+        self.begin: Ints = np.full(slots, -1, np.int32)
         self._passes, self._about = passes, about
         self._reads = about.features.kind != "none"
         self._kept: HeldFeatures | None = None
 
-    def add(self, slots: Ints, kv_len: Ints, counts: Ints) -> None:
-        """So many more tokens int32[n] of these slots int32[n], which follow `kv_len` others."""
-        fresh = self.lag[slots] == 0
-        self.begin[slots[fresh]] = kv_len[fresh]
-        self.lag[slots] += counts
+    def lag(self, plan: Plan) -> Ints:
+        """int32[B]: how many tokens of those in pages the model has not seen."""
+        begin = self.begin[plan.slots]
+        return np.where(begin < 0, 0, plan.kv_len - begin)
 
-    def take(self, slots: Ints, most: int) -> tuple[Ints, Ints]:
-        """Remove the first tokens of these slots int32[n], `most` in all, slot after slot: position
-        of the first int32[n], and how many int32[n].
+    def follows(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> bool:
+        """Whether the model is behind with every row of a plain step already, with room for one
+        token more: then that is kept, and there is nothing else to do.
         """
+        begin = self.begin[plan.slots]
+        if begin.min() < 0 or not trees.decode_only or not outcome.n_tokens.all():
+            return False
+        if self._reads:
+            if (plan.kv_len - begin).max() >= MOST_BEHIND or outcome.features is None:
+                return False
+            self._kept = outcome.features.keep()
+        return True
+
+    def take(self, plan: Plan, rows: AnyArray, most: int) -> tuple[Ints, Ints]:
+        """Remove the first tokens of these rows, int[n], `most` in all, row after row: position of
+        the first int32[n], and how many int32[n].
+        """
+        slots, lag = plan.slots[rows], self.lag(plan)[rows]
         begin = self.begin[slots]
-        ends = np.minimum(np.cumsum(self.lag[slots]), most)
+        ends = np.minimum(np.cumsum(lag), most)
         counts = np.diff(ends, prepend=0).astype(np.int32)
-        self.begin[slots] += counts
-        self.lag[slots] -= counts
+        self.begin[slots] = np.where(counts < lag, begin + counts, -1)
         return begin, counts
 
     def extend(
@@ -67,18 +78,19 @@ class Backlog:
         draft's entries until it catches up; who reuses them meanwhile is drafted for a bit worse.
         """
         counts = np.array(outcome.committed(plan), np.int32)
-        lag = self.lag[plan.slots]
+        lag = self.lag(plan)
         late: Bools = left & (lag > 0)
         if (late & self._full(lag + counts)).any():
             self.catch_up(plan, states, np.flatnonzero(late), False)
-            lag = self.lag[plan.slots]
+            lag = self.lag(plan)
         short: Bools = np.array(plan.known_counts) == 1
         waits: Bools = left & ~self._full(lag + counts) & ((lag > 0) | (idle & short))
         rows = np.flatnonzero(waits)
         if len(rows):
             features = self._features(trees, outcome, rows)
             self._kept = features.keep() if features is not None else None
-            self.add(plan.slots[rows], plan.kv_len[rows], counts[rows])
+            fresh = rows[lag[rows] == 0]
+            self.begin[plan.slots[fresh]] = plan.kv_len[fresh]
         rows = np.flatnonzero(left & ~waits)
         if len(rows):
             features = self._features(trees, outcome, rows)
@@ -89,8 +101,8 @@ class Backlog:
         """Extend those of the rows `late`, int[n], that lag behind, as many tokens at a time as the
         model takes; asked: their candidates are wanted.
         """
-        while len(late := late[self.lag[plan.slots[late]] > 0]):
-            begin, counts = self.take(plan.slots[late], self._about.max_nodes)
+        while len(late := late[self.begin[plan.slots[late]] >= 0]):
+            begin, counts = self.take(plan, late, self._about.max_nodes)
             some = counts > 0
             rows, begin, counts = late[some], begin[some], counts[some]
             features = None

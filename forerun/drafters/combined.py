@@ -232,10 +232,10 @@ class CombinedDrafter:
         return self._head.draft_request(_for_model(plan))
 
     def can_overlap(self, plan: Plan, running: Round) -> bool:
-        """False: lookup needs the text, and a draft model that is not asked needs every step's
-        features.
+        """Whether both rounds are plain, and every drafter says so: lookup needs the text of the
+        running round for draft tokens, and the draft model its features until it only keeps them.
         """
-        return False
+        return all(drafter.can_overlap(plan, running) for drafter in self._drafters)
 
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
         """Compare the emitted tokens with all that was proposed, verified or not, and calibrate by

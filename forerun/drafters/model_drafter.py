@@ -69,7 +69,7 @@ class ModelDrafter:
         """Remember the decided tokens of a sequence; features come with the steps."""
         slot, tokens = slot_init.slot, array("i", slot_init.tokens.astype(np.int32).tobytes())
         self._states[slot] = DraftState(tokens, slot_init.prompt_len, slot_init.sampling)
-        self._idle[slot] = self._backlog.lag[slot] = 0
+        self._idle[slot], self._backlog.begin[slot] = 0, -1
 
     def end(self, slot: int) -> None:
         """Forget the slot; its pages are freed by the owner of the target's."""
@@ -83,8 +83,12 @@ class ModelDrafter:
 
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
         """Extend the model by what became permanent, or keep it for later. EngineError: NaN."""
-        states, failed = self._of(plan), plan.samples & (outcome.n_tokens == 0)
+        states = self._of(plan)
         consume(map(array.extend, _tokens_of(states), outcome.output_tokens))
+        plain = not plan.max_nodes.any()
+        if plain and self._backlog.follows(plan, trees, outcome):
+            return
+        failed = plan.samples & (outcome.n_tokens == 0)
         active = (plan.max_nodes > 0) | ~plan.samples
         self._idle[plan.slots] = np.where(active, 0, self._idle[plan.slots] + 1)
         left = ~self._drafted(plan, states, outcome)
@@ -93,8 +97,7 @@ class ModelDrafter:
         left &= ~failed
         if left.any():
             # That nobody will ask for draft tokens of a row soon.
-            plain = self._within and not plan.max_nodes.any()
-            idle = plain | (self._idle[plan.slots] > PATIENCE)
+            idle = (self._within and plain) | (self._idle[plan.slots] > PATIENCE)
             self._backlog.extend(plan, states, trees, outcome, left, idle)
 
     def _drafted(self, plan: Plan, states: list[DraftState], outcome: Outcome) -> Bools:
@@ -143,7 +146,7 @@ class ModelDrafter:
         if not (self.traits.drafts_on_device and wanted.any()):
             return None
         levels = next(levels for levels in self._levels if levels >= depth)
-        wanted &= self._backlog.lag[plan.slots] == 0
+        wanted &= self._backlog.begin[plan.slots] < 0
         if self._about.runs_roots and wanted.any():
             # What begins behind pages that another filled has no root before it was extended once.
             wanted &= np.array([state.ready > 0 for state in self._of(plan)])
@@ -151,11 +154,13 @@ class ModelDrafter:
         return DraftRequest(slots, self._width, levels) if len(slots) else None
 
     def can_overlap(self, plan: Plan, running: Round) -> bool:
-        """Whether the running round drafts for every row, or both it and the coming one are plain:
-        nothing of it is needed on the host.
+        """Whether nothing of the running round is needed on the host: it drafts for every row, or
+        both it and the coming one are plain, and what the model reads of it is only kept.
         """
         plain = not (plan.max_nodes.any() or running.plan.max_nodes.any())
-        return (self._within and plain) or bool(np.isin(plan.slots, running.drafting).all())
+        if plain and (self._within or (self._idle[running.plan.slots] >= PATIENCE).all()):
+            return True
+        return bool(np.isin(plan.slots, running.drafting).all())
 
     def _of(self, plan: Plan) -> list[DraftState]:
         """Of each row."""

@@ -79,6 +79,9 @@ class Head:
         """Features of a round."""
         return Left(len(nodes))
 
+    def keep(self):
+        return RING
+
 
 RING = HostFeatureRing(LIMITS.slots, 1)
 

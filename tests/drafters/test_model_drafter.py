@@ -7,7 +7,6 @@ import pytest
 
 from forerun.control.policy import Budget, Decision, FixedPolicy
 from forerun.drafters import backlog
-from forerun.drafters.backlog import Backlog
 from forerun.drafters.model_drafter import PATIENCE, ModelDrafter
 from forerun.engine.options import EngineOptions
 from forerun.engine.thread import Engine
@@ -231,13 +230,14 @@ def test_a_head_that_lags_far_catches_up_unasked(monkeypatch, most):
     """
     monkeypatch.setattr(backlog, "MOST_BEHIND", most)
     behind = []
-    add = Backlog.add
+    observe = ModelDrafter.observe
 
-    def added(self, *more):
-        add(self, *more)
-        behind.append(self.lag.max())
+    def observed(self, plan, trees, outcome):
+        observe(self, plan, trees, outcome)
+        after = replace(plan, kv_len=plan.kv_len + np.array(outcome.committed(plan), np.int32))
+        behind.append(self._backlog.lag(after).max())
 
-    monkeypatch.setattr(Backlog, "add", added)
+    monkeypatch.setattr(ModelDrafter, "observe", observed)
     made, device = engine_with_head(Moody(lambda step: step > 95), page_size=8)
     requests = asked("A prompt", "Another one", max_tokens=160)
     ear = run(made, *requests)

@@ -213,21 +213,41 @@ def test_wishes_that_change_from_step_to_step(slow, eager, learned, monkeypatch,
 
 
 class Resting(FixedPolicy):
-    """Draft tokens in the first steps of an engine, then none."""
+    """Draft tokens in the first steps of an engine, and where texts have got long, none between."""
 
-    def __init__(self):
+    def __init__(self, first, again=10**6):
         super().__init__(2, 2)
-        object.__setattr__(self, "steps", iter(range(10**6)))
+        object.__setattr__(self, "first", iter(range(first)))
+        object.__setattr__(self, "again", again)
 
     def decide(self, slots, kv_len, constrained=False):
-        if next(self.steps) < 8:
+        if next(self.first, None) is not None or min(kv_len) >= self.again:
             return super().decide(slots, kv_len, constrained)
         return Decision("not now", (Budget(0, 0, "not now"),) * len(slots))
 
 
+BOTH = SHAPES[2] | {"speculative_algorithm": "EAGLE+NGRAM"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "first", "carried"), [(SHAPES[2], 0, 50), (BOTH, 8, 15), (BOTH, 0, 25)]
+)
+def test_a_head_that_rested_drafts_as_if_it_had_not(
+    slow, eager, learned, monkeypatch, shape, first, carried
+):
+    """Whether steps had extended it before: all that it missed is kept on the device."""
+    monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: Resting(first, again=40))
+    requests = asked(learned[1], 0.0, (60, 60, 60))
+    expected, before = answered(eager, requests, False, **shape)
+    found, stats = answered(slow[0], requests, True, **shape)
+    assert tokens(found) == tokens(expected)
+    assert stats.carried >= carried
+    assert stats.accepted > 0.9 * before.accepted > 10
+
+
 def test_steps_without_draft_tokens_begin_early_too(slow, eager, learned, monkeypatch):
     """And are exactly plain ones: the model does not follow them."""
-    monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: Resting())
+    monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: Resting(8))
     requests = asked(learned[1], 0.8, (40, 40, 40))
     expected, _ = answered(eager, requests, False, **OFF)
     wanted, ask = [], ModelDrafter.draft_request

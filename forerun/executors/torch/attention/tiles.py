@@ -49,12 +49,14 @@ def split_of(lengths: AnyArray, programs: int) -> Ints:
     spare = programs - len(lengths)
     longest = max(-(-int(lengths.sum()) // max(spare, 1)), 1)
     longest = -(-longest // KEYS) * KEYS
-    parts = np.clip(-(-lengths // longest), 1, MOST_PARTS if spare else 1)
-    found = np.full((programs, 3), (-1, 0, 1), np.int32)
-    count, first = int(parts.sum()), np.cumsum(parts) - parts
-    found[:count, 0] = np.repeat(np.arange(len(lengths)), parts)
-    found[:count, 1] = np.arange(count) - np.repeat(first, parts)
-    found[:count, 2] = np.repeat(parts, parts)
+    parts = np.minimum(np.maximum(-(-lengths // longest), 1), MOST_PARTS if spare else 1)
+    tile = np.repeat(np.arange(len(lengths)), parts)
+    found = np.empty((programs, 3), np.int32)
+    found[:] = -1, 0, 1
+    busy = found[: len(tile)]
+    busy[:, 0] = tile
+    busy[:, 1] = np.arange(len(tile)) - (np.cumsum(parts) - parts)[tile]
+    busy[:, 2] = parts[tile]
     return found
 
 

@@ -50,7 +50,7 @@ from forerun.interface.next_draft import DraftRequest
 from forerun.interface.plan import Outcome, Plan, Reports, Round
 from forerun.interface.slot_init import SlotInit
 from forerun.speculative.sampling import History, Sampling
-from forerun.speculative.tree import NO_TREES, NodeMasks, TreeBatch
+from forerun.speculative.tree import NO_TREES, NodeMasks, TreeBatch, full_size
 from forerun.types import Bools, Floats, Ints
 
 log = logging.getLogger("forerun.executors.torch")
@@ -200,11 +200,9 @@ class CapturedExecutor(Executor):
         before, runner, choosing = self.last, self.runner, self._shaped.choosing
         if runner.future is None or before is None or before is not plan.after:
             raise NotYetError("no round runs that keeps what the next one needs")
-        grown = [
-            before.size._replace(levels=levels).draft_tokens
-            for levels in np.minimum(plan.max_depth, before.size.levels).tolist()
-        ]
-        most = np.minimum(plan.max_nodes, grown)
+        levels = np.minimum(plan.max_depth, before.size.levels)
+        grown = [full_size(before.size.width, level) for level in range(before.size.levels + 1)]
+        most = np.minimum(plan.max_nodes, np.array(grown)[levels])
         size = self._size(plan.slots, 1 + int(most.max()), plan.request)
         # Room for deeper trees would be another's room.
         if size is None or (plan.request is not None and not size.levels) or runner.lacks(size):

@@ -14,7 +14,7 @@ from forerun.executors.device_choice import Choosing, PlainNodes
 from forerun.executors.torch.triton.record import Record, Size
 from forerun.interface.next_draft import NextDrafts
 from forerun.interface.plan import Plan, Round, TokenLogprobs
-from forerun.speculative.tree import TreeBatch
+from forerun.speculative.tree import TreeBatch, batch
 from forerun.speculative.verify import intervals
 from forerun.types import AnyArray, Bools, Ints
 
@@ -90,7 +90,11 @@ class CapturedRound(Round):
     def _read_trees(self) -> None:
         """Complete trees and place of a round that went on from another."""
         rows, nodes, record = self.plan.rows, self.size.nodes, self.record
-        counts = record.count[:rows] if nodes > 1 else np.ones(rows, np.int32)
+        if nodes == 1:
+            self.place = np.arange(rows, dtype=np.int32)
+            self.trees = batch(record.tokens[:rows, None])
+            return
+        counts = record.count[:rows]
         row, node = np.nonzero(np.arange(nodes) < counts[:, None])
         self.place = place = (row * nodes + node).astype(np.int32)
         start = np.append(0, np.cumsum(counts)).astype(np.int32)
