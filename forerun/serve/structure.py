@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.grammar.calls import Rules, Tag, tag_rules
-from forerun.constrain.schema.checks import check_members
+from forerun.constrain.schema.checks import check_members, check_regexes
 from forerun.errors import RequestError
 from forerun.serve.closing import closed_grammar, closed_rules
 from forerun.serve.fields import (
@@ -38,10 +38,20 @@ _text = text(2**31 - 1)
 
 @takes({"type": ["object", "string", "boolean"]})
 def json_rules(value: Any, where: str) -> Rules:
-    """A JSON schema: an object, or JSON text of one. What cannot be enforced is left out."""
-    schema = _parsed(value, where)
+    """A JSON schema: an object, or JSON text of one. What cannot be enforced is left out. Raises
+    RequestError, naming `where`, for what is no schema.
+    """
+    return Rules(_whole_schema(_parsed(value, where), False, where))
+
+
+def _whole_schema(schema: Any, strict: bool, where: str) -> Grammar:
+    """A schema that the answer is held to, strict or not: parts that are no schemas, and patterns
+    that are no regular expressions, are refused. (Tools may have them: the others can be called.)
+    """
+    grammar = Grammar.json_schema(schema, not strict, where)
     check_members(schema, where)
-    return Rules(Grammar.json_schema(schema, True, where))
+    check_regexes(schema, where)
+    return grammar
 
 
 @takes({"type": "string"})
@@ -180,8 +190,7 @@ def named_rules(schema: Any, strict: bool, place: str) -> Rules:
     """A schema as OpenAI's clients send it. What is strict has objects without further keys; what
     is not may have keywords that are not honoured.
     """
-    check_members(schema, place)
-    found = Grammar.json_schema(schema, not strict, place)
+    found = _whole_schema(schema, strict, place)
     return Rules(closed_grammar(found) if strict else found)
 
 

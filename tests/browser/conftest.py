@@ -8,7 +8,7 @@ import pytest
 from tests.e2e.processes import serving, wait_for
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-PATIENCE_MS = 30_000
+PATIENCE_MS = 120_000
 
 axe_module = pytest.importorskip(
     "axe_playwright_python.sync_playwright", reason="needs the package axe-playwright-python"

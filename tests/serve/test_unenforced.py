@@ -94,10 +94,43 @@ def test_no_schema_and_one_that_no_text_satisfies_are_refused_though_not_strict(
         assert told in answer.json()["error"]["message"]
 
 
+def of_pattern(pattern):
+    return {"type": "object", "properties": {"code": {"type": "string", "pattern": pattern}}}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("pattern", ["([", "a)", "*.txt", "[a-Z]", r"\d{5,3}"])
+def test_a_pattern_that_is_no_regex_is_refused_and_pointed_at(client, pattern, strict):
+    schema = of_pattern(pattern)
+    wrapped = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    wrapped["json_schema"]["strict"] = strict
+    asked = [
+        ("response_format.json_schema.schema", {"response_format": wrapped}),
+        ("structured_outputs.json", {"structured_outputs": {"json": schema, "strict": strict}}),
+        ("guided_json", {"guided_json": json.dumps(schema)}),
+    ]
+    for field, body in asked:
+        answer = client.post("/v1/chat/completions", json=CHAT | body)
+        assert answer.status_code == 400, field
+        error = answer.json()["error"]
+        assert error["param"] == field
+        path = "properties.code.pattern"
+        assert error["message"].startswith(f"{field}: {path} is not a valid regular expression: ")
+        assert error["message"].splitlines()[1].strip() == pattern
+
+
+@pytest.mark.parametrize("pattern", [r"\bx\b", r"(a)\1", "a(?!b)", "(?>a)b", "(?P<n>a)(?P=n)"])
+def test_a_regex_that_is_not_supported_is_named(client, pattern):
+    answer = client.post("/v1/chat/completions", json=CHAT | {"guided_json": of_pattern(pattern)})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers.get(HEADER) == "guided_json.properties.code.pattern"
+
+
 @pytest.mark.parametrize(
     "odd",
     [
         {"properties": {"foo": "bar"}},
+        of_pattern("(["),
         {"properties": {"a": {"type": "integer", "minimum": 5, "maximum": 3}}},
         {"properties": {"a": {"$ref": "#/nowhere"}}},
     ],

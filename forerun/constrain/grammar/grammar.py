@@ -7,7 +7,13 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Self
 
-from forerun.constrain.schema.checks import check_depth, check_members, check_patterns, finite
+from forerun.constrain.schema.checks import (
+    check_depth,
+    check_members,
+    check_patterns,
+    check_regexes,
+    finite,
+)
 from forerun.constrain.schema.patterns import MAX_NESTING, literal, portable
 from forerun.errors import RequestError
 
@@ -69,6 +75,7 @@ class Grammar:
         check_depth(schema, field)
         schema = {} if schema is True else schema
         if not lenient:
+            check_regexes(schema, field)
             check_patterns(schema, field)
             check_members(schema, field)
         try:

@@ -5,7 +5,8 @@ from math import copysign, isinf
 from typing import Any
 
 from forerun.constrain.schema.paths import schemas
-from forerun.constrain.schema.patterns import portable
+from forerun.constrain.schema.patterns import portable, regex_error
+from forerun.constrain.schema.regex_faults import regex_fault
 from forerun.errors import RequestError
 
 MAX_LEVELS = 250
@@ -35,6 +36,20 @@ def check_patterns(schema: Any, field: str) -> None:
                 portable(inner["pattern"], f"{path}.pattern" if path else "pattern")
             except RequestError as error:
                 raise RequestError(f"{field}: {error}", field) from error
+
+
+def check_regexes(schema: Any, field: str) -> None:
+    """Raise RequestError, naming the path and pointing at the character, of the first pattern, of
+    values or of keys, that no dialect of regular expressions takes.
+    """
+    for path, inner in schemas(schema):
+        keys = inner.get("patternProperties")
+        named = [("patternProperties", key) for key in keys] if isinstance(keys, dict) else []
+        for keyword, pattern in [("pattern", inner.get("pattern")), *named]:
+            fault = regex_fault(pattern) if isinstance(pattern, str) else None
+            if fault:
+                place = f"{path}.{keyword}" if path else keyword
+                raise RequestError(f"{field}: {regex_error(pattern, *fault, place)}", field)
 
 
 def check_members(schema: Any, field: str) -> None:

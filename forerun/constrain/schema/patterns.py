@@ -43,20 +43,24 @@ def portable(pattern: str, field: str) -> str:
         end = unit_end(pattern, index, field)
         unit = pattern[index:end]
         if unit == ")" and not lengths.opened:
-            raise _at(pattern, index, field, "')' closes nothing")
+            raise regex_error(pattern, index, "')' closes nothing", field)
         lengths.add(unit, index)
         if len(lengths.opened) > MAX_NESTING:
-            raise _at(pattern, index, field, f"more than {MAX_NESTING} groups inside another")
+            raise regex_error(
+                pattern, index, f"more than {MAX_NESTING} groups inside another", field
+            )
         if lengths.shortest > MAX_FORCED:
-            raise _at(pattern, index, field, f"every text has more than {MAX_FORCED} characters")
+            raise regex_error(
+                pattern, index, f"every text has more than {MAX_FORCED} characters", field
+            )
         if unit in ("}", "]") and stray is None and lengths.opened:
             stray = index
         out.append(portable_class(unit) if unit[0] == "[" else ASCII_CLASSES.get(unit, unit))
         index = end
     if lengths.opened and stray is not None and stray > lengths.opened[-1]:
-        raise _at(pattern, stray, field, f"{pattern[stray]!r} where ')' was expected")
+        raise regex_error(pattern, stray, f"{pattern[stray]!r} where ')' was expected", field)
     if lengths.opened:
-        raise _at(pattern, lengths.opened[-1], field, "'(' is never closed")
+        raise regex_error(pattern, lengths.opened[-1], "'(' is never closed", field)
     return "".join(out)
 
 
@@ -71,7 +75,7 @@ def assertion(pattern: str, field: str) -> RequestError | None:
         inside = unit in ("^", "$") and 0 < index < len(pattern) - 1
         if unit in (r"\b", r"\B", r"\<", r"\>") or inside:
             told = f"'{unit}' stands for a place between characters, which is not supported"
-            return _at(pattern, index, field, told)
+            return regex_error(pattern, index, told, field)
         index = end
     return None
 
@@ -82,12 +86,12 @@ def unit_end(pattern: str, start: int, field: str) -> int:
     """
     if pattern[start] == "\\":
         if start + 1 == len(pattern):
-            raise _at(pattern, start, field, "'\\' escapes nothing")
+            raise regex_error(pattern, start, "'\\' escapes nothing", field)
         return start + 2
     if pattern[start] == "[":
         match = _CLASS.match(pattern, start)
         if match is None:
-            raise _at(pattern, start, field, "'[' is never closed")
+            raise regex_error(pattern, start, "'[' is never closed", field)
         return match.end()
     match = _REPETITION.match(pattern, start)
     return match.end() if match else start + 1
@@ -152,7 +156,7 @@ class _Lengths:
             frame[0], frame[2] = branch + 1, 1
 
 
-def _at(text: str, index: int, field: str, message: str) -> RequestError:
+def regex_error(text: str, index: int, message: str, field: str) -> RequestError:
     """An error with the place shown: a few characters around it and a caret."""
     left = max(0, index - 30)
     shown = text[left : index + 10].replace("\n", " ")

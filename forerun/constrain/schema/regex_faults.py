@@ -1,0 +1,135 @@
+r"""What no dialect of regular expressions takes.
+
+JSON Schema asks for ECMA-262's, but schemas come with the patterns of Python, Rust and Perl as
+well. So a fault is only what ECMA-262 (with and without its flags `u` and `v`), Python's re, Rust's
+regex and PCRE all refuse: a bracket without a partner, a backslash at the end, a repetition of
+nothing, a range or bounds in the wrong order. What one of them takes (`a**`, `(?i)a`, `^*`) is
+none, nor what would need a dialect's whole grammar to tell (`(?<1>a)`, `\p{Nothing}`).
+"""
+
+import re
+from itertools import product
+
+_UNJUDGED = re.compile(r"\\Q|\\c(?![A-Za-z])|\(\?(?:#|C|\??\{|[A-Za-z^-]*x)")
+"""Quoted text, comments and code, whose brackets need no partner."""
+
+_TOKEN = re.compile(
+    r"(?P<escape>\\.?)"
+    r"|(?P<set>\[)"
+    r"|(?P<open>\(\?(?:<[=!]|[:=!>|]))"
+    r"|(?P<extension>\((?:\?[^()]?|\*[A-Za-z_:]))"
+    r"|(?P<group>\()"
+    r"|(?P<close>\))"
+    r"|(?P<branch>\|)"
+    r"|(?P<bounds>\{(?P<least>\d+),(?P<most>\d+)\})"
+    r"|(?P<repeat>[*+?])"
+    r"|(?P<plain>[^\\\[()|{*+?]+|\{)",
+    re.DOTALL,
+)
+_EMPTY = frozenset({"", "open", "group", "branch"})
+"""Tokens behind which there is nothing to repeat; "" = the beginning."""
+
+_IN_SET = re.compile(r"\\.|[^\\\[\]]+|[\[\]]", re.DOTALL)
+_INNER = (re.compile("(?!)"), re.compile(r"\[:\^?\w+:\]"), re.compile(r"\["))
+"""What begins a set within a set: nothing, the name of a POSIX class, or any bracket."""
+_OPERATORS = re.compile(r"[\\\[]|--|&&|~~|\|\|")
+_BRACED = re.compile(r"\\[pPuUxoNgk]")
+"""An escape behind which braces may hold its argument."""
+
+Fault = tuple[int, str]
+"""The index of a character, and what is wrong there."""
+
+
+def regex_fault(pattern: str) -> Fault | None:
+    """The first fault of a pattern that no dialect takes; None where one may take it. Takes time in
+    proportion to the pattern's length.
+    """
+    if _UNJUDGED.search(pattern):
+        return None
+    first = None
+    for inner, literal in product(_INNER, (False, True)):
+        fault = _fault(pattern, inner, literal)
+        if fault is None:
+            return None
+        first = first or fault
+    return first
+
+
+def _fault(pattern: str, inner: re.Pattern[str], literal: bool) -> Fault | None:
+    """The same in one reading of sets.
+
+    inner    begins a set within a set
+    literal  `]` is a character where it comes first
+    """
+    opened: list[int] = []
+    index, before = 0, ""
+    while token := _TOKEN.match(pattern, index):  # Every character begins one.
+        end, kind = token.end(), str(token.lastgroup)
+        if kind == "set":
+            end = _set_end(pattern, index, inner, literal)
+        fault = _token_fault(token, before, end, bool(opened))
+        if fault:
+            return index, fault
+        if kind in ("open", "group", "extension"):
+            opened.append(index)
+        elif kind == "close":
+            opened.pop()
+        index, before = end, token[0] if kind == "escape" else kind
+    return (opened[-1], "'(' is never closed") if opened else None
+
+
+def _token_fault(token: re.Match[str], before: str, end: int, inside: bool) -> str:
+    """What is wrong with a token; empty for nothing.
+
+    before  the kind of the one before it, or its text where that is an escape
+    end     where it ends; 0 = never
+    inside  a group is open
+    """
+    kind, text = token.lastgroup, token[0]
+    if text == "\\":
+        return "'\\' escapes nothing"
+    if kind == "close" and not inside:
+        return "')' closes nothing"
+    if kind == "repeat" and before in _EMPTY:
+        return f"{text!r} repeats nothing"
+    if kind == "bounds" and before not in _EMPTY and not _BRACED.match(before):
+        least, most = (token[name].lstrip("0") for name in ("least", "most"))
+        return f"the bounds {text} are in the wrong order" if _less(most, least) else ""
+    if kind == "set":
+        return _set_fault(token.string[token.start() : end]) if end else "'[' is never closed"
+    return ""
+
+
+def _less(one: str, other: str) -> bool:
+    """Whether one number is less, of digits without zeros in front: an integer may be too long."""
+    return (len(one), one) < (len(other), other)
+
+
+def _set_end(pattern: str, start: int, inner: re.Pattern[str], literal: bool) -> int:
+    """Where the set that begins at `start` ends; 0 = nowhere."""
+    index, depth = start, 0
+    while token := _IN_SET.match(pattern, index):
+        text = token[0]
+        begins = text == "[" and (not depth or inner.match(pattern, index))
+        index = token.end()
+        if begins:
+            depth += 1
+            index += pattern.startswith("^", index)
+            index += literal and pattern.startswith("]", index)
+        elif text == "]":
+            depth -= 1
+            if not depth:
+                return index
+    return 0
+
+
+def _set_fault(text: str) -> str:
+    """What is wrong with a set of plain characters ("[...]"); others are not looked into."""
+    inside = text[1:-1].removeprefix("^")
+    if _OPERATORS.search(inside):
+        return ""
+    for found in re.finditer(r"(.)-(.)|.", inside, re.DOTALL):
+        first, last = found[1] or "", found[2] or ""
+        if (first + last).isascii() and first.isalnum() and last.isalnum() and first > last:
+            return f"the range {found[0]} is in the wrong order"
+    return ""
