@@ -5,11 +5,11 @@ Rounds stand in a queue, which is two deep within a turn:
     device     | round n           | round n+1         | round n+2
     host        plan n+1 | finish n  plan n+2 | finish n+1
 
-What round n+1 needs of round n stays on the device (Plan.after). The host plans it from bounds: as
-if every draft token of round n were right, so that each position that can come has its page.
-Nothing else about an outcome changes but that it is known one round later. So a row that ended in
-round n runs in round n+1 too: what comes of that is dropped, and slot and pages are given back when
-it is over.
+What round n+1 needs of round n stays on the device (Executor.begin_after). The host plans it from
+bounds: as if every draft token of round n were right, so that each position that can come has its
+page. Nothing else about an outcome changes but that it is known one round later. So a row that
+ended in round n runs in round n+1 too: what comes of that is dropped, and slot and pages are given
+back when it is over.
 
 Where the host has a say - a prompt, a grammar, draft tokens from the text, somebody waiting for a
 free slot, too few pages - round n is finished first. Then round n+1 begins, and only then are the
@@ -23,7 +23,6 @@ runs once more here too.
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import compress
 from operator import add, not_
 
@@ -35,7 +34,7 @@ from forerun.engine.options import EngineOptions
 from forerun.engine.parts import Parts
 from forerun.engine.scheduler import Schedule
 from forerun.engine.sequence import Columns, Sequence
-from forerun.engine.step import Step, begin
+from forerun.engine.step import StageTimer, Step, with_request
 from forerun.interface.executor import NotYetError
 from forerun.interface.plan import Outcome, Plan, Round
 from forerun.types import RequestId
@@ -169,8 +168,14 @@ class OverlappingCore(EngineCore):
         schedule = self._plan_after(round, running.rows)
         if schedule is None or not self._can_overlap(schedule.plan, round):
             return
+        timer = StageTimer()
+        ends = np.array(list(Columns.limits(schedule.rows)), np.int32) - np.int32(1)
+        plan = with_request(schedule.plan, self._parts)
+        timer.lap("draft")
         try:
-            self._steps.append(begin(schedule, self._parts))
+            begun = self._parts.executor.begin_after(round, plan, ends)
+            timer.lap("verify")
+            self._steps.append(Step(schedule, begun, timer, [], carried=True))
         except NotYetError:
             pass
         except Exception:
@@ -201,9 +206,7 @@ class OverlappingCore(EngineCore):
             return None
         kv_len = list(map(add, Columns.lengths(rows), longer))
         budgets, decision = scheduler.grant(rows, scheduler.scored - len(rows), kv_len, own=2)
-        ends = np.array(list(Columns.limits(rows)), np.int32) - np.int32(1)
         plan = scheduler.made(rows, [1] * len(rows), kv_len, budgets, decision)
-        plan = replace(plan, after=round, ends=ends)
         return Schedule(plan, tuple(rows), decision)
 
     def _parted(self, step: Step, outcome: Outcome, news: News) -> tuple[News, News]:

@@ -19,7 +19,7 @@ from forerun.engine.parts import Parts
 from forerun.engine.scheduler import Schedule
 from forerun.engine.sequence import Sequence
 from forerun.interface.plan import Outcome, Plan, Round
-from forerun.speculative.tree import NO_DRAFT, NO_TREES, Draft, batch
+from forerun.speculative.tree import NO_DRAFT, Draft, batch
 
 
 class StageTimer:
@@ -55,42 +55,40 @@ class Step:
 
     round     what the executor runs, and what it finds
     proposed  what was found on the host, a draft per row, before any was left out; () = nothing
+    carried   whether it was begun before the step before it was finished
     """
 
     schedule: Schedule
     round: Round
     timer: StageTimer
     proposed: list[Draft]
+    carried: bool = False
 
     @property
     def rows(self) -> tuple[Sequence, ...]:
         """Its sequences, in row order."""
         return self.schedule.rows
 
-    @property
-    def carried(self) -> bool:
-        """Whether it was begun before the step before it was finished."""
-        return self.schedule.plan.after is not None
-
 
 def begin(schedule: Schedule, parts: Parts) -> Step:
     """Draft and verify. A device that works by itself may still be at it afterwards."""
-    timer, executor, plan = StageTimer(), parts.executor, schedule.plan
-    trees, masks = NO_TREES, None
-    proposed: list[Draft] = []
-    if plan.after is None:  # What goes on from a running round verifies what that drafts.
-        proposed, select = propose(plan, parts), schedule.decision.select
-        trees = batch(plan.known, select(proposed) if select and proposed else proposed)
-    request = parts.ask_drafter(lambda drafter: drafter.draft_request(plan), None)
-    if request is not None:
-        plan = replace(plan, request=request)
+    timer, executor, masks = StageTimer(), parts.executor, None
+    proposed, select = propose(schedule.plan, parts), schedule.decision.select
+    trees = batch(schedule.plan.known, select(proposed) if select and proposed else proposed)
+    plan = with_request(schedule.plan, parts)
     timer.lap("draft")
     if plan.some_constrained and executor.capabilities.masks_first:
         masks = parts.grammars.masks(plan.slots, trees)
         timer.lap("mask")
-    running = executor.begin(plan, trees, masks)
+    round = executor.begin(plan, trees, masks)
     timer.lap("verify")
-    return Step(schedule, running, timer, proposed)
+    return Step(schedule, round, timer, proposed)
+
+
+def with_request(plan: Plan, parts: Parts) -> Plan:
+    """The plan, with what the drafter wants of the coming step."""
+    request = parts.ask_drafter(lambda drafter: drafter.draft_request(plan), None)
+    return plan if request is None else replace(plan, request=request)
 
 
 def propose(plan: Plan, parts: Parts) -> list[Draft]:
@@ -106,14 +104,14 @@ def propose(plan: Plan, parts: Parts) -> list[Draft]:
 
 def finish(step: Step, parts: Parts) -> Outcome:
     """Accept; waits for the device."""
-    running, timer, masks = step.round, step.timer, None
+    round, timer, masks = step.round, step.timer, None
     timer.resume()
-    if running.plan.some_constrained and not parts.executor.capabilities.masks_first:
-        masks = parts.grammars.masks(running.plan.slots, running.trees)
+    if round.plan.some_constrained and not parts.executor.capabilities.masks_first:
+        masks = parts.grammars.masks(round.plan.slots, round.trees)
         timer.lap("mask")
-    outcome = parts.executor.finish(running, masks)
+    outcome = parts.executor.finish(round, masks)
     timer.lap("accept")
-    plan, trees = running.plan, running.trees  # Complete from here on.
+    plan, trees = round.plan, round.trees  # Complete from here on.
     parts.ask_drafter(lambda drafter: drafter.observe(plan, trees, outcome), None)
     timer.lap("draft")
     return outcome

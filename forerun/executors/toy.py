@@ -32,7 +32,7 @@ from forerun.executors.host_sampler import HostSampler
 from forerun.interface.executor import Capabilities, Executor, ExecutorLimits
 from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit
-from forerun.speculative.tree import NO_TREES, NodeMasks, TreeBatch
+from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.types import Floats, Ints
 
 END = 257
@@ -76,9 +76,7 @@ class ToyExecutor(Executor):
         """Forget the slot's sequence, if it has one."""
         self._sampler.close(slot)
 
-    def begin(
-        self, plan: Plan, trees: TreeBatch = NO_TREES, masks: NodeMasks | None = None
-    ) -> ToyRound:
+    def begin(self, plan: Plan, trees: TreeBatch, masks: NodeMasks | None = None) -> ToyRound:
         """Find the best next token of every node, at once. Writes no page; drafts nothing. Raises
         EngineError where a page does not hold the positions it should.
         """

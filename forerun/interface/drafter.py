@@ -67,7 +67,7 @@ class Drafter(Protocol):
         """What the executor shall do for the draft model at the end of the coming step; None =
         nothing.
 
-        Asked after `propose`, or where `plan.after` names a running round. Changes nothing.
+        Asked after `propose`, or after `can_overlap`. Changes nothing.
         """
         ...
 

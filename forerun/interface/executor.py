@@ -7,7 +7,7 @@ from typing import Protocol
 from forerun.errors import EngineError
 from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit
-from forerun.speculative.tree import NO_TREES, NodeMasks, TreeBatch
+from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.types import Ints
 
 
@@ -62,8 +62,8 @@ class DraftShape:
 
 
 class NotYetError(EngineError):
-    """Raised by `Executor.begin`, which has changed nothing: a plan with `after` is to be made anew
-    when the running round is finished.
+    """Raised by `Executor.begin_after`, which has changed nothing: the plan is to be made anew when
+    the running round is finished.
     """
 
 
@@ -73,7 +73,7 @@ class Capabilities:
 
     masks_first  it decides rows under a grammar within the round: their masks are given to `begin`.
                  Else they are made while the round runs, and given to `finish`
-    overlap      a round can go on from a running one (Plan.after)
+    overlap      a round can go on from a running one (`Executor.begin_after`)
     first_steps  how many steps of a size take longer than the ones after them, because something is
                  compiled, captured or paged in
     unwritten    rows may stand behind positions of pages that nobody wrote: what they say then
@@ -124,21 +124,33 @@ class Executor(Protocol):
         """
         ...
 
-    def begin(
-        self, plan: Plan, trees: TreeBatch = NO_TREES, masks: NodeMasks | None = None
-    ) -> Round:
+    def begin(self, plan: Plan, trees: TreeBatch, masks: NodeMasks | None = None) -> Round:
         """Score every node of every tree in one forward pass, on a device that may still be at it
         afterwards.
 
-        trees  what to verify; none for a plan with `after`, of which only the device knows them
+        trees  what to verify
         masks  of grammars, by node of `trees`: see `Capabilities.masks_first`
 
         Writes no page, except where known tokens belong (they become permanent whatever is
         accepted) and where the round decides by itself. Raises EngineError where the plan is too
-        large or a position has no page, NotYetError where a plan with `after` cannot go on from the
-        running round; nothing has begun then.
+        large or a position has no page; nothing has begun then.
         """
         ...
+
+    def begin_after(self, running: Round, plan: Plan, ends: Ints) -> Round:
+        """Begin a round that goes on from a running one, before anybody has looked at that: where
+        `Capabilities.overlap`.
+
+        plan  every row has one in `running`, samples, is held by no grammar, and begins with the
+              one token that is decided last; its draft tokens are what `running` drafts. Of all
+              else the host knows bounds: `kv_len` is the most it can be, `known` means nothing
+        ends  int32[B] positions that the sequence may take up in the end; pages are reserved for
+              kv_len + 1 + max_depth, or up to these
+
+        Raises EngineError as `begin`, NotYetError where no round can go on from that one; nothing
+        has begun then.
+        """
+        raise NotYetError(f"no round of {self.name} goes on from another")
 
     def finish(self, round: Round, masks: NodeMasks | None = None) -> Outcome:
         """Wait for a round: keep one root-to-node path per tree plus one token of the target's own,

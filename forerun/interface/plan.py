@@ -42,13 +42,6 @@ class Plan:
                             free drafters; 0 = only these are asked, None = max_depth
     request     what the step shall do for the draft model at its end, if the executor can;
                 `Outcome.drafts` says what of it was done, which may be nothing
-    after       the running round that this one goes on from, on the device, before anybody has
-                looked at that; None where everything is known. Every row then samples, is held by
-                no grammar, and begins with the one token that is decided last; its draft tokens are
-                what the running round drafts. Of all else the host knows bounds: `kv_len` is the
-                most it can be, `known` one token of no meaning. See `completed`
-    ends        int32[B]    of a plan with `after`: positions that the sequence may take up in the
-                            end; pages are reserved for kv_len + 1 + max_depth, or up to these
     """
 
     slots: Ints
@@ -63,8 +56,6 @@ class Plan:
     prices: "array[float] | None" = None
     model_depth: Ints | None = None
     request: DraftRequest | None = None
-    after: "Round | None" = None
-    ends: Ints = field(default_factory=lambda: _NO_NODES)
 
     @property
     def rows(self) -> int:
@@ -80,27 +71,6 @@ class Plan:
     def some_constrained(self) -> bool:
         """Whether a grammar holds at least one row, so that masks are needed."""
         return True in self.constrained.tolist()
-
-    def completed(self) -> "Plan":
-        """A copy with true `kv_len` and `known`, when the round that it goes on from is finished;
-        itself without one. A row that failed there keeps its last known token; nobody reads what
-        comes of it. Raises EngineError where that round is not finished.
-        """
-        if self.after is None:
-            return self
-        before, outcome = self.after.plan, self.after.outcome
-        if outcome is None:
-            raise EngineError("the round that this one goes on from was not finished")
-        place = {slot: row for row, slot in enumerate(before.slots.tolist())}
-        rows = [place[slot] for slot in self.slots.tolist()]
-        emitted = outcome.output_tokens
-        last = [emitted[row][-1:] or before.known[row][-1:] for row in rows]
-        return replace(
-            self,
-            kv_len=before.kv_len[rows] + outcome.n_tokens[rows],
-            known=np.array(last, np.int32),
-            after=None,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +151,7 @@ class Round:
 
     plan       what it does. Complete from the start, or, of a round that goes on from another, when
                that is finished and this one too
+    after      the round that it goes on from, until the plan is complete
     trees      what it verifies; no trees until it is finished, where it goes on from another
     masks      of grammars, that it was begun with
     continues  whether another round may go on from it: the device decides every row, and nothing
@@ -192,6 +163,23 @@ class Round:
     plan: Plan
     trees: TreeBatch = NO_TREES
     masks: NodeMasks | None = None
+    after: "Round | None" = None
     continues: bool = False
     drafting: Ints = field(default_factory=lambda: _NO_NODES)
     outcome: Outcome | None = None
+
+    def complete_plan(self) -> None:
+        """Put true `kv_len` and `known` into the plan, when the round that this one goes on from is
+        finished. A row that failed there keeps its last known token; nobody reads what comes of it.
+        Raises EngineError where it is not finished, or there is none.
+        """
+        if self.after is None or self.after.outcome is None:
+            raise EngineError("the round that this one goes on from was not finished")
+        before, outcome = self.after.plan, self.after.outcome
+        place = {slot: row for row, slot in enumerate(before.slots.tolist())}
+        rows = [place[slot] for slot in self.plan.slots.tolist()]
+        emitted = outcome.output_tokens
+        last = [emitted[row][-1:] or before.known[row][-1:] for row in rows]
+        kv_len = before.kv_len[rows] + outcome.n_tokens[rows]
+        self.plan = replace(self.plan, kv_len=kv_len, known=np.array(last, np.int32))
+        self.after = None

@@ -8,7 +8,7 @@ from forerun.executors.device_choice import plain_nodes
 from forerun.executors.toy import ToyExecutor
 from forerun.interface.executor import Capabilities
 from forerun.interface.plan import Round
-from forerun.speculative.tree import NO_TREES, batch
+from forerun.speculative.tree import batch
 
 
 @dataclass(eq=False)
@@ -16,6 +16,7 @@ class Slow(Round):
     """A round that has begun. inner: of the toy, when it is done."""
 
     number: int = 0
+    ends: np.ndarray | None = None
     inner: Round | None = None
 
 
@@ -51,22 +52,28 @@ class CarryingToy(ToyExecutor):
         self._no_step_has(slot)
         super().close(slot)
 
-    def begin(self, plan, trees=NO_TREES, masks=None):
-        round = Slow(plan, trees, drafting=plan.slots, number=self._count)
-        self._count += 1
-        self._note("carry" if plan.after else "begin", round)
-        if plan.after is not None:
-            assert self._queue == [plan.after], "it goes on from one that runs, and no further"
-            assert set(plan.slots.tolist()) <= set(plan.after.plan.slots.tolist())
-            round.continues = True
-        else:
-            plain = plain_nodes(self._sampler.choosing, plan, trees).nodes
-            decided = np.isin(trees.roots, plain).all() and trees.known.max() == 1
-            round.continues = bool(decided) and not self._sampler.reports(plan.slots)
+    def begin(self, plan, trees, masks=None):
+        round = self._begun("begin", plan, trees=trees)
+        plain = plain_nodes(self._sampler.choosing, plan, trees).nodes
+        decided = np.isin(trees.roots, plain).all() and trees.known.max() == 1
+        round.continues = bool(decided) and not self._sampler.reports(plan.slots)
         if round.continues:
             self._queue.append(round)
         else:
             round.inner = super().begin(plan, trees)
+        return round
+
+    def begin_after(self, running, plan, ends):
+        round = self._begun("carry", plan, after=running, ends=ends, continues=True)
+        assert self._queue == [running], "it goes on from one that runs, and no further"
+        assert set(plan.slots.tolist()) <= set(running.plan.slots.tolist())
+        self._queue.append(round)
+        return round
+
+    def _begun(self, what, plan, **more):
+        round = Slow(plan, drafting=plan.slots, number=self._count, **more)
+        self._count += 1
+        self._note(what, round)
         return round
 
     def finish(self, round, masks=None):
@@ -75,8 +82,8 @@ class CarryingToy(ToyExecutor):
         self._note("look", round)
         if not round.continues:
             round.outcome = super().finish(round.inner, masks)
-        if round.plan.after is not None:
-            round.plan = round.plan.completed()
+        if round.after is not None:
+            round.complete_plan()
             assert round.plan.kv_len.tolist() == round.inner.plan.kv_len.tolist()
         round.outcome = round.inner.outcome
         return round.outcome
@@ -92,8 +99,8 @@ class CarryingToy(ToyExecutor):
     def _do(self, round):
         self._note("do", round)
         plan = round.plan
-        if plan.after is not None:
-            plan = self._own(plan)
+        if round.after is not None:
+            plan = self._own(plan, round.ends)
             round.trees = batch(plan.known, self._drafter.propose(plan))
         round.inner = super().begin(plan, round.trees)
         outcome = super().finish(round.inner)
@@ -101,16 +108,15 @@ class CarryingToy(ToyExecutor):
             emitted = outcome.output_tokens[row]
             self._state[slot] = int(plan.kv_len[row]) + len(emitted), emitted[-1]
 
-    def _own(self, plan):
+    def _own(self, plan, ends):
         """The plan, with what only the device knows."""
         kv_len, last = np.array([self._state[slot] for slot in plan.slots.tolist()], np.int32).T
         assert (kv_len <= plan.kv_len).all(), "more came than was thought possible"
-        depth = np.minimum(plan.max_depth, plan.ends - kv_len - 1)
+        depth = np.minimum(plan.max_depth, ends - kv_len - 1)
         return replace(
             plan,
             kv_len=kv_len,
             known=tuple(last[:, None]),
             max_nodes=np.where(depth > 0, plan.max_nodes, 0).astype(np.int32),
             max_depth=np.maximum(depth, 0).astype(np.int32),
-            after=None,
         )

@@ -330,22 +330,23 @@ def test_a_plan_is_completed_by_the_outcome_before():
     before = Plan(
         np.array([4, 2, 9]), np.array([10, 20, 30]), known, many == 1, many, many, pages, many == 0
     )
-    most, ends = np.array([32, 12, 22]), np.full(3, 99)
     round = Round(before)
-    carried = Plan(
-        np.array([9, 4, 2]), most, known, many == 1, 2 * many, 3 * many, pages + 5, many == 0,
-        after=round, ends=ends,
-    )  # fmt: skip
+    most = np.array([32, 12, 22])
+    bounds = Plan(
+        np.array([9, 4, 2]), most, known, many == 1, 2 * many, 3 * many, pages + 5, many == 0
+    )
+    carried = Round(bounds, after=round)
     with pytest.raises(EngineError, match="not finished"):
-        carried.completed()
+        carried.complete_plan()
     round.outcome = Outcome(
         n_tokens=np.array([2, 0, 1], np.int32),
         tokens=np.array([[5, 6], [-1, -1], [8, -1]], np.int32),
         n_draft_tokens=np.array([1, 1, 0], np.int32),
         finite=np.array([True, False, True]),
     )
-    made = carried.completed()
-    assert made.after is None and before.completed() is before
+    carried.complete_plan()
+    made = carried.plan
+    assert carried.after is None
     assert made.slots.tolist() == [9, 4, 2]
     assert made.kv_len.tolist() == [31, 12, 20]
     assert [known.tolist() for known in made.known] == [[8], [6], [7]]

@@ -84,8 +84,8 @@ def entered(carry, size, slots, bounds):
     choosing = Choosing(*(np.zeros(SLOTS, kind) for kind in (np.float32, np.uint64, np.int32)))
     nothing = np.zeros(many, np.int32)
     no, known = np.zeros(many, np.bool_), (np.zeros(1, np.int32),) * many
-    plan = Plan(np.array(slots), nothing, known, ~no, most, deep, nothing[:, None], no, ends=ends)
-    prepare_inputs_carried(buffers, size, plan, choosing, most)
+    plan = Plan(np.array(slots), nothing, known, ~no, most, deep, nothing[:, None], no)
+    prepare_inputs_carried(buffers, size, plan, ends, choosing, most)
     buffers["slot"][:many] = slots
     sized.whole.copy_(staging.whole)
     with Watch():

@@ -267,17 +267,16 @@ def test_the_next_step_is_begun_before_this_one_is_read(slow, learned, monkeypat
     """In every step but the first round and the last, and two are never read in the wrong order."""
     target, tape = slow
     events, made = [], target.executor
-    for name in ("begin", "finish"):
-        call = getattr(made, name)
+    for verb, name in {"begin": "begin", "begin_after": "carry", "finish": "look"}.items():
+        call = getattr(made, verb)
 
         def noted(step, *args, call=call, name=name):
             undone = tape.launched - tape.done
-            short = "look" if name == "finish" else "carry" if step.after else "begin"
             result = call(step, *args)
-            events.append((short, undone, tape.launched - tape.done))
+            events.append((name, undone, tape.launched - tape.done))
             return result
 
-        monkeypatch.setattr(made, name, noted)
+        monkeypatch.setattr(made, verb, noted)
     _, stats = answered(target, asked(learned[1], 0.0, [20]), True, **SHAPES[2])
     names = [name for name, *_ in events]
     first = names.index("carry") - 1

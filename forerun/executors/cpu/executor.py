@@ -16,7 +16,7 @@ from forerun.interface.executor import Capabilities, Executor, ExecutorLimits
 from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit
 from forerun.models.checkpoint import Checkpoint
-from forerun.speculative.tree import NO_TREES, NodeMasks, TreeBatch
+from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.types import Floats, Ints
 
 
@@ -79,9 +79,7 @@ class CpuExecutor(Executor):
         """Forget the slot's sequence, if it has one."""
         self._sampler.close(slot)
 
-    def begin(
-        self, plan: Plan, trees: TreeBatch = NO_TREES, masks: NodeMasks | None = None
-    ) -> CpuRound:
+    def begin(self, plan: Plan, trees: TreeBatch, masks: NodeMasks | None = None) -> CpuRound:
         """Score every node in one native call, over on return; known nodes write their pages. No
         draft request is answered. Raises EngineError where the core refuses the step.
         """

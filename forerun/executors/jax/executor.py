@@ -49,7 +49,7 @@ from forerun.interface.slot_init import SlotInit
 from forerun.machine import cores
 from forerun.models.checkpoint import Checkpoint
 from forerun.speculative.accept import NOTHING
-from forerun.speculative.tree import NO_TREES, NodeMasks, TreeBatch, full_size
+from forerun.speculative.tree import NodeMasks, TreeBatch, full_size
 from forerun.types import Bools, Floats, Ints
 
 TIMED_NODES = 7
@@ -209,22 +209,11 @@ class JaxExecutor(Executor):
         """Forget the slot's sequence, if it has one."""
         self._sampler.close(slot)
 
-    def begin(
-        self, plan: Plan, trees: TreeBatch = NO_TREES, masks: NodeMasks | None = None
-    ) -> JaxRound:
+    def begin(self, plan: Plan, trees: TreeBatch, masks: NodeMasks | None = None) -> JaxRound:
         """Dispatch the step; waits for nothing. Rounds with a row under a grammar begin with
         `finish`, which brings its masks. Raises EngineError where the plan is too large or a
-        position has no page; NotYetError where no one round can go on from the running one.
+        position has no page.
         """
-        round = self._go_on(plan) if plan.after is not None else self._begin(plan, trees)
-        if round.drafted is not None:
-            round.drafting = plan.slots[round.drafted.rows]
-        self._steps += 1
-        self._last = round
-        return round
-
-    def _begin(self, plan: Plan, trees: TreeBatch) -> JaxRound:
-        """Begin a step of which everything is known."""
         count = len(trees.tokens)
         if count > self.limits.max_nodes:
             raise EngineError(f"a step of {count} nodes; at most {self.limits.max_nodes} fit")
@@ -250,19 +239,19 @@ class JaxExecutor(Executor):
         )  # fmt: skip
         late = bool((plan.constrained & plan.samples).any())
         self._dispatch(round, [batch for batch in cut if batch.chunk or not late])
-        return round
+        return self._begun(round)
 
-    def _go_on(self, plan: Plan) -> JaxRound:
+    def begin_after(self, running: Round, plan: Plan, ends: Ints) -> JaxRound:
         """Begin a step on what the running one leaves; NotYetError where no one round can."""
         width, levels = self._within
         depth = np.minimum(plan.max_depth, levels).tolist()
         bounds = zip(plan.max_nodes.tolist(), depth, strict=True)
-        most = [min(nodes, full_size(width, deep)) for nodes, deep in bounds]
-        size = self._buckets.round(plan.rows, 1 + max(most))
+        most = np.array([min(nodes, full_size(width, deep)) for nodes, deep in bounds], np.int32)
+        size = self._buckets.round(plan.rows, 1 + int(most.max()))
         asked = asked_of(plan, self._sampler, self._edits)
         if size is None or sum(len(edits) for _, edits in asked.values()) > self._edits:
             raise NotYetError("no one round holds the step")
-        reach = np.minimum(plan.kv_len + 1 + plan.max_depth, np.maximum(plan.ends, plan.kv_len + 1))
+        reach = np.minimum(plan.kv_len + 1 + plan.max_depth, np.maximum(ends, plan.kv_len + 1))
         self._check_reach(plan, reach)
         every = np.ones(plan.rows, np.bool_)
         drafted = self._drafting(plan, every)
@@ -270,12 +259,19 @@ class JaxExecutor(Executor):
         rows.temperature[:] = self._temperatures(plan.slots, asked)
         batch = Batch(size, False, tuple(range(plan.rows)), (), (0,))
         round = JaxRound(
-            plan, continues=True,
+            plan, after=running, continues=True,
             batches=[batch], place=plan.slots[:0], rows=rows, asked=asked, drafted=drafted,
         )  # fmt: skip
         choosing = self._sampler.choosing
-        given = packed_carried(batch, plan, choosing, rows, self._width, np.array(most, np.int32))
+        given = packed_carried(batch, plan, ends, most, choosing, rows, self._width)
         self._round(round, batch, given)
+        return self._begun(round)
+
+    def _begun(self, round: JaxRound) -> JaxRound:
+        if round.drafted is not None:
+            round.drafting = round.plan.slots[round.drafted.rows]
+        self._steps += 1
+        self._last = round
         return round
 
     def _temperatures(self, slots: Ints, asked: Asked) -> Floats:
@@ -333,7 +329,7 @@ class JaxExecutor(Executor):
         host accepted is moved from scratch into pages.
         """
         assert isinstance(round, JaxRound)
-        if round.plan.after is not None:
+        if round.after is not None:
             complete(round)
         self._dispatch(round, round.batches[len(round.records) :], masks)
         plan, trees, features, drafts = round.plan, round.trees, None, None

@@ -121,11 +121,12 @@ def packed(
 
 
 def packed_carried(
-    batch: Batch, plan: Plan, choosing: Choosing, asked: Rows, width: int, most: Ints
+    batch: Batch, plan: Plan, ends: Ints, most: Ints, choosing: Choosing, asked: Rows, width: int
 ) -> Ints:
-    """The vector int32[packed_size] of a plan with `after`: every row takes length, root and tree
-    from its slot.
+    """The vector int32[packed_size] of a round that goes on from another: every row takes length,
+    root and tree from its slot.
 
+    ends  int32[B] as in `Executor.begin_after`
     most  int32[B] draft tokens of each row at most
     """
     whole, views = _blank(batch, width)
@@ -133,7 +134,7 @@ def packed_carried(
     views["count"][rows] = views["decided"][rows] = views["of_carried"][rows] = 1
     views["draft_slot"][rows] = asked.draft_slot
     views["of_most"][rows], views["of_depth"][rows] = most, plan.max_depth
-    views["of_end"][rows] = plan.ends
+    views["of_end"][rows] = ends
     views["table"][rows, : plan.page_table.shape[1]] = np.maximum(plan.page_table, 0)
     for line, slot in enumerate(plan.slots.tolist()):
         _put_choosing(views, line, slot, choosing, asked.temperature[line])

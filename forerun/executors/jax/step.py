@@ -87,7 +87,7 @@ def complete(round: JaxRound) -> None:
     """
     batch, rows = round.batches[0], round.plan.rows
     round.records[0] = record = jax.device_get(round.records[0])
-    round.plan = round.plan.completed()
+    round.complete_plan()
     tokens, parents, real = record[-3 * batch.size.total :].reshape(3, *batch.size)[:, :rows]
     row, node = np.nonzero(real)
     counts = real.sum(1).astype(np.int32)

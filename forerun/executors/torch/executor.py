@@ -20,7 +20,7 @@ from forerun.interface.slot_init import SlotInit
 from forerun.models.checkpoint import Checkpoint
 from forerun.speculative.accept import NOTHING, accept_row
 from forerun.speculative.sampling import Sampling
-from forerun.speculative.tree import NO_DRAFT, NO_TREES, NodeMasks, TreeBatch, batch
+from forerun.speculative.tree import NO_DRAFT, NodeMasks, TreeBatch, batch
 from forerun.speculative.verify import positions
 from forerun.types import Ints
 
@@ -71,9 +71,7 @@ class TorchExecutor(ModelRunner, Executor):
     def draft_with(self, model: object) -> None:
         """Does nothing: no step drafts here, every pass of the model is asked for."""
 
-    def begin(
-        self, plan: Plan, trees: TreeBatch = NO_TREES, masks: NodeMasks | None = None
-    ) -> TorchRound:
+    def begin(self, plan: Plan, trees: TreeBatch, masks: NodeMasks | None = None) -> TorchRound:
         """Score every node of every tree in one forward pass. Writes scratch. No draft request is
         answered: every pass is asked for.
         """

@@ -7,7 +7,7 @@ prompt's, is an eager one. Sampling parameters, masks, and log-probabilities are
 (shaped_rows.py). Rows that the device cannot decide are decided and committed from its logits, as
 in an eager step.
 
-Another round may begin before the record of this one is read (Plan.after): it takes up on the
+Another round may begin before the record of this one is read (`begin_after`): it takes up on the
 device what this one leaves there (FutureState).
 """
 
@@ -50,7 +50,7 @@ from forerun.interface.next_draft import DraftRequest
 from forerun.interface.plan import Outcome, Plan, Reports, Round
 from forerun.interface.slot_init import SlotInit
 from forerun.speculative.sampling import History, Sampling
-from forerun.speculative.tree import NO_TREES, NodeMasks, TreeBatch, full_size
+from forerun.speculative.tree import NodeMasks, TreeBatch, full_size
 from forerun.types import Bools, Floats, Ints
 
 log = logging.getLogger("forerun.executors.torch")
@@ -168,13 +168,11 @@ class CapturedExecutor(Executor):
 
     @torch.inference_mode()
     def begin(
-        self, plan: Plan, trees: TreeBatch = NO_TREES, masks: NodeMasks | None = None
+        self, plan: Plan, trees: TreeBatch, masks: NodeMasks | None = None
     ) -> TorchRound | CapturedRound:
         """Begin a round, which also accepts and writes what it can decide, and drafts what is
         requested. Waits for nothing: `finish` does.
         """
-        if plan.after is not None:
-            return self._go_on(plan)
         size = self.size_of(plan, trees, masks is not None)
         if size is None:
             return self.eager.begin(plan, trees, masks)
@@ -195,10 +193,11 @@ class CapturedExecutor(Executor):
         round.continues = bool(decided.all()) and masks is None and not reads
         return round
 
-    def _go_on(self, plan: Plan) -> CapturedRound:
+    @torch.inference_mode()
+    def begin_after(self, running: Round, plan: Plan, ends: Ints) -> CapturedRound:
         """Begin a round on what the running one leaves; NotYetError where no round can be."""
         before, runner, choosing = self.last, self.runner, self._shaped.choosing
-        if runner.future is None or before is None or before is not plan.after:
+        if runner.future is None or before is None or before is not running:
             raise NotYetError("no round runs that keeps what the next one needs")
         levels = np.minimum(plan.max_depth, before.size.levels)
         grown = [full_size(before.size.width, level) for level in range(before.size.levels + 1)]
@@ -207,15 +206,18 @@ class CapturedExecutor(Executor):
         # Room for deeper trees would be another's room.
         if size is None or (plan.request is not None and not size.levels) or runner.lacks(size):
             raise NotYetError("no round of that size can go on from the running one")
-        deepest = np.minimum(plan.kv_len + plan.max_depth, plan.ends - 1)
+        deepest = np.minimum(plan.kv_len + plan.max_depth, ends - 1)
         check_pages(plan, np.maximum(plan.kv_len, deepest), self.limits.page_size)
         staging = runner.staging(size)
-        prepare_inputs_carried(staging.buffers, size, plan, choosing, most)
+        prepare_inputs_carried(staging.buffers, size, plan, ends, choosing, most)
         staging.split(plan.kv_len)
         if size.shaping:
             self._shaped.fill(staging.buffers, size, plan.slots)
         round = self._launch(size, staging, plan, np.ones(plan.rows, np.bool_))
-        round.continues = size.reports > 0 or not self._sampler.reports(plan.slots)
+        round.after, round.continues = (
+            before,
+            size.reports > 0 or not self._sampler.reports(plan.slots),
+        )
         return round
 
     def _launch(

@@ -44,8 +44,8 @@ class CapturedRound(Round):
         """Wait for the record, and complete plan, trees and place. Once."""
         self.wait()
         self.record = Record.of(self.size, self.result.numpy().copy())
-        if self.plan.after is not None:
-            self.plan = self.plan.completed()
+        if self.after is not None:
+            self.complete_plan()
             self._read_trees()
 
     def report(self, node: int, top: int) -> TokenLogprobs | None:
@@ -138,9 +138,9 @@ def prepare_inputs(
 
 
 def prepare_inputs_carried(
-    buffers: Buffers, size: Size, plan: Plan, choosing: Choosing, most: AnyArray
+    buffers: Buffers, size: Size, plan: Plan, ends: Ints, choosing: Choosing, most: AnyArray
 ) -> None:
-    """Write a plan that goes on from a running round: bounds, and what a sequence never changes.
+    """Write what `Executor.begin_after` is given: bounds, and what a sequence never changes.
     most int[B] draft tokens.
 
     Of nodes, what stands there in a chain of any length; of trees the device knows better.
@@ -148,7 +148,7 @@ def prepare_inputs_carried(
     rows, places = np.arange(plan.rows), np.arange(size.nodes)
     buffers["carried"][rows] = buffers["decided"][rows] = buffers["count"][rows] = 1
     buffers["most"][rows], buffers["deep"][rows] = most, plan.max_depth
-    buffers["last"][rows] = plan.ends - 1
+    buffers["last"][rows] = ends - 1
     _put_choosing(buffers, rows, choosing.seed[plan.slots], choosing.temperature[plan.slots])
     buffers["parents"].reshape(-1, size.nodes)[rows] = places - 1
     buffers["tree_intervals"].reshape(2, -1, size.nodes)[0, rows] = places

@@ -33,7 +33,7 @@ from forerun.interface.executor import ExecutorLimits
 from forerun.interface.plan import Plan, Reports
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.tensor_parallel import RankCheckpoint, TensorParallel, check_divides
-from forerun.speculative.tree import NO_TREES, NodeMasks, TreeBatch
+from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.types import Floats, Ints
 
 
@@ -115,9 +115,7 @@ class ParallelExecutor(TorchExecutor):
         """Have `failed` called with a sentence, once, from some thread, when a rank is gone."""
         self.ranks.watch(failed)
 
-    def begin(
-        self, plan: Plan, trees: TreeBatch = NO_TREES, masks: NodeMasks | None = None
-    ) -> SharedRound:
+    def begin(self, plan: Plan, trees: TreeBatch, masks: NodeMasks | None = None) -> SharedRound:
         """As TorchExecutor.begin, on all ranks at once. Raises RankError where one is gone: then no
         step can be run any more.
         """
