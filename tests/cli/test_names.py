@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from dataclasses import fields, replace
 from functools import cache
 
@@ -446,7 +447,7 @@ def test_sglangs_entry_starts_a_server():
         transport = httpx.HTTPTransport(retries=3)
         with httpx.Client(transport=transport, base_url=url[:-3], timeout=120) as client:
             while (answer := client.get("/v1/models")).status_code == 503:
-                pass
+                time.sleep(0.05)
             assert answer.json()["data"][0]["id"] == "mine"
             config = client.get("/server_info").json()["config"]
             assert config["speculative_num_draft_tokens"] == 5

@@ -5,6 +5,7 @@ import resource
 import signal
 import sys
 import threading
+import time
 from collections import Counter
 from dataclasses import replace
 from itertools import count
@@ -282,7 +283,7 @@ def test_what_its_owner_kills_is_not_started_again(tmp_path):
 
     def kill():
         while not begun():
-            pass
+            time.sleep(0.01)
         worker.kill()
 
     thread = threading.Thread(target=kill)

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -331,7 +332,7 @@ def test_a_process_that_somebody_ends_is_no_fault_of_the_grammars(when, monkeypa
     process = matchers[0]._process._process
     assert not early or process.pid == int(first.read_text())
     while when == "while nobody asks" and not matchers[0].ready:
-        pass
+        time.sleep(0.01)
     os.kill(process.pid, signal.SIGSTOP)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()

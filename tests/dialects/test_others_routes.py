@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 
 import pytest
 
@@ -60,7 +61,7 @@ def test_a_request_is_ended_by_its_name(server, order):
     asking = threading.Thread(target=lambda: found.append(server.post("/v1/completions", body)))
     asking.start()
     while not server.post("/abort_request", order).json()["aborted"]:
-        pass
+        time.sleep(0.01)
     asking.join()
     assert found[0].status_code == 400 and found[0].json()["error"]["code"] == "aborted"
     assert server.post("/abort_request", {"rid": "nobody"}).json() == {"aborted": 0}

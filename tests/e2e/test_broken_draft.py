@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 
 import httpx
 from safetensors.torch import load_file, save_file
@@ -47,7 +48,7 @@ def test_disabled_speculation_is_in_log_health_and_metrics(tmp_path):
             base = url.removesuffix("/v1")
             with httpx.Client(transport=transport, base_url=base, timeout=60) as client:
                 while client.get("/v1/models").status_code == 503:
-                    pass
+                    time.sleep(0.05)
                 fault = client.get("/health").json()["speculation_fault"]
                 info = client.get("/server_info").json()
                 page = client.get("/metrics").text

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 
 import httpx
@@ -61,7 +62,7 @@ def serving(place, flags):
         url = json.loads("".join(process.stdout.readline() for _ in range(3)))["url"]
         with httpx.Client(timeout=600) as client:
             while client.get(f"{url}/models").status_code == 503:
-                pass
+                time.sleep(0.05)
         yield url
     finally:
         process.terminate()
