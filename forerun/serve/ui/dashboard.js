@@ -47,7 +47,7 @@ export class Dashboard {
       const before = this.#readings.at(-1);
       if (before && metrics.value("forerun:steps_total") < before.value("forerun:steps_total")) this.#readings = []; // A new server.
       this.#readings = [...this.#readings.slice(1 - KEPT), metrics];
-      this.note.textContent = `${info.model}, ${info.executor.kernels ?? info.executor.device ?? info.config.executor} kernels. Rates are those of the last half minute.`;
+      this.note.textContent = `${info.model}, ${info.executor.kernels ?? info.executor.device ?? info.config.executor} kernels. Rates are those of the last half minute, as far as this page has been open.`;
       this.#draw(metrics, info);
     } catch (error) {
       this.note.textContent = error.message;
@@ -102,7 +102,7 @@ export class Dashboard {
     const drafts = now.value("vllm:spec_decode_num_drafts_total");
     return card("Acceptance by source and depth", "", rows.length
       ? table(["Drafted by", "Depth", "Verified", "Accepted"], rows.map((row) => [
-        h("span", {}, h("span.swatch", { class: `src-${row.source}`, "aria-hidden": "true", text: "ab" }), ` ${sourceName(row.source)}`),
+        h("span.source", {}, h("span.swatch", { class: `src-${row.source}`, "aria-hidden": "true", text: "ab" }), ` ${sourceName(row.source)}`),
         number(Number(row.position) + 1), number(row.value), share(row.accepted / row.value, `src-${row.source}`)]), "Acceptance by source and depth")
       : h("p.hint", { text: "Nothing was drafted yet." }),
     drafts > 0 && h("p.hint", { text: `Of ${number(drafts)} drafts, ${overall.map(({ value }, depth) => `${percent(value / drafts)} were right to depth ${depth + 1}`).slice(0, 3).join(", ") || "none was right"}.` }));
@@ -130,7 +130,7 @@ export class Dashboard {
     const parts = Object.entries(PARTS).map(([name, color]) => ({ name, color,
       value: (now.value("forerun:step_part_seconds_total", { part: name }) - recent.value("forerun:step_part_seconds_total", { part: name })) / (count || 1) }));
     return card("Where a step's time goes", "", count ? stacked(parts, duration, "Time per step") : h("p.hint", { text: "No step yet." }),
-      h("p.hint", { text: steps > 0 ? "Mean of the last half minute." : "Mean since the start: nothing ran in the last half minute." }));
+      h("p.hint", { text: steps > 0 ? "Mean of the last half minute." : "Mean since the server started: this page has seen no step in the last half minute." }));
   }
 
   #latencies(now, since) {
@@ -146,7 +146,7 @@ export class Dashboard {
       row("Reading the prompt", "vllm:request_prefill_time_seconds"),
       row("Writing the answer", "vllm:request_decode_time_seconds"),
       row("Whole request", "vllm:e2e_request_latency_seconds"),
-    ], "Waiting times"), h("p.hint", { text: "Estimated from histograms; of the last half minute, or since the start where nothing ended in it." }));
+    ], "Waiting times"), h("p.hint", { text: "Estimated from histograms; of the last half minute, or since the server started where this page has seen nothing end in it." }));
   }
 
   #requests(now, info) {
