@@ -294,13 +294,12 @@ def tagged(kinds: Mapping[str, type[Any]], refused: Mapping[str, str] = NOTHING)
 
     @takes({"anyOf": [_of_type(kind, name) for name, kind in kinds.items()]})
     def reader(value: Any, where: str) -> Any:
-        kind = value.get("type") if isinstance(value, dict) else None
-        place = f"{where}.type" if isinstance(value, dict) else where
+        kind, place = mapping(value, where).get("type"), f"{where}.type"
         if isinstance(kind, str) and kind in refused:
             raise RequestError(f"{place}: {shown(kind)} is not supported: {refused[kind]}.", place)
         if not isinstance(kind, str) or kind not in kinds:
-            known = ", ".join(kinds)
-            raise RequestError(f"{place} must be one of {known}, not {shown(kind)}.", place)
+            known = ("one of " if len(kinds) > 1 else "") + ", ".join(kinds)
+            raise RequestError(f"{place} must be {known}, not {shown(kind)}.", place)
         return read(kinds[kind], value, where)
 
     return reader

@@ -14,6 +14,7 @@ from forerun.serve.fields import (
     only,
     read,
     shown,
+    tagged,
     takes,
     text,
     whatever,
@@ -29,25 +30,24 @@ USE_TOOLS = "use tools and tool_choice"
 plain_text = text(MAX_TEXT)
 
 
-@takes({"type": "object", "required": ["type", "text"]})
-def _text_part(value: Any, where: str) -> str:
-    """A content part: {"type": "text", "text": "..."}."""
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind != "text":
-        place = f"{where}.type"
-        raise RequestError(f"{place}: {shown(kind)} is not supported: {NO_MEDIA}.", place)
-    for name in value.keys() - {"type", "text", "cache_control"}:
-        raise RequestError(f"There is no field {shown(name)} in {where}.", where)
-    return str(plain_text(value.get("text"), f"{where}.text"))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TextPart:
+    type: str = need(text(64))
+    text: str = need(plain_text)
+    cache_control: dict[str, Any] | None = ignore(mapping)
 
 
-@takes({"anyOf": [plain_text.schema, items(_text_part, MAX_MESSAGES).schema]})
+_MEDIA = "image_url image input_audio audio audio_url video video_url file input_file".split()  # noqa: SIM905
+_part = tagged({"text": _TextPart}, dict.fromkeys(_MEDIA, NO_MEDIA))
+
+
+@takes({"anyOf": [plain_text.schema, items(_part, MAX_MESSAGES).schema]})
 def content(value: Any, where: str) -> str:
     """A message's text: a string, or parts, which are joined by line breaks. Raises RequestError,
     naming `where`, for anything else.
     """
     if isinstance(value, list):
-        return "\n".join(items(_text_part, MAX_MESSAGES)(value, where))
+        return "\n".join(part.text for part in items(_part, MAX_MESSAGES)(value, where))
     return str(plain_text(value, where))
 
 

@@ -21,6 +21,7 @@ from forerun.serve.fields import (
     accept,
     boolean,
     items,
+    mapping,
     need,
     only,
     read,
@@ -96,9 +97,9 @@ def response_rules(value: Any, where: str) -> Rules | None:
         "json_schema": _JsonSchema,
         "structural_tag": _StructuralTag,
     }
-    kind = value.get("type") if isinstance(value, dict) else None
+    kind = mapping(value, where).get("type")
     if not isinstance(kind, str) or kind not in kinds:
-        place = f"{where}.type" if isinstance(value, dict) else where
+        place = f"{where}.type"
         known = ", ".join(kinds)
         raise RequestError(f"{place} must be one of {known}, not {shown(kind)}.", place)
     given = read(kinds[kind], value, where)

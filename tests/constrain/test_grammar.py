@@ -99,6 +99,7 @@ def test_character_classes_mean_what_they_mean_in_python(inside, text):
         ("(a[b)]", 0, "'(' is never closed"),
         ("a\\", 1, "'\\' escapes nothing"),
         ("(" * 60_000, 100, "more than 100 groups"),
+        ("a{" + "9" * 5000 + "}", 1, "every text has more than 10000 characters"),
         ("a{1000000000}", 1, "every text has more than 10000 characters"),
         ("x|((ab){200}|c{9000}){60}", 21, "every text has more than 10000 characters"),
     ],

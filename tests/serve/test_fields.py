@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from forerun.errors import RequestError
 from forerun.serve.dialects.anthropic.schema import AnthropicMessage
 from forerun.serve.dialects.ollama.schema import OllamaMessage
+from forerun.serve.dialects.ollama.schema import _format as ollama_format
 from forerun.serve.dialects.openai.errors import error_body
 from forerun.serve.dialects.responses.schema import InputMessage
 from forerun.serve.errors import ApiError
@@ -27,7 +28,9 @@ from forerun.serve.fields import (
     shown,
     text,
 )
+from forerun.serve.messages import content
 from forerun.serve.openapi import BODIES
+from forerun.serve.structure import response_rules
 from forerun.serve.wire import dump_json, parse_json
 
 
@@ -80,6 +83,25 @@ def test_the_culprit_is_named():
     assert problem(Outer, {}) == ("name", "name is missing.")
     assert problem(Outer, {"name": None}) == ("name", "name is missing.")
     assert problem(Outer, [])[0] is None
+
+
+@pytest.mark.parametrize(
+    ("reader", "value", "told"),
+    [
+        (response_rules, "json", "it must be a JSON object, not the string 'json'."),
+        (response_rules, {}, "it.type must be one of text, json_object, json_schema, "),
+        (content, ["Hi"], "it[0] must be a JSON object, not the string 'Hi'."),
+        (content, [{"text": "Hi"}], "it[0].type must be text, not null."),
+        (content, [{"type": "text", "txt": "Hi"}], "There is no field 'it[0].txt' in this request"),
+        (content, [{"type": "image_url"}], "it[0].type: the string 'image_url' is not supported: "),
+        (ollama_format, "xml", "it must be json or a JSON schema, not the string 'xml'."),
+        (ollama_format, "{", "it is not JSON: "),
+    ],
+)
+def test_what_was_sent_is_what_is_shown(reader, value, told):
+    with pytest.raises(RequestError) as caught:
+        reader(value, "it")
+    assert str(caught.value).startswith(told)
 
 
 READERS = [

@@ -149,11 +149,17 @@ class _Lengths:
         elif unit == "|":
             frame[:] = [0, min(branch, best), 0]
         elif unit in ("*", "?") or (unit[0] == "{" and len(unit) > 1):
-            times = 0 if unit in ("*", "?") else int(re.split("[,}]", unit[1:])[0] or 0)
+            times = 0 if unit in ("*", "?") else _times(unit)
             frame[0] += last * (times - 1)
             frame[2] = last * times
         elif unit != "+":
             frame[0], frame[2] = branch + 1, 1
+
+
+def _times(bounds: str) -> int:
+    """The smaller of a repetition's `bounds`, MAX_FORCED + 1 at most: it may have many digits."""
+    digits = re.split("[,}]", bounds[1:])[0].lstrip("0")
+    return min(int(digits[:9] or 0), MAX_FORCED + 1)
 
 
 def regex_error(text: str, index: int, message: str, field: str) -> RequestError:

@@ -81,6 +81,8 @@ def _format(value: Any, where: str) -> Rules | None:
     """`json`, or a JSON schema; "" is none."""
     if value == "":
         return None
+    if isinstance(value, str) and value != "json" and not value.lstrip().startswith("{"):
+        raise RequestError(f"{where} must be json or a JSON schema, not {shown(value)}.", where)
     return json_object_rules(where) if value == "json" else json_rules(value, where)
 
 
