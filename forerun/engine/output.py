@@ -43,7 +43,7 @@ def keep(sequence: Sequence, tokens: Collection[int], eos_ids: Collection[int]) 
         kept.append(token)
         is_stop = token in stopping.stop_tokens and (len(kept) > early or token in eos_ids)
         if not is_stop or stopping.include_stop:
-            piece = sequence.stream.push(token)
+            piece = sequence.stream.push(token, len(kept) <= early)
             text += piece.text
             if piece.stopped is not None:
                 return _kept(sequence, kept, text, Ending(Finish.STOP, piece.stopped))

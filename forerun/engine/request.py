@@ -50,7 +50,8 @@ class Stopping:
     """When a sequence ends.
 
     max_tokens      output tokens at most
-    stop            strings; the text ends before the first (or after it, with include_stop)
+    stop            strings; the text ends before the first (or after it, with include_stop) that is
+                    complete after min_tokens
     stop_tokens     ids, end-of-text ids included unless ignored; others not before min_tokens
     """
 

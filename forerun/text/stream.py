@@ -48,8 +48,11 @@ class TextStream:
         held = self._stops is not None or self._decoder.getstate()[0]
         return self._begun and not held and self._skipped is self._tokenizer.special_ids
 
-    def push(self, token: int) -> Piece:
-        """The text that token id `token` makes final. After a stop string nothing more comes."""
+    def push(self, token: int, early: bool = False) -> Piece:
+        """The text that token id `token` makes final. After a stop string nothing more comes.
+
+        early  a stop string that this token completes is text like any other
+        """
         if self._stopped is not None:
             return Piece("", self._stopped)
         if token in self._skipped:
@@ -59,7 +62,7 @@ class TextStream:
         if piece and not self._begun:
             self._begun = True
             piece = self._tokenizer.without_lead(piece)
-        return self._release(self._decoder.decode(piece))
+        return self._release(self._decoder.decode(piece), early)
 
     def finish(self) -> str:
         """The text that was held back, once no token will follow; "" after a stop string."""
@@ -70,17 +73,17 @@ class TextStream:
             tail, self._held = tail + self._held, ""
         return tail
 
-    def _release(self, text: str) -> Piece:
+    def _release(self, text: str, early: bool = False) -> Piece:
         """Move `text` through the stop strings; hold back what may be part of one."""
         if self._stops is None:
             return Piece(text)
         window = self._held + text
         for index, character in enumerate(text, len(self._held) + 1):
-            self._stopped = self._stops.feed(character)
-            if self._stopped is not None:
-                self._held = ""
-                end = index if self._include_stop else index - len(self._stopped)
-                return Piece(window[:end], self._stopped)
+            found = self._stops.feed(character)
+            if found is not None and not early:
+                self._stopped, self._held = found, ""
+                end = index if self._include_stop else index - len(found)
+                return Piece(window[:end], found)
         cut = len(window) - self._stops.pending
         self._held = window[cut:]
         return Piece(window[:cut])

@@ -163,6 +163,23 @@ def test_min_tokens_forbids_an_early_end():
     assert len(ear.tokens()) >= 32
 
 
+@pytest.mark.parametrize("name", ["none", "oracle"])
+@pytest.mark.parametrize("include_stop", [False, True])
+def test_stop_strings_end_nothing_before_min_tokens(name, include_stop):
+    """As at vLLM: a stop string counts where it is complete after that many tokens."""
+    text = bytes(following(b"Hello", 40)).decode()
+    stop = text[7:10]
+    lengths = []
+    for min_tokens in range(14):
+        request = ask(
+            stop=("never", stop), max_tokens=40, include_stop=include_stop, min_tokens=min_tokens
+        )
+        ear = run(make(name, nodes=6, depth=6), request)
+        ear.expect(request)
+        lengths.append(len(ear.tokens()))
+    assert lengths[:10] == [10] * 10 and all(length > 10 for length in lengths[10:])
+
+
 @pytest.mark.parametrize("max_tokens", [0, 1, 2])
 def test_few_tokens(max_tokens):
     ear = run(make("oracle"), ask(max_tokens=max_tokens))

@@ -59,14 +59,21 @@ def reference(request: Request, index: int = 0) -> tuple[list[int], str, Finish]
     sampling = replace(request.sampling, seed=choice_seed(request.sampling.seed, index))
     stopping, text = request.stopping, ""
     out: list[int] = []
+    early = 0  # Characters of the text before min_tokens, in which no stop string is complete.
     tokens = following(request.prompt.tolist(), stopping.max_tokens, sampling)
     for token in tokens:
+        if len(out) <= sampling.min_tokens:
+            early = len(text)
         out.append(token)
         if token in stopping.stop_tokens:
             return out, text, Finish.STOP
         text = TOKENIZER.decode(out, request.skip_special_tokens)
-        hits = [(text.find(stop) + len(stop), -len(stop)) for stop in stopping.stop if stop in text]
-        if hits:
+        hits = [
+            (text.find(stop, max(0, early - len(stop) + 1)) + len(stop), -len(stop))
+            for stop in stopping.stop
+            if text.find(stop, max(0, early - len(stop) + 1)) >= 0
+        ]
+        if hits and len(out) > sampling.min_tokens:
             end, length = min(hits)
             return out, text[: end if stopping.include_stop else end + length], Finish.STOP
     return out, text, Finish.LENGTH

@@ -61,6 +61,26 @@ def test_overlapping_stop_strings(text, stop, include):
     assert streamed(BYTES, ids, stop, include) == whole(BYTES, ids, stop, include)
 
 
+@settings(max_examples=400, deadline=None)
+@given(
+    text=st.text("ab", max_size=30),
+    stop=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4),
+    early=st.integers(0, 30),
+)
+def test_stop_strings_that_are_complete_early_are_text(text, stop, early):
+    stream, pieces = TextStream(BYTES, stop), []
+    for place, token in enumerate(text.encode(), 1):
+        pieces.append(stream.push(token, place <= early))
+    ends = [
+        (end, -len(one))
+        for one in stop
+        for end in range(max(early + 1, len(one)), len(text) + 1)
+        if text[:end].endswith(one)
+    ]
+    cut = sum(min(ends)) if ends else len(text)
+    assert "".join(piece.text for piece in pieces) + stream.finish() == text[:cut]
+
+
 def test_half_characters_wait():
     stream = TextStream(BYTES)
     texts = [stream.push(value).text for value in "a👍b".encode()]
