@@ -78,7 +78,8 @@ def body_schema(kind: type[Any]) -> Schema:
         "properties": properties,
         "additionalProperties": {"type": "null"},
     }
-    if kind.__doc__:
+    # A dataclass without a docstring gets its signature for one.
+    if kind.__doc__ and not kind.__doc__.startswith(f"{kind.__name__}("):
         schema["description"] = " ".join(kind.__doc__.split())
     return schema | ({"required": needed} if needed else {})
 

@@ -57,3 +57,9 @@ def test_an_editable_installation_compiles_in_place(checkout, monkeypatch, compi
     hook.finalize("editable", {}, "")
     found = (checkout / CORE).read_text() if (checkout / CORE).exists() else None
     assert found == left, "better none than one of other sources"
+
+
+def test_what_tools_leave_behind_is_no_part_of_an_archive():
+    """Hatchling reads this file only, and none that a cache brings along."""
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    assert {f"/{tag.parent.name}/" for tag in ROOT.glob(".*/CACHEDIR.TAG")} <= set(ignored)

@@ -1,5 +1,7 @@
 """/openapi.json says what the routes are and what their bodies take."""
 
+import json
+
 import pytest
 from starlette.testclient import TestClient
 
@@ -65,3 +67,8 @@ def test_readers_say_their_bounds():
     assert several.schema["items"] == {"type": "string", "minLength": 1, "maxLength": 5}
     assert (several.schema["minItems"], several.schema["maxItems"]) == (0, 3)
     assert mapping.schema == {"type": "object"}
+
+
+def test_no_description_is_a_signature():
+    told = json.dumps(document(HONOURED))
+    assert "description" in told and "(*, " not in told
