@@ -66,6 +66,7 @@ class Message:
     reasoning_details: Any = ignore(whatever)
     thinking_blocks: Any = ignore(whatever)
     provider_specific_fields: Any = ignore(whatever)
+    parsed: Any = ignore(whatever)
     annotations: list[Any] | None = accept(only([], why=NO_MEDIA))
 
     refused: ClassVar[dict[str, str]] = {
@@ -75,7 +76,13 @@ class Message:
     }
 
 
-IGNORED = ("cache_control", "reasoning_details", "thinking_blocks", "provider_specific_fields")
+IGNORED = (
+    "cache_control",
+    "reasoning_details",
+    "thinking_blocks",
+    "provider_specific_fields",
+    "parsed",
+)
 """Fields of messages that change nothing: marks of caches, and what others leave in answers."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -151,8 +151,11 @@ class _Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Called:
+    """A function that was called. OpenAI's `parse` leaves its arguments in it a second time."""
+
     name: str = need(function_name)
     arguments: str = need(_text)
+    parsed_arguments: Any = accept(lambda value, where: value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

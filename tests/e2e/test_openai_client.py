@@ -1,6 +1,7 @@
 """The official client against a real server process."""
 
 import asyncio
+from typing import Literal
 
 import pytest
 
@@ -8,7 +9,7 @@ from forerun.text.tokenizer import Tokenizer
 from tests.engine.toys import following
 from tests.lazy import LazyModule
 
-openai = LazyModule("openai")
+openai, pydantic = LazyModule("openai"), LazyModule("pydantic")
 
 
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -271,6 +272,29 @@ def test_min_tokens_and_ignore_eos(client):
     shown = {"ignore_eos": True, "skip_special_tokens": False}
     text = client.completions.create(**options, extra_body=shown).choices[0].text
     assert text.startswith("<|im_end|>")
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
+def test_what_was_parsed_can_be_sent_back(client):
+    """OpenAI's `parse` leaves what it read in the message, and sends it along with it."""
+    pick = pydantic.create_model("Pick", colour=Literal["red", "green"])
+    options = {"model": "toy", "max_tokens": 200, "temperature": 0}
+    asked = [{"role": "user", "content": "Pick one."}]
+    answer = client.chat.completions.parse(messages=asked, response_format=pick, **options)
+    said = answer.choices[0].message
+    assert said.parsed.colour in ("red", "green")
+    tools = [openai.pydantic_function_tool(pick)]
+    answer = client.chat.completions.parse(
+        messages=[*asked, said, *asked], tools=tools, tool_choice="required", **options
+    )
+    called = answer.choices[0].message
+    (call, *_) = called.tool_calls
+    assert call.function.parsed_arguments.colour in ("red", "green")
+    results = [
+        {"role": "tool", "tool_call_id": one.id, "content": "taken"} for one in called.tool_calls
+    ]
+    answer = client.chat.completions.create(messages=[*asked, called, *results], **options)
+    assert answer.choices[0].message.content
 
 
 def test_typed_errors(client):
