@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from forerun.build.engine import make_engine
 from forerun.client.completion import make_request
-from forerun.executors.torch.captured.buffers import BufferDims, PageTables, Room, Sized, changes_of
+from forerun.executors.torch.captured.buffers import (
+    BufferDims,
+    PageTables,
+    Sized,
+    StagingBuffer,
+    changes_of,
+    room_of,
+)
 from forerun.executors.torch.captured.runner import CudaGraphRunner
 from forerun.executors.torch.triton.record import Size
 from tests.parity.tape import Tape
@@ -43,11 +50,16 @@ class Device:
     def __init__(self, kind, size, page_size):
         dims = BufferDims(WIDTH, SLOTS, 2, 32, 2, page_size)
         self.size, self.tables = size, kind(SLOTS, WIDTH, size.rows, CPU)
-        self.sized = Sized(size, dims, Room(size.rows, size.total, dims, CPU))
+        room = torch.zeros(room_of(size.rows, size.total, dims), dtype=torch.int32)
+        self.sized, self._staging = Sized(size, dims, room), StagingBuffer(room)
+
+    def staging(self):
+        self._staging.reset(self.sized)
+        return self._staging
 
     def run(self, slots, page_table):
         """The rows' tables, and whether they fitted into the round's own facts."""
-        staging = self.sized.staging()
+        staging = self.staging()
         staging.buffers["slot"][: len(slots)] = slots
         first = self.tables.send(staging.buffers, Tables(slots, page_table))
         if first is not None:
@@ -74,7 +86,7 @@ def test_tables_are_whole_after_any_steps(steps, page_size, lost):
         for row, mine in zip(table, pages, strict=False):
             row[: len(mine)] = mine
         if number % 4 == lost:  # It was written, and never began.
-            ours.tables.send(ours.sized.staging().buffers, Tables(slots, table))
+            ours.tables.send(ours.staging().buffers, Tables(slots, table))
             ours.tables.forget()
             continue
         found, expected = ours.run(slots, table)[0], twin.run(slots, table)[0]
@@ -89,7 +101,7 @@ def test_what_did_not_change_is_not_sent():
     table = np.arange(2 * WIDTH, dtype=np.int32).reshape(2, WIDTH)
     slots = np.array([3, 1], np.int32)
     assert not device.run(slots, table)[1]  # Two whole rows are more than there is room for.
-    staging = device.sized.staging()
+    staging = device.staging()
     assert device.tables.send(staging.buffers, Tables(slots, table)) is None
     assert not staging.buffers["sent"].any()
     table[1, 4] = 40
@@ -102,8 +114,7 @@ def test_a_step_of_64_rows_of_32k_is_sent_kilobytes():
     """Room for two pages of every row, whatever the context: before, 2,048 of each were sent."""
     dims = BufferDims(32_768 // 16, 64, 4, 128_256, 8, 16)
     size = Size(64, 1)
-    room = Room(64, 64, dims, torch.device("meta"))
-    sized = Sized(size, dims, room)
+    sized = Sized(size, dims, torch.zeros(room_of(64, 64, dims), dtype=torch.int32))
     sent = 12 * changes_of(size, 16)
     assert sent == 1_536
     assert 4 * sized.whole.numel() == 7_284

@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from forerun.executors.device_choice import Choosing
-from forerun.executors.torch.captured.buffers import BufferDims, Room, Sized
+from forerun.executors.torch.captured.buffers import BufferDims, Sized, StagingBuffer, room_of
 from forerun.executors.torch.captured.round import prepare_inputs_carried, tree_intervals
 from forerun.executors.torch.captured.runner import LEVELS
 from forerun.executors.torch.triton.record import Record, Size
@@ -45,7 +45,15 @@ def there(array):
 def sized_of(size, width):
     """A size's tensors, with page tables so wide."""
     dims = BufferDims(width, SLOTS, 2, 32, 2, 16)
-    return Sized(size, dims, Room(size.rows, size.total, dims, torch.device("cpu")))
+    room = torch.zeros(room_of(size.rows, size.total, dims), dtype=torch.int32)
+    return Sized(size, dims, room)
+
+
+def staged(sized):
+    """What the host fills of such a round."""
+    staging = StagingBuffer(sized.whole)
+    staging.reset(sized)
+    return staging
 
 
 def room_for(size):
@@ -56,7 +64,7 @@ def room_for(size):
 def left(carry, size, slots, rows):
     """Let a round of `size` end with these rows: (kv_len, position, token, tree)."""
     sized = sized_of(size, 3)
-    staging = sized.staging()
+    staging = staged(sized)
     buffers = staging.buffers
     choices = torch.full((size.total,), NOTHING, dtype=torch.int32)
     kept = torch.zeros(size.rows, size.nodes, dtype=torch.bool)
@@ -77,7 +85,7 @@ def left(carry, size, slots, rows):
 def entered(carry, size, slots, bounds):
     """The facts of a round whose rows go on from these slots; bounds: (most, deep, ends)."""
     sized = sized_of(size, 90)
-    staging = sized.staging()
+    staging = staged(sized)
     buffers = staging.buffers
     many = len(slots)
     most, deep, ends = np.array(bounds, np.int32).T
@@ -148,7 +156,7 @@ def test_rows_that_are_not_ahead_keep_their_facts():
     carry, size = room_for(Size(2, 2, 2, 2)), Size(2, 4)
     random = np.random.default_rng(0)
     sized = sized_of(size, 3)
-    staging = sized.staging()
+    staging = staged(sized)
     buffers = staging.buffers
     for values in buffers.values():
         values[...] = random.integers(1, 4, values.shape)

@@ -10,7 +10,7 @@ from forerun.build.engine import open_target
 from forerun.client.completion import make_request
 from forerun.executors.torch import TorchExecutor, model_runner, with_captures
 from forerun.executors.torch.attention.kv import KvShape, PagedCache
-from forerun.executors.torch.captured.buffers import BufferDims, Room, Sized
+from forerun.executors.torch.captured.buffers import BufferDims, Sized, StagingBuffer, room_of
 from forerun.executors.torch.captured.round import tree_intervals
 from forerun.executors.torch.decoder.float8 import FLOAT8
 from forerun.executors.torch.triton.record import Size
@@ -47,8 +47,9 @@ def facts_of(size, trees, decided, seed):
     """A round's facts, of rows with these trees, as the host writes them."""
     random = np.random.default_rng(seed)
     dims = BufferDims(6, 4, 2, 4300, 2, 16)
-    sized = Sized(size, dims, Room(size.rows, size.total, dims, CPU))
-    staging = sized.staging()
+    room = torch.zeros(room_of(size.rows, size.total, dims), dtype=torch.int32)
+    sized, staging = Sized(size, dims, room), StagingBuffer(room)
+    staging.reset(sized)
     facts = staging.buffers
     rows, row = len(decided), np.repeat(np.arange(len(decided)), np.diff(trees.start))
     place = row * size.nodes + np.arange(len(row)) - trees.start[row]

@@ -1,7 +1,8 @@
 """What a captured round reads and writes: tensors whose places never change.
 
 What goes in lies in one room for all sizes: on the device once, because rounds run one after the
-other; on the host twice, used in turn: it fills one while a round filled from the other runs.
+other; on the host twice, used in turn (StagingBuffer): it fills one while a round filled from the
+other runs.
 """
 
 from collections.abc import Callable
@@ -79,113 +80,93 @@ def _shapes(size: Size, dims: BufferDims) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _views(whole: Tensor, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    counts = [int(np.prod(shape)) for shape in shapes.values()]
-    parts = zip(shapes.items(), whole.split(counts), strict=True)
-    views = {name: part.view(shape) for (name, shape), part in parts}
-    return views | {"kv_len": views["where"][0], "position": views["where"][1]}
+def room_of(rows: int, nodes: int, dims: BufferDims) -> int:
+    """Numbers that the facts of any round take, of at most `rows` rows and `nodes` nodes in all."""
+    largest = Size(rows, -(-nodes // rows), shaping=1, masked=1)
+    count = sum(int(np.prod(shape)) for shape in _shapes(largest, dims).values())
+    # Other sizes have more tiles, and more changes.
+    count += 3 * programs_for(nodes, dims.groups)
+    return count + 3 * (2 * rows + -(-2 * nodes // dims.page_size))
 
 
-class Side:
-    """One of the host's two rooms; `wait` returns when the round that last used it is over."""
+class Sized:
+    """The fixed tensors of one size, on the device of `room`, int32[room_of]: they begin there.
 
-    def __init__(self, count: int, pinned: bool) -> None:
-        self.whole = torch.zeros(count, dtype=torch.int32, pin_memory=pinned)
-        self.wait: Callable[[], None] = lambda: None
-
-
-class Room:
-    """Where the facts of all rounds lie, of at most `rows` rows and `nodes` nodes in all."""
-
-    def __init__(self, rows: int, nodes: int, dims: BufferDims, device: torch.device) -> None:
-        largest = Size(rows, -(-nodes // rows), shaping=1, masked=1)
-        count = sum(int(np.prod(shape)) for shape in _shapes(largest, dims).values())
-        # Other sizes have more tiles, and more changes.
-        count += 3 * programs_for(nodes, dims.groups)
-        count += 3 * (2 * rows + -(-2 * nodes // dims.page_size))
-        self.whole = torch.zeros(count, dtype=torch.int32, device=device)
-        self._sides = [Side(count, device.type == "cuda") for _ in range(2)]
-
-    def side(self) -> Side:
-        """The host's other room; waits for the round that used it last, which is over."""
-        self._sides.reverse()
-        self._sides[0].wait()
-        return self._sides[0]
-
-
-class StagingBuffer:
-    """What the host fills for a round of one size, in one of its rooms: `whole` and `buffers` are
-    what Sized.whole and Sized.there will be, `result` what Sized.record was.
+    whole, there  the facts
+    record  int32[3*R*N + R + 3*R*K + ..] what comes back, in one copy, see `Record`
+    blank   the facts of a round in which no row has a node, up to the masks: nobody reads any
     """
 
-    def __init__(self, size: Size, dims: BufferDims, side: Side, result: Tensor) -> None:
-        shapes = _shapes(size, dims)
-        self.side, self.result = side, result
-        self.whole = side.whole[: sum(int(np.prod(shape)) for shape in shapes.values())]
-        views = _views(self.whole, shapes)
-        self.buffers: dict[str, AnyArray] = {name: view.numpy() for name, view in views.items()}
-        # A round in which no row has a node, up to the masks: nobody reads any.
-        masks = self.buffers["masks"].size if size.masked else 0
-        self._facts = self.whole.numpy()[: len(self.whole) - masks]
-        self._blank = np.zeros_like(self._facts)
-        blank = _views(torch.from_numpy(self._blank), shapes | ({"masks": (0,)} if masks else {}))
+    def __init__(self, size: Size, dims: BufferDims, room: Tensor) -> None:
+        self.size, self._shapes = size, _shapes(size, dims)
+        returned = 3 * size.total + size.rows + 3 * size.rows * size.draft_tokens
+        returned += 2 * size.rows * size.candidates
+        returned += size.total * (1 + 2 * size.reports) if size.reports else 0
+        self.whole = room[: sum(int(np.prod(shape)) for shape in self._shapes.values())]
+        self.there = self.views(self.whole)
+        self.record = torch.zeros(returned, dtype=torch.int32, device=room.device)
+        start = np.arange(size.rows + 1, dtype=np.int32) * size.nodes
+        self.tile = tile_nodes(size.nodes, dims.gqa_group)
+        self.start = torch.from_numpy(start).to(room.device)
+        self.tiles = torch.from_numpy(tiles_of(start, self.tile)).to(room.device)
+        self.blank = self._blank(dims)
+
+    def views(self, whole: Tensor) -> dict[str, Tensor]:
+        """The parts of facts int32[.] of this size, by name."""
+        parts = whole.split([int(np.prod(shape)) for shape in self._shapes.values()])
+        named = zip(self._shapes.items(), parts, strict=True)
+        views = {name: part.view(shape) for (name, shape), part in named}
+        return views | {"kv_len": views["where"][0], "position": views["where"][1]}
+
+    def _blank(self, dims: BufferDims) -> Ints:
+        size, whole = self.size, torch.zeros(len(self.whole), dtype=torch.int32)
+        blank = self.views(whole)
         blank["sent_to"].view(torch.int64)[:] = dims.slots * dims.width
         blank["parents"][:] = NOTHING
         blank["draft_slot"][:] = -1
         blank["slot"][:] = dims.slots
-        self._tiles = _tiles(size, dims)
-        whole = split_of(np.zeros(self._tiles, np.int32), len(blank["split"]))
-        blank["split"][:] = torch.from_numpy(whole)
+        parts = split_of(np.zeros(len(self.tiles), np.int32), len(blank["split"]))
+        blank["split"][:] = torch.from_numpy(parts)
         # What stands in their places sees itself alone.
         alone = torch.arange(size.nodes, dtype=torch.int32).repeat(size.rows) + 2 * size.nodes
         blank["tree_intervals"][:] = torch.stack([alone, alone + 1])
         if size.masked:
             blank["mask_row"][:] = -1
+            whole = whole[: -blank["masks"].numel()]
+        return whole.numpy().copy()
 
-    def blank(self) -> None:
-        """Reset all facts but masks: a round in which no row has a node."""
-        self._facts[:] = self._blank
+
+class StagingBuffer:
+    """One of the host's two rooms, and what it is filled with: facts of the size that it was reset
+    for last. `whole` and `buffers` are what Sized.whole and Sized.there will be, `result` what
+    Sized.record was; `wait` returns when the round that was launched from here last is over.
+    """
+
+    def __init__(self, room: Tensor) -> None:
+        """As large as the device's room."""
+        self._room = torch.zeros(len(room), dtype=torch.int32, pin_memory=room.is_cuda)
+        self._views: dict[Size, tuple[Tensor, dict[str, AnyArray], Tensor]] = {}
+        self.wait: Callable[[], None] = lambda: None
+
+    def reset(self, sized: Sized) -> None:
+        """Wait for the round that used it last; then it is filled with a round of this size in
+        which no row has a node.
+        """
+        self.wait()
+        if sized.size not in self._views:
+            whole, pinned = self._room[: len(sized.whole)], self._room.is_pinned()
+            buffers = {name: view.numpy() for name, view in sized.views(whole).items()}
+            result = torch.zeros_like(sized.record, device="cpu", pin_memory=pinned)
+            self._views[sized.size] = whole, buffers, result
+        self.whole, self.buffers, self.result = self._views[sized.size]
+        self.whole.numpy()[: len(sized.blank)] = sized.blank
+        self._tiles = len(sized.tiles)
 
     def split(self, lengths: Ints) -> None:
         """Cut the rows' prefixes, int32[n] tokens at most, into attention's parts."""
         each = np.zeros(self._tiles, np.int32).reshape(len(self.buffers["count"]), -1)
         each[: len(lengths)] = lengths[:, None]
         self.buffers["split"][:] = split_of(each.ravel(), len(self.buffers["split"]))
-
-
-class Sized:
-    """The fixed tensors of one size, in `room`.
-
-    whole, there  the facts
-    record  int32[3*R*N + R + 3*R*K + ..] what comes back, in one copy, see `Record`
-    """
-
-    def __init__(self, size: Size, dims: BufferDims, room: Room) -> None:
-        device, self._size, self._dims, self._room = room.whole.device, size, dims, room
-        shapes = _shapes(size, dims)
-        count = sum(int(np.prod(shape)) for shape in shapes.values())
-        returned = 3 * size.total + size.rows + 3 * size.rows * size.draft_tokens
-        returned += 2 * size.rows * size.candidates
-        returned += size.total * (1 + 2 * size.reports) if size.reports else 0
-        self.whole = room.whole[:count]
-        self.there = _views(self.whole, shapes)
-        self.record = torch.zeros(returned, dtype=torch.int32, device=device)
-        self._staging: dict[Side, StagingBuffer] = {}
-        start = np.arange(size.rows + 1, dtype=np.int32) * size.nodes
-        self.tile = tile_nodes(size.nodes, dims.gqa_group)
-        self.start = torch.from_numpy(start).to(device)
-        self.tiles = torch.from_numpy(tiles_of(start, self.tile)).to(device)
-
-    def staging(self) -> StagingBuffer:
-        """What the host fills next, blank; waits for the round that used its room last, which is
-        over.
-        """
-        side = self._room.side()
-        if side not in self._staging:
-            result = torch.zeros_like(self.record, device="cpu", pin_memory=side.whole.is_pinned())
-            self._staging[side] = StagingBuffer(self._size, self._dims, side, result)
-        self._staging[side].blank()
-        return self._staging[side]
 
 
 class PageTables:

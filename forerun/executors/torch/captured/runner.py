@@ -28,9 +28,9 @@ from forerun.executors.torch.attention.kv import PagedCache
 from forerun.executors.torch.captured.buffers import (
     BufferDims,
     PageTables,
-    Room,
     Sized,
     StagingBuffer,
+    room_of,
 )
 from forerun.executors.torch.captured.declared import covering, padded_rows
 from forerun.executors.torch.captured.drafting import Drafting
@@ -108,7 +108,9 @@ class CudaGraphRunner:
         self._sized: dict[Size, Sized] = {}
         most = limits.scored_nodes
         rows = min(most, padded_rows(limits.slots))
-        self._room = Room(rows, most, self._dims, self._device)
+        room = room_of(rows, most, self._dims)
+        self._room = torch.zeros(room, dtype=torch.int32, device=self._device)
+        self._staging = [StagingBuffer(self._room) for _ in range(2)]
         self.tables = PageTables(limits.slots, self._dims.width, rows, self._device)
         self.programs = CapturedPrograms(self.work, records)
         self._runs: dict[Size, Size | None] = {}  # By size, what it is run as.
@@ -164,9 +166,13 @@ class CudaGraphRunner:
         return self._runs[size]
 
     def staging(self, size: Size) -> StagingBuffer:
-        """What the host fills before `launch`; makes room for all that such a round writes."""
+        """What the host fills before `launch`; makes room for all that such a round writes, and
+        waits for the round before the last, which is over.
+        """
         self.make_room(size)
-        return self.of(size).staging()
+        self._staging.reverse()
+        self._staging[0].reset(self.of(size))
+        return self._staging[0]
 
     def launch(
         self, size: Size, staging: StagingBuffer, first: Sequence[Callable[[], None]] = ()
@@ -183,9 +189,8 @@ class CudaGraphRunner:
             self.programs.run(size)
             staging.result.copy_(sized.record, non_blocking=True)
 
-        wait = self._records.launch(work)
-        staging.side.wait = wait
-        return wait
+        staging.wait = self._records.launch(work)
+        return staging.wait
 
     def of(self, size: Size) -> Sized:
         """The fixed tensors of a size; allocated when it is first asked for."""
