@@ -37,10 +37,11 @@ import numpy as np
 
 from forerun.executors.cpu import CpuExecutor, native
 from forerun.hub.catalog import Model, open_model
-from forerun.interface.executor import DraftShape, Executor, ExecutorLimits
+from forerun.interface.executor import Executor, ExecutorLimits
 from forerun.machine import stamp
 from forerun.measure.step_bench import StepBench, limits_for
 from forerun.speculative.sampling import Sampling
+from forerun.types import DraftShape
 
 PEER_FOLDER = Path(__file__).parent / "peers"
 PEERS = {

@@ -35,7 +35,6 @@ from forerun.models.ngram_table import NgramTable, read_ngram_table
 from forerun.models.prediction_layers import PredictionLayers, open_prediction_layers
 from forerun.models.whole_draft import WholeDraft
 from forerun.options.config import EngineConfig
-from forerun.speculative.draft_tree import TreeShape
 
 log = logging.getLogger("forerun.build")
 
@@ -176,8 +175,8 @@ def resolved_drafting(
     shape = config.draft_shape
     return replace(
         config,
-        speculative_num_steps=shape.steps,
-        speculative_num_draft_tokens=shape.tokens,
+        speculative_num_steps=shape.depth,
+        speculative_num_draft_tokens=shape.nodes + 1,
     )
 
 
@@ -330,14 +329,14 @@ def model_drafter(
     Logs a warning where its drafts do not fit into captured rounds.
     """
     shape = config.draft_shape
-    trees = TreeShape(shape.topk, min(shape.steps, shape.nodes), nodes=shape.nodes)
-    drafter = ModelDrafter(model, limits, trees, mask)
+    shape = shape._replace(depth=min(shape.depth, shape.nodes))
+    drafter = ModelDrafter(model, limits, shape, mask)
     captured = config.executor == "torch" and config.device != "cpu"
     if captured and not config.disable_cuda_graph and not drafter.traits.drafts_on_device:
         log.warning(
             "%s drafts outside of captured rounds, in passes of its own: %d draft tokens are more "
             "than the square of top-k %d; lower speculative-num-draft-tokens or raise "
-            "speculative-eagle-topk", model.traits.name, shape.nodes, shape.topk,
+            "speculative-eagle-topk", model.traits.name, shape.nodes, shape.width,
         )  # fmt: skip
     return CombinedDrafter(lookup, drafter) if config.algorithm.lookup else drafter
 
@@ -354,7 +353,7 @@ def policy_for(
     if not config.speculates:
         return FixedPolicy(0, 0)
     shape = config.draft_shape
-    depth = min(shape.steps, shape.nodes, drafter.traits.max_depth)
+    depth = min(shape.depth, shape.nodes, drafter.traits.max_depth)
     if costs is None or config.policy != "adaptive" or depth == 0:
         return FixedPolicy(shape.nodes if depth else 0, depth, lookahead)
     return AdaptivePolicy(costs, shape.nodes, depth, drafter.traits, lookahead)

@@ -245,7 +245,7 @@ def _facts(target: Target) -> dict[str, Any]:
 def _drafter(config: EngineConfig, target: Target, grammars: TreeGrammars) -> Drafter:
     """What proposes draft tokens."""
     shape = config.draft_shape
-    if not config.speculates or shape.nodes == 0 or shape.steps == 0:
+    if not config.speculates or shape.nodes == 0 or shape.depth == 0:
         return NoDrafter()
     lookup = ngram_drafter(target.memory.limits.slots, target.table)
     model = target.draft_model

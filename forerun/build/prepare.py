@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 
-from forerun.interface.executor import DraftShape, Executor
+from forerun.interface.executor import Executor
 from forerun.options.config import EngineConfig
+from forerun.types import DraftShape
 
 
 def prepare(
@@ -20,7 +21,7 @@ def prepare(
     """
     shape = config.draft_shape
     drafts = shape.nodes if config.speculates else 0
-    levels = min(drafts, shape.steps) if within else 0
-    width = shape.topk if levels else 0
+    levels = min(drafts, shape.depth) if within else 0
+    width = shape.width if levels else 0
 
     executor.warm_up(DraftShape(drafts, width, levels), progress or (lambda *_: None))

@@ -65,7 +65,7 @@ def key_of(config: EngineConfig, version: str, processor: str) -> str:
     """What a profile belongs to, as JSON text: two configurations with one key have one speed."""
     target = [config.model, config.executor, config.device, config.dtype, config.threads]
     draft = config.speculative_draft_model_path
-    drafter = [config.speculative_algorithm, draft, config.draft_shape.topk]
+    drafter = [config.speculative_algorithm, draft, config.draft_shape.width]
     return json.dumps([target, drafter, version, processor])
 
 

@@ -25,7 +25,7 @@ from forerun.control.costs import Mean
 from forerun.control.host_drafts import Found, HostDrafts, scored
 from forerun.control.policy import Budget
 from forerun.control.report import StepReport
-from forerun.interface.next_draft import DraftSize, draft_sizes
+from forerun.types import DraftShape
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class _Bucket:
     rest    plain steps since they were; wait: how many come before they are tried again
     """
 
-    ratio: dict[DraftSize, Mean] = field(default_factory=dict)
+    ratio: dict[DraftShape, Mean] = field(default_factory=dict)
     on: bool = True
     rest: int = 0
     wait: int = PLAIN_EVERY // 2
@@ -57,7 +57,7 @@ class Shapes:
     ) -> None:
         self._account, self._drafts, self._merged = account, drafts, merged
         self.floor, self._width, self._wide = 1.0, width, width > 1
-        self.shapes = draft_sizes(width * depth, depth)
+        self.shapes = DraftShape(width * depth, width, depth).declared()
         self._buckets: dict[int, _Bucket] = {}
         # How often each level was tried below one that was right, and right; decayed. First comes
         # the draft token alone.
@@ -78,7 +78,7 @@ class Shapes:
         rates[0] = rate(rates[1], 0)
         return rates
 
-    def ratio(self, rows: int, shape: DraftSize) -> float:
+    def ratio(self, rows: int, shape: DraftShape) -> float:
         """Plain steps that a step takes; where it was not seen, as start-up says."""
         if (seen := self._bucket(rows).ratio.get(shape)) is not None:
             return seen.value
@@ -101,10 +101,11 @@ class Shapes:
     def budget(self, rows: int) -> Budget | None:
         """What every row may draft in the coming step; None = what free drafters know."""
         if (shape := self.choose(rows)) is not None:
-            return Budget(*shape, reasons.ON_LEVELS.format(shape.nodes), model_depth=shape.depth)
+            reason, depth = reasons.ON_LEVELS.format(shape.nodes), shape.depth
+            return Budget(shape.nodes, depth, reason, model_depth=depth)
         return None if self._merged else Budget(0, 0, reasons.WRONG)
 
-    def choose(self, rows: int) -> DraftSize | None:
+    def choose(self, rows: int) -> DraftShape | None:
         """The shape of the coming step, the best whose loss the credit covers; None = no draft
         tokens. Changes nothing.
         """
@@ -185,7 +186,7 @@ class Shapes:
             self._tries[first : first + tried] += 1.0
             self._right[first : first + right] += 1.0
 
-    def _alone(self, shape: DraftSize) -> bool:
+    def _alone(self, shape: DraftShape) -> bool:
         return self._wide and shape.nodes == 1
 
     def _bucket(self, rows: int) -> _Bucket:

@@ -16,9 +16,9 @@ from forerun.interface.draft_model import (
 )
 from forerun.interface.features import Features
 from forerun.interface.plan import Plan
-from forerun.speculative.draft_tree import DraftTree, TreeShape, block_draft
+from forerun.speculative.draft_tree import DraftTree, block_draft
 from forerun.speculative.tree import Draft
-from forerun.types import AnyArray, Floats, Ints
+from forerun.types import AnyArray, DraftShape, Floats, Ints
 
 Masks = Callable[[int], bytes | None]
 """Of a slot: what a grammar allows to follow; None = everything."""
@@ -32,7 +32,7 @@ class DraftPasses:
           (docs/log.md)
     """
 
-    def __init__(self, model: DraftModel, shape: TreeShape, mask: Masks) -> None:
+    def __init__(self, model: DraftModel, shape: DraftShape, mask: Masks) -> None:
         self._model, self._about, self._shape, self._mask = model, model.traits, shape, mask
 
     def extend(

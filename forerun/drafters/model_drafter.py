@@ -10,7 +10,6 @@ where others draft by themselves.
 """
 
 from array import array
-from dataclasses import replace
 from itertools import compress
 from typing import Any
 
@@ -23,12 +22,11 @@ from forerun.drafters.draft_state import DraftState, not_finite
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.drafter import DrafterTraits
 from forerun.interface.executor import ExecutorLimits
-from forerun.interface.next_draft import DraftRequest, draft_sizes
+from forerun.interface.next_draft import DraftRequest
 from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit
-from forerun.speculative.draft_tree import TreeShape
 from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch, full_size
-from forerun.types import Bools
+from forerun.types import Bools, DraftShape
 
 PATIENCE = 1
 """Steps without a budget for draft tokens in which the model is still extended: the last step of an
@@ -43,7 +41,7 @@ class ModelDrafter:
         self,
         model: DraftModel,
         limits: ExecutorLimits,
-        shape: TreeShape,
+        shape: DraftShape,
         mask: Masks = lambda _: None,
     ) -> None:
         about = model.traits
@@ -55,13 +53,13 @@ class ModelDrafter:
             drafts_on_device=shape.full(bool(about.block_size)),
         )
         self._model, self._about, self._width = model, about, shape.width
-        self._passes = DraftPasses(model, replace(shape, depth=depth), mask)
+        self._passes = DraftPasses(model, shape._replace(depth=depth), mask)
         self._states: list[DraftState | None] = [None] * limits.slots
         self._backlog = Backlog(limits.slots, self._passes, about)
         # Steps since draft tokens were asked for, by slot.
         self._idle = np.zeros(limits.slots, np.int32)
         # That steps may grow: a device has prepared for these.
-        self._levels = [size.depth for size in draft_sizes(depth, depth)]
+        self._levels = [each.depth for each in DraftShape(depth, 1, depth).declared()]
         # Whether steps have extended the model.
         self._within = False
 

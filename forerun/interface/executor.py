@@ -8,7 +8,7 @@ from forerun.errors import EngineError
 from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit
 from forerun.speculative.tree import NodeMasks, TreeBatch
-from forerun.types import Ints
+from forerun.types import DraftShape, Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +45,6 @@ class ExecutorLimits:
         is None.
         """
         return min(self.max_scored or self.max_nodes, self.max_nodes)
-
-
-@dataclass(frozen=True, slots=True)
-class DraftShape:
-    """The largest drafts that steps will verify.
-
-    nodes   draft tokens of a row
-    width   children per node, and
-    levels  depth, of what a draft head grows within steps; 0 where none does
-    """
-
-    nodes: int = 0
-    width: int = 0
-    levels: int = 0
 
 
 class NotYetError(EngineError):
@@ -167,7 +153,8 @@ class Executor(Protocol):
         once nothing more is asked of the executor that would void it (a draft model). All slots are
         closed.
 
-        draft     the largest drafts that steps will verify
+        draft     the largest drafts that steps will verify; width and depth of what a draft head
+                  grows within steps, 0 where none does
         progress  called with (what is prepared, how many are done, how many in total)
 
         `limits` says afterwards what steps may be. Executors that compile nothing return at once.

@@ -3,7 +3,6 @@ outcome. Both are ordinary values; a device that cannot do it leaves the request
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from forerun.types import Bools, Floats, Ints
 
@@ -48,25 +47,3 @@ class NextDrafts:
     value: Floats
     ids: Ints | None = None
     log_probs: Floats | None = None
-
-
-class DraftSize(NamedTuple):
-    """Draft tokens of a row: `nodes` in all, paths of `depth`."""
-
-    nodes: int
-    depth: int
-
-
-def draft_sizes(nodes: int, depth: int) -> list[DraftSize]:
-    """The few sizes that drafts of at most `nodes` tokens and `depth` levels come in, ascending, so
-    that a device can prepare a program for each.
-
-    Depths are 1, 3, 7, ... and `depth` itself, every level as wide as the others (nodes // depth);
-    where levels are wider than one, also a single draft token. Requires 1 <= depth <= nodes; not
-    checked.
-    """
-    width = nodes // depth
-    depths = sorted({(2 << power) - 1 for power in range(depth.bit_length())} | {depth})
-    sizes = [DraftSize(width * levels, levels) for levels in depths if levels < depth]
-    alone = [DraftSize(1, 1)] if width > 1 else []
-    return [*alone, *sizes, DraftSize(nodes, depth)]

@@ -128,7 +128,7 @@ def ask(
 
 
 def _size(config: EngineConfig) -> str:
-    return f"{config.draft_shape.nodes}x{config.draft_shape.steps}"
+    return f"{config.draft_shape.nodes}x{config.draft_shape.depth}"
 
 
 def shaped(config: EngineConfig, shape: DraftedShape) -> EngineConfig:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from forerun.errors import ConfigError
+from forerun.types import DraftShape
 
 DEFAULT_STEPS, MOST_STEPS, MOST_TREE_TOKENS = 8, 64, 64
 
@@ -121,25 +122,6 @@ def algorithm(name: str) -> Algorithm:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class DraftLimits:
-    """The largest tree of draft tokens of a step.
-
-    steps   longest path
-    topk    children per expanded node, and nodes expanded per level
-    tokens  nodes that are verified, the root (the last accepted token) included
-    """
-
-    steps: int
-    topk: int
-    tokens: int
-
-    @property
-    def nodes(self) -> int:
-        """Draft tokens: `tokens` without the root."""
-        return self.tokens - 1
-
-
 def capacity(steps: int, topk: int, block: bool = False) -> int:
     """Tokens of the largest tree, the root included: `topk` on the first level, topk x topk on each
     further one (EAGLE-2, arXiv 2406.16858, section 4.1); of a block, `topk` below every node.
@@ -149,8 +131,9 @@ def capacity(steps: int, topk: int, block: bool = False) -> int:
     return 1 + topk + (steps - 1) * topk * topk if steps > 0 else 1
 
 
-def draft_shape(steps: int | None, topk: int | None, tokens: int | None) -> DraftLimits:
-    """The limits that were asked for, and defaults for those that are None.
+def draft_shape(steps: int | None, topk: int | None, tokens: int | None) -> DraftShape:
+    """The largest draft, its `tokens` with the root (the last accepted one): what was asked for,
+    and defaults for what is None.
 
     Steps: as many as a chain of `tokens` has, else DEFAULT_STEPS. Tokens: chains of that depth,
     `topk` of them, but at most MOST_TREE_TOKENS or a single chain.
@@ -161,7 +144,7 @@ def draft_shape(steps: int | None, topk: int | None, tokens: int | None) -> Draf
         steps = min(tokens - 1, MOST_STEPS) if chain and tokens is not None else DEFAULT_STEPS
     if tokens is None:
         tokens = min(steps * width + 1, max(MOST_TREE_TOKENS, steps + 1))
-    return DraftLimits(steps, width, tokens)
+    return DraftShape(tokens - 1, width, steps)
 
 
 def check_shape(method: Algorithm, steps: int | None, topk: int | None, tokens: int | None) -> None:
@@ -186,13 +169,14 @@ def check_shape(method: Algorithm, steps: int | None, topk: int | None, tokens: 
     if method.lookup or not method.model or tokens is None:
         return
     shape = draft_shape(steps, topk, tokens)
-    most = capacity(shape.steps, shape.topk, method.block)
+    topk, steps = shape.width, shape.depth
+    most = capacity(steps, topk, method.block)
     if tokens > most:
-        grown = f"1 + {shape.topk} + {shape.steps - 1} x {shape.topk} x {shape.topk}"
-        grown = f"1 + {shape.topk} + .. + {shape.topk} ** {shape.steps}" if method.block else grown
-        grown = f"1 + {shape.steps}" if shape.topk == 1 else grown
+        grown = f"1 + {topk} + {steps - 1} x {topk} x {topk}"
+        grown = f"1 + {topk} + .. + {topk} ** {steps}" if method.block else grown
+        grown = f"1 + {steps}" if topk == 1 else grown
         raise ConfigError(
-            f"speculative-num-draft-tokens is {tokens}, but {shape.steps} steps with top-k "
-            f"{shape.topk} make at most {grown} = {most} (the first is the last accepted token): "
+            f"speculative-num-draft-tokens is {tokens}, but {steps} steps with top-k "
+            f"{topk} make at most {grown} = {most} (the first is the last accepted token): "
             f"lower it to {most}, or raise speculative-num-steps or speculative-eagle-topk."
         )

@@ -15,12 +15,12 @@ from forerun.options.algorithms import (
     MOST_STEPS,
     NAMES,
     Algorithm,
-    DraftLimits,
     algorithm,
     check_shape,
     draft_shape,
 )
 from forerun.options.fields import addresses, option, spell, validate
+from forerun.types import DraftShape
 
 log = logging.getLogger(__name__)
 
@@ -358,8 +358,8 @@ class EngineConfig:
         return self.speculates and min(single, acc) < 1
 
     @property
-    def draft_shape(self) -> DraftLimits:
-        """The largest tree of draft tokens, with defaults for what is not said."""
+    def draft_shape(self) -> DraftShape:
+        """The largest draft, with defaults for what is not said."""
         steps = self.speculative_num_steps
         return draft_shape(
             self.algorithm.max_steps if steps is None else steps,

@@ -16,7 +16,6 @@ are what host and twin agree on.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import Any
 
@@ -93,26 +92,6 @@ class DraftTree:
         keep = _best(self.value, nodes)
         source = DraftSource.DRAFT_MODEL
         return pruned(self.tokens, self.parents, np.exp(self.value), keep, source)
-
-
-@dataclass(frozen=True, slots=True)
-class TreeShape:
-    """How trees grow.
-
-    width  children per expanded node, and nodes expanded per level; 1 = chains
-    depth  levels at most
-    nodes  draft tokens at most; 0 = nobody has said
-    """
-
-    width: int
-    depth: int
-    nodes: int = 0
-
-    def full(self, block: bool) -> bool:
-        """Whether a full tree of this width and depth holds every draft: of a block's paths
-        (`block`) the best ones may be more than that on one level.
-        """
-        return not block or self.width == 1 or 0 < self.nodes <= self.width**2
 
 
 def full_draft(

@@ -25,7 +25,7 @@ def test_auto_is_decided():
         assert chosen.speculative_algorithm == found
         assert (chosen.speculative_num_steps, chosen.speculative_num_draft_tokens) == (3, 4)
     wide = replace(auto, speculative_eagle_topk=4)
-    assert resolved_drafting(wide, True, None).draft_shape.topk == 4
+    assert resolved_drafting(wide, True, None).draft_shape.width == 4
     with pytest.raises(ConfigError, match="NGRAM branches where the text did"):
         resolved_drafting(wide, False, None)
 

@@ -317,12 +317,12 @@ def test_a_tree_that_cannot_be_is_explained_with_numbers():
 def test_what_is_not_said_of_a_tree_goes_with_what_is():
     def shape(*asked):
         found = algorithms.draft_shape(*asked)
-        return found.steps, found.topk, found.tokens
+        return found.depth, found.width, found.nodes + 1
 
     assert shape(None, None, None) == (8, 1, 9)
     assert not EngineConfig(speculative_algorithm="off", speculative_token_map="m").speculates
     naive = EngineConfig(speculative_algorithm="naive_eagle").draft_shape
-    assert (naive.steps, naive.topk, naive.tokens) == (1, 1, 2)
+    assert naive == (1, 1, 1)
     assert shape(3, None, None) == (3, 1, 4)
     assert shape(None, None, 6) == (5, 1, 6)
     assert shape(3, 4, None) == (3, 4, 13)

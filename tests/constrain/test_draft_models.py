@@ -18,7 +18,7 @@ from forerun.interface.draft_model import (
 )
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.grammars import allowed
-from forerun.speculative.draft_tree import TreeShape
+from forerun.types import DraftShape
 from tests.constrain.test_lossless import CASES, SAMPLINGS, constrained, heard, plain
 from tests.constrain.tools import BYTES
 from tests.engine.toys import run
@@ -63,7 +63,7 @@ class FixedHead:
 def test_a_reduced_draft_vocabulary_changes_no_token(ids, case, sampling):
     limits = ExecutorLimits(page_size=4, pages=400, slots=4, max_nodes=64, context=300, vocab=VOCAB)
     device, grammars = FixedHead(ids), TreeGrammars(VOCAB)
-    drafter = ModelDrafter(device, limits, TreeShape(2, 3), grammars.mask)
+    drafter = ModelDrafter(device, limits, DraftShape(width=2, depth=3), grammars.mask)
     policy = FixedPolicy(6, 3, grammars)
     made = Engine(ToyExecutor(limits), drafter, policy, BYTES, grammars, EngineOptions())
     ear = run(made, constrained(case, "bytes", **SAMPLINGS[sampling]))
@@ -86,7 +86,7 @@ def test_what_the_grammar_forbids_takes_no_place_among_the_guesses(sampling):
     for masked in (False, True):
         grammars = TreeGrammars(VOCAB)
         mask = grammars.mask if masked else lambda _: None
-        drafter = ModelDrafter(FixedHead(ids), limits, TreeShape(2, 1), mask)
+        drafter = ModelDrafter(FixedHead(ids), limits, DraftShape(width=2, depth=1), mask)
         made = Engine(
             ToyExecutor(limits), drafter, FixedPolicy(2, 1), BYTES, grammars, EngineOptions()
         )

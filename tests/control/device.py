@@ -25,9 +25,9 @@ from forerun.interface.next_draft import NextDrafts
 from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit
 from forerun.models.cache_layer import CacheLayer
-from forerun.speculative.draft_tree import TreeShape
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import NO_DRAFT, batch
+from forerun.types import DraftShape
 
 ROUND, NODE, PROMPT_TOKEN = 1.2, 0.005, 0.01
 """Milliseconds of a round, of rows x nodes of the deepest row, and of a prompt's token."""
@@ -283,7 +283,7 @@ class HeadDevice(Device):
         super().__init__(policy, rows, seed)
 
     def _drafter(self):
-        return ModelDrafter(self.head, LIMITS, TreeShape(1, self.depth, nodes=self.depth))
+        return ModelDrafter(self.head, LIMITS, DraftShape(self.depth, 1, self.depth))
 
     def _prompt(self):
         return np.ones(PROMPT, np.int32)

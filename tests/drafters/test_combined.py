@@ -13,9 +13,9 @@ from forerun.interface.drafter import DrafterTraits
 from forerun.interface.grammars import NoGrammars
 from forerun.interface.plan import Outcome
 from forerun.interface.slot_init import SlotInit
-from forerun.speculative.draft_tree import TreeShape
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft, DraftSource, batch
+from forerun.types import DraftShape
 from tests.control.steps import plan_of
 from tests.drafters.test_model_drafter import FeaturedToy, ToyHead, Watched
 from tests.engine.toys import TOKENIZER, ask, limits, run
@@ -24,7 +24,7 @@ from tests.engine.toys import TOKENIZER, ask, limits, run
 def served(combine):
     """Statistics of a few long texts, drafted by what `combine` makes of a lookup and a head."""
     executor = FeaturedToy(limits(pages=200))
-    head = Watched(ToyHead(executor.limits), executor.limits, TreeShape(2, 3))
+    head = Watched(ToyHead(executor.limits), executor.limits, DraftShape(width=2, depth=3))
     drafter = combine(NgramDrafter(4), head)
     made = Engine(
         executor, drafter, FixedPolicy(4, 4), TOKENIZER, NoGrammars(), EngineOptions()

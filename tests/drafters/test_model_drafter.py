@@ -16,7 +16,7 @@ from forerun.interface.draft_model import Candidates, DraftModelTraits, FeatureN
 from forerun.interface.features import KeptFeatures
 from forerun.interface.grammars import NoGrammars
 from forerun.models.cache_layer import CacheLayer
-from forerun.speculative.draft_tree import TreeShape
+from forerun.types import DraftShape
 from tests.engine.toys import TOKENIZER, VOCAB, ask, finish, following, limits, run
 
 
@@ -142,7 +142,7 @@ class Watched(ModelDrafter):
 def engine_with_head(policy=None, **shape):
     executor = FeaturedToy(limits(**shape))
     device = ToyHead(executor.limits)
-    drafter = Watched(device, executor.limits, TreeShape(2, 3))
+    drafter = Watched(device, executor.limits, DraftShape(width=2, depth=3))
     made = Engine(
         executor, drafter, policy or FixedPolicy(4, 3), TOKENIZER, NoGrammars(), EngineOptions()
     )  # fmt: skip

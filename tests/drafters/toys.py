@@ -13,7 +13,7 @@ from forerun.executors.toy import ToyExecutor
 from forerun.interface.draft_model import BlockCandidates, Candidates, DraftModelTraits
 from forerun.interface.grammars import NoGrammars
 from forerun.models.cache_layer import CacheLayer
-from forerun.speculative.draft_tree import TreeShape
+from forerun.types import DraftShape
 from tests.drafters.served import Cell
 from tests.engine.toys import TOKENIZER, VOCAB, best, limits, logits
 
@@ -119,7 +119,7 @@ class ToyCell(Cell):
         drafter, policy = NoDrafter(), FixedPolicy(0, 0)
         if shape is not None:
             nodes, depth, width = shape
-            drafter = ModelDrafter(model, self._limits, TreeShape(width, depth))
+            drafter = ModelDrafter(model, self._limits, DraftShape(width=width, depth=depth))
             policy = FixedPolicy(nodes, depth)
         executor, options = ToyExecutor(self._limits), EngineOptions()
         return Engine(executor, drafter, policy, TOKENIZER, NoGrammars(), options)

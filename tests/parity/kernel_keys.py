@@ -28,16 +28,17 @@ from forerun.executors.torch import TorchExecutor, model_runner, with_captures
 from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.drafts.eagle import TorchEagleModel
 from forerun.executors.torch.triton import compile_ahead
-from forerun.interface.executor import DraftShape, ExecutorLimits
+from forerun.interface.executor import ExecutorLimits
 from forerun.interface.next_draft import DraftRequest
 from forerun.interface.slot_init import SlotInit
 from forerun.models.shapes import RandomCheckpoint, random_draft, shape_named
 from forerun.speculative.sampling import Sampling
+from forerun.types import DraftShape
 from tests.parity.driver import SHAPED
 from tests.parity.launches import kernels
 from tests.parity.tape import Tape
 
-DRAFT = DraftShape(nodes=3, width=1, levels=2)
+DRAFT = DraftShape(nodes=3, width=1, depth=2)
 LIMITS = ExecutorLimits(page_size=16, pages=96, slots=8, max_nodes=128, context=256, vocab=512)
 
 

@@ -16,8 +16,8 @@ from forerun.executors.torch.captured.declared import (
 )
 from forerun.executors.torch.captured.shaped_rows import CUT
 from forerun.executors.torch.triton.record import Size
-from forerun.interface.executor import DraftShape, ExecutorLimits
-from forerun.interface.next_draft import draft_sizes
+from forerun.interface.executor import ExecutorLimits
+from forerun.types import DraftShape
 
 PLAIN, NGRAM, CHAIN, LONG = DraftShape(), DraftShape(8), DraftShape(3, 1, 3), DraftShape(5, 1, 5)
 BOTH, TREE = DraftShape(8, 1, 3), DraftShape(15, 4, 5)
@@ -52,8 +52,8 @@ def asked_of(random, draft, slots, most):
     rows = int(random.integers(1, slots + 1))
     nodes = int(random.integers(1, most[rows - 1] + 1))
     levels = 0
-    if draft.levels and random.random() < 0.7:
-        depths = [size.depth for size in draft_sizes(draft.levels, draft.levels)]
+    if draft.depth and random.random() < 0.7:
+        depths = [each.depth for each in DraftShape(draft.depth, 1, draft.depth).declared()]
         levels = int(random.choice(depths))
     masked = int(random.random() < 0.2)
     reports = int(random.choice([0, 0, 1, 5, 20]))
@@ -148,15 +148,15 @@ def test_few_slots_declare_few_sizes():
 
 
 def test_drafts_come_in_few_sizes():
-    assert draft_sizes(3, 3) == [(1, 1), (3, 3)]
-    assert draft_sizes(5, 5) == [(1, 1), (3, 3), (5, 5)]
-    assert draft_sizes(15, 5) == [(1, 1), (3, 1), (9, 3), (15, 5)]
-    assert draft_sizes(8, 3) == [(1, 1), (2, 1), (8, 3)]
-    assert draft_sizes(1, 1) == [(1, 1)]
+    assert DraftShape(3, 1, 3).declared() == [(1, 1, 1), (3, 1, 3)]
+    assert DraftShape(5, 1, 5).declared() == [(1, 1, 1), (3, 1, 3), (5, 1, 5)]
+    assert DraftShape(15, 4, 5).declared() == [(1, 4, 1), (3, 4, 1), (9, 4, 3), (15, 4, 5)]
+    assert DraftShape(8, 3, 3).declared() == [(1, 3, 1), (2, 3, 1), (8, 3, 3)]
+    assert DraftShape(1, 1, 1).declared() == [(1, 1, 1)]
 
 
 def test_whoever_asks_for_less_runs_along():
-    captured = declared(limits(64), DraftShape(nodes=2, width=1, levels=2))
+    captured = declared(limits(64), DraftShape(nodes=2, width=1, depth=2))
     for size in captured:
         assert covering(size, captured) == size
     edited, told = Size(4, 2, 1, 1, shaping=1), Size(3, 1, reports=1)

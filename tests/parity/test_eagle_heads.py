@@ -21,8 +21,8 @@ from forerun.interface.features import KeptFeatures
 from forerun.interface.slot_init import SlotInit
 from forerun.models.draft_folder import open_draft
 from forerun.options.config import EngineConfig
-from forerun.speculative.draft_tree import TreeShape
 from forerun.speculative.sampling import Sampling
+from forerun.types import DraftShape
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, chain_draft, limits
 from tests.parity.heads import (
@@ -166,7 +166,7 @@ def test_chunks_and_company_change_no_bit(dense, made, tmp_path):
     tokens = np.random.default_rng(2).integers(0, tiny.VOCAB, 13).astype(np.int32)
     for chunks in ((13,), (5, 4, 4), (1, 1, 10, 1)):
         model = CpuEagleModel(made, dense.checkpoint, draft)
-        drafter = ModelDrafter(model, made.limits, TreeShape(3, 3))
+        drafter = ModelDrafter(model, made.limits, DraftShape(width=3, depth=3))
         with Driver(made) as driver:
             driver.open(1, tokens, Sampling(temperature=0.0))
             drafter.begin(SlotInit(1, tokens, 13, Sampling(temperature=0.0)))

@@ -17,10 +17,10 @@ from forerun.executors.jax.kv import StateShape
 from forerun.executors.jax.reports import TOP, line_size, lines, report
 from forerun.executors.jax.sharding import check_shards
 from forerun.executors.jax.step import Answers
-from forerun.interface.executor import DraftShape
 from forerun.models.folder import FolderCheckpoint
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft
+from forerun.types import DraftShape
 from tests.models import tiny
 from tests.parity.driver import EVERYTHING, Driver, Row, as_draft, chain_draft, limits
 from tests.parity.test_executors import PARAMETERS, grammar

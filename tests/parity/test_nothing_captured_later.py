@@ -12,7 +12,7 @@ from forerun.constrain.grammar import Grammar
 from forerun.control.policy import Budget, Decision, with_known
 from forerun.executors.torch import CapturedExecutor
 from forerun.executors.torch.captured.round import CapturedRound
-from forerun.interface.next_draft import draft_sizes
+from forerun.types import DraftShape
 from tests.parity.heads import opened_config
 from tests.parity.tape import Tape, on_tape
 
@@ -39,7 +39,7 @@ class Whim:
     """A policy that asks for another size in every few steps, none included."""
 
     def __init__(self, nodes, depth):
-        self.sizes = [*draft_sizes(nodes, depth), (0, 0), (0, 0)]
+        self.sizes = [*DraftShape(nodes, 1, depth).declared(), DraftShape(), DraftShape()]
         self.random = np.random.default_rng(0)
         self.size, self.left = self.sizes[-1], 0
 
@@ -48,7 +48,7 @@ class Whim:
             self.size = self.sizes[self.random.integers(len(self.sizes))]
             self.left = int(self.random.integers(1, 6))
         self.left -= 1
-        nodes, depth = self.size
+        nodes, _, depth = self.size
         model = depth * bool(self.random.integers(2))
         rows = (Budget(nodes, depth, "a whim", model_depth=model),) * len(slots)
         if constrained:

@@ -12,10 +12,10 @@ from forerun.executors.torch.captured.declared import declared
 from forerun.executors.torch.captured.executor import MOST_NODES
 from forerun.executors.torch.captured.round import tree_intervals
 from forerun.executors.torch.triton.record import Size
-from forerun.interface.executor import DraftShape
 from forerun.speculative.accept import NOTHING, accept_row
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft, batch
+from forerun.types import DraftShape
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, as_draft, chain_draft, limits
 from tests.parity.tape import Tape, Watch, on_tape

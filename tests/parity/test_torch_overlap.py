@@ -21,7 +21,7 @@ from forerun.executors.torch.captured import runner as rounds
 from forerun.executors.torch.captured.declared import declared
 from forerun.executors.torch.captured.programs import Programs
 from forerun.executors.torch.triton.round_types import with_room
-from forerun.interface.executor import DraftShape
+from forerun.types import DraftShape
 from tests.parity.heads import opened, opened_config
 from tests.parity.tape import Tape, on_tape
 from tests.parity.test_torch_drafting import taped
@@ -359,7 +359,7 @@ def test_what_start_up_captured_is_what_runs(folder, learned, monkeypatch):
     target = open_target(config, lambda *news: told.append(news))
     try:
         ready = set(target.executor.describe()["captured"])
-        sizes = declared(target.executor.limits, DraftShape(nodes=2, width=1, levels=2))
+        sizes = declared(target.executor.limits, DraftShape(nodes=2, width=1, depth=2))
         assert ready == set(sizes)
         plain = {size[:4] for size in sizes if not (size.shaping or size.masked)}
         assert plain == {

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from forerun.speculative.draft_tree import (
     DraftTree,
-    TreeShape,
     best_first,
     block_draft,
     full_draft,
     pruned,
 )
 from forerun.speculative.tree import DraftSource, full_size
+from forerun.types import DraftShape
 
 WORDS = 5
 
@@ -240,12 +240,8 @@ def _full(levels, width):
      (1, 0, True), (1, 7, True)],
 )  # fmt: skip
 def test_a_full_tree_holds_a_blocks_best_paths_where_no_level_can_have_more(width, nodes, holds):
-    assert TreeShape(width, 4, nodes=nodes).full(block=True) == holds
-    assert TreeShape(width, 4, nodes=nodes).full(block=False)
-
-
-def test_nobody_has_said_how_many_nodes_a_tree_has_unless_somebody_does():
-    assert TreeShape(2, 4).nodes == 0
+    assert DraftShape(nodes, width, 4).full(block=True) == holds
+    assert DraftShape(nodes, width, 4).full(block=False)
 
 
 @pytest.mark.parametrize("width", [1, 2, 3])

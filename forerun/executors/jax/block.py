@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 
 from forerun.executors.jax.decoder import Attend, Decoder
-from forerun.executors.jax.kv import DraftSizes, sanitised
+from forerun.executors.jax.kv import NetworkSizes, sanitised
 from forerun.executors.jax.layers import product, rms_norm, rotate, rotation, swiglu
 from forerun.executors.jax.weights import Params
 from forerun.models.block_config import BlockHead, expected_block_tensors
@@ -29,10 +29,10 @@ class BlockNetwork(NamedTuple):
     target: Decoder
 
     @property
-    def sizes(self) -> DraftSizes:
+    def sizes(self) -> NetworkSizes:
         """Sizes of the arrays that the drafter keeps from step to step beside the target's."""
         about = self.about
-        return DraftSizes(
+        return NetworkSizes(
             features=about.features,
             width=about.target_hidden * len(about.features),
             cache=about.cache,

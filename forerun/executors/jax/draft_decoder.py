@@ -14,7 +14,7 @@ from jax import Array
 
 from forerun.executors.jax.decoder import Attend, Decoder
 from forerun.executors.jax.draft_network import Ran
-from forerun.executors.jax.kv import DraftSizes
+from forerun.executors.jax.kv import NetworkSizes
 from forerun.executors.jax.layers import product
 from forerun.executors.jax.sharding import Sharding, where_it_divides
 from forerun.executors.jax.weights import Params, can_stack, load_params
@@ -36,9 +36,9 @@ class DraftDecoder(NamedTuple):
         return cls(about, Decoder(arch, where_it_divides(arch, sharding)))
 
     @property
-    def sizes(self) -> DraftSizes:
+    def sizes(self) -> NetworkSizes:
         """Sizes of the arrays that the draft model keeps from step to step beside the target's."""
-        return DraftSizes(
+        return NetworkSizes(
             features=(),
             width=0,
             cache=self.about.cache,

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from jax import Array
 
 from forerun.executors.jax.decoder import Attend
-from forerun.executors.jax.kv import DraftSizes
+from forerun.executors.jax.kv import NetworkSizes
 from forerun.executors.jax.weights import Params
 
 
@@ -35,7 +35,7 @@ class DraftNetwork(Protocol):
     """
 
     @property
-    def sizes(self) -> DraftSizes:
+    def sizes(self) -> NetworkSizes:
         """Sizes of the arrays that the network keeps from step to step; fixed for its life."""
         ...
 

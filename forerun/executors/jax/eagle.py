@@ -16,7 +16,7 @@ from jax import Array
 from forerun.errors import ModelError
 from forerun.executors.jax.decoder import Attend, Decoder
 from forerun.executors.jax.draft_network import Ran
-from forerun.executors.jax.kv import DraftSizes, sanitised
+from forerun.executors.jax.kv import NetworkSizes, sanitised
 from forerun.executors.jax.layers import product, rms_norm, rotate, rotation, swiglu
 from forerun.executors.jax.weights import Params
 from forerun.models.checkpoint import Checkpoint
@@ -32,10 +32,10 @@ class EagleHead(NamedTuple):
     target: Decoder
 
     @property
-    def sizes(self) -> DraftSizes:
+    def sizes(self) -> NetworkSizes:
         """Sizes of the arrays that the head keeps from step to step beside the target's."""
         about = self.about
-        return DraftSizes(
+        return NetworkSizes(
             features=about.features,
             width=about.target_hidden * len(about.features),
             cache=about.cache,

@@ -19,7 +19,7 @@ from forerun.executors.jax.drafted import Drafted
 from forerun.executors.jax.features import JaxFeatures
 from forerun.executors.jax.functions import Functions, Key
 from forerun.executors.jax.inputs import packed, packed_carried, padded_masks
-from forerun.executors.jax.kv import DraftArrays, DraftSizes, StateShape, first_without_page
+from forerun.executors.jax.kv import DraftArrays, NetworkSizes, StateShape, first_without_page
 from forerun.executors.jax.limits import check_runs
 from forerun.executors.jax.memory import check_fits, planned_bytes
 from forerun.executors.jax.options import DTYPES, JaxOptions, check_options
@@ -39,7 +39,6 @@ from forerun.executors.jax.step import (
 from forerun.executors.jax.weights import Params, can_stack, load_params
 from forerun.interface.executor import (
     Capabilities,
-    DraftShape,
     Executor,
     ExecutorLimits,
     NotYetError,
@@ -50,7 +49,7 @@ from forerun.machine import cores
 from forerun.models.checkpoint import Checkpoint
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.tree import NodeMasks, TreeBatch, full_size
-from forerun.types import Bools, Floats, Ints
+from forerun.types import Bools, DraftShape, Floats, Ints
 
 TIMED_NODES = 7
 """Draft tokens of a row in the measurement of costs (forerun.build.calibration), at least."""
@@ -147,7 +146,7 @@ class JaxExecutor(Executor):
         """Whether layers that are alike run in a scan, here and in draft models."""
         return self._stack
 
-    def draft_bytes(self, sizes: DraftSizes) -> dict[str, int]:
+    def draft_bytes(self, sizes: NetworkSizes) -> dict[str, int]:
         """Bytes that `attach` allocates on all devices: draft_weight and draft_cache."""
         shape = self._shape.drafting(sizes, self.limits)
         size = self.dtype.itemsize
@@ -188,8 +187,8 @@ class JaxExecutor(Executor):
         single = np.array([len(known) == 1 for known in plan.known], np.bool_)
         rows = decided & single & np.isin(plan.slots, request.slots)
         shape = self._grown
-        known = shape.width == request.width and shape.levels >= request.levels
-        width, levels = (shape.width, shape.levels) if known else (request.width, request.levels)
+        known = shape.width == request.width and shape.depth >= request.levels
+        width, levels = (shape.width, shape.depth) if known else (request.width, request.levels)
         return Drafted.of(rows, width, levels) if rows.any() else None
 
     # --- steps ---------------------------------------------------------------------------------
@@ -284,7 +283,7 @@ class JaxExecutor(Executor):
     @property
     def _within(self) -> tuple[int, int]:
         """Width and levels of the trees that rounds grow; 0 where they grow none."""
-        return (self._grown.width, self._grown.levels) if self._drafts_within else (0, 0)
+        return (self._grown.width, self._grown.depth) if self._drafts_within else (0, 0)
 
     def _dispatch(self, round: JaxRound, cut: list[Batch], masks: NodeMasks | None = None) -> None:
         """Begin some of a step's batches, in their order."""

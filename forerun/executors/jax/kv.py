@@ -26,7 +26,7 @@ from forerun.types import AnyArray, Ints
 
 
 @dataclass(frozen=True, slots=True)
-class DraftSizes:
+class NetworkSizes:
     """Sizes and switches of a network.
 
     features    indices of the target's hidden states that it reads, as transformers'
@@ -124,7 +124,7 @@ class StateShape:
         per_slot = arch.layers * arch.cache_layer.numbers * itemsize
         return (self.slots + self.scratch) * per_slot
 
-    def drafting(self, sizes: DraftSizes, limits: ExecutorLimits) -> tuple[tuple[int, ...], ...]:
+    def drafting(self, sizes: NetworkSizes, limits: ExecutorLimits) -> tuple[tuple[int, ...], ...]:
         """Shapes of DraftArrays, in its order, for a network of these sizes."""
         room, nodes = self.hidden + ring_size(limits.slots), limits.max_nodes
         layer, roots = sizes.cache[0], limits.slots * sizes.runs_root

@@ -15,7 +15,7 @@ from jax import Array
 
 from forerun.executors.jax.decoder import Attend, Decoder
 from forerun.executors.jax.draft_network import Ran
-from forerun.executors.jax.kv import DraftSizes
+from forerun.executors.jax.kv import NetworkSizes
 from forerun.executors.jax.layers import product, rms_norm, rotation
 from forerun.executors.jax.weights import Params, load_layer, load_named
 from forerun.models.prediction_layers import (
@@ -36,12 +36,12 @@ class PredictionHead(NamedTuple):
     target: Decoder
 
     @property
-    def sizes(self) -> DraftSizes:
+    def sizes(self) -> NetworkSizes:
         """Sizes of the arrays that the layer keeps from step to step. It reads what the target's
         last layer leaves.
         """
         arch = self.target.arch
-        return DraftSizes(
+        return NetworkSizes(
             features=(arch.layers,),
             width=arch.hidden,
             cache=self.about.cache,

@@ -17,7 +17,7 @@ branch depends on a value.
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -44,7 +44,8 @@ from forerun.executors.jax.reports import REPORTED
 from forerun.executors.jax.shaping import shaping_shapes
 from forerun.executors.jax.weights import Params
 from forerun.interface.draft_model import CANDIDATES
-from forerun.interface.executor import DraftShape, ExecutorLimits
+from forerun.interface.executor import ExecutorLimits
+from forerun.types import DraftShape
 
 log = logging.getLogger("forerun.executors.jax")
 
@@ -90,7 +91,7 @@ class Programs:
         chunks = [Key("chunk", Size(1, nodes)) for nodes in self._buckets.chunks]
         network, shape = self._functions.network, (0, 0)
         if network is not None and not network.sizes.block:
-            shape = self._draft.width, self._draft.levels
+            shape = self._draft.width, self._draft.depth
         rounds = [
             Key(kind, size, *shape) for kind in ("round", "shaped") for size in self._buckets.rounds
         ]
@@ -99,7 +100,7 @@ class Programs:
 
     def _of_drafts(self) -> Iterator[Key]:
         """What a network adds: the passes that the host asks for."""
-        network, (nodes, width, levels) = self._functions.network, astuple(self._draft)
+        network, (nodes, width, levels) = self._functions.network, self._draft
         if network is None or not nodes:
             return
         if network.sizes.width:

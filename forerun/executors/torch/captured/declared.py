@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 from forerun.executors.torch.captured.shaped_rows import CUT, REPORTS
 from forerun.executors.torch.triton.record import Size
-from forerun.interface.executor import DraftShape, ExecutorLimits
-from forerun.interface.next_draft import draft_sizes
+from forerun.interface.executor import ExecutorLimits
+from forerun.types import DraftShape
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 """Rows of rounds; beyond, multiples of FURTHER_ROWS."""
@@ -90,7 +90,7 @@ def _of_rows(rows: int, room: int, draft: DraftShape, fits: Fits) -> Iterator[Si
     """Rounds of so many rows, of which each has `room` nodes at most."""
     longest = min(1 + draft.nodes, room)
     counts = [nodes for nodes in NODES if nodes < longest]
-    if draft.levels:  # Drafts of a head are as long as it grows them; of others there are fewer.
+    if draft.depth:  # Drafts of a head are as long as it grows them; of others there are fewer.
         counts = [nodes for nodes in counts if nodes in (1, 4)]
     yield from (Size(rows, nodes) for nodes in [*counts, longest])
     yield from _growing(rows, longest, draft, fits)
@@ -109,8 +109,8 @@ def _growing(rows: int, longest: int, draft: DraftShape, fits: Fits) -> list[Siz
     are no use.
     """
     sizes, above = list[Size](), 0
-    for nodes, levels in draft_sizes(draft.nodes, draft.levels) if draft.levels else ():
-        size = Size(rows, 1 + nodes, levels, draft.width)
+    for nodes, width, levels in draft.declared() if draft.depth else ():
+        size = Size(rows, 1 + nodes, levels, width)
         if above < max(longest - 1, 1) and fits(size):
             sizes.append(size)
         above = levels

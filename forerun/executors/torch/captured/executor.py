@@ -45,13 +45,13 @@ from forerun.executors.torch.features import Held, TorchFeatures
 from forerun.executors.torch.model_runner import TorchRound
 from forerun.executors.torch.triton.kernels import Kernels
 from forerun.executors.torch.triton.record import Size
-from forerun.interface.executor import Capabilities, DraftShape, Executor, NotYetError
+from forerun.interface.executor import Capabilities, Executor, NotYetError
 from forerun.interface.next_draft import DraftRequest
 from forerun.interface.plan import Outcome, Plan, Reports, Round
 from forerun.interface.slot_init import SlotInit
 from forerun.speculative.sampling import History, Sampling
 from forerun.speculative.tree import NodeMasks, TreeBatch, full_size
-from forerun.types import Bools, Floats, Ints
+from forerun.types import Bools, DraftShape, Floats, Ints
 
 log = logging.getLogger("forerun.executors.torch")
 

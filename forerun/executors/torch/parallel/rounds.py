@@ -25,9 +25,9 @@ from forerun.executors.torch.parallel.channel import Message
 from forerun.executors.torch.parallel.executor import DraftTarget, ParallelExecutor
 from forerun.executors.torch.triton.kernels import Kernels
 from forerun.executors.torch.triton.record import Size
-from forerun.interface.executor import DraftShape
 from forerun.interface.plan import Plan
 from forerun.speculative.tree import TreeBatch
+from forerun.types import DraftShape
 
 
 class RankRounds:
@@ -127,7 +127,7 @@ class SharedRounds(CapturedExecutor):
         """Capture what is declared of rows that ask for a temperature alone, on all ranks. Kernels
         compile at their first launch: to compile them ahead is to launch what others wait for.
         """
-        plain = replace(draft, levels=0, width=0)
+        plain = DraftShape(draft.nodes)
         sizes = [size for size in declared(self.limits, plain) if not (size.shaping or size.masked)]
         rehearse_prompts(self.eager)
         capture(self.runner, sizes, progress)
