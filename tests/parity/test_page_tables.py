@@ -13,7 +13,7 @@ from forerun.client.completion import make_request
 from forerun.executors.torch.captured.buffers import (
     BufferDims,
     PageTables,
-    Sized,
+    RoundBuffers,
     StagingBuffer,
     changes_of,
     room_of,
@@ -51,7 +51,7 @@ class Device:
         dims = BufferDims(WIDTH, SLOTS, 2, 32, 2, page_size)
         self.size, self.tables = size, kind(SLOTS, WIDTH, size.rows, CPU)
         room = torch.zeros(room_of(size.rows, size.total, dims), dtype=torch.int32)
-        self.sized, self._staging = Sized(size, dims, room), StagingBuffer(room)
+        self.sized, self._staging = RoundBuffers(size, dims, room), StagingBuffer(room)
 
     def staging(self):
         self._staging.reset(self.sized)
@@ -65,7 +65,7 @@ class Device:
         if first is not None:
             first()
         self.sized.whole.copy_(staging.whole)
-        return self.tables.of(self.size, self.sized.there).clone().numpy(), first is None
+        return self.tables.of(self.size, self.sized.buffers).clone().numpy(), first is None
 
 
 PAGES = st.lists(st.integers(0, 40), max_size=WIDTH)
@@ -114,7 +114,7 @@ def test_a_step_of_64_rows_of_32k_is_sent_kilobytes():
     """Room for two pages of every row, whatever the context: before, 2,048 of each were sent."""
     dims = BufferDims(32_768 // 16, 64, 4, 128_256, 8, 16)
     size = Size(64, 1)
-    sized = Sized(size, dims, torch.zeros(room_of(64, 64, dims), dtype=torch.int32))
+    sized = RoundBuffers(size, dims, torch.zeros(room_of(64, 64, dims), dtype=torch.int32))
     sent = 12 * changes_of(size, 16)
     assert sent == 1_536
     assert 4 * sized.whole.numel() == 7_284

@@ -6,7 +6,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from forerun.executors.device_choice import Choosing
-from forerun.executors.torch.captured.buffers import BufferDims, Sized, StagingBuffer, room_of
+from forerun.executors.torch.captured.buffers import (
+    BufferDims,
+    RoundBuffers,
+    StagingBuffer,
+    room_of,
+)
 from forerun.executors.torch.captured.round import prepare_inputs_carried, tree_intervals
 from forerun.executors.torch.captured.runner import LEVELS
 from forerun.executors.torch.triton.record import Record, Size
@@ -46,7 +51,7 @@ def sized_of(size, width):
     """A size's tensors, with page tables so wide."""
     dims = BufferDims(width, SLOTS, 2, 32, 2, 16)
     room = torch.zeros(room_of(size.rows, size.total, dims), dtype=torch.int32)
-    return Sized(size, dims, room)
+    return RoundBuffers(size, dims, room)
 
 
 def staged(sized):
@@ -79,7 +84,7 @@ def left(carry, size, slots, rows):
     sized.whole.copy_(staging.whole)
     with Watch():
         count, last = kept.sum(1, dtype=torch.int32), torch.zeros(size.rows, dtype=torch.int32)
-        future.leave(carry, size, sized.there, Accepted(choices, kept, count, last), record)
+        future.leave(carry, size, sized.buffers, Accepted(choices, kept, count, last), record)
 
 
 def entered(carry, size, slots, bounds):
@@ -97,8 +102,8 @@ def entered(carry, size, slots, bounds):
     buffers["slot"][:many] = slots
     sized.whole.copy_(staging.whole)
     with Watch():
-        found = future.resume(carry, size, sized.there)
-    again = triton_future.resume(carry, size, sized.there)
+        found = future.resume(carry, size, sized.buffers)
+    again = triton_future.resume(carry, size, sized.buffers)
     assert all(torch.equal(again[name], values) for name, values in found.items())
     return {name: values.numpy() for name, values in found.items()}
 
@@ -162,8 +167,8 @@ def test_rows_that_are_not_ahead_keep_their_facts():
         values[...] = random.integers(1, 4, values.shape)
     buffers["carried"][:] = 0
     sized.whole.copy_(staging.whole)
-    found = future.resume(carry, size, sized.there)
-    again = triton_future.resume(carry, size, sized.there)
+    found = future.resume(carry, size, sized.buffers)
+    again = triton_future.resume(carry, size, sized.buffers)
     assert all(torch.equal(again[name], values) for name, values in found.items())
     assert all((found[name].numpy() == values).all() for name, values in buffers.items())
 
@@ -204,10 +209,10 @@ def test_the_kernel_leaves_what_its_twin_leaves(seed, width, levels, nodes):
         for values in (carry.state, carry.tokens, carry.parents, sized.record):
             values.copy_(there(random.integers(0, 90, values.shape).astype(np.int32)))
         sized.whole.copy_(there(random.integers(0, 50, sized.whole.shape).astype(np.int32)))
-        sized.there["slot"].copy_(there(random.permutation(SLOTS + 1)[:3].astype(np.int32)))
-        sized.there["draft_slot"].copy_(there(random.integers(-1, 2, 3).astype(np.int32)))
+        sized.buffers["slot"].copy_(there(random.permutation(SLOTS + 1)[:3].astype(np.int32)))
+        sized.buffers["draft_slot"].copy_(there(random.integers(-1, 2, 3).astype(np.int32)))
         record = Record.of(size, sized.record)
-        leave(carry, size, sized.there, accepted, record)
+        leave(carry, size, sized.buffers, accepted, record)
         state = carry
         found.append((state.state, state.tokens, state.parents, state.value, sized.record))
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -10,7 +10,12 @@ from forerun.build.engine import open_target
 from forerun.client.completion import make_request
 from forerun.executors.torch import TorchExecutor, model_runner, with_captures
 from forerun.executors.torch.attention.kv import KvShape, PagedCache
-from forerun.executors.torch.captured.buffers import BufferDims, Sized, StagingBuffer, room_of
+from forerun.executors.torch.captured.buffers import (
+    BufferDims,
+    RoundBuffers,
+    StagingBuffer,
+    room_of,
+)
 from forerun.executors.torch.captured.round import tree_intervals
 from forerun.executors.torch.decoder.float8 import FLOAT8
 from forerun.executors.torch.triton.record import Size
@@ -48,7 +53,7 @@ def facts_of(size, trees, decided, seed):
     random = np.random.default_rng(seed)
     dims = BufferDims(6, 4, 2, 4300, 2, 16)
     room = torch.zeros(room_of(size.rows, size.total, dims), dtype=torch.int32)
-    sized, staging = Sized(size, dims, room), StagingBuffer(room)
+    sized, staging = RoundBuffers(size, dims, room), StagingBuffer(room)
     staging.reset(sized)
     facts = staging.buffers
     rows, row = len(decided), np.repeat(np.arange(len(decided)), np.diff(trees.start))
@@ -63,7 +68,7 @@ def facts_of(size, trees, decided, seed):
     facts["parents"][place] = np.where(trees.parents < 0, -1, trees.parents - trees.start[row])
     facts["tree_intervals"][:, place] = tree_intervals(trees, row)
     sized.whole.copy_(staging.whole)
-    return sized.there | {"table": torch.from_numpy(table)}
+    return sized.buffers | {"table": torch.from_numpy(table)}
 
 
 def trees_of(seed):

@@ -89,10 +89,10 @@ def room_of(rows: int, nodes: int, dims: BufferDims) -> int:
     return count + 3 * (2 * rows + -(-2 * nodes // dims.page_size))
 
 
-class Sized:
+class RoundBuffers:
     """The fixed tensors of one size, on the device of `room`, int32[room_of]: they begin there.
 
-    whole, there  the facts
+    whole, buffers  the facts
     record  int32[3*R*N + R + 3*R*K + ..] what comes back, in one copy, see `Record`
     blank   the facts of a round in which no row has a node, up to the masks: nobody reads any
     """
@@ -103,7 +103,7 @@ class Sized:
         returned += 2 * size.rows * size.candidates
         returned += size.total * (1 + 2 * size.reports) if size.reports else 0
         self.whole = room[: sum(int(np.prod(shape)) for shape in self._shapes.values())]
-        self.there = self.views(self.whole)
+        self.buffers = self.views(self.whole)
         self.record = torch.zeros(returned, dtype=torch.int32, device=room.device)
         start = np.arange(size.rows + 1, dtype=np.int32) * size.nodes
         self.tile = tile_nodes(size.nodes, dims.gqa_group)
@@ -137,9 +137,11 @@ class Sized:
 
 
 class StagingBuffer:
-    """One of the host's two rooms, and what it is filled with: facts of the size that it was reset
-    for last. `whole` and `buffers` are what Sized.whole and Sized.there will be, `result` what
-    Sized.record was; `wait` returns when the round that was launched from here last is over.
+    """Where the host fills in a round: one of its two rooms, which are used in turn.
+
+    whole, buffers  on the host what RoundBuffers has by these names, of the size of the last reset
+    result  where the round's record comes to
+    wait    returns when the round that was launched from here last is over
     """
 
     def __init__(self, room: Tensor) -> None:
@@ -148,19 +150,19 @@ class StagingBuffer:
         self._views: dict[Size, tuple[Tensor, dict[str, AnyArray], Tensor]] = {}
         self.wait: Callable[[], None] = lambda: None
 
-    def reset(self, sized: Sized) -> None:
+    def reset(self, fixed: RoundBuffers) -> None:
         """Wait for the round that used it last; then it is filled with a round of this size in
         which no row has a node.
         """
         self.wait()
-        if sized.size not in self._views:
-            whole, pinned = self._room[: len(sized.whole)], self._room.is_pinned()
-            buffers = {name: view.numpy() for name, view in sized.views(whole).items()}
-            result = torch.zeros_like(sized.record, device="cpu", pin_memory=pinned)
-            self._views[sized.size] = whole, buffers, result
-        self.whole, self.buffers, self.result = self._views[sized.size]
-        self.whole.numpy()[: len(sized.blank)] = sized.blank
-        self._tiles = len(sized.tiles)
+        if fixed.size not in self._views:
+            whole, pinned = self._room[: len(fixed.whole)], self._room.is_pinned()
+            buffers = {name: view.numpy() for name, view in fixed.views(whole).items()}
+            result = torch.zeros_like(fixed.record, device="cpu", pin_memory=pinned)
+            self._views[fixed.size] = whole, buffers, result
+        self.whole, self.buffers, self.result = self._views[fixed.size]
+        self.whole.numpy()[: len(fixed.blank)] = fixed.blank
+        self._tiles = len(fixed.tiles)
 
     def split(self, lengths: Ints) -> None:
         """Cut the rows' prefixes, int32[n] tokens at most, into attention's parts."""

@@ -28,7 +28,7 @@ from forerun.executors.torch.attention.kv import PagedCache
 from forerun.executors.torch.captured.buffers import (
     BufferDims,
     PageTables,
-    Sized,
+    RoundBuffers,
     StagingBuffer,
     room_of,
 )
@@ -105,7 +105,7 @@ class CudaGraphRunner:
             frequencies=decoder.frequencies,
             factors=torch.tensor(factors, dtype=torch.float32, device=self._device),
         )
-        self._sized: dict[Size, Sized] = {}
+        self._fixed: dict[Size, RoundBuffers] = {}
         most = limits.scored_nodes
         rows = min(most, padded_rows(limits.slots))
         room = room_of(rows, most, self._dims)
@@ -180,42 +180,42 @@ class CudaGraphRunner:
         """Begin one round, after all that was begun before and `first`, one by one; returns what
         waits for it.
         """
-        sized = self.of(size)
+        fixed = self.of(size)
 
         def work() -> None:
             for each in first:
                 each()
-            sized.whole.copy_(staging.whole, non_blocking=True)
+            fixed.whole.copy_(staging.whole, non_blocking=True)
             self.programs.run(size)
-            staging.result.copy_(sized.record, non_blocking=True)
+            staging.result.copy_(fixed.record, non_blocking=True)
 
         staging.wait = self._records.launch(work)
         return staging.wait
 
-    def of(self, size: Size) -> Sized:
+    def of(self, size: Size) -> RoundBuffers:
         """The fixed tensors of a size; allocated when it is first asked for."""
-        if size not in self._sized:
-            self._sized[size] = Sized(size, self._dims, self._room)
-        return self._sized[size]
+        if size not in self._fixed:
+            self._fixed[size] = RoundBuffers(size, self._dims, self._room)
+        return self._fixed[size]
 
     # --- the program: launches only, no shape and no branch depends on a value --------------
 
     def work(self, size: Size) -> None:
         """Launch one round of this size, on what lies on the device."""
-        sized, decoder, cache = self.of(size), self._decoder, self._cache
+        fixed, decoder, cache = self.of(size), self._decoder, self._cache
         kernels, total = self.kernels, size.total
-        facts = sized.there | {"table": self.tables.of(size, sized.there)}
+        facts = fixed.buffers | {"table": self.tables.of(size, fixed.buffers)}
         if self.future is not None:
             facts = kernels.resume(self.future, size, facts)
         prepared = kernels.prepare(facts, self._shape)
         geometry = Geometry(
-            start=sized.start,
+            start=fixed.start,
             slots=prepared.slots,
             kv_len=facts["kv_len"],
             table=facts["table"],
             tree_intervals=facts["tree_intervals"],
-            tiles=sized.tiles,
-            tile=sized.tile,
+            tiles=fixed.tiles,
+            tile=fixed.tile,
             page_size=cache.page_size,
             position=prepared.position,
             split=facts["split"],
@@ -233,7 +233,7 @@ class CudaGraphRunner:
             if self.ring is not None and size.nodes == 1 and not size.levels:
                 self.ring.put(facts["slot"], prepared.position, self.features[:total])
         logits = decoder.logits(last, out=self.logits[:total])
-        record = Record.of(size, sized.record)
+        record = Record.of(size, fixed.record)
         accepted = self._accept(size, facts, logits, prepared, record.choices)
         if size.nodes > 1:  # One node alone is in its page already, or left to the host.
             kernels.move(cache, prepared.slots, prepared.pages, accepted.kept.flatten())
