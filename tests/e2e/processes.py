@@ -89,12 +89,15 @@ class Server:
 
 
 def wait_for(check, seconds=PATIENCE):
-    """Poll until `check` says yes. True if it did."""
-    deadline = time.monotonic() + seconds
+    """Poll until `check` says yes, less often the longer it takes: who is asked has work to do.
+    True if it did.
+    """
+    deadline, pause = time.monotonic() + seconds, 0.01
     while time.monotonic() < deadline:
         if check():
             return True
-        time.sleep(0.01)
+        time.sleep(pause)
+        pause = min(1.2 * pause, 0.1)
     return False
 
 

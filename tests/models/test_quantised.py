@@ -2,6 +2,9 @@
 
 import json
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -74,9 +77,22 @@ FORMATS = {
 
 def made(path, name, family="llama"):
     """A folder in the format called `name`, and what its matrices stand for."""
+    files, meant = written(name, family)
+    folder = path / "tiny"
+    folder.mkdir()
+    for file, content in files.items():
+        (folder / file).write_bytes(content)
+    return folder, dict(meant)
+
+
+@cache
+def written(name, family):
+    """Its files by name, made once: numbers are packed one at a time."""
     settings, pack = FORMATS[name]
-    folder = tiny.save_folder(tiny.model(family), path / "tiny")
-    return folder, packers.quantise(folder, settings, pack)
+    with TemporaryDirectory() as root:
+        folder = tiny.save_folder(tiny.model(family), Path(root))
+        meant = packers.quantise(folder, settings, pack)
+        return {file.name: file.read_bytes() for file in folder.iterdir()}, meant
 
 
 def rewrite(folder, change):

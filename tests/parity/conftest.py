@@ -1,5 +1,8 @@
 import os
 from contextlib import contextmanager
+from fcntl import LOCK_EX, flock
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -54,10 +57,26 @@ def dense(folder):
     return Target(FolderCheckpoint(folder))
 
 
+class Learned(NamedTuple):
+    """A draft head's folder."""
+
+    folder: Path
+
+
 @pytest.fixture(scope="session")
 def learned(dense, tmp_path_factory):
-    """A head that has read half of a few of its texts, and the texts; nobody writes to them."""
-    return learn(dense, tmp_path_factory.mktemp("draft"))
+    """A head that has read half of a few of its texts, and the texts; nobody writes to them. The
+    first worker that needs them makes them for all (4 s).
+    """
+    common = tmp_path_factory.getbasetemp()
+    common = common.parent if "PYTEST_XDIST_WORKER" in os.environ else common
+    draft, texts = common / "learned", common / "learned.npy"
+    with (common / "learned.lock").open("w") as lock:
+        flock(lock, LOCK_EX)
+        if not texts.exists():
+            draft.mkdir(exist_ok=True)
+            np.save(texts, learn(dense, draft)[1])
+    return Learned(draft), np.load(texts)
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from tests.drafters.kinds import prediction
 from tests.drafters.prediction import random_layer
 from tests.drafters.served import Cells, on_xla, settings
 from tests.models import tiny
-from tests.parity.heads import counted, opened, serve, simulated
+from tests.parity.heads import counted, learn, opened, serve, simulated
 from tests.parity.test_jax_executor import compilations  # noqa: F401 - a fixture
 from tests.parity.test_torch_drafting import answered, mixed, same, seen  # noqa: F401 - a fixture
 
@@ -188,9 +188,9 @@ def judge(folder, learned):
 
 
 @pytest.mark.slow
-def test_served_is_what_the_unrolled_forward_says(target, judge, learned):
+def test_served_is_what_the_unrolled_forward_says(target, judge, learned, dense, tmp_path):
     """Text and every step's acceptance, so both are those of the other executors."""
-    twin, texts = learned
+    (twin, _), texts = learn(dense, tmp_path), learned[1]
     prompts = list(texts[:6, :12])
     plain = serve(judge, prompts, "OFF")
     served = serve(target, prompts)
