@@ -8,6 +8,7 @@ inside of rounds, where nobody can listen: there what is proposed is compared wi
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,6 +34,7 @@ from forerun.interface.draft_model import DraftBlock, Extension
 from forerun.models.cache_layer import CacheLayer
 from forerun.models.folder import FolderCheckpoint
 from forerun.options.config import EngineConfig
+from tests import covering
 from tests.drafters import toys
 from tests.drafters.served import PROMPTS, Cells, asked, settings
 from tests.drafters.toys import ToyCell
@@ -45,14 +47,37 @@ CHAIN, TREE = (3, 3, 1), (21, 3, 3)
 """Draft tokens, depth, width: of the tree nothing that was grown is cut off."""
 
 
+NO_CORE = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
+
+
 def params(cells, slow=()):
     """(executor, name) as parameters; `slow` ones run with the slow tests."""
-    no_core = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
-    marks = {"cpu": [no_core]}
     return [
-        pytest.param(*cell, marks=marks.get(cell[0], []) + [pytest.mark.slow] * (cell in slow))
+        pytest.param(*cell, marks=needs(cell) + [pytest.mark.slow] * (tuple(cell) in slow))
         for cell in cells
     ]
+
+
+def needs(cell):
+    return [NO_CORE] * (cell[0] == "cpu")
+
+
+def features(cell):
+    """What has to occur of cells (executor, name, how it is asked): every kind of draft on every
+    executor and asked in every way, every executor too, and which of the kind it is on any of them.
+    """
+    executor, name, *how = cell
+    family, _, which = name.partition(", ")
+    together = (executor, family, how) if how else (executor, family)
+    return {(family, which)} | covering.pairs(together)
+
+
+def thinned(cells, others=((),), slow=()):
+    """(executor, name) with each of the `others`: what `features` asks for runs always, but for
+    what only cells of `slow` have.
+    """
+    cells = [(*cell, *other) for cell, other in product(cells, others)]
+    return covering.thinned(cells, features, needs, lambda cell: cell[:2] in slow)
 
 
 def on(executor, *names):
@@ -106,7 +131,7 @@ is wrong by several nats and correlates by less than 0.5; of experts a choice ma
 """
 
 
-@pytest.mark.parametrize(("executor", "name"), params(SPOKEN, SELDOM))
+@pytest.mark.parametrize(("executor", "name"), thinned(SPOKEN, slow=SELDOM))
 def test_what_is_proposed_is_what_passes_without_a_cache_say(cells, executor, name):
     """In trees, after prompts in chunks, in a batch, and behind pages that another text has filled;
     after none, some and all of a block were accepted.
@@ -181,15 +206,19 @@ RIGHT = [
 ]
 
 
+WHOLE = "right, NEXTN", "right, EAGLE", "STANDALONE, itself"
+"""On JAX the first is accepted behind a rest always (below), everything else with the slow tests;
+trees of a head are in test_jax_overlap.py.
+"""
 GREEDY = on("torch", "right, EAGLE") + [cell for cell in RIGHT if cell[0] == "jax"]
 """An EAGLE-1 head has no norm: a scale moves no argmax. What rounds look at of noise is held to
 torch's in test_jax_drafts.py. In 8 bits a head is right but for a few (token maps, below).
 """
 
 
-@pytest.mark.parametrize(("temperature", "at_once"), [(0.0, 1), (0.8, None)])
 @pytest.mark.parametrize(
-    ("executor", "name"), params(RIGHT, on("jax", "right, EAGLE", "STANDALONE, itself"))
+    ("executor", "name", "temperature", "at_once"),
+    thinned(RIGHT, [(0.0, 1), (0.8, None)], on("jax", *WHOLE)),
 )
 def test_a_draft_that_is_right_is_accepted_whole(cells, executor, name, temperature, at_once):
     """Alone behind pages that another text has filled, and in a batch; when sampling as far as
@@ -218,8 +247,10 @@ TOLD = [
 ]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize(("executor", "name"), params(TOLD, [("jax", "DFLASH, both ways")]))
+@pytest.mark.parametrize(
+    ("executor", "name", "temperature"),
+    thinned(TOLD, [(0.0,), (0.8,)], [("jax", "DFLASH, both ways")]),
+)
 def test_what_was_told_is_accepted_and_what_is_wrong_never(cells, executor, name, temperature):
     """The same passes and caches, but the outcome of each draft token is known beforehand."""
     cell = cells(executor, name)
@@ -279,8 +310,7 @@ OFTEN = "STANDALONE, first layers", "STANDALONE, poorer"
 PAGES = {("cpu", "STANDALONE, first layers"): 1, ("cpu", "NEXTN, mimo"): 16}
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize(("executor", "name"), params(TEXTS))
+@pytest.mark.parametrize(("executor", "name", "temperature"), thinned(TEXTS, [(0.0,), (0.8,)]))
 def test_a_tree_accepts_more_than_a_chain_and_both_change_nothing(
     cells, executor, name, temperature
 ):
@@ -346,7 +376,6 @@ def resting(kinds, compiled, quickly, monkeypatch):
     opened.close()
 
 
-WHOLE = "right, EAGLE", "right, NEXTN", "STANDALONE, itself"
 LATE = [
     *on("torch", "EAGLE", "NEXTN, mimo", "STANDALONE, first layers", "DFLASH, both ways"),
     *on("cpu", "EAGLE", "NEXTN, mimo", "STANDALONE, first layers"),
@@ -357,7 +386,9 @@ LATE = [
 ]
 
 
-@pytest.mark.parametrize(("executor", "name"), params(LATE, on("jax", *(n for _, n in LATE[-7:]))))
+@pytest.mark.parametrize(
+    ("executor", "name"), thinned(LATE, slow=on("jax", *(n for _, n in LATE[-7:])))
+)
 def test_after_a_rest_is_proposed_what_passes_without_a_cache_say(resting, executor, name):
     """Of features that were kept meanwhile, more than there are places for at once."""
     cell, noted = resting(executor, name), []
@@ -377,7 +408,7 @@ def test_after_a_rest_is_proposed_what_passes_without_a_cache_say(resting, execu
 
 @pytest.mark.parametrize(
     ("executor", "name"),
-    params([*RIGHT, *on("rounds", "right, EAGLE", "right, NEXTN")], on("jax", *WHOLE[1:])),
+    thinned([*RIGHT, *on("rounds", "right, EAGLE", "right, NEXTN")], slow=on("jax", *WHOLE[1:])),
 )
 def test_after_a_rest_a_draft_that_is_right_is_accepted_whole(resting, executor, name):
     cell = resting(executor, name)
