@@ -24,6 +24,15 @@ FIRST = (
 (docs/log.md, 2026-11-26). Files of the others take 4 s at most, but for a few of many tests.
 """
 
+if find_spec("hypothesis") is not None:  # Machines that only run tests/gpu have none.
+    from hypothesis import HealthCheck, settings
+
+    # No test depends on the clock: neither how long an example takes nor how long it takes to find.
+    settings.register_profile(
+        "patient", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("patient")
+
 gc.disable()  # While modules and tests are collected, which all stay.
 
 

@@ -62,7 +62,7 @@ def test_what_is_accepted(grammar, good, bad, kind):
         assert not fits(grammar, text, kind), text
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.text(min_size=1, max_size=6), min_size=1, max_size=4), st.text(max_size=6))
 def test_choices_are_taken_literally(choices, other):
     grammar = Grammar.choice(choices)
@@ -73,7 +73,7 @@ def test_choices_are_taken_literally(choices, other):
 CLASSES = st.lists(st.sampled_from(list("ab[&-~]^x\\")), min_size=1, max_size=6).map("".join)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(CLASSES, st.sampled_from(list("ab[&-~]^x\\")))
 def test_character_classes_mean_what_they_mean_in_python(inside, text):
     pattern = f"[{inside}]"

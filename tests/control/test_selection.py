@@ -138,7 +138,7 @@ shares = st.lists(st.floats(0.05, 0.95), min_size=0, max_size=3)
 increments = st.lists(st.floats(0.0, 3.0), min_size=3, max_size=3)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(shares, min_size=1, max_size=3), increments, st.floats(0.5, 3))
 def test_the_choice_is_the_best_of_all_choices(rows, rises, speed):
     """By brute force: most tokens beyond those that the time brings elsewhere."""
@@ -159,7 +159,7 @@ def test_the_choice_is_the_best_of_all_choices(rows, rises, speed):
     assert won([len(draft) for draft in kept]) == pytest.approx(best, abs=1e-5)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(shares, min_size=1, max_size=3), increments, st.floats(0.5, 3), st.floats(0.0, 2.0))
 def test_prices_say_what_is_chosen(rows, rises, speed, credit):
     costs = StepCosts((1, 3, 6, 12), tuple(np.cumsum([5.0, *rises]).tolist()))

@@ -237,7 +237,7 @@ def same(first, second) -> bool:
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, (1 << 64) - 1), temperature=st.sampled_from([0.3, 1.0, 1.7]))
 def test_generated_text_is_the_same(small, seed, temperature):
     """A whole generation with the native choice and one with the specification's."""

@@ -53,7 +53,7 @@ def texts(executors):
     }
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     family=st.sampled_from(FAMILIES),
     page_size=st.sampled_from([size for size, _ in PLACES]),

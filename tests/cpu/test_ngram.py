@@ -156,7 +156,7 @@ def table_of(answers, vocab):
     return count_ngrams(tokens, np.ones(len(tokens), np.bool_), starts, vocab)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data(), st.sampled_from([0.0, 0.05, 0.2, 0.6]), st.booleans())
 def test_any_course_of_events(data, min_prob, tabled):
     twins = Twins(min_prob, table_of(data.draw(st.lists(WORDS, max_size=9)), 4) if tabled else None)

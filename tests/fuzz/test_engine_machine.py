@@ -115,6 +115,6 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 EngineMachine.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=25, deadline=None, derandomize=True
+    max_examples=120, stateful_step_count=25, derandomize=True
 )
 TestEngine = EngineMachine.TestCase

@@ -121,6 +121,6 @@ class PagesMachine(RuleBasedStateMachine):
 
 
 PagesMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True
+    max_examples=150, stateful_step_count=40, derandomize=True
 )
 TestPages = PagesMachine.TestCase

@@ -59,7 +59,7 @@ def by_hand(chats, text):
 CHATS = st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=40), min_size=1, max_size=6)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(CHATS, st.lists(st.integers(0, VOCAB - 1), max_size=6))
 def test_counts_are_what_the_definition_says(chats, text):
     found, expected = counted(chats).follow(text), by_hand(chats, text)
@@ -76,7 +76,7 @@ def test_only_answers_are_counted_but_questions_are_context():
     assert table.follow([3, 2]) == table.follow([2])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(CHATS)
 def test_a_table_comes_back_from_its_file(tmp_path_factory, chats):
     folder, table = tmp_path_factory.mktemp("table"), counted(chats)
@@ -140,7 +140,7 @@ def test_damage_is_named(stored, harm, message):
         read_ngram_table(stored, VOCAB)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_damaged_bytes_are_refused_or_make_a_sound_table(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("damaged")

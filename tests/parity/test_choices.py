@@ -232,7 +232,7 @@ def test_masked_choices_are_the_hosts(temperature):
 
 
 @given(draft=drafts(), data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_the_walk_is_the_hosts(draft, data):
     """Any tree, twins among children included, any choices, rows that are not decided."""
     trees = batch([np.array([3], np.int32)], [draft])
@@ -265,7 +265,7 @@ def walked(trees, chosen, room, decided):
 
 
 @given(draft=drafts())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_intervals_are_the_ancestor_mask(draft):
     trees = batch([np.array([3, 4], np.int32)], [draft])
     enter, leave = intervals(trees.parents)

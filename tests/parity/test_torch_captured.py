@@ -187,7 +187,7 @@ def test_pages_hold_what_an_eager_step_writes(pair):
     assert (found[0] - found[1]).abs().max() < 1e-5
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     rows=st.lists(st.tuples(drafts(12), st.booleans()), min_size=1, max_size=4),
     seed=st.integers(0, 1000),
@@ -224,7 +224,7 @@ def test_the_walk_is_the_rule(rows, seed):
     assert not kept[len(rows) :].any()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=4))
 def test_sizes_hold_the_step(pair, draft_tokens):
     with Driver(pair[0]) as driver:

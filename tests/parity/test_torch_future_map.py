@@ -112,7 +112,7 @@ def seen(enter, leave):
     return (enter[None] <= enter[:, None]) & (enter[:, None] < leave[None])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10**6),
     width=st.integers(1, 4),
@@ -186,7 +186,7 @@ def test_a_round_that_grows_nothing_leaves_no_guesses():
     assert (buffers["count"][0], buffers["kv_len"][0], buffers["tokens"][0]) == (1, 8, 12)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(0, 3), st.sampled_from([1, 2, 5, 8])
 )

@@ -175,7 +175,7 @@ def texts(executors):
     }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     family=st.sampled_from(list(MODELS)),
     page_size=st.sampled_from([1, 16, 256]),

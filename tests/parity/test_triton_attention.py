@@ -43,7 +43,7 @@ def both(pages, parts=None, spec=None):
     return attention.attend(*inputs, made, spec).numpy(), attend_dense(*inputs, made, spec).numpy()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(drafts(12), st.integers(1, 4))
 def test_intervals_are_the_ancestor_mask(draft, known):
     trees = batch([np.zeros(2, np.int32), np.zeros(known, np.int32)], [as_draft([], []), draft])
@@ -53,7 +53,7 @@ def test_intervals_are_the_ancestor_mask(draft, known):
     assert np.array_equal(mask, verify.ancestor_mask(trees, 1))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     rows=st.lists(
         st.tuples(st.sampled_from([0, 1, 63, 64, 65, 130]), st.integers(1, 20), drafts(12)),
@@ -75,7 +75,7 @@ def test_kernels_equal_the_reference(rows, heads, page_size, parts, seed):
 
 
 @pytest.mark.slow
-@settings(max_examples=16, deadline=None)
+@settings(max_examples=16)
 @given(
     rows=st.lists(
         st.tuples(st.sampled_from([0, 1, 63, 64, 130]), st.integers(1, 12), drafts(9)),
@@ -211,7 +211,7 @@ def test_a_poisoned_guess_spoils_who_sees_it_and_nobody_else(field, poison):
             np.testing.assert_array_equal(found[spoilt][:, 2:], expected[spoilt][:, 2:])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.integers(0, 40_000), min_size=1, max_size=100), st.sampled_from([1, 2, 8, 32]))
 def test_prefixes_are_cut_by_length(lengths, groups):
     """Every part is some program's, and none is much longer than its share."""

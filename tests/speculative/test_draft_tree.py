@@ -87,7 +87,7 @@ def all_paths(draft):
     return paths
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.integers(0, 2**32),
     st.booleans(),
@@ -181,7 +181,7 @@ def test_rows_grown_side_by_side_equal_rows_grown_alone():
         assert growth.draft(7).parents.tolist() == alone.parents.tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 12), st.integers(0, 9))
 def test_a_full_tree_is_cut_to_what_growing_it_gives(width, levels, depth, seed):
     """DraftTree.regrown of a tree with holes, at any depth."""
@@ -288,7 +288,7 @@ def marginals(seed, depth, count, coarse):
     return tokens, np.log(-np.sort(-probs, 1)).astype(np.float32)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.integers(0, 2**32),
     st.integers(1, 4),

@@ -11,7 +11,7 @@ from tests.speculative.worlds import as_draft, drafts, paths
 from tests.twins.verify import ancestor_mask, attend
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(drafts(12), st.integers(1, 4), drafts(3))
 def test_a_node_sees_its_path_and_nothing_else(draft, known, other):
     trees = batch([np.zeros(2, np.int32), np.zeros(known, np.int32)], [other, draft])
@@ -20,7 +20,7 @@ def test_a_node_sees_its_path_and_nothing_else(draft, known, other):
         assert np.flatnonzero(mask[node - first]).tolist() == (path - first).tolist()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(drafts(12), st.integers(1, 4))
 def test_intervals_are_the_mask_in_two_numbers_per_node(draft, known):
     trees = batch([np.zeros(known, np.int32)], [draft])

@@ -144,7 +144,7 @@ def count(ids, wanted):
     return sum(int(id) in wanted for id in ids)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), name=st.sampled_from(["chatml", "headers", "inst"]))
 def test_users_cannot_write_control_tokens(tokenizers, data, name):
     """Whatever stands in contents, names and arguments: as many controls as without it."""

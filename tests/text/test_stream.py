@@ -35,7 +35,7 @@ def streamed(tokenizer, ids, *args):
     return "".join(pieces), stopped
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(data=st.data(), name=st.sampled_from(sorted(TOKENIZERS)))
 def test_streams_equal_the_whole_text(data, name):
     tokenizer = TOKENIZERS[name]
@@ -50,7 +50,7 @@ def test_streams_equal_the_whole_text(data, name):
     assert streamed(tokenizer, ids, stop, include, skip) == expected
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     text=st.text("ab", max_size=30),
     stop=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4),
@@ -61,7 +61,7 @@ def test_overlapping_stop_strings(text, stop, include):
     assert streamed(BYTES, ids, stop, include) == whole(BYTES, ids, stop, include)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     text=st.text("ab", max_size=30),
     stop=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4),

@@ -137,7 +137,7 @@ def test_gguf_byte_level_ids_equal_transformers(pre):
         assert ours.decode(expected) == theirs.decode(expected), text
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=st.text(max_size=40), pre=st.sampled_from(PRES))
 def test_gguf_byte_level_ids_equal_transformers_on_any_text(text, pre):
     # Ours never reads a control token in text, and hypothesis draws words of this file too.
@@ -201,7 +201,7 @@ def test_gguf_sentence_piece_ids_equal_transformers(spaced):
         assert ours.decode(expected) == theirs.decode(expected), text
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     parts=st.lists(
         st.sampled_from(["<s>", "</s>", "a", " b", "  ", "\n", "é", "▁", "日"]), max_size=8
@@ -303,7 +303,7 @@ def test_lone_surrogates_are_named(text):
             tokenizer.encode(text)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text(max_size=60))
 def test_byte_level_is_utf8(text):
     tokenizer = Tokenizer.byte_level()
@@ -388,7 +388,7 @@ def bounded(kind: str) -> Tokenizer:
     return sentence_piece() if kind == "sentence piece" else byte_level(kind)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     text=st.one_of(
         st.text(max_size=60),
