@@ -18,7 +18,7 @@ from forerun.cli.parser import unknown
 from forerun.errors import ConfigError
 from forerun.options.alias import FIELDS
 from forerun.options.aliases import OPTIONS
-from forerun.options.flags import MANY, Given, Option, gather, own_option
+from forerun.options.flags import MANY, Given, Option, gather, own_option, places
 
 PREFIX = "FORERUN_"
 LLAMA_PREFIX = "LLAMA_ARG_"
@@ -66,6 +66,7 @@ def settle(arguments: argparse.Namespace, environment: Mapping[str, str] = os.en
     arguments.values = dict(arguments.defaults)
     for layer in layers:
         arguments.values |= gather(layer)
+    arguments.written = places(one for layer in layers for one in layer)
 
 
 def parted(words: Sequence[str], model_given: bool) -> tuple[str | None, str | None]:

@@ -6,7 +6,7 @@ An option turns what was written into values of fields. Where it was written mak
 """
 
 import argparse
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any, TypeVar, get_args
 
@@ -58,12 +58,32 @@ def configured(kind: type[Config], arguments: argparse.Namespace) -> Config:
     """The configuration of class `kind` that parsed options describe; a field that nobody named
     keeps its default.
 
-    Raises ConfigError where an option cannot be honoured or the whole contradicts itself.
+    Raises ConfigError where an option cannot be honoured or the whole contradicts itself; a value
+    is named by where it was written, too, where that is another name or place.
     """
     values = vars(arguments).get("values")
     if values is None:
         values = vars(arguments).get("defaults", {}) | gather(arguments.given)
-    return kind(**{item.name: values[item.name] for item in fields(kind) if item.name in values})
+    known = {item.name: values[item.name] for item in fields(kind) if item.name in values}
+    try:
+        return kind(**known)
+    except ConfigError as error:
+        written = vars(arguments).get("written") or places(arguments.given)
+        raise ConfigError(
+            "\n".join(_placed(line, written) for line in str(error).splitlines())
+        ) from error
+
+
+def places(given: Iterable[Given]) -> dict[str, str]:
+    """Field -> where the option was written that set it last."""
+    return {name: one.where for one in given for name in one.option.fields}
+
+
+def _placed(problem: str, written: Mapping[str, str]) -> str:
+    """A sentence that begins with a field's value, with where that was written before it."""
+    name = problem.split(" is ", maxsplit=1)[0]
+    where = written.get(name.replace("-", "_"), f"--{name}")
+    return problem if where == f"--{name}" else f"{where}: {problem}"
 
 
 def configured_both(

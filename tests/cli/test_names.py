@@ -476,3 +476,15 @@ def test_all_values_out_of_bounds_are_told_at_once(capsys):
     assert main(line) == 2
     told = capsys.readouterr().err.splitlines()
     assert sorted(one.split()[1] for one in told) == ["max-sequences", "port", "threads"]
+
+
+def test_a_value_out_of_bounds_is_named_by_where_it_was_written(tmp_path, capsys, monkeypatch):
+    assert main(["serve", "toy", "--gpu-memory-utilization", "5", "--max-num-seqs", "0"]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert sorted(one.split(" is ")[0] for one in told) == [
+        "forerun: --gpu-memory-utilization: mem-fraction-static",
+        "forerun: --max-num-seqs: max-sequences",
+    ]
+    monkeypatch.setenv("FORERUN_PORT", "99999")
+    assert main(["serve", "toy"]) == 2
+    assert "FORERUN_PORT: port is 99999, but" in capsys.readouterr().err
