@@ -15,8 +15,8 @@ from forerun.hub.catalog import open_model
 from forerun.machine import stamp
 from forerun.measure.acceptance import (
     CHAIN,
+    LOOKUP,
     TREE,
-    DraftedShape,
     Finding,
     Question,
     Simulate,
@@ -49,7 +49,7 @@ def main(arguments: argparse.Namespace) -> int:
     interrupted = False
     # n-gram lookup shapes its own trees: one shape says all.
     headed = target.draft is not None
-    shapes = (CHAIN, TREE) if headed else (DraftedShape("n-grams", 8, 8, 1),)
+    shapes = (CHAIN, TREE) if headed else (LOOKUP,)
     try:
         if not target.config.speculates:
             raise ConfigError("there is nothing to measure: the draft cannot be used.")

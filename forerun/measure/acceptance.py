@@ -15,23 +15,14 @@ from forerun.client.completion import Completion, make_request
 from forerun.measure.prove import answers, encode
 from forerun.measure.workload import Prompt
 from forerun.options.config import EngineConfig
-from forerun.types import Ints
+from forerun.types import DraftShape, Ints
 
 Progress = Callable[[str, int, int], None]
 
 
-@dataclass(frozen=True, slots=True)
-class DraftedShape:
-    """What is drafted per step: a chain has width 1."""
-
-    name: str
-    nodes: int
-    depth: int
-    width: int
-
-
-CHAIN = DraftedShape("chain of 3", 3, 3, 1)
-TREE = DraftedShape("tree of 16", 16, 5, 4)
+CHAIN, TREE = DraftShape(3, 1, 3), DraftShape(16, 4, 5)
+LOOKUP = DraftShape(8, 1, 8)
+"""Of n-grams, which branch where the text did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +80,7 @@ def ask(
     target: Target,
     config: EngineConfig,
     question: Question,
-    shapes: Sequence[DraftedShape],
+    shapes: Sequence[DraftShape],
     progress: Progress,
     simulate: Simulate | None = None,
 ) -> Iterator[Finding]:
@@ -114,7 +105,7 @@ def ask(
             simulated = simulate(list(zip(prompts, told, strict=True)), shape.depth)
         yield Finding(
             question=question.name,
-            shape=shape.name,
+            shape=_title(config, shape),
             temperature=question.temperature,
             length=mean_length(histogram),
             agreement=agreement(histogram)[: shape.depth],
@@ -127,11 +118,17 @@ def ask(
         )
 
 
+def _title(config: EngineConfig, shape: DraftShape) -> str:
+    if not config.algorithm.model:
+        return "n-grams"
+    return f"chain of {shape.depth}" if shape.width == 1 else f"tree of {shape.nodes}"
+
+
 def _size(config: EngineConfig) -> str:
     return f"{config.draft_shape.nodes}x{config.draft_shape.depth}"
 
 
-def shaped(config: EngineConfig, shape: DraftedShape) -> EngineConfig:
+def shaped(config: EngineConfig, shape: DraftShape) -> EngineConfig:
     """A copy of `config` that drafts this shape in every step: policy fixed. Raises ConfigError
     where the algorithm cannot draft it.
     """

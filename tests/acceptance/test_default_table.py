@@ -12,7 +12,7 @@ from forerun.build.engine import open_target
 from forerun.errors import ConfigError, ModelError
 from forerun.executors import cpu
 from forerun.hub.catalog import shipped_draft
-from forerun.measure.acceptance import DraftedShape, Question, ask
+from forerun.measure.acceptance import LOOKUP, Question, ask
 from forerun.measure.workload import read_prompts, spread
 from forerun.options.config import EngineConfig
 
@@ -21,7 +21,6 @@ pytestmark = [
     pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available())),
 ]
 
-SHAPE = DraftedShape("n-grams", 8, 8, 1)
 SMALL = EngineConfig(kv_tokens=2048, policy="fixed", draft_on_error="stop")
 
 
@@ -34,7 +33,7 @@ def target():
 
 def length(target, temperature, count):
     question = Question("built-in", tuple(spread(read_prompts(), count)), temperature, 64, 8)
-    (found,) = ask(target, target.config, question, [SHAPE], lambda *_: None)
+    (found,) = ask(target, target.config, question, [LOOKUP], lambda *_: None)
     return found.length
 
 

@@ -17,7 +17,6 @@ from forerun.executors.torch.drafts.eagle import EagleHead
 from forerun.hub.catalog import shipped_draft
 from forerun.measure.acceptance import (
     CHAIN,
-    DraftedShape,
     Question,
     agreement,
     mean_length,
@@ -33,6 +32,7 @@ from forerun.options.config import EngineConfig
 from forerun.train.export import export_head
 from forerun.train.progress import Progress
 from forerun.train.snapshot import load_snapshot
+from forerun.types import DraftShape
 from tests.train.conftest import TRAINING
 
 pytestmark = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
@@ -76,7 +76,7 @@ def test_what_was_learnt_by_heart_is_accepted(small, executor, least):
     otherwise.
     """
     how = {"dtype": "float32"} if executor == "torch" else {}
-    one = DraftedShape("one", 1, 1, 1)
+    one = DraftShape(1, 1, 1)
     histogram, accepted = served(small, small.draft, one, executor=executor, **how)
     print(histogram, accepted)
     assert accepted > least
