@@ -16,6 +16,7 @@ from forerun.interface.slot_init import SlotInit
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import NO_DRAFT, Draft, DraftSource
 from tests.control.steps import plan_of, report_of, slots_of
+from tests.covering import thinned, values
 
 NODES, DEPTH = 3, 3
 
@@ -158,7 +159,13 @@ def ran(costs, rows, ngrams, head):
 
 
 @pytest.mark.parametrize(
-    ("costs", "rows"), [(CORE, 1), (CORE, 16), (CORE, 64), (DEVICE, 1), (DEVICE, 16), (DEVICE, 64)]
+    ("costs", "rows"),
+    [
+        (CORE, 1),
+        pytest.param(CORE, 16, marks=pytest.mark.slow),
+        *((CORE, 64), (DEVICE, 1), (DEVICE, 16)),
+        pytest.param(DEVICE, 64, marks=pytest.mark.slow),
+    ],
 )
 def test_beside_a_head_that_does_not_pay_it_is_as_fast_as_the_ngrams_alone(costs, rows):
     head = (1.0, 0.05) if costs is DEVICE else POOR
@@ -185,7 +192,8 @@ def test_a_head_that_pays_beside_ngrams_that_do_not(costs, rows):
 
 
 @pytest.mark.parametrize(
-    ("costs", "rows"), [(CORE, 1), (CORE, 16), (CORE, 64), (DEVICE, 16), (DEVICE, 64)]
+    ("costs", "rows"),
+    thinned([(CORE, 1), (CORE, 16), (CORE, 64), (DEVICE, 16), (DEVICE, 64)], values),
 )
 def test_where_neither_pays_it_is_plain(costs, rows):
     merged, asked, verified = ran(costs, rows, NONE, (1.0, 0.05))

@@ -96,7 +96,7 @@ def raced(device, kind, rows, seed, texts, then=THEN):
     return np.array([found[0], alone, *found[1:]]).T
 
 
-@pytest.mark.parametrize(("rows", "head"), cells(HEADS, {1: (0, 1, 2, 3), 16: (0,)}))
+@pytest.mark.parametrize(("rows", "head"), cells(HEADS, {1: (0, 1, 3), 16: (2,)}))
 def test_a_head_is_never_slower_than_none_and_close_to_the_best_shape(rows, head):
     """Over four seeds: the luck of one is worth 5 % in 400 steps."""
     sums = np.zeros((2, 4))
@@ -110,7 +110,7 @@ def test_a_head_is_never_slower_than_none_and_close_to_the_best_shape(rows, head
 
 
 LONG = [(rows, texts) for rows in (1, 16) for texts in [*([head] for head in HEADS), *CHANGES]]
-FAST = [(1, [HEADS[0]]), (1, [HEADS[2]]), (16, [HEADS[2]])]
+FAST = [(1, [HEADS[0]]), (16, [HEADS[2]])]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_head_keeps_the_promise_in_long_answers(rows, texts):
     assert late[0] >= 0.95 * late[1:].max()
 
 
-@pytest.mark.parametrize(("rows", "texts"), cells(CHANGES, {1: (0, 1, 2), 16: (0, 1)}))
+@pytest.mark.parametrize(("rows", "texts"), cells(CHANGES, {1: (1, 2), 16: (0,)}))
 def test_a_head_whose_text_changes_keeps_the_promise(rows, texts):
     """Against plain decoding and against every fixed shape, over all texts."""
     device = HeadDevice(adaptive_head(), rows)
@@ -145,7 +145,7 @@ TEXTS = [[0.0], [0.3], [0.6], [0.9], [0.0, 0.9], [0.9, 0.3]]
 """How often a token is what its motif says, one text after another."""
 
 
-@pytest.mark.parametrize(("rows", "texts"), cells(TEXTS, {1: (0, 2, 4), 16: (1, 3)}))
+@pytest.mark.parametrize(("rows", "texts"), cells(TEXTS, {1: (0, 2), 16: (1, 3, 4)}))
 def test_ngrams_keep_the_promise(rows, texts):
     """They are looked up on the host, so that a step that may have some is not carried. Of one row,
     whose luck is worth 5 % in 400 steps, over six seeds.

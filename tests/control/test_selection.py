@@ -20,6 +20,7 @@ from forerun.control.host_drafts import compare
 from forerun.control.reasons import DISABLED, NOTHING_VERIFIED, ON, SELDOM, VERIFIED
 from forerun.speculative.tree import Draft
 from tests.control.steps import FREE, Text, arrays, chain, reached, report_of, seen
+from tests.covering import every, pairs, thinned
 
 FLAT = StepCosts((1, 8, 64, 256), (10.0, 10.5, 12.0, 20.0))
 MIDDLE = StepCosts((1, 2, 4, 8, 16, 64), (6.1, 6.6, 7.6, 10.7, 19.2, 71.9))
@@ -43,9 +44,9 @@ def test_never_slower_than_plain_on_text_that_defies_the_drafter(table, rows):
     assert text.run(opened(TABLES[table], rows), 200).over_plain() >= 0.97
 
 
-@pytest.mark.parametrize("honesty", [0.2, 0.5, 1.0])
-@pytest.mark.parametrize("rows", [1, 4, 16, 64])
-@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize(
+    ("table", "rows", "honesty"), thinned(every(TABLES, [1, 4, 16, 64], [0.2, 0.5, 1.0]))
+)
 def test_never_slower_than_plain_however_wrong_the_scores(table, rows, honesty):
     text = Text(TABLES[table], rows, honesty)
     assert text.run(opened(TABLES[table], rows), 200).over_plain() >= 0.97
@@ -325,10 +326,18 @@ def test_a_disabled_policy_asks_for_nothing_and_says_why():
     assert policy.describe()["disabled"] is True
 
 
-@pytest.mark.parametrize("rows", [1, 16])
-@pytest.mark.parametrize("late", [1.05, 1.35, 1.8])
-@pytest.mark.parametrize(("honesty", "match"), [(0.0, 0.0), (0.0, 0.6), (1.0, 0.1), (1.0, 1.0)])
-def test_looks_that_keep_steps_from_beginning_early(rows, late, honesty, match):
+SCORES = [(0.0, 0.0), (0.0, 0.6), (1.0, 0.1), (1.0, 1.0)]
+"""Honesty of scores, and how often something is found."""
+
+
+@pytest.mark.parametrize(
+    ("honesty", "match", "late", "rows"),
+    thinned(
+        [(*scores, late, rows) for scores, late, rows in every(SCORES, [1.05, 1.35, 1.8], [1, 16])],
+        lambda cell: pairs((cell[:2], *cell[2:])),
+    ),
+)
+def test_looks_that_keep_steps_from_beginning_early(honesty, match, late, rows):
     """On a device that works ahead a look costs what was hidden, found or not: .76 of plain
     decoding on an H100, where that was not counted.
     """
