@@ -23,6 +23,7 @@ from forerun.constrain.matcher.tree_mask import TreeGrammars
 from forerun.engine.request import GRAMMAR_LIMIT, Finish
 from tests.constrain.test_lossless import CASES, engine, heard
 from tests.constrain.tools import TOKENIZERS, Tokenizer, compiled
+from tests.covering import every, thinned, values
 from tests.engine.toys import ask, run
 from tests.text.test_tokenizer import gguf_metadata
 
@@ -161,8 +162,9 @@ class Limited:
         return getattr(self._inner, name)
 
 
-@pytest.mark.parametrize("name", ["none", "random", "ngram", "grammar"])
-@pytest.mark.parametrize("after", [0, 1, 5, 13])
+@pytest.mark.parametrize(
+    ("after", "name"), thinned(every([0, 1, 5, 13], ["none", "random", "ngram", "grammar"]), values)
+)
 def test_a_limit_on_the_engines_thread_changes_no_token(name, after):
     """The sequence goes on where the limits are wider, from the token before the limit."""
     options = {"temperature": 0.8, "seed": 5, "logprobs": 1}

@@ -17,6 +17,7 @@ from forerun.executors.torch import TorchExecutor
 from forerun.models.gguf import GgufCheckpoint
 from forerun.models.layer_spec import Experts, Router
 from forerun.models.shapes import RandomCheckpoint, shape_named
+from tests.covering import every, thinned, values
 from tests.cpu.test_floats import greedy
 from tests.cpu.test_logits import SAME, distance, fp32, logits_of
 from tests.cpu.test_products import k_quantised
@@ -133,8 +134,9 @@ def test_every_node_of_a_tree_is_a_token_of_its_path(
         assert np.array_equal(found[[7 + node for node in path]], alone[len(prompt) :])
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "F16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "kind"), thinned(every(FAMILIES, ["Q8_0", "Q4_1", "F16"]), values)
+)
 def test_files_of_few_bits_are_the_slow_twins(executor, checkpoint, random, family, kind):
     """What a GGUF file's own numbers come to, routers in float32."""
     source = checkpoint(family, kind, **IN_FILES.get(family, {}))

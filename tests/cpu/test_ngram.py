@@ -22,6 +22,7 @@ from forerun.speculative.tree import NO_DRAFT, batch
 from forerun.train.ngrams import count_ngrams
 from tests.cli.toys import toy_loaded
 from tests.counted import lines
+from tests.covering import every, thinned
 from tests.engine.toys import GREEDY
 
 SLOTS = 4
@@ -192,9 +193,10 @@ def texts(random, kind, length):
     return text
 
 
-@pytest.mark.parametrize("each", [None, 0.02, 0.2])
-@pytest.mark.parametrize("tabled", [False, True])
-@pytest.mark.parametrize("kind", ["noise", "language", "repeated"])
+@pytest.mark.parametrize(
+    ("kind", "tabled", "each"),
+    thinned(every(["noise", "language", "repeated"], [False, True], [None, 0.02, 0.2])),
+)
 def test_long_texts(random, kind, tabled, each):
     """each: the price of a draft token."""
     prices = None if each is None else array("d", each * np.arange(1, 33))

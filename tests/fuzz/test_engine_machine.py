@@ -1,8 +1,15 @@
 """The whole engine on the toy under arbitrary use: texts stay right, and nothing leaks."""
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from forerun.engine.request import Finish, Speculation
 from tests.engine.carrying import CarryingToy
@@ -114,7 +121,9 @@ class EngineMachine(RuleBasedStateMachine):
                     assert [entry.token for entry in entries] == request.prompt[1:].tolist()
 
 
-EngineMachine.TestCase.settings = settings(
-    max_examples=120, stateful_step_count=25, derandomize=True
-)
-TestEngine = EngineMachine.TestCase
+@pytest.mark.parametrize("courses", [50, pytest.param(120, marks=pytest.mark.slow)])
+def test_any_course_of_events(courses):
+    run_state_machine_as_test(
+        EngineMachine,
+        settings=settings(max_examples=courses, stateful_step_count=25, derandomize=True),
+    )

@@ -18,6 +18,7 @@ from forerun.executors.torch.captured.shaped_rows import CUT
 from forerun.executors.torch.triton.record import Size
 from forerun.interface.executor import ExecutorLimits
 from forerun.types import DraftShape
+from tests.covering import every, thinned, values
 
 PLAIN, NGRAM, CHAIN, LONG = DraftShape(), DraftShape(8), DraftShape(3, 1, 3), DraftShape(5, 1, 5)
 BOTH, TREE = DraftShape(8, 1, 3), DraftShape(15, 4, 5)
@@ -63,8 +64,10 @@ def asked_of(random, draft, slots, most):
     return Size(rows, nodes, levels, width, int(random.integers(0, 3)), masked, reports)
 
 
-@pytest.mark.parametrize("slots", [1, 3, 16, 64, 100])
-@pytest.mark.parametrize("draft", [PLAIN, NGRAM, CHAIN, LONG, BOTH, TREE])
+@pytest.mark.parametrize(
+    ("draft", "slots"),
+    thinned(every([PLAIN, NGRAM, CHAIN, LONG, BOTH, TREE], [1, 3, 16, 64, 100]), values),
+)
 def test_every_step_runs_as_a_declared_size(draft, slots):
     sizes, most = declared(limits(slots), draft), row_nodes(limits(slots), draft)
     random, covered = np.random.default_rng(0), {}

@@ -3,6 +3,7 @@ pass by pass: every method x shape x page size x temperature, the texts those of
 """
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -59,9 +60,13 @@ CELLS = [
     *(("chain", page, temperature) for page in (16, 1, 64) for temperature in (0.0, 1.0)),
     *((shape, 16, temperature) for shape in ("one", "whole tree") for temperature in (0.0, 0.8)),
 ]
-"""Shape, page size, temperature; the first and the fourth run always."""
-FAST = CELLS[0], CELLS[3]
-CELLS = [cell if cell in FAST else pytest.param(*cell, marks=pytest.mark.slow) for cell in CELLS]
+"""Shape, page size, temperature."""
+OFTEN = [("NEXTN, by depth", *CELLS[0]), ("STANDALONE", *CELLS[0])]
+OFTEN += [("NEXTN, by depth", *CELLS[3]), ("DFLASH", *CELLS[3])]
+CELLS = [
+    pytest.param(method, *cell, marks=[pytest.mark.slow] * ((method, *cell) not in OFTEN))
+    for method, cell in product(METHODS, CELLS)
+]
 
 
 def weak(layer):
@@ -266,8 +271,7 @@ def paths(draft):
     return dict(zip(above, draft.score.tolist(), strict=True))
 
 
-@pytest.mark.parametrize(("shape", "page", "temperature"), CELLS)
-@pytest.mark.parametrize("method", EACH)
+@pytest.mark.parametrize(("method", "shape", "page", "temperature"), CELLS)
 def test_drafts_and_texts_are_those_of_single_passes(
     targets, seen, method, shape, page, temperature
 ):

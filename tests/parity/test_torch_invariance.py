@@ -31,6 +31,7 @@ from forerun.models.rope import Rope
 from forerun.models.shapes import RandomCheckpoint, shape_named
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft
+from tests.covering import covering, every, values
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, as_draft, limits
 
@@ -150,41 +151,70 @@ MODELS = {
 """One model per family that differs in its block."""
 
 
+PAGES = 1, 16, 256
+
+
+class Made(dict):
+    """What is made by its key when it is asked for first."""
+
+    def __init__(self, make):
+        self._make = make
+
+    def __missing__(self, key):
+        self[key] = self._make(key)
+        return self[key]
+
+
 @pytest.fixture(scope="module")
 def executors(checkpoint):
     """By family and page size."""
-    return {
-        (family, page_size): TorchExecutor(
-            checkpoint(family, **changes),
-            limits(tiny.VOCAB, page_size=page_size, pages=2048 // page_size),
-        )
-        for family, changes in MODELS.items()
-        for page_size in (1, 16, 256)
-    }
+
+    def make(key):
+        family, page_size = key
+        room = limits(tiny.VOCAB, page_size=page_size, pages=2048 // page_size)
+        return TorchExecutor(checkpoint(family, **MODELS[family]), room)
+
+    return Made(make)
 
 
 @pytest.fixture(scope="module")
 def texts(executors):
-    random = np.random.default_rng(1)
-    return {
-        family: [
+    """By family."""
+
+    def make(family):
+        random = np.random.default_rng(1)
+        return [
             plain_text(executors[family, 16], random.integers(0, tiny.VOCAB, n), OUTPUT, n, 24)
             for n in PROMPTS
         ]
-        for family in MODELS
-    }
+
+    return Made(make)
 
 
+@pytest.mark.parametrize(
+    ("family", "page_size", "rows"), covering(every(MODELS, PAGES, (4, 3, 2, 1)), values)
+)
+def test_a_journey_meets_the_same_bits(executors, texts, family, page_size, rows):
+    """Every family once, with every page size and number of rows for some; any (below) with the
+    slow tests.
+    """
+    meets_the_same_bits(executors[family, page_size], texts[family][:rows], seed=rows)
+
+
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     family=st.sampled_from(list(MODELS)),
-    page_size=st.sampled_from([1, 16, 256]),
+    page_size=st.sampled_from(PAGES),
     rows=st.integers(1, 4),
     seed=st.integers(0, 1 << 32),
 )
 def test_any_journey_meets_the_same_bits(executors, texts, family, page_size, rows, seed):
-    journey = Journey(executors[family, page_size], texts[family][:rows], seed)
-    assert journey.compared >= sum(len(text.logits) for text in texts[family][:rows])
+    meets_the_same_bits(executors[family, page_size], texts[family][:rows], seed)
+
+
+def meets_the_same_bits(executor, texts, seed):
+    assert Journey(executor, texts, seed).compared >= sum(len(text.logits) for text in texts)
 
 
 def test_journeys_accept_guesses(executors, texts):
@@ -198,7 +228,7 @@ def test_prefill_in_one_chunk_or_token_by_token(executors, family):
     prompt = np.random.default_rng(2).integers(0, tiny.VOCAB, 264)
     one = plain_text(executors[family, 16], prompt, 1, 0).logits
     for chunk in (100, 256):
-        for page_size in (1, 16, 256):
+        for page_size in PAGES:
             many = plain_text(executors[family, page_size], prompt, 1, 0, chunk).logits
             assert torch.equal(one, many), (chunk, page_size)
 

@@ -345,6 +345,7 @@ def test_features_are_the_hidden_states_of_transformers(checkpoint, random):
         assert (ours - output.hidden_states[theirs][0, 30:]).abs().max() < 1e-5
 
 
+@pytest.mark.slow  # By default the core runs it (tests/cpu/test_logits.py).
 @pytest.mark.model
 def test_the_default_model_equals_transformers(default_model, default_executor):
     """As near to the exact logits as transformers itself: how far float32 may be off depends on

@@ -143,7 +143,7 @@ def first_attention(drafter, batch, embed):
     "kind, least",
     [
         ("--block-causal --no-train-bfloat16", 1.4),
-        ("--no-block-causal --train-bfloat16", 2.0),
+        pytest.param("--no-block-causal --train-bfloat16", 2.0, marks=pytest.mark.slow),
     ],
 )
 def test_a_block_drafter_is_trained_and_served(untrained, tmp_path, kind, least):
