@@ -214,10 +214,8 @@ class CapturedExecutor(Executor):
         if size.shaping:
             self._shaped.fill(staging.buffers, size, plan.slots)
         round = self._launch(size, staging, plan, np.ones(plan.rows, np.bool_))
-        round.after, round.continues = (
-            before,
-            size.reports > 0 or not self._sampler.reports(plan.slots),
-        )
+        round.after = before
+        round.continues = size.reports > 0 or not self._sampler.reports(plan.slots)
         return round
 
     def _launch(
