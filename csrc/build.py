@@ -74,25 +74,27 @@ def run(command: list[str]) -> str | None:
 def build(target: Path, extra: tuple[str, ...] = ()) -> None:
     """Compile every csrc/*.cpp and link them to `target`, replacing it at once.
 
-    extra  more flags for compiler and linker: what a sanitizer needs (tests/chaos/sanitize.py)
+    extra  more flags for compiler and linker, which come last: what a sanitizer needs
+           (tests/chaos/sanitize.py)
     """
-    command = [*compiler(), *extra]
+    command = compiler()
     with tempfile.TemporaryDirectory() as folder:
         # What takes longest first: kernels, once for each instruction set.
         sources = sorted(HERE.glob("*.cpp"), key=lambda path: (path.name[:4] != "isa_", path))
         objects = [str(Path(folder, f"{source.stem}.o")) for source in sources]
         plain = [
-            [*command, *FLAGS, *STRICT, "-c", str(source), "-o", output]
+            [*command, *FLAGS, *STRICT, *extra, "-c", str(source), "-o", output]
             for source, output in zip(sources, objects, strict=True)
         ]
         tuned = [
-            [*job, *extra_flags(source.name)] for job, source in zip(plain, sources, strict=True)
+            [*job, *extra_flags(source.name), *extra]
+            for job, source in zip(plain, sources, strict=True)
         ]
         # A compiler may not know the newest instructions; such a file is then empty.
         again = [job for job, fault in zip(plain, run_all(tuned), strict=True) if fault is not None]
         # A new file, not new contents: a process that runs the old library keeps it.
         staged = target.with_name(f".{target.name}.{os.getpid()}")
-        link = [*command, "-shared", "-pthread", *sorted(objects), "-o", str(staged)]
+        link = [*command, *extra, "-shared", "-pthread", *sorted(objects), "-o", str(staged)]
         try:
             for fault in (*run_all(again), *run_all([link])):
                 if fault is not None:

@@ -18,7 +18,6 @@ def build(target, **environment):
         [sys.executable, str(BUILD), str(target)],
         capture_output=True,
         text=True,
-        timeout=280,
         check=False,
         env={key: value for key, value in os.environ.items() if key != "CXX"} | environment,
     )
