@@ -35,13 +35,13 @@ from typing import Any
 
 import numpy as np
 
+from forerun.draft_shape import DraftShape
 from forerun.executors.cpu import CpuExecutor, native
 from forerun.hub.catalog import Model, open_model
 from forerun.interface.executor import Executor, ExecutorLimits
 from forerun.machine import stamp
 from forerun.measure.step_bench import StepBench, limits_for
 from forerun.speculative.sampling import Sampling
-from forerun.types import DraftShape
 
 PEER_FOLDER = Path(__file__).parent / "peers"
 PEERS = {

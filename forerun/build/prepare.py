@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
+from forerun.draft_shape import DraftShape
 from forerun.interface.executor import Executor
 from forerun.options.config import EngineConfig
-from forerun.types import DraftShape
 
 
 def prepare(

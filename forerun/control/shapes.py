@@ -25,7 +25,7 @@ from forerun.control.costs import Mean
 from forerun.control.host_drafts import Found, HostDrafts, scored
 from forerun.control.policy import Budget
 from forerun.control.report import StepReport
-from forerun.types import DraftShape
+from forerun.draft_shape import DraftShape
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from forerun.draft_shape import DraftShape
 from forerun.drafters.draft_state import DraftState, not_finite
 from forerun.interface.draft_model import (
     CANDIDATES,
@@ -18,7 +19,7 @@ from forerun.interface.features import Features
 from forerun.interface.plan import Plan
 from forerun.speculative.draft_tree import DraftTree, block_draft
 from forerun.speculative.tree import Draft
-from forerun.types import AnyArray, DraftShape, Floats, Ints
+from forerun.types import AnyArray, Floats, Ints
 
 Masks = Callable[[int], bytes | None]
 """Of a slot: what a grammar allows to follow; None = everything."""

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from forerun.columns import Column, column, consume
+from forerun.draft_shape import DraftShape
 from forerun.drafters.backlog import Backlog
 from forerun.drafters.draft_passes import DraftPasses, Masks
 from forerun.drafters.draft_state import DraftState, not_finite
@@ -26,7 +27,7 @@ from forerun.interface.next_draft import DraftRequest
 from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit
 from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch, full_size
-from forerun.types import Bools, DraftShape
+from forerun.types import Bools
 
 PATIENCE = 1
 """Steps without a budget for draft tokens in which the model is still extended: the last step of an

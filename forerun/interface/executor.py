@@ -4,11 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from forerun.draft_shape import DraftShape
 from forerun.errors import EngineError
 from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit
 from forerun.speculative.tree import NodeMasks, TreeBatch
-from forerun.types import DraftShape, Ints
+from forerun.types import Ints
 
 
 @dataclass(frozen=True, slots=True)

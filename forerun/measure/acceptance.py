@@ -12,10 +12,11 @@ import numpy as np
 
 from forerun.build.engine import Target
 from forerun.client.completion import Completion, make_request
+from forerun.draft_shape import DraftShape
 from forerun.measure.prove import answers, encode
 from forerun.measure.workload import Prompt
 from forerun.options.config import EngineConfig
-from forerun.types import DraftShape, Ints
+from forerun.types import Ints
 
 Progress = Callable[[str, int, int], None]
 

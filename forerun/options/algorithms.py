@@ -6,8 +6,8 @@ A new method is a row here, and a drafter in build/drafting.py.
 from dataclasses import dataclass
 from typing import Literal
 
+from forerun.draft_shape import DraftShape
 from forerun.errors import ConfigError
-from forerun.types import DraftShape
 
 DEFAULT_STEPS, MOST_STEPS, MOST_TREE_TOKENS = 8, 64, 64
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from forerun.draft_shape import DraftShape
 from forerun.errors import ConfigError
 from forerun.options.algorithms import (
     MOST_STEPS,
@@ -20,7 +21,6 @@ from forerun.options.algorithms import (
     draft_shape,
 )
 from forerun.options.fields import addresses, option, spell, validate
-from forerun.types import DraftShape
 
 log = logging.getLogger(__name__)
 

@@ -5,6 +5,7 @@ import pytest
 
 from forerun.constrain.matcher.tree_mask import TreeGrammars
 from forerun.control.policy import FixedPolicy
+from forerun.draft_shape import DraftShape
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.engine.options import EngineOptions
 from forerun.engine.request import Finish
@@ -18,7 +19,6 @@ from forerun.interface.draft_model import (
 )
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.grammars import allowed
-from forerun.types import DraftShape
 from tests.constrain.test_lossless import CASES, SAMPLINGS, constrained, heard, plain
 from tests.constrain.tools import BYTES
 from tests.engine.toys import run

@@ -13,6 +13,7 @@ from operator import lt
 import numpy as np
 
 from forerun.control.policy import Decision
+from forerun.draft_shape import DraftShape
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.drafters.ngram import NgramDrafter
 from forerun.drafters.none import NoDrafter
@@ -27,7 +28,6 @@ from forerun.interface.slot_init import SlotInit
 from forerun.models.cache_layer import CacheLayer
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import NO_DRAFT, batch
-from forerun.types import DraftShape
 
 ROUND, NODE, PROMPT_TOKEN = 1.2, 0.005, 0.01
 """Milliseconds of a round, of rows x nodes of the deepest row, and of a prompt's token."""

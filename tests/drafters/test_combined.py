@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from forerun.control.policy import FixedPolicy
+from forerun.draft_shape import DraftShape
 from forerun.drafters.combined import DEPTHS, PRIOR, Calibration, CombinedDrafter
 from forerun.drafters.ngram import NgramDrafter
 from forerun.engine.thread import Engine, EngineOptions
@@ -15,7 +16,6 @@ from forerun.interface.plan import Outcome
 from forerun.interface.slot_init import SlotInit
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft, DraftSource, batch
-from forerun.types import DraftShape
 from tests.control.steps import plan_of
 from tests.drafters.test_model_drafter import FeaturedToy, ToyHead, Watched
 from tests.engine.toys import TOKENIZER, ask, limits, run

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from forerun.control.policy import Budget, Decision, FixedPolicy
+from forerun.draft_shape import DraftShape
 from forerun.drafters import backlog
 from forerun.drafters.model_drafter import PATIENCE, ModelDrafter
 from forerun.engine.options import EngineOptions
@@ -16,7 +17,6 @@ from forerun.interface.draft_model import Candidates, DraftModelTraits, FeatureN
 from forerun.interface.features import KeptFeatures
 from forerun.interface.grammars import NoGrammars
 from forerun.models.cache_layer import CacheLayer
-from forerun.types import DraftShape
 from tests.engine.toys import TOKENIZER, VOCAB, ask, finish, following, limits, run
 
 

@@ -5,6 +5,7 @@ blocks. What is asked of them and of the others is in test_contract.py.
 import numpy as np
 
 from forerun.control.policy import FixedPolicy
+from forerun.draft_shape import DraftShape
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.drafters.none import NoDrafter
 from forerun.engine.options import EngineOptions
@@ -13,7 +14,6 @@ from forerun.executors.toy import ToyExecutor
 from forerun.interface.draft_model import BlockCandidates, Candidates, DraftModelTraits
 from forerun.interface.grammars import NoGrammars
 from forerun.models.cache_layer import CacheLayer
-from forerun.types import DraftShape
 from tests.drafters.served import Cell
 from tests.engine.toys import TOKENIZER, VOCAB, best, limits, logits
 

@@ -24,6 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from forerun.draft_shape import DraftShape
 from forerun.executors.torch import TorchExecutor, model_runner, with_captures
 from forerun.executors.torch.captured import executor as captured_executor
 from forerun.executors.torch.drafts.eagle import TorchEagleModel
@@ -33,7 +34,6 @@ from forerun.interface.next_draft import DraftRequest
 from forerun.interface.slot_init import SlotInit
 from forerun.models.shapes import RandomCheckpoint, random_draft, shape_named
 from forerun.speculative.sampling import Sampling
-from forerun.types import DraftShape
 from tests.parity.driver import SHAPED
 from tests.parity.launches import kernels
 from tests.parity.tape import Tape
@@ -89,7 +89,7 @@ def load(made, steps):
         slots = random.permutation(LIMITS.slots)[: random.integers(1, LIMITS.slots + 1)]
         if random.random() < 0.5:
             slots = np.unique(slots // 2 * 2)  # Nobody who asks for more than a temperature.
-        levels = int(random.integers(0, DRAFT.levels + 1))
+        levels = int(random.integers(0, DRAFT.depth + 1))
         request = DraftRequest(slots, DRAFT.width, levels) if levels else None
         nodes = int(random.integers(1, DRAFT.nodes + 2))
         if random.random() < 0.1:  # Somebody's prompt.

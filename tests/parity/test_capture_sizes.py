@@ -5,6 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from forerun.draft_shape import DraftShape
 from forerun.executors.torch.captured.declared import (
     FORCED,
     NODES,
@@ -17,7 +18,6 @@ from forerun.executors.torch.captured.declared import (
 from forerun.executors.torch.captured.shaped_rows import CUT
 from forerun.executors.torch.triton.record import Size
 from forerun.interface.executor import ExecutorLimits
-from forerun.types import DraftShape
 from tests.covering import every, thinned, values
 
 PLAIN, NGRAM, CHAIN, LONG = DraftShape(), DraftShape(8), DraftShape(3, 1, 3), DraftShape(5, 1, 5)

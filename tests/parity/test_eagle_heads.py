@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from forerun.build.engine import load, open_target
 from forerun.client.completion import complete, make_request
+from forerun.draft_shape import DraftShape
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.errors import EngineError, ModelError
 from forerun.executors import cpu
@@ -22,7 +23,6 @@ from forerun.interface.slot_init import SlotInit
 from forerun.models.draft_folder import open_draft
 from forerun.options.config import EngineConfig
 from forerun.speculative.sampling import Sampling
-from forerun.types import DraftShape
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, chain_draft, limits
 from tests.parity.heads import (

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from forerun.draft_shape import DraftShape
 from forerun.errors import ConfigError, EngineError, MemoryPlanError
 from forerun.executors.host_choice import reports_of
 from forerun.executors.jax import JaxExecutor, JaxOptions
@@ -20,7 +21,6 @@ from forerun.executors.jax.step import Answers
 from forerun.models.folder import FolderCheckpoint
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft
-from forerun.types import DraftShape
 from tests.models import tiny
 from tests.parity.driver import EVERYTHING, Driver, Row, as_draft, chain_draft, limits
 from tests.parity.test_executors import PARAMETERS, grammar

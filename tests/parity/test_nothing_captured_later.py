@@ -10,9 +10,9 @@ from forerun.build.engine import make_engine, open_target
 from forerun.client.completion import make_request
 from forerun.constrain.grammar import Grammar
 from forerun.control.policy import Budget, Decision, with_known
+from forerun.draft_shape import DraftShape
 from forerun.executors.torch import CapturedExecutor
 from forerun.executors.torch.captured.round import CapturedRound
-from forerun.types import DraftShape
 from tests.parity.heads import opened_config
 from tests.parity.tape import Tape, on_tape
 

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forerun.draft_shape import DraftShape
 from forerun.errors import EngineError
 from forerun.executors.torch import TorchExecutor, with_captures
 from forerun.executors.torch.captured.declared import declared
@@ -15,7 +16,6 @@ from forerun.executors.torch.triton.record import Size
 from forerun.speculative.accept import NOTHING, accept_row
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft, batch
-from forerun.types import DraftShape
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, as_draft, chain_draft, limits
 from tests.parity.tape import Tape, Watch, on_tape

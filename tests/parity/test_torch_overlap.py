@@ -15,13 +15,13 @@ from forerun.build.engine import make_engine, open_target
 from forerun.client.completion import make_request
 from forerun.constrain.grammar import Grammar
 from forerun.control.policy import Budget, Decision, FixedPolicy
+from forerun.draft_shape import DraftShape
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.engine.request import Finish
 from forerun.executors.torch.captured import runner as rounds
 from forerun.executors.torch.captured.declared import declared
 from forerun.executors.torch.captured.programs import Programs
 from forerun.executors.torch.triton.round_types import with_room
-from forerun.types import DraftShape
 from tests.parity.heads import opened, opened_config
 from tests.parity.tape import Tape, on_tape
 from tests.parity.test_torch_drafting import taped

@@ -15,7 +15,7 @@ from tests.shape.tree import ROOT
 DRAWING = ROOT / "docs" / "rooms.svg"
 WIDTH, ROW, BOX, GAP = 960, 92, 34, 14
 CHARACTER = 8.2
-SHARED = {"types", "errors", "machine", "version"}
+SHARED = {"types", "draft_shape", "errors", "machine", "version"}
 """Imported by nearly every room; arrows to them would say nothing."""
 
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forerun.draft_shape import DraftShape
 from forerun.speculative.draft_tree import (
     DraftTree,
     best_first,
@@ -15,7 +16,6 @@ from forerun.speculative.draft_tree import (
     pruned,
 )
 from forerun.speculative.tree import DraftSource, full_size
-from forerun.types import DraftShape
 
 WORDS = 5
 

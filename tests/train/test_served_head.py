@@ -11,6 +11,7 @@ import pytest
 
 from forerun.build.engine import open_target
 from forerun.cli.main import main
+from forerun.draft_shape import DraftShape
 from forerun.executors import cpu
 from forerun.executors.cpu import hidden_state_model
 from forerun.executors.torch.drafts.eagle import EagleHead
@@ -32,7 +33,6 @@ from forerun.options.config import EngineConfig
 from forerun.train.export import export_head
 from forerun.train.progress import Progress
 from forerun.train.snapshot import load_snapshot
-from forerun.types import DraftShape
 from tests.train.conftest import TRAINING
 
 pytestmark = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))

@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from forerun.draft_shape import DraftShape
 from forerun.errors import EngineError
 from forerun.executors.host_sampler import HostSampler
 from forerun.executors.jax.attention_choice import attention_of
@@ -49,7 +50,7 @@ from forerun.machine import cores
 from forerun.models.checkpoint import Checkpoint
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.tree import NodeMasks, TreeBatch, full_size
-from forerun.types import Bools, DraftShape, Floats, Ints
+from forerun.types import Bools, Floats, Ints
 
 TIMED_NODES = 7
 """Draft tokens of a row in the measurement of costs (forerun.build.calibration), at least."""

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from forerun.draft_shape import DraftShape
 from forerun.executors.jax.batches import Buckets, Size
 from forerun.executors.jax.block import BlockNetwork
 from forerun.executors.jax.block_passes import block_shapes, enter_shapes
@@ -45,7 +46,6 @@ from forerun.executors.jax.shaping import shaping_shapes
 from forerun.executors.jax.weights import Params
 from forerun.interface.draft_model import CANDIDATES
 from forerun.interface.executor import ExecutorLimits
-from forerun.types import DraftShape
 
 log = logging.getLogger("forerun.executors.jax")
 

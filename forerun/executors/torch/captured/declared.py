@@ -7,10 +7,10 @@ read once either way; beyond eight rows, rows and nodes are padded to 1.5 times 
 
 from collections.abc import Callable, Iterable, Iterator
 
+from forerun.draft_shape import DraftShape
 from forerun.executors.torch.captured.shaped_rows import CUT, REPORTS
 from forerun.executors.torch.triton.record import Size
 from forerun.interface.executor import ExecutorLimits
-from forerun.types import DraftShape
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 """Rows of rounds; beyond, multiples of FURTHER_ROWS."""

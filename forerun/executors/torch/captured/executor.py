@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from forerun.draft_shape import DraftShape
 from forerun.errors import EngineError
 from forerun.executors.device_choice import plain_nodes
 from forerun.executors.host_choice import report as report_of
@@ -51,7 +52,7 @@ from forerun.interface.plan import Outcome, Plan, Reports, Round
 from forerun.interface.slot_init import SlotInit
 from forerun.speculative.sampling import History, Sampling
 from forerun.speculative.tree import NodeMasks, TreeBatch, full_size
-from forerun.types import Bools, DraftShape, Floats, Ints
+from forerun.types import Bools, Floats, Ints
 
 log = logging.getLogger("forerun.executors.torch")
 

@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from forerun.draft_shape import DraftShape
 from forerun.executors.torch.captured.buffers import StagingBuffer
 from forerun.executors.torch.captured.declared import declared, row_nodes
 from forerun.executors.torch.captured.executor import CapturedExecutor
@@ -27,7 +28,6 @@ from forerun.executors.torch.triton.kernels import Kernels
 from forerun.executors.torch.triton.record import Size
 from forerun.interface.plan import Plan
 from forerun.speculative.tree import TreeBatch
-from forerun.types import DraftShape
 
 
 class RankRounds:
