@@ -189,12 +189,14 @@ class Completions:
     """What an engine said.
 
     prompts  for each answer the number of its request
+    waited   seconds until the first token, summed over the answers (bench/never_slower.py)
     """
 
     done: list[Completion]
     prompts: list[int]
     seconds: float
     preemptions: int
+    waited: float
 
     @property
     def speed(self) -> float:
@@ -226,6 +228,7 @@ def answers(
             prompts=[index for index, choices in enumerate(found) for _ in choices],
             seconds=seconds,
             preemptions=stats.preemptions,
+            waited=stats.first_token.total,
         )
     finally:
         engine.shutdown()
