@@ -38,9 +38,10 @@ class Backlog:
         begin = self.begin[plan.slots]
         return np.where(begin < 0, 0, plan.kv_len - begin)
 
-    def follows(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> bool:
-        """Whether the model is behind with every row of a plain step already, with room for one
-        token more: then that is kept, and there is nothing else to do.
+    def keep_one(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> bool:
+        """Keep the token that a plain step adds to each row, where the model is behind with all of
+        them already and has room: nothing else is to be done then. False, and nothing has changed,
+        where that is not so (`extend`).
         """
         begin = self.begin[plan.slots]
         if begin.min() < 0 or not trees.decode_only or not outcome.n_tokens.all():

@@ -85,7 +85,7 @@ class ModelDrafter:
         states = self._of(plan)
         consume(map(array.extend, _tokens_of(states), outcome.output_tokens))
         plain = not plan.max_nodes.any()
-        if plain and self._backlog.follows(plan, trees, outcome):
+        if plain and self._backlog.keep_one(plan, trees, outcome):
             return
         failed = plan.samples & (outcome.n_tokens == 0)
         active = (plan.max_nodes > 0) | ~plan.samples

@@ -49,7 +49,7 @@ class Bodies:
         declared = request.headers.get("content-length", "")
         too_large = declared.isdigit() and int(declared) > self._limit
         if too_large and "expect" in request.headers:
-            raise self._too_large()  # It asked before sending: the answer saves it the work.
+            raise self._too_large(sent=False)  # It asked first: the answer saves it the work.
         client = "" if request.client is None else request.client.host
         body = bytearray()
         try:
@@ -75,9 +75,9 @@ class Bodies:
                 self._hold(client, len(chunk))
                 body += chunk
             elif received > self._limit * DISCARDED:
-                break
+                raise self._too_large(sent=False)
         if received > self._limit:
-            raise self._too_large()
+            raise self._too_large(sent=True)
 
     def _hold(self, client: str, size: int) -> None:
         free = self._limit * AT_ONCE - self._held.total() - size
@@ -87,13 +87,14 @@ class Bodies:
             raise ApiError(429, message, "too_many_bodies", headers=wait)
         self._held[client] += size
 
-    def _too_large(self) -> ApiError:
+    def _too_large(self, sent: bool) -> ApiError:
+        """sent: the whole body has arrived, and the connection can be used again."""
         return ApiError(
             413,
             f"The body is larger than {self._limit} bytes, the limit of this server "
             "(--max-body-bytes).",
             "body_too_large",
-            headers={"connection": "close"},
+            headers={} if sent else {"connection": "close"},
         )
 
 
