@@ -14,15 +14,18 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from forerun.executors.torch.attention.tiles import tile_nodes
+from forerun.executors.torch.attention.attention_shapes import lines_for, shape_for
+from forerun.executors.torch.attention.tiles import MOST_PARTS, tile_nodes
 from forerun.executors.torch.captured.declared import NODES
 from forerun.executors.torch.decoder.few_bits import COLUMNS
 from forerun.executors.torch.triton import (
@@ -52,17 +55,22 @@ ALIGNED = {"group_stride", "vocab", "inputs", "outputs", "line_stride"}
 """Numbers that are multiples of 16."""
 
 
+Constants = dict[str, Any]
+Kind = str | tuple[str, int]
+"""Of an argument, and how many such there are."""
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One binary: what the launcher would specialise, and how it would launch it."""
 
-    function: object
-    signature: dict
-    constants: dict
+    function: Any
+    signature: dict[str, str]
+    constants: Constants
     warps: int
     stages: int = 2
 
-    def compiled(self, arch):
+    def compiled(self, arch: int) -> dict[str, Any]:
         """What the assembler says. Pointers and strides are multiples of 16, views are not."""
         names = self.function.arg_names
         views = {p.name for p in self.function.params if p.do_not_specialize_on_alignment}
@@ -102,17 +110,17 @@ class Kernel:
 
 
 def attention(
-    dtype,
-    gqa_group,
-    size,
-    lines,
-    arch,
-    pages=None,
-    cap=False,
-    sinks=False,
-    counted=False,
-    values=None,
-):
+    dtype: str,
+    gqa_group: int,
+    size: int,
+    lines: int,
+    arch: int,
+    pages: str | None = None,
+    cap: bool = False,
+    sinks: bool = False,
+    counted: bool = False,
+    values: int | None = None,
+) -> Kernel:
     """cap, sinks: as Gemma and gpt-oss have them, beside a window; values: numbers of a value that
     is part of its key, None: keys and values are alike.
     """
@@ -129,7 +137,7 @@ def attention(
         **dict.fromkeys(("window", "since", "most_parts"), "i32"),
         **{"scale": "fp32", "cap": "fp32"},
     }
-    shape = triton_attention.shape_for(lines, 4 if dtype == "fp32" else 2, size, arch // 10)
+    shape = shape_for(lines, 4 if dtype == "fp32" else 2, size, arch // 10)
     constants = {
         **{"GQA_GROUP": gqa_group, "E": size, "PAGE": 16, "LINES": lines},
         **{"SHARING": 1 if values is None else 8, "V": values or size, "SINKS": sinks},
@@ -140,13 +148,13 @@ def attention(
     return Kernel(triton_attention._attend, signature, constants, shape.warps, shape.stages)
 
 
-def attention_lines(gqa_group):
+def attention_lines(gqa_group: int) -> list[int]:
     """Every count of lines that rows of any size need."""
     tiles = {tile_nodes(nodes, gqa_group) for nodes in (*NODES, 512)}
-    return sorted({triton_attention.lines_for(tile * gqa_group) for tile in tiles})
+    return sorted({lines_for(tile * gqa_group) for tile in tiles})
 
 
-def merge(dtype, size, heads=0):
+def merge(dtype: str, size: int, heads: int = 0) -> Kernel:
     """heads: of a row that is wanted in float8; 0: of none."""
     signature = {
         **{"found": "*fp32", "sums": "*fp32", "out": f"*{dtype}"},
@@ -155,11 +163,11 @@ def merge(dtype, size, heads=0):
         **dict.fromkeys(("lines", "parts", "heads"), "i32"),
     }
     row = triton.next_power_of_2(heads * size) if heads else 0
-    constants = {"E": size, "PARTS": triton_attention.MOST_PARTS, "ROW": row}
+    constants = {"E": size, "PARTS": MOST_PARTS, "ROW": row}
     return Kernel(triton_merge._merge, signature, constants, 4 if heads else 2)
 
 
-def kernel(function, kinds, constants, warps):
+def kernel(function: Any, kinds: Sequence[Kind], constants: Constants, warps: int) -> Kernel:
     """kinds: of the arguments, in their order, as "type" or ("type", how many of them)."""
     spread = [
         kind
@@ -170,18 +178,18 @@ def kernel(function, kinds, constants, warps):
     return Kernel(function, dict(zip(names, spread, strict=True)), constants, warps)
 
 
-def choice(dtype):
+def choice(dtype: str) -> Kernel:
     kinds = (f"*{dtype}", "*i64", "*i32", "*fp32", "*fp32", "*i32", ("i32", 4))
     return kernel(triton_choice._choose, kinds, {"CHUNK": triton_choice.CHUNK}, 8)
 
 
-def cut():
+def cut() -> Kernel:
     kinds = ("*fp32", 3), ("*i32", 3), ("*fp32", 2), ("i32", 2)
     constants = {name: getattr(triton_shaping, name) for name in ("FEW", "ROWS", "LANES")}
     return kernel(triton_shaping._cut, kinds, constants, triton_shaping.WARPS)
 
 
-def edit(masked):
+def edit(masked: bool) -> Kernel:
     kinds = "*fp32", ("*i32", 2), ("*fp32", 4), ("*i32", 2), "*i1", "*i32"
     constants = {"COUNT": 4, "SEEN": 1, "STOP": 2, "MASKED": masked}
     constants["BLOCK"] = triton_shaping.EDITED
@@ -189,44 +197,44 @@ def edit(masked):
     return kernel(triton_shaping._edit, (*kinds, *rest), constants, 8)
 
 
-def prepared(nodes, half):
+def prepared(nodes: int, half: int) -> Kernel:
     kinds = ("*i32",) * 4 + ("*fp32", ("*i32", 5), ("*fp32", 2), ("*i32", 3), "*i64", "*i32")
     constants = {"PAGE": 16, "HALF": half, "NODES": triton.next_power_of_2(nodes)}
     return kernel(triton_round._prepare, (*kinds, ("*fp32", 2), ("i32", 4)), constants, 1)
 
 
-def walked(nodes, vocab):
+def walked(nodes: int, vocab: int) -> Kernel:
     kinds = "*fp32", ("*i32", 8), "*i8", ("*i32", 3), ("i32", 3)
     chunks = triton.next_power_of_2(triton.cdiv(vocab, triton_choice.CHUNK))
     constants = {"NODES": nodes, "CHUNKS": chunks, "NOTHING": -1}
     return kernel(triton_round._walk, kinds, constants, 4)
 
 
-def moved(dtype, size, scaled):
+def moved(dtype: str, size: int, scaled: bool) -> Kernel:
     kinds = f"*{'u8' if scaled else dtype}", "*fp32" if scaled else "*i32", ("*i32", 2), "*i8"
     constants = {"E": size, "SCALED": scaled, "CHOSEN": True}
     return kernel(triton_round._move, (*kinds, ("i32", 2)), constants, 1)
 
 
-def followed(dtype, askers):
+def followed(dtype: str, askers: int) -> Kernel:
     kinds = (f"*{dtype}", 2), ("*i32", 4), "*i64", "*i32", "*fp32", (f"*{dtype}", 3), "*i32"
     constants = {"BLOCK": 1024, "ASKERS": askers}
     rest = "*i64", "*i32", "*fp32", "*i32", ("i32", 8)
     return kernel(triton_draft._follow, (*kinds, *rest), constants, 4)
 
 
-def turned(half):
+def turned(half: int) -> Kernel:
     kinds = "*i32", ("*fp32", 3), "fp32"
     return kernel(triton_draft._rotation, kinds, {"HALF": half}, 1)
 
 
-def candidates(dtype, chain):
+def candidates(dtype: str, chain: bool) -> Kernel:
     kinds = f"*{dtype}", "*fp32", "*i64", ("*fp32", 2), ("i32", 3)
     constants = {"CHUNK": triton_draft.CHUNK, "COUNT": 64, "CHAIN": chain}
     return kernel(triton_draft._candidates, kinds, constants, 4)
 
 
-def grown(width, vocab):
+def grown(width: int, vocab: int) -> Kernel:
     chosen = "*i32" if width > 1 else "*i64"
     kinds = "*i64", ("*fp32", 2), "*i32", "*i64", "*i32", "*fp32", "*i32", chosen, ("i32", 8)
     chunks = triton.cdiv(vocab, triton_draft.CHUNK)
@@ -237,24 +245,24 @@ def grown(width, vocab):
     return kernel(triton_draft._grow, kinds, constants, 4)
 
 
-def descended(dtype, width):
+def descended(dtype: str, width: int) -> Kernel:
     kinds = "*i32", f"*{dtype}", ("*i32", 3), f"*{dtype}", ("*i32", 2), ("i32", 9)
     wide = triton.next_power_of_2(width)
     constants = {"WIDTH": width, "FULL": wide * wide, "BLOCK": max(1024 // wide, 64)}
     return kernel(triton_draft._descend, kinds, constants, 4)
 
 
-def draft_inputs(dtype, wide):
+def draft_inputs(dtype: str, wide: int) -> Kernel:
     kinds = "*i32", (f"*{dtype}", 2), ("*fp32", 2), f"*{dtype}", ("i32", 2), "fp32"
     constants = {"WIDE": wide, "HIDDEN_FIRST": False}
     return kernel(triton_draft._inputs, kinds, constants, triton_layers.warps_for(wide))
 
 
-def warps_of(full, width):
+def warps_of(full: int, width: int) -> int:
     return 1 if width == 1 else 8 if full > 256 else 4
 
 
-def resumed(nodes, width, levels):
+def resumed(nodes: int, width: int, levels: int) -> Kernel:
     full = full_size(width, levels)
     kinds = (("*i32", 14), "*fp32", ("*i32", 7), ("i32", 5))
     constants = {"NODES": nodes, "FULL": triton.next_power_of_2(full), "WIDTH": width}
@@ -262,57 +270,81 @@ def resumed(nodes, width, levels):
     return kernel(triton_future._resume, kinds, constants, warps_of(full, width))
 
 
-def left(nodes, width, levels):
+def left(nodes: int, width: int, levels: int) -> Kernel:
     full = full_size(width, levels)
     kinds = (("*i32", 16), "*fp32", ("i32", 4))
     constants = {"NODES": nodes, "FULL": triton.next_power_of_2(full), "WIDTH": width}
     return kernel(triton_future._leave, kinds, constants, 1 if width == 1 else 4)
 
 
-def layer(kernel, pointers, numbers, constants, warps, dtype="bf16"):
+def layer(
+    kernel: Any,
+    pointers: Sequence[str],
+    numbers: Sequence[str],
+    constants: Constants,
+    warps: int,
+    dtype: str = "bf16",
+) -> Kernel:
     """With NARROW the kernel's `out` is in float8."""
     signature = dict.fromkeys(pointers, f"*{dtype}") | dict.fromkeys(numbers, "i32")
     if constants.get("NARROW"):
         signature |= {"out": "*fp8e4nv", "scales": "*fp32"}
-    fp32 = {name: "*fp32" for name in ("weight", "cos", "sin") if name in signature}
-    fp32 |= {"eps": "fp32"} if "eps" in signature else {}
+    fp32 = {"weight": "*fp32", "cos": "*fp32", "sin": "*fp32", "eps": "fp32"}
+    fp32 = {name: kind for name, kind in fp32.items() if name in signature}
     return Kernel(kernel, signature | fp32, constants, warps)
 
 
-def of_rows(wide, narrow=False):
+def of_rows(wide: int, narrow: bool = False) -> tuple[Constants, int]:
     """Constants and warps of what has a whole row."""
     return {"WIDE": wide, "NARROW": narrow}, triton_layers.warps_for(wide, narrow)
 
 
-def norm(wide, dtype, narrow=False):
+def norm(wide: int, dtype: str, narrow: bool = False) -> Kernel:
     numbers = ("row_stride", "head_stride", "width", "eps")
     pointers = ("x", "weight", "out", "scales")
     return layer(triton_layers._norm, pointers, numbers, *of_rows(wide, narrow), dtype)
 
 
-def gate(dtype, gelu=False, wide=0, clamped=False):
+def gate(dtype: str, gelu: bool = False, wide: int = 0, clamped: bool = False) -> Kernel:
     """wide: of a row that is wanted in float8; 0: of none."""
     numbers, pointers = ("gate_stride", "up_stride", "width"), ("gate", "up", "out", "scales")
-    constants = {"BLOCK": wide or 1024, "GELU": gelu, "NARROW": wide > 0}
+    constants: Constants = {"BLOCK": wide or 1024, "GELU": gelu, "NARROW": wide > 0}
     constants |= {"CLAMP": CLAMP, "SLOPE": CLAMP_SLOPE} if clamped else {"CLAMP": 0.0, "SLOPE": 1.0}
     warps = triton_layers.warps_for(wide, narrow=True) if wide else 4
     return layer(triton_layers._gate, pointers, numbers, constants, warps, dtype)
 
 
-def grouped(dtype, rows, stored=None, biased=False):
-    kinds = (f"*{dtype}", f"*{stored or dtype}", "*fp32", f"*{dtype}", f"*{dtype}")
+def grouped(dtype: str, rows: int, stored: str | None = None, biased: bool = False) -> Kernel:
+    kinds = (
+        *(f"*{dtype}", f"*{stored or dtype}", "*fp32", f"*{dtype}", f"*{dtype}"),
+        *("*i64", "*i64", ("i32", 4)),
+    )
     constants = {"ROWS": rows, "COLUMNS": triton_experts.COLUMNS, "DEPTH": triton_experts.DEPTH}
     constants |= {"SCALED": stored is not None, "BIASED": biased}
-    kinds = *kinds, "*i64", "*i64", ("i32", 4)
     made = kernel(triton_experts._grouped, kinds, constants, 4)
     return replace(made, stages=3)
 
 
-def few_bits(dtype, rows, kind, zeros=False, block=128, ordered=False, splits=8, gated=False):
+def few_bits(
+    dtype: str,
+    rows: int,
+    kind: int,
+    zeros: bool = False,
+    block: int = 128,
+    ordered: bool = False,
+    splits: int = 8,
+    gated: bool = False,
+) -> Kernel:
     scale, number = "*fp16", "*i8" if kind == 8 else "*u8"
     kinds = f"*{dtype}", number, scale, "*fp32" if zeros else scale, "*i32", f"*{dtype}"
     columns = COLUMNS // 2 if gated else COLUMNS
-    constants = {"ROWS": rows, "COLUMNS": columns, "BLOCK": block, "SPAN": 1, "KIND": kind}
+    constants: Constants = {
+        "ROWS": rows,
+        "COLUMNS": columns,
+        "BLOCK": block,
+        "SPAN": 1,
+        "KIND": kind,
+    }
     constants |= {"ZEROS": zeros, "ORDERED": ordered, "BIASED": False, "SPLITS": splits}
     constants |= {
         "GATED": gated,
@@ -322,35 +354,35 @@ def few_bits(dtype, rows, kind, zeros=False, block=128, ordered=False, splits=8,
         "PTX": True,
         "EVEN": True,
     }
-    kinds = *kinds, "*fp32", "*i32", f"*{dtype}", ("i32", 7)
-    return replace(kernel(triton_few_bits._product, kinds, constants, 4), stages=3)
+    rest = "*fp32", "*i32", f"*{dtype}", ("i32", 7)
+    return replace(kernel(triton_few_bits._product, (*kinds, *rest), constants, 4), stages=3)
 
 
-def widened(dtype, kind, zeros=False):
+def widened(dtype: str, kind: int, zeros: bool = False) -> Kernel:
     scale, number = "*fp16", "*i8" if kind == 8 else "*u8"
     constants = {"COLUMNS": COLUMNS, "BLOCK": 128, "SPAN": 1, "KIND": kind, "ZEROS": zeros}
     kinds = number, scale, number if zeros else scale, f"*{dtype}", ("i32", 4)
     return kernel(triton_few_bits._widen, kinds, constants, 4)
 
 
-def quantised(wide, dtype):
+def quantised(wide: int, dtype: str) -> Kernel:
     kinds = f"*{dtype}", "*fp8e4nv", "*fp32", ("i32", 2)
     warps = triton_layers.warps_for(wide, narrow=True)
     return kernel(triton_layers._rows, kinds, {"WIDE": wide}, warps)
 
 
-def rotate(half, dtype):
+def rotate(half: int, dtype: str) -> Kernel:
     pointers, numbers = ("x", "cos", "sin", "out"), ("row_stride", "head_stride")
     return layer(triton_layers._rotate, pointers, numbers, {"HALF": half}, 1, dtype)
 
 
-def add_norm(wide, dtype, narrow=False):
+def add_norm(wide: int, dtype: str, narrow: bool = False) -> Kernel:
     pointers = ("x", "more", "weight", "added", "out", "scales")
     numbers = ("x_stride", "more_stride", "width", "eps")
     return layer(triton_layers._add_norm, pointers, numbers, *of_rows(wide, narrow), dtype)
 
 
-def enter(size, dtype, pages=None, normed=False):
+def enter(size: int, dtype: str, pages: str | None = None, normed: bool = False) -> Kernel:
     number, scale = f"*{dtype}", "*fp32" if pages else f"*{dtype}"
     norm = "*fp32" if normed else number
     kinds = number, (norm, 2), ("*fp32", 2), "*i32", number, (f"*{pages or dtype}", 2), (scale, 2)
@@ -358,7 +390,9 @@ def enter(size, dtype, pages=None, normed=False):
     return kernel(triton_layers._enter, (*kinds, ("i32", 4), "fp32"), constants, 1)
 
 
-def model(name, arch, dtype, hidden, group, size, pages=None):
+def model(
+    name: str, arch: int, dtype: str, hidden: int, group: int, size: int, pages: str | None = None
+) -> dict[str, Kernel]:
     """Every binary that a model's rounds need, by name."""
     cases = {
         f"attend {name}, {lines} lines": attention(dtype, group, size, lines, arch, pages)
@@ -378,7 +412,9 @@ def model(name, arch, dtype, hidden, group, size, pages=None):
     }
 
 
-def in_float8(name, arch, hidden, ffn, heads, group, size):
+def in_float8(
+    name: str, arch: int, hidden: int, ffn: int, heads: int, group: int, size: int
+) -> dict[str, Kernel]:
     """What products in float8 add to a model in bfloat16, by name; Gemma's gate too."""
     wide, fed = triton.next_power_of_2(hidden), triton.next_power_of_2(ffn)
     cases = {
@@ -397,7 +433,7 @@ def in_float8(name, arch, hidden, ffn, heads, group, size):
     }
 
 
-def matrix(arch):
+def matrix(arch: int) -> dict[str, Kernel]:
     """All binaries for an architecture, by name: an 8B shape (its draft head has the same), the
     default model, float32, float8 pages, windows with a softcap, Gemma's wide heads, gpt-oss's
     sinks; and what the choice needs.
@@ -480,7 +516,7 @@ be a stack or local memory. Seconds are of one core of the machine that wrote th
 """
 
 
-def table():
+def table() -> str:
     """The document: one line for each kernel and architecture."""
     heads = (
         "kernel",
@@ -510,7 +546,7 @@ def table():
     return text + f"\n\nTogether {sums}.\n"
 
 
-def archs_of(name, archs):
+def archs_of(name: str, archs: Iterable[int]) -> list[int]:
     """float8 (E4M3) came with compute capability 8.9."""
     return [arch for arch in archs if arch >= 89 or "float8" not in name]
 
@@ -533,7 +569,7 @@ The 512 numbers of a latent's value leave 32 lines 180 registers.
 MODELS = "8b", "to float8 8b", "8b with window and cap", "135m", "135m float32"
 
 
-def wrong(arch, usage):
+def wrong(arch: int, usage: dict[str, dict[str, Any]]) -> Iterator[str]:
     """What is not as it should be in one architecture's binaries, {name: what `compiled` says}.
 
     None spills beyond what is parked. A model has at most eight binaries of attention, for rows of
@@ -561,7 +597,7 @@ def wrong(arch, usage):
             yield f"{name} does not fetch ahead, or multiplies without tensor cores"
 
 
-def check():
+def check() -> int:
     """0 where nothing is wrong."""
     found = []
     for arch in ARCHS:
@@ -572,7 +608,7 @@ def check():
     return min(len(found), 1)
 
 
-def main():
+def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*")
     parser.add_argument("--arch", default="90")

@@ -35,7 +35,7 @@ ROUTERS: tuple[Point, ...] = (
     {"router": "least load"},
     {"router": "prefix"},
 )
-CONSTANTS = tuple(
+CONSTANTS: tuple[Point, ...] = tuple(
     {"router": "prefix", "overload": overload, "weight": weight}
     for overload in (1.25, 2.0, 1e9)
     for weight in (0.0, 0.5, 1.0, 2.0, 4.0, 16.0)
@@ -69,7 +69,7 @@ def main() -> None:
         cases = scaling_points(asked) if asked.part == "scaling" else points(asked)
         found = list(map(say, cases))
     if asked.out:
-        about = {"command": shlex.join(["python", *sys.argv]), "machine": cpu_name()}
+        about: Point = {"command": shlex.join(["python", *sys.argv]), "machine": cpu_name()}
         about |= {"processor_seconds": round(process_time() - began)}
         asked.out.write_text(json.dumps(about | {"points": found}, indent=1) + "\n")
     if asked.plot:
@@ -88,14 +88,19 @@ def say(point: Point) -> Point:
 
 def points(asked: argparse.Namespace) -> Iterator[Point]:
     """Of every part but scaling."""
-    routers = CONSTANTS if asked.part == "constants" else ROUTERS
+    routers: tuple[Point, ...] = CONSTANTS if asked.part == "constants" else ROUTERS
     routers = ({"router": "prefix"},) if asked.part == "speculation" else routers
     speculation = (False, True) if asked.part == "speculation" else (False,)
     usual = {"speculation": ("none",), "trouble": tuple(TROUBLES)}.get(asked.part, ("none", "all"))
     for replicas, load, trouble, speculates, router in product(
         asked.replicas, asked.loads, asked.trouble or usual, speculation, routers
     ):
-        about = {"replicas": replicas, "load": load, "trouble": trouble, "speculates": speculates}
+        about: Point = {
+            "replicas": replicas,
+            "load": load,
+            "trouble": trouble,
+            "speculates": speculates,
+        }
         about |= {"routers": asked.routers, "hot": asked.hot, **router}
         yield about | averaged(about, asked.seconds, asked.seeds)
 

@@ -248,8 +248,8 @@ def opened(asked: argparse.Namespace, device: torch.device, rows: int, **how: An
     """The model with `rows` sequences of 1,280 tokens; two may be loaded at a time, and memory is
     filled with pages otherwise.
     """
-    where = {"executor": "torch", "device": str(device), "max_sequences": rows, "context": 1280}
-    return LLM(asked.model, kv_tokens=1280 * rows, **where, **how)
+    where: dict[str, Any] = {"executor": "torch", "device": str(device), "context": 1280}
+    return LLM(asked.model, max_sequences=rows, kv_tokens=1280 * rows, **where, **how)
 
 
 def speculations(name: str) -> dict[str, dict[str, Any]]:

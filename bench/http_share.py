@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 from rich.console import Console
@@ -27,6 +27,7 @@ from rich.console import Console
 from forerun.build.engine import Loaded, load
 from forerun.client.completion import complete, make_request
 from forerun.engine.request import Request
+from forerun.executors.toy import ToyExecutor
 from forerun.options.config import EngineConfig
 
 FIRSTS = 9
@@ -127,10 +128,10 @@ def server(arguments: argparse.Namespace, parted: bool) -> Iterator[httpx.URL]:
             process.terminate()
 
 
-def config(arguments: argparse.Namespace) -> dict[str, object]:
+def config(arguments: argparse.Namespace) -> dict[str, Any]:
     """Plain decoding, with a slot for every stream."""
     slots = max(64, arguments.streams)
-    found: dict[str, object] = {"max_sequences": slots, "speculative_algorithm": "NONE"}
+    found: dict[str, Any] = {"max_sequences": slots, "speculative_algorithm": "NONE"}
     return found | ({"kv_tokens": 1024 * slots} if arguments.model == "toy" else {})
 
 
@@ -145,7 +146,9 @@ def main() -> None:
     arguments = parser.parse_args()
     loaded = load(EngineConfig(model=arguments.model, **config(arguments)))
     if arguments.delay:
-        loaded.target.executor.delay = arguments.delay
+        if not isinstance(executor := loaded.target.executor, ToyExecutor):
+            parser.error("--delay is for --model toy")
+        executor.delay = arguments.delay
     turns: dict[str, list[Turn]] = {"alone": [], "one": [], "two": []}
     with server(arguments, False) as one, server(arguments, True) as two:
         for turn in range(arguments.turns + 1):

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -41,10 +42,10 @@ def random_weights(asked: argparse.Namespace) -> Iterator[None]:
     """Until this ends, models that open have random weights of the shape, and so have heads."""
     real = open_model(asked.model)
     arch = replace(shape_named(asked.shape), vocab=real.architecture.vocab)
-    opened, drafts = built.open_model, built._drafts
+    drafts = built._drafts
 
     def random_model(*args: Any, **options: Any) -> Any:
-        return replace(opened(*args, **options), checkpoint=RandomCheckpoint(arch))
+        return replace(open_model(*args, **options), checkpoint=RandomCheckpoint(arch))
 
     def random_head(config: Any, model: Any) -> Any:
         if config.speculative_algorithm != "EAGLE":
@@ -52,11 +53,8 @@ def random_weights(asked: argparse.Namespace) -> Iterator[None]:
         found = drafts(config, replace(model, checkpoint=real.checkpoint))
         return replace(found, model=random_draft(arch, min(DRAFT_VOCAB, arch.vocab)), table=None)
 
-    built.open_model, built._drafts = random_model, random_head
-    try:
+    with patch.multiple(built, open_model=random_model, _drafts=random_head):
         yield
-    finally:
-        built.open_model, built._drafts = opened, drafts
 
 
 def opened(asked: argparse.Namespace, rows: int, context: int, **how: Any) -> LLM:
@@ -105,7 +103,7 @@ def prompts(report: Report, asked: argparse.Namespace) -> None:
         llm.close()
         later = speeds[way][1:]
         about = {"median": median(later), "least": min(later), "most": max(later)}
-        report.measure(f"{way}, tokens/s", lambda about=about: about)
+        report.measure(f"{way}, tokens/s", partial(dict, about))
 
 
 CALLS = {"wrong": wrong, "prompts": prompts}

@@ -17,6 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import gguf
 
@@ -62,7 +63,7 @@ def main() -> None:
     package.__path__ = list(found.submodule_search_locations or [])
     sys.modules["llama_cpp"] = package
     binding = importlib.import_module("llama_cpp.llama_cpp")
-    groups: dict[str, dict[str, list]] = {}
+    groups: dict[str, dict[str, list[Any]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "vocabulary.gguf"
         for name in sorted(PRE_TOKENIZERS):

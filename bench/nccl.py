@@ -36,6 +36,7 @@ from forerun.client.completion import make_request
 from forerun.engine.request import Delta, Request
 from forerun.measure.prove import answers
 from forerun.options.config import EngineConfig
+from forerun.types import RequestId
 
 PROMPTS = (
     "Why is the sky blue?",
@@ -117,7 +118,8 @@ def lost(options: argparse.Namespace) -> None:
             request = make_request(prompt, max_tokens=options.context, ignore_eos=True, seed=n)
             engine.submit(request, heard)
         begun.get(timeout=PATIENCE)
-        os.kill(target.executor.describe()["ranks"][-1]["pid"], sent)
+        facts: dict[str, Any] = target.executor.describe()
+        os.kill(facts["ranks"][-1]["pid"], sent)
         since = perf_counter()
         last = [ended.get(timeout=PATIENCE) for _ in range(3)]
         took = perf_counter() - since
@@ -133,7 +135,7 @@ def lost(options: argparse.Namespace) -> None:
 
 def renamed(request: Request, number: int) -> Request:
     """The same request once more."""
-    return replace(request, id=f"{request.id}-{number}")
+    return replace(request, id=RequestId(f"{request.id}-{number}"))
 
 
 def sums(options: argparse.Namespace) -> None:
@@ -145,6 +147,7 @@ def sums(options: argparse.Namespace) -> None:
     ways: dict[str, Sum] = {"all_reduce": dist.all_reduce}
     if not cpu:
         torch.cuda.set_device(device)
+        assert group is not None
         name = group.group_name
 
         def shared(x: torch.Tensor) -> torch.Tensor:

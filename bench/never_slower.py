@@ -20,6 +20,7 @@ import sys
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from rich.console import Console
@@ -35,19 +36,28 @@ from forerun.measure.paired import median_interval
 from forerun.measure.prove import Completions, encode
 from forerun.measure.sweep import Pair, pair
 from forerun.measure.workload import read_prompts, spread
+from forerun.models.ngram_table import NgramTable
 from forerun.options.config import EngineConfig
 from forerun.speculative.tree import Draft
 
 
-def wrong(_: object, plan: Plan) -> list[Draft]:
-    """Instead of `propose`: a chain of tokens that no text continues with, called likely."""
-    drafts = []
-    for nodes, depth in zip(plan.max_nodes, plan.max_depth, strict=True):
-        count = int(min(nodes, depth, 4))
-        tokens = np.full(count, 3, np.int32)
-        parents = np.arange(-1, count - 1, dtype=np.int32)
-        drafts.append(Draft(tokens, parents, np.full(count, 0.9, np.float32)))
-    return drafts
+class Wrong(NgramDrafter):
+    """Proposes a chain of tokens that no text continues with, and calls it likely."""
+
+    def propose(self, plan: Plan) -> list[Draft]:
+        """As NgramDrafter."""
+        drafts = []
+        for nodes, depth in zip(plan.max_nodes, plan.max_depth, strict=True):
+            count = int(min(nodes, depth, 4))
+            tokens = np.full(count, 3, np.int32)
+            parents = np.arange(-1, count - 1, dtype=np.int32)
+            drafts.append(Draft(tokens, parents, np.full(count, 0.9, np.float32)))
+        return drafts
+
+
+def wrong(slots: int, table: NgramTable | None) -> Wrong:
+    """Instead of the engine's drafter; the native one would buy by itself."""
+    return Wrong(slots, table=table)
 
 
 def decoding(run: Completions) -> float:
@@ -88,9 +98,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.adversary:
-        NgramDrafter.propose = wrong
-        # The native one would buy by itself.
-        engine.ngram_drafter = lambda slots, table: NgramDrafter(slots, table=table)
+        patch.object(engine, "ngram_drafter", wrong).start()
     target = open_target(EngineConfig(kv_tokens=max(*args.batches, 4) * 1024, context=2048))
     every = read_prompts(args.set)
     rows, same, draw = [], True, np.random.default_rng(args.seed)

@@ -126,7 +126,7 @@ def splits() -> str:
 
 def parts_for(programs: int) -> int:
     """Of attention, by rows alone."""
-    return modules()[0].parts_for(programs)
+    return int(modules()[0].parts_for(programs))
 
 
 def budgets() -> str:

@@ -12,11 +12,12 @@ import random
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from math import log
 from statistics import mean, quantiles
 
-from forerun.ray.affinity import Affinity, PrefixAffinity
+from forerun.ray.affinity import OVERLOAD, WEIGHT, Affinity, PrefixAffinity
 
 
 @dataclass(frozen=True)
@@ -274,7 +275,8 @@ class Fleet:
             if turn.left <= 0:
                 turn.done = now
                 self.loads[replica.name] -= 1
-                turn.router.ended(replica.name)
+                if turn.router:
+                    turn.router.ended(replica.name)
                 self.turns.append(turn)
                 turn.retry(turn, now)
         replica.running = [turn for turn in replica.running if turn.done is None]
@@ -295,9 +297,9 @@ class Fleet:
         for each in some(kinds.slow):
             each.speed = 0.5
         for each in some(kinds.dies):
-            self.at(half, lambda now, each=each: self.kill(each, now, BACK))  # type: ignore[misc]
+            self.at(half, partial(self.kill, each, back=BACK))
         for each in some(kinds.still):
-            self.at(half, lambda now, each=each: self.stop(each, now, BACK))  # type: ignore[misc]
+            self.at(half, partial(self.stop, each, back=BACK))
 
     def kill(self, replica: Replica, now: float, back: float) -> None:
         """Its streams are lost, each with an error event; clients ask again at once. What has no
@@ -330,9 +332,9 @@ class Router:
           all that it knows of what other routers send (Ray Serve's rejection protocol)
     """
 
-    def __init__(self, kind: str, **options: float) -> None:
+    def __init__(self, kind: str, overload: float = OVERLOAD, weight: float = WEIGHT) -> None:
         self.kind, self.turn = kind, 0
-        self.prefix = PrefixAffinity(**options)
+        self.prefix = PrefixAffinity(overload, weight)
         self.sent: Counter[str] = Counter()
         self.said: Counter[str] = Counter()
 
@@ -391,7 +393,7 @@ def conversations(work: Workload, rate: float, seconds: float, seed: int) -> lis
     def blocks(tokens: float) -> list[int]:
         return [next(names) for _ in range(max(1, round(tokens / TOKENS)))]
 
-    found, now = [], 0.0
+    found, now = list[Conversation](), 0.0
     while now < seconds:
         system = random_.choices(agents, weights)[0]
         turns, before = [], blocks(work.document * TOKENS if random_.random() < 0.2 else 0)
@@ -412,14 +414,14 @@ def arrive(fleet: Fleet, asked: Sequence[Conversation], until: float) -> None:
         def then(turn: Turn, when: float) -> None:
             if number + 1 < len(one.turns) and when < until:
                 pause = one.turns[number][2]
-                fleet.at(when + pause, lambda t: say(one, number + 1, t))
+                fleet.at(when + pause, partial(say, one, number + 1))
 
         answer = one.turns[number][1]
         turn = Turn(one.prompt(number), one.number + 1, answer, now, then, left=answer)
         fleet.ask(turn, now)
 
     for one in asked:
-        fleet.at(one.begins, lambda now, one=one: say(one, 0, now))
+        fleet.at(one.begins, partial(say, one, 0))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Autoscaling, simulated: Ray Serve's delays and forerun.ray's policy."""
 
 import random
+from functools import partial
 from math import ceil
 from types import SimpleNamespace
 
@@ -57,12 +58,12 @@ class Scaling:
         """Start replicas, or drain some."""
         names = list(self.fleet.replicas)
         for name in names[self.count : wanted]:
-            self.fleet.at(now + START, lambda _, name=name: self.begun(name))
+            self.fleet.at(now + START, partial(self.begun, name))
         for name in names[wanted : self.count]:
             self.fleet.replicas[name].taking = False
         self.count, self.since, self.peak = wanted, now, max(self.peak, wanted)
 
-    def begun(self, name: str) -> None:
+    def begun(self, name: str, _: float) -> None:
         """It is ready, unless it was ended before."""
         self.fleet.replicas[name].taking = list(self.fleet.replicas).index(name) < self.count
 
@@ -79,7 +80,11 @@ def scaled(cache: float, target: float, load: float, seconds: float, seed: int) 
     arrive(fleet, [one for one in every if asked.random() < profile(one.begins / seconds)], seconds)
     fleet.run(seconds)
     waits = [1e3 * ((turn.first or 0) - turn.arrived) for turn in fleet.turns]
-    rates = [turn.answer / max(1e-3, turn.done - turn.first) for turn in fleet.turns if turn.first]
+    rates = [
+        turn.answer / max(1e-3, turn.done - turn.first)
+        for turn in fleet.turns
+        if turn.first and turn.done is not None
+    ]
     tokens = sum(turn.answer for turn in fleet.turns) / seconds
     found = told(waits, rates, tokens, 100 * fleet.cached_tokens / max(1, fleet.prompt_tokens))
     return found | {"replicas_mean": scaling.used / seconds, "replicas_most": scaling.peak}

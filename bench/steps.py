@@ -21,7 +21,6 @@ products), each in its own environment (bench/peers/environments.py makes it on 
 """
 
 import argparse
-import importlib
 import json
 import os
 import statistics
@@ -71,16 +70,23 @@ def built(name: str, model: Model, limits: ExecutorLimits, asked: argparse.Names
     if core == "cpu":
         return CpuExecutor(model.checkpoint, limits, asked.cores, kernels)
     if name == "torch":
-        torch = importlib.import_module("torch")
+        import torch  # noqa: PLC0415 - the core is measured without it
+
+        from forerun.executors.torch import TorchExecutor  # noqa: PLC0415
+
         torch.set_num_threads(asked.cores or torch.get_num_threads())
-        return importlib.import_module("forerun.executors.torch").TorchExecutor(
-            model.checkpoint, limits
-        )
-    jax, most = importlib.import_module("forerun.executors.jax"), max(asked.nodes) - 1
-    options = jax.JaxOptions(draft_nodes=most, cache_dir=asked.cache)
-    executor: Executor = jax.JaxExecutor(model.checkpoint, limits, options)
-    executor.warm_up(DraftShape(most), lambda *told: sys.stderr.write(f"compiled {told}\n"))
+        return TorchExecutor(model.checkpoint, limits)
+    from forerun.executors.jax import JaxExecutor, JaxOptions  # noqa: PLC0415
+
+    options = JaxOptions(draft_nodes=max(asked.nodes) - 1, cache_dir=asked.cache)
+    executor = JaxExecutor(model.checkpoint, limits, options)
+    executor.warm_up(DraftShape(options.draft_nodes), compiled)
     return executor
+
+
+def compiled(what: str, done: int, of: int) -> None:
+    """Say how far compiling is."""
+    sys.stderr.write(f"compiled {what}, {done} of {of}\n")
 
 
 def works_of(name: str, bench: StepBench, sizes: list[Size]) -> dict[str, Callable[..., Any]]:

@@ -25,8 +25,8 @@ from forerun.client.completion import complete, make_request
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.isolation.compile import Compiler
 from forerun.constrain.matcher.matcher import Compiled, Matcher
-from forerun.constrain.matcher.tree_mask import TreeGrammars
 from forerun.errors import RequestError
+from forerun.interface.grammars import Grammars
 from forerun.machine import stamp
 from forerun.options.config import EngineConfig
 from forerun.speculative.tree import NodeMasks
@@ -153,7 +153,7 @@ def suite(data: Path) -> None:
 class Timed:
     """Seconds that an engine spends in its grammars, and the masks it made."""
 
-    def __init__(self, grammars: TreeGrammars) -> None:
+    def __init__(self, grammars: Grammars) -> None:
         self.seconds, self.masks = 0.0, 0
         for name in ("open", "predicted", "guide", "masks", "commit"):
             setattr(grammars, name, self._wrapped(getattr(grammars, name)))
@@ -227,17 +227,18 @@ def _measure(
     done = [choices[0] for choices in complete(engine, asked, 1)]
     seconds = time.perf_counter() - begun
     engine.shutdown()
-    steps, count = sum(one.stats.steps for one in done), sum(len(one.tokens) for one in done)
+    stats = [one.stats for one in done if one.stats]
+    steps, count = sum(each.steps for each in stats), sum(len(one.tokens) for one in done)
     return {
         "tokens_per_step": round(count / steps, 2),
-        "first": round(len(done[0].tokens) / done[0].stats.steps, 2),
+        "first": round(len(done[0].tokens) / stats[0].steps, 2),
         "ms_per_token": round(1000 * seconds / count, 2),
         "grammar_ms_per_step": round(1000 * timed.seconds / steps, 3),
         "masks_per_step": round(timed.masks / steps, 2),
         "tokens": count,
         "steps": steps,
-        "draft_tokens": sum(one.stats.draft_tokens for one in done),
-        "accepted": sum(one.stats.accepted for one in done),
+        "draft_tokens": sum(each.draft_tokens for each in stats),
+        "accepted": sum(each.accepted for each in stats),
         "texts": [one.text for one in done],
     }
 

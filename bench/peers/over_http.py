@@ -26,14 +26,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from dequantise import write_folder
-from environments import ENVIRONMENTS, OUT, interpreter
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from servers import SERVERS, Job, Server, fields, running
-from sources import SOURCES, missing_tools
 
+from bench.peers.dequantise import write_folder
+from bench.peers.environments import ENVIRONMENTS, OUT, interpreter
+from bench.peers.servers import SERVERS, Job, Server, fields, running
+from bench.peers.sources import SOURCES, missing_tools
 from forerun.errors import ForerunError
 from forerun.hub.catalog import open_model
 from forerun.machine import stamp

@@ -66,7 +66,7 @@ class Pipeline:
         return self.pipe.add_request(number, prompt, config)
 
     def _run(self) -> None:
-        number, asked = 0, {}
+        number, asked = 0, dict[int, tuple[Ask, Any, int]]()
         while True:
             while not asked or not self.waiting.empty():
                 ask, number = self.waiting.get(), number + 1

@@ -17,9 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from environments import ENVIRONMENTS, OUT, interpreter
-from sources import SOURCES, llama_server
-
+from bench.peers.environments import ENVIRONMENTS, OUT, interpreter
+from bench.peers.sources import SOURCES, llama_server
 from forerun.measure.launch import healthy
 
 HERE = Path(__file__).parent

@@ -12,7 +12,7 @@ import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from environments import ENVIRONMENTS, OUT
+from bench.peers.environments import ENVIRONMENTS, OUT
 
 COMMON = (
     "-DCMAKE_BUILD_TYPE=Release",

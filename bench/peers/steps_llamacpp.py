@@ -58,9 +58,9 @@ def main(path: str, context: int, threads: int, rounds: int, rows: list[int]) ->
     sys.stdout.write(json.dumps(times) + "\n")
 
 
-@ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
-def quiet(level: int, text: bytes, data: object) -> None:
-    """llama.cpp tells much on stderr."""
+TELL = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+quiet = TELL(lambda *_: None)
+"""llama.cpp tells much on stderr."""
 
 
 if __name__ == "__main__":

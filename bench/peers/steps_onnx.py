@@ -8,6 +8,7 @@ numbers are random. Attention, norms and activations are left out.
 import json
 import sys
 import time
+from typing import Any
 
 import numpy as np
 import onnx
@@ -15,7 +16,7 @@ import onnxruntime as ort
 from onnx import TensorProto, helper
 
 
-def product(name: str, source: str, wide: int, out: int, bits: int) -> tuple[list, object]:
+def product(name: str, source: str, wide: int, out: int, bits: int) -> tuple[list[Any], object]:
     """Weights and node of one product [k,wide] x [wide,out]."""
     random = np.random.default_rng(0)
     groups, width = wide // 32, 32 * bits // 8
@@ -38,7 +39,7 @@ def product(name: str, source: str, wide: int, out: int, bits: int) -> tuple[lis
     return tensors, node
 
 
-def session(layers: int, hidden: int, qkv: int, ffn: int, vocab: int, threads: int) -> object:
+def session(layers: int, hidden: int, qkv: int, ffn: int, vocab: int, threads: int) -> Any:
     """All products of a step, one after the other as in the model."""
     tensors, nodes, outputs = [], [], []
 

@@ -1,28 +1,17 @@
 """The bench beside peers' servers: what it asks of all alike, and how it counts."""
 
 import asyncio
-import sys
 from pathlib import Path
 
 import pytest
 
-PEERS = Path(__file__).parents[2] / "bench" / "peers"
-MODULES = ("over_http", "servers", "sources", "environments", "dequantise")
+from bench.peers import over_http, servers
+from bench.peers.environments import ENVIRONMENTS
+
+PEERS = Path(over_http.__file__).parent
 
 
-@pytest.fixture
-def over_http(monkeypatch):
-    monkeypatch.syspath_prepend(str(PEERS))
-    for name in MODULES:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    import over_http
-
-    yield over_http
-    for name in MODULES:
-        sys.modules.pop(name, None)
-
-
-def failing(monkeypatch, over_http, *errors):
+def failing(monkeypatch, *errors):
     """`asked` raises these, one after the other, and then answers."""
     left = list(errors)
 
@@ -34,8 +23,8 @@ def failing(monkeypatch, over_http, *errors):
     monkeypatch.setattr(over_http, "asked", asked)
 
 
-def test_a_dropped_connection_is_never_passed_over(over_http, monkeypatch, capsys):
-    failing(monkeypatch, over_http, "ReadError: gone", "RemoteProtocolError: cut")
+def test_a_dropped_connection_is_never_passed_over(monkeypatch, capsys):
+    failing(monkeypatch, "ReadError: gone", "RemoteProtocolError: cut")
     found = over_http.patiently("peer", "http://x", None, 64, {})
     assert found == {"whole": 1.0, "dropped": 2}
     said = capsys.readouterr().err
@@ -43,13 +32,13 @@ def test_a_dropped_connection_is_never_passed_over(over_http, monkeypatch, capsy
 
 
 @pytest.mark.parametrize("errors", [["ReadError: gone"] * 3, ["HTTP 500: no"]])
-def test_what_goes_on_or_is_no_connection_ends_the_visit(over_http, monkeypatch, errors):
-    failing(monkeypatch, over_http, *errors)
+def test_what_goes_on_or_is_no_connection_ends_the_visit(monkeypatch, errors):
+    failing(monkeypatch, *errors)
     with pytest.raises(RuntimeError, match=errors[0][:5]):
         over_http.patiently("peer", "http://x", None, 64, {})
 
 
-def test_a_request_that_is_never_answered_is_a_dropped_one(over_http, monkeypatch):
+def test_a_request_that_is_never_answered_is_a_dropped_one(monkeypatch):
     async def never(*_):
         await asyncio.Event().wait()
 
@@ -60,9 +49,7 @@ def test_a_request_that_is_never_answered_is_a_dropped_one(over_http, monkeypatc
     assert str(raised.value).startswith(over_http.DROPPED)
 
 
-def test_what_the_steps_are_measured_with_can_be_made(over_http):
-    from environments import ENVIRONMENTS
-
+def test_what_the_steps_are_measured_with_can_be_made():
     for name in ("llamacpp", "onnx"):
         assert name in ENVIRONMENTS and (PEERS / f"steps_{name}.py").exists()
     kinds = {server.kind for server in over_http.SERVERS}
@@ -77,12 +64,12 @@ class Words:
 
 
 @pytest.fixture
-def asking(over_http, monkeypatch):
+def asking(monkeypatch):
     monkeypatch.setattr(over_http, "ChatTemplate", lambda *_: Words())
     return over_http.Asking(type("Model", (), {"chat_template": "", "tokenizer": None}))
 
 
-def test_no_two_requests_begin_alike(over_http, asking):
+def test_no_two_requests_begin_alike(asking):
     works = [asking.work(streams, streams, 8) for streams in (1, 16, 64, 1, 16, 64)]
     asked = [body["messages"] for work in works for body in (*work.warm, *work.bodies)]
     asked += [over_http.again(body["messages"]) for work in works for body in work.bodies]
@@ -92,7 +79,7 @@ def test_no_two_requests_begin_alike(over_http, asking):
     assert works[0].tokens == len(Words().encode(works[0].bodies[0]["messages"]))
 
 
-def test_prompts_and_decoding_are_told_apart(over_http):
+def test_prompts_and_decoding_are_told_apart():
     timing = over_http.Timing(arrivals=[0.5, 2.0], tokens=11)
     found = over_http.speeds(1.0, [timing] * 4, 3.0, prompts=200)
     assert (found["prompts"], found["decoding"], found["whole"]) == (200.0, 20.0, 44 / 3)
@@ -102,9 +89,7 @@ def test_prompts_and_decoding_are_told_apart(over_http):
 
 
 @pytest.mark.parametrize("kind", ["llama.cpp", "ik_llama.cpp", "vllm", "forerun"])
-def test_every_server_is_told_streams_and_threads(over_http, monkeypatch, tmp_path, kind):
-    import servers
-
+def test_every_server_is_told_streams_and_threads(monkeypatch, tmp_path, kind):
     monkeypatch.setattr(servers, "llama_server", lambda kind: tmp_path / kind)
     monkeypatch.setattr(servers, "environment", lambda server: tmp_path / "bin" / "python")
     job = servers.Job(tmp_path / "x.gguf", tmp_path, threads=3, streams=7, context=100)
@@ -115,9 +100,7 @@ def test_every_server_is_told_streams_and_threads(over_http, monkeypatch, tmp_pa
         assert "3" in told or "0-2" in told
 
 
-def test_a_server_is_visited_for_what_it_can_and_started_as_often_as_said(
-    over_http, asking, monkeypatch
-):
+def test_a_server_is_visited_for_what_it_can_and_started_as_often_as_said(asking, monkeypatch):
     made = over_http.Rounds.__new__(over_http.Rounds)
     made._args = type("Args", (), {"streams": [1, 4], "single": 3, "tokens": 8})
     made._servers, made._asking = list(over_http.SERVERS), asking

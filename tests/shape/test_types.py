@@ -9,8 +9,16 @@ UNCHECKED = 0
 """Modules without the type-checker: none, for ever."""
 
 
+def settings():
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
+
+
 def overrides():
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["overrides"]
+    return settings()["overrides"]
+
+
+def test_the_package_and_what_measures_it_are_checked():
+    assert settings()["strict"] and settings()["packages"] == ["forerun", "bench"]
 
 
 def lenient():
@@ -34,7 +42,7 @@ def test_nothing_else_of_ours_is_excused():
     kernels = [
         name for name in lenient() if name.startswith("forerun.executors.torch.triton.triton_")
     ]
-    ours = {name for name in lenient() if name.startswith("forerun.")}
+    ours = {name for name in lenient() if name.startswith(("forerun", "bench"))}
     unchecked = {name for name, checks in lenient().items() if "ignore_errors" in checks}
     # Ray is an extra that checks need not have: what is a subclass of its classes.
     assert ours == unchecked | set(kernels) | {"forerun.ray.router"}
