@@ -24,7 +24,7 @@ from forerun.hub.well_known import known_head
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.drafter import Drafter
 from forerun.interface.executor import ExecutorLimits
-from forerun.interface.features import MOST_KEPT
+from forerun.interface.features import RING_TOKENS
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.config_variants import layers_read_as
 from forerun.models.folder import FolderCheckpoint
@@ -310,7 +310,7 @@ def with_draft(needs: Needs, draft: AnyDraft, item: int | None, slots: int) -> N
         per_token=needs.per_token + (item or 2) * sum(layer.numbers for layer in draft.cache),
         per_node=needs.per_node + 4 * draft.node_numbers,
         per_scored=needs.per_scored + 4 * (draft.vocab // 4),
-        fixed=needs.fixed + (item or 2) * (slots + 1) * MOST_KEPT * draft.feature_numbers,
+        fixed=needs.fixed + (item or 2) * (slots + 1) * RING_TOKENS * draft.feature_numbers,
     )
 
 

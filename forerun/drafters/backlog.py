@@ -10,12 +10,12 @@ import numpy as np
 from forerun.drafters.draft_passes import DraftPasses
 from forerun.drafters.draft_state import DraftState
 from forerun.interface.draft_model import DraftModelTraits
-from forerun.interface.features import MOST_KEPT, HeldFeatures, StepFeatures
+from forerun.interface.features import RING_TOKENS, FeatureRing, StepFeatures
 from forerun.interface.plan import Outcome, Plan
 from forerun.speculative.tree import TreeBatch
 from forerun.types import AnyArray, Bools, Ints
 
-MOST_BEHIND = MOST_KEPT - 4
+MAX_LAG = RING_TOKENS - 4
 """Tokens a sequence may lag behind with its features kept; then the model reads them, asked or not.
 A few less than can be kept: rounds that have begun meanwhile write theirs too."""
 
@@ -31,7 +31,7 @@ class Backlog:
         self.begin: Ints = np.full(slots, -1, np.int32)
         self._passes, self._about = passes, about
         self._reads = about.features.kind != "none"
-        self._kept: HeldFeatures | None = None
+        self._kept: FeatureRing | None = None
 
     def lag(self, plan: Plan) -> Ints:
         """int32[B]: how many tokens of those in pages the model has not seen."""
@@ -47,7 +47,7 @@ class Backlog:
         if begin.min() < 0 or not trees.decode_only or not outcome.n_tokens.all():
             return False
         if self._reads:
-            if (plan.kv_len - begin).max() >= MOST_BEHIND or outcome.features is None:
+            if (plan.kv_len - begin).max() >= MAX_LAG or outcome.features is None:
                 return False
             self._kept = outcome.features.keep()
         return True
@@ -115,7 +115,7 @@ class Backlog:
 
     def _full(self, lag: Ints) -> Bools:
         """bool[B] whether features of so many tokens int32[B] cannot be kept."""
-        return (lag > MOST_BEHIND) & self._reads
+        return (lag > MAX_LAG) & self._reads
 
     def _features(self, trees: TreeBatch, outcome: Outcome, rows: AnyArray) -> StepFeatures | None:
         """Those of what became permanent of these rows, row after row."""

@@ -1,12 +1,12 @@
 """Where an executor keeps features of accepted tokens until a draft model reads them: a ring of
-MOST_KEPT places for every slot, in the order of positions.
+RING_TOKENS places for every slot, in the order of positions.
 """
 
 from typing import Any
 
 import numpy as np
 
-from forerun.interface.features import MOST_KEPT, KeptFeatures
+from forerun.interface.features import RING_TOKENS, HostFeatures
 from forerun.interface.plan import Plan
 from forerun.speculative.tree import TreeBatch
 from forerun.speculative.verify import positions
@@ -14,15 +14,15 @@ from forerun.types import AnyArray, Ints
 
 
 def ring_size(slots: int) -> int:
-    """Rows of a ring for so many slots: MOST_KEPT for each."""
-    return slots * MOST_KEPT
+    """Rows of a ring for so many slots: RING_TOKENS for each."""
+    return slots * RING_TOKENS
 
 
 def ring_place(slots: Any, position: Any) -> Any:
     """Where features of these slots at these positions are kept: integer arrays of any library,
-    whose shapes broadcast; what stood there is MOST_KEPT tokens older.
+    whose shapes broadcast; what stood there is RING_TOKENS tokens older.
     """
-    return slots * MOST_KEPT + position % MOST_KEPT
+    return slots * RING_TOKENS + position % RING_TOKENS
 
 
 def ring_places(plan: Plan, trees: TreeBatch, nodes: AnyArray) -> AnyArray:
@@ -38,14 +38,14 @@ def ring_places(plan: Plan, trees: TreeBatch, nodes: AnyArray) -> AnyArray:
 class HostFeatureRing:
     """Kept in host memory, in 16 bits.
 
-    values  float16[S*MOST_KEPT,F*H]: memory is taken of the slots that keep any
+    values  float16[S*RING_TOKENS,F*H]: memory is taken of the slots that keep any
     """
 
     def __init__(self, slots: int, width: int) -> None:
         self.values = np.zeros((ring_size(slots), width), np.float16)
 
-    def at(self, slots: Ints, positions: Ints) -> KeptFeatures:
+    def at(self, slots: Ints, positions: Ints) -> HostFeatures:
         """Copies float16[n,F*H] of what was kept for slots int32[n] at positions int32[n]. Of a
         position that was never kept, or has been overwritten since, whatever stands there.
         """
-        return KeptFeatures(self.values[ring_place(slots.astype(np.int64), positions)])
+        return HostFeatures(self.values[ring_place(slots.astype(np.int64), positions)])

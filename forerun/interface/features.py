@@ -7,8 +7,8 @@ from typing import Protocol, Self
 
 from forerun.types import AnyArray, Ints
 
-MOST_KEPT = 256
-"""Tokens of a sequence whose features can be kept at once, until the draft model reads them."""
+RING_TOKENS = 256
+"""The last tokens of a sequence whose features a ring holds, until the draft model reads them."""
 
 
 class Features(Protocol):
@@ -29,27 +29,26 @@ class StepFeatures(Features, Protocol):
         """
         ...
 
-    def keep(self) -> "HeldFeatures":
-        """Keep these rows, by slot and position, until their slots have run MOST_KEPT further
-        tokens: in host memory or on the device. Asked of accepted nodes only. All that the executor
-        keeps.
+    def keep(self) -> "FeatureRing":
+        """Write these rows into the executor's ring, by slot and position, and return the ring:
+        they stay until their slots have run RING_TOKENS further tokens. For accepted nodes only.
         """
         ...
 
 
-class HeldFeatures(Protocol):
-    """The features that an executor keeps."""
+class FeatureRing(Protocol):
+    """Features of every slot's last RING_TOKENS tokens, in host memory or on the device."""
 
     def at(self, slots: Ints, positions: Ints) -> Features:
-        """A row for each of int32[n] slots and the token at int32[n] positions of its sequence,
-        which was kept.
+        """A row for each of int32[n] slots and the token at int32[n] positions of its sequence.
+        Of a position that is not in the ring: whatever stands there.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class KeptFeatures:
-    """Features that were kept on the host.
+class HostFeatures:
+    """Features in host memory, as HostFeatureRing has them.
 
     values  float16[n,F*H]: some 3 KB per token for a small target
     """

@@ -16,7 +16,7 @@ from forerun.models.converted import read_pickled
 from forerun.models.grouped import Grouped
 from forerun.models.keys import shown
 from forerun.models.mapped import FourBits, Packed, TensorFile
-from forerun.models.naming import IN_LAYER, Held, StoredPart, layer_pieces
+from forerun.models.naming import IN_LAYER, StoredPart, StoredTensor, layer_pieces
 from forerun.models.prediction_naming import (
     divided,
 )
@@ -54,7 +54,7 @@ class FolderCheckpoint:
         stored = files_by_tensor(folder, QUANTISED if self.methods else FLOATS)
         files = with_matrices(text_only(stored, self.config, folder), self.methods)
         own, self.prediction_files = divided(files, self.architecture)
-        self._held = _held(_needed(own, self.architecture), self.architecture, folder)
+        self._stored = _stored(_needed(own, self.architecture), self.architecture, folder)
 
     @property
     def path(self) -> Path:
@@ -63,43 +63,45 @@ class FolderCheckpoint:
 
     def names(self) -> tuple[str, ...]:
         """Canonical names of all tensors."""
-        return tuple(self._held)
+        return tuple(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor; KeyError for an unknown name."""
-        return self._held[name].piece.shape
+        return self._stored[name].piece.shape
 
     def tensor(self, name: str) -> Floats:
         """The tensor as float32, of its `shape`; a read-only view of the file where that is how it
         is stored. Raises KeyError for an unknown name.
         """
-        return self._held[name].floats()
+        return self._stored[name].floats()
 
     def part(self, name: str, rows: slice, columns: slice) -> Floats:
         """Some rows and columns of a matrix as float32; of one that is stored in few bits little
         else is read.
         """
-        return self._held[name].part(rows, columns)
+        return self._stored[name].part(rows, columns)
 
     def grouped(self, name: str) -> Grouped | None:
         """A matrix in few bits whose columns share scales; None: it is none. KeyError."""
-        return self._held[name].grouped()
+        return self._stored[name].grouped()
 
     def four_bit_group(self, name: str) -> int:
         """Columns of a matrix of 4-bit integers that share a scale; 0: it is none. KeyError."""
-        return self._held[name].four_bit_group()
+        return self._stored[name].four_bit_group()
 
     def four_bits(self, name: str) -> FourBits:
         """A matrix with such a group as stored. KeyError."""
-        return self._held[name].four_bits()
+        return self._stored[name].four_bits()
 
     def packed(self, name: str) -> Packed | None:
         """A matrix of floats as stored; None for a vector, and for what is stored in few bits."""
-        return self._held[name].packed()
+        return self._stored[name].packed()
 
 
-def _held(files: dict[str, TensorFile], arch: Architecture, where: Path) -> dict[str, Held]:
-    """Canonical name -> what holds it. Raises ModelError naming every missing, unexpected or
+def _stored(
+    files: dict[str, TensorFile], arch: Architecture, where: Path
+) -> dict[str, StoredTensor]:
+    """Canonical name -> where it is stored. Raises ModelError naming every missing, unexpected or
     wrongly shaped tensor as the files call it.
     """
     pieces = {spec: layer_pieces(arch, spec) for spec in dict.fromkeys(arch.layer_specs)}
@@ -115,7 +117,9 @@ def _held(files: dict[str, TensorFile], arch: Architecture, where: Path) -> dict
     check_whole(
         arch, {name: file.tensors[name].shape for name, file in files.items()}, where, whole
     )
-    return {name: Held(files[stored], stored, piece) for name, (stored, piece) in wanted.items()}
+    return {
+        name: StoredTensor(files[stored], stored, piece) for name, (stored, piece) in wanted.items()
+    }
 
 
 _VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..+")

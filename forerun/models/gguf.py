@@ -6,7 +6,7 @@ from forerun.models.arch import Architecture
 from forerun.models.checkpoint import check_whole
 from forerun.models.gguf_config import architecture_of
 from forerun.models.gguf_header import GgufFile, Value, read_header
-from forerun.models.gguf_naming import AnyHeld, divided, held
+from forerun.models.gguf_naming import AnyStored, divided, stored_tensors
 from forerun.models.mapped import Packed
 from forerun.types import Floats
 
@@ -29,8 +29,8 @@ class GgufCheckpoint:
         """
         self._file = read_header(path)
         self.architecture: Architecture = architecture_of(self._file).for_context(context)
-        self._held: dict[str, AnyHeld] = held(self._file, self.architecture)
-        parts = [part for item in self._held.values() for part in item.parts]
+        self._stored: dict[str, AnyStored] = stored_tensors(self._file, self.architecture)
+        parts = [part for item in self._stored.values() for part in item.parts]
         whole = {part.name: part.piece.whole for part in parts}
         own, behind = divided(self._file, self.architecture)
         check_whole(self.architecture, own, path, whole)
@@ -48,20 +48,20 @@ class GgufCheckpoint:
 
     def names(self) -> tuple[str, ...]:
         """Canonical names of all tensors (arch.expected_tensors)."""
-        return tuple(self._held)
+        return tuple(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of the tensor of that canonical name. Raises KeyError for an unknown one."""
-        return self._held[name].piece.shape
+        return self._stored[name].piece.shape
 
     def tensor(self, name: str) -> Floats:
         """The tensor as float32, of its `shape`; a read-only view of the file where that is how it
         is stored. Raises KeyError for an unknown name.
         """
-        return self._held[name].floats()
+        return self._stored[name].floats()
 
     def packed(self, name: str) -> Packed | None:
         """A matrix as stored, rows in canonical order; None for a vector. Raises KeyError for an
         unknown name.
         """
-        return self._held[name].packed()
+        return self._stored[name].packed()

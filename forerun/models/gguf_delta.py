@@ -16,7 +16,7 @@ from forerun.models.gguf_header import GgufFile
 from forerun.models.keys import Keys
 from forerun.models.layer_spec import GatedDelta, LayerSpec
 from forerun.models.mapped import Packed
-from forerun.models.naming import Held, StoredPart, head_by_head, order_of
+from forerun.models.naming import StoredPart, StoredTensor, head_by_head, order_of
 from forerun.types import Floats
 
 DECAY, _JOINED = "linear_attn.A_log", "linear_attn.in_proj_qkvz.weight"
@@ -64,10 +64,10 @@ def _recurrent(keys: Keys, layers: int) -> list[bool]:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldDecay:
+class StoredALog:
     """A_log of what a file has of it, -exp(A_log)."""
 
-    stored: Held
+    stored: StoredTensor
 
     @property
     def piece(self) -> StoredPart:
@@ -75,7 +75,7 @@ class HeldDecay:
         return self.stored.piece
 
     @property
-    def parts(self) -> tuple[Held, ...]:
+    def parts(self) -> tuple[StoredTensor, ...]:
         """The one tensor that is stored of it."""
         return (self.stored,)
 

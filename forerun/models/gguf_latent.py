@@ -15,7 +15,7 @@ from forerun.models.arch import ArchitectureSizes
 from forerun.models.keys import Keys
 from forerun.models.layer_spec import AttentionSpec, Latent
 from forerun.models.mapped import Packed, TensorFile
-from forerun.models.naming import Held, StoredPart
+from forerun.models.naming import StoredPart, StoredTensor
 from forerun.models.rope import Rope, Scaling, Yarn
 from forerun.types import Floats
 
@@ -65,15 +65,15 @@ def latent_rope(keys: Keys, latent: Latent, scaling: Scaling | None) -> Rope:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldInTwo:
+class StoredKvB:
     """kv_b_proj [A*(nope+value),rank] of its two halves in the file."""
 
-    into: Held
-    out_of: Held
+    into: StoredTensor
+    out_of: StoredTensor
     piece: StoredPart
 
     @property
-    def parts(self) -> tuple[Held, ...]:
+    def parts(self) -> tuple[StoredTensor, ...]:
         """The two tensors that are stored of it."""
         return self.into, self.out_of
 
@@ -96,12 +96,12 @@ class HeldInTwo:
         return None
 
 
-def held_in_two(file: TensorFile, prefix: str, heads: int, latent: Latent) -> HeldInTwo:
+def stored_kv_b(file: TensorFile, prefix: str, heads: int, latent: Latent) -> StoredKvB:
     """kv_b_proj of a layer, which the file has as two tensors whose names begin with `prefix`."""
     into, out_of = (heads, latent.rank, latent.nope), (heads, latent.value, latent.rank)
     shape = heads * (latent.nope + latent.value), latent.rank
-    return HeldInTwo(
-        Held(file, prefix + INTO, StoredPart(prefix + INTO, into, into)),
-        Held(file, prefix + OUT_OF, StoredPart(prefix + OUT_OF, out_of, out_of)),
+    return StoredKvB(
+        StoredTensor(file, prefix + INTO, StoredPart(prefix + INTO, into, into)),
+        StoredTensor(file, prefix + OUT_OF, StoredPart(prefix + OUT_OF, out_of, out_of)),
         StoredPart(ABSORBED, shape, shape),
     )

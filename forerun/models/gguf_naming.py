@@ -6,22 +6,22 @@ from dataclasses import replace
 import numpy as np
 
 from forerun.models.arch import Architecture, Family, expected_tensors
-from forerun.models.gguf_delta import DECAY, HeldDecay, delta_part
+from forerun.models.gguf_delta import DECAY, StoredALog, delta_part
 from forerun.models.gguf_header import GgufFile, Value
-from forerun.models.gguf_latent import ABSORBED, HeldInTwo, held_in_two
+from forerun.models.gguf_latent import ABSORBED, StoredKvB, stored_kv_b
 from forerun.models.layer_spec import NORM_NAMES, Experts, LayerSpec
 from forerun.models.naming import (
     EXPERT,
     IN_LAYER,
-    Held,
     Order,
     StoredPart,
+    StoredTensor,
     each_head,
     fused,
     order_of,
 )
 
-AnyHeld = Held | HeldInTwo | HeldDecay
+AnyStored = StoredTensor | StoredKvB | StoredALog
 
 _TOP = {
     "model.embed_tokens": "token_embd",
@@ -74,36 +74,36 @@ _FUSED = {
 """Phi-3's matrices that are several in one, by their names in folders."""
 
 
-def held(file: GgufFile, arch: Architecture) -> dict[str, AnyHeld]:
+def stored_tensors(file: GgufFile, arch: Architecture) -> dict[str, AnyStored]:
     """Canonical name -> what holds it of all that `arch` has, whether it is there or not."""
-    found: dict[str, AnyHeld] = {}
+    found: dict[str, AnyStored] = {}
     for name, shape in expected_tensors(arch).items():
         inner = IN_LAYER.match(name)
         if inner is None:
             base, _, kind = name.rpartition(".")
-            found[name] = Held(file, f"{_TOP[base]}.{kind}", StoredPart(name, shape, shape))
+            found[name] = StoredTensor(file, f"{_TOP[base]}.{kind}", StoredPart(name, shape, shape))
             continue
         spec, prefix = arch.layer_specs[int(inner[1])], f"blk.{inner[1]}."
-        found[name] = held_in_layer(file, arch, spec, prefix, name[inner.end() :], shape)
+        found[name] = stored_in_layer(file, arch, spec, prefix, name[inner.end() :], shape)
     return found
 
 
-def held_in_layer(
+def stored_in_layer(
     file: GgufFile,
     arch: Architecture,
     spec: LayerSpec,
     prefix: str,
     name: str,
     shape: tuple[int, ...],
-) -> AnyHeld:
+) -> AnyStored:
     """One tensor of a layer, by its canonical name and shape, as the file holds it; the file's
     names begin with `prefix`.
     """
     latent = spec.attention.latent
     if name == ABSORBED and latent is not None:
-        return held_in_two(file, prefix, arch.heads, latent)
-    found = Held(file, *_part_of(file, arch, spec, prefix, name, shape))
-    return HeldDecay(found) if name == DECAY else found
+        return stored_kv_b(file, prefix, arch.heads, latent)
+    found = StoredTensor(file, *_part_of(file, arch, spec, prefix, name, shape))
+    return StoredALog(found) if name == DECAY else found
 
 
 Shapes = dict[str, tuple[int, ...]]

@@ -8,8 +8,8 @@ from forerun.errors import ModelError
 from forerun.models.arch import Architecture, layer_tensors
 from forerun.models.gguf import GgufCheckpoint
 from forerun.models.gguf_header import GgufFile
-from forerun.models.gguf_naming import AnyHeld, announced_layers, held_in_layer
-from forerun.models.naming import Held
+from forerun.models.gguf_naming import AnyStored, announced_layers, stored_in_layer
+from forerun.models.naming import StoredTensor
 from forerun.models.prediction_layers import (
     PredictionLayers,
     check_stored,
@@ -67,14 +67,14 @@ def open_in_gguf(target: GgufCheckpoint) -> PredictionLayers:
     return layers_of(target, _NAMING, found, count)
 
 
-def _wanted(file: GgufFile, target: Architecture, count: int) -> dict[str, AnyHeld]:
+def _wanted(file: GgufFile, target: Architecture, count: int) -> dict[str, AnyStored]:
     """Canonical name -> what holds it of all that there may be."""
-    arch, wanted = several(target, count), dict[str, AnyHeld]()
+    arch, wanted = several(target, count), dict[str, AnyStored]()
     for layer, spec in enumerate(arch.layer_specs):
         prefix = f"blk.{target.layers + layer}."
         for name, shape in layer_tensors(arch, spec).items():
-            item = held_in_layer(file, arch, spec, prefix, name, shape)
+            item = stored_in_layer(file, arch, spec, prefix, name, shape)
             wanted[f"model.layers.{layer}.{name}"] = item
         for name, (stored, piece) in own_pieces(arch, _NAMING, layer).items():
-            wanted[name] = Held(file, prefix + stored, piece)
+            wanted[name] = StoredTensor(file, prefix + stored, piece)
     return wanted

@@ -55,15 +55,15 @@ class StoredPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A piece in the file that has it; `name` is the stored tensor's in full."""
+class StoredTensor:
+    """A tensor of the model as a part of one in a file; `name` is the stored tensor's in full."""
 
     file: TensorFile
     name: str
     piece: StoredPart
 
     @property
-    def parts(self) -> tuple["Held", ...]:
+    def parts(self) -> tuple["StoredTensor", ...]:
         """The tensors that are stored of it: itself."""
         return (self,)
 

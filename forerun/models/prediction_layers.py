@@ -28,9 +28,9 @@ from forerun.errors import ModelError
 from forerun.models.arch import Architecture
 from forerun.models.cache_layer import CacheLayer
 from forerun.models.checkpoint import Checkpoint, shortened
-from forerun.models.gguf_naming import AnyHeld
+from forerun.models.gguf_naming import AnyStored
 from forerun.models.mapped import Packed
-from forerun.models.naming import Held
+from forerun.models.naming import StoredTensor
 from forerun.models.prediction_naming import (
     BORROWED,
     EMBEDDING,
@@ -70,7 +70,7 @@ class PredictionLayers:
     warnings: ClassVar[tuple[str, ...]] = ()
 
     target: Checkpoint
-    files: Mapping[str, AnyHeld]
+    files: Mapping[str, AnyStored]
     hidden_first: bool
     apart: bool
     count: int
@@ -210,7 +210,7 @@ def open_prediction_layers(
         {stored for name, (stored, _) in wanted.items() if copied(name)},
     )
     found = {
-        name: Held(files[stored], stored, piece)
+        name: StoredTensor(files[stored], stored, piece)
         for name, (stored, piece) in wanted.items()
         if stored in files
     }
@@ -245,7 +245,7 @@ def check_stored(
 def layers_of(
     target: Checkpoint,
     naming: Naming,
-    found: Mapping[str, AnyHeld],
+    found: Mapping[str, AnyStored],
     count: int,
     folder: Path | None = None,
     target_ids: Ints | None = None,
@@ -263,17 +263,17 @@ def layers_of(
 
 def _copies(
     target: Checkpoint,
-    found: Mapping[str, AnyHeld],
+    found: Mapping[str, AnyStored],
     count: int,
     where: Path,
-) -> dict[str, Held]:
+) -> dict[str, StoredTensor]:
     """The file's embedding and head, by the target's names, where they are others than the
     target's. Raises ModelError where not all layers have the same.
     """
-    kept: dict[str, Held] = {}
+    kept: dict[str, StoredTensor] = {}
     for name in BORROWED:
         copies = [found.get(copy_name(name, layer)) for layer in range(count)]
-        mine = [item for item in copies if isinstance(item, Held)]
+        mine = [item for item in copies if isinstance(item, StoredTensor)]
         others = [item for item in mine if _differs(target, name, item)]
         odd = [i for i in others if len(others) < len(mine) or not _equal(i, others[0])]
         if odd:
@@ -285,11 +285,11 @@ def _copies(
     return kept
 
 
-def _equal(one: Held, other: Held) -> bool:
+def _equal(one: StoredTensor, other: StoredTensor) -> bool:
     return np.array_equal(one.rows(), other.rows())
 
 
-def _differs(target: Checkpoint, name: str, item: Held) -> bool:
+def _differs(target: Checkpoint, name: str, item: StoredTensor) -> bool:
     """Whether a file's copy of the target's embedding or head is another one."""
     tied = name == HEAD and target.architecture.tied_head
     theirs = target.packed(EMBEDDING if tied else name)

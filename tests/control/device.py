@@ -21,7 +21,7 @@ from forerun.engine.step import step_report
 from forerun.executors.feature_ring import HostFeatureRing
 from forerun.interface.draft_model import Candidates, DraftModelTraits, FeatureNeeds
 from forerun.interface.executor import ExecutorLimits
-from forerun.interface.features import KeptFeatures
+from forerun.interface.features import HostFeatures
 from forerun.interface.next_draft import NextDrafts
 from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit
@@ -62,7 +62,7 @@ class Head:
     def extend(self, work, features):
         self.passes += 1
         # What became permanent in this step was read in the round, but of prompts.
-        self.read += len(work.tokens) if isinstance(features, KeptFeatures) else 0
+        self.read += len(work.tokens) if isinstance(features, HostFeatures) else 0
         return self._candidates(len(work.scored), work.candidates)
 
     def expand(self, level):

@@ -28,7 +28,7 @@ from forerun.executors import cpu, feature_ring
 from forerun.executors.jax import JaxBlockModel
 from forerun.executors.torch.attention.kv import KvShape
 from forerun.executors.torch.drafts.draft_cache import DraftCache
-from forerun.executors.torch.features import FeatureRing
+from forerun.executors.torch.features import TorchFeatureRing
 from forerun.hub.catalog import open_model
 from forerun.interface.draft_model import DraftBlock, Extension
 from forerun.models.cache_layer import CacheLayer
@@ -357,8 +357,8 @@ def rests(cached):
 @pytest.fixture
 def resting(kinds, compiled, quickly, monkeypatch):
     """(executor, name) -> a cell whose rings hold twenty tokens, and go round in a rest."""
-    monkeypatch.setattr(feature_ring, "MOST_KEPT", 20)
-    monkeypatch.setattr(backlog, "MOST_BEHIND", 16)
+    monkeypatch.setattr(feature_ring, "RING_TOKENS", 20)
+    monkeypatch.setattr(backlog, "MAX_LAG", 16)
     monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: Resting())
     opened = Cells(kinds, compiled)
 
@@ -491,7 +491,7 @@ def test_layers_of_any_number_and_shape_are_counted():
     )
     with_model = with_draft(needs, draft, 4, 2)
     assert with_model.weights == 1000 + 4 * 500
-    assert with_model.fixed == FeatureRing.bytes(2, 48, torch.float32) == 4 * 3 * 256 * 48
+    assert with_model.fixed == TorchFeatureRing.bytes(2, 48, torch.float32) == 4 * 3 * 256 * 48
     assert with_model.per_token == 64 + 4 * 2 * (2 * 16 + 8 + 2 * 16)
     plan = plan_memory(config, with_model, 10**8)
     assert plan.cache == plan.limits.pages * 8 * with_model.per_token

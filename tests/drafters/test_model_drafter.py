@@ -14,7 +14,7 @@ from forerun.engine.thread import Engine
 from forerun.executors.feature_ring import HostFeatureRing, ring_places
 from forerun.executors.toy import ToyExecutor
 from forerun.interface.draft_model import Candidates, DraftModelTraits, FeatureNeeds
-from forerun.interface.features import KeptFeatures
+from forerun.interface.features import HostFeatures
 from forerun.interface.grammars import NoGrammars
 from forerun.models.cache_layer import CacheLayer
 from tests.engine.toys import TOKENIZER, VOCAB, ask, finish, following, limits, run
@@ -84,7 +84,7 @@ class ToyHead:
         self.looked = self.late = 0
 
     def extend(self, work, features):
-        kept = isinstance(features, KeptFeatures)
+        kept = isinstance(features, HostFeatures)
         self.late += kept
         assert (features.values if kept else features.values()).ravel().tolist() == (
             work.tokens.tolist()
@@ -228,7 +228,7 @@ def test_a_head_that_lags_far_catches_up_unasked(monkeypatch, most):
     """No more features are kept than can be, and draft tokens are there whenever they are asked
     for: in the middle of a long answer as at its beginning.
     """
-    monkeypatch.setattr(backlog, "MOST_BEHIND", most)
+    monkeypatch.setattr(backlog, "MAX_LAG", most)
     behind = []
     observe = ModelDrafter.observe
 

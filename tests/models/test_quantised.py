@@ -174,7 +174,7 @@ def test_a_part_is_that_of_the_whole_and_little_else_is_read(name, tmp_path):
         )
         cut = slice(int(top), int(bottom)), slice(int(left), int(right))
         np.testing.assert_array_equal(checkpoint.part(weight, *cut), meant[weight][cut])
-    held = checkpoint._held[weight]
+    held = checkpoint._stored[weight]
     matrix = held.file.matrices[held.name]
     watched = {
         part: (replace(file, data=file.data.view(Watched)), stored)

@@ -40,7 +40,7 @@ from forerun.executors.torch.drafts import decoder_model, loading, prediction_mo
 from forerun.executors.torch.drafts import eagle as eagle_model
 from forerun.executors.torch.drafts.block import BlockDrafter
 from forerun.executors.torch.drafts.eagle import EagleHead
-from forerun.executors.torch.features import FeatureRing
+from forerun.executors.torch.features import TorchFeatureRing
 from forerun.executors.torch.triton.kernels import Kernels
 from forerun.executors.torch.triton.record import Size
 from forerun.interface.executor import ExecutorLimits
@@ -400,7 +400,7 @@ class Beside:
 
     def request_aux_hidden_states(self, layers):
         width = len(layers) * self.decoder.arch.hidden
-        ring = FeatureRing(self.limits.slots, width, DTYPE, META)
+        ring = TorchFeatureRing(self.limits.slots, width, DTYPE, META)
         self.runner.request_aux_hidden_states(layers, ring)
 
 

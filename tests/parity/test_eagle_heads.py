@@ -18,7 +18,7 @@ from forerun.executors import cpu
 from forerun.executors.cpu import CpuEagleModel, CpuExecutor
 from forerun.executors.jax import JaxEagleModel, JaxExecutor, JaxOptions
 from forerun.executors.torch import TorchEagleModel, TorchExecutor
-from forerun.interface.features import KeptFeatures
+from forerun.interface.features import HostFeatures
 from forerun.interface.slot_init import SlotInit
 from forerun.models.draft_folder import open_draft
 from forerun.options.config import EngineConfig
@@ -195,7 +195,7 @@ def test_features_that_were_kept_do_as_well(dense, made, tmp_path, changes):
         at_once = device.extend(work, features)
         slots, positions = np.ones(8, np.int32), np.arange(8, dtype=np.int32)
         kept = features.select(positions[::-1]).keep().at(slots, positions)
-        whole = KeptFeatures(made.model.features(8, kept.values.shape[1]))
+        whole = HostFeatures(made.model.features(8, kept.values.shape[1]))
         assert (kept.values == whole.values.astype(np.float16)).all()
         driver.open(0, tokens[:3])
         driver.step([Row(0)])
@@ -226,7 +226,7 @@ def test_a_token_map_keeps_some_rows_of_an_eagle_1_head(dense, made, tmp_path):
     for limited in (draft, draft.limited(kept)):
         device = CpuEagleModel(made, dense.checkpoint, limited)
         work = extension(tokens[:-1], tokens[1:], [0, 6], [(1, 0, [7])])
-        found.append(device.extend(work, KeptFeatures(given)))
+        found.append(device.extend(work, HostFeatures(given)))
     every, some = found
     whole = np.empty(tiny.VOCAB)
     whole[every.ids[0]] = every.log_probs[0]

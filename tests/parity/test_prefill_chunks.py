@@ -14,7 +14,7 @@ from forerun.errors import EngineError
 from forerun.executors.torch import TorchEagleModel, TorchExecutor, model_runner, with_captures
 from forerun.interface.draft_model import Extension
 from forerun.interface.executor import ExecutorLimits
-from forerun.interface.features import KeptFeatures
+from forerun.interface.features import HostFeatures
 from forerun.interface.slot_init import SlotInit
 from forerun.models.shapes import RandomCheckpoint, random_draft, shape_named
 from forerun.options.config import EngineConfig
@@ -124,7 +124,7 @@ def permanent(head, begin, length):
         candidates=4,
     )
     width = len(head.traits.features.layers) * 64
-    return extension, KeptFeatures(random.normal(size=(2 * length, width)).astype(np.float16))
+    return extension, HostFeatures(random.normal(size=(2 * length, width)).astype(np.float16))
 
 
 def plan_drafts(rows):

@@ -13,7 +13,7 @@ from forerun.drafters import backlog
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.executors import feature_ring
 from forerun.executors.torch import CapturedExecutor, TorchEagleModel
-from forerun.executors.torch.features import TorchFeatures
+from forerun.executors.torch.features import TorchStepFeatures
 from forerun.executors.torch.triton.record import Size
 from tests.models import tiny
 from tests.parity.heads import SWITCHES, Twin, opened, serve
@@ -204,8 +204,8 @@ def test_plain_rounds_are_caught_up_with(folder, learned, seen, monkeypatch, ove
     head drafts in the rest of an answer what it drafts when it is asked pass by pass.
     """
     monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: Resting(5, 5))
-    monkeypatch.setattr(feature_ring, "MOST_KEPT", 20)
-    monkeypatch.setattr(backlog, "MOST_BEHIND", 16)
+    monkeypatch.setattr(feature_ring, "RING_TOKENS", 20)
+    monkeypatch.setattr(backlog, "MAX_LAG", 16)
     most = {"chunked_prefill_size": 128, "context": 128}
     pair = taped(folder, learned[0], overlap=overlap, **most), opened(folder, learned[0], **most)
     requests = [
@@ -213,13 +213,13 @@ def test_plain_rounds_are_caught_up_with(folder, learned, seen, monkeypatch, ove
         for n, text in enumerate(learned[1][:3])
     ]
 
-    kept, keep = [], TorchFeatures.keep
+    kept, keep = [], TorchStepFeatures.keep
 
     def counted(self):
-        kept.append(self.held.written)
+        kept.append(self.written)
         return keep(self)
 
-    monkeypatch.setattr(TorchFeatures, "keep", counted)
+    monkeypatch.setattr(TorchStepFeatures, "keep", counted)
     went, go_on = [], CapturedExecutor.begin_after
     monkeypatch.setattr(
         CapturedExecutor, "begin_after", lambda *args: went.append(1) or go_on(*args)

@@ -20,7 +20,7 @@ from forerun.interface.draft_model import (
     DraftModelTraits,
     Extension,
 )
-from forerun.interface.features import Features, KeptFeatures
+from forerun.interface.features import Features, HostFeatures
 from forerun.types import Floats
 
 
@@ -111,7 +111,7 @@ def pass_of_extension(extension: Extension, features: Features | None) -> DraftP
     """
     count = len(extension.tokens)
     sources, given = np.zeros(count, np.int32), None
-    if isinstance(features, KeptFeatures):
+    if isinstance(features, HostFeatures):
         given = np.ascontiguousarray(features.values, np.float32)
     elif isinstance(features, CpuFeatures):
         sources = features.nodes.astype(np.int32)

@@ -57,7 +57,7 @@ class DraftArrays(NamedTuple):
     """What a draft network needs from step to step; `slots` of pages, M nodes of a step, S slots of
     sequences.
 
-    streams       [Xh + S*MOST_KEPT, width] residual streams that it reads of the step's nodes,
+    streams       [Xh + S*RING_TOKENS, width] residual streams that it reads of the step's nodes,
                   where `State.hidden` has theirs; then a ring of the slots' last accepted tokens
                   (feature_ring.py)
     keys, values  [layers,slots + M,G,E] under the target's page ids, then of draft nodes; then

@@ -8,16 +8,16 @@ from torch import Tensor
 
 from forerun.errors import EngineError
 from forerun.executors.feature_ring import ring_place, ring_places, ring_size
-from forerun.interface.features import Features, KeptFeatures
+from forerun.interface.features import Features, HostFeatures
 from forerun.interface.plan import Plan
 from forerun.speculative.tree import TreeBatch
 from forerun.types import AnyArray, Ints
 
 
-class FeatureRing:
+class TorchFeatureRing:
     """Features of the last tokens of every slot, until the draft model reads them.
 
-    values  [(S+1)*MOST_KEPT,F*H]: rows as in feature_ring.py; the last slot is of nobody
+    values  [(S+1)*RING_TOKENS,F*H]: rows as in feature_ring.py; the last slot is of nobody
     """
 
     def __init__(self, slots: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -25,10 +25,10 @@ class FeatureRing:
 
     def at(self, slots: Ints, positions: Ints) -> "TorchFeatures":
         """Features [n,F*H] of slots int32[n] at positions int32[n], on the device, not copied: they
-        are overwritten when a slot has moved on by MOST_KEPT tokens.
+        are overwritten when a slot has moved on by RING_TOKENS tokens.
         """
         place = ring_place(slots.astype(np.int64), positions)
-        return TorchFeatures(self.values, place, place)
+        return TorchFeatures(self.values, place)
 
     @staticmethod
     def bytes(slots: int, width: int, dtype: torch.dtype) -> int:
@@ -42,32 +42,42 @@ class FeatureRing:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """Where features of a step's nodes stay: in the ring; written: they are there already."""
+class TorchFeatures:
+    """Rows of features on the device, not copied.
 
-    ring: FeatureRing
-    plan: Plan
-    trees: TreeBatch
-    written: bool = False
+    values  [N,F*H]: residual streams of the requested layers, side by side
+    place   int[n] the row of `values` that each has
+    """
+
+    values: Tensor
+    place: AnyArray
+
+    def __len__(self) -> int:
+        """How many rows."""
+        return len(self.place)
+
+    def tensor(self) -> Tensor:
+        """A copy [n,F*H] on the device."""
+        place = torch.from_numpy(np.asarray(self.place, np.int64)).to(self.values.device)
+        return self.values[place]
 
 
 @dataclass(frozen=True, slots=True)
-class TorchFeatures:
-    """Features of nodes, where the target's step left them, or where they are kept.
+class TorchStepFeatures(TorchFeatures):
+    """Features of nodes where the step left them; the next captured step overwrites its own.
 
-    streams  [N,F*H] the residual streams that were requested, side by side; of a captured step it
-             is overwritten by the next one
-    place    int[n] the row of `streams` that each node has
-    nodes    int[n] their flat numbers in the step
-    held     None where they are kept already
+    nodes    int[n] their flat numbers in the step's `trees`
+    ring     where `keep` writes them, by slot and position
+    written  the round has written them into the ring
     """
 
-    streams: Tensor
-    place: AnyArray
     nodes: AnyArray
-    held: Held | None = None
+    plan: Plan
+    trees: TreeBatch
+    ring: TorchFeatureRing
+    written: bool = False
 
-    def select(self, nodes: AnyArray) -> "TorchFeatures":
+    def select(self, nodes: AnyArray) -> "TorchStepFeatures":
         """Features of the nodes int[n], by their flat numbers here, in this order; nothing is
         copied. Raises EngineError where one is not there.
         """
@@ -77,30 +87,20 @@ class TorchFeatures:
             )
         return replace(self, place=self.place[nodes], nodes=self.nodes[nodes])
 
-    def keep(self) -> "FeatureRing":
+    def keep(self) -> TorchFeatureRing:
         """Write them into the executor's ring, unless the round has; returns the ring. Nothing
-        leaves the device. Not for features that are kept already (AssertionError).
+        leaves the device.
         """
-        assert self.held is not None, "they are kept already"
-        ring = self.held.ring
-        if not self.held.written:
-            rows = torch.from_numpy(ring_places(self.held.plan, self.held.trees, self.nodes))
-            ring.values.index_copy_(0, rows.to(ring.values.device), self.tensor())
-        return ring
-
-    def __len__(self) -> int:
-        """How many rows."""
-        return len(self.place)
-
-    def tensor(self) -> Tensor:
-        """A copy [n,F*H] on the device, a row per node."""
-        place = torch.from_numpy(np.asarray(self.place, np.int64)).to(self.streams.device)
-        return self.streams[place]
+        if not self.written:
+            rows = torch.from_numpy(ring_places(self.plan, self.trees, self.nodes))
+            into = self.ring.values
+            into.index_copy_(0, rows.to(into.device), self.tensor())
+        return self.ring
 
 
 def on_device(features: Features, device: torch.device, dtype: torch.dtype) -> Tensor:
     """[n,F*H] whatever holds them. Raises EngineError for another executor's."""
-    if isinstance(features, KeptFeatures):
+    if isinstance(features, HostFeatures):
         return torch.from_numpy(features.values).to(device).to(dtype)
     if not isinstance(features, TorchFeatures):
         raise EngineError(f"features of {type(features).__name__} come from another executor")

@@ -26,7 +26,7 @@ from forerun.executors.torch.decoder.delta import DeltaInputs, no_states
 from forerun.executors.torch.decoder.elementwise import PLAIN, AnyHeads, Elementwise
 from forerun.executors.torch.decoder.float8 import FLOAT8, Float8Linear, Rows
 from forerun.executors.torch.decoder.layers import Linear, padded_rows
-from forerun.executors.torch.features import FeatureRing, Held, TorchFeatures
+from forerun.executors.torch.features import TorchFeatureRing, TorchStepFeatures
 from forerun.executors.torch.group import Group
 from forerun.executors.torch.memory import (
     FILE,
@@ -69,7 +69,7 @@ class TorchRound(Round):
     places: Slots = field(kw_only=True)
     told: Tensor = field(kw_only=True)
     told_of: Ints = field(kw_only=True)
-    features: TorchFeatures | None = None
+    features: TorchStepFeatures | None = None
     states: StateStep | None = None
 
 
@@ -128,7 +128,7 @@ class ModelRunner:
             self._bytes["states"] = States.bytes(arch, limits)
         check_fits(self._bytes, self.device)
         self._aux_layers: tuple[int, ...] = ()
-        self.ring = FeatureRing(0, 0, self.dtype, self.device)
+        self.ring = TorchFeatureRing(0, 0, self.dtype, self.device)
         kernels = self.kernels = kernels_for(self.device)
         self.prompts_natively = options.prompts == "torch_native"
         if options.prompts == "auto":  # FlashAttention knows 16 bits.
@@ -177,9 +177,9 @@ class ModelRunner:
             raise ConfigError(f"features {layers} name a layer outside 0..{last}")
         self._aux_layers = layers
         shape = self.limits.slots, len(layers) * self.decoder.arch.hidden, self.dtype
-        self._bytes["features"] = FeatureRing.bytes(*shape)
+        self._bytes["features"] = TorchFeatureRing.bytes(*shape)
         check_fits({"features": self._bytes["features"]}, self.device)
-        self.ring = FeatureRing(*shape, self.device)
+        self.ring = TorchFeatureRing(*shape, self.device)
 
     @torch.inference_mode()
     def run(
@@ -205,7 +205,7 @@ class ModelRunner:
         features = None
         if streams:
             aligned, every = torch.cat([stream[:count] for stream in streams], -1), np.arange(count)
-            features = TorchFeatures(aligned, every, every, Held(self.ring, plan, trees))
+            features = TorchStepFeatures(aligned, every, every, plan, trees, self.ring)
         return TorchRound(
             plan,
             trees,

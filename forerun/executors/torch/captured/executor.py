@@ -42,7 +42,7 @@ from forerun.executors.torch.drafts.block import TorchBlockModel
 from forerun.executors.torch.drafts.level_model import LevelModel
 from forerun.executors.torch.drafts.target import TorchTarget
 from forerun.executors.torch.executor import TorchExecutor
-from forerun.executors.torch.features import Held, TorchFeatures
+from forerun.executors.torch.features import TorchStepFeatures
 from forerun.executors.torch.model_runner import TorchRound
 from forerun.executors.torch.triton.kernels import Kernels
 from forerun.executors.torch.triton.record import Size
@@ -282,9 +282,11 @@ class CapturedExecutor(Executor):
 
         features = None
         if runner.features is not None:
-            kept = Held(self.eager.ring, plan, round.trees, size.nodes == 1 and not size.levels)
             every = np.arange(len(round.place))
-            features = TorchFeatures(runner.features, round.place, every, kept)
+            features = TorchStepFeatures(
+                *(runner.features, round.place, every, plan, round.trees, self.eager.ring),
+                written=size.nodes == 1 and not size.levels,
+            )
         outcome = self._sampler.finish(
             *(round, of_node, masks or round.masks, round.record.choices[round.place]),
             *(reports, features, round.drafts()),

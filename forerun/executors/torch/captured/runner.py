@@ -41,7 +41,7 @@ from forerun.executors.torch.captured.together import chosen_together
 from forerun.executors.torch.decoder.decoder import Decoder
 from forerun.executors.torch.decoder.elementwise import AnyHeads
 from forerun.executors.torch.decoder.float8 import Rows
-from forerun.executors.torch.features import FeatureRing
+from forerun.executors.torch.features import TorchFeatureRing
 from forerun.executors.torch.group import Group
 from forerun.executors.torch.shaping import reported
 from forerun.executors.torch.triton.kernels import Kernels
@@ -119,14 +119,14 @@ class CudaGraphRunner:
         self.aux_layers: tuple[int, ...] = ()
         self.drafting: Drafting | None = None
         self.features: Tensor | None = None
-        self.ring: FeatureRing | None = None
+        self.ring: TorchFeatureRing | None = None
         self.future: FutureState | None = None
         if overlap:
             state = torch.zeros(limits.slots + 1, 3, dtype=torch.int32, device=self._device)
             self.future = with_room(state, 0, 0)
         self.shaped: ShapedRows | None = None
 
-    def request_aux_hidden_states(self, layers: tuple[int, ...], ring: FeatureRing) -> None:
+    def request_aux_hidden_states(self, layers: tuple[int, ...], ring: TorchFeatureRing) -> None:
         """Leave these layers' streams from now on, of plain rounds in `ring` too; what was captured
         is forgotten.
         """
