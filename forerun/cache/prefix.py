@@ -3,7 +3,8 @@ and which full pages can be found again by the tokens they contain.
 
 A tree of entries, one per full page. The key of an entry is its parent entry together with the
 page's own tokens, compared exactly (a dictionary of bytes): two texts can never be taken for
-one another. Only full pages are shared, so a shared page is never written again.
+one another. Only full pages are shared, so a shared page is never written again. The first page's
+key begins with the text's salt (a request's `cache_salt`), so texts of different salts share none.
 
 A draft head keeps something in a page that depends on one token more: its entry for a position
 is made of that position's feature and the token after it (drafters/model_drafter.py). Then the
@@ -22,8 +23,8 @@ from forerun.types import Ints
 class CachedPage:
     """One full page that is known by its content.
 
-    key       the page's tokens, and `lookahead` more, as int32 bytes; "" for the root, which has no
-              page (-1)
+    key       the page's tokens, and `lookahead` more, as int32 bytes; of a text's first page behind
+              its salt; "" for the root, which has no page (-1)
     children  entries of the pages that follow, by key
     """
 
@@ -86,8 +87,9 @@ class PrefixIndex:
         """How many tables hold `page`, from 0 to P-1."""
         return self._references[page]
 
-    def acquire(self, tokens: Ints) -> list[CachedPage]:
-        """Hold the longest known chain of full pages that `tokens` int32[T] begins with.
+    def acquire(self, tokens: Ints, salt: bytes = b"") -> list[CachedPage]:
+        """Hold the longest known chain of full pages that `tokens` int32[T] of this salt begins
+        with.
 
         The entries, first page first, at most (T - lookahead) // page_size; none where nothing is
         known. The caller holds one reference to each page until it releases it.
@@ -96,22 +98,23 @@ class PrefixIndex:
         found: list[CachedPage] = []
         data = np.ascontiguousarray(tokens, np.int32).tobytes()
         for start in range(0, len(tokens) - size - lookahead + 1, size):
-            child = node.children.get(data[4 * start : 4 * (start + size + lookahead)])
+            child = node.children.get(salt + data[4 * start : 4 * (start + size + lookahead)])
             if child is None:
                 break
             self._hold(child.page)
             found.append(child)
-            node = child
+            node, salt = child, b""
         return found
 
-    def insert(self, parent: CachedPage, tokens: Ints, page: int) -> CachedPage:
+    def insert(self, parent: CachedPage, tokens: Ints, page: int, salt: bytes = b"") -> CachedPage:
         """Make known that `page`, held by the caller, contains `tokens` int32[page_size +
-        lookahead] after `parent`; the last `lookahead` of them follow the page.
+        lookahead] after `parent`, of a text with this salt; the last `lookahead` follow the page.
 
         Returns the entry. Where an equal page is known already, the caller's reference moves to
         that one and `page` becomes free: two sequences that computed the same page end up with one.
         """
         key = np.ascontiguousarray(tokens, np.int32).tobytes()
+        key = salt + key if parent is self.root else key
         known = parent.children.get(key)
         if known is not None:
             self._hold(known.page)

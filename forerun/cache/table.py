@@ -19,10 +19,11 @@ class PageTable:
     length    positions whose keys and values are permanent
     reserved  positions that have a page: len(pages) * page_size. Changed here only
     pages     int32[W] page numbers, readable as a NumPy buffer
+    salt      the sequence shares pages with those of the same salt alone
     """
 
-    def __init__(self, index: PrefixIndex) -> None:
-        self._index = index
+    def __init__(self, index: PrefixIndex, salt: bytes = b"") -> None:
+        self._index, self.salt = index, salt
         self._chain: list[CachedPage] = []
         self.pages = array("i")
         self.length = 0
@@ -40,7 +41,7 @@ class PageTable:
         For an empty table only (AssertionError). They are this table's until `release`.
         """
         assert not self.pages, "a table starts once"
-        self._chain = self._index.acquire(tokens)
+        self._chain = self._index.acquire(tokens, self.salt)
         self.pages.extend(entry.page for entry in self._chain)
         self._held()
         self.length = self.reserved
@@ -89,7 +90,7 @@ class PageTable:
         for number in range(len(self._chain), min(end, len(tokens) - lookahead) // size):
             parent = self._chain[-1] if self._chain else self._index.root
             content = tokens[number * size : (number + 1) * size + lookahead]
-            entry = self._index.insert(parent, content, self.pages[number])
+            entry = self._index.insert(parent, content, self.pages[number], self.salt)
             self._chain.append(entry)
             self.pages[number] = entry.page
         self._held()

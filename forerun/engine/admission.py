@@ -21,7 +21,8 @@ class Admission:
     free_slots  of nobody
     scored   nodes of a step that may have logits
     ready    whether a sequence with a slot can take part in the next step
-    resumable  behind how many of cached tokens a sequence may go on (Executor.resumable)
+    resumable  (cached tokens, salt) -> behind how many of them a sequence may go on
+               (Executor.resumable)
     """
 
     def __init__(
@@ -29,7 +30,7 @@ class Admission:
         limits: ExecutorLimits,
         features: bool,
         ready: Callable[[Sequence], bool],
-        resumable: Callable[[Ints], int],
+        resumable: Callable[[Ints, bytes], int],
     ) -> None:
         self.limits, self.scored = limits, limits.scored_nodes
         self._ready, self._resumable = ready, resumable
@@ -79,7 +80,8 @@ class Admission:
             return False
         size = self.index.page_size
         for other in self.running:
-            if other.pending > 1 and self._ready(other):
+            alike = other.table.salt == sequence.table.salt
+            if alike and other.pending > 1 and self._ready(other):
                 shared = common(other.tokens, sequence.tokens[:-1]) // size * size
                 if shared > other.table.length:
                     return True
@@ -92,7 +94,7 @@ class Admission:
             # One token at least must run, or nothing would be there to sample from.
             table.start(sequence.tokens[: sequence.total - 1 + index.lookahead])
             sequence.shared = table.length
-            table.shorten(self._resumable(sequence.tokens[: table.length]))
+            table.shorten(self._resumable(sequence.tokens[: table.length], table.salt))
         missing = -(-(sequence.total - table.reserved) // index.page_size)
         if missing + len(self.running) > index.available:
             table.release()

@@ -41,7 +41,7 @@ def open_slot(sequence: Sequence, parts: Parts) -> None:
     assert sequence.slot is not None
     tokens, prediction = sequence.tokens.copy(), sequence.request.prediction
     about = sequence.prompt_len, sequence.sampling, prediction, sequence.table.length
-    slot_init = SlotInit(sequence.slot, tokens, *about, sequence.shared)
+    slot_init = SlotInit(sequence.slot, tokens, *about, sequence.shared, sequence.table.salt)
     parts.executor.open(slot_init)
     parts.open_slots[slot_init.slot] = sequence
     parts.ask_drafter(lambda drafter: drafter.begin(slot_init), None)

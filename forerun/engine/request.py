@@ -70,6 +70,7 @@ class Request:
     grammar   a compiled grammar (forerun.constrain) or None
     skip_special_tokens  special tokens leave no text
     prediction  int32[.] what the output is expected to be, for drafters: changes no text
+    cache_salt  cached prefixes are shared with requests of the same salt alone; "" is one too
     """
 
     id: RequestId
@@ -81,6 +82,7 @@ class Request:
     grammar: Any = None
     skip_special_tokens: bool = True
     prediction: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
+    cache_salt: str = ""
 
 
 def choice_seed(seed: int, index: int) -> int:

@@ -79,7 +79,7 @@ class Scheduler(Admission):
         policy: Policy,
         features: bool = False,
         ready: Callable[[Sequence], bool] = lambda sequence: True,
-        resumable: Callable[[Ints], int] = len,
+        resumable: Callable[[Ints, bytes], int] = lambda tokens, salt: len(tokens),
     ) -> None:
         super().__init__(limits, features, ready, resumable)
         self.policy = policy

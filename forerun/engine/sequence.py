@@ -101,7 +101,7 @@ class Sequence:
 
     def attach(self, index: PrefixIndex) -> None:
         """Give the sequence its (empty) page table."""
-        self.table = PageTable(index)
+        self.table = PageTable(index, self.request.cache_salt.encode())
 
     @property
     def tokens(self) -> Ints:

@@ -2,8 +2,8 @@
 
 A layer with a recurrent state (layer_spec.GatedDelta) cannot go on from any cached page: what it
 needs is the state after the last token before it. So beside the state of each slot's sequence an
-executor keeps checkpoints, copies of states at ends of pages, by the text that they stand for,
-compared exactly. Rows of states:
+executor keeps checkpoints, copies of states at ends of pages, by the text that they stand for and
+its salt (`SlotInit.salt`), compared exactly. Rows of states:
 
     0 .. slots - 1               of the sequence in each slot
     slots .. + checkpoints - 1   checkpoints; where there is no room, the least recently used goes
@@ -26,24 +26,27 @@ from forerun.interface.executor import ExecutorLimits
 from forerun.interface.slot_init import SlotInit
 from forerun.types import Ints
 
+Key = tuple[bytes, bytes]
+"""Salt of a text, and its tokens as int32 bytes."""
+
 
 @dataclass(slots=True, eq=False)
 class Checkpoint:
     """A kept state.
 
     row   where it is
-    text  int32 bytes of the tokens it stands for
+    key   salt, and int32 bytes of the tokens it stands for
     used  whether somebody went on from it
     """
 
     row: int
-    text: bytes
+    key: Key
     used: bool = False
 
     @property
     def length(self) -> int:
         """How many tokens its text has; the state stands behind the last."""
-        return len(self.text) // 4
+        return len(self.key[1]) // 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ class Claim:
 
     row: int
     length: int
-    text: bytes
+    key: Key
     kind: str | None
 
 
@@ -64,12 +67,14 @@ class _Open:
     prompt   tokens of its prompt
     shared   tokens whose pages others had filled
     own      what was kept last of its prompt and of its answer
+    salt     of its text
     """
 
     length: int
     prompt: int
     shared: int
     own: dict[str, Checkpoint]
+    salt: bytes
 
 
 class StateSlots:
@@ -78,30 +83,32 @@ class StateSlots:
     def __init__(self, limits: ExecutorLimits) -> None:
         self._size, self._slots = limits.page_size, limits.slots
         self._free = list(range(limits.slots + limits.checkpoints - 1, limits.slots - 1, -1))
-        self._kept: OrderedDict[bytes, Checkpoint] = OrderedDict()
+        self._kept: OrderedDict[Key, Checkpoint] = OrderedDict()
         self._lengths: Counter[int] = Counter()
         self._open: dict[int, _Open] = {}
 
-    def resumable(self, tokens: Ints) -> int:
-        """The longest beginning of `tokens` int32[T] of which there is a checkpoint, in tokens."""
-        found = self._longest(tokens)
+    def resumable(self, tokens: Ints, salt: bytes = b"") -> int:
+        """The longest beginning of `tokens` int32[T] of this salt of which there is a checkpoint,
+        in tokens.
+        """
+        found = self._longest(tokens, salt)
         return 0 if found is None else found.length
 
     def open(self, slot_init: SlotInit) -> int | None:
         """A sequence takes a slot. The row that its state is to be copied from; None: it begins
         with zeros. Raises EngineError where its cached tokens have no checkpoint.
         """
-        found, slot = None, slot_init.slot
+        found, slot, salt = None, slot_init.slot, slot_init.salt
         if slot_init.cached:
-            found = self._longest(slot_init.tokens[: slot_init.cached])
+            found = self._longest(slot_init.tokens[: slot_init.cached], salt)
             if found is None or found.length != slot_init.cached:
                 raise EngineError(
                     f"slot {slot} shall go on behind {slot_init.cached} tokens, of which no "
                     "recurrent state is kept"
                 )
             found.used = True
-            self._kept.move_to_end(found.text)
-        self._open[slot] = _Open(slot_init.cached, slot_init.prompt_len, slot_init.shared, {})
+            self._kept.move_to_end(found.key)
+        self._open[slot] = _Open(slot_init.cached, slot_init.prompt_len, slot_init.shared, {}, salt)
         return None if found is None else found.row
 
     def close(self, slot: int) -> None:
@@ -133,13 +140,13 @@ class StateSlots:
         """
         made: list[Claim] = []
         for length, kind in self._places(self._open[slot], begin, end):
-            key = memoryview(text)[:length].tobytes()
+            key = self._open[slot].salt, memoryview(text)[:length].tobytes()
             known = self._kept.get(key)
             if known is not None:
                 self._kept.move_to_end(key)
                 continue
             old = self._open[slot].own.pop(kind, None) if kind else None
-            if old is not None and not old.used and self._kept.get(old.text) is old:
+            if old is not None and not old.used and self._kept.get(old.key) is old:
                 self._forget(old)
             if not self._free and self._kept:
                 self._forget(next(iter(self._kept.values())))
@@ -152,10 +159,10 @@ class StateSlots:
         their texts. A row whose text another has kept meanwhile is free again.
         """
         for claim in claims:
-            if claim.text in self._kept:  # Another row of the same step has it too.
+            if claim.key in self._kept:  # Another row of the same step has it too.
                 self._free.append(claim.row)
                 continue
-            kept = self._kept[claim.text] = Checkpoint(claim.row, claim.text)
+            kept = self._kept[claim.key] = Checkpoint(claim.row, claim.key)
             self._lengths[kept.length] += 1
             if claim.kind:
                 self._open[slot].own[claim.kind] = kept
@@ -183,15 +190,15 @@ class StateSlots:
             wanted.setdefault(of_answer, "answer")
         return list(wanted.items())
 
-    def _longest(self, tokens: Ints) -> Checkpoint | None:
+    def _longest(self, tokens: Ints, salt: bytes) -> Checkpoint | None:
         data = np.ascontiguousarray(tokens, np.int32).tobytes()
         for length in sorted(self._lengths, reverse=True):
-            if 4 * length <= len(data) and (found := self._kept.get(data[: 4 * length])):
+            if 4 * length <= len(data) and (found := self._kept.get((salt, data[: 4 * length]))):
                 return found
         return None
 
     def _forget(self, kept: Checkpoint) -> None:
-        del self._kept[kept.text]
+        del self._kept[kept.key]
         self._lengths[kept.length] -= 1
         if not self._lengths[kept.length]:
             del self._lengths[kept.length]

@@ -97,8 +97,8 @@ class Executor(Protocol):
         """
         ...
 
-    def resumable(self, tokens: Ints) -> int:
-        """How many of `tokens` int32[T], which fill pages that are cached, a sequence may go on
+    def resumable(self, tokens: Ints, salt: bytes = b"") -> int:
+        """How many of `tokens` int32[T], which fill cached pages of this salt, a sequence may go on
         behind: all, where keys and values are what a layer keeps of a text. A recurrent state is
         there for some beginnings only; of the longest of these the tokens, full pages of them.
         What it says is true until the next `begin` or `finish`.

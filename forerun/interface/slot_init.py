@@ -19,6 +19,7 @@ class SlotInit:
     cached      how many of them are in pages already: what Executor.resumable said of them
     shared      how many of them fill pages that were cached; more than `cached` where recurrent
                 states were not there for all
+    salt        what is kept of its text is for sequences of the same salt alone
     """
 
     slot: int
@@ -28,3 +29,4 @@ class SlotInit:
     prediction: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
     cached: int = 0
     shared: int = 0
+    salt: bytes = b""

@@ -25,7 +25,7 @@ WEIGHT = 2.0
 """Blocks of a prompt that are worth computing again rather than to stand behind one request more.
 Chosen there too."""
 
-_BEFORE = ("model", "cache_salt", "tools", "system", "instructions")
+_BEFORE = ("model", "cache_salt", "extra_key", "tools", "system", "instructions")
 _TEXTS = ("messages", "input", "prompt", "text", "input_ids", "contents")
 
 

@@ -184,6 +184,7 @@ def _generation(
             speculation=speculation,
             skip_special_tokens=body.skip_special_tokens,
             prediction=predicted,
+            cache_salt=body.cache_salt or "",
         )
         for index, prompt in enumerate(prompts)
     )

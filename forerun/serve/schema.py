@@ -155,6 +155,10 @@ def untraced(value: Any, where: str) -> SpeculativeOptions:
     return found
 
 
+cache_salt = text(1024, 1)
+"""`cache_salt` of vLLM, `extra_key` of SGLang. Not empty: who sends "" meant to send a salt."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledBody(UnusedFields):
     """What /v1/chat/completions and /v1/completions have in common. Sampling that is not said is
@@ -167,6 +171,7 @@ class SampledBody(UnusedFields):
     allowed_token_ids  the only tokens that an answer may have (vLLM)
     timings_per_token  the answer tells what prompt and answer took (llama.cpp)
     prediction  the text that the answer is expected to be; draft tokens come out of it (OpenAI)
+    cache_salt  cached prefixes are shared with requests of the same salt alone (vLLM)
     """
 
     id_prefix: ClassVar[str] = ""
@@ -198,7 +203,8 @@ class SampledBody(UnusedFields):
     return_tokens_as_token_ids: bool = accept(boolean, False)
     prompt_logprobs: int | None = accept(integer(0, MAX_TOKENS))
     bad_words: tuple[str, ...] = accept(items(text(MAX_STOP_TEXT, 1), MAX_STOP_TOKENS), ())
-    allowed_token_ids: tuple[int, ...] = accept(items(integer(0, MAX_TOKENS), MAX_ALLOWED), ())
+    allowed_token_ids: tuple[int, ...] = accept(items(integer(0, MAX_TOKENS), MAX_ALLOWED, 1), ())
+    cache_salt: str | None = accept(cache_salt)
     timings_per_token: bool = accept(boolean, False)
     request_id: str | None = accept(text(256, 1))
     prediction: str | None = accept(prediction)
@@ -207,6 +213,7 @@ class SampledBody(UnusedFields):
         "repeat_penalty": "repetition_penalty",
         "n_predict": "max_tokens",
         "rid": "request_id",
+        "extra_key": "cache_salt",
         "no_stop_trim": "include_stop_str_in_output",
     }
     refused: ClassVar[dict[str, str]] = {

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from forerun.errors import RequestError
 from forerun.serve.fields import (
     boolean,
     ignore,
@@ -10,6 +11,8 @@ from forerun.serve.fields import (
     mapping,
     number,
     only,
+    shown,
+    takes,
     text,
     whatever,
 )
@@ -19,6 +22,27 @@ _MOST = 2**31 - 1
 TIERS = ("auto", "default", "flex", "priority", "scale", "standard", "standard_only", "batch")
 """Of service, as OpenAI and others name them; there is one here."""
 _OFF = "this kind of sampling is not done here; leave it off"
+
+
+_OF_BACKENDS = {
+    "no-fallback": None,
+    "disable-any-whitespace": "use structured_outputs.disable_any_whitespace",
+    "no-additional-properties": "use structured_outputs.disable_additional_properties",
+}
+"""Options behind a backend's name, and what to use for those that change texts."""
+
+
+@takes({"type": "string"})
+def _backend(value: Any, where: str) -> str:
+    """`guided_decoding_backend` of vLLM before 0.10: name:option,option. All backends keep to the
+    same constraint. Raises RequestError for an option that changes texts.
+    """
+    found: str = text(256)(value, where)
+    for option in filter(None, found.partition(":")[2].split(",")):
+        why = _OF_BACKENDS.get(option, "leave it out")
+        if why is not None:
+            raise RequestError(f"{where}: {shown(option)} is not supported: {why}.", where)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +86,7 @@ class UnusedFields(ConstrainedBody):
     include_reasoning: bool | None = ignore(boolean)
     stream_reasoning: bool | None = ignore(boolean)
     think: Any = ignore(whatever)
-    extra_key: str | None = ignore(text(_MOST))
+    guided_decoding_backend: str | None = ignore(_backend)
     kv_transfer_params: Any = ignore(only({}, why="caches stay where they are"))
     vllm_xargs: Any = ignore(only({}, why="the engine has no further arguments"))
     mm_processor_kwargs: Any = ignore(only({}, why="this server reads and writes text only"))

@@ -9,6 +9,7 @@ from tests.dialects.asked import ASKED, GREEDY, PLACE, SAMPLED, chat, is_place, 
 from tests.dialects.thoughts import thoughtful
 from tests.e2e.processes import read_until, request_bytes
 from tests.lazy import LazyModule
+from tests.shape.tree import ROOT
 
 ollama = LazyModule("ollama")
 
@@ -100,6 +101,40 @@ def test_what_concerns_the_machine_is_named_as_ignored(server):
     ]
 
 
+DOCUMENTED = {  # The example of Ollama's API page, and what its older versions had.
+    "num_keep": 5, "seed": 42, "num_predict": 12, "top_k": 20, "top_p": 0.9, "min_p": 0.0,
+    "typical_p": 0.7, "repeat_last_n": 33, "temperature": 0.8, "repeat_penalty": 1.2,
+    "presence_penalty": 1.5, "frequency_penalty": 1.0, "penalize_newline": True, "stop": ["~"],
+    "numa": False, "num_ctx": 1024, "num_batch": 2, "num_gpu": 1, "main_gpu": 0, "use_mmap": True,
+    "num_thread": 8, "mirostat": 1, "mirostat_tau": 0.8, "mirostat_eta": 0.6, "tfs_z": 0.5,
+    "num_gqa": 1, "low_vram": False, "f16_kv": True, "logits_all": False, "vocab_only": False,
+    "use_mlock": False, "embedding_only": False, "rope_frequency_base": 1e4,
+    "rope_frequency_scale": 1.0,
+}  # fmt: skip
+HONOURED = ("seed", "num_predict", "top_k", "top_p", "min_p", "temperature", "repeat_penalty",
+            "presence_penalty", "frequency_penalty", "stop")  # fmt: skip
+
+
+def test_every_documented_option_is_taken_and_unknown_ones_are_skipped(server):
+    def said(options):
+        answer = server.post("/api/chat", {"messages": ASKED, "stream": False, "options": options})
+        assert answer.status_code == 200, answer.text
+        named = answer.headers.get("x-forerun-ignored", "").split(", ")
+        return answer.json()["message"]["content"], {
+            name.removeprefix("options.") for name in named
+        }
+
+    given = {name: DOCUMENTED[name] for name in HONOURED}
+    text, _ = said(given)
+    assert said(DOCUMENTED | {"numctx": 1, "a b\n": 2}) == (
+        text, DOCUMENTED.keys() - {*HONOURED} | {"numctx", "a%20b%0A"}
+    )  # fmt: skip
+    page = (ROOT / "docs" / "dialects.md").read_text()
+    assert all(f"`{name}`" in page for name in DOCUMENTED.keys() - {*HONOURED})
+    none = {"repeat_penalty": 1.0, "frequency_penalty": 0, "presence_penalty": 0}
+    assert said(given | {"repeat_last_n": 0}) == said(given | none) != said(given)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_tools_are_called(calling, stream):
     # Ollama has no way to demand a call. With this seed the toy begins with the brace of one.
@@ -181,8 +216,8 @@ BAD = [
     ("/api/chat", {"messages": [{"role": "user", "images": ["a"]}]}, "messages[0].images"),
     ("/api/chat", {"tempratur": 1}, "tempratur"),
     ("/api/chat", {"options": {"temperature": 3}}, "options.temperature"),
-    ("/api/chat", {"options": {"mirostat": 1}}, "options.mirostat"),
-    ("/api/chat", {"options": {"numctx": 1}}, "options.numctx"),
+    ("/api/chat", {"options": {"num_ctx": "big"}}, "options.num_ctx"),
+    ("/api/chat", {"options": [1]}, "options"),
     ("/api/chat", {"options": {"num_predict": 0}, "messages": ASKED}, "options.num_predict"),
     ("/api/chat", {"format": "yaml"}, "format"),
     ("/api/chat", {"format": {"type": "what"}, "messages": ASKED}, "format"),

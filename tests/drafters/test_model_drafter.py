@@ -82,10 +82,12 @@ class ToyHead:
         self.entries = np.full((shape.pages, shape.page_size), -1, np.int32)
         self.texts: dict[int, list[int]] = {}
         self.looked = self.late = 0
+        self.begins: list[int] = []
 
     def extend(self, work, features):
         kept = isinstance(features, HostFeatures)
         self.late += kept
+        self.begins += work.kv_len.tolist()
         assert (features.values if kept else features.values()).ravel().tolist() == (
             work.tokens.tolist()
         )
@@ -192,6 +194,21 @@ def test_a_page_is_found_again_up_to_the_last_token():
     ear = run(made, ask("other", "12345678b", 4))
     assert ear.of("other")[0].cached_tokens == 4
     finish(made)
+
+
+def test_what_a_head_keeps_is_for_texts_of_its_salt():
+    """Its entries lie in the pages, and what it lags behind with in the ring of a slot that another
+    had before: it reads of neither what is of another salt.
+    """
+    made, device = engine_with_head(Moody(lambda step: step % 13 >= 10), page_size=4, pages=64)
+    for salt, cached in (("a", 0), ("b", 0), ("", 0), ("a", 12), ("b", 12)):
+        device.begins.clear()
+        request = replace(ask("same", "12345678abcdef", 40), cache_salt=salt)
+        ear = run(made, request)
+        ear.expect(request)
+        assert ear.of("same")[0].cached_tokens == cached, salt
+        assert device.begins[0] == cached, "it reads all that was not shared"
+    assert made.stats().failed_steps == 0 and device.late
 
 
 class Moody(FixedPolicy):

@@ -15,9 +15,9 @@ def index(pages=8, size=2):
     return PrefixIndex(pages, size)
 
 
-def filled(shared, tokens):
+def filled(shared, tokens, salt=b""):
     """A table that holds `tokens`, reusing what the index knows."""
-    table = PageTable(shared)
+    table = PageTable(shared, salt)
     start = table.start(tokens)
     assert table.reserve(len(tokens) - start)
     table.commit(len(tokens) - start, tokens)
@@ -278,3 +278,22 @@ def test_an_index_s_check_sees_pages_whose_past_it_has_forgotten():
     del shared._entries[first.pages[0]]
     with pytest.raises(AssertionError, match="entries in the tree and by page differ"):
         shared.check()
+
+
+def test_texts_of_different_salts_share_no_page():
+    """Also where a salt is what the other text begins with."""
+    shared, tokens = index(pages=12), ints(1, 2, 3, 4)
+    tables = {salt: filled(shared, tokens, salt) for salt in (b"", b"a", b"b")}
+    pages = [page for table in tables.values() for page in table.pages]
+    assert len(set(pages)) == 6
+    for table in tables.values():
+        table.release()
+    for salt in tables:
+        again = PageTable(shared, salt)
+        assert again.start(tokens) == 4
+        again.release()
+    assert PageTable(shared, b"c").start(tokens) == 0
+    begins = filled(shared, ints(3, 4), ints(1, 2).tobytes())
+    assert begins.pages[0] not in pages
+    assert PageTable(shared, ints(1).tobytes()).start(ints(2, 3, 4)) == 0
+    shared.check()

@@ -1,5 +1,6 @@
 """The engine turn by turn on the toy: texts, stop conditions, logprobs, errors, aborts."""
 
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -228,6 +229,25 @@ def test_prefix_of_an_earlier_request_is_found():
     ear = run(engine, ask("3", talk + "?", 8))
     assert ear.of("3")[0].cached_tokens == 24
     assert engine.stats().cached_tokens == 40
+
+
+def test_a_salt_shares_cached_prefixes_with_itself_alone():
+    """One after the other, and at the same time: nobody waits for a page that it cannot share."""
+    prompt = "a prompt that everybody has"
+    said = {name: replace(ask(name, prompt), cache_salt=name[0]) for name in ("a1", "b1", "a2")}
+    said["none"] = ask("none", prompt)
+    engine = make()
+    for request in said.values():
+        ear = run(engine, request)
+        ear.expect(request)
+        found = ear.of(request.id)[0].cached_tokens
+        assert found == (24 if request.id == "a2" else 0), request.id
+    engine = make()
+    together = [said["a1"], said["b1"], said["a2"]]
+    ear = run(engine, *together)
+    for request in together:
+        ear.expect(request)
+    assert [ear.of(each.id)[0].cached_tokens for each in together] == [0, 0, 24]
 
 
 @pytest.mark.parametrize("name", ["none", "oracle", "erratic"])

@@ -40,7 +40,7 @@ class PagesMachine(RuleBasedStateMachine):
     @rule(target=texts, data=st.data())
     def start(self, data):
         tokens = data.draw(st.lists(st.integers(0, 1), max_size=10))
-        table = PageTable(self.index)
+        table = PageTable(self.index, data.draw(st.sampled_from([b"", b"a"])))
         cached = table.start(np.array(tokens, np.int32))
         assert cached % self.size == 0 and cached <= len(tokens)
         text = Text(table, tokens[:cached])
@@ -78,7 +78,7 @@ class PagesMachine(RuleBasedStateMachine):
     def fork(self, text):
         """Another sequence begins with the same text: its full pages are shared."""
         tokens = text.tokens if text in self.live else []
-        table = PageTable(self.index)
+        table = PageTable(self.index, text.table.salt)
         cached = table.start(np.array(tokens, np.int32))
         assert cached == len(tokens) // self.size * self.size
         other = Text(table, tokens[:cached])
@@ -111,6 +111,13 @@ class PagesMachine(RuleBasedStateMachine):
             pages = np.array(text.table.pages, np.int64)
             content = self.memory[pages].ravel()[: text.table.length]
             assert content.tolist() == text.tokens
+
+    @invariant()
+    def salts_share_no_page(self):
+        salts = {}
+        for text in getattr(self, "live", ()):
+            for page in text.table.pages:
+                assert salts.setdefault(page, text.table.salt) == text.table.salt
 
     def teardown(self):
         for text in getattr(self, "live", ()):

@@ -344,9 +344,9 @@ class Book:
     def __init__(self, checkpoints=4, size=4):
         self.book = StateSlots(bounds(checkpoints=checkpoints, page_size=size, slots=3))
 
-    def run(self, slot, text, prompt, chunks, cached=0, shared=0):
-        tokens = np.array(text, np.int32)
-        self.book.open(SlotInit(slot, tokens, prompt, GREEDY, cached=cached, shared=shared))
+    def run(self, slot, text, prompt, chunks, cached=0, shared=0, salt=b""):
+        tokens, about = np.array(text, np.int32), {"cached": cached, "shared": shared, "salt": salt}
+        self.book.open(SlotInit(slot, tokens, prompt, GREEDY, **about))
         made, begin = [], cached
         for count in chunks:
             self.book.begin(slot, begin)
@@ -358,8 +358,8 @@ class Book:
         self.book.check()
         return made
 
-    def known(self, text):
-        return self.book.resumable(np.array(text, np.int32))
+    def known(self, text, salt=b""):
+        return self.book.resumable(np.array(text, np.int32), salt)
 
 
 def test_the_last_ends_of_pages_of_prompt_and_answer_are_kept():
@@ -397,3 +397,13 @@ def test_without_checkpoints_nothing_is_gone_on_from():
     made = Book(checkpoints=0)
     assert made.run(0, list(range(9)), 9, [9]) == [[]]
     assert made.known(list(range(9))) == 0
+
+
+def test_a_state_is_for_texts_of_its_salt():
+    made, text = Book(checkpoints=8), list(range(9))
+    made.run(0, text, 9, [9], salt=b"a")
+    assert (made.known(text, b"a"), made.known(text), made.known(text, b"b")) == (8, 0, 0)
+    with pytest.raises(EngineError, match="no recurrent state is kept"):
+        made.run(1, text, 9, [1], cached=8, shared=8, salt=b"b")
+    assert made.run(1, text, 9, [9], salt=b"b") == [[8]], "the other salt's is none of it"
+    assert made.known(text, b"b") == 8

@@ -131,7 +131,7 @@ OFF = {  # As llama.cpp's, vLLM's, SGLang's and LM Studio's clients send them.
     "dry_sequence_breakers": ["\n"], "repeat_last_n": 64, "min_keep": 0, "n_keep": 0,
     "t_max_predict_ms": 0, "return_progress": False, "detokenize": True, "best_of": 1,
     "spaces_between_special_tokens": True, "ttl": 300, "keep_alive": "5m", "provider": {},
-    "include_reasoning": True, "stream_reasoning": True, "extra_key": "a",
+    "include_reasoning": True, "stream_reasoning": True, "guided_decoding_backend": "outlines",
     "prompt_cache_retention": "24h",
 }  # fmt: skip
 

@@ -3,6 +3,7 @@ say nothing.
 """
 
 import json
+from itertools import product
 
 import pytest
 
@@ -70,8 +71,53 @@ def test_only_allowed_tokens(client, path):
     assert found["finish_reason"] == "length"
     ended = ask(client, path, allowed_token_ids=[*TOKENIZER.eos_ids], return_token_ids=True)
     assert ended["choices"][0]["finish_reason"] == "stop" and not text(ended)
-    told = ask(client, path, 400, allowed_token_ids=[10**6])
-    assert told["error"]["param"] == "allowed_token_ids"
+    for wrong in ([10**6], []):
+        told = ask(client, path, 400, allowed_token_ids=wrong)
+        assert told["error"]["param"] == "allowed_token_ids"
+
+
+@pytest.mark.parametrize(("path", "name"), [*product(PATHS, ("cache_salt", "extra_key"))])
+def test_a_cached_prefix_is_for_requests_of_its_salt(client, path, name):
+    long = f"{name} on {path}: what every tenant's system prompt says, word for word"
+    chat = "chat" in path
+    asked = {"messages": [{"role": "user", "content": long}]} if chat else {"prompt": long}
+
+    def cached(**salt):
+        usage = ask(client, path, **asked, **salt)["usage"]
+        return (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0)
+
+    assert cached() == 0 < cached()
+    assert cached(**{name: "a"}) == 0 < cached(**{name: "a"})
+    assert cached(**{name: "b"}) == 0
+    for wrong in ("", 7, ["a"]):
+        assert ask(client, path, 400, **{name: wrong})["error"]["param"] == name
+
+
+BACKENDS = ["xgrammar", "outlines", "auto", "guidance:no-fallback", "xgrammar:no-fallback,"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_guided_decoding_backend_is_this_one(client, path, backend):
+    asked = {"guided_regex": "[ab]{4}", "guided_decoding_backend": backend}
+    base = {"messages": ASKED} if "chat" in path else {"prompt": "Hi"}
+    answer = client.post(path, json={**base, **asked, "max_tokens": 24, "temperature": 0})
+    assert answer.headers["x-forerun-ignored"] == "guided_decoding_backend"
+    assert text(answer.json()) == text(ask(client, path, guided_regex="[ab]{4}"))
+
+
+@pytest.mark.parametrize(
+    ("option", "instead"),
+    [
+        ("disable-any-whitespace", "use structured_outputs.disable_any_whitespace"),
+        ("no-additional-properties", "use structured_outputs.disable_additional_properties"),
+        ("fast", "leave it out"),
+    ],
+)
+def test_an_option_of_a_backend_that_changes_texts_says_what_to_use(client, option, instead):
+    told = ask(client, PATHS[0], 400, guided_decoding_backend=f"xgrammar:no-fallback,{option}")
+    assert told["error"]["param"] == "guided_decoding_backend"
+    assert instead in told["error"]["message"]
 
 
 def test_biases_as_llama_cpp_writes_them(client):

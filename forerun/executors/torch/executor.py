@@ -56,11 +56,11 @@ class TorchExecutor(ModelRunner, Executor):
             self.states.open(slot_init)
         self.sampler.open(slot_init)
 
-    def resumable(self, tokens: Ints) -> int:
+    def resumable(self, tokens: Ints, salt: bytes = b"") -> int:
         """Behind how many of the cached tokens int32[n] a sequence may go on: all, or where layers
-        are recurrent as many as a state was kept for.
+        are recurrent as many as a state was kept for, by a sequence of this salt.
         """
-        return len(tokens) if self.states is None else self.states.book.resumable(tokens)
+        return len(tokens) if self.states is None else self.states.book.resumable(tokens, salt)
 
     def close(self, slot: int) -> None:
         """Forget a slot's sequence. Its pages are the caller's."""

@@ -51,7 +51,8 @@ class OllamaDialect(Dialect):
         asked = self._read(value)
         self.served = named(service, asked.model)
         self._body = asked
-        inner = tuple(f"options.{name}" for name in ignored_in(asked.options))
+        idle = asked.options.without_effect(value.get("options") or {})
+        inner = tuple(f"options.{name}" for name in idle)
         self.ignored = (*ignored_in(asked), *inner)
         if self._empty(asked):
             reason = "unload" if asked.keep_alive in (0, "0") else "load"
@@ -277,6 +278,8 @@ def _limit(body: OllamaBody) -> int | None:
 
 def _sampled(body: OllamaBody) -> dict[str, Any]:
     options = body.options
+    if options.repeat_last_n == 0:  # Of no token is a repetition seen.
+        options = replace(options, repeat_penalty=1.0, frequency_penalty=0.0, presence_penalty=0.0)
     return {
         "stream": body.stream,
         "json_schema": body.format,

@@ -1,8 +1,10 @@
 """What /api/chat and /api/generate may say."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
+from urllib.parse import quote
 
 from forerun.constrain.grammar.calls import Rules
 from forerun.errors import RequestError
@@ -11,6 +13,7 @@ from forerun.serve.fields import (
     body_schema,
     boolean,
     ignore,
+    ignored_in,
     integer,
     items,
     mapping,
@@ -35,13 +38,15 @@ from forerun.serve.schema import (
 from forerun.serve.structure import json_object_rules, json_rules
 from forerun.serve.tools import MAX_TOOLS, Tool, function_name, plain_tool
 
-_ONE_SAMPLER = "the sampler has no such step"
 _ANY = integer(-(2**31), 2**31 - 1)
+_NUMBER = number(-1e9, 1e9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """`options`: sampling, and what concerns the machine, which is for the server to choose."""
+    """`options`: sampling, and what concerns the machine, which is for the server to choose. Some
+    have no effect here (`without_effect`).
+    """
 
     seed: int | None = accept(integer(-(2**63), 2**63 - 1))
     num_predict: int | None = accept(integer(-2, MAX_TOKENS))
@@ -53,17 +58,18 @@ class Options:
     frequency_penalty: float = accept(number(-2.0, 2.0), 0.0)
     presence_penalty: float = accept(number(-2.0, 2.0), 0.0)
     stop: tuple[str, ...] = accept(one_or_more(text(MAX_STOP_TEXT, 1), MAX_STOP_TOKENS), ())
-    repeat_last_n: int | None = accept(only(-1, why="a penalty looks at the whole text; say -1"))
-    tfs_z: float | None = accept(only(1, 1.0, why=_ONE_SAMPLER))
-    typical_p: float | None = accept(only(1, 1.0, why=_ONE_SAMPLER))
-    mirostat: int | None = accept(only(0, why=_ONE_SAMPLER))
-    penalize_newline: bool | None = accept(only(True, why=_ONE_SAMPLER))
-    mirostat_tau: float | None = ignore(number(-1e9, 1e9))
-    mirostat_eta: float | None = ignore(number(-1e9, 1e9))
+    repeat_last_n: int | None = accept(_ANY)
+    typical_p: float | None = ignore(_NUMBER)
+    tfs_z: float | None = ignore(_NUMBER)
+    mirostat: int | None = ignore(_ANY)
+    mirostat_tau: float | None = ignore(_NUMBER)
+    mirostat_eta: float | None = ignore(_NUMBER)
+    penalize_newline: bool | None = ignore(boolean)
     num_ctx: int | None = ignore(_ANY)
     num_keep: int | None = ignore(_ANY)
     num_batch: int | None = ignore(_ANY)
     num_gpu: int | None = ignore(_ANY)
+    num_gqa: int | None = ignore(_ANY)
     main_gpu: int | None = ignore(_ANY)
     num_thread: int | None = ignore(_ANY)
     numa: bool | None = ignore(boolean)
@@ -71,9 +77,31 @@ class Options:
     f16_kv: bool | None = ignore(boolean)
     use_mmap: bool | None = ignore(boolean)
     use_mlock: bool | None = ignore(boolean)
-    logits_all: bool | None = accept(only(False, why="ask for logprobs"))
-    vocab_only: bool | None = accept(only(False, why="the whole model is loaded"))
-    embedding_only: bool | None = accept(only(False, why="this model writes text"))
+    logits_all: bool | None = ignore(boolean)
+    vocab_only: bool | None = ignore(boolean)
+    embedding_only: bool | None = ignore(boolean)
+    rope_frequency_base: float | None = ignore(_NUMBER)
+    rope_frequency_scale: float | None = ignore(_NUMBER)
+
+    def without_effect(self, given: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of `given`, what it was read from, that change nothing here; unknown ones quoted
+        as in a URL.
+        """
+        window = () if self.repeat_last_n in (None, 0, -1) else ("repeat_last_n",)
+        unknown = sorted(quote(name, safe="") for name in given.keys() - _OPTIONS)
+        return (*ignored_in(self), *window, *unknown)
+
+
+_OPTIONS = {item.name for item in fields(Options)}
+
+
+@takes({**body_schema(Options), "additionalProperties": True})
+def _options(value: Any, where: str) -> Options:
+    """`options`, of which unknown names are skipped, as Ollama does. Raises RequestError for a
+    value of a known one that is wrong.
+    """
+    known = {name: item for name, item in mapping(value, where).items() if name in _OPTIONS}
+    return read(Options, known, where)
 
 
 @takes({"type": ["object", "string", "boolean"]})
@@ -112,7 +140,7 @@ class OllamaBody:
 
     model: str | None = accept(text(256, 1))
     stream: bool = accept(boolean, True)
-    options: Options = accept(part(Options), Options())
+    options: Options = accept(_options, Options())
     format: Rules | None = accept(_format)
     think: str | None = accept(_think)
     logprobs: bool = accept(boolean, False)

@@ -59,6 +59,7 @@ def chat_body(body: ResponsesBody, earlier: Messages) -> ChatBody:
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
         response_format=None if forced else (body.text or TextConfig()).format,
         speculative=body.speculative,
+        cache_salt=body.cache_salt,
     )
 
 

@@ -35,6 +35,7 @@ from forerun.serve.schema import (
     EFFORTS,
     MAX_TOKENS,
     SpeculativeOptions,
+    cache_salt,
     untraced,
 )
 from forerun.serve.structure import json_object_rules, named_rules
@@ -358,6 +359,7 @@ class ResponsesBody:
     user: str | None = accept(plain_text)
     safety_identifier: str | None = accept(plain_text)
     prompt_cache_key: str | None = accept(plain_text)
+    cache_salt: str | None = accept(cache_salt)
     prompt_cache_retention: str | None = ignore(text(64))
     prompt_cache_options: dict[str, Any] | None = ignore(mapping)
     context_management: Any = ignore(whatever)

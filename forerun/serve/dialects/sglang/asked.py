@@ -144,4 +144,5 @@ def _plain(asked: Asked, body: GenerateBody) -> CompletionBody:
         logprobs=asked.top if asked.logprobs else None,
         echo=asked.logprobs and asked.start >= 0,
         speculative=body.speculative,
+        cache_salt=body.extra_key,
     )

@@ -30,6 +30,7 @@ from forerun.serve.schema import (
     MAX_TOKENS,
     Prompt,
     SpeculativeOptions,
+    cache_salt,
     token_biases,
     token_ids,
     untraced,
@@ -169,7 +170,7 @@ class GenerateBody:
     log_metrics: bool = ignore(boolean, True)
     bootstrap_room: int | None = ignore(integer(0, 2**63 - 1))
     priority: int | None = ignore(integer(-(2**63), 2**63 - 1))
-    extra_key: str | None = ignore(plain_text)
+    extra_key: str | None = accept(cache_salt)
     custom_labels: dict[str, Any] | None = ignore(mapping)
 
     refused: ClassVar[dict[str, str]] = {
