@@ -265,11 +265,6 @@ def _open_toy(config: EngineConfig) -> Target:
     config = with_shipped(config)
     if config.speculative_draft_model_path is not None:
         raise ConfigError("the toy model takes no draft; leave --speculative-draft-model-path out.")
-    if config.tp_size > 1:
-        raise ConfigError(
-            f"tp-size is {config.tp_size}, but the toy model runs in one process; leave --tp-size "
-            "(--tensor-parallel-size) out."
-        )
     needs = Needs(TOY_CONTEXT, TOY_VOCAB, 0, TOY_TOKEN_BYTES, 8)
     memory = plan_memory(config, needs, memory_available())
     tokenizer, executor = Tokenizer.byte_level(), ToyExecutor(memory.limits)

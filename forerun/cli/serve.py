@@ -8,12 +8,11 @@ from pathlib import Path
 from time import monotonic
 
 from forerun.build.engine import Loaded
-from forerun.cli import serve_begin
 from forerun.cli.engine_process import load_served
 from forerun.cli.several import Named, in_file, in_folder, on_the_line, sources
 from forerun.cli.start_log import StartLog, model_facts
 from forerun.client.engine_process import EngineCommand
-from forerun.client.engine_start import EngineStart
+from forerun.client.engine_start import EngineProgram, EngineStart
 from forerun.errors import ConfigError
 from forerun.hub.catalog import check_reference
 from forerun.options.config import EngineConfig, ServeSettings
@@ -27,14 +26,19 @@ log = logging.getLogger("forerun")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-def main(arguments: argparse.Namespace, begun: EngineStart | None = None) -> int:
+def main(
+    arguments: argparse.Namespace,
+    program: EngineProgram | None = None,
+    begun: EngineStart | None = None,
+) -> int:
     """Run the command: serves until a signal ends it. With --json the address is an object.
 
-    begun  the engine of the one model that is served, loading it already
+    program  what an engine's process runs; None: engines run in this process
+    begun    the engine of the one model that is served, loading it already
     """
     config, settings = prepared(arguments)
     start = StartLog(settings.log_format == "json", arguments.json, settings.ui)
-    source = partial(_source, arguments.probe, start, settings, begun)
+    source = partial(_source, arguments.probe, start, program, begun)
     if arguments.more_models or arguments.models_dir or arguments.models_file:
         run(sources(_models(arguments, config, settings), source), settings, start.listening)
     else:
@@ -75,15 +79,14 @@ def prepared(arguments: argparse.Namespace) -> tuple[EngineConfig, ServeSettings
 def _source(
     probe: bool,
     start: StartLog,
-    settings: ServeSettings,
+    program: EngineProgram | None,
     begun: EngineStart | None,
     config: EngineConfig,
 ) -> EngineCommand | Loader:
     """What loads a model, and says so when it is loaded."""
-    if not serve_begin.has_process(settings):
+    if program is None:
         return partial(_load, probe, start, config)
-    options = serve_begin.engine_options(settings, probe)
-    return EngineCommand(serve_begin.ENGINE, config, options, start.loaded, begun)
+    return EngineCommand(program, config, start.loaded, begun)
 
 
 def _load(probe: bool, start: StartLog, config: EngineConfig) -> Loaded:

@@ -4,9 +4,8 @@ load theirs at the same time. Nothing heavy is imported before that.
 
 import argparse
 import sys
-from typing import Any
 
-from forerun.client.engine_start import EngineStart
+from forerun.client.engine_start import EngineProgram, EngineStart
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.options.flags import configured_both
 
@@ -20,26 +19,26 @@ def main(arguments: argparse.Namespace) -> int:
     """
     config, settings = configured_both(EngineConfig, ServeSettings, arguments)
     several = arguments.more_models or arguments.models_dir or arguments.models_file
-    begun = None if several or not has_process(settings) else EngineStart(ENGINE)
+    program = _program(settings, arguments.probe)
+    begun = None if several or program is None else EngineStart(program.command)
     try:
-        if begun is not None:
+        if begun is not None and program is not None:
             from forerun.client import messages
 
-            options = engine_options(settings, arguments.probe)
-            begun.send(messages.encode(messages.Start(config, options)))
+            begun.send(messages.encode(messages.Start(config, program.options)))
         from forerun.cli import serve
 
-        return serve.main(arguments, begun)
+        return serve.main(arguments, program, begun)
     finally:
         if begun is not None:
             begun.discard()
 
 
-def has_process(settings: ServeSettings) -> bool:
-    """Whether the engine runs in a process of its own: where that is wanted, but on Windows."""
-    return settings.engine_process and sys.platform != "win32"
-
-
-def engine_options(settings: ServeSettings, probe: bool) -> dict[str, Any]:
-    """What `engine_process.load_started` reads, as JSON values."""
-    return {"probe": probe, "level": settings.log_level, "format": settings.log_format}
+def _program(settings: ServeSettings, probe: bool) -> EngineProgram | None:
+    """What the engine's process runs; None where the engine runs in this process: where that is
+    wanted, and on Windows.
+    """
+    if not settings.engine_process or sys.platform == "win32":
+        return None
+    options = {"probe": probe, "level": settings.log_level, "format": settings.log_format}
+    return EngineProgram(ENGINE, options)

@@ -21,7 +21,7 @@ from typing import Any
 from forerun import child
 from forerun.client import messages
 from forerun.client.engine_client import Constraint, Sink, Sinks, call_soon
-from forerun.client.engine_start import EngineStart
+from forerun.client.engine_start import EngineProgram, EngineStart
 from forerun.client.engine_worker import BEAT_SECONDS
 from forerun.constrain.grammar import Grammar
 from forerun.engine.request import Request
@@ -46,15 +46,12 @@ log = logging.getLogger("forerun.serve")
 class EngineCommand:
     """How the process of an engine is started.
 
-    command  what starts it; the number of its end of the connection is added as an argument
-    options  for it: see Start
     arrived  is told what was loaded, in sentences for people, once it is
     begun    one that runs already and was sent its Start, for who opens it first
     """
 
-    command: tuple[str, ...]
+    program: EngineProgram
     config: EngineConfig
-    options: dict[str, Any]
     arrived: Callable[[dict[str, str]], None] = lambda _: None
     begun: EngineStart | None = None
 
@@ -110,8 +107,8 @@ class EngineProcess:
         """
         begun = start.begun
         if begun is None or begun.taken:
-            begun = EngineStart(start.command)
-            begun.send(messages.encode(messages.Start(start.config, start.options)))
+            begun = EngineStart(start.program.command)
+            begun.send(messages.encode(messages.Start(start.config, start.program.options)))
         process, connection = begun.take()
         reader, writer = await asyncio.open_connection(sock=connection)
         # Others that share the model wait for it within a step, and their clients with them.

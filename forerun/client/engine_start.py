@@ -6,8 +6,20 @@ import socket
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any, NamedTuple
 
 from forerun.errors import EngineError
+
+
+class EngineProgram(NamedTuple):
+    """What the process of an engine runs.
+
+    command  what starts it; the number of its end of the connection is added as an argument
+    options  what it is told with its configuration (messages.Start), as JSON values
+    """
+
+    command: Sequence[str]
+    options: dict[str, Any]
 
 
 class EngineStart:

@@ -303,6 +303,8 @@ class EngineConfig:
             )
         if (self.model == "toy") != (self.executor == "toy") and self.executor != "auto":
             raise ConfigError("the toy model and the toy executor only work with each other.")
+        if self.toy and self.tp_size > 1:
+            raise ConfigError(f"tp-size is {self.tp_size}, but the toy runs in one process.")
 
     def _check_device(self) -> None:
         if self.ep_size > self.tp_size:

@@ -68,7 +68,7 @@ def test_a_server_that_cannot_begin_leaves_no_engine(monkeypatch, capsys):
             super().__init__((sys.executable, "-c", "input()"))
             begun.append(self)
 
-    def interrupted(arguments, begun):
+    def interrupted(arguments, program, begun):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(serve_begin, "EngineStart", Kept)

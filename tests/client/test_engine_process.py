@@ -14,7 +14,7 @@ from forerun import child
 from forerun.client import engine_start, messages
 from forerun.client.completion import make_request
 from forerun.client.engine_process import EngineCommand, EngineProcess
-from forerun.client.engine_start import EngineStart
+from forerun.client.engine_start import EngineProgram, EngineStart
 from forerun.client.engine_worker import FAILED, SERVER_GONE, _Worker
 from forerun.constrain.grammar import Grammar
 from forerun.engine.request import Delta, Finish, SpeculationStats
@@ -50,7 +50,8 @@ def forks():
 
 
 def command(config=TOY, **options):
-    return EngineCommand((sys.executable, "-m", "tests.e2e.toy_engine"), config, options)
+    program = EngineProgram((sys.executable, "-m", "tests.e2e.toy_engine"), options)
+    return EngineCommand(program, config)
 
 
 class Heard:
@@ -163,8 +164,8 @@ def test_a_process_that_was_begun_before_is_the_first_ones():
 
     async def scenario():
         plain = command()
-        begun = EngineStart(plain.command)
-        begun.send(messages.encode(messages.Start(TOY, plain.options)))
+        begun = EngineStart(plain.program.command)
+        begun.send(messages.encode(messages.Start(TOY, plain.program.options)))
         start = replace(plain, begun=begun)
         for index in range(2):
             engine, ready = await EngineProcess.open(start)
@@ -184,7 +185,7 @@ def test_a_process_that_nobody_takes_is_killed():
 
 
 def test_a_process_whose_server_goes_before_it_says_anything_ends_quietly(capfd):
-    begun = EngineStart(command().command)
+    begun = EngineStart(command().program.command)
     begun.connection.close()
     assert begun.process.wait() == SERVER_GONE
     assert not capfd.readouterr().err
@@ -213,8 +214,8 @@ def test_a_process_that_ends_is_an_error_of_whoever_waits():
     asyncio.run(scenario())
 
 
-SHARED = replace(TOY, tp_size=2)
-"""Of a model that other processes share."""
+SHARED = EngineConfig(model="a folder", tp_size=2)
+"""Of a model that other processes share, as the server knows it: what runs is the toy."""
 
 
 def test_a_process_that_shares_its_model_may_not_be_stopped():

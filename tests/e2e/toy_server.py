@@ -13,6 +13,7 @@ from functools import partial
 
 from forerun.cli.main import EXIT_CODES
 from forerun.client.engine_process import EngineCommand
+from forerun.client.engine_start import EngineProgram
 from forerun.errors import ForerunError
 from forerun.options.config import ServeSettings
 from forerun.serve.server import run
@@ -29,7 +30,7 @@ def as_tuples(settings):
 def main(options, told):
     settings = ServeSettings(**{"port": 0, **as_tuples(options.get("settings", {}))})
     configure_logs()
-    source = EngineCommand(ENGINE, config_of(options), options)
+    source = EngineCommand(EngineProgram(ENGINE, options), config_of(options))
     if not settings.engine_process:
         source = partial(load_toy, options)
     try:

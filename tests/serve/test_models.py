@@ -16,6 +16,7 @@ from forerun.cli import serve
 from forerun.cli.command_line import build_parser, parsed
 from forerun.cli.several import in_file, in_folder, on_the_line, size_of, sources
 from forerun.client.engine_process import EngineCommand
+from forerun.client.engine_start import EngineProgram
 from forerun.errors import ConfigError, ModelError
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.serve.app import create_models_app
@@ -253,7 +254,7 @@ def test_the_end_closes_all():
 def test_an_engine_that_is_killed_is_started_again_and_touches_no_other():
     command = (sys.executable, "-m", "tests.e2e.toy_engine")
     made = [
-        Source(name, (), 1000, EngineCommand(command, EngineConfig(model="toy"), {}))
+        Source(name, (), 1000, EngineCommand(EngineProgram(command, {}), EngineConfig(model="toy")))
         for name in ("a", "b")
     ]
     with TestClient(

@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from forerun.client.engine_process import EngineCommand, EngineProcess
+from forerun.client.engine_start import EngineProgram
 from forerun.client.messages import Loading
 from forerun.errors import ModelError
 from forerun.hub.catalog import is_here
@@ -35,7 +36,9 @@ def launched(monkeypatch, model, load, text):
 
         monkeypatch.setattr(EngineProcess, "open", opened)
         monkeypatch.setattr(service, "open_text", text)
-        found = Service(EngineCommand((), EngineConfig(model=model), {}), ServeSettings())
+        found = Service(
+            EngineCommand(EngineProgram((), {}), EngineConfig(model=model)), ServeSettings()
+        )
         found.start()
         await asyncio.wait_for(found.failed.wait(), PATIENCE)
         return found.failure
@@ -85,7 +88,9 @@ def test_a_tokenizer_that_nobody_wants_is_closed(monkeypatch, fails):
         loop.set_exception_handler(lambda _, context: said.append(context))
         monkeypatch.setattr(EngineProcess, "open", opened)
         monkeypatch.setattr(service, "open_text", text)
-        found = Service(EngineCommand((), EngineConfig(model="toy"), {}), ServeSettings())
+        found = Service(
+            EngineCommand(EngineProgram((), {}), EngineConfig(model="toy")), ServeSettings()
+        )
         found.start()
         await asyncio.wait_for(found.failed.wait(), PATIENCE)
         may.set()
@@ -124,7 +129,9 @@ def test_who_asks_while_a_model_loads_hears_how_far_it_is(monkeypatch, words, sa
             await asyncio.Event().wait()
 
         monkeypatch.setattr(EngineProcess, "open", opened)
-        found = Service(EngineCommand((), EngineConfig(model="org/name"), {}), ServeSettings())
+        found = Service(
+            EngineCommand(EngineProgram((), {}), EngineConfig(model="org/name")), ServeSettings()
+        )
         with pytest.raises(ApiError, match=r"still loading\.$"):
             found.served()
         found.start()
