@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.workers import fork_workers
+
 # Small products only: more threads than one would mostly spin while they wait for each other, here
 # and in every process that a test starts. Whoever wants two threads sets them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 TESTS = Path(__file__).parent
 FIRST = (
@@ -34,6 +37,12 @@ if find_spec("hypothesis") is not None:  # Machines that only run tests/gpu have
     settings.load_profile("patient")
 
 gc.disable()  # While modules and tests are collected, which all stay.
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config, specs):
+    """Workers are forks of this process."""
+    fork_workers(config, specs)
 
 
 @pytest.hookimpl(trylast=True)

@@ -7,7 +7,9 @@ import struct
 import subprocess
 import sys
 import termios
+from contextlib import ExitStack, contextmanager, suppress
 from io import StringIO
+from threading import Thread
 
 import pytest
 from rich.console import Console
@@ -17,6 +19,7 @@ from forerun.build.tuned import Setting
 from forerun.cli import console
 from forerun.cli.bench_grid import table as grid_table
 from forerun.cli.eval import table as eval_table
+from forerun.cli.main import main as cli
 from forerun.cli.tune import table as tune_table
 from forerun.cli.wrap import wrapped
 from forerun.hub.catalog import BUILT_IN
@@ -25,29 +28,73 @@ from forerun.measure.report import Level, table
 from forerun.measure.sweep import Cell
 
 
-def in_terminal(*words, columns=80):
-    """What such a command writes into a terminal: its lines, without colours."""
+def written_to(columns, work):
+    """What `work(terminal)` writes into a terminal: its lines, without colours."""
     main, other = pty.openpty()
     fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    parts = []
+
+    def read():
+        with suppress(OSError):  # The other end is closed.
+            while part := os.read(main, 65536):
+                parts.append(part)
+
+    reader = Thread(target=read)
+    reader.start()
+    try:
+        work(other)
+    finally:
+        os.close(other)
+        reader.join()
+        os.close(main)
+    return b"".join(parts).decode().replace("\r\n", "\n").split("\n")
+
+
+def in_terminal(*words, columns=80):
+    """What such a command writes, as a program."""
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    environment |= {"TERM": "dumb", "NO_COLOR": "1"}
     command = [sys.executable, "-m", "forerun.cli", *words]
-    process = subprocess.Popen(
-        command, stdin=other, stdout=other, stderr=other, close_fds=True,
-        env={**environment, "TERM": "dumb", "NO_COLOR": "1"},
-    )  # fmt: skip
-    os.close(other)
-    written = b""
-    while True:
-        try:
-            part = os.read(main, 65536)
-        except OSError:  # The other end is closed.
-            break
-        if not part:
-            break
-        written += part
-    process.wait()
-    os.close(main)
-    return written.decode().replace("\r\n", "\n").split("\n")
+    return written_to(
+        columns,
+        lambda terminal: subprocess.run(
+            command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment, check=False
+        ),
+    )
+
+
+@contextmanager
+def on(terminal, patch):
+    """It is what this process reads and writes."""
+    before = [os.dup(number) for number in range(3)]
+    with ExitStack() as files:
+        for number, (name, mode) in enumerate([("stdin", "r"), ("stdout", "w"), ("stderr", "w")]):
+            os.dup2(terminal, number)
+            file = files.enter_context(os.fdopen(os.dup(number), mode))
+            patch.setattr(sys, name, file)
+            patch.setattr(sys, f"__{name}__", file)
+        yield
+    for number, file in enumerate(before):
+        os.dup2(file, number)
+        os.close(file)
+
+
+@pytest.fixture
+def here(monkeypatch, capfd):
+    """As `in_terminal`, in this process."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    def run(*words, columns=80):
+        def work(terminal):
+            with monkeypatch.context() as patch, on(terminal, patch), suppress(SystemExit):
+                cli(list(words))
+
+        return written_to(columns, work)
+
+    with capfd.disabled():
+        yield run
 
 
 @pytest.mark.parametrize(
@@ -63,8 +110,8 @@ def in_terminal(*words, columns=80):
         ("prove", "toy", "--quick"),
     ],
 )
-def test_no_line_is_wider_than_the_terminal(line):
-    lines = in_terminal(*line)
+def test_no_line_is_wider_than_the_terminal(here, line):
+    lines = here(*line)
     assert any(lines)
     assert [one for one in lines if len(one) > 80] == []
     assert not any("…" in one for one in lines), "nothing is cut"
@@ -146,7 +193,7 @@ def test_lines_of_progress_name_no_total_that_nobody_knows(monkeypatch):
     assert said == ["cases: 7", "cases: 8 of 9"]
 
 
-def test_long_paths_stay_whole(tmp_path, monkeypatch):
+def test_long_paths_stay_whole(here, tmp_path, monkeypatch):
     """What is pasted from a terminal has to be a path, however long it is."""
     cache = tmp_path / ("a-rather-long-name-of-a-folder-" * 3) / "cache"
     file = cache / "forerun" / "models" / BUILT_IN["smollm2-135m"].file_name
@@ -154,11 +201,11 @@ def test_long_paths_stay_whole(tmp_path, monkeypatch):
     with file.open("wb") as sparse:
         sparse.truncate(BUILT_IN["smollm2-135m"].size)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    lines = in_terminal("models", "list")
+    lines = here("models", "list")
     assert any(str(file) in line for line in lines)
     assert all(len(line) <= 80 for line in lines if str(file) not in line)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert any(f"~/{file.relative_to(tmp_path)}" in line for line in in_terminal("models", "list"))
+    assert any(f"~/{file.relative_to(tmp_path)}" in line for line in here("models", "list"))
 
 
 def test_what_is_no_terminal_gets_whole_lines(monkeypatch, capsys):

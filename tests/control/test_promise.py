@@ -44,8 +44,8 @@ def cells(cases, fast):
     ]
 
 
-FIRST, THEN = 200, 400
-"""Steps in which the policy learns, and those after them."""
+FIRST, THEN, BEGIN = 200, 400, 25
+"""Steps in which the policy learns, and those after them; in which a fixed shape begins."""
 
 
 def startup(in_round):
@@ -67,11 +67,11 @@ def adaptive_head():
     return AdaptivePolicy(startup(in_round=True), 3, 3, traits)
 
 
-def speeds(device, texts, then=THEN):
-    """Tokens per ms of the whole, and after the first 200 steps; texts in turn."""
+def speeds(device, texts, then=THEN, first=FIRST):
+    """Tokens per ms of the whole, and after the `first` steps; texts in turn."""
     learnt = None
     for text in texts:
-        device.run(FIRST, *text)
+        device.run(first, *text)
         learnt = learnt or (device.tokens, device.ms)
         device.run(then, *text)
     tokens, ms = learnt
@@ -87,13 +87,15 @@ def plain(rows, seed, count, length=LENGTH, then=THEN):
 
 
 def raced(device, kind, rows, seed, texts, then=THEN):
-    """Two rows of numbers, as `speeds`: of a device, of plain decoding, of every fixed shape."""
+    """Two rows of numbers, as `speeds`: of a device, of plain decoding, of every fixed shape, which
+    has nothing to learn and as many steps after the first ones.
+    """
     fixed = [kind(FixedPolicy(depth, depth), rows, seed) for depth in (1, 3)]
     for each in fixed:
         each.length = device.length
-    found = [speeds(each, texts, then) for each in (device, *fixed)]
+    found = [speeds(each, texts, then, BEGIN) for each in fixed]
     alone = plain(rows, seed, len(texts), device.length, then)
-    return np.array([found[0], alone, *found[1:]]).T
+    return np.array([speeds(device, texts, then), alone, *found]).T
 
 
 @pytest.mark.parametrize(("rows", "head"), cells(HEADS, {1: (0, 1, 3), 16: (2,)}))

@@ -100,13 +100,13 @@ def test_logits_are_those_of_transformers(executor, checkpoint, random, family, 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sixty_four_greedy_tokens_are_torchs(executor, checkpoint, random, family):
+def test_forty_greedy_tokens_are_torchs(executor, checkpoint, random, family):
     source = checkpoint(family, None)
     prompt = random.integers(0, tiny.VOCAB, 30)
-    expected = greedy(TorchExecutor(source, limits(tiny.VOCAB)), prompt, 64)
+    expected = greedy(TorchExecutor(source, limits(tiny.VOCAB)), prompt, 40)
     for page_size, threads in ((1, 1), (16, 2)):
         made = executor(source, threads, page_size=page_size, pages=1024 // page_size)
-        assert greedy(made, prompt, 64) == expected
+        assert greedy(made, prompt, 40) == expected
     assert len(set(expected)) > 5
 
 

@@ -32,6 +32,7 @@ class Kind:
     depth         tokens of its chains
     reference     None: nothing to compare with
     others        references of what it would be read wrongly: never near
+    network       what the target computes, where other folders hold the same
     """
 
     method: str
@@ -41,6 +42,12 @@ class Kind:
     reference: Callable | None = None
     others: tuple[Callable, ...] = ()
     options: dict = field(default_factory=dict)
+    network: str | None = None
+
+    @property
+    def text(self):
+        """The same for kinds whose targets write the same texts."""
+        return self.network or str(self.model)
 
 
 class Kinds:
@@ -162,7 +169,9 @@ def prediction(
         else with_layers(hf, stored, folder, naming)
     )
     others = (read(not zeroed, raw),) * zeroed + (read(zeroed, not raw),) * (raw or zeroed)
-    return Kind("NEXTN", model, None, depth, read(zeroed, raw), others, options or {})
+    # A layer is no part of the target; on the core a file of floats stays one.
+    network = f"{hf.config.model_type}{' in GGUF' * (naming == 'GGUF')}"
+    return Kind("NEXTN", model, None, depth, read(zeroed, raw), others, options or {}, network)
 
 
 def one_layer(kinds, naming):

@@ -126,19 +126,29 @@ def dense(hf, layers, hidden_first, text, drafted, zeroed=False, raw=False):
     k = 1, and the token at i + k; the last row predicts. The last layer goes on with further rows,
     which read its own row before. Causal passes over all rows, from transformers' own layer.
     """
-    whole, rows = [*text, *drafted], len(text) - 1
-    states, found = _hidden(hf, tuple(text))[:-1], []
-    for k, layer in enumerate(layers[: len(drafted) + 1], 1):
-        read, tokens = states, whole[k : k + rows]
-        states, carried = layer_rows(hf, layer, hidden_first, read, tokens, zeroed)
-        found.append(hf.lm_head(states[-1]))
-        states = carried if raw else states
-    for token in whole[rows + len(layers) :]:
-        read, tokens = torch.cat([read, states[-1:]]), [*tokens, token]
-        states, carried = layer_rows(hf, layers[-1], hidden_first, read, tokens, zeroed)
-        found.append(hf.lm_head(states[-1]))
-        states = carried if raw else states
-    return found
+    how = hf, tuple(layers), hidden_first, zeroed, raw
+    text, drafted = tuple(map(int, text)), tuple(map(int, drafted))
+    return [_passed(how, text, drafted[:k])[-1] for k in range(len(drafted) + 1)]
+
+
+@lru_cache(64)
+def _passed(how, text, drafted):
+    """What the pass behind the last of `drafted` read, its tokens, its outputs, and the logits of
+    the last row: of a tree's paths the upper part is the same.
+    """
+    hf, layers, hidden_first, zeroed, raw = how
+    k, rows = len(drafted), len(text) - 1
+    read, tokens, states, _ = (
+        _passed(how, text, drafted[:-1]) if k else (None, None, _hidden(hf, text)[:-1], None)
+    )
+    if k < len(layers):
+        read, tokens = states, [*text, *drafted][k + 1 : k + 1 + rows]
+    else:
+        read, tokens = torch.cat([read, states[-1:]]), [*tokens, drafted[-1]]
+    normed, carried = layer_rows(
+        hf, layers[min(k, len(layers) - 1)], hidden_first, read, tokens, zeroed
+    )
+    return read, tokens, carried if raw else normed, hf.lm_head(normed[-1])
 
 
 def layer_rows(hf, layer, hidden_first, states, tokens, zeroed):

@@ -73,6 +73,9 @@ class Served(NamedTuple):
     done: list
 
 
+PLAIN = {}
+
+
 class Cell:
     """A kind of draft on an executor: every text is the one without drafts, and every token is
     accounted for.
@@ -81,7 +84,7 @@ class Cell:
     prompts, tokens = PROMPTS, TOKENS
 
     def __init__(self, kind, target):
-        self.kind, self.target, self.depth, self._plain = kind, target, kind.depth, {}
+        self.kind, self.target, self.depth = kind, target, kind.depth
 
     def model(self):
         return self.target.draft_model
@@ -101,11 +104,17 @@ class Cell:
         return make_engine(made, replace(self.target.config, **changes))
 
     def plain(self, temperature=0.0):
-        if temperature not in self._plain:
+        """Answers without drafts: the same for all that draft for one target."""
+        key = (*self.alike(), len(self.prompts), self.tokens, temperature)
+        if key not in PLAIN:
             requests = asked(self.prompts, self.tokens, temperature)
             done, _ = completed(self.engine(None), requests)
-            self._plain[temperature] = [item.tokens for item in done]
-        return self._plain[temperature]
+            PLAIN[key] = [item.tokens for item in done]
+        return PLAIN[key]
+
+    def alike(self):
+        """Cells of which this is the same have the same answers."""
+        return type(self.target.executor), self.target.config.dtype, self.kind.text
 
     def texts(self, temperature=0.0):
         """Prompts and answers."""

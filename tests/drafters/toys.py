@@ -107,12 +107,15 @@ class ToyCell(Cell):
     vocab = VOCAB
 
     def __init__(self, name):
-        self.depth, self._plain = DEPTH, {}
+        self.depth = DEPTH
         self._kind = {"itself": ToySelf, "block": ToyBlock}[name]
         self._limits = limits(pages=400, page_size=2, max_nodes=30)
 
     def model(self):
         return self._kind(self._limits)
+
+    def alike(self):
+        return (ToyExecutor,)
 
     def engine(self, model, shape=None):
         """Page tables of any size; longer prompts take more than one step to read."""

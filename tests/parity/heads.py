@@ -2,8 +2,11 @@
 the contract of draft models that read features (forerun/interface/draft_model.py).
 """
 
+from collections import deque
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
+from operator import itemgetter
 
 import numpy as np
 import pytest
@@ -82,24 +85,27 @@ class Twin:
             file = self.folder / "model.safetensors"
             save_file(load_file(file) | {"embed_tokens.weight": self.embed.bfloat16()}, file)
         self.draft = open_draft(self.folder, self.dense.arch)
-        self._read = {}
+        self._read = deque([((), ([], []))], 16)
 
     @torch.no_grad()
     def log_probs(self, text, steps, only=None):
         """float32[steps,T,Vd]: from true features up to q, what the draft says follows
         text[q+s+1] after it has drafted text[q+2..q+s+1] itself; for q `only`, where given. What is
-        read before that q is kept for the next text that begins so.
+        read before that q is kept for the next texts that begin as this one does.
         """
         known = torch.from_numpy(np.array([text], np.int64))
         hidden = self.head.fuse(self.dense.run(known, self.head.head.features)[0][0])
         reads = torch.zeros(steps, len(text), self.head.head.hidden)
         begin, history = 0, ([], [])
-        before = tuple(map(int, text[: only + 1])) if only is not None else None
-        if before in self._read:
-            begin, history = only, tuple(map(list, self._read[before]))
+        if only is not None:  # A row has read the token after it, too.
+            same, kept = max(
+                ((alike(text, read), history) for read, history in self._read), key=itemgetter(0)
+            )
+            begin = min(max(same - 1, 0), only)
+            history = tuple(each[:begin] for each in kept)
         for row in range(begin, len(text) if only is None else only + 1):
             if row == only:
-                self._read = {before: tuple(map(list, history))}
+                self._read.append((text[: only + 1], tuple(map(list, history))))
             past, state = history, hidden[row]
             for step in range(steps if only in (None, row) else 1):
                 if step == 1:
@@ -110,6 +116,12 @@ class Twin:
                 token = torch.tensor(int(text[place]))
                 reads[step, row], state = self.head(token, self.embed, state, turn, attend)
         return self.head.logits(reads).log_softmax(-1)
+
+
+def alike(one, other):
+    """How many tokens two texts begin with alike."""
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return sum(1 for _ in same)
 
 
 def _attend(past, _layer, heads):

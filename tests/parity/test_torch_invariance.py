@@ -1,8 +1,9 @@
 """Same sequence, same bits: alone, in any batch, under any tree, in any chunks and pages.
 
-Texts are sampled once, prompts in chunks of 24 and one token at a time behind them, and the logits
-of every position kept. Then random journeys through the same texts, prompt in other chunks, output
-under trees that hold some of the truth, must meet the same bits at every node on the true path.
+Texts are sampled once, side by side, prompts in chunks of 24 and one token at a time behind them,
+and the logits of every position kept. Then random journeys through the same texts, alone or some
+at once, prompt in other chunks, output under trees that hold some of the truth, must meet the same
+bits at every node on the true path.
 """
 
 from dataclasses import dataclass, replace
@@ -51,17 +52,37 @@ class Text:
 
 def plain_text(executor, prompt, output, seed, chunk=1):
     """The prompt `chunk` tokens at a time, then one token a step."""
-    sampling = Sampling(temperature=1.0, seed=seed, prompt_logprobs=0, logprobs=0)
-    found = []
-    with Driver(executor, seed) as driver:
-        driver.open(0, prompt, sampling)
-        sequence = driver.sequences[0]
-        while sequence.kv_len < len(prompt) + output - 1:
-            result = driver.step([Row(0, known=chunk)])
-            found.append(result.every())
-        return Text(
-            sequence.tokens[: len(prompt) + output], len(prompt), sampling, torch.cat(found)
-        )
+    (text,) = plain_texts(executor, [(prompt, seed)], output, chunk)
+    return text
+
+
+def plain_texts(executor, asked, output, chunk):
+    """As `plain_text`, of some prompts at once: (prompt, its seed)."""
+    samplings = [
+        Sampling(temperature=1.0, seed=seed, prompt_logprobs=0, logprobs=0) for _, seed in asked
+    ]
+    found = [[] for _ in asked]
+    with Driver(executor, asked[0][1]) as driver:
+        for slot, ((prompt, _), sampling) in enumerate(zip(asked, samplings, strict=True)):
+            driver.open(slot, prompt, sampling)
+        while slots := [
+            slot
+            for slot, (prompt, _) in enumerate(asked)
+            if driver.sequences[slot].kv_len < len(prompt) + output - 1
+        ]:
+            result = driver.step([Row(slot, known=chunk) for slot in slots])
+            for row, slot in enumerate(slots):
+                nodes = range(len(result.trees.nodes(row)))
+                found[slot] += [result.logits(row, node) for node in nodes]
+        return [
+            Text(
+                driver.sequences[slot].tokens[: len(prompt) + output],
+                len(prompt),
+                samplings[slot],
+                torch.stack(found[slot]),
+            )
+            for slot, (prompt, _) in enumerate(asked)
+        ]
 
 
 def half_true_draft(random, extending, vocab, most=14):
@@ -183,10 +204,8 @@ def texts(executors):
 
     def make(family):
         random = np.random.default_rng(1)
-        return [
-            plain_text(executors[family, 16], random.integers(0, tiny.VOCAB, n), OUTPUT, n, 24)
-            for n in PROMPTS
-        ]
+        asked = [(random.integers(0, tiny.VOCAB, n), n) for n in PROMPTS]
+        return plain_texts(executors[family, 16], asked, OUTPUT, 24)
 
     return Made(make)
 
