@@ -33,7 +33,7 @@ int guarded(Work work) {
 extern "C" {
 
 // Raised whenever the meaning of a call or structure changes; native.py asks for the same number.
-int forerun_abi() { return 27; }
+int forerun_abi() { return 28; }
 
 const char* forerun_error() { return last_error.c_str(); }
 
@@ -290,9 +290,11 @@ int forerun_ngram_begin(Ngrams* ngrams, int slot, const int32_t* tokens, int cou
     });
 }
 
-int forerun_ngram_end(Ngrams* ngrams, int slot) {
-    return guarded([&] { return ngrams->end(slot); });
+int forerun_ngram_end(Ngrams* ngrams, int slot, const int32_t* tokens, int count, int learns) {
+    return guarded([&] { return ngrams->end(slot, tokens, count, learns != 0); });
 }
+
+int64_t forerun_ngram_contexts(Ngrams* ngrams) { return (int64_t)ngrams->contexts(); }
 
 // How many draft tokens there are in `out`, or -1; see Ngrams::propose.
 int forerun_ngram_propose(Ngrams* ngrams, const int32_t* message, int length, int rows,

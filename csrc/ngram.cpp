@@ -72,7 +72,8 @@ bool Ngrams::Candidate::operator<(const Candidate& other) const {
     return parent > other.parent;
 }
 
-Ngrams::Ngrams(const NgramRules& rules) : rules_(rules), texts_((size_t)rules.slots) {}
+Ngrams::Ngrams(const NgramRules& rules)
+    : rules_(rules), cache_(rules.capacity), texts_((size_t)rules.slots) {}
 
 bool Ngrams::open(int64_t slot) const {
     return 0 <= slot && slot < rules_.slots && texts_[(size_t)slot];
@@ -84,13 +85,20 @@ std::string Ngrams::begin(int slot, const int32_t* tokens, int count, int predic
     if (predicted < 0 || predicted > count) return "more tokens are predicted than there are";
     const Chain chains[] = {Chain(rules_.orders[0]), Chain(rules_.orders[1])};
     texts_[(size_t)slot].reset(
-        new Text{{tokens, tokens + count}, {chains[0], chains[1]}, predicted, prompt, noise, {}, {},
-                 {}});
+        new Text{{tokens, tokens + count}, {chains[0], chains[1]}, count, predicted, prompt, noise,
+                 {}, {}, {}});
     return "";
 }
 
-std::string Ngrams::end(int slot) {
+std::string Ngrams::end(int slot, const int32_t* tokens, int count, bool learns) {
     if (!open(slot)) return "slot " + std::to_string(slot) + " is not open";
+    if (learns) {
+        Text& text = *texts_[(size_t)slot];
+        text.tokens.insert(text.tokens.end(), tokens, tokens + count);
+        const size_t before = (size_t)text.predicted;
+        cache_.learn(text.tokens.data() + before, (size_t)text.begun - before,
+                     text.tokens.size() - before);
+    }
     texts_[(size_t)slot].reset();
     return "";
 }
@@ -334,11 +342,10 @@ void Ngrams::hear(const Text& text, const Candidate& above) {
     }
 }
 
-// usual_ become the tokens that the table expects below draft token `parent`.
+// usual_ become the tokens that the table, or the cache where there is none, expects below draft
+// token `parent`.
 void Ngrams::follow(const Text& text, int parent) {
     usual_.clear();
-    const NgramTable& table = rules_.table;
-    if (!table.contexts) return;
     tail_.clear();  // From the last token backwards.
     for (int draft_token = parent; draft_token >= 0; draft_token = parents_[first_ + (size_t)draft_token]) {
         tail_.push_back(tokens_[first_ + (size_t)draft_token]);
@@ -346,6 +353,8 @@ void Ngrams::follow(const Text& text, int parent) {
     const size_t own = text.tokens.size() - (size_t)text.predicted;
     const size_t known = std::min(own, (size_t)rules_.tail);
     for (size_t i = 1; i <= known; i++) tail_.push_back(text.tokens[text.tokens.size() - i]);
+    const NgramTable& table = rules_.table;
+    if (!table.contexts) return cache_.follow(tail_, usual_);
     int32_t context = 0;
     for (const int32_t token : tail_) {
         const int32_t* const begin = table.earlier + table.extensions[context];
@@ -353,16 +362,9 @@ void Ngrams::follow(const Text& text, int parent) {
         const int32_t* const at = std::lower_bound(begin, end, token);
         if (at == end || *at != token) return;
         context = (int32_t)(at - table.earlier);
-        for (Usual& found : usual_) found.chance *= (double)table.rest[context];
+        scale(usual_, (double)table.rest[context]);
         for (int32_t i = table.predictions[context]; i < table.predictions[context + 1]; i++) {
-            const int32_t after = table.tokens[i];
-            const auto known_already = [&](const Usual& found) { return found.token == after; };
-            const auto found = std::find_if(usual_.begin(), usual_.end(), known_already);
-            if (found == usual_.end()) {
-                usual_.push_back({after, (double)table.shares[i]});
-            } else {
-                found->chance += (double)table.shares[i];
-            }
+            add_share(usual_, table.tokens[i], (double)table.shares[i]);
         }
     }
 }

@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "ngram_cache.h"
+
 namespace forerun {
 
 // forerun.models.ngram_table.NgramTable, whose arrays the caller keeps alive. No contexts: no
@@ -22,7 +24,7 @@ struct NgramTable {
 // that were.
 // The layout is shared with forerun/executors/cpu/native.py.
 struct NgramRules {
-    int32_t slots, orders[2], places, longest, tail;
+    int32_t slots, orders[2], places, longest, tail, capacity;
     double doubt, sure, min_prob, decay, almost;
     double* trust;
     NgramTable table;
@@ -55,12 +57,6 @@ private:
     size_t runs_ = 0;              // different ones
 };
 
-// A token that may come next, and what the table thinks of that.
-struct Usual {
-    int32_t token;
-    double chance;
-};
-
 // A place that agrees so far, in so many tokens; the token there is its vote.
 struct Voter {
     int32_t place, agree;
@@ -77,7 +73,13 @@ public:
     // tokens after them are the prompt.
     std::string begin(int slot, const int32_t* tokens, int count, int predicted, int prompt,
                       const NgramNoise& noise);
-    std::string end(int slot);
+
+    // `count` tokens are what the sequence got since it was told last. Where it may be learned from,
+    // the cache counts all that it got since it began.
+    std::string end(int slot, const int32_t* tokens, int count, bool learns);
+
+    // Of the cache.
+    size_t contexts() const { return cache_.contexts(); }
 
     // For each of `rows` rows, `message` (`length` numbers) says: slot, draft tokens at most, their
     // depth at most, how many tokens the sequence has got, and these tokens.
@@ -94,7 +96,7 @@ private:
     struct Text {
         std::vector<int32_t> tokens;
         Chain chains[2];
-        int32_t predicted, prompt;
+        int32_t begun, predicted, prompt;  // Tokens: at the beginning, and of these ...
         NgramNoise noise;
         // What was found when it was asked last, bought or not, while nobody knows what came.
         std::vector<int32_t> drafted, parents;
@@ -123,6 +125,7 @@ private:
     void follow(const Text& text, int parent);
 
     const NgramRules rules_;
+    NgramCache cache_;
     std::vector<std::unique_ptr<Text>> texts_;  // [slots] null = not open
 
     // Of the current call.

@@ -247,7 +247,8 @@ def _drafter(config: EngineConfig, target: Target, grammars: TreeGrammars) -> Dr
     shape = config.draft_shape
     if not config.speculates or shape.nodes == 0 or shape.depth == 0:
         return NoDrafter()
-    lookup = ngram_drafter(target.memory.limits.slots, target.table)
+    slots, capacity = target.memory.limits.slots, config.speculative_ngram_capacity
+    lookup = ngram_drafter(slots, target.table, capacity)
     model = target.draft_model
     if model is not None and config.algorithm.model:
         return model_drafter(config, target.memory.limits, model, lookup, grammars.mask)

@@ -16,15 +16,15 @@ from forerun.models.whole_draft import WholeDraft
 from forerun.options.config import NATIVE_DTYPES, EngineConfig
 
 
-def ngram_drafter(slots: int, table: NgramTable | None = None) -> Drafter:
+def ngram_drafter(slots: int, table: NgramTable | None = None, capacity: int = 0) -> Drafter:
     """The n-gram drafter for `slots` sequences: on the compiled core where that can be loaded,
-    whatever runs the model, else in NumPy. table None = lookup in the text alone.
+    whatever runs the model, else in NumPy. table, capacity: as of drafters.ngram.NgramDrafter.
     """
     from forerun.drafters.native_ngram import CpuNgramDrafter
     from forerun.executors import cpu
 
     kind = NgramDrafter if cpu.available() else CpuNgramDrafter
-    return kind(slots, table=table)
+    return kind(slots, table=table, capacity=capacity)
 
 
 def _unsuited(config: EngineConfig) -> str | None:

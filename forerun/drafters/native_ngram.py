@@ -22,17 +22,21 @@ class CpuNgramDrafter:
     """Looks up continuations in prompt and output, and in a table of what the target usually
     says; one native call per step, none where no row is asked for draft tokens.
 
-    slots, min_prob, table  as of NgramDrafter
+    slots, min_prob, table, capacity  as of NgramDrafter
 
     Raises OSError where there is no core.
     """
 
     def __init__(
-        self, slots: int, min_prob: float = ngram.MIN_PROB, table: NgramTable | None = None
+        self,
+        slots: int,
+        min_prob: float = ngram.MIN_PROB,
+        table: NgramTable | None = None,
+        capacity: int = 0,
     ) -> None:
         self.traits = DrafterTraits(name="ngram", max_depth=64, free=True, buys=True)
         self._table, self._min_prob = table, min_prob
-        self._core = NgramIndex(slots, min_prob, table)
+        self._core = NgramIndex(slots, min_prob, table, 0 if table else capacity)
         self._library, self._index = self._core.library, self._core.handle
         # By slot: tokens that the core has not been told of.
         self._news: ngram.OpenSlots[list[int]] = ngram.OpenSlots()
@@ -112,12 +116,16 @@ class CpuNgramDrafter:
         consume(map(list.extend, news, outcome.output_tokens))
 
     def end(self, slot: int) -> None:
-        """Forget the sequence, here and in the core. A slot that is not open is no error."""
-        if self._news.pop(slot, None) is not None:
-            self._library.forerun_ngram_end(self._index, slot)
+        """Forget the sequence, here and in the core, but for what the cache counts of its answer. A
+        slot that is not open is no error.
+        """
+        if (news := self._news.pop(slot, None)) is not None:
+            # The array lives until the call is over, because `numbers` names it.
+            numbers = array("i", news)
+            self._library.forerun_ngram_end(self._index, slot, *numbers.buffer_info(), 1)
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info: `drafter`, `native`, and those of `ngram.about`."""
-        facts = ngram.about(self._min_prob, self._table)
+        facts = ngram.about(self._min_prob, self._table, self._core.contexts)
         trust = round(self._core.trust, 3)
         return {"drafter": self.traits.name, "native": True, "trust_in_scores": trust} | facts

@@ -4,7 +4,8 @@ After prompt lookup (Saxena 2023) and suffix decoding (arXiv 2411.04975), on has
 LZ77. For each order n, every position is linked to the one before it that follows the same n
 tokens. Walking the links of the longest order first finds the most recent earlier places whose
 past agrees with the present; what follows them, merged into a trie, is the draft. Where nothing
-agrees, a table of what the target usually says (models/ngram_table.py) drafts. Where a temperature
+agrees, a table of what the target usually says (models/ngram_table.py) drafts, or what is counted
+of its answers while serving (drafters/ngram_cache.py). Where a temperature
 leaves the choice to a position's noise, that is known already, and has a say (`coupled`).
 
 A prediction (SlotInit) is text that came earlier, too: before the prompt, behind a copy of its end,
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from forerun.drafters.ngram_cache import NgramCache
 from forerun.errors import EngineError
 from forerun.interface.drafter import DrafterTraits
 from forerun.interface.plan import Outcome, Plan, Round
@@ -160,12 +162,14 @@ class _Text:
     not asked for its draft tokens should cost nothing.
 
     chains     one per length of ORDERS
+    begun      how many tokens there were when it began
     predicted  how many of the tokens stand before the sequence itself (`indexed`)
     noise      that decides beside chance
     """
 
     tokens: list[int]
     chains: list[_Chains]
+    begun: int
     predicted: int
     prompt_len: int
     noise: Coupling
@@ -195,8 +199,8 @@ class _Paths:
 
     A place that agrees in m tokens votes with weight m * m for the token that follows it, and with
     (m + 1) * (m + 1) for the next one once that was right, and so on. A draft token's share of the
-    votes, DOUBT's among them, times SURE is its probability; where there is a table, the share that
-    is DOUBT's is divided as the table says. A draft token's score is the product along its path;
+    votes, DOUBT's among them, times SURE is its probability; the share that is DOUBT's is divided
+    as the table or the cache says. A draft token's score is the product along its path;
     those with a score below `min_prob` are left out. (Fitted freely, by the likelihood of 39,000
     held-out tokens, a place's weight over DOUBT is .1, .7, 1.8, 2.4, 3.5, 5.5, 14 and 70 for 1, 2,
     3, 4, 5, 8, 12 and 16 tokens; squares come as near to what was said, .875 nats to .873 at T=0
@@ -206,10 +210,12 @@ class _Paths:
     What it keeps of an offer: the tokens of its path, and the voters that agree with it.
     """
 
-    def __init__(self, text: _Text, min_prob: float, depth: int, table: NgramTable | None) -> None:
+    def __init__(
+        self, text: _Text, min_prob: float, depth: int, usual: NgramTable | NgramCache
+    ) -> None:
         self._text, self._predicted, self._noise = text.tokens, text.predicted, text.noise
         self._position = len(text.tokens) - text.predicted - text.prompt_len
-        self._min_prob, self._depth, self._table = min_prob, depth, table
+        self._min_prob, self._depth, self._usual = min_prob, depth, usual
 
     def draft(self, places: Voters, nodes: int) -> Draft:
         """The best `nodes` draft tokens, best first."""
@@ -224,16 +230,14 @@ class _Paths:
     def _offers(
         self, voters: Voters, path: tuple[int, ...], score: float, parent: int
     ) -> list[Offer]:
-        """What `voters` vote for, and what the table expects, after `path`, whose score this is."""
+        """What `voters` vote for, and what is usual, after `path`, whose score this is."""
         text, total, last = self._text, DOUBT, self._predicted
         votes: dict[int, Voters] = {}
         for place, agree in voters:
             if place < len(text) and text[place] != GAP:
                 total += agree * agree
                 votes.setdefault(text[place], []).append((place + 1, agree + 1))
-        usual: dict[int, float] = {}
-        if self._table is not None:
-            usual = self._table.follow([*text[max(self._predicted, len(text) - TAIL) :], *path])
+        usual = self._usual.follow([*text[max(self._predicted, len(text) - TAIL) :], *path])
         # What was heard comes first, then what is usual; each in the order it was found.
         tokens = list(dict.fromkeys([*votes, *usual]))
         weights = [sum((agree - 1) ** 2 for _, agree in votes.get(token, ())) for token in tokens]
@@ -277,12 +281,12 @@ def coupled(
     return [score * chance / total for chance in made]
 
 
-def about(min_prob: float, table: NgramTable | None) -> dict[str, Any]:
+def about(min_prob: float, table: NgramTable | None, cache: int) -> dict[str, Any]:
     """Facts for /server_info that both twins report: `least`, the smallest probability of a draft
-    token that is proposed, and `table`, how many contexts the n-gram table has (0 = there is no
-    table).
+    token that is proposed; `table`, how many contexts the n-gram table has (0 = there is no
+    table); and `cache`, how many were counted of answers.
     """
-    return {"least": min_prob, "table": table.contexts if table else 0}
+    return {"least": min_prob, "table": table.contexts if table else 0, "cache": cache}
 
 
 class NgramDrafter:
@@ -292,13 +296,19 @@ class NgramDrafter:
     slots     S
     min_prob  draft tokens with a smaller estimated probability are not proposed
     table     what the target usually says, beside what the text repeats; None = no table
+    capacity  contexts of finished answers that are remembered where there is no table; 0 = none
     """
 
     def __init__(
-        self, slots: int, min_prob: float = MIN_PROB, table: NgramTable | None = None
+        self,
+        slots: int,
+        min_prob: float = MIN_PROB,
+        table: NgramTable | None = None,
+        capacity: int = 0,
     ) -> None:
         self.traits = DrafterTraits(name="ngram", max_depth=64, free=True)
         self._table, self._min_prob = table, min_prob
+        self._cache = NgramCache(0 if table else capacity)
         self._slots = slots
         self._texts: OpenSlots[_Text] = OpenSlots()
 
@@ -310,7 +320,7 @@ class NgramDrafter:
             raise EngineError(f"there is no slot {slot_init.slot}")
         tokens, predicted = indexed(slot_init)
         chains = [_Chains(order, tokens) for order in ORDERS]
-        about = predicted, slot_init.prompt_len, coupling(slot_init.sampling)
+        about = len(tokens), predicted, slot_init.prompt_len, coupling(slot_init.sampling)
         self._texts[slot_init.slot] = _Text(tokens.tolist(), chains, *about)
 
     def propose(self, plan: Plan) -> list[Draft]:
@@ -328,7 +338,7 @@ class NgramDrafter:
             text = self._texts[slot]
             if nodes and depth:
                 least = max(self._min_prob, plan.min_prob)
-                paths = _Paths(text, least, depth, self._table)
+                paths = _Paths(text, least, depth, self._table or self._cache)
                 drafts.append(paths.draft(text.places(), nodes))
             else:
                 drafts.append(NO_DRAFT)
@@ -349,9 +359,13 @@ class NgramDrafter:
             self._texts[slot].tokens.extend(tokens)
 
     def end(self, slot: int) -> None:
-        """Forget the sequence. A slot that is not open is no error."""
-        self._texts.pop(slot, None)
+        """Forget the sequence, but for what the cache counts of its answer. A slot that is not open
+        is no error.
+        """
+        if (text := self._texts.pop(slot, None)) is not None:
+            self._cache.learn(text.tokens[text.predicted :], text.begun - text.predicted)
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info: `drafter`, `native` (False), and those of `about`."""
-        return {"drafter": self.traits.name, "native": False} | about(self._min_prob, self._table)
+        facts = about(self._min_prob, self._table, self._cache.contexts)
+        return {"drafter": self.traits.name, "native": False} | facts

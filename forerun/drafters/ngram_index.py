@@ -20,7 +20,9 @@ class NgramIndex:
     Raises OSError where there is no core, EngineError where it refuses.
     """
 
-    def __init__(self, slots: int, min_prob: float, table: NgramTable | None) -> None:
+    def __init__(
+        self, slots: int, min_prob: float, table: NgramTable | None, capacity: int
+    ) -> None:
         self.library = native.load_short()
         # Draft tokens that should have been right by their scores, and that were: the core's.
         self._trust = array("d", [1.0, 1.0])
@@ -30,6 +32,7 @@ class NgramIndex:
             places=ngram.PLACES,
             longest=ngram.LONGEST,
             tail=ngram.TAIL,
+            capacity=capacity,
             doubt=ngram.DOUBT,
             sure=ngram.SURE,
             min_prob=min_prob,
@@ -47,6 +50,11 @@ class NgramIndex:
     def trust(self) -> float:
         """How far scores are to be believed: the share of what they say that was right."""
         return min(1.0, self._trust[1] / self._trust[0])
+
+    @property
+    def contexts(self) -> int:
+        """How many the cache remembers."""
+        return int(self.library.forerun_ngram_contexts(self.handle))
 
     def error(self) -> str:
         """Why the core refused the last call."""

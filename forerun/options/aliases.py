@@ -75,7 +75,7 @@ ALIASES: tuple[Alias, ...] = (
           "--speculative-ngram-min-match-window-size --speculative-ngram-max-match-window-size "
           "--speculative-ngram-min-bfs-breadth --speculative-ngram-max-bfs-breadth "
           "--speculative-ngram-match-type --speculative-ngram-branch-length "
-          "--speculative-ngram-max-trie-depth --speculative-ngram-capacity "
+          "--speculative-ngram-max-trie-depth "
           "--speculative-ngram-external-corpus-path", _S, REFUSED, why=_LOOKUP),
     Alias("--enable-multi-layer-eagle", _S, ONLY,
           why="where a checkpoint has a prediction layer per depth, each drafts its depth",

@@ -214,6 +214,13 @@ class EngineConfig:
         "file of the target ids that a draft model may propose (.json, .safetensors, .pt), or "
         "one of a hub's model: org/name/freq_32768.pt",
     )
+    speculative_ngram_capacity: int = option(
+        1 << 19,
+        "n-grams of finished answers that are remembered to draft from, where the draft has no "
+        "n-gram table: each a run of 1 to 4 tokens and what followed it, up to 80 bytes; 0 = none",
+        low=0,
+        high=1 << 26,
+    )
     speculative_num_steps: int | None = option(
         None,
         "longest path of draft tokens (default: 8, or a block drafter's block)",

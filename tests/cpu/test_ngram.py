@@ -102,9 +102,9 @@ def bought(trust, drafts, prices):
 class Twins:
     """Both drafters, told the same; every proposal is compared."""
 
-    def __init__(self, min_prob=0.2, table=None):
+    def __init__(self, min_prob=0.2, table=None, capacity=0):
         kinds = (Buyer, CpuNgramDrafter)
-        self.both = [kind(SLOTS, min_prob, table) for kind in kinds]
+        self.both = [kind(SLOTS, min_prob, table, capacity) for kind in kinds]
         self.open: set[int] = set()
 
     def begin(self, slot, tokens, *more):
@@ -116,6 +116,8 @@ class Twins:
         for drafter in self.both:
             drafter.end(slot)
         self.open.discard(slot)
+        slow, fast = (drafter.describe()["cache"] for drafter in self.both)
+        assert slow == fast
 
     def step(self, slots, nodes, depths, emitted, min_prob=0.0, prices=None):
         """Returns how many draft tokens there were."""
@@ -158,9 +160,11 @@ def table_of(answers, vocab):
 
 
 @settings(max_examples=100)
-@given(st.data(), st.sampled_from([0.0, 0.05, 0.2, 0.6]), st.booleans())
-def test_any_course_of_events(data, min_prob, tabled):
-    twins = Twins(min_prob, table_of(data.draw(st.lists(WORDS, max_size=9)), 4) if tabled else None)
+@given(st.data(), st.sampled_from([0.0, 0.05, 0.2, 0.6]), st.sampled_from([None, 0, 8, 1 << 20]))
+def test_any_course_of_events(data, min_prob, capacity):
+    """capacity: of the cache; None: there is a table instead."""
+    table = table_of(data.draw(st.lists(WORDS, max_size=9)), 4) if capacity is None else None
+    twins = Twins(min_prob, table, capacity or 0)
     for _ in range(data.draw(st.integers(1, 20))):
         if not twins.open or data.draw(st.integers(0, 4)) == 0:
             prediction = data.draw(st.one_of(st.just([]), WORDS))
@@ -226,6 +230,23 @@ def test_long_texts(random, kind, tabled, each):
         assert draft_tokens > (300 if each is None else 80)
 
 
+def test_many_answers():
+    """The cache over halves that are full and forgotten."""
+    random = np.random.default_rng(11)
+    words = [random.integers(0, 49152, random.integers(1, 6)).tolist() for _ in range(300)]
+    twins = Twins(0.02, capacity=3000)
+    found = []
+    for _ in range(60):
+        drawn = np.minimum(random.zipf(1.3, 40), len(words)) - 1
+        text = [token for word in drawn.tolist() for token in words[word]]
+        twins.begin(0, text[:5])
+        steps = [text[at : at + 3] for at in range(5, len(text), 3)]
+        found.append(sum(twins.step([0], [8], [8], [some]) for some in steps) / len(steps))
+        twins.end(0)
+    assert 1500 < twins.both[1].describe()["cache"] <= 3000
+    assert np.mean(found[-20:]) > 1.5 * found[0]
+
+
 def test_drafts_survive_the_next_proposal():
     drafter = CpuNgramDrafter(2, 0.0)
     drafter.begin(slot_init(0, [1, 2, 3, 1, 2, 4, 1]))
@@ -273,7 +294,7 @@ def test_the_core_checks_what_it_is_told(message, fault):
         drafter._index, *numbers.buffer_info(), 1, out.ctypes.data, 0.0, None, -1
     )
     assert code == -1 and fault in library.forerun_error().decode()
-    assert library.forerun_ngram_end(drafter._index, 1) == -1
+    assert library.forerun_ngram_end(drafter._index, 1, None, 0, 1) == -1
 
 
 def test_the_core_is_used_where_there_is_one(monkeypatch, tmp_path):

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 Library = TypeVar("Library", ctypes.CDLL, ctypes.PyDLL)
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 27
+ABI = 28
 """What `forerun_abi` of csrc/api.cpp must say; raised together with it."""
 KERNELS = ("avx512-amx", "avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon", "portable")
 """All names of csrc/dispatch.cpp, best first; `kernels` tells which of them run here."""
@@ -124,7 +124,7 @@ class NgramRules(ctypes.Structure):
     _fields_ = (
         ("slots", c_int32),
         ("orders", c_int32 * 2),
-        *((name, c_int32) for name in ("places", "longest", "tail")),
+        *((name, c_int32) for name in ("places", "longest", "tail", "capacity")),
         *((name, c_double) for name in ("doubt", "sure", "min_prob", "decay", "almost")),
         ("trust", c_void_p),
         ("table", TableArrays),
@@ -197,7 +197,8 @@ _SHORT_CALLS = {
         c_int,
         [c_void_p, c_int, c_void_p, c_int, c_int, c_int, c_uint64, c_double, c_double],
     ),
-    "forerun_ngram_end": (c_int, [c_void_p, c_int]),
+    "forerun_ngram_end": (c_int, [c_void_p, c_int, c_void_p, c_int, c_int]),
+    "forerun_ngram_contexts": (c_int64, [c_void_p]),
     "forerun_ngram_propose": (
         c_int,
         [c_void_p, c_void_p, c_int, c_int, c_void_p, c_double, c_void_p, c_int],

@@ -1,0 +1,129 @@
+#include "ngram_cache.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace forerun {
+
+constexpr double kDiscount = 0.75;  // DISCOUNT of forerun/drafters/ngram_cache.py.
+constexpr uint16_t kMostCount = 0xFFFF;
+
+constexpr uint64_t kEmpty = 0xD1B54A32D192ED03u;  // The key of no token: large, unlike a token's.
+
+// The key of a context that is one token longer; never 0.
+static uint64_t longer(uint64_t key, int32_t token) {
+    key = (key ^ (uint32_t)token) * 0x9E3779B97F4A7C15u;
+    key ^= key >> 29;
+    return key ? key : kEmpty;
+}
+
+void scale(std::vector<Usual>& usual, double rest) {
+    for (Usual& known : usual) known.chance *= rest;
+}
+
+void add_share(std::vector<Usual>& usual, int32_t token, double share) {
+    const auto found = std::find_if(usual.begin(), usual.end(),
+                                    [&](const Usual& known) { return known.token == token; });
+    if (found == usual.end()) {
+        usual.push_back({token, share});
+    } else {
+        found->chance += share;
+    }
+}
+
+void NgramCache::Context::halve() {
+    for (uint16_t& each : counts) each /= 2;
+    total /= 2;
+}
+
+// A token that is not among the followers takes a free place, or that of the rarest (the last of
+// them) once this has been missed as often as it came.
+void NgramCache::Context::count(int32_t token) {
+    if (++total == kMostCount) halve();
+    int rarest = 0;
+    for (int i = 0; i < kFollowers; i++) {
+        if (counts[i] && tokens[i] == token) {
+            counts[i]++;
+            return;
+        }
+        if (counts[i] <= counts[rarest]) rarest = i;
+    }
+    if (counts[rarest] > 1) {
+        counts[rarest]--;
+        return;
+    }
+    tokens[rarest] = token;
+    counts[rarest] = 1;
+}
+
+const NgramCache::Context* NgramCache::Half::find(uint64_t key) const {
+    if (places.empty()) return nullptr;
+    const size_t mask = places.size() - 1;
+    for (size_t at = (key >> 32) & mask;; at = (at + 1) & mask) {
+        if (places[at].key == key) return &places[at];
+        if (!places[at].key) return nullptr;
+    }
+}
+
+NgramCache::Context& NgramCache::Half::make(uint64_t key) {
+    if (2 * (used + 1) > places.size()) widen();
+    const size_t mask = places.size() - 1;
+    size_t at = (key >> 32) & mask;
+    while (places[at].key) at = (at + 1) & mask;
+    used++;
+    places[at].key = key;
+    return places[at];
+}
+
+void NgramCache::Half::widen() {
+    std::vector<Context> old(std::max<size_t>(1024, 2 * places.size()));
+    old.swap(places);
+    used = 0;
+    for (const Context& each : old) {
+        if (each.key) make(each.key) = each;
+    }
+}
+
+// Where followers of this context are counted. When one half is full, the other is forgotten.
+NgramCache::Context& NgramCache::context(uint64_t key) {
+    if (const Context* found = recent_.find(key)) return const_cast<Context&>(*found);
+    const Context* before = former_.find(key);
+    Context known = before ? *before : Context{};
+    known.key = key;
+    if (recent_.used >= half_) {
+        std::swap(recent_, former_);
+        recent_ = {};
+    }
+    return recent_.make(key) = known;
+}
+
+void NgramCache::learn(const int32_t* tokens, size_t first, size_t count) {
+    if (!half_) return;
+    for (size_t i = first; i < count; i++) {
+        uint64_t key = kEmpty;
+        for (size_t n = 1; n <= (size_t)kLongest && n <= i; n++) {
+            key = longer(key, tokens[i - n]);
+            context(key).count(tokens[i]);
+        }
+    }
+}
+
+void NgramCache::follow(const std::vector<int32_t>& tail, std::vector<Usual>& usual) const {
+    uint64_t key = kEmpty;
+    for (size_t n = 0; n < (size_t)kLongest && n < tail.size(); n++) {
+        key = longer(key, tail[n]);
+        const Context* found = recent_.find(key);
+        if (!found) found = former_.find(key);
+        if (!found) return;
+        double known = 0.0;
+        for (const uint16_t each : found->counts) known += each ? (double)each - kDiscount : 0.0;
+        scale(usual, 1.0 - known / (double)found->total);
+        for (int i = 0; i < kFollowers; i++) {
+            if (!found->counts[i]) continue;
+            add_share(usual, found->tokens[i],
+                      ((double)found->counts[i] - kDiscount) / (double)found->total);
+        }
+    }
+}
+
+}  // namespace forerun

@@ -1,0 +1,65 @@
+// What followed the same tokens in answers that were finished before: the fast twin of
+// forerun/drafters/ngram_cache.py, which says why. Both count and expect the same.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace forerun {
+
+// A token that may come next, and how likely that is.
+struct Usual {
+    int32_t token;
+    double chance;
+};
+
+// Leaves `rest` of the chances of all tokens to them.
+void scale(std::vector<Usual>& usual, double rest);
+
+// Makes `token` more likely by `share`.
+void add_share(std::vector<Usual>& usual, int32_t token, double share);
+
+class NgramCache {
+public:
+    // At most so many contexts, the least recently counted of which are forgotten; 0: none.
+    explicit NgramCache(int32_t capacity) : half_((size_t)capacity / 2) {}
+
+    // Counts tokens[first] to tokens[count - 1] after the contexts that they follow in `tokens`.
+    void learn(const int32_t* tokens, size_t first, size_t count);
+
+    // `usual` become the tokens that came after `tail`, which is read from the last token backwards.
+    void follow(const std::vector<int32_t>& tail, std::vector<Usual>& usual) const;
+
+    // How many there are.
+    size_t contexts() const { return recent_.used + former_.used; }
+
+private:
+    static constexpr int kLongest = 4, kFollowers = 4;
+
+    struct Context {
+        uint64_t key;  // 0: free
+        int32_t tokens[kFollowers];
+        uint16_t counts[kFollowers];  // 0: free
+        uint32_t total;               // of all followers that ever came
+
+        void count(int32_t token);
+        void halve();
+    };
+
+    // Open addressing; at most half of the places are used.
+    struct Half {
+        std::vector<Context> places;
+        size_t used = 0;
+
+        const Context* find(uint64_t key) const;
+        Context& make(uint64_t key);
+        void widen();
+    };
+
+    Context& context(uint64_t key);
+
+    const size_t half_;
+    Half recent_, former_;
+};
+
+}  // namespace forerun
