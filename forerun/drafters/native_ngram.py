@@ -40,6 +40,7 @@ class CpuNgramDrafter:
         self._library, self._index = self._core.library, self._core.handle
         # By slot: tokens that the core has not been told of.
         self._news: ngram.OpenSlots[list[int]] = ngram.OpenSlots()
+        self._salted = [False] * slots
         self._out = np.empty(0, np.int32)
         self._out_at = 0
 
@@ -52,6 +53,7 @@ class CpuNgramDrafter:
         if self._library.forerun_ngram_begin(self._index, slot_init.slot, *text, *noise):
             raise EngineError(self._core.error())
         self._news[slot_init.slot] = []
+        self._salted[slot_init.slot] = bool(slot_init.salt)
 
     def propose(self, plan: Plan) -> list[Draft]:
         """One draft per row, empty where nothing is likely enough, or nothing is bought. Remembers
@@ -116,13 +118,15 @@ class CpuNgramDrafter:
         consume(map(list.extend, news, outcome.output_tokens))
 
     def end(self, slot: int) -> None:
-        """Forget the sequence, here and in the core, but for what the cache counts of its answer. A
-        slot that is not open is no error.
+        """Forget the sequence, here and in the core, but for what the cache counts of its answer,
+        which is nothing where it has a salt. A slot that is not open is no error.
         """
         if (news := self._news.pop(slot, None)) is not None:
             # The array lives until the call is over, because `numbers` names it.
             numbers = array("i", news)
-            self._library.forerun_ngram_end(self._index, slot, *numbers.buffer_info(), 1)
+            self._library.forerun_ngram_end(
+                self._index, slot, *numbers.buffer_info(), not self._salted[slot]
+            )
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info: `drafter`, `native`, and those of `ngram.about`."""

@@ -165,6 +165,7 @@ class _Text:
     begun      how many tokens there were when it began
     predicted  how many of the tokens stand before the sequence itself (`indexed`)
     noise      that decides beside chance
+    salted     nothing of it may show in what others are drafted
     """
 
     tokens: list[int]
@@ -173,6 +174,7 @@ class _Text:
     predicted: int
     prompt_len: int
     noise: Coupling
+    salted: bool
 
     def places(self) -> Voters:
         """Earlier positions whose past agrees with the end of the text, and in how many tokens.
@@ -320,7 +322,8 @@ class NgramDrafter:
             raise EngineError(f"there is no slot {slot_init.slot}")
         tokens, predicted = indexed(slot_init)
         chains = [_Chains(order, tokens) for order in ORDERS]
-        about = len(tokens), predicted, slot_init.prompt_len, coupling(slot_init.sampling)
+        noise, salted = coupling(slot_init.sampling), bool(slot_init.salt)
+        about = len(tokens), predicted, slot_init.prompt_len, noise, salted
         self._texts[slot_init.slot] = _Text(tokens.tolist(), chains, *about)
 
     def propose(self, plan: Plan) -> list[Draft]:
@@ -359,10 +362,11 @@ class NgramDrafter:
             self._texts[slot].tokens.extend(tokens)
 
     def end(self, slot: int) -> None:
-        """Forget the sequence, but for what the cache counts of its answer. A slot that is not open
-        is no error.
+        """Forget the sequence, but for what the cache counts of its answer, which is nothing where
+        it has a salt. A slot that is not open is no error.
         """
-        if (text := self._texts.pop(slot, None)) is not None:
+        text = self._texts.pop(slot, None)
+        if text is not None and not text.salted:
             self._cache.learn(text.tokens[text.predicted :], text.begun - text.predicted)
 
     def describe(self) -> dict[str, Any]:

@@ -65,7 +65,7 @@ ALGORITHMS = (
     ),
     Algorithm(
         "NGRAM",
-        "lookup in the text so far, and the n-gram table of the draft where there is one",
+        "lookup in the text so far, and the draft's n-gram table, or a cache of finished answers",
         aliases=("SUFFIX", "PROMPT_LOOKUP"),
         lookup=True,
         max_topk=0,

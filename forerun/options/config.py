@@ -194,7 +194,8 @@ class EngineConfig:
     speculative_algorithm: str = option(
         "AUTO",
         "what drafts: a draft head (EAGLE, EAGLE3), a block drafter (DFLASH), n-grams (NGRAM: "
-        "lookup in the text so far, and the draft's table of what the model usually says), or "
+        "lookup in the text so far, and the draft's table of what the model usually says, or what "
+        "is counted of finished answers), or "
         "nothing; AUTO is what a named draft holds, a head together with n-grams; else NGRAM, or "
         "on a GPU the model's own prediction layers",
         choices=NAMES,

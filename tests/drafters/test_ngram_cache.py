@@ -1,6 +1,7 @@
 """Counting what follows in finished answers: against brute force, within bounds, for drafts."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -129,6 +130,18 @@ def test_an_answer_that_is_interrupted_is_counted_once(kind):
     assert drafter.describe()["cache"] == before == 3
     (draft,) = answered(drafter, [1], []).score.tolist()[:1]
     assert draft == pytest.approx(1 - DISCOUNT)
+
+
+@BOTH
+def test_what_has_a_salt_stays_out(kind):
+    """Who may not share a prefix may not see, in drafts or their speed, what others were told."""
+    drafter = kind(1, 0.0, None, 1000)
+    drafter.begin(replace(slot_init(0, [1]), salt=b"tenant"))
+    drafter.observe(plan_of([0], [0], [0]), None, outcome_of([[2, 3]]))
+    drafter.end(0)
+    assert drafter.describe()["cache"] == 0
+    answered(drafter, [1], [2, 3])
+    assert drafter.describe()["cache"] == 3
 
 
 @BOTH
