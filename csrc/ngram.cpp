@@ -295,8 +295,7 @@ void Ngrams::offer(const Text& text, const Candidate& above, int parent) {
     if (text.noise.strength > 0.0) couple(text, above);
     for (Candidate& offered : offers_) {
         if (offered.score < min_prob_) continue;
-        const bool heard = offered.heard >= offered.expected;
-        offered.source = heard ? heard_from(text, offered) : kTable;
+        offered.source = source(text, offered);
         heap_.push_back(offered);
         std::push_heap(heap_.begin(), heap_.end());
     }
@@ -317,8 +316,8 @@ void Ngrams::couple(const Text& text, const Candidate& above) {
     for (Candidate& offered : offers_) offered.score = above.score * offered.score / sum;
 }
 
-// Whether most of its votes come out of the prediction.
-int32_t Ngrams::heard_from(const Text& text, const Candidate& offered) const {
+// The prediction where most of its votes come out of it, else whichever counts for more.
+int32_t Ngrams::source(const Text& text, const Candidate& offered) const {
     double foretold = 0.0;
     for (int32_t i = offered.first; i < offered.first + offered.voters; i++) {
         const Voter before = {voters_[(size_t)i].place - 1, voters_[(size_t)i].agree - 1};
@@ -326,7 +325,8 @@ int32_t Ngrams::heard_from(const Text& text, const Candidate& offered) const {
             foretold += before.weight();
         }
     }
-    return foretold > 0.0 && foretold >= offered.weight - foretold ? kPrediction : kNgram;
+    if (foretold > 0.0 && foretold >= offered.weight - foretold) return kPrediction;
+    return offered.heard >= offered.expected ? kNgram : kTable;
 }
 
 // agreeing_ become the voters of `above` that have a vote, total_ the weight of all.

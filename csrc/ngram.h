@@ -120,7 +120,7 @@ private:
     void grow(const Text& text, int nodes, int depth);
     void offer(const Text& text, const Candidate& above, int parent);
     void couple(const Text& text, const Candidate& above);
-    int32_t heard_from(const Text& text, const Candidate& offered) const;
+    int32_t source(const Text& text, const Candidate& offered) const;
     void hear(const Text& text, const Candidate& above);
     void follow(const Text& text, int parent);
 

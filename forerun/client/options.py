@@ -62,6 +62,7 @@ class EngineArgs(TypedDict, total=False):
     chunked_prefill_size: int | None
     max_waiting: int
     speculative_algorithm: str
+    speculative_ngram_capacity: int
     speculative_draft_model_path: str | None
     speculative_draft_model_revision: str | None
     speculative_token_map: str | None

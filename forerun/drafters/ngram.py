@@ -255,11 +255,11 @@ class _Paths:
             # Equal scores: what was found first, nearer the root first.
             order = ((len(path) + 1) << 8) + number
             agreeing = votes.get(token, [])
-            # Whichever counts for more.
+            # Whichever counts for more; a client's prediction before what is usual, too.
             by_vote = heard[number] >= expected[number]
             source = DraftSource.NGRAM if by_vote else DraftSource.TABLE
             foretold = sum((agree - 1) ** 2 for place, agree in agreeing if LONGEST < place <= last)
-            if by_vote and 0 < foretold >= weights[number] - foretold:
+            if 0 < foretold >= weights[number] - foretold:
                 source = DraftSource.PREDICTION
             state = ((*path, token), agreeing)
             offers.append((-chances[number], order, token, parent, state, source))

@@ -70,7 +70,7 @@ def test_what_came_of_it_is_counted(client, path):
 
 
 def test_the_first_tokens_are_drafted_already(client):
-    """Nothing came before: what is drafted in the first steps is the prediction's."""
+    """Nothing came before in the text: what is drafted first is the prediction's."""
     text = texts(ask(client, PATHS[1], temperature=0))[0]
     given = {"prediction": {"content": text}, "speculative": {"trace": True}}
     body = {"prompt": "Hi", "max_tokens": 8, "temperature": 0, "stream": True, **given}
@@ -82,8 +82,8 @@ def test_the_first_tokens_are_drafted_already(client):
         for c in chunk["choices"]
         for step in c.get("speculative_trace", ())
     ]
-    sources = {node["source"] for step in steps for node in step["nodes"]}
-    assert sources == {"prediction"}
+    likeliest = [step["nodes"][0]["source"] for step in steps if step["nodes"]]
+    assert set(likeliest) == {"prediction"}
 
 
 def test_streams_count_it_too(client):
