@@ -30,7 +30,7 @@ def check(steps, text):
         assert step["step"] == number and step["ms"] >= 0
         for node in step["nodes"]:
             assert node.keys() == {"id", "text", "parent", "score", "source"}
-            assert node["source"] == "ngram" and 0 <= node["score"] <= 1
+            assert node["source"] in ("ngram", "table") and 0 <= node["score"] <= 1
         for place, node in enumerate(step["accepted"]):
             assert step["nodes"][node]["id"] == step["tokens"][place]["id"]
     assert any(step["accepted"] for step in steps)

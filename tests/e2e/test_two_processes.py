@@ -81,10 +81,12 @@ def streamed(answer):
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
+    # Without the n-gram cache: what is drafted depends on the order in which others end.
+    both = {"config": {"speculative_ngram_capacity": 0}}
     one = {"settings": {"engine_process": False}}
     with (
-        serving(tmp_path_factory.mktemp("one"), **one) as alone,
-        serving(tmp_path_factory.mktemp("two")) as parted,
+        serving(tmp_path_factory.mktemp("one"), **one, **both) as alone,
+        serving(tmp_path_factory.mktemp("two"), **both) as parted,
     ):
         assert alone.own() == [alone.process.pid] and len(parted.own()) == 2
         yield alone, parted
