@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from forerun.machine import stamp
+from bench.records import keep, quartiles
 
 
 def found(data: Any, path: str) -> float:
@@ -56,13 +56,13 @@ def compared(rounds: list[tuple[dict[str, float], dict[str, float]]]) -> dict[st
     table = {}
     for name in rounds[0][0]:
         old, new = ([side[name] for side in sides] for sides in zip(*rounds, strict=True))
-        ratios = sorted(b / a for a, b in zip(old, new, strict=True))
-        quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        ratios = [b / a for a, b in zip(old, new, strict=True)]
+        low, middle, high = quartiles(ratios)
         table[name] = {
             "old": statistics.median(old),
             "new": statistics.median(new),
-            "ratio": statistics.median(ratios),
-            "quartiles": [quartiles[0], quartiles[2]],
+            "ratio": middle,
+            "quartiles": [low, high],
         }
     return table
 
@@ -97,8 +97,7 @@ def main() -> None:
             f"new/old {row['ratio']:.3f} ({low:.3f} to {high:.3f})"
         )
     if asked.out:
-        facts = {"command": asked.command, "rounds": rounds, "table": table, "machine": stamp()}
-        asked.out.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        keep(asked.out, {"rounds": rounds, "table": table})
 
 
 if __name__ == "__main__":

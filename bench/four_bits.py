@@ -9,19 +9,15 @@ import argparse
 import sys
 from dataclasses import replace
 from functools import lru_cache
-from statistics import median
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from bench.sparse_steps import CONTEXT, step
-from forerun.executors.cpu import CpuExecutor, native
-from forerun.interface.executor import ExecutorLimits
-from forerun.interface.slot_init import SlotInit
+from bench.forward import in_turns, opened, weights
+from forerun.executors.cpu import native
 from forerun.models.arch import Architecture
 from forerun.models.mapped import FourBits, Packed
 from forerun.models.shapes import RandomCheckpoint, shape_named
-from forerun.speculative.sampling import Sampling
 
 INTEGERS = "integers"
 SCALES_AT = {"Q4_K": (0, 2), "Q8_0": (0,), "Q4_0": (0,), "Q6_K": (208,)}
@@ -71,18 +67,6 @@ def rows(kind: str, shape: tuple[int, int]) -> np.ndarray:
     return found.reshape(shape[0], -1)
 
 
-def built(arch: Architecture, kind: str, threads: int) -> CpuExecutor:
-    """The model with CONTEXT tokens in its cache."""
-    limits = ExecutorLimits(
-        page_size=16, pages=64, slots=1, max_nodes=128, context=1024, vocab=arch.vocab
-    )
-    executor = CpuExecutor(FewBits(arch, kind), limits, threads)
-    tokens = np.random.default_rng(0).integers(0, arch.vocab, CONTEXT).astype(np.int32)
-    executor.open(SlotInit(0, tokens, CONTEXT, Sampling(temperature=0.0)))
-    step(executor, tokens, 0)
-    return executor
-
-
 def main() -> None:
     """Measure and write the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
@@ -94,24 +78,9 @@ def main() -> None:
     asked = parser.parse_args()
     whole = shape_named(asked.shape)
     arch = replace(whole, vocab=32000, layer_specs=whole.layer_specs[: asked.layers])
-    models = {kind: built(arch, kind, asked.threads) for kind in asked.kinds}
-    sizes = ", ".join(f"{k} {m.describe()['weight_bytes'] >> 20}" for k, m in models.items())
-    sys.stdout.write(f"{native.kernels()}; MiB of weights: {sizes}\n")
-    random = np.random.default_rng(1)
-    for count in (1, 4, 8, 16, 64):
-        taken: dict[str, list[float]] = {kind: [] for kind in models}
-        for turn in range(asked.turns + 1):
-            tokens = random.integers(0, arch.vocab, count).astype(np.int32)
-            order = list(models)
-            for kind in order[turn % len(order) :] + order[: turn % len(order)]:
-                taken[kind].append(1e3 * step(models[kind], tokens, CONTEXT))
-        first = sorted(taken[asked.kinds[0]][1:])
-        cells = []
-        for kind, every in taken.items():
-            times = sorted(every[1:])
-            least, middle = times[0] / first[0], median(times) / median(first)
-            cells.append(f"{kind} {times[0]:.1f} {median(times):.1f} (x {least:.2f} {middle:.2f})")
-        sys.stdout.write(f"{count:4d} rows: {', '.join(cells)}\n")
+    models = {kind: opened(FewBits(arch, kind), asked.threads) for kind in asked.kinds}
+    sys.stdout.write(f"{native.kernels()}; {weights(models)}")
+    sys.stdout.writelines(in_turns(models, (1, 4, 8, 16, 64), asked.turns))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ tokens that are always wrong.
 """
 
 import argparse
-import json
 import statistics
 import sys
 from itertools import cycle, islice
@@ -26,12 +25,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from bench.records import keep
 from forerun.build import engine
 from forerun.build.engine import open_target
 from forerun.client.completion import acceptance_length, make_request
 from forerun.drafters.ngram import NgramDrafter
 from forerun.interface.plan import Plan
-from forerun.machine import stamp
 from forerun.measure.paired import median_interval
 from forerun.measure.prove import Completions, encode
 from forerun.measure.sweep import Pair, pair
@@ -141,8 +140,7 @@ def main() -> int:
         )
     Console().print(table)
     if args.out:
-        facts = {"command": sys.argv, "machine": stamp(), "same_tokens": same, "rows": rows}
-        args.out.write_text(json.dumps(facts, indent=1) + "\n")
+        keep(args.out, {"same_tokens": same, "rows": rows})
     target.close()
     return 0 if same else 1
 

@@ -58,6 +58,8 @@ it (docs/log.md: 1.2 of 80 ms beside 64 rows)."""
 ROW_MS = {"many": 0.05}
 """What every row adds that start-up does not see: its news, and its own context. Assumed: the host
 alone takes 2 ms of 64 rows (docs/log.md), their contexts more."""
+TUNED = sys.modules[__name__], account, adaptive, host_drafts, costs
+"""Where constants are read that --set changes."""
 NOISE = 0.05
 """Relative spread of a step's time. One step in fifty takes three times as long, and one in 300
 begins a spell of fifty steps that take 1.4 times as long: neighbours."""
@@ -246,9 +248,11 @@ def run(options: argparse.Namespace) -> None:
     """Print one line per cost table and number of rows."""
     for change in options.set:
         name, value = change.split("=")
-        for module in (sys.modules[__name__], account, adaptive, host_drafts, costs):
-            if hasattr(module, name):
-                setattr(module, name, type(getattr(module, name))(float(value)))
+        places = [module for module in TUNED if hasattr(module, name)]
+        if not places:
+            raise SystemExit(f"--set {change}: there is no constant {name}")
+        for module in places:
+            setattr(module, name, type(getattr(module, name))(float(value)))
     answers = [a for a in json.loads(options.answers.read_text()) if len(a["output"]) > 1]
     if options.tokens:
         answers = [

@@ -34,6 +34,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.records import keep, quartiles
 from forerun.draft_shape import DraftShape
 from forerun.executors.cpu import CpuExecutor, native
 from forerun.hub.catalog import Model, open_model
@@ -180,7 +181,7 @@ def summary(times: Times, executors: list[str]) -> dict[str, Any]:
             line: dict[str, Any] = {"min": min(taken), "median": statistics.median(taken)}
             if label in [f"{name} step" for name in executors[1:]]:
                 ratios = [a / b for a, b in zip(taken, first[size], strict=True)]
-                line["ratio"] = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+                line["ratio"] = quartiles(ratios)
             table[label]["x".join(map(str, size))] = line
     return table
 
@@ -219,8 +220,8 @@ def main() -> None:
         for name in asked.executors
     }
     facts: dict[str, Any] = {name: each.executor.describe() for name, each in benches.items()}
-    report: dict[str, Any] = {"command": sys.argv, "machine": stamp(), "executors": facts}
-    report |= {"model": asked.model, "context": asked.context, "clock": asked.clock, "ms": {}}
+    report: dict[str, Any] = {"executors": facts, "model": asked.model, "context": asked.context}
+    report |= {"clock": asked.clock, "ms": {}}
     sizes, rounds = list(product(asked.rows, asked.nodes)), -(-asked.rounds // BLOCKS)
     draw = np.random.default_rng(0)
     for kind in asked.kinds:
@@ -245,13 +246,13 @@ def main() -> None:
         report["executors"]["jax"] = benches["jax"].executor.describe()
     print_table(report)
     if asked.json:
-        asked.json.write_text(json.dumps(report, indent=1, default=str) + "\n")
+        keep(asked.json, report)
 
 
 def print_table(report: dict[str, Any]) -> None:
     """Medians, one column per size."""
     out = sys.stdout.write
-    out(f"{report['machine']}\n")
+    out(f"{stamp()}\n")
     for kind, table in report["ms"].items():
         sizes = list(next(iter(table.values())))
         out(f"{kind} rows x nodes".ljust(28) + "".join(f"{size:>9}" for size in sizes) + "\n")

@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench.records import keep
 from forerun.build.engine import Target, encode_chat, make_engine, open_target
 from forerun.client.completion import complete, make_request
 from forerun.constrain.grammar import Grammar
@@ -27,7 +28,6 @@ from forerun.constrain.isolation.compile import Compiler
 from forerun.constrain.matcher.matcher import Compiled, Matcher
 from forerun.errors import RequestError
 from forerun.interface.grammars import Grammars
-from forerun.machine import stamp
 from forerun.options.config import EngineConfig
 from forerun.speculative.tree import NodeMasks
 from forerun.text.tokenizer import Tokenizer
@@ -197,8 +197,7 @@ def speed(model: str, tokens: int, requests: int, rounds: int, out: Path | None)
         [(row["kind"], [row[c][fact] for c in columns for fact in facts]) for row in rows],
     )
     if out:
-        written = {"command": sys.argv, "machine": stamp(), "rounds": rounds, "rows": rows}
-        out.write_text(json.dumps(written, indent=1) + "\n")
+        keep(out, {"rounds": rounds, "rows": rows})
     target.close()
 
 

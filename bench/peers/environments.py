@@ -3,6 +3,7 @@
 python bench/peers/environments.py llamacpp          prints the path of its interpreter
 """
 
+import argparse
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -49,4 +50,6 @@ def interpreter(name: str) -> Path:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(f"{interpreter(sys.argv[1])}\n")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=ENVIRONMENTS)
+    sys.stdout.write(f"{interpreter(parser.parse_args().name)}\n")

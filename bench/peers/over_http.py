@@ -16,7 +16,6 @@ the same round. First token: the median answer's, in milliseconds, in the whole.
 
 import argparse
 import asyncio
-import json
 import statistics
 import subprocess
 import sys
@@ -34,9 +33,9 @@ from bench.peers.dequantise import write_folder
 from bench.peers.environments import ENVIRONMENTS, OUT, interpreter
 from bench.peers.servers import SERVERS, Job, Server, fields, running
 from bench.peers.sources import SOURCES, missing_tools
+from bench.records import keep
 from forerun.errors import ForerunError
 from forerun.hub.catalog import open_model
-from forerun.machine import stamp
 from forerun.measure.client import Endpoint, Timing, body_of, find_model, load_level
 from forerun.measure.workload import Prompt, read_prompts, spread
 from forerun.options.config import AskConfig
@@ -316,9 +315,7 @@ def save(out: Path | None, found: Results) -> None:
     if not out:
         return
     packages = {name: ENVIRONMENTS[name].packages for name in sorted(ENVIRONMENTS)}
-    record = {"machine": stamp(), "command": sys.argv, "packages": packages, "results": found}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    keep(out, {"packages": packages, "results": found})
 
 
 def main() -> None:

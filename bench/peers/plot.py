@@ -5,8 +5,8 @@
 A panel for each figure, a line for each server, medians over the rounds.
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from statistics import median
 
@@ -33,5 +33,8 @@ def drawn(results: dict[str, dict[str, list[dict[str, float]]]]) -> str:
 
 
 if __name__ == "__main__":
-    measured, picture = map(Path, sys.argv[1:])
-    picture.write_text(drawn(json.loads(measured.read_text())["results"]))
+    parser = argparse.ArgumentParser(description="What over_http.py measured, drawn.")
+    parser.add_argument("measured", type=Path, help="its --out")
+    parser.add_argument("picture", type=Path, help="the SVG")
+    asked = parser.parse_args()
+    asked.picture.write_text(drawn(json.loads(asked.measured.read_text())["results"]))

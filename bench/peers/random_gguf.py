@@ -8,7 +8,7 @@ so that prompts have as many tokens as usual. Its text means nothing; the time i
 model's.
 """
 
-import sys
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -103,4 +103,8 @@ def write(path: Path, words: Path) -> None:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]), Path(sys.argv[2]))
+    parser = argparse.ArgumentParser(description="A Llama of 1.1 billion random weights.")
+    parser.add_argument("model", type=Path, help="the file to write")
+    parser.add_argument("words", type=Path, help="a GGUF with the tokenizer")
+    asked = parser.parse_args()
+    write(asked.model, asked.words)
