@@ -54,9 +54,9 @@ class Wrong(NgramDrafter):
         return drafts
 
 
-def wrong(slots: int, table: NgramTable | None) -> Wrong:
+def wrong(slots: int, table: NgramTable | None = None, capacity: int = 0) -> Wrong:
     """Instead of the engine's drafter; the native one would buy by itself."""
-    return Wrong(slots, table=table)
+    return Wrong(slots, table=table, capacity=capacity)
 
 
 def decoding(run: Completions) -> float:
@@ -91,6 +91,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=96, help="of an answer, in the mean")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--prompts", type=int, default=2, help="of a stream and round")
+    parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--set", type=Path, help="jsonl of chats (default: built in)")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--adversary", action="store_true")
@@ -98,7 +99,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.adversary:
         patch.object(engine, "ngram_drafter", wrong).start()
-    target = open_target(EngineConfig(kv_tokens=max(*args.batches, 4) * 1024, context=2048))
+    tokens = max(*args.batches, 4) * 1024
+    target = open_target(EngineConfig(model=args.model, kv_tokens=tokens, context=2048))
     every = read_prompts(args.set)
     rows, same, draw = [], True, np.random.default_rng(args.seed)
     for batch in args.batches:
