@@ -257,7 +257,7 @@ class EngineProcess:
     def _hear(self, message: messages.FromEngine) -> None:
         self._heard = monotonic()
         match message:
-            case messages.News(deltas, condition):
+            case messages.Deltas(deltas, condition):
                 self._condition = condition
                 self._sinks.deliver(deltas)
             case messages.Refused(request, problem):

@@ -229,5 +229,5 @@ class _Worker:
                     return
                 if isinstance(message, list):
                     condition = messages.Condition(engine.alive, engine.fault, engine.step_began)
-                    message = messages.News(message, condition)
+                    message = messages.Deltas(message, condition)
                 self._connection.send_bytes(messages.encode(message))

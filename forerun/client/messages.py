@@ -171,7 +171,7 @@ class Condition(msgspec.Struct, frozen=True):
     step_began: float | None = None
 
 
-class News(msgspec.Struct, tag=True):
+class Deltas(msgspec.Struct, tag=True):
     """The deltas of one step, or of several where this side was behind; a sign of life where there
     are none.
 
@@ -218,7 +218,7 @@ class Failed(msgspec.Struct, tag=True):
 
 
 ToEngine = Start | Submit | Abort | Compile | Forget | ForgetPrefixes | Ask | Shutdown
-FromEngine = Ready | Loading | NotLoaded | News | Refused | Compiled | Told | Failed | Lost
+FromEngine = Ready | Loading | NotLoaded | Deltas | Refused | Compiled | Told | Failed | Lost
 
 
 def _plain(value: Any) -> Any:

@@ -9,10 +9,10 @@ from time import perf_counter
 
 from forerun.engine.check import check_all
 from forerun.engine.metrics import Metrics
-from forerun.engine.news import Ending, failed
 from forerun.engine.opening import open_slots
 from forerun.engine.output import OutputProcessor
 from forerun.engine.parts import Parts
+from forerun.engine.row_output import Ending, failed
 from forerun.engine.scheduler import Schedule, Scheduler
 from forerun.engine.sequence import Sequence
 from forerun.engine.step import Step, begin, finish, step_report
@@ -77,7 +77,7 @@ class EngineCore:
             return self._stalled()
         step = self._begin(schedule)
         if step is not None and (outcome := self._finish(step)) is not None:
-            self.outputs.tell(step, outcome, self.outputs.commit(step, outcome))
+            self.outputs.emit(step, outcome, self.outputs.commit(step, outcome))
             self._observe(step, outcome)
         return True
 

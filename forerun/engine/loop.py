@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Callable
 from time import monotonic
 
-from forerun.engine.news import Ending
 from forerun.engine.options import EngineOptions
 from forerun.engine.overlap import make_core
 from forerun.engine.parts import Parts
 from forerun.engine.request import Finish
+from forerun.engine.row_output import Ending
 from forerun.engine.sequence import Sequence
 from forerun.errors import RankError
 from forerun.types import RequestId
@@ -33,7 +33,7 @@ class EngineLoop:
         self._turned: Callable[[], None] = lambda: None
         # Shared with other threads, under the lock of `_changed`:
         self._changed = threading.Condition()
-        self._news: deque[Callable[[], None]] = deque()
+        self._inbox: deque[Callable[[], None]] = deque()
         self._ids: set[RequestId] = set()
         self._entering = 0
         self._stopping = False
@@ -47,7 +47,7 @@ class EngineLoop:
                 # With nothing to do for a moment, one turn is a check; then sleep for good.
                 patience = None if self._checked else QUIET
                 self._changed.wait_for(
-                    lambda: self._news or self._core.busy or self._stopping, patience
+                    lambda: self._inbox or self._core.busy or self._stopping, patience
                 )
                 if self._stopping:
                     break
@@ -62,7 +62,7 @@ class EngineLoop:
         An engine that fails gives up: it ends all requests and takes no more.
         """
         try:
-            self._take_news()
+            self._take_inbox()
             busy = self._core.step()
             self._turned()
             if not busy and not self._checked:
@@ -76,11 +76,11 @@ class EngineLoop:
             return False
         return busy
 
-    def _take_news(self) -> None:
-        while self._news:
+    def _take_inbox(self) -> None:
+        while self._inbox:
             with self._changed:
-                news = self._news.popleft()
-            news()
+                order = self._inbox.popleft()
+            order()
             self._turned()
 
     def _enter(self, sequences: list[Sequence]) -> None:
@@ -96,7 +96,7 @@ class EngineLoop:
             self._changed.notify_all()
 
     def _stop(self) -> None:
-        self._take_news()
+        self._take_inbox()
         self._core.end_all(Ending(Finish.ABORT))
         self._turned()
 
@@ -104,6 +104,6 @@ class EngineLoop:
         with self._changed:
             self._broken = message
             self._changed.notify_all()
-        self._take_news()
+        self._take_inbox()
         self._core.abandon(Ending(Finish.ERROR, error=message))
         self._turned()

@@ -4,8 +4,8 @@ import logging
 from collections.abc import Callable
 from time import monotonic
 
-from forerun.engine.news import Ending, failed
 from forerun.engine.parts import Parts
+from forerun.engine.row_output import Ending, failed
 from forerun.engine.scheduler import Schedule
 from forerun.engine.sequence import Sequence
 from forerun.interface.slot_init import SlotInit

@@ -12,15 +12,24 @@ from typing import TypeVar
 from forerun.cache.table import commit
 from forerun.columns import consume
 from forerun.engine.metrics import Metrics
-from forerun.engine.news import Ending, Kept, News, add_predicted, echo, failed, guided, step_trace
 from forerun.engine.parts import Parts
 from forerun.engine.request import Delta, Finish, Request, Stopping
+from forerun.engine.row_output import (
+    Ending,
+    PendingRows,
+    RowOutput,
+    add_predicted,
+    echo,
+    end_by_grammar,
+    failed,
+    step_trace,
+)
 from forerun.engine.scheduler import Scheduler
 from forerun.engine.sequence import Columns, Sequence, append, count
 from forerun.engine.step import Step
 from forerun.engine.trace import MAX_STEPS
 from forerun.interface.grammars import Committed
-from forerun.interface.plan import Outcome, TokenLogprobs
+from forerun.interface.plan import Outcome, Reports
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import RequestId
 
@@ -28,37 +37,32 @@ log = logging.getLogger("forerun.engine")
 Each = TypeVar("Each")
 
 
-def keep(sequence: Sequence, tokens: Collection[int], eos_ids: Collection[int]) -> Kept:
+def check_stop(sequence: Sequence, tokens: Collection[int], eos_ids: Collection[int]) -> RowOutput:
     """Push decided tokens through the stop conditions and the text stream, one by one.
 
     An end-of-text id is no `reason`; any other stop is, but before min_tokens a token is text.
     """
-    stopping, text, told = sequence.request.stopping, "", sequence.reported
-    kept: list[int] = []
-    room, early = stopping.max_tokens - told, sequence.sampling.min_tokens - told
+    stopping, text, before = sequence.request.stopping, "", sequence.reported
+    counted: list[int] = []
+    room, early = stopping.max_tokens - before, sequence.sampling.min_tokens - before
     ending = Ending(Finish.LENGTH) if room <= 0 else None
     for token in tokens:
         if ending is not None:
             break
-        kept.append(token)
-        is_stop = token in stopping.stop_tokens and (len(kept) > early or token in eos_ids)
+        counted.append(token)
+        is_stop = token in stopping.stop_tokens and (len(counted) > early or token in eos_ids)
         if not is_stop or stopping.include_stop:
-            piece = sequence.stream.push(token, len(kept) <= early)
+            piece = sequence.stream.push(token, len(counted) <= early)
             text += piece.text
             if piece.stopped is not None:
-                return _kept(sequence, kept, text, Ending(Finish.STOP, piece.stopped))
+                return RowOutput(tuple(counted), text, Ending(Finish.STOP, piece.stopped))
         if is_stop:
             ending = Ending(Finish.STOP, None if token in eos_ids else token)
-        elif len(kept) == room:
+        elif len(counted) == room:
             ending = Ending(Finish.LENGTH)
     if ending is not None:
         text += sequence.stream.finish()
-    return _kept(sequence, kept, text, ending)
-
-
-def _kept(sequence: Sequence, kept: list[int], text: str, ending: Ending | None) -> Kept:
-    sequence.reported += len(kept)
-    return Kept(tuple(kept), text, ending)
+    return RowOutput(tuple(counted), text, ending)
 
 
 def _of(rows: list[int], each: Several[Each]) -> list[Each]:
@@ -66,8 +70,8 @@ def _of(rows: list[int], each: Several[Each]) -> list[Each]:
     return list(map(each.__getitem__, rows))
 
 
-class Ordinary:
-    """Knows which tokens are news as they are: each is text by itself, and nobody ends there."""
+class BulkDetokenizer:
+    """Finds the rows whose tokens need no `check_stop`: each is text by itself and ends nobody."""
 
     def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
         self._text = bytearray(tokenizer.whole_tokens(vocab))
@@ -81,26 +85,26 @@ class Ordinary:
             self._whole[token] = self._text[token] and not self._stops[token]
 
     def rows(self, step: tuple[Sequence, ...], outcome: Outcome, rows: list[int]) -> list[bool]:
-        """Which of these rows of a step tell their tokens as they are, and run on."""
+        """Which of these rows of a step need no stop check, and run on."""
         sequences = _of(rows, step)
         tokens = _of(rows, outcome.output_tokens)
         whole = map(all, map(map, repeat(self._whole.__getitem__), tokens))
         more = map(lt, Columns.totals(sequences), Columns.limits(sequences))
-        return list(map(and_, map(and_, whole, more), Columns.ordinary(sequences)))
+        return list(map(and_, map(and_, whole, more), Columns.bulk(sequences)))
 
 
-def delta(sequence: Sequence, kept: Kept, logprobs: tuple[TokenLogprobs, ...]) -> Delta | None:
-    """News of a step, or None while there is none to tell.
+def make_delta(sequence: Sequence, output: RowOutput, logprobs: Reports) -> Delta | None:
+    """The delta of a step, or None while there is no text to report.
 
     Tokens whose text is held back (half a character, the beginning of a stop string) wait
     with their log-probabilities until text is released.
     """
-    sequence.unsent += kept.tokens
-    sequence.unsent_logprobs += logprobs[: len(kept.tokens)]
-    ending = kept.ending
-    if not kept.text and ending is None:
+    sequence.unsent += output.tokens
+    sequence.unsent_logprobs += logprobs[: len(output.tokens)]
+    ending = output.ending
+    if not output.text and ending is None:
         return None
-    first, sequence.news_sent = not sequence.news_sent, True
+    first, sequence.first_sent = not sequence.first_sent, True
     tokens, reports = tuple(sequence.unsent), tuple(sequence.unsent_logprobs)
     trace = tuple(sequence.unsent_trace)
     for unsent in (sequence.unsent, sequence.unsent_logprobs, sequence.unsent_trace):
@@ -108,7 +112,7 @@ def delta(sequence: Sequence, kept: Kept, logprobs: tuple[TokenLogprobs, ...]) -
     return Delta(
         request=sequence.request.id,
         index=sequence.index,
-        text=kept.text,
+        text=output.text,
         tokens=tokens,
         logprobs=reports,
         prompt_logprobs=tuple(sequence.prompt_logprobs) if first else (),
@@ -126,7 +130,7 @@ class OutputProcessor:
     """Makes outcomes permanent and known: tokens, pages, stop conditions, text, deltas, ends.
 
     live     the choices of each request that have not ended, by its id
-    ordinary knows whose tokens are news as they are
+    bulk     finds the rows that need no stop check
     vacate   gives back what a sequence holds that is over
     ended    called when the last choice of a request has ended
     """
@@ -143,17 +147,17 @@ class OutputProcessor:
         self._parts, self._scheduler, self._metrics = parts, scheduler, metrics
         self._vacate, self._ended = vacate, ended
         self._eos_ids, self._piece = parts.tokenizer.eos_ids, parts.tokenizer.pieces.__getitem__
-        self.ordinary = Ordinary(parts.tokenizer, parts.executor.limits.vocab)
+        self.bulk = BulkDetokenizer(parts.tokenizer, parts.executor.limits.vocab)
         # Output tokens of the longest choice that has ended, by request.
         self._longest: dict[RequestId, int] = {}
 
     def add(self, request: Request, sequences: list[Sequence]) -> None:
         """The choices of a request are submitted."""
         self.live[request.id] = list(sequences)
-        self.ordinary.add(request.stopping)
+        self.bulk.add(request.stopping)
 
-    def commit(self, step: Step, outcome: Outcome) -> News:
-        """Make the outcome of every row permanent. The rows that have news."""
+    def commit(self, step: Step, outcome: Outcome) -> PendingRows:
+        """Make the outcome of every row permanent. The rows whose tokens are to be reported."""
         plan, finite = step.round.plan, outcome.finite.tolist()
         if False in finite:
             message = "The model's output was not finite, or nothing was allowed to follow."
@@ -177,22 +181,22 @@ class OutputProcessor:
         for row in filter(plan.constrained.__getitem__, rows) if plan.some_constrained else ():
             found = self._through_grammar(step.rows[row], outcome.output_tokens[row])
             committed |= {} if found is None else {row: found}
-        return News(rows, committed)
+        return PendingRows(rows, committed)
 
-    def tell(self, step: Step, outcome: Outcome, news: News) -> None:
-        """Tell the news of these rows."""
-        rows = news.rows
+    def emit(self, step: Step, outcome: Outcome, pending: PendingRows) -> None:
+        """Report the tokens of these rows, as far as stop conditions let them count."""
+        rows = pending.rows
         if any(Columns.over(step.rows)):
             rows = [row for row in rows if not step.rows[row].over]
         self._metrics.rows(step.round.trees, rows, outcome)
         count(step.rows, rows, outcome)
-        ordinary = self.ordinary.rows(step.rows, outcome, rows)
-        self._tell_ordinary(step, outcome, list(compress(rows, ordinary)))
-        for row in compress(rows, map(not_, ordinary)):
-            self._settle(step, outcome, row, news.committed.get(row))
+        bulk = self.bulk.rows(step.rows, outcome, rows)
+        self._emit_bulk(step, outcome, list(compress(rows, bulk)))
+        for row in compress(rows, map(not_, bulk)):
+            self._emit_row(step, outcome, row, pending.committed.get(row))
 
-    def _tell_ordinary(self, step: Step, outcome: Outcome, rows: list[int]) -> None:
-        """Tell the tokens of these rows as they are."""
+    def _emit_bulk(self, step: Step, outcome: Outcome, rows: list[int]) -> None:
+        """Report all tokens of these rows, detokenized together."""
         sequences = _of(rows, step.rows)
         tokens = _of(rows, outcome.output_tokens)
         counts = list(map(len, tokens))
@@ -201,10 +205,12 @@ class OutputProcessor:
         consume(map(setattr, sequences, repeat("reported"), reported))
         texts = map(bytes.decode, map(b"".join, map(map, repeat(self._piece), tokens)))
         who = Columns.request_ids(sequences), Columns.indices(sequences)
-        self._tell(sequences, map(Delta, *who, texts, map(tuple, tokens)))
+        self._send(sequences, map(Delta, *who, texts, map(tuple, tokens)))
 
-    def _settle(self, step: Step, outcome: Outcome, row: int, committed: Committed | None) -> None:
-        """Of a row that has output tokens: count, apply the stop conditions and tell the news."""
+    def _emit_row(
+        self, step: Step, outcome: Outcome, row: int, committed: Committed | None
+    ) -> None:
+        """Apply the stop conditions to the tokens of a row, and report those that count."""
         sequence = step.rows[row]
         if sequence.over:
             return  # Ended with another row of the same request.
@@ -213,21 +219,22 @@ class OutputProcessor:
             add_predicted(sequence, step.round.trees, row, outcome.paths[row])
         try:
             counted = tokens if committed is None else tokens[: committed.kept]
-            kept = keep(sequence, counted, self._eos_ids)
+            output = check_stop(sequence, counted, self._eos_ids)
+            sequence.reported += len(output.tokens)
             if committed is not None:
-                kept = guided(sequence, kept, committed)
+                output = end_by_grammar(sequence, output, committed)
         except Exception as error:
             log.exception("request %s failed", sequence.request.id)
             self.end(sequence.request.id, failed(error))
             return
         if sequence.request.speculation.trace and len(sequence.tally.accepted) <= MAX_STEPS:
-            sequence.unsent_trace.append(step_trace(sequence, kept, step, row, outcome))
-        self._report(sequence, kept, outcome.logprobs[row] if outcome.logprobs else ())
+            sequence.unsent_trace.append(step_trace(sequence, output, step, row, outcome))
+        self._emit(sequence, output, outcome.logprobs[row] if outcome.logprobs else ())
         if committed is not None and committed.again and not sequence.over:
             self._parts.close(self._scheduler.preempt(sequence))
             self._metrics.preemptions += 1
-            sequence.drop(len(tokens) - len(kept.tokens))
-        sequence.news_told()
+            sequence.drop(len(tokens) - len(output.tokens))
+        sequence.update_bulk()
 
     def _through_grammar(self, sequence: Sequence, tokens: list[int]) -> Committed | None:
         """What a sequence's grammar says of decided tokens; None where it has none."""
@@ -240,41 +247,39 @@ class OutputProcessor:
             self.end(sequence.request.id, failed(error))
             return None
 
-    def _report(
-        self, sequence: Sequence, kept: Kept, logprobs: tuple[TokenLogprobs, ...] = ()
-    ) -> None:
-        """Tell what was kept; if that ends the sequence, give back first what it holds."""
-        if sequence.reported == len(kept.tokens) > 0:
+    def _emit(self, sequence: Sequence, output: RowOutput, logprobs: Reports = ()) -> None:
+        """Report an output; if it ends the sequence, give back first what that holds."""
+        if sequence.reported == len(output.tokens) > 0:
             sequence.first_decided = monotonic()
             self._metrics.first_token.add(sequence.first_decided - sequence.submitted)
-        self._metrics.output_tokens += len(kept.tokens)
-        if kept.ending is not None:
-            self._remove(sequence, kept.ending.finish)
-        news = delta(sequence, kept, logprobs)
-        if news is not None:
-            self._tell([sequence], [news])
+        self._metrics.output_tokens += len(output.tokens)
+        if output.ending is not None:
+            self._remove(sequence, output.ending.finish)
+        delta = make_delta(sequence, output, logprobs)
+        if delta is not None:
+            self._send([sequence], [delta])
         if sequence.request.id not in self.live:
             self._ended(sequence.request.id)
 
-    def _tell(self, sequences: list[Sequence], deltas: Iterable[Delta]) -> None:
+    def _send(self, sequences: list[Sequence], deltas: Iterable[Delta]) -> None:
         """Hand on a delta of each. A sink that fails ends all choices of its request."""
-        left, news = iter(sequences), iter(deltas)
+        left, unsent = iter(sequences), iter(deltas)
         try:
-            consume(map(call, Columns.sinks(left), news))
+            consume(map(call, Columns.sinks(left), unsent))
         except Exception:
             sequence = sequences[-1 - length_hint(left)]
             log.exception("the sink of request %s failed", sequence.request.id)
             for other in tuple(self.live.get(sequence.request.id, ())):
                 self._remove(other, Finish.ABORT)
             self._ended(sequence.request.id)
-            rest = [each for each in zip(left, news, strict=True) if not each[0].over]
-            self._tell([one for one, _ in rest], [delta for _, delta in rest])
+            rest = [each for each in zip(left, unsent, strict=True) if not each[0].over]
+            self._send([one for one, _ in rest], [delta for _, delta in rest])
 
     def end(self, request: RequestId, ending: Ending) -> None:
         """End every choice of a request that still runs."""
         for sequence in tuple(self.live.get(request, ())):
             if sequence in self.live.get(request, ()):  # A failing sink ends its siblings.
-                self._report(sequence, Kept((), sequence.stream.finish(), ending))
+                self._emit(sequence, RowOutput((), sequence.stream.finish(), ending))
 
     def _remove(self, sequence: Sequence, finish: Finish) -> None:
         """Give back all that a sequence holds, and forget it."""
@@ -282,10 +287,10 @@ class OutputProcessor:
         self._metrics.ended(sequence, finish)
         longest = max(self._longest.get(request, 0), sequence.reported)
         self._longest[request] = longest
-        sequence.over, sequence.ordinary = True, False
+        sequence.over, sequence.bulk = True, False
         self._vacate(sequence)
         self.live[request].remove(sequence)
         if not self.live[request]:
             del self.live[request]
-            self.ordinary.add(sequence.request.stopping, -1)
+            self.bulk.add(sequence.request.stopping, -1)
             self._metrics.longest_output.add(self._longest.pop(request))

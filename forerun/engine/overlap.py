@@ -13,11 +13,11 @@ back when it is over.
 
 Where the host has a say - a prompt, a grammar, draft tokens from the text, somebody waiting for a
 free slot, too few pages - round n is finished first. Then round n+1 begins, and only then are the
-news of round n told: stop conditions, text, sinks. Whoever is ended by a string, as the text says,
-runs once more here too.
+outputs of round n reported: stop conditions, text, sinks. Whoever is ended by a string, as the text
+says, runs once more here too.
 
     device     | round n           |                   | round n+1
-    host        news n-1             finish n | plan n+1 | news n
+    host        report n-1           finish n | plan n+1 | report n
 """
 
 import logging
@@ -29,9 +29,9 @@ from operator import add, not_
 import numpy as np
 
 from forerun.engine.core import EngineCore
-from forerun.engine.news import Ending, News
 from forerun.engine.options import EngineOptions
 from forerun.engine.parts import Parts
+from forerun.engine.row_output import Ending, PendingRows
 from forerun.engine.scheduler import Schedule
 from forerun.engine.sequence import Columns, Sequence
 from forerun.engine.step import StageTimer, Step, with_request
@@ -62,7 +62,7 @@ def make_core(
 
 
 class OverlappingCore(EngineCore):
-    """Begins a round before the one before it is finished, or before its news are told."""
+    """Begins a round before the one before it is finished, or before its outputs are reported."""
 
     def __init__(self, parts: Parts, max_failures: int, ended: Callable[[RequestId], None]) -> None:
         super().__init__(parts, max_failures, ended)
@@ -93,15 +93,15 @@ class OverlappingCore(EngineCore):
         outcome = self._finish(step)
         if outcome is None:
             return True
-        news, later = self.outputs.commit(step, outcome), None
-        if not self._steps:  # The device shall wait for its next round and not for the news.
-            news, later = self._parted(step, outcome, news)
-        self.outputs.tell(step, outcome, news)
+        pending, later = self.outputs.commit(step, outcome), None
+        if not self._steps:  # The device shall not wait while outputs are reported.
+            pending, later = self._split_ended(step, outcome, pending)
+        self.outputs.emit(step, outcome, pending)
         self._release()
         self._observe(step, outcome)
         if later is not None:
             self._queue_next()
-            self.outputs.tell(step, outcome, later)
+            self.outputs.emit(step, outcome, later)
             self._release()
         return True
 
@@ -209,16 +209,18 @@ class OverlappingCore(EngineCore):
         plan = scheduler.made(rows, [1] * len(rows), kv_len, budgets, decision)
         return Schedule(plan, tuple(rows), decision)
 
-    def _parted(self, step: Step, outcome: Outcome, news: News) -> tuple[News, News]:
-        """The news of rows that end whatever their text says, or are decided again, and need not
+    def _split_ended(
+        self, step: Step, outcome: Outcome, pending: PendingRows
+    ) -> tuple[PendingRows, PendingRows]:
+        """The outputs of rows that end whatever their text says, or are decided again, and need not
         run on; and those of the others.
         """
-        on = self.outputs.ordinary.rows(step.rows, outcome, news.rows)
+        on = self.outputs.bulk.rows(step.rows, outcome, pending.rows)
         for place in compress(range(len(on)), map(not_, on.copy())):
-            row = news.rows[place]
-            sequence, committed = step.rows[row], news.committed.get(row)
+            row = pending.rows[place]
+            sequence, committed = step.rows[row], pending.committed.get(row)
             stops, tokens = sequence.request.stopping.stop_tokens, outcome.output_tokens[row]
             on[place] = sequence.remaining > 0 and not any(map(stops.__contains__, tokens))
             on[place] = on[place] and (committed is None or not committed.ends)
-        ends = compress(news.rows, map(not_, on))
-        return news._replace(rows=[*ends]), news._replace(rows=[*compress(news.rows, on)])
+        ended, others = compress(pending.rows, map(not_, on)), compress(pending.rows, on)
+        return pending._replace(rows=[*ended]), pending._replace(rows=[*others])

@@ -112,7 +112,7 @@ class SpeculationStats:
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """News of one choice of one request, in order. The last has `finish` set.
+    """What is new of one choice of one request, in order. The last has `finish` set.
 
     text             newly final text (never half a character, never part of a stop string)
     tokens           tokens whose text is thereby settled, stop token included

@@ -57,8 +57,7 @@ class Sequence:
         0 <= reported                       output tokens that count (a stop can cut a step's)
 
     over      its end was told: what it still holds, a running step needs
-    ordinary  a step's tokens are news as they are, where each is text by itself and stops nobody
-              (output.py)
+    bulk      its tokens may be detokenized with others' in bulk (BulkDetokenizer)
     limit     tokens that it may have in the end
     shared    tokens that filled cached pages when it took its slot
 
@@ -77,7 +76,7 @@ class Sequence:
         self.sink = sink
         self.stream = stream
         self.slot: int | None = None
-        self.over = self.ordinary = False
+        self.over = self.bulk = False
         self.constrained = request.grammar is not None
         self.bounded = request.speculation.bounded
         self.table: PageTable
@@ -92,7 +91,7 @@ class Sequence:
         self.unsent: list[int] = []
         self.unsent_logprobs: list[TokenLogprobs] = []
         self.unsent_trace: list[StepTrace] = []
-        self.news_sent = False
+        self.first_sent = False
         self.tally = Tally()
         # Seconds on the monotonic clock: it waited, read its prompt, decoded.
         self.submitted = monotonic()
@@ -135,14 +134,12 @@ class Sequence:
             return True
         return len(self.prompt_logprobs) >= self.prompt_len - 1
 
-    def news_told(self) -> None:
-        """See whether the next news are `ordinary`: nothing is held back, and nothing but text is
-        told.
-        """
-        request, waits = self.request, self.unsent or not self.news_sent
+    def update_bulk(self) -> None:
+        """See whether the next tokens are `bulk`: no text is held back, nothing else reported."""
+        request, waits = self.request, self.unsent or not self.first_sent
         more = self.constrained or request.speculation.trace or len(request.prediction)
-        told = waits or more or self.sampling.logprobs is not None
-        self.ordinary = not (told or self.over) and self.stream.passes
+        more = waits or more or self.sampling.logprobs is not None
+        self.bulk = not (more or self.over) and self.stream.passes
 
     def drop(self, count: int) -> None:
         """The last `count` tokens are not decided after all. The sequence has no pages."""
@@ -166,7 +163,7 @@ class Columns:
     reported: Column[Sequence, int] = column("reported")
     constrained: Column[Sequence, bool] = column("constrained")
     bounded: Column[Sequence, bool] = column("bounded")
-    ordinary: Column[Sequence, bool] = column("ordinary")
+    bulk: Column[Sequence, bool] = column("bulk")
     over: Column[Sequence, bool] = column("over")
     tallies: Column[Sequence, Tally] = column("tally")
     accepted: Column[Sequence, "array[int]"] = column("tally.accepted")

@@ -9,10 +9,10 @@ from typing import Any
 from forerun.control.policy import Policy
 from forerun.engine.core import EngineCore
 from forerun.engine.loop import EngineLoop
-from forerun.engine.news import Ending
 from forerun.engine.options import EngineOptions
 from forerun.engine.parts import Parts
 from forerun.engine.request import Finish, Request, Sink
+from forerun.engine.row_output import Ending
 from forerun.engine.sequence import Sequence
 from forerun.engine.stats import Stats, snapshot
 from forerun.engine.validate import validate
@@ -100,24 +100,24 @@ class Engine(EngineLoop):
             ]
             self._ids.add(request.id)
             self._entering += request.n
-            self._news.append(partial(self._enter, sequences))
+            self._inbox.append(partial(self._enter, sequences))
             self._changed.notify_all()
 
     def listen(self, turned: Callable[[], None]) -> None:
-        """Have `turned` called on the engine's thread when sinks have been told a step's news."""
+        """Have `turned` called on the engine's thread when sinks have got the deltas of a step."""
         self._turned = turned
 
     def abort(self, request: RequestId) -> None:
         """End a request; its choices finish with ABORT before the next step. Unknown: nothing."""
         with self._changed:
             if request in self._ids:
-                self._news.append(partial(self._core.outputs.end, request, Ending(Finish.ABORT)))
+                self._inbox.append(partial(self._core.outputs.end, request, Ending(Finish.ABORT)))
                 self._changed.notify_all()
 
     def before_step(self, order: Callable[[EngineCore], None]) -> None:
         """Have `order` called on the engine's thread before its next step."""
         with self._changed:
-            self._news.append(partial(order, self._core))
+            self._inbox.append(partial(order, self._core))
 
     def fail(self, message: str) -> None:
         """End all requests with an error and take no more: the executor can run no step. Where the

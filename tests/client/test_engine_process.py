@@ -104,7 +104,7 @@ def test_what_crosses_comes_out_as_it_went_in():
         16,
         trace=(StepTrace(0, 0, (1, 2), row, 0, 4, "why", 1.5),),
     )
-    sent = messages.News([delta], messages.Condition(True, "off", 1.0))
+    sent = messages.Deltas([delta], messages.Condition(True, "off", 1.0))
     assert messages.from_engine(messages.encode(sent)) == sent
 
 

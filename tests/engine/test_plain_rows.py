@@ -37,11 +37,11 @@ def heard(name, overlap):
 def test_both_ways_tell_the_same(monkeypatch, name, overlap):
     quick, told = heard(name, overlap), []
 
-    def nobody(ordinary, step, outcome, rows):
+    def nobody(bulk, step, outcome, rows):
         told.append(len(rows))
         return [False] * len(rows)
 
-    monkeypatch.setattr("forerun.engine.output.Ordinary.rows", nobody)
+    monkeypatch.setattr("forerun.engine.output.BulkDetokenizer.rows", nobody)
     slow = heard(name, overlap)
     assert sum(told) > 40
     key = lambda delta: (delta.request, delta.index)  # noqa: E731
@@ -50,9 +50,9 @@ def test_both_ways_tell_the_same(monkeypatch, name, overlap):
 
 def test_most_rows_of_a_long_answer_are_told_as_they_are(monkeypatch):
     engine, one_by_one = make("none", context=400, pages=400), []
-    settle = engine._core.outputs._settle
+    settle = engine._core.outputs._emit_row
     monkeypatch.setattr(
-        engine._core.outputs, "_settle", lambda *a: one_by_one.append(a[2]) or settle(*a)
+        engine._core.outputs, "_emit_row", lambda *a: one_by_one.append(a[2]) or settle(*a)
     )
     ear, request = Ear(), ask("r", "Hello", 200, stop_tokens=())
     engine.submit(request, ear)

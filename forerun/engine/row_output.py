@@ -1,4 +1,4 @@
-"""News of a step, and those that few sequences have: how one ends, what a step did for one."""
+"""What a row of a step puts out: which of its tokens count, their text, and how a sequence ends."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,8 +23,8 @@ class Ending:
     code: str | None = None
 
 
-class Kept(NamedTuple):
-    """What of a step's tokens counts.
+class RowOutput(NamedTuple):
+    """What a step puts out for a sequence.
 
     tokens  up to and with the one that ended the sequence, if one did
     text    newly final text
@@ -35,23 +35,23 @@ class Kept(NamedTuple):
     ending: Ending | None = None
 
 
-class News(NamedTuple):
-    """Rows of a step whose tokens are permanent and not told yet.
+class PendingRows(NamedTuple):
+    """Rows of a step whose tokens are permanent and not reported yet.
 
     rows       ascending
-    committed  what the grammars of those that have one say of the tokens
+    committed  by row, what the grammars of those that have one say of the tokens
     """
 
     rows: list[int]
     committed: dict[int, Committed]
 
 
-def guided(sequence: Sequence, kept: Kept, committed: Committed) -> Kept:
+def end_by_grammar(sequence: Sequence, output: RowOutput, committed: Committed) -> RowOutput:
     """The same, but where the grammar is complete or cannot be followed, the sequence ends here."""
-    if kept.ending is not None or not (committed.complete or committed.error):
-        return kept
+    if output.ending is not None or not (committed.complete or committed.error):
+        return output
     ending = Ending(Finish.STOP) if committed.complete else grammar_ended(sequence, committed)
-    return Kept(kept.tokens, kept.text + sequence.stream.finish(), ending)
+    return RowOutput(output.tokens, output.text + sequence.stream.finish(), ending)
 
 
 def failed(error: Exception) -> Ending:
@@ -74,14 +74,16 @@ def grammar_ended(sequence: Sequence, committed: Committed) -> Ending:
     return Ending(Finish.ERROR, error=text, code=GRAMMAR_LIMIT)
 
 
-def step_trace(sequence: Sequence, kept: Kept, step: Step, row: int, outcome: Outcome) -> StepTrace:
+def step_trace(
+    sequence: Sequence, output: RowOutput, step: Step, row: int, outcome: Outcome
+) -> StepTrace:
     """What the step that was just counted did for a sequence."""
     drafted = draft_row(step.round.trees, row, outcome.paths[row])
     nodes = bounded(drafted)
     return StepTrace(
         number=len(sequence.tally.accepted) - 1,
-        position=sequence.reported - len(kept.tokens),
-        tokens=kept.tokens,
+        position=sequence.reported - len(output.tokens),
+        tokens=output.tokens,
         nodes=nodes,
         left_out=len(drafted.tokens) - len(nodes.tokens),
         allowed=int(step.round.plan.max_nodes[row]),
