@@ -206,7 +206,7 @@ class OverlappingCore(EngineCore):
             return None
         kv_len = list(map(add, Columns.lengths(rows), longer))
         budgets, decision = scheduler.grant(rows, scheduler.scored - len(rows), kv_len, own=2)
-        plan = scheduler.made(rows, [1] * len(rows), kv_len, budgets, decision)
+        plan = scheduler.make_plan(rows, [1] * len(rows), kv_len, budgets, decision)
         return Schedule(plan, tuple(rows), decision)
 
     def _split_ended(

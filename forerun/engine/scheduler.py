@@ -166,7 +166,7 @@ class Scheduler(Admission):
                 rows.append(sequence)
                 known.append(chunk)
                 room -= chunk
-        plan = self.made(rows, known, list(Columns.lengths(rows)), budgets, decision)
+        plan = self.make_plan(rows, known, list(Columns.lengths(rows)), budgets, decision)
         return Schedule(plan, tuple(rows), decision, opened, closed)
 
     def grant(
@@ -215,7 +215,7 @@ class Scheduler(Admission):
             if depths[row]:  # The end of the text may be nearer.
                 table.reserve(min(first[row] + depths[row], limit) - table.length)
 
-    def made(
+    def make_plan(
         self,
         sequences: list[Sequence],
         counts: list[int],

@@ -138,8 +138,8 @@ class Sequence:
         """See whether the next tokens are `bulk`: no text is held back, nothing else reported."""
         request, waits = self.request, self.unsent or not self.first_sent
         more = self.constrained or request.speculation.trace or len(request.prediction)
-        more = waits or more or self.sampling.logprobs is not None
-        self.bulk = not (more or self.over) and self.stream.passes
+        checked = waits or more or self.over or self.sampling.logprobs is not None
+        self.bulk = not checked and self.stream.passes
 
     def drop(self, count: int) -> None:
         """The last `count` tokens are not decided after all. The sequence has no pages."""

@@ -111,7 +111,7 @@ def complete(
     rows: list[tuple[int, SlotState]],
     logits: Logits,
     masks: NodeMasks | None,
-    told: ReportsOf,
+    reports: ReportsOf,
     made: Choices,
 ) -> Choices:
     """Decide the given rows of a step where `made` has no choice at their root, and report what
@@ -119,7 +119,7 @@ def complete(
 
     rows    numbers of rows, with their slots' states
     logits  of flat nodes
-    told    makes the reports
+    reports  makes the reports
 
     Completes the arrays of `made` in place and returns them with the reports.
     """
@@ -128,7 +128,7 @@ def complete(
     echoed: list[Reports] = [()] * plan.rows
     for row, slot in rows:
         nodes, root = trees.nodes(row), trees.root(row)
-        echo = _echo(plan, row, trees, slot, told)
+        echo = _echo(plan, row, trees, slot, reports)
         if any(isnan(entry.logprob) for entry in echo):
             choice[nodes.start : nodes.stop] = NOTHING
             finite[row] = False
@@ -142,7 +142,7 @@ def complete(
         if slot.sampling.logprobs is not None:
             chosen = [node for node in nodes if choice[node] >= 0]
             pairs = list(zip(chosen, choice[chosen].tolist(), strict=True))
-            logprobs[row] = told(slot.sampling.logprobs, pairs)
+            logprobs[row] = reports(slot.sampling.logprobs, pairs)
         finite[row] = choice[root] >= 0
     return Choices(choice, finite, tuple(logprobs), tuple(echoed))
 
@@ -155,14 +155,14 @@ def put_path(choice: Ints, root: int, path: Path) -> None:
         choice[node] = token
 
 
-def _echo(plan: Plan, row: int, trees: TreeBatch, slot: SlotState, told: ReportsOf) -> Reports:
+def _echo(plan: Plan, row: int, trees: TreeBatch, slot: SlotState, reports: ReportsOf) -> Reports:
     """Reports of the decided tokens that follow the known ones, where they are asked for."""
     top = slot.sampling.prompt_logprobs
     if top is None:
         return ()
     following = slot.tokens[int(plan.kv_len[row]) + 1 :]
     nodes = range(int(trees.start[row]), trees.root(row) + 1)
-    return told(top, list(zip(nodes, following, strict=False)))
+    return reports(top, list(zip(nodes, following, strict=False)))
 
 
 def reports_of(logits: Logits, top: int, pairs: Iterable[tuple[int, int]]) -> Reports:

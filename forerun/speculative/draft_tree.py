@@ -110,12 +110,12 @@ Offer = tuple[float, int, int, int, Any, DraftSource]
 """A path that may be drafted next: (minus its score, its place among equal scores, its last
 token, the draft token above or -1, whatever the drafter wants to know of it again, its source)."""
 
-Below = Callable[[Offer, int], Iterable[Offer]]
+Children = Callable[[Offer, int], Iterable[Offer]]
 """(an offer that was taken, its number among the draft tokens) -> what may follow now, none of it
 with a better score."""
 
 
-def best_first(first: Iterable[Offer], below: Below, nodes: int) -> Draft:
+def best_first(first: Iterable[Offer], children: Children, nodes: int) -> Draft:
     """The `nodes` best paths below the root, best first; their scores are those of the offers.
 
     Where no score is better than the one above it, they are the best there are and connected.
@@ -132,7 +132,7 @@ def best_first(first: Iterable[Offer], below: Below, nodes: int) -> Draft:
         parents.append(offer[3])
         scores.append(-offer[0])
         sources.append(offer[5])
-        for more in below(offer, len(tokens) - 1):
+        for more in children(offer, len(tokens) - 1):
             heappush(heap, more)
     return Draft(
         np.array(tokens, np.int32),

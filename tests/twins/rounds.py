@@ -14,13 +14,13 @@ from forerun.executors.torch.accept import NodeNoise, _gumbel, _of_words, philox
 from forerun.executors.torch.decoder.elementwise import rotation
 from forerun.executors.torch.triton.round_types import (
     Accepted,
-    Below,
     Extended,
     Facts,
     Frontier,
     Levels,
     Prepared,
     RoundShape,
+    TreeStarts,
 )
 from forerun.interface.draft_model import CANDIDATES
 from forerun.speculative.accept import NOTHING
@@ -121,7 +121,7 @@ def walk(choices: Tensor, facts: Facts) -> Tensor:
 
 def follow(
     extended: Extended, accepted: Accepted, prepared: Prepared, facts: Facts, size: Levels
-) -> Below:
+) -> TreeStarts:
     """Go to the end of every row's accepted path. Launches only."""
     rows, width = len(accepted.count), size.width
     each = torch.arange(rows, device=accepted.count.device)
@@ -142,7 +142,7 @@ def follow(
         for level in range(1, size.levels)
     ]
     begins = torch.arange(size.levels - 1, device=each.device, dtype=torch.int32)
-    return Below(read, hidden, kv_len, tuple(levels), kv_len[wide] + begins[:, None])
+    return TreeStarts(read, hidden, kv_len, tuple(levels), kv_len[wide] + begins[:, None])
 
 
 def grow(

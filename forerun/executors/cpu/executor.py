@@ -68,7 +68,7 @@ class CpuExecutor(Executor):
         self.name = f"cpu ({self.model.kernels}, {self.model.threads} threads)"
         self._library = native.load()
         self._sampler = HostSampler(limits.slots, limits.vocab)
-        self._box = StepBuffers(limits.max_nodes, self._sampler.choosing)
+        self._buffers = StepBuffers(limits.max_nodes, self._sampler.choosing)
         self._logits = np.empty((0, limits.vocab), np.float32)
 
     def open(self, slot_init: SlotInit) -> None:
@@ -85,8 +85,8 @@ class CpuExecutor(Executor):
         """
         scored = self._sampler.scored(plan, trees)
         self._reserve(len(scored))
-        self._box.fill(plan, trees, scored, self._logits)
-        if self._library.forerun_forward(self.native_model(), self._box.step):
+        self._buffers.fill(plan, trees, scored, self._logits)
+        if self._library.forerun_forward(self.native_model(), self._buffers.step):
             raise EngineError(f"a step was refused: {self._library.forerun_error().decode()}")
         return CpuRound(plan, trees, logits=self._logits[: len(scored)], scored=scored)
 
@@ -96,16 +96,18 @@ class CpuExecutor(Executor):
         EngineError where the core refuses.
         """
         assert isinstance(round, CpuRound)
-        library, box, features = self._library, self._box, None
-        box.ask(round.plan, masks)
-        if library.forerun_accept(self.native_model(), box.step, box.walk):
+        library, buffers, features = self._library, self._buffers, None
+        buffers.fill_choosing(round.plan, masks)
+        if library.forerun_accept(self.native_model(), buffers.step, buffers.walk):
             raise EngineError(f"acceptance was refused: {library.forerun_error().decode()}")
         if self.model.ring is not None:
             features = CpuFeatures(self.model, round, np.arange(len(round.trees.tokens)))
-        outcome = self._sampler.finish(round, round.logits_of, masks, box.choice, features=features)
+        outcome = self._sampler.finish(
+            round, round.logits_of, masks, buffers.choice, features=features
+        )
         if count := len(outcome.accepted):
-            box.put_path(round.plan, outcome.accepted)
-            where = box.step.pages, box.step.page_width, box.path, count
+            buffers.put_path(round.plan, outcome.accepted)
+            where = buffers.step.pages, buffers.step.page_width, buffers.path, count
             if library.forerun_commit_paths(self.native_model(), *where):
                 raise EngineError(f"commit was refused: {library.forerun_error().decode()}")
         return outcome

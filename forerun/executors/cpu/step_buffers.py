@@ -17,7 +17,7 @@ class StepBuffers:
     """Filled anew for every step: cheaper than to tell the core new addresses each time.
 
     step  for forerun_forward, once `fill` was called
-    walk  for forerun_accept, once `ask` was called
+    walk  for forerun_accept, once `fill_choosing` was called
     path  address of the nodes that `put_path` put in
     """
 
@@ -68,7 +68,7 @@ class StepBuffers:
         if logits is not self._logits:
             self._logits, step.logits = logits, logits.ctypes.data
 
-    def ask(self, plan: Plan, masks: NodeMasks | None) -> None:
+    def fill_choosing(self, plan: Plan, masks: NodeMasks | None) -> None:
         """Put in whose rows the step's are, which of them sample, and what grammars allow. The
         core reads the masks in place: they have to live until it has answered.
         """

@@ -34,7 +34,7 @@ NOWHERE = np.int32(np.iinfo(np.int32).max)
 """A place behind every array: what is written there is dropped."""
 
 
-class Decided(NamedTuple):
+class AcceptedStep(NamedTuple):
     """What a round knows when it has committed.
 
     choices   int32[R,N] of all nodes
@@ -113,15 +113,15 @@ class _Extended(NamedTuple):
     last: Array
 
     @classmethod
-    def of(cls, decided: Decided, kept: Array, count: Array, root: bool) -> "_Extended":
+    def of(cls, accepted: AcceptedStep, kept: Array, count: Array, root: bool) -> "_Extended":
         """Of nodes that stay, kept bool[R,N], of which count int32[R] are true."""
-        given = decided.given
+        given = accepted.given
         position = given.kv_len[:, None] + given.depth
         seen = given.trees.seen
         last = jnp.where(kept, given.depth + 1, 0).argmax(1)
         if not root:
-            return cls(jnp.maximum(decided.choices, 0), position, seen, kept, last)
-        next_root = jnp.maximum(jnp.take_along_axis(decided.choices, last[:, None], 1), 0)
+            return cls(jnp.maximum(accepted.choices, 0), position, seen, kept, last)
+        next_root = jnp.maximum(jnp.take_along_axis(accepted.choices, last[:, None], 1), 0)
         path = jnp.pad(kept, ((0, 0), (0, 1)), constant_values=True)
         before = jnp.pad(seen, ((0, 0), (0, 0), (0, 1)))
         return cls(
@@ -153,28 +153,28 @@ class Drafting(NamedTuple):
     attend: Callable[..., Array]
 
     def work(
-        self, params: Params, held: DraftArrays, decided: Decided, width: int, levels: int
+        self, params: Params, held: DraftArrays, accepted: AcceptedStep, width: int, levels: int
     ) -> tuple[DraftArrays, Array]:
         """Extend the draft network by the accepted paths and grow full trees below their ends.
 
         held     the draft's arrays, read and replaced
-        decided  what the round chose and kept
+        accepted  what the round chose and kept
         width    children per node, and nodes expanded per level
         levels   of draft tokens, at least one
 
         Returns the new arrays and a record int32[3*R*K], K = full_size(width, levels): tokens,
         parents and bits of values. Rows with draft_slot -1 keep nothing.
         """
-        roots, past, target = self._extend(params, held, decided)
-        grown = self._grow(params, decided.given, roots, past, (width, levels))
+        roots, past, target = self._extend(params, held, accepted)
+        grown = self._grow(params, accepted.given, roots, past, (width, levels))
         whole = [jnp.concatenate(part, 1) for part in zip(*grown, strict=True)]
         whole[2] = lax.bitcast_convert_type(whole[2], jnp.int32)
         record = jnp.concatenate([part.reshape(-1) for part in whole])
         # The trees read what is there now.
         target = after(target, record[-1:])
         held = committed(held, roots.path[0], target)
-        follows = decided.given.draft_slot >= 0
-        place = jnp.where(follows, self.nodes + decided.given.draft_slot, NOWHERE)
+        follows = accepted.given.draft_slot >= 0
+        place = jnp.where(follows, self.nodes + accepted.given.draft_slot, NOWHERE)
         return held._replace(outputs=held.outputs.at[place].set(roots.hidden, mode="drop")), record
 
     def attention(
@@ -196,19 +196,19 @@ class Drafting(NamedTuple):
         return of_layer
 
     def _extend(
-        self, params: Params, held: DraftArrays, decided: Decided
+        self, params: Params, held: DraftArrays, accepted: AcceptedStep
     ) -> tuple[_Roots, Past, Array]:
         """Run every node. Where trees begin, what they can read, and int32[R,N'] slots of what is
         to stay: accepted nodes of rows that are followed.
         """
-        given, network = decided.given, self.network
+        given, network = accepted.given, self.network
         past = Past(held.keys, held.values, given.table, given.kv_len)
-        kept = decided.kept & (given.draft_slot >= 0)[:, None]
+        kept = accepted.kept & (given.draft_slot >= 0)[:, None]
         count = kept.sum(1, dtype=jnp.int32)
-        extended = _Extended.of(decided, kept, count, network.sizes.runs_root)
-        hidden = network.enter(params, decided.streams)
+        extended = _Extended.of(accepted, kept, count, network.sizes.runs_root)
+        hidden = network.enter(params, accepted.streams)
         if network.sizes.runs_root:
-            hidden = jnp.zeros((*extended.tokens.shape, 0), decided.streams.dtype)
+            hidden = jnp.zeros((*extended.tokens.shape, 0), accepted.streams.dtype)
         tree = Tree(extended.seen, extended.position)
         attend = self.attention(past, tree)
         ran = network.run(params, extended.tokens, hidden, extended.position, attend)

@@ -17,7 +17,7 @@ from forerun.executors.jax.block_passes import BlockPasses
 from forerun.executors.jax.decoder import Decoder, Forwarded
 from forerun.executors.jax.draft_network import DraftNetwork
 from forerun.executors.jax.draft_passes import DraftPasses
-from forerun.executors.jax.drafting import NOWHERE, Decided, Drafting
+from forerun.executors.jax.drafting import NOWHERE, AcceptedStep, Drafting
 from forerun.executors.jax.future_map import enter, leave
 from forerun.executors.jax.inputs import Inputs
 from forerun.executors.jax.kv import State, StateShape, after, of_nodes, slots_of
@@ -201,7 +201,7 @@ class Functions:
             return state, jnp.zeros(0, jnp.int32)
         held = state.draft
         assert held is not None, "a draft network was attached"
-        about = Decided(given, choices, kept, passed.features)
+        about = AcceptedStep(given, choices, kept, passed.features)
         count = 3 * key.size.rows * full_size(key.width, key.levels)
         held, grown = lax.cond(
             (given.draft_slot >= 0).any(),

@@ -17,12 +17,12 @@ from forerun.executors.torch.accept import NodeNoise
 from forerun.executors.torch.attention.geometry import Geometry
 from forerun.executors.torch.attention.tiles import tile_nodes, tiles_of
 from forerun.executors.torch.captured.drafting import Drafting, LevelDrafting
-from forerun.executors.torch.captured.entries import Decided
+from forerun.executors.torch.captured.entries import CommittedRound
 from forerun.executors.torch.drafts.block import TorchBlockModel
 from forerun.executors.torch.drafts.level_model import LevelModel
 from forerun.executors.torch.triton.kernels import Kernels
 from forerun.executors.torch.triton.record import Size
-from forerun.executors.torch.triton.round_types import Below, Extended, Levels
+from forerun.executors.torch.triton.round_types import Extended, Levels, TreeStarts
 from forerun.interface.executor import ExecutorLimits
 from forerun.speculative.tree import full_size
 
@@ -60,23 +60,23 @@ class BlockDrafting(Drafting):
     # --- launches only: no shape and no branch depends on a value ---------------------------
 
     def work(
-        self, size: Size, decided: Decided, features: Tensor | None, grown: Tensor
+        self, size: Size, committed: CommittedRound, features: Tensor | None, grown: Tensor
     ) -> Tensor | None:
         """As Drafting.work. Needs features [M,F*H] of the step."""
         assert features is not None, "the traits ask for features"
         if size not in self._blocks:
             self._blocks[size] = _Blocks(size, self._model)
         blocks = self._blocks[size]
-        below = self._extend(size, decided, features)
-        read = self._propose(blocks, decided, below)
-        self._grow(size, below, read, grown.view(3, size.rows, -1))
+        starts = self._extend(size, committed, features)
+        read = self._propose(blocks, committed, starts)
+        self._grow(size, starts, read, grown.view(3, size.rows, -1))
         return self._candidates(read[:, 0]) if size.masked else None
 
-    def _extend(self, size: Size, decided: Decided, features: Tensor) -> Below:
+    def _extend(self, size: Size, committed: CommittedRound, features: Tensor) -> TreeStarts:
         """Make keys and values of every node's features, and the accepted ones permanent; also in
         rows that are not followed (Drafting).
         """
-        kernels, prepared, accepted = self._kernels, decided.prepared, decided.accepted
+        kernels, prepared, accepted = self._kernels, committed.prepared, committed.accepted
         rotary = self._rotary(prepared.position)[0]
         for layer, heads in enumerate(self._model.context(features, rotary)):
             kernels.enter(heads, self._model.cache.layers[layer], prepared.slots)
@@ -85,26 +85,26 @@ class BlockDrafting(Drafting):
         none = self._nothing[: size.total]
         extended = Extended(none, none, self._nothing, self._max_nodes)
         levels = Levels(size.levels, size.width)
-        return kernels.follow(extended, accepted, prepared, decided.facts, levels)
+        return kernels.follow(extended, accepted, prepared, committed.facts, levels)
 
-    def _propose(self, blocks: "_Blocks", decided: Decided, below: Below) -> Tensor:
+    def _propose(self, blocks: "_Blocks", committed: CommittedRound, starts: TreeStarts) -> Tensor:
         """[R,levels,H] what the output head reads."""
-        model, accepted, size = self._model, decided.accepted, blocks.size
+        model, accepted, size = self._model, committed.accepted, blocks.size
         choices = accepted.choices.view(size.rows, -1)
         roots = choices.gather(1, accepted.last[:, None].long()).clamp_min(0)
-        position = (below.kv_len[:, None] + blocks.places).flatten()
-        attend = self._attend(blocks.slots, blocks.geometry(decided, below))
+        position = (starts.kv_len[:, None] + blocks.places).flatten()
+        attend = self._attend(blocks.slots, blocks.geometry(committed, starts))
         tokens = torch.cat([roots, blocks.masks], 1)
         read = model.forward(tokens, self._rotary(position)[0], attend)
         return model.read_at(read, size.levels)
 
-    def _grow(self, size: Size, below: Below, read: Tensor, grown: Tensor) -> None:
+    def _grow(self, size: Size, starts: TreeStarts, read: Tensor, grown: Tensor) -> None:
         """Full trees, into grown int32[3,R,K]."""
         rows, levels, width = size.rows, size.levels, size.width
         # The best of each depth, whatever stands above them.
         found = grown.new_empty(3, rows * levels, width)
         logits = self._model.logits(read.flatten(0, 1))
-        noise, places = below.noise[0], torch.arange(levels, device=grown.device)
+        noise, places = starts.noise[0], torch.arange(levels, device=grown.device)
         of_depths = NodeNoise(
             noise.seeds.repeat_interleave(levels),
             (noise.positions[:, None] + places).flatten().to(noise.positions.dtype),
@@ -154,13 +154,13 @@ class _Blocks:
         )
         self.slots = there(model.cache.scratch_begin + np.arange(len(place)))
 
-    def geometry(self, decided: Decided, below: Below) -> Geometry:
+    def geometry(self, committed: CommittedRound, starts: TreeStarts) -> Geometry:
         """Behind the rows' new ends."""
         return Geometry(
             start=self._start,
             slots=self.slots,
-            kv_len=below.kv_len,
-            table=decided.facts["table"],
+            kv_len=starts.kv_len,
+            table=committed.facts["table"],
             tree_intervals=self._tree_intervals,
             tiles=self._tiles,
             tile=self._tile,

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from forerun.executors.torch.attention.geometry import Geometry
 from forerun.executors.torch.captured.entries import (
-    Decided,
+    CommittedRound,
     before_of,
     behind_roots,
     keep_page_ends,
@@ -41,7 +41,7 @@ from forerun.executors.torch.drafts.block import TorchBlockModel
 from forerun.executors.torch.drafts.level_model import LevelModel, Nodes, nothing_before
 from forerun.executors.torch.triton.kernels import Kernels
 from forerun.executors.torch.triton.record import Size
-from forerun.executors.torch.triton.round_types import Below, Extended, Frontier
+from forerun.executors.torch.triton.round_types import Extended, Frontier, TreeStarts
 from forerun.interface.draft_model import CANDIDATES
 
 
@@ -60,7 +60,7 @@ class Drafting:
     # --- launches only: no shape and no branch depends on a value ---------------------------
 
     def work(
-        self, size: Size, decided: Decided, features: Tensor | None, grown: Tensor
+        self, size: Size, committed: CommittedRound, features: Tensor | None, grown: Tensor
     ) -> Tensor | None:
         """Fill `grown` int32[3*R*K]: tokens, parents and values' bits of the trees. Returns, where
         grammars hold rows, int32[2*R*CANDIDATES]: ids and bits of log-probabilities of what may
@@ -118,21 +118,21 @@ class LevelDrafting(Drafting):
     # --- launches only: no shape and no branch depends on a value ---------------------------
 
     def work(
-        self, size: Size, decided: Decided, features: Tensor | None, grown: Tensor
+        self, size: Size, committed: CommittedRound, features: Tensor | None, grown: Tensor
     ) -> Tensor | None:
         """As Drafting.work; features [M,F*H], None where the model reads none."""
         model = self._model
         if size not in self._forests:
-            device = decided.accepted.choices.device
+            device = committed.accepted.choices.device
             self._forests[size] = Forest(size, model.gqa_group, model.cache, device)
         forest = self._forests[size]
-        below, roots = self._extend(forest, decided, features)
-        self._grow(forest, decided.facts["table"], below, roots, grown.view(3, size.rows, -1))
-        return self._candidates(below.read) if size.masked else None
+        starts, roots = self._extend(forest, committed, features)
+        self._grow(forest, committed.facts["table"], starts, roots, grown.view(3, size.rows, -1))
+        return self._candidates(starts.read) if size.masked else None
 
     def _extend(
-        self, forest: Forest, decided: Decided, features: Tensor | None
-    ) -> tuple[Below, Tensor | None]:
+        self, forest: Forest, committed: CommittedRound, features: Tensor | None
+    ) -> tuple[TreeStarts, Tensor | None]:
         """Run every node and make the accepted ones permanent. Returns also int32[R] the slots of
         what waits as the next root, where the model runs it.
 
@@ -140,12 +140,12 @@ class LevelDrafting(Drafting):
         whoever extends them later writes it anew.
         """
         model, kernels, states = self._model, self._kernels, self._model.states
-        prepared, accepted, facts = decided.prepared, decided.accepted, decided.facts
+        prepared, accepted, facts = committed.prepared, committed.accepted, committed.facts
         entries, roots, waiting = prepared, None, model.cache.roots
         if waiting:
-            entries, roots = behind_roots(model.cache, decided, forest.nodes, self._move)
+            entries, roots = behind_roots(model.cache, committed, forest.nodes, self._move)
         geometry = replace(
-            decided.geometry,
+            committed.geometry,
             tiles=forest.tiles,
             tile=forest.tile,
             slots=entries.slots,
@@ -154,7 +154,7 @@ class LevelDrafting(Drafting):
         )
         if waiting:
             geometry = replace(geometry, kv_len=geometry.kv_len + 1)
-        before = nothing_before if states is None else before_of(model, states, decided)
+        before = nothing_before if states is None else before_of(model, states, committed)
         nodes = Nodes(
             tokens=accepted.choices.clamp_min(0),
             rotary=self._rotary(entries.position),
@@ -167,32 +167,32 @@ class LevelDrafting(Drafting):
         if forest.size.nodes > 1 or waiting:
             self._move(entries.slots, entries.pages, accepted.kept.flatten())
         extended = Extended(read, outputs, model.outputs, self._max_nodes)
-        below = kernels.follow(extended, accepted, prepared, facts, forest.levels)
+        starts = kernels.follow(extended, accepted, prepared, facts, forest.levels)
         if states is not None:
-            keep_page_ends(model, states, decided, outputs)
-        return below, roots
+            keep_page_ends(model, states, committed, outputs)
+        return starts, roots
 
     def _grow(
-        self, forest: Forest, table: Tensor, below: Below, roots: Tensor | None, grown: Tensor
+        self, forest: Forest, table: Tensor, starts: TreeStarts, roots: Tensor | None, grown: Tensor
     ) -> None:
         """Full trees below the rows' new ends, into grown int32[3,R,K]."""
         model, kernels, size = self._model, self._kernels, forest.size
         width, rows = size.width, size.rows
 
         def hang(level: int, read: Tensor, chosen: Tensor | None) -> None:
-            logits, noise = model.logits(read), below.noise[level]
+            logits, noise = model.logits(read), starts.noise[level]
             kernels.grow(logits, model.ids, noise, forest.levels, level, grown, chosen)
 
-        hang(0, below.read, None)
+        hang(0, starts.read, None)
         if size.levels == 1:
             return
-        position = below.position.flatten()
+        position = starts.position.flatten()
         kinds = [
             [part.split(rows * width) for part in rotary]
             for rotary in self._rotary(position + 1 if model.cache.roots else position)
         ]
-        hidden = below.hidden  # Of what is above the newest level.
-        every = self._geometry(forest, table, below.kv_len, roots)
+        hidden = starts.hidden  # Of what is above the newest level.
+        every = self._geometry(forest, table, starts.kv_len, roots)
         frontier: Frontier | None = None
         for level in range(1, size.levels):
             if width > 1:

@@ -19,7 +19,7 @@ Move = Callable[[Tensor, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class CommittedRound:
     """What a round knows when it has committed: its facts (buffers.py), the geometry of its step,
     and what round_types.py says.
     """
@@ -31,12 +31,12 @@ class Decided:
 
 
 def behind_roots(
-    cache: DraftCache, decided: Decided, nodes: Tensor, move: Move
+    cache: DraftCache, committed: CommittedRound, nodes: Tensor, move: Move
 ) -> tuple[Prepared, Tensor]:
     """Where the choices of a step's nodes stand behind their roots, which go to their pages; and
     int32[R] the slots where the next roots wait. nodes: int32[R,N] their scratch slots.
     """
-    prepared, facts, last = decided.prepared, decided.facts, decided.accepted.last[:, None]
+    prepared, facts, last = committed.prepared, committed.facts, committed.accepted.last[:, None]
     followed = facts["draft_slot"] >= 0
     waiting = cache.root_begin + facts["draft_slot"].clamp_min(0)
     move(waiting, prepared.pages.view_as(nodes)[:, 0].contiguous(), followed)
@@ -53,12 +53,12 @@ def behind_roots(
 
 
 def before_of(
-    model: LevelModel, states: LayerStates, decided: Decided
+    model: LevelModel, states: LayerStates, committed: CommittedRound
 ) -> Callable[[int, Tensor], Tensor]:
     """Nodes.before of a round whose layers read each other: outputs [R*N,H] -> [R*N,H] of the node
     above each, for a root what was kept of the entry before it.
     """
-    facts, size = decided.facts, model.cache.page_size
+    facts, size = committed.facts, model.cache.page_size
     length, rows = facts["kv_len"], len(facts["kv_len"])
     page = facts["table"].gather(1, (length // size - 1).clamp_min(0)[:, None].long())[:, 0]
     slot = states.slots + facts["draft_slot"].clamp_min(0)
@@ -79,12 +79,12 @@ def before_of(
 
 
 def keep_page_ends(
-    model: LevelModel, states: LayerStates, decided: Decided, outputs: Tensor
+    model: LevelModel, states: LayerStates, committed: CommittedRound, outputs: Tensor
 ) -> None:
     """Write outputs [R*N,W] of accepted entries that are the last of their pages into the model's,
     for who goes on behind these. Launches only.
     """
-    prepared, size = decided.prepared, model.cache.page_size
-    full = decided.accepted.kept.flatten() & (prepared.position % size == size - 1)
+    prepared, size = committed.prepared, model.cache.page_size
+    full = committed.accepted.kept.flatten() & (prepared.position % size == size - 1)
     rows = torch.where(full, states.pages + prepared.pages // size, states.rows - 1)
     model.outputs.index_copy_(0, rows.long(), outputs)

@@ -283,13 +283,12 @@ class CapturedExecutor(Executor):
         features = None
         if runner.features is not None:
             every = np.arange(len(round.place))
-            features = TorchStepFeatures(
-                *(runner.features, round.place, every, plan, round.trees, self.eager.ring),
-                written=size.nodes == 1 and not size.levels,
-            )
+            written = size.nodes == 1 and not size.levels
+            about = plan, round.trees, self.eager.ring, written
+            features = TorchStepFeatures(runner.features, round.place, every, *about)
+        choice, masks = round.record.choices[round.place], masks or round.masks
         outcome = self._sampler.finish(
-            *(round, of_node, masks or round.masks, round.record.choices[round.place]),
-            *(reports, features, round.drafts()),
+            round, of_node, masks, choice, reports, features, round.drafts()
         )
         left = np.flatnonzero(~round.decided).tolist()
         if left:

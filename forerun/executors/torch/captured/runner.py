@@ -34,7 +34,7 @@ from forerun.executors.torch.captured.buffers import (
 )
 from forerun.executors.torch.captured.declared import covering, padded_rows
 from forerun.executors.torch.captured.drafting import Drafting
-from forerun.executors.torch.captured.entries import Decided
+from forerun.executors.torch.captured.entries import CommittedRound
 from forerun.executors.torch.captured.graphs import CapturedPrograms, CudaRecorder
 from forerun.executors.torch.captured.shaped_rows import ShapedRows
 from forerun.executors.torch.captured.together import chosen_together
@@ -238,9 +238,9 @@ class CudaGraphRunner:
         if size.nodes > 1:  # One node alone is in its page already, or left to the host.
             kernels.move(cache, prepared.slots, prepared.pages, accepted.kept.flatten())
         if self.drafting is not None and size.levels:
-            decided = Decided(facts, geometry, prepared, accepted)
+            committed = CommittedRound(facts, geometry, prepared, accepted)
             features = None if self.features is None else self.features[:total]
-            candidates = self.drafting.work(size, decided, features, record.grown)
+            candidates = self.drafting.work(size, committed, features, record.grown)
             if candidates is not None:
                 record.candidates.copy_(candidates)
         if size.reports:

@@ -19,7 +19,6 @@ from forerun.executors.torch.shaping import Shape
 from forerun.executors.torch.triton.record import Record, Size
 from forerun.executors.torch.triton.round_types import (
     Accepted,
-    Below,
     Extended,
     Facts,
     Frontier,
@@ -27,6 +26,7 @@ from forerun.executors.torch.triton.round_types import (
     Levels,
     Prepared,
     RoundShape,
+    TreeStarts,
 )
 
 P = ParamSpec("P")
@@ -57,7 +57,7 @@ Keep = Callable[[Tensor, Facts, Tensor], Accepted]
 Rotation = Callable[[Tensor, Tensor, float], Rotary]
 """(positions int32[M], frequencies float32[E/2], factor) -> cos and sin: elementwise.rotation."""
 
-Follow = Callable[[Extended, Accepted, Prepared, Facts, Levels], Below]
+Follow = Callable[[Extended, Accepted, Prepared, Facts, Levels], TreeStarts]
 """(what all nodes gave, ...) -> the ends of the rows' accepted paths, kept by slot too."""
 
 Descend = Callable[[Tensor, Levels, int, Tensor, Tensor | None, bool], Frontier]

@@ -79,7 +79,7 @@ class Levels:
 
 
 @dataclass(frozen=True, slots=True)
-class Below:
+class TreeStarts:
     """Where the trees of R rows start: at the end of what was extended.
 
     read, hidden  [R,H] what the output head reads there, [R,W] what a next step receives
@@ -99,7 +99,7 @@ class Below:
 class Extended:
     """What an extension of all M nodes gave.
 
-    read, hidden  [M,H] and [M,W], as in Below
+    read, hidden  [M,H] and [M,W], as in TreeStarts
     outputs       [n,W] where a row's `hidden` is kept by slot, from `first` on; the last is of
                   nobody
     """

@@ -11,12 +11,12 @@ from forerun.executors.torch.accept import NodeNoise
 from forerun.executors.torch.decoder.elementwise import Rotary
 from forerun.executors.torch.triton.round_types import (
     Accepted,
-    Below,
     Extended,
     Facts,
     Frontier,
     Levels,
     Prepared,
+    TreeStarts,
 )
 from forerun.executors.torch.triton.triton_choice import gumbel_at
 from forerun.executors.torch.triton.triton_layers import warps_for
@@ -78,7 +78,7 @@ def _follow(
 
 def follow(
     extended: Extended, accepted: Accepted, prepared: Prepared, facts: Facts, size: Levels
-) -> Below:
+) -> TreeStarts:
     """Where R trees start: gathers the ends of accepted paths out of [M,H] and [M,W], and writes
     `extended.outputs` by slot: see kernels.Follow. Launches only.
     """
@@ -105,7 +105,7 @@ def follow(
     )
     of_levels = [NodeNoise(*each) for each in zip(seeds, positions, temperatures, strict=True)]
     of_levels[0] = NodeNoise(seeds[0, ::width], positions[0, ::width], temperatures[0, ::width])
-    return Below(read, hidden, kv_len, tuple(of_levels), position)
+    return TreeStarts(read, hidden, kv_len, tuple(of_levels), position)
 
 
 @triton.jit(do_not_specialize=["factor"], do_not_specialize_on_alignment=VIEWS)
