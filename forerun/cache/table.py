@@ -28,10 +28,10 @@ class PageTable:
         self.pages = array("i")
         self.length = 0
         self.page_size = index.page_size
-        self._held()
+        self._pages_changed()
 
-    def _held(self) -> None:
-        """Other pages are held, or in the index, than before."""
+    def _pages_changed(self) -> None:
+        """Other pages are this table's, or in the index, than before."""
         self.reserved = len(self.pages) * self.page_size
         # A commit that gets there has more to do than to count: a page is full, or there is none.
         self._due = min((len(self._chain) + 1) * self.page_size, self.reserved + 1)
@@ -43,7 +43,7 @@ class PageTable:
         assert not self.pages, "a table starts once"
         self._chain = self._index.acquire(tokens, self.salt)
         self.pages.extend(entry.page for entry in self._chain)
-        self._held()
+        self._pages_changed()
         self.length = self.reserved
         return self.length
 
@@ -67,7 +67,7 @@ class PageTable:
         if taken is None:
             return False
         self.pages.extend(taken)
-        self._held()
+        self._pages_changed()
         return True
 
     def commit(self, count: int, tokens: Ints) -> None:
@@ -93,14 +93,14 @@ class PageTable:
             entry = self._index.insert(parent, content, self.pages[number], self.salt)
             self._chain.append(entry)
             self.pages[number] = entry.page
-        self._held()
+        self._pages_changed()
 
     def rollback(self, growing: int = 0) -> None:
         """Release the pages beyond position length + `growing`; committed positions keep theirs."""
         needed = -(-(self.length + growing) // self.page_size)
         while len(self.pages) > needed:
             self._index.release(self.pages.pop())
-        self._held()
+        self._pages_changed()
 
     def release(self) -> None:
         """Release all pages; full ones stay known to the index. The table is empty again."""
@@ -108,7 +108,7 @@ class PageTable:
             self._index.release(self.pages.pop())
         self._chain = []
         self.length = 0
-        self._held()
+        self._pages_changed()
 
     def check(self) -> None:
         """Prove that the ranges are in order and every page is held. Raises AssertionError."""

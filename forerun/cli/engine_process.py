@@ -23,10 +23,13 @@ log = logging.getLogger("forerun")
 def load_served(
     config: EngineConfig, probe: bool, as_log: bool, told: Progress = lambda *_: None
 ) -> Loaded:
-    """Load a model for a server. as_log: what there is to say goes to the log, not to people.
-    told: is told how far it is.
+    """Load the model that a server is to run: the engine, ready and not started.
 
-    Raises what `load` raises.
+    probe   try first how its draft may be read, and take the best (`probed`)
+    as_log  warnings go to the log and nothing is drawn; else people see them and a bar
+    told    called with (what, done, total) while it loads
+
+    Raises what `load` and `probed` raise.
     """
     config = probed(config, probe)[0]
     if as_log:

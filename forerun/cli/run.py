@@ -102,9 +102,10 @@ def answered(loaded: Loaded, request: Request, show: bool = False) -> Timed:
 
 
 def compared(loaded: Loaded, request: Request) -> list[tuple[Timed, Timed]]:
-    """The answer ROUNDS times again, without speculation and with it in turns.
+    """Measure a request ROUNDS times: a pair each of the answer without speculation and the answer
+    as it was asked for, in turns, both run anew (the one that was shown ran on a cold machine).
 
-    Both are measured: the answer that was shown came first, when the machine was still cold.
+    Raises EngineError where the engine fails one.
     """
     plain = replace(request, speculation=Speculation(enabled=False, stats=True))
 

@@ -48,9 +48,10 @@ class StartLog:
 
 
 def model_facts(loaded: Loaded, began: float) -> dict[str, str]:
-    """What runs, where, what drafts and why, what it takes and holds: a sentence each.
+    """What a server says of itself at its start, a sentence each by `model`, `executor`, `draft`,
+    `memory`, `context`, `ready` in this order; before the last `profile` and `lossy`, if any.
 
-    began  when loading did, on the monotonic clock
+    began  when loading began, in seconds on the monotonic clock
     """
     target, config = loaded.target, loaded.config
     about, memory = target.executor.describe(), target.memory

@@ -163,7 +163,7 @@ class EngineProcess:
         """
         number = next(self._numbers)
         try:
-            found = await self._asked(number, messages.Compile(number, grammar, client))
+            found = await self._call(number, messages.Compile(number, grammar, client))
         except UnicodeEncodeError as error:
             message = f"{grammar.field} has a lone surrogate; send valid Unicode"
             raise RequestError(message, grammar.field) from error
@@ -181,7 +181,7 @@ class EngineProcess:
         known.
         """
         with suppress(TimeoutError, EngineError):
-            await self._told()
+            await self._description()
         return self.last_stats
 
     async def describe(self) -> dict[str, Any]:
@@ -189,7 +189,7 @@ class EngineProcess:
         ASK_SECONDS.
         """
         try:
-            return (await self._told()).about
+            return (await self._description()).about
         except TimeoutError:
             raise EngineError("The engine's process does not answer.") from None
 
@@ -219,14 +219,14 @@ class EngineProcess:
         self._process.wait()
         call_soon(self._loop, partial(self._ended.set_result, stopped))
 
-    async def _told(self) -> messages.Told:
+    async def _description(self) -> messages.Description:
         call = next(self._numbers)
         async with asyncio.timeout(ASK_SECONDS):
-            told: messages.Told = await self._asked(call, messages.Ask(call))
-        self.last_stats = told.stats
-        return told
+            found: messages.Description = await self._call(call, messages.Describe(call))
+        self.last_stats = found.stats
+        return found
 
-    async def _asked(self, call: int, message: messages.ToEngine) -> Any:
+    async def _call(self, call: int, message: messages.ToEngine) -> Any:
         """The answer to a call. Raises what the engine raised, EngineLostError."""
         if self.loss is not None:
             raise self.loss
@@ -262,7 +262,7 @@ class EngineProcess:
                 self._sinks.deliver(deltas)
             case messages.Refused(request, problem):
                 self._sinks.drop(request, _ours(problem.error()))
-            case messages.Compiled(call) | messages.Told(call):
+            case messages.Compiled(call) | messages.Description(call):
                 self._answer(call, lambda future: future.set_result(message))
             case messages.Failed(call, problem):
                 self._answer(call, lambda future: future.set_exception(problem.error()))

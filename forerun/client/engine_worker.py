@@ -63,7 +63,7 @@ def run(fd: int, load: Load) -> int:
     worker = _Worker(connection)
     threading.Thread(target=worker.hear, name="forerun-hear", daemon=True).start()
     try:
-        loaded, facts = load(start, _told(connection))
+        loaded, facts = load(start, _progress(connection))
     except (ForerunError, ImportError) as error:
         connection.send_bytes(messages.encode(messages.NotLoaded(messages.Problem.of(error))))
         return NOT_LOADED
@@ -87,7 +87,7 @@ def _failed(what: threading.ExceptHookArgs) -> None:
             os._exit(FAILED)
 
 
-def _told(connection: Connection) -> Progress:
+def _progress(connection: Connection) -> Progress:
     """Tells the server how far loading is, whenever that is another sentence."""
     last = ""
 
@@ -174,8 +174,8 @@ class _Worker:
                 self._grammars.pop(number, None)
             case messages.ForgetPrefixes():
                 forget_prefixes(engine)
-            case messages.Ask(call):
-                self._outbox.put(messages.Told(call, engine.stats(), engine.describe()))
+            case messages.Describe(call):
+                self._outbox.put(messages.Description(call, engine.stats(), engine.describe()))
 
     def _submit(self, message: messages.Submit, loaded: Loaded) -> None:
         request = message.request

@@ -118,7 +118,7 @@ class ForgetPrefixes(msgspec.Struct, tag=True):
     """Forget all pages that no running sequence holds."""
 
 
-class Ask(msgspec.Struct, tag=True):
+class Describe(msgspec.Struct, tag=True):
     """Engine.stats and Engine.describe."""
 
     call: int
@@ -196,8 +196,8 @@ class Compiled(msgspec.Struct, tag=True):
     unenforced: tuple[str, ...]
 
 
-class Told(msgspec.Struct, tag=True):
-    """Answers Ask. about: what Engine.describe says."""
+class Description(msgspec.Struct, tag=True):
+    """Answers Describe: what Engine.stats and, as `about`, Engine.describe say."""
 
     call: int
     stats: Stats
@@ -217,8 +217,8 @@ class Failed(msgspec.Struct, tag=True):
     problem: Problem
 
 
-ToEngine = Start | Submit | Abort | Compile | Forget | ForgetPrefixes | Ask | Shutdown
-FromEngine = Ready | Loading | NotLoaded | Deltas | Refused | Compiled | Told | Failed | Lost
+ToEngine = Start | Submit | Abort | Compile | Forget | ForgetPrefixes | Describe | Shutdown
+FromEngine = Ready | Loading | NotLoaded | Deltas | Refused | Compiled | Description | Failed | Lost
 
 
 def _plain(value: Any) -> Any:

@@ -79,7 +79,13 @@ class LongRope:
 
 
 def longrope_attention_factor(factor: float, original_context: int) -> float:
-    """What LongRoPE recommends: sqrt(1 + ln(factor) / ln(original context))."""
+    """What cos and sin are multiplied by where a config does not say: sqrt(1 + ln(factor) /
+    ln(original_context)), and 1 for a factor of 1 or less (LongRoPE, arXiv 2402.13753, as
+    transformers computes it).
+
+    factor            how many times longer the context has become
+    original_context  tokens that the model was trained on first
+    """
     return math.sqrt(1 + math.log(factor) / math.log(max(original_context, 2))) if factor > 1 else 1
 
 

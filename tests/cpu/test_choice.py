@@ -42,7 +42,7 @@ class Case:
             np.ascontiguousarray(self.logits[scored]),
         )
         box.fill(self.plan, self.trees, scored, logits)
-        box.ask(self.plan, masks)
+        box.fill_choosing(self.plan, masks)
         assert native.load().forerun_accept(executor.native_model(), box.step, box.walk) == 0
         return box.choice
 

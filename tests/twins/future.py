@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forerun.executors.torch.triton.record import Record, Size
-from forerun.executors.torch.triton.round_types import Accepted, Facts, FutureState
+from forerun.executors.torch.triton.round_types import Accepted, FutureState, RoundInputs
 from forerun.speculative.accept import NOTHING
 
 
-def resume(future: FutureState, size: Size, given: Facts) -> Facts:
-    """The facts of a round, with those of rows that are carried from their slots. Launches only.
+def resume(future: FutureState, size: Size, given: RoundInputs) -> RoundInputs:
+    """The inputs of a round, with those of rows that are carried from their slots. Launches only.
 
     What the host has filled in of such rows is right for chains.
     """
@@ -39,7 +39,7 @@ def resume(future: FutureState, size: Size, given: Facts) -> Facts:
 
 def _chain(
     future: FutureState, size: Size, slot: Tensor, token: Tensor, most: Tensor, depth: Tensor
-) -> Facts:
+) -> RoundInputs:
     """What `best_nodes` gives of chains: they are the first."""
     grown = (future.value.index_select(0, slot) > -torch.inf).sum(1, dtype=torch.int32)
     draft_tokens = torch.minimum(torch.minimum(most, depth), grown).clamp(0, size.nodes - 1)
@@ -60,7 +60,7 @@ def _chain(
 
 def best_nodes(
     future: FutureState, size: Size, slot: Tensor, token: Tensor, most: Tensor, depth: Tensor
-) -> Facts:
+) -> RoundInputs:
     """The best nodes of the slots' trees, as speculative.draft_tree.DraftTree.draft keeps them."""
     value = future.value.index_select(0, slot)
     parents = future.parents.index_select(0, slot).long()
@@ -119,20 +119,20 @@ def tree_intervals_of(size: Size, parents: Tensor, count: Tensor, deepest: int) 
 
 
 def leave(
-    future: FutureState, size: Size, facts: Facts, accepted: Accepted, record: Record
+    future: FutureState, size: Size, inputs: RoundInputs, accepted: Accepted, record: Record
 ) -> None:
     """Keep what came of the rows, and write into the record what ran. Launches only."""
-    slot = facts["slot"].long()
-    record.tokens.copy_(facts["tokens"])
+    slot = inputs["slot"].long()
+    record.tokens.copy_(inputs["tokens"])
     token = accepted.choices
     if size.nodes > 1:
-        record.parents.copy_(facts["parents"])
-        record.count.copy_(facts["count"])
+        record.parents.copy_(inputs["parents"])
+        record.count.copy_(inputs["count"])
         token = token.view(size.rows, -1).gather(1, accepted.last.long()[:, None])[:, 0]
-    moved = torch.cat([facts["where"] + accepted.count, token.clamp_min(0)[None].int()])
+    moved = torch.cat([inputs["where"] + accepted.count, token.clamp_min(0)[None].int()])
     future.state.index_copy_(0, slot, moved.T)
     if future.width:
-        _leave_trees(future, size, slot, facts["draft_slot"] >= 0, record.grown)
+        _leave_trees(future, size, slot, inputs["draft_slot"] >= 0, record.grown)
 
 
 def _leave_trees(

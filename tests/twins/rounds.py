@@ -15,10 +15,10 @@ from forerun.executors.torch.decoder.elementwise import rotation
 from forerun.executors.torch.triton.round_types import (
     Accepted,
     Extended,
-    Facts,
     Frontier,
     Levels,
     Prepared,
+    RoundInputs,
     RoundShape,
     TreeStarts,
 )
@@ -29,38 +29,38 @@ from forerun.speculative.tree import full_size
 _LOW = 0xFFFFFFFF
 
 
-def prepare(facts: Facts, shape: RoundShape) -> Prepared:
-    """What the facts say of every node. Launches only."""
-    rows, total = len(facts["count"]), len(facts["depth"])
-    nodes, device = total // rows, facts["depth"].device
+def prepare(inputs: RoundInputs, shape: RoundShape) -> Prepared:
+    """What the inputs say of every node. Launches only."""
+    rows, total = len(inputs["count"]), len(inputs["depth"])
+    nodes, device = total // rows, inputs["depth"].device
     node = torch.arange(total, device=device)
     row, place = node // nodes, node % nodes
-    position = facts["kv_len"][row] + facts["depth"]
-    page = (position // shape.page_size).clamp_max(facts["table"].shape[1] - 1)
-    pages = facts["table"][row, page] * shape.page_size + position % shape.page_size
+    position = inputs["kv_len"][row] + inputs["depth"]
+    page = (position // shape.page_size).clamp_max(inputs["table"].shape[1] - 1)
+    pages = inputs["table"][row, page] * shape.page_size + position % shape.page_size
     # A chain's nodes follow each other; what is beyond the row's nodes is nobody's affair.
-    real = place < facts["count"][row]
-    follows = (facts["parents"] == place - 1) | ~real
-    whole = follows.view(rows, nodes).all(1) & (facts["decided"] > 0)
+    real = place < inputs["count"][row]
+    follows = (inputs["parents"] == place - 1) | ~real
+    whole = follows.view(rows, nodes).all(1) & (inputs["decided"] > 0)
     slots = torch.where(whole[row] & real, pages, shape.scratch + node.int())
-    low, high = facts["low"].long(), facts["high"].long()
+    low, high = inputs["low"].long(), inputs["high"].long()
     noise = NodeNoise(
         seeds=((high << 32) | (low & 0xFFFFFFFF))[row],
-        positions=facts["position"][row] + facts["depth"],
-        temperatures=facts["temperature"].view(torch.float32)[row],
+        positions=inputs["position"][row] + inputs["depth"],
+        temperatures=inputs["temperature"].view(torch.float32)[row],
     )
     kinds = zip(shape.frequencies, shape.factors, strict=True)
     rotary = tuple(rotation(position, *kind) for kind in kinds)
     return Prepared(position, pages.int(), slots.int(), noise, rotary)
 
 
-def accept(logits: Tensor, noise: NodeNoise, facts: Facts, record: Tensor) -> Accepted:
+def accept(logits: Tensor, noise: NodeNoise, inputs: RoundInputs, record: Tensor) -> Accepted:
     """Choose at every node, keep a path of every row, and write the choices on it into `record`
     int32[M], NOTHING elsewhere. Launches only.
 
     logits  [M,V] of any dtype
     """
-    return keep(choose(logits.float(), noise), facts, record)
+    return keep(choose(logits.float(), noise), inputs, record)
 
 
 def choose(logits: Tensor, noise: NodeNoise) -> Tensor:
@@ -83,11 +83,11 @@ def best(logits: Tensor, noise: NodeNoise, first: int) -> tuple[Tensor, Tensor]:
     return scores.max(-1).values, (first + scores.argmax(-1)).int()
 
 
-def keep(choices: Tensor, facts: Facts, record: Tensor) -> Accepted:
+def keep(choices: Tensor, inputs: RoundInputs, record: Tensor) -> Accepted:
     """The same from choices int32[M] that were made."""
-    kept = walk(choices, facts)
+    kept = walk(choices, inputs)
     record.copy_(torch.where(kept.flatten(), choices, NOTHING))
-    depth = facts["depth"].view(kept.shape) + 1
+    depth = inputs["depth"].view(kept.shape) + 1
     return Accepted(
         choices=choices,
         kept=kept,
@@ -96,31 +96,31 @@ def keep(choices: Tensor, facts: Facts, record: Tensor) -> Accepted:
     )
 
 
-def walk(choices: Tensor, facts: Facts) -> Tensor:
+def walk(choices: Tensor, inputs: RoundInputs) -> Tensor:
     """bool[R,N]: nodes on the accepted path of a decided row, its root included.
 
     The rule of forerun.speculative.accept without a loop: a node is right where it is the first
     child of its parent that drafts the parent's choice, and has a choice itself; it is kept where
     it and everything above it is right.
     """
-    rows = len(facts["count"])
+    rows = len(inputs["count"])
     chosen, tokens, parents = (
-        tensor.view(rows, -1) for tensor in (choices, facts["tokens"], facts["parents"])
+        tensor.view(rows, -1) for tensor in (choices, inputs["tokens"], inputs["parents"])
     )
-    enter, leave = facts["tree_intervals"].view(2, rows, -1)
+    enter, leave = inputs["tree_intervals"].view(2, rows, -1)
     order = torch.arange(chosen.shape[1], device=choices.device)
     twins = (parents[:, :, None] == parents[:, None]) & (tokens[:, :, None] == tokens[:, None])
     doubled = (twins & (order[:, None] > order)).any(-1)
     drafted = tokens == chosen.gather(1, parents.clamp_min(0).long())
     right = ((drafted & ~doubled) | (order == 0)) & (chosen != NOTHING)
-    right &= (order < facts["count"][:, None]) & (facts["decided"][:, None] > 0)
+    right &= (order < inputs["count"][:, None]) & (inputs["decided"][:, None] > 0)
     above = (enter[:, None] <= enter[:, :, None]) & (enter[:, :, None] < leave[:, None])
     kept: Tensor = ~(above & ~right[:, None]).any(-1)
     return kept
 
 
 def follow(
-    extended: Extended, accepted: Accepted, prepared: Prepared, facts: Facts, size: Levels
+    extended: Extended, accepted: Accepted, prepared: Prepared, inputs: RoundInputs, size: Levels
 ) -> TreeStarts:
     """Go to the end of every row's accepted path. Launches only."""
     rows, width = len(accepted.count), size.width
@@ -129,9 +129,9 @@ def follow(
     last = root + accepted.last
     read, hidden = extended.read[last], extended.hidden[last]
     nobody = len(extended.outputs) - 1
-    slot = torch.where(facts["draft_slot"] >= 0, extended.first + facts["draft_slot"], nobody)
+    slot = torch.where(inputs["draft_slot"] >= 0, extended.first + inputs["draft_slot"], nobody)
     extended.outputs.index_copy_(0, slot.long(), hidden)
-    kv_len = facts["kv_len"] + accepted.count
+    kv_len = inputs["kv_len"] + accepted.count
     noise = prepared.noise
     position = noise.positions[root] + accepted.count
     seeds, temperatures = noise.seeds[root], noise.temperatures[root]

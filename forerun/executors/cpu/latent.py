@@ -28,8 +28,10 @@ def sizes_of(latent: Latent | None) -> dict[str, Any]:
 
 
 def numbered(latent: Latent, first: int) -> Iterator[tuple[str, int]]:
-    """Name and number (csrc/model.cpp, Model::matrix) of each matrix of attention; first: the
-    number behind those that every layer has. ABSORBED's is its first part's.
+    """(name without ".weight", number) of each matrix of latent attention, as forerun_set_matrix
+    counts them in a layer (csrc/model.cpp, Model::matrix). Those that take the place of q, k and o
+    have their numbers; the others count from `first`, which no other matrix of a layer has.
+    kv_b_proj is two matrices a head there, and its number is that of the first.
     """
     query = "q_proj" if latent.query_rank is None else "q_b_proj"
     if latent.query_rank is not None:

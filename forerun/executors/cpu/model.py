@@ -127,7 +127,9 @@ class CpuModel:
         return found
 
     def describe(self) -> dict[str, Any]:
-        """Facts for /server_info: device, kernels, threads, dtype, bytes."""
+        """Facts for /server_info: `device`, `kernels`, `threads`, `dtype` of the weights,
+        `weight_bytes`, `cache_bytes` and `cache_dtype` of keys and values.
+        """
         return {
             "device": "cpu",
             "kernels": self.kernels,

@@ -59,7 +59,7 @@ class Shaping:
     cuts: bool
 
     def number(self, name: str) -> Tensor:
-        """float32[R,1,1]: one of RULES by name, whose facts are bits of float32."""
+        """float32[R,1,1]: one of RULES by name, whose inputs are bits of float32."""
         return self.rules[name].view(torch.float32)[:, None, None]
 
     def part(self, begin: int, end: int) -> "Shaping":

@@ -199,7 +199,7 @@ class PagedCache:
         return found
 
     def scratch(self, nodes: AnyArray) -> Slots:
-        """int64[n] slots of nodes of the step in progress, as they are numbered in scratch."""
+        """int64[n]: the slots of scratch that hold keys and values of the step's nodes int[n]."""
         return self.scratch_begin + nodes.astype(np.int64)
 
     def move(self, source: Tensor, target: Tensor, kept: Tensor | None = None) -> None:

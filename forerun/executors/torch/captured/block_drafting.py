@@ -85,7 +85,7 @@ class BlockDrafting(Drafting):
         none = self._nothing[: size.total]
         extended = Extended(none, none, self._nothing, self._max_nodes)
         levels = Levels(size.levels, size.width)
-        return kernels.follow(extended, accepted, prepared, committed.facts, levels)
+        return kernels.follow(extended, accepted, prepared, committed.inputs, levels)
 
     def _propose(self, blocks: "_Blocks", committed: CommittedRound, starts: TreeStarts) -> Tensor:
         """[R,levels,H] what the output head reads."""
@@ -160,7 +160,7 @@ class _Blocks:
             start=self._start,
             slots=self.slots,
             kv_len=starts.kv_len,
-            table=committed.facts["table"],
+            table=committed.inputs["table"],
             tree_intervals=self._tree_intervals,
             tiles=self._tiles,
             tile=self._tile,

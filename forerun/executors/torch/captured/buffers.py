@@ -46,7 +46,7 @@ def _tiles(size: Size, dims: BufferDims) -> int:
 
 
 def _shapes(size: Size, dims: BufferDims) -> dict[str, tuple[int, ...]]:
-    """The facts, all int32, in the order in which they lie behind each other.
+    """The inputs, all int32, in the order in which they lie behind each other.
 
     Of rows, [R]:
         where [2,R]     kv_len and position (of the root's output); also under these names
@@ -81,7 +81,7 @@ def _shapes(size: Size, dims: BufferDims) -> dict[str, tuple[int, ...]]:
 
 
 def room_of(rows: int, nodes: int, dims: BufferDims) -> int:
-    """Numbers that the facts of any round take, of at most `rows` rows and `nodes` nodes in all."""
+    """Numbers that the inputs of a round take, of `rows` rows and `nodes` nodes in all at most."""
     largest = Size(rows, -(-nodes // rows), shaping=1, masked=1)
     count = sum(int(np.prod(shape)) for shape in _shapes(largest, dims).values())
     # Other sizes have more tiles, and more changes.
@@ -92,9 +92,9 @@ def room_of(rows: int, nodes: int, dims: BufferDims) -> int:
 class RoundBuffers:
     """The fixed tensors of one size, on the device of `room`, int32[room_of]: they begin there.
 
-    whole, buffers  the facts
+    whole, buffers  the inputs
     record  int32[3*R*N + R + 3*R*K + ..] what comes back, in one copy, see `Record`
-    blank   the facts of a round in which no row has a node, up to the masks: nobody reads any
+    blank   the inputs of a round in which no row has a node, up to the masks: nobody reads any
     """
 
     def __init__(self, size: Size, dims: BufferDims, room: Tensor) -> None:
@@ -112,7 +112,7 @@ class RoundBuffers:
         self.blank = self._blank(dims)
 
     def views(self, whole: Tensor) -> dict[str, Tensor]:
-        """The parts of facts int32[.] of this size, by name."""
+        """The parts of inputs int32[.] of this size, by name."""
         parts = whole.split([int(np.prod(shape)) for shape in self._shapes.values()])
         named = zip(self._shapes.items(), parts, strict=True)
         views = {name: part.view(shape) for (name, shape), part in named}
@@ -211,10 +211,10 @@ class PageTables:
         """Send whole tables with the next rounds: what the device has is unknown."""
         self._mirror.fill(-1)
 
-    def of(self, size: Size, facts: dict[str, Tensor]) -> Tensor:
+    def of(self, size: Size, inputs: dict[str, Tensor]) -> Tensor:
         """int32[R,W] of a round's rows, after what was sent with it. Launches only."""
-        self.write(facts["sent_to"].view(torch.int64)[:, 0], facts["sent"])
-        return torch.index_select(self._table, 0, facts["slot"], out=self._rows[: size.rows])
+        self.write(inputs["sent_to"].view(torch.int64)[:, 0], inputs["sent"])
+        return torch.index_select(self._table, 0, inputs["slot"], out=self._rows[: size.rows])
 
     def write(self, places: Tensor, pages: Tensor) -> None:
         """Put pages int32[n] into entries int64[n] of the tables, one behind another."""

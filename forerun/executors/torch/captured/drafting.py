@@ -127,7 +127,7 @@ class LevelDrafting(Drafting):
             self._forests[size] = Forest(size, model.gqa_group, model.cache, device)
         forest = self._forests[size]
         starts, roots = self._extend(forest, committed, features)
-        self._grow(forest, committed.facts["table"], starts, roots, grown.view(3, size.rows, -1))
+        self._grow(forest, committed.inputs["table"], starts, roots, grown.view(3, size.rows, -1))
         return self._candidates(starts.read) if size.masked else None
 
     def _extend(
@@ -140,7 +140,7 @@ class LevelDrafting(Drafting):
         whoever extends them later writes it anew.
         """
         model, kernels, states = self._model, self._kernels, self._model.states
-        prepared, accepted, facts = committed.prepared, committed.accepted, committed.facts
+        prepared, accepted, inputs = committed.prepared, committed.accepted, committed.inputs
         entries, roots, waiting = prepared, None, model.cache.roots
         if waiting:
             entries, roots = behind_roots(model.cache, committed, forest.nodes, self._move)
@@ -167,7 +167,7 @@ class LevelDrafting(Drafting):
         if forest.size.nodes > 1 or waiting:
             self._move(entries.slots, entries.pages, accepted.kept.flatten())
         extended = Extended(read, outputs, model.outputs, self._max_nodes)
-        starts = kernels.follow(extended, accepted, prepared, facts, forest.levels)
+        starts = kernels.follow(extended, accepted, prepared, inputs, forest.levels)
         if states is not None:
             keep_page_ends(model, states, committed, outputs)
         return starts, roots

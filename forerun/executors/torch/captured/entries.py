@@ -12,7 +12,7 @@ from forerun.executors.layer_states import LayerStates
 from forerun.executors.torch.attention.geometry import Geometry
 from forerun.executors.torch.drafts.draft_cache import DraftCache
 from forerun.executors.torch.drafts.level_model import LevelModel
-from forerun.executors.torch.triton.round_types import Accepted, Facts, Prepared
+from forerun.executors.torch.triton.round_types import Accepted, Prepared, RoundInputs
 
 Move = Callable[[Tensor, Tensor, Tensor], None]
 """(slots [n], slots they are copied to [n], bool[n] which): in all of a draft's layers."""
@@ -20,11 +20,11 @@ Move = Callable[[Tensor, Tensor, Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class CommittedRound:
-    """What a round knows when it has committed: its facts (buffers.py), the geometry of its step,
+    """What a round knows when it has committed: its inputs (buffers.py), the geometry of its step,
     and what round_types.py says.
     """
 
-    facts: Facts
+    inputs: RoundInputs
     geometry: Geometry
     prepared: Prepared
     accepted: Accepted
@@ -36,13 +36,13 @@ def behind_roots(
     """Where the choices of a step's nodes stand behind their roots, which go to their pages; and
     int32[R] the slots where the next roots wait. nodes: int32[R,N] their scratch slots.
     """
-    prepared, facts, last = committed.prepared, committed.facts, committed.accepted.last[:, None]
-    followed = facts["draft_slot"] >= 0
-    waiting = cache.root_begin + facts["draft_slot"].clamp_min(0)
+    prepared, inputs, last = committed.prepared, committed.inputs, committed.accepted.last[:, None]
+    followed = inputs["draft_slot"] >= 0
+    waiting = cache.root_begin + inputs["draft_slot"].clamp_min(0)
     move(waiting, prepared.pages.view_as(nodes)[:, 0].contiguous(), followed)
     position = prepared.position + 1
-    page = (position // cache.page_size).clamp_max(facts["table"].shape[1] - 1)
-    pages = facts["table"].gather(1, page.view_as(nodes).long())
+    page = (position // cache.page_size).clamp_max(inputs["table"].shape[1] - 1)
+    pages = inputs["table"].gather(1, page.view_as(nodes).long())
     pages = pages * cache.page_size + position.view_as(nodes) % cache.page_size
     # The last one waits by slot; of a row that is not followed it stays where it is.
     ends = torch.where(followed[:, None], waiting[:, None], nodes)
@@ -58,15 +58,15 @@ def before_of(
     """Nodes.before of a round whose layers read each other: outputs [R*N,H] -> [R*N,H] of the node
     above each, for a root what was kept of the entry before it.
     """
-    facts, size = committed.facts, model.cache.page_size
-    length, rows = facts["kv_len"], len(facts["kv_len"])
-    page = facts["table"].gather(1, (length // size - 1).clamp_min(0)[:, None].long())[:, 0]
-    slot = states.slots + facts["draft_slot"].clamp_min(0)
+    inputs, size = committed.inputs, model.cache.page_size
+    length, rows = inputs["kv_len"], len(inputs["kv_len"])
+    page = inputs["table"].gather(1, (length // size - 1).clamp_min(0)[:, None].long())[:, 0]
+    slot = states.slots + inputs["draft_slot"].clamp_min(0)
     stored = model.outputs.index_select(
         0, torch.where(length % size == 0, states.pages + page, slot)
     )
     # Roots first, then nodes.
-    parents = facts["parents"].view(rows, -1)
+    parents = inputs["parents"].view(rows, -1)
     row = torch.arange(rows, device=parents.device)[:, None]
     above = torch.where(parents < 0, row, rows + row * parents.shape[1] + parents).flatten()
 

@@ -1,4 +1,4 @@
-"""The host's half of a captured round, in NumPy: what a plan writes into its facts, and what is
+"""The host's half of a captured round, in NumPy: what a plan writes into its inputs, and what is
 read of its record when it is over.
 """
 

@@ -48,9 +48,9 @@ from forerun.executors.torch.triton.kernels import Kernels
 from forerun.executors.torch.triton.record import Record, Size
 from forerun.executors.torch.triton.round_types import (
     Accepted,
-    Facts,
     FutureState,
     Prepared,
+    RoundInputs,
     RoundShape,
     with_room,
 )
@@ -65,7 +65,7 @@ class CudaGraphRunner:
 
     programs    of all sizes
     group       the ranks of whose model `decoder` is a part: all launch the same rounds on the same
-                facts, in one order, without shaping, masks, reports and drafting
+                inputs, in one order, without shaping, masks, reports and drafting
     aux_layers  layers whose entering residual streams a round leaves in `features`
     drafting    what a draft model does at the end of a round; None = nothing
     future      what rounds leave for each other by slot, where they overlap; None = nothing
@@ -204,21 +204,21 @@ class CudaGraphRunner:
         """Launch one round of this size, on what lies on the device."""
         fixed, decoder, cache = self.of(size), self._decoder, self._cache
         kernels, total = self.kernels, size.total
-        facts = fixed.buffers | {"table": self.tables.of(size, fixed.buffers)}
+        inputs = fixed.buffers | {"table": self.tables.of(size, fixed.buffers)}
         if self.future is not None:
-            facts = kernels.resume(self.future, size, facts)
-        prepared = kernels.prepare(facts, self._shape)
+            inputs = kernels.resume(self.future, size, inputs)
+        prepared = kernels.prepare(inputs, self._shape)
         geometry = Geometry(
             start=fixed.start,
             slots=prepared.slots,
-            kv_len=facts["kv_len"],
-            table=facts["table"],
-            tree_intervals=facts["tree_intervals"],
+            kv_len=inputs["kv_len"],
+            table=inputs["table"],
+            tree_intervals=inputs["tree_intervals"],
             tiles=fixed.tiles,
             tile=fixed.tile,
             page_size=cache.page_size,
             position=prepared.position,
-            split=facts["split"],
+            split=inputs["split"],
         )
 
         def attend(layer: int, heads: AnyHeads) -> Rows:
@@ -227,18 +227,18 @@ class CudaGraphRunner:
             float8, sinks = heads.float8, heads.sinks
             return kernels.attend(queries, *held, geometry, spec, float8=float8, sinks=sinks)
 
-        last, streams = decoder.forward(facts["tokens"], prepared.rotary, attend, self.aux_layers)
+        last, streams = decoder.forward(inputs["tokens"], prepared.rotary, attend, self.aux_layers)
         if self.features is not None:
             torch.cat(streams, -1, out=self.features[:total])
             if self.ring is not None and size.nodes == 1 and not size.levels:
-                self.ring.put(facts["slot"], prepared.position, self.features[:total])
+                self.ring.put(inputs["slot"], prepared.position, self.features[:total])
         logits = decoder.logits(last, out=self.logits[:total])
         record = Record.of(size, fixed.record)
-        accepted = self._accept(size, facts, logits, prepared, record.choices)
+        accepted = self._accept(size, inputs, logits, prepared, record.choices)
         if size.nodes > 1:  # One node alone is in its page already, or left to the host.
             kernels.move(cache, prepared.slots, prepared.pages, accepted.kept.flatten())
         if self.drafting is not None and size.levels:
-            committed = CommittedRound(facts, geometry, prepared, accepted)
+            committed = CommittedRound(inputs, geometry, prepared, accepted)
             features = None if self.features is None else self.features[:total]
             candidates = self.drafting.work(size, committed, features, record.grown)
             if candidates is not None:
@@ -247,18 +247,18 @@ class CudaGraphRunner:
             found = reported(logits.float(), accepted.choices, size.reports)
             record.reported.copy_(found.flatten())
         if size.shaping and self.shaped is not None:
-            self.shaped.add(facts, accepted.choices, accepted.kept)
+            self.shaped.add(inputs, accepted.choices, accepted.kept)
         if self.future is not None:
-            kernels.leave(self.future, size, facts, accepted, record)
+            kernels.leave(self.future, size, inputs, accepted, record)
 
     def _accept(
-        self, size: Size, facts: Facts, logits: Tensor, prepared: Prepared, record: Tensor
+        self, size: Size, inputs: RoundInputs, logits: Tensor, prepared: Prepared, record: Tensor
     ) -> Accepted:
         kernels, noise = self.kernels, prepared.noise
         if self._group is not None:
             choices = chosen_together(logits, noise, self._group, kernels, self._limits.vocab)
         elif self.shaped is not None and (size.shaping or size.masked):
-            choices = self.shaped.choose(size, facts, logits.float(), noise, kernels)
+            choices = self.shaped.choose(size, inputs, logits.float(), noise, kernels)
         else:
-            return kernels.accept(logits, noise, facts, record)
-        return kernels.keep(choices, facts, record)
+            return kernels.accept(logits, noise, inputs, record)
+        return kernels.keep(choices, inputs, record)

@@ -15,8 +15,12 @@ def warm_up(
     sizes: Iterable[Size],
     progress: Callable[[str, int, int], None],
 ) -> None:
-    """Compile every kernel that rounds of these sizes and prompts need, then capture all of them;
-    nothing else is captured afterwards. All slots are closed. progress(what, done, total).
+    """Compile every kernel that prompts and rounds of these sizes, one at least, need, then capture
+    the rounds; a size that is not among them is an error afterwards (Programs.sealed).
+
+    progress  called with (what, done, total) in kernels, then in sizes
+
+    Slots must be closed. Raises what torch raises, out of memory above all.
     """
     wanted = list(sizes)
     deepest = max(wanted, key=lambda size: size.levels)

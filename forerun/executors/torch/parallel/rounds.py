@@ -1,4 +1,4 @@
-"""Captured rounds of ranks: what rank 0 launches, every rank launches, on the same facts.
+"""Captured rounds of ranks: what rank 0 launches, every rank launches, on the same inputs.
 
 A round reads nothing of the host but what lies in its staging buffer. So the message of a round is
 its size and these bytes, and beside them what stands outside of rounds: entries of page tables
@@ -51,7 +51,7 @@ class RankRounds:
         """
         size, found = Size(*message.facts["size"]), message.arrays
         staging = self._runner.staging(size)
-        staging.whole.copy_(torch.from_numpy(found["facts"]))
+        staging.whole.copy_(torch.from_numpy(found["inputs"]))
         if len(found["source"]):
             self._rank.move(found["source"], found["target"])
         places, pages = (torch.from_numpy(found[name]) for name in ("places", "pages"))
@@ -79,7 +79,7 @@ class SharedRunner(CudaGraphRunner):
             assert isinstance(each, partial)
             places, pages = (tensor.numpy() for tensor in each.args)
         source, target = self.eager.moved()
-        arrays = {"facts": staging.whole.numpy(), "places": places, "pages": pages}
+        arrays = {"inputs": staging.whole.numpy(), "places": places, "pages": pages}
         arrays |= {"source": source, "target": target}
         self.eager.ranks.send(Message("round", {"size": list(size)}, arrays))
         with self.eager.together():

@@ -20,11 +20,11 @@ from forerun.executors.torch.triton.record import Record, Size
 from forerun.executors.torch.triton.round_types import (
     Accepted,
     Extended,
-    Facts,
     Frontier,
     FutureState,
     Levels,
     Prepared,
+    RoundInputs,
     RoundShape,
     TreeStarts,
 )
@@ -35,11 +35,11 @@ R = TypeVar("R")
 Enter = Callable[[AnyHeads, tuple[CacheTensor, CacheTensor], Tensor], Tensor]
 """(heads of M nodes, keys and values of a layer, slots int32[M]) -> queries [M,A,E]: see kv.py."""
 
-Prepare = Callable[[Facts, RoundShape], Prepared]
-"""(facts of a round, what rounds have in common) -> what the facts say of every node."""
+Prepare = Callable[[RoundInputs, RoundShape], Prepared]
+"""(inputs of a round, what rounds have in common) -> what the inputs say of every node."""
 
-Accept = Callable[[Tensor, NodeNoise, Facts, Tensor], Accepted]
-"""(logits [M,V] of any dtype, how each node chooses, facts, int32[M] of the record) -> a path of
+Accept = Callable[[Tensor, NodeNoise, RoundInputs, Tensor], Accepted]
+"""(logits [M,V] of any dtype, how each node chooses, inputs, int32[M] of the record) -> a path of
 every row, the choices on which are written into the record, NOTHING elsewhere.
 """
 
@@ -51,13 +51,13 @@ Best = Callable[[Tensor, NodeNoise, int], tuple[Tensor, Tensor]]
 score float32[M] and the lowest token int32[M] that has it; NaN or infinity where a logit is.
 """
 
-Keep = Callable[[Tensor, Facts, Tensor], Accepted]
-"""(choices int32[M], facts, int32[M] of the record) -> as Accept."""
+Keep = Callable[[Tensor, RoundInputs, Tensor], Accepted]
+"""(choices int32[M], inputs, int32[M] of the record) -> as Accept."""
 
 Rotation = Callable[[Tensor, Tensor, float], Rotary]
 """(positions int32[M], frequencies float32[E/2], factor) -> cos and sin: elementwise.rotation."""
 
-Follow = Callable[[Extended, Accepted, Prepared, Facts, Levels], TreeStarts]
+Follow = Callable[[Extended, Accepted, Prepared, RoundInputs, Levels], TreeStarts]
 """(what all nodes gave, ...) -> the ends of the rows' accepted paths, kept by slot too."""
 
 Descend = Callable[[Tensor, Levels, int, Tensor, Tensor | None, bool], Frontier]
@@ -69,11 +69,11 @@ above   of the frontier before; None at level 1
 roots   each row's root is run before its nodes
 """
 
-Resume = Callable[[FutureState, Size, Facts], Facts]
-"""(state by slot, size, facts of the host) -> facts, those of carried rows from their slots."""
+Resume = Callable[[FutureState, Size, RoundInputs], RoundInputs]
+"""(state by slot, size, inputs of the host) -> inputs, those of carried rows from their slots."""
 
-Leave = Callable[[FutureState, Size, Facts, Accepted, Record], None]
-"""(state by slot, size, facts, what was accepted, record): keep what came of the rows, and write
+Leave = Callable[[FutureState, Size, RoundInputs, Accepted, Record], None]
+"""(state by slot, size, inputs, what was accepted, record): keep what came of the rows, and write
 into the record what ran.
 """
 

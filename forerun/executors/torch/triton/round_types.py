@@ -2,7 +2,7 @@
 levels that it grows, as values. What makes them is launched: triton_round.py, triton_draft.py and
 triton_future.py; in plain torch, their slow twins, in tests/twins/rounds.py and future.py.
 
-A round has R rows of N nodes, M = R*N. Its facts come by name as in captured/buffers.py.
+A round has R rows of N nodes, M = R*N. Its inputs come by name as in captured/buffers.py.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from forerun.executors.torch.decoder.elementwise import Rotary
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.tree import full_size
 
-Facts = dict[str, Tensor]
+RoundInputs = dict[str, Tensor]
 """By name: captured/buffers.py."""
 
 
@@ -37,7 +37,7 @@ class RoundShape:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What a round's facts say of its nodes.
+    """What a round's inputs say of its nodes.
 
     position  int32[M] in tokens
     pages     int32[M] slot of that position in the row's pages

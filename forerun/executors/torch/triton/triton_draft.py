@@ -12,10 +12,10 @@ from forerun.executors.torch.decoder.elementwise import Rotary
 from forerun.executors.torch.triton.round_types import (
     Accepted,
     Extended,
-    Facts,
     Frontier,
     Levels,
     Prepared,
+    RoundInputs,
     TreeStarts,
 )
 from forerun.executors.torch.triton.triton_choice import gumbel_at
@@ -44,7 +44,7 @@ def _follow(
     read_size, passed_size, nodes, first, nobody, rows, width, levels,
     BLOCK: tl.constexpr, ASKERS: tl.constexpr,
 ):  # fmt: skip
-    """Some of one row's numbers; its facts besides, by the first program."""
+    """Some of one row's numbers; its inputs besides, by the first program."""
     row, block = tl.program_id(0), tl.program_id(1)
     root = row * nodes
     at = block * BLOCK + tl.arange(0, BLOCK)
@@ -77,7 +77,7 @@ def _follow(
 
 
 def follow(
-    extended: Extended, accepted: Accepted, prepared: Prepared, facts: Facts, size: Levels
+    extended: Extended, accepted: Accepted, prepared: Prepared, inputs: RoundInputs, size: Levels
 ) -> TreeStarts:
     """Where R trees start: gathers the ends of accepted paths out of [M,H] and [M,W], and writes
     `extended.outputs` by slot: see kernels.Follow. Launches only.
@@ -94,7 +94,7 @@ def follow(
     position = kv_len.new_empty(levels - 1, rows * width)
     _follow[rows, triton.cdiv(max(*sizes, 1), 1024)](
         *(extended.read, extended.hidden, accepted.last, accepted.count),
-        *(facts["draft_slot"], facts["kv_len"]),
+        *(inputs["draft_slot"], inputs["kv_len"]),
         *(noise.seeds, noise.positions, noise.temperatures),
         *(read, hidden, extended.outputs, kv_len, seeds, positions, temperatures, position),
         *(*sizes, len(prepared.position) // rows, extended.first),

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forerun.executors.torch.triton.record import Record, Size
-from forerun.executors.torch.triton.round_types import Accepted, Facts, FutureState
+from forerun.executors.torch.triton.round_types import Accepted, FutureState, RoundInputs
 from forerun.speculative.accept import NOTHING
 
 BLOCK = 16
@@ -121,7 +121,7 @@ def _resume(
     NODES: tl.constexpr, FULL: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     NOTHING: tl.constexpr,
 ):  # fmt: skip
-    """One row's facts: as given, or from its slot."""
+    """One row's inputs: as given, or from its slot."""
     row, each = tl.program_id(0), tl.arange(0, NODES)
     inside, at = each < nodes, row * nodes + each
     slot = tl.load(slots + row).to(tl.int64)
@@ -163,8 +163,8 @@ def _resume(
             tl.store(intervals_out + total + at, leave, mask=inside)
 
 
-def resume(future: FutureState, size: Size, given: Facts) -> Facts:
-    """The facts of a round, those of carried rows from what their slots keep: see kernels.Resume.
+def resume(future: FutureState, size: Size, given: RoundInputs) -> RoundInputs:
+    """The inputs of a round, those of carried rows from what their slots keep: see kernels.Resume.
     Launches only.
     """
     rows, nodes, total = size.rows, size.nodes, size.total
@@ -232,7 +232,7 @@ def _leave(
 
 
 def leave(
-    future: FutureState, size: Size, facts: Facts, accepted: Accepted, record: Record
+    future: FutureState, size: Size, inputs: RoundInputs, accepted: Accepted, record: Record
 ) -> None:
     """Write into `future` what came of the rows, by slot, and into the record what ran: see
     kernels.Leave. Launches only.
@@ -240,7 +240,7 @@ def leave(
     whole: Tensor = record.grown if size.levels else record.tokens
     full = future.value.shape[1]
     _leave[(size.rows,)](
-        *(facts[name] for name in ("where", "count", "tokens", "parents", "slot", "draft_slot")),
+        *(inputs[name] for name in ("where", "count", "tokens", "parents", "slot", "draft_slot")),
         *(accepted.choices, accepted.count, accepted.last, whole),
         *(record.tokens, record.parents, record.count),
         *(future.state, future.tokens, future.parents, future.value),

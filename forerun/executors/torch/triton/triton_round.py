@@ -10,7 +10,7 @@ from torch import Tensor
 
 from forerun.executors.torch.accept import NodeNoise
 from forerun.executors.torch.attention.kv import PagedCache
-from forerun.executors.torch.triton.round_types import Accepted, Facts, Prepared, RoundShape
+from forerun.executors.torch.triton.round_types import Accepted, Prepared, RoundInputs, RoundShape
 from forerun.executors.torch.triton.triton_choice import scored
 from forerun.speculative.accept import NOTHING
 
@@ -62,23 +62,23 @@ def _prepare(
         tl.store(temperatures + node, tl.load(of_rows + row))
 
 
-def prepare(facts: Facts, shape: RoundShape) -> Prepared:
+def prepare(inputs: RoundInputs, shape: RoundShape) -> Prepared:
     """Of every node its position, slots, noise and rotary numbers: see kernels.Prepare. Launches
     only.
     """
-    rows, total = len(facts["count"]), len(facts["depth"])
+    rows, total = len(inputs["count"]), len(inputs["depth"])
     kinds, half = shape.frequencies.shape
-    position, pages, slots, positions = (torch.empty_like(facts["depth"]) for _ in range(4))
-    seeds = torch.empty_like(facts["depth"], dtype=torch.int64)
-    temperatures = torch.empty_like(facts["depth"], dtype=torch.float32)
+    position, pages, slots, positions = (torch.empty_like(inputs["depth"]) for _ in range(4))
+    seeds = torch.empty_like(inputs["depth"], dtype=torch.int64)
+    temperatures = torch.empty_like(inputs["depth"], dtype=torch.float32)
     turned = shape.frequencies.new_empty(kinds, 2, total, half)
     _prepare[total, kinds](
-        *(facts[name] for name in ("kv_len", "position", "low", "high")),
-        facts["temperature"].view(torch.float32),
-        *(facts[name] for name in ("decided", "count", "depth", "parents", "table")),
+        *(inputs[name] for name in ("kv_len", "position", "low", "high")),
+        inputs["temperature"].view(torch.float32),
+        *(inputs[name] for name in ("decided", "count", "depth", "parents", "table")),
         *(shape.frequencies, shape.factors),
         *(position, pages, slots, seeds, positions, temperatures, turned),
-        *(total // rows, facts["table"].shape[1], shape.scratch, total),
+        *(total // rows, inputs["table"].shape[1], shape.scratch, total),
         PAGE=shape.page_size,
         HALF=half,
         NODES=triton.next_power_of_2(total // rows),
@@ -133,29 +133,29 @@ def _walk(
     tl.store(last + row, tl.max(tl.where((deep == tl.max(deep, 0)) & (deep > 0), each, 0), 0))
 
 
-def accept(logits: Tensor, noise: NodeNoise, facts: Facts, record: Tensor) -> Accepted:
+def accept(logits: Tensor, noise: NodeNoise, inputs: RoundInputs, record: Tensor) -> Accepted:
     """Choose at every node from logits [M,V] and walk each row's path; writes choices on paths into
     `record` int32[M], NOTHING elsewhere: see kernels.Accept. Launches only.
     """
-    return _kept(*scored(logits, noise), facts, record)
+    return _kept(*scored(logits, noise), inputs, record)
 
 
-def keep(choices: Tensor, facts: Facts, record: Tensor) -> Accepted:
+def keep(choices: Tensor, inputs: RoundInputs, record: Tensor) -> Accepted:
     """`accept` of choices int32[M] that were made already: see kernels.Keep. Launches only."""
     # As if each node's choice were all that its vocabulary's one chunk found.
     whole = choices[:, None]
-    return _kept(torch.zeros_like(whole, dtype=torch.float32), whole, facts, record)
+    return _kept(torch.zeros_like(whole, dtype=torch.float32), whole, inputs, record)
 
 
-def _kept(best: Tensor, found: Tensor, facts: Facts, record: Tensor) -> Accepted:
-    rows, total = len(facts["count"]), len(facts["depth"])
-    choices = torch.empty_like(facts["tokens"])
+def _kept(best: Tensor, found: Tensor, inputs: RoundInputs, record: Tensor) -> Accepted:
+    rows, total = len(inputs["count"]), len(inputs["depth"])
+    choices = torch.empty_like(inputs["tokens"])
     kept = choices.new_empty((rows, total // rows), dtype=torch.bool)
-    count, last = torch.empty_like(facts["count"]), torch.empty_like(facts["count"])
+    count, last = torch.empty_like(inputs["count"]), torch.empty_like(inputs["count"])
     _walk[(rows,)](
         *(best, found),
-        *(facts[name] for name in ("count", "decided", "tokens", "parents", "depth")),
-        facts["tree_intervals"],
+        *(inputs[name] for name in ("count", "decided", "tokens", "parents", "depth")),
+        inputs["tree_intervals"],
         *(choices, kept.view(torch.int8), count, last, record),
         *(total // rows, total, best.shape[1]),
         NODES=triton.next_power_of_2(total // rows),
