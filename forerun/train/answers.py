@@ -64,12 +64,17 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One continuation: of prompt int32[T], to an end-of-text id or `max_tokens` tokens."""
+    """One continuation: of prompt int32[T], to an end-of-text id or `max_tokens` tokens.
+
+    useless  output int32[.] -> whether it is of no use, however it goes on: an author may end it
+             there. None: never
+    """
 
     prompt: Ints
     temperature: float
     seed: int
     max_tokens: int
+    useless: Callable[[Ints], bool] | None = None
 
 
 class Author(Protocol):
@@ -250,7 +255,7 @@ class Session:
         most = self._writer.recipe.max_tokens
         if self._answering:
             prompt = self._writer.chat.encode(self._messages)
-            self._asked = Ask(prompt, self._temperature, self._seed, most)
+            self._asked = Ask(prompt, self._temperature, self._seed, most, repeats)
         else:
             first_message = self._writer.first_message(self._messages)
             self._asked = Ask(first_message, 1.0, self._seed + len(self._messages), most)

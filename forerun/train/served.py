@@ -10,6 +10,9 @@ from forerun.speculative.sampling import Sampling
 from forerun.train.answers import Ask
 from forerun.types import Ints, RequestId
 
+LOOK = 16
+"""Tokens between two looks at whether an output is of use."""
+
 
 class ServedAuthor:
     """Continues prompts through a running engine. See forerun.train.answers.Author."""
@@ -20,22 +23,29 @@ class ServedAuthor:
         self._serial = 0
 
     def ask(self, key: int, ask: Ask) -> None:
-        """Submit one request to the engine; an answer is cut where the context ends. Raises
-        RequestError where the prompt does not fit or the queue is full.
+        """Submit one request to the engine; an answer is cut where the context ends, and soon after
+        it is of no use. Raises RequestError where the prompt does not fit or the queue is full.
         """
         self._serial += 1
         room = self._loaded.context - len(ask.prompt)
+        request = RequestId(f"train-{self._serial}")
         collected: list[int] = []
+        looked, useless = 0, False
 
         def take(delta: Delta) -> None:
+            nonlocal looked, useless
             collected.extend(delta.tokens)
             if delta.finish is not None:
-                failed = delta.finish in (Finish.ERROR, Finish.ABORT)
+                failed = delta.finish in (Finish.ERROR, Finish.ABORT) and not useless
                 self._done.put((key, np.array([] if failed else collected, np.int32)))
+            elif ask.useless and not useless and len(collected) >= looked + LOOK:
+                looked, useless = len(collected), ask.useless(np.array(collected, np.int32))
+                if useless:
+                    self._loaded.engine.abort(request)
 
         self._loaded.engine.submit(
             Request(
-                id=RequestId(f"train-{self._serial}"),
+                id=request,
                 prompt=ask.prompt,
                 sampling=Sampling(temperature=ask.temperature, seed=ask.seed),
                 stopping=Stopping(

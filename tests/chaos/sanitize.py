@@ -30,6 +30,7 @@ STATES = "tests/parity/test_recurrent_states.py::"
 TESTS = (
     "tests/cpu",
     "tests/drafters/test_ngram.py",
+    "tests/drafters/test_ngram_cache.py",
     f"{STATES}test_the_core_and_torch_make_the_same_bits",
     f"{STATES}test_the_states_of_trees_are_the_oracles",
 )

@@ -13,6 +13,7 @@ from forerun.train.answers import Ask
 from forerun.train.generate import STEPS, DenseAuthor
 from forerun.train.served import ServedAuthor
 from forerun.train.target import DenseTarget
+from tests.cli.toys import toy_loaded
 from tests.models import tiny
 
 STOPS = (2, 17, 40)
@@ -164,3 +165,15 @@ def test_steps_need_no_new_tensors_between_replays(target):
     before = [getattr(author, name).data_ptr() for name in state]
     outputs(author, [Ask(p, 0.8, 1, 2 * STEPS) for p in prompts(9, 40)])
     assert before == [getattr(author, name).data_ptr() for name in state]
+
+
+def test_an_output_of_no_use_ends_early():
+    """What is ended is what the whole output would have begun with."""
+    prompt = np.array([72, 105], np.int32)
+    with toy_loaded(EngineConfig(model="toy")) as loaded:
+        whole, ended, kept = (
+            outputs(ServedAuthor(loaded), [Ask(prompt, 0.0, 0, 800, useless)])[0]
+            for useless in (None, lambda ids: len(ids) >= 50, lambda ids: False)
+        )
+    assert kept == whole
+    assert 50 <= len(ended) < len(whole) and ended == whole[: len(ended)]
