@@ -3,13 +3,21 @@
 import numpy as np
 import pytest
 
+from forerun.build import drafting as build_drafting
 from forerun.client.completion import make_request
 from forerun.executors.jax import JaxExecutor
 from forerun.executors.jax.programs import Programs
 from tests.drafters.served import on_xla
 from tests.parity.heads import opened
 from tests.parity.test_jax_drafts import LEARNED
-from tests.parity.test_torch_overlap import OFF, answered, asked, tokens, trees  # noqa: F401
+from tests.parity.test_torch_overlap import (
+    OFF,
+    Resting,
+    answered,
+    asked,
+    tokens,
+    trees,  # noqa: F401
+)
 
 SLOW = pytest.mark.slow
 SHAPES = [(7, 3, 2), pytest.param((3, 3, 1), marks=SLOW)]
@@ -133,3 +141,18 @@ def test_a_step_is_begun_before_the_one_before_it_is_read(target, learned, monke
     assert names[last:] in (["finish"], ["finish", "begin", "finish"])
     counts = np.array([count for name, count in events[first:last] if name == "carry"])
     assert (np.diff(counts) == 1).all() and len(counts) > 3
+
+
+@pytest.mark.parametrize("first", [0, pytest.param(8, marks=SLOW)])
+def test_a_head_that_rested_drafts_as_if_it_had_not(target, learned, monkeypatch, first):
+    """Plain rounds overlap beside a head, whether it has drafted before or not: what it missed of
+    them is kept on the device.
+    """
+    made, shape = target
+    monkeypatch.setattr(build_drafting, "FixedPolicy", lambda *_: Resting(first, again=40))
+    requests = asked(learned[1], 0.0, (60, 60))
+    expected, before = answered(made, requests, False, **shape)
+    found, stats = answered(made, requests, True, **shape)
+    assert tokens(found) == tokens(expected)
+    assert stats.carried >= 20
+    assert stats.accepted > 0.9 * before.accepted > 10
