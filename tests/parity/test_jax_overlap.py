@@ -154,5 +154,5 @@ def test_a_head_that_rested_drafts_as_if_it_had_not(target, learned, monkeypatch
     expected, before = answered(made, requests, False, **shape)
     found, stats = answered(made, requests, True, **shape)
     assert tokens(found) == tokens(expected)
-    assert stats.carried >= 20
+    assert stats.carried > 0.8 * stats.steps > 40
     assert stats.accepted > 0.9 * before.accepted > 10
