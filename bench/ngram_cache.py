@@ -10,63 +10,22 @@ as they end, as it would in service. No clock has a part in it.
 """
 
 import argparse
-import json
 import sys
-from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
-from bench.replay import accepted
-from forerun.build.engine import encode_chat, make_engine, open_target
+from bench.records import keep
+from bench.replay import Answer, accepted, answers_to
 from forerun.build.with_cpu import ngram_drafter
-from forerun.client.completion import complete, make_request
 from forerun.hub.catalog import shipped_draft
 from forerun.interface.drafter import Drafter
 from forerun.interface.plan import Outcome, Plan
 from forerun.interface.slot_init import SlotInit
-from forerun.machine import stamp
-from forerun.measure.workload import read_prompts
 from forerun.models.ngram_table import FILE, read_ngram_table
 from forerun.options.config import EngineConfig
-from forerun.speculative.sampling import Sampling
-from forerun.types import Ints
 
 VOCAB = 49152
-
-
-class Answer(NamedTuple):
-    """One that the target gave."""
-
-    prompt: Ints
-    sampling: Sampling
-    output: list[int]
-
-
-def answers(path: Path, temperatures: Sequence[float], count: int, tokens: int) -> list[Answer]:
-    """To the first `count` prompts of a file, `tokens` long at most; the temperatures in turns."""
-    target = open_target(EngineConfig(speculative_algorithm="NONE", context=2048))
-    engine = make_engine(target, target.config)
-    engine.start()
-    requests = [
-        make_request(
-            encode_chat(target, prompt.messages),
-            target.tokenizer.eos_ids,
-            max_tokens=tokens,
-            temperature=temperatures[index % len(temperatures)],
-            seed=index,
-        )
-        for index, prompt in enumerate(islice(read_prompts(path), count))
-    ]
-    done = complete(engine, requests, 64)
-    engine.shutdown()
-    target.close()
-    return [
-        Answer(request.prompt, request.sampling, list(choice.tokens))
-        for request, (choice,) in zip(requests, done, strict=True)
-    ]
 
 
 def plan_of(nodes: int, depth: int) -> Plan:
@@ -124,11 +83,11 @@ def main() -> None:
     parser.add_argument("--draft-tokens", type=int, default=8)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    others = answers(options.counted, (0.0, 0.8), options.count, options.tokens)
+    others = answers_to(options.counted, (0.0, 0.8), options.count, options.tokens)
     table = read_ngram_table(Path(shipped_draft("smollm2-135m") or "") / FILE, VOCAB)
     found: list[dict[str, float | str]] = []
     for temperature in (0.0, 0.8):
-        held = answers(options.prompts, (temperature,), options.count, options.tokens)
+        held = answers_to(options.prompts, (temperature,), options.count, options.tokens)
         drafters = {
             "text alone": ngram_drafter(1),
             "shipped table": ngram_drafter(1, table),
@@ -148,10 +107,7 @@ def main() -> None:
             sys.stdout.write(f"T={temperature:g}  {name:20} {result:.3f} tokens a step\n")
             sys.stdout.flush()
     if options.json:
-        settings = {name: str(value) for name, value in vars(options).items()}
-        options.json.write_text(
-            json.dumps({"machine": stamp(), "settings": settings, "results": found}, indent=1)
-        )
+        keep(options.json, {"settings": vars(options), "results": found})
 
 
 if __name__ == "__main__":

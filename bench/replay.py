@@ -16,11 +16,12 @@ noisy steps, and saw short answers end one after another before.
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,6 +43,7 @@ from forerun.models.ngram_table import FILE, NgramTable, read_ngram_table
 from forerun.options.config import EngineConfig
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft
+from forerun.types import Ints
 
 COSTS = {
     "cpu": StepCosts((1, 2, 4, 8, 16, 32, 64), (4.0, 4.4, 5.2, 10.1, 20.1, 38.3, 78.8)),
@@ -218,29 +220,52 @@ def accepted(draft: Draft, truth: list[int]) -> int:
     return length
 
 
-def record(options: argparse.Namespace) -> None:
-    """Answers of the default model, half of them greedy."""
-    target = open_target(EngineConfig(kv_tokens=16384, context=2048))
+class Answer(NamedTuple):
+    """One that the target gave."""
+
+    prompt: Ints
+    sampling: Sampling
+    output: list[int]
+
+
+def answers_to(
+    prompts: Path | None,
+    temperatures: Sequence[float],
+    count: int,
+    tokens: int,
+    ignore_eos: bool = False,
+) -> list[Answer]:
+    """The default model's, without a draft, to the first `count` chats of a file (None: built in),
+    `tokens` long at most; the temperatures in turns.
+    """
+    target = open_target(EngineConfig(speculative_algorithm="NONE", context=2048))
     engine = make_engine(target, target.config)
     engine.start()
     requests = [
         make_request(
             encode_chat(target, prompt.messages),
             target.tokenizer.eos_ids,
-            max_tokens=options.tokens or 160,
-            ignore_eos=options.ignore_eos,
-            temperature=0.8 * (index % 2),
+            max_tokens=tokens,
+            ignore_eos=ignore_eos,
+            temperature=temperatures[index % len(temperatures)],
             seed=index,
         )
-        for index, prompt in enumerate(islice(read_prompts(options.prompts), options.count))
+        for index, prompt in enumerate(islice(read_prompts(prompts), count))
     ]
-    done = complete(engine, requests, 4)
+    done = complete(engine, requests, 64)
     engine.shutdown()
     target.close()
-    answers = [
-        {"prompt": request.prompt.tolist(), "output": list(choice.tokens)}
+    return [
+        Answer(request.prompt, request.sampling, list(choice.tokens))
         for request, (choice,) in zip(requests, done, strict=True)
     ]
+
+
+def record(options: argparse.Namespace) -> None:
+    """Answers of the default model, half of them greedy."""
+    length = options.tokens or 160
+    given = answers_to(options.prompts, (0.0, 0.8), options.count, length, options.ignore_eos)
+    answers = [{"prompt": one.prompt.tolist(), "output": one.output} for one in given]
     options.answers.write_text(json.dumps(answers))
 
 
