@@ -6,6 +6,7 @@ they are handed is open in them. Only for programs that start by their command l
 """
 
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -52,15 +53,42 @@ class Here(Forking):
         return child
 
 
+READY = []
+"""Sockets of processes that were forked for a Nursery to come."""
+
+
+def get_ready():
+    """Fork what a Nursery will ask, while this process has one thread: it has imported what this
+    one has, and nothing of this one's is open in it.
+    """
+    ours, theirs = socket.socketpair()
+    if os.fork() == 0:
+        try:
+            _open({1: os.open(os.devnull, os.O_WRONLY), 2: 2, 3: theirs.fileno()})
+            os.closerange(4, 4096)
+            gc.enable()
+            main(3)
+        finally:
+            os._exit(0)
+    theirs.close()
+    READY.append(ours)
+
+
 class Nursery(Forking):
     """A process that has imported some modules and does nothing but fork."""
 
     def __init__(self, *modules):
+        self._lock, self._process = Lock(), None
+        if READY:
+            self._ours = READY.pop()
+            for module in modules:
+                self._ours.send(json.dumps({"module": module}).encode())
+                assert self._ours.recv(20)
+            return
         self._ours, theirs = socket.socketpair()
         with theirs:
             line = [sys.executable, "-m", "tests.forked", str(theirs.fileno()), *modules]
             self._process = subprocess.Popen(line, cwd=ROOT, pass_fds=(theirs.fileno(),))
-        self._lock = Lock()
 
     def able(self):
         return sys.platform == "linux"
@@ -81,7 +109,8 @@ class Nursery(Forking):
 
     def __exit__(self, *_):
         self._ours.close()
-        self._process.wait()
+        if self._process is not None:
+            self._process.wait()
 
 
 class Forked:
@@ -145,9 +174,14 @@ def main(number, *modules):
         request, files, _, _ = socket.recv_fds(asking, 1 << 16, 16)
         if not request:
             return
+        asked = json.loads(request)
+        if "module" in asked:
+            importlib.import_module(asked["module"])
+            asking.send(b"imported")
+            continue
         child = os.fork()
         if child == 0:
-            _between(asking, files, **json.loads(request))
+            _between(asking, files, **asked)
         os.waitpid(child, 0)
         for file in files:
             os.close(file)

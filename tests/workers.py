@@ -4,6 +4,7 @@ a fresh clone compiles them.
 """
 
 import atexit
+import gc
 import importlib
 import os
 import signal
@@ -12,6 +13,10 @@ import threading
 import traceback
 from contextlib import suppress
 from pathlib import Path
+
+import pytest
+
+from tests.forked import get_ready
 
 ROOT = Path(__file__).parents[1]
 
@@ -25,6 +30,7 @@ def fork_workers(config, specs):
     if threads != 1 or any(not spec.popen or spec.python or spec.chdir for spec in specs):
         return
     gateways = importlib.import_module("execnet.gateway_io")
+    gc.freeze()  # What is there is no garbage, and stays where all processes share it.
     forks, others = [], gateways.create_io
     for _ in specs:
         forks.append(Fork([file for fork in forks for file in fork.files]))
@@ -43,7 +49,7 @@ def import_tests(asked, ignored):
         files = sorted(folder.rglob("*.py")) if folder.is_dir() else [folder]
         for path in files:
             if path.name.startswith(("test_", "conftest")) and not ignored_by(path, ignored):
-                with suppress(BaseException):
+                with suppress(Exception, pytest.skip.Exception):
                     importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
 
 
@@ -96,6 +102,7 @@ def work(asked, said, alien):
         for file in (asked, said, *alien):
             os.close(file)
         sys.stdin, sys.stdout, sys.stderr = map(os.fdopen, range(3), "rww")
+        get_ready()
         exec(eval(sys.stdin.readline()), {"__name__": "__main__"})
         status = 0
     finally:

@@ -93,8 +93,8 @@ def test_plain_code_gives_the_same_bits(executor, checkpoint, random, family, ki
 def test_the_default_model_agrees_with_fp32(executor, default_model):
     """4,175 tokens of other text gave a perplexity 0.22 % (+- 0.14 %) above that of fp32."""
     text = (ROOT / "LICENSE").read_text()
-    tokens = np.array(default_model.tokenizer.encode(text), np.int32)[:400]
-    found = logits_of(executor(default_model.checkpoint, 2, max_nodes=400), tokens)
+    tokens = np.array(default_model.tokenizer.encode(text), np.int32)[:200]
+    found = logits_of(executor(default_model.checkpoint, 2, max_nodes=200), tokens)
     expected = fp32(default_model.checkpoint, tokens)
     assert distance(found, expected) < 0.05
     assert np.mean(found.argmax(-1) == expected.argmax(-1)) > 0.95

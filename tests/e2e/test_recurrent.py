@@ -121,7 +121,8 @@ def test_without_room_for_checkpoints_prompts_run_from_the_start(folder, monkeyp
     monkeypatch.setattr("forerun.build.memory.CHECKPOINTS", 0)
     target = open_target(configured(folder, 4))
     try:
-        proof = prove(target, replace(target.config, speculative_num_draft_tokens=8), TRIAL)
+        sampled = replace(TRIAL, temperatures=(1.0,))
+        proof = prove(target, replace(target.config, speculative_num_draft_tokens=8), sampled)
         assert proof.identical
         assert any(run.draft_tokens for run in proof.runs)
     finally:

@@ -131,7 +131,8 @@ class Watch(TorchDispatchMode):
         made = [(place, t) for place, t in enumerate(outs) if storage(t) not in given]
         # A view that was taken stays one: there is nothing to replay.
         if made or not outs or known.written(args, kwargs):
-            self.tape.append((func, args, kwargs, made))
+            alone = made[0][1] if made and isinstance(out, torch.Tensor) else None
+            self.tape.append((func, args, kwargs, alone, made))
         if self.cuda is not None:
             self.cuda.allocates(tensor for _, tensor in made)
         return out
@@ -187,10 +188,12 @@ class Graph:
 
     def replay(self):
         self._cuda.replays += 1
-        for func, args, kwargs, made in self.tape:
+        for func, args, kwargs, alone, made in self.tape:
             again = func(*args, **kwargs)
-            if made:
-                outs = [again] if isinstance(again, torch.Tensor) else tensors(again)
+            if alone is not None:
+                alone.copy_(again)
+            elif made:
+                outs = tensors(again)
                 for place, old in made:
                     old.copy_(outs[place])
 

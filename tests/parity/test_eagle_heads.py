@@ -266,7 +266,7 @@ def test_the_price_of_a_head_is_measured(folder, target, learned):
 
 def test_lookup_and_head_together(target, learned):
     """The same text, in no more steps than the better of the two takes, but for a few."""
-    prompts = [np.concatenate([text[:40], text[20:40]]) for text in learned[1][:8]]
+    prompts = [np.concatenate([text[:40], text[20:40]]) for text in learned[1][:5]]
     plain = serve(target, prompts, "OFF")
     steps = {}
     for speculation in ("EAGLE", "NGRAM", "EAGLE+NGRAM"):

@@ -25,9 +25,12 @@ kernels = load("triton.triton_shaping")
     ],
 )
 def test_kept_are_the_twins(vocab, scale):
-    """Large vocabularies for every second row of what is asked, each for the other ones."""
+    """Large vocabularies for every second row of what is asked, each for the other ones; of one
+    token hardly anything can be kept or left.
+    """
     random = np.random.default_rng(vocab)
-    asked = mixed(vocab) if vocab < 100 else mixed(vocab)[vocab % 2 :: 2]
+    asked = mixed(vocab)
+    asked = asked[:: 4 if vocab == 1 else 1] if vocab < 100 else asked[vocab % 2 :: 2]
     for ties in (False, True):
         logits = (random.normal(size=(len(asked), 2, vocab)) * scale).astype(np.float32)
         if ties:

@@ -61,6 +61,6 @@ def untrained(tmp_path_factory):
 @pytest.fixture(scope="session")
 def small(untrained):
     made = untrained
-    learning = "--epochs 100 --rate 1e-2 --draft-vocab 300 --ema 0.98 --check-every 90"
+    learning = "--epochs 60 --rate 1.4e-2 --draft-vocab 300 --ema 0.97 --check-every 60"
     made.train(made.out, *learning.split())
     return made

@@ -62,7 +62,7 @@ def outputs(author, asks):
 
 def test_greedy_text_is_the_engines(folder, target):
     """More prompts than rows, so rows are used again; lengths cross the steps between looks."""
-    asks = [Ask(p, 0.0, 0, 5 + 7 * i % 50) for i, p in enumerate(prompts(11))]
+    asks = [Ask(p, 0.0, 0, 5 + 7 * i % 50) for i, p in enumerate(prompts(8))]
     dense = outputs(DenseAuthor(target, [2], width=3, context=512, longest=60), asks)
     config = EngineConfig(
         model=str(folder),

@@ -107,7 +107,7 @@ def trial(corpus, folder: Path, shards=1, **changes) -> TrainingRun:
 
 
 def test_overfits_and_keeps_the_best(corpus, tmp_path):
-    run = trial(corpus, tmp_path)
+    run = trial(corpus, tmp_path, epochs=60, rate=6e-3)
     progress = train(run, lambda p: None)
     last = progress.history[-1]
     assert min(last["accuracy"]) > 0.98, last  # The held-out chats repeat training ones.
@@ -144,7 +144,7 @@ def test_resumes_to_the_bit(corpus, tmp_path, shards):
 
 def test_the_better_of_weights_and_average_is_kept(corpus, tmp_path):
     """At a rate that throws the weights about, their average is far better."""
-    run = trial(corpus, tmp_path, epochs=40, rate=3e-2, floor=1.0, ema=0.98)
+    run = trial(corpus, tmp_path, epochs=25, rate=3e-2, floor=1.0, ema=0.98)
     progress = train(run, lambda p: None)
     rows = progress.history[1:]
     assert progress.best == max(max(row["length"], row["averaged"]) for row in rows)
