@@ -23,7 +23,7 @@ ALMOST = 0.999
 _GRAMMARS = (DraftSource.GRAMMAR, DraftSource.TOKEN_PRIOR)
 
 
-class Found(NamedTuple):
+class LevelCounts(NamedTuple):
     """Of a row that had draft tokens: levels tried below one that was right, and levels right."""
 
     tried: int
@@ -59,14 +59,14 @@ class Trust:
             scores.append(above * min(chance, 1.0))
         return Draft(draft.tokens, draft.parents, np.array(scores, np.float32), draft.source)
 
-    def learn(self, draft: Draft, tokens: list[int]) -> Found | None:
+    def learn(self, draft: Draft, tokens: list[int]) -> LevelCounts | None:
         """`tokens` came, at least one, where this was proposed. None where nothing was."""
         expected, tried, right = compare(draft, tokens)
         if not tried:
             return None
         self._expected = DECAY * self._expected + expected
         self._right = DECAY * self._right + right
-        return Found(tried, right)
+        return LevelCounts(tried, right)
 
 
 class HostDrafts:
@@ -99,7 +99,7 @@ class HostDrafts:
         drafts = [self.trust.believed(draft) if len(draft) else draft for draft in drafts]
         return cut(drafts, self.buy(*scored(drafts), kv_len)[0])
 
-    def learn(self, drafts: Sequence[Draft], tokens: list[list[int]]) -> list[Found]:
+    def learn(self, drafts: Sequence[Draft], tokens: list[list[int]]) -> list[LevelCounts]:
         """These tokens came where this was proposed. Of each row that had draft tokens and emitted
         something, what came of them.
         """

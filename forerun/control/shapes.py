@@ -22,7 +22,7 @@ from forerun.control.constants import (
     TRIAL,
 )
 from forerun.control.costs import Mean
-from forerun.control.host_drafts import Found, HostDrafts, scored
+from forerun.control.host_drafts import HostDrafts, LevelCounts, scored
 from forerun.control.policy import Budget
 from forerun.control.report import StepReport
 from forerun.draft_shape import DraftShape
@@ -136,12 +136,14 @@ class Shapes:
         else:
             self.observe(report.rows, allowed, found, ratio)
 
-    def _found(self, report: StepReport) -> list[Found]:
+    def _found(self, report: StepReport) -> list[LevelCounts]:
         """Of each row that had draft tokens, what came of them."""
         if self._account.costs.measured.in_round:  # Nobody saw what the device drafted by itself.
             counts = zip(report.tokens, report.draft_tokens, strict=True)
             width = self._width
-            return [Found(min(len(t), -(-n // width)), len(t) - 1) for t, n in counts if t and n]
+            return [
+                LevelCounts(min(len(t), -(-n // width)), len(t) - 1) for t, n in counts if t and n
+            ]
         return self._drafts.learn(report.proposed, report.tokens)
 
     def learn_floor(self, won: float) -> None:
@@ -150,7 +152,7 @@ class Shapes:
         """
         self.floor += (1.0 - DECAY) * (1.0 + won - self.floor)
 
-    def observe(self, rows: int, most: int, found: list[Found], ratio: float) -> None:
+    def observe(self, rows: int, most: int, found: list[LevelCounts], ratio: float) -> None:
         """What came of a step without prompts: of each row that had draft tokens, at most `most`,
         and plain steps that it took.
         """
@@ -175,7 +177,7 @@ class Shapes:
         elif over > 1.0 + LOSS_SHARE:
             bucket.wait = PLAIN_EVERY // 2
 
-    def _learn(self, alone: bool, found: list[Found]) -> None:
+    def _learn(self, alone: bool, found: list[LevelCounts]) -> None:
         # What was not tried is forgotten half as fast, or it would be tried again too soon.
         first = 0 if alone else 1
         kept = np.full(len(self._tries), DECAY**0.5)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from forerun.errors import EngineError
-from forerun.interface.grammars import Found, allowed
+from forerun.interface.grammars import CandidateTokens, allowed
 from forerun.interface.next_draft import NextDrafts
 from forerun.speculative.draft_tree import full_draft
 from forerun.speculative.noise import gumbel_of
@@ -30,14 +30,14 @@ class DraftState:
     prompt_len: int
     sampling: Sampling
     ready: int = 0
-    found: Found | None = None
+    found: CandidateTokens | None = None
     drafted: tuple[NextDrafts, int] | None = None
 
     def span(self, begin: int, count: int) -> Ints:
         """int32[count+1] tokens from position `begin` on, and the one after them."""
         return np.frombuffer(self.tokens[begin : begin + count + 1], np.int32)
 
-    def candidates(self) -> Found | None:
+    def candidates(self) -> CandidateTokens | None:
         """What may follow the last token that is ready; None = nobody knows."""
         if self.found is None and self.drafted is not None:
             drafts, row = self.drafted
@@ -58,7 +58,7 @@ class DraftState:
         found = drafts.tokens[row], drafts.parents[row], drafts.value[row]
         return full_draft(drafts.width, depth, nodes, *found)
 
-    def children(self, width: int, mask: bytes | None) -> Found:
+    def children(self, width: int, mask: bytes | None) -> CandidateTokens:
         """The `width` best next tokens that `mask` allows, with their scores; none where nobody
         knows. Of what the last step drafted the first level as it is, unless a grammar chooses.
         """
@@ -71,7 +71,9 @@ class DraftState:
             return np.zeros(0, np.int32), np.zeros(0, np.float32)
         return self.best(found, width, 1, mask)
 
-    def best(self, found: Found, width: int, depth: int, mask: bytes | None = None) -> Found:
+    def best(
+        self, found: CandidateTokens, width: int, depth: int, mask: bytes | None = None
+    ) -> CandidateTokens:
         """The `width` best of `found` that `mask` allows, for the token that comes `depth` behind
         the last that is ready. At T > 0 that position's noise, which the target will use, reorders
         the likeliest.

@@ -179,8 +179,8 @@ class OutputProcessor:
             rows = [row for row in rows if plan.samples[row]]
         committed: dict[int, Committed] = {}
         for row in filter(plan.constrained.__getitem__, rows) if plan.some_constrained else ():
-            found = self._through_grammar(step.rows[row], outcome.output_tokens[row])
-            committed |= {} if found is None else {row: found}
+            if state := self._through_grammar(step.rows[row], outcome.output_tokens[row]):
+                committed[row] = state
         return PendingRows(rows, committed)
 
     def emit(self, step: Step, outcome: Outcome, pending: PendingRows) -> None:

@@ -97,7 +97,7 @@ def add_predicted(sequence: Sequence, trees: TreeBatch, row: int, path: Ints) ->
     if trees.drafts:
         sources, root = trees.drafts[row].sources(), trees.root(row)
         right = [sources[node - root - 1] for node in path.tolist()]
-        counted = [found.count(DraftSource.PREDICTION) for found in (sources, right)]
+        counted = [each.count(DraftSource.PREDICTION) for each in (sources, right)]
         before, tally = sequence.tally.predicted, sequence.tally
         tally.predicted = before[0] + counted[0], before[1] + counted[1]
 

@@ -12,8 +12,8 @@ from forerun.types import Floats, Ints
 MIN_LEGAL_MASS = 0.05
 """Chance that a draft model leaves to legal tokens at least: what is smaller is rounding."""
 
-Found = tuple[Ints, Floats]
-"""Candidates: target ids and log-probabilities, best first."""
+CandidateTokens = tuple[Ints, Floats]
+"""Of one place: target ids int32[n] and log-probabilities float32[n], best first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,17 +145,17 @@ def legal(mask: bytes | None, token: int) -> bool:
     return 0 <= token < 8 * len(mask) and bool(mask[token >> 3] >> (token & 7) & 1)
 
 
-def allowed(found: Found, mask: bytes) -> Found:
+def allowed(candidates: CandidateTokens, mask: bytes) -> CandidateTokens:
     """The candidates that a mask allows, in their order, with log-probabilities given that the next
     token is legal.
 
-    found  int32[n] target ids, float32[n] log-probabilities in nats
-    mask   as in `legal`
+    candidates  int32[n] target ids, float32[n] log-probabilities in nats
+    mask        as in `legal`
 
     The probability of the illegal ones is taken out of the total, which counts as MIN_LEGAL_MASS at
     least; no result is above 0 nats. May return no candidates. The inputs stay unchanged.
     """
-    ids, log_probs = found
+    ids, log_probs = candidates
     keep = np.array([legal(mask, token) for token in ids.tolist()], bool)
     wrong = float(np.exp(log_probs[~keep]).sum())
     log_legal_mass = np.float32(np.log(max(1.0 - wrong, MIN_LEGAL_MASS)))

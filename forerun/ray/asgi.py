@@ -12,7 +12,7 @@ from forerun.ray.affinity import NOWHERE, Affinity
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class HttpRequest:
     """A request: raw headers, a whole body, and where it belongs."""
 
     method: str
@@ -38,7 +38,7 @@ class Head:
     replica: str = ""
 
 
-async def answered(app: ASGIApp, asked: Asked) -> AsyncIterator[Head | bytes]:
+async def answered(app: ASGIApp, asked: HttpRequest) -> AsyncIterator[Head | bytes]:
     """A Head, then the body as it comes; what is there at once comes as one. Who stops listening is
     told to the application as a client that went away. Raises what the application raises.
     """
@@ -80,7 +80,7 @@ async def answered(app: ASGIApp, asked: Asked) -> AsyncIterator[Head | bytes]:
             await asyncio.shield(running)
 
 
-def _scope(asked: Asked) -> dict[str, Any]:
+def _scope(asked: HttpRequest) -> dict[str, Any]:
     return {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},

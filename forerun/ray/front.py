@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from forerun.options.config import ServeSettings
 from forerun.ray.affinity import affinity_of
-from forerun.ray.asgi import Asked, Head
+from forerun.ray.asgi import Head, HttpRequest
 from forerun.ray.metrics import merged
 from forerun.ray.router import PrefixRouter
 from forerun.serve.in_flight import InFlight
@@ -76,7 +76,7 @@ class Front:
             return answer(head, parts)
         return refused(503, GONE, "replica_died")
 
-    async def _metrics(self, asked: Asked) -> Response:
+    async def _metrics(self, asked: HttpRequest) -> Response:
         """All replicas' on one page; where one refuses, what it says."""
         if PrefixRouter.running == 0:
             return refused(503, NOBODY, "no_replica")
@@ -93,12 +93,12 @@ class Front:
         page = merged({head.replica: head.body.decode() for head in heads})
         return Response(page, media_type=dict(heads[0].headers)[b"content-type"].decode())
 
-    def _asked(self, request: Request, body: bytes) -> Asked:
+    def _asked(self, request: Request, body: bytes) -> HttpRequest:
         path: str = request.scope["path"]
         affinity = affinity_of(dict(request.headers), body)
         previous = affinity.previous or path.removeprefix("/v1/responses/").split("/")[0]
         affinity = replace(affinity, replica=self._stored.get(previous, ""))
-        return Asked(
+        return HttpRequest(
             request.method,
             path,
             request.scope["query_string"],

@@ -11,7 +11,7 @@ from ray import serve
 from forerun.build.engine import Loaded, load
 from forerun.errors import EngineError, ForerunError
 from forerun.options.config import EngineConfig, ServeSettings
-from forerun.ray.asgi import Asked, Head, Lifespan, answered
+from forerun.ray.asgi import Head, HttpRequest, Lifespan, answered
 from forerun.serve.app import create_app
 
 READY_SECONDS = 1800.0
@@ -33,7 +33,7 @@ class Replica:
         self._app = create_app(self._loaded, settings)
         self._lifespan, self._begun = Lifespan(self._app), asyncio.Lock()
 
-    async def forward(self, asked: Asked) -> AsyncIterator[Head | bytes]:
+    async def forward(self, asked: HttpRequest) -> AsyncIterator[Head | bytes]:
         """The answer to a request: a Head with this replica's name, then its body as it comes.
         Begins the app at the first.
         """
@@ -41,7 +41,7 @@ class Replica:
         async for part in answered(self._app, asked):
             yield replace(part, replica=self._name) if isinstance(part, Head) else part
 
-    async def whole(self, asked: Asked) -> Head:
+    async def whole(self, asked: HttpRequest) -> Head:
         """The answer to a request in one piece: for what every replica is asked at once."""
         parts = [part async for part in self.forward(asked)]
         head = parts[0]
@@ -53,7 +53,7 @@ class Replica:
         """Asked by Ray Serve. Raises RuntimeError where this replica should be started anew: its
         engine is dead, or a step of it does not end.
         """
-        head = await self.whole(Asked("GET", "/health", b"", ((b"host", b"127.0.0.1"),), b""))
+        head = await self.whole(HttpRequest("GET", "/health", b"", ((b"host", b"127.0.0.1"),), b""))
         if head.status != 200:
             raise RuntimeError(head.body.decode())
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from forerun.ray.affinity import NOWHERE, Affinity, PrefixAffinity
-from forerun.ray.asgi import Asked
+from forerun.ray.asgi import HttpRequest
 
 
 class PrefixRouter(RequestRouter):
@@ -81,4 +81,4 @@ class PrefixRouter(RequestRouter):
 
 def _asked(pending: PendingRequest) -> Affinity:
     first = pending.args[0] if pending.args else None
-    return first.affinity if isinstance(first, Asked) else NOWHERE
+    return first.affinity if isinstance(first, HttpRequest) else NOWHERE

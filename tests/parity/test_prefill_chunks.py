@@ -76,7 +76,7 @@ def test_a_chunk_of_8k_holds_no_logits_but_those_that_choose(monkeypatch, behind
     with counted_kernels(lambda *_: None), Held() as held:
         scores = made.begin(plan, batch(list(plan.known), plan_drafts(1)))
     assert scores.logits.shape == (1, LLAMA.vocab)
-    assert len(scores.told) == (CHUNK - 1 if sampling is TOLD else 0)
+    assert len(scores.reported) == (CHUNK - 1 if sampling is TOLD else 0)
     # The largest is a layer's gate and up, and not a row of logits for every token: 2.1 GB.
     assert held.largest == 2 * 2 * CHUNK * LLAMA.ffn < 2 * CHUNK * LLAMA.vocab
     config = EngineConfig(model="x", dtype="bfloat16", device="cuda", chunked_prefill_size=CHUNK)

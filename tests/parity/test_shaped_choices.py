@@ -223,7 +223,7 @@ def test_rounds_count_what_they_emit():
         for text, said, mine in zip(histories, choices, kept, strict=True)
     ]
     for slot, text in enumerate(moved):
-        rows.told(slot, len(text.tokens))
+        rows.set_counted(slot, len(text.tokens))
     assert rows.stale(slots, lambda slot: (sampling, moved[slot])) is None
     anew = made([sampling] * ROWS)
     anew.stale(slots, lambda slot: (sampling, moved[slot]))()

@@ -191,7 +191,7 @@ def test_the_forward_pass_and_commit_stay_on_the_device(checkpoint, prompt):
         scores = away.begin(plan, trees)
         assert scores.logits.device.type == "meta"
         assert scores.logits.shape == (4, tiny.VOCAB)
-        assert scores.told.device.type == "meta" and scores.told.shape == (29, 64)
+        assert scores.reported.device.type == "meta" and scores.reported.shape == (29, 64)
         streams = scores.features.tensor()
         assert streams.device.type == "meta" and streams.shape == (33, 128)
         one = np.ones(1, np.int32)

@@ -8,11 +8,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from forerun.ray.asgi import Asked, Head, Lifespan, answered
+from forerun.ray.asgi import Head, HttpRequest, Lifespan, answered
 
 
 def asked(path, method="GET", body=b"", query=b""):
-    return Asked(method, path, query, ((b"host", b"x"), (b"x-a", b"b")), body)
+    return HttpRequest(method, path, query, ((b"host", b"x"), (b"x-a", b"b")), body)
 
 
 async def echo(request: Request):

@@ -25,7 +25,7 @@ from forerun.executors.jax.limits import check_runs
 from forerun.executors.jax.memory import check_fits, planned_bytes
 from forerun.executors.jax.options import DTYPES, JaxOptions, check_options
 from forerun.executors.jax.programs import Programs, keep_compiled
-from forerun.executors.jax.shaping import Asked, packed_shaping, room_for_edits
+from forerun.executors.jax.shaping import EditsByRow, packed_shaping, room_for_edits
 from forerun.executors.jax.sharding import make_sharding
 from forerun.executors.jax.step import (
     Answers,
@@ -274,7 +274,7 @@ class JaxExecutor(Executor):
         self._last = round
         return round
 
-    def _temperatures(self, slots: Ints, asked: Asked) -> Floats:
+    def _temperatures(self, slots: Ints, asked: EditsByRow) -> Floats:
         """float32[B] at which programs choose."""
         found: Floats = np.maximum(self._sampler.choosing.temperature[slots], 0)
         for row, (sampling, _) in asked.items():

@@ -44,7 +44,7 @@ _READ = 256
 Edits = dict[int, tuple[int, int, float]]
 """By token: how often the output has it, SEEN and BANNED, and its bias."""
 
-Asked = dict[int, tuple[Sampling, Edits]]
+EditsByRow = dict[int, tuple[Sampling, Edits]]
 """By row of a plan."""
 
 
@@ -97,7 +97,7 @@ def shaping_shapes(rows: int, room: int) -> Shapes:
     }
 
 
-def packed_shaping(batch: Batch, asked: Asked, room: int, vocab: int) -> Ints:
+def packed_shaping(batch: Batch, asked: EditsByRow, room: int, vocab: int) -> Ints:
     """The int32[total] vector of `shaping_shapes` for a batch; rows that are not in `asked` keep
     neutral values. Raises ValueError where there are more than `room` edits.
     """

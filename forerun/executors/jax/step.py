@@ -14,7 +14,7 @@ from forerun.executors.jax.drafted import Drafted
 from forerun.executors.jax.inputs import Rows
 from forerun.executors.jax.programs import Programs
 from forerun.executors.jax.reports import TOP, is_told, line_size, report
-from forerun.executors.jax.shaping import Asked, edits_of
+from forerun.executors.jax.shaping import EditsByRow, edits_of
 from forerun.interface.plan import Outcome, Plan, Reports, Round
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import TreeBatch, full_size
@@ -39,19 +39,19 @@ class JaxRound(Round):
     records: list[Any] = field(default_factory=list)
     place: Ints = field(kw_only=True)
     rows: Rows = field(kw_only=True)
-    asked: Asked = field(kw_only=True)
+    asked: EditsByRow = field(kw_only=True)
     drafted: Drafted | None = field(kw_only=True)
     told: dict[int, Ints] = field(default_factory=dict)
 
 
-def asked_of(plan: Plan, sampler: HostSampler, room: int) -> Asked:
+def asked_of(plan: Plan, sampler: HostSampler, room: int) -> EditsByRow:
     """By row: sampling parameters and edits of the rows that a plain round cannot decide but a
     shaped one can.
 
     Left to the host are rows with accept thresholds, with more than `room` edits, or with more
     reported alternatives than a program finds.
     """
-    found: Asked = {}
+    found: EditsByRow = {}
     more = (sampler.choosing.temperature[plan.slots] < 0) | plan.constrained
     more |= sampler.reports(plan.slots)
     for row in np.flatnonzero(plan.samples & more).tolist():

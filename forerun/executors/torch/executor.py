@@ -99,7 +99,7 @@ class TorchExecutor(ModelRunner, Executor):
             )
         return StepNodes(
             choosing=choosing,
-            told=np.setdiff1d(self.sampler.scored(plan, trees), choosing),
+            reported=np.setdiff1d(self.sampler.scored(plan, trees), choosing),
             plain=plain_nodes(self.sampler.choosing, plan, trees),
             places=places_of(plan, trees, self.cache),
         )

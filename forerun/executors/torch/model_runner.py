@@ -57,8 +57,8 @@ class TorchRound(Round):
     row_of    int32[M] a flat node's row in `logits`; -1 = it has none
     plain     the nodes whose choice the device makes
     places    int64[M] where keys and values of the flat nodes are (kv.py)
-    told      [m,H] residual streams of the m nodes that only log-probabilities are wanted of, and
-    told_of   int32[M] a flat node's row there; -1 = it has none
+    reported  [m,H] residual streams of the m nodes that only log-probabilities are wanted of, and
+    reported_of  int32[M] a flat node's row there; -1 = it has none
     features  of the nodes, where they were requested
     states    the step's way through recurrent states, where the model has any
     """
@@ -67,8 +67,8 @@ class TorchRound(Round):
     row_of: Ints = field(kw_only=True)
     plain: PlainNodes = field(kw_only=True)
     places: Slots = field(kw_only=True)
-    told: Tensor = field(kw_only=True)
-    told_of: Ints = field(kw_only=True)
+    reported: Tensor = field(kw_only=True)
+    reported_of: Ints = field(kw_only=True)
     features: TorchStepFeatures | None = None
     states: StateStep | None = None
 
@@ -121,8 +121,8 @@ class ModelRunner:
         self._numbers = kept_sentence(kept) if keep else options.dtype
         _check_limits(arch, limits)
         pages = KV_DTYPES[options.kv_dtype] or self.dtype
-        told = tuple(kept.values())
-        self._bytes = planned_bytes(arch, limits, self.device, options.dtype, told)
+        stored = tuple(kept.values())
+        self._bytes = planned_bytes(arch, limits, self.device, options.dtype, stored)
         self._bytes["cache"] = kv_shape(arch).bytes(limits, pages)
         if arch.delta is not None:
             self._bytes["states"] = States.bytes(arch, limits)
@@ -214,8 +214,8 @@ class ModelRunner:
             row_of=_numbered(nodes.choosing, count),
             plain=nodes.plain,
             places=places,
-            told=last[self._padded(nodes.told, len(nodes.told))],
-            told_of=_numbered(nodes.told, count),
+            reported=last[self._padded(nodes.reported, len(nodes.reported))],
+            reported_of=_numbered(nodes.reported, count),
             features=features,
             states=step,
         )
@@ -266,24 +266,24 @@ class ModelRunner:
 
         @cache
         def chosen() -> Floats:
-            found: Floats = round.logits.cpu().numpy()
-            return found
+            logits: Floats = round.logits.cpu().numpy()
+            return logits
 
         @lru_cache(maxsize=1)
         @torch.inference_mode()
-        def told(piece: int) -> Floats:
-            rows = round.told[piece * size : (piece + 1) * size]
-            found: Floats = self.decoder.logits(rows).cpu().numpy()
-            return found
+        def of_piece(piece: int) -> Floats:
+            rows = round.reported[piece * size : (piece + 1) * size]
+            logits: Floats = self.decoder.logits(rows).cpu().numpy()
+            return logits
 
         def of_node(node: int) -> Floats:
             row = int(round.row_of[node])
             if row >= 0:
-                found: Floats = chosen()[row]
+                logits: Floats = chosen()[row]
             else:
-                piece, row = divmod(int(round.told_of[node]), size)
-                found = told(piece)[row]
-            return found
+                piece, row = divmod(int(round.reported_of[node]), size)
+                logits = of_piece(piece)[row]
+            return logits
 
         return of_node
 
@@ -293,8 +293,8 @@ class ModelRunner:
         """
         nodes = round.plain.nodes
         rows = self._padded(round.row_of[nodes], len(nodes))
-        found: list[int] = choices(round.logits[rows], round.plain).tolist()
-        return found
+        tokens: list[int] = choices(round.logits[rows], round.plain).tolist()
+        return tokens
 
     def move(self, source: Slots, target: Slots) -> None:
         """Copy keys and values of all layers between slots int64[n] of the cache (kv.py)."""
@@ -330,9 +330,9 @@ class ModelRunner:
 
 def _numbered(nodes: Ints, count: int) -> Ints:
     """int32[count]: the place in `nodes` that each of so many nodes has; -1 = none."""
-    found = np.full(count, -1, np.int32)
-    found[nodes] = np.arange(len(nodes), dtype=np.int32)
-    return found
+    numbers = np.full(count, -1, np.int32)
+    numbers[nodes] = np.arange(len(nodes), dtype=np.int32)
+    return numbers
 
 
 def _parts(options: TorchOptions, kernels: Kernels | None) -> Elementwise:

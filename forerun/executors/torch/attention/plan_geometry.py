@@ -28,13 +28,13 @@ class StepNodes:
     """What is wanted of which flat nodes of a step.
 
     choosing  int32[n] those that choose a token
-    told      int32[m] those of which only log-probabilities are wanted
+    reported  int32[m] those of which only log-probabilities are wanted
     plain     those of which the device makes the choice
     places    int64[M] where the keys and values of all are (kv.py)
     """
 
     choosing: Ints
-    told: Ints
+    reported: Ints
     plain: PlainNodes
     places: Slots
 

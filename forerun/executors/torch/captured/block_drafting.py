@@ -102,7 +102,7 @@ class BlockDrafting(Drafting):
         """Full trees, into grown int32[3,R,K]."""
         rows, levels, width = size.rows, size.levels, size.width
         # The best of each depth, whatever stands above them.
-        found = grown.new_empty(3, rows * levels, width)
+        candidates = grown.new_empty(3, rows * levels, width)
         logits = self._model.logits(read.flatten(0, 1))
         noise, places = starts.noise[0], torch.arange(levels, device=grown.device)
         of_depths = NodeNoise(
@@ -110,8 +110,13 @@ class BlockDrafting(Drafting):
             (noise.positions[:, None] + places).flatten().to(noise.positions.dtype),
             noise.temperatures.repeat_interleave(levels),
         )
-        self._kernels.grow(logits, self._model.ids, of_depths, Levels(1, width), 0, found, None)
-        tokens, worth = found[0].view(rows, levels, width), found[2].view(rows, levels, width)
+        self._kernels.grow(
+            logits, self._model.ids, of_depths, Levels(1, width), 0, candidates, None
+        )
+        tokens, worth = (
+            candidates[0].view(rows, levels, width),
+            candidates[2].view(rows, levels, width),
+        )
         values, whole = worth.view(torch.float32), grown[2].view(torch.float32)
         grown[0, :, :width] = tokens[:, 0]
         grown[1, :, :width] = -1

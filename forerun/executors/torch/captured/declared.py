@@ -82,8 +82,8 @@ def covering(size: Size, captured: Iterable[Size]) -> Size | None:
         pairs.pop(3)  # The width is the same, where anything is grown.
         return (not size.levels or other.width == size.width) and all(a <= b for a, b in pairs)
 
-    found = filter(fits, captured)
-    return min(found, key=lambda other: (other.levels, other.total, *other[4:]), default=None)
+    fitting = filter(fits, captured)
+    return min(fitting, key=lambda other: (other.levels, other.total, *other[4:]), default=None)
 
 
 def _of_rows(rows: int, room: int, draft: DraftShape, fits: Fits) -> Iterator[Size]:

@@ -295,12 +295,12 @@ class CapturedExecutor(Executor):
             self.eager.keep(round, outcome, left, round.place)
         if size.shaping:
             for row in np.flatnonzero(round.decided).tolist():
-                self._shaped.told(int(plan.slots[row]), len(self._text(plan, row)[1].tokens))
+                self._shaped.set_counted(int(plan.slots[row]), len(self._text(plan, row)[1].tokens))
         return outcome
 
     def _text(self, plan: Plan, row: int) -> tuple[Sampling, History]:
-        found = self._sampler.of_row(plan, row)
-        return found.sampling, found.history
+        state = self._sampler.of_row(plan, row)
+        return state.sampling, state.history
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info: the eager executor's, and of the rounds."""

@@ -244,8 +244,8 @@ class CudaGraphRunner:
             if candidates is not None:
                 record.candidates.copy_(candidates)
         if size.reports:
-            found = reported(logits.float(), accepted.choices, size.reports)
-            record.reported.copy_(found.flatten())
+            reports = reported(logits.float(), accepted.choices, size.reports)
+            record.reported.copy_(reports.flatten())
         if size.shaping and self.shaped is not None:
             self.shaped.add(inputs, accepted.choices, accepted.kept)
         if self.future is not None:

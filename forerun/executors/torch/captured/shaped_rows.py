@@ -112,7 +112,7 @@ class ShapedRows:
                 self._counted[slot] = len(text.tokens)
         return (lambda: self._write(rows)) if rows else None
 
-    def told(self, slot: int, tokens: int) -> None:
+    def set_counted(self, slot: int, tokens: int) -> None:
         """A round has added to a slot's history, which counts so many tokens now."""
         if self._kind[slot]:
             self._counted[slot] = tokens
@@ -129,11 +129,11 @@ class ShapedRows:
         """The slot's biases; None where nothing changes."""
         if not sampling.logit_bias and slot not in self._biased:
             return None
-        found = np.zeros(self._history.shape[1], np.float32)
+        biases = np.zeros(self._history.shape[1], np.float32)
         for token, value in sampling.logit_bias:
-            found[token] += np.float32(value)
+            biases[token] += np.float32(value)
         self._biased.add(slot)
-        return found
+        return biases
 
     def _write(self, rows: list[tuple[int, AnyArray | None, AnyArray | None]]) -> None:
         for slot, entries, biases in rows:
@@ -187,8 +187,8 @@ class ShapedRows:
 def _above(intervals: Tensor) -> Tensor:
     """bool[R,N,N]: whether node j > 0 is node i or above it; intervals [2,R,N]: geometry.py."""
     enter, leave = intervals
-    found = (enter[:, None] <= enter[:, :, None]) & (enter[:, :, None] < leave[:, None])
-    above: Tensor = found & (torch.arange(enter.shape[1], device=enter.device) > 0)
+    inside = (enter[:, None] <= enter[:, :, None]) & (enter[:, :, None] < leave[:, None])
+    above: Tensor = inside & (torch.arange(enter.shape[1], device=enter.device) > 0)
     return above
 
 
@@ -212,10 +212,10 @@ def _rules(sampling: Sampling, vocab: int) -> dict[str, int]:
         "presence": sampling.presence_penalty,
         "min_p": np.log(sampling.min_p) if sampling.min_p > 0 else -np.inf,
     }
-    found = {name: int(np.float32(value).view(np.int32)) for name, value in floats.items()}
+    rules = {name: int(np.float32(value).view(np.int32)) for name, value in floats.items()}
     low, high = np.array([sampling.top_p], np.float64).view(np.int32).tolist()
     top_k = min(sampling.top_k, vocab) if sampling.top_k > 0 else vocab
-    return found | {
+    return rules | {
         "top_k": top_k,
         "min_tokens": min(sampling.min_tokens, 2**31 - 1),
         "top_p_low": low,

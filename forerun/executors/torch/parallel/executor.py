@@ -154,7 +154,7 @@ class ParallelExecutor(TorchExecutor):
         a message to all ranks; it raises RankError where one is gone.
         """
 
-        def told(top: int, pairs: list[tuple[int, int]]) -> Reports:
+        def report(top: int, pairs: list[tuple[int, int]]) -> Reports:
             if not pairs:
                 return ()
             nodes, tokens = np.array(pairs, np.int32).T
@@ -165,7 +165,7 @@ class ParallelExecutor(TorchExecutor):
             assert found is not None
             return found
 
-        return told
+        return report
 
     def move(self, source: Slots, target: Slots) -> None:
         """Copy keys and values between slots int64[n]: here now, on the other ranks before their
@@ -232,13 +232,13 @@ class DraftTarget:
     """What draft models ask of the target beside which they run, where that is shared: they run on
     rank 0 alone, and what they borrow of it they have whole.
 
-    told  who keeps features: the executor, or the rounds that it runs in
+    keeper  who keeps features: the executor, or the rounds that it runs in
     """
 
     def __init__(
-        self, executor: ParallelExecutor, checkpoint: Checkpoint, told: "KeepsFeatures"
+        self, executor: ParallelExecutor, checkpoint: Checkpoint, keeper: "KeepsFeatures"
     ) -> None:
-        self._told, self._checkpoint = told, checkpoint
+        self._keeper, self._checkpoint = keeper, checkpoint
         self.limits, self.device = executor.limits, executor.device
         self.dtype: torch.dtype = executor.dtype
         self.kernels: Kernels | None = executor.kernels
@@ -251,7 +251,7 @@ class DraftTarget:
 
     def request_aux_hidden_states(self, layers: tuple[int, ...]) -> None:
         """As TorchTarget.request_aux_hidden_states: whoever runs the target keeps them."""
-        self._told.request_aux_hidden_states(layers)
+        self._keeper.request_aux_hidden_states(layers)
 
 
 def _devices(device: str, size: int) -> list[str]:

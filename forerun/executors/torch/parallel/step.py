@@ -48,7 +48,7 @@ class SharedStep:
             "kv_len": plan.kv_len, "samples": plan.samples, "page_table": plan.page_table,
             "tokens": trees.tokens, "parents": trees.parents, "start": trees.start,
             "known": trees.known, "depth": trees.depth,
-            "choosing": nodes.choosing, "told": nodes.told, "places": nodes.places,
+            "choosing": nodes.choosing, "reported": nodes.reported, "places": nodes.places,
             "plain": plain.nodes, "seeds": plain.seeds, "positions": plain.positions,
             "temperatures": plain.temperatures,
             "wide": self.wide, "source": self.moves[0], "target": self.moves[1],
@@ -75,7 +75,7 @@ class SharedStep:
         plain = PlainNodes(
             *(found[name] for name in ("plain", "seeds", "positions", "temperatures"))
         )
-        nodes = StepNodes(found["choosing"], found["told"], plain, found["places"])
+        nodes = StepNodes(found["choosing"], found["reported"], plain, found["places"])
         return SharedStep(plan, trees, nodes, found["wide"], (found["source"], found["target"]))
 
 

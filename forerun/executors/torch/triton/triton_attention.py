@@ -37,7 +37,7 @@ from forerun.executors.torch.attention.geometry import Geometry, positions_of
 from forerun.executors.torch.attention.kv import CacheTensor, Narrow
 from forerun.executors.torch.attention.tiles import MOST_PARTS, PROGRAMS
 from forerun.executors.torch.decoder.float8 import Rows
-from forerun.executors.torch.triton.triton_merge import Found, merged, merged_rows
+from forerun.executors.torch.triton.triton_merge import AttentionParts, merged, merged_rows
 from forerun.models.layer_spec import AttentionSpec
 
 VIEWS = (
@@ -190,8 +190,9 @@ def _attend(
     PAGE: tl.constexpr, LINES: tl.constexpr, KEYS: tl.constexpr, NARROW: tl.constexpr,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """Fill `found`, `sums` and `out` as triton_merge.Found says, for P = most_parts; its count of
-    merged heads only if COUNTED. asked: Q, count: M, nodes of a tile. The rest as in Geometry.
+    """Fill `found`, `sums` and `out` as AttentionParts (triton_merge.py) says, for P = most_parts;
+    its count of merged heads only if COUNTED. asked: Q, count: M, nodes of a tile. The rest as in
+    Geometry.
 
     SHARING programs of GQA_GROUP heads each read one key/value head; values are V numbers, of fewer
     than E the keys' first. SINKS: each head's sums begin with its own score, once.
@@ -305,7 +306,7 @@ def attend(
     sinks   float32[A]: a score of each head that carries no value
     """
     split, most = _split(geometry, len(keys))
-    found = Found.of(queries, most, float8, values.shape[-1])
+    found = AttentionParts.of(queries, most, float8, values.shape[-1])
     spec = spec or AttentionSpec(queries.shape[2] ** -0.5)
     _launch(queries.contiguous(), (keys, values), geometry, spec, split, found, sinks)
     return merged_rows(found) if float8 else merged(found)
@@ -326,7 +327,7 @@ def _launch(
     geometry: Geometry,
     spec: AttentionSpec,
     split: Tensor,
-    found: Found,
+    found: AttentionParts,
     sinks: Tensor | None,
 ) -> None:
     """`_attend` of whole queries [Q,A,E] over keys and values."""

@@ -18,7 +18,7 @@ from forerun.executors.torch.decoder.float8 import FLOAT8, Float8Rows
 from forerun.executors.torch.triton.triton_layers import float8_rows, narrowed
 
 
-class Found(NamedTuple):
+class AttentionParts(NamedTuple):
     """What attention has written of Q queries of A heads, at most P = `most` parts each; with one,
     only `out`.
 
@@ -36,12 +36,12 @@ class Found(NamedTuple):
     counted: bool
 
     @staticmethod
-    def of(queries: Tensor, most: int, counted: bool, size: int) -> "Found":
+    def of(queries: Tensor, most: int, counted: bool, size: int) -> "AttentionParts":
         """Room for queries [Q,A,.] whose context is `size` wide, `most` parts each; nothing is
         filled in.
         """
         (count, heads, _), several = queries.shape, most if most > 1 else 0
-        return Found(
+        return AttentionParts(
             out=queries.new_empty((count, heads, size)),
             parts=queries.new_empty((several, count, heads, size), dtype=torch.float32),
             sums=queries.new_empty(2 * several * count * heads + count, dtype=torch.float32),
@@ -55,8 +55,8 @@ def _merge(
     found, sums, out, numbers, scales, lines, parts, heads,
     E: tl.constexpr, PARTS: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
-    """Fill `out` [Q*A,E] from what at most `parts` parts, PARTS at most, `found`, see Found; where
-    one part has filled it, nothing is done. lines: Q*A, heads: A.
+    """Fill `out` [Q*A,E] from what at most `parts` parts, PARTS at most, `found`: AttentionParts.
+    Where one part has filled it, nothing is done. lines: Q*A, heads: A.
 
     ROW, where it is not 0: A*E to the next power of two. Then who is the last of a query's heads
     reads all of them and fills `numbers` [Q,A*E], in float8, and `scales` [Q].
@@ -88,7 +88,7 @@ def _merge(
             narrowed(row.to(tl.float32), numbers, scales, query, each, there, heads * E)
 
 
-def merged(found: Found) -> Tensor:
+def merged(found: AttentionParts) -> Tensor:
     """Context [Q,A,E], in the queries' dtype: `found.out`, into which parts are merged by
     log-sum-exp. Launches at most one kernel.
     """
@@ -97,7 +97,7 @@ def merged(found: Found) -> Tensor:
     return found.out
 
 
-def merged_rows(found: Found) -> Float8Rows:
+def merged_rows(found: AttentionParts) -> Float8Rows:
     """float8.float8_rows of the context as [Q,A*E], in one launch; of what was counted."""
     rows = found.out.flatten(1)
     if found.most == 1:
@@ -108,7 +108,7 @@ def merged_rows(found: Found) -> Float8Rows:
     return narrow
 
 
-def _launch(found: Found, narrow: Sequence[Tensor], row: int, warps: int) -> None:
+def _launch(found: AttentionParts, narrow: Sequence[Tensor], row: int, warps: int) -> None:
     count, heads, size = found.out.shape
     _merge[(count * heads,)](
         *(found.parts, found.sums, found.out, *narrow, count * heads, found.most, heads),

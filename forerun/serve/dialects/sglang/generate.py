@@ -11,8 +11,14 @@ from forerun.interface.plan import TokenLogprobs
 from forerun.serve.dialects.contract import Dialect, News
 from forerun.serve.dialects.openai.errors import error_body
 from forerun.serve.dialects.openai.render import LEAST_LOGPROB, token_text
-from forerun.serve.dialects.sglang.asked import Asked, asked_of, made, together, unused_reports
 from forerun.serve.dialects.sglang.schema import GenerateBody
+from forerun.serve.dialects.sglang.text_requests import (
+    TextRequest,
+    generation_of,
+    text_requests,
+    together,
+    unused_reports,
+)
 from forerun.serve.errors import ApiError
 from forerun.serve.fields import ignored_in, read
 from forerun.serve.prepare import Generation
@@ -48,7 +54,7 @@ class GenerateDialect(Dialect):
     """Every event says the whole text so far, as SGLang's do."""
 
     _body: GenerateBody
-    _asked: tuple[Asked, ...]
+    _asked: tuple[TextRequest, ...]
     _generation: Generation
     _several: bool
 
@@ -65,11 +71,13 @@ class GenerateDialect(Dialect):
         prompts = body.text if body.text is not None else body.input_ids
         if prompts is None or (body.text is not None and body.input_ids is not None):
             raise RequestError("Give either text or input_ids.", "text")
-        self._asked = asked_of(body, prompts)
+        self._asked = text_requests(body, prompts)
         inner = (name for one in self._asked for name in ignored_in(one.params))
         self.ignored = (*ignored_in(body), *sorted({f"sampling_params.{name}" for name in inner}))
         self.ignored += unused_reports(body, self._asked)
-        found = [made(one, body, self.served.loaded, service.settings) for one in self._asked]
+        found = [
+            generation_of(one, body, self.served.loaded, service.settings) for one in self._asked
+        ]
         self._generation = together(found, tuple(one.rid for one in self._asked if one.rid))
         self._several = prompts.several or self._generation.n > 1
         return self._generation
@@ -122,7 +130,7 @@ class GenerateDialect(Dialect):
             meta["lossy"] = self.lossy
         return {"text": answer.text, "output_ids": [*answer.tokens], "meta_info": meta}
 
-    def _logprobs(self, answer: Answer, prompt: list[int], asked: Asked) -> dict[str, Any]:
+    def _logprobs(self, answer: Answer, prompt: list[int], asked: TextRequest) -> dict[str, Any]:
         """[log-probability, id, text or null], of the answer and of the prompt from where it was
         asked for; the first token of a prompt has none.
         """

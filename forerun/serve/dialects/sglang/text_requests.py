@@ -11,7 +11,7 @@ from forerun.serve.schema import CompletionBody, Prompt
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TextRequest:
     """One text.
 
     logprobs  log-probabilities are told
@@ -33,13 +33,13 @@ _LISTS = ("sampling_params", "return_logprob", "logprob_start_len", "top_logprob
           "token_ids_logprob", "rid")  # fmt: skip
 
 
-def asked_of(body: GenerateBody, prompts: Prompts) -> tuple[Asked, ...]:
+def text_requests(body: GenerateBody, prompts: Prompts) -> tuple[TextRequest, ...]:
     """One for each text. Raises RequestError where lists have other lengths, or texts of one
     request differ in what they cannot differ in.
     """
     count = len(prompts.prompts)
     columns = [getattr(body, name).of(count, name) for name in _LISTS]
-    found = tuple(Asked(*row) for row in zip(prompts.prompts, *columns, strict=True))
+    found = tuple(TextRequest(*row) for row in zip(prompts.prompts, *columns, strict=True))
     first = found[0].params
     for place, one in enumerate(found):
         for name, same in (
@@ -55,9 +55,9 @@ def asked_of(body: GenerateBody, prompts: Prompts) -> tuple[Asked, ...]:
     return found
 
 
-def unused_reports(body: GenerateBody, asked: tuple[Asked, ...]) -> tuple[str, ...]:
+def unused_reports(body: GenerateBody, texts: tuple[TextRequest, ...]) -> tuple[str, ...]:
     """Fields about log-probabilities that change nothing, since none are told."""
-    if any(one.logprobs for one in asked):
+    if any(one.logprobs for one in texts):
         return ()
     names = ("logprob_start_len", "top_logprobs_num", "token_ids_logprob")
     told = tuple(name for name in names if any(value not in (0, -1, ()) for value in
@@ -65,30 +65,32 @@ def unused_reports(body: GenerateBody, asked: tuple[Asked, ...]) -> tuple[str, .
     return (*told, "return_text_in_logprobs") if body.return_text_in_logprobs else told
 
 
-def made(asked: Asked, body: GenerateBody, loaded: Frontend, settings: ServeSettings) -> Generation:
+def generation_of(
+    text: TextRequest, body: GenerateBody, loaded: Frontend, settings: ServeSettings
+) -> Generation:
     """What to ask of the engine for one text. Raises RequestError naming the field, for an unknown
     id in token_ids_logprob too.
     """
-    found = completion_generation(_plain(asked, body), loaded, settings)
-    if not (asked.logprobs and asked.ids):
+    found = completion_generation(_plain(text, body), loaded, settings)
+    if not (text.logprobs and text.ids):
         return found
     vocab = loaded.tokenizer.vocab_size
-    wrong = [id for id in asked.ids if id >= vocab]
+    wrong = [id for id in text.ids if id >= vocab]
     if wrong:
         message = f"token_ids_logprob has the id {wrong[0]}, but ids are 0 to {vocab - 1}."
         raise RequestError(message, "token_ids_logprob")
     # The engine tells the best tokens: to know any, it has to tell all.
     request = found.requests[0]
     sampling = replace(
-        request.sampling, logprobs=vocab, prompt_logprobs=None if asked.start < 0 else vocab
+        request.sampling, logprobs=vocab, prompt_logprobs=None if text.start < 0 else vocab
     )
-    echoed = len(request.prompt) if asked.start >= 0 else 0
-    places = asked.params.n * (request.stopping.max_tokens + echoed)
+    echoed = len(request.prompt) if text.start >= 0 else 0
+    places = text.params.n * (request.stopping.max_tokens + echoed)
     if places * vocab > MAX_REPORTED:
         raise RequestError(
             f"token_ids_logprob looks at all {vocab} tokens at each of {places} places, more than "
             f"{MAX_REPORTED} log-probabilities; lower max_new_tokens to "
-            f"{max(MAX_REPORTED // vocab // asked.params.n - echoed, 0)}.",
+            f"{max(MAX_REPORTED // vocab // text.params.n - echoed, 0)}.",
             "token_ids_logprob",
         )
     return replace(found, requests=(replace(request, sampling=sampling),))
@@ -117,11 +119,11 @@ def together(parts: list[Generation], rids: tuple[str, ...]) -> Generation:
     )
 
 
-def _plain(asked: Asked, body: GenerateBody) -> CompletionBody:
+def _plain(text: TextRequest, body: GenerateBody) -> CompletionBody:
     """The same request in the server's own words."""
-    given = asked.params
+    given = text.params
     return CompletionBody(
-        prompt=(asked.prompt,),
+        prompt=(text.prompt,),
         n=given.n,
         stream=body.stream,
         max_tokens=given.max_new_tokens,
@@ -141,8 +143,8 @@ def _plain(asked: Asked, body: GenerateBody) -> CompletionBody:
         include_stop_str_in_output=given.no_stop_trim,
         skip_special_tokens=given.skip_special_tokens,
         regex=given.rules,
-        logprobs=asked.top if asked.logprobs else None,
-        echo=asked.logprobs and asked.start >= 0,
+        logprobs=text.top if text.logprobs else None,
+        echo=text.logprobs and text.start >= 0,
         speculative=body.speculative,
         cache_salt=body.extra_key,
     )
