@@ -40,7 +40,7 @@ from tests.parity.test_torch_invariance import half_true_draft
 from tests.twins.rounds import accept, prepare
 
 CPU = torch.device("cpu")
-for name in ("choice", "layers", "merge", "future"):
+for name in ("choice", "layers", "merge", "future", "shaping"):
     load(f"triton.triton_{name}")
 draft = load("triton.triton_draft")
 attention = load("triton.triton_attention")
