@@ -38,7 +38,10 @@ def test_numbers_that_cannot_be_are_refused(words):
     ("words", "says"),
     [
         ({}, "device is cuda, but gpus is 0: .*; say gpus=1"),
-        ({"gpus": 1, "tp-size": 2}, "device is cuda, but gpus is 1: .*; say gpus=2"),
+        (
+            {"model": "smollm2-135m", "gpus": 1, "tp-size": 2},
+            "device is cuda, but gpus is 1: .*; say gpus=2",
+        ),
     ],
 )
 def test_gpus_that_nobody_reserves(words, says):
