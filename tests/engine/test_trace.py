@@ -163,9 +163,22 @@ def test_sources_are_counted_by_depth(loaded):
     after = {(c.source, c.depth): c for c in loaded.engine.stats().by_source}
     rows = [step.nodes for delta in news for step in delta.trace]
     for (source, depth), count in after.items():
-        verified = sum(row.depth.count(depth) for row in rows)
-        accepted = sum(len(row.accepted) >= depth for row in rows)
+        mine = [
+            [node for node, of in enumerate(row.sources) if of.name.lower() == source]
+            for row in rows
+        ]
+        verified = [
+            node
+            for row, own in zip(rows, mine, strict=True)
+            for node in own
+            if row.depth[node] == depth
+        ]
+        accepted = [
+            row
+            for row, own in zip(rows, mine, strict=True)
+            if len(row.accepted) >= depth and row.accepted[depth - 1] in own
+        ]
         was = before.get((source, depth))
-        assert source == "ngram"
-        assert count.verified - (was.verified if was else 0) == verified
-        assert count.accepted - (was.accepted if was else 0) == accepted
+        assert source in ("ngram", "table")
+        assert count.verified - (was.verified if was else 0) == len(verified)
+        assert count.accepted - (was.accepted if was else 0) == len(accepted)
