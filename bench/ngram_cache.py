@@ -43,7 +43,7 @@ def plan_of(nodes: int, depth: int) -> Plan:
 
 
 def play(drafter: Drafter, answer: Answer, nodes: int) -> int:
-    """Give one answer; returns the steps it took after its first token, none where nodes is 0."""
+    """Give one answer; returns the steps it took after its first token."""
     first, steps = answer.output[:1], 0
     text = np.append(answer.prompt, first).astype(np.int32)
     drafter.begin(SlotInit(0, text, len(answer.prompt), answer.sampling))
@@ -51,7 +51,7 @@ def play(drafter: Drafter, answer: Answer, nodes: int) -> int:
     while left:
         plan = plan_of(nodes, len(left) - 1)
         (draft,) = drafter.propose(plan)
-        said = left[: accepted(draft, left) + 1] if nodes else left
+        said = left[: accepted(draft, left) + 1]
         outcome = Outcome(
             np.array([len(said)], np.int32),
             np.array([said], np.int32),
@@ -99,7 +99,7 @@ def main() -> None:
         for least in options.after:
             counted, rest = 0, iter(others)
             while counted < least and (other := next(rest, None)):
-                play(drafters[f"cache after {least}"], other, 0)
+                play(drafters[f"cache after {least}"], other, 1)
                 counted += len(other.output)
         for name, drafter in drafters.items():
             result = tokens_per_step(drafter, held, options.draft_tokens)

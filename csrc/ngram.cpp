@@ -10,6 +10,8 @@ namespace forerun {
 // forerun.speculative.tree.DraftSource, and GAP of forerun/drafters/ngram.py.
 constexpr int32_t kNgram = 1, kTable = 2, kPrediction = 6, kGap = -1;
 
+constexpr int64_t kCounted = 16;  // COUNTED of forerun/drafters/ngram.py.
+
 // forerun.speculative.noise.gumbel_of of one token.
 float gumbel(uint64_t seed, uint32_t position, uint32_t token) {
     uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)(seed >> 32);
@@ -86,7 +88,7 @@ std::string Ngrams::begin(int slot, const int32_t* tokens, int count, int predic
     const Chain chains[] = {Chain(rules_.orders[0]), Chain(rules_.orders[1])};
     texts_[(size_t)slot].reset(
         new Text{{tokens, tokens + count}, {chains[0], chains[1]}, count, predicted, prompt, noise,
-                 {}, {}, {}});
+                 0, {}, {}, {}});
     return "";
 }
 
@@ -95,9 +97,9 @@ std::string Ngrams::end(int slot, const int32_t* tokens, int count, bool learns)
     if (learns) {
         Text& text = *texts_[(size_t)slot];
         text.tokens.insert(text.tokens.end(), tokens, tokens + count);
-        const size_t before = (size_t)text.predicted;
-        cache_.learn(text.tokens.data() + before, (size_t)text.begun - before,
-                     text.tokens.size() - before);
+        const int64_t before = text.predicted, size = (int64_t)text.tokens.size() - before;
+        const int64_t first = std::max(text.begun - before, size - kCounted * text.asked);
+        cache_.learn(text.tokens.data() + before, (size_t)first, (size_t)size);
     }
     texts_[(size_t)slot].reset();
     return "";
@@ -122,6 +124,7 @@ std::string Ngrams::propose(const int32_t* message, int length, int rows, double
         message = news + message[3];
         text.tokens.insert(text.tokens.end(), news, message);
         learn(text, news, (int)(message - news));
+        text.asked++;
         const size_t before = tokens_.size();
         find_places(text);
         grow(text, nodes, depth);

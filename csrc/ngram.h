@@ -75,7 +75,7 @@ public:
                       const NgramNoise& noise);
 
     // `count` tokens are what the sequence got since it was told last. Where it may be learned from,
-    // the cache counts all that it got since it began.
+    // the cache counts what it got since it began, as much as COUNTED of forerun/drafters/ngram.py has it.
     std::string end(int slot, const int32_t* tokens, int count, bool learns);
 
     // Of the cache.
@@ -98,6 +98,7 @@ private:
         Chain chains[2];
         int32_t begun, predicted, prompt;  // Tokens: at the beginning, and of these ...
         NgramNoise noise;
+        int64_t asked = 0;  // How often for draft tokens.
         // What was found when it was asked last, bought or not, while nobody knows what came.
         std::vector<int32_t> drafted, parents;
         std::vector<float> scores;

@@ -56,6 +56,10 @@ COUPLING = 0.5
 the native twin's prices, held-out answers of the default model, speed over plain decoding with 0,
 .2, .4, .5 and .6 instead of the product: 1.417 1.414 1.399 1.393 1.384 at T=.4, 1.265 1.289 1.298
 1.300 1.297 at .8, 1.108 1.128 1.144 1.146 1.149 at 1: docs/log.md.)"""
+COUNTED = 16
+"""Tokens of an answer that the cache counts for every time that draft tokens were asked for, so
+that counting costs a part of looking, and nothing where nobody looks. (.5 us a token on the core
+and 13 here, Zen 3, where a look takes the core 100 us: docs/log.md.)"""
 TAIL = 8
 """Tokens of the text that a table is shown: more than any table's contexts have."""
 
@@ -163,6 +167,7 @@ class _Text:
 
     chains     one per length of ORDERS
     begun      how many tokens there were when it began
+    asked      how often it was asked for draft tokens since then
     predicted  how many of the tokens stand before the sequence itself (`indexed`)
     noise      that decides beside chance
     salted     nothing of it may show in what others are drafted
@@ -175,6 +180,7 @@ class _Text:
     prompt_len: int
     noise: Coupling
     salted: bool
+    asked: int = 0
 
     def places(self) -> Voters:
         """Earlier positions whose past agrees with the end of the text, and in how many tokens.
@@ -340,6 +346,7 @@ class NgramDrafter:
         ):
             text = self._texts[slot]
             if nodes and depth:
+                text.asked += 1
                 least = max(self._min_prob, plan.min_prob)
                 paths = _Paths(text, least, depth, self._table or self._cache)
                 drafts.append(paths.draft(text.places(), nodes))
@@ -362,12 +369,13 @@ class NgramDrafter:
             self._texts[slot].tokens.extend(tokens)
 
     def end(self, slot: int) -> None:
-        """Forget the sequence, but for what the cache counts of its answer, which is nothing where
-        it has a salt. A slot that is not open is no error.
+        """Forget the sequence, but for what the cache counts of the end of its answer (COUNTED),
+        which is nothing where it has a salt. A slot that is not open is no error.
         """
         text = self._texts.pop(slot, None)
         if text is not None and not text.salted:
-            self._cache.learn(text.tokens[text.predicted :], text.begun - text.predicted)
+            first = max(text.begun, len(text.tokens) - COUNTED * text.asked)
+            self._cache.learn(text.tokens[text.predicted :], first - text.predicted)
 
     def describe(self) -> dict[str, Any]:
         """Facts for /server_info: `drafter`, `native` (False), and those of `about`."""

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.drafters.native_ngram import CpuNgramDrafter
-from forerun.drafters.ngram import NgramDrafter
+from forerun.drafters.ngram import COUNTED, NgramDrafter
 from forerun.drafters.ngram_cache import DISCOUNT, FOLLOWERS, LONGEST, MOST_COUNT, NgramCache
 from forerun.speculative.tree import DraftSource
 from tests.cpu.test_ngram import outcome_of, plan_of, slot_init
@@ -107,6 +107,29 @@ def answered(drafter, prompt, answer, steps=True):
     return draft
 
 
+def say(drafter, tokens):
+    """What the target said in a step that might have had a draft token."""
+    plan = plan_of([0], [1], [1])
+    drafter.propose(plan)
+    drafter.observe(plan, None, outcome_of([tokens]))
+
+
+@BOTH
+def test_counting_costs_a_part_of_looking(kind):
+    """Nothing where nobody looks; the end of an answer where somebody does now and then."""
+    drafter, resting = kind(1, 0.0, None, 1000), plan_of([0], [0], [0])
+    text = [*range(100, 140)]
+    for looks, known in ((0, 0), (1, 4 * COUNTED)):
+        drafter.begin(slot_init(0, [1, 2, 3, 4]))
+        for _ in range(looks):
+            drafter.propose(plan_of([0], [1], [1]))
+        for token in text:
+            drafter.propose(resting)
+            drafter.observe(resting, None, outcome_of([[token]]))
+        drafter.end(0)
+        assert drafter.describe()["cache"] == known
+
+
 @BOTH
 def test_the_next_sequence_profits(kind):
     drafter = kind(1, 0.05, None, 1000)
@@ -122,7 +145,7 @@ def test_an_answer_that_is_interrupted_is_counted_once(kind):
     """A preempted sequence ends, and begins again with what it has said so far."""
     drafter = kind(1, 0.0, None, 1000)
     drafter.begin(slot_init(0, [1]))
-    drafter.observe(plan_of([0], [0], [0]), None, outcome_of([[2, 3]]))
+    say(drafter, [2, 3])
     drafter.end(0)
     before = drafter.describe()["cache"]
     drafter.begin(slot_init(0, [1, 2, 3], output=2))
@@ -137,7 +160,7 @@ def test_what_has_a_salt_stays_out(kind):
     """Who may not share a prefix may not see, in drafts or their speed, what others were told."""
     drafter = kind(1, 0.0, None, 1000)
     drafter.begin(replace(slot_init(0, [1]), salt=b"tenant"))
-    drafter.observe(plan_of([0], [0], [0]), None, outcome_of([[2, 3]]))
+    say(drafter, [2, 3])
     drafter.end(0)
     assert drafter.describe()["cache"] == 0
     answered(drafter, [1], [2, 3])
@@ -148,7 +171,7 @@ def test_what_has_a_salt_stays_out(kind):
 def test_a_prediction_is_no_answer(kind):
     drafter = kind(1, 0.0, None, 1000)
     drafter.begin(slot_init(0, [1, 2], [3, 4, 5, 6]))
-    drafter.observe(plan_of([0], [0], [0]), None, outcome_of([[7, 8]]))
+    say(drafter, [7, 8])
     drafter.end(0)
     # After 2 and 1, 2; after 7, 2 7 and 1 2 7.
     assert drafter.describe()["cache"] == 5
