@@ -133,7 +133,8 @@ class Forked:
 
     def send_signal(self, sent):
         if self.poll() is None:  # Else its number may be another's.
-            os.kill(self.pid, sent)
+            with suppress(ProcessLookupError):  # It has ended, and nobody has told yet.
+                os.kill(self.pid, sent)
 
     def kill(self):
         self.send_signal(signal.SIGKILL)
