@@ -10,8 +10,6 @@ namespace forerun {
 // forerun.speculative.tree.DraftSource, and GAP of forerun/drafters/ngram.py.
 constexpr int32_t kNgram = 1, kTable = 2, kPrediction = 6, kGap = -1;
 
-constexpr int64_t kCounted = 16;  // COUNTED of forerun/drafters/ngram.py.
-
 // forerun.speculative.noise.gumbel_of of one token.
 float gumbel(uint64_t seed, uint32_t position, uint32_t token) {
     uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)(seed >> 32);
@@ -75,7 +73,7 @@ bool Ngrams::Candidate::operator<(const Candidate& other) const {
 }
 
 Ngrams::Ngrams(const NgramRules& rules)
-    : rules_(rules), cache_(rules.capacity), texts_((size_t)rules.slots) {}
+    : rules_(rules), cache_(rules.capacity, rules.discount), texts_((size_t)rules.slots) {}
 
 bool Ngrams::open(int64_t slot) const {
     return 0 <= slot && slot < rules_.slots && texts_[(size_t)slot];
@@ -98,7 +96,7 @@ std::string Ngrams::end(int slot, const int32_t* tokens, int count, bool learns)
         Text& text = *texts_[(size_t)slot];
         text.tokens.insert(text.tokens.end(), tokens, tokens + count);
         const int64_t before = text.predicted, size = (int64_t)text.tokens.size() - before;
-        const int64_t first = std::max(text.begun - before, size - kCounted * text.asked);
+        const int64_t first = std::max(text.begun - before, size - rules_.counted * text.asked);
         cache_.learn(text.tokens.data() + before, (size_t)first, (size_t)size);
     }
     texts_[(size_t)slot].reset();

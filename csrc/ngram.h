@@ -24,8 +24,8 @@ struct NgramTable {
 // that were.
 // The layout is shared with forerun/executors/cpu/native.py.
 struct NgramRules {
-    int32_t slots, orders[2], places, longest, tail, capacity;
-    double doubt, sure, min_prob, decay, almost;
+    int32_t slots, orders[2], places, longest, tail, counted, capacity;
+    double discount, doubt, sure, min_prob, decay, almost;
     double* trust;
     NgramTable table;
 };
@@ -75,7 +75,8 @@ public:
                       const NgramNoise& noise);
 
     // `count` tokens are what the sequence got since it was told last. Where it may be learned from,
-    // the cache counts what it got since it began, as much as COUNTED of forerun/drafters/ngram.py has it.
+    // the cache counts the last tokens of what it got since it began: rules.counted of them for
+    // every time that it was asked for draft tokens.
     std::string end(int slot, const int32_t* tokens, int count, bool learns);
 
     // Of the cache.

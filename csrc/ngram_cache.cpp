@@ -5,9 +5,7 @@
 
 namespace forerun {
 
-constexpr double kDiscount = 0.75;  // DISCOUNT of forerun/drafters/ngram_cache.py.
 constexpr uint16_t kMostCount = 0xFFFF;
-
 constexpr uint64_t kEmpty = 0xD1B54A32D192ED03u;  // The key of no token: large, unlike a token's.
 
 // The key of a context that is one token longer; never 0.
@@ -116,12 +114,12 @@ void NgramCache::follow(const std::vector<int32_t>& tail, std::vector<Usual>& us
         if (!found) found = former_.find(key);
         if (!found) return;
         double known = 0.0;
-        for (const uint16_t each : found->counts) known += each ? (double)each - kDiscount : 0.0;
+        for (const uint16_t each : found->counts) known += each ? (double)each - discount_ : 0.0;
         scale(usual, 1.0 - known / (double)found->total);
         for (int i = 0; i < kFollowers; i++) {
             if (!found->counts[i]) continue;
             add_share(usual, found->tokens[i],
-                      ((double)found->counts[i] - kDiscount) / (double)found->total);
+                      ((double)found->counts[i] - discount_) / (double)found->total);
         }
     }
 }

@@ -21,8 +21,10 @@ void add_share(std::vector<Usual>& usual, int32_t token, double share);
 
 class NgramCache {
 public:
-    // At most so many contexts, the least recently counted of which are forgotten; 0: none.
-    explicit NgramCache(int32_t capacity) : half_((size_t)capacity / 2) {}
+    // At most `capacity` contexts, the least recently counted of which are forgotten; 0: none.
+    // `discount` is taken from every follower's count.
+    NgramCache(int32_t capacity, double discount)
+        : half_((size_t)capacity / 2), discount_(discount) {}
 
     // Counts tokens[first] to tokens[count - 1] after the contexts that they follow in `tokens`.
     void learn(const int32_t* tokens, size_t first, size_t count);
@@ -59,6 +61,7 @@ private:
     Context& context(uint64_t key);
 
     const size_t half_;
+    const double discount_;
     Half recent_, former_;
 };
 

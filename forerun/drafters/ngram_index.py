@@ -6,7 +6,7 @@ from weakref import finalize
 
 from forerun.control.constants import DECAY
 from forerun.control.host_drafts import ALMOST
-from forerun.drafters import ngram
+from forerun.drafters import ngram, ngram_cache
 from forerun.errors import EngineError
 from forerun.executors.cpu import native
 from forerun.models.ngram_table import NgramTable
@@ -32,7 +32,9 @@ class NgramIndex:
             places=ngram.PLACES,
             longest=ngram.LONGEST,
             tail=ngram.TAIL,
+            counted=ngram.COUNTED,
             capacity=capacity,
+            discount=ngram_cache.DISCOUNT,
             doubt=ngram.DOUBT,
             sure=ngram.SURE,
             min_prob=min_prob,

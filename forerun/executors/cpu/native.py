@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 Library = TypeVar("Library", ctypes.CDLL, ctypes.PyDLL)
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 28
+ABI = 29
 """What `forerun_abi` of csrc/api.cpp must say; raised together with it."""
 KERNELS = ("avx512-amx", "avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon", "portable")
 """All names of csrc/dispatch.cpp, best first; `kernels` tells which of them run here."""
@@ -124,8 +124,11 @@ class NgramRules(ctypes.Structure):
     _fields_ = (
         ("slots", c_int32),
         ("orders", c_int32 * 2),
-        *((name, c_int32) for name in ("places", "longest", "tail", "capacity")),
-        *((name, c_double) for name in ("doubt", "sure", "min_prob", "decay", "almost")),
+        *((name, c_int32) for name in ("places", "longest", "tail", "counted", "capacity")),
+        *(
+            (name, c_double)
+            for name in ("discount", "doubt", "sure", "min_prob", "decay", "almost")
+        ),
         ("trust", c_void_p),
         ("table", TableArrays),
     )

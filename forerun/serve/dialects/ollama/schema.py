@@ -88,7 +88,7 @@ class Options:
         as in a URL.
         """
         window = () if self.repeat_last_n in (None, 0, -1) else ("repeat_last_n",)
-        unknown = sorted(quote(name, safe="") for name in given.keys() - _OPTIONS)
+        unknown = sorted(quote(name, safe="", errors="replace") for name in given.keys() - _OPTIONS)
         return (*ignored_in(self), *window, *unknown)
 
 
