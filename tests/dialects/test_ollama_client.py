@@ -135,6 +135,14 @@ def test_every_documented_option_is_taken_and_unknown_ones_are_skipped(server):
     assert said(given | {"repeat_last_n": 0}) == said(given | none) != said(given)
 
 
+def test_an_unknown_option_may_be_no_text(server):
+    """Half of a surrogate pair has no bytes in a header."""
+    body = json.dumps({"messages": ASKED, "stream": False, "options": {"\ud800": 1}})
+    answer = server.http.post("/api/chat", content=body.encode())
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-forerun-ignored"] == "options.%3F"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_tools_are_called(calling, stream):
     # Ollama has no way to demand a call. With this seed the toy begins with the brace of one.
