@@ -208,6 +208,30 @@ def test_a_group_whose_end_waits_holds_nobody_up(monkeypatch):
         assert not end.is_alive()
 
 
+class Work:
+    """A collective whose first wait is over just before it is done."""
+
+    def __init__(self, fault=None):
+        self.fault, self.done = fault, False
+
+    def wait(self, timeout=None):
+        if timeout is not None and not self.done:
+            self.done = True
+            raise RuntimeError("Operation timed out!")
+        if self.fault:
+            raise RuntimeError(self.fault)
+
+    def is_completed(self):
+        return self.done
+
+
+def test_what_is_done_behind_the_last_look_is_done():
+    """On a loaded machine a rank was given up for it, and with it the engine."""
+    assert group._done(Work())
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        group._done(Work("Connection closed by peer"))
+
+
 def test_ranks_of_which_one_is_at_work_are_not_silent(tmp_path):
     """However long that takes: looks are only counted while all of them wait."""
     with (tmp_path / "shared").open("wb+") as file:

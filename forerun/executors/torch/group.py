@@ -189,7 +189,8 @@ def _done(work: Any) -> bool:
     try:
         work.wait(LOOK)
     except RuntimeError:
-        if work.is_completed():
-            raise
-        return False
+        if not work.is_completed():
+            return False
+        # It failed, or was done just behind LOOK: now its own result is asked.
+        work.wait()
     return True
