@@ -37,8 +37,8 @@ def parts_of(command):
     return [words for words in [*found, words] if words]
 
 
-def test_there_are_four_and_a_machine_takes_them():
-    assert [name for name, _, _ in CALLS] == [f"Call {number}" for number in range(1, 5)]
+def test_there_are_five_and_a_machine_takes_them():
+    assert [name for name, _, _ in CALLS] == [f"Call {number}" for number in range(1, 6)]
     limits = [int(limit.split()[1]) for _, limit, _ in CALLS]
     assert max(limits) <= 600 and sum(limits) <= 30 * 60
     for _, limit, command in CALLS:
