@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.workers import fork_workers
+from tests.workers import fork_workers, say_less
 
 # Small products only: more threads than one would mostly spin while they wait for each other, here
 # and in every process that a test starts. Whoever wants two threads sets them.
@@ -51,6 +51,7 @@ def pytest_collection_modifyitems(config, items):
     last, with nothing left for the other workers.
     """
     if hasattr(config, "workerinput"):
+        say_less(config)
         counts = Counter(item.path for item in items)
         items.sort(key=lambda item: (_place(item.path), -counts[item.path]))
 
