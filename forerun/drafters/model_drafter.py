@@ -120,12 +120,14 @@ class ModelDrafter:
         """A draft per row, empty where none is allowed or the model lags. Raises as `observe`."""
         drafts, states, left = [NO_DRAFT] * plan.rows, self._of(plan), list[int]()
         self._backlog.catch_up(plan, states, np.flatnonzero(plan.max_nodes), True)
-        for row, (nodes, state) in enumerate(zip(plan.max_nodes.tolist(), states, strict=True)):
-            depth = min(int(plan.max_depth[row]), self.traits.max_depth)
+        asked = plan.max_nodes, plan.max_depth, plan.kv_len, plan.constrained
+        rows = zip(states, *map(np.ndarray.tolist, asked), strict=True)
+        for row, (state, nodes, deepest, kv_len, constrained) in enumerate(rows):
+            depth = min(deepest, self.traits.max_depth)
             if state.drafted is not None:  # Deeper than this would take passes of its own.
                 depth = min(depth, state.drafted[0].levels)
-            if nodes > 0 and depth > 0 and state.ready == plan.kv_len[row]:
-                ready = state.draft(depth, nodes, bool(plan.constrained[row]))
+            if nodes > 0 and depth > 0 and state.ready == kv_len:
+                ready = state.draft(depth, nodes, constrained)
                 if ready is None:
                     left.append(row)
                 else:
@@ -159,7 +161,7 @@ class ModelDrafter:
         plain = not (plan.max_nodes.any() or running.plan.max_nodes.any())
         if plain and (self._within or (self._idle[running.plan.slots] >= PATIENCE).all()):
             return True
-        return bool(np.isin(plan.slots, running.drafting).all())
+        return {*plan.slots.tolist()} <= {*running.drafting.tolist()}
 
     def _of(self, plan: Plan) -> list[DraftState]:
         """Of each row."""

@@ -6,8 +6,8 @@ of device and host, else their sum; a size that was not declared is captured whe
 Nothing reads a clock; everything random is seeded.
 """
 
-from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from dataclasses import dataclass, field
+from itertools import chain, count, islice, repeat
 from operator import lt
 
 import numpy as np
@@ -134,36 +134,36 @@ class Device:
 
     def _step(self, text):
         new = self._arrivals()
-        slots = sorted(self.running)
-        old = [slot for slot in slots if slot not in new]
-        order = [*old, *new]  # As in service: who is new comes last.
-        slots = order
-        plan, decision = self._plan(slots, old)
-        carried = self._carries(plan, new)
+        old = sorted(self.running)
+        if new:
+            fresh = {*new}
+            old = [slot for slot in old if slot not in fresh]
+        slots = [*old, *new]  # As in service: who is new comes last.
+        plan, decision = self._plan(slots, len(old))
+        carried = self._carries(plan, slots, new)
         proposed, drafts, host = self._drafts(plan, decision, carried)
         wanted = self.drafter.draft_request(plan)
-        sizes = np.array(list(map(len, drafts)), np.int32)
-        said = [self._said(slot, draft, text) for slot, draft in zip(slots, drafts, strict=True)]
-        outcome = self._outcome(plan, said, sizes, wanted)
-        deepest, levels = int(sizes.max()), wanted.levels if wanted else 0
+        counted = list(map(len, drafts))
+        said = self._said(slots, drafts, counted, text)
+        outcome = self._outcome(plan, said, counted, wanted)
+        deepest, levels = max(counted), wanted.levels if wanted else 0
         device = self._round(len(slots), deepest, levels) + PROMPT_TOKEN * PROMPT * len(new)
-        host += HOST + ROW_HOST * len(slots)
-        trees = batch(plan.known, drafts)
+        own = HOST + ROW_HOST * len(slots)
         begun = self._passes()
-        self.drafter.observe(plan, trees, outcome)
-        drafting = host - HOST - ROW_HOST * len(slots) + self._passes() - begun
-        host += self._passes() - begun
+        self.drafter.observe(plan, self._trees(plan, drafts), outcome)
+        drafting = host + self._passes() - begun
+        host = own + drafting
         ms = max(device, host) if carried else device + host
         stages = {"draft": drafting, "verify": 0.0, "mask": 0.0}
         report = step_report(plan, outcome, stages, ms)
-        told = {"reason": decision.reason, "proposed": proposed}
-        self.policy.observe(replace(report, carried=carried, **told))
+        report.carried, report.reason, report.proposed = carried, decision.reason, proposed
+        self.policy.observe(report)
         self.ms, self.tokens = self.ms + ms, self.tokens + sum(map(len, said))
-        self.verified.append(int(sizes.sum()))
-        self._before = plan, wanted
-        for slot, tokens in zip(slots, said, strict=True):
+        self.verified.append(sum(counted))
+        self._before = plan, slots, bool(new), wanted
+        for slot, known, tokens in zip(slots, plan.known_counts, said, strict=True):
             row = self.running[slot]
-            row.kv_len += len(plan.known[slots.index(slot)]) + len(tokens) - 1
+            row.kv_len += known + len(tokens) - 1
             row.text += tokens
             if row.kv_len >= row.end:
                 del self.running[slot]
@@ -181,25 +181,22 @@ class Device:
         return free
 
     def _plan(self, slots, old):
-        kv_len = np.array([self.running[slot].kv_len for slot in slots], np.int32)
-        plain = np.zeros(len(slots), np.int32)
-        nodes, depth, model = plain.copy(), plain.copy(), plain.copy()
-        least, decision = 0.0, Decision("", ())
+        """And what was decided for the first `old` of the slots; the others are new."""
+        rows = [self.running[slot] for slot in slots]
+        kv_len, array = np.array([row.kv_len for row in rows], np.int32), np.array(slots, np.int32)
+        least, decision, given = 0.0, Decision("", ()), ()
         if old:
-            places = [slots.index(slot) for slot in old]
-            arrays = np.array(old, np.int32), kv_len[places]
-            decision = self.policy.decide(*arrays)
+            decision = self.policy.decide(array[:old], kv_len[:old])
             given = decision.rows
-            nodes[places] = [budget.nodes for budget in given]
-            depth[places] = [budget.depth for budget in given]
-            model[places] = [budget.model_depth for budget in given]
             least = min((b.min_prob for b in given if b.nodes), default=0.0)
-        known = [
-            np.array(self.running[slot].text[-1 if slot in old else -PROMPT :], np.int32)
-            for slot in slots
-        ]
+        nodes, depth, model = np.zeros((3, len(slots)), np.int32)
+        if any(budget.nodes for budget in given):
+            allowed = [(budget.nodes, budget.depth, budget.model_depth) for budget in given]
+            nodes[:old], depth[:old], model[:old] = zip(*allowed, strict=True)
+        last = np.array([row.text[-1:] for row in rows[:old]], np.int32)
+        known = [*last, *(np.array(row.text[-PROMPT:], np.int32) for row in rows[old:])]
         plan = Plan(
-            slots=np.array(slots, np.int32),
+            slots=array,
             kv_len=kv_len,
             known=tuple(known),
             samples=np.ones(len(slots), np.bool_),
@@ -212,11 +209,11 @@ class Device:
         )
         return plan, decision
 
-    def _carries(self, plan, new):
+    def _carries(self, plan, slots, new):
         if new or self._before is None:
             return False
-        before, wanted = self._before
-        if max(map(len, before.known)) > 1 or not {*plan.slots} <= {*before.slots}:
+        before, ran, had_new, wanted = self._before
+        if had_new or not {*slots} <= {*ran}:
             return False  # Whose row has ended does not keep the others from going on.
         drafting = wanted.slots if wanted else np.zeros(0, np.int32)
         return self.drafter.can_overlap(plan, Round(before, drafting=drafting))
@@ -234,6 +231,9 @@ class Device:
         drafts = decision.select(proposed) if decision.select else proposed
         return proposed, drafts, self._passes() - begun + self._look(plan)
 
+    def _trees(self, plan, drafts):
+        """For drafters that read them."""
+
     def _round(self, rows, deepest, levels):
         size = 1 << (rows - 1).bit_length(), deepest, levels
         if 0 < deepest <= max(DEPTHS):  # It runs as the next larger one that is declared.
@@ -246,17 +246,15 @@ class Device:
         return ms + CAPTURE * capturing
 
     def _outcome(self, plan, said, sizes, wanted):
-        counts = np.array(list(map(len, said)), np.int32)
-        tokens = np.full((len(said), counts.max()), -1, np.int32)
-        for row, each in enumerate(said):
-            tokens[row, : len(each)] = each
-        starts = np.cumsum([0, *(len(k) + n for k, n in zip(plan.known, sizes, strict=True))])
-        roots = starts[:-1] + [len(known) - 1 for known in plan.known]
-        paths = [root + 1 + np.arange(n - 1) for root, n in zip(roots, counts, strict=True)]
-        accepted = np.concatenate(paths).astype(np.int32)
-        fine = np.ones(len(said), np.bool_)
+        counts, start, accepted = list(map(len, said)), 0, []
+        for known, size, came in zip(plan.known_counts, sizes, counts, strict=True):
+            accepted += range(start + known, start + known + came - 1)
+            start += known + size
+        longest = max(counts)
+        tokens = [[*each, *[-1] * (longest - len(each))] for each in said]
         return Outcome(
-            counts, tokens, sizes, fine, accepted=accepted,
+            np.array(counts, np.int32), np.array(tokens, np.int32), np.array(sizes, np.int32),
+            np.ones(len(said), np.bool_), accepted=np.array(accepted, np.int32),
             drafts=self._grown(plan, wanted), features=self._features(),
         )  # fmt: skip
 
@@ -288,18 +286,24 @@ class HeadDevice(Device):
     def _prompt(self):
         return np.ones(PROMPT, np.int32)
 
-    def _said(self, slot, draft, text):
+    def _said(self, slots, drafts, sizes, text):
         first, later = text
-        chances = [first] + [later] * len(draft)
-        right = map(lt, self.random.random(len(draft)).tolist(), chances)
-        return [1] * (1 + sum(takewhile(bool, right)))
+        drawn = iter(self.random.random(sum(sizes)).tolist())
+        said = []
+        for size in sizes:
+            lucky = map(lt, islice(drawn, size), chain([first], repeat(later)))
+            said.append([1] * (1 + [*lucky, False].index(False)))
+        return said
+
+    def _trees(self, plan, drafts):
+        return batch(plan.known, drafts)
 
     def _grown(self, plan, wanted):
         if wanted is None:
             return None
         shape = plan.rows, wanted.levels
         parents = np.tile(np.arange(-1, wanted.levels - 1, dtype=np.int32), (plan.rows, 1))
-        asked = set(wanted.slots.tolist())
+        asked = {*wanted.slots.tolist()}
         rows = np.array([slot in asked for slot in plan.slots.tolist()])
         tokens, value = np.ones(shape, np.int32), np.full(shape, np.log(0.8), np.float32)
         return NextDrafts(rows, 1, wanted.levels, tokens, parents, value)
@@ -330,31 +334,27 @@ class TextDevice(Device):
     """
 
     def _drafter(self):
-        self.motifs: dict[int, list[int]] = {}
+        self.luck = chain.from_iterable(self.random.random(4096).tolist() for _ in count())
         return NgramDrafter(LIMITS.slots)
 
     def _prompt(self):
         motif = self.random.integers(0, 256, 12)
         return np.tile(motif, PROMPT // 12).astype(np.int32)
 
-    def _said(self, slot, draft, text):
+    def _said(self, slots, drafts, sizes, text):
         (repeats,) = text
-        row = self.running[slot]
-        motif, place = row.text[:12], len(row.text)
-        truth = [
-            motif[(place + i) % 12]
-            if self.random.random() < repeats
-            else int(self.random.integers(256, 512))
-            for i in range(9)
-        ]
-        said, node = [], -1
-        tokens, parents = draft.tokens.tolist(), draft.parents.tolist()
-        for token in truth:
+        return [self._said_of(*each, repeats) for each in zip(slots, drafts, strict=True)]
+
+    def _said_of(self, slot, draft, repeats):
+        text, luck = self.running[slot].text, self.luck
+        place, said, node = len(text), [], -1
+        nodes = zip(draft.parents.tolist(), draft.tokens.tolist(), strict=True)
+        below = dict(zip(nodes, range(len(draft)), strict=True))
+        while node is not None:
+            right = next(luck) < repeats
+            token = text[place % 12] if right else 256 + int(256 * next(luck))
             said.append(token)
-            under = [i for i, p in enumerate(parents) if p == node and tokens[i] == token]
-            if not under:
-                break
-            node = under[0]
+            place, node = place + 1, below.get((node, token))
         return said
 
     def _look(self, plan):
