@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections import Counter
 from functools import cache
 from importlib import import_module
@@ -79,6 +80,32 @@ def trusting():
                 "httpx._transports.default.create_ssl_context",
                 cache(import_module("httpx").create_ssl_context),
             )
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def packed_once():
+    """Equal weights are brought into oneDNN's layout once: many tests open the same small models,
+    and how that layout is found takes ten times as long as comparing their numbers (.2 ms).
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.backends.mkldnn.is_available():
+        yield
+        return
+    pack, packed = torch.ops.mkldnn._reorder_linear_weight, {}
+
+    def once(weight):
+        if weight.numel() > 1 << 16:
+            return pack(weight)
+        key = tuple(weight.shape), weight.numpy().tobytes()
+        if key not in packed:
+            if len(packed) == 2_000:
+                packed.clear()
+            packed[key] = pack(weight)
+        return packed[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", once)
         yield
 
 

@@ -12,6 +12,7 @@ import pytest
 from forerun.build import with_jax
 from forerun.build.engine import make_engine, open_target
 from forerun.client.completion import complete, make_request
+from forerun.executors.jax.batches import Buckets
 from forerun.options.config import EngineConfig
 from forerun.text.rendering import BYTE_LEVEL_TEMPLATE
 
@@ -163,15 +164,29 @@ def settings(kind, executor, **changes):
     return EngineConfig(**chosen | kind.options | changes)
 
 
+def padded(patch, *fields):
+    """Executors on XLA that are made while `patch` holds (a MonkeyPatch) pad these fields of their
+    Buckets to the largest: half as many programs, and more, for what does not ask which run.
+    """
+    of = Buckets.of
+
+    def largest(limits, draft_nodes):
+        sizes = of(limits, draft_nodes)
+        return replace(sizes, **{field: getattr(sizes, field)[-1:] for field in fields})
+
+    patch.setattr(Buckets, "of", staticmethod(largest))
+
+
 @contextmanager
-def on_xla(compiled, warm=False):
+def on_xla(compiled, warm=False, pads=()):
     """Targets that are opened meanwhile have their layers in a scan, which compiles sooner, and
-    keep what they compile; warm: it is all compiled at once.
+    keep what they compile; warm: it is all compiled at once. pads: see `padded`.
     """
     import forerun.executors.jax as jax
     from forerun.executors.jax import programs
 
     with pytest.MonkeyPatch.context() as patch:
+        padded(patch, *pads)
         patch.setattr(with_jax, "cache_dir", lambda: Path(compiled))
         patch.setattr(jax, "JaxOptions", partial(jax.JaxOptions, stacked=True))
         if not warm:
@@ -192,10 +207,13 @@ def in_rounds():
 
 
 class Cells:
-    """Kinds on executors, each opened once; closed at the end. Executor "rounds" is torch's."""
+    """Kinds on executors, each opened once; closed at the end. Executor "rounds" is torch's. pads:
+    see `padded`.
+    """
 
-    def __init__(self, kinds, compiled):
+    def __init__(self, kinds, compiled, pads=()):
         self._kinds, self._compiled, self._made = kinds, compiled, {}
+        self._pads = pads
 
     def __call__(self, executor, name, warm=False, **changes):
         key = executor, name, warm, *sorted(changes.items())
@@ -204,7 +222,7 @@ class Cells:
             config = settings(self._kinds[name], "torch" if rounds else executor, **changes)
             with ExitStack() as stack:
                 if executor == "jax":
-                    stack.enter_context(on_xla(self._compiled, warm))
+                    stack.enter_context(on_xla(self._compiled, warm, self._pads))
                 elif rounds:
                     stack.enter_context(in_rounds())
                 self._made[key] = Cell(self._kinds[name], open_target(config))

@@ -43,6 +43,10 @@ from tests.models import tiny
 from tests.parity.blocks import VARIANTS, random_block
 
 JAX = {"max_sequences": 2, "context": 96, "kv_tokens": 256}
+PADS = "rows", "nodes", "chunks"
+"""Programs of every size are in tests/parity/test_jax_executor.py, rounds of one node and of a
+chain that draft below (`resting`), of one row and of two in test_jax_overlap.py.
+"""
 CHAIN, TREE = (3, 3, 1), (21, 3, 3)
 """Draft tokens, depth, width: of the tree nothing that was grown is cut off."""
 
@@ -86,7 +90,7 @@ def on(executor, *names):
 
 @pytest.fixture(scope="module")
 def cells(kinds, compiled, quickly):
-    opened = Cells(kinds, compiled)
+    opened = Cells(kinds, compiled, PADS)
     toys = {}
 
     def of(executor, name, **changes):
@@ -360,7 +364,7 @@ def resting(kinds, compiled, quickly, monkeypatch):
     monkeypatch.setattr(feature_ring, "RING_TOKENS", 20)
     monkeypatch.setattr(backlog, "MAX_LAG", 16)
     monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: Resting())
-    opened = Cells(kinds, compiled)
+    opened = Cells(kinds, compiled, ("rows", "chunks"))
 
     def of(executor, name):
         if executor == "toy":

@@ -17,6 +17,7 @@ from forerun.executors.torch import TorchExecutor
 from forerun.executors.toy import ToyExecutor
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import NodeMasks
+from tests.drafters.served import padded
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, as_draft, chain_draft, limits
 from tests.parity.test_torch_invariance import half_true_draft
@@ -37,7 +38,9 @@ def executor_of(checkpoint, compiled, quickly):
         found = checkpoint("qwen3")
         if kind == "jax":
             options = JaxOptions(draft_nodes=15, stacked=True, cache_dir=compiled)
-            return JaxExecutor(found, SMALL, options)
+            with pytest.MonkeyPatch.context() as patch:
+                padded(patch, "rows", "chunks", "nodes")
+                return JaxExecutor(found, SMALL, options)
         return {"cpu": CpuExecutor, "torch": TorchExecutor}[kind](found, SMALL)
 
     return build

@@ -74,7 +74,7 @@ STEP = st.tuples(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(st.lists(STEP, min_size=1, max_size=12), st.sampled_from([1, 4, 16]), st.integers(0, 3))
 def test_tables_are_whole_after_any_steps(steps, page_size, lost):
     """Pages come, go and change their places, slots are taken by others, rounds do not begin."""
@@ -193,8 +193,8 @@ def plain(device):
 
 HEAD = {
     "speculative_algorithm": "EAGLE",
-    "speculative_num_draft_tokens": 6,
-    "speculative_num_steps": 5,
+    "speculative_num_draft_tokens": 4,
+    "speculative_num_steps": 3,
     "speculative_eagle_topk": 1,
 }
 
@@ -202,9 +202,10 @@ HEAD = {
 @pytest.mark.parametrize(
     ("algorithm", "overlap"),
     [
-        *(({"speculative_algorithm": name}, True) for name in ("OFF", "NGRAM")),
+        ({"speculative_algorithm": "OFF"}, True),
         ({"speculative_algorithm": "NGRAM"}, False),
         pytest.param({"speculative_algorithm": "OFF"}, False, marks=pytest.mark.slow),
+        pytest.param({"speculative_algorithm": "NGRAM"}, True, marks=pytest.mark.slow),
         pytest.param(HEAD, False, marks=pytest.mark.slow),
         (HEAD, True),
     ],

@@ -48,11 +48,11 @@ EACH = [
 
 SHAPES = {
     "one": (1, 1, 1),
-    "chain": (5, 5, 1),
-    "tree": (15, 5, 4),
+    "chain": (4, 4, 1),
+    "tree": (12, 4, 4),
     "whole tree": (9, 3, 3),
 }
-"""Draft tokens, depth, width."""
+"""Draft tokens, depth, width; deeper than there are prediction layers."""
 
 CELLS = [
     *(("chain", page, 0.8) for page in (1, 16, 64)),
@@ -175,7 +175,7 @@ PROMPTS += [BEGIN[30:], BEGIN[:66]]
 """Some begin as others do, so that their pages are found again."""
 
 
-def asked(temperature, length=15):
+def asked(temperature, length=12):
     return [
         make_request(
             prompt, max_tokens=length + n % 5, ignore_eos=True, temperature=temperature, seed=n
@@ -308,7 +308,7 @@ def test_a_step_is_one_replay_and_one_wait(targets, seen, monkeypatch, method, s
         return read(self)
 
     monkeypatch.setattr(CapturedRound, "read", waited)
-    requests = asked(0.8)[:3]
+    requests = asked(0.8, 15)[:3]
     for _ in range(2):
         answered(rounds, requests, shape)  # Captures what will run.
     nodes, depth, width = SHAPES[shape]

@@ -41,7 +41,7 @@ SHAPES = [OFF] + [
         "speculative_num_steps": depth,
         "speculative_eagle_topk": width,
     }
-    for nodes, depth, width in [(1, 1, 1), (5, 5, 1), (15, 5, 4), (9, 3, 3)]
+    for nodes, depth, width in [(1, 1, 1), (3, 3, 1), (9, 3, 4), (9, 3, 3)]
 ]
 """No drafter; chains; trees of which all, or the best, are verified."""
 
@@ -102,7 +102,7 @@ def tokens(output_tokens):
     return [[token for news in heard for token in news.tokens] for heard in output_tokens]
 
 
-def asked(texts, temperature, lengths=(30, 17, 24)):
+def asked(texts, temperature, lengths=(22, 12, 17)):
     return [
         make_request(text[:12], max_tokens=length, ignore_eos=True, temperature=temperature, seed=n)
         for n, (text, length) in enumerate(zip(texts, lengths, strict=False))
@@ -204,9 +204,9 @@ def test_wishes_that_change_from_step_to_step(slow, eager, learned, monkeypatch,
     runner.future = with_room(runner.future.state, 0, 0)  # Room is made anew.
     runner.programs.forget()
     monkeypatch.setattr(drafting, "FixedPolicy", lambda *_: FixedPolicy(5, 5))
-    found, stats = answered(
-        slow[0], requests, True, **SHAPES[2] | {"speculative_eagle_topk": width}
-    )
+    deep = {"speculative_num_draft_tokens": 6, "speculative_num_steps": 5}
+    deep |= {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": width}
+    found, stats = answered(slow[0], requests, True, **deep)
     assert tokens(found) == tokens(expected)
     assert runner.future.levels == 5
     assert stats.carried > 5 and stats.accepted > 5
