@@ -110,8 +110,7 @@ def test_forty_greedy_tokens_are_torchs(executor, checkpoint, random, family):
     assert len(set(expected)) > 5
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "page_size"), thinned(every(FAMILIES, [1, 16]), values))
 def test_every_node_of_a_tree_is_a_token_of_its_path(
     executor, checkpoint, random, family, page_size
 ):
@@ -198,8 +197,7 @@ def test_mxfp4_scales_out_of_range_are_named():
     check_fp4(rows, "here")
 
 
-@pytest.mark.parametrize("kind", ["Q4_1", None])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "kind"), thinned(every(FAMILIES, ["Q4_1", None]), values))
 def test_every_instruction_set_gives_the_same_bits(executor, checkpoint, random, family, kind):
     source = checkpoint(family, kind, **IN_FILES.get(family, {}))
     tokens = random.integers(0, tiny.VOCAB, 70)

@@ -11,6 +11,7 @@ from forerun.executors.torch.attention.attention import apart
 from forerun.executors.torch.decoder.decoder import Decoder
 from forerun.models.shapes import RandomCheckpoint, shape_named
 from forerun.speculative.sampling import Sampling
+from tests.covering import every, thinned, values
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, as_draft, limits
 from tests.parity.test_torch_invariance import half_true_draft
@@ -250,8 +251,10 @@ def test_forty_greedy_tokens_are_those_of_transformers(checkpoint, random, famil
         assert sequence.tokens[: len(expected)] == expected
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "qwen2_moe", "qwen3_moe", *FURTHER])
+BRANCHING = ["gemma2", "gemma3_text", "qwen2_moe", "qwen3_moe", *FURTHER]
+
+
+@pytest.mark.parametrize(("family", "page_size"), thinned(every(BRANCHING, [1, 16]), values))
 def test_every_node_of_a_tree_is_a_token_of_its_path(checkpoint, random, family, page_size):
     """Branches longer than the window, from a prefix longer than it, over shuffled pages."""
     changes = {"sliding_window": 5} if family.startswith(("gemma", "gpt")) else {}

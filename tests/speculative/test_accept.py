@@ -17,7 +17,6 @@ from forerun.speculative.accept import NOTHING, accept_row, choose, choose_among
 from forerun.speculative.noise import gumbel
 from forerun.speculative.sampling import History, Sampling, process
 from forerun.speculative.tree import Draft, batch
-from tests.covering import thinned, values
 from tests.lazy import LazyModule
 from tests.speculative.test_sampling import parameters
 from tests.speculative.worlds import (
@@ -90,9 +89,14 @@ def drafter_of(kind: str, sampling: Sampling):
 
 CASES = [(name, False) for name in SETTINGS]
 CASES += [(name, True) for name in ("plain", "cuts", "min_tokens", "everything")]
+OFTEN = ("plain", False), ("hot", False), ("cuts", True), ("min_tokens", True), ("everything", True)
+"""What each parameter makes of the logits is test_sampling's."""
 
 
-@pytest.mark.parametrize(("name", "grammar"), thinned(CASES, values))
+@pytest.mark.parametrize(
+    ("name", "grammar"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case not in OFTEN)) for case in CASES],
+)
 def test_the_text_has_the_targets_distribution_and_does_not_depend_on_the_drafter(name, grammar):
     runs, kinds = 1000, ["none", "chain", "tree", "all", "coupled"]
     counts = dict.fromkeys(product(range(V), repeat=2), 0)
