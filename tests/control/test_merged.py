@@ -3,6 +3,7 @@ what steps cost and what each brings. No clock: a step takes what its table says
 """
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -154,6 +155,7 @@ POOR, GOOD = (1.0, 0.3), (1.0, 0.85)
 STEPS = {1: 1200, 4: 800, 16: 600, 64: 300}
 
 
+@cache
 def ran(costs, rows, ngrams, head):
     return World(costs, rows, ngrams, head).run(STEPS[rows])
 

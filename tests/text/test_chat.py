@@ -5,7 +5,9 @@ import os
 import resource
 from copy import copy
 from functools import cache
+from pathlib import Path
 
+import numpy as np
 import pytest
 import transformers
 from hypothesis import given, settings
@@ -433,18 +435,44 @@ def test_only_known_templates_run_in_this_process():
         assert len(digest) == 64
 
 
-@pytest.mark.model
-def test_default_model_equals_transformers():
+SAID = Path(__file__).parent / "smollm2_ids.json"
+"""By text or name of a chat, ids that transformers' tokenizer of the default model says."""
+READ = [text for text in TEXTS if "\u0663" not in text]
+"""Without those of which its reader of GGUF forgets that digits stand alone."""
+
+
+@pytest.fixture(scope="module")
+def default_model():
     model = open_model("smollm2-135m")
-    ours = model.tokenizer
-    hf = transformers.AutoTokenizer.from_pretrained(model.path.parent, gguf_file=model.path.name)
-    for text in TEXTS:
-        if "٣" in text:
-            continue  # transformers' GGUF reader forgets that digits stand alone
-        assert ours.encode(text).tolist() == hf(text, add_special_tokens=False).input_ids
-        assert ours.decode(ours.encode(text)) == text
-    template = ChatTemplate(model.chat_template, ours)
-    for name in ("one turn", "system", "turns"):
-        expected = hf.apply_chat_template(CHATS[name], add_generation_prompt=True).input_ids
-        assert template.encode(CHATS[name]).tolist() == expected
+    return model, ChatTemplate(model.chat_template, model.tokenizer)
+
+
+@pytest.mark.model
+def test_the_default_model_says_what_transformers_said(default_model):
+    model, template = default_model
+    ours, said = model.tokenizer, json.loads(SAID.read_text(encoding="utf-8"))
+    assert [text for text, _ in said["texts"]] == READ and len(said["chats"]) == 3
+    for text, ids in said["texts"]:
+        assert ours.encode(text).tolist() == ids
+        assert ours.decode(np.array(ids, np.int32)) == text
+    for name, ids in said["chats"]:
+        assert template.encode(CHATS[name]).tolist() == ids
     assert (ours.vocab_size, ours.eos_ids, ours.bos_id) == (49152, (2, 0), 1)
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_transformers_still_says_so(default_model):
+    """Making its tokenizer of a GGUF file takes seconds."""
+    model, _ = default_model
+    hf = transformers.AutoTokenizer.from_pretrained(model.path.parent, gguf_file=model.path.name)
+    # Its reader of GGUF forgets that digits stand alone.
+    texts = [text for text in TEXTS if "٣" not in text]
+    told = [(text, hf(text, add_special_tokens=False).input_ids) for text in texts]
+    chats = [
+        (name, hf.apply_chat_template(CHATS[name], add_generation_prompt=True).input_ids)
+        for name in ("one turn", "system", "turns")
+    ]
+    assert json.loads(json.dumps({"texts": told, "chats": chats})) == json.loads(
+        SAID.read_text(encoding="utf-8")
+    )
