@@ -7,7 +7,7 @@ time has the machine to itself, and what each does between two barriers is timed
 repetitions counts. A step of n threads then takes, by this, the sum over its phases of the slowest
 thread's time. Left out is what only a machine with so many cores has: the waits at barriers, cache
 lines that travel between cores, and memory that all read at once. So what is printed is the most
-that the split allows, with the reading of the weights that it would need.
+that the split allows.
 """
 
 import argparse
@@ -67,6 +67,8 @@ def phases_of(model: Model, threads: int, nodes: int, context: int, repeat: int)
         library.forerun_turns_measure(0)
     found = np.zeros((library.forerun_turns(None), threads))
     library.forerun_turns(found.ctypes.data_as(ctypes.c_void_p))
+    bench.rewind()
+    executor.shutdown()
     return found
 
 
@@ -95,13 +97,15 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=15)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
+    if min(*asked.threads, *asked.nodes, asked.context, asked.repeat) < 1:
+        parser.error("threads, nodes, context and repetitions are at least 1")
     model = open_model(asked.model)
     table: dict[str, Any] = {}
     sys.stdout.write(f"{stamp()}\n{'nodes':>5}{'threads':>8}{'ms':>9}{'times':>7}{'alone':>7}")
     sys.stdout.write(f"{'phases':>7}\n")
     with tempfile.TemporaryDirectory() as folder:
         compile_core(Path(folder))
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
         for nodes in asked.nodes:
             first = None
             for threads in asked.threads:
