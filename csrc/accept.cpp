@@ -1,6 +1,5 @@
 // Acceptance of a step where nothing but the temperature and a mask shape the choice:
 // forerun/speculative/accept.py.
-#include <algorithm>
 #include <cstring>
 
 #include "model.h"
@@ -12,19 +11,43 @@ constexpr int64_t kWorthSharing = 1 << 18;  // logits from which on the pool's t
 
 }  // namespace
 
-std::string Model::accept(const Step& step, const Walk& walk) {
+std::string Model::check_slots(const Step& step, const Walk& walk) {
     for (int row = 0; row < step.rows; row++) {
         if (walk.slots[row] < 0 || walk.slots[row] >= walk.all_slots) {
             return "slot " + std::to_string(walk.slots[row]) + " does not exist";
         }
     }
+    return "";
+}
+
+// Whether a row is decided here: nothing but temperature and mask shape its choices, and the logits
+// of all its nodes from the root on may be asked for.
+bool Model::decides(const Step& step, const Walk& walk, int row) {
+    const int root = step.root_of(row), end = step.start[row + 1];
+    const int last = step.index_of(root) + end - 1 - root;
+    return walk.samples[row] && walk.temperature[walk.slots[row]] >= 0 && last < step.scored &&
+           step.scored_nodes[last] == end - 1;
+}
+
+std::string Model::accept(const Step& step, const Walk& walk) {
+    const std::string fault = check_slots(step, walk);
+    if (!fault.empty()) return fault;
+    if (step.logits_row && step.nodes != last_nodes_) return "it is not the last step";
     memset(walk.choice, -1, sizeof(int32_t) * step.nodes);
+    path_end_.resize(step.rows);
+    for (int row = 0; row < step.rows; row++) {
+        path_end_[row] = decides(step, walk, row) ? step.root_of(row) : -1;
+    }
+    do {
+        extend_paths(step, walk);
+    } while (compute_path_ends(step));
+    return "";
+}
+
+void Model::extend_paths(const Step& step, const Walk& walk) {
     const auto rows = [&](const Share& share, Floats& room) {
         for (int row = share.first; row < share.last; row++) {
-            if (!accept_row(step, walk, row, room)) {
-                const int first = step.start[row];
-                memset(walk.choice + first, -1, sizeof(int32_t) * (step.start[row + 1] - first));
-            }
+            if (path_end_[row] >= 0) extend_path(step, walk, row, room);
         }
     };
     if ((int64_t)step.rows * sizes.vocab < kWorthSharing) {
@@ -34,7 +57,6 @@ std::string Model::accept(const Step& step, const Walk& walk) {
             rows(Share(step.rows, thread, pool.threads()), scratch_[thread]);
         });
     }
-    return "";
 }
 
 // The choice among all tokens, or among those that are `allowed`; -1 where the specification has to
@@ -50,32 +72,35 @@ int32_t Model::choose(const float* logits, const uint32_t* allowed, float temper
     return token >= 0 && (allowed[token / 32] >> token % 32 & 1) ? token : -1;
 }
 
-// False where the specification has to decide the row.
-bool Model::accept_row(const Step& step, const Walk& walk, int row, Floats& room) const {
-    const int slot = walk.slots[row];
-    const float temperature = walk.samples[row] ? walk.temperature[slot] : -1.0f;
-    const int root = step.start[row] + step.known[row] - 1, end = step.start[row + 1];
-    // Scored nodes ascend, so those of a row from its root on are neighbours.
-    const int32_t* const last = step.scored_nodes + step.scored;
-    const int32_t* const at = std::lower_bound(step.scored_nodes, last, root);
-    if (!(temperature >= 0) || last - at < end - root || at[end - 1 - root] != end - 1) return false;
-    const float* const logits = step.logits + (at - step.scored_nodes) * (int64_t)sizes.vocab;
-    int node = root;
-    const int decided = step.kv_len[row] + step.known[row];
-    for (uint32_t position = decided - walk.prompt_len[slot];; position++) {
+// A row's path goes on as far as logits are computed; then path_end_ is the node whose are not, or
+// -1 where the path is over.
+void Model::extend_path(const Step& step, const Walk& walk, int row, Floats& room) {
+    const int slot = walk.slots[row], root = step.root_of(row), end = step.start[row + 1];
+    const int first = step.index_of(root);  // A row's scored nodes from its root on are neighbours.
+    const int decided = step.kv_len[row] + step.known[row] - walk.prompt_len[slot];
+    int node = path_end_[row];
+    while (node < end) {
+        const int at = first + node - root;
+        const int64_t logits_row = step.logits_row ? step.logits_row[at] : at;
+        path_end_[row] = node;
+        if (logits_row < 0) return;
         const int mask = walk.mask_row ? walk.mask_row[node] : -1;
-        const int32_t token = choose(logits + (node - root) * (int64_t)sizes.vocab,
+        const int32_t token = choose(step.logits + logits_row * sizes.vocab,
                                      mask < 0 ? nullptr : walk.masks + (int64_t)mask * walk.mask_words,
-                                     temperature, walk.seed[slot], position, room);
-        if (token < 0) return false;
+                                     walk.temperature[slot], walk.seed[slot],
+                                     (uint32_t)(decided + step.depth[node] - step.depth[root]), room);
+        if (token < 0) {  // The specification has to decide the row.
+            memset(walk.choice + step.start[row], -1, sizeof(int32_t) * (end - step.start[row]));
+            break;
+        }
         walk.choice[node] = token;
         int child = node + 1;
         while (child < end && !(step.parents[child] == node && step.tokens[child] == token)) {
             child++;
         }
-        if (child == end) return true;
         node = child;
     }
+    path_end_[row] = -1;
 }
 
 }  // namespace forerun

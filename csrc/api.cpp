@@ -33,7 +33,7 @@ int guarded(Work work) {
 extern "C" {
 
 // Raised whenever the meaning of a call or structure changes; native.py asks for the same number.
-int forerun_abi() { return 29; }
+int forerun_abi() { return 30; }
 
 const char* forerun_error() { return last_error.c_str(); }
 
@@ -194,8 +194,14 @@ int forerun_set_vector(Model* model, int layer, int which, const float* values, 
     });
 }
 
-int forerun_forward(Model* model, const Step* step) {
-    return guarded([&]() -> std::string { return model->forward(*step); });
+// `walk` may be null; see Model::forward.
+int forerun_forward(Model* model, const Step* step, const Walk* walk) {
+    return guarded([&]() -> std::string { return model->forward(*step, walk); });
+}
+
+// See Model::compute_logits.
+int forerun_compute_logits(Model* model, const Step* step, int index) {
+    return guarded([&] { return model->compute_logits(*step, index); });
 }
 
 // See Model::read_weights.
@@ -209,7 +215,8 @@ int forerun_products(Model* model, int rows, float* logits) {
     });
 }
 
-// Decides rows of the last step, or of one that forerun_forward would take. See Model::accept.
+// Decides rows of the last step, or of one that forerun_forward would take and whose logits are all
+// there. See Model::accept.
 int forerun_accept(Model* model, const Step* step, const Walk* walk) {
     return guarded([&] { return model->accept(*step, *walk); });
 }

@@ -77,6 +77,7 @@ void Draft::prepare(const DraftStep& step) {
     nodes_.scored = step.scored;
     nodes_.scored_nodes = step.scored_nodes;
     nodes_.logits = step.logits;
+    plan_logits(nodes_, nullptr);
     last_nodes_ = step.nodes;
     trunks_.clear();
     trunk_at_.clear();

@@ -10,10 +10,12 @@
 
 namespace forerun {
 
-std::string Model::forward(const Step& step) {
-    const std::string fault = check(step);
+std::string Model::forward(const Step& step, const Walk* walk) {
+    std::string fault = check(step);
+    if (fault.empty() && walk) fault = check_slots(step, *walk);
     if (!fault.empty()) return fault;
     prepare(step);
+    plan_logits(step, walk);
     const std::function<void(int)> work = [&](int thread) { run(step, thread); };
     pool.run(work);
     return "";
@@ -27,7 +29,7 @@ void Model::run(const Step& step, int thread) {
         ffn_layer(step, layer, thread);
     }
     keep_taps(step, sizes.layers, thread);
-    if (step.scored) head(step, thread);
+    if (!logits_nodes_.empty()) head(step, thread);
 }
 
 Share Model::columns_of(int rows, int thread, int threads) {
@@ -331,28 +333,6 @@ void Model::products(int rows, float* logits) {
         }
         multiply({&head_}, {logits}, normed(), rows, sizes.vocab, false, thread);
     });
-}
-
-void Model::head(const Step& step, int thread) {
-    put_normed(step.scored_nodes, step.scored, final_norm_, {&head_}, thread);
-    pool.barrier();
-    multiply({&head_}, {step.logits}, normed(), step.scored, sizes.vocab, false, thread);
-    if (logit_scale_ != 1.0f || logit_cap_ != 0.0f) bend_logits(step, thread);
-}
-
-// Scaled and softened, some numbers of a row at a time, so that threads have some even of one row.
-void Model::bend_logits(const Step& step, int thread) {
-    constexpr int kPiece = 4096;
-    const int pieces = (sizes.vocab + kPiece - 1) / kPiece;
-    pool.barrier();
-    const Share share(step.scored * pieces, thread, pool.threads());
-    for (int piece = share.first; piece < share.last; piece++) {
-        const int first = piece % pieces * kPiece, rest = sizes.vocab - first;
-        const int count = rest < kPiece ? rest : kPiece;
-        float* logits = step.logits + (size_t)(piece / pieces) * sizes.vocab + first;
-        for (int i = 0; logit_scale_ != 1.0f && i < count; i++) logits[i] *= logit_scale_;
-        if (logit_cap_ != 0.0f) kernels->soften(logits, count, logit_cap_);
-    }
 }
 
 }  // namespace forerun

@@ -40,8 +40,16 @@ struct Step {
     int32_t rows, nodes, page_width, scored;
     const int32_t *tokens, *parents, *depth;
     const int32_t *start, *known, *kv_len, *pages;
-    const int32_t* scored_nodes;  // [scored] nodes whose logits are wanted
+    const int32_t* scored_nodes;  // [scored] nodes whose logits may be asked for, ascending
     float* logits;                // [scored][vocab]
+    int32_t* logits_row;          // [scored] out: the row of `logits` that is a scored node's,
+                                  // -1: not computed; null: all are computed, in order
+
+    // The last known node of a row.
+    int root_of(int row) const { return start[row] + known[row] - 1; }
+
+    // Where a node is among the scored ones.
+    int index_of(int node) const;
 };
 
 // How the rows of a step choose, and what they chose.
@@ -193,11 +201,18 @@ public:
     // Space for weights, in the order in which a step reads them. Null when it is used up.
     uint8_t* take(size_t bytes);
 
-    // Runs the step. Empty, or what was wrong with it (then nothing was changed).
-    std::string forward(const Step& step);
+    // Runs the step. Where `walk` tells how rows choose and the step has `logits_row`, logits of
+    // draft tokens in rows that `accept` decides are left to it, but for some that cost nothing.
+    // Empty, or what was wrong (then nothing was changed).
+    std::string forward(const Step& step, const Walk* walk = nullptr);
 
-    // Keeps one path per row of a step whose logits are there. Empty, or what was wrong.
+    // Keeps one path per row of the last step, or of one whose logits are all there; computes the
+    // logits of the draft tokens that a path reaches. Empty, or what was wrong.
     std::string accept(const Step& step, const Walk& walk);
+
+    // Computes the logits of one of the last step's scored nodes where they are not there yet.
+    // Empty, or what was wrong.
+    std::string compute_logits(const Step& step, int index);
 
     // Copies the keys and values of the last step's nodes to slots of the pool.
     void commit(const int32_t* nodes, const int32_t* slots, int count);
@@ -231,7 +246,16 @@ public:
 
 protected:
     std::string check(const Step& step) const;
-    bool accept_row(const Step& step, const Walk& walk, int row, Floats& room) const;
+    static std::string check_slots(const Step& step, const Walk& walk);
+    static bool decides(const Step& step, const Walk& walk, int row);
+    static int64_t rows_of_logits(const Step& step);
+    void plan_logits(const Step& step, const Walk* walk);
+    void begin_logits(int64_t first);
+    void add_logits_row(const Step& step, int index);
+    void add_descendants(const Step& step);
+    bool compute_path_ends(const Step& step);
+    void extend_paths(const Step& step, const Walk& walk);
+    void extend_path(const Step& step, const Walk& walk, int row, Floats& room);
     int32_t choose(const float* logits, const uint32_t* allowed, float temperature, uint64_t seed,
                    uint32_t position, Floats& room) const;
     void prepare(const Step& step);
@@ -268,7 +292,7 @@ protected:
     void gather(const Layer& layer, int nodes, int thread);
     void mix_experts(const Layer& layer, int nodes, int thread);
     void head(const Step& step, int thread);
-    void bend_logits(const Step& step, int thread);
+    void bend_logits(float* logits, int rows, int thread);
     void put_angles(int node);
     void rotate_and_store(int layer, int node);
     int32_t place_at(int row, const Sight& sight, int position) const;
@@ -338,6 +362,11 @@ protected:
     std::vector<int32_t> place_of_;  // [nodes] where a node's keys and values are written
     std::vector<Unit> units_;
     int32_t last_nodes_ = 0;  // nodes of the last step
+    std::vector<int32_t> logits_nodes_;  // nodes whose logits are computed next,
+    int64_t logits_first_ = 0;           // into rows of the step's logits from this one on,
+    int logits_least_ = 0;               // and at least so many, where there are nodes
+    std::vector<int32_t> path_end_;      // [rows] the node whose logits a path waits for, or -1
+    std::vector<uint8_t> below_;         // [nodes] of those computed next, or below one of them
     std::atomic<int> next_unit_{0};
 
     // Rows of numbers between products, [max_nodes] each.

@@ -42,7 +42,8 @@ class Case:
             np.ascontiguousarray(self.logits[scored]),
         )
         box.fill(self.plan, self.trees, scored, logits)
-        box.fill_choosing(self.plan, masks)
+        box.step.logits_row = None
+        box.put_masks(masks)
         assert native.load().forerun_accept(executor.native_model(), box.step, box.walk) == 0
         return box.choice
 

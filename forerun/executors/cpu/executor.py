@@ -22,17 +22,21 @@ from forerun.types import Floats, Ints
 
 @dataclass(eq=False)
 class CpuRound(Round):
-    """A step that was scored: logits float32[n,V] of the nodes `scored` int32[n], ascending, until
-    the executor's next round.
+    """A step that was run. Logits can be had of the nodes `scored` int32[n], ascending, until the
+    executor's next round: those of `scored[i]` are row `logits_row(i)` of `logits` float32[.,V].
     """
 
     logits: Floats = field(kw_only=True)
     scored: Ints = field(kw_only=True)
+    logits_row: Callable[[int], int] = field(kw_only=True)
 
     def logits_of(self, node: int) -> Floats:
-        """float32[V]: the logits of flat node `node`, one of `scored`."""
-        row: Floats = self.logits[np.searchsorted(self.scored, node)]
-        return row
+        """float32[V]: the logits of flat node `node`, one of `scored`. Raises EngineError where the
+        core refuses to compute them.
+        """
+        row = self.logits_row(int(np.searchsorted(self.scored, node)))
+        logits: Floats = self.logits[row]
+        return logits
 
 
 class CpuExecutor(Executor):
@@ -80,15 +84,19 @@ class CpuExecutor(Executor):
         self._sampler.close(slot)
 
     def begin(self, plan: Plan, trees: TreeBatch, masks: NodeMasks | None = None) -> CpuRound:
-        """Score every node in one native call, over on return; known nodes write their pages. No
-        draft request is answered. Raises EngineError where the core refuses the step.
+        """Run every node in one native call, over on return; known nodes write their pages. Logits
+        of draft tokens may be left to `finish`, for those that a path reaches. No draft request is
+        answered. Raises EngineError where the core refuses the step.
         """
         scored = self._sampler.scored(plan, trees)
         self._reserve(len(scored))
         self._buffers.fill(plan, trees, scored, self._logits)
-        if self._library.forerun_forward(self.native_model(), self._buffers.step):
+        buffers = self._buffers
+        if self._library.forerun_forward(self.native_model(), buffers.step, buffers.walk):
             raise EngineError(f"a step was refused: {self._library.forerun_error().decode()}")
-        return CpuRound(plan, trees, logits=self._logits[: len(scored)], scored=scored)
+        return CpuRound(
+            plan, trees, logits=self._logits, scored=scored, logits_row=self._logits_row
+        )
 
     def finish(self, round: Round, masks: NodeMasks | None = None) -> Outcome:
         """Accept, natively where temperature and masks alone shape the choice, else by
@@ -97,7 +105,7 @@ class CpuExecutor(Executor):
         """
         assert isinstance(round, CpuRound)
         library, buffers, features = self._library, self._buffers, None
-        buffers.fill_choosing(round.plan, masks)
+        buffers.put_masks(masks)
         if library.forerun_accept(self.native_model(), buffers.step, buffers.walk):
             raise EngineError(f"acceptance was refused: {library.forerun_error().decode()}")
         if self.model.ring is not None:
@@ -111,6 +119,17 @@ class CpuExecutor(Executor):
             if library.forerun_commit_paths(self.native_model(), *where):
                 raise EngineError(f"commit was refused: {library.forerun_error().decode()}")
         return outcome
+
+    def _logits_row(self, index: int) -> int:
+        """The row of the step's logits that is scored node number `index`'s, computed first if it
+        is not there.
+        """
+        rows, library = self._buffers.logits_row, self._library
+        if rows[index] < 0 and library.forerun_compute_logits(
+            self.native_model(), self._buffers.step, index
+        ):
+            raise EngineError(f"logits were refused: {library.forerun_error().decode()}")
+        return int(rows[index])
 
     def _reserve(self, scored: int) -> None:
         if scored > len(self._logits):

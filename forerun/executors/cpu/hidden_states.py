@@ -98,7 +98,7 @@ class HiddenStates:
             logits=logits.ctypes.data,
             **{name: array.ctypes.data for name, array in held.items()},
         )
-        self._check(self._library.forerun_forward(self._model(), ctypes.byref(step)))
+        self._check(self._library.forerun_forward(self._model(), ctypes.byref(step), None))
 
     def _model(self) -> int:
         return self._executor.native_model()

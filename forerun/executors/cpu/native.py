@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 Library = TypeVar("Library", ctypes.CDLL, ctypes.PyDLL)
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 29
+ABI = 30
 """What `forerun_abi` of csrc/api.cpp must say; raised together with it."""
 KERNELS = ("avx512-amx", "avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon", "portable")
 """All names of csrc/dispatch.cpp, best first; `kernels` tells which of them run here."""
@@ -62,7 +62,7 @@ class Step(ctypes.Structure):
         *((name, c_int32) for name in ("rows", "nodes", "page_width", "scored")),
         *((name, c_void_p) for name in ("tokens", "parents", "depth")),
         *((name, c_void_p) for name in ("start", "known", "kv_len", "pages")),
-        *((name, c_void_p) for name in ("scored_nodes", "logits")),
+        *((name, c_void_p) for name in ("scored_nodes", "logits", "logits_row")),
     )
 
 
@@ -164,7 +164,8 @@ _CALLS = {
     "forerun_tie_head": (c_int, [c_void_p]),
     "forerun_share_head": (c_int, [c_void_p, c_void_p]),
     "forerun_set_vector": (c_int, [c_void_p, c_int, c_int, c_void_p, c_int]),
-    "forerun_forward": (c_int, [c_void_p, POINTER(Step)]),
+    "forerun_forward": (c_int, [c_void_p, POINTER(Step), POINTER(Walk)]),
+    "forerun_compute_logits": (c_int, [c_void_p, POINTER(Step), c_int]),
     "forerun_read_weights": (c_uint64, [c_void_p]),
     "forerun_products": (c_int, [c_void_p, c_int, c_void_p]),
     "forerun_accept": (c_int, [c_void_p, POINTER(Step), POINTER(Walk)]),

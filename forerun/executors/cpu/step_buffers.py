@@ -10,15 +10,16 @@ from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.types import AnyArray, Floats, Ints
 
 _WALK = ("slots", "samples", "choice")
-_STEP = ("tokens", "parents", "depth", "start", "known", "kv_len", "scored_nodes")
+_STEP = ("tokens", "parents", "depth", "start", "known", "kv_len", "scored_nodes", "logits_row")
 
 
 class StepBuffers:
     """Filled anew for every step: cheaper than to tell the core new addresses each time.
 
-    step  for forerun_forward, once `fill` was called
-    walk  for forerun_accept, once `fill_choosing` was called
-    path  address of the nodes that `put_path` put in
+    step        for forerun_forward, once `fill` was called
+    walk        for forerun_forward, and for forerun_accept once `put_masks` was called
+    logits_row  int32: the row of the step's logits that is a scored node's; -1: not computed
+    path        address of the nodes that `put_path` put in
     """
 
     def __init__(self, max_nodes: int, choosing: Choosing) -> None:
@@ -33,6 +34,7 @@ class StepBuffers:
         }
         # Grow with the steps. To ask an array for its address takes as long as to fill five.
         self._pages, self._logits = np.zeros(0, np.int32), np.zeros((0, 0), np.float32)
+        self.logits_row: Ints = self._arrays["logits_row"]
         address = {name: array.ctypes.data for name, array in self._arrays.items()}
         self.path = address["path"]
         self.step = native.Step(**{name: address[name] for name in _STEP})
@@ -45,7 +47,8 @@ class StepBuffers:
         )
 
     def fill(self, plan: Plan, trees: TreeBatch, scored: Ints, logits: Floats) -> None:
-        """Put in a step whose nodes scored int32[n] leave their logits in `logits` float32[.,V].
+        """Put in a step, the slots of its rows and which of them sample. The logits of its nodes
+        scored int32[n] go to rows of `logits` float32[.,V].
 
         Raises EngineError where it has more nodes than fit.
         """
@@ -62,18 +65,18 @@ class StepBuffers:
         self._put("known", trees.known)
         self._put("kv_len", plan.kv_len)
         self._put("scored_nodes", scored)
+        self._put("slots", plan.slots)
+        self._put("samples", plan.samples)
         step = self.step
         step.rows, step.nodes, step.scored = plan.rows, count, len(scored)
         self._put_pages(plan)
         if logits is not self._logits:
             self._logits, step.logits = logits, logits.ctypes.data
 
-    def fill_choosing(self, plan: Plan, masks: NodeMasks | None) -> None:
-        """Put in whose rows the step's are, which of them sample, and what grammars allow. The
-        core reads the masks in place: they have to live until it has answered.
+    def put_masks(self, masks: NodeMasks | None) -> None:
+        """Put in what grammars allow. The core reads it in place: it has to live until the core has
+        answered.
         """
-        self._put("slots", plan.slots)
-        self._put("samples", plan.samples)
         walk = self.walk
         walk.mask_row = None if masks is None else masks.row.ctypes.data
         if masks is not None:

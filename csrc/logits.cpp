@@ -1,0 +1,114 @@
+// Which nodes' logits are computed, and when. A draft token's are needed only where its row's path
+// reaches it, which most paths do not: the forward pass computes those of the roots, `accept` the
+// others as paths reach them.
+#include <algorithm>
+
+#include "model.h"
+
+namespace forerun {
+
+int Step::index_of(int node) const {
+    return (int)(std::lower_bound(scored_nodes, scored_nodes + scored, node) - scored_nodes);
+}
+
+// What the forward pass computes. Rows that the specification decides ask for their nodes' one by
+// one, so these are computed together here.
+void Model::plan_logits(const Step& step, const Walk* walk) {
+    begin_logits(0);
+    if (!step.logits_row || !walk) {
+        logits_nodes_.assign(step.scored_nodes, step.scored_nodes + step.scored);
+        for (int i = 0; step.logits_row && i < step.scored; i++) step.logits_row[i] = i;
+        return;
+    }
+    for (int i = 0; i < step.scored; i++) {
+        const int node = step.scored_nodes[i], row = row_of_[node];
+        step.logits_row[i] = -1;
+        if (node <= step.root_of(row) || !decides(step, *walk, row)) add_logits_row(step, i);
+    }
+    logits_least_ = kLanes;
+    add_descendants(step);
+}
+
+// What comes next is written from this row of the step's logits on.
+void Model::begin_logits(int64_t first) {
+    logits_nodes_.clear();
+    logits_first_ = first;
+}
+
+void Model::add_logits_row(const Step& step, int index) {
+    step.logits_row[index] = (int32_t)(logits_first_ + (int64_t)logits_nodes_.size());
+    logits_nodes_.push_back(step.scored_nodes[index]);
+}
+
+// Fills the last column of the product, which takes as long as a whole one, with descendants of the
+// nodes that are computed, the first ones first. At least `logits_least_` nodes are computed, twice
+// as many each time: a long path does not read the matrix once for each column.
+void Model::add_descendants(const Step& step) {
+    const int columns = ((int)logits_nodes_.size() + kLanes - 1) / kLanes;
+    const int wanted = std::max(logits_least_, columns * kLanes);
+    logits_least_ *= 2;
+    below_.assign((size_t)step.nodes, 0);
+    for (int32_t node : logits_nodes_) below_[node] = 1;
+    for (int i = 0; i < step.scored && (int)logits_nodes_.size() < wanted; i++) {
+        const int node = step.scored_nodes[i], parent = step.parents[node];
+        if (below_[node] || parent < 0 || !below_[parent]) continue;
+        below_[node] = 1;
+        if (step.logits_row[i] < 0) add_logits_row(step, i);
+    }
+}
+
+// Computes what the paths wait for. False where none waits.
+bool Model::compute_path_ends(const Step& step) {
+    begin_logits(rows_of_logits(step));
+    for (int32_t node : path_end_) {
+        if (node >= 0) add_logits_row(step, step.index_of(node));
+    }
+    if (logits_nodes_.empty()) return false;
+    add_descendants(step);
+    pool.run([&](int thread) { head(step, thread); });
+    return true;
+}
+
+int64_t Model::rows_of_logits(const Step& step) {
+    if (!step.logits_row) return step.scored;
+    return std::count_if(step.logits_row, step.logits_row + step.scored,
+                         [](int32_t row) { return row >= 0; });
+}
+
+std::string Model::compute_logits(const Step& step, int index) {
+    if (index < 0 || index >= step.scored || step.nodes != last_nodes_) {
+        return "a scored node that is not of the last step";
+    }
+    if (!step.logits_row || step.logits_row[index] >= 0) return "";
+    begin_logits(rows_of_logits(step));
+    add_logits_row(step, index);
+    pool.run([&](int thread) { head(step, thread); });
+    return "";
+}
+
+// The logits of `logits_nodes_`.
+void Model::head(const Step& step, int thread) {
+    const int rows = (int)logits_nodes_.size();
+    float* const logits = step.logits + logits_first_ * sizes.vocab;
+    put_normed(logits_nodes_.data(), rows, final_norm_, {&head_}, thread);
+    pool.barrier();
+    multiply({&head_}, {logits}, normed(), rows, sizes.vocab, false, thread);
+    if (logit_scale_ != 1.0f || logit_cap_ != 0.0f) bend_logits(logits, rows, thread);
+}
+
+// Scaled and softened, some numbers of a row at a time, so that threads have some even of one row.
+void Model::bend_logits(float* all, int rows, int thread) {
+    constexpr int kPiece = 4096;
+    const int pieces = (sizes.vocab + kPiece - 1) / kPiece;
+    pool.barrier();
+    const Share share(rows * pieces, thread, pool.threads());
+    for (int piece = share.first; piece < share.last; piece++) {
+        const int first = piece % pieces * kPiece, rest = sizes.vocab - first;
+        const int count = rest < kPiece ? rest : kPiece;
+        float* logits = all + (size_t)(piece / pieces) * sizes.vocab + first;
+        for (int i = 0; logit_scale_ != 1.0f && i < count; i++) logits[i] *= logit_scale_;
+        if (logit_cap_ != 0.0f) kernels->soften(logits, count, logit_cap_);
+    }
+}
+
+}  // namespace forerun
