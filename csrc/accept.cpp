@@ -38,10 +38,11 @@ std::string Model::accept(const Step& step, const Walk& walk) {
     for (int row = 0; row < step.rows; row++) {
         path_end_[row] = decides(step, walk, row) ? step.root_of(row) : -1;
     }
-    do {
+    // Twice as many each time: a long path does not read the output matrix once for each column.
+    for (int nodes = 1;; nodes *= 2) {
         extend_paths(step, walk);
-    } while (compute_path_ends(step));
-    return "";
+        if (!compute_path_ends(step, nodes)) return "";
+    }
 }
 
 void Model::extend_paths(const Step& step, const Walk& walk) {

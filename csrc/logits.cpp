@@ -25,8 +25,7 @@ void Model::plan_logits(const Step& step, const Walk* walk) {
         step.logits_row[i] = -1;
         if (node <= step.root_of(row) || !decides(step, *walk, row)) add_logits_row(step, i);
     }
-    logits_least_ = kLanes;
-    add_descendants(step);
+    add_descendants(step, 1);
 }
 
 // What comes next is written from this row of the step's logits on.
@@ -41,30 +40,45 @@ void Model::add_logits_row(const Step& step, int index) {
 }
 
 // Fills the last column of the product, which takes as long as a whole one, with descendants of the
-// nodes that are computed, the first ones first. At least `logits_least_` nodes are computed, twice
-// as many each time: a long path does not read the matrix once for each column.
-void Model::add_descendants(const Step& step) {
-    const int columns = ((int)logits_nodes_.size() + kLanes - 1) / kLanes;
-    const int wanted = std::max(logits_least_, columns * kLanes);
-    logits_least_ *= 2;
+// nodes that are computed, one of each row in turn; before that, makes `times` as many of them.
+void Model::add_descendants(const Step& step, int times) {
+    const int columns = ((int)logits_nodes_.size() * times + kLanes - 1) / kLanes;
+    const int wanted = columns * kLanes;
     below_.assign((size_t)step.nodes, 0);
     for (int32_t node : logits_nodes_) below_[node] = 1;
-    for (int i = 0; i < step.scored && (int)logits_nodes_.size() < wanted; i++) {
-        const int node = step.scored_nodes[i], parent = step.parents[node];
-        if (below_[node] || parent < 0 || !below_[parent]) continue;
-        below_[node] = 1;
-        if (step.logits_row[i] < 0) add_logits_row(step, i);
+    descended_.resize(step.rows);
+    for (int row = 0; row < step.rows; row++) descended_[row] = step.index_of(step.root_of(row));
+    for (bool found = true; found;) {
+        found = false;
+        for (int row = 0; row < step.rows; row++) {
+            if ((int)logits_nodes_.size() >= wanted) return;
+            found |= add_descendant(step, row);
+        }
     }
 }
 
-// Computes what the paths wait for. False where none waits.
-bool Model::compute_path_ends(const Step& step) {
+// The row's next descendant of those that are computed. False where it has no more.
+bool Model::add_descendant(const Step& step, int row) {
+    const int end = step.start[row + 1];
+    while (++descended_[row] < step.scored && step.scored_nodes[descended_[row]] < end) {
+        const int at = descended_[row], node = step.scored_nodes[at];
+        if (below_[node] || !below_[step.parents[node]]) continue;
+        below_[node] = 1;
+        if (step.logits_row[at] >= 0) continue;
+        add_logits_row(step, at);
+        return true;
+    }
+    return false;
+}
+
+// Computes what the paths wait for, and of each path so many nodes. False where none waits.
+bool Model::compute_path_ends(const Step& step, int nodes) {
     begin_logits(rows_of_logits(step));
     for (int32_t node : path_end_) {
         if (node >= 0) add_logits_row(step, step.index_of(node));
     }
     if (logits_nodes_.empty()) return false;
-    add_descendants(step);
+    add_descendants(step, nodes);
     pool.run([&](int thread) { head(step, thread); });
     return true;
 }

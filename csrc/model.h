@@ -252,8 +252,9 @@ protected:
     void plan_logits(const Step& step, const Walk* walk);
     void begin_logits(int64_t first);
     void add_logits_row(const Step& step, int index);
-    void add_descendants(const Step& step);
-    bool compute_path_ends(const Step& step);
+    void add_descendants(const Step& step, int times);
+    bool add_descendant(const Step& step, int row);
+    bool compute_path_ends(const Step& step, int nodes);
     void extend_paths(const Step& step, const Walk& walk);
     void extend_path(const Step& step, const Walk& walk, int row, Floats& room);
     int32_t choose(const float* logits, const uint32_t* allowed, float temperature, uint64_t seed,
@@ -363,10 +364,10 @@ protected:
     std::vector<Unit> units_;
     int32_t last_nodes_ = 0;  // nodes of the last step
     std::vector<int32_t> logits_nodes_;  // nodes whose logits are computed next,
-    int64_t logits_first_ = 0;           // into rows of the step's logits from this one on,
-    int logits_least_ = 0;               // and at least so many, where there are nodes
+    int64_t logits_first_ = 0;           // into rows of the step's logits from this one on
     std::vector<int32_t> path_end_;      // [rows] the node whose logits a path waits for, or -1
     std::vector<uint8_t> below_;         // [nodes] of those computed next, or below one of them
+    std::vector<int32_t> descended_;     // [rows] how far its scored nodes were looked through for it
     std::atomic<int> next_unit_{0};
 
     // Rows of numbers between products, [max_nodes] each.
