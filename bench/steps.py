@@ -3,8 +3,11 @@
     python bench/steps.py [model] [--executors cpu] [--rows 1] [--nodes 1 2 4 8 ...] [--context 200]
         [--kinds plain shaped] [--clock cpu] [--cores 1] [--kernels all] [--peers] [--json out.json]
 
-A row has `context` cached tokens and a chain of nodes whose logits are all wanted: embedding,
-norms, products, attention, head, and the choice at every node. Rounds go over all sizes in turn,
+A row has `context` cached tokens and a chain of random draft tokens, nearly all rejected:
+embedding, norms, products, attention, head, and the choices. Executors make logits of all nodes, but
+the native core where temperature alone shapes the choice: it makes those of the row's root and of
+draft tokens that a path reaches (docs/decisions/0055), so its steps are shorter than where many
+draft tokens are accepted. Rounds go over all sizes in turn,
 and over the executors in an order drawn anew, so that a slow moment of the machine hits all
 alike. Rows of kind plain have a temperature, shaped ones penalties, a cut-off and
 log-probabilities too. Milliseconds: minimum and median over the rounds, and, of several

@@ -105,8 +105,8 @@ class StepBench:
         return median(self.times(work, count))
 
     def step(self, rows: int, nodes: int) -> Callable[[], Round]:
-        """A callable that runs one step of `rows` sequences, each a chain of `nodes` nodes whose
-        logits all choose a token, and returns its finished Round.
+        """A callable that runs one step of `rows` sequences, each a chain of `nodes` nodes, whose
+        draft tokens are random and so mostly rejected, and returns its finished Round.
         """
         return partial(self._run, *self._decoding(rows, nodes))
 
