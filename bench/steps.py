@@ -4,18 +4,17 @@
         [--kinds plain shaped] [--clock cpu] [--cores 1] [--kernels all] [--peers] [--json out.json]
 
 A row has `context` cached tokens and a chain of random draft tokens, nearly all rejected:
-embedding, norms, products, attention, head, and the choices. Executors make logits of all nodes, but
-the native core where temperature alone shapes the choice: it makes those of the row's root and of
-draft tokens that a path reaches (docs/decisions/0055), so its steps are shorter than where many
-draft tokens are accepted. Rounds go over all sizes in turn,
-and over the executors in an order drawn anew, so that a slow moment of the machine hits all
-alike. Rows of kind plain have a temperature, shaped ones penalties, a cut-off and
+embedding, norms, products, attention, head, and the choices. Logits are computed of all nodes, but
+on the native core in rows of kind plain: there of the root and of draft tokens that a path reaches
+(docs/decisions/0055), so a step takes longer where many of them are accepted. Rounds go over all
+sizes in turn, and over the executors in an order drawn anew, so that a slow moment of the machine
+hits all alike. Rows of kind plain have a temperature, shaped ones penalties, a cut-off and
 log-probabilities too. Milliseconds: minimum and median over the rounds, and, of several
 executors, the quartiles of the rounds' ratios to the first. `--clock cpu` counts the process's
 own time, for a machine that others use.
 
 Of the native core, "cpu products" are the matrix products alone, "cpu forward" is the step
-without choosing, and "cpu reading" is what the weights take to be read once and not used: no step
+without choosing (and the logits that paths reach then), and "cpu reading" is what the weights take to be read once and not used: no step
 is faster than its least time. `--kernels` takes turns with executors of the core that use other
 instruction sets ("all": each that this machine has but plain C++), a block of rounds each, since
 each holds weights of its own and those of all together fit no cache. `--peers` (of one row) takes

@@ -199,9 +199,11 @@ int forerun_forward(Model* model, const Step* step, const Walk* walk) {
     return guarded([&]() -> std::string { return model->forward(*step, walk); });
 }
 
-// See Model::compute_logits.
-int forerun_compute_logits(Model* model, const Step* step, int index) {
-    return guarded([&] { return model->compute_logits(*step, index); });
+// See Model::logits_row_of; -1 where that fails.
+int forerun_logits_row(Model* model, const Step* step, int node) {
+    int row = -1;
+    guarded([&] { return model->logits_row_of(*step, node, row); });
+    return row;
 }
 
 // See Model::read_weights.

@@ -89,14 +89,17 @@ int64_t Model::rows_of_logits(const Step& step) {
                          [](int32_t row) { return row >= 0; });
 }
 
-std::string Model::compute_logits(const Step& step, int index) {
-    if (index < 0 || index >= step.scored || step.nodes != last_nodes_) {
-        return "a scored node that is not of the last step";
+std::string Model::logits_row_of(const Step& step, int node, int& row) {
+    const int index = step.index_of(node);
+    if (index == step.scored || step.scored_nodes[index] != node || step.nodes != last_nodes_) {
+        return "node " + std::to_string(node) + " is none of those scored in the last step";
     }
-    if (!step.logits_row || step.logits_row[index] >= 0) return "";
-    begin_logits(rows_of_logits(step));
-    add_logits_row(step, index);
-    pool.run([&](int thread) { head(step, thread); });
+    if (step.logits_row && step.logits_row[index] < 0) {
+        begin_logits(rows_of_logits(step));
+        add_logits_row(step, index);
+        pool.run([&](int thread) { head(step, thread); });
+    }
+    row = step.logits_row ? step.logits_row[index] : index;
     return "";
 }
 

@@ -210,9 +210,9 @@ public:
     // logits of the draft tokens that a path reaches. Empty, or what was wrong.
     std::string accept(const Step& step, const Walk& walk);
 
-    // Computes the logits of one of the last step's scored nodes where they are not there yet.
-    // Empty, or what was wrong.
-    std::string compute_logits(const Step& step, int index);
+    // Which row of the last step's logits is that of a scored node; computes it where it is not
+    // there yet. Empty, or what was wrong.
+    std::string logits_row_of(const Step& step, int node, int& row);
 
     // Copies the keys and values of the last step's nodes to slots of the pool.
     void commit(const int32_t* nodes, const int32_t* slots, int count);

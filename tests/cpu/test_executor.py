@@ -132,7 +132,13 @@ def test_bad_plans_are_refused_and_change_nothing(executor, random):
         driver.open(0, tokens)
         driver.step([Row(0, known=10)])
         plan, trees = driver.plan([Row(0, known=5, draft=chain_draft([1, 2]))])
-        first = made.begin(plan, trees).logits.copy()
+
+        def logits():
+            begun = made.begin(plan, trees)
+            return [begun.logits_of(node).copy() for node in begun.scored]
+
+        first = logits()
+        assert len(first) == 7
         bad_trees = {
             "a token out of range": {"tokens": trees.tokens + tiny.VOCAB},
             "a parent that is not above": {"parents": trees.parents * 0},
@@ -149,7 +155,9 @@ def test_bad_plans_are_refused_and_change_nothing(executor, random):
         for message, change in bad_plans.items():
             with pytest.raises(EngineError, match=message):
                 made.begin(replace(plan, **change), trees)
-        assert np.array_equal(made.begin(plan, trees).logits, first)
+        assert np.array_equal(logits(), first)
+        with pytest.raises(EngineError, match="node 7 is none of those scored"):
+            made.begin(plan, trees).logits_of(7)
 
 
 def test_row_starts_that_lie_are_refused(executor, random):
@@ -274,7 +282,7 @@ def test_other_threads_and_float_settings_do_not_matter(executor, random):
         made = executor(threads=2)
         with Driver(made) as driver:
             driver.open(0, tokens)
-            found.append(driver.step([Row(0)]).round.logits.copy())
+            found.append(driver.step([Row(0)]).every().numpy())
     assert np.array_equal(*found)
 
 

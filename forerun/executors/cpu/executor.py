@@ -22,21 +22,12 @@ from forerun.types import Floats, Ints
 
 @dataclass(eq=False)
 class CpuRound(Round):
-    """A step that was run. Logits can be had of the nodes `scored` int32[n], ascending, until the
-    executor's next round: those of `scored[i]` are row `logits_row(i)` of `logits` float32[.,V].
+    """A step that was run. `logits_of` a node, one of `scored` int32[n], gives float32[V] until
+    the executor's next round. It raises EngineError for another node.
     """
 
-    logits: Floats = field(kw_only=True)
     scored: Ints = field(kw_only=True)
-    logits_row: Callable[[int], int] = field(kw_only=True)
-
-    def logits_of(self, node: int) -> Floats:
-        """float32[V]: the logits of flat node `node`, one of `scored`. Raises EngineError where the
-        core refuses to compute them.
-        """
-        row = self.logits_row(int(np.searchsorted(self.scored, node)))
-        logits: Floats = self.logits[row]
-        return logits
+    logits_of: Callable[[int], Floats] = field(kw_only=True)
 
 
 class CpuExecutor(Executor):
@@ -94,9 +85,7 @@ class CpuExecutor(Executor):
         buffers = self._buffers
         if self._library.forerun_forward(self.native_model(), buffers.step, buffers.walk):
             raise EngineError(f"a step was refused: {self._library.forerun_error().decode()}")
-        return CpuRound(
-            plan, trees, logits=self._logits, scored=scored, logits_row=self._logits_row
-        )
+        return CpuRound(plan, trees, scored=scored, logits_of=self._logits_of)
 
     def finish(self, round: Round, masks: NodeMasks | None = None) -> Outcome:
         """Accept, natively where temperature and masks alone shape the choice, else by
@@ -120,16 +109,12 @@ class CpuExecutor(Executor):
                 raise EngineError(f"commit was refused: {library.forerun_error().decode()}")
         return outcome
 
-    def _logits_row(self, index: int) -> int:
-        """The row of the step's logits that is scored node number `index`'s, computed first if it
-        is not there.
-        """
-        rows, library = self._buffers.logits_row, self._library
-        if rows[index] < 0 and library.forerun_compute_logits(
-            self.native_model(), self._buffers.step, index
-        ):
+    def _logits_of(self, node: int) -> Floats:
+        library, step = self._library, self._buffers.step
+        if (row := library.forerun_logits_row(self.native_model(), step, node)) < 0:
             raise EngineError(f"logits were refused: {library.forerun_error().decode()}")
-        return int(rows[index])
+        logits: Floats = self._logits[row]
+        return logits
 
     def _reserve(self, scored: int) -> None:
         if scored > len(self._logits):

@@ -165,7 +165,7 @@ _CALLS = {
     "forerun_share_head": (c_int, [c_void_p, c_void_p]),
     "forerun_set_vector": (c_int, [c_void_p, c_int, c_int, c_void_p, c_int]),
     "forerun_forward": (c_int, [c_void_p, POINTER(Step), POINTER(Walk)]),
-    "forerun_compute_logits": (c_int, [c_void_p, POINTER(Step), c_int]),
+    "forerun_logits_row": (c_int, [c_void_p, POINTER(Step), c_int]),
     "forerun_read_weights": (c_uint64, [c_void_p]),
     "forerun_products": (c_int, [c_void_p, c_int, c_void_p]),
     "forerun_accept": (c_int, [c_void_p, POINTER(Step), POINTER(Walk)]),

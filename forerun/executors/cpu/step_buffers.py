@@ -16,10 +16,9 @@ _STEP = ("tokens", "parents", "depth", "start", "known", "kv_len", "scored_nodes
 class StepBuffers:
     """Filled anew for every step: cheaper than to tell the core new addresses each time.
 
-    step        for forerun_forward, once `fill` was called
-    walk        for forerun_forward, and for forerun_accept once `put_masks` was called
-    logits_row  int32: the row of the step's logits that is a scored node's; -1: not computed
-    path        address of the nodes that `put_path` put in
+    step  for forerun_forward, once `fill` was called
+    walk  for forerun_forward, and for forerun_accept once `put_masks` was called
+    path  address of the nodes that `put_path` put in
     """
 
     def __init__(self, max_nodes: int, choosing: Choosing) -> None:
@@ -34,7 +33,6 @@ class StepBuffers:
         }
         # Grow with the steps. To ask an array for its address takes as long as to fill five.
         self._pages, self._logits = np.zeros(0, np.int32), np.zeros((0, 0), np.float32)
-        self.logits_row: Ints = self._arrays["logits_row"]
         address = {name: array.ctypes.data for name, array in self._arrays.items()}
         self.path = address["path"]
         self.step = native.Step(**{name: address[name] for name in _STEP})
