@@ -13,13 +13,14 @@ log-probabilities too. Milliseconds: minimum and median over the rounds, and, of
 executors, the quartiles of the rounds' ratios to the first. `--clock cpu` counts the process's
 own time, for a machine that others use.
 
-Of the native core, "cpu products" are the matrix products alone, "cpu forward" is the step
-without choosing (and the logits that paths reach then), and "cpu reading" is what the weights take
-to be read once and not used: no step is faster than its least time. `--kernels` takes turns with executors of the core that use other
-instruction sets ("all": each that this machine has but plain C++), a block of rounds each, since
-each holds weights of its own and those of all together fit no cache. `--peers` (of one row) takes
-turns with llama.cpp and ik_llama.cpp (one llama_decode) and ONNX Runtime's MatMulNBits (the same
-products), each in its own environment (bench/peers/environments.py makes it on first use).
+Of the native core, "cpu products" are the matrix products alone, "cpu forward" is the step without
+choosing (and the logits that paths reach then), and "cpu reading" is what the weights take to be
+read once and not used: no step is faster than its least time. `--kernels` takes turns with
+executors of the core that use other instruction sets ("all": each that this machine has but plain
+C++), a block of rounds each, since each holds weights of its own and those of all together fit no
+cache. `--peers` (of one row) takes turns with llama.cpp and ik_llama.cpp (one llama_decode) and
+ONNX Runtime's MatMulNBits (the same products), each in its own environment
+(bench/peers/environments.py makes it on first use).
 """
 
 import argparse
