@@ -4,8 +4,11 @@ tests/drafters/test_contract.py.
 """
 
 import re
+from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -19,8 +22,12 @@ from forerun.drafters import draft_passes
 from forerun.errors import ModelError
 from forerun.executors.jax import drafting, level_model
 from forerun.executors.jax import executor as jax_executor
+from forerun.executors.jax.accept import Rules
+from forerun.executors.jax.draft_network import Ran
+from forerun.executors.jax.kv import DraftArrays, NetworkSizes
 from forerun.executors.jax.reports import line_size
 from forerun.interface.grammars import Committed
+from forerun.models.cache_layer import CacheLayer
 from forerun.speculative.tree import NodeMasks, full_size
 from tests.drafters.conftest import kinds  # noqa: F401 - a fixture
 from tests.drafters.kinds import prediction
@@ -54,6 +61,58 @@ def cells(kinds, compiled, quickly):  # noqa: F811
 
     yield of
     made.close()
+
+
+# --- where nodes stand -------------------------------------------------------------------------
+
+
+class Reading:
+    """A network whose likeliest token after a node is the position at which it was run."""
+
+    sizes = NetworkSizes((), 1, (CacheLayer(1, 2),), 1, 100, 100, 0, False)
+
+    def __init__(self, runs_root):
+        self.sizes = replace(self.sizes, runs_root=runs_root)
+
+    def enter(self, params, features):
+        return features
+
+    def run(self, params, tokens, hidden, position, attend):
+        nothing = jnp.zeros((1, *position.shape, 1, 2))
+        read = jax.nn.one_hot(position, self.sizes.read) * 9
+        return Ran(read, position[..., None] * 1.0, nothing, nothing)
+
+    def logits(self, params, read):
+        return read
+
+
+@pytest.mark.parametrize("runs_root", [False, True])
+def test_a_level_stands_one_position_below_the_level_above(quickly, runs_root):
+    """Of two rows with 20 and 7 cached tokens, of whose chains of three nodes two and one are
+    accepted. Each level's tokens say where the nodes above were run.
+    """
+    rows, nodes, levels = 2, 3, 4
+    kv_len, accepted = np.array([20, 7]), np.array([2, 1])
+    depth = np.broadcast_to(np.arange(nodes), (rows, nodes))
+    seen = np.broadcast_to(np.tri(nodes, dtype=bool), (rows, nodes, nodes))
+    network = drafting.Drafting(Reading(runs_root), 4, 64, 4, None)
+
+    @jax.jit
+    def grown(kv_len, depth, kept):
+        rules = Rules(jnp.zeros((2, 6), jnp.uint32), jnp.zeros(6, jnp.int32), jnp.zeros(6))
+        given = SimpleNamespace(
+            kv_len=kv_len, depth=depth, table=jnp.arange(16).reshape(2, 8), rules=rules,
+            trees=SimpleNamespace(tokens=depth, seen=seen), draft_slot=jnp.arange(2),
+        )  # fmt: skip
+        done = drafting.AcceptedStep(given, depth, kept, jnp.zeros((rows, nodes, 1)))
+        keys, outputs = jnp.zeros((1, 100, 1, 2)), jnp.zeros((9, 1))
+        held = DraftArrays(outputs, keys, keys, outputs, outputs)
+        return network.work({"draft": {"ids": jnp.arange(100)}}, held, done, 1, levels)[1]
+
+    record = grown(kv_len, depth, depth < accepted[:, None])
+    tokens = np.asarray(record)[: rows * levels].reshape(rows, levels)
+    last = kv_len + accepted - 1 + runs_root
+    assert tokens.tolist() == (last[:, None] + np.arange(levels)).tolist()
 
 
 # --- any kind ----------------------------------------------------------------------------------

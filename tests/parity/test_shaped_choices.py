@@ -201,6 +201,16 @@ def test_what_has_no_finite_logit_has_no_choice(program):
         assert (np.delete(found.ravel(), [0, 5]) >= 0).all()
 
 
+@pytest.mark.parametrize("program", CHOSEN)
+def test_min_p_leaves_what_is_just_that_likely(program):
+    """Half of the tokens are a hundredth of its logarithm above it, half as much below."""
+    logits = np.zeros((ROWS, NODES, VOCAB), np.float32)
+    logits[..., 1::2], logits[..., 2::2] = np.log(0.2) * 0.99, np.log(0.2) * 1.01
+    samplings = [Sampling(min_p=0.2, seed=seed) for seed in range(ROWS)]
+    found = CHOSEN[program](logits, samplings, [History(np.zeros(2, np.int32), 1)] * ROWS, None)
+    assert set(found.ravel() % 2) == {1} and len(set(found.ravel())) > ROWS
+
+
 # --- on torch alone ------------------------------------------------------------------------------
 
 

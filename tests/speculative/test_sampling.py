@@ -107,6 +107,14 @@ def test_cut_offs_never_exclude_everything(logits, sampling):
     assert (result.max() > -INF) == (logits.max() > -INF)
 
 
+@pytest.mark.parametrize("min_p", [0.02, 0.5, 0.9])
+def test_min_p_leaves_what_is_just_that_likely(min_p):
+    """A hundredth of its logarithm to both sides."""
+    logits = np.array([0.0, 0.99, 1.01], np.float32) * np.float32(math.log(min_p))
+    kept = process(logits, Sampling(min_p=min_p), History(np.zeros(1, np.int32), 1))
+    assert kept.tolist() == [*logits[:2].tolist(), -INF]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_the_plain_path_equals_the_general_one(temperature):
     """A bias of zero and a mask of all ones leave the fast path but ask for nothing."""

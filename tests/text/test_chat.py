@@ -460,6 +460,16 @@ def test_the_default_model_says_what_transformers_said(default_model):
     assert (ours.vocab_size, ours.eos_ids, ours.bos_id) == (49152, (2, 0), 1)
 
 
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [("a  7", [81, 256, 39]), (" ²²", [216, 19133, 19133]), (" ½ 12", [216, 16738, 216, 33, 34])],
+)
+def test_the_default_model_cuts_every_digit_apart(default_model, text, ids):
+    """The blank before a digit is no part of its word, and two blanks there are one token."""
+    assert default_model[0].tokenizer.encode(text).tolist() == ids
+
+
 @pytest.mark.slow
 @pytest.mark.model
 def test_transformers_still_says_so(default_model):
