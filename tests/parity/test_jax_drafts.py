@@ -94,7 +94,7 @@ def test_a_level_stands_one_position_below_the_level_above(quickly, runs_root):
     rows, nodes, levels = 2, 3, 4
     kv_len, accepted = np.array([20, 7]), np.array([2, 1])
     depth = np.broadcast_to(np.arange(nodes), (rows, nodes))
-    seen = np.broadcast_to(np.tri(nodes, dtype=bool), (rows, nodes, nodes))
+    below = np.broadcast_to(np.tri(nodes, dtype=bool), (rows, nodes, nodes))
     network = drafting.Drafting(Reading(runs_root), 4, 64, 4, None)
 
     @jax.jit
@@ -102,7 +102,7 @@ def test_a_level_stands_one_position_below_the_level_above(quickly, runs_root):
         rules = Rules(jnp.zeros((2, 6), jnp.uint32), jnp.zeros(6, jnp.int32), jnp.zeros(6))
         given = SimpleNamespace(
             kv_len=kv_len, depth=depth, table=jnp.arange(16).reshape(2, 8), rules=rules,
-            trees=SimpleNamespace(tokens=depth, seen=seen), draft_slot=jnp.arange(2),
+            trees=SimpleNamespace(tokens=depth, seen=below), draft_slot=jnp.arange(2),
         )  # fmt: skip
         done = drafting.AcceptedStep(given, depth, kept, jnp.zeros((rows, nodes, 1)))
         keys, outputs = jnp.zeros((1, 100, 1, 2)), jnp.zeros((9, 1))

@@ -75,6 +75,13 @@ def test_kernels_equal_the_reference(rows, heads, page_size, parts, seed):
     np.testing.assert_allclose(fast, pages.expected(), atol=3e-6)
 
 
+@pytest.mark.parametrize("page_size", [1, 16, 256])
+def test_prefixes_over_several_pages_of_every_size(page_size):
+    trees = batch([np.zeros(1, np.int32)], [as_draft([1], [-1])])
+    pages = Pages([300], trees, 2, 1, page_size, 0)
+    np.testing.assert_allclose(both(pages, 2)[0], pages.expected(), atol=3e-6)
+
+
 @pytest.mark.slow
 @settings(max_examples=16)
 @given(
