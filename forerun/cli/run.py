@@ -148,10 +148,12 @@ def sentence(report: dict[str, Any]) -> str:
         f"{report['tokens_per_step']:.2f} tokens per step"
     ]
     if report.get("speedup"):
+        ratios = [again / plain for plain, again in report["rounds"]]
         parts.append(
-            f"{ROUNDS} times again without speculation {report['plain_tokens_per_second']:.1f} "
-            f"tokens/s, with it {report['again_tokens_per_second']:.1f}: "
-            f"{report['speedup']:.2f} times as fast (medians)"
+            f"{len(ratios)} times again, in turns: {report['plain_tokens_per_second']:.1f} "
+            f"tokens/s without speculation, {report['again_tokens_per_second']:.1f} with it "
+            f"(medians); pair by pair {report['speedup']:.2f} times as fast "
+            f"({min(ratios):.2f} to {max(ratios):.2f})"
         )
     elif speed is not None and report["speculation"] and report["speculation"]["draft_tokens"]:
         parts.append("--compare measures the speed without speculation")

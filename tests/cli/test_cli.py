@@ -11,7 +11,7 @@ import pytest
 
 from forerun.cli.commands import COMMANDS
 from forerun.cli.main import main
-from forerun.cli.run import ROUNDS
+from forerun.cli.run import ROUNDS, sentence
 from forerun.hub import huggingface
 from forerun.hub.catalog import BUILT_IN
 
@@ -88,6 +88,25 @@ def test_run_as_json_compared_with_plain(capsys):
     assert len(ratios) == ROUNDS and report["speedup"] == pytest.approx(median(ratios))
     plain = [plain for plain, _ in report["rounds"]]
     assert report["plain_tokens_per_second"] == median(plain)
+
+
+def test_the_last_line_tells_pairs_apart_from_medians():
+    report = {
+        "tokens": 60,
+        "tokens_per_second": 90.0,
+        "first_token_seconds": 0.1,
+        "tokens_per_step": 1.5,
+        "rounds": [(100.0, 150.0), (300.0, 310.0), (290.0, 435.0)],
+        "plain_tokens_per_second": 290.0,
+        "again_tokens_per_second": 310.0,
+        "speedup": 1.5,
+        "same_text": True,
+    }
+    assert sentence(report) == (
+        "[60 tokens, 90.0 tokens/s, first after 100 ms, 1.50 tokens per step; 3 times again, in "
+        "turns: 290.0 tokens/s without speculation, 310.0 with it (medians); pair by pair 1.50 "
+        "times as fast (1.03 to 1.50); same text]"
+    )
 
 
 def test_run_claims_no_speed_that_it_did_not_measure(capsys):
