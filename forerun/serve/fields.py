@@ -247,13 +247,16 @@ def items(each: Reader, longest: int, shortest: int = 0) -> DescribedReader:
 
 
 def one_or_more(each: Reader, longest: int) -> DescribedReader:
-    """A reader of one value or a list of at most `longest`, which gives a tuple; it raises
-    RequestError for anything else.
+    """A reader of one string or a list of at most `longest`, each read by `each`, which gives a
+    tuple; it raises RequestError for anything else.
     """
     several = items(each, longest)
 
     @takes({"anyOf": [schema_of(each), several.schema]})
     def reader(value: Any, where: str) -> tuple[Any, ...]:
+        if not isinstance(value, str | list):
+            message = f"{where} must be a string or a list of strings, not {shown(value)}."
+            raise RequestError(message, where)
         found: tuple[Any, ...] = several(value, where) if isinstance(value, list) else ()
         return found if isinstance(value, list) else (each(value, where),)
 

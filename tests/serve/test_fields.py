@@ -128,6 +128,12 @@ def test_readers(reader, good, bad):
         assert len(str(caught.value)) < 250
 
 
+def test_one_string_or_several_says_both():
+    with pytest.raises(RequestError) as caught:
+        one_or_more(text(3), 2)(1, "stop")
+    assert str(caught.value) == "stop must be a string or a list of strings, not 1."
+
+
 def test_what_is_shown_is_short_and_clean():
     assert shown("a" * 10**6).endswith("'...")
     assert len(shown("\ud800" * 1000)) < 500
