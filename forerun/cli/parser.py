@@ -66,6 +66,8 @@ def unknown(
     if name in {option.name for option in OPTIONS} | {
         own_option(item).name for item in FIELDS.values()
     }:
+        if name in ("host", "port") and "url" in own:
+            return f"{flag} is no option{of}; --url says where the server is."
         return f"{flag} is no option{of}; it belongs to another command."
     close = difflib.get_close_matches(name, own, n=1, cutoff=0.75)
     if close and close[0] not in options:

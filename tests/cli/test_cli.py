@@ -241,6 +241,13 @@ def test_what_a_command_decides_itself_is_no_flag_of_its(command, flags, capsys)
         assert f"{flag} is no option of forerun {command[0]}; it belongs to another" in err
 
 
+@pytest.mark.parametrize("command", ["ps", "stop"])
+def test_where_a_server_is_is_said_by_its_url(command, capsys):
+    assert main([command, "--port", "8999"]) == 2
+    said = f"--port is no option of forerun {command}; --url says where the server is."
+    assert said in capsys.readouterr().err
+
+
 def test_a_reader_that_goes_away_is_not_an_error():
     line = " ".join([*FORERUN, "run", "Hi", *TOY, "--max-tokens", "3000", "--ignore-eos"])
     done = subprocess.run(
