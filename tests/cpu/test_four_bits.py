@@ -7,7 +7,6 @@ from forerun.build.engine import open_target
 from forerun.executors.cpu.few_bits import TILE
 from forerun.models.folder import FolderCheckpoint
 from forerun.options.config import EngineConfig
-from tests.covering import every, thinned, values
 from tests.cpu.test_logits import SAME, distance, logits_of
 from tests.cpu.twin import forward
 from tests.models import packers, tiny
@@ -31,7 +30,8 @@ def saved(path, name, group, family="llama"):
     return FolderCheckpoint(folder)
 
 
-@pytest.mark.parametrize(("name", "group"), thinned(every(FORMATS, [128, 32]), values))
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("group", [128, 32])
 def test_logits_are_those_of_the_files_numbers(executor, random, tmp_path, name, group):
     source = saved(tmp_path, name, group)
     made = executor(source, 2)
