@@ -23,9 +23,9 @@ FORMATS = {
 }
 
 
-def saved(path, name, group, family="llama"):
+def saved(path, name, group, family="llama", **changes):
     settings, pack = FORMATS[name](group)
-    folder = tiny.save_folder(tiny.model(family, **WIDE), path / "tiny")
+    folder = tiny.save_folder(tiny.model(family, **WIDE | changes), path / "tiny")
     packers.quantise(folder, settings, pack)
     return FolderCheckpoint(folder)
 
@@ -42,6 +42,13 @@ def test_logits_are_those_of_the_files_numbers(executor, random, tmp_path, name,
     found = logits_of(made, tokens)
     assert distance(found, forward(source, tokens)) < SAME
     assert np.array_equal(found, logits_of(executor(source, kernels="portable"), tokens))
+
+
+def test_groups_of_several_tiles_keep_their_scales(executor, random, tmp_path):
+    source = saved(tmp_path, "awq", 2 * TILE, intermediate_size=512, num_hidden_layers=1)
+    made, tokens = executor(source, 2), random.integers(0, tiny.VOCAB, 20)
+    assert "4-bit integers as in the file" in made.describe()["dtype"]
+    assert distance(logits_of(made, tokens), forward(source, tokens)) < SAME
 
 
 def test_they_take_as_many_bytes_as_in_the_file(tmp_path, executor):

@@ -152,6 +152,7 @@ def test_the_states_of_trees_are_the_oracles(arch, unkept, walk):
         [(0, [9], BUSH, [0, 2, 3, 6]), (2, [3, 1], as_draft([], []), [])],
         [(2, [8], BUSH, [4]), (0, [7], BUSH, [0])],
         [(0, [1], BUSH, []), (2, [4], chain_draft([1, 2, 3]), [0, 1, 2])],
+        [(0, [6], as_draft([1, 2, 3, 4], [-1, -1, 0, 2]), [0, 2, 3])],  # Below the first of two.
     ]
     for rows in steps:
         found, paths = way.step(rows)
