@@ -71,7 +71,7 @@ def read_requests(path: Path) -> tuple[list[Line], list[Line]]:
     the file cannot be read or has no line.
     """
     try:
-        texts = path.read_text(encoding="utf-8").splitlines()
+        texts = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"The requests in {path} cannot be read: {error}.") from error
     found: dict[str, Line] = {}
@@ -118,7 +118,7 @@ def keep_answers(path: Path) -> dict[str, int]:
     found: dict[str, int] = {}
     kept: list[str] = []
     try:
-        for text in path.read_text(encoding="utf-8").splitlines():
+        for text in path.read_text(encoding="utf-8").split("\n"):
             line = _object(text)
             status = (line.get("response") or {}).get("status_code")
             if isinstance(status, int) and status < FAILED:

@@ -75,6 +75,16 @@ def test_a_file_without_a_request(files, capsys):
     assert "holds no request" in capsys.readouterr().err and not target.exists()
 
 
+def test_a_line_ends_where_json_lines_do(files):
+    _, run, read, source, target = files
+    request = json.dumps(line("a\u2028b\x85c"), ensure_ascii=False)
+    source.write_text(f"{request}\r\n", encoding="utf-8")
+    for _ in range(2):  # The second time its answer is read back.
+        assert run() == 0
+        (answer,) = target.read_text(encoding="utf-8").rstrip("\n").split("\n")
+        assert json.loads(answer)["custom_id"] == "a\u2028b\x85c"
+
+
 @pytest.mark.parametrize(
     ("name", "text", "problem"),
     [
