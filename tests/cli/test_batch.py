@@ -76,7 +76,7 @@ def test_a_file_without_a_request(files, capsys):
 
 
 def test_a_line_ends_where_json_lines_do(files):
-    _, run, read, source, target = files
+    _, run, _, source, target = files
     request = json.dumps(line("a\u2028b\x85c"), ensure_ascii=False)
     source.write_text(f"{request}\r\n", encoding="utf-8")
     for _ in range(2):  # The second time its answer is read back.
