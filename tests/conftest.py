@@ -111,13 +111,16 @@ def packed_once():
 
 @pytest.fixture(scope="session", autouse=True)
 def patient():
-    """Processes that work are not given up, matchers do not leave the engine's thread, and no less
-    is drafted because a machine is slow or busy: the tests of these limits set them.
+    """Processes that work are not given up, matchers do not leave the engine's thread nor are kept
+    from it, and no less is drafted because a machine is slow or busy: the tests of these limits set
+    them.
     """
     if find_spec("llguidance") is None:  # Machines that only run tests/gpu.
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
+        command = (sys.executable, "-m", "tests.constrain.patient_worker")
+        patch.setattr("forerun.constrain.isolation.compile.COMMAND", command)
         patch.setattr("forerun.sandbox.SILENCE", 1000.0)
         patch.setattr("forerun.constrain.matcher.tree_mask.SLOW", 1000.0)
         patch.setattr("forerun.constrain.matcher.jump_forward.PATIENCE", 1000.0)

@@ -104,8 +104,8 @@ class EngineClient(Protocol):
         ...
 
     async def describe(self) -> dict[str, Any]:
-        """Facts for /server_info: what drafts, and how much. Raises EngineError where the engine
-        does not answer.
+        """Facts for /server_info: what drafts, and how much; the last known where the engine does
+        not answer. Raises EngineError where it is gone.
         """
         ...
 

@@ -37,7 +37,8 @@ SILENT_SECONDS = 10 * BEAT_SECONDS
 """Without a sign of life for so long, a process counts as stuck since its last one."""
 
 ASK_SECONDS = 5.0
-"""How long counters of an engine that does not answer are waited for; then the last ones stand."""
+"""How long counters and facts of an engine that does not answer are waited for; then the last ones
+stand. Its answer comes behind news that the server may have had no time to read."""
 
 log = logging.getLogger("forerun.serve")
 
@@ -94,6 +95,7 @@ class EngineProcess:
         threading.Thread(None, *waiting, daemon=True).start()
         self._reading = self._loop.create_task(self._read(reader))
         self.last_stats: Stats
+        self._about: dict[str, Any] = {}
 
     @classmethod
     async def open(
@@ -115,7 +117,7 @@ class EngineProcess:
         found = cls(process, reader, writer, loading, shares=start.config.tp_size > 1)
         try:
             ready = await asyncio.shield(found._ready)
-            await found.stats()
+            await found._description()
         except BaseException:
             found._ready.cancel()  # Nobody waits any more, so nobody would retrieve its error.
             await found.close()
@@ -181,17 +183,18 @@ class EngineProcess:
         known.
         """
         with suppress(TimeoutError, EngineError):
-            await self._description()
+            async with asyncio.timeout(ASK_SECONDS):
+                await self._description()
         return self.last_stats
 
     async def describe(self) -> dict[str, Any]:
-        """Facts for /server_info. Raises EngineError where the process does not answer within
-        ASK_SECONDS.
+        """Facts for /server_info; after ASK_SECONDS without an answer the last known. Raises
+        EngineError where the process is gone.
         """
-        try:
-            return (await self._description()).about
-        except TimeoutError:
-            raise EngineError("The engine's process does not answer.") from None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ASK_SECONDS):
+                await self._description()
+        return self._about
 
     def forget_prefixes(self) -> None:
         """Ask the process to forget cached pages that no running sequence holds."""
@@ -219,12 +222,10 @@ class EngineProcess:
         self._process.wait()
         call_soon(self._loop, partial(self._ended.set_result, stopped))
 
-    async def _description(self) -> messages.Description:
+    async def _description(self) -> None:
+        """Ask for counters and facts, and wait until they are there. Raises EngineLostError."""
         call = next(self._numbers)
-        async with asyncio.timeout(ASK_SECONDS):
-            found: messages.Description = await self._call(call, messages.Describe(call))
-        self.last_stats = found.stats
-        return found
+        await self._call(call, messages.Describe(call))
 
     async def _call(self, call: int, message: messages.ToEngine) -> Any:
         """The answer to a call. Raises what the engine raised, EngineLostError."""
@@ -262,7 +263,10 @@ class EngineProcess:
                 self._sinks.deliver(deltas)
             case messages.Refused(request, problem):
                 self._sinks.drop(request, _ours(problem.error()))
-            case messages.Compiled(call) | messages.Description(call):
+            case messages.Compiled(call):
+                self._answer(call, lambda future: future.set_result(message))
+            case messages.Description(call):  # Also one that nobody waits for any more.
+                self.last_stats, self._about = message.stats, message.about
                 self._answer(call, lambda future: future.set_result(message))
             case messages.Failed(call, problem):
                 self._answer(call, lambda future: future.set_exception(problem.error()))

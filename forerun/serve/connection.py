@@ -9,7 +9,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 def connections(patience: float) -> type[H11Protocol]:
     """Uvicorn's connections, closed when a request's head takes longer than `patience` seconds to
     arrive: a client that sends a byte now and then would hold one for ever (slowloris). The clock
-    runs from the connection's beginning, and later from a head's first byte.
+    runs from the head's first byte. Before that a connection is idle, a new one as one whose
+    request was answered: who connects ahead, or is slow to begin, has done nothing wrong.
     """
 
     class Connection(H11Protocol):
@@ -20,7 +21,8 @@ def connections(patience: float) -> type[H11Protocol]:
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             """See asyncio.Protocol."""
             super().connection_made(transport)
-            self._wait()
+            idle, end = self.timeout_keep_alive, self.timeout_keep_alive_handler
+            self.timeout_keep_alive_task = self.loop.call_later(idle, end)
 
         def data_received(self, data: bytes) -> None:
             """See asyncio.Protocol."""

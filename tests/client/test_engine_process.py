@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from forerun import child
-from forerun.client import engine_start, messages
+from forerun.client import engine_process, engine_start, messages
 from forerun.client.completion import make_request
 from forerun.client.engine_process import EngineCommand, EngineProcess
 from forerun.client.engine_start import EngineProgram, EngineStart
@@ -247,6 +247,33 @@ def test_but_for_a_moment(monkeypatch):
         os.kill(engine.pid, signal.SIGCONT)
         await heard.ended.wait()
         assert heard.error is None and engine.loss is None and heard.text
+        await engine.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_does_not_answer_is_as_it_was_last(monkeypatch):
+    """It is busy, or what it says lies behind much else. Nobody who looks is refused for that."""
+
+    async def scenario():
+        engine, _ = await EngineProcess.open(command())
+        known = await engine.stats(), await engine.describe()
+        os.kill(engine.pid, signal.SIGSTOP)
+        monkeypatch.setattr(engine_process, "ASK_SECONDS", 0.0)
+        assert (await engine.stats(), await engine.describe()) == known
+        assert known[1]["drafter"]
+        os.kill(engine.pid, signal.SIGCONT)
+        await engine.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_is_slow_to_describe_itself_is_opened(monkeypatch):
+    monkeypatch.setattr(engine_process, "ASK_SECONDS", 0.0)
+
+    async def scenario():
+        engine, _ = await EngineProcess.open(command())
+        assert engine.last_stats.load.running == 0 and (await engine.describe())["drafter"]
         await engine.close()
 
     asyncio.run(scenario())

@@ -52,6 +52,59 @@ def test_nothing_of_a_lost_connection_is_kept(reset):
     assert asyncio.run(one()) == [None]
 
 
+def talk(talking, patience, idle):
+    """What `talking` makes of a connection, given its two ends and how to let the server go on."""
+    kind, state = connections(patience), ServerState()
+    config = uvicorn.Config(app, http=kind, log_config=None, timeout_keep_alive=idle)
+    config.load()
+
+    async def settled():
+        for _ in range(20):  # Of a loop: what is due at once has happened.
+            await asyncio.sleep(0)
+
+    async def one():
+        def connection():
+            return kind(config=config, server_state=state, app_state={})
+
+        server = await asyncio.get_running_loop().create_server(connection, "127.0.0.1", 0)
+        async with server:
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            while not state.connections:
+                await asyncio.sleep(0)
+            await settled()
+            try:
+                return await talking(reader, writer)
+            finally:
+                writer.close()
+
+    return asyncio.run(one())
+
+
+def test_who_connects_and_asks_later_is_answered():
+    """Though a head may take no time at all."""
+
+    async def late(reader, writer):
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        return await reader.readuntil(b"hi")
+
+    assert talk(late, 0.0, 1000).startswith(b"HTTP/1.1 200")
+
+
+def test_who_begins_a_head_has_to_end_it():
+    async def begun(reader, writer):
+        writer.write(b"GET / HTTP/1.1\r\n")
+        return await reader.read()
+
+    assert talk(begun, 0.0, 1000) == b""
+
+
+def test_who_never_asks_is_let_go():
+    async def silent(reader, writer):
+        return reader.at_eof()
+
+    assert talk(silent, 1000.0, 0)
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_connections_send_at_once(host):
     """Nagle's algorithm is off: it would hold the end of an answer back for an acknowledgement."""

@@ -183,9 +183,14 @@ def answer(request: dict[str, Any], vocabulary: llguidance.LLTokenizer) -> dict[
     matcher.compute_bitmask()
     if matcher.is_error() and "<special_token>" not in matcher.get_error():
         return {"error": matcher.get_error()}
-    matcher = llguidance.LLMatcher(vocabulary, probe, limits=CALL_LIMITS, log_level=0)
-    ends, slow = frozenset({Bytes.eos_token_id}), SLOW / _BYTES_OF_TOKEN
-    dear = expensive(GuidanceAutomaton(matcher), ends, slow)
+
+    def begin() -> GuidanceAutomaton:
+        limits = CALL_LIMITS
+        return GuidanceAutomaton(
+            llguidance.LLMatcher(vocabulary, probe, limits=limits, log_level=0)
+        )
+
+    dear = expensive(begin, frozenset({Bytes.eos_token_id}), SLOW / _BYTES_OF_TOKEN)
     return {"grammar": grammar, "expensive": dear, "unenforced": left_out}
 
 

@@ -1,5 +1,8 @@
 """A few steps through a grammar in the compiling process, to see what following it will cost."""
 
+from collections.abc import Callable, Iterator
+from itertools import islice
+from math import inf
 from random import Random
 from time import thread_time
 
@@ -16,32 +19,48 @@ PATIENCE = 0.1
 """Seconds for all walks."""
 
 
-def expensive(beginning: Automaton, ends: frozenset[int], slow: float) -> bool:
+def expensive(begin: Callable[[], Automaton], ends: frozenset[int], slow: float) -> bool:
     """Whether a grammar should be followed in a process of its own: on one of WALKS random walks of
-    STEPS tokens it reaches a limit, or a step takes more than `slow` seconds of processor time.
+    STEPS tokens it reaches a limit, or a step takes more than `slow` seconds of processor time, and
+    does so again when it is walked a second time. Once may be a bad moment of the machine, which
+    all later requests under the grammar would suffer for.
 
-    beginning  stays where it is; copies walk
-    ends       end-of-text ids, which are not taken
+    begin  makes an automaton at the beginning that shares nothing with those made before
+    ends   end-of-text ids, which are not taken
 
     Half of the walks repeat a token while they can, the others go anywhere. After PATIENCE seconds
-    in all the answer is False.
+    in all the answer is False, unless the last step was slow: it is not tried again then.
     """
-    end = thread_time() + PATIENCE
+    end, beginning = thread_time() + PATIENCE, begin()
     for seed in range(WALKS):
-        random, matcher, token = Random(seed), beginning.fork(), -1  # noqa: S311
-        for _ in range(STEPS):
-            before = thread_time()
-            if before > end:
-                return False
-            legal = _legal(matcher, ends)
-            if seed % 2 or token not in legal:
-                token = _onward(matcher, random.sample(legal, min(len(legal), 3)))
-            taken = token >= 0 and matcher.take(token)
-            if matcher.error or thread_time() - before > slow:
+        for step, took in enumerate(_walk(beginning.fork(), seed, ends)):
+            late = thread_time() > end
+            if took > slow and (late or took == inf or _took(begin(), seed, ends, step) > slow):
                 return True
-            if not taken:
-                break
+            if late:
+                return False
     return False
+
+
+def _took(beginning: Automaton, seed: int, ends: frozenset[int], step: int) -> float:
+    """What a step of a walk takes; 0 where the walk does not come there."""
+    return next(islice(_walk(beginning, seed, ends), step, None), 0.0)
+
+
+def _walk(matcher: Automaton, seed: int, ends: frozenset[int]) -> Iterator[float]:
+    """Walk, and say of each step how many seconds of processor time it took; `inf` where it reached
+    a limit.
+    """
+    random, token = Random(seed), -1  # noqa: S311
+    for _ in range(STEPS):
+        before = thread_time()
+        legal = _legal(matcher, ends)
+        if seed % 2 or token not in legal:
+            token = _onward(matcher, random.sample(legal, min(len(legal), 3)))
+        taken = token >= 0 and matcher.take(token)
+        yield inf if matcher.error else thread_time() - before
+        if not taken:
+            return
 
 
 def _legal(matcher: Automaton, ends: frozenset[int]) -> list[int]:
