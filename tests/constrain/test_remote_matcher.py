@@ -213,6 +213,16 @@ def sixteen() -> Tokenizer:
     return Tokenizer.from_gguf(metadata | more)
 
 
+@pytest.fixture
+def impatient(monkeypatch):
+    """Grammars are compiled as they are outside of tests, where a slow step makes them expensive:
+    a slow machine may have no time to come to a limit, but then its steps are slow.
+    """
+    command = (sys.executable, "-m", "forerun.constrain.isolation.llguidance_worker")
+    monkeypatch.setattr("forerun.constrain.isolation.compile.COMMAND", command)
+
+
+@pytest.mark.usefixtures("impatient")
 def test_a_hostile_grammar_is_seen_when_it_is_compiled_and_ended_alone(monkeypatch):
     """It says which limit it reached; what it wrote before counts."""
     monkeypatch.setattr(remote_matcher, "CALL_SECONDS", 0.1)
@@ -236,6 +246,7 @@ def test_a_hostile_grammar_is_seen_when_it_is_compiled_and_ended_alone(monkeypat
     compiler.close()
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("seen", [True, False])
 def test_a_grammar_of_185_bytes_takes_no_step_from_others(monkeypatch, seen):
     """The hostile client has a bias for a token of 16 letters, the dearest there is. Whether the
@@ -280,11 +291,14 @@ def test_a_grammar_of_185_bytes_takes_no_step_from_others(monkeypatch, seen):
     compiler.close()
 
 
+@pytest.mark.usefixtures("impatient")
 def test_what_a_grammar_will_cost_is_seen_where_it_is_compiled():
     """Rules in GBNF whose first mask takes seconds."""
     rules = "\n".join(f"a{i} ::= (a{i + 1} a{i + 1} | a{i + 1})?" for i in range(14))
     dear = Grammar.grammar(f'root ::= a0 "z"\n{rules}\na14 ::= [a-z]?')
-    assert compiled(dear, "bpe").expensive
+    compiler = Compiler(TOKENIZERS["bpe"])
+    assert compiler.compile(dear).expensive
+    compiler.close()
 
 
 def test_who_follows_ordinary_grammars_does_it_on_the_engines_thread():
