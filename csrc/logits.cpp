@@ -39,8 +39,8 @@ void Model::add_logits_row(const Step& step, int index) {
     logits_nodes_.push_back(step.scored_nodes[index]);
 }
 
-// Fills the last column of the product, which takes as long as a whole one, with descendants of the
-// nodes that are computed, one of each row in turn; before that, makes `times` as many of them.
+// Adds descendants of the nodes that are computed, one of each row in turn, until there are `times` as
+// many and the last column of the product is full: it takes as long as a whole one.
 void Model::add_descendants(const Step& step, int times) {
     const int columns = ((int)logits_nodes_.size() * times + kLanes - 1) / kLanes;
     const int wanted = columns * kLanes;
@@ -71,7 +71,8 @@ bool Model::add_descendant(const Step& step, int row) {
     return false;
 }
 
-// Computes what the paths wait for, and of each path so many nodes. False where none waits.
+// Computes what the paths wait for: of each so many nodes, or all that are left. False where none
+// waits.
 bool Model::compute_path_ends(const Step& step, int nodes) {
     begin_logits(rows_of_logits(step));
     for (int32_t node : path_end_) {

@@ -12,6 +12,7 @@ import pytest
 from forerun.executors.cpu import CpuExecutor
 from forerun.speculative.sampling import Sampling
 from tests.cpu.test_choice import random_masks
+from tests.cpu.test_executor import Damaged
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, chain_draft, limits
 from tests.parity.test_torch_invariance import half_true_draft
@@ -154,22 +155,16 @@ def test_rows_share_a_column(models, texts):
         assert computed(models[0]) == [0, 1, 2, 7, 14, 15, 16, 21]
 
 
-class Poisoned:
-    """A checkpoint in which the embedding of token `bad` is not finite, so nothing is behind it."""
-
-    def __init__(self, whole, bad):
-        self._whole, self._bad = whole, bad
-
-    def __getattr__(self, name):
-        return getattr(self._whole, name)
+class Poisoned(Damaged):
+    """The embedding of token `culprit` is not finite, so nothing is behind it."""
 
     def packed(self, name):
         found = self._whole.packed(name)
-        if name == "model.embed_tokens.weight":
-            rows = found.rows.copy()
-            rows.view("<f4")[self._bad] = np.nan
-            return replace(found, rows=rows)
-        return found
+        if name != "model.embed_tokens.weight":
+            return found
+        rows = found.rows.copy()
+        rows.view("<f4")[self._culprit] = np.nan
+        return replace(found, rows=rows)
 
 
 @pytest.mark.parametrize("reached", [True, False])
