@@ -33,7 +33,7 @@ int guarded(Work work) {
 extern "C" {
 
 // Raised whenever the meaning of a call or structure changes; native.py asks for the same number.
-int forerun_abi() { return 30; }
+int forerun_abi() { return 31; }
 
 const char* forerun_error() { return last_error.c_str(); }
 
@@ -307,10 +307,12 @@ int64_t forerun_ngram_contexts(Ngrams* ngrams) { return (int64_t)ngrams->context
 
 // How many draft tokens there are in `out`, or -1; see Ngrams::propose.
 int forerun_ngram_propose(Ngrams* ngrams, const int32_t* message, int length, int rows,
-                          int32_t* out, double min_prob, const double* prices, int most) {
+                          int32_t* out, double min_prob, const double* prices, int most,
+                          int padded) {
     int total = 0;
     const int code = guarded([&] {
-        return ngrams->propose(message, length, rows, min_prob, prices, most, out, total);
+        return ngrams->propose(message, length, rows, min_prob, {prices, most, padded != 0}, out,
+                               total);
     });
     return code ? code : total;
 }

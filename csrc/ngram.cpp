@@ -104,7 +104,7 @@ std::string Ngrams::end(int slot, const int32_t* tokens, int count, bool learns)
 }
 
 std::string Ngrams::propose(const int32_t* message, int length, int rows, double min_prob,
-                            const double* prices, int most, int32_t* out, int& total) {
+                            const NgramPrices& prices, int32_t* out, int& total) {
     min_prob_ = std::max(min_prob, rules_.min_prob);
     tokens_.clear();
     parents_.clear();
@@ -127,12 +127,12 @@ std::string Ngrams::propose(const int32_t* message, int length, int rows, double
         find_places(text);
         grow(text, nodes, depth);
         out[b] = (int32_t)(tokens_.size() - before);
-        const size_t found = most >= 0 ? tokens_.size() : before;
+        const size_t found = prices.most >= 0 ? tokens_.size() : before;
         text.drafted.assign(tokens_.begin() + before, tokens_.begin() + found);
         text.parents.assign(parents_.begin() + before, parents_.begin() + found);
         text.scores.assign(scores_.begin() + before, scores_.begin() + found);
     }
-    if (most >= 0) buy(prices, most, rows, out);
+    if (prices.most >= 0) buy(prices, rows, out);
     total = (int)tokens_.size();
     const size_t bytes = tokens_.size() * sizeof(int32_t);
     if (!bytes) return "";
@@ -173,16 +173,18 @@ void Ngrams::learn(const Text& text, const int32_t* came, int count) {
 // Leaves of the draft tokens of all rows those that bring most beyond what `prices` asks, with scores
 // as far as they are to be believed: Trust.believed, HostDrafts.buy and cut of
 // forerun/control/host_drafts.py.
-void Ngrams::buy(const double* prices, int most, int rows, int32_t* counts) {
+void Ngrams::buy(const NgramPrices& prices, int rows, int32_t* counts) {
     const double share = std::min(1.0, rules_.trust[1] / rules_.trust[0]);
     const size_t total = tokens_.size();
     believed_.resize(total);
+    row_.resize(total);
     for (size_t b = 0, first = 0; b < (size_t)rows; first += (size_t)counts[b++]) {
         for (size_t n = first; n < first + (size_t)counts[b]; n++) {
             const bool top = parents_[n] < 0;
             const size_t above = top ? 0 : first + (size_t)parents_[n];
             const double told = top ? 1.0 : (double)scores_[above];
             const double chance = told > 0.0 ? (double)scores_[n] / told : 0.0;
+            row_[n] = (int32_t)b;
             believed_[n] = (top ? 1.0 : believed_[above]) * std::min(chance * share, rules_.almost);
         }
     }
@@ -192,19 +194,27 @@ void Ngrams::buy(const double* prices, int most, int rows, int32_t* counts) {
     std::stable_sort(order_.begin(), order_.end(), [&](int32_t one, int32_t other) {
         return scores_[(size_t)one] > scores_[(size_t)other];
     });
-    size_t bought = 0;
-    double brought = 0.0, won = 0.0;
-    for (size_t n = 0; n < total && n < (size_t)most; n++) {
-        brought += (double)scores_[(size_t)order_[n]];
-        if (brought - prices[n] > won) bought = n + 1, won = brought - prices[n];
+    // By draft token, which price it belongs to: by its place among all, or in its row.
+    place_.resize(total);
+    ranks_.assign(prices.padded ? (size_t)rows : 1, 0);
+    brought_.assign((size_t)prices.most, 0.0);
+    for (const int32_t n : order_) {
+        const int32_t rank = ranks_[prices.padded ? (size_t)row_[(size_t)n] : 0]++;
+        place_[(size_t)n] = rank;
+        if (rank < prices.most) brought_[(size_t)rank] += (double)scores_[(size_t)n];
     }
-    place_.assign(total, -1);  // Among what is left of its row.
-    for (size_t i = 0; i < bought; i++) place_[(size_t)order_[i]] = 0;
+    int32_t bought = 0;
+    double brought = 0.0, won = 0.0;
+    for (int32_t n = 0; n < prices.most && brought_[(size_t)n] > 0.0; n++) {
+        brought += brought_[(size_t)n];
+        if (brought - prices.tokens[n] > won) bought = n + 1, won = brought - prices.tokens[n];
+    }
+    // From here on its place among what is left of its row.
     size_t left = 0;
     for (size_t b = 0, first = 0, n = 0; b < (size_t)rows; b++, first = n) {
         int32_t kept = 0;
         for (const size_t end = first + (size_t)counts[b]; n < end; n++) {
-            if (place_[n] < 0) continue;
+            if (place_[n] >= bought) continue;
             place_[n] = kept++;
             tokens_[left] = tokens_[n];
             parents_[left] = parents_[n] < 0 ? -1 : place_[first + (size_t)parents_[n]];

@@ -64,6 +64,14 @@ struct Voter {
     double weight() const { return (double)agree * agree; }
 };
 
+// tokens[n - 1], n up to `most`: what n draft tokens of all rows have to bring, or, padded, n of
+// every row (forerun.interface.plan.Prices). most < 0: nothing is bought, all come out.
+struct NgramPrices {
+    const double* tokens;
+    int most;
+    bool padded;
+};
+
 class Ngrams {
 public:
     explicit Ngrams(const NgramRules& rules);
@@ -88,10 +96,10 @@ public:
     // scores[total] and sources[total] (as in forerun.speculative.tree.DraftSource). It
     // must have room for all the draft tokens that are asked for. Draft tokens with a score below
     // `min_prob`, or below the rules', are left out.
-    // prices[n - 1], n up to `most`: what n draft tokens of all rows have to bring. Only those come
-    // out that are bought, with scores as far as they are to be believed. most < 0: all come out.
+    // Only those come out that are bought, with scores as far as they are to be believed, where
+    // there are prices.
     std::string propose(const int32_t* message, int length, int rows, double min_prob,
-                        const double* prices, int most, int32_t* out, int& total);
+                        const NgramPrices& prices, int32_t* out, int& total);
 
 private:
     struct Text {
@@ -117,7 +125,7 @@ private:
 
     bool open(int64_t slot) const;
     void learn(const Text& text, const int32_t* came, int count);
-    void buy(const double* prices, int most, int rows, int32_t* counts);
+    void buy(const NgramPrices& prices, int rows, int32_t* counts);
     void find_places(Text& text);
     void grow(const Text& text, int nodes, int depth);
     void offer(const Text& text, const Candidate& above, int parent);
@@ -141,7 +149,8 @@ private:
     std::vector<int32_t> tail_;
     std::vector<Candidate> heap_, offers_;
     std::vector<double> believed_;  // by draft token
-    std::vector<int32_t> order_, place_;
+    std::vector<double> brought_;   // by price
+    std::vector<int32_t> order_, row_, ranks_, place_;
 };
 
 }  // namespace forerun

@@ -22,6 +22,7 @@ from forerun.control.report import StepReport
 from forerun.control.shapes import Shapes
 from forerun.control.step_costs import StepCosts
 from forerun.interface.drafter import DrafterTraits
+from forerun.interface.plan import Prices
 from forerun.types import Ints
 
 
@@ -116,14 +117,14 @@ class AdaptivePolicy:
         """
         return self._looked + 1 >= 3.0 * look / LOSS_SHARE and self.account.covers(look)
 
-    def _prices(self, rows: int, cached: int) -> "array[float]":
-        """What 1, 2, ... draft tokens of all rows have to bring beyond what their time would bring
-        elsewhere; as many of them as the stake covers. As HostDrafts.buy.
+    def _prices(self, rows: int, cached: int) -> Prices:
+        """What draft tokens have to bring beyond what their time would bring elsewhere, as many of
+        them as the stake covers. As HostDrafts.buy.
         """
         account, costs, stake = self.account, self.account.costs, self.account.stake
         steps = costs.longer(rows, rows * (1 + self._nodes), cached)
         paid, price = takewhile(lambda step: step[1] <= stake, steps), account.price(rows, cached)
-        return array("d", [price * more for more, _ in paid])
+        return Prices(array("d", [price * more for more, _ in paid]), costs.measured.padded)
 
     def observe(self, report: StepReport) -> None:
         """See Policy."""

@@ -159,11 +159,11 @@ class LiveCosts:
         return curve
 
     def longer(self, rows: int, most: int, cached: int) -> list[tuple[float, float]]:
-        """How much longer than a plain step one with 1, 2, ... draft tokens takes, hopefully and at
-        most, as far as that is CREDIT; as old as `curve`.
+        """How much longer than a plain step one with 1, 2, ... draft tokens takes, of every row
+        where they are padded, hopefully and at most, as far as that is CREDIT; as old as `curve`.
         """
-        steps = self.curve(rows, most, cached).steps
-        for nodes in range(rows + 1, 0 if steps else most + 1):
+        steps, each = self.curve(rows, most, cached).steps, rows if self.measured.padded else 1
+        for nodes in range(rows + each, 0 if steps else most + 1, each):
             longest = self.at_most(rows, nodes, cached) - 1.0
             if longest > CREDIT:
                 break
@@ -182,7 +182,7 @@ class LiveCosts:
             # What another context says counts for a few.
             self._plain[kind] = Mean(last.value, min(last.seen, MIN_REPEATS))
         mean = self._plain[kind[0], None, carried] = self._plain[kind]
-        error = self.follow(ms / self.plain(rows, cached, carried), mean.seen < MIN_REPEATS)
+        error = self.follow(ms / self.plain(rows, cached, carried), mean.seen)
         if not carried:
             before = self._error(rows)
             self._learn_at(rows, error)
@@ -192,15 +192,8 @@ class LiveCosts:
     def learn(self, rows: int, nodes: int, cached: int, ratio: float) -> None:
         """A step with draft tokens took so many plain steps."""
         below, above, fraction = self._between[nodes]
-        seen = self._each[below].seen, self._each[above].seen
-        over = ratio / self.ratio(rows, nodes, cached)
-        # What a count says that was not seen before is no news of the machine.
-        if (1.0 - fraction) * seen[0] + fraction * seen[1] < MIN_REPEATS:
-            self.steps += 1
-            error = min(log(max(over, 1e-6)), log(2.0 * OUTLIER))
-        else:
-            error = self.follow(over)
-        self._learn_at(nodes, error)
+        seen = (1.0 - fraction) * self._each[below].seen + fraction * self._each[above].seen
+        self._learn_at(nodes, self.follow(ratio / self.ratio(rows, nodes, cached), seen))
 
     def _error(self, nodes: int) -> float:
         """Logarithm of the correction of so many nodes."""
@@ -217,15 +210,16 @@ class LiveCosts:
             if weight >= 0.5:
                 self._each[place].last = self.steps
 
-    def follow(self, over: float, new: bool = False) -> float:
+    def follow(self, over: float, seen: float = MIN_REPEATS) -> float:
         """A step took `over` times what was believed: part of that is the machine's, the rest (a
-        logarithm) is given back. The first step sets the pace.
+        logarithm) is given back. The first step sets the pace; then a step of a kind that was
+        hardly `seen` is no news of the machine.
         """
         self.steps += 1
-        error = log(max(over, 1e-6))
+        error, known = log(max(over, 1e-6)), seen >= MIN_REPEATS
         if self.steps > 1:
-            error = min(error, log(2.0 * OUTLIER if new else OUTLIER))
-        pace = max(FOLLOW, 1.0 / self.steps) * error
+            error = min(error, log(OUTLIER if known else 2.0 * OUTLIER))
+        pace = max(FOLLOW, 1.0 / self.steps) * error if known or self.steps == 1 else 0.0
         self._pace += pace
         return error - pace
 

@@ -2,12 +2,12 @@
 told what the step was. And the policy that never changes its mind.
 """
 
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from forerun.control.report import StepReport
+from forerun.interface.plan import Prices
 from forerun.speculative.tree import Draft
 from forerun.types import Ints
 
@@ -54,7 +54,7 @@ class Decision:
     reason: str
     rows: tuple[Budget, ...]
     select: Callable[[list[Draft]], list[Draft]] | None = None
-    prices: "array[float] | None" = None
+    prices: Prices | None = None
 
 
 def with_known(budgets: tuple[Budget, ...], known: list[int]) -> tuple[Budget, ...]:

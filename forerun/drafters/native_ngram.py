@@ -81,9 +81,12 @@ class CpuNgramDrafter:
         # The array lives until the call is over, because `numbers` names it.
         numbers = array("i", message)
         where, length = numbers.buffer_info()
-        prices, most = (None, -1) if plan.prices is None else plan.prices.buffer_info()
+        prices, (at, most) = plan.prices, (None, -1)
+        if prices is not None:
+            at, most = prices.tokens.buffer_info()
+        padded = prices is not None and prices.padded
         total = self._library.forerun_ngram_propose(
-            self._index, where, length, rows, self._out_at, plan.min_prob, prices, most
+            self._index, where, length, rows, self._out_at, plan.min_prob, at, most, padded
         )
         if total < 0:
             raise EngineError(self._core.error())

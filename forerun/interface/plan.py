@@ -20,6 +20,18 @@ _NO_NODES: Ints = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
+class Prices:
+    """What draft tokens have to bring to be worth their time, and how many may be had.
+
+    tokens  float64[N] expected tokens that 1, 2, ..., N draft tokens have to bring at least
+    padded  so many of every row, where each takes as long as the longest; else of all together
+    """
+
+    tokens: "array[float]"
+    padded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What one step does. Row b advances the sequence in slot slots[b].
 
@@ -35,9 +47,7 @@ class Plan:
                             reserved for kv_len + len(known) + max_depth positions
     constrained bool[B]     a grammar holds the row
     min_prob    draft tokens less likely than this are not worth proposing: none would be verified
-    prices      of a drafter that buys: tokens that 1, 2, ... draft tokens of all rows have to bring
-                to be worth their time, no more of them than this is long; None = it shall propose
-                all it knows
+    prices      by which a drafter that buys chooses; None = it shall propose all it knows
     model_depth int32[B]    of max_depth, how deep a draft model may go that drafts one tree with
                             free drafters; 0 = only these are asked, None = max_depth
     request     what the step shall do for the draft model at its end, if the executor can;
@@ -53,7 +63,7 @@ class Plan:
     page_table: Ints
     constrained: Bools
     min_prob: float = 0.0
-    prices: "array[float] | None" = None
+    prices: Prices | None = None
     model_depth: Ints | None = None
     request: DraftRequest | None = None
 

@@ -15,6 +15,7 @@ import numpy as np
 from forerun.control.policy import Decision
 from forerun.draft_shape import DraftShape
 from forerun.drafters.model_drafter import ModelDrafter
+from forerun.drafters.native_ngram import CpuNgramDrafter
 from forerun.drafters.ngram import NgramDrafter
 from forerun.drafters.none import NoDrafter
 from forerun.engine.step import step_report
@@ -206,6 +207,7 @@ class Device:
             constrained=np.zeros(len(slots), np.bool_),
             min_prob=least,
             model_depth=model,
+            prices=decision.prices,
         )
         return plan, decision
 
@@ -330,12 +332,16 @@ class PlainDevice(HeadDevice):
 
 class TextDevice(Device):
     """N-grams that are looked up in the text, which repeats a motif: text: how often a token is
-    what comes next in it.
+    what comes next in it. buys: by the native drafter, which chooses what pays by itself.
     """
+
+    def __init__(self, policy, rows, seed=0, buys=False):
+        self.buys = buys
+        super().__init__(policy, rows, seed)
 
     def _drafter(self):
         self.luck = chain.from_iterable(self.random.random(4096).tolist() for _ in count())
-        return NgramDrafter(LIMITS.slots)
+        return (CpuNgramDrafter if self.buys else NgramDrafter)(LIMITS.slots)
 
     def _prompt(self):
         motif = self.random.integers(0, 256, 12)

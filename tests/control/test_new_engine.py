@@ -91,6 +91,16 @@ def test_what_plain_steps_take_is_known_by_rows_and_context():
     assert live.plain(1, 8191, False) == live.plain(1, 4096, False)
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_the_first_step_that_is_carried_is_no_news_of_the_machine(first):
+    """Nor the first that is not: a plain step takes half as long where it begins early."""
+    live, took = LiveCosts(CPU), {True: 2.0, False: 4.0}
+    for carried in (first, *[not first] * 5):
+        live.learn_plain(1, 64, carried, took[carried])
+    assert live.late(1, 64) == pytest.approx(2.0)
+    assert live.plain(1, 64, True) == pytest.approx(2.0)
+
+
 def test_one_slow_step_does_not_end_drafting():
     """The first step with draft tokens is interrupted: a count of nodes that was seen once looks
     dearer than the stake, and is tried again all the same.

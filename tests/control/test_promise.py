@@ -143,19 +143,26 @@ def test_a_head_whose_text_changes_keeps_the_promise(rows, texts):
     assert device.captures == 0
 
 
-TEXTS = [[0.0], [0.3], [0.6], [0.9], [0.0, 0.9], [0.9, 0.3]]
-"""How often a token is what its motif says, one text after another."""
+TEXTS = [
+    (buys, texts)
+    for buys in (False, True)
+    for texts in ([0.0], [0.3], [0.6], [0.9], [1.0], [0.0, 0.9], [0.9, 0.3])
+]
+"""Whether the drafter buys by itself; how often a token is what its motif says, one text after
+another.
+"""
 
 
-@pytest.mark.parametrize(("rows", "texts"), cells(TEXTS, {1: (0, 2), 16: (1, 3, 4)}))
-def test_ngrams_keep_the_promise(rows, texts):
+@pytest.mark.parametrize(("rows", "case"), cells(TEXTS, {1: (0, 9), 16: (1, 5, 10), 64: (11,)}))
+def test_ngrams_keep_the_promise(rows, case):
     """They are looked up on the host, so that a step that may have some is not carried. Of one row,
     whose luck is worth 5 % in 400 steps, over six seeds.
     """
-    sums = np.zeros((2, 4))
+    (buys, texts), sums = case, np.zeros((2, 4))
     for seed in range(6 if rows == 1 else 1):
-        traits = DrafterTraits("ngram", 8, free=True)
-        device = TextDevice(AdaptivePolicy(startup(in_round=False), 3, 3, traits), rows, seed)
+        traits = DrafterTraits("ngram", 8, free=True, buys=buys)
+        policy = AdaptivePolicy(startup(in_round=False), 3, 3, traits)
+        device = TextDevice(policy, rows, seed, buys)
         sums += raced(device, TextDevice, rows, seed, [(text,) for text in texts])
     whole, late = sums
     assert whole[0] >= 0.97 * whole[1]

@@ -1,7 +1,8 @@
 """Choosing among draft tokens that were seen: against brute force, and over simulated text."""
 
 from dataclasses import replace
-from itertools import product
+from itertools import chain as chain_of
+from itertools import product, zip_longest
 
 import numpy as np
 import pytest
@@ -161,9 +162,15 @@ def test_the_choice_is_the_best_of_all_choices(rows, rises, speed):
 
 
 @settings(max_examples=150)
-@given(st.lists(shares, min_size=1, max_size=3), increments, st.floats(0.5, 3), st.floats(0.0, 2.0))
-def test_prices_say_what_is_chosen(rows, rises, speed, credit):
-    costs = StepCosts((1, 3, 6, 12), tuple(np.cumsum([5.0, *rises]).tolist()))
+@given(
+    st.lists(shares, min_size=1, max_size=3),
+    increments,
+    st.floats(0.5, 3),
+    st.floats(0.0, 2.0),
+    st.booleans(),
+)
+def test_prices_say_what_is_chosen(rows, rises, speed, credit, padded):
+    costs = StepCosts((1, 3, 6, 12), tuple(np.cumsum([5.0, *rises]).tolist()), padded=padded)
     drafts = [chain(row) for row in rows]
     kept, buying = (
         seen(AdaptivePolicy(costs, 8, 8, replace(FREE, buys=buys))) for buys in (False, True)
@@ -177,10 +184,16 @@ def test_prices_say_what_is_chosen(rows, rises, speed, credit):
     if decision.prices is None:
         assert not any(budget.nodes for budget in decision.rows)
         return
-    scores = sorted((score for draft in drafts for score in draft.score.tolist()), reverse=True)
-    scores = scores[: len(decision.prices)]
-    won = [0.0, *(np.cumsum(scores) - np.array(decision.prices)[: len(scores)])]
-    assert sum(map(len, kept_of(kept, drafts))) == np.argmax(won)
+    assert decision.prices.padded == padded
+    each = [draft.score.tolist() for draft in drafts]
+    if padded:  # The best of every row, the second of every row, ...
+        scores = [sum(layer) for layer in zip_longest(*each, fillvalue=0.0)]
+    else:
+        scores = sorted(chain_of.from_iterable(each), reverse=True)
+    prices = np.array(decision.prices.tokens)[: len(scores)]
+    best = np.argmax([0.0, *(np.cumsum(scores[: len(prices)]) - prices)])
+    counts = list(map(len, kept_of(kept, drafts)))
+    assert (max if padded else sum)(counts) == best
 
 
 def test_no_step_stakes_more_than_a_plain_step_and_the_credit():

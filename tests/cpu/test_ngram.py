@@ -14,7 +14,7 @@ from forerun.drafters.native_ngram import CpuNgramDrafter
 from forerun.drafters.ngram import NgramDrafter
 from forerun.errors import EngineError
 from forerun.executors.cpu import native
-from forerun.interface.plan import Outcome, Plan
+from forerun.interface.plan import Outcome, Plan, Prices
 from forerun.interface.slot_init import SlotInit
 from forerun.options.config import EngineConfig
 from forerun.speculative.sampling import Sampling
@@ -94,9 +94,10 @@ def bought(trust, drafts, prices):
     """Of all rows what brings most beyond its price."""
     believed = [trust.believed(draft) for draft in drafts]
     scores, owners = scored(believed)
-    order = [index for (index,) in ranked(scores, owners, together=False)][: len(prices)]
-    won = [0.0, *(np.cumsum([scores[index] for index in order]) - np.array(prices)[: len(order)])]
-    return cut(believed, order[: int(np.argmax(won))])
+    layers = ranked(scores, owners, together=prices.padded)[: len(prices.tokens)]
+    brought = np.cumsum([sum(scores[index] for index in layer) for layer in layers])
+    won = [0.0, *(brought - np.array(prices.tokens)[: len(layers)])]
+    return cut(believed, [index for layer in layers[: int(np.argmax(won))] for index in layer])
 
 
 class Twins:
@@ -129,7 +130,9 @@ class Twins:
                 mine, twins = getattr(one, name), getattr(other, name)
                 assert mine.dtype == twins.dtype and mine.tobytes() == twins.tobytes(), name
             assert prices is not None or (one.score >= min_prob - 1e-6).all()
-        assert prices is None or sum(map(len, fast)) <= len(prices)
+        if prices is not None:
+            counts = list(map(len, fast))
+            assert (max if prices.padded else sum)(counts) <= len(prices.tokens)
         told = self.both[1].describe()["trust_in_scores"]
         assert told == pytest.approx(self.both[0].trust.share, abs=6e-4)
         trees, outcome = batch(list(plan.known), fast), outcome_of(emitted)
@@ -144,7 +147,11 @@ WORDS = st.one_of(SAID, AGAIN.map(lambda it: (it[0] * it[1])[:40] + it[2][:20]))
 """Of which some repeat themselves for longer than is looked back."""
 PRICES = st.one_of(
     st.none(),
-    st.lists(st.floats(0.0, 0.4), max_size=40).map(lambda each: array("d", np.cumsum(each))),
+    st.builds(
+        Prices,
+        st.lists(st.floats(0.0, 0.4), max_size=40).map(lambda each: array("d", np.cumsum(each))),
+        st.booleans(),
+    ),
 )
 SAMPLINGS = st.one_of(
     st.just(GREEDY), st.builds(Sampling, temperature=st.just(0.8), seed=st.integers(0, 2**64 - 1))
@@ -199,11 +206,13 @@ def texts(random, kind, length):
 
 @pytest.mark.parametrize(
     ("kind", "tabled", "each"),
-    thinned(every(["noise", "language", "repeated"], [False, True], [None, 0.02, 0.2])),
+    thinned(every(["noise", "language", "repeated"], [False, True], [None, 0.02, 0.2, -0.2])),
 )
 def test_long_texts(random, kind, tabled, each):
-    """each: the price of a draft token."""
-    prices = None if each is None else array("d", each * np.arange(1, 33))
+    """each: the price of a draft token; negative: of one of every row, of rows that are padded."""
+    prices = None
+    if each is not None:
+        prices = Prices(array("d", abs(each) * np.arange(1, 33)), padded=each < 0.0)
     length = 3000
     table = table_of([texts(random, kind, length) for _ in range(9)], 2**31) if tabled else None
     twins = Twins(0.02, table)
@@ -291,7 +300,7 @@ def test_the_core_checks_what_it_is_told(message, fault):
     drafter.begin(slot_init(0, [1, 2, 1]))
     numbers, out = array("i", message), np.empty(64, np.int32)
     code = library.forerun_ngram_propose(
-        drafter._index, *numbers.buffer_info(), 1, out.ctypes.data, 0.0, None, -1
+        drafter._index, *numbers.buffer_info(), 1, out.ctypes.data, 0.0, None, -1, False
     )
     assert code == -1 and fault in library.forerun_error().decode()
     assert library.forerun_ngram_end(drafter._index, 1, None, 0, 1) == -1

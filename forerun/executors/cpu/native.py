@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 Library = TypeVar("Library", ctypes.CDLL, ctypes.PyDLL)
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 30
+ABI = 31
 """What `forerun_abi` of csrc/api.cpp must say; raised together with it."""
 KERNELS = ("avx512-amx", "avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon", "portable")
 """All names of csrc/dispatch.cpp, best first; `kernels` tells which of them run here."""
@@ -205,7 +205,7 @@ _SHORT_CALLS = {
     "forerun_ngram_contexts": (c_int64, [c_void_p]),
     "forerun_ngram_propose": (
         c_int,
-        [c_void_p, c_void_p, c_int, c_int, c_void_p, c_double, c_void_p, c_int],
+        [c_void_p, c_void_p, c_int, c_int, c_void_p, c_double, c_void_p, c_int, c_int],
     ),
 }
 
