@@ -58,12 +58,18 @@ def test_the_library_is_built_from_these_sources(tmp_path):
     assert int(found.stdout) > 0
 
 
-@pytest.fixture(scope="module")
-def program(tmp_path_factory):
-    """Compiles tests/cpu/<name>.cpp with all of csrc and returns the program's path."""
+def compiler_tool():
+    """csrc/build.py as a module."""
     spec = importlib.util.spec_from_file_location("build", BUILD)
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
+    return tool
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    """Compiles tests/cpu/<name>.cpp with all of csrc and returns the program's path."""
+    tool = compiler_tool()
     folder = tmp_path_factory.mktemp("core")
     jobs, objects = [], []
     for source in sorted((ROOT / "csrc").glob("*.cpp")):

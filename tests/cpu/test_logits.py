@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from forerun.models.folder import FolderCheckpoint
 from tests.cpu.twin import forward
 from tests.models import tiny
 from tests.parity.driver import Driver, Row
@@ -78,6 +79,36 @@ def test_shapes(executor, checkpoint, random, name):
     found = logits_of(executor(source), tokens)
     assert distance(found, forward(source, tokens)) < SAME
     assert distance(found, fp32(source, tokens)) < CLOSE
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "F32"])
+def test_biases_of_a_block_that_is_cut(executor, checkpoint, random, kind):
+    """24 keys: 16 channels and half as many."""
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 8}
+    source = checkpoint("qwen2", kind, **heads)
+    tokens = random.integers(0, tiny.VOCAB, 40)
+    assert distance(logits_of(executor(source), tokens), forward(source, tokens)) < SAME
+
+
+def test_scores_that_are_hundreds_apart(executor, random, tmp_path):
+    """Beyond what e^x is limited to: the largest of all positions is taken off, wherever it is."""
+    hf = tiny.model("qwen3")
+    with torch.no_grad():
+        for layer in hf.model.layers:
+            layer.self_attn.q_norm.weight.mul_(40)
+    source = FolderCheckpoint(tiny.save_folder(hf, tmp_path / "sharp"))
+    tokens = random.integers(0, tiny.VOCAB, 40)
+    found, expected = logits_of(executor(source), tokens), forward(source, tokens)
+    assert distance(found, expected) < 1e-3
+
+
+@pytest.mark.parametrize("family", ["granite", "gemma2"])
+def test_logits_of_a_large_vocabulary_are_scaled_and_softened(executor, checkpoint, random, family):
+    """In pieces of 4,096 numbers (csrc/logits.cpp)."""
+    source = checkpoint(family, None, vocab_size=9000, num_hidden_layers=1)
+    tokens = random.integers(0, tiny.VOCAB, 5)
+    found = logits_of(executor(source, 2), tokens)
+    assert np.abs(found - fp32(source, tokens)).max() < 1e-4
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])

@@ -26,6 +26,9 @@ def stored(weight, kind):
 FOUR_BITS = {"integers": 9, "MXFP4": 10}
 """4 bits that no type of ggml's quantisers writes."""
 
+NUMBERS = SOURCES | FOUR_BITS | {name: entry[0] for name, entry in K_QUANTS.items()}
+"""What csrc/quant.h calls each, `Source`."""
+
 
 def four_bit_rows(random, kind, channels, inputs):
     """uint8[channels, bytes of a row], what it means, and its numbers as Q8_0, which holds them."""
@@ -51,6 +54,9 @@ def four_bit_rows(random, kind, channels, inputs):
     return raw, groups.reshape(channels, inputs), eight.reshape(channels, -1)
 
 
+GROUP_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}
+"""Kinds whose groups of 32 inputs have each a scale, and the bytes of one."""
+
 INSTRUCTION_SETS = native.KERNELS[:-1]  # Compared with plain C++.
 
 
@@ -62,7 +68,7 @@ def multiply(kernels, kind, raw, channels, x, becomes=None):
     x = np.ascontiguousarray(x, np.float32)
     out = np.full((len(x), channels), np.nan, np.float32)
     library = native.load()
-    source = (SOURCES | FOUR_BITS | {name: entry[0] for name, entry in K_QUANTS.items()})[kind]
+    source = NUMBERS[kind]
     code = library.forerun_multiply(
         kernels.encode(),
         source,
@@ -92,9 +98,10 @@ def test_equal_to_numpy(random, kind, channels, inputs):
 
 @pytest.mark.parametrize("kind", FLOATS)
 @pytest.mark.parametrize("becomes", ["Q8_0", "Q4_1"])
-def test_floats_are_quantised_where_that_is_asked(random, kind, becomes):
-    raw, weight = stored(random.standard_normal((40, 72)).astype(np.float32), kind)
-    x = random.standard_normal((7, 72)).astype(np.float32)
+@pytest.mark.parametrize("inputs", [72, 95])
+def test_floats_are_quantised_where_that_is_asked(random, kind, becomes, inputs):
+    raw, weight = stored(random.standard_normal((40, inputs)).astype(np.float32), kind)
+    x = random.standard_normal((7, inputs)).astype(np.float32)
     kept = eight_bits(weight) if becomes == "Q8_0" else four_bits(weight)
     found = multiply("", kind, raw, 40, x, becomes)
     size = np.abs(x) @ np.abs(weight.T)
@@ -168,6 +175,61 @@ def k_quantised(random, kind, channels, inputs):
     scales = random.uniform(0.001, 0.01, (*shape, halves)).astype(np.float16)
     raw[..., at] = scales.view(np.uint8).reshape(*shape, -1)
     return raw.reshape(channels, -1)
+
+
+def matrix_of(random, kind, channels, inputs):
+    """uint8[channels, bytes of a row] of any kind."""
+    if kind in K_QUANTS:
+        return k_quantised(random, kind, channels, inputs)
+    if kind in FOUR_BITS:
+        return four_bit_rows(random, kind, channels, inputs)[0]
+    return stored(random.standard_normal((channels, inputs)).astype(np.float32), kind)[0]
+
+
+@pytest.mark.parametrize("kind", [*K_QUANTS, *FOUR_BITS])
+def test_a_rows_company_does_not_matter(random, kind):
+    """Of more rows than meet a tile at a time."""
+    raw = matrix_of(random, kind, 40, 512)
+    x = random.standard_normal((135, 512)).astype(np.float32)
+    together = multiply("", kind, raw, 40, x)
+    for row in (0, 3, 5, 63, 64, 70, 127, 128, 134):
+        assert np.array_equal(together[row], multiply("", kind, raw, 40, x[row : row + 1])[0]), row
+
+
+def groups_of(raw, kind):
+    """Of each 32 inputs of a row's bytes: whole numbers int[channels, 32], and float32 scales and
+    offsets [channels].
+    """
+    for body in np.split(raw, raw.shape[1] // GROUP_BYTES[kind], 1):
+        halves = body[:, :4].copy().view(np.float16).astype(np.float32)
+        scale = halves[:, 0]
+        if kind == "Q8_0":
+            yield body[:, 2:].view(np.int8).astype(np.int64), scale, 0 * scale
+            continue
+        nibbles = body[:, -16:]
+        offset = scale * np.float32(-8) if kind == "Q4_0" else halves[:, 1]
+        yield np.concatenate([nibbles & 15, nibbles >> 4], 1).astype(np.int64), scale, offset
+
+
+@pytest.mark.parametrize("kernels", ["", "portable"])
+@pytest.mark.parametrize("kind", GROUP_BYTES)
+def test_groups_are_added_in_the_order_that_is_written(random, kind, kernels):
+    """Bit for bit, as matmul.inl begins: group after group, each product with a scale rounded once
+    as it is added (in float64, as where floats are added).
+    """
+    x = random.standard_normal((3, 320)).astype(np.float32)
+    raw = matrix_of(random, kind, 19, 320)
+    acc, low = np.zeros((2, 3, 19), np.float32)
+    for part, (q, scale, offset) in zip(np.split(x, 10, 1), groups_of(raw, kind), strict=True):
+        largest = np.abs(part).max(1)
+        factor = largest / np.float32(127)
+        numbers = np.rint(part * (np.float32(127) / largest)[:, None]).astype(np.int64)
+        scales = (scale * factor[:, None]).astype(np.float64)
+        acc = (scales * (numbers @ q.T) + acc).astype(np.float32)
+        sums = (factor * numbers.sum(1).astype(np.float32)).astype(np.float64)
+        low = (sums[:, None] * offset + low).astype(np.float32)
+    found = multiply(kernels, kind, raw, 19, x)
+    assert np.mean(found == (acc if kind == "Q8_0" else acc + low)) > 0.95
 
 
 @pytest.mark.parametrize("kernels", ["", "portable"])
@@ -304,12 +366,7 @@ def test_every_instruction_set_gives_the_bits_of_plain_code(
     """For every number of rows that is treated in a way of its own, and full and cut blocks."""
     if native.kernels(kernels) is None:
         pytest.skip(f"this machine or this build has no {kernels}")
-    if kind in K_QUANTS:
-        raw = k_quantised(random, kind, channels, inputs)
-    elif kind in FOUR_BITS:
-        raw, _, _ = four_bit_rows(random, kind, channels, inputs)
-    else:
-        raw, _ = stored(random.standard_normal((channels, inputs)).astype(np.float32), kind)
+    raw = matrix_of(random, kind, channels, inputs)
     for rows in (*range(1, 18), 31, 64, 65, 67, 72, 130):
         x = random.standard_normal((rows, inputs)) * np.exp(random.normal(0, 3, (rows, inputs)))
         x[rows // 2, 7] = np.nan if rows % 5 == 3 else 1.0
