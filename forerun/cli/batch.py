@@ -4,11 +4,13 @@ A line of the input is {"custom_id", "method": "POST", "url": "/v1/chat/completi
 line of the output is {"id", "custom_id", "response": {"status_code", "request_id", "body"},
 "error"}. Answers are written as they come. What the output already holds is not asked again, so
 the same command goes on where it was stopped. A line that is no request gets an error of its own.
+An output that holds anything but such lines is refused and left as it is.
 """
 
 import argparse
 import asyncio
 import json
+import re
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,6 +25,8 @@ from forerun.errors import ConfigError
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.options.flags import configured
 from forerun.serve.app import create_app
+from forerun.serve.errors import ApiError
+from forerun.serve.wire import parse_json
 
 URLS = ("/v1/chat/completions", "/v1/completions")
 AT_ONCE = 16
@@ -36,42 +40,48 @@ Line = dict[str, Any]
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the command. 1 where a request was not answered with 200."""
-    source, target = Path(arguments.batch), arguments.out
-    if not target:
+    source = Path(arguments.batch)
+    if not arguments.out:
         raise ConfigError("--batch needs --out FILE for the answers.")
+    # A file that a link leads to is replaced, not the link.
+    target = Path(arguments.out).resolve()
     if arguments.prompt is not None or arguments.raw or arguments.system:
         raise ConfigError("--batch brings its own prompts; leave PROMPT, --raw and --system out.")
     asked, refused = read_requests(source)
-    answered = keep_answers(Path(target))
+    if target.exists() and target.samefile(source):
+        raise ConfigError(f"--out {arguments.out} is the file of the requests; name another file.")
+    answered = keep_answers(target)
     waiting = [line for line in asked if line["custom_id"] not in answered]
     if len(waiting) < len(asked):
         say(f"{len(asked) - len(waiting)} of {len(asked)} were answered before")
     failed = sum(status != httpx.codes.OK for status in answered.values()) + len(refused)
     config = configured(EngineConfig, arguments)
     config = replace(config, max_sequences=max(config.max_sequences, AT_ONCE))
-    with Path(target).open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in refused)
+    with target.open("a", encoding="utf-8") as file:
+        file.writelines(map(_written, refused))
     for line in refused:
         say(f"{source}, line {line['error']['line']}: {line['error']['message']}")
     if waiting:
         loaded = load_shown(config)
-        with bars() as progress, Path(target).open("a", encoding="utf-8") as file:
+        with bars() as progress, target.open("a", encoding="utf-8") as file:
             failed += asyncio.run(_answer_all(loaded, waiting, file, progress))
     count = len(asked) + len(refused)
     facts = {"requests": count, "answered": count - failed, "failed": failed}
     if arguments.json:
-        emit_json(facts | {"out": target})
+        emit_json(facts | {"out": arguments.out})
     else:
-        say(f"{count} answers in {target}" + (f", {failed} of them errors" if failed else ""))
+        say(
+            f"{count} answers in {arguments.out}" + (f", {failed} of them errors" if failed else "")
+        )
     return 1 if failed else 0
 
 
 def read_requests(path: Path) -> tuple[list[Line], list[Line]]:
-    """The requests, and what the output says of the lines that are none. Raises ConfigError where
-    the file cannot be read or has no line.
+    """The requests, their bodies as the bytes of JSON, and what the output says of the lines that
+    are none. Raises ConfigError where the file cannot be read or has no line.
     """
     try:
-        texts = path.read_text(encoding="utf-8").split("\n")
+        texts = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"The requests in {path} cannot be read: {error}.") from error
     found: dict[str, Line] = {}
@@ -79,8 +89,8 @@ def read_requests(path: Path) -> tuple[list[Line], list[Line]]:
     for number, text in enumerate(texts, 1):
         if not text.strip():
             continue
-        line = _object(text)
-        name, problem = line.get("custom_id"), _problem(line)
+        line, problem = _request(text)
+        name = line.get("custom_id")
         if problem is None and name in found:
             problem = f"the custom_id {name!r} was there before."
         if problem is None:
@@ -93,11 +103,32 @@ def read_requests(path: Path) -> tuple[list[Line], list[Line]]:
     return list(found.values()), refused
 
 
+def _request(text: str) -> tuple[Line, str | None]:
+    """A line's JSON object, and why it is no request; None where it is one."""
+    try:
+        line = parse_json(text.encode())
+    except ApiError as error:
+        reason = str(error).removeprefix("The body cannot be read as JSON: ")
+        reason = re.sub(r"line 1 (column \d+) \(char \d+\)", r"\1", reason)
+        return {}, f"it is not JSON: {reason}"
+    if not isinstance(line, dict):
+        return {}, "it is JSON, but no object; it needs a custom_id, a url and a body."
+    if problem := _problem(line):
+        return line, problem
+    # Whatever model a line names, this one answers.
+    body = {name: value for name, value in line["body"].items() if name != "model"}
+    return line | {"body": json.dumps(body).encode()}, None
+
+
 def _problem(line: Line) -> str | None:
-    """Why a line is no request; None where it is one."""
-    if not isinstance(line.get("custom_id"), str) or not isinstance(line.get("body"), dict):
-        return "it needs a custom_id, a url and a body."
-    if line.get("method", "POST") != "POST" or line.get("url") not in URLS:
+    """Why an object is no request; None where it is one."""
+    wanted = {"custom_id": (str, "a text"), "url": (str, "a text"), "body": (dict, "an object")}
+    if missing := [name for name in wanted if name not in line]:
+        return f"it needs a custom_id, a url and a body, and has no {' and no '.join(missing)}."
+    for name, (kind, what) in wanted.items():
+        if not isinstance(line[name], kind):
+            return f"its {name} must be {what}."
+    if line.get("method", "POST") != "POST" or line["url"] not in URLS:
         return f"a request is a POST to one of {', '.join(URLS)}."
     return "stream has no place in a batch." if line["body"].get("stream") else None
 
@@ -108,18 +139,36 @@ def _answered(name: Any, response: Line | None, error: Line | None = None) -> Li
     return {"id": id, "custom_id": name, "response": response, "error": error}
 
 
-def keep_answers(path: Path) -> dict[str, int]:
-    """custom_id -> status of what was answered before; anything else is taken out of the file.
+def _written(line: Line) -> str:
+    """A line as the file has it. A half of a surrogate pair, which UTF-8 has not, is escaped."""
+    try:
+        text = json.dumps(line, ensure_ascii=False)
+        text.encode()
+    except UnicodeEncodeError:
+        text = json.dumps(line)
+    return text + "\n"
 
-    Raises ConfigError where the file cannot be used.
+
+def keep_answers(path: Path) -> dict[str, int]:
+    """custom_id -> status of what was answered before. Errors and a line that was cut short are
+    taken out of the file; where there is none, an empty one is made.
+
+    Raises ConfigError where the file cannot be used, or holds a line that no batch has written.
     """
-    if not path.exists():
-        return {}
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"--out {path} cannot be used: it is a folder or a device, no file.")
     found: dict[str, int] = {}
     kept: list[str] = []
     try:
-        for text in path.read_text(encoding="utf-8").split("\n"):
+        path.touch()
+        *texts, cut = path.read_text(encoding="utf-8").split("\n")
+        for number, text in enumerate([*texts, cut], 1):
             line = _object(text)
+            if not {"custom_id", "response", "error"} <= line.keys() and number <= len(texts):
+                raise ConfigError(
+                    f"--out {path} cannot be used: line {number} is no answer of a batch, and "
+                    "would be lost; name another file."
+                )
             status = (line.get("response") or {}).get("status_code")
             if isinstance(status, int) and status < FAILED:
                 found[str(line.get("custom_id"))] = status
@@ -136,7 +185,7 @@ def _object(text: str) -> Line:
     """A line's JSON object; an empty one where it is none, such as a line that was cut short."""
     try:
         line = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return line if isinstance(line, dict) else {}
 
@@ -160,7 +209,7 @@ async def _answer_all(
             nonlocal done, failed
             for line in lines:
                 answer = await _answer(client, line)
-                file.write(json.dumps(answer, ensure_ascii=False) + "\n")
+                file.write(_written(answer))
                 file.flush()
                 done += 1
                 failed += answer["response"]["status_code"] != httpx.codes.OK
@@ -171,9 +220,9 @@ async def _answer_all(
 
 
 async def _answer(client: httpx.AsyncClient, line: Line) -> Line:
-    """One line of the output. Whatever model a line names, this one answers."""
-    body = {name: value for name, value in line["body"].items() if name != "model"}
-    answer = await client.post(line["url"], json=body)
+    """One line of the output."""
+    kind = {"content-type": "application/json"}
+    answer = await client.post(line["url"], content=line["body"], headers=kind)
     response = {
         "status_code": answer.status_code,
         "request_id": answer.headers.get("x-request-id", ""),

@@ -85,11 +85,81 @@ def test_a_line_ends_where_json_lines_do(files):
         assert json.loads(answer)["custom_id"] == "a\u2028b\x85c"
 
 
+def test_a_mark_of_the_byte_order_before_the_first_line(files):
+    _, run, read, source, _ = files
+    source.write_text(json.dumps(line("a")) + "\n", encoding="utf-8-sig")
+    assert run() == 0 and read()["a"]["response"]["status_code"] == 200
+
+
+def test_half_a_surrogate_pair_stops_no_other_line(files):
+    write, run, read, _, _ = files
+    write(
+        line("\ud83d", messages=[{"role": "user", "content": "hi"}]),
+        line("a", messages=[{"role": "user", "content": "\ud83d"}]),
+        line("z"),
+    )
+    assert run() == 1
+    found = read()
+    statuses = {name: one["response"]["status_code"] for name, one in found.items()}
+    assert statuses == {"\ud83d": 200, "a": 400, "z": 200}
+    assert "surrogate" in found["a"]["response"]["body"]["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("before", "problem"),
+    [
+        (None, "is the file of the requests"),
+        ("my notes\n", "line 1 is no answer of a batch, and would be lost"),
+        ('{"custom_id": "a", "url": "/v1/completions", "body": {}}\n', "line 1 is no answer"),
+    ],
+)
+def test_a_file_that_is_no_output_is_left_as_it_is(files, before, problem, capsys):
+    write, run, _, source, target = files
+    write(line("a"))
+    if before is None:
+        target.hardlink_to(source)
+    else:
+        target.write_text(before)
+    kept = target.read_bytes()
+    assert run() == 2
+    assert problem in capsys.readouterr().err and target.read_bytes() == kept
+
+
+def test_an_output_that_cannot_be_a_file(files, tmp_path, capsys):
+    write, _, _, source, target = files
+    write(line("a"))
+    target.mkdir()
+    for out in (target, tmp_path / "missing" / "out.jsonl"):
+        assert main(["run", *TOY, "--batch", str(source), "--out", str(out)]) == 2
+        assert f"--out {out} cannot be used" in capsys.readouterr().err
+
+
+def test_a_link_to_the_output_stays_one(files, tmp_path):
+    write, run, read, _, target = files
+    write(line("a"))
+    target.symlink_to(tmp_path / "elsewhere.jsonl")
+    assert run() == 0 and target.is_symlink() and read().keys() == {"a"}
+
+
 @pytest.mark.parametrize(
     ("name", "text", "problem"),
     [
-        (None, "{", "it needs a custom_id"),
-        ("a", '{"custom_id": "a", "url": "/v1/chat/completions"}', "it needs"),
+        (
+            None,
+            '{"custom_id": "a", url}',
+            "it is not JSON: Expecting property name enclosed in double quotes: column 20.",
+        ),
+        (None, "[" * 5000, "it is not JSON: it is nested too deeply."),
+        (None, '{"custom_id": NaN}', "it is not JSON: NaN is not a JSON number."),
+        (None, "[1]", "it is JSON, but no object; it needs a custom_id"),
+        (
+            "a",
+            '{"custom_id": "a", "url": "/v1/chat/completions"}',
+            "it needs a custom_id, a url and a body, and has no body.",
+        ),
+        (3, json.dumps(line("x") | {"custom_id": 3}), "its custom_id must be a text."),
+        ("a", json.dumps(line("a") | {"url": []}), "its url must be a text."),
+        ("a", json.dumps(line("a") | {"body": "hi"}), "its body must be an object."),
         (
             "a",
             '{"custom_id": "a", "url": "/v1/embeddings", "body": {}}',
