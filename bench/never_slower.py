@@ -28,6 +28,7 @@ from rich.table import Table
 from bench.records import keep
 from forerun.build import engine
 from forerun.build.engine import open_target
+from forerun.build.registry import EXECUTORS
 from forerun.client.completion import acceptance_length, make_request
 from forerun.drafters.ngram import NgramDrafter
 from forerun.interface.plan import Plan
@@ -92,6 +93,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--prompts", type=int, default=2, help="of a stream and round")
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--executor", default="auto", choices=("auto", *EXECUTORS))
     parser.add_argument("--set", type=Path, help="jsonl of chats (default: built in)")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--adversary", action="store_true")
@@ -100,7 +102,9 @@ def main() -> int:
     if args.adversary:
         patch.object(engine, "ngram_drafter", wrong).start()
     tokens = max(*args.batches, 4) * 1024
-    target = open_target(EngineConfig(model=args.model, kv_tokens=tokens, context=2048))
+    target = open_target(
+        EngineConfig(model=args.model, executor=args.executor, kv_tokens=tokens, context=2048)
+    )
     every = read_prompts(args.set)
     rows, same, draw = [], True, np.random.default_rng(args.seed)
     for batch in args.batches:

@@ -259,7 +259,7 @@ def _costs(config: EngineConfig, executor: Executor) -> StepCosts | None:
     """Measure what steps cost, if the policy wants to know."""
     if config.policy != "adaptive" or not config.speculates:
         return None
-    return replace(measure_costs(executor), padded=bool(executor.limits.row_nodes))
+    return replace(measure_costs(executor), padded=executor.capabilities.padded)
 
 
 def _open_toy(config: EngineConfig) -> Target:

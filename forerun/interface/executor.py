@@ -24,8 +24,8 @@ class ExecutorLimits:
     vocab         V
     max_scored    nodes in one step whose logits choose a token: one per row that samples, and its
                   draft tokens. No step has more; None: as many as nodes
-    row_nodes     by rows of a step, beginning with one: nodes of one of them at most, where every
-                  row takes as much as the largest; () = as many as there is room for
+    row_nodes     by rows of a step, beginning with one: nodes of one of them at most; () = as many
+                  as there is room for
     checkpoints   recurrent states that are kept at ends of pages, beside one of each slot, of a
                   model that has such; see `Executor.resumable`
     """
@@ -63,6 +63,7 @@ class Capabilities:
     overlap      a round can go on from a running one (`Executor.begin_after`)
     first_steps  how many steps of a size take longer than the ones after them, because something is
                  compiled, captured or paged in
+    padded       a step computes as many nodes of every row as the one with most has
     unwritten    rows may stand behind positions of pages that nobody wrote: what they say then
                  means nothing, and takes the time that it takes behind others
     """
@@ -70,6 +71,7 @@ class Capabilities:
     masks_first: bool = False
     overlap: bool = False
     first_steps: int = 2
+    padded: bool = False
     unwritten: bool = False
 
 

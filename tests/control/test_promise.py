@@ -20,6 +20,7 @@ from tests.control.device import (
     ROW_HOST,
     ROW_LEVEL,
     HeadDevice,
+    PaddedDevice,
     PlainDevice,
     TextDevice,
 )
@@ -167,3 +168,18 @@ def test_ngrams_keep_the_promise(rows, case):
     whole, late = sums
     assert whole[0] >= 0.97 * whole[1]
     assert late[0] >= 0.95 * late[1:].max()
+
+
+@pytest.mark.parametrize("repeats", [pytest.param(0.3, marks=pytest.mark.slow), 0.6])
+def test_ngrams_keep_the_promise_where_a_node_is_dear_and_rows_are_padded(repeats):
+    """Beside twelve rows without any draft tokens, those of four rows cost as much as of sixteen:
+    priced by themselves (`padded` False) they lose 4 %.
+    """
+    counts = (1, 2, 3, 4, 5, 6, 8, 16, 32, 64)
+    ms = [8.0 + 2.0 * 4 ** np.ceil(np.log(nodes) / np.log(4.0)) + HOST for nodes in counts]
+    costs = StepCosts(counts, tuple(ms), padded=True)
+    traits, on, off = DrafterTraits("ngram", 8, free=True, buys=True), 0.0, 0.0
+    for seed in range(2):
+        on += PaddedDevice(AdaptivePolicy(costs, 3, 3, traits), 16, seed, True).run(600, repeats)
+        off += PaddedDevice(FixedPolicy(0, 0), 16, seed, True).run(600, repeats)
+    assert on >= 0.97 * off

@@ -65,6 +65,7 @@ def test_start_up_compiles_all_and_tells_how_far_it_is(warm):
     assert set(warm.programs.compiled) == set(keys)
     assert [news[1:] for news in warm.told] == [(n + 1, len(keys)) for n in range(len(keys))]
     assert warm.describe()["compiled"] == len(keys) == 2 + 4 + 4 + 3
+    assert warm.capabilities.padded
 
 
 def test_nothing_compiles_and_nothing_is_transferred_in_secret(warm, compilations):
@@ -283,6 +284,9 @@ def test_steps_are_cut_into_few_dispatches():
     places = np.concatenate([b.places().ravel()[: sum(map(len, b.nodes))] for b in cut])
     assert len(set(places.tolist())) == len(places) == 270 + 4 + 17
     assert places.max() < shape.hidden
+    # Where one round holds all, every row is as long as the longest: Capabilities.padded.
+    rows = [Row(slot, draft=chain_draft([5] * 2 * (slot == 2))) for slot in range(2, 6)]
+    assert [b.size for b in batches(*driver.plan(rows), buckets, shape)] == [(4, 4)]
     # Two large trees beside many single nodes.
     buckets = replace(buckets, most=100)
     rows = [Row(slot, draft=chain_draft([5] * 8) if slot < 4 else Draft()) for slot in range(2, 18)]

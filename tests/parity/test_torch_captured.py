@@ -267,7 +267,7 @@ def test_declared_sizes_are_captured_before_the_first_step(pair):
     }
     assert captured.describe()["capture_seconds"] > seconds
     assert told == [(done, len(sizes)) for done in range(len(sizes) + 1)]
-    assert captured.limits.row_nodes == (16, 16, 16, 16)
+    assert captured.limits.row_nodes == (16, 16, 16, 16) and captured.capabilities.padded
     before = tape.captures
     with Driver(captured) as driver:
         for slot in range(3):

@@ -79,7 +79,7 @@ class JaxExecutor(Executor):
         options = options or JaxOptions()
         arch = checkpoint.architecture
         self.limits, self._options = limits, options
-        self.capabilities = Capabilities(overlap=options.overlap)
+        self.capabilities = Capabilities(overlap=options.overlap, padded=True)
         check_runs(arch)
         check_options(arch, limits, options)
         sharding = make_sharding(arch, options.shards, options.platform)
