@@ -8,7 +8,8 @@ what COSTS says of its nodes, LOOK_MS and ROW_LOOK_MS more where the drafter was
 the policy sees reports only, as in service. Printed, of `--seeds` runs: speed over plain decoding
 (mean, range, and range of rounds, which have a policy each); of plain decoding's time what was lost
 (below 0: won) by verifying draft tokens, and what by looking for them; tokens per step and row, and
-draft tokens. `--wrong` replaces every draft by wrong tokens called likely. A server's first round:
+draft tokens. `--wrong` replaces every draft by wrong tokens called likely; `--oracle` verifies of
+what was found exactly what comes true, which no policy can better. A server's first round:
 `--tokens 96 --fresh 1 --startup --warm 8`: a new policy, which has what start-up measured from
 noisy steps, and saw short answers end one after another before.
 """
@@ -32,6 +33,7 @@ from forerun.client.completion import complete, make_request
 from forerun.control import account, adaptive, costs, host_drafts
 from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.constants import MIN_REPEATS
+from forerun.control.policy import FixedPolicy, Policy
 from forerun.control.step_costs import StepCosts
 from forerun.engine.step import step_report
 from forerun.hub.catalog import shipped_draft
@@ -47,6 +49,7 @@ from forerun.types import Ints
 
 COSTS = {
     "cpu": StepCosts((1, 2, 4, 8, 16, 32, 64), (4.0, 4.4, 5.2, 10.1, 20.1, 38.3, 78.8)),
+    "zen3": StepCosts((1, 2, 3, 4, 6, 8, 16, 64), (3.4, 3.8, 4.2, 5.1, 7.3, 9.2, 17.2, 67.2)),
     "many": StepCosts((1, 4, 8, 16, 32, 64, 128), (2.9, 3.4, 5.8, 11.5, 22.0, 44.0, 88.0)),
     "flat": StepCosts((1, 8, 64, 256), (10.0, 10.5, 12.0, 20.0)),
     "steep": StepCosts((1, 2, 4, 8, 16, 64), (10.6, 16.1, 28.8, 54.8, 86.6, 312.0)),
@@ -118,8 +121,9 @@ class Replay:
     machine: Machine
     drafter: Drafter
     wrong: bool = False
+    oracle: bool = False
     answers: Iterator[dict[str, list[int]]] = field(default_factory=lambda: iter(()))
-    policy: AdaptivePolicy = None  # type: ignore[assignment]
+    policy: Policy = None  # type: ignore[assignment]
     ms: float = 0.0
     plain_ms: float = 0.0
     look_ms: float = 0.0
@@ -165,6 +169,9 @@ class Replay:
             if self.wrong:
                 proposed = [bad(min(int(d), 4)) for d in depth]
             drafts = decision.select(proposed) if decision.select else proposed
+            if self.oracle:
+                pairs = zip(drafts, streams, strict=True)
+                drafts = [chain(s.left[: accepted(draft, s.left)]) for draft, s in pairs]
         self._settle(plan, streams, drafts, proposed, decision.reason)
 
     def _settle(
@@ -202,10 +209,15 @@ class Replay:
                 del self.streams[slot]
 
 
+def chain(tokens: list[int]) -> Draft:
+    """A path of these tokens, called likely."""
+    parents = np.arange(-1, len(tokens) - 1, dtype=np.int32)
+    return Draft(np.array(tokens, np.int32), parents, np.full(len(tokens), 0.9, np.float32))
+
+
 def bad(count: int) -> Draft:
-    """Tokens that no text continues with, called likely."""
-    parents = np.arange(-1, count - 1, dtype=np.int32)
-    return Draft(np.full(count, 3, np.int32), parents, np.full(count, 0.9, np.float32))
+    """Tokens that no text continues with."""
+    return chain([3] * count)
 
 
 def accepted(draft: Draft, truth: list[int]) -> int:
@@ -316,19 +328,20 @@ def replayed(
 ) -> Replay:
     """Every answer, on a machine with this table, with a policy as the options say."""
     machine = Machine(name, seed)
-    replay = Replay(machine, ngram_drafter(rows, table), options.wrong)
+    replay = Replay(machine, ngram_drafter(rows, table), options.wrong, options.oracle)
     played = islice(cycle(answers), max(len(answers), 8 * rows))
     while head := list(islice(played, options.fresh * rows or None)):
         told = machine.start_up() if options.startup else COSTS[options.told or name]
         traits = DrafterTraits("ngram", 8, free=True, buys=not options.wrong)
-        replay.policy = AdaptivePolicy(told, 8, 8, traits)
+        replay.policy = FixedPolicy(8, 8) if options.oracle else AdaptivePolicy(told, 8, 8, traits)
         if options.warm:
             # What a prompt waited for, its answer is shorter when all are decoded together.
             short = [
                 answer | {"output": answer["output"][: 2 + index % options.warm]}
                 for index, answer in enumerate(head[:rows])
             ]
-            warm = Replay(machine, replay.drafter, options.wrong, iter(short), replay.policy)
+            warm = Replay(machine, replay.drafter, options.wrong, options.oracle, iter(short))
+            warm.policy = replay.policy
             while warm.fill(rows):
                 warm.step()
         replay.answers, plain, took = iter(head), replay.plain_ms, replay.ms
@@ -353,6 +366,7 @@ def main() -> None:
     parser.add_argument("--tables", nargs="+", default=list(COSTS))
     parser.add_argument("--set", nargs="*", default=[], help="constants of control/constants.py")
     parser.add_argument("--wrong", action="store_true")
+    parser.add_argument("--oracle", action="store_true")
     parser.add_argument("--fresh", type=int, default=0, help="a new policy after so many answers")
     parser.add_argument("--startup", action="store_true", help="costs are measured at start-up")
     parser.add_argument("--warm", type=int, default=0, help="tokens of short answers before")
