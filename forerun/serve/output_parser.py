@@ -1,9 +1,11 @@
 """One choice's text on its way out: reasoning, content and tool calls told apart."""
 
+import json
 import secrets
 from dataclasses import dataclass
 from typing import Any
 
+from forerun.engine.request import Finish
 from forerun.text.reasoning import ReasoningReader
 from forerun.text.tool_bodies import CallPiece
 from forerun.text.tools import Parsed, ToolReader
@@ -24,11 +26,25 @@ class OutputParser:
     def __init__(self, reasoning: ReasoningReader | None, tools: ToolReader | None) -> None:
         self._reasoning = reasoning
         self._tools = tools
+        self._arguments = ""  # Of the last call, as far as they have come.
 
-    @property
-    def called(self) -> bool:
-        """Whether the choice holds a tool call."""
-        return self._tools is not None and self._tools.called
+    def called(self, finish: Finish | None, stop_reason: str | int | None) -> bool:
+        """Whether a choice that ended so ended with tool calls: not where a limit or a stop string
+        cut off the last one.
+        """
+        if self._tools is None or not self._tools.called or finish != Finish.STOP:
+            return False
+        return not self.stopped_inside(stop_reason)
+
+    def stopped_inside(self, stop_reason: str | int | None) -> bool:
+        """Whether a stop string came before the arguments of a call were whole."""
+        if self._tools is None or not self._tools.called or not isinstance(stop_reason, str):
+            return False
+        try:
+            json.loads(self._arguments)
+        except ValueError:
+            return True
+        return False
 
     def push(self, text: str, last: bool, cut: bool = False) -> Heard:
         """What `text` makes certain; with `last`, all there is; with `cut`, there was no room for
@@ -42,7 +58,11 @@ class OutputParser:
             return Heard(thought, answer)
         called = self._tools.push(answer)
         tail = self._tools.finish(cut) if last else Parsed()
-        return Heard(thought, called.content + tail.content, called.calls + tail.calls)
+        calls = called.calls + tail.calls
+        for piece in calls:
+            before = self._arguments if piece.name is None else ""
+            self._arguments = before + piece.arguments
+        return Heard(thought, called.content + tail.content, calls)
 
 
 def whole_calls(pieces: tuple[CallPiece, ...]) -> list[dict[str, Any]]:

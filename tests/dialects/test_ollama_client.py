@@ -63,6 +63,18 @@ def test_stream_is_the_answer_in_lines(server, client):
     assert "".join(piece.response for piece in pieces) == whole.message.content
 
 
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+def test_no_number_of_tokens_is_no_limit(server, path):
+    """Ollama's runner counts against a limit above 0 alone."""
+    asked = {"messages": ASKED} if path == "/api/chat" else {"prompt": "a", "raw": True}
+    answers = [
+        server.post(path, {**asked, "stream": False, "options": {**GREEDY, **options}}).json()
+        for options in ({"num_predict": 0}, {"num_predict": -1}, {})
+    ]
+    counts = [(one["done_reason"], one["eval_count"]) for one in answers]
+    assert len(set(counts)) == 1 and counts[0][1] > 1
+
+
 def test_options_reach_the_sampler(server, client):
     text = text_of(server, **GREEDY)
     cut = ask(client, options={"stop": [text[10:13]]})
@@ -226,7 +238,7 @@ BAD = [
     ("/api/chat", {"options": {"temperature": 3}}, "options.temperature"),
     ("/api/chat", {"options": {"num_ctx": "big"}}, "options.num_ctx"),
     ("/api/chat", {"options": [1]}, "options"),
-    ("/api/chat", {"options": {"num_predict": 0}, "messages": ASKED}, "options.num_predict"),
+    ("/api/chat", {"options": {"num_predict": -3}, "messages": ASKED}, "options.num_predict"),
     ("/api/chat", {"format": "yaml"}, "format"),
     ("/api/chat", {"format": {"type": "what"}, "messages": ASKED}, "format"),
     ("/api/chat", {"think": "much"}, "think"),

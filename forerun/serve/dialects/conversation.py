@@ -26,4 +26,10 @@ class Hearing:
     @property
     def called(self) -> bool:
         """Whether the answer ended with calls of tools."""
-        return self.finish == Finish.STOP and self._parser.called
+        return self._parser.called(self.finish, self.stop_reason)
+
+    @property
+    def cut(self) -> bool:
+        """Whether there was no room for more, or a stop string came inside a call."""
+        inside = self._parser.stopped_inside(self.stop_reason)
+        return self.finish == Finish.LENGTH or inside

@@ -54,9 +54,7 @@ class Blocks:
         return [{"type": "content_block_stop", "index": len(self._blocks) - 1}]
 
     def whole(self, cut: bool) -> list[dict[str, Any]]:
-        """All blocks. cut: there was no room for more; then a last call without a whole input is
-        left out.
-        """
+        """All blocks. cut: as Hearing.cut; then a last call without a whole input is left out."""
         found = []
         for at, block in enumerate(self._blocks):
             called, last = block["type"] == "tool_use", at == len(self._blocks) - 1

@@ -79,7 +79,7 @@ class MessagesDialect(Dialect):
         for _, delta in choices:
             self._blocks.push(self._hearing.push(delta))
         usage = {**_input(tally), "output_tokens": tally.output_tokens}
-        blocks = self._blocks.whole(self._hearing.finish == Finish.LENGTH)
+        blocks = self._blocks.whole(self._hearing.cut)
         answer = self._message(blocks, usage) | self._stop()
         if self._stats:
             answer["metrics"] = speculation_metrics(tally.stats)

@@ -84,7 +84,7 @@ class OllamaDialect(Dialect):
         lines = []
         for _, delta in news:
             heard = self._hearing.push(delta)
-            calls = self._calls.push(heard.calls, delta.finish)
+            calls = self._calls.push(heard.calls, delta.finish, self._hearing.cut)
             logprobs = self._logprobs([(0, delta)])
             if heard.reasoning or heard.content or calls or logprobs:
                 lines.append(self._line(heard, calls, logprobs) | {"done": False})
@@ -96,7 +96,7 @@ class OllamaDialect(Dialect):
         """As Dialect.whole: the one choice as one object, with counts and times."""
         ((_, delta),) = choices
         heard = self._hearing.push(delta)
-        calls = self._calls.push(heard.calls, delta.finish)
+        calls = self._calls.push(heard.calls, delta.finish, self._hearing.cut)
         return self._line(heard, calls, self._logprobs(choices)) | self._done(tally)
 
     def end(self, error: ApiError | None) -> bytes:
@@ -204,9 +204,11 @@ class Calls:
         self._name: str | None = None
         self._arguments = ""
 
-    def push(self, pieces: Sequence[CallPiece], finish: Finish | None) -> list[dict[str, Any]]:
-        """The calls that are whole now, all where the answer ends. One that was cut off for want
-        of room is left out.
+    def push(
+        self, pieces: Sequence[CallPiece], finish: Finish | None, cut: bool
+    ) -> list[dict[str, Any]]:
+        """The calls that are whole now, all where the answer ends; cut: as Hearing.cut, then a last
+        one that is not whole is left out.
         """
         found = []
         for piece in pieces:
@@ -214,7 +216,7 @@ class Calls:
                 found += self._ended()
                 self._name = piece.name
             self._arguments += piece.arguments
-        return found if finish is None else [*found, *self._ended(finish == Finish.LENGTH)]
+        return found if finish is None else [*found, *self._ended(cut)]
 
     def _ended(self, cut: bool = False) -> list[dict[str, Any]]:
         if self._name is None:
@@ -269,11 +271,11 @@ def plain(body: OllamaGenerateBody) -> CompletionBody:
 
 
 def _limit(body: OllamaBody) -> int | None:
-    """Tokens at most; none and negative ones mean as many as the context takes."""
+    """Tokens at most; left out, 0 and negative ones mean as many as the context takes: Ollama's
+    runner counts tokens against positive limits alone (ollamarunner/runner.go).
+    """
     asked = body.options.num_predict
-    if asked == 0:
-        raise RequestError("options.num_predict must not be 0.", "options.num_predict")
-    return None if asked is None or asked < 0 else asked
+    return None if asked is None or asked <= 0 else asked
 
 
 def _sampled(body: OllamaBody) -> dict[str, Any]:

@@ -137,7 +137,7 @@ class ChatFormat:
         return sum(reasoning_tokens(text, self._tokenizer) for text in self._thoughts.values())
 
     def _finish(self, index: int, news: Delta) -> str | None:
-        called = news.finish == Finish.STOP and self._speeches[index].called
+        called = self._speeches[index].called(news.finish, news.stop_reason)
         return "tool_calls" if called else news.finish
 
     def _logprobs(self, news: Delta) -> dict[str, Any] | None:
