@@ -12,9 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from forerun.cli.parser import unknown
+from forerun.cli.yaml_file import mapping
 from forerun.errors import ConfigError
 from forerun.options.alias import FIELDS
 from forerun.options.aliases import OPTIONS
@@ -126,41 +125,34 @@ def from_file(path: Path, options: Mapping[str, Option], command: str) -> list[G
     return list(entries(str(path), mapping(path), options, command))
 
 
-def mapping(path: Path) -> Mapping[Any, Any]:
-    """A YAML file that holds names and values. Raises ConfigError naming it."""
-    try:
-        facts = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The configuration {path} cannot be read: {error}.") from error
-    except yaml.YAMLError as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"The configuration {path} is not YAML: {reason}.") from error
-    if facts is None:
-        return {}
-    if not isinstance(facts, dict):
-        raise ConfigError(f"The configuration {path} must hold lines such as `port: 8000`.")
-    return facts
-
-
 def entries(
-    where: str, facts: Mapping[Any, Any], options: Mapping[str, Option], command: str
+    where: str, facts: Mapping[str, Any], options: Mapping[str, Option], command: str
 ) -> Iterable[Given]:
     """The options of names and values that stand in `where`. Raises ConfigError for a name that
-    the command does not have.
+    the command does not have or that is there twice, and for a list or a mapping where an option
+    takes one value.
     """
+    names: set[str] = set()
     for key, value in facts.items():
-        name = str(key).lstrip("-").replace("_", "-")
+        name = key.lstrip("-").replace("_", "-")
+        if name in names:
+            raise ConfigError(f"{where}: {name} is there twice, with - and with _; leave one out.")
+        names.add(name)
         if name not in options:
             raise ConfigError(f"{where}: {unknown('--' + name, {**options}, command)}")
-        for one in value if isinstance(value, list) else [value]:
+        option, place = options[name], f"{name} in {where}"
+        values = value if isinstance(value, list) and _repeated(option) else [value]
+        for one in values:
+            if isinstance(one, list) or (isinstance(one, dict) and len(option.fields) == 1):
+                kind = "list" if isinstance(one, list) else "mapping"
+                raise ConfigError(f"{place} takes one value, not a {kind}.")
             if one is not None:
-                yield Given(options[name], written(one), f"{name} in {where}")
+                yield Given(option, json.dumps(one) if isinstance(one, dict) else one, place)
 
 
-def written(value: Any) -> str:
-    """A value of a file as the command line would have it, one word."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, dict):
-        return json.dumps(value)
-    return str(value)
+def _repeated(option: Option) -> bool:
+    """Whether an option may be said several times, so that a file may have a list for it. Of one
+    that sets nothing it makes no difference.
+    """
+    held = (FIELDS[name].default for name in option.fields if name in FIELDS)
+    return not option.fields or any(isinstance(one, tuple) for one in held)

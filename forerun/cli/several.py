@@ -5,7 +5,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from forerun.cli.layers import entries, mapping
+from forerun.cli.layers import entries
+from forerun.cli.yaml_file import mapping
 from forerun.errors import ConfigError
 from forerun.hub import catalog, huggingface
 from forerun.options.config import EngineConfig
@@ -69,8 +70,8 @@ def in_file(path: Path, options: Mapping[str, Option], config: EngineConfig) -> 
     """
     own = {item.name for item in fields(EngineConfig)} | {"served_name"}
     found = []
-    for key, value in mapping(path).items():
-        name, where = str(key), f"{path}, {key}"
+    for name, value in mapping(path, 2).items():
+        where = f"{path}, {name}"
         if not isinstance(value or {}, dict):
             raise ConfigError(f"{where}: options of a model are lines such as `context: 4096`.")
         given = list(entries(where, value or {}, options, "serve"))

@@ -369,12 +369,45 @@ def test_flag_before_environment_before_file_before_profile_before_default(tmp_p
         ("a: [", "is not YAML"),
         ("port: x", "port in .* takes a whole number"),
         ("dp-size: 2", "dp-size in .* 2 cannot be honoured"),
+        ("port: [1]", "port in .*c.yaml takes one value, not a list"),
+        ("context: []", "context in .* takes one value, not a list"),
+        ("model: [a, b]", "model in .* takes one value, not a list"),
+        ("model: {a: b}", "model in .* takes one value, not a mapping"),
+        ("api-key: {a: b}", "api-key in .* takes one value, not a mapping"),
+        ("api-key: [a, {b: c}]", "api-key in .* takes one value, not a mapping"),
+        ("api-key: [a, [b]]", "api-key in .* takes one value, not a list"),
+        ("port: 1\nhost: a\nport: 2", "port is there twice, in lines 1 and 3"),
+        ("max_sequences: 1\nmax-sequences: 2", "max-sequences is there twice"),
+        ("dtype: off", "dtype is 'off'"),
+        ("port: 12:30:00", "port in .* takes a whole number, not '12:30:00'"),
+        ("[a]: 1", "line 1: a name is one word"),
+        ("host: a\n---\nhost: b", "is not YAML"),
+        ("port: " + "[" * 5000, "is nested too deeply"),
     ],
 )
 def test_a_file_that_cannot_be_used(tmp_path, text, problem):
     (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(ConfigError, match=problem):
         engine("--config", str(tmp_path / "c.yaml"))
+
+
+def test_a_value_of_a_file_is_as_it_was_written(tmp_path):
+    """YAML alone would make 7, 1.1, false and a date of these."""
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "model: &name toy\napi-key: [007, 1.10, 'null', 2026-01-01, ~]\nreasoning-end: off\n"
+        "port: 08000\nui: no\nspeculative-config: {num_speculative_tokens: 3}\nhost:\n"
+        "served-name: *name\nspeculative-algorithm: OFF\nkv_tokens: 4K\n"
+    )
+    found = server("--config", str(file))
+    assert found.api_keys == ("007", "1.10", "null", "2026-01-01")
+    assert (found.reasoning_end, found.port, found.ui) == ("off", 8000, False)
+    assert (found.host, found.served_name) == ("127.0.0.1", ("toy",))
+    ours = engine("--config", str(file))
+    assert (ours.speculative_algorithm, ours.speculative_num_steps) == ("OFF", 3)
+    assert ours.kv_tokens == 4096
+    file.write_text("<<: {port: 9}\nport: 8\n")
+    assert server("--config", str(file)).port == 8
 
 
 def test_files_and_variables_that_are_wrong(tmp_path):

@@ -1,0 +1,61 @@
+"""YAML files of option names and values, each value as it was written.
+
+YAML would make false of `off`, 7 of `007`, 1.1 of `1.10` and 45000 of `12:30:00`. An option knows
+by itself how its value is read, as on the command line, so values stay texts here.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from forerun.errors import ConfigError
+
+_NULL, _MERGE = "tag:yaml.org,2002:null", "tag:yaml.org,2002:merge"
+
+
+def mapping(path: Path, levels: int = 1) -> Mapping[str, Any]:
+    """A YAML file that holds names and values. A value is a text as it was written, None where it
+    is null or left out, or a list of such; a mapping is one of names and values too down to
+    `levels`, and below it what YAML makes of it.
+
+    Raises ConfigError naming the file, and the line of a name that is there twice.
+    """
+    try:
+        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+        return {} if node is None or node.tag == _NULL else _names(loader, node, levels, str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The configuration {path} cannot be read: {error}.") from error
+    except (yaml.YAMLError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"The configuration {path} is not YAML: {reason}.") from error
+    except RecursionError:
+        raise ConfigError(f"The configuration {path} is nested too deeply.") from None
+
+
+def _names(loader: yaml.SafeLoader, node: yaml.Node, levels: int, path: str) -> dict[str, Any]:
+    if not isinstance(node, yaml.MappingNode):
+        raise ConfigError(f"The configuration {path} must hold lines such as `port: 8000`.")
+    lines: dict[str, int] = {}
+    for key, _ in node.value:
+        line = key.start_mark.line + 1
+        if not isinstance(key, yaml.ScalarNode):
+            raise ConfigError(f"{path}, line {line}: a name is one word.")
+        if key.value in lines and key.tag != _MERGE:
+            first = lines[key.value]
+            raise ConfigError(f"{path}: {key.value} is there twice, in lines {first} and {line}.")
+        lines[key.value] = line
+    loader.flatten_mapping(node)
+    return {key.value: _value(loader, value, levels - 1, path) for key, value in node.value}
+
+
+def _value(loader: yaml.SafeLoader, node: yaml.Node, levels: int, path: str) -> Any:
+    if isinstance(node, yaml.ScalarNode):
+        return None if node.tag == _NULL else node.value
+    if isinstance(node, yaml.SequenceNode):
+        return [_value(loader, one, 0, path) for one in node.value]
+    if levels > 0:
+        return _names(loader, node, levels, path)
+    return loader.construct_object(node, deep=True)
