@@ -90,7 +90,8 @@ def _named(text: str) -> tuple[str, Path]:
     name, _, path = text.rpartition("=")
     file = Path(path)
     if not file.is_file():
-        raise ConfigError(f"there is no file {file}; --set takes [NAME=]FILE, a jsonl of chats")
+        problem = f"{file} is no file" if file.exists() else f"there is no file {file}"
+        raise ConfigError(f"{problem}; --set or --prompts takes [NAME=]FILE, a jsonl of chats")
     return name or file.stem, file
 
 

@@ -26,6 +26,7 @@ from forerun.train.ngrams import make_table
 from forerun.train.pipeline import Report, TrainingTarget, dense_author, make_draft, write_corpus
 from forerun.train.prediction import PredictionSpec
 from forerun.train.presets import TrainConfig, resolve
+from forerun.train.prompts import Problems, read_prompts
 from forerun.train.served import ServedAuthor
 from forerun.train.token_map import token_map
 
@@ -38,8 +39,8 @@ def main(arguments: argparse.Namespace) -> int:
     config = resolve(arguments.preset, changes)
     out = Path(arguments.out)
     prompts = Path(arguments.prompts) if arguments.prompts else None
-    if prompts and not prompts.is_file():
-        raise ConfigError(f"there is no file {prompts}; --prompts takes a jsonl file of chats")
+    if prompts:
+        _check_prompts(prompts)
     engine = replace(
         configured(EngineConfig, arguments),
         model=arguments.model,
@@ -121,6 +122,20 @@ def _told_table(arguments: argparse.Namespace, out: Path, known: float) -> int:
             markup=False,
         )
     return 0
+
+
+def _check_prompts(path: Path) -> None:
+    """Raise ConfigError, before anything is loaded, for a file without a chat in it."""
+    problems = Problems()
+    try:
+        if next(read_prompts(path, problems), None):
+            return
+    except OSError as error:
+        raise ConfigError(
+            f"--prompts {path} cannot be read: {error.strerror}; it takes a jsonl file of chats."
+        ) from error
+    first = f": {problems.bad_lines[0]}" if problems.bad_lines else ""
+    raise ConfigError(f"--prompts {path} holds no chat that can be used{first}.")
 
 
 def _corpus(

@@ -36,7 +36,8 @@ def read_prompts(path: Path | None = None) -> list[Prompt]:
     """
     path = path or BUILT_IN
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # A line of JSON may hold U+2028, at which splitlines() would tear it.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"The prompts in {path} cannot be read: {reason}.") from error
@@ -72,7 +73,7 @@ def labelled(prompt: Prompt, label: str) -> Prompt:
 def _prompt(line: str, where: str, number: int) -> Prompt:
     try:
         entry = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is not JSON: {error}.") from error
     if not isinstance(entry, dict):
         raise ConfigError(f"{where} is not an object.")

@@ -25,13 +25,15 @@ def read_prompts(path: Path, problems: Problems) -> Iterator[Messages]:
     A bad line is noted in problems.bad_lines and skipped. Raises OSError where the file cannot be
     read, when iteration begins.
     """
-    with path.open(encoding="utf-8", errors="replace") as lines:
+    with path.open(encoding="utf-8-sig", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
                 yield _messages(json.loads(line))
-            except (ValueError, KeyError, TypeError) as error:
+            except KeyError:
+                problems.bad_lines.append(f"{path}:{number}: no messages, turns or prompt")
+            except (ValueError, TypeError, IndexError, RecursionError) as error:
                 problems.bad_lines.append(f"{path}:{number}: {error}")
 
 

@@ -48,3 +48,24 @@ def test_what_a_preset_says_is_refused_to_nobody():
 def test_all_other_options_are_for_every_method(method, name):
     value = method if name == "method" else OPTIONS[name].default
     assert getattr(resolve("cpu", {"method": method, name: value}), name) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (None, "cannot be read: No such file"),
+        ("\n", "holds no chat that can be used."),
+        ("{", "holds no chat that can be used: "),
+        ('{"text": "a"}', ":1: no messages, turns or prompt."),
+    ],
+)
+def test_prompts_without_a_chat_are_refused_before_a_model_is_loaded(
+    text, problem, tmp_path, capsys
+):
+    prompts, out = tmp_path / "p.jsonl", tmp_path / "out"
+    if text is not None:
+        prompts.write_text(text)
+    line = ["train", "--preset", "table", "--out", str(out), "--prompts", str(prompts)]
+    assert main([*line, "--model", "nosuchmodel"]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert f"--prompts {prompts}" in told and problem in told and not out.exists()

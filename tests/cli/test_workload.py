@@ -25,6 +25,7 @@ def test_messages_and_plain_prompts_are_read(tmp_path):
     [
         ("{", "line 2 is not JSON"),
         ("[1]", "line 2 is not an object"),
+        ("[" * 5000, "line 2 is not JSON"),
         ("{}", "line 2 needs"),
         ('{"messages": []}', "line 2 needs"),
         ('{"messages": [{"role": "user"}]}', "line 2 needs"),
@@ -36,6 +37,14 @@ def test_bad_lines_are_named(tmp_path, line, complaint):
     path.write_text('{"prompt": "fine"}\n' + line)
     with pytest.raises(ConfigError, match=complaint):
         read_prompts(path)
+
+
+def test_a_line_ends_where_json_lines_do(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    line = json.dumps({"prompt": "a\u2028b\x85c"}, ensure_ascii=False)
+    path.write_text(line + "\r\n", encoding="utf-8-sig")
+    (prompt,) = read_prompts(path)
+    assert prompt.text == "a\u2028b\x85c"
 
 
 def test_files_that_hold_nothing_or_are_not_there(tmp_path):

@@ -100,14 +100,18 @@ def test_prompts_of_a_file_and_what_does_not_fit(tmp_path):
         json.dumps({"turns": ["Two?", "Three?"]}),
         json.dumps({"messages": [{"role": "user", "content": "Four?"}, ANSWERED]}),
         json.dumps({"messages": []}),
+        json.dumps({"turns": []}),
+        json.dumps({"text": "Five?"}),
+        "[" * 5000,
     ]
-    (tmp_path / "p.jsonl").write_text("\n".join(lines))
+    (tmp_path / "p.jsonl").write_text("\n".join(lines), encoding="utf-8-sig")
     problems = Problems()
     author = Scripted(says, most=120)
     writer, chats = write(author, read_prompts(tmp_path / "p.jsonl", problems), follow_up=0)
     asked = sorted(text_of(chat).split("user\n")[1].split("<")[0] for chat in chats)
     assert asked == ["Four?", "One?", "Two?"]
-    assert [line.split(":")[1] for line in problems.bad_lines] == ["2", "6"]
+    assert [line.split(":")[1] for line in problems.bad_lines] == ["2", "6", "7", "8", "9"]
+    assert problems.bad_lines[3].endswith("no messages, turns or prompt")
     assert writer.problems.bad_lines == ["too long"]
 
 
