@@ -24,6 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from bench.records import ended
 from forerun.executors.torch.attention.attention_shapes import lines_for, shape_for
 from forerun.executors.torch.attention.tiles import MOST_PARTS, tile_nodes
 from forerun.executors.torch.captured.declared import NODES
@@ -630,4 +631,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ended(main)

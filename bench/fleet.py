@@ -24,6 +24,7 @@ from time import process_time
 from typing import Any
 
 from bench.plots import charts
+from bench.records import ended
 from bench.simulated_fleet import HOT, TROUBLES, Case, Router, Turn, Workload, simulated
 from bench.simulated_scaling import scaled
 from forerun.machine import cpu_name
@@ -182,4 +183,4 @@ def drawn(part: str, found: list[Point]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    ended(main)

@@ -14,6 +14,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from bench.forward import in_turns, opened, weights
+from bench.records import ended
 from forerun.executors.cpu import native
 from forerun.models.arch import Architecture
 from forerun.models.mapped import FourBits, Packed
@@ -84,4 +85,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ended(main)

@@ -37,6 +37,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.records import ended
 from forerun.client.completion import acceptance_length, complete, make_request
 from forerun.client.llm import LLM
 from forerun.executors.torch import CapturedExecutor
@@ -416,4 +417,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ended(main)

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import httpx
 from rich.console import Console
 
+from bench.records import ended
 from forerun.build.engine import Loaded, load
 from forerun.client.completion import complete, make_request
 from forerun.engine.request import Request
@@ -171,4 +172,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ended(main)

@@ -13,7 +13,6 @@ Prompts are the default model's, whose vocabulary the shape gets. On the CPU eve
 """
 
 import argparse
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ import numpy as np
 import torch
 
 from bench.gpu import Report, turns
+from bench.records import ended
 from forerun.build import engine as built
 from forerun.client.completion import complete, make_request
 from forerun.client.llm import LLM
@@ -127,4 +127,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ended(main)

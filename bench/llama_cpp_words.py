@@ -21,6 +21,7 @@ from typing import Any
 
 import gguf
 
+from bench.records import ended
 from forerun.text.pieces import byte_alphabet
 from forerun.text.pre_tokenizers import PRE_TOKENIZERS
 from tests.text.corpus import AROUND_CONTROLS, sentence_piece_vocabulary
@@ -152,4 +153,4 @@ def finish(writer: gguf.GGUFWriter) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ended(main)

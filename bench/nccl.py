@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 
+from bench.records import ended
 from forerun.build.engine import encode_chat, make_engine, open_target
 from forerun.client.completion import make_request
 from forerun.engine.request import Delta, Request
@@ -221,4 +222,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ended(main)

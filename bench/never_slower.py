@@ -15,7 +15,6 @@ tokens that are always wrong.
 
 import argparse
 import statistics
-import sys
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from bench.records import keep
+from bench.records import ended, keep
 from forerun.build import engine
 from forerun.build.engine import open_target
 from forerun.build.registry import EXECUTORS
@@ -152,4 +151,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ended(main)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.records import keep
+from bench.records import ended, keep
 from bench.replay import Answer, accepted, answers_to
 from forerun.build.with_cpu import ngram_drafter
 from forerun.hub.catalog import shipped_draft
@@ -111,4 +111,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ended(main)

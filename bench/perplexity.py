@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.records import ended
 from forerun.executors.cpu import CpuExecutor
 from forerun.executors.torch import TorchExecutor
 from forerun.hub.catalog import open_model
@@ -93,4 +94,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ended(main)

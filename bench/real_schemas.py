@@ -20,6 +20,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from bench.records import ended
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.isolation.compile import Compiler
 from forerun.constrain.matcher.matcher import Compiled, Matcher
@@ -199,4 +200,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ended(main)

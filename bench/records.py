@@ -3,11 +3,26 @@
 import json
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from forerun.errors import ForerunError
 from forerun.machine import stamp
+
+
+def ended(main: Callable[[], int | None]) -> NoReturn:
+    """End the process with the code of a script's `main`. An error of Forerun's is a sentence on
+    stderr and code 2, an interrupt code 130; neither shows a traceback.
+    """
+    try:
+        code = main()
+    except ForerunError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    sys.exit(code)
 
 
 def keep(path: Path, facts: Mapping[str, Any]) -> None:

@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from bench.records import ended
 from forerun.build.calibration import NODES, REPEATS, SECONDS, believed_ms
 from forerun.build.engine import encode_chat, make_engine, open_target
 from forerun.build.with_cpu import ngram_drafter
@@ -380,4 +381,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ended(main)

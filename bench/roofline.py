@@ -6,11 +6,11 @@ Counted over the round's own program without a GPU (tests/parity/launches.py).
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 import numpy as np
 
+from bench.records import ended
 from forerun.executors.torch.attention.tiles import KEYS, programs_for, split_of
 from forerun.executors.torch.captured.declared import padded_rows
 from forerun.executors.torch.triton.record import Size
@@ -175,4 +175,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ended(main)

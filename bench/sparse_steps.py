@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 
 from bench.forward import in_turns, opened, weights
+from bench.records import ended
 from forerun.executors.cpu import CpuExecutor
 from forerun.models.arch import Architecture, plain_layers
 from forerun.models.layer_spec import Dense, Experts, LayerSpec, Router
@@ -46,4 +47,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ended(main)

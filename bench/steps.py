@@ -37,7 +37,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.records import keep, quartiles
+from bench.records import ended, keep, quartiles
 from forerun.draft_shape import DraftShape
 from forerun.executors.cpu import CpuExecutor, native
 from forerun.hub.catalog import Model, open_model
@@ -272,4 +272,4 @@ def print_table(report: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ended(main)

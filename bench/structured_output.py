@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.records import keep
+from bench.records import ended, keep
 from forerun.build.engine import Target, encode_chat, make_engine, open_target
 from forerun.client.completion import complete, make_request
 from forerun.constrain.grammar import Grammar
@@ -269,4 +269,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ended(main)

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.records import keep
+from bench.records import ended, keep
 from forerun.executors.cpu import CpuExecutor, native
 from forerun.hub.catalog import Model, open_model
 from forerun.machine import stamp
@@ -122,4 +122,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ended(main)

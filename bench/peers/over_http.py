@@ -33,7 +33,7 @@ from bench.peers.dequantise import write_folder
 from bench.peers.environments import ENVIRONMENTS, OUT, interpreter
 from bench.peers.servers import SERVERS, Job, Server, fields, running
 from bench.peers.sources import SOURCES, missing_tools
-from bench.records import keep
+from bench.records import ended, keep
 from forerun.errors import ForerunError
 from forerun.hub.catalog import open_model
 from forerun.measure.client import Endpoint, Timing, body_of, find_model, load_level
@@ -343,4 +343,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ended(main)

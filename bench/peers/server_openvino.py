@@ -1,20 +1,30 @@
 """OpenVINO GenAI's continuous batching behind the part of the OpenAI chat API that we measure.
 
-    python server_openvino.py MODEL.gguf THREADS PORT
-
 OpenVINO GenAI brings no server of its own on the registry; this adds nothing to its pipeline but
 HTTP. One thread owns the pipeline: before each step it takes in what was asked meanwhile, after it
 hands each request its tokens, decoded in one call. Nobody polls, and nobody waits for a lock.
 """
 
+import argparse
 import asyncio
 import json
 import queue
-import sys
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
+
+
+def asked() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", help="a .gguf file")
+    parser.add_argument("threads", type=int)
+    parser.add_argument("port", type=int, help="to listen on, at 127.0.0.1")
+    return parser.parse_args()
+
+
+ASKED = asked()  # --help needs none of the packages below, which the peer's environment has.
 
 import openvino_genai as genai
 import uvicorn
@@ -22,8 +32,6 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
-
-MODEL, THREADS, PORT = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,7 @@ class Pipeline:
         scheduler.dynamic_split_fuse = True
         scheduler.enable_prefix_caching = False
         self.pipe = genai.ContinuousBatchingPipeline(
-            MODEL, scheduler, "CPU", {"INFERENCE_NUM_THREADS": THREADS}
+            ASKED.model, scheduler, "CPU", {"INFERENCE_NUM_THREADS": ASKED.threads}
         )
         self.tokenizer = self.pipe.get_tokenizer()
         self.waiting: queue.SimpleQueue[Ask] = queue.SimpleQueue()
@@ -122,4 +130,4 @@ routes = [
     Route("/v1/models", models),
     Route("/health", health),
 ]
-uvicorn.run(Starlette(routes=routes), host="127.0.0.1", port=PORT, log_level="warning")
+uvicorn.run(Starlette(routes=routes), host="127.0.0.1", port=ASKED.port, log_level="warning")

@@ -6,11 +6,29 @@ the last token alone where it is asked for all, so that steps of several rows ar
 flattered.
 """
 
+import argparse
 import ctypes
 import json
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
+
+
+def asked() -> dict[str, Any]:
+    """The arguments of `main`, from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "facts",
+        type=json.loads,
+        help='JSON: {"path": GGUF, "context": N, "threads": N, "rounds": N, "rows": [N, ...]}',
+    )
+    facts: dict[str, Any] = parser.parse_args().facts
+    return facts
+
+
+if __name__ == "__main__":
+    asked()  # --help needs none of the packages below, which the peer's environment has.
 
 try:
     import llama_cpp as lib
@@ -66,5 +84,4 @@ quiet = TELL(lambda *_: None)
 if __name__ == "__main__":
     if hasattr(lib, "llama_log_set"):
         lib.llama_log_set(quiet, ctypes.c_void_p(0))
-    facts = json.loads(sys.argv[1])
-    main(**facts)
+    main(**asked())

@@ -5,10 +5,28 @@ Run by bench/steps.py --peers in an environment with onnx and onnxruntime. Same 
 numbers are random. Attention, norms and activations are left out.
 """
 
+import argparse
 import json
 import sys
 import time
 from typing import Any
+
+
+def asked() -> dict[str, Any]:
+    """The arguments of `main`, from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "facts",
+        type=json.loads,
+        help='JSON: {"shapes": {...}, "threads": N, "rounds": N, "rows": [N, ...]}; shapes are the '
+        "arguments of session() but for threads",
+    )
+    facts: dict[str, Any] = parser.parse_args().facts
+    return facts
+
+
+if __name__ == "__main__":
+    asked()  # --help needs none of the packages below, which the peer's environment has.
 
 import numpy as np
 import onnx
@@ -92,4 +110,4 @@ def main(shapes: dict[str, int], threads: int, rounds: int, rows: list[int]) -> 
 
 
 if __name__ == "__main__":
-    main(**json.loads(sys.argv[1]))
+    main(**asked())

@@ -3,11 +3,13 @@ checker cannot see: what they put in the place of something else, and methods by
 """
 
 import json
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from bench import never_slower, structured_output
+from bench import never_slower, records, steps, structured_output
 from forerun.build import engine
 
 
@@ -38,3 +40,33 @@ def test_structured_output_by_kind(asked, monkeypatch, tmp_path):
     rows = json.loads(out.read_text())["rows"]
     assert [row["kind"] for row in rows] == ["choice", "schema"]
     assert all(row["constrained on"]["grammar_ms_per_step"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("name", ["steps_onnx", "steps_llamacpp", "server_openvino"])
+def test_a_peers_script_tells_its_arguments_without_the_peer(name):
+    script = Path(__file__).parents[2] / "bench" / "peers" / f"{name}.py"
+    told = subprocess.run(
+        [sys.executable, script, "--help"], capture_output=True, text=True, check=False
+    )
+    assert (told.returncode, told.stderr) == (0, "") and "usage:" in told.stdout
+
+
+def test_an_error_of_forerun_ends_a_script_in_a_sentence(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["steps.py", "nosuchmodel", "--nodes", "1"])
+    with pytest.raises(SystemExit) as ended:
+        records.ended(steps.main)
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and told.startswith("there is no model 'nosuchmodel'")
+    assert "Traceback" not in told
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (None, 7)])
+def test_how_a_script_ends(error, code):
+    def main():
+        if error:
+            raise error
+        return code
+
+    with pytest.raises(SystemExit) as ended:
+        records.ended(main)
+    assert ended.value.code == code
