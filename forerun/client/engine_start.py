@@ -64,6 +64,8 @@ class EngineStart:
         """Kill the process and wait for its end, if nobody took it. Idempotent."""
         if not self.taken:
             self.taken = True
-            self.connection.close()
+            # Killed first: one that heard the end of the connection would warn of a server that
+            # ended, beside the reason for which it did.
             self.process.kill()
             self.process.wait()
+            self.connection.close()

@@ -309,3 +309,17 @@ def test_a_grammar_that_nobody_has_any_more_is_forgotten():
         assert list(worker._grammars) == [7]
         worker._do(messages.Forget(7))
         assert worker._grammars == {}
+
+
+def test_who_is_discarded_does_not_hear_of_it(tmp_path):
+    """Else it warns of a server that has ended, beside the server's own reason."""
+    heard = tmp_path / "heard"
+    program = (
+        "import socket, sys; end = socket.socket(fileno=int(sys.argv[1])); end.send(b'x'); "
+        f"end.recv(1); open({str(heard)!r}, 'w').close()"
+    )
+    for _ in range(5):
+        begun = EngineStart((sys.executable, "-c", program))
+        assert begun.connection.recv(1) == b"x"
+        begun.discard()
+        assert begun.process.returncode == -signal.SIGKILL and not heard.exists()
