@@ -31,7 +31,7 @@ Key = tuple[bytes, bytes]
 
 
 @dataclass(slots=True, eq=False)
-class Checkpoint:
+class StateCheckpoint:
     """A kept state.
 
     row   where it is
@@ -73,7 +73,7 @@ class _Open:
     length: int
     prompt: int
     shared: int
-    own: dict[str, Checkpoint]
+    own: dict[str, StateCheckpoint]
     salt: bytes
 
 
@@ -83,7 +83,7 @@ class StateSlots:
     def __init__(self, limits: ExecutorLimits) -> None:
         self._size, self._slots = limits.page_size, limits.slots
         self._free = list(range(limits.slots + limits.checkpoints - 1, limits.slots - 1, -1))
-        self._kept: OrderedDict[Key, Checkpoint] = OrderedDict()
+        self._kept: OrderedDict[Key, StateCheckpoint] = OrderedDict()
         self._lengths: Counter[int] = Counter()
         self._open: dict[int, _Open] = {}
 
@@ -162,7 +162,7 @@ class StateSlots:
             if claim.key in self._kept:  # Another row of the same step has it too.
                 self._free.append(claim.row)
                 continue
-            kept = self._kept[claim.key] = Checkpoint(claim.row, claim.key)
+            kept = self._kept[claim.key] = StateCheckpoint(claim.row, claim.key)
             self._lengths[kept.length] += 1
             if claim.kind:
                 self._open[slot].own[claim.kind] = kept
@@ -190,14 +190,14 @@ class StateSlots:
             wanted.setdefault(of_answer, "answer")
         return list(wanted.items())
 
-    def _longest(self, tokens: Ints, salt: bytes) -> Checkpoint | None:
+    def _longest(self, tokens: Ints, salt: bytes) -> StateCheckpoint | None:
         data = np.ascontiguousarray(tokens, np.int32).tobytes()
         for length in sorted(self._lengths, reverse=True):
             if 4 * length <= len(data) and (found := self._kept.get((salt, data[: 4 * length]))):
                 return found
         return None
 
-    def _forget(self, kept: Checkpoint) -> None:
+    def _forget(self, kept: StateCheckpoint) -> None:
         del self._kept[kept.key]
         self._lengths[kept.length] -= 1
         if not self._lengths[kept.length]:
