@@ -23,7 +23,7 @@ from typing import Any
 from bench.records import ended
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.isolation.compile import Compiler
-from forerun.constrain.matcher.matcher import Compiled, Matcher
+from forerun.constrain.matcher.matcher import CompiledGrammar, Matcher
 from forerun.errors import ForerunError
 from forerun.text.tokenizer import Tokenizer
 
@@ -131,7 +131,9 @@ def walk(schemas: dict[str, dict[str, Any]], each: int, out: Path) -> None:
     compiler.close()
 
 
-def _walked(compiled: Compiled, tokenizer: Tokenizer, random: Random, end: float) -> str | None:
+def _walked(
+    compiled: CompiledGrammar, tokenizer: Tokenizer, random: Random, end: float
+) -> str | None:
     """A text of random bytes that ends as soon as it may, and prefers what leads there."""
     matcher, out = Matcher(compiled), b""
     closing = {token: mark for mark in b'"}]' for token in tokenizer.encode(chr(mark)).tolist()}

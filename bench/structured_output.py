@@ -25,7 +25,7 @@ from forerun.build.engine import Target, encode_chat, make_engine, open_target
 from forerun.client.completion import complete, make_request
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.isolation.compile import Compiler
-from forerun.constrain.matcher.matcher import Compiled, Matcher
+from forerun.constrain.matcher.matcher import CompiledGrammar, Matcher
 from forerun.errors import RequestError
 from forerun.interface.grammars import Grammars
 from forerun.options.config import EngineConfig
@@ -86,7 +86,7 @@ SPEED: dict[str, tuple[str, Grammar]] = {
 }
 
 
-def fits(compiled: Compiled, tokenizer: Tokenizer, text: str) -> bool:
+def fits(compiled: CompiledGrammar, tokenizer: Tokenizer, text: str) -> bool:
     """Whether exactly this text is accepted."""
     matcher = Matcher(compiled)
     if not all(matcher.advance(token) for token in tokenizer.encode(text).tolist()):

@@ -33,7 +33,7 @@ from forerun.build.registry import EXECUTORS, check_offered, choose_executor, dr
 from forerun.build.with_cpu import ngram_drafter
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.isolation.compile import Compiler, open_compiler
-from forerun.constrain.matcher.matcher import Compiled
+from forerun.constrain.matcher.matcher import CompiledGrammar
 from forerun.constrain.matcher.tree_mask import TreeGrammars
 from forerun.control.step_costs import StepCosts
 from forerun.drafters.none import NoDrafter
@@ -92,7 +92,7 @@ class Target:
     device: DeviceChoice | None = None
     sampling: Mapping[str, float] = field(default_factory=dict)
 
-    def compile(self, grammar: Grammar, client: str = "") -> Compiled:
+    def compile(self, grammar: Grammar, client: str = "") -> CompiledGrammar:
         """Compile a grammar for a request; client: see Compiler. May block for seconds.
 
         Raises RequestError naming the field and the place at fault, BusyError where too many wait.

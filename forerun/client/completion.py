@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from forerun.constrain.matcher.matcher import Compiled
+from forerun.constrain.matcher.matcher import CompiledGrammar
 from forerun.engine.request import (
     Delta,
     Finish,
@@ -93,7 +93,7 @@ def make_request(
     n: int = 1,
     ignore_eos: bool = False,
     speculation: Speculation | None = None,
-    grammar: Compiled | None = None,
+    grammar: CompiledGrammar | None = None,
     **options: Any,
 ) -> Request:
     """A request from keyword options: every field of `Sampling`, plus stop, stop_token_ids and

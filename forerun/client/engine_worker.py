@@ -19,7 +19,7 @@ from forerun.build.engine import Loaded
 from forerun.build.executor_entry import Progress
 from forerun.client import messages
 from forerun.constrain.isolation.compile import MAX_WAITING
-from forerun.constrain.matcher.matcher import Compiled
+from forerun.constrain.matcher.matcher import CompiledGrammar
 from forerun.engine.maintenance import forget_prefixes
 from forerun.engine.request import Delta
 from forerun.errors import EngineError, ForerunError, RankError
@@ -109,7 +109,7 @@ class _Worker:
         self._connection = connection
         self._outbox: SimpleQueue[list[Delta] | messages.FromEngine | None] = SimpleQueue()
         self._news: list[Delta] = []
-        self._grammars: dict[int, Compiled | None] = {}
+        self._grammars: dict[int, CompiledGrammar | None] = {}
         self._compiling = ThreadPoolExecutor(MAX_WAITING + 1, "forerun-compile")
         self._ending = threading.Event()
         self._loaded: Loaded | None = None

@@ -18,7 +18,7 @@ import numpy as np
 from forerun.build.engine import Target, encode_chat, make_engine
 from forerun.client.completion import Completion, acceptance_length, complete, make_request
 from forerun.constrain.grammar import Grammar
-from forerun.constrain.matcher.matcher import Compiled
+from forerun.constrain.matcher.matcher import CompiledGrammar
 from forerun.engine.request import Request, choice_seed
 from forerun.errors import ContextError
 from forerun.interface.plan import TokenLogprobs
@@ -168,7 +168,7 @@ def _requests(
     prompts: Sequence[Ints],
     trial: Trial,
     temperature: float,
-    grammar: Compiled | None,
+    grammar: CompiledGrammar | None,
 ) -> list[Request]:
     return [
         make_request(

@@ -8,7 +8,7 @@ import numpy as np
 
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.isolation.compile import Compiler
-from forerun.constrain.matcher.matcher import Compiled, Matcher
+from forerun.constrain.matcher.matcher import CompiledGrammar, Matcher
 from forerun.interface.drafter import DrafterTraits
 from forerun.speculative.tree import Draft
 from forerun.text.tokenizer import Tokenizer
@@ -55,7 +55,7 @@ def compiler(name: str) -> Compiler:
     return Compiler(TOKENIZERS[name])
 
 
-def compiled(grammar: Grammar, name: str = "bytes") -> Compiled:
+def compiled(grammar: Grammar, name: str = "bytes") -> CompiledGrammar:
     return compiler(name).compile(grammar)
 
 

@@ -13,7 +13,7 @@ from forerun.constrain.isolation.remote_matcher import RemoteMatcher, RemoteMatc
 from forerun.constrain.matcher.automaton import Automaton
 from forerun.constrain.matcher.limits import SECONDS
 from forerun.constrain.matcher.llguidance_backend import Guidance
-from forerun.constrain.matcher.matcher import Compiled, Translated
+from forerun.constrain.matcher.matcher import CompiledGrammar, Translated
 from forerun.constrain.matcher.start_marker import MarkerTokens
 from forerun.errors import BusyError, ModelError, RequestError, WorkerError
 from forerun.sandbox import Fault, SandboxProcess
@@ -62,7 +62,7 @@ class Compiler:
         self._lock = threading.Lock()
         self._waiting = threading.Semaphore(MAX_WAITING)
 
-    def compile(self, grammar: Grammar, client: str = "") -> Compiled:
+    def compile(self, grammar: Grammar, client: str = "") -> CompiledGrammar:
         """A grammar ready to run, from the cache or compiled in another process first. Blocks up to
         some seconds; not for the engine's thread.
 
@@ -84,7 +84,7 @@ class Compiler:
         if isinstance(found, str) or isinstance(beginning, str):
             reason = found if isinstance(found, str) else str(beginning)
             raise RequestError(self._library.explained(grammar, reason), grammar.field)
-        return Compiled(
+        return CompiledGrammar(
             prototype=beginning,
             start=None if grammar.start is None else self._marker(grammar.start),
             vocab=self._tokenizer.vocab_size,

@@ -13,7 +13,7 @@ from time import thread_time
 import numpy as np
 
 from forerun.constrain.matcher.jump_forward import PATIENCE, JumpForward, PredictedToken, move
-from forerun.constrain.matcher.matcher import Compiled, Matcher
+from forerun.constrain.matcher.matcher import CompiledGrammar, Matcher
 from forerun.constrain.matcher.token_prior import TAIL, Places, TokenPrior, last_of
 from forerun.control.policy import FIXED_MIN_PROB
 from forerun.interface.grammars import Committed, legal
@@ -34,8 +34,8 @@ class GrammarState:
     seconds  of processor time under `timed`
     """
 
-    def __init__(self, compiled: Compiled, shared: Places, table: NgramTable | None = None) -> None:
-        self.matcher = Matcher(compiled)
+    def __init__(self, grammar: CompiledGrammar, shared: Places, table: NgramTable | None) -> None:
+        self.matcher = Matcher(grammar)
         self._masks: dict[tuple[int, ...], bytes] = {}
         self.failed: dict[tuple[int, ...], str] = {}
         self._prior = TokenPrior(shared, table)

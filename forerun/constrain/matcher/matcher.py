@@ -50,7 +50,7 @@ class Translated:
 
 
 @dataclass(frozen=True, slots=True)
-class Compiled:
+class CompiledGrammar:
     """A grammar ready to run: what a request carries to the engine.
 
     prototype   an automaton that has taken nothing, of this request alone: every sequence gets a
@@ -115,7 +115,7 @@ class Matcher:
     there. It is never shown an id that the tokenizer does not have.
     """
 
-    def __init__(self, compiled: Compiled) -> None:
+    def __init__(self, compiled: CompiledGrammar) -> None:
         self._automaton = compiled.begin()
         self._vocab = compiled.vocab
         self._start = StartMarker(compiled.start, compiled.ends, compiled.vocab)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from forerun.constrain.matcher.matcher import Compiled
+from forerun.constrain.matcher.matcher import CompiledGrammar
 from forerun.constrain.matcher.start_marker import StartMarker, only
 from forerun.interface.grammars import Committed
 
@@ -15,7 +15,7 @@ class RemoteState:
     """
 
     def __init__(
-        self, compiled: Compiled, answered: Callable[[], None], output: Sequence[int]
+        self, compiled: CompiledGrammar, answered: Callable[[], None], output: Sequence[int]
     ) -> None:
         self._compiled = compiled
         self._matcher = compiled.remote(answered)

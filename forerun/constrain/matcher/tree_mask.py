@@ -15,7 +15,7 @@ import numpy as np
 
 from forerun.constrain.matcher.grammar_draft import GrammarState, children, guide
 from forerun.constrain.matcher.limits import SLOW
-from forerun.constrain.matcher.matcher import Compiled, words
+from forerun.constrain.matcher.matcher import CompiledGrammar, words
 from forerun.constrain.matcher.remote_state import RemoteState
 from forerun.constrain.matcher.token_prior import shared_places
 from forerun.errors import RequestError
@@ -38,16 +38,16 @@ class TreeGrammars:
         self._states: dict[int, GrammarState] = {}
         self._remote: dict[int, RemoteState] = {}
         self._answered = threading.Event()
-        self._compiled: dict[int, Compiled] = {}
+        self._compiled: dict[int, CompiledGrammar] = {}
         self._places = shared_places()
 
     def open(self, slot: int, grammar: object, output: Iterable[int]) -> None:
         """Start a fresh matcher in `slot` and advance it over the output so far, in a process of
         its own where the grammar is expensive or fails here.
 
-        Raises RequestError where `grammar` is not a Compiled.
+        Raises RequestError where `grammar` is not a CompiledGrammar.
         """
-        if not isinstance(grammar, Compiled):
+        if not isinstance(grammar, CompiledGrammar):
             raise RequestError("the grammar of a request must be compiled", "grammar")
         tokens = [*output]
         self._compiled[slot] = grammar
@@ -74,7 +74,8 @@ class TreeGrammars:
         remote = self._remote.get(slot)
         if remote is not None:
             return remote.ready
-        return slot in self._states or not (isinstance(grammar, Compiled) and grammar.expensive)
+        opens_alone = isinstance(grammar, CompiledGrammar) and grammar.expensive
+        return slot in self._states or not opens_alone
 
     def wait(self, seconds: float) -> None:
         """Block until a matcher in a process of its own has answered, or `seconds` have passed; not
