@@ -38,7 +38,7 @@ AMBIGUOUS = Grammar.grammar(
 def fresh(grammar: Grammar, **translated) -> object:
     """Compiled, but sharing what is known of its cost with nobody."""
     found = compiled(grammar)
-    known = Translated(found.translated.text, found.translated.prepared, False)
+    known = Translated(found.translated.text, found.translated.begin, False)
     return replace(found, translated=replace(known, **translated))
 
 
@@ -260,9 +260,9 @@ def test_a_grammar_of_185_bytes_takes_no_step_from_others(monkeypatch, seen):
     assert grammar.expensive
     if not seen:
         found = grammar.translated
-        beginning = found.prepared.begin()
+        beginning = found.begin(False)
         grammar = replace(
-            grammar, prototype=beginning, translated=Translated(found.text, found.prepared, False)
+            grammar, prototype=beginning, translated=Translated(found.text, found.begin, False)
         )
         assert not grammar.expensive
     made = engine("random", "bytes", tokenizer=tokenizer, context=1000, pages=1000)

@@ -153,10 +153,10 @@ class Compiler:
             found = str(answer["error"])
         else:
             text = str(answer["grammar"])
-            prepared = self._library.build(text)
             left_out = tuple(answer.get("unenforced", ()))
-            found = Translated(text, prepared, bool(answer.get("expensive")), left_out)
-        size = found.prepared.size if isinstance(found, Translated) else len(found)
+            begin = self._library.build(text)
+            found = Translated(text, begin, bool(answer.get("expensive")), left_out)
+        size = len(found.text if isinstance(found, Translated) else found)
         with self._lock:
             self._cache.put(key, found, size + len(grammar.source) + _ENTRY_BYTES)
         return found
@@ -165,11 +165,11 @@ class Compiler:
         """A new automaton for one request; None where it is to be followed elsewhere."""
         if translated.expensive:
             return None
-        beginning = translated.prepared.begin()
+        beginning = translated.begin(False)
         if not isinstance(beginning, str):
             return beginning
         # Is it more than the engine's thread should bear, or wrong?
-        beginning = translated.prepared.begin(apart=True)
+        beginning = translated.begin(True)
         if isinstance(beginning, str):
             return beginning
         translated.expensive = True

@@ -56,7 +56,7 @@ class Follower:
         or a limit is reached, "error" says so and the mask allows the end of text alone.
         """
         if "begin" in request:
-            self._automaton = self._library.build(request["begin"]).begin(apart=True)
+            self._automaton = self._library.build(request["begin"])(True)
         automaton = self._automaton
         if isinstance(automaton, str):
             return {"mask": "", "complete": False, "error": automaton}

@@ -48,23 +48,6 @@ class Automaton(Protocol):
         ...
 
 
-class Prepared(Protocol):
-    """A compiled grammar."""
-
-    @property
-    def size(self) -> int:
-        """Bytes that it takes, about: for the cache's budget."""
-        ...
-
-    def begin(self, apart: bool = False) -> Automaton | str:
-        """A new automaton at the beginning, which shares nothing that can fail with any other; or,
-        as a string, why there is none.
-
-        apart  for a process of its own: a step may take more
-        """
-        ...
-
-
 class Vocabulary(Protocol):
     """What a library needs to know of a tokenizer; a Tokenizer is one."""
 

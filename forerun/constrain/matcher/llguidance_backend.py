@@ -1,5 +1,7 @@
 """Grammars matched by llguidance."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import llguidance
@@ -55,29 +57,21 @@ class GuidanceAutomaton:
         return bytes(self._matcher.compute_bitmask())
 
 
-class GuidanceGrammar:
-    """A grammar in llguidance's form. See Prepared."""
+def begin(vocabulary: llguidance.LLTokenizer, text: str, apart: bool) -> GuidanceAutomaton | str:
+    """A new automaton at the beginning of a grammar in llguidance's form, which shares nothing that
+    can fail with any other; or why there is none. Takes 0.5 to 1 ms, under 1,500 optional
+    properties 140; other threads run meanwhile.
 
-    def __init__(self, vocabulary: llguidance.LLTokenizer, text: str) -> None:
-        self._vocabulary, self._text = vocabulary, text
-
-    @property
-    def size(self) -> int:
-        """Bytes of its text, which stands for what it takes."""
-        return len(self._text)
-
-    def begin(self, apart: bool = False) -> GuidanceAutomaton | str:
-        """A new automaton, or why there is none (see Prepared.begin). Takes 0.5 to 1 ms, under
-        1,500 optional properties 140; other threads run meanwhile.
-        """
-        limits = LIMITS if apart else CALL_LIMITS
-        matcher = llguidance.LLMatcher(self._vocabulary, self._text, limits=limits, log_level=0)
-        matcher.compute_bitmask()  # The first mask is the dearest; a dead end shows here.
-        if matcher.is_error():
-            return str(matcher.get_error())
-        if matcher.is_stopped() and not matcher.is_accepting():
-            return "no text satisfies it"
-        return GuidanceAutomaton(matcher)
+    apart  for a process of its own: a step may take more
+    """
+    limits = LIMITS if apart else CALL_LIMITS
+    matcher = llguidance.LLMatcher(vocabulary, text, limits=limits, log_level=0)
+    matcher.compute_bitmask()  # The first mask takes longest; a dead end shows here.
+    if matcher.is_error():
+        return str(matcher.get_error())
+    if matcher.is_stopped() and not matcher.is_accepting():
+        return "no text satisfies it"
+    return GuidanceAutomaton(matcher)
 
 
 class Guidance:
@@ -87,16 +81,16 @@ class Guidance:
         self._tokenizer = tokenizer
         self._vocabulary: llguidance.LLTokenizer | None = None
 
-    def build(self, compiled: str) -> GuidanceGrammar:
-        """A grammar in llguidance's form, as the compiling process has translated it, for this
-        tokenizer. The first call hands llguidance the vocabulary. Raises nothing: `begin` says
-        whether it is sound.
+    def build(self, text: str) -> Callable[[bool], GuidanceAutomaton | str]:
+        """`begin` of this tokenizer and a grammar in llguidance's form, as the compiling process
+        has translated it. The first call hands llguidance the vocabulary. Raises nothing: `begin`
+        says whether the grammar is sound.
         """
         if self._vocabulary is None:
             like_a_tokenizer: Any = _Vocabulary(self._tokenizer)
             ends = list(self._tokenizer.eos_ids)
             self._vocabulary = llguidance.LLTokenizer(like_a_tokenizer, eos_token=ends)
-        return GuidanceGrammar(self._vocabulary, compiled)
+        return partial(begin, self._vocabulary, text)
 
     def explained(self, grammar: Grammar, message: str) -> str:
         """An error message for people: llguidance's `message` on one line, with the request field

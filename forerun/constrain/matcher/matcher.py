@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from forerun.constrain.matcher.automaton import AsyncMatcher, Automaton, Prepared
+from forerun.constrain.matcher.automaton import AsyncMatcher, Automaton
 from forerun.constrain.matcher.start_marker import MarkerTokens, StartMarker
 from forerun.errors import EngineError
 from forerun.types import Words
@@ -23,14 +23,15 @@ class Translated:
     """A grammar that the compiling process has let pass; all its requests share it.
 
     text       in the library's own form
-    prepared   by the library, for this process
+    begin      a new automaton at the beginning, or as a string why there is none; True: for a
+               process of its own, where a step may take more
     expensive  to be followed in a process of its own
     unenforced paths of the keywords of a schema that it leaves out
     slow       matchers that took too long on the engine's thread, less those since that did not
     """
 
     text: str
-    prepared: Prepared
+    begin: Callable[[bool], Automaton | str]
     expensive: bool
     unenforced: tuple[str, ...] = ()
     slow: float = 0
@@ -81,7 +82,7 @@ class CompiledGrammar:
         """
         if self.prototype is not None:
             return self.prototype.fork()
-        found = self.translated.prepared.begin(apart=True)
+        found = self.translated.begin(True)
         if isinstance(found, str):
             raise EngineError(f"the grammar's matcher cannot begin: {found}")
         return found
