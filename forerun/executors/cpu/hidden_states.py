@@ -90,7 +90,7 @@ class HiddenStates:
             "scored_nodes": scored,
         }
         held = {name: np.ascontiguousarray(array, np.int32) for name, array in arrays.items()}
-        step = native.Step(
+        step = native.StepArrays(
             rows=1,
             nodes=count,
             page_width=len(self._pages),

@@ -55,7 +55,7 @@ class LayerKind(ctypes.Structure):
     )
 
 
-class Step(ctypes.Structure):
+class StepArrays(ctypes.Structure):
     """`Step` of csrc/model.h."""
 
     _fields_ = (
@@ -164,11 +164,11 @@ _CALLS = {
     "forerun_tie_head": (c_int, [c_void_p]),
     "forerun_share_head": (c_int, [c_void_p, c_void_p]),
     "forerun_set_vector": (c_int, [c_void_p, c_int, c_int, c_void_p, c_int]),
-    "forerun_forward": (c_int, [c_void_p, POINTER(Step), POINTER(Walk)]),
-    "forerun_logits_row": (c_int, [c_void_p, POINTER(Step), c_int]),
+    "forerun_forward": (c_int, [c_void_p, POINTER(StepArrays), POINTER(Walk)]),
+    "forerun_logits_row": (c_int, [c_void_p, POINTER(StepArrays), c_int]),
     "forerun_read_weights": (c_uint64, [c_void_p]),
     "forerun_products": (c_int, [c_void_p, c_int, c_void_p]),
-    "forerun_accept": (c_int, [c_void_p, POINTER(Step), POINTER(Walk)]),
+    "forerun_accept": (c_int, [c_void_p, POINTER(StepArrays), POINTER(Walk)]),
     "forerun_multiply": (
         c_int,
         [c_char_p, c_int, c_int, c_void_p, c_int, c_int, c_void_p, c_int, c_void_p],

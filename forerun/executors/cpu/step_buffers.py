@@ -35,7 +35,7 @@ class StepBuffers:
         self._pages, self._logits = np.zeros(0, np.int32), np.zeros((0, 0), np.float32)
         address = {name: array.ctypes.data for name, array in self._arrays.items()}
         self.path = address["path"]
-        self.step = native.Step(**{name: address[name] for name in _STEP})
+        self.step = native.StepArrays(**{name: address[name] for name in _STEP})
         self.walk = native.Walk(
             temperature=choosing.temperature.ctypes.data,
             seed=choosing.seed.ctypes.data,
