@@ -118,7 +118,7 @@ def make_delta(sequence: Sequence, output: RowOutput, logprobs: Reports) -> Delt
         prompt_logprobs=tuple(sequence.prompt_logprobs) if first else (),
         finish=ending.finish if ending else None,
         stop_reason=ending.reason if ending else None,
-        stats=sequence.tally.stats() if ending else None,
+        stats=sequence.counts.stats() if ending else None,
         cached_tokens=(sequence.cached_tokens or 0) if first else 0,
         error=ending.error if ending else None,
         trace=trace,
@@ -227,7 +227,7 @@ class OutputProcessor:
             log.exception("request %s failed", sequence.request.id)
             self.end(sequence.request.id, failed(error))
             return
-        if sequence.request.speculation.trace and len(sequence.tally.accepted) <= MAX_STEPS:
+        if sequence.request.speculation.trace and len(sequence.counts.accepted) <= MAX_STEPS:
             sequence.unsent_trace.append(step_trace(sequence, output, step, row, outcome))
         self._emit(sequence, output, outcome.logprobs[row] if outcome.logprobs else ())
         if committed is not None and committed.again and not sequence.over:

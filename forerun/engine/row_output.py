@@ -81,13 +81,13 @@ def step_trace(
     drafted = draft_row(step.round.trees, row, outcome.paths[row])
     nodes = bounded(drafted)
     return StepTrace(
-        number=len(sequence.tally.accepted) - 1,
+        number=len(sequence.counts.accepted) - 1,
         position=sequence.reported - len(output.tokens),
         tokens=output.tokens,
         nodes=nodes,
         left_out=len(drafted.tokens) - len(nodes.tokens),
         allowed=int(step.round.plan.max_nodes[row]),
-        reason=sequence.tally.reason,
+        reason=sequence.counts.reason,
         ms=step.timer.known_ms,
     )
 
@@ -98,8 +98,8 @@ def add_predicted(sequence: Sequence, trees: TreeBatch, row: int, path: Ints) ->
         sources, root = trees.drafts[row].sources(), trees.root(row)
         right = [sources[node - root - 1] for node in path.tolist()]
         counted = [each.count(DraftSource.PREDICTION) for each in (sources, right)]
-        before, tally = sequence.tally.predicted, sequence.tally
-        tally.predicted = before[0] + counted[0], before[1] + counted[1]
+        before = sequence.counts.predicted
+        sequence.counts.predicted = before[0] + counted[0], before[1] + counted[1]
 
 
 def echo(sequence: Sequence, entries: Reports) -> None:

@@ -18,10 +18,10 @@ from forerun.interface.executor import ExecutorLimits
 from forerun.interface.plan import Plan
 from forerun.types import Ints
 
-UNWANTED = Budget(0, 0, "off: the request wants no speculation")
-NOBODY = Decision("", ())
+NOT_WANTED = Budget(0, 0, "off: the request wants no speculation")
+NO_DECISION = Decision("", ())
 BOUND = "no more: the request's own bound"
-CRAMPED = "no more: the answer ends there, or the step or the pages have no room"
+NO_ROOM = "no more: the answer ends there, or the step or the pages have no room"
 
 _nodes_of: Column[Budget, int] = column("nodes")
 _depths_of: Column[Budget, int] = column("depth")
@@ -41,7 +41,7 @@ class Schedule:
 
     plan: Plan
     rows: tuple[Sequence, ...]
-    decision: Decision = NOBODY
+    decision: Decision = NO_DECISION
     opened: tuple[Sequence, ...] = ()
     closed: tuple[int, ...] = ()
 
@@ -178,7 +178,7 @@ class Scheduler(Admission):
         own     tokens of the target's own that come of a row first: a path may leave room for them
         """
         if not rows:
-            return [], NOBODY
+            return [], NO_DECISION
         decision = self.policy.decide(
             np.array(list(Columns.slots(rows)), np.int32),
             np.array(kv_len, np.int32),
@@ -187,7 +187,7 @@ class Scheduler(Admission):
         budgets: Several[Budget] = decision.rows
         if any(Columns.bounded(rows)):
             budgets = list(map(_within_request, rows, budgets))
-        consume(map(setattr, Columns.tallies(rows), repeat("reason"), _reasons_of(budgets)))
+        consume(map(setattr, Columns.counts(rows), repeat("reason"), _reasons_of(budgets)))
         if any(_nodes_of(budgets)):
             most = sizes[len(self.running) - 1] - 1 if (sizes := self.limits.row_nodes) else room
             left = list(map(sub, Columns.limits(rows), map(own.__add__, Columns.totals(rows))))
@@ -261,12 +261,12 @@ def _within_request(row: Sequence, budget: Budget) -> Budget:
     """The budget, as far as the request allows."""
     bounds = row.request.speculation
     if not bounds.enabled:
-        return UNWANTED
+        return NOT_WANTED
     nodes = budget.nodes if bounds.max_nodes is None else bounds.max_nodes
     return _bounded(budget, nodes, nodes if bounds.max_depth is None else bounds.max_depth, BOUND)
 
 
-def _bounded(budget: Budget, nodes: int, depth: int, reason: str = CRAMPED) -> Budget:
+def _bounded(budget: Budget, nodes: int, depth: int, reason: str = NO_ROOM) -> Budget:
     """The budget, with no more than that; where that is less, for this reason."""
     if not budget.nodes or (budget.nodes <= nodes and budget.depth <= depth):
         return budget

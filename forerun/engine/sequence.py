@@ -22,10 +22,12 @@ from forerun.types import Ints, RequestId
 
 
 @dataclass(slots=True)
-class Tally:
-    """What SpeculationStats will say, while it grows.
+class SpeculationCounts:
+    """What SpeculationStats is made of, counted while the sequence runs.
 
-    draft_tokens, accepted   of each step that emitted tokens
+    reason  of the last step's budget
+    draft_tokens, accepted   how many of each step that emitted tokens
+    predicted  as in SpeculationStats
     """
 
     reason: str = ""
@@ -92,7 +94,7 @@ class Sequence:
         self.unsent_logprobs: list[TokenLogprobs] = []
         self.unsent_trace: list[StepTrace] = []
         self.first_sent = False
-        self.tally = Tally()
+        self.counts = SpeculationCounts()
         # Seconds on the monotonic clock: it waited, read its prompt, decoded.
         self.submitted = monotonic()
         self.admitted: float | None = None
@@ -165,9 +167,9 @@ class Columns:
     bounded: Column[Sequence, bool] = column("bounded")
     bulk: Column[Sequence, bool] = column("bulk")
     over: Column[Sequence, bool] = column("over")
-    tallies: Column[Sequence, Tally] = column("tally")
-    accepted: Column[Sequence, "array[int]"] = column("tally.accepted")
-    draft_tokens: Column[Sequence, "array[int]"] = column("tally.draft_tokens")
+    counts: Column[Sequence, SpeculationCounts] = column("counts")
+    accepted: Column[Sequence, "array[int]"] = column("counts.accepted")
+    draft_tokens: Column[Sequence, "array[int]"] = column("counts.draft_tokens")
 
 
 def append(sequences: Several[Sequence], tokens: Several[list[int]]) -> None:
@@ -188,7 +190,7 @@ def append(sequences: Several[Sequence], tokens: Several[list[int]]) -> None:
 
 
 def count(step: Several[Sequence], rows: list[int], outcome: Outcome) -> None:
-    """Count in the tallies of these rows of a step what it emitted."""
+    """Count, for these rows of a step, the draft tokens that it verified and accepted."""
     sequences = list(map(step.__getitem__, rows))
     accepted = map((-1).__add__, map(outcome.n_tokens.tolist().__getitem__, rows))
     consume(map(array.append, Columns.accepted(sequences), accepted))

@@ -235,7 +235,7 @@ def test_rows_have_no_more_nodes_than_a_device_has_prepared_for():
         world.step()
         allowed.append(world.step().plan.max_nodes.tolist())
     assert allowed == [[8], [3, 3], [1, 1, 1]]
-    assert world.scheduler.running[0].tally.reason == FIXED
+    assert world.scheduler.running[0].counts.reason == FIXED
 
 
 def test_no_guesses_in_the_first_step_of_a_slot():
