@@ -8,7 +8,7 @@ from collections.abc import Callable
 from time import perf_counter
 
 from forerun.engine.check import check_all
-from forerun.engine.metrics import Metrics
+from forerun.engine.metrics import EngineMetrics
 from forerun.engine.opening import open_slots
 from forerun.engine.output import OutputProcessor
 from forerun.engine.parts import Parts
@@ -34,7 +34,7 @@ class EngineCore:
     """
 
     def __init__(self, parts: Parts, max_failures: int, ended: Callable[[RequestId], None]) -> None:
-        self.metrics = Metrics()
+        self.metrics = EngineMetrics()
         features = parts.drafter.traits.needs_features
         about = parts.policy, features, self._ready, parts.executor.resumable
         self.scheduler = Scheduler(parts.executor.limits, *about)

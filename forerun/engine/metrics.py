@@ -1,4 +1,4 @@
-"""Plain counters of what the engine did; stats.py makes a value of them."""
+"""Counters of what the engine did. stats.py copies them into a frozen value."""
 
 from bisect import bisect_left
 from collections import deque
@@ -20,8 +20,8 @@ RECENT = 512
 """Rows over which the rolling acceptance length is taken."""
 
 
-class Growing:
-    """A histogram that still counts: see Histogram."""
+class LiveHistogram:
+    """Counts values into the buckets of a Histogram (stats.py) with these upper bounds."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
@@ -34,7 +34,7 @@ class Growing:
         self.total += value
 
 
-class Metrics:
+class EngineMetrics:
     """The counters. Written by the engine's thread; read, slightly torn at worst, by any."""
 
     def __init__(self) -> None:
@@ -43,17 +43,17 @@ class Metrics:
         self.steps = self.carried = self.failed_steps = self.nodes = 0
         self.drafts = self.preemptions = 0
         self.seconds = dict.fromkeys((*STAGES, "host"), 0.0)
-        self.first_token = Growing(SECONDS)
-        self.duration = Growing(SECONDS)
-        self.queued, self.prefill = Growing(SECONDS), Growing(SECONDS)
-        self.decode, self.inference = Growing(SECONDS), Growing(SECONDS)
-        self.prompt_length, self.output_length = Growing(LENGTHS), Growing(LENGTHS)
-        self.longest_output, self.max_tokens = Growing(LENGTHS), Growing(LENGTHS)
-        self.choices = Growing(CHOICES)
+        self.first_token = LiveHistogram(SECONDS)
+        self.duration = LiveHistogram(SECONDS)
+        self.queued, self.prefill = LiveHistogram(SECONDS), LiveHistogram(SECONDS)
+        self.decode, self.inference = LiveHistogram(SECONDS), LiveHistogram(SECONDS)
+        self.prompt_length, self.output_length = LiveHistogram(LENGTHS), LiveHistogram(LENGTHS)
+        self.longest_output, self.max_tokens = LiveHistogram(LENGTHS), LiveHistogram(LENGTHS)
+        self.choices = LiveHistogram(CHOICES)
         # By DraftSource and depth: verified, accepted.
         self.by_source: dict[tuple[int, int], list[int]] = {}
-        self.step_seconds = Growing(SECONDS)
-        self.step_nodes = Growing(NODES)
+        self.step_seconds = LiveHistogram(SECONDS)
+        self.step_nodes = LiveHistogram(NODES)
         self.recent: deque[int] = deque(maxlen=RECENT)
 
     def rows(self, trees: TreeBatch, rows: list[int], outcome: Outcome) -> None:

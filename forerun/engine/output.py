@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from forerun.cache.table import commit
 from forerun.columns import consume
-from forerun.engine.metrics import Metrics
+from forerun.engine.metrics import EngineMetrics
 from forerun.engine.parts import Parts
 from forerun.engine.request import Delta, Finish, Request, Stopping
 from forerun.engine.row_output import (
@@ -139,7 +139,7 @@ class OutputProcessor:
         self,
         parts: Parts,
         scheduler: Scheduler,
-        metrics: Metrics,
+        metrics: EngineMetrics,
         vacate: Callable[[Sequence], None],
         ended: Callable[[RequestId], None],
     ) -> None:

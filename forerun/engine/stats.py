@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from forerun.control.policy import Budget
-from forerun.engine.metrics import Growing, Metrics
+from forerun.engine.metrics import EngineMetrics, LiveHistogram
 from forerun.engine.request import Finish
 from forerun.speculative.tree import DraftSource
 
@@ -101,7 +101,7 @@ class Stats:
     step_nodes: Histogram
 
 
-def snapshot(metrics: Metrics, load: Load) -> Stats:
+def snapshot(metrics: EngineMetrics, load: Load) -> Stats:
     """The counters as they are now, as a value of their own; load: what runs and waits.
 
     From any thread: what a step is counting meanwhile may be in it by half.
@@ -127,6 +127,6 @@ def snapshot(metrics: Metrics, load: Load) -> Stats:
 
 
 def _frozen(value: Any) -> Any:
-    if isinstance(value, Growing):
+    if isinstance(value, LiveHistogram):
         return Histogram(value.bounds, tuple(value.counts), value.total)
     return copy(value)

@@ -2,7 +2,7 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from forerun.engine.metrics import Metrics as Counters
+from forerun.engine.metrics import EngineMetrics
 from forerun.engine.stats import Load, snapshot
 from forerun.ray.metrics import merged
 from forerun.serve.metrics import Metrics
@@ -17,7 +17,7 @@ READ_BY_ROUTERS = (
 
 def page(gap):
     metrics = Metrics()
-    stats = snapshot(Counters(), Load(0, 0, 64, 0, 0))
+    stats = snapshot(EngineMetrics(), Load(0, 0, 64, 0, 0))
     meter = metrics.add("m", lambda: stats, lambda: None, {"block_size": 16, "num_gpu_blocks": 64})
     meter.gap(gap)
     return metrics.page().decode()

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from forerun.engine.metrics import Metrics
+from forerun.engine.metrics import EngineMetrics
 from forerun.engine.stats import Load, snapshot
 from forerun.errors import ConfigError
 from forerun.options.config import ServeSettings
@@ -15,7 +15,7 @@ LOAD = Load(waiting=2, running=3, pages=100, pages_held=25, pages_kept=0)
 
 
 def test_a_line_every_so_many_steps():
-    counts, seconds = Metrics(), iter(range(0, 100, 2))
+    counts, seconds = EngineMetrics(), iter(range(0, 100, 2))
     state = [snapshot(counts, LOAD)]
     decode_log = DecodeLog(4, state[0], clock=lambda: float(next(seconds)))
     state[0] = replace(state[0], steps=3)

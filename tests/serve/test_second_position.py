@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from forerun.engine.metrics import Metrics
+from forerun.engine.metrics import EngineMetrics
 from forerun.engine.stats import Load, SourceCount, snapshot
 from forerun.options.config import EngineConfig
 from forerun.serve import second_position
 from forerun.serve.second_position import SecondPosition, concerns
 
-NONE = snapshot(Metrics(), Load(waiting=0, running=0, pages=8, pages_held=0, pages_kept=0))
+NONE = snapshot(EngineMetrics(), Load(waiting=0, running=0, pages=8, pages_held=0, pages_kept=0))
 
 
 def counted(accepted_at, drafts=200, second=200, source="draft_model"):
