@@ -66,26 +66,29 @@ def check_stop(sequence: Sequence, tokens: Collection[int], eos_ids: Collection[
 
 
 def _of(rows: list[int], each: Several[Each]) -> list[Each]:
-    """Of these rows."""
+    """The entries of `each` at `rows`."""
     return list(map(each.__getitem__, rows))
 
 
-class BulkDetokenizer:
-    """Finds the rows whose tokens need no `check_stop`: each is text by itself and ends nobody."""
+class BulkFilter:
+    """Finds rows that need no `check_stop`: whole characters only, no stop token."""
 
     def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
         self._text = bytearray(tokenizer.whole_tokens(vocab))
-        # The same without the stop tokens of requests that run, and how many have each.
+        # The same without stop tokens of running requests, and how many requests have each.
         self._whole, self._stops = self._text.copy(), Counter[int]()
 
     def add(self, stopping: Stopping, requests: int = 1) -> None:
-        """So many more requests have these stop tokens, or fewer."""
+        """Count `requests` more requests with these stop tokens; negative: fewer."""
         for token in {each for each in stopping.stop_tokens if 0 <= each < len(self._text)}:
             self._stops[token] += requests
             self._whole[token] = self._text[token] and not self._stops[token]
 
     def rows(self, step: tuple[Sequence, ...], outcome: Outcome, rows: list[int]) -> list[bool]:
-        """Which of these rows of a step need no stop check, and run on."""
+        """Bool for each of `rows`: whether it needs no stop check and has tokens left to make.
+
+        step  sequences of all rows of the step
+        """
         sequences = _of(rows, step)
         tokens = _of(rows, outcome.output_tokens)
         whole = map(all, map(map, repeat(self._whole.__getitem__), tokens))
@@ -147,17 +150,19 @@ class OutputProcessor:
         self._parts, self._scheduler, self._metrics = parts, scheduler, metrics
         self._vacate, self._ended = vacate, ended
         self._eos_ids, self._piece = parts.tokenizer.eos_ids, parts.tokenizer.pieces.__getitem__
-        self.bulk = BulkDetokenizer(parts.tokenizer, parts.executor.limits.vocab)
+        self.bulk = BulkFilter(parts.tokenizer, parts.executor.limits.vocab)
         # Output tokens of the longest choice that has ended, by request.
         self._longest: dict[RequestId, int] = {}
 
     def add(self, request: Request, sequences: list[Sequence]) -> None:
-        """The choices of a request are submitted."""
+        """Register the choices of a new request."""
         self.live[request.id] = list(sequences)
         self.bulk.add(request.stopping)
 
     def commit(self, step: Step, outcome: Outcome) -> PendingRows:
-        """Make the outcome of every row permanent. The rows whose tokens are to be reported."""
+        """Make the outcome of every row permanent: tokens, pages, grammars. Returns the rows whose
+        tokens `emit` is to report. A row whose logits were not finite ends its request.
+        """
         plan, finite = step.round.plan, outcome.finite.tolist()
         if False in finite:
             message = "The model's output was not finite, or nothing was allowed to follow."

@@ -58,8 +58,8 @@ class Sequence:
         slot is None  =>  table.length == 0 a sequence without a slot owns nothing
         0 <= reported                       output tokens that count (a stop can cut a step's)
 
-    over      its end was told: what it still holds, a running step needs
-    bulk      its tokens may be detokenized with others' in bulk (BulkDetokenizer)
+    over      it has ended and its client knows; a running step may still need its slot and pages
+    bulk      its tokens may be detokenized with others' in bulk (BulkFilter)
     limit     tokens that it may have in the end
     shared    tokens that filled cached pages when it took its slot
 

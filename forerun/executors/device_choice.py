@@ -8,8 +8,8 @@ from forerun.interface.plan import Plan
 from forerun.speculative.tree import TreeBatch
 from forerun.types import AnyArray, Floats, Ints
 
-MORE = -1.0
-"""Instead of a temperature: more than that shapes the choice, or there is none."""
+ON_HOST = -1.0
+"""Instead of a temperature: the host decides the slot's rows, or the slot is closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class Choosing:
     """How sequences choose where the temperature alone shapes it; a device may do it in its own
     way.
 
-    temperature  float32[S] by slot; 0 = greedy, below 0: more than that shapes the choice
+    temperature  float32[S] by slot; 0 = greedy, ON_HOST
     seed         uint64[S] of their requests
     prompt_len   int32[S] tokens before output position 0
     """

@@ -13,7 +13,7 @@ import numpy as np
 
 from forerun.columns import Column, column, consume
 from forerun.errors import EngineError
-from forerun.executors.device_choice import MORE, Choosing
+from forerun.executors.device_choice import ON_HOST, Choosing
 from forerun.executors.host_choice import (
     Choices,
     Logits,
@@ -42,7 +42,7 @@ class HostSampler:
         self._vocab = vocab
         # What every step asks of every row, by slot.
         self.choosing = Choosing(
-            temperature=np.full(slots, MORE, np.float32),
+            temperature=np.full(slots, ON_HOST, np.float32),
             seed=np.zeros(slots, np.uint64),
             prompt_len=np.zeros(slots, np.int32),
         )
@@ -62,7 +62,7 @@ class HostSampler:
             raise EngineError(f"slot {slot}: a token is outside 0..{self._vocab - 1}")
         tokens = array("i", np.ascontiguousarray(slot_init.tokens, np.int32).tobytes())
         self._open[slot] = SlotState(sampling, tokens, slot_init.prompt_len)
-        self.choosing.temperature[slot] = sampling.temperature if sampling.plain else MORE
+        self.choosing.temperature[slot] = sampling.temperature if sampling.plain else ON_HOST
         self.choosing.seed[slot] = sampling.seed & 0xFFFFFFFFFFFFFFFF
         self.choosing.prompt_len[slot] = slot_init.prompt_len
         if sampling.prompt_logprobs is not None:
@@ -73,7 +73,7 @@ class HostSampler:
     def close(self, slot: int) -> None:
         """Forget the slot's sequence, if it has one."""
         self._open[slot] = None
-        self.choosing.temperature[slot] = MORE
+        self.choosing.temperature[slot] = ON_HOST
         self._reports.discard(slot)
         self._echoes.discard(slot)
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.executors.device_choice import MORE, Choosing
+from forerun.executors.device_choice import ON_HOST, Choosing
 from forerun.executors.torch.accept import NodeNoise
 from forerun.executors.torch.shaping import COUNT, RULES, SEEN, STOP, Shaping, chosen
 from forerun.executors.torch.triton.kernels import Kernels
@@ -59,7 +59,7 @@ class ShapedRows:
         slot, sampling = slot_init.slot, slot_init.sampling
         self._counted.pop(slot, None)
         # What accept thresholds let pass is decided on the host.
-        self.choosing.temperature[slot] = MORE if sampling.lossy else sampling.temperature
+        self.choosing.temperature[slot] = ON_HOST if sampling.lossy else sampling.temperature
         self._kind[slot] = _kind(sampling)
         self._top[slot] = -1 if sampling.logprobs is None else sampling.logprobs
         for name, bits in _rules(sampling, self._history.shape[1]).items():
