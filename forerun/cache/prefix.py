@@ -64,11 +64,6 @@ class PrefixIndex:
         self._free = list(range(pages - 1, -1, -1))
 
     @property
-    def free(self) -> int:
-        """How many pages are free."""
-        return len(self._free)
-
-    @property
     def kept(self) -> int:
         """How many pages are kept."""
         return len(self._idle)

@@ -80,9 +80,10 @@ class CpuExecutor(Executor):
         answered. Raises EngineError where the core refuses the step.
         """
         scored = self._sampler.scored(plan, trees)
-        self._reserve(len(scored))
-        self._buffers.fill(plan, trees, scored, self._logits)
         buffers = self._buffers
+        if len(scored) > len(self._logits):
+            self._logits = np.empty((len(scored), self.limits.vocab), np.float32)
+        buffers.fill(plan, trees, scored, self._logits)
         if self._library.forerun_forward(self.native_model(), buffers.step, buffers.walk):
             raise EngineError(f"a step was refused: {self._library.forerun_error().decode()}")
         return CpuRound(plan, trees, scored=scored, logits_of=self._logits_of)
@@ -110,15 +111,12 @@ class CpuExecutor(Executor):
         return outcome
 
     def _logits_of(self, node: int) -> Floats:
+        """float32[V] of flat node `node`; a view. Raises EngineError for one that is not scored."""
         library, step = self._library, self._buffers.step
         if (row := library.forerun_logits_row(self.native_model(), step, node)) < 0:
             raise EngineError(f"logits were refused: {library.forerun_error().decode()}")
         logits: Floats = self._logits[row]
         return logits
-
-    def _reserve(self, scored: int) -> None:
-        if scored > len(self._logits):
-            self._logits = np.empty((scored, self.limits.vocab), np.float32)
 
     def describe(self) -> dict[str, Any]:
         """See CpuModel."""
