@@ -17,7 +17,7 @@ _LENGTH = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class RankMessage:
     """kind: what it is about; facts: JSON values; arrays: by name."""
 
     kind: str
@@ -35,7 +35,7 @@ class Message:
         return len(body).to_bytes(_LENGTH, "little") + body
 
     @staticmethod
-    def decoded(body: bytes) -> "Message":
+    def decoded(body: bytes) -> "RankMessage":
         """The message whose `encoded` was `body` behind the length; arrays are copies and may be
         written to.
         """
@@ -48,7 +48,7 @@ class Message:
             # A copy: torch warns of arrays that it may not write to.
             arrays[name] = np.frombuffer(rest[begin : begin + size], dtype).reshape(shape).copy()
             begin += size
-        return Message(kind, facts, arrays)
+        return RankMessage(kind, facts, arrays)
 
 
 class Channel:
@@ -58,13 +58,13 @@ class Channel:
         self._end = end
         self._heard = b""
 
-    def send(self, message: Message) -> None:
+    def send(self, message: RankMessage) -> None:
         """Send a message, and wait until the socket has taken it. Raises OSError where the other
         end is gone.
         """
         self._end.sendall(message.encoded())
 
-    def receive(self) -> Message:
+    def receive(self) -> RankMessage:
         """The next message. Raises EOFError where the other end is gone."""
         while True:
             message = self._whole()
@@ -72,7 +72,7 @@ class Channel:
                 return message
             self._more()
 
-    def poll(self) -> Message | None:
+    def poll(self) -> RankMessage | None:
         """The next message, or None where no whole one has come. Never waits; that the other end is
         gone is not told.
         """
@@ -96,9 +96,9 @@ class Channel:
             raise EOFError
         self._heard += found
 
-    def _whole(self) -> Message | None:
+    def _whole(self) -> RankMessage | None:
         length = int.from_bytes(self._heard[:_LENGTH], "little") + _LENGTH
         if len(self._heard) < max(length, _LENGTH + 1):
             return None
         body, self._heard = self._heard[_LENGTH:length], self._heard[length:]
-        return Message.decoded(body)
+        return RankMessage.decoded(body)

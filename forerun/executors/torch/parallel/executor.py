@@ -24,7 +24,7 @@ from forerun.executors.torch.drafts.target import TorchTarget
 from forerun.executors.torch.executor import TorchExecutor
 from forerun.executors.torch.group import Processes
 from forerun.executors.torch.model_runner import ModelRunner, TorchOptions, TorchRound
-from forerun.executors.torch.parallel.channel import Message
+from forerun.executors.torch.parallel.channel import RankMessage
 from forerun.executors.torch.parallel.processes import COMMAND, Ranks
 from forerun.executors.torch.parallel.start import RankStart, difference
 from forerun.executors.torch.parallel.step import Gathered, SharedStep, agree, gathered, reports
@@ -93,7 +93,7 @@ class ParallelExecutor(TorchExecutor):
         self._last: SharedRound | None = None
         try:
             self._ranks_are_like(own)
-            self.ranks.send(Message("meet"))
+            self.ranks.send(RankMessage("meet"))
             group = Processes(
                 *(store, own.tp, torch.device(devices[0])),
                 waits=self.ranks.waits,
@@ -104,7 +104,7 @@ class ParallelExecutor(TorchExecutor):
             self.shared = group
             self._devices = [message.facts["device"] for message in self.ranks.answers("ready")]
             with self.together():
-                self.ranks.send(Message("agree"))
+                self.ranks.send(RankMessage("agree"))
                 agree(self, group)
         except BaseException:
             self.ranks.close()
@@ -158,7 +158,7 @@ class ParallelExecutor(TorchExecutor):
             if not pairs:
                 return ()
             nodes, tokens = np.array(pairs, np.int32).T
-            message = Message("reports", {"top": top}, {"nodes": nodes, "tokens": tokens})
+            message = RankMessage("reports", {"top": top}, {"nodes": nodes, "tokens": tokens})
             self.ranks.send(message)
             with self.together():
                 found = reports(self, self.shared, round, top, pairs)

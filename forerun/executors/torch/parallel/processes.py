@@ -28,7 +28,7 @@ from forerun.errors import (
     RankError,
 )
 from forerun.executors.torch.group import Waits
-from forerun.executors.torch.parallel.channel import Channel, Message
+from forerun.executors.torch.parallel.channel import Channel, RankMessage
 from forerun.executors.torch.parallel.start import RankStart
 
 log = logging.getLogger("forerun.executors.torch")
@@ -68,10 +68,10 @@ class RankProcess:
         self._start, self._command = start, command
         own, self._other = socket.socketpair()
         self.channel, self._lock = Channel(own), threading.Lock()
-        self._heard: list[Message] = []
+        self._heard: list[RankMessage] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._closing = False
-        self.failed: Message | None = None
+        self.failed: RankMessage | None = None
         self._started = threading.Event()
         self._fault: OSError | None = None
         # It lives as long as the process: Linux ends a rank with the thread that started it.
@@ -89,7 +89,7 @@ class RankProcess:
         assert self._process is not None
         return self._process.pid
 
-    def answer(self) -> Message | None:
+    def answer(self) -> RankMessage | None:
         """The oldest message from the rank that nobody has asked for yet; None where there is none.
         Does not wait.
         """
@@ -106,7 +106,7 @@ class RankProcess:
         """Ask the rank to end, wait END_SECONDS, then kill it; close the channel. Idempotent."""
         self._closing = True
         with suppress(OSError):
-            self.channel.send(Message("end"))
+            self.channel.send(RankMessage("end"))
         self._thread.join(END_SECONDS)
         self.kill()
         self._thread.join()
@@ -130,7 +130,7 @@ class RankProcess:
             self._other.close()
             self._started.set()
         with suppress(OSError):
-            self.channel.send(Message("start", self._start.facts()))
+            self.channel.send(RankMessage("start", self._start.facts()))
         why = self._until_it_ends(self._process)
         if not self._closing:
             self._ended(self, why)
@@ -199,7 +199,7 @@ class Ranks:
         if fault is not None:
             failed(fault)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: RankMessage) -> None:
         """Send a message to every rank. Raises RankError where one is gone; then all are ended."""
         self.check()
         try:
@@ -208,7 +208,7 @@ class Ranks:
         except OSError as error:
             self.give_up(error)
 
-    def answers(self, kind: str, seconds: float = START_SECONDS) -> list[Message]:
+    def answers(self, kind: str, seconds: float = START_SECONDS) -> list[RankMessage]:
         """What each rank answers, by rank. Raises what a rank failed with, RankError where one is
         gone or says nothing for so many seconds.
         """

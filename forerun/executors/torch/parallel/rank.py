@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import TCPStore
 from forerun.errors import EngineError
 from forerun.executors.torch.group import Processes, Waits
 from forerun.executors.torch.model_runner import ModelRunner, TorchRound
-from forerun.executors.torch.parallel.channel import Channel, Message
+from forerun.executors.torch.parallel.channel import Channel, RankMessage
 from forerun.executors.torch.parallel.processes import end_with_parent
 from forerun.executors.torch.parallel.rounds import RankRounds
 from forerun.executors.torch.parallel.start import RankStart
@@ -41,7 +41,9 @@ def main(argv: list[str]) -> int:
     except Exception as error:
         logging.getLogger("forerun").debug("a rank failed", exc_info=True)
         channel.send(
-            Message("failed", {"error": type(error).__name__, "message": str(error) or "no memory"})
+            RankMessage(
+                "failed", {"error": type(error).__name__, "message": str(error) or "no memory"}
+            )
         )
         return 1
     return 0
@@ -56,14 +58,14 @@ def serve(channel: Channel, shared: int) -> None:
     if start.threads:
         torch.set_num_threads(start.threads)
     checkpoint = opened(Path(start.path), start.limits.context)
-    channel.send(Message("here", start.identity()))
+    channel.send(RankMessage("here", start.identity()))
     _expect(channel, "meet")
     store = TCPStore("127.0.0.1", start.port, start.tp.size, is_master=False)
     waits = Waits(shared, start.tp)
     group = Processes(store, start.tp, torch.device(start.options.device), waits)
     part = RankCheckpoint(checkpoint, start.tp)
     runner = ModelRunner(part, start.limits, start.options, group)
-    channel.send(Message("ready", {"device": str(runner.device)}))
+    channel.send(RankMessage("ready", {"device": str(runner.device)}))
     _expect(channel, "agree")
     agree(runner, group)
     round: TorchRound | None = None

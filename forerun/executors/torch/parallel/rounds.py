@@ -22,7 +22,7 @@ from forerun.executors.torch.captured.runner import CudaGraphRunner
 from forerun.executors.torch.captured.warm_up import capture, rehearse_prompts
 from forerun.executors.torch.drafts.target import TorchTarget
 from forerun.executors.torch.model_runner import ModelRunner
-from forerun.executors.torch.parallel.channel import Message
+from forerun.executors.torch.parallel.channel import RankMessage
 from forerun.executors.torch.parallel.executor import DraftTarget, ParallelExecutor
 from forerun.executors.torch.triton.kernels import Kernels
 from forerun.executors.torch.triton.record import Size
@@ -33,7 +33,7 @@ from forerun.speculative.tree import TreeBatch
 class RankRounds:
     """What another rank than 0 launches, as messages name it."""
 
-    def __init__(self, runner: ModelRunner, message: Message) -> None:
+    def __init__(self, runner: ModelRunner, message: RankMessage) -> None:
         self._rank, records = runner, recorder(runner.device)
         assert runner.kernels is not None and records is not None, (
             "rank 0 captures, this one cannot"
@@ -45,7 +45,7 @@ class RankRounds:
         )
 
     @torch.inference_mode()
-    def launch(self, message: Message) -> None:
+    def launch(self, message: RankMessage) -> None:
         """Launch the round that the message names, after the copies and entries of page tables that
         come with it. Does not wait.
         """
@@ -81,7 +81,7 @@ class SharedRunner(CudaGraphRunner):
         source, target = self.eager.moved()
         arrays = {"inputs": staging.whole.numpy(), "places": places, "pages": pages}
         arrays |= {"source": source, "target": target}
-        self.eager.ranks.send(Message("round", {"size": list(size)}, arrays))
+        self.eager.ranks.send(RankMessage("round", {"size": list(size)}, arrays))
         with self.eager.together():
             wait = super().launch(size, staging, first)
 
@@ -108,7 +108,7 @@ class SharedRounds(CapturedExecutor):
         super().__init__(eager, kernels, records, overlap)
         assert isinstance(self.runner, SharedRunner)
         self.runner.eager = eager
-        eager.ranks.send(Message("rounds", {"overlap": overlap}))
+        eager.ranks.send(RankMessage("rounds", {"overlap": overlap}))
 
     def watch(self, failed: Callable[[str], None]) -> None:
         """As ParallelExecutor.watch."""

@@ -15,7 +15,7 @@ from forerun.executors.torch.attention.kv import Slots, indices
 from forerun.executors.torch.attention.plan_geometry import StepNodes
 from forerun.executors.torch.group import Group
 from forerun.executors.torch.model_runner import ModelRunner, TorchRound
-from forerun.executors.torch.parallel.channel import Message
+from forerun.executors.torch.parallel.channel import RankMessage
 from forerun.interface.plan import Plan, Reports, TokenLogprobs
 from forerun.models.tensor_parallel import TensorParallel
 from forerun.speculative.accept import NOTHING
@@ -41,10 +41,10 @@ class SharedStep:
     wide: Ints
     moves: Moves
 
-    def message(self) -> Message:
+    def message(self) -> RankMessage:
         """The message from which `of` makes the step on another rank."""
         plan, trees, nodes, plain = self.plan, self.trees, self.nodes, self.nodes.plain
-        return Message("step", arrays={
+        return RankMessage("step", arrays={
             "kv_len": plan.kv_len, "samples": plan.samples, "page_table": plan.page_table,
             "tokens": trees.tokens, "parents": trees.parents, "start": trees.start,
             "known": trees.known, "depth": trees.depth,
@@ -55,7 +55,7 @@ class SharedStep:
         })  # fmt: skip
 
     @staticmethod
-    def of(message: Message) -> "SharedStep":
+    def of(message: RankMessage) -> "SharedStep":
         """The step whose `message` this is. Of its plan only kv_len, samples and page_table are
         real: ranks read nothing else.
         """
