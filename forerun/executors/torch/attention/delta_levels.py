@@ -38,7 +38,7 @@ class DeltaWalk(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class DepthLevel:
     """Nodes of equal depth, as a slice of all nodes ordered by depth.
 
     above   int64[n] the parents' places in the level above; None: one after the other
@@ -60,7 +60,7 @@ class LevelWay:
     order: Tensor
     back: Tensor
     rows: Tensor
-    levels: list[Level]
+    levels: list[DepthLevel]
 
 
 class ByLevels:
@@ -107,7 +107,7 @@ class ByLevels:
 
     def _levels(
         self, trees: TreeBatch, order: AnyArray, back: AnyArray, ends: dict[int, int]
-    ) -> list[Level]:
+    ) -> list[DepthLevel]:
         counts = np.bincount(trees.depth).tolist()
         at: dict[int, list[tuple[int, int]]] = {}
         for target, node in ends.items():
@@ -124,6 +124,6 @@ class ByLevels:
                 places, targets = zip(*at[depth], strict=True)
                 first = indices(np.array(places) - begin, self._device)
                 kept = first, indices(np.array(targets), self._device)
-            levels.append(Level(begin, begin + count, above, kept))
+            levels.append(DepthLevel(begin, begin + count, above, kept))
             begin, width = begin + count, count
         return levels
