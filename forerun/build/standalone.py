@@ -4,7 +4,7 @@ import numpy as np
 
 from forerun.errors import ModelError
 from forerun.hub.catalog import open_model
-from forerun.models.whole_draft import DraftVocabulary, WholeDraft, equal_vocabulary
+from forerun.models.whole_draft import VocabularyMap, WholeDraft, equal_vocabulary
 from forerun.text.tokenizer import Tokenizer
 
 Spelling = tuple[bool, bytes]
@@ -26,9 +26,7 @@ def open_standalone(
     return WholeDraft(model.name, model.checkpoint, found)
 
 
-def _shared_vocabulary(
-    target: Tokenizer, vocab: int, draft: Tokenizer, own: int
-) -> DraftVocabulary:
+def _shared_vocabulary(target: Tokenizer, vocab: int, draft: Tokenizer, own: int) -> VocabularyMap:
     """Which tokens of a draft model of `own` ids are the target's, of V = `vocab`."""
     theirs, mine = _spellings(target, vocab), _spellings(draft, own)
     common = min(len(theirs), len(mine))
@@ -45,7 +43,7 @@ def _shared_vocabulary(
         found if found >= 0 else end if id in target.eos_ids else _tail(item, by_spelling)
         for id, (found, item) in enumerate(zip(same.tolist(), theirs, strict=True))
     ]
-    return DraftVocabulary(
+    return VocabularyMap(
         inputs=np.array(inputs, np.int32),
         own_ids=same[chosen].astype(np.int32),
         target_ids=chosen.astype(np.int32),

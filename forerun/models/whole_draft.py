@@ -18,7 +18,7 @@ from forerun.types import Ints
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DraftVocabulary:
+class VocabularyMap:
     """How a draft model reads the target's tokens, and what it may propose.
 
     inputs      int32[V]   its own id for every target id
@@ -32,28 +32,28 @@ class DraftVocabulary:
     target_ids: Ints
     shared: int
 
-    def limited(self, token_map: Ints) -> "DraftVocabulary":
+    def limited(self, token_map: Ints) -> "VocabularyMap":
         """The vocabulary without all but the target ids int32[n] of `token_map` (FR-Spec). Raises
         ModelError where nothing is left.
         """
         kept = np.isin(self.target_ids, token_map)
         if not kept.any():
             raise ModelError("the token map names no token that the draft model has")
-        return DraftVocabulary(self.inputs, self.own_ids[kept], self.target_ids[kept], self.shared)
+        return VocabularyMap(self.inputs, self.own_ids[kept], self.target_ids[kept], self.shared)
 
     def every(self, own: int) -> bool:
         """Whether all `own` ids of the draft may be proposed: its head is used as it is."""
         return len(self.own_ids) == own and bool(np.all(self.own_ids == np.arange(own)))
 
 
-def equal_vocabulary(target: int, own: int) -> DraftVocabulary:
+def equal_vocabulary(target: int, own: int) -> VocabularyMap:
     """The vocabulary of a draft whose tokens have the target's ids; padded to V = `target` here and
     to `own` there.
     """
     ids = np.arange(min(target, own), dtype=np.int32)
     inputs = np.zeros(target, np.int32)
     inputs[: len(ids)] = ids
-    return DraftVocabulary(inputs, ids, ids, len(ids))
+    return VocabularyMap(inputs, ids, ids, len(ids))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +67,7 @@ class WholeDraft:
 
     name: str
     checkpoint: Checkpoint
-    vocabulary: DraftVocabulary
+    vocabulary: VocabularyMap
 
     def __post_init__(self) -> None:
         """Raise ModelError for a model that cannot draft here."""

@@ -40,11 +40,8 @@ def main(argv: list[str]) -> int:
         return 0
     except Exception as error:
         logging.getLogger("forerun").debug("a rank failed", exc_info=True)
-        channel.send(
-            RankMessage(
-                "failed", {"error": type(error).__name__, "message": str(error) or "no memory"}
-            )
-        )
+        facts = {"error": type(error).__name__, "message": str(error) or "no memory"}
+        channel.send(RankMessage("failed", facts))
         return 1
     return 0
 
