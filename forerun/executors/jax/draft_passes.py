@@ -76,7 +76,7 @@ def blank(shapes: Shapes) -> tuple[Ints, dict[str, AnyArray]]:
     return whole, views
 
 
-class DraftPasses(NamedTuple):
+class DraftPrograms(NamedTuple):
     """The programs as pure functions. width: places of a page table's row."""
 
     drafting: Drafting

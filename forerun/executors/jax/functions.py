@@ -16,7 +16,7 @@ from forerun.executors.jax.block import BlockNetwork
 from forerun.executors.jax.block_passes import BlockPasses
 from forerun.executors.jax.decoder import Decoder, Forwarded
 from forerun.executors.jax.draft_network import DraftNetwork
-from forerun.executors.jax.draft_passes import DraftPasses
+from forerun.executors.jax.draft_passes import DraftPrograms
 from forerun.executors.jax.drafting import NOWHERE, AcceptedStep, Drafting
 from forerun.executors.jax.future_map import enter, leave
 from forerun.executors.jax.inputs import Inputs
@@ -81,7 +81,7 @@ class Functions:
         if isinstance(self.network, BlockNetwork):
             passes = BlockPasses(self.network, self.page_size, self.width, self.attend)
         else:
-            passes = DraftPasses(self.drafting, self.width)
+            passes = DraftPrograms(self.drafting, self.width)
         return cast("Callable[..., Any]", getattr(passes, kind))
 
     def chunk(
