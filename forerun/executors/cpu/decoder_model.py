@@ -7,7 +7,7 @@ import numpy as np
 
 from forerun.errors import EngineError, MemoryPlanError
 from forerun.executors.cpu import native
-from forerun.executors.cpu.draft_pass import DraftPass, commit, page_slots, run
+from forerun.executors.cpu.draft_pass import CpuDraftPass, commit, page_slots, run
 from forerun.executors.cpu.executor import CpuExecutor
 from forerun.executors.cpu.latent import sizes_of
 from forerun.executors.cpu.limits import check_runs
@@ -111,7 +111,7 @@ class CpuDecoderModel:
         behind = limits.pages * limits.page_size + limits.max_nodes + limits.slots
         places[roots] = behind + extension.slots
         found = self._run(
-            DraftPass(
+            CpuDraftPass(
                 tokens=self._own(tokens),
                 sources=np.zeros(count + rows, np.int32),
                 parents=np.full(count + rows, -1, np.int32),
@@ -133,7 +133,7 @@ class CpuDecoderModel:
         sound.
         """
         nodes = np.arange(len(level.tokens), dtype=np.int32)
-        work = DraftPass(
+        work = CpuDraftPass(
             tokens=self._own(level.tokens),
             sources=np.zeros_like(nodes),
             parents=level.parents,
@@ -158,7 +158,7 @@ class CpuDecoderModel:
         own: Ints = self._inputs[tokens]
         return own
 
-    def _run(self, work: DraftPass, candidates: int) -> Candidates:
+    def _run(self, work: CpuDraftPass, candidates: int) -> Candidates:
         if len(work.scored) > len(self._logits):
             self._logits = np.empty((len(work.scored), self.traits.vocab), np.float32)
         return run(self._library, self._model, work, self._logits, candidates)

@@ -13,7 +13,7 @@ from forerun.types import Floats, Ints
 
 
 @dataclass(frozen=True, slots=True)
-class DraftPass:
+class CpuDraftPass:
     """What an extension and a level have in common, as the core reads it (csrc/draft.h).
 
     sources   int32[n] see there
@@ -38,7 +38,7 @@ class DraftPass:
 
 
 def run(
-    library: ctypes.CDLL, model: int, work: DraftPass, logits: Floats, candidates: int
+    library: ctypes.CDLL, model: int, work: CpuDraftPass, logits: Floats, candidates: int
 ) -> Candidates:
     """Run one pass of a native draft model and rank what it scored: Candidates [s,k].
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from forerun.errors import EngineError, MemoryPlanError
 from forerun.executors.cpu import native
-from forerun.executors.cpu.draft_pass import DraftPass, commit, page_slots, run
+from forerun.executors.cpu.draft_pass import CpuDraftPass, commit, page_slots, run
 from forerun.executors.cpu.executor import CpuExecutor
 from forerun.executors.cpu.features import CpuFeatures
 from forerun.executors.cpu.places import RopeTable
@@ -93,7 +93,7 @@ class CpuHiddenStateModel:
         """Raises EngineError: a draft head proposes level by level."""
         raise EngineError("a draft head proposes level by level, not a block")
 
-    def _run(self, work: DraftPass, candidates: int) -> Candidates:
+    def _run(self, work: CpuDraftPass, candidates: int) -> Candidates:
         return run(self._library, self._model, work, self._room(len(work.scored)), candidates)
 
     def _room(self, scored: int) -> Floats:
@@ -103,7 +103,7 @@ class CpuHiddenStateModel:
         return self._logits
 
 
-def pass_of_extension(extension: Extension, features: Features | None) -> DraftPass:
+def pass_of_extension(extension: Extension, features: Features | None) -> CpuDraftPass:
     """A pass over the tokens after those that became permanent, each beside its features, with the
     candidates that the extension asks for.
 
@@ -119,7 +119,7 @@ def pass_of_extension(extension: Extension, features: Features | None) -> DraftP
         raise EngineError("a draft head was extended without features of the compiled core")
     if len(sources if given is None else given) != count:
         raise EngineError("an extension whose features are not one row per token")
-    return DraftPass(
+    return CpuDraftPass(
         tokens=extension.next_tokens,
         sources=sources,
         parents=np.full(count, -1, np.int32),
@@ -134,12 +134,12 @@ def pass_of_extension(extension: Extension, features: Features | None) -> DraftP
     )
 
 
-def pass_of_level(level: DraftLevel) -> DraftPass:
+def pass_of_level(level: DraftLevel) -> CpuDraftPass:
     """A pass over a level's draft tokens, all of which are scored; each reads what its parent, or
     the row's root, left.
     """
     kept = -1 - np.repeat(level.slots, np.diff(level.start))
-    return DraftPass(
+    return CpuDraftPass(
         tokens=level.tokens,
         sources=np.where(level.parents < 0, kept, level.parents),
         parents=level.parents,

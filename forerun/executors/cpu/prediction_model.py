@@ -9,7 +9,7 @@ import numpy as np
 
 from forerun.errors import ModelError
 from forerun.executors.cpu import native
-from forerun.executors.cpu.draft_pass import DraftPass, commit, page_slots, run
+from forerun.executors.cpu.draft_pass import CpuDraftPass, commit, page_slots, run
 from forerun.executors.cpu.executor import CpuExecutor
 from forerun.executors.cpu.hidden_state_model import (
     CpuHiddenStateModel,
@@ -181,7 +181,7 @@ class CpuPredictionModel(CpuHiddenStateModel):
             found.append(self._ran(number, work, self._states[number, rows], level.candidates))
         return found[0]
 
-    def _ran(self, number: int, work: DraftPass, outputs: Floats, candidates: int) -> Candidates:
+    def _ran(self, number: int, work: CpuDraftPass, outputs: Floats, candidates: int) -> Candidates:
         """Run one layer, whose outputs float32[n,H] are filled in."""
         work = replace(work, outputs=outputs)
         return run(
