@@ -16,7 +16,7 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 
 from forerun.errors import ModelError
-from forerun.models.mapped import Stored, TensorFile, check_disjoint, mapped
+from forerun.models.mapped import TensorEntry, TensorFile, check_disjoint, mapped
 
 Value = bool | int | float | str | list[str] | list[int] | list[float] | list[bool]
 """A metadata value."""
@@ -193,11 +193,11 @@ def _alignment(metadata: dict[str, Value]) -> int:
     return value
 
 
-def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Stored]:
+def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, TensorEntry]:
     """Tensor table, then the checks that need to know where the data begins."""
     table = [_read_tensor(cursor) for _ in range(count)]
     begin = -(-cursor.at // alignment) * alignment
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, TensorEntry] = {}
     for name, stored in table:
         if name in tensors:
             raise ModelError(f"the tensor {name!r} appears twice")
@@ -208,11 +208,11 @@ def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Stor
             raise ModelError(
                 f"tensor {name!r} ends at byte {end} of a file of {cursor.at + cursor.left}"
             )
-        tensors[name] = Stored(stored.kind, stored.shape, begin + stored.start, stored.size)
+        tensors[name] = TensorEntry(stored.kind, stored.shape, begin + stored.start, stored.size)
     return tensors
 
 
-def _read_tensor(cursor: _Cursor) -> tuple[str, Stored]:
+def _read_tensor(cursor: _Cursor) -> tuple[str, TensorEntry]:
     name = cursor.string(_MOST_NAME)
     dimensions = int(cursor.scalar(4))
     if not 1 <= dimensions <= _DIMENSIONS:
@@ -224,7 +224,7 @@ def _read_tensor(cursor: _Cursor) -> tuple[str, Stored]:
         elements *= length
     if elements == 0 or shape[-1] % block:
         raise ModelError(f"tensor {name!r} of shape {list(shape)} cannot be {kind}")
-    return name, Stored(kind, shape, int(cursor.scalar(10)), elements // block * block_bytes)
+    return name, TensorEntry(kind, shape, int(cursor.scalar(10)), elements // block * block_bytes)
 
 
 def _storage(name: str, number: int) -> tuple[str, int, int]:

@@ -18,7 +18,7 @@ _ROWS_AT_ONCE = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class TensorEntry:
     """Where a tensor lies. `shape` is outermost first, as NumPy has it; bytes from file start.
 
     kind  ggml's name of the storage type; safetensors' F32, F16 and BF16 are called the same
@@ -80,7 +80,7 @@ class TensorFile:
     """A mapped file whose table of tensors has been checked against its size."""
 
     path: Path
-    tensors: dict[str, Stored]
+    tensors: dict[str, TensorEntry]
     data: NDArray[np.uint8]
 
     def rows(self, name: str) -> NDArray[np.uint8]:
@@ -165,7 +165,7 @@ def release(rows: NDArray[np.uint8]) -> None:
     owner.madvise(mmap.MADV_DONTNEED, page, start + rows.nbytes - page)
 
 
-def check_disjoint(tensors: dict[str, Stored]) -> None:
+def check_disjoint(tensors: dict[str, TensorEntry]) -> None:
     """Raise ModelError where two tensors share bytes."""
     end, before = 0, ""
     for name, stored in sorted(tensors.items(), key=lambda item: item[1].start):

@@ -12,7 +12,7 @@ from typing import Any
 
 from forerun.errors import ModelError
 from forerun.models.keys import shown
-from forerun.models.mapped import Stored, TensorFile, check_disjoint, mapped
+from forerun.models.mapped import TensorEntry, TensorFile, check_disjoint, mapped
 
 _MOST_HEADER = 2 << 20
 _MOST_TENSORS = 65536
@@ -58,14 +58,14 @@ def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _tensors(table: Any, begin: int, kinds: Mapping[str, int]) -> dict[str, Stored]:
+def _tensors(table: Any, begin: int, kinds: Mapping[str, int]) -> dict[str, TensorEntry]:
     if not isinstance(table, dict) or len(table) > _MOST_TENSORS:
         raise ModelError("the header is not an object of tensors")
     table.pop("__metadata__", None)
     return {name: _tensor(name, entry, begin, kinds) for name, entry in table.items()}
 
 
-def _tensor(name: str, entry: Any, begin: int, kinds: Mapping[str, int]) -> Stored:
+def _tensor(name: str, entry: Any, begin: int, kinds: Mapping[str, int]) -> TensorEntry:
     """Check one entry of the table; `begin` is where the data begins."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ModelError(f"tensor {shown(name)} is not dtype, shape and data_offsets")
@@ -82,7 +82,7 @@ def _tensor(name: str, entry: Any, begin: int, kinds: Mapping[str, int]) -> Stor
         raise ModelError(
             f"tensor {shown(name)} of shape {list(shape)} cannot take bytes {start} to {end}"
         )
-    return Stored(kind, shape, begin + start, end - start)
+    return TensorEntry(kind, shape, begin + start, end - start)
 
 
 def _naturals(name: str, value: Any) -> tuple[int, ...]:

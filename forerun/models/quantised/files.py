@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from forerun.errors import ModelError
 from forerun.models.grouped import Grouped
-from forerun.models.mapped import FourBits, Packed, Stored, TensorFile
+from forerun.models.mapped import FourBits, Packed, TensorEntry, TensorFile
 from forerun.models.quantised.four_bits import four_bit_group, four_bits
 from forerun.models.quantised.fp4 import with_experts
 from forerun.models.quantised.grouped import grouped
@@ -18,7 +18,7 @@ from forerun.models.quantised.method import Method
 from forerun.types import Floats
 
 QUANTISED = "quantised"
-"""`Stored.kind` of such a matrix."""
+"""`TensorEntry.kind` of such a matrix."""
 
 _OF_ACTIVATIONS = re.compile(
     r".*\.(input_scale|input_global_scale|output_scale|[kv]_scale|kv_scale)"
@@ -119,7 +119,7 @@ def _collected(
     found: dict[str, TensorFile] = {}
     for file, matrices in by_file.values():
         tensors = {
-            name: Stored(QUANTISED, matrix.shape, 0, 4 * matrix.shape[0] * matrix.shape[1])
+            name: TensorEntry(QUANTISED, matrix.shape, 0, 4 * matrix.shape[0] * matrix.shape[1])
             for name, matrix in matrices.items()
         }
         one = QuantisedFile(file.path, tensors, file.data[:0], matrices)

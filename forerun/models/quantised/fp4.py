@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forerun.errors import ModelError
-from forerun.models.mapped import Packed, Stored, TensorFile
+from forerun.models.mapped import Packed, TensorEntry, TensorFile
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _GROUP = 32
@@ -68,7 +68,7 @@ def with_experts(files: Mapping[str, TensorFile]) -> dict[str, TensorFile]:
                 raise ModelError(f"{name}{kind} is missing")
         blocks, scales = parts[_BLOCKS], parts[_SCALES]
         shape = _shape(blocks, scales)
-        stored = Stored("quantised", shape, 0, 0)
+        stored = TensorEntry("quantised", shape, 0, 0)
         file = blocks[0]
         plain[name] = Fp4File(file.path, {name: stored}, file.data[:0], {name: (blocks, scales)})
     return plain
