@@ -190,7 +190,7 @@ def on_xla(compiled, warm=False, pads=()):
         patch.setattr(with_jax, "cache_dir", lambda: Path(compiled))
         patch.setattr(jax, "JaxOptions", partial(jax.JaxOptions, stacked=True))
         if not warm:
-            patch.setattr(programs.Programs, "warm_up", lambda *_: None)
+            patch.setattr(programs.JaxPrograms, "warm_up", lambda *_: None)
         yield
 
 

@@ -95,7 +95,7 @@ def test_a_level_stands_one_position_below_the_level_above(quickly, runs_root):
     kv_len, accepted = np.array([20, 7]), np.array([2, 1])
     depth = np.broadcast_to(np.arange(nodes), (rows, nodes))
     below = np.broadcast_to(np.tri(nodes, dtype=bool), (rows, nodes, nodes))
-    network = drafting.Drafting(Reading(runs_root), 4, 64, 4, None)
+    network = drafting.JaxDrafting(Reading(runs_root), 4, 64, 4, None)
 
     @jax.jit
     def grown(kv_len, depth, kept):

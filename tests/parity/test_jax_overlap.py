@@ -6,7 +6,7 @@ import pytest
 from forerun.build import drafting as build_drafting
 from forerun.client.completion import make_request
 from forerun.executors.jax import JaxExecutor
-from forerun.executors.jax.programs import Programs
+from forerun.executors.jax.programs import JaxPrograms
 from tests.drafters.served import on_xla
 from tests.parity.heads import opened
 from tests.parity.test_jax_drafts import LEARNED
@@ -42,7 +42,7 @@ def target(request, folder, learned, compiled, quickly):
     pads = ("nodes", "chunks") if request.param == SHAPES[0] else ()
     shape = drafting(request.param)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Programs, "warm_up", lambda *_: None)
+        patch.setattr(JaxPrograms, "warm_up", lambda *_: None)
         with on_xla(compiled, warm=True, pads=pads):
             many = LEARNED | shape | {"executor": "jax", "overlap": True}
             made = opened(folder, learned[0], **many)

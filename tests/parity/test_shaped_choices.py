@@ -16,7 +16,7 @@ from forerun.executors.jax.attention import ancestors
 from forerun.executors.jax.batches import Batch
 from forerun.executors.jax.batches import Size as Shape
 from forerun.executors.jax.shaping import (
-    Shaping,
+    JaxShaping,
     _largest,
     choose_shaped,
     edits_of,
@@ -107,7 +107,7 @@ def on_torch(logits, samplings, histories, allowed):
 
 @jax.jit
 def _run(logits, rules, trees, whole, allowed):
-    return choose_shaped(logits, rules, trees, Shaping.of(whole, ROWS, EDITS), allowed)
+    return choose_shaped(logits, rules, trees, JaxShaping.of(whole, ROWS, EDITS), allowed)
 
 
 def on_xla(logits, samplings, histories, allowed):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from forerun.executors.jax.decoder import Attend, Decoder
+from forerun.executors.jax.decoder import Attend, JaxDecoder
 from forerun.executors.jax.kv import NetworkSizes, sanitised
 from forerun.executors.jax.layers import product, rms_norm, rotate, rotation, swiglu
 from forerun.executors.jax.weights import Params
@@ -26,7 +26,7 @@ class BlockNetwork(NamedTuple):
     """What does not change of a drafter: its description, and the target's."""
 
     about: BlockHead
-    target: Decoder
+    target: JaxDecoder
 
     @property
     def sizes(self) -> NetworkSizes:

@@ -53,7 +53,7 @@ class Forwarded(NamedTuple):
         return jnp.concatenate(self.streams, -1)
 
 
-class Decoder(NamedTuple):
+class JaxDecoder(NamedTuple):
     """What does not change: the model's description and where its arrays lie."""
 
     arch: Architecture

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from forerun.executors.jax.decoder import Attend, Decoder
+from forerun.executors.jax.decoder import Attend, JaxDecoder
 from forerun.executors.jax.draft_network import Ran
 from forerun.executors.jax.kv import NetworkSizes
 from forerun.executors.jax.layers import product
@@ -25,7 +25,7 @@ class DraftDecoder(NamedTuple):
     """The DraftNetwork contract on a decoder, which reads tokens alone."""
 
     about: WholeDraft
-    decoder: Decoder
+    decoder: JaxDecoder
 
     @classmethod
     def of(cls, about: WholeDraft, sharding: Sharding) -> "DraftDecoder":
@@ -33,7 +33,7 @@ class DraftDecoder(NamedTuple):
         divide, else whole on each.
         """
         arch = about.checkpoint.architecture
-        return cls(about, Decoder(arch, where_it_divides(arch, sharding)))
+        return cls(about, JaxDecoder(arch, where_it_divides(arch, sharding)))
 
     @property
     def sizes(self) -> NetworkSizes:

@@ -15,7 +15,7 @@ from jax import Array, lax
 
 from forerun.executors.jax.attention import Past, Tree
 from forerun.executors.jax.batches import Size
-from forerun.executors.jax.drafting import NOWHERE, Drafting, committed, log_normaliser
+from forerun.executors.jax.drafting import NOWHERE, JaxDrafting, committed, log_normaliser
 from forerun.executors.jax.inputs import Shapes, total, views_of
 from forerun.executors.jax.kv import DraftArrays, State, after, slots_of
 from forerun.executors.jax.weights import Params
@@ -79,7 +79,7 @@ def blank(shapes: Shapes) -> tuple[Ints, dict[str, AnyArray]]:
 class DraftPrograms(NamedTuple):
     """The programs as pure functions. width: places of a page table's row."""
 
-    drafting: Drafting
+    drafting: JaxDrafting
     width: int
 
     @property

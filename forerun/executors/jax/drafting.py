@@ -143,7 +143,7 @@ class Noise(NamedTuple):
     temperature: Array
 
 
-class Drafting(NamedTuple):
+class JaxDrafting(NamedTuple):
     """The network's part of a round. nodes: M of a step; slots: of pages."""
 
     network: DraftNetwork

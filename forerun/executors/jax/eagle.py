@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from forerun.errors import ModelError
-from forerun.executors.jax.decoder import Attend, Decoder
+from forerun.executors.jax.decoder import Attend, JaxDecoder
 from forerun.executors.jax.draft_network import Ran
 from forerun.executors.jax.kv import NetworkSizes, sanitised
 from forerun.executors.jax.layers import product, rms_norm, rotate, rotation, swiglu
@@ -25,11 +25,11 @@ from forerun.models.draft_folder import DraftFile
 from forerun.models.layer_spec import AttentionSpec
 
 
-class EagleHead(NamedTuple):
+class JaxEagleHead(NamedTuple):
     """The DraftNetwork contract: a head's description, and the target's."""
 
     about: DraftHead
-    target: Decoder
+    target: JaxDecoder
 
     @property
     def sizes(self) -> NetworkSizes:
@@ -140,7 +140,7 @@ class EagleHead(NamedTuple):
         return self.target.sharding.put(fed, None, None, None)
 
 
-def load_head(head: EagleHead, checkpoint: Checkpoint, draft: DraftFile, dtype: Any) -> Params:
+def load_head(head: JaxEagleHead, checkpoint: Checkpoint, draft: DraftFile, dtype: Any) -> Params:
     """params["draft"] of an EAGLE head, on the devices: matrices in `dtype`, vectors in float32.
     The output head is the target's rows where the draft has none of its own.
 
@@ -184,7 +184,7 @@ def _short(name: str) -> str:
     return plain
 
 
-def _where(head: EagleHead, name: str, dimensions: int) -> Any:
+def _where(head: JaxEagleHead, name: str, dimensions: int) -> Any:
     """The sharding of a parameter by its short name."""
     about, sharding = head.about, head.target.sharding
     cut = {

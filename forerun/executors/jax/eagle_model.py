@@ -1,6 +1,6 @@
 """An EAGLE draft head beside its target (level_model.py)."""
 
-from forerun.executors.jax.eagle import EagleHead, load_head
+from forerun.executors.jax.eagle import JaxEagleHead, load_head
 from forerun.executors.jax.executor import JaxExecutor
 from forerun.executors.jax.level_model import JaxLevelModel
 from forerun.interface.draft_model import DraftModelTraits, FeatureNeeds
@@ -23,7 +23,7 @@ class JaxEagleModel(JaxLevelModel):
             max_nodes=executor.limits.max_nodes,
             features=FeatureNeeds("last") if last else FeatureNeeds("aux", about.features),
         )
-        head = EagleHead(about, executor.decoder)
+        head = JaxEagleHead(about, executor.decoder)
         super().__init__(
             executor,
             head,

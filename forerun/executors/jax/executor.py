@@ -13,7 +13,7 @@ from forerun.executors.host_sampler import HostSampler
 from forerun.executors.jax.attention_choice import attention_of
 from forerun.executors.jax.batches import Batch, Buckets, batches
 from forerun.executors.jax.block import BlockNetwork
-from forerun.executors.jax.decoder import Decoder
+from forerun.executors.jax.decoder import JaxDecoder
 from forerun.executors.jax.draft_network import DraftNetwork
 from forerun.executors.jax.draft_passes import FEW
 from forerun.executors.jax.drafted import Drafted
@@ -24,7 +24,7 @@ from forerun.executors.jax.kv import DraftArrays, NetworkSizes, StateShape, firs
 from forerun.executors.jax.limits import check_runs
 from forerun.executors.jax.memory import check_fits, planned_bytes
 from forerun.executors.jax.options import DTYPES, JaxOptions, check_options
-from forerun.executors.jax.programs import Programs, keep_compiled
+from forerun.executors.jax.programs import JaxPrograms, keep_compiled
 from forerun.executors.jax.shaping import EditsByRow, packed_shaping, room_for_edits
 from forerun.executors.jax.sharding import make_sharding
 from forerun.executors.jax.step import (
@@ -97,12 +97,12 @@ class JaxExecutor(Executor):
         self._stacked = self._stack and can_stack(arch)
         params = load_params(checkpoint, dtype, sharding, self._stacked)
         self._width = -(-limits.context // limits.page_size)
-        self.decoder, self.dtype = Decoder(arch, sharding), dtype
+        self.decoder, self.dtype = JaxDecoder(arch, sharding), dtype
         self._edits = room_for_edits(limits.slots, limits.context, limits.vocab)
         functions = Functions(
             self.decoder, self._shape, limits.page_size, self._width, self._edits, attention
         )
-        self._programs: Programs | None = Programs(functions, params, limits, self._buckets)
+        self._programs: JaxPrograms | None = JaxPrograms(functions, params, limits, self._buckets)
         self._sampler = HostSampler(limits.slots, limits.vocab)
         self._steps = 0
         self._network: DraftNetwork | BlockNetwork | None = None
@@ -195,7 +195,7 @@ class JaxExecutor(Executor):
     # --- steps ---------------------------------------------------------------------------------
 
     @property
-    def programs(self) -> Programs:
+    def programs(self) -> JaxPrograms:
         """The compiled programs. Raises EngineError after `shutdown`."""
         if self._programs is None:
             raise EngineError("the executor was shut down")

@@ -7,7 +7,7 @@ import numpy as np
 from forerun.errors import EngineError
 from forerun.executors.feature_ring import ring_place, ring_places
 from forerun.executors.jax.functions import Key
-from forerun.executors.jax.programs import Programs
+from forerun.executors.jax.programs import JaxPrograms
 from forerun.executors.jax.step import JaxRound
 from forerun.types import AnyArray, Bools, Ints
 
@@ -23,14 +23,16 @@ class JaxFeatures:
     begin   row at which the ring begins
     """
 
-    programs: Programs
+    programs: JaxPrograms
     place: AnyArray
     ring: AnyArray
     there: Bools
     begin: int
 
     @classmethod
-    def of(cls, programs: Programs, round: JaxRound, begin: int, accepted: Bools) -> "JaxFeatures":
+    def of(
+        cls, programs: JaxPrograms, round: JaxRound, begin: int, accepted: Bools
+    ) -> "JaxFeatures":
         """Of a round that is read, bool[M] which nodes programs have accepted; the ring begins at
         row `begin` of the streams.
         """
@@ -63,7 +65,7 @@ class JaxFeatures:
 class JaxFeatureRing:
     """What is kept: rows of `DraftArrays.streams` from `begin` on."""
 
-    programs: Programs
+    programs: JaxPrograms
     begin: int
 
     def at(self, slots: Ints, positions: Ints) -> JaxFeatures:

@@ -14,15 +14,15 @@ from forerun.executors.jax.attention_choice import Attention
 from forerun.executors.jax.batches import Size
 from forerun.executors.jax.block import BlockNetwork
 from forerun.executors.jax.block_passes import BlockPasses
-from forerun.executors.jax.decoder import Decoder, Forwarded
+from forerun.executors.jax.decoder import Forwarded, JaxDecoder
 from forerun.executors.jax.draft_network import DraftNetwork
 from forerun.executors.jax.draft_passes import DraftPrograms
-from forerun.executors.jax.drafting import NOWHERE, AcceptedStep, Drafting
+from forerun.executors.jax.drafting import NOWHERE, AcceptedStep, JaxDrafting
 from forerun.executors.jax.future_map import enter, leave
 from forerun.executors.jax.inputs import Inputs
 from forerun.executors.jax.kv import State, StateShape, after, of_nodes, slots_of
 from forerun.executors.jax.reports import line_size, lines
-from forerun.executors.jax.shaping import Shaping, choose_shaped
+from forerun.executors.jax.shaping import JaxShaping, choose_shaped
 from forerun.executors.jax.weights import Params
 from forerun.models.layer_spec import AttentionSpec
 from forerun.speculative.accept import NOTHING
@@ -52,7 +52,7 @@ class Functions:
     future   width, levels of trees that rounds can carry on from; None = they carry nothing on
     """
 
-    decoder: Decoder
+    decoder: JaxDecoder
     shape: StateShape
     page_size: int
     width: int
@@ -62,14 +62,14 @@ class Functions:
     future: tuple[int, int] | None = None
 
     @property
-    def drafting(self) -> Drafting:
+    def drafting(self) -> JaxDrafting:
         """The draft network's part of a round. A network that drafts level by level must be
         attached (AssertionError).
         """
         assert self.network is not None, "a draft network was attached"
         assert not isinstance(self.network, BlockNetwork), "blocks are proposed beside rounds"
         shape = self.shape
-        return Drafting(self.network, self.page_size, shape.slots, shape.nodes, self.attend)
+        return JaxDrafting(self.network, self.page_size, shape.slots, shape.nodes, self.attend)
 
     def of(self, kind: str) -> Callable[..., Any]:
         """The program named `kind` (programs.py lists them) as a pure function, not compiled.
@@ -129,7 +129,7 @@ class Functions:
         logits = self.decoder.logits(params, passed.last.reshape(size.total, -1))
         which, bits = masks
         allowed = unpacked(lax.bitcast_convert_type(bits[which], jnp.uint32), logits.shape[1])
-        how = Shaping.of(shaping, size.rows, self.edits)
+        how = JaxShaping.of(shaping, size.rows, self.edits)
         choices = choose_shaped(
             logits.reshape(*size, -1), given.rules, given.trees, how, allowed.reshape(*size, -1)
         )

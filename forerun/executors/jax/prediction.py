@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from forerun.executors.jax.decoder import Attend, Decoder
+from forerun.executors.jax.decoder import Attend, JaxDecoder
 from forerun.executors.jax.draft_network import Ran
 from forerun.executors.jax.kv import NetworkSizes
 from forerun.executors.jax.layers import product, rms_norm, rotation
@@ -33,7 +33,7 @@ class PredictionHead(NamedTuple):
     """The DraftNetwork contract: one prediction layer, applied again and again."""
 
     about: PredictionLayers
-    target: Decoder
+    target: JaxDecoder
 
     @property
     def sizes(self) -> NetworkSizes:

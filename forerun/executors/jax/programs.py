@@ -62,7 +62,7 @@ NO_STATE = (*FEW_ROWS, "block", "report")
 """Programs that change nothing."""
 
 
-class Programs:
+class JaxPrograms:
     """Compiled programs and how often they ran.
 
     params, state  on the device; `state` is another after every call

@@ -135,7 +135,7 @@ def packed_shaping(batch: Batch, asked: EditsByRow, room: int, vocab: int) -> In
     return whole
 
 
-class Shaping(NamedTuple):
+class JaxShaping(NamedTuple):
     """The vector, read inside a program; [R], [1] and [room]."""
 
     repetition: Array
@@ -153,7 +153,7 @@ class Shaping(NamedTuple):
     bias: Array
 
     @classmethod
-    def of(cls, whole: Array, rows: int, room: int) -> "Shaping":
+    def of(cls, whole: Array, rows: int, room: int) -> "JaxShaping":
         """Read an int32[total] vector of `shaping_shapes(rows, room)` inside a program."""
         views = views_of(whole, shaping_shapes(rows, room))
         for name in (*FLOATS, "bias"):
@@ -170,7 +170,7 @@ class Edited(NamedTuple):
     bias: Array
 
     @classmethod
-    def of(cls, shaping: Shaping, rows: int, vocab: int) -> "Edited":
+    def of(cls, shaping: JaxShaping, rows: int, vocab: int) -> "Edited":
         """The edits of `rows` rows as tables [R,V]: counts int32, seen and banned bool, bias
         float32. They are scattered _READ at a time: a program reads no more than there are.
         """
@@ -193,7 +193,7 @@ class Edited(NamedTuple):
 
 
 def choose_shaped(
-    logits: Array, rules: Rules, trees: Trees, shaping: Shaping, allowed: Array
+    logits: Array, rules: Rules, trees: Trees, shaping: JaxShaping, allowed: Array
 ) -> Array:
     """int32[R,N]: the target's choice at R rows of N nodes under every sampling parameter.
 
@@ -239,7 +239,7 @@ def choose_shaped(
     return jnp.where(good, token, NOTHING).astype(jnp.int32)
 
 
-def _edited(logits: Array, trees: Trees, shaping: Shaping, listed: Edited) -> Array:
+def _edited(logits: Array, trees: Trees, shaping: JaxShaping, listed: Edited) -> Array:
     """Penalties and biases; a product is rounded before anything is added to it."""
     rows, nodes, vocab = logits.shape
     above = trees.seen & (jnp.arange(nodes) > 0)

@@ -12,7 +12,7 @@ from forerun.executors.jax.batches import Batch
 from forerun.executors.jax.draft_passes import FEW
 from forerun.executors.jax.drafted import Drafted
 from forerun.executors.jax.inputs import Rows
-from forerun.executors.jax.programs import Programs
+from forerun.executors.jax.programs import JaxPrograms
 from forerun.executors.jax.reports import TOP, is_told, line_size, report
 from forerun.executors.jax.shaping import EditsByRow, edits_of
 from forerun.interface.plan import Outcome, Plan, Reports, Round
@@ -166,7 +166,9 @@ class Answers:
     at all. there: no other step has begun since; after one only rows without finite logits ask.
     """
 
-    def __init__(self, programs: Programs, round: JaxRound, vocab: int, there: bool = True) -> None:
+    def __init__(
+        self, programs: JaxPrograms, round: JaxRound, vocab: int, there: bool = True
+    ) -> None:
         self._programs, self._round, self._vocab = programs, round, vocab
         self._there = there
         self._logits: dict[int, Floats] = {}
