@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from forerun.executors.device_choice import PlainNodes
 from forerun.executors.host_sampler import HostSampler
 from forerun.executors.jax import accept, noise
-from forerun.executors.jax.accept import Rules, Trees, unpacked, walk
+from forerun.executors.jax.accept import NodeSampling, Trees, unpacked, walk
 from forerun.executors.jax.accept import choose as choose_on_xla
 from forerun.executors.jax.attention import ancestors
 from forerun.executors.torch import TorchExecutor
@@ -53,15 +53,17 @@ def halves(seeds):
     return np.array([[s & 0xFFFFFFFF for s in seeds], [s >> 32 for s in seeds]], np.uint32)
 
 
-def rules(cases):
-    """Rules of (seed, position, temperature)."""
+def node_sampling(cases):
+    """NodeSampling of (seed, position, temperature)."""
     seeds, positions, temperatures = zip(*cases, strict=True)
-    return Rules(halves(seeds), np.array(positions, np.int32), np.array(temperatures, np.float32))
+    return NodeSampling(
+        halves(seeds), np.array(positions, np.int32), np.array(temperatures, np.float32)
+    )
 
 
 CHOICES = {
     "torch": lambda logits, cases: choices(torch.from_numpy(logits), nodes(cases)),
-    "jax": lambda logits, cases: CHOOSE(logits, rules(cases)),
+    "jax": lambda logits, cases: CHOOSE(logits, node_sampling(cases)),
 }
 """(logits float32[n,V], (seed, position, temperature) of each) -> tokens."""
 
@@ -208,7 +210,7 @@ def test_near_ties_are_decided_by_the_exact_noise(spoiled, monkeypatch):
 
     monkeypatch.setattr(accept, "approximate", wrong)
     # Another function: `choose` was compiled with the right noise.
-    found = jax.jit(partial(choose_on_xla))(logits, rules(cases)).tolist()
+    found = jax.jit(partial(choose_on_xla))(logits, node_sampling(cases)).tolist()
     expected = [choose(line, Sampling(seed=n), n) for n, line in enumerate(logits)]
     assert found == expected
     assert len(set(found)) > 5
@@ -222,7 +224,7 @@ def test_masked_choices_are_the_hosts(temperature):
     bits[7] = 0
     logits[8, 69] = np.inf  # Even where the mask hides it.
     cases = [(9, n, temperature) for n in range(40)]
-    found = CHOOSE(logits, rules(cases), unpacked(jnp.asarray(bits), 70)).tolist()
+    found = CHOOSE(logits, node_sampling(cases), unpacked(jnp.asarray(bits), 70)).tolist()
     for n, (line, mask, token) in enumerate(zip(logits, bits, found, strict=True)):
         allowed = np.where(unpack(mask, 70), line, -np.inf).astype(np.float32)
         sampling = Sampling(temperature=temperature, seed=9)

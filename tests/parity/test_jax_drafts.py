@@ -22,7 +22,7 @@ from forerun.drafters import draft_passes
 from forerun.errors import ModelError
 from forerun.executors.jax import drafting, level_model
 from forerun.executors.jax import executor as jax_executor
-from forerun.executors.jax.accept import Rules
+from forerun.executors.jax.accept import NodeSampling
 from forerun.executors.jax.draft_network import Ran
 from forerun.executors.jax.kv import DraftArrays, NetworkSizes
 from forerun.executors.jax.reports import line_size
@@ -99,9 +99,11 @@ def test_a_level_stands_one_position_below_the_level_above(quickly, runs_root):
 
     @jax.jit
     def grown(kv_len, depth, kept):
-        rules = Rules(jnp.zeros((2, 6), jnp.uint32), jnp.zeros(6, jnp.int32), jnp.zeros(6))
+        sampling = NodeSampling(
+            jnp.zeros((2, 6), jnp.uint32), jnp.zeros(6, jnp.int32), jnp.zeros(6)
+        )
         given = SimpleNamespace(
-            kv_len=kv_len, depth=depth, table=jnp.arange(16).reshape(2, 8), rules=rules,
+            kv_len=kv_len, depth=depth, table=jnp.arange(16).reshape(2, 8), sampling=sampling,
             trees=SimpleNamespace(tokens=depth, seen=below), draft_slot=jnp.arange(2),
         )  # fmt: skip
         done = drafting.AcceptedStep(given, depth, kept, jnp.zeros((rows, nodes, 1)))

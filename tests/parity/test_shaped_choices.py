@@ -11,7 +11,7 @@ import torch
 
 from forerun.executors.device_choice import Choosing
 from forerun.executors.host_choice import report
-from forerun.executors.jax.accept import Rules, Trees
+from forerun.executors.jax.accept import NodeSampling, Trees
 from forerun.executors.jax.attention import ancestors
 from forerun.executors.jax.batches import Batch
 from forerun.executors.jax.batches import Size as Shape
@@ -106,8 +106,8 @@ def on_torch(logits, samplings, histories, allowed):
 
 
 @jax.jit
-def _run(logits, rules, trees, whole, allowed):
-    return choose_shaped(logits, rules, trees, JaxShaping.of(whole, ROWS, EDITS), allowed)
+def _run(logits, sampling, trees, whole, allowed):
+    return choose_shaped(logits, sampling, trees, JaxShaping.of(whole, ROWS, EDITS), allowed)
 
 
 def on_xla(logits, samplings, histories, allowed):
@@ -126,13 +126,13 @@ def on_xla(logits, samplings, histories, allowed):
     whole = packed_shaping(dispatch, asked, EDITS, VOCAB)
     seeds = np.repeat([[s.seed & 0xFFFFFFFF for s in samplings], [0] * ROWS], NODES, 1)
     lengths = np.repeat([h.output_len for h in histories], NODES)
-    rules = Rules(
+    sampling = NodeSampling(
         seeds.astype(np.uint32),
         (lengths + np.tile(np.arange(NODES), ROWS)).astype(np.int32),
         np.repeat([np.float32(s.temperature) for s in samplings], NODES),
     )
     allowed = np.ones(logits.shape, bool) if allowed is None else allowed
-    return np.asarray(_run(logits, rules, every, whole, allowed))
+    return np.asarray(_run(logits, sampling, every, whole, allowed))
 
 
 # --- both ----------------------------------------------------------------------------------------

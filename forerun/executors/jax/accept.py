@@ -16,7 +16,7 @@ from forerun.executors.jax.noise import words_of_all as noise_words
 from forerun.speculative.accept import NOTHING
 
 
-class Rules(NamedTuple):
+class NodeSampling(NamedTuple):
     """How n nodes choose.
 
     seeds        uint32[2,n] low and high halves of their requests' seeds
@@ -29,7 +29,7 @@ class Rules(NamedTuple):
     temperature: Array
 
 
-def choose(logits: Array, rules: Rules, allowed: Array | None = None) -> Array:
+def choose(logits: Array, sampling: NodeSampling, allowed: Array | None = None) -> Array:
     """The target's choice at each of n nodes, int32[n]: argmax of logits / temperature + noise.
 
     logits   float32[n,V]
@@ -41,23 +41,23 @@ def choose(logits: Array, rules: Rules, allowed: Array | None = None) -> Array:
     finite = jnp.isfinite(logits.max(-1))
     if allowed is not None:
         logits = jnp.where(allowed, logits, -jnp.inf)
-    hot = rules.temperature > 0
-    scaled = logits / jnp.where(hot, rules.temperature, 1.0)[:, None]
+    hot = sampling.temperature > 0
+    scaled = logits / jnp.where(hot, sampling.temperature, 1.0)[:, None]
     greedy = logits.argmax(-1).astype(jnp.int32)
-    drawn = lax.cond(hot.any(), lambda: sampled(scaled, rules), lambda: greedy)
+    drawn = lax.cond(hot.any(), lambda: sampled(scaled, sampling), lambda: greedy)
     token = jnp.where(hot, drawn, greedy)
     best = jnp.take_along_axis(scaled, token[:, None], 1)[:, 0]
     return jnp.where(finite & jnp.isfinite(best), token, NOTHING).astype(jnp.int32)
 
 
-def sampled(scaled: Array, rules: Rules) -> Array:
+def sampled(scaled: Array, sampling: NodeSampling) -> Array:
     """int32[n]: argmax of scaled float32[n,V] plus Gumbel noise, ties to the lowest id.
 
     `scaled` are logits over the temperature. Noise in float32 leaves one token almost always; among
     those within its error of the best, exact noise decides, so the result is that of exact noise
     throughout.
     """
-    words = noise_words(rules.seeds, rules.positions, scaled.shape[1])
+    words = noise_words(sampling.seeds, sampling.positions, scaled.shape[1])
     near = scaled + approximate(words)
     best = near.max(-1)
     # Two scores are each wrong by the noise's error and a rounding of their sum.
@@ -70,7 +70,7 @@ def sampled(scaled: Array, rules: Rules) -> Array:
         """The lowest pending token of every node."""
         pending, score, token = state
         candidate = pending.argmax(-1).astype(jnp.int32)
-        noise = exact(words_of(rules.seeds, rules.positions, candidate))
+        noise = exact(words_of(sampling.seeds, sampling.positions, candidate))
         found = jnp.take_along_axis(scaled, candidate[:, None], 1)[:, 0] + noise
         better = pending.any(-1) & (found > score)
         column = lax.broadcasted_iota(jnp.int32, pending.shape, 1)

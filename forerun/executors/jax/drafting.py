@@ -343,6 +343,6 @@ def committed(held: DraftArrays, ran: Ran, target: Array) -> DraftArrays:
 def _of_rows(given: Inputs, accepted: Array) -> Noise:
     """Of every row: noise for a child of the end of what became permanent."""
     seeds, positions, temperature = (
-        part.reshape(*part.shape[:-1], *given.depth.shape)[..., 0] for part in given.rules
+        part.reshape(*part.shape[:-1], *given.depth.shape)[..., 0] for part in given.sampling
     )
     return Noise(seeds, positions + accepted, temperature)

@@ -104,7 +104,7 @@ class Functions:
         """
         given, passed = self._forward(params, state, self._entered(state, whole, key.size))
         logits = self.decoder.logits(params, passed.last.reshape(key.size.total, -1))
-        choices = choose(logits, given.rules).reshape(key.size)
+        choices = choose(logits, given.sampling).reshape(key.size)
         state, kept, grown = self._ended(params, state, (given, passed, choices), key)
         return state, jnp.concatenate([jnp.where(kept, choices, NOTHING).reshape(-1), grown])
 
@@ -131,7 +131,7 @@ class Functions:
         allowed = unpacked(lax.bitcast_convert_type(bits[which], jnp.uint32), logits.shape[1])
         how = JaxShaping.of(shaping, size.rows, self.edits)
         choices = choose_shaped(
-            logits.reshape(*size, -1), given.rules, given.trees, how, allowed.reshape(*size, -1)
+            logits.reshape(*size, -1), given.sampling, given.trees, how, allowed.reshape(*size, -1)
         )
         told = lax.cond(
             (how.told > 0).any(),

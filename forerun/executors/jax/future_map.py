@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from forerun.executors.jax.accept import Rules, Trees
+from forerun.executors.jax.accept import NodeSampling, Trees
 from forerun.executors.jax.drafting import NOWHERE
 from forerun.executors.jax.inputs import Inputs
 from forerun.speculative.accept import NOTHING
@@ -65,7 +65,7 @@ def enter(given: Inputs, held: FutureMap, shape: tuple[int, int]) -> Inputs:
         kv_len=kv_len,
         depth=depth,
         trees=Trees(*map(which, own, given.trees)),
-        rules=Rules(given.rules.seeds, at.reshape(-1), given.rules.temperature),
+        sampling=NodeSampling(given.sampling.seeds, at.reshape(-1), given.sampling.temperature),
     )
 
 

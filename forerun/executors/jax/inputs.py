@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array, lax
 
 from forerun.executors.device_choice import Choosing
-from forerun.executors.jax.accept import Rules, Trees
+from forerun.executors.jax.accept import NodeSampling, Trees
 from forerun.executors.jax.attention import ancestors
 from forerun.executors.jax.batches import Batch, Size
 from forerun.interface.plan import Plan
@@ -175,7 +175,7 @@ class Inputs(NamedTuple):
     place: Array
     draft_slot: Array
     trees: Trees
-    rules: Rules
+    sampling: NodeSampling
     bounds: Bounds
 
     @classmethod
@@ -204,7 +204,7 @@ class Inputs(NamedTuple):
                 seen=ancestors(views["intervals"]),
                 real=real & (views["decided"][:, None] > 0),
             ),
-            rules=Rules(
+            sampling=NodeSampling(
                 seeds=jnp.stack([of_nodes(half) for half in halves]),
                 positions=of_nodes(views["of_position"]) + depth.reshape(-1),
                 temperature=of_nodes(temperature),

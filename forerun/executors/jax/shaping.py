@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from forerun.executors.jax.accept import Rules, Trees, sampled
+from forerun.executors.jax.accept import NodeSampling, Trees, sampled
 from forerun.executors.jax.batches import Batch
 from forerun.executors.jax.inputs import Shapes, total, views_of
 from forerun.executors.jax.reports import MASS_ERROR, is_told, mass
@@ -193,7 +193,7 @@ class Edited(NamedTuple):
 
 
 def choose_shaped(
-    logits: Array, rules: Rules, trees: Trees, shaping: JaxShaping, allowed: Array
+    logits: Array, sampling: NodeSampling, trees: Trees, shaping: JaxShaping, allowed: Array
 ) -> Array:
     """int32[R,N]: the target's choice at R rows of N nodes under every sampling parameter.
 
@@ -207,16 +207,16 @@ def choose_shaped(
     finite = jnp.isfinite(logits.max(-1)) & ~jnp.isnan(logits).any(-1)
     listed = Edited.of(shaping, rows, vocab)
     edited = _edited(logits, trees, shaping, listed)
-    early = rules.positions.reshape(rows, nodes) < shaping.min_tokens[:, None]
+    early = sampling.positions.reshape(rows, nodes) < shaping.min_tokens[:, None]
     banned = listed.banned[:, None] & early[..., None]
     without = allowed & ~banned
     allowed = jnp.where(without.any(-1, keepdims=True), without, allowed)
     edited = jnp.where(allowed, edited, -jnp.inf)
     greedy = edited.argmax(-1).astype(jnp.int32)
-    hot = (rules.temperature > 0).reshape(rows, nodes)
+    hot = (sampling.temperature > 0).reshape(rows, nodes)
 
     def drawn() -> tuple[Array, Array]:
-        temperature = rules.temperature.reshape(rows, nodes)
+        temperature = sampling.temperature.reshape(rows, nodes)
         heated = edited / jnp.where(hot, temperature, 1.0)[..., None]
         likely = heated >= heated.max(-1, keepdims=True) + shaping.min_p[:, None, None]
         heated = jnp.where(likely, heated, -jnp.inf)
@@ -228,7 +228,7 @@ def choose_shaped(
             summed, lambda: _nuclei(heated, shaping.top_p[:, None]), lambda: (every, every)
         )
         most = jnp.where(more, heated, -jnp.inf)
-        token = sampled(most.reshape(-1, vocab), rules).reshape(rows, nodes)
+        token = sampled(most.reshape(-1, vocab), sampling).reshape(rows, nodes)
         sure = jnp.take_along_axis(fewer, token[..., None], -1)[..., 0]
         return token, sure
 
