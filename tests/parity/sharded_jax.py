@@ -13,7 +13,7 @@ import numpy as np
 
 from forerun.errors import ConfigError
 from forerun.executors.jax import JaxExecutor, JaxOptions
-from forerun.executors.jax.batches import Size
+from forerun.executors.jax.batches import Bucket
 from forerun.executors.jax.functions import Key
 from forerun.models.folder import FolderCheckpoint
 from forerun.speculative.sampling import Sampling
@@ -61,7 +61,7 @@ def main(folder: Path, compiled: str) -> None:
         )
         made = JaxExecutor(checkpoint, small, options)
         found["tokens"].append(text(made))
-        kinds = COLLECTIVE.findall(made.programs.text(Key("round", Size(2, 4))))
+        kinds = COLLECTIVE.findall(made.programs.text(Key("round", Bucket(2, 4))))
         counts = {kind: kinds.count(kind) for kind in sorted(set(kinds))}
         found["collectives"].append(counts)
     for shards in (3, 16):

@@ -13,7 +13,7 @@ from forerun.draft_shape import DraftShape
 from forerun.errors import ConfigError, EngineError, MemoryPlanError
 from forerun.executors.host_choice import reports_of
 from forerun.executors.jax import JaxExecutor, JaxOptions
-from forerun.executors.jax.batches import Buckets, Size, batches, chunks
+from forerun.executors.jax.batches import Bucket, Buckets, batches, chunks
 from forerun.executors.jax.kv import StateShape
 from forerun.executors.jax.reports import TOP, line_size, lines, report
 from forerun.executors.jax.sharding import check_shards
@@ -278,8 +278,8 @@ def test_steps_are_cut_into_few_dispatches():
     rows = [Row(0, 270), *(Row(slot) for slot in range(1, 18))]
     cut = batches(*driver.plan(rows), buckets, shape)
     assert [(b.size, b.chunk) for b in cut] == [
-        *((Size(1, 256), True), (Size(1, 16), True), (Size(1, 16), True)),
-        (Size(20, 1), False),
+        *((Bucket(1, 256), True), (Bucket(1, 16), True), (Bucket(1, 16), True)),
+        (Bucket(20, 1), False),
     ]
     places = np.concatenate([b.places().ravel()[: sum(map(len, b.nodes))] for b in cut])
     assert len(set(places.tolist())) == len(places) == 270 + 4 + 17

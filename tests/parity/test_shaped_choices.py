@@ -13,8 +13,7 @@ from forerun.executors.device_choice import Choosing
 from forerun.executors.host_choice import report
 from forerun.executors.jax.accept import NodeSampling, Trees
 from forerun.executors.jax.attention import ancestors
-from forerun.executors.jax.batches import Batch
-from forerun.executors.jax.batches import Size as Shape
+from forerun.executors.jax.batches import Batch, Bucket
 from forerun.executors.jax.shaping import (
     JaxShaping,
     _largest,
@@ -111,7 +110,7 @@ def _run(logits, sampling, trees, whole, allowed):
 
 
 def on_xla(logits, samplings, histories, allowed):
-    size = Shape(ROWS, NODES)
+    size = Bucket(ROWS, NODES)
     every = Trees(
         np.tile(np.array(TOKENS, np.int32), (ROWS, 1)),
         np.tile(PARENTS, (ROWS, 1)),

@@ -29,7 +29,7 @@ _Row = tuple[int, Ints]
 """A row's number, and its flat nodes."""
 
 
-class Size(NamedTuple):
+class Bucket(NamedTuple):
     """R rows of N nodes."""
 
     rows: int
@@ -68,19 +68,19 @@ class Buckets:
         return cls(rows, nodes, chunks, min(4 * limits.max_nodes, rows[-1] * nodes[-1]))
 
     @property
-    def rounds(self) -> tuple[Size, ...]:
+    def rounds(self) -> tuple[Bucket, ...]:
         """All sizes of rounds that programs are compiled for, ascending by nodes with padding."""
-        every = (Size(rows, nodes) for rows in self.rows for nodes in self.nodes)
+        every = (Bucket(rows, nodes) for rows in self.rows for nodes in self.nodes)
         sizes = [size for size in every if size.rows == 1 or size.total <= self.most]
         return tuple(sorted(sizes, key=lambda size: size.total))
 
-    def round(self, rows: int, nodes: int) -> Size | None:
+    def round(self, rows: int, nodes: int) -> Bucket | None:
         """The size of the one round that runs `rows` rows of `nodes` nodes; None where none
         does.
         """
         if rows > self.rows[-1] or nodes > self.nodes[-1]:
             return None
-        size = Size(_at_least(self.rows, rows), _at_least(self.nodes, nodes))
+        size = Bucket(_at_least(self.rows, rows), _at_least(self.nodes, nodes))
         return size if size in self.rounds else None
 
     @property
@@ -107,7 +107,7 @@ class Batch:
     begins row of State.hidden of each row's first node; the others follow
     """
 
-    size: Size
+    size: Bucket
     chunk: bool
     rows: tuple[int, ...]
     nodes: tuple[Ints, ...]
@@ -170,15 +170,15 @@ def _groups(rows: list[_Row], weights: dict[int, int], room: int) -> list[list[_
     return groups
 
 
-def chunks(nodes: Ints, sizes: tuple[int, ...]) -> Iterator[tuple[Size, Ints]]:
-    """Cut the flat nodes int32[n] of one row into chunks, each with its Size, so that padded nodes
-    plus DISPATCH per chunk are fewest.
+def chunks(nodes: Ints, sizes: tuple[int, ...]) -> Iterator[tuple[Bucket, Ints]]:
+    """Cut the flat nodes int32[n] of one row into chunks, each with its Bucket, so that padding
+    plus DISPATCH nodes per chunk are fewest.
 
     sizes  of chunks, ascending
     """
     while len(nodes):
         size = sizes[-1] if len(nodes) > sizes[-1] else _cheapest(len(nodes), sizes)[1]
-        yield Size(1, size), nodes[:size]
+        yield Bucket(1, size), nodes[:size]
         nodes = nodes[size:]
 
 
@@ -207,15 +207,15 @@ def _rounds(groups: list[list[_Row]], buckets: Buckets) -> Iterator[Batch]:
 
 def sized(
     rows: list[_Row], buckets: Buckets, full: bool = False
-) -> Iterator[tuple[Size, list[_Row]]]:
-    """Cut rows into rounds: yields each round's Size with its rows, which are all of one padded
+) -> Iterator[tuple[Bucket, list[_Row]]]:
+    """Cut rows into rounds: yields each round's Bucket with its rows, which are all of one padded
     width where one round does not hold them all.
 
     rows  (row of the plan, its flat nodes), at least one
     full  allow no empty rows, so that several lists of rows take no more nodes than one
     """
     largest = max(len(nodes) for _, nodes in rows)
-    size = Size(_at_least(buckets.rows, len(rows)), _at_least(buckets.nodes, largest))
+    size = Bucket(_at_least(buckets.rows, len(rows)), _at_least(buckets.nodes, largest))
     if size in buckets.rounds and not full:
         yield size, rows
         return

@@ -10,7 +10,7 @@ import numpy as np
 
 from forerun.errors import EngineError
 from forerun.executors.draft_checks import check_block, check_extension, check_pages
-from forerun.executors.jax.batches import Size, chunks, sized
+from forerun.executors.jax.batches import Bucket, chunks, sized
 from forerun.executors.jax.block import BlockNetwork, load_block
 from forerun.executors.jax.block_passes import block_shapes, enter_shapes
 from forerun.executors.jax.draft_features import streams_of
@@ -88,7 +88,7 @@ class JaxBlockModel:
         return no_candidates(len(extension.scored))
 
     def _enter(
-        self, extension: Extension, stream: Ints, size: Size, rows: list[tuple[int, Ints]]
+        self, extension: Extension, stream: Ints, size: Bucket, rows: list[tuple[int, Ints]]
     ) -> None:
         shapes = enter_shapes(size, self._executor.width)
         whole = np.zeros(total(shapes), np.int32)
@@ -134,7 +134,7 @@ class JaxBlockModel:
         for line, pages in enumerate(block.pages):
             put_table(views["table"][line], pages)
         most = min(vocab, CANDIDATES if block.candidates <= CANDIDATES else vocab)
-        found = self._executor.programs.ask(Key("block", Size(rows, most)), whole)
+        found = self._executor.programs.ask(Key("block", Bucket(rows, most)), whole)
         found = found[:, :count, : block.depth, : block.candidates]
         return np.ascontiguousarray(found[0]), np.ascontiguousarray(found[1]).view(np.float32)
 

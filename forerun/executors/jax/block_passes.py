@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from forerun.executors.jax.attention import Layer, Past, Tree
-from forerun.executors.jax.batches import Size
+from forerun.executors.jax.batches import Bucket
 from forerun.executors.jax.block import BlockNetwork
 from forerun.executors.jax.decoder import Numbered
 from forerun.executors.jax.drafting import NOWHERE, log_normaliser
@@ -22,7 +22,7 @@ from forerun.executors.jax.kv import State, slots_of
 from forerun.executors.jax.weights import Params
 
 
-def enter_shapes(size: Size, width: int) -> Shapes:
+def enter_shapes(size: Bucket, width: int) -> Shapes:
     """Parts of the int32 vector that `enter` reads: by row kv_len; by node `stream`, the row of the
     streams that holds its features, and `real`, 1 where there is a node; page tables of `width`
     places.
@@ -46,7 +46,7 @@ class BlockPasses(NamedTuple):
     width: int
     attend: Callable[..., Array]
 
-    def enter(self, params: Params, state: State, whole: Array, *, size: Size) -> State:
+    def enter(self, params: Params, state: State, whole: Array, *, size: Bucket) -> State:
         """The state with keys and values of accepted positions [R,N] written into the drafter's
         pages.
 
@@ -65,7 +65,7 @@ class BlockPasses(NamedTuple):
         )
         return state._replace(draft=held._replace(keys=keys, values=values))
 
-    def block(self, params: Params, state: State, whole: Array, *, size: Size) -> Array:
+    def block(self, params: Params, state: State, whole: Array, *, size: Bucket) -> Array:
         """Candidates of one block below each of R = size.rows roots, int32[2,R,depth,k]: draft ids,
         and the bits of float32 log-probabilities (nats), best first; k = size.nodes.
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array, lax
 
 from forerun.executors.jax.attention import Past, Tree
-from forerun.executors.jax.batches import Size
+from forerun.executors.jax.batches import Bucket
 from forerun.executors.jax.drafting import NOWHERE, JaxDrafting, committed, log_normaliser
 from forerun.executors.jax.inputs import Shapes, total, views_of
 from forerun.executors.jax.kv import DraftArrays, State, after, slots_of
@@ -28,7 +28,7 @@ DEPTHS = (4, 16, 64)
 """Draft tokens above one that the host runs, at most: what programs are compiled for."""
 
 
-def extend_shapes(size: Size, width: int) -> Shapes:
+def extend_shapes(size: Bucket, width: int) -> Shapes:
     """Parts of the int32 vector that `extend` reads. By row: kv_len; root, the row of `outputs`
     where the last node's output is kept (and, of a network that runs roots, its keys and values).
 
@@ -44,7 +44,7 @@ def extend_shapes(size: Size, width: int) -> Shapes:
     }
 
 
-def expand_shapes(size: Size, width: int, depth: int) -> Shapes:
+def expand_shapes(size: Bucket, width: int, depth: int) -> Shapes:
     """Parts of the int32 vector that `expand` reads. By row: kv_len; root, the row of `outputs` of
     its root.
 
@@ -86,7 +86,7 @@ class DraftPrograms(NamedTuple):
     def _runs_root(self) -> bool:
         return self.drafting.network.sizes.runs_root
 
-    def extend(self, params: Params, state: State, whole: Array, *, size: Size) -> State:
+    def extend(self, params: Params, state: State, whole: Array, *, size: Bucket) -> State:
         """The state after permanent nodes [R,N] ran through the draft network: their keys and
         values in its pages, outputs of roots in `outputs`, what the head reads in `reads`.
 
@@ -112,7 +112,7 @@ class DraftPrograms(NamedTuple):
         return state._replace(draft=_read(held._replace(outputs=outputs), given["read"], ran.read))
 
     def expand(
-        self, params: Params, state: State, whole: Array, *, size: Size, levels: int
+        self, params: Params, state: State, whole: Array, *, size: Bucket, levels: int
     ) -> State:
         """The state after draft nodes [R,N] ran, each of which has at most `levels` draft nodes
         above it.
@@ -146,7 +146,7 @@ class DraftPrograms(NamedTuple):
         )
         return state._replace(draft=_read(held._replace(outputs=outputs), number, ran.read))
 
-    def candidates(self, params: Params, state: State, rows: Array, *, size: Size) -> Array:
+    def candidates(self, params: Params, state: State, rows: Array, *, size: Bucket) -> Array:
         """int32[2,FEW,k] of rows int32[FEW] of `reads`: draft ids, and bits of float32
         log-probabilities (nats), best first; k = size.nodes. Changes nothing.
         """

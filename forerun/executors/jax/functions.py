@@ -11,7 +11,7 @@ from forerun.executors.feature_ring import ring_place
 from forerun.executors.jax.accept import choose, unpacked, walk
 from forerun.executors.jax.attention import Layer, Past, Tree, attend
 from forerun.executors.jax.attention_choice import Attention
-from forerun.executors.jax.batches import Size
+from forerun.executors.jax.batches import Bucket
 from forerun.executors.jax.block import BlockNetwork
 from forerun.executors.jax.block_passes import BlockPasses
 from forerun.executors.jax.decoder import Forwarded, JaxDecoder
@@ -37,7 +37,7 @@ class Key(NamedTuple):
     """
 
     kind: str
-    size: Size = Size(0, 0)
+    size: Bucket = Bucket(0, 0)
     width: int = 0
     levels: int = 0
 
@@ -85,7 +85,7 @@ class Functions:
         return cast("Callable[..., Any]", getattr(passes, kind))
 
     def chunk(
-        self, params: Params, state: State, whole: Array, *, size: Size
+        self, params: Params, state: State, whole: Array, *, size: Bucket
     ) -> tuple[State, Array]:
         """The state with keys, values and streams of N known tokens of one row; and int32[0],
         nothing.
@@ -210,7 +210,7 @@ class Functions:
         )
         return state._replace(draft=held), grown
 
-    def _entered(self, state: State, whole: Array, size: Size) -> Inputs:
+    def _entered(self, state: State, whole: Array, size: Bucket) -> Inputs:
         """A round's, with what carried rows carry on from."""
         given = Inputs.of(whole, size, self.width)
         if self.future is None:

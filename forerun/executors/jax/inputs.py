@@ -17,7 +17,7 @@ from jax import Array, lax
 from forerun.executors.device_choice import Choosing
 from forerun.executors.jax.accept import NodeSampling, Trees
 from forerun.executors.jax.attention import ancestors
-from forerun.executors.jax.batches import Batch, Size
+from forerun.executors.jax.batches import Batch, Bucket
 from forerun.interface.plan import Plan
 from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.speculative.verify import intervals
@@ -44,7 +44,7 @@ class Bounds(NamedTuple):
 _BOUNDS = tuple(f"of_{name}" for name in Bounds._fields)
 
 
-def _shapes(size: Size, width: int) -> Shapes:
+def _shapes(size: Bucket, width: int) -> Shapes:
     rows = ("kv_len", "count", "decided", "draft_slot", "low", "high", "temperature", *_BOUNDS)
     nodes = ("tokens", "parents", "depth", "place")
     return {
@@ -55,7 +55,7 @@ def _shapes(size: Size, width: int) -> Shapes:
     }
 
 
-def packed_size(size: Size, width: int) -> int:
+def packed_size(size: Bucket, width: int) -> int:
     """Length of the int32 vector of a dispatch, for page tables of `width` places."""
     return total(_shapes(size, width))
 
@@ -179,7 +179,7 @@ class Inputs(NamedTuple):
     bounds: Bounds
 
     @classmethod
-    def of(cls, whole: Array, size: Size, width: int) -> "Inputs":
+    def of(cls, whole: Array, size: Bucket, width: int) -> "Inputs":
         """Read a vector int32[packed_size] inside a program: views of its parts, and the ancestors,
         positions and seeds that follow from them.
         """

@@ -11,7 +11,7 @@ import numpy as np
 
 from forerun.errors import EngineError
 from forerun.executors.draft_checks import check_extension, check_level, check_pages
-from forerun.executors.jax.batches import Size, chunks, sized
+from forerun.executors.jax.batches import Bucket, chunks, sized
 from forerun.executors.jax.draft_features import streams_of
 from forerun.executors.jax.draft_network import DraftNetwork
 from forerun.executors.jax.draft_passes import (
@@ -131,7 +131,7 @@ class JaxLevelModel:
         return self._candidates(chains.scored, extension.candidates)
 
     def _extend(
-        self, extension: Extension, chains: _Chains, size: Size, lines: list[_Line]
+        self, extension: Extension, chains: _Chains, size: Bucket, lines: list[_Line]
     ) -> AnyArray:
         """One dispatch of `extend`, packed."""
         whole, views = blank(extend_shapes(size, self._executor.width))
@@ -172,13 +172,13 @@ class JaxLevelModel:
         for begin in range(0, len(lines), most):
             some = lines[begin : begin + most]
             rows = next(size for size in self._executor.buckets.rows if size >= len(some))
-            size = Size(rows, nodes)
+            size = Bucket(rows, nodes)
             whole = self._expand(level, paths, size, depth, some)
             self._executor.programs.run(Key("expand", size, levels=depth), whole)
         return self._candidates(np.arange(count, dtype=np.int32), level.candidates, level.first)
 
     def _expand(
-        self, level: DraftLevel, paths: list[Ints], size: Size, depth: int, lines: list[_Line]
+        self, level: DraftLevel, paths: list[Ints], size: Bucket, depth: int, lines: list[_Line]
     ) -> AnyArray:
         """One dispatch of `expand`, packed."""
         whole, views = blank(expand_shapes(size, self._executor.width, depth))
@@ -207,7 +207,7 @@ class JaxLevelModel:
         """Of nodes of the last pass, whose numbers begin at `first`."""
         vocab = self.traits.vocab
         count = min(vocab, CANDIDATES if asked <= CANDIDATES else vocab)
-        key = Key("candidates", Size(FEW, count))
+        key = Key("candidates", Bucket(FEW, count))
         found = self._executor.programs.parts(key, np.asarray(nodes + first, np.int32))
         whole = np.concatenate(found, 1) if found else np.zeros((2, 0, count), np.int32)
         kept = min(asked, vocab)

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from forerun.draft_shape import DraftShape
-from forerun.executors.jax.batches import Buckets, Size
+from forerun.executors.jax.batches import Bucket, Buckets
 from forerun.executors.jax.block import BlockNetwork
 from forerun.executors.jax.block_passes import block_shapes, enter_shapes
 from forerun.executors.jax.draft_network import DraftNetwork
@@ -78,7 +78,7 @@ class JaxPrograms:
         )
         self._whole = functions.decoder.sharding.whole
         self._words, self._slots = -(-limits.vocab // 32), limits.slots
-        self._everything: dict[Size, Any] = {}
+        self._everything: dict[Bucket, Any] = {}
         self._buckets = buckets
         self._draft = DraftShape()
         self._compiled: dict[Key, Any] = {}
@@ -88,7 +88,7 @@ class JaxPrograms:
     @property
     def keys(self) -> tuple[Key, ...]:
         """Every program that can be asked for with the present sizes, network and draft shape."""
-        chunks = [Key("chunk", Size(1, nodes)) for nodes in self._buckets.chunks]
+        chunks = [Key("chunk", Bucket(1, nodes)) for nodes in self._buckets.chunks]
         network, shape = self._functions.network, (0, 0)
         if network is not None and not network.sizes.block:
             shape = self._draft.width, self._draft.depth
@@ -106,18 +106,18 @@ class JaxPrograms:
         if network.sizes.width:
             yield Key("keep")
         count = min(CANDIDATES, network.sizes.vocab)
-        followed = [Size(1, chunk) for chunk in self._buckets.chunks]
+        followed = [Bucket(1, chunk) for chunk in self._buckets.chunks]
         followed += self._buckets.widest.rounds
         if network.sizes.block:
             yield from (Key("enter", size) for size in followed)
-            yield from (Key("block", Size(rows, count)) for rows in self._buckets.rows)
+            yield from (Key("block", Bucket(rows, count)) for rows in self._buckets.rows)
         if not levels:
             return
         yield from (Key("extend", size) for size in followed)
         depth = next(size for size in DEPTHS if size >= levels - 1)
         for rows in self._buckets.rows:
-            yield Key("expand", Size(rows, width), levels=depth)
-        yield Key("candidates", Size(FEW, count))
+            yield Key("expand", Bucket(rows, width), levels=depth)
+        yield Key("candidates", Bucket(FEW, count))
 
     def attach(
         self, network: DraftNetwork | BlockNetwork, weights: Params, held: DraftArrays
@@ -184,7 +184,7 @@ class JaxPrograms:
         )
         return found
 
-    def everything(self, size: Size) -> Any:
+    def everything(self, size: Bucket) -> Any:
         """Grammar masks that allow every node of a round everything, as `padded_masks` has them, on
         the device; made once per size.
         """
