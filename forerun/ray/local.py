@@ -135,7 +135,7 @@ def begun(
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class ReplicaState:
     """How the replicas do.
 
     running  how many answer
@@ -148,23 +148,25 @@ class State:
     over: bool
 
 
-def look() -> State:
+def look() -> ReplicaState:
     """How the replicas do now: how many run, the last fault, and whether none will. Asks Ray Serve,
     and waits for it.
     """
     (one,) = serve.status().applications.values()
     if not one.deployments:
-        return State(0, "", False)
+        return ReplicaState(0, "", False)
     (deployment,) = one.deployments.values()
     running = deployment.replica_states.get("RUNNING", 0)
-    return State(running, fault(deployment.message), one.status == "DEPLOY_FAILED" and not running)
+    return ReplicaState(
+        running, fault(deployment.message), one.status == "DEPLOY_FAILED" and not running
+    )
 
 
 def watched(count: int, ended: threading.Event) -> None:
     """Say in the log how many replicas serve whenever that changes, and why others do not, until
     the end.
     """
-    before = State(count, "", False)
+    before = ReplicaState(count, "", False)
     while not ended.is_set():
         try:
             now = look()
