@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import Counter
 from fnmatch import fnmatch
 from functools import cache
 
@@ -145,6 +146,18 @@ def test_behaviour_does_not_depend_on_the_environment():
     allowed = {"forerun/cache_dir.py", "forerun/hub/wheel.py", "forerun/cli/layers.py",
                "forerun/cli/launch.py"}  # fmt: skip
     assert readers <= allowed
+
+
+def test_one_class_name_is_one_class():
+    """So a reader who meets a name knows which file to open. The list may only become shorter."""
+    names = Counter(
+        node.name
+        for path in PRODUCT
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    doubled = {name for name, count in names.items() if count > 1}
+    assert doubled <= {"Marks", "Ready", "Server", "Start"}
 
 
 def test_only_the_composition_root_names_executors():
