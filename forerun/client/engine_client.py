@@ -10,7 +10,6 @@ from typing import Any, Protocol
 from forerun.build.engine import Loaded
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.isolation.compile import MAX_WAITING
-from forerun.engine.maintenance import forget_prefixes
 from forerun.engine.request import Delta, Request
 from forerun.engine.stats import Stats
 from forerun.errors import EngineError, ForerunError, RankError
@@ -221,7 +220,7 @@ class LocalEngine:
 
     def forget_prefixes(self) -> None:
         """Have the engine forget cached pages that nobody holds, before its next step."""
-        forget_prefixes(self._engine)
+        self._engine.forget_prefixes()
 
     async def close(self) -> None:
         """End the engine and release the model, on a thread; compilations that wait are

@@ -20,7 +20,6 @@ from forerun.build.executor_entry import Progress
 from forerun.client import messages
 from forerun.constrain.isolation.compile import MAX_WAITING
 from forerun.constrain.matcher.matcher import CompiledGrammar
-from forerun.engine.maintenance import forget_prefixes
 from forerun.engine.request import Delta
 from forerun.errors import EngineError, ForerunError, RankError
 
@@ -173,7 +172,7 @@ class _Worker:
             case messages.Forget(number):
                 self._grammars.pop(number, None)
             case messages.ForgetPrefixes():
-                forget_prefixes(engine)
+                engine.forget_prefixes()
             case messages.Describe(call):
                 self._outbox.put(messages.Description(call, engine.stats(), engine.describe()))
 

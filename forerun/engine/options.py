@@ -13,8 +13,8 @@ class EngineOptions:
     max_waiting   sequences that may wait for a slot; a request that finds so many is refused
     max_choices   largest n of a request
     max_failures  steps in a row that may fail before the engine gives up
-    overlap       begin the next step before this one is finished, or before its news are told
-                  (overlap.py), where that can be
+    overlap       begin the next step before this one is finished, or before its outputs are
+                  reported (overlap.py), where the executor can
     accept_threshold_single, accept_threshold_acc
                   of requests that say none (speculative/thresholds.py); 1 = lossless
     """

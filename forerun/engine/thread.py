@@ -119,6 +119,16 @@ class Engine(EngineLoop):
         with self._changed:
             self._inbox.append(partial(order, self._core))
 
+    def forget_prefixes(self) -> None:
+        """Forget, before the next step, all pages that no running sequence holds."""
+
+        def forget(core: EngineCore) -> None:
+            index = core.scheduler.index
+            for page in index.take(index.available) or ():
+                index.release(page)
+
+        self.before_step(forget)
+
     def fail(self, message: str) -> None:
         """End all requests with an error and take no more: the executor can run no step. Where the
         engine's own thread does not come to that within GIVE_UP_SECONDS, because what it waits for
