@@ -1,5 +1,5 @@
-"""The one door to the control of speculation: it decides once per step, for the whole batch, and is
-told what the step was. And the policy that never changes its mind.
+"""The contract of policies, which decide once per step, for the whole batch, what may be drafted,
+and are told what the step was; and FixedPolicy.
 """
 
 from collections.abc import Callable
@@ -29,8 +29,8 @@ class Budget:
     nodes   draft tokens at most
     depth   longest path of draft tokens
     min_prob  draft tokens less likely than this would not be verified
-    model_depth  of that, how deep a draft model may go that drafts one tree with free drafters; 0:
-            only these are asked
+    model_depth  of `depth`, how deep a draft model may go that drafts one tree together with free
+            drafters; 0: only the free drafters are asked
     """
 
     nodes: int

@@ -26,8 +26,8 @@ Masks = Callable[[int], bytes | None]
 
 
 class DraftPasses:
-    """`states` are those of all rows of a plan, `rows` the rows meant. All raise EngineError where
-    the model's logits are not finite.
+    """Runs a draft model's passes. `states` are those of all rows of a plan, `rows` the rows that a
+    pass is for. Every method raises EngineError where the model's logits are not finite.
 
     mask  asked for the first level only: further down, masks cost more than they bring
           (docs/log.md)

@@ -1,4 +1,4 @@
-"""Who waits for a slot and gets one. Most steps come by none of this."""
+"""Admission: which waiting sequences get a slot, and when. Most steps run none of this."""
 
 from bisect import insort
 from collections.abc import Callable

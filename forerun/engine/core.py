@@ -23,13 +23,13 @@ from forerun.types import RequestId
 log = logging.getLogger("forerun.engine")
 
 STALL_SECONDS = 0.02
-"""How long new requests may have to wait where all that run wait for what may follow."""
+"""Longest wait at a time while every running sequence waits for its grammar: new requests, too."""
 
 
 class EngineCore:
     """Runs sequences, one step per turn.
 
-    max_failures  steps in a row that may fail; one more and `step` raises EngineError
+    max_failures  at so many failed steps in a row, `step` raises EngineError
     ended         called when the last choice of a request has ended
     """
 
@@ -48,7 +48,7 @@ class EngineCore:
 
     @property
     def busy(self) -> bool:
-        """Whether somebody is to be advanced, or a round runs."""
+        """Whether a sequence has not ended, or a round runs."""
         return bool(self.outputs.live)
 
     @property
@@ -68,9 +68,10 @@ class EngineCore:
             self.scheduler.add(sequence)
 
     def step(self) -> bool:
-        """Advance whoever can be advanced. False when nobody is there.
+        """Run one step of all sequences that are ready. False when there is no sequence at all.
 
-        What fails for one request ends that request. Raises where the engine itself is broken.
+        An error in the step ends the requests that it was for. Raises EngineError at the
+        max_failures-th failure in a row, RankError at once.
         """
         schedule = self.scheduler.plan()
         if schedule is None:
@@ -107,8 +108,8 @@ class EngineCore:
         return grammar is None or slot is None or self._grammars.ready(slot, grammar)
 
     def _begin(self, schedule: Schedule) -> Step | None:
-        """Begin a step, where somebody has a row in it. Where that fails, end the requests it was
-        for, and no others.
+        """Open and close slots, then begin the step. None where it has no row, or where it failed,
+        which ends the requests it was for.
         """
         if schedule.opened or schedule.closed:
             self.metrics.preemptions += len(schedule.closed)
@@ -124,7 +125,7 @@ class EngineCore:
             return None
 
     def _stalled(self) -> bool:
-        """Nobody is ready: whether somebody is there, who waits for what may follow."""
+        """No sequence is ready: wait for grammars. False when there is no sequence at all."""
         if self.outputs.live:
             self._grammars.wait(STALL_SECONDS)
             self._since = perf_counter()
@@ -143,7 +144,7 @@ class EngineCore:
         return outcome
 
     def _observe(self, step: Step, outcome: Outcome) -> None:
-        """A step is over: let policy and metrics know what it was and what it took."""
+        """Report a finished step to policy and metrics."""
         before, self._since = self._since, perf_counter()
         total = 1000.0 * (self._since - before)
         report = step_report(step.round.plan, outcome, step.timer.ms, total)
@@ -153,7 +154,7 @@ class EngineCore:
         self.metrics.step(report)
 
     def _fail(self, rows: tuple[Sequence, ...], error: Exception) -> None:
-        """A step failed: end the requests it was for. Raises where that happens again and again."""
+        """A step failed: end the requests it was for. Raises as `step`."""
         self.metrics.failed_steps += 1
         self._failures, self._since = self._failures + 1, perf_counter()
         for sequence in rows:

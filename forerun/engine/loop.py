@@ -1,4 +1,4 @@
-"""The engine's own thread: one turn after another, and what came in between them."""
+"""The engine's own thread. A turn takes in what other threads asked for and runs one step."""
 
 import logging
 import threading
@@ -44,7 +44,7 @@ class EngineLoop:
     def _run(self) -> None:
         while self._broken is None:
             with self._changed:
-                # With nothing to do for a moment, one turn is a check; then sleep for good.
+                # After QUIET seconds without work one turn checks for leaks; then no time-out.
                 patience = None if self._checked else QUIET
                 self._changed.wait_for(
                     lambda: self._inbox or self._core.busy or self._stopping, patience
@@ -57,9 +57,8 @@ class EngineLoop:
         self._stop()
 
     def step_once(self) -> bool:
-        """One turn. False when there was nothing to do: then it proves that nothing leaked.
-
-        An engine that fails gives up: it ends all requests and takes no more.
+        """One turn. False when there was no sequence: the first such turn checks for leaks. Where a
+        turn raises, the engine ends all requests with an error and takes no more.
         """
         try:
             self._take_inbox()

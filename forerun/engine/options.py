@@ -12,7 +12,7 @@ class EngineOptions:
 
     max_waiting   sequences that may wait for a slot; a request that finds so many is refused
     max_choices   largest n of a request
-    max_failures  steps in a row that may fail before the engine gives up
+    max_failures  failed steps in a row at which the engine gives up
     overlap       begin the next step before this one is finished, or before its outputs are
                   reported (overlap.py), where the executor can
     accept_threshold_single, accept_threshold_acc

@@ -154,7 +154,7 @@ class Scheduler(Admission):
         long = list(map((1).__lt__, pending))
         decoding, prefill = list(compress(ready, map(not_, long))), list(compress(ready, long))
         room, logits = self.limits.max_nodes - len(decoding), self.scored - len(ready)
-        # Nobody knows anything of these yet.
+        # Drafter and policy know nothing of these yet: they get no draft tokens.
         fresh = [sequence for sequence in opened if sequence in decoding]
         rows = [sequence for sequence in decoding if sequence not in fresh] if fresh else decoding
         draft_tokens = min(room // 2 if prefill else room, logits)

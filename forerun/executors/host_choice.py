@@ -32,7 +32,7 @@ ReportsOf = Callable[[int, list[tuple[int, int]]], Reports]
 """(alternatives of each, pairs of a flat node and the token that follows it) -> reports."""
 
 FEW = 2048
-"""Tokens that a grammar allows, up to which noise for these alone is the quickest."""
+"""Where a grammar allows at most so many tokens, noise is made for these alone, not for all V."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ class NotYetError(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an executor does beyond the least.
+    """What an executor can do that not all of them can.
 
     masks_first  it decides rows under a grammar within the round: their masks are given to `begin`.
                  Else they are made while the round runs, and given to `finish`
@@ -64,8 +64,8 @@ class Capabilities:
     first_steps  how many steps of a size take longer than the ones after them, because something is
                  compiled, captured or paged in
     padded       a step computes as many nodes of every row as the one with most has
-    unwritten    rows may stand behind positions of pages that nobody wrote: what they say then
-                 means nothing, and takes the time that it takes behind others
+    unwritten    a step may read pages that were never written: its results mean nothing, but it
+                 takes the usual time, so steps behind long texts can be timed at the start
     """
 
     masks_first: bool = False

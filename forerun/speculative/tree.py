@@ -87,9 +87,9 @@ class TreeBatch:
     parents  int32[M]    flat index of the parent; -1 for the first node of a row
     start    int32[B+1]  row b owns nodes start[b]:start[b+1]
     known    int32[B]    the first known[b] nodes of row b are its known chain (>= 1)
-    depth   int32[M]    distance from the row's first node; position = kv_len[b] + depth
-    drafts  B drafts    what hangs below the roots, with scores and sources; () where only the
-                        device has them
+    depth    int32[M]    distance from the row's first node; position = kv_len[b] + depth
+    drafts   B drafts    what hangs below the roots, with scores and sources; () where only the
+                         device has them
     """
 
     tokens: Ints
@@ -193,8 +193,8 @@ def batch(known: Sequence[Ints] | Ints, drafts: Sequence[Draft] = ()) -> TreeBat
 
 
 def full_size(width: int, levels: int) -> int:
-    """Nodes of a tree so deep that lacks none: `width` below the root, then `width` below each of
-    `width` nodes a level.
+    """K, the nodes of a full tree: `width` below the root, then on each further level `width` below
+    each of `width` nodes.
     """
     return width + (levels - 1) * width * width if levels else 0
 
