@@ -340,7 +340,7 @@ def start(folder, rank=1):
 def command(script):
     head = (
         "import socket, sys, time\n"
-        "from forerun.executors.torch.parallel.channel import Channel, Message\n"
+        "from forerun.executors.torch.parallel.channel import Channel, RankMessage\n"
         "channel = Channel(socket.socket(fileno=int(sys.argv[1])))\n"
     )
     return sys.executable, "-c", head + script
@@ -368,7 +368,7 @@ def test_a_rank_that_is_killed_while_it_loads(folder):
 
 def test_what_a_rank_fails_with_is_raised_here(folder):
     script = """channel.receive()
-channel.send(Message("failed", {"error": "ModelError", "message": "no such file"}))
+channel.send(RankMessage("failed", {"error": "ModelError", "message": "no such file"}))
 """
     ranks = Ranks([start(folder)], command(script))
     with pytest.raises(ModelError, match=r"rank 1 .* failed: no such file"):
@@ -384,7 +384,7 @@ def test_ranks_that_differ_are_refused(folder, monkeypatch, what):
     script = f"""found = dict(channel.receive().facts)
 from forerun.executors.torch.parallel.start import RankStart
 said = RankStart.of(found).identity() | {{{what!r}: "another"}}
-channel.send(Message("here", said))
+channel.send(RankMessage("here", said))
 time.sleep(1000)
 """
     room = limits(tiny.VOCAB)
