@@ -7,6 +7,7 @@ from collections.abc import Sequence as Several
 import numpy as np
 
 from forerun.cache.prefix import PrefixIndex
+from forerun.cache.table import PageTable
 from forerun.control.policy import Budget
 from forerun.engine.sequence import Sequence
 from forerun.engine.stats import Load
@@ -48,8 +49,8 @@ class Admission:
         return min(self.limits.context, self.limits.pages * self.limits.page_size)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence at its place."""
-        sequence.attach(self.index)
+        """Queue a new sequence at its place, with an empty page table."""
+        sequence.table = PageTable(self.index, sequence.request.cache_salt.encode())
         insort(self.waiting, sequence, key=lambda s: s.order)
 
     def _admit(self) -> tuple[Sequence, ...]:

@@ -140,7 +140,7 @@ class EngineCore:
             self._fail(step.rows, error)
             return None
         self._failures = 0
-        step.timer.known(self._since)
+        step.timer.known_ms = 1000.0 * (perf_counter() - self._since)
         return outcome
 
     def _observe(self, step: Step, outcome: Outcome) -> None:

@@ -238,7 +238,7 @@ class OutputProcessor:
         if committed is not None and committed.again and not sequence.over:
             self._parts.close(self._scheduler.preempt(sequence))
             self._metrics.preemptions += 1
-            sequence.drop(len(tokens) - len(output.tokens))
+            sequence.total -= len(tokens) - len(output.tokens)  # These are decided again.
         sequence.update_bulk()
 
     def _through_grammar(self, sequence: Sequence, tokens: list[int]) -> Committed | None:

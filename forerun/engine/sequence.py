@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from forerun.cache.prefix import PrefixIndex
 from forerun.cache.table import PageTable
 from forerun.columns import Column, column, consume
 from forerun.engine.request import Request, Sink, SpeculationStats, choice_seed
@@ -100,10 +99,6 @@ class Sequence:
         self.admitted: float | None = None
         self.first_decided: float | None = None
 
-    def attach(self, index: PrefixIndex) -> None:
-        """Give the sequence its (empty) page table."""
-        self.table = PageTable(index, self.request.cache_salt.encode())
-
     @property
     def tokens(self) -> Ints:
         """int32[total] all decided tokens; a view."""
@@ -142,10 +137,6 @@ class Sequence:
         more = self.constrained or request.speculation.trace or len(request.prediction)
         checked = waits or more or self.over or self.sampling.logprobs is not None
         self.bulk = not checked and self.stream.passes
-
-    def drop(self, count: int) -> None:
-        """The last `count` tokens are not decided after all. The sequence has no pages."""
-        self.total -= count
 
 
 class Columns:

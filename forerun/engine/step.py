@@ -38,10 +38,6 @@ class StageTimer:
         """A stage begins now: what went before belongs to none."""
         self._last = perf_counter()
 
-    def known(self, since: float) -> None:
-        """The outcome is known; since: when the step before it was over (perf_counter)."""
-        self.known_ms = 1000.0 * (perf_counter() - since)
-
     def lap(self, stage: str) -> None:
         """The stage that began with the last lap, or `resume`, ends now."""
         now = perf_counter()
