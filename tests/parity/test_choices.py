@@ -163,7 +163,7 @@ def test_logits_cross_to_the_host_only_when_asked_for(executor, monkeypatch, ext
 
 @pytest.mark.parametrize("vocab", [1, 6, 320, 49152])
 def test_words_are_the_hosts(vocab):
-    found = np.asarray(noise.words_of_all(halves(SEEDS), POSITIONS, vocab))
+    found = np.asarray(noise.noise_words(halves(SEEDS), POSITIONS, vocab))
     some = np.array([0, vocab // 2, vocab - 1], np.int32)
     for line, seed, position in zip(found, SEEDS, POSITIONS, strict=True):
         expected = host._words(seed, int(position), np.arange(-(-vocab // 4))).T.reshape(-1)

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from forerun.executors.jax.noise import APPROXIMATE_ERROR, approximate, exact, words_of
-from forerun.executors.jax.noise import words_of_all as noise_words
+from forerun.executors.jax.noise import APPROXIMATE_ERROR, approximate, exact, noise_words, words_of
 from forerun.speculative.accept import NOTHING
 
 

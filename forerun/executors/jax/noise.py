@@ -59,7 +59,7 @@ def philox(
     return words
 
 
-def words_of_all(seeds: Array, positions: Array, vocab: int) -> Array:
+def noise_words(seeds: Array, positions: Array, vocab: int) -> Array:
     """uint32[n,V]: the noise words of all tokens at n nodes.
 
     seeds      uint32[2,n] low and high halves
