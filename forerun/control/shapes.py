@@ -33,11 +33,13 @@ class _Bucket:
     """What is known of steps of about so many rows.
 
     ratio   by shape: plain steps that a step of it takes
+    steps   that draft tokens were asked for in
     on      whether draft tokens are asked for
     rest    plain steps since they were; wait: how many come before they are tried again
     """
 
     ratio: dict[DraftShape, Mean] = field(default_factory=dict)
+    steps: int = 0
     on: bool = True
     rest: int = 0
     wait: int = PLAIN_EVERY // 2
@@ -79,14 +81,18 @@ class Shapes:
         return rates
 
     def ratio(self, rows: int, shape: DraftShape) -> float:
-        """Plain steps that a step takes; where it was not seen, as start-up says."""
-        if (seen := self._bucket(rows).ratio.get(shape)) is not None:
+        """Plain steps that a step takes; where it was not seen, as start-up says, and less the more
+        steps there were: what is believed too dear would never be tried.
+        """
+        bucket = self._bucket(rows)
+        if (seen := bucket.ratio.get(shape)) is not None:
             return seen.value
         costs = self._account.costs.measured
         plain, ms = costs.verify(np.array([rows, rows * (1 + shape.nodes)])).tolist()
         ms += costs.follow_ms
         ms += costs.draft_ms * (shape.depth - 1 if costs.in_round else shape.nodes * rows)
-        return float(max(1.0, ms / plain))
+        longer = max(0.0, ms / plain - 1.0)
+        return float(1.0 + longer * min(1.0, PLAIN_EVERY / max(bucket.steps, 1)))
 
     def speeds(self, rows: int) -> list[float]:
         """Of every shape, over plain decoding."""
@@ -159,6 +165,7 @@ class Shapes:
         # Who ends soon may have less, and a grammar may know more.
         shape = max([s for s in self.shapes if s.nodes <= most], default=self.shapes[0])
         bucket = self._bucket(rows)
+        bucket.steps += 1
         if not bucket.on:
             bucket.on = True
             # What was seen before a pause counts for PRIOR: the text is another.

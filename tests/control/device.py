@@ -116,6 +116,7 @@ class Device:
     """
 
     length = LENGTH
+    round_ms, node_ms, host_ms = ROUND, NODE, HOST
 
     def __init__(self, policy, rows, seed=0):
         self.policy, self.rows = policy, rows
@@ -149,7 +150,7 @@ class Device:
         outcome = self._outcome(plan, said, counted, wanted)
         deepest, levels = max(counted), wanted.levels if wanted else 0
         device = self._round(len(slots), deepest, levels) + PROMPT_TOKEN * PROMPT * len(new)
-        own = HOST + ROW_HOST * len(slots)
+        own = self.host_ms + ROW_HOST * len(slots)
         begun = self._passes()
         self.drafter.observe(plan, self._trees(plan, drafts), outcome)
         drafting = host + self._passes() - begun
@@ -244,7 +245,11 @@ class Device:
         capturing = not declared and size not in self._sizes
         self._sizes.add(size)
         self.captures += capturing
-        ms = ROUND + NODE * rows * (1 + deepest) + levels * (LEVEL + ROW_LEVEL * rows)
+        ms = (
+            self.round_ms
+            + self.node_ms * rows * (1 + deepest)
+            + levels * (LEVEL + ROW_LEVEL * rows)
+        )
         return ms + CAPTURE * capturing
 
     def _outcome(self, plan, said, sizes, wanted):
@@ -384,3 +389,9 @@ class PaddedDevice(TextDevice):
 
 def _power(nodes):
     return next(4**power for power in count() if 4**power >= nodes)
+
+
+class QuickDevice(HeadDevice):
+    """A small model on a fast device: a plain step takes what the host takes."""
+
+    round_ms, node_ms, host_ms = 0.6, 0.002, 1.0
