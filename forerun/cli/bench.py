@@ -15,7 +15,7 @@ from forerun.errors import ConfigError
 from forerun.machine import stamp
 from forerun.measure import report
 from forerun.measure.client import Endpoint, body_of, find_model, load_level
-from forerun.measure.files import write
+from forerun.measure.files import check_folder, write
 from forerun.measure.launch import launched
 from forerun.measure.pictures import draw_load
 from forerun.measure.report import Level
@@ -57,6 +57,8 @@ def main(arguments: argparse.Namespace) -> int:
     """Run `forerun bench`: 0, or 1 where a request failed. Raises ForerunError for what cannot be
     measured.
     """
+    if arguments.out:
+        check_folder(Path(arguments.out))
     ask, sweep = configured(AskConfig, arguments), _sweep(arguments)
     config = configured(EngineConfig, arguments)
     if arguments.launch:

@@ -13,7 +13,7 @@ from forerun.build.tuned import save
 from forerun.cli.console import bars, emit_json, open_shown, out, say
 from forerun.errors import ConfigError
 from forerun.machine import stamp
-from forerun.measure.files import write
+from forerun.measure.files import check_folder, write
 from forerun.measure.pictures import draw_frontier
 from forerun.measure.report import columns
 from forerun.measure.sweep import Cell, Sweep, as_dict, best, combinations, every
@@ -27,6 +27,8 @@ TOPK = (1, 4)
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the command. 1 where an answer differed from plain decoding's."""
+    if arguments.out:
+        check_folder(Path(arguments.out))
     config = configured(EngineConfig, arguments)
     if not config.speculates:
         raise ConfigError("there is nothing to measure with speculation off; choose a method.")

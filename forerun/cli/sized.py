@@ -9,7 +9,7 @@ from forerun.build.device import choose_device
 from forerun.cli.console import emit_json, out
 from forerun.errors import ConfigError
 from forerun.machine import stamp
-from forerun.measure.files import write
+from forerun.measure.files import check_folder, write
 from forerun.measure.sized import StepSweep, lines, measure
 from forerun.options.config import NATIVE_DTYPES, EngineConfig
 from forerun.options.flags import configured
@@ -19,6 +19,8 @@ def main(arguments: argparse.Namespace) -> int:
     """Run `forerun bench --random-weights`: 0, or 1 where it does not fit into memory. Raises
     ConfigError for another executor than torch.
     """
+    if arguments.out:
+        check_folder(Path(arguments.out))
     config = configured(EngineConfig, arguments)
     if config.executor not in ("auto", "torch"):
         raise ConfigError(

@@ -13,6 +13,7 @@ from forerun.build.registry import choose_executor
 from forerun.cli.console import bars, emit_json, err, plain_warnings, say
 from forerun.errors import ConfigError, ForerunError
 from forerun.hub.catalog import open_model
+from forerun.measure.files import check_folder
 from forerun.models.arch import Architecture
 from forerun.models.draft_folder import DraftFile, open_draft
 from forerun.models.token_map import write_token_map
@@ -38,6 +39,7 @@ def main(arguments: argparse.Namespace) -> int:
     changes = {item.name: arguments.values[item.name] for item in fields(TrainConfig)}
     config = resolve(arguments.preset, changes)
     out = Path(arguments.out)
+    check_folder(out)
     prompts = Path(arguments.prompts) if arguments.prompts else None
     if prompts:
         _check_prompts(prompts)

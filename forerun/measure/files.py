@@ -9,6 +9,17 @@ from typing import Any
 from forerun.errors import ConfigError
 
 
+def check_folder(path: Path) -> None:
+    """Raise ConfigError where `path` cannot be a folder, because it or what it lies in is something
+    else: to be said before a measurement, not after it. Makes nothing.
+    """
+    for one in (path, *path.parents):
+        if one.exists() or one.is_symlink():
+            if one.is_dir():
+                return
+            raise ConfigError(f"--out {path} is to be a folder, but {one} is none.")
+
+
 def write(
     folder: Path, name: str, report: dict[str, Any], draw: Callable[[Path], None] | None = None
 ) -> list[Path]:

@@ -158,3 +158,25 @@ def test_agents_are_told_the_server(server, capsys, agent):
     assert agent in ("open-webui",) or "toy" in told + out
     code, _, told = run(capsys, "launch", agent, "--url", server.url, "--model", "other")
     assert code == 2 and "has no model 'other'" in told
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["bench", "--url", "http://127.0.0.1:1"],
+        ["bench", "--speculative-grid", "--model", "toy"],
+        ["bench", "--random-weights", "tiny"],
+        ["train", "--preset", "smoke", "--model", "nosuchmodel"],
+    ],
+    ids=" ".join,
+)
+def test_a_folder_for_results_that_is_a_file_is_refused_first(line, inside, tmp_path, capsys):
+    """Not after minutes of measuring."""
+    file = tmp_path / "file"
+    file.write_text("kept")
+    out = file / "deep" / "er" if inside else file
+    assert main([*line, "--out", str(out)]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert f"--out {out} is to be a folder, but {file} is none." in told
+    assert file.read_text() == "kept"
