@@ -36,8 +36,8 @@ The first of these that says something about a field holds:
 
 1. flags
 2. `FORERUN_*` in the environment: `FORERUN_MAX_MODEL_LEN=4096` is `--max-model-len 4096`
-3. the file of `--config` (or `FORERUN_CONFIG`): YAML, `max-model-len: 4096`, a list for an option
-   that may be repeated
+3. the file of `--config` (or `FORERUN_CONFIG`): YAML, `max-model-len: 4096`, a list only for
+   an option that may be repeated; values are read as written: `api-key: 007` is the key 007
 4. the profile that `forerun tune` left for this model and machine, where none of the fields that
    it decides was said above
 5. the defaults
