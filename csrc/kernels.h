@@ -117,7 +117,8 @@ struct Kernels {
     void (*rotate)(float* x, const float* weight, float eps, const float* cosine,
                    const float* sine, int half, float scale);
 
-    // float32[count] to halves, limited to the largest finite half; count a multiple of 8.
+    // float32[count] to halves, limited to the largest finite half, NaN left as it is; count a
+    // multiple of 8.
     void (*to_halves)(const float* x, int count, uint16_t* out);
 
     // Nodes of one row, at most kNodesTogether: jobs that differ in sight, trunk, queries, out,

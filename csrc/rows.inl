@@ -2,10 +2,10 @@
 
 namespace {
 
-// e^x to about one unit in the last place, x limited to [-87, 88].
+// e^x to about one unit in the last place, x limited to [-87, 88]; of NaN NaN, for it is second.
 template <class V>
 FORERUN_INLINE V exp_of(V x) {
-    x = minw(maxw(x, splatw<V>(-87.0f)), splatw<V>(88.0f));
+    x = minw(splatw<V>(88.0f), maxw(splatw<V>(-87.0f), x));
     const V n = roundw(mulw(x, splatw<V>(1.44269504f)));
     V r = fmaw(n, splatw<V>(-0.693145752f), x);  // ln 2 in two parts, the first short
     r = fmaw(n, splatw<V>(-1.42860677e-6f), r);
@@ -208,7 +208,7 @@ static void rotate(float* x, const float* weight, float eps, const float* cosine
 static void to_halves(const float* x, int count, uint16_t* out) {
     const F8 most = splat8(65504.0f), least = splat8(-65504.0f);
     for (int i = 0; i < count; i += 8) {
-        store_half8(out + i, max8(min8(load8(x + i), most), least));
+        store_half8(out + i, max8(least, min8(most, load8(x + i))));  // NaN stays NaN.
     }
 }
 

@@ -13,6 +13,7 @@ from forerun.executors.host_sampler import HostSampler
 from forerun.interface.plan import Plan
 from forerun.interface.slot_init import SlotInit
 from forerun.speculative.accept import choose
+from forerun.speculative.noise import gumbel
 from forerun.speculative.sampling import History, Sampling, process
 from forerun.speculative.tree import Draft, NodeMasks, TreeBatch, batch
 from tests.models import tiny
@@ -127,6 +128,42 @@ def test_ties_go_to_the_lowest_id(native_choice, random, temperature):
         logits = random.integers(-2, 2, 331).astype(np.float32)
         sampling = Sampling(temperature=temperature, seed=seed)
         assert native_choice(logits, sampling, 3) == expected(logits, sampling, 3)
+
+
+def test_the_greatest_noise_wins_from_far_below(native_choice):
+    """Logits so far below the best one that nothing but rare noise brings them up: csrc/sample.inl
+    looks at none that cannot come up.
+    """
+    sampling, seen = Sampling(temperature=1.0, seed=11), []
+    for position in range(400):
+        noise = gumbel(sampling.seed, position, 1003)
+        token, other = int(noise.argmax()), int(noise[:32].argmin())
+        if noise[token] < 10 or token < 32:
+            continue
+        logits = np.full(1003, -40, np.float32)
+        logits[other], logits[token] = 0, noise[other] - noise[token] + np.float32(0.25)
+        found = native_choice(logits, sampling, position)
+        assert found == expected(logits, sampling, position) == token
+        seen.append(noise[token])
+    assert len(seen) > 10 and max(seen) > 12
+
+
+def test_ties_by_noise_go_to_the_lowest_id(native_choice):
+    """The likelier token and one below it whose noise makes up for the difference exactly."""
+    ties, heat = 0, np.float32(1e-4)
+    for position in range(60):
+        sampling = Sampling(temperature=float(heat), seed=5)
+        noise = gumbel(sampling.seed, position, 331)
+        low, high = 3 + position % 5, 300
+        best = np.float32(1) / heat + noise[high]
+        logits = np.full(331, -1, np.float32)
+        logits[high], logits[low] = 1, np.float32((best - noise[low]) * heat)
+        if logits[low] >= 1 or logits[low] / heat + noise[low] != best:
+            continue
+        ties += 1
+        assert native_choice(logits, sampling, position) == low
+        assert expected(logits, sampling, position) == low
+    assert ties > 5
 
 
 @pytest.mark.parametrize("place", [0, 7, 319, 330])

@@ -144,13 +144,19 @@ def test_bad_plans_are_refused_and_change_nothing(executor, random):
             "a parent that is not above": {"parents": trees.parents * 0},
             "a depth that is not": {"depth": trees.depth + 1},
         }
-        for message, change in bad_trees.items():
+        above_root = {"parents": trees.parents.copy(), "depth": trees.depth.copy()}
+        above_root["parents"][5], above_root["depth"][5:7] = 1, (2, 3)
+        for message, change in (("not above its child", above_root), *bad_trees.items()):
             with pytest.raises(EngineError, match=message):
                 made.begin(plan, replace(trees, **change))
         bad_plans = {
             "a page that does not exist": {"page_table": plan.page_table * 0 - 1},
             "a row longer than its pages": {"page_table": plan.page_table[:, :0]},
-            "beyond the context": {"kv_len": plan.kv_len + 600},
+            "a row beyond the context": {"kv_len": plan.kv_len + 600},
+            "a node beyond the context": {
+                "kv_len": np.full(1, made.limits.context - 6, np.int32),
+                "page_table": np.zeros((1, 40), np.int32),
+            },
         }
         for message, change in bad_plans.items():
             with pytest.raises(EngineError, match=message):

@@ -147,12 +147,15 @@ def test_files_of_few_bits_are_the_slow_twins(executor, checkpoint, random, fami
 
 
 def test_experts_in_k_quants(executor, random, tmp_path):
-    """As files of today have them: experts in Q4_K and Q6_K, in blocks of 256."""
+    """As files of today have them: experts in Q4_K and Q6_K, in blocks of 256; in the second layer
+    the gates in Q6_K, too, which read what was gathered.
+    """
     wide = {"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64}
     hf = tiny.model("qwen3_moe", **wide)
     stored = {}
     for layer in range(2):
-        for part, kind in (("gate", "Q4_K"), ("up", "Q4_K"), ("down", "Q6_K")):
+        gate = ("Q4_K", "Q6_K")[layer]
+        for part, kind in (("gate", gate), ("up", "Q4_K"), ("down", "Q6_K")):
             raw = k_quantised(random, kind, 6 * 256, 256).reshape(6, 256, -1)
             name = f"model.layers.{layer}.mlp.experts.{part}_proj.weight"
             stored[name] = raw, GGMLQuantizationType[kind]

@@ -1,13 +1,20 @@
 """Logits of whole forwards: against the slow twin's same arithmetic, and against fp32."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 
+from forerun.executors.cpu import CpuExecutor
 from forerun.models.folder import FolderCheckpoint
+from forerun.models.gguf import GgufCheckpoint
+from forerun.models.shapes import RandomCheckpoint, shape_named
+from tests.cpu.test_products import K_QUANTS, matrix_of
 from tests.cpu.twin import forward
 from tests.models import tiny
-from tests.parity.driver import Driver, Row
+from tests.parity.driver import Driver, Row, limits
 from tests.shape.tree import ROOT
 
 SAME, CLOSE = 0.012, 0.07
@@ -100,6 +107,41 @@ def test_scores_that_are_hundreds_apart(executor, random, tmp_path):
     tokens = random.integers(0, tiny.VOCAB, 40)
     found, expected = logits_of(executor(source), tokens), forward(source, tokens)
     assert distance(found, expected) < 1e-3
+
+
+@pytest.mark.parametrize("kind", [*K_QUANTS, "MXFP4"])
+def test_embeddings_in_few_bits(executor, random, tmp_path, kind):
+    """As files of today have them; the output head is another matrix."""
+    hf = tiny.model("llama", hidden_size=256, num_hidden_layers=1, intermediate_size=64)
+    raw = matrix_of(random, kind, tiny.VOCAB, 256)
+    stored = {"model.embed_tokens.weight": (raw, GGMLQuantizationType[kind])}
+    source = GgufCheckpoint(tiny.write_gguf(hf, tmp_path / "x.gguf", "Q8_0", stored=stored))
+    tokens = random.integers(0, tiny.VOCAB, 30)
+    assert distance(logits_of(executor(source), tokens), forward(source, tokens)) < SAME
+
+
+@pytest.mark.parametrize("broken", ["model.norm", "layers.1.self_attn.k_proj"])
+@pytest.mark.parametrize("cap", [None, 3.0])
+@pytest.mark.parametrize("dtype", ["q8_0", "file"])
+def test_weights_that_are_not_numbers_show(broken, cap, dtype):
+    """Neither limits nor caps nor halves make numbers of them."""
+    arch = shape_named("tiny")
+    specs = [replace(s, attention=replace(s.attention, softcap=cap)) for s in arch.layer_specs]
+    arch = replace(arch, final_softcap=cap, layer_specs=tuple(specs))
+    for where, number in ((broken, False), ("none", True)):
+        made = CpuExecutor(Broken(arch, where), limits(arch.vocab), dtype=dtype)
+        assert np.all(np.isfinite(logits_of(made, np.arange(9))) == number)
+        made.shutdown()
+
+
+class Broken(RandomCheckpoint):
+    def __init__(self, arch, where):
+        super().__init__(arch)
+        self.where = where
+
+    def tensor(self, name):
+        found = super().tensor(name)
+        return found * np.nan if self.where in name else found
 
 
 @pytest.mark.parametrize("family", ["granite", "gemma2"])

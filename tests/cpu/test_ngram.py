@@ -18,7 +18,7 @@ from forerun.interface.plan import Outcome, Plan, Prices
 from forerun.interface.slot_init import SlotInit
 from forerun.options.config import EngineConfig
 from forerun.speculative.sampling import Sampling
-from forerun.speculative.tree import NO_DRAFT, batch
+from forerun.speculative.tree import NO_DRAFT, DraftSource, batch
 from forerun.train.ngrams import count_ngrams
 from tests.cli.toys import toy_loaded
 from tests.counted import lines
@@ -254,6 +254,17 @@ def test_many_answers():
         twins.end(0)
     assert 1500 < twins.both[1].describe()["cache"] <= 3000
     assert np.mean(found[-20:]) > 1.5 * found[0]
+
+
+def test_a_prediction_with_half_of_the_votes_is_where_a_token_comes_from():
+    """As many for 5 after 1, 2 within the prediction as outside of it."""
+    twins = Twins(0.0)
+    twins.begin(0, [8, 1, 2, 5, 7, 1, 2], [9, 1, 2, 5, 6, 9, 1, 2, 5, 6])
+    plan = plan_of([0], [12], [4])
+    (draft,) = twins.both[1].propose(plan)
+    (slow,) = twins.both[0].propose(plan)
+    assert draft.source.tobytes() == slow.source.tobytes()
+    assert DraftSource.PREDICTION in draft.source[draft.tokens == 5]
 
 
 def test_drafts_survive_the_next_proposal():
