@@ -160,6 +160,16 @@ def test_features_of_nodes_that_there_were_not_are_refused(dense, made, tmp_path
 
 
 @NATIVE
+def test_a_draft_token_beyond_the_context_is_refused(dense, made, tmp_path):
+    device = CpuEagleModel(made, dense.checkpoint, Twin(dense, tmp_path, {}).draft)
+    last = made.limits.context - 1
+    rows = [(0, last, list(range(-(-last // made.limits.page_size))))]
+    device.expand(level([5], np.full(1, -1, np.int32), [0, 1], rows))
+    with pytest.raises(EngineError, match="a draft node beyond the context"):
+        device.expand(level([6], np.zeros(1, np.int32), [0, 1], rows, first=1))
+
+
+@NATIVE
 def test_chunks_and_company_change_no_bit(dense, made, tmp_path):
     """The same positions give the same draft, extended at once or in pieces."""
     drafts, draft = [], Twin(dense, tmp_path, {}).draft
