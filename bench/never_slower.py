@@ -130,6 +130,14 @@ def main() -> int:
             same &= on == off
         rows.append(_row(batch, size, pairs))
         Console(stderr=True).print(rows[-1])
+    Console().print(_table(rows))
+    if args.out:
+        keep(args.out, {"same_tokens": same, "rows": rows})
+    target.close()
+    return 0 if same else 1
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
     sure = min(row["confidence"] for row in rows)
     table = Table(title=f"speculation on / off (interval at {sure:.0%} confidence or more)")
     for heading in ("streams", "on tok/s", "off tok/s", "ratio", "decoding", "tokens per step"):
@@ -143,11 +151,7 @@ def main() -> int:
             f"{row['decoding']:.2f}" if row["decoding"] else "",
             f"{row['tokens_per_step']:.2f}",
         )
-    Console().print(table)
-    if args.out:
-        keep(args.out, {"same_tokens": same, "rows": rows})
-    target.close()
-    return 0 if same else 1
+    return table
 
 
 if __name__ == "__main__":

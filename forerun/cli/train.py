@@ -27,6 +27,7 @@ from forerun.train.ngrams import make_table
 from forerun.train.pipeline import Report, TrainingTarget, dense_author, make_draft, write_corpus
 from forerun.train.prediction import PredictionSpec
 from forerun.train.presets import TrainConfig, resolve
+from forerun.train.progress import Progress
 from forerun.train.prompts import Problems, read_prompts
 from forerun.train.served import ServedAuthor
 from forerun.train.token_map import token_map
@@ -85,21 +86,7 @@ def main(arguments: argparse.Namespace) -> int:
                 f"{out} cannot be worked in ({error}); what was written before is kept. Free some "
                 "space there, or check who may write, and start the same command again"
             ) from error
-    if arguments.json:
-        facts = {
-            "draft": str(out / "draft"),
-            "table_agreement": known,
-            "simulated_length": progress.best,
-            "last": progress.history[-1],
-        }
-        emit_json(facts)
-    else:
-        err.print(
-            f"The draft is in {out / 'draft'}: simulated {progress.best:.3f} tokens per step "
-            f"on held-out answers (chain of {config.steps}).",
-            markup=False,
-        )
-    return 0
+    return _told_draft(arguments, out, known, progress, config.steps)
 
 
 def _start(config: TrainConfig, engine: EngineConfig, target: Architecture) -> DraftFile | None:
@@ -121,6 +108,26 @@ def _told_table(arguments: argparse.Namespace, out: Path, known: float) -> int:
         err.print(
             f"The n-gram table is in {out / 'draft'}: its best draft token is right for "
             f"{known:.0%} of held-out tokens.",
+            markup=False,
+        )
+    return 0
+
+
+def _told_draft(
+    arguments: argparse.Namespace, out: Path, known: float, progress: Progress, steps: int
+) -> int:
+    if arguments.json:
+        facts = {
+            "draft": str(out / "draft"),
+            "table_agreement": known,
+            "simulated_length": progress.best,
+            "last": progress.history[-1],
+        }
+        emit_json(facts)
+    else:
+        err.print(
+            f"The draft is in {out / 'draft'}: simulated {progress.best:.3f} tokens per step "
+            f"on held-out answers (chain of {steps}).",
             markup=False,
         )
     return 0

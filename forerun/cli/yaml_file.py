@@ -18,7 +18,7 @@ _NULL, _MERGE = "tag:yaml.org,2002:null", "tag:yaml.org,2002:merge"
 def mapping(path: Path, levels: int = 1) -> Mapping[str, Any]:
     """A YAML file that holds names and values. A value is a text as it was written, None where it
     is null or left out, or a list of such; a mapping is one of names and values too down to
-    `levels`, and below it what YAML makes of it.
+    `levels`. A mapping below it, and what a list holds beside texts, is what YAML makes of it.
 
     Raises ConfigError naming the file, and the line of a name that is there twice.
     """
@@ -54,8 +54,8 @@ def _names(loader: yaml.SafeLoader, node: yaml.Node, levels: int, path: str) -> 
 def _value(loader: yaml.SafeLoader, node: yaml.Node, levels: int, path: str) -> Any:
     if isinstance(node, yaml.ScalarNode):
         return None if node.tag == _NULL else node.value
-    if isinstance(node, yaml.SequenceNode):
-        return [_value(loader, one, 0, path) for one in node.value]
-    if levels > 0:
+    if isinstance(node, yaml.MappingNode) and levels > 0:
         return _names(loader, node, levels, path)
+    if isinstance(node, yaml.SequenceNode) and levels >= 0:
+        return [_value(loader, one, -1, path) for one in node.value]
     return loader.construct_object(node, deep=True)

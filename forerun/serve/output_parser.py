@@ -1,13 +1,12 @@
 """One choice's text on its way out: reasoning, content and tool calls told apart."""
 
-import json
 import secrets
 from dataclasses import dataclass
 from typing import Any
 
 from forerun.engine.request import Finish
 from forerun.text.reasoning import ReasoningReader
-from forerun.text.tool_bodies import CallPiece
+from forerun.text.tool_bodies import NOTHING, CallPiece, loads_or
 from forerun.text.tools import Parsed, ToolReader
 
 
@@ -40,11 +39,7 @@ class OutputParser:
         """Whether a stop string came before the arguments of a call were whole."""
         if self._tools is None or not self._tools.called or not isinstance(stop_reason, str):
             return False
-        try:
-            json.loads(self._arguments)
-        except ValueError:
-            return True
-        return False
+        return loads_or(self._arguments, NOTHING) is NOTHING
 
     def push(self, text: str, last: bool, cut: bool = False) -> Heard:
         """What `text` makes certain; with `last`, all there is; with `cut`, there was no room for

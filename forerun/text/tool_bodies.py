@@ -108,7 +108,7 @@ class _JsonCall:
             self._end_value()
             self.ended = at_end
         elif self._depth == 1 and character == ":" and self._key is None:
-            self._key = _loads("".join(self._word))
+            self._key = loads_or("".join(self._word))
             self._word.clear()
             self._blank = ""
         elif self._depth >= 1:
@@ -133,10 +133,10 @@ class _JsonCall:
     def _end_value(self) -> None:
         value = "".join(self._word)
         if self._key == "name":
-            name = _loads(value)
+            name = loads_or(value)
             self.name = name if isinstance(name, str) and name else None
         elif self._holds_arguments and value.startswith('"'):
-            self.arguments = str(_loads(value) or "")  # JSON inside a string.
+            self.arguments = str(loads_or(value) or "")  # JSON inside a string.
         self._key, self._blank = None, ""
         self._word.clear()
 
@@ -219,7 +219,7 @@ class GlmCalls:
     def _value(self, key: str, text: str) -> str:
         """A value as JSON: as it stands, unless it is to be a string."""
         kind = self._types.get(self._name or "", {}).get(key)
-        if kind == "string" or _loads(text, _NOTHING) is _NOTHING:
+        if kind == "string" or loads_or(text, NOTHING) is NOTHING:
             return json.dumps(text, ensure_ascii=False)
         return text.strip()
 
@@ -227,7 +227,7 @@ class GlmCalls:
 _DIVIDED = re.compile(r"\s*([\w.:-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?={)")
 _NAME_END = re.compile(r"\n|<arg_key>|</tool_call>")
 _PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", flags=re.DOTALL)
-_NOTHING = object()
+NOTHING = object()
 
 
 def _merged(calls: list[CallPiece]) -> tuple[CallPiece, ...]:
@@ -242,7 +242,8 @@ def _merged(calls: list[CallPiece]) -> tuple[CallPiece, ...]:
     return tuple(merged)
 
 
-def _loads(text: str, otherwise: Any = None) -> Any:
+def loads_or(text: str, otherwise: Any = None) -> Any:
+    """What JSON that a model wrote says; `otherwise` where it is none, or nested too deeply."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -360,6 +360,10 @@ def test_flag_before_environment_before_file_before_profile_before_default(tmp_p
         assert (loaded.config.speculative_num_steps, loaded.config.policy) == found
 
 
+_TWICE = [f", &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 60)]
+"""Lists of which each holds the one before it twice."""
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -382,6 +386,7 @@ def test_flag_before_environment_before_file_before_profile_before_default(tmp_p
         ("port: 12:30:00", "port in .* takes a whole number, not '12:30:00'"),
         ("[a]: 1", "line 1: a name is one word"),
         ("host: a\n---\nhost: b", "is not YAML"),
+        ("api-key: [&a0 [x, x]" + "".join(_TWICE) + "]", "takes one value, not a list"),
         ("port: " + "[" * 5000, "is nested too deeply"),
     ],
 )

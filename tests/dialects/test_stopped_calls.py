@@ -4,6 +4,10 @@ import json
 
 import pytest
 
+from forerun.engine.request import Finish
+from forerun.serve.dialects.ollama.answers import Calls
+from forerun.serve.dialects.responses.free_tools import free_input, shell_action
+from forerun.text.tool_bodies import CallPiece
 from tests.dialects.asked import ASKED, PLACE, SAMPLED, chat
 
 TOOL = {"type": "function", "function": {"name": "travel", "parameters": PLACE}}
@@ -52,3 +56,12 @@ def test_in_ollamas_words(calling, stream):
         answers = [json.loads(line) for line in lines]
         calls = [call for one in answers for call in one["message"].get("tool_calls", ())]
         assert (len(calls), answers[-1]["done_reason"]) == (count, "stop")
+
+
+def test_arguments_nested_too_deeply_are_as_if_cut():
+    """Python's reader gives up; a model that repeats itself writes such."""
+    deep = "[" * 5000
+    (call,) = Calls().push([CallPiece(0, "f", deep)], Finish.STOP, cut=False)
+    assert call["function"]["arguments"] == {}
+    assert free_input(deep) == "" and shell_action(deep)["command"] == []
+    assert shell_action("5")["command"] == []

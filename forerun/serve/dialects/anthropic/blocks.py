@@ -1,10 +1,10 @@
 """An answer's content blocks while they grow: their events, and what they come to."""
 
-import json
 import secrets
 from typing import Any
 
 from forerun.serve.output_parser import Heard
+from forerun.text.tool_bodies import NOTHING, loads_or
 
 Event = dict[str, Any]
 
@@ -58,11 +58,11 @@ class Blocks:
         found = []
         for at, block in enumerate(self._blocks):
             called, last = block["type"] == "tool_use", at == len(self._blocks) - 1
-            try:
-                if called and (at in self._arguments or (cut and last)):
-                    block["input"] = json.loads(self._arguments.get(at, ""))
-            except ValueError:
-                if cut and last:
+            if called and (at in self._arguments or (cut and last)):
+                given = loads_or(self._arguments.get(at, ""), NOTHING)
+                if given is not NOTHING:
+                    block["input"] = given
+                elif cut and last:
                     continue
             found.append(block)
         return found

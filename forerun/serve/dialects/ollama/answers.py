@@ -1,6 +1,5 @@
 """POST /api/chat and /api/generate: lines of JSON, the last with counts and durations."""
 
-import json
 import secrets
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from forerun.serve.schema import UNLIMITED, ChatBody, CompletionBody
 from forerun.serve.service import Served, Service
 from forerun.serve.session import Tally
 from forerun.serve.wire import line
-from forerun.text.tool_bodies import CallPiece
+from forerun.text.tool_bodies import NOTHING, CallPiece, loads_or
 
 LATEST = ":latest"
 NANO = 1e9
@@ -223,9 +222,8 @@ class Calls:
             return []
         name, written = self._name, self._arguments
         self._name, self._arguments = None, ""
-        try:
-            arguments = json.loads(written)
-        except ValueError:
+        arguments = loads_or(written, NOTHING)
+        if arguments is NOTHING:
             if cut:
                 return []
             arguments = {}

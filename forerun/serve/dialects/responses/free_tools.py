@@ -12,6 +12,7 @@ from forerun.constrain.grammar import Grammar
 from forerun.serve.fields import accept, items, mapping, need, only, read, tagged, takes
 from forerun.serve.messages import plain_text
 from forerun.serve.tools import Tool, function_name, plain_tool
+from forerun.text.tool_bodies import NOTHING, loads_or
 
 SHELL = "local_shell"
 KINDS = ("custom", SHELL)
@@ -98,9 +99,8 @@ def free_input(arguments: str) -> str:
     """The text of a custom tool's call; of one that was cut, as far as it goes."""
     for cut in range(7):  # Of an escape that was cut: \uD83D has six letters.
         for end in ("", '"}', "}"):
-            try:
-                found = json.loads(arguments[: len(arguments) - cut] + end)
-            except ValueError:
+            found = loads_or(arguments[: len(arguments) - cut] + end, NOTHING)
+            if found is NOTHING:
                 continue
             text = found.get("input", "") if isinstance(found, dict) else ""
             return text if isinstance(text, str) else ""
@@ -123,13 +123,10 @@ def shell_action(arguments: str) -> dict[str, Any]:
     """What a call of the shell is to run, from its arguments; an empty command where they
     were cut.
     """
-    try:
-        found = json.loads(arguments)
-    except ValueError:
-        found = {}
-    command = found.get("command", []) if isinstance(found, dict) else []
-    more = {key: found[key] for key in ("working_directory", "timeout_ms") if key in found}
-    return {"type": "exec", "command": command, "env": {}, **more}
+    found = loads_or(arguments)
+    given = found if isinstance(found, dict) else {}
+    more = {key: given[key] for key in ("working_directory", "timeout_ms") if key in given}
+    return {"type": "exec", "command": given.get("command", []), "env": {}, **more}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
