@@ -1,14 +1,14 @@
-"""The contract between a model drafter (host) and a draft model (arrays, on some device).
+"""The contract between a model drafter (host) and a draft model (arrays on a device).
 
-A draft model is any network that proposes: a head that reads the target's features, a second
-small decoder, the target's own prediction layers, a drafter that proposes a block in one pass.
-It declares what it needs (`DraftModelTraits`) and has three verbs. Its cache uses the target's
-page table: position p of a sequence is where the target's is.
+A draft model is any network that proposes tokens: a head that reads the target's features, a second
+small decoder, the target's own prediction layers, a network that proposes a block in one pass.
+It declares what it needs (`DraftModelTraits`) and has three verbs: `extend`, `expand`, `block`. Its
+cache uses the target's page table: it holds position p of a sequence where the target holds it.
 
-After n decided tokens t_0 .. t_{n-1}, of which the last was not yet run by the target, the target
-has n - 1 positions in its pages. `extend` brings the draft's cache to the same n - 1 positions;
-t_{n-1} is the *root* of the next tree. What a model must remember of the root (a hidden state, its
-keys and values) it keeps by slot.
+A sequence has n decided tokens t_0 .. t_{n-1}; the target has not run the last one yet, so it has
+n - 1 positions in its pages. `extend` brings the draft's cache to the same n - 1 positions;
+t_{n-1} is the *root* of the next tree. The model stores what it needs of the root (a hidden state,
+its keys and values) by slot.
 """
 
 from dataclasses import dataclass, field
@@ -22,17 +22,17 @@ from forerun.models.cache_layer import CacheLayer
 from forerun.types import Floats, Ints
 
 CANDIDATES = 64
-"""Candidates by probability that noise may reorder: what lies below is hardly ever the choice."""
+"""Most probable candidates that noise may reorder: a less probable token is hardly ever chosen."""
 
 
 @dataclass(frozen=True, slots=True)
 class FeatureNeeds:
     """Which hidden states of the target a draft model reads.
 
-    kind    none; last: the last hidden state, after the target's final norm; aux:
-            aux hidden states, the residual streams inside of the target
-    layers  of aux: transformers' hidden_states indices. 0 = the embeddings, i = what enters layer
-            i, L = what leaves the last layer, before the final norm
+    kind    none; last: the last hidden state, after the target's final norm; aux: aux hidden
+            states, the residual streams inside the target
+    layers  for aux: transformers' hidden_states indices. 0 = the embeddings, i = the input of layer
+            i, L = the output of the last layer, before the final norm
     """
 
     kind: Literal["none", "last", "aux"] = "none"
@@ -41,16 +41,16 @@ class FeatureNeeds:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftModelTraits:
-    """What a draft model is; fixed for its life.
+    """The fixed properties of a draft model.
 
     name        shown in statistics
-    cache       what each of its layers keeps of a position; empty = no cache of its own
+    cache       what each of its layers caches per position; empty = it has no cache of its own
     target_ids  int32[Vd] target id of every draft id
-    max_nodes   draft nodes, and tokens of an extension, of one pass at most
+    max_nodes   limit of draft nodes, and of tokens of an extension, in one pass
     features    what it reads of the target
-    block_size  0: it proposes level by level (`expand`); else a block of at most so many draft
-                tokens at once (`block`)
-    runs_roots  it keeps keys and values of a row's root by slot, made when it is extended
+    block_size  0: it proposes level by level (`expand`); else the most draft tokens it proposes at
+                once (`block`)
+    runs_roots  `extend` also computes the root's keys and values and stores them by slot
     """
 
     name: str
@@ -71,15 +71,15 @@ class DraftModelTraits:
 class Extension:
     """Tokens that became permanent in R rows.
 
-    tokens       int32[n]    the target's ids; row r's stand at positions kv_len[r], kv_len[r]+1, ..
-    next_tokens  int32[n]    the decided token after each; a row's last is its root
+    tokens       int32[n]    target ids; those of row r begin at position kv_len[r]
+    next_tokens  int32[n]    the decided token after each; the last one of a row is its root
     start        int32[R+1]  row r owns tokens start[r]:start[r+1], at least one
     kv_len       int32[R]    cached draft positions the row sees
     slots        int32[R]
     pages        int32[R,W]  as Plan.page_table
-    scored       int32[s]    tokens for whose next_tokens the candidates are wanted; the last of a
-                             row can always be asked for
-    candidates   how many of them: the likeliest
+    scored       int32[s]    indices of tokens to return next-token candidates for; the last token
+                             of a row is always allowed
+    candidates   how many candidates to return for each, the most probable ones
     """
 
     tokens: Ints
@@ -103,16 +103,16 @@ class Extension:
 
 @dataclass(frozen=True, slots=True)
 class DraftLevel:
-    """Draft tokens to run: a level of the trees of R rows.
+    """One level of draft tokens to run, in the trees of R rows.
 
-    tokens      int32[n]    the target's ids; node n stands for this token
+    tokens      int32[n]    target ids; node n stands for this token
     parents     int32[n]    draft node above; -1 = the row's root
     start       int32[R+1]  row r owns nodes start[r]:start[r+1]
     kv_len      int32[R]    cached draft positions the row sees
     slots       int32[R]
     pages       int32[R,W]  as Plan.page_table
-    first       draft node number of node 0; a level with first 0 forgets all earlier draft nodes
-    candidates  how many are wanted for each node: the likeliest
+    first       draft node number of node 0; a level with first 0 discards all earlier draft nodes
+    candidates  how many candidates to return for each node, the most probable ones
     """
 
     tokens: Ints
@@ -127,14 +127,14 @@ class DraftLevel:
 
 @dataclass(frozen=True, slots=True)
 class DraftBlock:
-    """Rows below whose roots a block shall be proposed.
+    """R rows, to propose a block below the root of each.
 
     roots       int32[R]    the decided token that the target has not run yet
     kv_len      int32[R]    cached draft positions the row sees; the root's own position
     slots       int32[R]
     pages       int32[R,W]  as Plan.page_table
     depth       draft tokens of the block, at most the traits' block_size
-    candidates  how many are wanted at each depth: the likeliest
+    candidates  how many candidates to return at each depth, the most probable ones
     """
 
     roots: Ints
@@ -145,10 +145,9 @@ class DraftBlock:
     candidates: int
 
     def part(self, begin: int, end: int) -> "DraftBlock":
-        """The block of rows `begin` to before `end` alone, same depth and candidates; its arrays
-        are views.
+        """Return rows `begin` to before `end` as a block of its own; its arrays are views.
 
-        Used where rows do not all fit into one pass.
+        For rows that do not all fit into one pass.
         """
         rows = slice(begin, end)
         mine = self.roots[rows], self.kv_len[rows], self.slots[rows], self.pages[rows]
@@ -157,9 +156,9 @@ class DraftBlock:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The likeliest next tokens of s nodes, best first: all that leaves a device.
+    """The most probable next tokens of s nodes, best first: all that leaves a device.
 
-    ids        int32[s,k]    draft ids; k is what was asked or more, or all there are
+    ids        int32[s,k]    draft ids; k is the requested number or more, or the whole vocabulary
     log_probs  float32[s,k]  in nats, at temperature 1
     """
 
@@ -169,10 +168,10 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True)
 class BlockCandidates:
-    """The likeliest tokens at each depth of R blocks, best first.
+    """The most probable tokens at each depth of R blocks, best first.
 
     ids        int32[R,depth,k]    draft ids, k as in Candidates
-    log_probs  float32[R,depth,k]  in nats, at temperature 1: marginals, whatever stands above
+    log_probs  float32[R,depth,k]  marginals in nats, at temperature 1: independent of tokens above
     """
 
     ids: Ints
@@ -180,11 +179,11 @@ class BlockCandidates:
 
 
 def no_candidates(scored: int) -> Candidates:
-    """The answer of a block drafter to `DraftModel.extend`: Candidates of shape [0,0].
+    """Return Candidates of shape [0,0], the answer of a block drafter to `DraftModel.extend`.
 
-    scored  how many tokens' candidates the extension asked for
+    scored  how many tokens the extension wants candidates for
 
-    Raises EngineError where that is not 0: a block drafter proposes through `block` only.
+    Raises EngineError if that is not 0: a block drafter proposes through `block` only.
     """
     if scored:
         raise EngineError("a block drafter has no candidates of single nodes")
@@ -192,42 +191,42 @@ def no_candidates(scored: int) -> Candidates:
 
 
 class DraftModel(Protocol):
-    """A draft model where its arrays live."""
+    """A draft model on the device that holds its arrays."""
 
     traits: DraftModelTraits
 
     def extend(self, extension: Extension, features: Features | None) -> Candidates:
-        """Run tokens that became permanent: append their entries to the draft's cache, and keep by
+        """Run tokens that became permanent: append their entries to the draft's cache, and store by
         slot what the model needs of each row's root.
 
         extension  n tokens of R rows
-        features   n rows, one per token; None exactly where `traits.features.kind` is "none"
+        features   n rows, one per token; None exactly if `traits.features.kind` is "none"
 
-        Returns Candidates [s,k] of the tokens in `extension.scored`, s = 0 where the model proposes
-        blocks. Raises EngineError, and changes nothing, where a shape, slot, page or position is
-        not sound, or where there are more than `traits.max_nodes` tokens.
+        Returns Candidates [s,k] of the tokens in `extension.scored`; s = 0 if the model proposes
+        blocks. Raises EngineError, and changes nothing, if a shape, slot, page or position is
+        invalid or there are more than `traits.max_nodes` tokens.
         """
         ...
 
     def expand(self, level: DraftLevel) -> Candidates:
-        """Run one level of draft tokens and return Candidates [n,k] for each, at least
-        `level.candidates` per node or all there are.
+        """Run one level of draft tokens. Returns Candidates [n,k], at least `level.candidates` per
+        node or the whole vocabulary.
 
-        Their keys and values last until the next level with `first` 0; nothing permanent changes.
-        Raises EngineError where `level` is not sound, or the model proposes blocks.
+        The nodes' keys and values last until the next level with `first` 0; nothing permanent
+        changes. Raises EngineError if `level` is invalid or the model proposes blocks.
         """
         ...
 
     def block(self, block: DraftBlock) -> BlockCandidates:
-        """Propose a block below each of R roots in one pass: BlockCandidates [R,depth,k].
+        """Propose a block below each of R roots in one pass. Returns BlockCandidates [R,depth,k].
 
-        Changes nothing permanent. Raises EngineError where `block` is not sound, or the model
-        proposes level by level.
+        Changes nothing permanent. Raises EngineError if `block` is invalid or the model proposes
+        level by level.
         """
         ...
 
     def describe(self) -> dict[str, Any]:
-        """Facts for /server_info as JSON values, such as kind, dtype and bytes of weights. Changes
-        nothing.
+        """Return facts for /server_info as JSON values, such as kind, dtype and bytes of
+        weights.
         """
         ...

@@ -10,22 +10,22 @@ from forerun.speculative.tree import Draft, NodeMasks, TreeBatch
 from forerun.types import Floats, Ints
 
 MIN_LEGAL_MASS = 0.05
-"""Chance that a draft model leaves to legal tokens at least: what is smaller is rounding."""
+"""Least probability that a draft model leaves to legal tokens: less is rounding error."""
 
 CandidateTokens = tuple[Ints, Floats]
-"""Of one place: target ids int32[n] and log-probabilities float32[n], best first."""
+"""Candidates of one node: target ids int32[n] and log-probabilities float32[n], best first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What became of emitted tokens.
+    """What a grammar did with emitted tokens.
 
-    kept      how many of them count; the others, and whatever may come, do not
-    complete  the text is whole and ends behind these
-    error     why nothing can follow these, where a matcher failed; empty while none has
-    lost      it failed through no fault of the grammar's: its process was ended or stopped
-    again     the others are to be decided again: the sequence must be closed and opened anew, and
-              its matcher will get further
+    kept      how many of them count; the rest, and all later ones, do not
+    complete  the text is whole and ends after these
+    error     why nothing can follow these, if the matcher failed; else empty
+    lost      the matcher failed for a reason outside the grammar: its process was ended or stopped
+    again     the rest must be decided again: close the sequence and open it anew; the new matcher
+              gets further
     """
 
     kept: int
@@ -51,57 +51,56 @@ class Grammars(Protocol):
 
         grammar  what `forerun.constrain` compiled for the request
 
-        Raises RequestError where the grammar is not a compiled one, NotImplementedError where the
-        engine has no structured output; the slot then stays unconstrained.
+        Raises RequestError if the grammar is not a compiled one, NotImplementedError if the engine
+        has no structured output; the slot then stays unconstrained.
         """
         ...
 
     def close(self, slot: int) -> None:
-        """Forget the slot's matcher, and end its process where it has one. Without a matcher,
-        nothing happens.
+        """Discard the slot's matcher, and end its process if it has one. A slot without a matcher
+        is no error.
         """
         ...
 
     def ready(self, slot: int, grammar: object) -> bool:
-        """Whether the sequence in `slot` may take part in a step: what may follow is known, or will
-        be without delay. Changes nothing.
+        """Return whether the sequence in `slot` may take part in a step: the allowed next tokens
+        are known, or will be without delay. Changes nothing.
 
-        The slot may not be open yet: then `grammar` alone decides.
+        If the slot is not open yet, `grammar` alone decides.
         """
         ...
 
     def wait(self, seconds: float) -> None:
-        """Block the engine's thread until a sequence that was not ready may be, or for `seconds` at
-        most.
+        """Block the engine's thread until a sequence that was not ready may be, for at most
+        `seconds`.
         """
         ...
 
     def guide(self, slots: Ints, drafts: list[Draft], nodes: Ints, depth: Ints) -> list[Draft]:
-        """Drafts that obey the grammars: illegal draft tokens are removed together with what hangs
-        below them, tokens that alone can follow and likely ones are added.
+        """Return drafts that obey the grammars: without illegal draft tokens and all nodes below
+        them, and with added tokens that the grammar forces or makes likely.
 
         slots   int32[B]
         drafts  B drafts, left unchanged
-        nodes   int32[B]  draft tokens of each row at most
+        nodes   int32[B]  most draft tokens of each row
         depth   int32[B]  longest path of each row
 
-        Returns B drafts; rows that no grammar holds pass unchanged. Changes no matcher.
+        Returns B drafts; those of unconstrained rows are unchanged. Changes no matcher.
         """
         ...
 
     def masks(self, slots: Ints, trees: TreeBatch) -> NodeMasks | None:
-        """Masks for the nodes of every constrained row that can be accepted; None where no row is
+        """Return masks for the reachable nodes of every constrained row; None if no row is
         constrained.
 
         slots int32[B] of the rows of `trees`. A node below an illegal token, or behind a complete
-        text, has no mask (row -1): it cannot be reached. Leaves every matcher where it was.
+        text, has no mask (row -1). Every matcher is left at its place.
         """
         ...
 
     def commit(self, slot: int, tokens: Sequence[int]) -> Committed:
-        """Advance the slot's matcher over emitted tokens, as far as they count: `Committed` says
-        how many do, and whether the text is complete or cannot go on. Raises KeyError for a slot
-        without a matcher.
+        """Advance the slot's matcher over emitted tokens, as far as they count (see `Committed`).
+        Raises KeyError for a slot without a matcher.
         """
         ...
 
@@ -110,35 +109,35 @@ class NoGrammars:
     """The Grammars of an engine without structured output."""
 
     def open(self, slot: int, grammar: object, output: Iterable[int]) -> None:
-        """Raises NotImplementedError: an engine without structured output can hold no grammar."""
+        """Raise NotImplementedError: an engine without structured output can hold no grammar."""
         raise NotImplementedError("this engine was built without structured output")
 
     def close(self, slot: int) -> None:
-        """Does nothing: no slot has a matcher."""
+        """Do nothing: no slot has a matcher."""
 
     def ready(self, slot: int, grammar: object) -> bool:
-        """True: nothing has to be waited for."""
+        """Return True: there is nothing to wait for."""
         return True
 
     def wait(self, seconds: float) -> None:
-        """Returns at once."""
+        """Return at once."""
 
     def guide(self, slots: Ints, drafts: list[Draft], nodes: Ints, depth: Ints) -> list[Draft]:
-        """The same list, unchanged: no row is constrained."""
+        """Return the same list, unchanged: no row is constrained."""
         return drafts
 
     def masks(self, slots: Ints, trees: TreeBatch) -> NodeMasks | None:
-        """None: no row is constrained."""
+        """Return None: no row is constrained."""
         return None
 
     def commit(self, slot: int, tokens: Sequence[int]) -> Committed:
-        """All tokens count and the text is never complete."""
+        """Count all tokens; the text is never complete."""
         return Committed(len(tokens))
 
 
 def legal(mask: bytes | None, token: int) -> bool:
-    """Whether a mask allows a token id. In byte t, bit i (counted from the least) stands for token
-    8 t + i; ids beyond its end and below 0 are not allowed. None allows every id.
+    """Return whether a mask allows a token id. Bit i of byte t (from the least significant) stands
+    for token 8 t + i; ids below 0 or beyond the mask are not allowed. None allows every id.
     """
     if mask is None:
         return True
@@ -146,17 +145,17 @@ def legal(mask: bytes | None, token: int) -> bool:
 
 
 def allowed(candidates: CandidateTokens, mask: bytes) -> CandidateTokens:
-    """The candidates that a mask allows, in their order, with log-probabilities given that the next
-    token is legal.
+    """Return the candidates that a mask allows, in their order, with log-probabilities given that
+    the next token is legal.
 
     candidates  int32[n] target ids, float32[n] log-probabilities in nats
     mask        as in `legal`
 
-    The probability of the illegal ones is taken out of the total, which counts as MIN_LEGAL_MASS at
-    least; no result is above 0 nats. May return no candidates. The inputs stay unchanged.
+    Divides by the mass of legal tokens: one minus that of the illegal candidates, at least
+    MIN_LEGAL_MASS; no result is above 0 nats. May return no candidates. The inputs stay unchanged.
     """
     ids, log_probs = candidates
     keep = np.array([legal(mask, token) for token in ids.tolist()], bool)
-    wrong = float(np.exp(log_probs[~keep]).sum())
-    log_legal_mass = np.float32(np.log(max(1.0 - wrong, MIN_LEGAL_MASS)))
+    illegal_mass = float(np.exp(log_probs[~keep]).sum())
+    log_legal_mass = np.float32(np.log(max(1.0 - illegal_mass, MIN_LEGAL_MASS)))
     return ids[keep], np.minimum(log_probs[keep] - log_legal_mass, 0)

@@ -1,5 +1,5 @@
-"""Drafting as a part of the target's step: what is asked for with a step, and what comes with its
-outcome. Both are ordinary values; a device that cannot do it leaves the request unanswered.
+"""Drafting within the target's step: the request that a step carries, and the drafts that come with
+its outcome. Both are ordinary values; a device that cannot draft ignores the request.
 """
 
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from forerun.types import Bools, Floats, Ints
 class DraftRequest:
     """What a step of the target shall do for the draft model at its end, if the device can.
 
-    slots   int32[.] of sequences that the draft model has caught up with: it shall be extended by
-            what is accepted, and the next draft grown below that
+    slots   int32[.] of sequences whose draft model has caught up: extend it by the accepted tokens,
+            then grow the next draft below them
     width   children per node, and nodes expanded per level
-    levels  of draft tokens, at least one; a device that has no room for so many grows fewer
+    levels  of draft tokens, at least one; a device without room for all of them grows fewer
     """
 
     slots: Ints
@@ -28,15 +28,15 @@ class NextDrafts:
 
     K = forerun.speculative.tree.full_size(width, levels).
 
-    rows    bool[B]      rows of the step that were extended by all that became permanent, as
-                         `DraftModel.extend` would, and below whose new end a tree was grown
+    rows    bool[B]      rows of the step whose draft model was extended by all that became
+                         permanent, as `DraftModel.extend` does, and that have a tree
     width, levels        of the trees; they are full
-    tokens  int32[B,K]   target ids; a tree's nodes in the order of speculative.draft_tree.DraftTree
+    tokens  int32[B,K]   target ids, nodes in the order of speculative.draft_tree.DraftTree
     parents int32[B,K]   as in Draft
-    value   float32[B,K] as in DraftTree, the noise of sampling included; -inf = no such node
-    ids, log_probs  int32[B,k], float32[B,k] what may follow the rows' new ends, likeliest first, as
-                    `DraftModel.extend` says it but by target ids; -inf = nothing. None where no
-                    grammar holds a row, which might choose among them
+    value   float32[B,K] as in DraftTree, sampling noise included; -inf = no such node
+    ids, log_probs  int32[B,k], float32[B,k] target ids that may follow the rows' last tokens, best
+                    first, as `DraftModel.extend` returns; -inf = none. None if no row has a grammar
+                    to choose among them
     """
 
     rows: Bools

@@ -21,10 +21,10 @@ _NO_NODES: Ints = np.zeros(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What draft tokens have to bring to be worth their time, and how many may be had.
+    """The expected tokens that make draft tokens worth their time, and how many are allowed.
 
     tokens  float64[N] expected tokens that 1, 2, ..., N draft tokens have to bring at least
-    padded  so many of every row, where each takes as long as the longest; else of all together
+    padded  the counts are per row (each row takes as long as the longest); else over all rows
     """
 
     tokens: "array[float]"
@@ -37,21 +37,21 @@ class Plan:
 
     slots       int32[B]
     kv_len      int32[B]    tokens whose keys and values are already in pages
-    known       B x int32[.] tokens to run whatever happens: a prompt chunk, or the last token;
-                int32[B,1] where no row has more than one
-    samples     bool[B]     False for a chunk that stops short of the known tokens' end:
-                            its row emits nothing
+    known       B x int32[.] tokens to run whatever is accepted: a prompt chunk, or the last token;
+                int32[B,1] if no row has more than one
+    samples     bool[B]     False for a chunk that stops before the end of the known tokens: its row
+                            emits nothing
     max_nodes   int32[B]    draft tokens the row may carry (0 = plain decoding)
     max_depth   int32[B]    longest path of draft tokens
-    page_table  int32[B,W]  page of position p is page_table[b, p // page_size]; -1 = none;
-                            reserved for kv_len + len(known) + max_depth positions
-    constrained bool[B]     a grammar holds the row
-    min_prob    draft tokens less likely than this are not worth proposing: none would be verified
-    prices      by which a drafter that buys chooses; None = it shall propose all it knows
-    model_depth int32[B]    of max_depth, how deep a draft model may go that drafts one tree with
-                            free drafters; 0 = only these are asked, None = max_depth
+    page_table  int32[B,W]  page of position p is page_table[b, p // page_size]; -1 = none; reserved
+                            for kv_len + len(known) + max_depth positions
+    constrained bool[B]     the row has a grammar
+    min_prob    least probability of a draft token worth proposing: less would not be verified
+    prices      what a drafter that buys selects by; None = it proposes all it knows
+    model_depth int32[B]    how deep a draft model that shares a tree with free drafters may go, at
+                            most max_depth; 0 = only the free drafters propose, None = max_depth
     request     what the step shall do for the draft model at its end, if the executor can;
-                `Outcome.drafts` says what of it was done, which may be nothing
+                `Outcome.drafts` has the result, which may be None
     """
 
     slots: Ints
@@ -79,7 +79,7 @@ class Plan:
 
     @property
     def some_constrained(self) -> bool:
-        """Whether a grammar holds at least one row, so that masks are needed."""
+        """Whether at least one row has a grammar, so that masks are needed."""
         return True in self.constrained.tolist()
 
 
@@ -87,7 +87,7 @@ class Plan:
 class TokenLogprobs:
     """Raw model log-probabilities (before any sampling parameter) of one reported token.
 
-    top is best first: (token, log-probability in nats); its length is what was asked.
+    top is best first: (token, log-probability in nats), as many as requested.
     """
 
     token: int
@@ -96,28 +96,29 @@ class TokenLogprobs:
 
 
 Reports = tuple[TokenLogprobs, ...]
-"""Of tokens that follow each other."""
+"""Log-probabilities of consecutive tokens."""
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What a step decided. The only thing copied from device to host.
 
-    n_tokens        int32[B]   tokens emitted: 0 where the row does not sample, else accepted + 1
+    n_tokens        int32[B]   tokens emitted: 0 if the row does not sample, else accepted + 1
     tokens          int32[B,D] the accepted draft tokens, then the target's own token; -1 padded
     n_draft_tokens  int32[B]   draft tokens the row's tree carried
-    finite          bool[B]    False where the target's logits were not finite: the row
-                               emitted nothing and its request must end with an error
-    logprobs        B lists, one entry per emitted token where asked, else empty
-    prompt_logprobs B lists where asked, else empty: entry i is the log-probability of
-                    known[i+1]. A row that does not sample has one more entry, for the decided
-                    token after its chunk, so a prompt's chunks join up without a hole; for a
-                    sampling row the emitted tokens' entries follow in `logprobs`
+    finite          bool[B]    False if the target's logits were not finite: the row emitted nothing
+                               and its request must end with an error
+    logprobs        B lists, one entry per emitted token if requested, else empty
+    prompt_logprobs B lists if requested, else empty: entry i is the log-probability of known[i+1].
+                    A row that does not sample has one more entry, for the decided token after its
+                    chunk, so a prompt's chunks join without a gap; the emitted tokens of a sampling
+                    row have theirs in `logprobs`
     accepted        int32[.]   nodes of the round's trees: the accepted draft tokens, row after row,
-                    downwards: n_tokens[b] - 1 of row b, none where it emitted nothing
-    drafts          what the step drafted for the next one, where that was asked for and done
-    features        of the step's flat nodes, where a draft model reads any; valid until the
-                    executor's next step
+                               from the root down: n_tokens[b] - 1 of row b, none if it emitted
+                               nothing
+    drafts          what the step drafted for the next one, if it did
+    features        of the step's flat nodes, if a draft model reads any; valid until the executor's
+                    next step
     """
 
     n_tokens: Ints
@@ -132,17 +133,17 @@ class Outcome:
 
     @cached_property
     def output_tokens(self) -> list[list[int]]:
-        """B lists of target ids: what each row emitted, unpadded, empty where nothing."""
+        """B lists of target ids: what each row emitted, unpadded."""
         return list(map(getitem, self.tokens.tolist(), map(slice, self.n_tokens.tolist())))
 
     def committed(self, plan: Plan) -> list[int]:
-        """B counts of positions that became permanent: known tokens plus accepted draft tokens."""
+        """Return B counts of positions that became permanent: known plus accepted tokens."""
         accepted = map(max, map((-1).__add__, self.n_tokens.tolist()), repeat(0))
         return list(map(add, plan.known_counts, accepted))
 
     @cached_property
     def paths(self) -> list[Ints]:
-        """B arrays int32[.]: flat nodes of each row's accepted draft tokens, downwards."""
+        """B arrays int32[.]: flat nodes of each row's accepted draft tokens, from the root down."""
         paths, end = [], 0
         for count in self.n_tokens.tolist():
             begin, end = end, end + max(count - 1, 0)
@@ -150,22 +151,24 @@ class Outcome:
         return paths
 
     def permanent(self, trees: TreeBatch, row: int) -> Ints:
-        """int32[.] flat nodes of `row` whose keys and values stay: all known, then accepted."""
+        """Return int32[.] flat nodes of `row` that stay cached: all known, then the accepted
+        ones.
+        """
         known = np.arange(trees.start[row], trees.root(row) + 1, dtype=np.int32)
         return np.concatenate([known, self.paths[row]])
 
 
 @dataclass(eq=False)
 class Round:
-    """A step that an executor has begun, until it is finished and after; executors add fields.
+    """A step that an executor has begun. Executors subclass it with fields of their own.
 
-    plan       what it does. Complete from the start, or, of a round that goes on from another, when
-               that is finished and this one too
-    after      the round that it goes on from, until the plan is complete
-    trees      what it verifies; no trees until it is finished, where it goes on from another
-    masks      of grammars, that it was begun with
-    continues  whether another round may go on from it: the device decides every row, and nothing
-               else that the next round would overwrite is to be read of it
+    plan       what it does. Complete from the start, except in a round that began from another:
+               there once both are finished
+    after      the round that it began from, until the plan is complete
+    trees      what it verifies; empty until it is finished, if it began from another
+    masks      of grammars, as given to `begin`
+    continues  whether another round may begin from it: the device decides every row, and nothing
+               else is to be read of it that the next round would overwrite
     drafting   int32[.] slots that it drafts for, as the plan requests
     outcome    None until it is finished
     """
@@ -179,12 +182,12 @@ class Round:
     outcome: Outcome | None = None
 
     def complete_plan(self) -> None:
-        """Put true `kv_len` and `known` into the plan, when the round that this one goes on from is
-        finished. A row that failed there keeps its last known token; nobody reads what comes of it.
-        Raises EngineError where it is not finished, or there is none.
+        """Set true `kv_len` and `known` in the plan, once the round that this one began from is
+        finished. A row that failed there keeps its last known token; its result is ignored. Raises
+        EngineError if that round is not finished, or there is none.
         """
         if self.after is None or self.after.outcome is None:
-            raise EngineError("the round that this one goes on from was not finished")
+            raise EngineError("the round that this one began from is not finished")
         before, outcome = self.after.plan, self.after.outcome
         place = {slot: row for row, slot in enumerate(before.slots.tolist())}
         rows = [place[slot] for slot in self.plan.slots.tolist()]

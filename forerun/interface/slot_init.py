@@ -1,4 +1,4 @@
-"""What executors and drafters are told of a sequence that takes a slot."""
+"""What executors and drafters get to know of a sequence that takes a slot."""
 
 from dataclasses import dataclass, field
 
@@ -12,14 +12,14 @@ from forerun.types import Ints
 class SlotInit:
     """What an executor must know of a sequence when it takes a slot.
 
-    tokens      int32[T] all tokens decided so far (prompt, and output after a preemption);
-                the sampler's history, which prefix-cache hits never show in a plan
+    tokens      int32[T] all tokens decided so far (prompt, and output after a preemption); the
+                sampler's history, since a plan omits tokens found in the prefix cache
     prompt_len  how many of them are the prompt: output position n = index - prompt_len
-    prediction  int32[.] what the client expects behind the prompt, for drafters; often nothing
-    cached      how many of them are in pages already: what Executor.resumable said of them
-    shared      how many of them fill pages that were cached; more than `cached` where recurrent
-                states were not there for all
-    salt        what is kept of its text is for sequences of the same salt alone
+    prediction  int32[.] the text that the client expects as output, for drafters; often empty
+    cached      how many of them are in pages already, from Executor.resumable
+    shared      how many of them fill cached pages; more than `cached` if recurrent states are
+                missing for some
+    salt        cached text is shared only among sequences of the same salt
     """
 
     slot: int
