@@ -24,7 +24,7 @@ FAST    := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadsco
 	-m "not slow and not gpu and not browser and not chaos"
 
 # Containers often ask Python to write no bytecode. Then every process that a test starts compiles the
-# package anew, which was half of the processor time of the tests that start some (docs/log.md).
+# package anew, which was half of the processor time of the tests that start some (docs/results).
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup tools demo serve test suite test-slow test-slower test-browser chaos chaos-nightly sanitize soak fuzz-loaders mutants check prove bench \
@@ -91,7 +91,7 @@ suite: tools
 test-slow: tools
 	$(BIN)/python -m pytest -q -m "slow and not gpu and not chaos"
 	$(BIN)/python -m bench.compile_kernels --check
-	$(BIN)/python -m bench.roofline --table docs/gpu-roofline.md --check
+	$(BIN)/python -m bench.roofline --table docs/inside/gpu-roofline.md --check
 
 # The same tests as `make test`, by clocks that run several times as fast: as on a slower machine.
 test-slower: tools
@@ -132,7 +132,7 @@ mutants: tools
 test-browser: tools
 	$(BIN)/python -m pytest -q -m browser tests/browser
 
-# Client libraries against the server (docs/clients.md). They want different versions of the same
+# Client libraries against the server (docs/use/clients.md). They want different versions of the same
 # things, so each group lives in a virtual environment of its own.
 test-clients: setup $(CLIENTS)/agents/.ready $(CLIENTS)/document/.ready $(CLIENTS)/evaluation/.ready \
 	$(CLIENTS)/load/.ready
@@ -146,7 +146,7 @@ $(CLIENTS)/%/.ready: tests/clients/%.txt
 	@$(CLIENTS)/$*/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
-# Two real replicas by Ray Serve (docs/replicas.md).
+# Two real replicas by Ray Serve (docs/use/replicas.md).
 test-ray: tools
 	$(PIP) "forerun[ray]"
 	$(BIN)/python -m pytest -q tests/ray
@@ -177,7 +177,7 @@ bench-peers: setup
 # The site of docs/ in build/site; a link that leads nowhere is an error.
 docs: setup
 	$(PIP) "forerun[docs]"
-	$(BIN)/python docs/migrating.py --check
+	$(BIN)/python docs/site/migrating.py --check
 	$(BIN)/python -m mkdocs build --strict
 
 # dist/: a source archive, and a wheel whose tag says how old a Linux may be.

@@ -18,7 +18,7 @@ author   dense generation, as `forerun train` uses it
 Steps by batch, and the SYNTHETIC speed-ups of a large model, are `forerun bench --random-weights`.
 Writes DIR/NAME.json after every number, so that what was measured stays when time runs out. What
 fails is in it under "errors". On the CPU everything is tiny: does it run at all? Which call of
-docs/gpu-pending.md runs what stands there.
+docs/inside/gpu-runbook.md runs what stands there.
 """
 
 import argparse
@@ -63,7 +63,7 @@ POINTS = (
     *((1, 1, 0), (1, 2, 0), (1, 8, 0), (64, 1, 0), (64, 2, 0)),
     *((1, 1, 1), (1, 1, 3), (1, 4, 3), (64, 2, 1), (64, 4, 3)),
 )
-"""Rows, nodes of each, levels of a chain that the head grows: also in docs/gpu-roofline.md."""
+"""Rows, nodes of each, levels of a chain that the head grows, as in docs/inside/gpu-roofline.md."""
 
 TOP_P = Sampling(temperature=0.8, top_p=0.9, seed=1)
 SAMPLED = {"top_p": {"temperature": 0.8, "top_p": 0.9}, "sampled": {"temperature": 0.8}}

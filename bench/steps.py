@@ -6,7 +6,7 @@
 A row has `context` cached tokens and a chain of random draft tokens, nearly all rejected:
 embedding, norms, products, attention, head, and the choices. Logits are computed of all nodes, but
 on the native core in rows of kind plain: there of the root and of draft tokens that a path reaches
-(docs/decisions/0055), so a step takes longer where many of them are accepted. Rounds go over all
+(decision 0055), so a step takes longer where many of them are accepted. Rounds go over all
 sizes in turn, and over the executors in an order drawn anew, so that a slow moment of the machine
 hits all alike. Rows of kind plain have a temperature, shaped ones penalties, a cut-off and
 log-probabilities too. Milliseconds: minimum and median over the rounds, and, of several

@@ -7,7 +7,7 @@
 
 `suite` checks single texts against compiled grammars, with the byte-level tokenizer. A grammar
 writes one spelling where several are valid, so "valid refused" is not always a fault; "invalid
-accepted" always is. The tables are in docs/structured-output-internals.md.
+accepted" always is. The tables are in docs/inside/structured-output.md.
 """
 
 import argparse

@@ -4,7 +4,7 @@
     list(lengths(tables))  # as [table.length for table in tables]
     consume(map(setattr, tables, repeat("length"), ends))  # writes `length` of each
 
-Why steps do so: docs/decisions/0031.
+Why steps do so: decision 0031.
 """
 
 from collections import deque

@@ -25,7 +25,7 @@ FIRST = (
     *("fuzz", "constrain", "cli", "cpu", "e2e", "build"),
 )
 """Folders whose files take long, in that order: seconds to half a minute, some of one test
-(docs/log.md, 2026-11-26). Files of the others take 4 s at most, but for a few of many tests.
+(docs/results, 2026-11-26). Files of the others take 4 s at most, but for a few of many tests.
 """
 
 if find_spec("hypothesis") is not None:  # Machines that only run tests/gpu have none.

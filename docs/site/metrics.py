@@ -1,4 +1,4 @@
-"""Writes docs/metrics.md from what a server shows at /metrics.
+"""Writes docs/reference/metrics.md from what a server shows at /metrics.
 
 python docs/site/metrics.py            writes it
 python docs/site/metrics.py --check    only says whether it is fresh: exit code 1 where it is not
@@ -14,7 +14,7 @@ from forerun.options.config import EngineConfig
 from forerun.serve.metrics import LABELS, Metrics
 from forerun.serve.service import cache_facts
 
-PATH = Path(__file__).resolve().parents[1] / "metrics.md"
+PATH = Path(__file__).resolve().parents[1] / "reference" / "metrics.md"
 
 HEAD = """# Metrics
 

@@ -178,7 +178,7 @@ def _build(
         return eager
     if eager.states is not None and config.device != "cpu":
         log.warning(NOT_CAPTURED)
-    # With captured rounds steps overlap where nobody says (docs/decisions/0022).
+    # With captured rounds steps overlap where nobody says (decision 0022).
     cuda = config.device.startswith("cuda")
     return with_captures(eager, cuda if config.overlap is None else config.overlap)
 

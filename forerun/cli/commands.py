@@ -161,7 +161,7 @@ def _serve_flags(parser: argparse.ArgumentParser) -> None:
     flags_of(EngineConfig, parser, "model and engine", first=FIRST)
     parser.epilog = (
         "Names of SGLang, vLLM and llama.cpp for these options are known too, and\n"
-        "FORERUN_* in the environment: docs/migrating.md."
+        "FORERUN_* in the environment: docs/use/migrating.md."
     )
 
 

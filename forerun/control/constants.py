@@ -3,7 +3,7 @@
 "Replayed" means bench/replay.py: 62 recorded answers of the default model through the real n-gram
 drafter and policy on a virtual clock, step costs 4.0 4.4 5.2 10.1 20.1 ms for 1 2 4 8 16 nodes;
 two runs differ by up to .005, where nodes are nearly free by .06. "Simulated" means tests/control,
-on a device tests/control/device.py. "Log" is docs/log.md.
+on a device tests/control/device.py. "Log" is docs/results.
 """
 
 MIN_REPEATS = 3

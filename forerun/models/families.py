@@ -1,7 +1,7 @@
 """The families as a table: what each one's config.json says, with transformers' defaults.
 
 A new family is a row of READERS and the function that reads its layers (families_dense.py,
-families_experts.py; docs/families.md). Every key that changes the model is asked for;
+families_experts.py; docs/reference/families.md). Every key that changes the model is asked for;
 config_json.py refuses the rest.
 """
 

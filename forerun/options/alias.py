@@ -101,7 +101,7 @@ class Alias:
 
     @property
     def meaning(self) -> str:
-        """What the name does here, as a sentence or our own flag, for docs/migrating.md."""
+        """What the name does here, as a sentence or our own flag, for docs/use/migrating.md."""
         if self.verdict is Verdict.IGNORED:
             return f"taken, changes nothing: {self.why}"
         if self.verdict is Verdict.ONLY and self.takes != NOTHING:

@@ -1,5 +1,5 @@
 """What other servers call our options: one table, which the command line, the environment, files
-and docs/migrating.md are made of. A row is an Alias (alias.py).
+and docs/use/migrating.md are made of. A row is an Alias (alias.py).
 
 Names and their meanings are those of SGLang 0.5.23, vLLM 0.32.0 and llama.cpp's server.
 """

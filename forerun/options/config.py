@@ -102,7 +102,7 @@ class EngineConfig:
     )
     tp_size: int = option(
         1,
-        "devices that share every layer, tensor parallel (docs/scaling.md): on torch a process "
+        "devices that share every layer, tensor parallel (docs/use/scaling.md): on torch a process "
         "for each, which share the CPU where there is no GPU; on jax devices of one process",
         low=1,
         high=4096,

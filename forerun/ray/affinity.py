@@ -20,7 +20,7 @@ REMEMBERED = 1 << 18
 OVERLOAD = 1.25
 """A replica is not chosen beyond so many times the mean load while others are below it (consistent
 hashing with bounded loads, Mirrokni et al. 2018, arXiv 1608.01350). Chosen by simulation:
-bench/fleet.py, docs/replicas.md."""
+bench/fleet.py, docs/use/replicas.md."""
 WEIGHT = 2.0
 """Blocks of a prompt that are worth computing again rather than to stand behind one request more.
 Chosen there too."""

@@ -17,7 +17,7 @@ class Scale:
     most      at most so many, as there is work for them; 0: no more than `replicas`
     target    requests that a replica shall have on the mean, where their number may change
     cache     share of its cache's pages that sequences shall hold, the same (chosen by simulation:
-              docs/replicas.md)
+              docs/use/replicas.md)
     cpus, gpus  of each
     """
 

@@ -1,7 +1,7 @@
 """What requests may say: one declaration per body, with OpenAI's and vLLM's names.
 
 A field is honoured exactly, refused by name, or, where it cannot change an answer, ignored: then a
-header of the response names it (docs/requests.md). Bounds here are those of the field
+header of the response names it (docs/use/requests.md). Bounds here are those of the field
 alone; what depends on the model or on other fields is checked in `prepare`.
 """
 
@@ -67,8 +67,8 @@ class SpeculativeOptions:
 
     max_nodes and max_depth bound the draft tokens of a step and the longest path of them; the
     server's own bounds hold beside them. stats: counts at the end; trace: what every step did, as
-    it happens (docs/trace.md). None of that changes the text; the accept thresholds do, below 1,
-    where the temperature is not 0, and the answer says so.
+    it happens (docs/reference/trace.md). None of that changes the text; the accept thresholds do,
+    below 1, where the temperature is not 0, and the answer says so.
     """
 
     enabled: bool = accept(boolean, True)

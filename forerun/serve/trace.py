@@ -1,4 +1,4 @@
-"""`speculative_trace`: what each step did, for whoever asked (docs/trace.md has the format)."""
+"""`speculative_trace`: what each step of a request did (docs/reference/trace.md has the format)."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,8 +10,8 @@ FIELD = "speculative_trace"
 
 
 def traced(steps: Iterable[StepTrace], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The JSON of some steps of one choice, in order (docs/trace.md); token ids become text by
-    `tokenizer`.
+    """The JSON of some steps of one choice, in order (docs/reference/trace.md); `tokenizer`
+    turns token ids into text.
     """
     return [_step(step, tokenizer) for step in steps]
 

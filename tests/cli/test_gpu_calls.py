@@ -1,5 +1,5 @@
-"""The calls of docs/gpu-pending.md: they are as short as a lent machine takes them, all that they
-name exists, and the scripts run here as far as a machine without a GPU goes.
+"""The calls of docs/inside/gpu-runbook.md: they are as short as a lent machine takes them, all
+that they name exists, and the scripts run here as far as a machine without a GPU goes.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ from forerun.cli.commands import COMMANDS
 from tests.parity.tape import on_tape
 from tests.shape.tree import ROOT
 
-PAGE = (ROOT / "docs" / "gpu-pending.md").read_text()
+PAGE = (ROOT / "docs" / "inside" / "gpu-runbook.md").read_text()
 CALLS = re.findall(r"(?ms)^## (Call \d): .*?(limit \d+ s).*?\n    (\S.*?)\n", PAGE)
 
 SHELL = ("cat", "cp", "exit", "export", "nvidia-smi", "sha256sum", "tee", "wait")

@@ -496,9 +496,9 @@ def test_sglangs_entry_starts_a_server():
 
 
 def test_the_table_for_people_is_fresh():
-    script = [sys.executable, str(ROOT / "docs" / "migrating.py"), "--check"]
+    script = [sys.executable, str(ROOT / "docs" / "site" / "migrating.py"), "--check"]
     assert subprocess.run(script, cwd=ROOT, check=False).returncode == 0, (
-        "run: python docs/migrating.py"
+        "run: python docs/site/migrating.py"
     )
 
 

@@ -39,7 +39,7 @@ def test_a_shape_on_two_devices(capsys):
 
 
 def test_the_seeds_models_have_the_room_that_the_docs_say(capsys):
-    page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "use" / "scaling.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\|[^|]*\| (as above|`--[^|]*`) \|.* ([\d,]+) tokens \|$", page, re.M)
     assert len(rows) == 4
     above = re.search(r"^ +forerun plan (--model-shape .*)$", page, re.M).group(1)

@@ -40,7 +40,7 @@ PROMPT = """Records of people:
 """
 SEEDS = (0, 1, 2, 6, 7, 16, 18, 19, 23, 25, 30, 31)
 """All but the first two had other answers when masks were remembered over a rollback (18 and 23
-ended with "the grammar's matcher gave up"): docs/upstream/llguidance-rollback.md."""
+ended with "the grammar's matcher gave up"): docs/inside/llguidance-rollback.md."""
 
 
 def test_under_an_open_schema_speculation_changes_no_token():

@@ -1,4 +1,4 @@
-"""The table of docs/structured-output.md: what of JSON Schema is enforced, by example.
+"""The table of docs/use/structured-output.md: what of JSON Schema is enforced, by example.
 
 An example is a schema, values that are valid and values that are not. It is enforced where a strict
 request is taken and only valid values fit. To write the table anew:
@@ -15,7 +15,7 @@ from forerun.constrain.grammar import Grammar
 from forerun.errors import RequestError
 from tests.constrain.tools import compiled, fits
 
-PAGE = Path(__file__).parents[2] / "docs" / "structured-output.md"
+PAGE = Path(__file__).parents[2] / "docs" / "use" / "structured-output.md"
 INTEGER, TEXT, LIST = {"type": "integer"}, {"type": "string"}, {"type": "array"}
 OBJECT = {"type": "object"}
 PAIR = {**OBJECT, "properties": {"a": INTEGER, "b": INTEGER}, "additionalProperties": False}

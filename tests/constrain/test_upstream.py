@@ -9,7 +9,7 @@ import llguidance
 import pytest
 
 MENDED = (
-    "llguidance {} no longer has this fault. Say so in docs/upstream/llguidance-rollback.md and "
+    "llguidance {} no longer has this fault. Say so in docs/inside/llguidance-rollback.md and "
     "delete this test. Keep the copies: only they make masks independent of any library's rollback."
 )
 

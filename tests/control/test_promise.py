@@ -134,7 +134,7 @@ FAST = [(1, [HEADS[0]]), (16, [HEADS[2]])]
 )
 def test_a_head_keeps_the_promise_in_long_answers(rows, texts):
     """Of a thousand tokens, where features of plain rounds are kept: a sequence that went plain
-    drafts again. (Of 64 rows a head that is mostly wrong is at .967: docs/decisions/0035.)
+    drafts again. (Of 64 rows a head that is mostly wrong is at .967: decision 0035.)
     """
     sums = np.zeros((2, 4))
     for seed in range(2):

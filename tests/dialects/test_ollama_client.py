@@ -141,7 +141,7 @@ def test_every_documented_option_is_taken_and_unknown_ones_are_skipped(server):
     assert said(DOCUMENTED | {"numctx": 1, "a b\n": 2}) == (
         text, DOCUMENTED.keys() - {*HONOURED} | {"numctx", "a%20b%0A"}
     )  # fmt: skip
-    page = (ROOT / "docs" / "dialects.md").read_text()
+    page = (ROOT / "docs" / "use" / "dialects.md").read_text()
     assert all(f"`{name}`" in page for name in DOCUMENTED.keys() - {*HONOURED})
     none = {"repeat_penalty": 1.0, "frequency_penalty": 0, "presence_penalty": 0}
     assert said(given | {"repeat_last_n": 0}) == said(given | none) != said(given)

@@ -1,4 +1,4 @@
-"""`speculative: {"trace": true}` over HTTP: the format of docs/trace.md, and its bounds."""
+"""`speculative: {"trace": true}` over HTTP: the format in docs/reference/trace.md, its bounds."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""docs/families.md: every cell of its tables is what the code does, and some test shows it."""
+"""docs/reference/families.md: every cell of its tables is what the code does, and tested."""
 
 import re
 
@@ -34,7 +34,8 @@ KINDS = {
 def tables():
     """The tables of the page, each a list of rows, these lists of cells."""
     found = [[]]
-    for line in (ROOT / "docs" / "families.md").read_text(encoding="utf-8").splitlines():
+    page = ROOT / "docs" / "reference" / "families.md"
+    for line in page.read_text(encoding="utf-8").splitlines():
         if not line.startswith("|"):
             found.append([])
         elif not line.startswith("| ---"):

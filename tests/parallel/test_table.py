@@ -1,4 +1,4 @@
-"""The table of equality in docs/scaling.md has what these tests compare, and nothing else."""
+"""The table of equality in docs/use/scaling.md has what these tests compare, and nothing else."""
 
 import re
 
@@ -20,7 +20,7 @@ def cells(test):
 
 
 def table():
-    page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "use" / "scaling.md").read_text(encoding="utf-8")
     _, _, rest = page.partition("| compared with one process | cells | ranks |")
     rows = re.findall(r"^\| (.+) \| (.+) \| (.+) \|$", rest.partition("\n\n")[0], re.MULTILINE)
     return {what: (count, ranks) for what, count, ranks in rows if not what.startswith("---")}

@@ -169,7 +169,7 @@ NGRAM = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 5}
 @pytest.mark.parametrize("shape", [OFF, NGRAM, SHAPES[2]])
 def test_what_is_looked_at_first_says_the_same(slow, eager, learned, shape):
     """Draft tokens from the text and grammars, which only the host knows, beside penalties, cuts
-    and reports, which the device does (docs/decisions/0022).
+    and reports, which the device does (decision 0022).
     """
     grammar = eager.compile(Grammar.regex("[ -~]{60,}"))
     kinds = [

@@ -1,5 +1,5 @@
-"""What users of other servers reported, asked of this one: docs/reported.md names each issue and
-its test here.
+"""What users of other servers reported, asked of this one: docs/inside/reported.md names each issue
+and its test here.
 """
 
 import json

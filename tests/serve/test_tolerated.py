@@ -49,7 +49,7 @@ def test_caches_marked_in_messages(client):
 
 
 def test_the_document_names_every_ignored_field():
-    document = (ROOT / "docs" / "requests.md").read_text()
+    document = (ROOT / "docs" / "use" / "requests.md").read_text()
     names = {
         i.name for k in (ChatBody, CompletionBody) for i in fields(k) if "ignored" in i.metadata
     }

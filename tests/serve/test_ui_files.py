@@ -12,7 +12,7 @@ from forerun.serve.app import create_app
 from forerun.serve.static_files import FOLDER
 
 BUDGET, FIRST_BUDGET = 660_000, 300_000
-"""Bytes of all files, and of those that a first look at the page loads (docs/decisions/0025)."""
+"""Bytes of all files, and of those that a first look at the page loads (decision 0025)."""
 TYPES = {
     ".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml",
     ".md": "text/", ".txt": "text/plain",

@@ -1,4 +1,4 @@
-"""docs/rooms.svg: the rooms of the package and who imports whom, drawn from the imports.
+"""docs/inside/rooms.svg: the rooms of the package and who imports whom, drawn from the imports.
 
 Run as a program, it writes the drawing; tests/shape/test_rooms.py holds the file to it.
 
@@ -12,7 +12,7 @@ import grimp
 
 from tests.shape.tree import ROOT
 
-DRAWING = ROOT / "docs" / "rooms.svg"
+DRAWING = ROOT / "docs" / "inside" / "rooms.svg"
 WIDTH, ROW, BOX, GAP = 960, 92, 34, 14
 CHARACTER = 8.2
 SHARED = {"types", "draft_shape", "errors", "machine", "version"}

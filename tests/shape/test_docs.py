@@ -24,22 +24,6 @@ def test_links_lead_to_files(document):
             assert (document.parent / target).exists(), f"{document.name}: {target}"
 
 
-def test_the_index_of_the_log_leads_to_sections():
-    """Links of log.md into itself and into its archive name headings that are there."""
-    texts = {name: (ROOT / "docs" / name).read_text() for name in ("log.md", "log-archive.md")}
-    anchors = {
-        name: {
-            re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-")
-            for line in re.findall(r"(?m)^## (.*)$", text)
-        }
-        for name, text in texts.items()
-    }
-    links = re.findall(r"\]\((log-archive\.md)?#([^)]+)\)", texts["log.md"])
-    assert len(links) > 50
-    missing = [link for link in links if link[1] not in anchors[link[0] or "log.md"]]
-    assert not missing
-
-
 OF_OTHERS = {"server_args.py", "bench_speculative.py", "test_acceptance_length.py"}
 """Files of other projects."""
 
@@ -60,9 +44,9 @@ def test_sources_name_files_that_exist():
 
 
 def test_the_path_of_a_token_names_what_exists():
-    """Each link of docs/path.md to a source, followed by symbols, names symbols of that file."""
-    text = (ROOT / "docs" / "path.md").read_text()
-    steps = re.findall(r"\[[^\]]+\]\(\.\./(forerun/[^)]+\.py)\)((?:\s*`[\w.]+`,?)*)", text)
+    """Each link of docs/inside/path.md to a source, followed by symbols, names its symbols."""
+    text = (ROOT / "docs" / "inside" / "path.md").read_text()
+    steps = re.findall(r"\[[^\]]+\]\(\.\./\.\./(forerun/[^)]+\.py)\)((?:\s*`[\w.]+`,?)*)", text)
     assert len(steps) >= 12
     for path, symbols in steps:
         source = (ROOT / path).read_text()
@@ -99,8 +83,8 @@ def test_commands_in_documents_exist(document):
 
 
 def test_the_table_of_clients_names_what_is_installed_for_them():
-    """docs/clients.md has every client of the requirement files, with its version."""
-    table = (ROOT / "docs" / "clients.md").read_text()
+    """docs/use/clients.md has every client of the requirement files, with its version."""
+    table = (ROOT / "docs" / "use" / "clients.md").read_text()
     files = sorted((ROOT / "tests" / "clients").glob("*.txt"))
     lines = [line for file in files for line in file.read_text().splitlines() if "==" in line]
     assert len(lines) > 10
@@ -116,7 +100,7 @@ def test_the_readme_begins_with_two_commands():
 
 
 def glossary():
-    text = (ROOT / "docs" / "glossary.md").read_text()
+    text = (ROOT / "docs" / "inside" / "glossary.md").read_text()
     return dict(re.findall(r"(?m)^\*\*([\w /-]+)\*\*\s+(.+)$", text))
 
 
@@ -173,8 +157,8 @@ def test_the_readmes_python_runs(capsys):
 
 
 def test_messages_that_are_explained_exist():
-    """Every message that heads a paragraph of docs/troubleshooting.md is one that the code has."""
-    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    """Every message that heads a paragraph of docs/use/troubleshooting.md is one of the code."""
+    text = (ROOT / "docs" / "use" / "troubleshooting.md").read_text()
     messages = re.findall(r"(?m)^\*\*`([^`]+)`", text)
     assert len(messages) >= 5
     code = "".join(path.read_text() for path in sources("forerun"))

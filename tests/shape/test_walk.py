@@ -1,5 +1,5 @@
 """How far a newcomer has to walk with one token. The limits shrink; only a decision record raises
-one. docs/decisions/0024 says what each file is opened for.
+one. decision 0024 says what each file is opened for.
 
 The walk through captured rounds with a draft head is counted in
 tests/parity/test_torch_overlap.py, where the device is emulated.

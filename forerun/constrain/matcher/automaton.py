@@ -12,7 +12,7 @@ class Automaton(Protocol):
 
     A mask is a function of the tokens taken and of nothing else: on that rests that speculation
     changes no text. An automaton therefore only moves forward: libraries' rollback is not to be
-    trusted with that (docs/upstream/llguidance-rollback.md). To come back, keep a fork.
+    trusted with that (docs/inside/llguidance-rollback.md). To come back, keep a fork.
     """
 
     @property

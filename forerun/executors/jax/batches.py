@@ -23,7 +23,7 @@ from forerun.speculative.tree import TreeBatch
 from forerun.types import Ints
 
 DISPATCH = 16
-"""Nodes that a dispatch costs beside its own; chosen in docs/log.md."""
+"""Nodes that a dispatch costs beside its own; chosen in docs/results."""
 
 _Row = tuple[int, Ints]
 """A row's number, and its flat nodes."""

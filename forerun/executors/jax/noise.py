@@ -3,7 +3,7 @@
 JAX computes in 32 bits unless a process-wide switch says otherwise. So products of two 32-bit words
 are put together from 16-bit halves. -log(-log(u)), which the host computes in float64, is computed
 so too, but for few tokens only, since float64 is slow or emulated on most devices: `approximate`
-bounds the others away (accept.py). Why a program decides near ties: docs/decisions/0027.
+bounds the others away (accept.py). Why a program decides near ties: decision 0027.
 """
 
 from typing import Any

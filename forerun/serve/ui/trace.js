@@ -1,4 +1,4 @@
-/** Traces of steps (docs/trace.md): tokens with their sources, counts, comparisons. */
+/** Traces of steps (docs/reference/trace.md): tokens with their sources, counts, comparisons. */
 
 export const SOURCES = {
   target: ["The model itself", "decided without a draft"],

@@ -26,9 +26,9 @@ class Shape(NamedTuple):
 
 def shape_for(lines: int, itemsize: int, size: int, major: int) -> Shape:
     """Chosen so that no register is spilt and eight warps fit on a multiprocessor, on compute
-    capabilities 8.0, 9.0 and 10.0 (docs/gpu-kernels.md). itemsize of a query's number, of which a
-    head has `size`; major: the first number of the compute capability. With 10, products are
-    summed in the tensor cores' own memory, whose contents pass through registers at every turn.
+    capabilities 8.0, 9.0 and 10.0 (bench/compile_kernels.py). itemsize of a query's number, of
+    which a head has `size`; major: the first number of the compute capability. With 10, products
+    are summed in the tensor cores' own memory, whose contents pass through registers at every turn.
     """
     full, tensor_memory = lines == 64, major == 10
     if size > 256:

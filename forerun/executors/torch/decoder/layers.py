@@ -3,7 +3,7 @@
 That is hard: libraries choose their kernel, and with it the order of the sums, by the number of
 rows. So on the CPU a product is only ever run at a few row counts (powers of two, the rest is
 padding), and `invariant_sizes` keeps those at which every row gets the bits it gets in the largest
-(docs/decisions/0006).
+(decision 0006).
 """
 
 from collections.abc import Callable

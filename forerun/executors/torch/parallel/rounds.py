@@ -3,7 +3,7 @@
 A round reads nothing of the host but what lies in its staging buffer. So the message of a round is
 its size and these bytes, and beside them what stands outside of rounds: entries of page tables
 that had no room in it, and what rank 0 has copied in its cache since. Nobody sends the outcome:
-every rank comes to it (captured/together.py). See docs/decisions/0033 and 0039.
+every rank comes to it (captured/together.py). See decisions 0033 and 0039.
 """
 
 from collections.abc import Callable, Sequence

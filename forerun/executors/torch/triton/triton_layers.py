@@ -203,7 +203,7 @@ def _enter(
 
 def warps_for(wide: int, narrow: bool = False) -> int:
     """Of a program that has a whole row of `wide` numbers, which is a power of two; `narrow`: and
-    quantises it, which with 8 warps for 4096 spills on sm_100 (docs/gpu-kernels.md).
+    quantises it, which with 8 warps for 4096 spills on sm_100 (bench/compile_kernels.py).
     """
     if wide >= 4096:
         return 16 if narrow else 8
