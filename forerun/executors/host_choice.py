@@ -89,9 +89,9 @@ def path_of(
         if masks is not None and masks.row[node] >= 0:
             allowed = masks.bits[masks.row[node]]
         raw = logits(node)
-        if (allowed is not None or not sampling.plain) and not np.isfinite(raw.max()):
+        if (allowed is not None or not sampling.temperature_only) and not np.isfinite(raw.max()):
             return NOTHING  # `choose` sees that too, unless a mask or a cut-off hides it.
-        if allowed is not None and sampling.plain:
+        if allowed is not None and sampling.temperature_only:
             tokens = np.flatnonzero(unpack(allowed, len(raw))).astype(np.int32)
             if sampling.temperature == 0 or len(tokens) <= FEW:
                 return choose_among(raw, tokens, sampling, position)

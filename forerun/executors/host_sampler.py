@@ -62,7 +62,9 @@ class HostSampler:
             raise EngineError(f"slot {slot}: a token is outside 0..{self._vocab - 1}")
         tokens = array("i", np.ascontiguousarray(slot_init.tokens, np.int32).tobytes())
         self._open[slot] = SlotState(sampling, tokens, slot_init.prompt_len)
-        self.choosing.temperature[slot] = sampling.temperature if sampling.plain else ON_HOST
+        self.choosing.temperature[slot] = (
+            sampling.temperature if sampling.temperature_only else ON_HOST
+        )
         self.choosing.seed[slot] = sampling.seed & 0xFFFFFFFFFFFFFFFF
         self.choosing.prompt_len[slot] = slot_init.prompt_len
         if sampling.prompt_logprobs is not None:

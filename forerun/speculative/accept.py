@@ -36,7 +36,7 @@ from forerun.speculative.tree import TreeBatch
 from forerun.types import Floats, Ints
 
 NOTHING = -1
-"""The choice where there is none: logits that are not finite, or no token left."""
+"""No choice: the logits are not finite, or no token is allowed."""
 
 ChooseAt = Callable[[int, tuple[int, ...]], int]
 """(flat node, draft tokens from below the root down to it) -> the target's choice, or NOTHING."""
@@ -44,11 +44,11 @@ ChooseAt = Callable[[int, tuple[int, ...]], int]
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """What acceptance decided for one row.
+    """The result of acceptance for one row.
 
-    nodes   flat indices of the accepted draft tokens, root excluded, downwards
-    tokens  the emitted tokens: the accepted draft tokens', then the target's own; empty where the
-            root has no choice
+    nodes   flat indices of the accepted draft tokens from the root down, root excluded
+    tokens  the emitted tokens: the accepted draft tokens', then the target's own; empty if the root
+            has no choice
     """
 
     nodes: tuple[int, ...]
@@ -56,12 +56,12 @@ class Path:
 
 
 def choose(processed: Floats, sampling: Sampling, position: int) -> int:
-    """The target's choice c at output position `position` (counted from the first output token).
+    """Return the target's choice c at output position `position` (the first output token has 0).
 
     processed  float32[V] logits after `sampling.process`, left unchanged
 
-    Returns a target id, ties to the lowest; NOTHING where a value is NaN or +inf, or all are -inf.
-    Arithmetic in float32. At temperature 0 the noise is 0.
+    Returns a target id, ties to the lowest; NOTHING if a value is NaN or +inf, or all are -inf.
+    Computes in float32. At temperature 0 the noise is 0.
     """
     scores = processed
     if sampling.temperature > 0:
@@ -71,14 +71,15 @@ def choose(processed: Floats, sampling: Sampling, position: int) -> int:
 
 
 def choose_among(logits: Floats, tokens: Ints, sampling: Sampling, position: int) -> int:
-    """`choose` where all tokens but a few are excluded and the temperature alone shapes the rest,
-    computed at the price of those few: grammars often leave two or three.
+    """Return `choose` if only `tokens` are allowed and temperature is the only sampling parameter.
+
+    Computes these tokens only: a grammar often allows two or three.
 
     logits    float32[V] the target's own, before any sampling parameter, left unchanged
     tokens    int32[n] allowed ids, ascending
-    position  output position that is decided
+    position  output position to decide
 
-    Returns one of `tokens`; NOTHING where there is none or its logit is not finite.
+    Returns one of `tokens`; NOTHING if there is none or the best logit is not finite.
     """
     if len(tokens) == 0:
         return NOTHING
@@ -91,14 +92,14 @@ def choose_among(logits: Floats, tokens: Ints, sampling: Sampling, position: int
 
 
 def accept_row(trees: TreeBatch, row: int, choose_at: ChooseAt) -> Path:
-    """The accepted path of one row: walk from its root along the target's choices (rule and proof
+    """Return the accepted path of one row: its root, then the target's choices (rule and proof
     above).
 
     choose_at is called for nodes of the accepted path only, root first, at most depth + 1 times.
 
-    Returns a `Path`, empty where the root has no choice. A draft token without a choice of its own
-    is not entered: the step ends before it, as if it had not been drafted, and the trouble shows
-    when it is the root, exactly where plain decoding meets it. Changes nothing.
+    Returns a `Path`, empty if the root has no choice. A draft token without a choice of its own is
+    not accepted: the step ends before it, and the next step meets the fault at its root, as plain
+    decoding does. Changes nothing.
     """
     nodes = [trees.root(row)]
     tokens = [choose_at(nodes[0], ())]
@@ -114,7 +115,7 @@ def accept_row(trees: TreeBatch, row: int, choose_at: ChooseAt) -> Path:
 
 
 def _child(trees: TreeBatch, row: int, node: int, token: int) -> int | None:
-    """The first child of `node` that drafts `token`."""
+    """Return the first child of `node` that drafts `token`."""
     below = slice(node + 1, int(trees.start[row + 1]))
     if below.start == below.stop:
         return None

@@ -1,4 +1,4 @@
-"""Growing draft trees: which draft tokens are worth proposing, whatever proposes them.
+"""Growing draft trees: which draft tokens are worth proposing, for every kind of drafter.
 
 Level by level (EAGLE-2, arXiv 2406.16858, section 4). Expand (4.1): the `width` nodes of the newest
 level whose paths the drafter finds most probable get their `width` best children. Rerank (4.2): of
@@ -6,13 +6,13 @@ all nodes grown, keep the best N. A node's value is the drafter's probability of
 no child is worth more than its parent, and the best N, ties to the earlier node, are connected
 without further care. `DraftTree` does that.
 
-Best first. Where children cost nothing to look up, the likeliest path that is known and not yet
-taken is always the next draft token: `best_first`. So grow a block's marginals (DDTree, arXiv
-2604.12989) in `block_draft`, and the n-gram table's votes.
+Best first. If children cost nothing to look up, the next draft token is always the most probable
+known path that is not in the tree yet: `best_first`. A block's marginals (DDTree, arXiv 2604.12989,
+`block_draft`) and the n-gram table's votes grow like this.
 
-Captured steps have a twin of the level-by-level growth in fixed shapes
+Captured steps grow level by level in fixed shapes
 (executors/torch/captured/drafting.py grows, triton_future.py reranks); `full_size` and `full_draft`
-are what host and twin agree on.
+are the part that host and device share.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,7 +26,7 @@ from forerun.types import AnyArray, Floats, Ints
 
 
 class DraftTree:
-    """A tree while it grows level by level. `tokens`, `parents`, `value` only ever get longer.
+    """A tree while it grows level by level. `tokens`, `parents`, `value` are append-only.
 
     tokens   int32[.]   as in Draft
     parents  int32[.]   as in Draft
@@ -45,17 +45,17 @@ class DraftTree:
         self._newest = 0
 
     def frontier(self) -> Ints:
-        """int32[F] ascending: `width` best nodes of the newest level; at first [-1], the root."""
+        """Return int32[F]: the `width` best nodes of the newest level; at first [-1], the root."""
         if not self.levels:
             return np.array([-1], np.int32)
         best = _best(self.value[self._newest :], self._width)
         return (self._newest + best).astype(np.int32)
 
     def extend(self, tokens: Ints, log_probs: Floats) -> None:
-        """Hang children below `frontier()`, row i below node i.
+        """Append children below `frontier()`, row i below node i.
 
         tokens     int32[F,k] for the F nodes of `frontier()`
-        log_probs  float32[F,k] given the node's path; -inf where there is no such child
+        log_probs  float32[F,k] given the node's path; -inf = no such child
 
         A log-probability that is NaN counts as -inf, one above 0 as 0.
         """
@@ -72,10 +72,10 @@ class DraftTree:
 
     @staticmethod
     def regrown(width: int, depth: int, tokens: Ints, parents: Ints, value: Floats) -> "DraftTree":
-        """The first `depth` levels of a full tree that was grown elsewhere, at least so deep.
+        """Return the first `depth` levels of a full tree grown elsewhere, at least as deep.
 
         Its arrays [K] are in the order of growth, with `width` children below each of the `width`
-        nodes that were expanded per level; a value of -inf says that there is no such node.
+        nodes that were expanded per level; a value of -inf marks a missing node.
         """
         count = full_size(width, depth)
         real = value[:count] > -np.inf
@@ -88,7 +88,7 @@ class DraftTree:
         return tree
 
     def draft(self, nodes: int) -> Draft:
-        """The best `nodes` of what was grown, in the order of growth; all where there are fewer."""
+        """Return the best `nodes` nodes in the order of growth; all if there are fewer."""
         keep = _best(self.value, nodes)
         source = DraftSource.DRAFT_MODEL
         return pruned(self.tokens, self.parents, np.exp(self.value), keep, source)
@@ -97,7 +97,7 @@ class DraftTree:
 def full_draft(
     width: int, depth: int, nodes: int, tokens: Ints, parents: Ints, value: Floats
 ) -> Draft:
-    """`DraftTree.regrown(width, depth, tokens, parents, value).draft(nodes)`, each [K]; faster."""
+    """Return `DraftTree.regrown(width, depth, tokens, parents, value).draft(nodes)`, faster."""
     if width > 1:
         return DraftTree.regrown(width, depth, tokens, parents, value).draft(nodes)
     value = value[: min(depth, nodes)]
@@ -107,18 +107,20 @@ def full_draft(
 
 
 Offer = tuple[float, int, int, int, Any, DraftSource]
-"""A path that may be drafted next: (minus its score, its place among equal scores, its last
-token, the draft token above or -1, whatever the drafter wants to know of it again, its source)."""
+"""A path that may be drafted next: (minus its score, its rank among equal scores, its last token,
+the draft token above or -1, state of the drafter, its source).
+"""
 
 Children = Callable[[Offer, int], Iterable[Offer]]
-"""(an offer that was taken, its number among the draft tokens) -> what may follow now, none of it
-with a better score."""
+"""(an offer that was taken, its number among the draft tokens) -> new offers, none scored
+higher.
+"""
 
 
 def best_first(first: Iterable[Offer], children: Children, nodes: int) -> Draft:
-    """The `nodes` best paths below the root, best first; their scores are those of the offers.
+    """Return the `nodes` best paths below the root, best first, with the scores of the offers.
 
-    Where no score is better than the one above it, they are the best there are and connected.
+    If no offer scores above its parent, these are the best possible and connected.
     """
     heap = list(first)
     heapify(heap)
@@ -143,14 +145,14 @@ def best_first(first: Iterable[Offer], children: Children, nodes: int) -> Draft:
 
 
 def block_draft(tokens: Ints, log_probs: Floats, nodes: int) -> Draft:
-    """The best `nodes` paths of a block, best first.
+    """Return the best `nodes` paths of a block, best first.
 
-    tokens     int32[depth,k]    candidates of each depth, best first, whatever stands above them
-    log_probs  float32[depth,k]  their log-probabilities; -inf or NaN = there is none from here on
+    tokens     int32[depth,k]    candidates of each depth, best first, whatever the tokens above
+    log_probs  float32[depth,k]  their log-probabilities; -inf or NaN = none from here on
 
-    A path's weight is the product of its tokens' probabilities, as if depths were independent;
-    then the heaviest nodes are connected, and have the greatest expected number of accepted tokens.
-    Taking a node offers its next sibling and its first child, so at most two per node are held.
+    A path's weight is the product of its tokens' probabilities, as if depths were independent; then
+    the heaviest nodes are connected and maximise the expected number of accepted tokens. Taking a
+    node offers its next sibling and its first child, so at most two offers per node exist.
     """
     depth, count = tokens.shape
     names, probs = tokens.tolist(), np.exp(np.minimum(log_probs, 0)).tolist()
@@ -174,10 +176,10 @@ def block_draft(tokens: Ints, log_probs: Floats, nodes: int) -> Draft:
 def pruned(
     tokens: Ints, parents: Ints, score: Floats, keep: AnyArray, source: Ints | DraftSource
 ) -> Draft:
-    """The draft of nodes keep int[n], ascending, with whose parents they are: others' children
+    """Return the draft of nodes keep int[n], ascending, parents included: a node without its parent
     would hang below the root. The source is int32[.] by node, or one for all.
     """
-    # Where each kept node went; the last entry sends the root, -1, to itself.
+    # The new index of each kept node; the last entry maps the root, -1, to itself.
     place = np.full(len(tokens) + 1, -1, np.int32)
     place[keep] = np.arange(len(keep))
     kept = source if isinstance(source, DraftSource) else source[keep]
@@ -185,5 +187,5 @@ def pruned(
 
 
 def _best(value: Floats, count: int) -> AnyArray:
-    """Indices, ascending, of the `count` largest values, ties to the lower index."""
+    """Return the indices, ascending, of the `count` largest values, ties to the lower index."""
     return np.sort(np.argsort(-value, kind="stable")[:count])

@@ -22,12 +22,12 @@ _32 = np.uint64(32)
 
 
 def philox(counter: AnyArray, key: tuple[int, int]) -> AnyArray:
-    """Philox-4x32-10 of n counters under one key.
+    """Compute Philox-4x32-10 of n counters under one key.
 
     counter  uint64[4,n] whose values are 32-bit words; key two 32-bit words.
     Returns  uint64[4,n] 32-bit words.
     """
-    # Words 0 and 2 are multiplied, words 1 and 3 are mixed in: two rows of two kinds.
+    # `even` holds words 0 and 2, which are multiplied; `odd` words 1 and 3, which are mixed in.
     even, odd = counter[0::2].copy(), counter[1::2].copy()
     product = np.empty_like(even)
     for round_key in (np.array([[key[0]], [key[1]]], np.uint64) + _KEY_STEPS) & _LOW:
@@ -41,12 +41,12 @@ def philox(counter: AnyArray, key: tuple[int, int]) -> AnyArray:
 
 @lru_cache(maxsize=16)
 def gumbel(seed: int, position: int, vocab: int) -> Floats:
-    """Standard Gumbel noise of every token at one output position.
+    """Return the standard Gumbel noise of every token at one output position.
 
     Token t takes word t % 4 of philox(counter=(t // 4, position, 0, 0), key=(low and high
     half of seed)); with x that word, u = (x + 1/2) / 2**32 and g = -log(-log(u)) in float64,
     rounded to float32. All nodes of one depth share it. Returns float32[V], read-only; the
-    last few positions are remembered.
+    last few results are cached.
     """
     noise = _gumbel(_words(seed, position, np.arange(-(-vocab // 4))).T.reshape(-1)[:vocab])
     noise.flags.writeable = False
@@ -54,8 +54,8 @@ def gumbel(seed: int, position: int, vocab: int) -> Floats:
 
 
 def gumbel_of(seed: int, position: int, tokens: Ints) -> Floats:
-    """float32[n]: the noise of some tokens at one output position, equal bit for bit to
-    `gumbel(seed, position, V)[tokens]`, at the price of these alone.
+    """Return float32[n], equal bit for bit to `gumbel(seed, position, V)[tokens]`, computing these
+    alone.
 
     tokens  int32[n] ids, in any order
     """
@@ -64,8 +64,8 @@ def gumbel_of(seed: int, position: int, tokens: Ints) -> Floats:
 
 
 def coin(seed: int, position: int) -> float:
-    """A uniform number in (0, 1) of (seed, output position), independent of the position's noise:
-    its counter's third word is 1, where the noise has 0. Used by accept thresholds only.
+    """Return a uniform number in (0, 1) of (seed, output position), independent of the position's
+    noise: its counter's third word is 1, the noise has 0. Used by accept thresholds only.
     """
     counter = np.array([[0], [position], [1], [0]], np.uint64)
     word = philox(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))[0, 0]
@@ -73,7 +73,7 @@ def coin(seed: int, position: int) -> float:
 
 
 def _words(seed: int, position: int, blocks: AnyArray) -> AnyArray:
-    """uint64[4,n]: the words of four tokens each."""
+    """Return uint64[4,n]: the random words of blocks of four tokens."""
     counter = np.zeros((4, len(blocks)), np.uint64)
     counter[0] = blocks
     counter[1] = position

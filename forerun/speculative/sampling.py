@@ -1,9 +1,9 @@
-"""What a request asks of the sampler, and how it acts on one node's logits.
+"""Sampling parameters, and their effect on one node's logits.
 
 The order is fixed and documented: repetition, frequency and presence penalty, logit bias,
 min_tokens, grammar mask, temperature, min_p, top_k, top_p. Each is vLLM's definition, with one
-rule added: ties are broken to the lowest id, inside the cut-offs of top_k and top_p too, so
-that the set of survivors never depends on how a machine sorts.
+rule added: ties go to the lowest id, also at the cut-offs of top_k and top_p, so that the
+surviving tokens never depend on how a machine sorts.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,9 @@ import numpy as np
 from forerun.types import AnyArray, Bools, Floats, Ints, Words
 
 LEAST_TOP_P = 2.0**-60
-"""A top_p below this, 0 included, leaves one token: less than the likeliest of any vocabulary has.
-Device code, which keeps what lies above a mass, takes this instead of less."""
+"""A top_p below this, 0 included, leaves one token: the most probable token always has more. Device
+code, which keeps the tokens above a probability mass, raises a smaller top_p to this.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Sampling:
     logprobs            None, or how many top alternatives to report per token (0 = chosen only)
     prompt_logprobs     the same for known tokens (echo)
     accept_threshold_single, accept_threshold_acc
-                        thresholds.py; 1 = lossless, None = as the engine was started
+                        thresholds.py; 1 = lossless, None = the engine's option
     """
 
     temperature: float = 1.0
@@ -56,7 +57,7 @@ class Sampling:
             object.__setattr__(self, "temperature", 0.0)
 
     @property
-    def plain(self) -> bool:
+    def temperature_only(self) -> bool:
         """Whether nothing but the temperature shapes the distribution: no penalty, bias, minimum
         length or cut-off, and no lossy accept threshold. At temperature 0 cut-offs change nothing
         and do not count.
@@ -74,7 +75,7 @@ class Sampling:
 
     @property
     def accept_thresholds(self) -> tuple[float, float]:
-        """(single, acc) as floats in [0, 1]; 1, which is lossless, where the request names none."""
+        """(single, acc) as floats in [0, 1]; 1, which is lossless, if the request sets none."""
         single, acc = self.accept_threshold_single, self.accept_threshold_acc
         return 1.0 if single is None else single, 1.0 if acc is None else acc
 
@@ -88,7 +89,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The tokens decided so far of one sequence; penalties look at nothing else.
+    """The tokens decided so far of one sequence, the only input of penalties.
 
     tokens int32[T], the first prompt_len of them the prompt.
     """
@@ -98,7 +99,7 @@ class History:
 
     @property
     def output_len(self) -> int:
-        """Output tokens so far, which is the output position that is decided next."""
+        """Output tokens so far, which is the next output position."""
         return len(self.tokens) - self.prompt_len
 
 
@@ -109,17 +110,16 @@ def process(
     ancestors: Sequence[int] = (),
     mask: Words | None = None,
 ) -> Floats:
-    """The target's distribution at one node after every sampling parameter, as logits.
+    """Apply every sampling parameter to the logits of one node.
 
     logits     float32[V], left unchanged
-    ancestors  the draft tokens from below the root down to this node: as if already emitted
+    ancestors  the draft tokens from below the root down to this node, treated as emitted
     mask       uint32[ceil(V/32)] from a grammar, or None
 
-    Returns float32[V], -inf where a token is excluded; softmax of it is what is sampled. It may
-    be `logits` itself where nothing is asked. Cut-offs never exclude everything; a mask that
-    allows nothing does.
+    Returns float32[V], -inf for excluded tokens; softmax gives the distribution to sample from. May
+    be `logits` itself if no parameter changes them. Cut-offs never exclude everything; a mask can.
     """
-    if sampling.plain and mask is None:
+    if sampling.temperature_only and mask is None:
         return logits if sampling.temperature in (0.0, 1.0) else _heated(logits, sampling)
     out = logits.copy()
     _penalise(out, sampling, history, ancestors)
@@ -146,7 +146,7 @@ def _heated(logits: Floats, sampling: Sampling) -> Floats:
 
 
 def _penalise(out: Floats, sampling: Sampling, history: History, ancestors: Sequence[int]) -> None:
-    """Repetition looks at prompt and output, frequency and presence at the output alone."""
+    """Repetition counts prompt and output, frequency and presence the output alone."""
     tokens = np.concatenate([history.tokens, np.array(ancestors, np.int32)])
     if sampling.repetition_penalty != 1.0:
         penalty = np.float32(sampling.repetition_penalty)
@@ -161,7 +161,7 @@ def _penalise(out: Floats, sampling: Sampling, history: History, ancestors: Sequ
 def _exclude(out: Floats, banned: Sequence[int], mask: Words | None) -> None:
     """Exclude stop tokens that come too early and what the grammar forbids.
 
-    Where the grammar allows stop tokens only, they stay: its word outranks min_tokens.
+    If the grammar allows stop tokens only, they stay: it takes precedence over min_tokens.
     """
     if mask is None:
         out[list(banned)] = -np.inf
@@ -173,7 +173,7 @@ def _exclude(out: Floats, banned: Sequence[int], mask: Words | None) -> None:
 
 
 def unpack(mask: Words, vocab: int) -> Bools:
-    """bool[V] of grammar bits uint32[ceil(V/32)]: True where bit t % 32 of word t // 32 is set."""
+    """Return bool[V] of grammar bits uint32[ceil(V/32)]: token t has bit t % 32 of word t // 32."""
     octets = np.ascontiguousarray(mask, "<u4").view(np.uint8)
     return np.unpackbits(octets, count=vocab, bitorder="little").view(np.bool_)
 
@@ -191,7 +191,7 @@ def _keep_largest(out: Floats, count: int) -> None:
 
 
 def _nucleus(logits: Floats, top_p: float) -> int:
-    """How many of the most likely tokens it takes to reach the probability top_p."""
+    """Return how many of the most probable tokens reach the probability top_p together."""
     weights = np.exp(logits - logits.max())
     needed = top_p * float(weights.sum(dtype=np.float64))
     # The V tokens below this floor hold less than (1 - top_p) / 2 of the mass together: all lie
@@ -202,10 +202,9 @@ def _nucleus(logits: Floats, top_p: float) -> int:
 
 
 def largest(logits: Floats, count: int) -> AnyArray:
-    """int64[.] ids of the `count` largest of float32[V] logits, best first, ties by lowest id.
+    """Return int64[.] ids of the `count` largest of float32[V] logits, best first, ties by id.
 
-    Fewer where fewer are possible: excluded tokens (-inf) and NaN are never among them. `logits`
-    stays unchanged.
+    Excluded tokens (-inf) and NaN never count, so there may be fewer. `logits` stays unchanged.
     """
     kept = logits.copy()
     _keep_largest(kept, count)
@@ -214,8 +213,8 @@ def largest(logits: Floats, count: int) -> AnyArray:
 
 
 def log_normaliser(logits: Floats) -> float:
-    """log(sum(exp(logits))) in nats, of float32[V], summed in float64 after subtracting the
-    maximum. Not finite where the maximum is not.
+    """Return log(sum(exp(logits))) in nats, of float32[V], summed in float64 after subtracting the
+    maximum. Not finite if the maximum is not.
     """
     most = float(logits.max())
     return most + float(np.log(np.exp(logits - np.float32(most)).sum(dtype=np.float64)))

@@ -25,20 +25,20 @@ _NO_SCORE: Floats = np.zeros(0, np.float32)
 
 
 class DraftSource(IntEnum):
-    """Who proposed a draft token. For statistics and traces only: nothing is decided by it."""
+    """Which drafter proposed a draft token. For statistics and traces only: it decides nothing."""
 
     UNKNOWN = 0
     NGRAM = 1
-    """What followed earlier in the text."""
+    """A continuation from earlier in the text."""
     TABLE = 2
-    """The n-gram table: what the target usually says."""
+    """The n-gram table: the target's usual continuation."""
     DRAFT_MODEL = 3
     GRAMMAR = 4
-    """Alone can follow in a grammar."""
+    """The only token that a grammar allows."""
     TOKEN_PRIOR = 5
-    """Usually follows where a grammar leaves a choice."""
+    """The usual token at a place where a grammar allows several."""
     PREDICTION = 6
-    """What follows in the text that the client expects."""
+    """The continuation in the text that the client expects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,11 @@ class Draft:
 
     tokens   int32[K]   target-vocabulary ids
     parents  int32[K]   index of the parent among these draft tokens; -1 = the root
-    score    float32[K] the drafter's estimate that the whole path to the node is right,
-                        in (0, 1]; 0 where the drafter has no opinion
+    score    float32[K] the drafter's estimate that the whole path to the node is right, in (0, 1];
+             0 = no estimate
     source   int32[K]   a DraftSource for each, or one for all
-    free     what the drafters that cost nothing would have proposed alone, where others were asked
-             too; None = nobody knows
+    free     what the free drafters would have proposed alone, if a draft model proposed too; None =
+             unknown
     """
 
     tokens: Ints = field(default_factory=lambda: _NO_TOKENS)
@@ -64,11 +64,13 @@ class Draft:
         return len(self.tokens)
 
     def source_of(self, part: slice | AnyArray) -> Ints | DraftSource:
-        """The source of what a slice, index or bool[K] selects: int32[.], or one for all."""
+        """Return the source of the tokens that a slice, index or bool[K] selects: int32[.], or one
+        for all.
+        """
         return self.source if isinstance(self.source, DraftSource) else self.source[part]
 
     def sources(self) -> list[int]:
-        """K numbers of DraftSource members, one per draft token."""
+        """Return K numbers of DraftSource members, one per draft token."""
         if isinstance(self.source, DraftSource):
             return [self.source] * len(self.tokens)
         sources: list[int] = self.source.tolist()
@@ -76,7 +78,7 @@ class Draft:
 
 
 NO_DRAFT = Draft()
-"""Most drafts of a busy server: one object for all of them."""
+"""The empty draft: one object for all rows that have none."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,7 @@ class TreeBatch:
     start    int32[B+1]  row b owns nodes start[b]:start[b+1]
     known    int32[B]    the first known[b] nodes of row b are its known chain (>= 1)
     depth    int32[M]    distance from the row's first node; position = kv_len[b] + depth
-    drafts   B drafts    what hangs below the roots, with scores and sources; () where only the
-                         device has them
+    drafts   B drafts below the roots, with scores and sources; () if only the device has them
     """
 
     tokens: Ints
@@ -111,34 +112,34 @@ class TreeBatch:
 
     @cached_property
     def roots(self) -> Ints:
-        """int32[B]: flat index of every row's root, which is its last known node."""
+        """int32[B]: flat index of every row's root, its last known node."""
         first_draft_tokens = map(add, self.start.tolist(), self.known.tolist())
         return np.array(list(map((-1).__add__, first_draft_tokens)), np.int32)
 
     @property
     def n_draft_tokens(self) -> Ints:
-        """int32[B]: how many draft tokens hang below every root."""
+        """int32[B]: how many draft tokens every root has."""
         nodes = map(sub, self.start[1:].tolist(), self.start.tolist())
         return np.array(list(map(sub, nodes, self.known.tolist())), np.int32)
 
     def root(self, row: int) -> int:
-        """Flat index of the root of `row`, which is its last known node."""
+        """Return the flat index of the root of `row`, its last known node."""
         return int(self.start[row] + self.known[row] - 1)
 
     def nodes(self, row: int) -> range:
-        """Flat indices of all nodes of `row`, known ones first."""
+        """Return the flat indices of all nodes of `row`, known ones first."""
         return range(int(self.start[row]), int(self.start[row + 1]))
 
 
 NO_TREES = TreeBatch(_NO_TOKENS, _NO_TOKENS, np.zeros(1, np.int32), _NO_TOKENS, _NO_TOKENS)
-"""Of no rows: where the host does not know the trees of a round yet."""
+"""No rows: for a round whose trees the host does not know yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeMasks:
     """Grammar masks, deduplicated: several nodes may share a row.
 
-    row    int32[M]          which mask a node uses; -1 = everything allowed
+    row    int32[M]          row of `bits` that a node uses; -1 = every token is allowed
     bits   uint32[R,ceil(V/32)] token t is allowed iff bits[r, t//32] >> (t%32) & 1
     """
 
@@ -147,10 +148,10 @@ class NodeMasks:
 
 
 def batch(known: Sequence[Ints] | Ints, drafts: Sequence[Draft] = ()) -> TreeBatch:
-    """Hang B drafts below the ends of B known chains int32[.], or int32[B,1], and flatten them, row
-    after row. No drafts: none of any row.
+    """Attach B drafts to the ends of B known chains int32[.], or int32[B,1], and flatten them, row
+    after row. An empty `drafts` means no draft tokens.
 
-    Raises ValueError where a chain is empty or a draft's parent does not precede its child.
+    Raises ValueError if a chain is empty or a draft's parent does not precede its child.
     """
     if isinstance(known, np.ndarray) and not any(map(len, drafts)):
         return TreeBatch(known[:, 0], *_decode_only(len(known)))
@@ -158,7 +159,7 @@ def batch(known: Sequence[Ints] | Ints, drafts: Sequence[Draft] = ()) -> TreeBat
     if all(len(chain) == 1 and not len(draft) for chain, draft in rows):
         tokens = np.concatenate(known, dtype=np.int32, casting="unsafe")
         return TreeBatch(tokens, *_decode_only(len(known)))
-    # Plain Python: NumPy's calls take ten times as long right after a forward pass.
+    # Lists, no arrays: NumPy's calls take ten times as long right after a forward pass.
     flat: list[int] = []
     parents: list[int] = []
     depth: list[int] = []
@@ -193,15 +194,15 @@ def batch(known: Sequence[Ints] | Ints, drafts: Sequence[Draft] = ()) -> TreeBat
 
 
 def full_size(width: int, levels: int) -> int:
-    """K, the nodes of a full tree: `width` below the root, then on each further level `width` below
-    each of `width` nodes.
+    """Return K, the nodes of a full tree: `width` below the root, then on each further level
+    `width` below each of `width` nodes.
     """
     return width + (levels - 1) * width * width if levels else 0
 
 
 @lru_cache(maxsize=64)
 def _decode_only(rows: int) -> tuple[Ints, Ints, Ints, Ints]:
-    """Everything but the tokens of a step of one known token per row, read-only."""
+    """Return all fields but `tokens` of a step of one known token per row, read-only."""
     arrays = (
         np.full(rows, -1, np.int32),
         np.arange(rows + 1, dtype=np.int32),

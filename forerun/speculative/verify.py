@@ -1,7 +1,7 @@
-"""What the target computes: every node sees the cached prefix, its ancestors and itself.
+"""Tree attention: every node sees the cached prefix, its ancestors and itself.
 
-Tree attention as in SpecInfer (arXiv 2305.09781, section 4.2) and Medusa (arXiv 2401.10774,
-section 2.3.1). tests/twins/verify.py is the reference that executors are held to.
+As in SpecInfer (arXiv 2305.09781, section 4.2) and Medusa (arXiv 2401.10774, section 2.3.1).
+tests/twins/verify.py is the reference for executors.
 """
 
 import numpy as np
@@ -11,14 +11,14 @@ from forerun.types import Ints
 
 
 def intervals(parents: Ints) -> Ints:
-    """int32[2,N]: enter and leave of one row's nodes; the first node's parent is below 0.
+    """Return int32[2,N], enter and leave of one row's nodes: an ancestor mask in two numbers per
+    node.
 
-    An ancestor mask in two numbers per node. Walk the tree depth first and count: `enter` is the
-    count when the walk reaches a node, `leave` when it has left the last node below it. Then node j
-    is node i or an ancestor of it exactly where enter[j] <= enter[i] < leave[j]. Each row counts
-    from 0.
+    Walk the tree depth first and count: `enter` is the count when the walk reaches a node, `leave`
+    when it has left the last node below it. Then node j is node i or an ancestor of it exactly if
+    enter[j] <= enter[i] < leave[j]. Each row counts from 0.
 
-    parents  int32[N] within the row, each before its children
+    parents  int32[N] within the row, each before its children; below 0 for the first node
     """
     count = len(parents)
     order = np.arange(count, dtype=np.int32)
@@ -36,7 +36,7 @@ def intervals(parents: Ints) -> Ints:
 
 
 def positions(trees: TreeBatch, kv_len: Ints) -> Ints:
-    """int32[M]: each node's position in its sequence, which RoPE and pages go by.
+    """Return int32[M]: each node's position in its sequence, for RoPE and pages.
 
     kv_len  int32[B] cached tokens of every row
     """

@@ -144,7 +144,7 @@ def test_the_plain_path_equals_the_general_one(temperature):
     ],
 )
 def test_plain_knows_every_parameter(asked):
-    assert not Sampling(**asked).plain
+    assert not Sampling(**asked).temperature_only
 
 
 def test_what_is_not_asked_is_off():
@@ -152,7 +152,7 @@ def test_what_is_not_asked_is_off():
     penalties = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
     assert Sampling() == Sampling(temperature=1.0, **off, **penalties)
     assert Sampling(temperature=1.0).temperature == 1.0
-    assert Sampling(top_k=-1).plain
+    assert Sampling(top_k=-1).temperature_only
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.0, top_k=3)])

@@ -80,7 +80,11 @@ def test_with_thresholds_of_one_it_is_the_choice():
         chosen = choose(logits, lossy(seed=seed), seed)
         drafted = random.permutation(9)[: 1 + seed % 9].tolist()
         assert relaxed(logits, lossy(seed=seed), seed, drafted, chosen) == chosen
-    assert not lossy().lossy and lossy().plain and Sampling().accept_thresholds == (1.0, 1.0)
+    assert (
+        not lossy().lossy
+        and lossy().temperature_only
+        and Sampling().accept_thresholds == (1.0, 1.0)
+    )
 
 
 def test_with_thresholds_of_one_even_the_most_unlikely_choice_stands():

@@ -56,7 +56,9 @@ def asked_of(plan: Plan, sampler: HostSampler, room: int) -> EditsByRow:
     more |= sampler.reports(plan.slots)
     for row in np.flatnonzero(plan.samples & more).tolist():
         slot = sampler.of_row(plan, row)
-        shaped = not slot.sampling.plain or plan.constrained[row] or is_told(slot.sampling)
+        shaped = (
+            not slot.sampling.temperature_only or plan.constrained[row] or is_told(slot.sampling)
+        )
         if slot.sampling.lossy or not shaped:
             continue
         edits = edits_of(slot.sampling, slot.history)

@@ -195,7 +195,7 @@ def _above(intervals: Tensor) -> Tensor:
 def _kind(sampling: Sampling) -> int:
     if sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1.0):
         return CUT
-    return PLAIN if sampling.plain else EDITED
+    return PLAIN if sampling.temperature_only else EDITED
 
 
 def _penalised(sampling: Sampling) -> bool:
