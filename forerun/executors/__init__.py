@@ -1,1 +1,1 @@
-"""The executors own arrays: toy (by hand), cpu (native kernels), torch."""
+"""Executors own arrays: toy (computable by hand), cpu (native kernels), torch, jax."""

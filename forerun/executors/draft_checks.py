@@ -1,4 +1,4 @@
-"""Bounds of what a draft model's pass is given: a device would not say which number is wrong."""
+"""Bounds checks of a draft model's inputs: a device would not say which number is wrong."""
 
 import numpy as np
 
@@ -8,11 +8,11 @@ from forerun.interface.executor import ExecutorLimits
 from forerun.types import AnyArray
 
 Bounds = dict[str, tuple[AnyArray, int, int]]
-"""By name: values, the least and what is above the greatest."""
+"""Per name: values, the lower bound, and the upper bound plus one."""
 
 
 def check_extension(extension: Extension, limits: ExecutorLimits) -> None:
-    """Raise EngineError where a slot, token, position or count of an extension is out of range."""
+    """Raise EngineError if a slot, token, position or count of an extension is out of range."""
     count = np.array([len(extension.tokens)])
     _check({
         **_of_rows(extension, limits),
@@ -24,7 +24,7 @@ def check_extension(extension: Extension, limits: ExecutorLimits) -> None:
 
 
 def check_pages(extension: Extension, limits: ExecutorLimits) -> None:
-    """Raise EngineError where a position of an extension has no page."""
+    """Raise EngineError if a position of an extension has no page."""
     size, lengths = limits.page_size, np.diff(extension.start)
     for pages, begin, length in zip(extension.pages, extension.kv_len, lengths, strict=True):
         needed = -(-int(begin + length) // size)
@@ -33,7 +33,7 @@ def check_pages(extension: Extension, limits: ExecutorLimits) -> None:
 
 
 def check_level(level: DraftLevel, limits: ExecutorLimits) -> None:
-    """Raise EngineError where a slot, token, parent or count of a level is out of range."""
+    """Raise EngineError if a slot, token, parent or count of a level is out of range."""
     count = len(level.tokens)
     _check({
         **_of_rows(level, limits),
@@ -45,7 +45,7 @@ def check_level(level: DraftLevel, limits: ExecutorLimits) -> None:
 
 
 def check_block(block: DraftBlock, size: int, limits: ExecutorLimits) -> None:
-    """Raise EngineError where a slot, root or position of a block is out of range, or it is deeper
+    """Raise EngineError if a slot, root or position of a block is out of range, or it is deeper
     than `size` draft tokens.
     """
     depth = np.array([block.depth])

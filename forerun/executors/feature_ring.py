@@ -1,5 +1,5 @@
-"""Where an executor keeps features of accepted tokens until a draft model reads them: a ring of
-RING_TOKENS places for every slot, in the order of positions.
+"""The ring where an executor stores features of accepted tokens until a draft model reads them:
+RING_TOKENS rows for every slot, in the order of positions.
 """
 
 from typing import Any
@@ -14,20 +14,20 @@ from forerun.types import AnyArray, Ints
 
 
 def ring_size(slots: int) -> int:
-    """Rows of a ring for so many slots: RING_TOKENS for each."""
+    """Return the rows of a ring for so many slots: RING_TOKENS for each."""
     return slots * RING_TOKENS
 
 
 def ring_place(slots: Any, position: Any) -> Any:
-    """Where features of these slots at these positions are kept: integer arrays of any library,
-    whose shapes broadcast; what stood there is RING_TOKENS tokens older.
+    """Return the ring rows of these slots' features at these positions: integer arrays of any
+    library, whose shapes broadcast. A row is overwritten RING_TOKENS tokens later.
     """
     return slots * RING_TOKENS + position % RING_TOKENS
 
 
 def ring_places(plan: Plan, trees: TreeBatch, nodes: AnyArray) -> AnyArray:
-    """int64[n]: the rows of the ring where features of a step's nodes stay, flat numbers int[n] of
-    `trees`; by the slot and the position in tokens of each.
+    """Return int64[n], the ring rows of a step's nodes: flat nodes int[n] of `trees`, placed by
+    their slots and positions.
     """
     row = np.searchsorted(trees.start, nodes, side="right") - 1
     position = positions(trees, plan.kv_len)[nodes].astype(np.int64)
@@ -36,16 +36,16 @@ def ring_places(plan: Plan, trees: TreeBatch, nodes: AnyArray) -> AnyArray:
 
 
 class HostFeatureRing:
-    """Kept in host memory, in 16 bits.
+    """A feature ring in host memory, in 16 bits.
 
-    values  float16[S*RING_TOKENS,F*H]: memory is taken of the slots that keep any
+    values  float16[S*RING_TOKENS,F*H]; the system allots memory for slots that were written
     """
 
     def __init__(self, slots: int, width: int) -> None:
         self.values = np.zeros((ring_size(slots), width), np.float16)
 
     def at(self, slots: Ints, positions: Ints) -> HostFeatures:
-        """Copies float16[n,F*H] of what was kept for slots int32[n] at positions int32[n]. Of a
-        position that was never kept, or has been overwritten since, whatever stands there.
+        """Return copies float16[n,F*H] of the rows of slots int32[n] at positions int32[n]. A
+        position that was never stored, or is overwritten, gives arbitrary values.
         """
         return HostFeatures(self.values[ring_place(slots.astype(np.int64), positions)])

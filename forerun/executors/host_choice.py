@@ -1,7 +1,5 @@
-"""Rows that an executor has not decided by itself: the target's own choices by the specification,
-and the reports a request asked for.
-
-The arithmetic is forerun/speculative.
+"""Rows that the executor has not decided itself: the target's choices by the specification
+(forerun/speculative), and the log-probabilities that a request wants.
 """
 
 from array import array
@@ -26,18 +24,18 @@ from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.types import Bools, Floats, Ints
 
 Logits = Callable[[int], Floats]
-"""Flat node -> float32[V]; asked for nodes named by `HostSampler.scored` only."""
+"""Flat node -> float32[V]; called for nodes in `HostSampler.scored` only."""
 
 ReportsOf = Callable[[int, list[tuple[int, int]]], Reports]
 """(alternatives of each, pairs of a flat node and the token that follows it) -> reports."""
 
 FEW = 2048
-"""Where a grammar allows at most so many tokens, noise is made for these alone, not for all V."""
+"""If a grammar allows at most this many tokens, compute noise for these alone, not for all V."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What was decided of a step.
+    """The decisions of a step.
 
     choice  int32[M] the target's choice at every node of an accepted path, from the root to the
             last accepted draft token; NOTHING elsewhere
@@ -52,7 +50,7 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class SlotState:
-    """What the sampler keeps of a sequence.
+    """The sampler's state of one sequence.
 
     tokens  int32, all that are decided; grows
     """
@@ -63,7 +61,7 @@ class SlotState:
 
     @property
     def history(self) -> History:
-        """A copy of its tokens as a History: an array that NumPy looks at cannot grow."""
+        """A copy of its tokens as a History: an array cannot grow while NumPy has a view of it."""
         return History(np.array(self.tokens, np.int32), self.prompt_len)
 
 
@@ -75,13 +73,11 @@ def path_of(
     logits: Logits,
     masks: NodeMasks | None,
 ) -> Path:
-    """The accepted path of one row and the target's own token, by forerun.speculative.
+    """Return the accepted path of one row, by forerun.speculative; empty if the root has no choice.
 
     history  the decided tokens of the row's sequence
-    logits   asked for nodes of the path only
+    logits   called for nodes of the path only
     masks    of grammars, by flat node; None = no row is constrained
-
-    A path is empty where the root has no choice. Changes nothing.
     """
 
     def choose_at(node: int, ancestors: tuple[int, ...]) -> int:
@@ -112,10 +108,10 @@ def complete(
     logits: Logits,
     masks: NodeMasks | None,
     reports: ReportsOf,
-    made: Choices,
+    choices: Choices,
 ) -> Choices:
-    """Decide the given rows of a step where `made` has no choice at their root, and report what
-    is asked for.
+    """Decide the given rows of a step if `made` has no choice at their root, and make their
+    reports.
 
     rows    numbers of rows, with their slots' states
     logits  of flat nodes
@@ -123,9 +119,9 @@ def complete(
 
     Completes the arrays of `made` in place and returns them with the reports.
     """
-    choice, finite = made.choice, made.finite
+    choice, finite = choices.choice, choices.finite
     logprobs: list[Reports] = [()] * plan.rows
-    echoed: list[Reports] = [()] * plan.rows
+    prompt_logprobs: list[Reports] = [()] * plan.rows
     for row, slot in rows:
         nodes, root = trees.nodes(row), trees.root(row)
         echo = _echo(plan, row, trees, slot, reports)
@@ -133,7 +129,7 @@ def complete(
             choice[nodes.start : nodes.stop] = NOTHING
             finite[row] = False
             continue
-        echoed[row] = echo
+        prompt_logprobs[row] = echo
         if not plan.samples[row]:
             continue
         if choice[root] < 0:
@@ -144,19 +140,21 @@ def complete(
             pairs = list(zip(chosen, choice[chosen].tolist(), strict=True))
             logprobs[row] = reports(slot.sampling.logprobs, pairs)
         finite[row] = choice[root] >= 0
-    return Choices(choice, finite, tuple(logprobs), tuple(echoed))
+    return Choices(choice, finite, tuple(logprobs), tuple(prompt_logprobs))
 
 
 def put_path(choice: Ints, root: int, path: Path) -> None:
-    """Write a row's path, whose root is flat node `root`, into choice int32[M], as Choices
-    has it.
+    """Write the path of a row whose root is flat node `root` into choice int32[M], as in
+    Choices.
     """
     for node, token in zip((root, *path.nodes), path.tokens, strict=False):
         choice[node] = token
 
 
 def _echo(plan: Plan, row: int, trees: TreeBatch, slot: SlotState, reports: ReportsOf) -> Reports:
-    """Reports of the decided tokens that follow the known ones, where they are asked for."""
+    """Return reports of the decided tokens that follow the known ones, if the request wants
+    them.
+    """
     top = slot.sampling.prompt_logprobs
     if top is None:
         return ()
@@ -166,15 +164,15 @@ def _echo(plan: Plan, row: int, trees: TreeBatch, slot: SlotState, reports: Repo
 
 
 def reports_of(logits: Logits, top: int, pairs: Iterable[tuple[int, int]]) -> Reports:
-    """Reports of (flat node, token that follows it) pairs, with `top` alternatives each, from raw
-    logits.
+    """Return reports of (flat node, token that follows it) pairs, with `top` alternatives each,
+    from raw logits.
     """
     return tuple(report(logits(int(node)), int(token), top) for node, token in pairs)
 
 
 def report(logits: Floats, token: int, top: int) -> TokenLogprobs:
-    """Raw log-probabilities, in nats, of `token` and of the `top` likeliest by logits float32[V],
-    ties by lowest id; excluded tokens are left out.
+    """Return raw log-probabilities, in nats, of `token` and of the `top` most probable tokens by
+    logits float32[V], ties by lowest id, without excluded tokens.
     """
     normaliser = log_normaliser(logits)
     best = largest(logits, top) if top else ()

@@ -1,6 +1,6 @@
 """Acceptance on the host, for executors whose logits the host can read: slots, rows, outcomes.
 
-Rows that the executor has not decided by itself are decided in host_choice.py.
+host_choice.py decides the rows that the executor has not decided itself.
 """
 
 from array import array
@@ -40,20 +40,18 @@ class HostSampler:
     def __init__(self, slots: int, vocab: int) -> None:
         self._open: list[SlotState | None] = [None] * slots
         self._vocab = vocab
-        # What every step asks of every row, by slot.
         self.choosing = Choosing(
             temperature=np.full(slots, ON_HOST, np.float32),
             seed=np.zeros(slots, np.uint64),
             prompt_len=np.zeros(slots, np.int32),
         )
-        # Slots that are told log-probabilities, and those that are told their prompts'.
+        # Slots that report log-probabilities, and those that report their prompts'.
         self._reports: set[int] = set()
         self._echoes: set[int] = set()
 
     def open(self, slot_init: SlotInit) -> None:
-        """Bind a sequence to its slot, which must be closed.
-
-        Raises EngineError where the slot is open or a token is outside the vocabulary.
+        """Bind a sequence to its slot. Raises EngineError if the slot is open or a token is outside
+        the vocabulary.
         """
         slot, sampling = slot_init.slot, slot_init.sampling
         if self._open[slot] is not None:
@@ -73,22 +71,22 @@ class HostSampler:
             self._reports.add(slot)
 
     def close(self, slot: int) -> None:
-        """Forget the slot's sequence, if it has one."""
+        """Discard the slot's sequence, if it has one."""
         self._open[slot] = None
         self.choosing.temperature[slot] = ON_HOST
         self._reports.discard(slot)
         self._echoes.discard(slot)
 
     def text(self, slot: int) -> "array[int]":
-        """All decided tokens of an open slot's sequence; to be read only."""
+        """Return all decided tokens of an open slot's sequence, read-only."""
         return next(_histories_of([self._open[slot]]))
 
     def reports(self, slots: Ints) -> bool:
-        """Whether log-probabilities are asked for in one of the slots int32[n]."""
+        """Return whether one of the slots int32[n] wants log-probabilities."""
         return bool(self._reports) and not self._reports.isdisjoint(slots.tolist())
 
     def scored(self, plan: Plan, trees: TreeBatch) -> Ints:
-        """int32[n] flat nodes, ascending, whose logits `finish` may ask for."""
+        """Return int32[n] flat nodes, ascending, whose logits `finish` may need."""
         ends, first, rows = trees.start[1:].tolist(), trees.roots.tolist(), range(plan.rows)
         # A row that does not sample carries no draft token; echo still reads its whole chain.
         for row in compress(rows, map(not_, plan.samples.tolist())):
@@ -109,30 +107,29 @@ class HostSampler:
     ) -> Choices:
         """Decide every row. Changes nothing here.
 
-        choice   int32[M] as in Choices, for rows that the executor decided as the
-                 specification would; NOTHING in all of the others. It is completed in place.
+        choice   int32[M] as in Choices, for rows that the executor decided as the specification
+                 would; NOTHING in all others. Completed in place.
         reports  the executor's own way to log-probabilities, which needs no logits here
 
-        A row whose root has NaN or +inf among its logits, or whose grammar mask there allows
-        nothing, emits nothing and has `finite` False; other rows are untouched. The same
-        trouble at a draft token ends the path before that draft token, as if it had not been
-        drafted. Stop tokens do not cut a path; the engine does.
+        A row whose root has NaN or +inf among its logits, or a grammar mask that allows nothing,
+        emits nothing and has `finite` False; other rows are unaffected. At a draft token the same
+        faults end the path before it. Stop tokens do not end a path; the engine cuts there.
         """
         if choice is None:
             choice = np.full(len(trees.tokens), NOTHING, np.int32)
         # Lists: a call of NumPy takes ten times as long right after a forward pass.
         decided = map((0).__le__, map(choice.tolist().__getitem__, trees.roots.tolist()))
-        left = undecided = list(map(gt, plan.samples.tolist(), decided))
+        pending = undecided = list(map(gt, plan.samples.tolist(), decided))
         if self._reports:
-            told = map(self._reports.__contains__, plan.slots.tolist())
-            left = list(map(or_, undecided, told))
-        if True not in left:
+            reported = map(self._reports.__contains__, plan.slots.tolist())
+            pending = list(map(or_, undecided, reported))
+        if True not in pending:
             nothing = ((),) * plan.rows
             return Choices(choice, np.array([True] * plan.rows), nothing, nothing)
-        made = Choices(choice, ~np.array(undecided, np.bool_))
-        rows = [(row, self.of_row(plan, row)) for row in compress(range(plan.rows), left)]
+        choices = Choices(choice, ~np.array(undecided, np.bool_))
+        rows = [(row, self.of_row(plan, row)) for row in compress(range(plan.rows), pending)]
         reports = reports or partial(reports_of, logits)
-        return complete(plan, trees, rows, logits, masks, reports, made)
+        return complete(plan, trees, rows, logits, masks, reports, choices)
 
     def finish(
         self,
@@ -145,15 +142,15 @@ class HostSampler:
         drafts: NextDrafts | None = None,
     ) -> Outcome:
         """Decide every row as `accept` does, append the emitted tokens to the slots' histories and
-        pack what came of the round, whose plan and trees are complete.
+        return the outcome of the round, whose plan and trees are complete.
 
-        choice int32[M] as of `accept`; features, drafts as in Outcome
+        choice int32[M] as in `accept`; features, drafts as in Outcome
 
-        Raises EngineError where a row's known tokens do not end where the history does.
+        Raises EngineError if a row's known tokens do not end at the end of its history.
         """
         plan, trees = round.plan, round.trees
-        made = self.accept(plan, trees, logits, masks, choice, reports)
-        emitted, accepted = _paths(trees, made.choice)
+        choices = self.accept(plan, trees, logits, masks, choice, reports)
+        emitted, accepted = _paths(trees, choices.choice)
         self._append(plan, trees, emitted)
         counts = list(map(len, emitted))
         padded = zip(*zip_longest(*emitted, fillvalue=NOTHING), strict=True)
@@ -162,9 +159,9 @@ class HostSampler:
             n_tokens=np.array(counts, np.int32),
             tokens=np.array(tokens, np.int32),
             n_draft_tokens=trees.n_draft_tokens,
-            finite=made.finite,
-            logprobs=made.logprobs,
-            prompt_logprobs=made.prompt_logprobs,
+            finite=choices.finite,
+            logprobs=choices.logprobs,
+            prompt_logprobs=choices.prompt_logprobs,
             accepted=accepted,
             drafts=drafts,
             features=features,
@@ -172,15 +169,15 @@ class HostSampler:
         return round.outcome
 
     def _append(self, plan: Plan, trees: TreeBatch, emitted: list[list[int]]) -> None:
-        """Add emitted tokens to the histories of their rows. Raises EngineError, and changes
-        nothing, where a row that samples does not go on from its history.
+        """Append emitted tokens to the histories of their rows. Raises EngineError, and changes
+        nothing, if the known tokens of a row that samples do not end at the end of its history.
         """
         states = list(map(self._open.__getitem__, plan.slots.tolist()))
         if not all(states):
             self.of_row(plan, states.index(None))
         histories = list(_histories_of(states))
         decided = list(map(add, plan.kv_len.tolist(), trees.known.tolist()))
-        if decided != list(map(len, histories)):  # Of a chunk that stops short they may differ.
+        if decided != list(map(len, histories)):  # They may differ for a chunk that stops short.
             for row in compress(range(plan.rows), plan.samples.tolist()):
                 if decided[row] != len(histories[row]):
                     raise EngineError(
@@ -190,15 +187,15 @@ class HostSampler:
         consume(map(array.extend, histories, emitted))
 
     def of_row(self, plan: Plan, row: int) -> SlotState:
-        """What is kept of plan row `row`'s sequence. Raises EngineError where it is not open."""
-        found: SlotState | None = self._open[plan.slots[row]]
-        if found is None:
+        """Return the state of plan row `row`'s slot. Raises EngineError if the slot is not open."""
+        state: SlotState | None = self._open[plan.slots[row]]
+        if state is None:
             raise EngineError(f"row {row} plans slot {plan.slots[row]}, which is not open")
-        return found
+        return state
 
 
 def _paths(trees: TreeBatch, choice: Ints) -> tuple[list[list[int]], Ints]:
-    """The tokens that each row emits, and the nodes of all accepted draft tokens."""
+    """Return the tokens that each row emits, and the nodes of all accepted draft tokens."""
     chosen = choice.tolist()
     if trees.decode_only and min(chosen) >= 0:
         return list(map(list, zip(chosen, strict=True))), _NONE

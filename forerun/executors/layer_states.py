@@ -1,13 +1,14 @@
-"""Where prediction layers, one per depth, find what they read (models/prediction_layers.py).
+"""Where prediction layers, one per depth, store and read hidden states
+(models/prediction_layers.py).
 
-What layer k made of a token, o_k, is read by layer k + 1 at the token after it. An entry lies at
-the position of the token before its own, as all of a draft's do: entry q of layer k stands for
-t_{q+1} and reads o_{k-1} of entry q - 1. Of each layer one table of states [rows, H] holds
+Layer k + 1 reads, at the token after, the output o_k of layer k. An entry lies at the position of
+the token before its own, as in every draft cache: entry q of layer k stands for t_{q+1} and reads
+o_{k-1} of entry q - 1. Each layer has one table of states [rows, H]:
 
-    node 0 .. max_nodes - 1   draft nodes, and the tokens of an extension, which forgets them
+    node 0 .. max_nodes - 1   draft nodes; tokens of an extension, which overwrites them
     slot 0 .. slots - 1       a sequence's last entry: its root
-    page 0 .. pages - 1       a page's last entry, for a sequence that goes on behind shared pages
-    last                      nothing: what the first entry of all reads, whom nobody sees
+    page 0 .. pages - 1       a page's last entry, for a sequence that continues shared pages
+    last                      the input of the first entry of all, which no query attends to
 """
 
 from dataclasses import dataclass
@@ -22,14 +23,14 @@ from forerun.types import AnyArray, Ints
 
 @dataclass(frozen=True, slots=True)
 class KeptStates:
-    """What an extension leaves behind: the states of its `nodes` int[n] in the rows `targets`."""
+    """The states that an extension stores: of its `nodes` int[n] in the rows `targets`."""
 
     nodes: AnyArray
     targets: AnyArray
 
 
 class LayerStates:
-    """Rows of the tables, and how deep draft nodes are; the tables are the executor's.
+    """Row numbers of the tables, and the depth of draft nodes; the executor owns the tables.
 
     rows          of a table
     slots, pages  rows of slot 0, and of page 0
@@ -42,9 +43,9 @@ class LayerStates:
         self._depth = np.zeros(limits.max_nodes, np.int32)
 
     def before(self, extension: Extension) -> Ints:
-        """int32[n]: the table row of the entry before each token of an extension.
+        """Return int32[n]: the table row of the entry before each token of an extension.
 
-        Of cached positions only what `kept` named may be read.
+        Reads only cached positions that `kept` named.
         """
         rows = np.arange(-1, len(extension.tokens) - 1, dtype=np.int32)
         for row, first in enumerate(extension.start[:-1]):
@@ -58,8 +59,8 @@ class LayerStates:
         return rows
 
     def kept(self, extension: Extension) -> KeptStates:
-        """Which states an extension must keep: each row's last entry, by slot, and the last entry
-        of each full page, by page.
+        """Return the states that an extension must store: each row's last entry, by slot, and the
+        last entry of each full page, by page.
         """
         position, size = extension.position, self._page_size
         row = np.repeat(np.arange(len(extension.kv_len)), np.diff(extension.start))
@@ -71,33 +72,33 @@ class LayerStates:
         )
 
     def above(self, level: DraftLevel) -> Ints:
-        """int32[n]: the table row of the entry above each draft token of a level, a draft node's or
-        the root's.
+        """Return int32[n]: the table row of the entry above each draft token of a level, a draft
+        node's or the root's.
         """
         slots = np.repeat(self.slots + level.slots, np.diff(level.start))
         rows: Ints = np.where(level.parents < 0, slots, level.parents).astype(np.int32)
         return rows
 
     def depth(self, level: DraftLevel) -> int:
-        """The depth of a level's tokens, 1 for children of roots; remembered for the levels below.
-        Raises EngineError where they are not all equally deep.
+        """Return the depth of a level's tokens, 1 for children of roots, and store it for the
+        levels below. Raises EngineError if they are not all equally deep.
         """
         above = np.where(level.parents < 0, 0, self._depth[level.parents])
         if np.any(above != above[0]):
-            raise EngineError("a draft step was refused: a level's tokens are not all as deep")
+            raise EngineError("a draft step was refused: tokens of one level differ in depth")
         self._depth[level.first : level.first + len(above)] = above + 1
         return int(above[0]) + 1
 
 
 def layers_at(depth: int, count: int) -> range:
-    """Which of `count` layers (from 0) run the tokens at a depth: the first of them predicts what
-    follows, the others serve deeper tokens.
+    """Return which of `count` layers (from 0) run the tokens at a depth: the first of them predicts
+    the next token, the others serve deeper tokens.
     """
     return range(min(depth, count - 1), count)
 
 
 def layer_read(layer: int, depth: int, count: int) -> int:
-    """The layer whose states layer `layer` reads for tokens at this depth: the one before it, or
-    itself beyond the last layer's depth.
+    """Return the layer whose states layer `layer` reads for tokens at this depth: the one before
+    it, or itself beyond the last layer's depth.
     """
     return layer if depth >= count else layer - 1

@@ -4,8 +4,8 @@ The vocabulary is that of `Tokenizer.byte_level`: 256 bytes, then 256 <|im_start
 257 <|im_end|> and 258 <|endoftext|>.
 With s the sum of all tokens so far, x the last token and y the one before (0 if none):
 
-    best next token   257 (end of turn)                   where s is divisible by 256
-                      97 + (x + 3*y + 2*s) mod 16         elsewhere: a letter a..p
+    best next token   257 (end of turn)                   if s is divisible by 256
+                      97 + (x + 3*y + 2*s) mod 16         else: a letter a..p
     logit of token t  -((t - best) mod V) / 2
 
 Worked example, prompt "Hi" = 72, 105:
@@ -14,8 +14,8 @@ Worked example, prompt "Hi" = 72, 105:
     s = 277, x = 100, y = 105   97 + (100 + 315 + 554) mod 16 = 97 +  9 = 106 = "j"
     s = 383, x = 106, y = 100   97 + (106 + 300 + 766) mod 16 = 97 +  4 = 101 = "e"
 
-Greedy text soon repeats with period 24, so n-gram lookup has something to find. At temperature
-1 the best token has probability 1 - exp(-1/2) = 0.393, the next id up 0.239, then 0.145, ...
+Greedy text soon repeats with period 24, so n-gram lookup succeeds. At temperature 1 the best token
+has probability 1 - exp(-1/2) = 0.393, the next id up 0.239, then 0.145, ...
 
 "Keys" are positions and "values" are tokens, in real pages: s, x and y are read through the page
 table, so a wrong page changes the text or is reported.
@@ -40,15 +40,15 @@ END = 257
 
 @dataclass(eq=False)
 class ToyRound(Round):
-    """best int32[M]: each node's most likely next token; its logits follow from it."""
+    """best int32[M]: each node's most probable next token; its logits follow from it."""
 
     best: Ints = field(kw_only=True)
 
 
 class ToyExecutor(Executor):
-    """The toy target. Its contract is `interface.executor.Executor`.
+    """The toy target, an `interface.executor.Executor`.
 
-    delay  seconds that every step takes on top, for tests of cancellation and time-outs
+    delay  seconds added to every step, for tests of cancellation and time-outs
     """
 
     name = "toy"
@@ -67,18 +67,18 @@ class ToyExecutor(Executor):
         self._ramps = np.concatenate([ramp, ramp])
 
     def open(self, slot_init: SlotInit) -> None:
-        """Bind a sequence to its slot. Raises EngineError where it is open or a token is out of
+        """Bind a sequence to its slot. Raises EngineError if it is open or a token is out of
         range.
         """
         self._sampler.open(slot_init)
 
     def close(self, slot: int) -> None:
-        """Forget the slot's sequence, if it has one."""
+        """Discard the slot's sequence, if it has one."""
         self._sampler.close(slot)
 
     def begin(self, plan: Plan, trees: TreeBatch, masks: NodeMasks | None = None) -> ToyRound:
-        """Find the best next token of every node, at once. Writes no page; drafts nothing. Raises
-        EngineError where a page does not hold the positions it should.
+        """Compute the best next token of every node, at once. Writes no page; drafts nothing.
+        Raises EngineError if a page does not hold the positions it should.
         """
         if self.delay:
             time.sleep(self.delay)
@@ -89,7 +89,7 @@ class ToyExecutor(Executor):
 
     def finish(self, round: Round, masks: NodeMasks | None = None) -> Outcome:
         """Accept on the host, by the specification; write the accepted paths, and nothing else,
-        into pages. Raises EngineError where a kept position has no page.
+        into pages. Raises EngineError if a committed position has no page.
         """
         assert isinstance(round, ToyRound)
         best = round.best.tolist()
@@ -99,7 +99,7 @@ class ToyExecutor(Executor):
         return outcome
 
     def _write(self, plan: Plan, trees: TreeBatch, row: int, nodes: Ints) -> None:
-        """Put the tokens of these nodes where they stand in the row's text."""
+        """Write the tokens of these nodes to their positions in the row's pages."""
         size = self.limits.page_size
         positions = plan.kv_len[row] + trees.depth[nodes]
         pages = plan.page_table[row, positions // size]
@@ -109,19 +109,19 @@ class ToyExecutor(Executor):
         self._values[pages, positions % size] = trees.tokens[nodes]
 
     def describe(self) -> dict[str, Any]:
-        """Facts for /server_info: executor, device, kv_bytes, weights_bytes."""
+        """Return facts for /server_info: executor, device, kv_bytes, weights_bytes."""
         cache = self._keys.nbytes + self._values.nbytes
         return {"executor": "toy", "device": "cpu", "kv_bytes": cache, "weights_bytes": 0}
 
     def _logits(self, best: int) -> Floats:
-        """float32[V] the logits around `best`; a view."""
+        """Return float32[V], the logits around `best`; a view."""
         start = self.limits.vocab - best
         return self._ramps[start : start + self.limits.vocab]
 
     def _read(self, plan: Plan, row: int) -> Ints:
-        """int32[kv_len] the row's prefix, through its page table.
+        """Return int32[kv_len], the row's prefix, read through its page table.
 
-        Raises EngineError where a page holds other positions than it should.
+        Raises EngineError if a page holds other positions than it should.
         """
         length, size = int(plan.kv_len[row]), self.limits.page_size
         pages = plan.page_table[row, : -(-length // size)]

@@ -291,7 +291,7 @@ def test_going_on_from_a_checkpoint_is_running_the_text(checkpoint, executor, ra
 
 def test_a_state_that_is_not_kept_is_refused(executor):
     tokens = np.random.default_rng(8).integers(0, tiny.VOCAB, 30).astype(np.int32)
-    with pytest.raises(EngineError, match="no recurrent state is kept"):
+    with pytest.raises(EngineError, match="no checkpoint of the recurrent state"):
         executor.open(SlotInit(0, tokens, 30, GREEDY, cached=8, shared=8))
     executor.close(0)
     with Driver(executor) as driver:
@@ -404,7 +404,7 @@ def test_a_state_is_for_texts_of_its_salt():
     made, text = Book(checkpoints=8), list(range(9))
     made.run(0, text, 9, [9], salt=b"a")
     assert (made.known(text, b"a"), made.known(text), made.known(text, b"b")) == (8, 0, 0)
-    with pytest.raises(EngineError, match="no recurrent state is kept"):
+    with pytest.raises(EngineError, match="no checkpoint of the recurrent state"):
         made.run(1, text, 9, [1], cached=8, shared=8, salt=b"b")
     assert made.run(1, text, 9, [9], salt=b"b") == [[8]], "the other salt's is none of it"
     assert made.known(text, b"b") == 8

@@ -121,9 +121,9 @@ def test_the_plain_path_equals_the_general_one(temperature):
     logits = np.random.default_rng(1).normal(0, 5, 500).astype(np.float32)
     history = History(np.array([3, 4], np.int32), 1)
     plain = Sampling(temperature=temperature)
-    assert plain.plain
+    assert plain.temperature_only
     general = replace(plain, logit_bias=((0, 0.0),))
-    assert not general.plain
+    assert not general.temperature_only
     ones = np.full(16, 0xFFFFFFFF, np.uint32)
     expected = process(logits, plain, history).tolist()
     assert process(logits, general, history).tolist() == expected
