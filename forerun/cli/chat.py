@@ -13,7 +13,8 @@ from forerun.cli.conversation import Conversation
 from forerun.cli.terminal import Wrapped, messages
 from forerun.errors import ConfigError, ContextError, ModelError, RequestError
 from forerun.options.config import AskConfig, EngineConfig
-from forerun.options.flags import configured_both, parsed
+from forerun.options.fields import parsed
+from forerun.options.flags import configured_both
 
 HELP = '''/regenerate        answer once more, in other words
 /reset             forget the conversation

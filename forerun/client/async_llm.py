@@ -8,7 +8,7 @@ from typing import Any, Self, Unpack
 
 from forerun.client.completion import POLL_SECONDS, Completion
 from forerun.client.llm import LLM, Prompt, one_answer
-from forerun.client.options import AskOptions, EngineArgs
+from forerun.client.options import AskOptions, EngineArgs, checked
 from forerun.engine.request import Delta, Request
 from forerun.errors import EngineError
 
@@ -71,7 +71,7 @@ class AsyncLLM:
         """All n continuations of a text, or answers to a conversation, in the order of their
         indices. Errors as of `generate`.
         """
-        found = [Completion(index) for index in range(options.get("n", 1))]
+        found = [Completion(index) for index in range(checked(options).get("n", 1))]
         async with aclosing(self.stream(prompt, **options)) as deltas:
             async for delta in deltas:
                 found[delta.index].add(delta)

@@ -6,7 +6,7 @@ from typing import Any, Self, Unpack
 
 from forerun.build.engine import encode_chat, load
 from forerun.client.completion import Completion, complete, make_request, stream
-from forerun.client.options import AskOptions, EngineArgs, check_ranges
+from forerun.client.options import AskOptions, EngineArgs, checked
 from forerun.engine.request import Delta, Request
 from forerun.errors import RequestError
 from forerun.options.config import EngineConfig
@@ -98,18 +98,17 @@ class LLM:
         naming an option that is wrong or out of range, ModelError for messages to a model without a
         chat template.
         """
-        check_ranges(options)
-        given: dict[str, Any] = {**options}
+        given: dict[str, Any] = {**checked(options)}
         if given.get("grammar") is not None:
             given["grammar"] = self.loaded.target.compile(given["grammar"])
         return make_request(self._tokens(prompt), self.loaded.tokenizer.eos_ids, **given)
 
 
 def one_answer(messages: Prompt, options: AskOptions) -> None:
-    """Raise RequestError where `chat` is given a text instead of messages, or asked for several
-    answers.
+    """Raise RequestError where `chat` is given a text instead of messages, a wrong option, or is
+    asked for several answers.
     """
     if isinstance(messages, str):
         raise RequestError("chat takes messages; to continue a text use generate.", "messages")
-    if options.get("n", 1) != 1:
+    if checked(options).get("n", 1) != 1:
         raise RequestError("chat gives one answer; for several use choices(..., n=...).", "n")

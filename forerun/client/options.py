@@ -4,11 +4,12 @@ A test holds them to the fields of EngineConfig, Sampling and make_request.
 """
 
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import Any, TypedDict, cast, get_type_hints
 
 from forerun.constrain.grammar import Grammar
 from forerun.engine.request import Speculation
 from forerun.errors import RequestError
+from forerun.options.fields import converted
 
 RANGES: dict[str, tuple[float, float]] = {
     "n": (1, 2**31 - 1),
@@ -22,17 +23,6 @@ RANGES: dict[str, tuple[float, float]] = {
     "repetition_penalty": (0.0, 2.0),
 }
 """What requests over HTTP may say, too (a test holds them to that)."""
-
-
-def check_ranges(options: "AskOptions") -> None:
-    """Raise RequestError naming the first number that is outside of RANGES; options without one
-    pass.
-    """
-    for name, (low, high) in RANGES.items():
-        value = options.get(name)
-        if isinstance(value, int | float) and not low <= value <= high:
-            span = f"at least {low:g}" if high > 2 else f"{low:g} to {high:g}"
-            raise RequestError(f"{name} is {value}, but must be {span}.", name)
 
 
 class EngineArgs(TypedDict, total=False):
@@ -83,7 +73,7 @@ class AskOptions(TypedDict, total=False):
 
     max_tokens: int
     n: int
-    stop: str | Sequence[str]
+    stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int]
     include_stop: bool
     ignore_eos: bool
@@ -103,3 +93,29 @@ class AskOptions(TypedDict, total=False):
     accept_threshold_acc: float | None
     speculation: Speculation | None
     grammar: Grammar | None
+
+
+_KINDS = get_type_hints(AskOptions)
+
+
+def checked(options: AskOptions) -> AskOptions:
+    """The options in their declared types: numbers and lists of NumPy's become Python's, texts that
+    spell a number that number.
+
+    Raises RequestError naming the first that is of another type or outside of RANGES; options that
+    no request has stay as they are.
+    """
+    given: dict[str, Any] = {**options}
+    for name in given.keys() & _KINDS.keys():
+        if isinstance(given[name], Grammar | Speculation):
+            continue
+        try:
+            given[name] = converted(name, given[name], _KINDS[name])
+        except ValueError as error:
+            raise RequestError(str(error), name) from None
+    for name, (low, high) in RANGES.items():
+        value = given.get(name, low)
+        if not low <= value <= high:
+            span = f"at least {low:g}" if high > 2 else f"{low:g} to {high:g}"
+            raise RequestError(f"{name} is {value}, but must be {span}.", name)
+    return cast("AskOptions", given)

@@ -9,7 +9,8 @@ from typing import Any
 
 from forerun.errors import ConfigError
 from forerun.options.config import AskConfig, EngineConfig, ServeSettings
-from forerun.options.flags import NOTHING, VALUE, YES, Option, own_option, parsed, truth
+from forerun.options.fields import YES, parsed, truth
+from forerun.options.flags import NOTHING, VALUE, Option, own_option
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from forerun.options.algorithms import (
     check_shape,
     draft_shape,
 )
-from forerun.options.fields import addresses, option, spell, validate
+from forerun.options.fields import addresses, option, settle
 
 log = logging.getLogger(__name__)
 
@@ -275,8 +275,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Refuse what is out of bounds or contradicts itself. Raises ConfigError."""
-        spell(self)
-        validate(self)
+        settle(self)
         self._check_speculation()
         self._check_device()
         chosen = self.executor in ("cpu", "torch", "jax") and self.dtype != "auto"
@@ -508,8 +507,7 @@ class ServeSettings:
 
     def __post_init__(self) -> None:
         """Refuse what is out of bounds. Raises ConfigError."""
-        spell(self)
-        validate(self)
+        settle(self)
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("ssl-keyfile and ssl-certfile go together: give both or neither.")
         if any(not key.strip() for key in self.api_keys):
@@ -563,7 +561,7 @@ class AskConfig:
 
     def __post_init__(self) -> None:
         """Refuse what is out of bounds. Raises ConfigError."""
-        validate(self)
+        settle(self)
         if not all(self.stop):
             raise ConfigError("a stop text is empty; leave stop out to have none.")
 

@@ -1,12 +1,18 @@
 """Fields of configurations: each knows its help text, its bounds and its spellings."""
 
 import json
-from collections.abc import Callable
+import os
+import reprlib
+from collections.abc import Callable, Sequence
 from dataclasses import Field, field, fields
 from math import isfinite
-from typing import Any
+from typing import Any, get_args
+
+import msgspec
 
 from forerun.errors import ConfigError
+
+YES, NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
 def option(
@@ -31,23 +37,58 @@ def option(
     return field(default=default, metadata=facts | {"spellings": spellings})
 
 
-def spell(config: Any) -> None:
-    """Bring every choice of a new configuration into its usual spelling, in place. Raises
-    ConfigError, where a field's `spellings` does.
+def settle(config: Any) -> None:
+    """Convert every field of a new configuration to its declared type, in place: texts as the
+    command line reads them, choices into their usual spelling.
+
+    Raises ConfigError naming every field whose value is of another type, no choice of it, not
+    finite, or out of its bounds.
     """
+    problems: list[str] = []
     for item in fields(config):
-        value = getattr(config, item.name)
-        if item.metadata["choices"] and isinstance(value, str):
-            object.__setattr__(config, item.name, item.metadata["spellings"](value))
-
-
-def validate(config: Any) -> None:
-    """Raise ConfigError naming every field whose value is no choice of it, not finite, or out of
-    its bounds.
-    """
-    found = (_problem(item, getattr(config, item.name)) for item in fields(config))
-    if problems := [problem for problem in found if problem]:
+        try:
+            value = _converted(item, getattr(config, item.name))
+        except (ValueError, ConfigError) as error:
+            problems.append(str(error))
+            continue
+        object.__setattr__(config, item.name, value)
+        if problem := _problem(item, value):
+            problems.append(problem)
+    if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _converted(item: "Field[Any]", value: Any) -> Any:
+    """A field's value in its declared type. Raises ValueError or ConfigError, naming the field."""
+    name = item.name.replace("_", "-")
+    if not isinstance(value, str):
+        return converted(name, value, item.type)
+    if item.metadata["choices"]:
+        return item.metadata["spellings"](value)
+    return parsed(item, name, value)
+
+
+def converted(name: str, value: Any, kind: Any) -> Any:
+    """A Python value in the type `kind`: paths become texts, NumPy's numbers and arrays Python's.
+    Raises ValueError, with `name`, where it is of another type.
+    """
+    try:
+        simple = msgspec.to_builtins(value, builtin_types=(bytes, bytearray), enc_hook=_simple)
+        return msgspec.convert(simple, kind, strict=False)
+    except (TypeError, msgspec.ValidationError) as error:
+        shown, reason = reprlib.repr(value), str(error)
+        raise ValueError(f"{name} is {shown}: {reason[:1].lower()}{reason[1:]}.") from None
+
+
+def _simple(value: Any) -> Any:
+    """What a value is in Python's own types. Raises TypeError for one of an unknown type."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Sequence):
+        return list(value)
+    raise TypeError(f"no option holds a {type(value).__name__}")
 
 
 def _problem(item: "Field[Any]", value: Any) -> str:
@@ -64,6 +105,53 @@ def _problem(item: "Field[Any]", value: Any) -> str:
         return ""
     span = f"at least {low}" if high is None else f"between {low} and {high}"
     return f"{name} is {value}, but must be {span}."
+
+
+def parsed(item: "Field[Any]", where: str, text: str) -> Any:
+    """A field's value as it was written in `text`, bounds not looked at. Raises ConfigError, naming
+    `where`, where it is of another kind.
+    """
+    kind = kind_of(item)
+    if kind is bool:
+        return truth(where, text)
+    try:
+        value = whole(text) if kind is int else float(text) if kind is float else text
+    except ValueError:
+        what = "a whole number" if kind is int else "a number"
+        raise ConfigError(f"{where} takes {what}, not {text!r}.") from None
+    if isinstance(item.default, tuple):
+        value = item.metadata["spellings"](text)
+        return value if isinstance(value, tuple) else (value,)
+    return value
+
+
+def whole(text: str) -> int:
+    """A whole number; 8k is 8000 and 8K is 8192, likewise m, M, g and G, as vLLM reads them. Raises
+    ValueError.
+    """
+    unit = _UNITS.get(text[-1:])
+    return int(text) if unit is None else round(float(text[:-1]) * unit)
+
+
+_UNITS = {"k": 1000, "K": 1 << 10, "m": 10**6, "M": 1 << 20, "g": 10**9, "G": 1 << 30}
+
+
+def truth(where: str, text: str) -> bool:
+    """Whether `text` is one of YES. Raises ConfigError, naming `where`, where it is none of YES and
+    NO.
+    """
+    if text.lower() not in YES + NO:
+        raise ConfigError(f"{where} is on or off (true or false), not {text!r}.")
+    return text.lower() in YES
+
+
+def kind_of(item: "Field[Any]") -> type:
+    """What a field holds beside None, or what a tuple of it holds."""
+    if isinstance(item.default, tuple):
+        return str
+    found = [kind for kind in (get_args(item.type) or (item.type,)) if kind is not type(None)]
+    kind: type = found[0]
+    return kind
 
 
 def addresses(text: str) -> tuple[str, ...]:

@@ -8,10 +8,11 @@ An option turns what was written into values of fields. Where it was written mak
 import argparse
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from forerun.errors import ConfigError
 from forerun.options.config import AskConfig, EngineConfig, ServeSettings
+from forerun.options.fields import kind_of, parsed
 
 Config = TypeVar("Config", EngineConfig, ServeSettings, AskConfig)
 Other = TypeVar("Other", ServeSettings, EngineConfig)
@@ -21,8 +22,6 @@ Assign = Callable[[str, str], dict[str, Any]]
 VALUE, NOTHING, MAYBE, MANY = "value", "nothing", "maybe", "many"
 """What follows an option on the command line; many: one value or more. An option that takes nothing
 is written "true"."""
-
-YES, NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,58 +219,11 @@ def own_option(item: "Field[Any]") -> Option:
         return {item.name: parsed(item, where, text)}
 
     flag = f"--{item.metadata['flag'] or item.name.replace('_', '-')}"
-    return Option(flag, (item.name,), assign, NOTHING if _kind(item) is bool else VALUE)
-
-
-def parsed(item: "Field[Any]", where: str, text: str) -> Any:
-    """A field's value as it was written in `text`, bounds not looked at. Raises ConfigError, naming
-    `where`, where it is of another kind.
-    """
-    kind = _kind(item)
-    if kind is bool:
-        return truth(where, text)
-    try:
-        value = whole(text) if kind is int else float(text) if kind is float else text
-    except ValueError:
-        what = "a whole number" if kind is int else "a number"
-        raise ConfigError(f"{where} takes {what}, not {text!r}.") from None
-    if isinstance(item.default, tuple):
-        value = item.metadata["spellings"](text)
-        return value if isinstance(value, tuple) else (value,)
-    return value
-
-
-def whole(text: str) -> int:
-    """A whole number; 8k is 8000 and 8K is 8192, likewise m, M, g and G, as vLLM reads them. Raises
-    ValueError.
-    """
-    unit = _UNITS.get(text[-1:])
-    return int(text) if unit is None else round(float(text[:-1]) * unit)
-
-
-_UNITS = {"k": 1000, "K": 1 << 10, "m": 10**6, "M": 1 << 20, "g": 10**9, "G": 1 << 30}
-
-
-def truth(where: str, text: str) -> bool:
-    """Whether `text` is one of YES. Raises ConfigError, naming `where`, where it is none of YES and
-    NO.
-    """
-    if text.lower() not in YES + NO:
-        raise ConfigError(f"{where} is on or off (true or false), not {text!r}.")
-    return text.lower() in YES
-
-
-def _kind(item: "Field[Any]") -> type:
-    """What a field holds beside None, or what a tuple of it holds."""
-    if isinstance(item.default, tuple):
-        return str
-    found = [kind for kind in (get_args(item.type) or (item.type,)) if kind is not type(None)]
-    kind: type = found[0]
-    return kind
+    return Option(flag, (item.name,), assign, NOTHING if kind_of(item) is bool else VALUE)
 
 
 def _add(group: Any, item: "Field[Any]", option: Option, default: Any) -> None:
-    text, kind = item.metadata["help"], _kind(item)
+    text, kind = item.metadata["help"], kind_of(item)
     names = [option.flag]
     how: dict[str, Any] = {"action": Note, "option": option}
     how["values"] = tuple(item.metadata["choices"] or ())

@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from forerun.errors import ConfigError
-from forerun.options.fields import option, validate
+from forerun.options.fields import option, settle
 from forerun.options.flags import own_option
 
 
@@ -80,7 +80,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Refuse what is out of bounds. Raises ConfigError."""
-        validate(self)
+        settle(self)
         if self.greedy + self.hot > 1:
             raise ConfigError(
                 f"greedy {self.greedy} and hot {self.hot} are shares of the same answers, and more "

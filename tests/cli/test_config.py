@@ -1,6 +1,7 @@
 import argparse
 from dataclasses import FrozenInstanceError, fields
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 from forerun.errors import ConfigError
 from forerun.options.config import AskConfig, EngineConfig, ServeSettings
 from forerun.options.flags import command_line, configured, flags_of
+from forerun.train.presets import TrainConfig
 
 KINDS = [EngineConfig, ServeSettings, AskConfig]
 
@@ -34,11 +36,50 @@ KINDS = [EngineConfig, ServeSettings, AskConfig]
         (ServeSettings, {"api_keys": ("good", " ")}, "API key"),
         (AskConfig, {"temperature": -1.0}, "temperature"),
         (AskConfig, {"max_tokens": 0}, "max-tokens"),
+        (EngineConfig, {"mem_fraction_static": "0.9.1"}, "mem-fraction-static takes a number"),
+        (EngineConfig, {"mem_fraction_static": "1.6"}, "mem-fraction-static is 1.6"),
+        (EngineConfig, {"page_size": None, "tp_size": [1]}, r"tp-size is.*\npage-size is None"),
+        (EngineConfig, {"threads": 1.5}, "threads is 1.5: expected `int"),
+        (EngineConfig, {"dtype": b"file"}, "dtype is b'file'"),
+        (AskConfig, {"ignore_eos": "perhaps"}, "ignore-eos is on or off"),
+        (TrainConfig, {"epochs": "many"}, "epochs takes a number"),
     ],
 )
 def test_bad_values_are_refused_by_name(kind, values, named):
     with pytest.raises(TypeError if named is None else ConfigError, match=named):
         kind(**values)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, TrainConfig])
+def test_a_field_holds_only_values_of_its_type(kind):
+    """Given as a text, every field has the value that the command line reads; given something of
+    no option's type, it is refused by name."""
+    for item in fields(kind):
+        with pytest.raises(ConfigError, match=item.name.replace("_", "-")):
+            kind(**{item.name: object()})
+        if isinstance(item.default, bool | int | float):
+            assert getattr(kind(**{item.name: str(item.default)}), item.name) == item.default
+
+
+def test_numbers_of_numpy_and_paths_are_taken(tmp_path):
+    config = EngineConfig(
+        model=tmp_path,
+        mem_fraction_static=np.float32(0.5),
+        kv_tokens=np.int64(64),
+        overlap=np.bool_(True),
+        threads="2",
+        context="8K",
+    )
+    assert config == EngineConfig(
+        model=str(tmp_path),
+        mem_fraction_static=0.5,
+        kv_tokens=64,
+        overlap=True,
+        threads=2,
+        context=8192,
+    )
+    assert type(config.kv_tokens) is int
+    assert ServeSettings(api_keys="key", served_name=["a", "b"]).served_name == ("a", "b")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,6 +6,7 @@ import sys
 from dataclasses import fields
 from inspect import signature
 
+import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
@@ -14,6 +15,7 @@ from forerun import LLM, AsyncLLM
 from forerun.cli.main import main
 from forerun.client.completion import make_request
 from forerun.client.options import RANGES, AskOptions, EngineArgs
+from forerun.engine.request import Speculation
 from forerun.errors import EngineError, RequestError
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.serve.app import create_app
@@ -113,3 +115,48 @@ def test_numbers_are_taken_where_they_are_over_http(name):
             asked = {"max_tokens": 2, "temperature": 0.5} | {name: value}
             assert len(llm.choices("Hi", **asked)) == asked.get("n", 1)
             assert client.post("/v1/completions", json={"prompt": "Hi", **asked}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"max_tokens": "many"},
+        {"temperature": None},
+        {"temperature": float("nan")},
+        {"stop": 5},
+        {"stop_token_ids": "abc"},
+        {"seed": 1.5},
+        {"n": "0"},
+        {"logprobs": True},
+        {"grammar": "root ::= x"},
+        {"speculation": False},
+        {"logit_bias": ((1,),)},
+    ],
+)
+def test_options_of_another_type_are_refused_by_name(asked):
+    (name,) = asked
+    with LLM("toy") as llm, pytest.raises(RequestError, match=name) as refused:
+        llm.generate("Hi", **asked)
+    assert refused.value.field == name
+
+
+def test_options_that_spell_their_type_otherwise():
+    plain = {"max_tokens": 9, "temperature": 0.5, "stop_token_ids": [1, 2], "n": 2, "seed": 7}
+    other = {
+        "max_tokens": "9",
+        "temperature": np.float32(0.5),
+        "stop_token_ids": np.array([1, 2]),
+        "n": np.int64(2),
+        "seed": 7.0,
+        "stop": None,
+        "speculation": Speculation(stats=True),
+    }
+
+    async def asked():
+        async with AsyncLLM("toy", kv_tokens="4096") as llm:
+            return await llm.choices("Hi", **other)
+
+    with LLM("toy", kv_tokens=4096) as llm:
+        expected = [item.text for item in llm.choices("Hi", **plain)]
+        assert [item.text for item in llm.choices("Hi", **other)] == expected
+    assert [item.text for item in asyncio.run(asked())] == expected
