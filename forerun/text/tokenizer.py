@@ -22,7 +22,7 @@ from forerun.errors import ModelError, RequestError
 from forerun.text.gguf import tokenizer_json
 from forerun.text.length_bound import UNKNOWN, LengthBound, length_bound
 from forerun.text.pieces import Pieces, pieces_of
-from forerun.text.tokenizer_limits import check_limits
+from forerun.text.tokenizer_limits import check_limits, served
 from forerun.types import Bools, Ints
 
 _AT_ONCE = 1 << 16
@@ -156,16 +156,17 @@ class Tokenizer:
     @classmethod
     def _from_json(cls, spec: dict[str, Any], eos_ids: tuple[int, ...], bos_id: int | None) -> Self:
         try:
+            spec = served(spec)
             check_limits(spec)
             added = [_added_token(token) for token in spec.get("added_tokens") or []]
             pieces = pieces_of(spec)
-            backend = tokenizers.Tokenizer.from_str(json.dumps(spec | {"version": "1.0"}))
+            backend = _built(spec)
             codec = _codec(spec, {token.text for token in added if token.control})
+            prefix = tuple(backend.encode("").ids)
         except ModelError:
             raise
-        except Exception as error:  # tokenizers raises bare Exception
-            raise ModelError(f"the tokenizer cannot be built: {error}") from error
-        prefix = tuple(backend.encode("").ids)
+        except Exception as error:  # A part of another type than it must have.
+            raise ModelError(f"the tokenizer cannot be built: {error!r}") from error
         ends = TextEnds(eos_ids, bos_id, () if set(prefix) & set(eos_ids) else prefix)
         texts = [token.text for token in added]
         bound = cache(lambda: length_bound(spec, pieces.bytes, texts))
@@ -317,7 +318,7 @@ def _codec(spec: dict[str, Any], controls: set[str]) -> Codec:
             ids: list[int] = encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids
             return ids
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # Of Rust: no Exception.
+            if not _of_rust(error):
                 raise
             message = f"the model's tokenizer cannot cut this text into words: {error}"
             raise RequestError(message) from error
@@ -338,16 +339,27 @@ def _without(
     vocab = {text: id for text, id in model["vocab"].items() if text not in absent}
     model["vocab"] = vocab | {token["content"]: token["id"] for token in kept}
     model["merges"] = [merge for merge in model["merges"] if _joined(merge) not in controls]
-    plain = spec | {"version": "1.0", "model": model, "added_tokens": kept, "post_processor": None}
+    plain = spec | {"model": model, "added_tokens": kept, "post_processor": None}
     pre = spec.get("pre_tokenizer") or {}
+    whole = _built(plain)
+    if pre.get("type") != "Metaspace" or pre.get("prepend_scheme") != "first":
+        return whole, whole
+    return whole, _built(plain | {"pre_tokenizer": pre | {"prepend_scheme": "never"}})
+
+
+def _built(spec: dict[str, Any]) -> tokenizers.Tokenizer:
+    """The tokenizer of a `tokenizer.json` document. Raises ModelError."""
     try:
-        whole = tokenizers.Tokenizer.from_str(json.dumps(plain))
-        if pre.get("type") != "Metaspace" or pre.get("prepend_scheme") != "first":
-            return whole, whole
-        plain["pre_tokenizer"] = pre | {"prepend_scheme": "never"}
-        return whole, tokenizers.Tokenizer.from_str(json.dumps(plain))
-    except Exception as error:  # tokenizers raises bare Exception
+        return tokenizers.Tokenizer.from_str(json.dumps(spec))
+    except BaseException as error:
+        if not isinstance(error, Exception) and not _of_rust(error):
+            raise
         raise ModelError(f"the tokenizer cannot be built: {error}") from error
+
+
+def _of_rust(error: BaseException) -> bool:
+    """Whether it is a panic of Rust, which is no Exception."""
+    return type(error).__name__ == "PanicException"
 
 
 def _joined(merge: str | list[str]) -> str:

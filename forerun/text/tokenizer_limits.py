@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from forerun.errors import ModelError
+from forerun.text.charsmap import check_charsmap
 
 MOST_PER_LETTER = 64
 """Characters that replacements in normalizers may make of one: those of published models make one
@@ -13,11 +14,39 @@ MOST_MERGES = 16
 """Merges for each token of the vocabulary: at most one for each place where it can be cut in two.
 Gemma's file has two."""
 
+MOST_AROUND = 16
+"""Tokens that a post-processor may put around a text: published models put one or two."""
+
+_PARTS = frozenset(
+    {"version", "truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer"}
+    | {"post_processor", "decoder", "model"}
+)
+_OF_MODEL = frozenset(
+    {"type", "dropout", "unk_token", "fuse_unk", "byte_fallback", "ignore_merges", "vocab"}
+    | {"merges"}
+)
+_OFF = {"version": "1.0", "truncation": None, "padding": None}
+
+
+def served(spec: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a `tokenizer.json` document without what belongs to training: `truncation` and
+    `padding` would cut or lengthen what clients send, `dropout` would encode by chance. Raises
+    ModelError naming a setting that is neither that nor honoured.
+    """
+    model = spec["model"]
+    unknown = [name for name in spec if name not in _PARTS and spec[name]]
+    unknown += [f"model.{name}" for name in model if name not in _OF_MODEL and model[name]]
+    if unknown:
+        raise ModelError(f"the tokenizer's {', '.join(sorted(unknown)[:8])} is not supported")
+    known = {name: model[name] for name in model if name in _OF_MODEL}
+    parts = {name: spec[name] for name in spec if name in _PARTS}
+    return parts | _OFF | {"model": known | {"dropout": None}}
+
 
 def check_limits(spec: dict[str, Any]) -> None:
     """Raise ModelError, naming the part, where a `tokenizer.json` document asks for too much:
-    normalizers that multiply text beyond MOST_PER_LETTER, or more than MOST_MERGES merges per
-    token.
+    normalizers that multiply text beyond MOST_PER_LETTER, more than MOST_MERGES merges per token,
+    or more than MOST_AROUND tokens around a text.
     """
     letters = 1.0
     for step in steps(spec.get("normalizer"), "normalizers"):
@@ -25,6 +54,8 @@ def check_limits(spec: dict[str, Any]) -> None:
             pattern, content = step.get("pattern") or {}, len(str(step.get("content", "")))
             replaced = pattern.get("String")
             letters *= max(1.0, content / len(replaced) if replaced else 1.0 + content)
+        elif step.get("type") == "Precompiled":
+            check_charsmap(step.get("precompiled_charsmap"), MOST_PER_LETTER)
     if letters > MOST_PER_LETTER:
         raise ModelError(
             f"the tokenizer's normalizer makes {letters:.0f} characters of one; at most "
@@ -36,6 +67,20 @@ def check_limits(spec: dict[str, Any]) -> None:
             f"the tokenizer has {len(merges)} merges for {tokens} tokens; at most {MOST_MERGES} "
             "for each are taken"
         )
+    around = sum(map(_tokens_around, steps(spec.get("post_processor"), "processors")))
+    if around > MOST_AROUND:
+        raise ModelError(
+            f"the tokenizer's post_processor puts {around} tokens around a text; at most "
+            f"{MOST_AROUND} are taken"
+        )
+
+
+def _tokens_around(step: dict[str, Any]) -> int:
+    tokens = step.get("special_tokens") or {}
+    names = [
+        piece["SpecialToken"]["id"] for piece in step.get("single") or [] if "SpecialToken" in piece
+    ]
+    return sum(len((tokens.get(name) or {}).get("ids") or []) for name in names)
 
 
 def steps(step: dict[str, Any] | None, members: str) -> Iterator[dict[str, Any]]:
