@@ -48,8 +48,10 @@ class AdaptivePolicy:
             raise ValueError(f"need 1 <= max_depth <= max_nodes, not {max_depth} and {max_nodes}")
         self.account = Account(costs)
         self.drafts = HostDrafts(self.account, max_nodes, traits.merged)
-        about = max_depth, max_nodes // max_depth, traits.merged
-        self.shapes = None if traits.free else Shapes(self.account, self.drafts, *about)
+        self.shapes = None
+        if not traits.free:
+            width = max_nodes // max_depth
+            self.shapes = Shapes(self.account, self.drafts, max_depth, width, traits.merged)
         self.reasons: Counter[str] = Counter()
         self._nodes, self._depth = max_nodes, max_depth
         self._in_round, self._lookahead, self._buys = costs.in_round, lookahead, traits.buys

@@ -328,9 +328,15 @@ class NgramDrafter:
             raise EngineError(f"there is no slot {slot_init.slot}")
         tokens, predicted = indexed(slot_init)
         chains = [_Chains(order, tokens) for order in ORDERS]
-        noise, salted = coupling(slot_init.sampling), bool(slot_init.salt)
-        about = len(tokens), predicted, slot_init.prompt_len, noise, salted
-        self._texts[slot_init.slot] = _Text(tokens.tolist(), chains, *about)
+        self._texts[slot_init.slot] = _Text(
+            tokens.tolist(),
+            chains,
+            len(tokens),
+            predicted,
+            slot_init.prompt_len,
+            coupling(slot_init.sampling),
+            bool(slot_init.salt),
+        )
 
     def propose(self, plan: Plan) -> list[Draft]:
         """One draft per row, in target ids, best first, at most plan.max_nodes[b] tokens and

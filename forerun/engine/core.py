@@ -36,8 +36,13 @@ class EngineCore:
     def __init__(self, parts: Parts, max_failures: int, ended: Callable[[RequestId], None]) -> None:
         self.metrics = EngineMetrics()
         features = parts.drafter.traits.needs_features
-        about = parts.policy, features, self._ready, parts.executor.resumable
-        self.scheduler = Scheduler(parts.executor.limits, *about)
+        self.scheduler = Scheduler(
+            parts.executor.limits,
+            parts.policy,
+            features=features,
+            ready=self._ready,
+            resumable=parts.executor.resumable,
+        )
         self.outputs = OutputProcessor(parts, self.scheduler, self.metrics, self._vacate, ended)
         self._parts = parts
         self._grammars = parts.grammars

@@ -39,9 +39,16 @@ def open_slot(sequence: Sequence, parts: Parts) -> None:
     `Parts.close` cleans up.
     """
     assert sequence.slot is not None
-    tokens, prediction = sequence.tokens.copy(), sequence.request.prediction
-    about = sequence.prompt_len, sequence.sampling, prediction, sequence.table.length
-    slot_init = SlotInit(sequence.slot, tokens, *about, sequence.shared, sequence.table.salt)
+    slot_init = SlotInit(
+        slot=sequence.slot,
+        tokens=sequence.tokens.copy(),
+        prompt_len=sequence.prompt_len,
+        sampling=sequence.sampling,
+        prediction=sequence.request.prediction,
+        cached=sequence.table.length,
+        shared=sequence.shared,
+        salt=sequence.table.salt,
+    )
     parts.executor.open(slot_init)
     parts.open_slots[slot_init.slot] = sequence
     parts.ask_drafter(lambda drafter: drafter.begin(slot_init), None)

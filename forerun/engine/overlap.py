@@ -49,16 +49,15 @@ def make_core(
 
     ended  called when the last choice of a request has ended
     """
-    about = parts, options.max_failures, ended
     if options.overlap and parts.executor.capabilities.overlap:
-        return OverlappingCore(*about)
+        return OverlappingCore(parts, options.max_failures, ended)
     if options.overlap:
         log.warning(
             "overlap is left out: it needs captured rounds (cuda) or jax, opened with it; this "
             "executor is %s",
             parts.executor.name,
         )
-    return EngineCore(*about)
+    return EngineCore(parts, options.max_failures, ended)
 
 
 class OverlappingCore(EngineCore):

@@ -7,7 +7,6 @@ from tests.shape.tree import ROOT, functions, length, named, parsed, sources
 PRODUCT = sources("forerun")
 
 LONG_FILES: dict[str, str] = {
-    "forerun/cli/commands.py": "one job: the flags of every command, read before any is loaded",
     "forerun/options/config.py": "one job: every option of an engine and a server, declared once",
 }
 """path -> its one job, or what is wrong with it."""
@@ -32,15 +31,17 @@ def parameters(node):
     if any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list):
         return 0  # A kernel takes pointers and numbers; no object can carry them.
     arguments = node.args
-    given = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+    given = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
+    if node.name != "__init__":  # Each argument of a constructor that is keyword-only has its name.
+        given += [a.arg for a in arguments.kwonlyargs]
     return len([name for name in given if name not in ("self", "cls")])
 
 
 def test_files_are_short():
     lines = {str(p.relative_to(ROOT)): len(p.read_text().splitlines()) for p in PRODUCT}
-    long = {name: count for name, count in lines.items() if count > 400}
+    long = {name: count for name, count in lines.items() if count > 500}
     assert long.keys() == LONG_FILES.keys(), (
-        f"{long}: more than 400 lines are a smell, not a crime. Does the file hold two jobs? Then "
+        f"{long}: more than 500 lines are a smell, not a crime. Does the file hold two jobs? Then "
         "split it along them. Does it hold one? Then leave it whole and name the job above."
     )
 

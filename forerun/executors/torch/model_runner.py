@@ -176,10 +176,10 @@ class ModelRunner:
         if not all(0 <= layer <= last for layer in layers):
             raise ConfigError(f"features {layers} name a layer outside 0..{last}")
         self._aux_layers = layers
-        shape = self.limits.slots, len(layers) * self.decoder.arch.hidden, self.dtype
-        self._bytes["features"] = TorchFeatureRing.bytes(*shape)
+        slots, width = self.limits.slots, len(layers) * self.decoder.arch.hidden
+        self._bytes["features"] = TorchFeatureRing.bytes(slots, width, self.dtype)
         check_fits({"features": self._bytes["features"]}, self.device)
-        self.ring = TorchFeatureRing(*shape, self.device)
+        self.ring = TorchFeatureRing(slots, width, self.dtype, self.device)
 
     @torch.inference_mode()
     def run(

@@ -284,8 +284,9 @@ class CapturedExecutor(Executor):
         if runner.features is not None:
             every = np.arange(len(round.place))
             written = size.nodes == 1 and not size.levels
-            about = plan, round.trees, self.eager.ring, written
-            features = TorchStepFeatures(runner.features, round.place, every, *about)
+            features = TorchStepFeatures(
+                runner.features, round.place, every, plan, round.trees, self.eager.ring, written
+            )
         choice, masks = round.record.choices[round.place], masks or round.masks
         outcome = self._sampler.finish(
             round, of_node, masks, choice, reports, features, round.drafts()

@@ -172,8 +172,8 @@ class ShapedRows:
 
         def of_rows(part: Tensor, begin: int, end: int) -> Tensor:
             nodes = slice(begin * size.nodes, end * size.nodes)
-            mine = noise.seeds[nodes], noise.positions[nodes], noise.temperatures[nodes]
-            return kernels.choose(part, NodeNoise(*mine))
+            own = NodeNoise(noise.seeds[nodes], noise.positions[nodes], noise.temperatures[nodes])
+            return kernels.choose(part, own)
 
         return chosen(logits.view(*shape, -1), shaping, masks, kernels.shape, of_rows)
 

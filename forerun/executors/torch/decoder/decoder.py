@@ -134,8 +134,10 @@ class Block:
         if isinstance(spec.feed_forward, Dense):
             self._feed_forward = feed_forward(weights.feed_forward(mlp), gate, spec.activation)
             return
-        about = spec.feed_forward, parts, spec.activation, self._float8, group
-        self._feed_forward, self._sum_fed = Mixture(weights, mlp, *about), alone
+        self._feed_forward = Mixture(
+            weights, mlp, spec.feed_forward, parts, spec.activation, self._float8, group
+        )
+        self._sum_fed = alone
 
     @property
     def linears(self) -> tuple[Product, ...]:

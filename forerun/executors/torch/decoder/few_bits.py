@@ -185,5 +185,14 @@ def loaded(matrices: Sequence[Grouped], device: torch.device) -> FewBits:
     order = None if first.order is None else torch.from_numpy(first.order).to(device)
     tiles = -(-FEW // 16) * -(-outputs // COLUMNS)
     through = torch.zeros(tiles, dtype=torch.int32, device=device)
-    about = first.kind, (outputs, inputs), block, first.group
-    return FewBits(*about, numbers, scales, zeros, order, through)
+    return FewBits(
+        first.kind,
+        (outputs, inputs),
+        block,
+        first.group,
+        numbers,
+        scales,
+        zeros,
+        order,
+        through,
+    )
