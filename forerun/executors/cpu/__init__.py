@@ -1,4 +1,4 @@
-"""Executor on the compiled CPU core (built by hatch_build.py); needs no torch."""
+"""The executor on the compiled CPU core (built by hatch_build.py); needs no torch."""
 
 from forerun.executors.cpu.decoder_model import CpuDecoderModel
 from forerun.executors.cpu.eagle_model import CpuEagleModel

@@ -1,4 +1,4 @@
-"""A whole model that drafts, on the compiled core, beside its target and with its threads."""
+"""A whole model as a draft model on the compiled core, with its target's threads."""
 
 import ctypes
 from typing import Any
@@ -29,10 +29,10 @@ from forerun.types import Ints
 class CpuDecoderModel:
     """DraftModel on the compiled core, in its own file's 4 to 8 bits; floats become 8.
 
-    It reads tokens alone. Each row's root is run as one node more, and its keys and values wait in
-    a place of the row's slot until the target has decided what follows.
+    It reads tokens alone. Each row's root runs as one more node, and its keys and values stay in a
+    place of the row's slot until the target has decided the next token.
 
-    Raises ModelError for a model that the core cannot run, MemoryPlanError where it does not fit.
+    Raises ModelError for a model that the core cannot run, MemoryPlanError if it does not fit.
     """
 
     def __init__(self, executor: CpuExecutor, draft: WholeDraft) -> None:
@@ -44,7 +44,7 @@ class CpuDecoderModel:
             target_ids=vocabulary.target_ids,
             max_nodes=executor.limits.max_nodes,
         )
-        self._executor, self._about, self._library = executor, draft, native.load()
+        self._executor, self._draft, self._library = executor, draft, native.load()
         self._inputs = vocabulary.inputs
         every = vocabulary.every(arch.vocab)
         rows = None if every else vocabulary.own_ids
@@ -55,7 +55,7 @@ class CpuDecoderModel:
         self._logits = np.empty((0, draft.vocab), np.float32)
 
     def _open(self) -> int:
-        arch, limits = self._about.checkpoint.architecture, self._executor.limits
+        arch, limits = self._draft.checkpoint.architecture, self._executor.limits
         sizes = native.Sizes(
             layers=arch.layers,
             hidden=arch.hidden,
@@ -63,10 +63,10 @@ class CpuDecoderModel:
             kv_heads=arch.kv_heads,
             head_size=arch.head_size,
             ffn=arch.ffn,
-            vocab=self._about.vocab,
+            vocab=self._draft.vocab,
             page_size=limits.page_size,
             pages=limits.pages,
-            # The roots of an extension run beside its tokens, and every slot keeps one.
+            # The roots of an extension run beside its tokens, and every slot stores one.
             max_nodes=limits.max_nodes + 2 * limits.slots,
             context=limits.context + limits.max_nodes + 1,
             threads=1,
@@ -90,29 +90,28 @@ class CpuDecoderModel:
         return model
 
     def extend(self, extension: Extension, features: Features | None) -> Candidates:
-        """Run the n tokens that became permanent, and each row's root; the tokens' entries go into
+        """Run the n tokens that became permanent, and each row's root; write the tokens' entries to
         pages.
 
-        features  unread: the model reads tokens alone
+        features  ignored: the model reads tokens alone
 
-        Returns Candidates [s,k]. Raises EngineError, and changes nothing, where the extension is
-        not sound.
+        Returns Candidates [s,k]. Raises EngineError, and changes nothing, for an invalid extension.
         """
         limits, rows = self._executor.limits, len(extension.kv_len)
         row = np.repeat(np.arange(rows), np.diff(extension.start))
         count = len(row)
         start = (extension.start + np.arange(rows + 1)).astype(np.int32)
-        here, roots = np.arange(count) + row, start[1:] - 1
+        token_nodes, root_nodes = np.arange(count) + row, start[1:] - 1
         tokens = np.empty(count + rows, np.int32)
-        tokens[here] = extension.tokens
-        tokens[roots] = extension.next_tokens[extension.start[1:] - 1]
+        tokens[token_nodes] = extension.tokens
+        tokens[root_nodes] = extension.next_tokens[extension.start[1:] - 1]
         places = np.empty(count + rows, np.int32)
-        places[here] = page_slots(extension, limits)
+        places[token_nodes] = page_slots(extension, limits)
         behind = limits.pages * limits.page_size + limits.max_nodes + limits.slots
-        places[roots] = behind + extension.slots
-        found = self._run(
+        places[root_nodes] = behind + extension.slots
+        candidates = self._run(
             CpuDraftPass(
-                tokens=self._own(tokens),
+                tokens=self._own_ids(tokens),
                 sources=np.zeros(count + rows, np.int32),
                 parents=np.full(count + rows, -1, np.int32),
                 start=start,
@@ -126,15 +125,15 @@ class CpuDecoderModel:
             extension.candidates,
         )
         commit(self._library, self._model, places)
-        return found
+        return candidates
 
     def expand(self, level: DraftLevel) -> Candidates:
-        """Run one level of n draft tokens: Candidates [n,k]. Raises EngineError where it is not
-        sound.
+        """Run one level of n draft tokens. Returns Candidates [n,k]. Raises EngineError for a bad
+        one.
         """
         nodes = np.arange(len(level.tokens), dtype=np.int32)
         work = CpuDraftPass(
-            tokens=self._own(level.tokens),
+            tokens=self._own_ids(level.tokens),
             sources=np.zeros_like(nodes),
             parents=level.parents,
             start=level.start,
@@ -148,11 +147,11 @@ class CpuDecoderModel:
         return self._run(work, level.candidates)
 
     def block(self, block: DraftBlock) -> BlockCandidates:
-        """Raises EngineError: a whole model proposes level by level."""
+        """Raise EngineError: a whole model proposes level by level."""
         raise EngineError("a whole model proposes level by level, not a block")
 
-    def _own(self, tokens: Ints) -> Ints:
-        """The draft's own ids of target ids."""
+    def _own_ids(self, tokens: Ints) -> Ints:
+        """Return the draft's own ids of target ids."""
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < len(self._inputs):
             raise EngineError("a draft step was refused: a token out of range")
         own: Ints = self._inputs[tokens]
@@ -164,12 +163,14 @@ class CpuDecoderModel:
         return run(self._library, self._model, work, self._logits, candidates)
 
     def describe(self) -> dict[str, Any]:
-        """Facts for /server_info: algorithm, model, layers, vocab, shared_tokens, weight_bytes."""
+        """Return algorithm, model, layers, vocab, shared_tokens and weight_bytes for
+        /server_info.
+        """
         return {
-            "algorithm": self._about.algorithm,
-            "model": self._about.name,
-            "layers": len(self._about.cache),
+            "algorithm": self._draft.algorithm,
+            "model": self._draft.name,
+            "layers": len(self._draft.cache),
             "vocab": self.traits.vocab,
-            "shared_tokens": self._about.vocabulary.shared,
+            "shared_tokens": self._draft.vocabulary.shared,
             "weight_bytes": self._weight_bytes,
         }

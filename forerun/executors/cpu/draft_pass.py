@@ -1,4 +1,4 @@
-"""One pass of a draft model on the compiled core: what an extension and a level have in common."""
+"""One pass of a draft model on the compiled core, for an extension or a level."""
 
 import ctypes
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from forerun.types import Floats, Ints
 
 @dataclass(frozen=True, slots=True)
 class CpuDraftPass:
-    """What an extension and a level have in common, as the core reads it (csrc/draft.h).
+    """An extension or a level as the core reads it (csrc/draft.h).
 
     sources   int32[n] see there
-    features  float32[n,F*H], where an extension does not read the core's own last step
-    hidden    float32[n,H] what the nodes read instead of all that
-    outputs   float32[n,H] is filled with what a next step would receive
+    features  float32[n,F*H], for an extension that does not read the core's own last step
+    hidden    float32[n,H] the nodes' input instead of sources and features
+    outputs   float32[n,H] to be filled with the input of a next step
     """
 
     tokens: Ints
@@ -40,13 +40,13 @@ class CpuDraftPass:
 def run(
     library: ctypes.CDLL, model: int, work: CpuDraftPass, logits: Floats, candidates: int
 ) -> Candidates:
-    """Run one pass of a native draft model and rank what it scored: Candidates [s,k].
+    """Run one pass of a native draft model and rank its scored nodes. Returns Candidates [s,k].
 
     model       the core's handle
     logits      float32[s or more,Vd], contiguous; overwritten
-    candidates  of each scored node; fewer where Vd is smaller
+    candidates  of each scored node; fewer if Vd is smaller
 
-    Raises EngineError, and changes nothing, for a pass that is not sound.
+    Raises EngineError, and changes nothing, for an invalid pass.
     """
     arrays = {
         "tokens": work.tokens,
@@ -58,7 +58,7 @@ def run(
         "slots": work.slots,
         "scored_nodes": work.scored,
     }
-    held = {name: np.ascontiguousarray(array, np.int32) for name, array in arrays.items()}
+    int_arrays = {name: np.ascontiguousarray(array, np.int32) for name, array in arrays.items()}
     step = native.DraftStep(
         features=_address(work.features),
         hidden=_address(work.hidden),
@@ -67,23 +67,23 @@ def run(
         nodes=len(work.tokens),
         first=work.first,
         extend=work.extend,
-        page_width=held["pages"].shape[1],
+        page_width=int_arrays["pages"].shape[1],
         scored=len(work.scored),
         logits=logits.ctypes.data,
-        **{name: array.ctypes.data for name, array in held.items()},
+        **{name: array.ctypes.data for name, array in int_arrays.items()},
     )
     refuse(library, library.forerun_draft(model, ctypes.byref(step)))
     return likeliest(logits[: len(work.scored)], candidates)
 
 
 def _address(floats: Floats | None) -> int | None:
-    """Of a contiguous array."""
+    """Return the address of a contiguous array; None for None."""
     return None if floats is None else floats.ctypes.data
 
 
 def page_slots(extension: Extension, limits: ExecutorLimits) -> Ints:
-    """int32[n]: the place in the cache, page * page_size + offset, of each token of an extension.
-    Raises EngineError where a position has no page.
+    """Return int32[n]: the place in the cache, page * page_size + offset, of each token of an
+    extension. Raises EngineError if a position has no page.
     """
     size, start = limits.page_size, extension.start
     rows = np.repeat(np.arange(len(extension.kv_len)), np.diff(start))
@@ -98,7 +98,7 @@ def page_slots(extension: Extension, limits: ExecutorLimits) -> Ints:
 
 def commit(library: ctypes.CDLL, model: int, places: Ints) -> None:
     """Copy the keys and values of the last extension's nodes to places int32[n] of the cache.
-    Raises EngineError where the core refuses.
+    Raises EngineError if the core refuses.
     """
     nodes = np.arange(len(places), dtype=np.int32)
     refuse(
@@ -108,14 +108,14 @@ def commit(library: ctypes.CDLL, model: int, places: Ints) -> None:
 
 
 def refuse(library: ctypes.CDLL, code: int) -> None:
-    """Raise EngineError with the core's message where a call returned another code than 0."""
+    """Raise EngineError with the core's message unless a call returned 0."""
     if code:
         raise EngineError(f"a draft step was refused: {library.forerun_error().decode()}")
 
 
 def likeliest(logits: Floats, count: int) -> Candidates:
-    """The `count` likeliest of each row of logits float32[s,Vd], best first, with log-probabilities
-    in nats; all where Vd is smaller.
+    """Return the `count` most probable ids of each row of logits float32[s,Vd], best first, with
+    log-probabilities in nats; all if Vd is smaller.
     """
     count = min(count, logits.shape[1])
     top = logits.max(-1, keepdims=True, initial=-np.inf)

@@ -59,7 +59,7 @@ def _vectors(head: DraftHead) -> list[_Place]:
 class CpuEagleModel(CpuHiddenStateModel):
     """DraftModel on the compiled core: 8 bits in groups of 32, the target's rows as stored.
 
-    Raises ModelError for a head this executor cannot run, MemoryPlanError where it does not fit.
+    Raises ModelError for a head this executor cannot run, MemoryPlanError if it does not fit.
     """
 
     def __init__(self, executor: CpuExecutor, checkpoint: Checkpoint, draft: DraftFile) -> None:
@@ -124,7 +124,7 @@ class CpuEagleModel(CpuHiddenStateModel):
             pages=limits.pages,
             max_nodes=limits.max_nodes,
             context=limits.context,
-            threads=1,  # It works with the target's.
+            threads=1,  # It uses the target's.
             cache_item=2,
             norm_eps=head.norm_eps,
         )
@@ -137,7 +137,7 @@ class CpuEagleModel(CpuHiddenStateModel):
             normed_residual=head.normed_residual,
             normed_feedback=head.normed_feedback,
         )
-        return self.opened(sizes, kind, head.features, RopeTable((head.rope,), head.head_size))
+        return self.open_native(sizes, kind, head.features, RopeTable((head.rope,), head.head_size))
 
     def _load(self, checkpoint: Checkpoint, draft: DraftFile) -> None:
         for which, name in enumerate(_LAYER_MATRICES):
@@ -162,7 +162,7 @@ class CpuEagleModel(CpuHiddenStateModel):
             )
 
     def describe(self) -> dict[str, Any]:
-        """Facts for /server_info: algorithm, vocab, features, weight_bytes."""
+        """Return facts for /server_info: algorithm, vocab, features, weight_bytes."""
         return {
             "algorithm": self._head.algorithm,
             "vocab": self.traits.vocab,

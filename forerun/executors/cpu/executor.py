@@ -22,8 +22,10 @@ from forerun.types import Floats, Ints
 
 @dataclass(eq=False)
 class CpuRound(Round):
-    """A step that was run. `logits_of` a node, one of `scored` int32[n], gives float32[V] until
-    the executor's next round. It raises EngineError for another node.
+    """A step that has run.
+
+    `logits_of` a node, one of `scored` int32[n], returns float32[V], valid until the executor's
+    next round. It raises EngineError for another node.
     """
 
     scored: Ints = field(kw_only=True)
@@ -31,20 +33,20 @@ class CpuRound(Round):
 
 
 class CpuExecutor(Executor):
-    """Inference on the CPU with the file's own weights.
+    """Runs a target on the CPU with the file's own weights.
 
-    Quantised weights meet activations of 8 bits with one scale per 32, and sums are integers;
-    weights that are floats meet float32. Floats are added in an order that depends on positions
-    only: a row's bits are the same alone, in any batch, under any tree, in any chunks and pages,
-    and on any number of threads.
+    Quantised weights multiply activations of 8 bits with one scale per 32, summed in integers;
+    float weights multiply float32. The order of float additions depends on positions only: a row's
+    bits are the same alone, in any batch, under any tree, in any chunks and pages, and on any
+    number of threads.
 
     threads  None = the physical cores this process may use
     kernels  "" = the best this machine has; a name (see csrc/dispatch.cpp) forces one
-    dtype    "file", or what floats are made: a name of weights.QUANTIZED
+    dtype    "file", or what floats become: a name of weights.QUANTIZED
     progress is called with (what, done, total) in bytes while weights are packed
 
-    Raises ModelError for a checkpoint it cannot run, MemoryPlanError where weights and caches
-    do not fit, ConfigError for unknown kernels.
+    Raises ModelError for a checkpoint it cannot run, MemoryPlanError if weights and caches do not
+    fit, ConfigError for unknown kernels.
     """
 
     capabilities = Capabilities(first_steps=0, unwritten=True)
@@ -71,13 +73,13 @@ class CpuExecutor(Executor):
         self._sampler.open(slot_init)
 
     def close(self, slot: int) -> None:
-        """Forget the slot's sequence, if it has one."""
+        """Discard the slot's sequence, if it has one."""
         self._sampler.close(slot)
 
     def begin(self, plan: Plan, trees: TreeBatch, masks: NodeMasks | None = None) -> CpuRound:
-        """Run every node in one native call, over on return; known nodes write their pages. Logits
-        of draft tokens may be left to `finish`, for those that a path reaches. No draft request is
-        answered. Raises EngineError where the core refuses the step.
+        """Run every node in one native call, finished on return; known nodes write their pages.
+        `finish` may still have to compute logits of draft tokens that a path reaches. Ignores draft
+        requests. Raises EngineError if the core refuses the step.
         """
         scored = self._sampler.scored(plan, trees)
         buffers = self._buffers
@@ -89,9 +91,9 @@ class CpuExecutor(Executor):
         return CpuRound(plan, trees, scored=scored, logits_of=self._logits_of)
 
     def finish(self, round: Round, masks: NodeMasks | None = None) -> Outcome:
-        """Accept, natively where temperature and masks alone shape the choice, else by
-        forerun.speculative, and copy the accepted draft tokens' keys and values into pages. Raises
-        EngineError where the core refuses.
+        """Accept in the core where only temperature and masks matter, else by forerun.speculative;
+        write accepted draft tokens' keys and values to pages. Raises EngineError if the core
+        refuses.
         """
         assert isinstance(round, CpuRound)
         library, buffers, features = self._library, self._buffers, None
@@ -111,7 +113,7 @@ class CpuExecutor(Executor):
         return outcome
 
     def _logits_of(self, node: int) -> Floats:
-        """float32[V] of flat node `node`; a view. Raises EngineError for one that is not scored."""
+        """Return float32[V] of flat node `node`, a view. Raises EngineError if it is not scored."""
         library, step = self._library, self._buffers.step
         if (row := library.forerun_logits_row(self.native_model(), step, node)) < 0:
             raise EngineError(f"logits were refused: {library.forerun_error().decode()}")
@@ -119,7 +121,7 @@ class CpuExecutor(Executor):
         return logits
 
     def describe(self) -> dict[str, Any]:
-        """See CpuModel."""
+        """Return CpuModel's facts."""
         return self.model.describe()
 
     def shutdown(self) -> None:
@@ -127,7 +129,7 @@ class CpuExecutor(Executor):
         self.model.shutdown()
 
     def native_model(self) -> int:
-        """The core's handle, for draft models beside it and bench/steps.py. Raises EngineError."""
+        """Return the core's handle, for its draft models and bench/steps.py. Raises EngineError."""
         if self.model.handle is None:
             raise EngineError("the executor was shut down")
         return self.model.handle

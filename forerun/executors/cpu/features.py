@@ -20,17 +20,17 @@ class CpuFeatures:
     nodes: AnyArray
 
     def __len__(self) -> int:
-        """How many rows."""
+        """The number of rows."""
         return len(self.nodes)
 
     def select(self, nodes: AnyArray) -> "CpuFeatures":
-        """The rows nodes int[n], in this order; the core refuses those that are not there."""
+        """Return the rows nodes int[n], in this order; reading a missing one raises EngineError."""
         return replace(self, nodes=self.nodes[nodes])
 
     def keep(self) -> HostFeatureRing:
-        """Copied into the model's ring; only before its next step. Raises EngineError."""
+        """Copy them into the model's ring, before its next step only. Raises EngineError."""
         ring, round, nodes = self.model.ring, self.round, self.nodes
-        assert ring is not None, "nobody reads features"
+        assert ring is not None, "no draft model reads features"
         values = self.model.features(int(nodes.max()) + 1, ring.values.shape[1])
         ring.values[ring_places(round.plan, round.trees, nodes)] = values[nodes]
         return ring

@@ -12,38 +12,38 @@ _GROUP = 32
 
 
 def rows_of_tiles(matrix: FourBits) -> NDArray[np.uint8]:
-    """uint8[rows, 68 for every 128 inputs]: half d, uint8 z, a byte unused, 4-bit numbers as Q4_0
-    has them. The group is a multiple of 128.
+    """Return uint8[rows, 68 for every 128 inputs]: half d, uint8 z, an unused byte, 4-bit numbers
+    in the order of Q4_0. The group must be a multiple of 128.
     """
     rows, inputs = matrix.numbers.shape
-    found = np.zeros((rows, inputs // TILE, 68), np.uint8)
+    packed = np.zeros((rows, inputs // TILE, 68), np.uint8)
     repeat = matrix.group // TILE
     scales = np.repeat(matrix.scales, repeat, 1)
-    found[..., :2] = scales[..., None].view(np.uint8)
-    found[..., 2] = np.repeat(matrix.zeros, repeat, 1)
+    packed[..., :2] = scales[..., None].view(np.uint8)
+    packed[..., 2] = np.repeat(matrix.zeros, repeat, 1)
     halves = matrix.numbers.reshape(rows, inputs // TILE, TILE // _GROUP, 2, _GROUP // 2)
-    found[..., 4:] = (halves[..., 0, :] | halves[..., 1, :] << 4).reshape(rows, -1, 64)
-    return found.reshape(rows, -1)
+    packed[..., 4:] = (halves[..., 0, :] | halves[..., 1, :] << 4).reshape(rows, -1, 64)
+    return packed.reshape(rows, -1)
 
 
 def rows_of_bytes(matrix: FourBits) -> NDArray[np.uint8]:
-    """uint8[rows, 34 for every 32 inputs]: the same numbers as Q8_0. The group is a multiple of
-    32.
+    """Return uint8[rows, 34 for every 32 inputs], the same numbers as Q8_0, for a group that is a
+    multiple of 32.
     """
     rows, inputs = matrix.numbers.shape
     repeat = matrix.group // _GROUP
-    found = np.empty((rows, inputs // _GROUP, 34), np.uint8)
-    found[..., :2] = np.repeat(matrix.scales, repeat, 1)[..., None].view(np.uint8)
+    packed = np.empty((rows, inputs // _GROUP, 34), np.uint8)
+    packed[..., :2] = np.repeat(matrix.scales, repeat, 1)[..., None].view(np.uint8)
     zeros = np.repeat(matrix.zeros, matrix.group, 1)
-    found[..., 2:] = (matrix.numbers - zeros).reshape(rows, -1, _GROUP)
-    return found.reshape(rows, -1)
+    packed[..., 2:] = (matrix.numbers - zeros).reshape(rows, -1, _GROUP)
+    return packed.reshape(rows, -1)
 
 
 def check_fp4(rows: NDArray[np.uint8], name: str) -> None:
-    """Raise ModelError naming the tensor where a scale of MXFP4 uint8[rows,bytes], 2^(byte - 127),
-    is out of the range that the core has for it.
+    """Raise ModelError naming the tensor if a scale of MXFP4 uint8[rows,bytes], 2^(byte - 127), is
+    out of the range of the core's 16 bits.
     """
     exponents = rows.reshape(len(rows), -1, 17)[..., 0]
-    # The core's is of twice the numbers, a half.
+    # The core stores the numbers doubled and the scale halved, as a float16.
     if exponents.min() < 128 - 24 or exponents.max() > 128 + 15:
         raise ModelError(f"{name}: MXFP4 scales that 16 bits do not hold; use the torch executor")

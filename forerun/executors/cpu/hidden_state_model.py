@@ -1,5 +1,5 @@
-"""What draft models on the compiled core have in common that read a hidden state beside the next
-token: the target's at first, then what they made themselves (csrc/draft.h, EagleHead).
+"""The base of draft models on the compiled core that read a hidden state beside the next token: the
+target's at first, then their own output (csrc/draft.h, EagleHead).
 """
 
 import ctypes
@@ -25,8 +25,8 @@ from forerun.types import Floats
 
 
 class CpuHiddenStateModel:
-    """The DraftModel contract around a native model that `opened` made. Who derives from it sets
-    `traits`, `_weight_bytes` and `_model`.
+    """The DraftModel contract around a native model from `open_native`. Subclasses set `traits`,
+    `_weight_bytes` and `_model`.
     """
 
     traits: DraftModelTraits
@@ -37,19 +37,19 @@ class CpuHiddenStateModel:
         self._executor, self._library = executor, native.load()
         self._logits: Floats = np.empty((0, 0), np.float32)
 
-    def opened(
+    def open_native(
         self,
         sizes: native.Sizes,
         kind: native.HeadKind,
         features: tuple[int, ...],
         ropes: RopeTable,
     ) -> int:
-        """The core's handle of a new draft model, without tensors yet, that works with the target's
-        threads; the target keeps `features` for it from now on.
+        """Return the core's handle of a new draft model without tensors, which uses the target's
+        threads; the target stores `features` for it from now on.
 
         features  hidden states, as transformers numbers them
 
-        Raises MemoryPlanError where it does not fit.
+        Raises MemoryPlanError if it does not fit.
         """
         aux_layers = np.array(features, np.int32)
         model: int | None = self._library.forerun_open_draft(
@@ -69,13 +69,12 @@ class CpuHiddenStateModel:
         return model
 
     def extend(self, extension: Extension, features: Features | None) -> Candidates:
-        """Run the tokens after those that became permanent, beside these' features, and write the
+        """Run the token after each one that became permanent, beside the latter's features; write
         pages.
 
-        features  one row per token, of this executor's last step or kept on the host
+        features  one row per token, of this executor's last step or from a host ring
 
-        Returns Candidates [s,k]. Raises EngineError, and changes nothing, where the extension or
-        its features are not sound.
+        Returns Candidates [s,k]. Raises EngineError, and changes nothing, for bad input.
         """
         work = pass_of_extension(extension, features)
         places = page_slots(extension, self._executor.limits)
@@ -84,40 +83,42 @@ class CpuHiddenStateModel:
         return candidates
 
     def expand(self, level: DraftLevel) -> Candidates:
-        """Run one level of n draft tokens: Candidates [n,k]. Raises EngineError where it is not
-        sound.
+        """Run one level of n draft tokens. Returns Candidates [n,k]. Raises EngineError for a bad
+        one.
         """
         return self._run(pass_of_level(level), level.candidates)
 
     def block(self, block: DraftBlock) -> BlockCandidates:
-        """Raises EngineError: a draft head proposes level by level."""
+        """Raise EngineError: a draft head proposes level by level."""
         raise EngineError("a draft head proposes level by level, not a block")
 
     def _run(self, work: CpuDraftPass, candidates: int) -> Candidates:
-        return run(self._library, self._model, work, self._room(len(work.scored)), candidates)
+        return run(
+            self._library, self._model, work, self._logits_buffer(len(work.scored)), candidates
+        )
 
-    def _room(self, scored: int) -> Floats:
-        """float32[scored or more,Vd] for logits."""
+    def _logits_buffer(self, scored: int) -> Floats:
+        """Return float32[scored or more,Vd] for logits."""
         if scored > len(self._logits) or not self._logits.size:
             self._logits = np.empty((max(1, scored), self.traits.vocab), np.float32)
         return self._logits
 
 
 def pass_of_extension(extension: Extension, features: Features | None) -> CpuDraftPass:
-    """A pass over the tokens after those that became permanent, each beside its features, with the
-    candidates that the extension asks for.
+    """Return a pass over the token after each one that became permanent, beside the latter's
+    features, with the candidates that the extension wants.
 
-    Raises EngineError where features are missing, of another executor, or not one row per token.
+    Raises EngineError if features are missing, of another executor, or not one row per token.
     """
     count = len(extension.tokens)
-    sources, given = np.zeros(count, np.int32), None
+    sources, host_features = np.zeros(count, np.int32), None
     if isinstance(features, HostFeatures):
-        given = np.ascontiguousarray(features.values, np.float32)
+        host_features = np.ascontiguousarray(features.values, np.float32)
     elif isinstance(features, CpuFeatures):
         sources = features.nodes.astype(np.int32)
     else:
         raise EngineError("a draft head was extended without features of the compiled core")
-    if len(sources if given is None else given) != count:
+    if len(sources if host_features is None else host_features) != count:
         raise EngineError("an extension whose features are not one row per token")
     return CpuDraftPass(
         tokens=extension.next_tokens,
@@ -130,18 +131,16 @@ def pass_of_extension(extension: Extension, features: Features | None) -> CpuDra
         first=0,
         scored=extension.scored,
         extend=True,
-        features=given,
+        features=host_features,
     )
 
 
 def pass_of_level(level: DraftLevel) -> CpuDraftPass:
-    """A pass over a level's draft tokens, all of which are scored; each reads what its parent, or
-    the row's root, left.
-    """
-    kept = -1 - np.repeat(level.slots, np.diff(level.start))
+    """Return a pass over a level's draft tokens, all scored; each reads its parent's output."""
+    slot_outputs = -1 - np.repeat(level.slots, np.diff(level.start))
     return CpuDraftPass(
         tokens=level.tokens,
-        sources=np.where(level.parents < 0, kept, level.parents),
+        sources=np.where(level.parents < 0, slot_outputs, level.parents),
         parents=level.parents,
         start=level.start,
         kv_len=level.kv_len,

@@ -1,4 +1,4 @@
-"""Hidden states and logits of whole token sequences on the compiled core: what serving sees."""
+"""Hidden states and logits of whole token sequences on the compiled core, as in serving."""
 
 import ctypes
 
@@ -12,15 +12,15 @@ from forerun.models.checkpoint import Checkpoint
 from forerun.types import Floats, Ints
 
 CHUNK = 512
-"""Tokens of one pass, at most: their logits take 100 MB at a vocabulary of 49,152."""
+"""Most tokens of one pass: their logits take 100 MB at a vocabulary of 49,152."""
 
 PAGE = 16
 
 
 class HiddenStates:
-    """Runs one sequence at a time, of at most `longest` tokens, and keeps nothing of it.
+    """Runs one sequence at a time, of at most `longest` tokens, and stores nothing of it.
 
-    features  which hidden states: i = entering layer i (transformers' hidden_states[i])
+    features  which hidden states: i = input of layer i (transformers' hidden_states[i])
 
     Raises as CpuExecutor does.
     """
@@ -53,10 +53,10 @@ class HiddenStates:
         )
 
     def run(self, tokens: Ints, scored: Ints) -> tuple[Floats, Floats]:
-        """Features float32[T,F*H] of a whole text tokens int32[T], and logits float32[n,V] at its
-        positions scored int32[n], ascending.
+        """Return features float32[T,F*H] of a whole text tokens int32[T], and logits float32[n,V]
+        at its positions scored int32[n], ascending.
 
-        Raises EngineError where T is beyond `longest` or a token is out of range.
+        Raises EngineError if T is beyond `longest` or a token is out of range.
         """
         limits = self._executor.limits
         if len(tokens) > limits.context:
@@ -67,16 +67,16 @@ class HiddenStates:
             end = min(begin + limits.max_nodes, len(tokens))
             first, last = np.searchsorted(scored, (begin, end))
             self._chunk(tokens[begin:end], begin, scored[first:last] - begin, logits[first:last])
-            kept = features[begin:end]
+            chunk_features = features[begin:end]
             self._check(
                 self._library.forerun_aux_hidden_states(
-                    self._model(), end - begin, kept.ctypes.data
+                    self._model(), end - begin, chunk_features.ctypes.data
                 )
             )
         return features, logits
 
     def _chunk(self, tokens: Ints, kv_len: int, scored: Ints, logits: Floats) -> None:
-        """One pass over a chain of tokens below `kv_len` committed ones."""
+        """Run one pass over a chain of tokens behind `kv_len` committed ones."""
         count = len(tokens)
         chain = np.arange(count, dtype=np.int32)
         arrays = {
@@ -89,14 +89,14 @@ class HiddenStates:
             "pages": self._pages,
             "scored_nodes": scored,
         }
-        held = {name: np.ascontiguousarray(array, np.int32) for name, array in arrays.items()}
+        int_arrays = {name: np.ascontiguousarray(array, np.int32) for name, array in arrays.items()}
         step = native.StepArrays(
             rows=1,
             nodes=count,
             page_width=len(self._pages),
             scored=len(scored),
             logits=logits.ctypes.data,
-            **{name: array.ctypes.data for name, array in held.items()},
+            **{name: array.ctypes.data for name, array in int_arrays.items()},
         )
         self._check(self._library.forerun_forward(self._model(), ctypes.byref(step), None))
 

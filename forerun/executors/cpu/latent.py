@@ -1,5 +1,5 @@
-"""Latent attention on the compiled core: its sizes, where its tensors go, and how kv_b_proj is cut
-into a head's two products (csrc/latent.cpp).
+"""Latent attention on the compiled core: its sizes, the places of its tensors, and kv_b_proj as two
+products per head (csrc/latent.cpp).
 """
 
 from collections.abc import Iterator
@@ -11,11 +11,11 @@ from forerun.models.layer_spec import Latent
 from forerun.types import Floats
 
 ABSORBED = "kv_b_proj"
-"""A matrix in files that the core has as two for each head."""
+"""A matrix in files that the core splits into two per head."""
 
 
 def sizes_of(latent: Latent | None) -> dict[str, Any]:
-    """What native.Sizes says of latent attention; nothing where there is none."""
+    """Return the fields of native.Sizes for latent attention; {} for None."""
     if latent is None:
         return {}
     return {
@@ -28,10 +28,10 @@ def sizes_of(latent: Latent | None) -> dict[str, Any]:
 
 
 def numbered(latent: Latent, first: int) -> Iterator[tuple[str, int]]:
-    """(name without ".weight", number) of each matrix of latent attention, as forerun_set_matrix
-    counts them in a layer (csrc/model.cpp, Model::matrix). Those that take the place of q, k and o
-    have their numbers; the others count from `first`, which no other matrix of a layer has.
-    kv_b_proj is two matrices a head there, and its number is that of the first.
+    """Yield (name without ".weight", number) of each matrix of latent attention, numbered within a
+    layer as forerun_set_matrix does (csrc/model.cpp, Model::matrix). Those in the role of q, k and
+    o have their numbers; the others count from `first`, unused by other matrices. kv_b_proj becomes
+    two matrices a head, and its number is that of the first.
     """
     query = "q_proj" if latent.query_rank is None else "q_b_proj"
     if latent.query_rank is not None:
@@ -40,8 +40,8 @@ def numbered(latent: Latent, first: int) -> Iterator[tuple[str, int]]:
 
 
 def absorbed(matrix: Floats, latent: Latent) -> list[Floats]:
-    """kv_b_proj [A*(nope+value),rank] as A matrices [rank,nope], which bring queries into the
-    latent's space, and A matrices [value,rank], which bring what is found there out of it.
+    """Split kv_b_proj [A*(nope+value),rank] into A matrices [rank,nope], which project queries into
+    the latent space, and A matrices [value,rank], which project attention's result out of it.
     """
     heads = matrix.reshape(-1, latent.nope + latent.value, latent.rank)
     into = [np.ascontiguousarray(head[: latent.nope].T) for head in heads]
@@ -49,7 +49,7 @@ def absorbed(matrix: Floats, latent: Latent) -> list[Floats]:
 
 
 def in_kind(matrix: Floats, kind: str) -> np.ndarray[Any, Any]:
-    """The rows as ggml stores `kind`, whose numbers these are already: F32, F16 or BF16."""
+    """Return the rows in ggml's type `kind`, F32, F16 or BF16, which must hold them exactly."""
     if kind == "F16":
         return matrix.astype("<f2")
     if kind == "BF16":

@@ -5,8 +5,8 @@ from forerun.models.arch import Architecture
 
 
 def refusal(arch: Architecture) -> str | None:
-    """Why the compiled core cannot run this model, as one clause for an error message; None where
-    it can.
+    """Return why the compiled core cannot run this model, as a clause for an error message; or
+    None.
     """
     size, specs = arch.head_size, arch.layer_specs
     if arch.delta is not None or any(spec.attention.gated for spec in specs):
@@ -22,7 +22,7 @@ def refusal(arch: Architecture) -> str | None:
 
 
 def check_runs(arch: Architecture) -> None:
-    """Raise ModelError, which names the torch executor instead, where `refusal` has a reason."""
+    """Raise ModelError, which names the torch executor instead, if `refusal` has a reason."""
     reason = refusal(arch)
     if reason is not None:
         raise ModelError(f"{reason}; use the torch executor (--executor torch)")

@@ -1,4 +1,4 @@
-"""The compiled core's model of a checkpoint: opened, filled with weights, and closed in the end."""
+"""The compiled core's model of a checkpoint: opened, filled with weights, and closed."""
 
 import ctypes
 import logging
@@ -23,16 +23,16 @@ from forerun.types import Floats
 log = logging.getLogger("forerun.executors")
 
 MOST_THREADS = 16
-"""Used unless more are asked for. A step has some 250 barriers, which cost more with each."""
+"""Default limit of threads. A step has some 250 barriers, which cost more with each thread."""
 
 
 class CpuModel:
     """Weights, key/value cache and threads of a target, and the draft models that use its threads.
 
     handle  the core's; None after `shutdown`
-    ring    where features are kept for a draft model that reads any; None = nobody reads them
+    ring    features for a draft model that reads any; None = no draft model reads them
 
-    The parameters and errors are CpuExecutor's.
+    Parameters and errors are CpuExecutor's.
     """
 
     def __init__(
@@ -110,15 +110,15 @@ class CpuModel:
         return cache_bytes_per_token(self._arch, self._cache_item) * places
 
     def adopt(self, draft: int | None, features_width: int) -> None:
-        """Close this native draft model, if any, together with the target whose threads it uses,
-        and keep from now on the features [M,features_width] that the target was made to hand out.
+        """Take over a native draft model, to close it with the target whose threads it uses, and
+        store features [M,features_width] of the target from now on.
         """
         self._drafts += [] if draft is None else [draft]
         ring = HostFeatureRing(self._limits.slots, features_width) if features_width else None
         self.ring = ring
 
     def features(self, count: int, width: int) -> Floats:
-        """float32[count,width]: features of the last step's first nodes. Raises EngineError."""
+        """Return float32[count,width], features of the last step's first nodes. Or EngineError."""
         if self.handle is None:
             raise EngineError("the executor was shut down")
         found = np.empty((count, width), np.float32)
@@ -127,7 +127,7 @@ class CpuModel:
         return found
 
     def describe(self) -> dict[str, Any]:
-        """Facts for /server_info: `device`, `kernels`, `threads`, `dtype` of the weights,
+        """Return facts for /server_info: `device`, `kernels`, `threads`, `dtype` of the weights,
         `weight_bytes`, `cache_bytes` and `cache_dtype` of keys and values.
         """
         return {

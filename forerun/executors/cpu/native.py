@@ -1,4 +1,4 @@
-"""The compiled core (csrc/) through ctypes: its structures, its calls, and whether it is there."""
+"""The compiled core (csrc/) through ctypes: its structures, its calls, and whether it can run."""
 
 import ctypes
 from collections.abc import Mapping
@@ -21,9 +21,9 @@ Library = TypeVar("Library", ctypes.CDLL, ctypes.PyDLL)
 
 LIBRARY = Path(__file__).with_name("_core.so")
 ABI = 31
-"""What `forerun_abi` of csrc/api.cpp must say; raised together with it."""
+"""The version that `forerun_abi` of csrc/api.cpp must return; raise both together."""
 KERNELS = ("avx512-amx", "avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon", "portable")
-"""All names of csrc/dispatch.cpp, best first; `kernels` tells which of them run here."""
+"""All names of csrc/dispatch.cpp, best first; `kernels` says which of them run here."""
 
 
 class Sizes(ctypes.Structure):
@@ -212,17 +212,17 @@ _SHORT_CALLS = {
 
 @lru_cache(maxsize=1)
 def load() -> ctypes.CDLL:
-    """The compiled core, loaded once, with the types of all its calls; calls release Python's lock.
+    """Load the compiled core once, with the types of all its calls; calls release Python's lock.
 
-    Raises OSError where it is missing, of another machine, or built from other sources.
+    Raises OSError if it is missing, for another machine, or built from other sources.
     """
     return _typed(ctypes.CDLL(str(LIBRARY)), _CALLS)
 
 
 @lru_cache(maxsize=1)
 def load_short() -> ctypes.PyDLL:
-    """The same library for calls of microseconds, which keep Python's lock: to get it back from
-    another thread that computes can take 5 ms. Raises OSError as `load`.
+    """Load the same library for calls of microseconds, which keep Python's lock: taking it back
+    from another thread that computes can take 5 ms. Raises OSError as `load`.
     """
     return _typed(ctypes.PyDLL(str(LIBRARY)), _SHORT_CALLS)
 
@@ -233,16 +233,18 @@ def _typed(library: Library, calls: Mapping[str, tuple[Any, Any]]) -> Library:
         if call is None:
             raise OSError(f"{LIBRARY} lacks {name}")
         call.restype, call.argtypes = result, arguments
-    if (found := library.forerun_abi()) != ABI:
-        raise OSError(f"{LIBRARY} speaks version {found}, this package version {ABI}")
+    if (version := library.forerun_abi()) != ABI:
+        raise OSError(f"{LIBRARY} has interface version {version}, this package needs {ABI}")
     return library
 
 
 def available() -> str | None:
-    """Why the compiled core cannot run here, in one sentence with what to do; None where it can."""
+    """Return why the compiled core cannot run here and what to do, in one sentence; None if it
+    can.
+    """
     if not LIBRARY.exists():
         return (
-            "the compiled CPU core is not there (no C++ compiler was found when forerun was "
+            "the compiled CPU core is missing (there was no C++ compiler when forerun was "
             "installed); install g++ or clang++ and reinstall forerun"
         )
     try:
@@ -253,16 +255,14 @@ def available() -> str | None:
 
 
 def kernels(name: str = "") -> str | None:
-    """The name of the kernels that `name` ("" = the best) stands for on this machine; None where it
-    cannot run them. Raises OSError as `load`.
+    """Return the name of the kernels that `name` ("" = the best) stands for on this machine; None
+    if it cannot run them. Raises OSError as `load`.
     """
-    found: bytes | None = load().forerun_kernels(name.encode())
-    return found.decode() if found else None
+    best: bytes | None = load().forerun_kernels(name.encode())
+    return best.decode() if best else None
 
 
 def amx_fault() -> str:
-    """Why AMX is not used on a processor that has it; "" where it is used, or is not there. Raises
-    OSError as `load`.
-    """
+    """Return why AMX is not used on a processor that has it, else "". Raises OSError as `load`."""
     fault: bytes = load().forerun_amx_fault()
     return fault.decode()

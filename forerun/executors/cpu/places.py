@@ -1,4 +1,4 @@
-"""Where the compiled core has a model's tensors: their numbers, and what its layers are."""
+"""Where the compiled core stores a model's tensors, by number, and what its layers are."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _HEAD = (-1, 1)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor goes: layer (-1 = the model's own) and number within it."""
+    """Where a tensor belongs: layer (-1 = the model's own) and number within it."""
 
     name: str
     layer: int
@@ -28,7 +28,7 @@ class Place:
 
 
 def matrices(arch: Architecture) -> list[Place]:
-    """Where all matrices go, in the order in which a step reads them; names without `.weight`."""
+    """Return the places of all matrices in the order of a step's reads; names without `.weight`."""
     places = [Place("model.embed_tokens", -1, 0)]
     for layer, spec in enumerate(arch.layer_specs):
         prefix = f"model.layers.{layer}."
@@ -67,8 +67,8 @@ def _placed(prefix: str, names: tuple[str, ...], layer: int, first: int) -> list
 
 
 def vectors(arch: Architecture) -> list[Place]:
-    """Where each norm's weight and a router's correction go: canonical name, layer (-1 = the
-    model's own) and which of the layer's vectors it is.
+    """Return the places of each norm's weight and a router's correction: canonical name, layer (-1
+    = the model's own) and number among the layer's vectors.
     """
     places = []
     for layer, spec in enumerate(arch.layer_specs):
@@ -99,7 +99,7 @@ _GATES: dict[Activation, int] = {"silu": 0, "clamped_silu": 1, "gelu_tanh": 2, "
 
 
 def layer_kind(arch: Architecture, layer: int) -> native.LayerKind:
-    """The layer for the core, which `limits.refusal` finds nothing in."""
+    """Return the layer as the core describes it; `limits.refusal` must be None."""
     spec = arch.layer_specs[layer]
     kind = native.LayerKind(
         window=spec.attention.window or 0,
@@ -123,7 +123,7 @@ def layer_kind(arch: Architecture, layer: int) -> native.LayerKind:
 
 
 class RopeTable(native.Ropes):
-    """How positions turn heads of `size` numbers by each of `ropes`; keeps what it points to."""
+    """Frequencies of heads of `size` numbers for each of `ropes`; owns the arrays it points to."""
 
     def __init__(self, ropes: Sequence[Rope], size: int) -> None:
         self._held = (
@@ -134,5 +134,5 @@ class RopeTable(native.Ropes):
 
 
 def routes(place: Place) -> bool:
-    """Whether a matrix's product decides which experts a row visits, or how far one counts."""
+    """Return whether a matrix's product selects a row's experts, or weighs one."""
     return place.layer >= 0 and place.which in (_ROUTER, _SHARED_GATE)

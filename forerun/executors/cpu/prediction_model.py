@@ -1,5 +1,5 @@
-"""The target's own prediction layers on the compiled core: what they compute is said in
-models/prediction_layers.py, where they find it in executors/layer_states.py.
+"""The target's own prediction layers on the compiled core. models/prediction_layers.py says what
+they compute, executors/layer_states.py where they read it.
 """
 
 from dataclasses import replace
@@ -48,11 +48,11 @@ _UNSCORED: Ints = np.zeros(0, np.int32)
 
 
 class CpuPredictionModel(CpuHiddenStateModel):
-    """DraftModel on the compiled core, with the target's embedding and, unless it has some rows
-    only, its output head. Each layer is a native model with its own keys and values; a single one
-    keeps what it feeds back by itself.
+    """DraftModel on the compiled core, with the target's embedding and, if it has the whole
+    vocabulary, its output head. Each layer is a native model with its own keys and values; a single
+    one stores its own feedback.
 
-    Raises ModelError for layers that the core cannot run, MemoryPlanError where they do not fit.
+    Raises ModelError for layers that the core cannot run, MemoryPlanError if they do not fit.
     """
 
     def __init__(self, executor: CpuExecutor, draft: PredictionLayers) -> None:
@@ -84,7 +84,7 @@ class CpuPredictionModel(CpuHiddenStateModel):
         self._states = np.zeros((draft.count, rows, arch.hidden), np.float32)
 
     def _layer(self, number: int) -> int:
-        """A native model with one layer's tensors."""
+        """Return a native model with one layer's tensors."""
         draft = self._draft
         arch = draft.architecture
         own_head = "lm_head.weight" in draft.files
@@ -95,9 +95,9 @@ class CpuPredictionModel(CpuHiddenStateModel):
         norms = [Place(draft.own(number, part), *where) for part, where in _NORMS.items()]
         layer = [replace(p, layer=0) for p in matrices(arch) if p.layer == number]
         vector = [replace(p, layer=0) for p in vectors(arch) if p.layer == number]
-        some = ([*layer, fuse, *([] if shared else [head])], [*vector, *norms])
+        tensors = ([*layer, fuse, *([] if shared else [head])], [*vector, *norms])
         rows = None if shared else draft.target_ids
-        packer = Packer(self._library, draft, rows, some, dtype="q8_0")
+        packer = Packer(self._library, draft, rows, tensors, dtype="q8_0")
         self._weight_bytes = packer.planned_bytes()
         self._packed_bytes += self._weight_bytes
         model = self._open(number)
@@ -121,7 +121,7 @@ class CpuPredictionModel(CpuHiddenStateModel):
             pages=limits.pages,
             max_nodes=limits.max_nodes,
             context=limits.context,
-            threads=1,  # It works with the target's.
+            threads=1,  # It uses the target's.
             cache_item=2,
             norm_eps=arch.norm_eps,
             **sizes_of(arch.latent),
@@ -136,36 +136,35 @@ class CpuPredictionModel(CpuHiddenStateModel):
             zeroed=self._draft.zeroed and number == 0,
         )
         last = (self._draft.target.architecture.layers,)
-        return self.opened(sizes, kind, last, RopeTable(arch.ropes, arch.rope_size))
+        return self.open_native(sizes, kind, last, RopeTable(arch.ropes, arch.rope_size))
 
     def extend(self, extension: Extension, features: Features | None) -> Candidates:
-        """Run the tokens after those that became permanent through all layers, the first beside
-        these' features, and write their pages.
+        """Run the token after each one that became permanent through all layers, the first beside
+        the latter's features, and write their pages.
 
-        Returns the first layer's Candidates [s,k]. Raises EngineError where the extension or its
-        features are not sound.
+        Returns the first layer's Candidates [s,k]. Raises EngineError for bad input.
         """
         if self._draft.count == 1:
             return super().extend(extension, features)
         work = pass_of_extension(extension, features)
         places = page_slots(extension, self._executor.limits)
         before, count = self._rows.before(extension), len(extension.tokens)
-        found = self._ran(0, work, self._states[0, :count], extension.candidates)
+        candidates = self._run_layer(0, work, self._states[0, :count], extension.candidates)
         work = replace(work, scored=_UNSCORED)
         for number in range(1, self._draft.count):
             work = replace(work, hidden=self._states[number - 1, before])
-            self._ran(number, work, self._states[number, :count], 1)
+            self._run_layer(number, work, self._states[number, :count], 1)
         for model in self._models:
             commit(self._library, model, places)
-        kept = self._rows.kept(extension)
-        self._states[:, kept.targets] = self._states[:, kept.nodes]
-        return found
+        states = self._rows.kept(extension)
+        self._states[:, states.targets] = self._states[:, states.nodes]
+        return candidates
 
     def expand(self, level: DraftLevel) -> Candidates:
-        """Run one level of n draft tokens through the layer of their depth, which ranks what
-        follows, and through those of greater depths, for what may hang below: Candidates [n,k].
+        """Run one level of n draft tokens through the layer of their depth, which ranks the next
+        tokens, and through those of greater depths, for deeper levels. Returns Candidates [n,k].
 
-        Raises EngineError where the tokens are not all equally deep or the level is not sound.
+        Raises EngineError if the tokens differ in depth or the level is invalid.
         """
         if self._draft.count == 1:
             return super().expand(level)
@@ -174,22 +173,30 @@ class CpuPredictionModel(CpuHiddenStateModel):
         rows = slice(level.first, level.first + len(level.tokens))
         works = [pass_of_level(level)]
         works.append(replace(works[0], scored=_UNSCORED))
-        found: list[Candidates] = []
+        candidates: list[Candidates] = []
         for number in layers_at(depth, count):
-            work = works[bool(found)]
+            work = works[bool(candidates)]
             work = replace(work, hidden=self._states[layer_read(number, depth, count), above])
-            found.append(self._ran(number, work, self._states[number, rows], level.candidates))
-        return found[0]
+            candidates.append(
+                self._run_layer(number, work, self._states[number, rows], level.candidates)
+            )
+        return candidates[0]
 
-    def _ran(self, number: int, work: CpuDraftPass, outputs: Floats, candidates: int) -> Candidates:
-        """Run one layer, whose outputs float32[n,H] are filled in."""
+    def _run_layer(
+        self, number: int, work: CpuDraftPass, outputs: Floats, candidates: int
+    ) -> Candidates:
+        """Run one layer, and fill its outputs float32[n,H]."""
         work = replace(work, outputs=outputs)
         return run(
-            self._library, self._models[number], work, self._room(len(work.scored)), candidates
+            self._library,
+            self._models[number],
+            work,
+            self._logits_buffer(len(work.scored)),
+            candidates,
         )
 
     def describe(self) -> dict[str, Any]:
-        """Facts for /server_info: algorithm, layers, vocab, weight_bytes."""
+        """Return facts for /server_info: algorithm, layers, vocab, weight_bytes."""
         return {
             "algorithm": "nextn",
             "layers": self._draft.count,

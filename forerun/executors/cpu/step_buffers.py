@@ -1,4 +1,4 @@
-"""The small arrays of a step, at addresses where the compiled core finds them."""
+"""The small arrays of a step, at fixed addresses that the compiled core reads."""
 
 import numpy as np
 
@@ -14,11 +14,11 @@ _STEP = ("tokens", "parents", "depth", "start", "known", "kv_len", "scored_nodes
 
 
 class StepBuffers:
-    """Filled anew for every step: cheaper than to tell the core new addresses each time.
+    """Buffers that every step refills: cheaper than passing the core new addresses each time.
 
-    step  for forerun_forward, once `fill` was called
-    walk  for forerun_forward, and for forerun_accept once `put_masks` was called
-    path  address of the nodes that `put_path` put in
+    step  for forerun_forward, after `fill`
+    walk  for forerun_forward, and for forerun_accept after `put_masks`
+    path  address of the nodes from `put_path`
     """
 
     def __init__(self, max_nodes: int, choosing: Choosing) -> None:
@@ -31,7 +31,7 @@ class StepBuffers:
             "choice": np.zeros(max_nodes, np.int32),
             "path": np.zeros(max_nodes, np.int32),
         }
-        # Grow with the steps. To ask an array for its address takes as long as to fill five.
+        # They grow with the steps. `ctypes.data` of an array takes as long as filling five.
         self._pages, self._logits = np.zeros(0, np.int32), np.zeros((0, 0), np.float32)
         address = {name: array.ctypes.data for name, array in self._arrays.items()}
         self.path = address["path"]
@@ -45,10 +45,10 @@ class StepBuffers:
         )
 
     def fill(self, plan: Plan, trees: TreeBatch, scored: Ints, logits: Floats) -> None:
-        """Put in a step, the slots of its rows and which of them sample. The logits of its nodes
-        scored int32[n] go to rows of `logits` float32[.,V].
+        """Write a step: its plan, its trees, and the rows of `logits` float32[.,V] that receive the
+        logits of its nodes scored int32[n].
 
-        Raises EngineError where it has more nodes than fit.
+        Raises EngineError if it has too many nodes.
         """
         count = len(trees.tokens)
         if count > self._max_nodes:
@@ -72,9 +72,7 @@ class StepBuffers:
             self._logits, step.logits = logits, logits.ctypes.data
 
     def put_masks(self, masks: NodeMasks | None) -> None:
-        """Put in what grammars allow. The core reads it in place: it has to live until the core has
-        answered.
-        """
+        """Write the grammars' masks. The core reads them in place: they must outlive its call."""
         walk = self.walk
         walk.mask_row = None if masks is None else masks.row.ctypes.data
         if masks is not None:
@@ -88,13 +86,13 @@ class StepBuffers:
         self._pages[: pages.size], step.page_width = pages.ravel(), pages.shape[1]
 
     def put_path(self, plan: Plan, nodes: Ints) -> None:
-        """Put in nodes of the step, and the pages of a plan of its rows."""
+        """Write accepted nodes of the step, and the pages of a plan of its rows."""
         self._put_pages(plan)
         self._put("path", nodes)
 
     @property
     def choice(self) -> Ints:
-        """int32[M], a copy: what forerun_accept found (`Walk` of csrc/model.h)."""
+        """int32[M], a copy: the choices of forerun_accept (`Walk` of csrc/model.h)."""
         choice: Ints = self._arrays["choice"][: self.step.nodes].copy()
         return choice
 

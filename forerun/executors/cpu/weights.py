@@ -1,9 +1,9 @@
-"""A checkpoint's tensors into the compiled core, packed as csrc/quant.h describes.
+"""Packs a checkpoint's tensors into the compiled core, in the formats of csrc/quant.h.
 
 Floats, Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4 and 4-bit integers in groups of 128 keep the
-file's own numbers exactly, in as many bytes; smaller groups in twice as many. Other quants, and
-floats where that is asked for, become 8 bits in groups of 32: symmetric, scale = largest / 127 as a
-half, rounded to nearest; or floats 4 bits, 16 steps from a group's smallest number to its largest,
+file's own numbers exactly, in as many bytes; smaller groups in twice as many. Other quants become 8
+bits in groups of 32: symmetric, scale = largest / 127 as a half, rounded to nearest. Floats become
+the same if `dtype` requests it, or 4 bits, 16 steps from a group's smallest number to its largest,
 or Q4_K by ggml's rule of the format (csrc/make_q4_k.cpp).
 """
 
@@ -38,24 +38,24 @@ _KINDS = {
 }
 """ggml's name -> `Source` of csrc/quant.h, numbers in a block, bytes of a block."""
 _INT4 = "4-bit integers"
-"""With a scale and a zero point for 128 inputs, or a multiple of that (GPTQ, AWQ)."""
+"""One scale and zero point for 128 inputs, or a multiple of that (GPTQ, AWQ)."""
 _SMALL_INT4 = "4-bit integers in groups below 128"
-"""As bytes these are the same numbers."""
+"""Stored as bytes with the same values."""
 _FLOATS = ("F32", "F16", "BF16")
 BYTES = 2
 """`Format` of 8 bits in groups of 32."""
 _WIDE = 6
 """`Format` of float32."""
 QUANTIZED = {"q8_0": BYTES, "q4_1": 1, "q4_k": 3}
-"""What floats can be made -> `Format` of csrc/quant.h; embedding and head 8 bits at least."""
+"""dtype for floats -> `Format` of csrc/quant.h; embedding and head have 8 bits at least."""
 _WHOLE_BLOCKS = {"q4_k": 256}
-"""Inputs in a block of some: matrices whose rows are no whole number of blocks become 8 bits."""
+"""Inputs in a block, by dtype: matrices whose rows are not whole blocks become 8 bits."""
 _ALIGN = 64
 _HEAD = (-1, 1)
 
 
 def _kind(checkpoint: Checkpoint, name: str) -> str:
-    """How a matrix is stored, as ggml calls it; "few bits" where nobody has a name for that."""
+    """Return how a matrix is stored, by ggml's name; "few bits" if ggml has none."""
     packed = checkpoint.packed(f"{name}.weight")
     if packed is not None:
         return packed.kind
@@ -66,13 +66,13 @@ def _kind(checkpoint: Checkpoint, name: str) -> str:
 
 
 def _stored_kinds(checkpoint: Checkpoint) -> set[str]:
-    """How the layers' matrices are stored, routers not counted: they are floats."""
+    """Return how the layers' matrices are stored, except routers, which are always floats."""
     places = [place for place in matrices(checkpoint.architecture) if place.layer >= 0]
     return {_kind(checkpoint, place.name) for place in places if not routes(place)}
 
 
 def widens(checkpoint: Checkpoint) -> bool:
-    """Whether some matrices take more bytes in the core than in their file."""
+    """Return whether some matrices take more bytes in the core than in their file."""
     return bool(_stored_kinds(checkpoint) - _KINDS.keys())
 
 
@@ -81,7 +81,7 @@ def _fits(dtype: str, inputs: int) -> bool:
 
 
 def _some_become_bytes(checkpoint: Checkpoint, dtype: str) -> bool:
-    """Whether rows of some of the layers' floats are no whole number of what floats are made."""
+    """Return whether some of the layers' float matrices have rows with partial `dtype` blocks."""
     places = [place for place in matrices(checkpoint.architecture) if place.layer >= 0]
     return any(
         not _fits(dtype, checkpoint.shape(f"{place.name}.weight")[1])
@@ -91,8 +91,8 @@ def _some_become_bytes(checkpoint: Checkpoint, dtype: str) -> bool:
 
 
 def bits_made(dtype: str, checkpoint: Checkpoint | None) -> int | None:
-    """Bits of a weight, at most, where floats are made `dtype`, with its share of the scales,
-    rounded up; None where they stay what they are. checkpoint: None = its files are not here.
+    """Return the most bits of a weight if floats become `dtype`, with its share of the scales,
+    rounded up; None if they stay floats. checkpoint: None = its files are not here.
     """
     if dtype not in QUANTIZED:
         return None
@@ -101,45 +101,45 @@ def bits_made(dtype: str, checkpoint: Checkpoint | None) -> int | None:
 
 
 def _computes_in_floats(checkpoint: Checkpoint, dtype: str) -> bool:
-    """Whether all layers' matrices stay floats, as activations and the cache then do."""
+    """Return whether all layers' matrices stay floats, so activations and the cache do, too."""
     return dtype not in QUANTIZED and _stored_kinds(checkpoint) <= set(_FLOATS)
 
 
 def cache_item(checkpoint: Checkpoint, dtype: str) -> int:
-    """Bytes of a number of keys and values: 4 where the model computes in floats, else 2."""
+    """Return the bytes of one number of keys and values: 4 for a model in floats, else 2."""
     return 4 if _computes_in_floats(checkpoint, dtype) else 2
 
 
 def cache_bytes_per_token(arch: Architecture, item: int) -> int:
-    """Bytes of one position's keys and values in all layers, `item` bytes a number."""
+    """Return the bytes of one position's keys and values in all layers, `item` bytes a number."""
     return arch.layers * arch.cache_layer.numbers * item
 
 
 def sentence(checkpoint: Checkpoint, dtype: str) -> str:
-    """How weights and activations are stored and computed, in words for people."""
+    """Describe how weights and activations are stored and computed, for users."""
     names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
     kinds = _stored_kinds(checkpoint)
     floats = sorted(names[kind] for kind in kinds & names.keys())
     file = ", ".join([*floats, *sorted(kinds - names.keys())])
     if _computes_in_floats(checkpoint, dtype):
         return f"weights {file} as in the file, activations float32"
-    made = [f"{', '.join(floats)} made {dtype}"] if floats and dtype in QUANTIZED else []
-    if made and _some_become_bytes(checkpoint, dtype):
-        made += [f"q8_0 where inputs are no multiple of {_WHOLE_BLOCKS[dtype]}"]
-    made += ["embedding and output head made q8_0"] if made and dtype != "q8_0" else []
-    kept = sorted(kinds & _KINDS.keys() - (names.keys() if made else set()))
-    made += [f"{', '.join(kept)} as in the file"] if kept else []
+    parts = [f"{', '.join(floats)} made {dtype}"] if floats and dtype in QUANTIZED else []
+    if parts and _some_become_bytes(checkpoint, dtype):
+        parts += [f"q8_0 where inputs are no multiple of {_WHOLE_BLOCKS[dtype]}"]
+    parts += ["embedding and output head made q8_0"] if parts and dtype != "q8_0" else []
+    unchanged = sorted(kinds & _KINDS.keys() - (names.keys() if parts else set()))
+    parts += [f"{', '.join(unchanged)} as in the file"] if unchanged else []
     other = sorted(kinds - _KINDS.keys() - {_SMALL_INT4})
-    made += [f"{', '.join(other)} made q8_0"] if other else []
-    made += [f"{_SMALL_INT4} as the same numbers in 8 bits"] if _SMALL_INT4 in kinds else []
-    return f"weights {', '.join(made)}, activations 8 bits in groups of 32"
+    parts += [f"{', '.join(other)} made q8_0"] if other else []
+    parts += [f"{_SMALL_INT4} as the same numbers in 8 bits"] if _SMALL_INT4 in kinds else []
+    return f"weights {', '.join(parts)}, activations 8 bits in groups of 32"
 
 
 class Packer:
-    """Moves one checkpoint into one native model.
+    """Copies one checkpoint into one native model.
 
     head_rows  int32[Vd] the rows that its output head has; None = all
-    some       matrices and vectors to load instead of a whole model's
+    tensors    matrices and vectors to load instead of a whole model's
     dtype      what floats become: "file", which is what they are, or a name of QUANTIZED
 
     Raises ModelError naming the tensor whose stored bytes do not fit its shape.
@@ -150,53 +150,53 @@ class Packer:
         library: ctypes.CDLL,
         checkpoint: Checkpoint,
         head_rows: Ints | None = None,
-        some: tuple[list[Place], list[Place]] | None = None,
+        tensors: tuple[list[Place], list[Place]] | None = None,
         dtype: str = "file",
     ) -> None:
         self._library = library
         self._checkpoint = checkpoint
         self._names = frozenset(checkpoint.names())
-        self._head_rows, self._some, self._dtype = head_rows, some, dtype
+        self._head_rows, self._tensors, self._dtype = head_rows, tensors, dtype
 
     def planned_bytes(self) -> int:
-        """Bytes that all packed tensors will take in the core, alignment included."""
+        """Return the bytes that all packed tensors will take in the core, alignment included."""
         total = sum(self._bytes_of(place) for place in self._matrices())
         for place in self._vectors():
             total += 4 * self._checkpoint.shape(place.name)[0] + _ALIGN
         return total
 
     def _bytes_of(self, place: Place) -> int:
-        """Of a matrix and its bias, alignment included."""
+        """Return the bytes of a matrix and its bias, alignment included."""
         rows, columns = self._checkpoint.shape(f"{place.name}.weight")
         if place.name.endswith(ABSORBED):
             return self._bytes_of_heads(place)
-        if self._head_rows is not None and not self._whole(place):
+        if self._head_rows is not None and not self._has_all_rows(place):
             rows = len(self._head_rows)
-        becomes = self._becomes(place, _kind(self._checkpoint, place.name))
-        packed = int(self._library.forerun_packed_bytes(becomes, rows, columns))
+        format = self._format_of(place, _kind(self._checkpoint, place.name))
+        packed = int(self._library.forerun_packed_bytes(format, rows, columns))
         return packed + 4 * rows * (f"{place.name}.bias" in self._names) + 2 * _ALIGN
 
     def _bytes_of_heads(self, place: Place) -> int:
-        becomes = self._becomes(place, self._kind_of_heads(place))
+        format = self._format_of(place, self._kind_of_heads(place))
         arch = self._checkpoint.architecture
         latent = arch.latent
         assert latent is not None
         shapes = (latent.rank, latent.nope), (latent.value, latent.rank)
-        packed = (self._library.forerun_packed_bytes(becomes, *shape) + _ALIGN for shape in shapes)
+        packed = (self._library.forerun_packed_bytes(format, *shape) + _ALIGN for shape in shapes)
         return arch.heads * int(sum(packed))
 
     def _kind_of_heads(self, place: Place) -> str:
-        """Of each head's matrices: floats stay what they are; all else is widened and turned."""
+        """Return each head's kind: floats, or "few bits" to be widened and transposed."""
         kind = _kind(self._checkpoint, place.name)
         return kind if kind in _FLOATS else "few bits"
 
     def load(self, model: int, progress: Callable[[int, int], None] = lambda *_: None) -> None:
         """Set a native model's layers and pack every tensor into it. Raises ModelError.
 
-        progress  is called after each matrix with bytes of those that are packed, and of all
+        progress  is called after each matrix with the bytes packed so far, and of all
         """
         arch = self._checkpoint.architecture
-        if self._some is None:
+        if self._tensors is None:
             self._set_layers(model, arch)
         done, total = 0, sum(self._bytes_of(place) for place in self._matrices())
         for place in self._matrices():
@@ -204,7 +204,7 @@ class Packer:
             (self._load_heads if heads else self._load_matrix)(model, place)
             done += self._bytes_of(place)
             progress(done, total)
-        if arch.tied_head and self._head_rows is None and self._some is None:
+        if arch.tied_head and self._head_rows is None and self._tensors is None:
             self._library.forerun_tie_head(model)
         for place in self._vectors():
             values = self._floats(place.name)
@@ -219,22 +219,22 @@ class Packer:
         self._library.forerun_set_scales(model, arch.embedding_scale, arch.logit_scale, cap)
 
     def _matrices(self) -> list[Place]:
-        """All, and a tied head where it has not all rows of the embedding."""
-        if self._some is not None:
-            return self._some[0]
+        """Return all matrices, and a tied head's if it has not all rows of the embedding."""
+        if self._tensors is not None:
+            return self._tensors[0]
         arch = self._checkpoint.architecture
-        some = arch.tied_head and self._head_rows is not None
-        return matrices(arch) + ([Place("model.embed_tokens", *_HEAD)] if some else [])
+        has_own_head = arch.tied_head and self._head_rows is not None
+        return matrices(arch) + ([Place("model.embed_tokens", *_HEAD)] if has_own_head else [])
 
     def _vectors(self) -> list[Place]:
-        return self._some[1] if self._some else vectors(self._checkpoint.architecture)
+        return self._tensors[1] if self._tensors else vectors(self._checkpoint.architecture)
 
-    def _whole(self, place: Place) -> bool:
+    def _has_all_rows(self, place: Place) -> bool:
         return self._head_rows is None or (place.layer, place.which) != _HEAD
 
-    def _becomes(self, place: Place, kind: str) -> int:
-        """The `Format` of what is stored as `kind`. Routers stay what they are: where scores are
-        near each other, fewer bits would choose other experts.
+    def _format_of(self, place: Place, kind: str) -> int:
+        """Return the `Format` for a matrix stored as `kind`. Routers keep their precision: fewer
+        bits would select other experts at nearly equal scores.
         """
         if kind not in _KINDS:
             return _WIDE if routes(place) else BYTES
@@ -249,13 +249,13 @@ class Packer:
         channels, inputs = self._checkpoint.shape(name)
         packed = self._checkpoint.packed(name)
         kind, rows = self._rows(place)
-        if not self._whole(place):
+        if not self._has_all_rows(place):
             rows = np.ascontiguousarray(rows[self._head_rows])
             channels = len(rows)
         has_bias = f"{place.name}.bias" in self._names
         bias = self._floats(f"{place.name}.bias") if has_bias else None
         where = (place.name, place.layer, place.which)
-        becomes = self._becomes(place, _kind(self._checkpoint, place.name))
+        becomes = self._format_of(place, _kind(self._checkpoint, place.name))
         set_matrix(
             self._library, model, where, Stored(kind, rows, (channels, inputs), becomes), bias
         )
@@ -265,7 +265,7 @@ class Packer:
     def _load_heads(self, model: int, place: Place) -> None:
         latent, kind = self._checkpoint.architecture.latent, self._kind_of_heads(place)
         assert latent is not None
-        becomes = self._becomes(place, kind)
+        becomes = self._format_of(place, kind)
         kind = kind if kind in _FLOATS else "F32"
         every = absorbed(self._floats(f"{place.name}.weight"), latent)
         for number, matrix in enumerate(every):
@@ -274,7 +274,7 @@ class Packer:
             set_matrix(self._library, model, where, stored)
 
     def _rows(self, place: Place) -> tuple[str, AnyArray]:
-        """A matrix's rows as a name of _KINDS says that they are stored."""
+        """Return a name of _KINDS and a matrix's rows stored in that way."""
         name, kind = f"{place.name}.weight", _kind(self._checkpoint, place.name)
         packed = self._checkpoint.packed(name)
         if packed is not None and kind in _KINDS:
@@ -296,9 +296,9 @@ class Packer:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A matrix on its way into the core.
+    """A matrix to be copied into the core.
 
-    kind     ggml's name of how its rows are stored
+    kind     ggml's name of its rows' storage
     shape    channels and inputs; None: those of `rows`
     becomes  a `Format` of csrc/quant.h
     """
@@ -310,7 +310,7 @@ class Stored:
 
 
 def set_layer(library: ctypes.CDLL, model: int, layer: int, kind: native.LayerKind) -> None:
-    """Make a native model's layer what `kind` says, before its tensors. Raises ModelError."""
+    """Describe a native model's layer to the core, before its tensors. Raises ModelError."""
     code = library.forerun_set_layer(model, layer, ctypes.byref(kind))
     _raise_for(library, code, f"model.layers.{layer}")
 
@@ -327,7 +327,7 @@ def set_matrix(
     place  (name without `.weight`, layer, number within it)
     bias   float32[channels]; None = none
 
-    Raises ModelError naming the tensor where its bytes do not make its shape, or the core refuses.
+    Raises ModelError naming the tensor if its bytes do not fit its shape, or the core refuses.
     """
     (name, layer, which), rows = place, stored.rows
     channels, inputs = stored.shape or rows.shape
@@ -337,14 +337,14 @@ def set_matrix(
             f"{name}.weight: {rows.nbytes} bytes of {stored.kind} do not make a "
             f"[{channels}, {inputs}] matrix"
         )
-    held = np.ascontiguousarray(rows)
+    contiguous = np.ascontiguousarray(rows)
     code = library.forerun_set_matrix(
         model,
         layer,
         which,
         source,
         stored.becomes,
-        held.ctypes.data,
+        contiguous.ctypes.data,
         channels,
         inputs,
         None if bias is None else bias.ctypes.data,
@@ -357,8 +357,8 @@ def set_vector(
 ) -> None:
     """Copy one vector float32[n] into a native model. Raises ModelError naming the tensor."""
     name, layer, which = place
-    held = np.ascontiguousarray(values, "<f4")
-    code = library.forerun_set_vector(model, layer, which, held.ctypes.data, len(held))
+    contiguous = np.ascontiguousarray(values, "<f4")
+    code = library.forerun_set_vector(model, layer, which, contiguous.ctypes.data, len(contiguous))
     _raise_for(library, code, name)
 
 
