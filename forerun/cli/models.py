@@ -117,13 +117,7 @@ def _write_tokenizer(name: str, folder: Path) -> int:
     tokenizer = model.tokenizer
     if tokenizer.backend is None:
         raise ModelError(f"{model.name} has no tokenizer that could be written")
-    ends = {"bos_token": tokenizer.bos_id, "eos_token": next(iter(tokenizer.eos_ids), None)}
-    settings: dict[str, Any] = {
-        key: tokenizer.token_bytes(id).decode("utf-8", "replace")
-        for key, id in ends.items()
-        if id is not None
-    }
-    settings |= {
+    settings: dict[str, Any] = tokenizer.names | {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": model.architecture.context,
     }

@@ -227,7 +227,7 @@ def _open_folder(name: str, path: Path, context: int | None) -> Model:
         )
     config, vocab = checkpoint.config, checkpoint.architecture.vocab
     eos_ids, bos_id = folders.eos_ids(path, config, vocab), folders.bos_id(path, config, vocab)
-    tokenizer = Tokenizer.from_file(source, eos_ids, bos_id)
+    tokenizer = Tokenizer.from_file(source, eos_ids, bos_id, folders.special_tokens(path))
     where = f"{path / 'generation_config.json'}"
     sampling = folders.sampling_defaults(where, folders.generation_config(path))
     return _model(name, checkpoint, tokenizer, folders.chat_template(path), sampling)

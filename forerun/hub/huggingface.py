@@ -37,6 +37,7 @@ _PATTERNS = [
     "ngrams.safetensors",
     "tokenizer.json",
     "tokenizer_config.json",
+    "special_tokens_map.json",
     "chat_template.jinja",
 ]
 """Data only: no code is ever fetched."""

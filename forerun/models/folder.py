@@ -27,6 +27,7 @@ from forerun.types import Floats
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLED, _PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_SPECIAL_TOKENS = "special_tokens_map.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _MOST_SHARDS = 1024
@@ -227,7 +228,9 @@ def _needed(files: dict[str, TensorFile], arch: Architecture) -> dict[str, Tenso
 
 
 def eos_ids(folder: Path, config: dict[str, Any], vocab: int) -> tuple[int, ...]:
-    """Ids that end a text: generation_config.json's, then config.json's."""
+    """Ids that end a text: generation_config.json's, then config.json's; special_tokens may name
+    one more.
+    """
     ids: list[int] = []
     for source in [generation_config(folder), config]:
         ids += _token_ids(folder, "eos_token_id", source.get("eos_token_id"), vocab)
@@ -235,11 +238,30 @@ def eos_ids(folder: Path, config: dict[str, Any], vocab: int) -> tuple[int, ...]
 
 
 def bos_id(folder: Path, config: dict[str, Any], vocab: int) -> int | None:
-    """The begin-of-text id, unless tokenizer_config.json says that there is none."""
-    if tokenizer_settings(folder).get("bos_token", "unsaid") is None:
-        return None
+    """config.json's begin-of-text id; special_tokens may name another."""
     ids = _token_ids(folder, "bos_token_id", config.get("bos_token_id"), vocab)
     return ids[0] if ids else None
+
+
+_SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+
+
+def special_tokens(folder: Path) -> dict[str, str | None]:
+    """By the names that chat templates know, the texts of the special tokens that
+    tokenizer_config.json names, or special_tokens_map.json where it does not; None where it says
+    that there is none. Raises ModelError where one is no text.
+    """
+    path = folder / _SPECIAL_TOKENS
+    settings = (read_json(path) if path.is_file() else {}) | tokenizer_settings(folder)
+    found: dict[str, str | None] = {}
+    for name in _SPECIAL:
+        if name in settings:
+            value = settings[name]
+            text = value.get("content") if isinstance(value, dict) else value
+            if text is not None and not isinstance(text, str):
+                raise ModelError(f"{folder}: {name} {shown(value)} is not a token's text")
+            found[name] = text or None
+    return found
 
 
 def _token_ids(folder: Path, name: str, value: Any, vocab: int) -> list[int]:

@@ -114,12 +114,7 @@ async def tokenizer_info(request: Request) -> Response:
     """GET /tokenizer_info: what a client needs to use /tokenize as its tokenizer."""
     loaded = service_of(request).enter().loaded
     tokenizer = loaded.tokenizer
-    eos = next(iter(tokenizer.eos_ids), None)
-    ends = {"bos_token": tokenizer.bos_id, "eos_token": eos, "pad_token": eos}
-    named = {
-        name: None if id is None else token_text(tokenizer.token_bytes(id))
-        for name, id in ends.items()
-    }
+    ends = {"bos_token": None, "eos_token": None, "pad_token": tokenizer.names.get("eos_token")}
     return Json(
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -127,7 +122,8 @@ async def tokenizer_info(request: Request) -> Response:
             "vocab_size": tokenizer.vocab_size,
             "chat_template": None if loaded.chat is None else loaded.chat.source,
             "additional_special_tokens": [t.text for t in tokenizer.added.values() if t.control],
-            **named,
+            **ends,
+            **tokenizer.names,
         }
     )
 

@@ -136,7 +136,7 @@ class ChatTemplate:
         marker = free_marker([self._source, clean, offered, options])
         escape = Escape([*self._special, *self._written], marker)
         own = Escape(self._special, marker)
-        names = self._names() | escape.value(options)
+        names = self._tokenizer.names | escape.value(options)
         names["messages"] = [_escaped(message, escape, own) for message in clean]
         names["tools"] = escape.value(offered)
         names["add_generation_prompt"] = add_generation_prompt
@@ -153,17 +153,9 @@ class ChatTemplate:
     ) -> str:
         """What the template writes for a small conversation of ours. See TemplateTraits."""
         names = {"messages": list(messages), "tools": tools and list(tools)}
-        return self._renderer.render(self._names() | names | {"add_generation_prompt": True})
-
-    def _names(self) -> dict[str, Any]:
-        """`bos_token` and `eos_token`, where the model has them."""
-        ids = {"bos_token": self._tokenizer.bos_id}
-        ids["eos_token"] = next(iter(self._tokenizer.eos_ids), None)
-        return {
-            name: self._tokenizer.token_bytes(id).decode("utf-8", "replace")
-            for name, id in ids.items()
-            if id is not None
-        }
+        return self._renderer.render(
+            self._tokenizer.names | names | {"add_generation_prompt": True}
+        )
 
     def _encode(self, text: str, marker: str, most: int | None) -> Ints:
         least = self._tokenizer.least_tokens(text.replace(marker, ""))

@@ -8,7 +8,7 @@ done on bytes, because a token may hold half a character.
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from threading import Lock
@@ -62,11 +62,14 @@ class TextEnds:
     eos_ids  ids that end a text, the declared one first
     bos_id   begin-of-text id, if there is one
     prefix   ids that the model expects before a plain text
+    named    texts of special tokens as the model's files name them, by what chat templates call
+             them (`eos_token`); None where they say that there is none
     """
 
     eos_ids: tuple[int, ...]
     bos_id: int | None = None
     prefix: tuple[int, ...] = ()
+    named: Mapping[str, str | None] = field(default_factory=dict)
 
 
 class Tokenizer:
@@ -78,6 +81,8 @@ class Tokenizer:
     eos_ids         ids that end a text, the declared one first
     bos_id          begin-of-text id, if there is one
     pieces          bytes that each id below vocab_size stands for; no id above it stands for any
+    names           texts of special tokens by what chat templates call them: bos_token, eos_token
+                    and the like, as far as there are any
     leading_spaces  spaces that decoding takes off the front at most (SentencePiece: 1)
     backend         the `tokenizers.Tokenizer`, or None where there is none (byte level)
     """
@@ -106,6 +111,9 @@ class Tokenizer:
         outside = [id for id in self.eos_ids if not 0 <= id < self.vocab_size]
         if outside:
             raise ModelError(f"end-of-text ids {outside} are not below {self.vocab_size}")
+        first = {"bos_token": ends.bos_id, "eos_token": next(iter(ends.eos_ids), None)}
+        texts = {name: self._text(id) for name, id in first.items() if id is not None} | ends.named
+        self.names = {name: text for name, text in texts.items() if text}
 
     @classmethod
     def byte_level(cls) -> Self:
@@ -132,10 +140,17 @@ class Tokenizer:
 
     @classmethod
     def from_file(
-        cls, path: Path | str, eos_ids: Iterable[int] = (), bos_id: int | None = None
+        cls,
+        path: Path | str,
+        eos_ids: Iterable[int] = (),
+        bos_id: int | None = None,
+        names: Mapping[str, str | None] | None = None,
     ) -> Self:
         """From a `tokenizer.json`; end-of-text and begin-of-text ids come from the model's
         configuration files.
+
+        names  special tokens as other files of the tokenizer name them (TextEnds.named): its
+               `bos_token` counts before `bos_id`, its `eos_token` beside `eos_ids`
 
         Raises ModelError where the file cannot be read, asks for too much (check_limits), or is of
         a kind that is not supported.
@@ -151,10 +166,16 @@ class Tokenizer:
                 f"{path}: the tokenizer's model is {spec['model'].get('type')!r}; "
                 "only 'BPE' is supported"
             )
-        return cls._from_json(spec, tuple(eos_ids), bos_id)
+        return cls._from_json(spec, tuple(eos_ids), bos_id, names or {})
 
     @classmethod
-    def _from_json(cls, spec: dict[str, Any], eos_ids: tuple[int, ...], bos_id: int | None) -> Self:
+    def _from_json(
+        cls,
+        spec: dict[str, Any],
+        eos_ids: tuple[int, ...],
+        bos_id: int | None,
+        names: Mapping[str, str | None] | None = None,
+    ) -> Self:
         try:
             spec = served(spec)
             check_limits(spec)
@@ -167,7 +188,13 @@ class Tokenizer:
             raise
         except Exception as error:  # A part of another type than it must have.
             raise ModelError(f"the tokenizer cannot be built: {error!r}") from error
-        ends = TextEnds(eos_ids, bos_id, () if set(prefix) & set(eos_ids) else prefix)
+        named = names or {}
+        # Text that is no token cannot be sampled: it ends nothing.
+        known = {name: backend.token_to_id(text) for name, text in named.items() if text}
+        if known.get("eos_token") is not None:
+            eos_ids = tuple(dict.fromkeys([*eos_ids, known["eos_token"]]))
+        bos_id = known.get("bos_token") if "bos_token" in named else bos_id
+        ends = TextEnds(eos_ids, bos_id, () if set(prefix) & set(eos_ids) else prefix, named)
         texts = [token.text for token in added]
         bound = cache(lambda: length_bound(spec, pieces.bytes, texts))
         return cls(codec, pieces, added, ends, backend, bound)
@@ -239,6 +266,9 @@ class Tokenizer:
         token has.
         """
         return self.pieces[id] if 0 <= id < len(self.pieces) else b""
+
+    def _text(self, id: int) -> str:
+        return self.token_bytes(id).decode("utf-8", "replace")
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of `ids`; what is not valid UTF-8 becomes U+FFFD.

@@ -7,9 +7,11 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from forerun.errors import ModelError
+from forerun.hub.catalog import open_model
 from forerun.models.arch import FAMILIES
 from forerun.models.checkpoint import Checkpoint
-from forerun.models.folder import FolderCheckpoint, bos_id, chat_template, eos_ids
+from forerun.models.folder import FolderCheckpoint, bos_id, chat_template, eos_ids, special_tokens
+from forerun.text.chat import ChatTemplate
 from tests.models import tiny
 
 IDS = torch.arange(100)[None]
@@ -197,8 +199,43 @@ def test_ends_of_text(folder):
 def test_begin_of_text(folder):
     assert bos_id(folder, {"bos_token_id": 1}, 320) == 1
     assert bos_id(folder, {}, 320) is None
-    edit(folder / "tokenizer_config.json", bos_token=None)
-    assert bos_id(folder, {"bos_token_id": 1}, 320) is None
+
+
+def test_special_tokens_are_those_of_tokenizer_config_then_of_the_map(folder):
+    (folder / "tokenizer_config.json").write_text("{}")
+    assert special_tokens(folder) == {}
+    as_object = {"content": "<e>", "lstrip": False}
+    edit(folder / "tokenizer_config.json", bos_token=None, eos_token=as_object, pad_token="")
+    (folder / "special_tokens_map.json").write_text('{"eos_token": "<m>", "unk_token": "<u>"}')
+    found = {"bos_token": None, "eos_token": "<e>", "pad_token": None, "unk_token": "<u>"}
+    assert special_tokens(folder) == found
+    edit(folder / "tokenizer_config.json", eos_token=7)
+    with pytest.raises(ModelError, match="eos_token 7 is not a token's text"):
+        special_tokens(folder)
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", {"content": "<|im_end|>"}])
+def test_a_fine_tune_ends_where_its_tokenizer_config_says(folder, end):
+    """Its config.json still has the base's end, its template the names of tokenizer_config."""
+    edit(folder / "config.json", eos_token_id=0, bos_token_id=0)
+    (folder / "generation_config.json").unlink()
+    template = "{{ bos_token }}|{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    settings = folder / "tokenizer_config.json"
+    edit(settings, eos_token=end, bos_token="<|im_start|>", chat_template=template)
+    model = open_model(str(folder))
+    ours = model.tokenizer
+    turn, begin = ours.added["<|im_end|>"].id, ours.added["<|im_start|>"].id
+    assert ours.eos_ids == (0, turn) and ours.bos_id == begin
+    chat = ChatTemplate(model.chat_template, ours)
+    messages = [{"role": "user", "content": "x"}]
+    assert chat.render(messages) == "<|im_start|>|x<|im_end|>"
+    chat.close()
+    edit(settings, bos_token=None)
+    ours = open_model(str(folder)).tokenizer
+    assert ours.bos_id is None and "bos_token" not in ours.names
+    edit(settings, eos_token="<no token>")
+    ours = open_model(str(folder)).tokenizer
+    assert ours.eos_ids == (0,) and ours.names["eos_token"] == "<no token>"
 
 
 def test_chat_templates(folder):

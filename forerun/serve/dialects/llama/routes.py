@@ -9,7 +9,6 @@ from starlette.routing import Route
 from forerun.serve.answering import Json, generated, received, rendered, service_of
 from forerun.serve.dialects.llama.completion import CompletionsDialect, InfillDialect
 from forerun.serve.dialects.llama.schema import TemplateBody
-from forerun.serve.dialects.openai.render import text_of
 from forerun.serve.dialogue import dialogue, rendered_chat
 from forerun.serve.fields import read
 from forerun.serve.schema import ChatBody
@@ -102,11 +101,7 @@ def _counted(value: Any, service: Service) -> dict[str, Any]:
 def _properties(served: Served, service: Service) -> dict[str, Any]:
     loaded = served.loaded
     tokenizer = loaded.tokenizer
-    eos = next(iter(tokenizer.eos_ids), None)
-    texts = {
-        name: "" if id is None else text_of(id, tokenizer)
-        for name, id in (("bos_token", tokenizer.bos_id), ("eos_token", eos))
-    }
+    texts = {name: tokenizer.names.get(name, "") for name in ("bos_token", "eos_token")}
     params = {**(loaded.info.get("sampling_defaults") or {}), "n_predict": -1}
     params["speculative.n_max"] = max(loaded.config.speculative_num_steps or 0, 0)
     return {
