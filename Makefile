@@ -24,7 +24,7 @@ FAST    := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadsco
 	-m "not slow and not gpu and not browser and not chaos"
 
 # Containers often ask Python to write no bytecode. Then every process that a test starts compiles the
-# package anew, which was half of the processor time of the tests that start some (docs/results).
+# package anew, which was half of the processor time of the tests that start some.
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup tools demo serve test suite test-slow test-slower test-browser chaos chaos-nightly sanitize soak fuzz-loaders mutants check prove bench \

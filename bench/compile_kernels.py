@@ -1,7 +1,7 @@
 """Compiles our Triton kernels for NVIDIA's GPUs, which needs none; prints one JSON line each.
 
     python -m bench.compile_kernels [--arch 80,90,100] [NAME ...]
-    python -m bench.compile_kernels --table docs/inside/gpu-kernels.md
+    python -m bench.compile_kernels --table bench/out/gpu-kernels.md
     python -m bench.compile_kernels --check
 
 `--check` says what is not as it should be (`wrong`), on every architecture, and fails then: before
@@ -508,7 +508,7 @@ def matrix(arch: int) -> dict[str, Kernel]:
 
 HEAD = """# Kernels on a GPU, as compiled
 
-Written by `python -m bench.compile_kernels --table docs/inside/gpu-kernels.md`; compiling needs no
+Written by `python -m bench.compile_kernels --table bench/out/gpu-kernels.md`; compiling needs no
 device. Triton {version} compiles every binary that rounds of these models need, for
 compute capabilities 8.0 (A100), 9.0 (H100, H200) and 10.0 (B200). Registers are a thread's, shared
 memory a program's; programs are those that fit on a multiprocessor at once by both; a spill would

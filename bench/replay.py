@@ -59,14 +59,14 @@ COSTS = {
     "steep": StepCosts((1, 2, 4, 8, 16, 64), (10.6, 16.1, 28.8, 54.8, 86.6, 312.0)),
 }
 LOOK_MS, ROW_LOOK_MS = 0.1, 0.01
-"""Of the drafter and of choosing, in a step that asks it, and of every row of it (docs/results: 80
+"""Of the drafter and of choosing, in a step that asks it, and of every row of it (80
 to 180 us a step of few rows, 1 ms of 64)."""
 TREE_MS = {"many": 0.7}
 """What a step with draft tokens takes longer whatever their number, where the table does not say
-it (docs/results: 1.2 of 80 ms beside 64 rows)."""
+it (1.2 of 80 ms beside 64 rows)."""
 ROW_MS = {"many": 0.05}
 """What every row adds that start-up does not see: its news, and its own context. Assumed: the host
-alone takes 2 ms of 64 rows (docs/results), their contexts more."""
+alone takes 2 ms of 64 rows, their contexts more."""
 TUNED = sys.modules[__name__], account, adaptive, host_drafts, costs
 """Where constants are read that --set changes."""
 NOISE = 0.05

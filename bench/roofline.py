@@ -56,7 +56,7 @@ MIXES = {
 HEAD = f"""# What a round costs at least, by bytes
 
 Written by `python -m bench.roofline --table docs/inside/gpu-roofline.md` and
-checked by `--check`; what an H100 took: [log](../results/log.md). Llama-3.1-8B in
+checked by `--check`; what an H100 took: [results](../results/gpu.md). Llama-3.1-8B in
 bfloat16, an EAGLE-3 head of {DRAFT_VOCAB:,} tokens where levels are grown, {BEHIND} tokens
 behind every row; in float8, the layers' products (embedding and output head stay in
 bfloat16), and in 8 and 4 bits, integers with a scale and a zero point for each 128

@@ -122,8 +122,7 @@ BACK = 20.0
 STILL = 63.0
 """Until Ray Serve ends a replica that answers nothing: three looks of ten seconds each
 (forerun.ray.app), the first of them half a period later, and the thirty of --drain-seconds that it
-gives to one that drains. So it was measured (docs/results, "2026-11-26: replicas that are never
-ready")."""
+gives to one that drains. So it was measured once."""
 
 
 @dataclass

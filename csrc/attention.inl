@@ -101,7 +101,7 @@ FORERUN_INLINE void by_queries(const Attend* nodes, int count, Call call) {
 }
 
 // Whether so many queries read keys and values where they are, each three of them converting halves
-// again. With AVX2 that costs next to nothing (docs/results: .76 to .94 of the cycles, with 6 to 24
+// again. With AVX2 that costs next to nothing (.76 to .94 of the cycles, with 6 to 24
 // queries); 512 bits take two operations on the ports that multiply, plain C++ takes many.
 FORERUN_INLINE bool read_in_place(int queries) {
     return (kWide == 8 && kConvertsBeside) || queries <= 3;

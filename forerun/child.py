@@ -9,7 +9,7 @@ from time import sleep
 STOPPED_SECONDS = 1.0
 """A process that somebody has stopped may go on within so long. No work counts into this, however
 long it takes: only SIGSTOP and its like stop a process. A debugger that attaches does not: the
-system tells it, and not the parent. (docs/results, "2026-11-26: rank 0 is watched too")"""
+system tells it, and not the parent."""
 LOOK = 0.05
 """Seconds between two looks at a process that is stopped."""
 

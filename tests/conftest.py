@@ -24,8 +24,8 @@ FIRST = (
     *("acceptance", "drafters", "control", "train", "parity", "parallel"),
     *("fuzz", "constrain", "cli", "cpu", "e2e", "build"),
 )
-"""Folders whose files take long, in that order: seconds to half a minute, some of one test
-(docs/results, 2026-11-26). Files of the others take 4 s at most, but for a few of many tests.
+"""Folders whose files take long, in that order: seconds to half a minute, some of one test.
+Files of the others take 4 s at most, but for a few of many tests.
 """
 
 if find_spec("hypothesis") is not None:  # Machines that only run tests/gpu have none.

@@ -1,7 +1,7 @@
 """Some cells of a matrix of parameters in which every pair of values meets that meets in any.
 
 Most faults that a matrix finds need one value or two together, so these run always and the whole
-matrix with the slow tests (docs/results, 2026-11-27).
+matrix with the slow tests.
 """
 
 from collections import Counter

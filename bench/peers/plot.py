@@ -1,6 +1,6 @@
 """What over_http.py measured, drawn.
 
-    python bench/peers/plot.py bench/results/peers-http-avx2.json docs/results/peers.svg
+    python bench/peers/plot.py bench/results/peers-http-zen3.json docs/results/peers.svg
 
 A panel for each figure, a line for each server, medians over the rounds.
 """

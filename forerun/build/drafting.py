@@ -53,8 +53,9 @@ def with_shipped(config: EngineConfig, layered: bool = False) -> EngineConfig:
              itself as its draft, means them
 
     AUTO takes its n-gram table, not its head: a table costs no arithmetic, and on the machines
-    measured a head's draft tokens were not as much better as they are dearer (docs/results). For
-    the same reason it takes prediction layers on no CPU. A GGUF file is a whole model.
+    measured a head's draft tokens were not as much better as they are dearer
+    (docs/results/not-taken.md). For the same reason it takes prediction layers on no CPU. A GGUF
+    file is a whole model.
     """
     if config.speculative_algorithm == AUTO:
         config = replace(config, speculative_algorithm=_automatic(config, layered))

@@ -3,13 +3,13 @@
 "Replayed" means bench/replay.py: 62 recorded answers of the default model through the real n-gram
 drafter and policy on a virtual clock, step costs 4.0 4.4 5.2 10.1 20.1 ms for 1 2 4 8 16 nodes;
 two runs differ by up to .005, where nodes are nearly free by .06. "Simulated" means tests/control,
-on a device tests/control/device.py. "Log" is docs/results.
+on a device tests/control/device.py.
 """
 
 MIN_REPEATS = 3
 """So many plain steps come first, for every number of rows, and a count of nodes is timed so often
 at least at start-up. (One slow step of 32 nodes made a draft token beside 64 rows look like a
-bargain, and 64 streams lost 9 %: log, third session.)"""
+bargain, and 64 streams lost 9 %.)"""
 FOLLOW = 0.1
 """Share of a step's error that is put down to the whole machine being slower or faster now.
 (Replayed, one stream, with neighbours that slow the machine down for 50 steps: 1.446 of plain at
@@ -28,7 +28,7 @@ defies the drafter uses up the credit within 50 steps; .5 and .9: heads of one r
 the best fixed shape in the mean, .998 as it is.)"""
 MIN_PROB = 0.1
 """A token less likely than this is not looked for under a grammar, however cheap a node is: draft
-tokens given .15 to .24 come true less often than that (log, structured output)."""
+tokens given .15 to .24 come true less often than that."""
 PLAIN_EVERY = 128
 """After so many steps with draft tokens one goes without, and after so many without they are looked
 for; after so many a count of nodes that none had is believed to cost less: what is believed of

@@ -30,7 +30,7 @@ class DraftPasses:
     pass is for. Every method raises EngineError where the model's logits are not finite.
 
     mask  asked for the first level only: further down, masks cost more than they bring
-          (docs/results)
+          (docs/results/not-taken.md)
     """
 
     def __init__(self, model: DraftModel, shape: DraftShape, mask: Masks) -> None:

@@ -49,17 +49,17 @@ MIN_PROB = 0.05
 """Draft tokens with a smaller estimated probability are not looked at further. (Replayed: speed
 over plain decoding at T=0 and .8, 150 held-out answers each of the default model, draft tokens
 chosen by the price that steps have on two cores of an Intel Xeon: 1.956 and 1.397; .1 1.938 and
-1.383, .03 1.957 and 1.399: docs/results.)"""
+1.383, .03 1.957 and 1.399.)"""
 COUPLING = 0.5
 """How far to believe that the noise of a position decides what comes there, by temperature, up to
 1: with noise g, a token's chance is multiplied with e**(COUPLING * temperature * g). (Replayed with
 the native twin's prices, held-out answers of the default model, speed over plain decoding with 0,
 .2, .4, .5 and .6 instead of the product: 1.417 1.414 1.399 1.393 1.384 at T=.4, 1.265 1.289 1.298
-1.300 1.297 at .8, 1.108 1.128 1.144 1.146 1.149 at 1: docs/results.)"""
+1.300 1.297 at .8, 1.108 1.128 1.144 1.146 1.149 at 1.)"""
 COUNTED = 16
 """Tokens of an answer that the cache counts for every time that draft tokens were asked for, so
 that counting costs a part of looking, and nothing where nobody looks. (.5 us a token on the core
-and 13 here, Zen 3, where a look takes the core 100 us: docs/results.)"""
+and 13 here, Zen 3, where a look takes the core 100 us.)"""
 TAIL = 8
 """Tokens of the text that a table is shown: more than any table's contexts have."""
 

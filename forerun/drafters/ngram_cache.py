@@ -15,7 +15,7 @@ FOLLOWERS = 4
 """tokens that are remembered after each. (Replayed after 60,000 tokens of other answers of the
 default model without its table, tokens a step at T=0 and .8: 1.893 and 1.576 with all followers,
 1.892 and 1.570 with 4, 1.875 and 1.549 with 2; contexts of 6 and 8 tokens too: 1.824 instead of
-1.833 after 32,000: docs/results.)"""
+1.833 after 32,000.)"""
 DISCOUNT = 0.75
 """Taken from every follower's count and left to shorter contexts. (Replayed likewise: .5, .8 and 1
 by count 1.874 and 1.564; those of train/ngrams.py 1.894 and 1.576.)"""

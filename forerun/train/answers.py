@@ -1,6 +1,6 @@
 """Answers the target writes itself: the only text a draft should learn from.
 
-Other people's text is a poor teacher (EAGLE-3, section 4; docs/results): the draft must imitate
+Other people's text is a poor teacher (EAGLE-3, section 4): the draft must imitate
 what the target writes, under the template and with the sampling it will be served with. Prompts
 come from a file of chats, or from nowhere: a chat model given its template up to the user's
 turn writes a user's turn.

@@ -21,7 +21,7 @@ DISCOUNTS = (0.0, 0.7, 1.05, 1.35)
 """Taken from a follower's count of 0, 1, 2, and 3 or more. (300 held-out answers of the default
 model at T=0 and .8, draft tokens by the price of nodes on an Intel Xeon, speed over plain: with one
 discount of .75 and counts instead of continuations 1.627 and 1.254, with these 1.647 and 1.265; as
-Chen and Goodman estimate them 1.645 and 1.264: docs/results.)"""
+Chen and Goodman estimate them 1.645 and 1.264.)"""
 CAUTION = 0.5
 """Added to the count of "something else". (Judged likewise: 0 is .2 % slower at T=.8.)"""
 

@@ -5,7 +5,7 @@ A broken draft cannot be seen in the text, nor a useless table, nor trees that a
 scored so that the wrong nodes are left out. So tokens per step are asserted, on built-in prompts:
 of the head the aims of a draft trained on a CPU, which it exceeds; of the table also beside lookup
 alone; of both 2.25 were counted, 1.67 of the head alone and 1.84 of n-grams (on MT-bench 2.35, 1.88
-and 1.84: docs/results). Plain decoding answers each question once, for all of them.
+and 1.84). Plain decoding answers each question once, for all of them.
 """
 
 import shutil

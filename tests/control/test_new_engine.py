@@ -10,7 +10,7 @@ from tests.control.steps import FREE, Text, arrays, report_of
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 CPU = StepCosts(COUNTS, (4.0, 4.4, 5.2, 10.1, 20.1, 38.3, 78.8))
-"""What steps take: two cores, the default model (docs/results)."""
+"""What steps take: two cores, the default model."""
 TOLD = {
     "right": CPU,
     "nodes nearly free": StepCosts(COUNTS, (10.0, 10.1, 10.2, 10.5, 10.8, 11.2, 12.0)),

@@ -59,8 +59,8 @@ def test_who_stands_still_is_sent_no_more_than_the_bound():
 
 
 def test_the_docs_say_what_the_results_are():
-    """Each row of the table in docs/use/replicas.md is of the points that were kept."""
-    page = (ROOT / "docs" / "use" / "replicas.md").read_text(encoding="utf-8")
+    """Each row of the table in docs/results/serving.md is of the points that were kept."""
+    page = (ROOT / "docs" / "results" / "serving.md").read_text(encoding="utf-8")
     kept = {}
     for path in (ROOT / "bench" / "results").glob("fleet-trouble-*.json"):
         for point in json.loads(path.read_text(encoding="utf-8"))["points"]:

@@ -42,7 +42,7 @@ LOOK = 0.05
 LOST_LOOKS = 6
 """What all ranks wait for comes before each has looked so often (group.LOOK), or never. It is what
 one of them sends to another and no work: it came within .18 seconds at worst of 4,883 waits, in
-most of them in less than a millisecond (docs/results, "2026-11-26: rank 0 is watched too")."""
+most of them in less than a millisecond."""
 
 COMMAND = (sys.executable, "-m", "forerun.executors.torch.parallel.rank")
 

@@ -22,7 +22,7 @@ from forerun.models.layer_spec import CLAMP, CLAMP_SLOPE
 
 PROGRAMS, LEAST = PARTS // (4 * FEW * COLUMNS), 512
 """Programs that columns are split for, 4 on each of 128 multiprocessors: as fast as any of 512,
-768, 1,024 and 2,048 on an H200 (docs/results, 2026-11-26, night). And columns of x that each has at
+768, 1,024 and 2,048 on an H200. And columns of x that each has at
 least, which is not measured."""
 
 _KINDS = {"int4": 4, "int8": 8, "float8": 1}
