@@ -16,6 +16,7 @@ from forerun.serve.closing import closed_grammar, closed_rules
 from forerun.serve.dialects.llama.schema import TemplateBody
 from forerun.serve.errors import ApiError
 from forerun.serve.fields import ignored_in
+from forerun.serve.history import left_out
 from forerun.serve.output_parser import OutputParser
 from forerun.serve.schema import ChatBody, SampledBody
 from forerun.serve.tools import Tool, ToolChoice
@@ -177,6 +178,8 @@ def effort_names(body: ChatBody, template: ChatTemplate) -> dict[str, Any]:
 def ignored_fields(body: SampledBody, loaded: Frontend) -> tuple[str, ...]:
     """Fields of a request that were sent and change nothing with this model."""
     found = ignored_in(body)
+    if isinstance(body, ChatBody):
+        found += left_out(body.messages)
     if isinstance(body, ChatBody) and body.reasoning_effort is not None:
         told = loaded.chat is not None and effort_names(body, loaded.chat)
         found += () if told else ("reasoning_effort",)

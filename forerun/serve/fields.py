@@ -16,11 +16,16 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from forerun.errors import RequestError
 
 Reader = Callable[[Any, str], Any]
 """(JSON value, where it stands) -> what the field holds. Raises RequestError."""
+
+Mend = Callable[[Any, str, list[str]], Any]
+"""(JSON value, where it stands, places left out so far) -> the JSON value without what its reader
+refuses, whose places are added. Raises RequestError where nothing is left that the reader takes."""
 
 Schema = dict[str, Any]
 """A JSON schema. It may let pass what a reader refuses, but never forbid what it takes."""
@@ -35,11 +40,12 @@ _UNSET: tuple[Any, ...] = (False, 0, "", [], {})
 
 
 class DescribedReader:
-    """A reader that says what it takes."""
+    """A reader that says what it takes, and makes of a value what it takes of it (`mend`)."""
 
-    def __init__(self, reader: Reader, schema: Schema) -> None:
+    def __init__(self, reader: Reader, schema: Schema, mend: Mend | None = None) -> None:
         self._reader = reader
         self.schema = schema
+        self.mend = mend or _whole(reader)
         self.__doc__ = reader.__doc__
 
     def __call__(self, value: Any, where: str) -> Any:
@@ -47,9 +53,24 @@ class DescribedReader:
         return self._reader(value, where)
 
 
-def takes(schema: Schema) -> Callable[[Reader], DescribedReader]:
-    """Describe a reader by a JSON schema, for /openapi.json. Decorates it."""
-    return lambda reader: DescribedReader(reader, schema)
+def takes(schema: Schema, mend: Mend | None = None) -> Callable[[Reader], DescribedReader]:
+    """Describe a reader by a JSON schema, for /openapi.json. Decorates it. Without `mend` a value
+    is taken whole or not at all.
+    """
+    return lambda reader: DescribedReader(reader, schema, mend)
+
+
+def _whole(reader: Reader) -> Mend:
+    def mend(value: Any, where: str, left: list[str]) -> Any:
+        reader(value, where)
+        return value
+
+    return mend
+
+
+def mender(reader: Reader) -> Mend:
+    """How to mend a value for a reader."""
+    return reader.mend if isinstance(reader, DescribedReader) else _whole(reader)
 
 
 def schema_of(reader: Reader) -> Schema:
@@ -143,6 +164,35 @@ def read(kind: type[Body], value: Any, where: str = "") -> Body:
     return kind(**given)
 
 
+def mend_object(kind: type[Any]) -> Mend:
+    """Mend an object for `read`: fields that it would refuse are left out. `kind.blank`, if there
+    is one, maps names of fields to the value of those that are absent or unreadable.
+    """
+    refused: dict[str, str] = getattr(kind, "refused", {})
+    renamed: dict[str, str] = getattr(kind, "renamed", {})
+    blank: dict[str, Any] = getattr(kind, "blank", {})
+
+    def mend(value: Any, where: str, left: list[str]) -> Any:
+        known = {item.name: item for item in dataclasses.fields(kind)}
+        found: dict[str, Any] = {}
+        for key, content in mapping(value, where).items():
+            own, place = renamed.get(key, key), f"{where}.{key}"
+            if content is None or (own in refused and content in _UNSET):
+                continue
+            if own not in known or own in found:
+                left.append(f"{where}.{quote(key[:_SHOWN], safe='', errors='replace')}")
+                continue
+            try:
+                found[own] = mender(known[own].metadata["reader"])(content, place, left)
+            except RequestError:
+                if known[own].default is dataclasses.MISSING and own not in blank:
+                    raise
+                left.append(place)
+        return {**blank, **found}
+
+    return mend
+
+
 def shown(value: Any) -> str:
     """A value for a message: short, whatever was sent."""
     if isinstance(value, dict):
@@ -233,7 +283,19 @@ def items(each: Reader, longest: int, shortest: int = 0) -> DescribedReader:
     """
     bounds = {"minItems": shortest, "maxItems": longest}
 
-    @takes({"type": "array", "items": schema_of(each), **bounds})
+    def mend(value: Any, where: str, left: list[str]) -> Any:
+        if not isinstance(value, list):
+            raise RequestError(f"{where} must be a list, not {shown(value)}.", where)
+        found = []
+        for index, item in enumerate(value):
+            place = f"{where}[{index}]"
+            try:
+                found.append(mender(each)(item, place, left))
+            except RequestError:
+                left.append(place)
+        return found
+
+    @takes({"type": "array", "items": schema_of(each), **bounds}, mend)
     def reader(value: Any, where: str) -> tuple[Any, ...]:
         if not isinstance(value, list):
             raise RequestError(f"{where} must be a list, not {shown(value)}.", where)
@@ -283,7 +345,7 @@ def only(*allowed: Any, why: str) -> DescribedReader:
 def part(kind: type[Any]) -> DescribedReader:
     """A reader of an object that is itself a declared body; it raises RequestError as `read`."""
 
-    @takes(body_schema(kind))
+    @takes(body_schema(kind), mend_object(kind))
     def reader(value: Any, where: str) -> Any:
         return read(kind, value, where)
 
@@ -296,15 +358,21 @@ def tagged(kinds: Mapping[str, type[Any]], refused: Mapping[str, str] = NOTHING)
     refused  types that are known and not supported, and why
     """
 
-    @takes({"anyOf": [_of_type(kind, name) for name, kind in kinds.items()]})
-    def reader(value: Any, where: str) -> Any:
+    def found(value: Any, where: str) -> type[Any]:
         kind, place = mapping(value, where).get("type"), f"{where}.type"
         if isinstance(kind, str) and kind in refused:
             raise RequestError(f"{place}: {shown(kind)} is not supported: {refused[kind]}.", place)
         if not isinstance(kind, str) or kind not in kinds:
             known = ("one of " if len(kinds) > 1 else "") + ", ".join(kinds)
             raise RequestError(f"{place} must be {known}, not {shown(kind)}.", place)
-        return read(kinds[kind], value, where)
+        return kinds[kind]
+
+    def mend(value: Any, where: str, left: list[str]) -> Any:
+        return mend_object(found(value, where))(value, where, left)
+
+    @takes({"anyOf": [_of_type(kind, name) for name, kind in kinds.items()]}, mend)
+    def reader(value: Any, where: str) -> Any:
+        return read(found(value, where), value, where)
 
     return reader
 

@@ -5,11 +5,14 @@ from typing import Any, ClassVar
 
 from forerun.errors import RequestError
 from forerun.serve.fields import (
+    DescribedReader,
+    Mend,
     accept,
     body_schema,
     ignore,
     items,
     mapping,
+    mend_object,
     need,
     only,
     read,
@@ -19,6 +22,7 @@ from forerun.serve.fields import (
     text,
     whatever,
 )
+from forerun.serve.history import history
 from forerun.serve.tools import calls
 
 MAX_TEXT = 2**31 - 1
@@ -41,13 +45,25 @@ _MEDIA = "image_url image input_audio audio audio_url video video_url file input
 _part = tagged({"text": _TextPart}, dict.fromkeys(_MEDIA, NO_MEDIA))
 
 
-@takes({"anyOf": [plain_text.schema, items(_part, MAX_MESSAGES).schema]})
+_parts = items(_part, MAX_MESSAGES)
+
+
+def of_parts(parts: DescribedReader) -> Mend:
+    """How to mend a message's text: of a list, parts that cannot be read are left out."""
+
+    def mend(value: Any, where: str, left: list[str]) -> Any:
+        return (parts if isinstance(value, list) else plain_text).mend(value, where, left)
+
+    return mend
+
+
+@takes({"anyOf": [plain_text.schema, _parts.schema]}, of_parts(_parts))
 def content(value: Any, where: str) -> str:
     """A message's text: a string, or parts, which are joined by line breaks. Raises RequestError,
     naming `where`, for anything else.
     """
     if isinstance(value, list):
-        return "\n".join(part.text for part in items(_part, MAX_MESSAGES)(value, where))
+        return "\n".join(part.text for part in _parts(value, where))
     return str(plain_text(value, where))
 
 
@@ -74,6 +90,7 @@ class Message:
         "refusal": "the template has no place for it",
         "function_call": USE_TOOLS,
     }
+    blank: ClassVar[dict[str, Any]] = {"content": ""}
 
 
 IGNORED = (
@@ -88,7 +105,7 @@ IGNORED = (
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-@takes(body_schema(Message))
+@takes(body_schema(Message), mend_object(Message))
 def _message(value: Any, where: str) -> dict[str, Any]:
     """A message as the chat template takes it. OpenAI's `developer` is the older `system`."""
     message = read(Message, value, where)
@@ -117,4 +134,19 @@ def ignored_in_messages(body: dict[str, Any]) -> tuple[str, ...]:
     return tuple(f"messages.{name}" for name in IGNORED if name in given)
 
 
-messages = items(_message, MAX_MESSAGES, 1)
+def is_assistant(message: dict[str, Any]) -> bool:
+    """Whether a message as it was sent is what the model said."""
+    return message.get("role") == "assistant"
+
+
+def of_tools(reader: DescribedReader) -> Mend:
+    """How to mend new messages: only those that tools brought."""
+
+    def mend(value: Any, where: str, left: list[str]) -> Any:
+        brought = isinstance(value, dict) and value.get("role") == "tool"
+        return reader.mend(value, where, left) if brought else value
+
+    return mend
+
+
+messages = history(_message, MAX_MESSAGES, 1, assistant=is_assistant, fresh=of_tools(_message))

@@ -1,8 +1,9 @@
 """The fields about tools: what may be called, and whether the model may, must or must not."""
 
+import json
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.grammar.calls import Signature
@@ -13,6 +14,7 @@ from forerun.serve.fields import (
     boolean,
     items,
     mapping,
+    mend_object,
     need,
     only,
     part,
@@ -21,6 +23,7 @@ from forerun.serve.fields import (
     takes,
     text,
 )
+from forerun.text.escape import check_json
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -149,13 +152,62 @@ class _Choice:
     function: _Named = need(part(_Named))
 
 
+def _first_object(value: Any, where: str, left: list[str]) -> dict[str, Any]:
+    """The first whole object in arguments that a model wrote; an empty one where there is none."""
+    found, whole = value, True
+    try:
+        if isinstance(value, str):
+            written = value.strip()
+            found, end = json.JSONDecoder().raw_decode(written)
+            whole = end == len(written)
+        check_json(found, where)
+    except (ValueError, RecursionError, RequestError):
+        found = None
+    if not (whole and isinstance(found, dict)):
+        left.append(where)
+    return found if isinstance(found, dict) else {}
+
+
+def _mend_text(value: Any, where: str, left: list[str]) -> str:
+    try:
+        return str(argument_text(value, where))
+    except RequestError:
+        return json.dumps(_first_object(value, where, left), ensure_ascii=False)
+
+
+@takes(_text.schema, _mend_text)
+def argument_text(value: Any, where: str) -> str:
+    """Arguments of a call as JSON text; none may be empty. Raises RequestError, naming `where`, for
+    anything else.
+    """
+    written = str(_text(value, where))
+    if written.strip():
+        try:
+            found = json.loads(written)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"{where} is not JSON: {error}", where) from error
+        check_json(found, where)
+    return written
+
+
+@takes({"type": "object"}, _first_object)
+def argument_object(value: Any, where: str) -> dict[str, Any]:
+    """Arguments of a call as a JSON object. Raises RequestError, naming `where`, for anything
+    else.
+    """
+    check_json(value, where)
+    return dict(mapping(value, where))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Called:
     """A function that was called. OpenAI's `parse` leaves its arguments in it a second time."""
 
     name: str = need(function_name)
-    arguments: str = need(_text)
+    arguments: str = need(argument_text)
     parsed_arguments: Any = accept(lambda value, where: value)
+
+    blank: ClassVar[dict[str, Any]] = {"arguments": "{}"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +220,7 @@ class _Call:
     index: Any = accept(lambda value, where: value)
 
 
-@takes({"type": "object", "required": ["function"]})
+@takes({"type": "object", "required": ["function"]}, mend_object(_Call))
 def call(value: Any, where: str) -> dict[str, Any]:
     """A call of an earlier answer, as chat templates take it. Raises RequestError naming
     the field.

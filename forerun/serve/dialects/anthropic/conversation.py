@@ -15,6 +15,7 @@ from forerun.serve.dialects.anthropic.schema import (
     ToolUse,
 )
 from forerun.serve.fields import ignored_in
+from forerun.serve.history import left_out
 from forerun.serve.schema import ChatBody
 from forerun.serve.tools import ToolChoice, different
 
@@ -62,7 +63,7 @@ def ignored(body: CountBody) -> tuple[str, ...]:
         found += [f"thinking.{name}" for name in ignored_in(body.thinking)]
     inner = {name for message in body.messages for block in message.content
              for name in ignored_in(block)}  # fmt: skip
-    return (*found, *(f"messages.{name}" for name in sorted(inner)))
+    return (*found, *(f"messages.{name}" for name in sorted(inner)), *left_out(body.messages))
 
 
 def _plain(message: AnthropicMessage) -> list[dict[str, Any]]:

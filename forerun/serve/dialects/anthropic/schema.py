@@ -13,6 +13,7 @@ from forerun.serve.fields import (
     integer,
     items,
     mapping,
+    mend_object,
     need,
     number,
     only,
@@ -22,7 +23,8 @@ from forerun.serve.fields import (
     takes,
     text,
 )
-from forerun.serve.messages import MAX_MESSAGES, NO_MEDIA, plain_text
+from forerun.serve.history import history
+from forerun.serve.messages import MAX_MESSAGES, NO_MEDIA, is_assistant, of_parts, plain_text
 from forerun.serve.schema import (
     MAX_STOP_TEXT,
     MAX_STOP_TOKENS,
@@ -31,7 +33,7 @@ from forerun.serve.schema import (
     untraced,
 )
 from forerun.serve.structure import json_rules
-from forerun.serve.tools import MAX_TOOLS, Tool, function_name, plain_tool
+from forerun.serve.tools import MAX_TOOLS, Tool, argument_object, function_name, plain_tool
 from forerun.serve.unused import TIERS
 
 OWN_TOOLS = "the server runs no tools of its own; offer functions with an input_schema"
@@ -55,6 +57,7 @@ class Thinking:
     type: str = need(plain_text)
     thinking: str = need(plain_text)
     signature: str = accept(plain_text, "")
+    cache_control: dict[str, Any] | None = ignore(mapping)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +67,11 @@ class ToolUse:
     type: str = need(plain_text)
     id: str = need(text(256))
     name: str = need(function_name)
-    input: dict[str, Any] = need(mapping)
+    input: dict[str, Any] = need(argument_object)
     cache_control: dict[str, Any] | None = ignore(mapping)
     caller: dict[str, Any] | None = ignore(mapping)
+
+    blank: ClassVar[dict[str, Any]] = {"input": {}}
 
 
 _MEDIA = dict.fromkeys(("image", "document", "search_result"), NO_MEDIA)
@@ -74,7 +79,7 @@ _text_block = tagged({"text": Text}, _MEDIA)
 _text_blocks = items(_text_block, MAX_MESSAGES)
 
 
-@takes({"anyOf": [plain_text.schema, _text_blocks.schema]})
+@takes({"anyOf": [plain_text.schema, _text_blocks.schema]}, of_parts(_text_blocks))
 def told(value: Any, where: str) -> str:
     """The text of a field: a string, or blocks of text, joined by line breaks. Raises RequestError,
     naming `where`, for anything else.
@@ -103,7 +108,7 @@ _block = tagged(
 _blocks = items(_block, MAX_MESSAGES)
 
 
-@takes({"anyOf": [plain_text.schema, _blocks.schema]})
+@takes({"anyOf": [plain_text.schema, _blocks.schema]}, of_parts(_blocks))
 def _content(value: Any, where: str) -> tuple[Block, ...]:
     if isinstance(value, str):
         return (Text(type="text", text=str(plain_text(value, where))),)
@@ -121,15 +126,45 @@ class AnthropicMessage:
     role: str = need(_ROLES)
     content: tuple[Block, ...] = need(_content)
 
+    blank: ClassVar[dict[str, Any]] = {"content": []}
 
-@takes(body_schema(AnthropicMessage))
+
+_OTHERS: dict[Any, tuple[str, ...]] = {
+    "assistant": ("tool_result",),
+    "user": ("thinking", "tool_use"),
+    "system": ("thinking", "tool_use", "tool_result"),
+}
+"""Types of blocks that messages of a role do not have."""
+
+
+def _mend(value: Any, where: str, left: list[str]) -> Any:
+    found = mend_object(AnthropicMessage)(value, where, left)
+    others, content = _OTHERS.get(found.get("role"), ()), found["content"]
+    if isinstance(content, list) and any(block["type"] in others for block in content):
+        left.append(f"{where}.content")
+        found["content"] = [block for block in content if block["type"] not in others]
+    return found
+
+
+def _mend_results(value: Any, where: str, left: list[str]) -> Any:
+    """Mend what tools brought, and nothing else of a message."""
+    content = mapping(value, where).get("content")
+    if not isinstance(content, list):
+        return value
+    found = []
+    for index, block in enumerate(content):
+        brought = isinstance(block, dict) and block.get("type") == "tool_result"
+        mended = _block.mend(block, f"{where}.content[{index}]", left) if brought else block
+        found.append(mended)
+    return {**value, "content": found}
+
+
+@takes(body_schema(AnthropicMessage), _mend)
 def _message(value: Any, where: str) -> AnthropicMessage:
     """A message whose blocks are such as its role has."""
     found = read(AnthropicMessage, value, where)
-    others = {"assistant": ToolResult, "user": Thinking | ToolUse}
-    wrong = others.get(found.role, Thinking | ToolUse | ToolResult)
     for index, block in enumerate(found.content):
-        if isinstance(block, wrong):
+        if block.type in _OTHERS[found.role]:
             place = f"{where}.content[{index}]"
             raise RequestError(f"{place}: a {found.role} message has no {block.type}.", place)
     return found
@@ -216,7 +251,9 @@ class CountBody:
     """POST /v1/messages/count_tokens: what is counted."""
 
     model: str | None = accept(text(256, 1))
-    messages: tuple[AnthropicMessage, ...] = need(items(_message, MAX_MESSAGES, 1))
+    messages: tuple[AnthropicMessage, ...] = need(
+        history(_message, MAX_MESSAGES, 1, assistant=is_assistant, fresh=_mend_results)
+    )
     system: str | None = accept(told)
     tools: tuple[Tool, ...] = accept(_tools, ())
     tool_choice: AnthropicToolChoice | None = accept(part(AnthropicToolChoice))

@@ -18,6 +18,7 @@ from forerun.serve.dialects.openai.render import logprob_entries, speculation_me
 from forerun.serve.dialogue import ignored_fields
 from forerun.serve.errors import ApiError
 from forerun.serve.fields import ignored_in, read
+from forerun.serve.history import left_out
 from forerun.serve.output_parser import Heard
 from forerun.serve.prepare import Generation, chat_generation, completion_generation, within
 from forerun.serve.schema import UNLIMITED, ChatBody, CompletionBody
@@ -152,6 +153,7 @@ class OllamaChat(OllamaDialect):
     def _asked(self, body: OllamaBody, service: Service) -> Generation:
         assert isinstance(body, OllamaChatBody)
         chat = conversation(body, body.messages)
+        self.ignored += left_out(body.messages)
         return self._chat(replace(chat, tools=body.tools), service)
 
     def _chat(self, chat: ChatBody, service: Service) -> Generation:

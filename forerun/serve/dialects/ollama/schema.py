@@ -17,6 +17,7 @@ from forerun.serve.fields import (
     integer,
     items,
     mapping,
+    mend_object,
     need,
     number,
     one_or_more,
@@ -27,7 +28,8 @@ from forerun.serve.fields import (
     takes,
     text,
 )
-from forerun.serve.messages import MAX_MESSAGES, NO_MEDIA, plain_text
+from forerun.serve.history import history
+from forerun.serve.messages import MAX_MESSAGES, NO_MEDIA, is_assistant, of_tools, plain_text
 from forerun.serve.schema import (
     MAX_STOP_TEXT,
     MAX_STOP_TOKENS,
@@ -36,7 +38,7 @@ from forerun.serve.schema import (
     untraced,
 )
 from forerun.serve.structure import json_object_rules, json_rules
-from forerun.serve.tools import MAX_TOOLS, Tool, function_name, plain_tool
+from forerun.serve.tools import MAX_TOOLS, Tool, argument_object, function_name, plain_tool
 
 _ANY = integer(-(2**31), 2**31 - 1)
 _NUMBER = number(-1e9, 1e9)
@@ -154,9 +156,11 @@ class OllamaBody:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Called:
     name: str = need(function_name)
-    arguments: dict[str, Any] = need(mapping)
+    arguments: dict[str, Any] = need(argument_object)
     index: int | None = accept(integer(0, MAX_TOKENS))
     description: str | None = ignore(plain_text)
+
+    blank: ClassVar[dict[str, Any]] = {"arguments": {}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +183,7 @@ class OllamaMessage:
     tool_call_id: str | None = accept(text(256))
 
 
-@takes(body_schema(OllamaMessage))
+@takes(body_schema(OllamaMessage), mend_object(OllamaMessage))
 def _message(value: Any, where: str) -> dict[str, Any]:
     """A message as templates take it."""
     message = read(OllamaMessage, value, where)
@@ -228,7 +232,9 @@ def _tool(value: Any, where: str) -> Tool:
 class OllamaChatBody(OllamaBody):
     """POST /api/chat. Without messages it only asks whether the model is there."""
 
-    messages: tuple[dict[str, Any], ...] = accept(items(_message, MAX_MESSAGES), ())
+    messages: tuple[dict[str, Any], ...] = accept(
+        history(_message, MAX_MESSAGES, assistant=is_assistant, fresh=of_tools(_message)), ()
+    )
     tools: tuple[Tool, ...] = accept(items(_tool, MAX_TOOLS), ())
 
 

@@ -19,6 +19,7 @@ from forerun.serve.dialects.responses.schema import (
     is_hosted,
 )
 from forerun.serve.fields import ignored_in
+from forerun.serve.history import left_out
 from forerun.serve.schema import ChatBody
 from forerun.serve.tools import different
 
@@ -97,7 +98,7 @@ def ignored(body: ResponsesBody, value: dict[str, Any]) -> tuple[str, ...]:
             found += [f"{name}.{field}" for field in ignored_in(inner)]
     found += [f"include.{name}" for name in body.include if name != LOGPROBS]
     inside = {name for item in body.input for name in ignored_in(item)}
-    return (*found, *(f"input.{name}" for name in sorted(inside)))
+    return (*found, *(f"input.{name}" for name in sorted(inside)), *left_out(body.input))
 
 
 def _begins_turn(message: dict[str, Any], item: Item) -> bool:

@@ -19,6 +19,7 @@ from forerun.serve.fields import (
     integer,
     items,
     mapping,
+    mend_object,
     need,
     number,
     only,
@@ -30,7 +31,8 @@ from forerun.serve.fields import (
     text,
     whatever,
 )
-from forerun.serve.messages import MAX_MESSAGES, NO_MEDIA, plain_text
+from forerun.serve.history import history
+from forerun.serve.messages import MAX_MESSAGES, NO_MEDIA, of_parts, plain_text
 from forerun.serve.schema import (
     EFFORTS,
     MAX_TOKENS,
@@ -39,7 +41,14 @@ from forerun.serve.schema import (
     untraced,
 )
 from forerun.serve.structure import json_object_rules, named_rules
-from forerun.serve.tools import MAX_TOOLS, Tool, ToolChoice, function_name, plain_tool
+from forerun.serve.tools import (
+    MAX_TOOLS,
+    Tool,
+    ToolChoice,
+    argument_text,
+    function_name,
+    plain_tool,
+)
 from forerun.serve.unused import TIERS
 
 OWN_TOOLS = "the server runs no tools of its own; offer functions"
@@ -70,7 +79,7 @@ _part = tagged(
 _parts = items(_part, MAX_MESSAGES)
 
 
-@takes({"anyOf": [plain_text.schema, _parts.schema]})
+@takes({"anyOf": [plain_text.schema, _parts.schema]}, of_parts(_parts))
 def told(value: Any, where: str) -> str:
     """The text of a field: a string, or parts of it, joined by line breaks. Raises RequestError,
     naming `where`, for anything else.
@@ -91,6 +100,8 @@ class InputMessage:
     status: str | None = accept(_STATUS)
     phase: str | None = ignore(text(64))
 
+    blank: ClassVar[dict[str, Any]] = {"content": ""}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
@@ -100,11 +111,12 @@ class Call:
     call_id: str = need(text(256))
     name: str = need(function_name)
     namespace: str | None = ignore(text(256))
-    arguments: str = need(plain_text)
+    arguments: str = need(argument_text)
     id: str | None = accept(text(256))
     status: str | None = accept(_STATUS)
 
     refused: ClassVar[dict[str, str]] = _NOT_HERE
+    blank: ClassVar[dict[str, Any]] = {"arguments": "{}"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +132,7 @@ class CallOutput:
     status: str | None = accept(_STATUS)
 
     refused: ClassVar[dict[str, str]] = _NOT_HERE
+    blank: ClassVar[dict[str, Any]] = {"output": ""}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +157,8 @@ class ShellOutput:
     call_id: str | None = accept(text(256))
     status: str | None = accept(_STATUS)
 
+    blank: ClassVar[dict[str, Any]] = {"output": ""}
+
 
 Item = InputMessage | Call | CallOutput | Reasoning | CustomCall | ShellCall | ShellOutput
 _KNOWN: dict[str, type[Any]] = {
@@ -159,14 +174,35 @@ _KNOWN: dict[str, type[Any]] = {
 _item = tagged(_KNOWN, {"item_reference": "send the item itself, or previous_response_id"})
 
 
-@takes({"anyOf": [body_schema(InputMessage), _item.schema]})
+def _untyped(value: Any) -> bool:
+    """Whether an item is a message that does not say so."""
+    return isinstance(value, dict) and value.get("type") is None and "role" in value
+
+
+def _mend(value: Any, where: str, left: list[str]) -> Any:
+    mend = mend_object(InputMessage) if _untyped(value) else _item.mend
+    return mend(value, where, left)
+
+
+@takes({"anyOf": [body_schema(InputMessage), _item.schema]}, _mend)
 def _one(value: Any, where: str) -> Item:
-    plain = isinstance(value, dict) and value.get("type") is None and "role" in value
+    plain = _untyped(value)
     found: Item = read(InputMessage, value, where) if plain else _item(value, where)
     return found
 
 
-_items = items(_one, MAX_MESSAGES)
+def _is_assistants(item: dict[str, Any]) -> bool:
+    """Whether an item as it was sent is of the model's: a thought, a call, or what it said."""
+    kind = str(item.get("type"))
+    return item.get("role") == "assistant" or kind == "reasoning" or kind.endswith("_call")
+
+
+def _mend_output(value: Any, where: str, left: list[str]) -> Any:
+    brought = isinstance(value, dict) and str(value.get("type")).endswith("_output")
+    return _mend(value, where, left) if brought else value
+
+
+_items = history(_one, MAX_MESSAGES, assistant=_is_assistants, fresh=_mend_output, drops=True)
 
 
 @takes({"anyOf": [plain_text.schema, _items.schema]})
