@@ -91,7 +91,7 @@ suite: tools
 test-slow: tools
 	$(BIN)/python -m pytest -q -m "slow and not gpu and not chaos"
 	$(BIN)/python -m bench.compile_kernels --check
-	$(BIN)/python -m bench.roofline --table docs/inside/gpu-roofline.md --check
+	$(BIN)/python -m bench.roofline --table bench/results/gpu-roofline.md --check
 
 # The same tests as `make test`, by clocks that run several times as fast: as on a slower machine.
 test-slower: tools

@@ -63,7 +63,7 @@ POINTS = (
     *((1, 1, 0), (1, 2, 0), (1, 8, 0), (64, 1, 0), (64, 2, 0)),
     *((1, 1, 1), (1, 1, 3), (1, 4, 3), (64, 2, 1), (64, 4, 3)),
 )
-"""Rows, nodes of each, levels of a chain that the head grows, as in docs/inside/gpu-roofline.md."""
+"""Rows, nodes of each, levels of a grown chain, as in bench/results/gpu-roofline.md."""
 
 TOP_P = Sampling(temperature=0.8, top_p=0.9, seed=1)
 SAMPLED = {"top_p": {"temperature": 0.8, "top_p": 0.9}, "sampled": {"temperature": 0.8}}

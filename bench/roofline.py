@@ -1,6 +1,6 @@
-"""What a round costs at least, by bytes, and what it launches: docs/inside/gpu-roofline.md.
+"""What a round costs at least, by bytes, and what it launches: bench/results/gpu-roofline.md.
 
-    python -m bench.roofline --table docs/inside/gpu-roofline.md [--check]
+    python -m bench.roofline --table bench/results/gpu-roofline.md [--check]
 
 Counted over the round's own program without a GPU (tests/parity/launches.py).
 """
@@ -55,8 +55,8 @@ MIXES = {
 
 HEAD = f"""# What a round costs at least, by bytes
 
-Written by `python -m bench.roofline --table docs/inside/gpu-roofline.md` and
-checked by `--check`; what an H100 took: [results](../results/gpu.md). Llama-3.1-8B in
+Written by `python -m bench.roofline --table bench/results/gpu-roofline.md` and
+checked by `--check`; what an H100 took: [results](../../docs/results/gpu.md). Llama-3.1-8B in
 bfloat16, an EAGLE-3 head of {DRAFT_VOCAB:,} tokens where levels are grown, {BEHIND} tokens
 behind every row; in float8, the layers' products (embedding and output head stay in
 bfloat16), and in 8 and 4 bits, integers with a scale and a zero point for each 128
@@ -65,7 +65,7 @@ columns, as a checkpoint has them. Launches are counted over the round's own pro
 of every kernel's tensors, as if nothing stayed in a cache. Milliseconds are the
 floor's bytes over the data sheet's bandwidth, or its products over the data sheet's
 {FLOPS / 1e12:.0f} TFLOP/s, twice that in float8, where that is more (marked *). Times that a
-device shows go beside them, from rounds.json ([runbook](gpu-runbook.md)).
+device shows go beside them, from rounds.json ([runbook](../../docs/inside/gpu-runbook.md)).
 
 """
 

@@ -39,7 +39,7 @@ CHUNK = 512
 
 SCORED = 512
 """Nodes in one step whose logits choose a token, where max-sequences is not larger: on an H100 or
-H200 more are bound by products and no longer free (64 x 8 in docs/inside/gpu-roofline.md)."""
+H200 more are bound by products and no longer free (64 x 8 in bench/results/gpu-roofline.md)."""
 
 
 @dataclass(frozen=True, slots=True)

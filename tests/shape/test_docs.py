@@ -24,6 +24,27 @@ def test_links_lead_to_files(document):
             assert (document.parent / target).exists(), f"{document.name}: {target}"
 
 
+README_WORDS, WORDS = 700, 45_000
+MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
+DATE = re.compile(
+    rf"\b(?:20\d\d-\d\d-\d\d|\d{{1,2}} (?:{MONTHS})|(?:{MONTHS}) \d{{1,2}}(?:st|nd|rd|th)?)\b"
+)
+
+
+def test_documents_stay_readable():
+    """A page that grows takes its words from another one."""
+    words = {document: len(document.read_text().split()) for document in DOCUMENTS}
+    assert words[ROOT / "README.md"] <= README_WORDS
+    assert sum(words.values()) <= WORDS
+
+
+def test_only_results_have_dates():
+    """Pages say what is; results say when it was measured."""
+    pages = [page for page in DOCUMENTS if page.parent.name != "results"]
+    found = {page.name: DATE.findall(page.read_text()) for page in pages}
+    assert not {name: dates for name, dates in found.items() if dates}
+
+
 OF_OTHERS = {"server_args.py", "bench_speculative.py", "test_acceptance_length.py"}
 """Files of other projects."""
 
