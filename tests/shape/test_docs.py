@@ -45,6 +45,13 @@ def test_only_results_have_dates():
     assert not {name: dates for name, dates in found.items() if dates}
 
 
+def test_the_site_has_every_page():
+    """mkdocs.yml names each page of docs/ once: a new page or decision needs a line there."""
+    named = re.findall(r"(?m)^ +- [^\n]+: ([\w/.-]+\.md)$", (ROOT / "mkdocs.yml").read_text())
+    pages = [page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")]
+    assert sorted(named) == sorted(pages)
+
+
 OF_OTHERS = {"server_args.py", "bench_speculative.py", "test_acceptance_length.py"}
 """Files of other projects."""
 
