@@ -1,14 +1,13 @@
-"""The page pool with its prefix index: which pages are free, which are held by how many sequences,
-and which full pages can be found again by the tokens they contain.
+"""The page pool with its prefix index: which pages are free, how many sequences hold each of the
+others, and which full pages can be looked up by the tokens they contain.
 
 A tree of entries, one per full page. The key of an entry is its parent entry together with the
 page's own tokens, compared exactly (a dictionary of bytes): two texts can never be taken for
 one another. Only full pages are shared, so a shared page is never written again. The first page's
 key begins with the text's salt (a request's `cache_salt`), so texts of different salts share none.
 
-A draft head keeps something in a page that depends on one token more: its entry for a position
-is made of that position's feature and the token after it (drafters/model_drafter.py). Then the
-token after the page belongs to the key as well.
+A draft head's cache depends on one token more: its entry for a position combines that position's
+feature and the token after it (drafters/model_drafter.py). Then the key includes that token, too.
 """
 
 from collections import OrderedDict
@@ -21,10 +20,10 @@ from forerun.types import Ints
 
 @dataclass(slots=True, eq=False)
 class CachedPage:
-    """One full page that is known by its content.
+    """One full page that the index knows by its content.
 
-    key       the page's tokens, and `lookahead` more, as int32 bytes; of a text's first page behind
-              its salt; "" for the root, which has no page (-1)
+    key       the page's tokens, and `lookahead` more, as int32 bytes; for a text's first page
+              behind its salt; "" for the root, which has no page (-1)
     children  entries of the pages that follow, by key
     """
 
@@ -35,20 +34,20 @@ class CachedPage:
 
 
 class PrefixIndex:
-    """P pages by number: handed out, shared between sequences, kept until memory is needed. The
+    """P pages by number: handed out, shared between sequences, cached until memory is needed. The
     executor owns what they contain. A page is in one of three states:
 
-        free    nobody has it, and its content means nothing
-        held    in the tables of one sequence or several, which are counted
+        free    in no table, and its content means nothing
+        held    in the tables of one or several sequences, which are counted
         kept    in no table, but its content is known: it can be shared again, or evicted
 
-    Whoever holds an entry's page holds the pages of all its ancestors. From this follows that
+    A sequence that holds an entry's page holds the pages of all its ancestors. Hence
     an entry becomes idle before its parent does, so the least recently used idle entry is
-    always a leaf, and eviction is taking the first of one ordered dictionary.
+    always a leaf, and eviction takes the first of one ordered dictionary.
 
-    pages      P; ValueError where there is none
+    pages      P, at least 1 (ValueError)
     page_size  tokens of a page, 1 to 256 (ValueError)
-    lookahead  tokens after a page that what it contains depends on, 0 or 1
+    lookahead  tokens after a page that its content depends on, 0 or 1
     """
 
     def __init__(self, pages: int, page_size: int, lookahead: int = 0) -> None:
@@ -59,7 +58,7 @@ class PrefixIndex:
         self.pages, self.page_size, self.lookahead = pages, page_size, lookahead
         self.root = CachedPage(page=-1, key=b"", parent=None)
         self._entries: dict[int, CachedPage] = {}
-        self._idle: OrderedDict[int, CachedPage] = OrderedDict()  # Of kept pages, by page.
+        self._idle: OrderedDict[int, CachedPage] = OrderedDict()  # Entries of kept pages.
         self._references = [0] * pages
         self._free = list(range(pages - 1, -1, -1))
 
@@ -79,34 +78,33 @@ class PrefixIndex:
         return len(self._free) + len(self._idle)
 
     def references(self, page: int) -> int:
-        """How many tables hold `page`, from 0 to P-1."""
+        """Return how many tables hold `page`, from 0 to P-1."""
         return self._references[page]
 
     def acquire(self, tokens: Ints, salt: bytes = b"") -> list[CachedPage]:
-        """Hold the longest known chain of full pages that `tokens` int32[T] of this salt begins
-        with.
+        """Hold the longest known chain of full pages at the start of `tokens` int32[T].
 
-        The entries, first page first, at most (T - lookahead) // page_size; none where nothing is
-        known. The caller holds one reference to each page until it releases it.
+        Returns the entries, first page first, at most (T - lookahead) // page_size, maybe none. The
+        caller holds one reference to each page until it releases it.
         """
         size, lookahead, node = self.page_size, self.lookahead, self.root
-        found: list[CachedPage] = []
+        entries: list[CachedPage] = []
         data = np.ascontiguousarray(tokens, np.int32).tobytes()
         for start in range(0, len(tokens) - size - lookahead + 1, size):
             child = node.children.get(salt + data[4 * start : 4 * (start + size + lookahead)])
             if child is None:
                 break
             self._hold(child.page)
-            found.append(child)
+            entries.append(child)
             node, salt = child, b""
-        return found
+        return entries
 
     def insert(self, parent: CachedPage, tokens: Ints, page: int, salt: bytes = b"") -> CachedPage:
-        """Make known that `page`, held by the caller, contains `tokens` int32[page_size +
-        lookahead] after `parent`, of a text with this salt; the last `lookahead` follow the page.
+        """Register that `page`, held by the caller, contains `tokens` int32[page_size + lookahead]
+        after `parent`, in a text with this salt; the last `lookahead` follow the page.
 
-        Returns the entry. Where an equal page is known already, the caller's reference moves to
-        that one and `page` becomes free: two sequences that computed the same page end up with one.
+        Returns the entry. If an equal page is known already, the caller's reference moves to it and
+        `page` becomes free: two sequences that computed the same page end up with one.
         """
         key = np.ascontiguousarray(tokens, np.int32).tobytes()
         key = salt + key if parent is self.root else key
@@ -120,8 +118,8 @@ class PrefixIndex:
         return entry
 
     def take(self, count: int) -> list[int] | None:
-        """Hold `count` pages without content, evicting the least recently used kept pages where too
-        few are free. Page numbers; None, and nothing changes, when even that is not enough.
+        """Hold `count` pages without content, evicting the least recently used kept pages if too
+        few are free. Returns page numbers; None, and nothing changes, if even that is not enough.
         """
         if count > self.available:
             return None
@@ -135,11 +133,11 @@ class PrefixIndex:
         return taken
 
     def release(self, page: int) -> None:
-        """Drop one reference; the last leaves the page kept if its content is known, else free. A
-        sequence releases its pages last to first. Raises ValueError where nobody holds the page.
+        """Drop one reference; after the last one the page is kept if its content is known, else
+        free. A sequence releases its pages last to first. ValueError: no table holds the page.
         """
         if self._references[page] < 1:
-            raise ValueError(f"page {page} is released by nobody who holds it")
+            raise ValueError(f"page {page} was released, but no table holds it")
         self._references[page] -= 1
         if not self._references[page]:
             entry = self._entries.get(page)
@@ -153,7 +151,7 @@ class PrefixIndex:
         self._idle.pop(page, None)
 
     def _evict(self) -> None:
-        """Forget the least recently used kept page."""
+        """Evict the least recently used kept page."""
         page, entry = self._idle.popitem(last=False)
         assert not entry.children, f"page {page} would be evicted before the pages after it"
         assert entry.parent is not None
@@ -162,8 +160,8 @@ class PrefixIndex:
         self._free.append(page)
 
     def check(self) -> None:
-        """Prove that every page is free, held or kept, and that the tree is sound. Raises
-        AssertionError that says what is wrong. Reads all pages: for tests and idle moments.
+        """Prove that every page is free, held or kept, and that the tree is consistent. Raises
+        AssertionError with the fault. Reads all pages: for tests and idle moments.
         """
         free, held = set(self._free), [page for page, n in enumerate(self._references) if n]
         assert min(self._references) >= 0, "a page has fewer than no references"

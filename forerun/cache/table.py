@@ -19,7 +19,7 @@ class PageTable:
     length    positions whose keys and values are permanent
     reserved  positions that have a page: len(pages) * page_size. Changed here only
     pages     int32[W] page numbers, readable as a NumPy buffer
-    salt      the sequence shares pages with those of the same salt alone
+    salt      the sequence shares pages only with sequences of the same salt
     """
 
     def __init__(self, index: PrefixIndex, salt: bytes = b"") -> None:
@@ -31,14 +31,14 @@ class PageTable:
         self._pages_changed()
 
     def _pages_changed(self) -> None:
-        """Other pages are this table's, or in the index, than before."""
+        """Recompute what depends on this table's pages and on how many of them are in the index."""
         self.reserved = len(self.pages) * self.page_size
-        # A commit that gets there has more to do than to count: a page is full, or there is none.
+        # A commit up to this position fills a page, or is beyond the reserved ones.
         self._due = min((len(self._chain) + 1) * self.page_size, self.reserved + 1)
 
     def start(self, tokens: Ints) -> int:
-        """Hold the pages that the index knows of `tokens` int32[T]; how many tokens they contain.
-        For an empty table only (AssertionError). They are this table's until `release`.
+        """Hold the pages that the index knows of `tokens` int32[T]; return how many tokens they
+        contain. For an empty table only (AssertionError). They are this table's until `release`.
         """
         assert not self.pages, "a table starts once"
         self._chain = self._index.acquire(tokens, self.salt)
@@ -48,8 +48,8 @@ class PageTable:
         return self.length
 
     def shorten(self, length: int) -> None:
-        """Give back what was found behind the first `length` positions, which fill pages: right
-        after `start` (AssertionError).
+        """Release the shared pages behind the first `length` positions, which fill whole pages.
+        Right after `start` only (AssertionError).
         """
         assert self.length == self.reserved and length % self.page_size == 0
         del self._chain[length // self.page_size :]
@@ -58,7 +58,7 @@ class PageTable:
 
     def reserve(self, tokens: int) -> bool:
         """Take pages for positions length .. length+tokens-1, valid until commit or rollback.
-        False, and nothing changes, when there are not enough, evictable ones included.
+        Returns False, and changes nothing, if there are too few, evictable ones included.
         """
         missing = -(-(self.length + tokens) // self.page_size) - len(self.pages)
         if missing <= 0:
@@ -71,14 +71,12 @@ class PageTable:
         return True
 
     def commit(self, count: int, tokens: Ints) -> None:
-        """The next `count` positions are permanent; `tokens` int32[T] is the whole text from
-        position 0, as far as it is decided.
+        """Make the next `count` positions permanent; `tokens` int32[T] are all decided tokens.
 
             0 ........ shared*size ........ length ........ length+count ... reserved
                        | newly full pages go to the index |
 
-        A page that the index cannot tell from another yet, because the token after it is not
-        decided, waits for the next commit.
+        A page whose key needs the token after it waits for the next commit if that is undecided.
 
         The index may replace a newly full page by an equal one it already has: numbers in `pages`
         can change, content cannot. Raises ValueError beyond what was reserved.
@@ -103,7 +101,7 @@ class PageTable:
         self._pages_changed()
 
     def release(self) -> None:
-        """Release all pages; full ones stay known to the index. The table is empty again."""
+        """Release all pages; full ones stay in the index. The table is empty again."""
         while self.pages:
             self._index.release(self.pages.pop())
         self._chain = []
@@ -126,8 +124,8 @@ _due_of: Column[PageTable, int] = column("_due")
 
 
 def commit(tables: Sequence[PageTable], counts: Sequence[int]) -> list[int]:
-    """The next counts[b] positions of tables[b] are permanent, of all but those that fill a page,
-    or more than there are: the places of these, to be committed one by one.
+    """Make the next counts[b] positions of tables[b] permanent, except in tables where they fill a
+    page or exceed the reserved ones: returns the indices of these, to be committed one by one.
     """
     ends = list(map(add, _lengths_of(tables), counts))
     due = list(map(ge, ends, _due_of(tables)))
