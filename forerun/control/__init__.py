@@ -1,1 +1,1 @@
-"""How many draft tokens each sequence deserves, decided in one place."""
+"""Decides how many draft tokens each sequence gets, in one place."""

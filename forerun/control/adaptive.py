@@ -1,8 +1,8 @@
 """How many draft tokens a step has, none included: the one place that decides.
 
-One answer per step, for the whole batch: a plain step, or draft tokens of one shape. Of a drafter
-that costs time, the shape that brings most tokens per millisecond (shapes.py). Of one that is free,
-all that it knows. What was found on the host, by drafters and grammars, is then cut by score and
+One answer per step, for the whole batch: a plain step, or draft tokens of one shape. For a drafter
+that costs time, the shape that brings most tokens per millisecond (shapes.py). A free drafter
+proposes all it knows. Proposals on the host, by drafters and grammars, are then cut by score and
 price: draft tokens are bought while they bring more tokens than their time would bring elsewhere,
 at the speed that steps reach on average (Dinkelbach 1967: the maximum of a ratio of means).
 """
@@ -27,11 +27,11 @@ from forerun.types import Ints
 
 
 class AdaptivePolicy:
-    """Has draft tokens verified while they bring more than their time would bring elsewhere.
+    """Verifies draft tokens while they bring more tokens than their time would bring elsewhere.
 
     costs      of steps, measured at start-up
     max_nodes, max_depth  draft tokens of a row, and of a path; a level has max_nodes / max_depth of
-               them (one, for chains). Raises ValueError where that is none
+                          them (one, for chains). Raises ValueError if that is none
     traits     of the drafter
     lookahead  of grammars; None without structured output
     """
@@ -56,15 +56,15 @@ class AdaptivePolicy:
         self._nodes, self._depth = max_nodes, max_depth
         self._in_round, self._lookahead, self._buys = costs.in_round, lookahead, traits.buys
         self._fault: str | None = None
-        # Steps since draft tokens were looked for; and in a row that had some.
-        self._looked, self._drafted = 0, 0
+        # Steps since draft tokens were last allowed; consecutive steps that verified some.
+        self._since_allowed, self._in_a_row = 0, 0
 
     def disable(self, reason: str) -> None:
-        """See Policy."""
+        """Implement Policy.disable."""
         self._fault = reason
 
     def decide(self, slots: Ints, kv_len: Ints, constrained: bool = False) -> Decision:
-        """See Policy."""
+        """Implement Policy.decide."""
         rows, each = len(slots), kv_len.tolist()
         budget = self._budget(rows, sum(each), constrained)
         budgets = (budget,) * rows
@@ -76,8 +76,8 @@ class AdaptivePolicy:
                 rows_known = self._lookahead.predicted(slots, FIXED_MIN_PROB)
                 known = [min(len(row), self._depth) for row in rows_known]
             else:
-                plain = self.account.empty or budget.reason == reasons.PLAIN
-                known = self.drafts.known(self._lookahead, slots, each, plain)
+                forced_only = self.account.empty or budget.reason == reasons.PLAIN
+                known = self.drafts.known(self._lookahead, slots, each, forced_only)
             budgets = with_known(budgets, known)
         if self._buys and not constrained:
             prices = self._prices(rows, sum(each)) if budget.nodes else None
@@ -86,42 +86,42 @@ class AdaptivePolicy:
         return Decision(budget.reason, budgets, select)
 
     def _budget(self, rows: int, cached: int, constrained: bool) -> Budget:
-        """What the drafter is asked for, of every row."""
+        """Return what the drafter may propose, for every row alike."""
         account = self.account
-        why = self._fault or (reasons.DISABLED if account.empty else None)
+        off_reason = self._fault or (reasons.DISABLED if account.empty else None)
         # A new engine learns what plain steps take from plain steps: they are never too slow.
-        ahead = account.costs.seen(rows, True) > 0.0 and not constrained
-        known = account.costs.seen(rows, ahead) >= MIN_REPEATS
-        if ahead and not self._looked and not self._in_round:
-            # What one takes that is not carried is known of those that come after a look.
+        can_carry = account.costs.seen(rows, True) > 0.0 and not constrained
+        known = account.costs.seen(rows, can_carry) >= MIN_REPEATS
+        if can_carry and not self._since_allowed and not self._in_round:
+            # Plain steps after a search for draft tokens tell what one takes that is not carried.
             known = known and account.costs.seen(rows, False) > 0.0
-        if why or not known or self._drafted >= PLAIN_EVERY:
-            return Budget(0, 0, why or reasons.PLAIN)
-        return (self.shapes and self.shapes.budget(rows)) or self._all(rows, cached)
+        if off_reason or not known or self._in_a_row >= PLAIN_EVERY:
+            return Budget(0, 0, off_reason or reasons.PLAIN)
+        return (self.shapes and self.shapes.budget(rows)) or self._free_budget(rows, cached)
 
-    def _all(self, rows: int, cached: int) -> Budget:
-        """All that a free drafter knows, where something of it may pay, and now and then one draft
-        token where it may not: what is believed of costs may be wrong.
+    def _free_budget(self, rows: int, cached: int) -> Budget:
+        """Return the budget of a free drafter: all it knows if some of it may pay; now and then one
+        draft token if none may, since the costs may be wrong.
         """
         curve = self.account.costs.curve(rows, rows * (1 + self._nodes), cached)
-        if self._looked >= PLAIN_EVERY:
+        if self._since_allowed >= PLAIN_EVERY:
             return Budget(1, 1, reasons.PROBING)
         returns = self.account.of(rows)
-        if returns.speed < 1.0 and not self._due(returns.look.value):
+        if returns.speed < 1.0 and not self._search_is_due(returns.look.value):
             return Budget(0, 0, reasons.SELDOM)
         if curve.price >= 1.0:
             return Budget(0, 0, reasons.TOO_DEAR)
         return Budget(self._nodes, self._depth, reasons.ON, min_prob=round(curve.hopeful, 2))
 
-    def _due(self, look: float) -> bool:
-        """Whether to look although that lost lately, at a cost of so many plain steps: so seldom
-        that looking takes a third of what may be lost.
+    def _search_is_due(self, look: float) -> bool:
+        """Return whether to search for draft tokens although that lost lately, at a cost of `look`
+        plain steps: so seldom that searches take a third of the allowed loss.
         """
-        return self._looked + 1 >= 3.0 * look / LOSS_SHARE and self.account.covers(look)
+        return self._since_allowed + 1 >= 3.0 * look / LOSS_SHARE and self.account.covers(look)
 
     def _prices(self, rows: int, cached: int) -> Prices:
-        """What draft tokens have to bring beyond what their time would bring elsewhere, as many of
-        them as the stake covers. As HostDrafts.buy.
+        """Return the tokens that 1, 2, ... draft tokens must bring for their time, for as many of
+        them as the stake covers. Like HostDrafts.buy.
         """
         account, costs, stake = self.account, self.account.costs, self.account.stake
         steps = costs.longer(rows, rows * (1 + self._nodes), cached)
@@ -129,21 +129,21 @@ class AdaptivePolicy:
         return Prices(array("d", [price * more for more, _ in paid]), costs.measured.padded)
 
     def observe(self, report: StepReport) -> None:
-        """See Policy."""
+        """Implement Policy.observe."""
         allowed, verified = max(report.allowed), any(report.draft_tokens)
         self.reasons[report.reason or reasons.PROMPTS] += report.rows
         if allowed and not self._in_round:
             self.reasons[reasons.VERIFIED if verified else reasons.NOTHING_VERIFIED] += report.rows
         ratio = self.account.observe(report)
-        self._drafted = self._drafted + 1 if verified else 0
-        self._looked = 0 if allowed else self._looked + 1
+        self._in_a_row = self._in_a_row + 1 if verified else 0
+        self._since_allowed = 0 if allowed else self._since_allowed + 1
         if self.shapes is not None:
             self.shapes.learn(report, ratio)
         elif allowed and not (self._buys and not report.constrained):
             self.drafts.learn(report.proposed, report.tokens)
 
     def describe(self) -> dict[str, Any]:
-        """Facts for /server_info: what is chosen, how often, and on what ground."""
+        """Return facts for /server_info: decisions, how often each, and the numbers behind them."""
         return (
             {
                 "policy": "adaptive",

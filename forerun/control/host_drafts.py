@@ -1,6 +1,6 @@
-"""Draft tokens that lie on the host: how far their scores are to be believed, which are kept.
+"""Draft tokens on the host: how far to believe their scores, and which of them to verify.
 
-The compiled core's n-gram drafter buys by itself, so this is for grammars and draft models.
+For grammars and draft models: the compiled core's n-gram drafter selects by itself.
 """
 
 from collections import Counter
@@ -17,24 +17,24 @@ from forerun.speculative.tree import NO_DRAFT, Draft, DraftSource
 from forerun.types import Ints
 
 CERTAIN = 1.0
-"""Score of what a grammar forces. What a drafter proposes is never certain."""
+"""Score of a token that a grammar forces. A drafter's proposal is never certain."""
 ALMOST = 0.999
-"""The most that is believed of what a drafter proposes."""
+"""Highest score that a drafter's proposal may have."""
 _GRAMMARS = (DraftSource.GRAMMAR, DraftSource.TOKEN_PRIOR)
 
 
 class LevelCounts(NamedTuple):
-    """Of a row that had draft tokens: levels tried below one that was right, and levels right."""
+    """For one row with draft tokens: levels tried below one that was right, and levels right."""
 
     tried: int
     right: int
 
 
 class Trust:
-    """How far a drafter's scores are to be believed: draft tokens that were right of those that
-    should have been by their scores, verified or not.
+    """How far to believe a drafter's scores: draft tokens that were right, over the number that the
+    scores predicted, verified or not.
 
-    calibrated  they are believed as they are: the drafter learns by itself what they are worth
+    calibrated  believe scores as they are: the drafter calibrates them itself
     """
 
     def __init__(self, calibrated: bool = False) -> None:
@@ -43,24 +43,24 @@ class Trust:
 
     @property
     def share(self) -> float:
-        """What scores are multiplied with, per level; 0 to 1."""
+        """Factor of scores per level, 0 to 1."""
         return 1.0 if self._calibrated else min(1.0, self._right / self._expected)
 
     def believed(self, draft: Draft) -> Draft:
-        """The draft with the drafter's scores times share**depth, and a grammar's as they are."""
+        """Return the draft with the drafter's scores times share**depth, grammars' unchanged."""
         share, given = self.share, draft.score.tolist()
         scores: list[float] = []
         nodes = zip(draft.parents.tolist(), given, draft.sources(), strict=True)
         for parent, score, source in nodes:
-            above, told = (scores[parent], given[parent]) if parent >= 0 else (1.0, 1.0)
-            chance = score / told if told > 0.0 else 0.0
+            above, given_above = (scores[parent], given[parent]) if parent >= 0 else (1.0, 1.0)
+            chance = score / given_above if given_above > 0.0 else 0.0
             if source not in _GRAMMARS:
                 chance = min(chance * share, ALMOST)
             scores.append(above * min(chance, 1.0))
         return Draft(draft.tokens, draft.parents, np.array(scores, np.float32), draft.source)
 
     def learn(self, draft: Draft, tokens: list[int]) -> LevelCounts | None:
-        """`tokens` came, at least one, where this was proposed. None where nothing was."""
+        """Learn that `tokens`, at least one, came where this was proposed. None: nothing was."""
         expected, tried, right = compare(draft, tokens)
         if not tried:
             return None
@@ -70,22 +70,24 @@ class Trust:
 
 
 class HostDrafts:
-    """Keeps of what drafters and grammars propose that which brings more than its time would bring
-    elsewhere.
+    """Selects among the proposals of drafters and grammars those that bring more tokens than their
+    time would bring elsewhere.
 
-    nodes       draft tokens of a row, at most
+    nodes       most draft tokens of a row
     calibrated  see Trust
     """
 
     def __init__(self, account: Account, nodes: int, calibrated: bool) -> None:
         self.trust, self._account, self._nodes = Trust(calibrated), account, nodes
 
-    def known(self, lookahead: Lookahead, slots: Ints, kv_len: list[int], plain: bool) -> list[int]:
-        """By row, how many tokens there are that a grammar knows, as far as they pay; plain: only
-        what it forces.
+    def known(
+        self, lookahead: Lookahead, slots: Ints, kv_len: list[int], forced_only: bool
+    ) -> list[int]:
+        """Return by row how many tokens that a grammar knows are worth verifying; forced_only: only
+        those that it forces.
         """
         price, count = CERTAIN, len(kv_len)
-        if not plain:
+        if not forced_only:
             most = count * (1 + self._nodes)
             price = self._account.costs.price(count, most, sum(kv_len))
         rows = lookahead.predicted(slots, min(CERTAIN, max(MIN_PROB, price)))
@@ -95,26 +97,27 @@ class HostDrafts:
         return [counts[row] for row in range(count)]
 
     def select(self, kv_len: list[int], drafts: list[Draft]) -> list[Draft]:
-        """Of all rows the draft tokens that pay: any path is kept down to where it stops to."""
+        """Cut each path behind the last node that is expected to bring more than it costs."""
         drafts = [self.trust.believed(draft) if len(draft) else draft for draft in drafts]
         return cut(drafts, self.buy(*scored(drafts), kv_len)[0])
 
     def learn(self, drafts: Sequence[Draft], tokens: list[list[int]]) -> list[LevelCounts]:
-        """These tokens came where this was proposed. Of each row that had draft tokens and emitted
-        something, what came of them.
+        """Learn which tokens came where these drafts were proposed. Returns the counts of each row
+        that had draft tokens and emitted something.
         """
         rows = zip(drafts, tokens, strict=bool(drafts))
-        found = [self.trust.learn(draft, emitted) for draft, emitted in rows if emitted]
-        return [each for each in found if each is not None]
+        counts = [self.trust.learn(draft, emitted) for draft, emitted in rows if emitted]
+        return [each for each in counts if each is not None]
 
     def buy(
         self, scores: list[float], owners: list[int], kv_len: list[int]
     ) -> tuple[Sequence[int], float]:
-        """Which of the tokens with these chances of being right bring most beyond what their time
-        would bring elsewhere, by index, of those that lose no more than the stake if all that is
-        not certain turns out wrong; and how many tokens that is. owners: the row of each.
+        """Return the tokens to verify, by index, and what they gain in tokens beyond what their
+        time would bring elsewhere. scores: chances of being right; owners: the row of each.
 
-        Plain Python: NumPy's calls, cold after a forward pass, take longer than the step can win.
+        Maximises the gain among the best-first prefixes that lose no more than the stake if every
+        token that is not certain is wrong. Uses lists: NumPy's calls, cold after a forward pass,
+        take longer than the step can gain.
         """
         costs, stake = self._account.costs, self._account.stake
         rows, cached, padded = len(kv_len), sum(kv_len), costs.measured.padded
@@ -135,9 +138,9 @@ class HostDrafts:
 
 
 def compare(draft: Draft, tokens: list[int]) -> tuple[float, int, int]:
-    """(draft tokens that should have been right, levels tried, levels that were right) along the
-    path that `tokens` took. At every node on the path the drafter's tokens below it are, together,
-    right or wrong; what a grammar added is followed, and tells nothing about the drafter.
+    """Return (draft tokens predicted right, levels tried, levels right) along the path of `tokens`.
+    At every node on the path the drafter's tokens below it count once, together; a grammar's tokens
+    are followed, but say nothing about the drafter.
     """
     if not len(draft):
         return 0.0, 0, 0
@@ -161,15 +164,15 @@ def compare(draft: Draft, tokens: list[int]) -> tuple[float, int, int]:
 
 
 def scored(drafts: Sequence[Draft]) -> tuple[list[float], list[int]]:
-    """Scores of all draft tokens, and the row of each."""
+    """Return the scores of all draft tokens, and the row of each."""
     scores = [score for draft in drafts for score in draft.score.tolist()]
     return scores, [row for row, draft in enumerate(drafts) for _ in range(len(draft))]
 
 
 def ranked(scores: list[float], owners: list[int], together: bool) -> list[list[int]]:
-    """Draft tokens, best first, each alone; of equals the first, so that parents stay with their
-    children. together: the best of every row, the second of every row, ...: where every row takes
-    as long as the longest, one more of each is one price. owners: the row of each.
+    """Return draft tokens, best first, each in a layer of its own; the earlier of equal ones first,
+    so that parents stay before their children. together: layers of the best of every row, the
+    second of every row, ...: each row takes as long as the longest. owners: the row of each.
     """
     order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
     if not together:
@@ -186,8 +189,8 @@ def ranked(scores: list[float], owners: list[int], together: bool) -> list[list[
 
 
 def cut(drafts: Sequence[Draft], bought: Sequence[int]) -> list[Draft]:
-    """What is left of the drafts where only these tokens are kept, by number over all of them;
-    every one's parent is.
+    """Return the drafts with only the tokens `bought`, by number over all of them. The parent of
+    each must be included.
     """
     keep, end, kept = np.zeros(sum(map(len, drafts)), np.bool_), 0, list[Draft]()
     keep[list(bought)] = True

@@ -1,5 +1,5 @@
 """The contract of policies, which decide once per step, for the whole batch, what may be drafted,
-and are told what the step was; and FixedPolicy.
+and learn from the step's report; and FixedPolicy.
 """
 
 from collections.abc import Callable
@@ -13,24 +13,25 @@ from forerun.types import Ints
 
 FIXED = "fixed by the configuration"
 FIXED_MIN_PROB = 0.35
-"""A token that a grammar makes less likely than this is not drafted where nobody knows what a node
-costs: by the fixed policy, and in rounds of a device."""
+"""Least probability of a grammar's token to be drafted if a node's cost is unknown: in the fixed
+policy, and in rounds of a device.
+"""
 
 
 def off(reason: str) -> str:
-    """How every part of the system words that nothing is drafted although it should be."""
+    """Word the reason for disabled speculation as every part of the system does."""
     return f"speculation is off: {reason}"
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a row may draft in the next step, and why, in words for people.
+    """What a row may draft in the next step, and why, as text for users.
 
-    nodes   draft tokens at most
+    nodes   most draft tokens
     depth   longest path of draft tokens
-    min_prob  draft tokens less likely than this would not be verified
-    model_depth  of `depth`, how deep a draft model may go that drafts one tree together with free
-            drafters; 0: only the free drafters are asked
+    min_prob  less probable draft tokens would not be verified
+    model_depth  most levels of `depth` for a draft model that shares a tree with free drafters; 0:
+                 only the free drafters propose
     """
 
     nodes: int
@@ -42,13 +43,13 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a step may draft. A value: to ask for it, and not to use it, changes nothing.
+    """What a step may draft. A value: deciding again, or not using it, changes nothing.
 
-    reason  in words for people
-    rows    B budgets; all zero: the step is exactly a plain one
-    select  of what drafter and grammars found on the host, a draft per row, that which pays; None:
-            all of it. Valid until the policy observes the next step
-    prices  by which the drafter buys, instead (Plan.prices)
+    reason  text for users
+    rows    B budgets; all zero: a plain step
+    select  chooses what to verify of the host's proposals, one draft per row; None: all of it.
+            Valid until the policy observes the next step
+    prices  for a drafter that selects by itself, instead (Plan.prices)
     """
 
     reason: str
@@ -58,7 +59,7 @@ class Decision:
 
 
 def with_known(budgets: tuple[Budget, ...], known: list[int]) -> tuple[Budget, ...]:
-    """The budgets of rows, with room for so many tokens that their grammars know."""
+    """Return the budgets of rows, extended for so many tokens that their grammars know."""
     rows = list(budgets)
     for row, (budget, count) in enumerate(zip(budgets, known, strict=True)):
         if count > min(budget.nodes, budget.depth):
@@ -72,43 +73,43 @@ class Lookahead(Protocol):
     """What grammars know of the coming tokens."""
 
     def predicted(self, slots: Ints, min_prob: float) -> list[list[float]]:
-        """Per slot, the probabilities of tokens that are certain or likely to follow, best first,
-        none below `min_prob`; empty where no grammar holds the slot.
+        """Return per slot the probabilities of certain or likely next tokens, best first, none
+        below `min_prob`; empty without a grammar.
         """
         ...
 
 
 class Policy(Protocol):
-    """Decides what is drafted, and learns from what came of it."""
+    """Decides what is drafted, and learns from the results."""
 
     def decide(self, slots: Ints, kv_len: Ints, constrained: bool = False) -> Decision:
-        """What the decoding rows of the coming step may draft: slots int32[B], B > 0, cached tokens
-        int32[B]; whether a grammar holds some row. Changes nothing that is decided later.
+        """Return what the decoding rows of the coming step may draft. slots, kv_len (cached
+        tokens): int32[B], B > 0. constrained: some row has a grammar. Changes no later decision.
         """
         ...
 
     def observe(self, report: StepReport) -> None:
-        """Learn from a step that is over."""
+        """Learn from a finished step."""
         ...
 
     def disable(self, reason: str) -> None:
-        """The drafter failed: from now on only what grammars know is drafted."""
+        """Stop drafting, except what grammars know: the drafter failed."""
         ...
 
     def describe(self) -> dict[str, Any]:
-        """Facts for /server_info."""
+        """Return facts for /server_info."""
         ...
 
 
 class FixedPolicy:
-    """The same budget always, and room for what a grammar forces or makes likely."""
+    """The same budget always, plus room for tokens that a grammar forces or makes likely."""
 
     def __init__(self, nodes: int, depth: int, lookahead: Lookahead | None = None) -> None:
         self._budget = Budget(nodes, depth, FIXED, model_depth=depth)
         self._lookahead = lookahead
 
     def decide(self, slots: Ints, kv_len: Ints, constrained: bool = False) -> Decision:
-        """One and the same, with more where a grammar knows more."""
+        """Return the same budgets, larger for rows whose grammars know more."""
         rows = (self._budget,) * len(slots)
         if self._lookahead is not None and constrained:
             known = self._lookahead.predicted(slots, FIXED_MIN_PROB)
@@ -116,12 +117,12 @@ class FixedPolicy:
         return Decision(self._budget.reason, rows)
 
     def observe(self, report: StepReport) -> None:
-        """Nothing to learn."""
+        """Do nothing."""
 
     def disable(self, reason: str) -> None:
-        """Nothing but what grammars know from now on."""
+        """Stop drafting, except what grammars know."""
         self._budget = Budget(0, 0, reason)
 
     def describe(self) -> dict[str, Any]:
-        """Facts for /server_info."""
+        """Return facts for /server_info."""
         return {"policy": "fixed", "nodes": self._budget.nodes, "depth": self._budget.depth}

@@ -1,15 +1,15 @@
-"""Why rows get the draft tokens they get, in words for people."""
+"""Why rows get the draft tokens they get, as text for users."""
 
 PROMPTS = "only prompts were read"
 DISABLED = "off: lately speculation took more time than it saved"
 SELDOM = (
-    "off, and looked for now and then: lately draft tokens saved less than looking for them took"
+    "off, but tried now and then: lately searching for draft tokens took longer than they saved"
 )
-TOO_DEAR = "off: in steps of so many sequences a draft token takes longer than it could save"
+TOO_DEAR = "off: beside so many sequences a draft token takes longer than it could save"
 WRONG = "off: the drafter's tokens are wrong too often in this text"
-PROBING = "off, but one draft token is looked for: what it costs may be believed wrongly"
-PLAIN = "off for one step, which measures what a step without draft tokens takes now"
+PROBING = "off, except for one draft token as a trial: its estimated cost may be wrong"
+PLAIN = "off for one step, to measure what a step without draft tokens takes now"
 ON = "on: draft tokens that save time are verified"
 ON_LEVELS = "on: {} draft tokens save time"
 VERIFIED = "draft tokens were verified"
-NOTHING_VERIFIED = "no draft token was found that would have saved time"
+NOTHING_VERIFIED = "no draft token was proposed that would have saved time"

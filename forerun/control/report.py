@@ -1,5 +1,5 @@
-"""What a step was and what it took: made once per step (`step_report` of engine/step.py), read by
-policy and metrics.
+"""What a step did and what it took, for policy and metrics: made once per step (`step_report` of
+engine/step.py).
 """
 
 from collections.abc import Sequence
@@ -8,25 +8,25 @@ from dataclasses import dataclass
 from forerun.speculative.tree import Draft
 
 STAGES = ("draft", "verify", "mask", "accept")
-"""Stages whose time is measured; what is left of a step is the host's."""
+"""Stages whose time is measured; the rest of a step is the host's."""
 
 
 @dataclass(slots=True)
 class StepReport:
-    """One step that is over, B rows.
+    """One finished step, B rows.
 
-    tokens        B lists: what each row emitted; empty where it did not sample
+    tokens        B lists: what each row emitted; empty if it did not sample
     draft_tokens  B: draft tokens that were verified
     allowed       B: draft tokens that the plan allowed
     nodes         known tokens and draft tokens of all rows
     cached        cached tokens that the nodes see, summed over the nodes
     prefill       whether some row ran more than one known token
-    carried       begun before the one before it was looked at: the device drafted by itself
-    constrained   a grammar has a say: such a step is never carried, draft tokens or not
+    carried       begun before the previous step's outcome was read: the device drafted by itself
+    constrained   a row has a grammar: such a step is never carried, with draft tokens or without
     ms            milliseconds by stage, the names of STAGES and "host"; together the whole step
     reason        of the decision
-    modelled      whether a draft model was asked for draft tokens
-    proposed      B drafts of drafter and grammars, before any token was left out; () = the device's
+    modelled      whether a draft model proposed
+    proposed      B drafts of drafter and grammars, before the selection; () = the device's
     """
 
     rows: int

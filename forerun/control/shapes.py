@@ -1,8 +1,8 @@
 """Which shape of draft the whole batch gets from a drafter that costs time: one per step.
 
 Every row that may draft gets the same: a device pays for rows x deepest row, so what one row does
-not verify saves nothing. What a shape brings is known of all shapes at once, from how often each
-level was right where the one above was; what it takes is measured of each, in plain steps, by
+not verify saves nothing. The expected tokens of all shapes follow from how often each
+level was right if the one above was; the time is measured for each shape, in plain steps, by
 powers of two of rows.
 """
 
@@ -30,12 +30,12 @@ from forerun.draft_shape import DraftShape
 
 @dataclass(slots=True)
 class _Bucket:
-    """What is known of steps of about so many rows.
+    """Measurements of steps of about so many rows.
 
     ratio   by shape: plain steps that a step of it takes
-    steps   that draft tokens were asked for in
-    on      whether draft tokens are asked for
-    rest    plain steps since they were; wait: how many come before they are tried again
+    steps   number of steps that drafted
+    on      whether to draft
+    rest    plain steps since the last that drafted; wait: how many to let pass before a new trial
     """
 
     ratio: dict[DraftShape, Mean] = field(default_factory=dict)
@@ -48,10 +48,10 @@ class _Bucket:
 class Shapes:
     """Chooses among shapes, by tokens per millisecond.
 
-    drafts  on the host, where the draft model's are found and learned of
-    depth   of a path at most; each level has `width` draft tokens
-    merged  free drafters are asked as well, and their draft tokens are in the same trees
-    floor   what is reached without this drafter, over plain decoding
+    drafts  on the host: selects and learns from draft models' proposals
+    depth   longest path; each level has `width` draft tokens
+    merged  free drafters propose into the same trees
+    floor   speed without this drafter, relative to plain decoding
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class Shapes:
         self.floor, self._width, self._wide = 1.0, width, width > 1
         self.shapes = DraftShape(width * depth, width, depth).declared()
         self._buckets: dict[int, _Bucket] = {}
-        # How often each level was tried below one that was right, and right; decayed. First comes
-        # the draft token alone.
+        # How often each level was tried below one that was right, and right; decayed. Index 0 is a
+        # draft token alone.
         self._tries, self._right = np.zeros(1 + depth), np.zeros(1 + depth)
 
     def rates(self) -> list[float]:
-        """By level: the chance that it is right where the one above is; unseen: as above. First
-        that of a draft token alone, which a whole level is at least.
+        """Return, by level, the chance that it is right if the one above is; unobserved: as above.
+        First that of a draft token alone; a whole level's is at least as high.
         """
         tries, right = self._tries.tolist(), self._right.tolist()
 
@@ -81,8 +81,8 @@ class Shapes:
         return rates
 
     def ratio(self, rows: int, shape: DraftShape) -> float:
-        """Plain steps that a step takes; where it was not seen, as start-up says, and less the more
-        steps there were: what is believed too dear would never be tried.
+        """Return the plain steps that a step takes. If it was not observed: as measured at
+        start-up, and less the more steps there were, so that a shape believed too dear is tried.
         """
         bucket = self._bucket(rows)
         if (seen := bucket.ratio.get(shape)) is not None:
@@ -95,7 +95,7 @@ class Shapes:
         return float(1.0 + longer * min(1.0, PLAIN_EVERY / max(bucket.steps, 1)))
 
     def speeds(self, rows: int) -> list[float]:
-        """Of every shape, over plain decoding."""
+        """Return the speed of every shape, relative to plain decoding."""
         single, *levels = self.rates()
         brought = np.cumprod(levels).cumsum().tolist()
         return [
@@ -105,15 +105,15 @@ class Shapes:
         ]
 
     def budget(self, rows: int) -> Budget | None:
-        """What every row may draft in the coming step; None = what free drafters know."""
+        """Return what every row may draft in the coming step; None = what free drafters know."""
         if (shape := self.choose(rows)) is not None:
             reason, depth = reasons.ON_LEVELS.format(shape.nodes), shape.depth
             return Budget(shape.nodes, depth, reason, model_depth=depth)
         return None if self._merged else Budget(0, 0, reasons.WRONG)
 
     def choose(self, rows: int) -> DraftShape | None:
-        """The shape of the coming step, the best whose loss the credit covers; None = no draft
-        tokens. Changes nothing.
+        """Return the shape of the coming step, the fastest whose loss the credit covers; None = no
+        draft tokens. Changes nothing.
         """
         speeds, bucket = self.speeds(rows), self._bucket(rows)
         order = sorted(range(len(speeds)), key=speeds.__getitem__, reverse=True)
@@ -128,9 +128,9 @@ class Shapes:
         return None
 
     def learn(self, report: StepReport, ratio: float) -> None:
-        """What came of a step, which took so many plain ones."""
+        """Learn from a step that took `ratio` plain steps."""
         allowed = max(report.allowed)
-        found = self._found(report) if allowed else []
+        counts = self._level_counts(report) if allowed else []
         if self._merged and report.proposed:
             free = [draft if draft.free is None else draft.free for draft in report.proposed]
             cached = [report.cached // report.nodes] * report.rows
@@ -140,11 +140,11 @@ class Shapes:
         if not allowed or (self._merged and not report.modelled):
             self._bucket(report.rows).rest += 1
         else:
-            self.observe(report.rows, allowed, found, ratio)
+            self.observe(report.rows, allowed, counts, ratio)
 
-    def _found(self, report: StepReport) -> list[LevelCounts]:
-        """Of each row that had draft tokens, what came of them."""
-        if self._account.costs.measured.in_round:  # Nobody saw what the device drafted by itself.
+    def _level_counts(self, report: StepReport) -> list[LevelCounts]:
+        """Return the counts of each row that had draft tokens."""
+        if self._account.costs.measured.in_round:  # The device drafts by itself: count emitted.
             counts = zip(report.tokens, report.draft_tokens, strict=True)
             width = self._width
             return [
@@ -153,28 +153,28 @@ class Shapes:
         return self._drafts.learn(report.proposed, report.tokens)
 
     def learn_floor(self, won: float) -> None:
-        """What the draft tokens of free drafters alone would have won of a row, where they are
-        asked with a draft model: what that has to beat.
+        """Learn what the free drafters' tokens alone would have gained per row in a step that a
+        draft model took part in: the draft model has to beat that.
         """
         self.floor += (1.0 - DECAY) * (1.0 + won - self.floor)
 
-    def observe(self, rows: int, most: int, found: list[LevelCounts], ratio: float) -> None:
-        """What came of a step without prompts: of each row that had draft tokens, at most `most`,
-        and plain steps that it took.
+    def observe(self, rows: int, most: int, counts: list[LevelCounts], ratio: float) -> None:
+        """Learn from a step without prompts: `found` are the counts of each row that drafted, at
+        most `most` tokens; the step took `ratio` plain ones.
         """
-        # Who ends soon may have less, and a grammar may know more.
+        # A row near its token limit gets fewer nodes than the shape; a grammar may add nodes.
         shape = max([s for s in self.shapes if s.nodes <= most], default=self.shapes[0])
         bucket = self._bucket(rows)
         bucket.steps += 1
         if not bucket.on:
             bucket.on = True
-            # What was seen before a pause counts for PRIOR: the text is another.
+            # Observations from before a pause count for PRIOR: the text has changed.
             share = PRIOR / max(float(self._tries.max()), PRIOR)
             self._tries, self._right = share * self._tries, share * self._right
         if self._account.steady:
             mean = bucket.ratio.setdefault(shape, Mean())
             mean.learn(ratio - mean.value)
-        self._learn(self._alone(shape), found)
+        self._learn(self._alone(shape), counts)
         if self._tries[:2].max() < TRIAL:
             return
         over = max(self.speeds(rows)) / self.floor
@@ -184,14 +184,14 @@ class Shapes:
         elif over > 1.0 + LOSS_SHARE:
             bucket.wait = PLAIN_EVERY // 2
 
-    def _learn(self, alone: bool, found: list[LevelCounts]) -> None:
-        # What was not tried is forgotten half as fast, or it would be tried again too soon.
+    def _learn(self, alone: bool, counts: list[LevelCounts]) -> None:
+        # Levels that were not tried decay half as fast, or they would be tried again too soon.
         first = 0 if alone else 1
         kept = np.full(len(self._tries), DECAY**0.5)
-        kept[first : first + max((each.tried for each in found), default=0)] = DECAY
+        kept[first : first + max((each.tried for each in counts), default=0)] = DECAY
         self._tries *= kept
         self._right *= kept
-        for tried, right in found:
+        for tried, right in counts:
             self._tries[first : first + tried] += 1.0
             self._right[first : first + right] += 1.0
 
@@ -202,7 +202,7 @@ class Shapes:
         return self._buckets.setdefault((rows - 1).bit_length(), _Bucket())
 
     def describe(self) -> dict[str, object]:
-        """Facts for /server_info."""
+        """Return facts for /server_info."""
         return {
             "right_by_level": [round(rate, 3) for rate in self.rates()[1:]],
             "plain_steps_by_rows": {

@@ -1,4 +1,4 @@
-"""What a step costs, as it was measured at start-up."""
+"""What a step costs, as measured at start-up."""
 
 from dataclasses import dataclass
 
@@ -11,14 +11,14 @@ from forerun.types import AnyArray
 class StepCosts:
     """Measured milliseconds of a step.
 
-    nodes      counts of nodes, ascending, at least two; between them time is interpolated,
-               beyond them the last slope continues
+    nodes      counts of nodes, ascending, at least two; between them time is interpolated, beyond
+               them the last slope continues
     verify_ms  time to verify that many nodes with little context
-    attend_ms  what a node costs on top for every 1,000 cached tokens it sees
-    draft_ms   what proposing one draft token costs, where that is no trifle
-    follow_ms  what it costs the drafter, in every step, to follow what was decided
-    in_round   steps follow and grow draft tokens by themselves: follow_ms is of a step that grows
-               one level, draft_ms of every further level
+    attend_ms  added time of a node for every 1,000 cached tokens it sees
+    draft_ms   time to propose one draft token, if it matters
+    follow_ms  time of the drafter, in every step, to process the decided tokens
+    in_round   steps draft by themselves: follow_ms is of a step that grows one level, draft_ms of
+               every further level
     padded     every row takes as long as the one with most nodes
     """
 
@@ -31,7 +31,7 @@ class StepCosts:
     padded: bool = False
 
     def verify(self, nodes: AnyArray) -> AnyArray:
-        """Milliseconds to verify so many nodes; same shape as `nodes`."""
+        """Return the milliseconds to verify so many nodes; same shape as `nodes`."""
         slope = (self.verify_ms[-1] - self.verify_ms[-2]) / (self.nodes[-1] - self.nodes[-2])
         beyond = np.maximum(np.asarray(nodes) - self.nodes[-1], 0)
         ms: AnyArray = np.interp(nodes, self.nodes, self.verify_ms) + slope * beyond
