@@ -51,8 +51,9 @@ def dialogue(body: ChatBody, loaded: Frontend, settings: ServeSettings) -> Dialo
     offered, choice = _offered(body)
     if settings.additional_properties == "deny":
         offered = tuple(_closed(tool) for tool in offered)
-    prompt = chat_prompt(body, loaded, offered)
     template = _template(loaded)
+    marks = _marks(settings, template)
+    prompt = chat_prompt(body, loaded, offered, marks)
     format = FORMATS.get(settings.tool_parser) or format_of(template.source)
     banned = token_rules(body, loaded.tokenizer)
     rules, free = banned or constraint(body, settings), False
@@ -65,7 +66,6 @@ def dialogue(body: ChatBody, loaded: Frontend, settings: ServeSettings) -> Dialo
     def tools() -> ToolReader | None:
         return ToolReader(format, plain) if plain else None
 
-    marks = _marks(settings, template)
     if marks is not None and not _apart(body) and rules is banned:
         marks = None  # It stays in the content.
     if marks is None:
@@ -76,11 +76,11 @@ def dialogue(body: ChatBody, loaded: Frontend, settings: ServeSettings) -> Dialo
     heard = (marks.opener, marks.closer, *([format.opener] if plain else []))
     control = any(_is_control(loaded, mark) for mark in heard)
     found = Dialogue(prompt, rules, control=control)
-    if banned is None:
+    stage, bare = _stage(body, prompt, marks, loaded.tokenizer)
+    if banned is None and not (free and stage == Stage.UNDECIDED):
         seen = control or not body.skip_special_tokens
-        found = _after_reasoning(found, marks, loaded.tokenizer, free, seen)
-    stage = _stage(found.prompt, marks, loaded.tokenizer)
-    return replace(found, parser=lambda: OutputParser(ReasoningReader(marks, stage), tools()))
+        found, stage = _after_reasoning(found, stage, marks, loaded.tokenizer, seen)
+    return replace(found, parser=lambda: OutputParser(ReasoningReader(marks, stage, bare), tools()))
 
 
 def _apart(body: ChatBody) -> bool:
@@ -122,8 +122,16 @@ class Conversational(Protocol):
         ...
 
 
-def chat_prompt(body: Conversational, loaded: Frontend, offered: tuple[Tool, ...] = ()) -> Ints:
-    """int32[T] a conversation by the model's template. Raises ApiError where there is none."""
+def chat_prompt(
+    body: Conversational,
+    loaded: Frontend,
+    offered: tuple[Tool, ...] = (),
+    marks: Marks | None = None,
+) -> Ints:
+    """int32[T] a conversation by the model's template. Raises ApiError where there is none.
+
+    marks  around thoughts: a message that goes on may break off in one
+    """
     template, opens = _template(loaded), _opens(body)
     extra, most = dict(body.chat_template_kwargs or {}), None
     continues = body.continue_final_message
@@ -137,6 +145,7 @@ def chat_prompt(body: Conversational, loaded: Frontend, offered: tuple[Tool, ...
         extra=extra,
         continues=continues,
         most=most,
+        marks=marks,
     )
 
 
@@ -250,28 +259,34 @@ def _marks(settings: ServeSettings, template: ChatTemplate) -> Marks | None:
     return Marks.found_in(template.source) if end == "auto" else Marks.of(end)
 
 
-def _stage(prompt: Ints, marks: Marks, tokenizer: Tokenizer) -> Stage:
-    return marks.stage(tokenizer.decode(prompt[-TAIL:].tolist(), skip_special=False))
+def _stage(body: ChatBody, prompt: Ints, marks: Marks, tokenizer: Tokenizer) -> tuple[Stage, bool]:
+    """Where in its answer the model is behind a prompt, and whether that is right behind a mark."""
+    stage = marks.stage(tokenizer.decode(prompt[-TAIL:].tolist(), skip_special=False))
+    if not body.continue_final_message:
+        return stage, True
+    last = body.messages[-1]
+    begun = marks.begun(last)
+    if begun is not None:
+        return Stage.THINKING, not begun.strip()
+    return Stage.ANSWERING, str(last["content"]).rstrip().endswith(marks.closer)
 
 
 def _after_reasoning(
-    asked: Dialogue, marks: Marks, tokenizer: Tokenizer, free: bool, control: bool
-) -> Dialogue:
+    asked: Dialogue, stage: Stage, marks: Marks, tokenizer: Tokenizer, control: bool
+) -> tuple[Dialogue, Stage]:
     """The same, its constraint beginning after the reasoning: where the reader of its text, in
-    which control tokens are seen with `control`, finds the end.
+    which control tokens are seen with `control`, finds the end. And the stage behind its prompt.
 
     Where the prompt leaves it to the model whether to think, and the constraint leaves no room
     for it, the prompt begins the reasoning: the constraint needs to know its beginning.
     """
-    stage, rules = _stage(asked.prompt, marks, tokenizer), asked.rules
+    rules = asked.rules
     if rules is None or stage == Stage.ANSWERING:
-        return asked
+        return asked, stage
     if stage == Stage.UNDECIDED:
-        if free:
-            return asked
         opened = np.array(_mark_ids(marks.opener, tokenizer), np.int32)
         asked = replace(asked, prompt=np.concatenate([asked.prompt, opened]))
-    return replace(asked, rules=rules.after(Start(marks.closer, control)))
+    return replace(asked, rules=rules.after(Start(marks.closer, control))), Stage.THINKING
 
 
 def _mark_ids(mark: str, tokenizer: Tokenizer) -> tuple[int, ...]:

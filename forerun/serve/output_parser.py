@@ -47,7 +47,7 @@ class OutputParser:
         """
         thought, answer = self._reasoning.push(text) if self._reasoning else ("", text)
         if last and self._reasoning:
-            rest = self._reasoning.finish()
+            rest = self._reasoning.finish(cut)
             thought, answer = thought + rest[0], answer + rest[1]
         if self._tools is None:
             return Heard(thought, answer)

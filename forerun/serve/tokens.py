@@ -21,6 +21,7 @@ from forerun.serve.prepare import known_tokens
 from forerun.serve.schema import MAX_PROMPTS, template_options, token_ids
 from forerun.serve.tools import Tool, tools
 from forerun.serve.wire import dump_large
+from forerun.text.reasoning import Marks
 from forerun.text.tokenizer import as_numbers
 from forerun.types import Ints
 
@@ -162,7 +163,9 @@ def _tokens(body: TokenizeBody, loaded: Frontend) -> dict[str, Any]:
     if body.tools and body.messages is None:
         raise RequestError("tools are for messages.", "tools")
     if body.messages is not None:
-        return _told(body, loaded, [chat_prompt(body, loaded, body.tools)], several=False)
+        marks = Marks.found_in(loaded.chat.source if loaded.chat is not None else None)
+        prompt = chat_prompt(body, loaded, body.tools, marks)
+        return _told(body, loaded, [prompt], several=False)
     begins = body.add_special if body.content is not None else body.add_special_tokens
     asked = body.prompt if body.content is None else body.content
     texts = (asked,) if isinstance(asked, str) else asked or ()

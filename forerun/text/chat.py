@@ -14,6 +14,7 @@ import numpy as np
 from forerun.errors import ContextError, ModelError, RequestError
 from forerun.text.conversation import TemplateTraits, adapted
 from forerun.text.escape import Escape, check_json, free_marker
+from forerun.text.reasoning import Marks
 from forerun.text.rendering import is_large, renderer
 from forerun.text.tokenizer import Tokenizer, matcher
 from forerun.types import Ints
@@ -73,6 +74,7 @@ class ChatTemplate:
         extra: Mapping[str, Any] | None = None,
         continues: bool = False,
         most: int | None = None,
+        marks: Marks | None = None,
     ) -> Ints:
         """int32[T]: the prompt's ids. Control strings that users wrote stay plain text.
 
@@ -82,6 +84,7 @@ class ChatTemplate:
         extra      further names for the template (chat_template_kwargs)
         continues  the prompt ends within the last message, which the model wrote and goes on with
         most       tokens that there is room for: what certainly has more is not encoded; None = any
+        marks      around thoughts: a message that goes on may break off in one
 
         Raises RequestError naming the field where the messages cannot be rendered, ContextError
         where there is certainly no room for them, WorkerError where the rendering process was ended
@@ -91,6 +94,11 @@ class ChatTemplate:
             text, marker = self._render(messages, tools, add_generation_prompt, extra)
             return self._encode(text, marker, most)
         last, place = messages[-1] if messages else {}, f"messages[{len(messages) - 1}]"
+        begun = marks.begun(last) if marks and last.get("role") == "assistant" else None
+        if marks is not None and begun is not None:
+            text, marker = self._render(messages[:-1], tools, True, extra, begun)
+            thought = Escape([*self._special, *self._written], marker).text(begun)
+            return self._encode(marks.going_on(text, thought), marker, most)
         if last.get("role") != "assistant" or not str(last.get("content") or "").strip():
             raise RequestError(
                 f"continue_final_message: {place} must be what the assistant said so far.", place
@@ -122,8 +130,11 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None,
         add_generation_prompt: bool,
         extra: Mapping[str, Any] | None,
+        more: str = "",
     ) -> tuple[str, str]:
-        """The prompt with markers in the control strings of users, and the marker."""
+        """The prompt with markers in the control strings of users, and the marker, which is not in
+        `more`.
+        """
         clean = [clean_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
         options = dict(extra or {})
         if _RESERVED & options.keys():
@@ -133,7 +144,7 @@ class ChatTemplate:
         check_json(offered, "tools")
         check_json(options, "chat_template_kwargs")
         clean, offered = adapted(clean, offered, self.traits)
-        marker = free_marker([self._source, clean, offered, options])
+        marker = free_marker([self._source, clean, offered, options, more])
         escape = Escape([*self._special, *self._written], marker)
         own = Escape(self._special, marker)
         names = self._tokenizer.names | escape.value(options)

@@ -4,9 +4,10 @@ Whether the thinking has begun, is over, or is up to the model is told by the en
 templates of some models open it, others close it at once when it is not wanted.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Self
+from typing import Any, Self
 
 CLOSERS = ("</think>", "[/THINK]", "</thinking>", "</seed:think>")
 """Ends of reasoning known from chat templates."""
@@ -53,18 +54,38 @@ class Marks:
             return Stage.THINKING
         return Stage.ANSWERING if tail.endswith(self.closer) else Stage.UNDECIDED
 
+    def begun(self, message: Mapping[str, Any]) -> str | None:
+        """The thought that a model's message breaks off in, without its opener; None where it
+        breaks off in none.
+        """
+        content = str(message.get("content") or "")
+        if not content.strip():
+            thought = str(message.get("reasoning_content") or "")
+            return f"\n{thought}" if thought.strip() else None
+        opens = content.lstrip().startswith(self.opener) and self.closer not in content
+        return content.lstrip()[len(self.opener) :] if opens else None
+
+    def going_on(self, prompt: str, thought: str) -> str:
+        """A prompt for an answer, with a begun thought behind it; templates may have opened it."""
+        if not prompt.rstrip().endswith(self.opener):
+            return f"{prompt}{self.opener}{thought}"
+        return prompt + (thought.lstrip("\n") if prompt.endswith("\n") else thought)
+
 
 class ReasoningReader:
     """Splits the text of one answer into reasoning and answer, however it is cut.
 
     White space next to the marks belongs to neither.
+
+    bare  the text goes on right behind a mark, not within what was begun in the prompt
     """
 
-    def __init__(self, marks: Marks, stage: Stage) -> None:
+    def __init__(self, marks: Marks, stage: Stage, bare: bool = True) -> None:
         self._marks = marks
         self._stage = stage
         self._held = ""
-        self._bare = True
+        self._bare = bare
+        self._unclosed: list[str] = []
 
     def push(self, text: str) -> tuple[str, str]:
         """(reasoning, answer) that the next piece of text makes certain, either possibly empty;
@@ -76,13 +97,18 @@ class ReasoningReader:
         if self._stage == Stage.UNDECIDED:
             self._decide()
         reasoning = self._thought() if self._stage == Stage.THINKING else ""
+        self._unclosed.append(reasoning)
         return reasoning, self._answer() if self._stage == Stage.ANSWERING else ""
 
-    def finish(self) -> tuple[str, str]:
-        """(reasoning, answer) that was held back, once no text will follow."""
+    def finish(self, cut: bool = False) -> tuple[str, str]:
+        """(reasoning, answer) that was held back, once no text will follow. A thought that the
+        model ended its text in is its answer as well; cut: there was no room for more, so there is
+        no answer yet.
+        """
         held, self._held = self._held, ""
         if self._stage == Stage.THINKING:
-            return held.rstrip(), ""
+            held = held.rstrip()
+            return held, "" if cut else "".join([*self._unclosed, held]).lstrip()
         return "", held
 
     def _decide(self) -> None:

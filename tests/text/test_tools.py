@@ -193,7 +193,7 @@ def test_any_cut_gives_the_same_reasoning(stage, text, reasoning, answer):
     cuts = [(), range(1, len(text)), *combinations(range(1, len(text)), 2)]
     for cut in cuts:
         reader = ReasoningReader(THINK, stage)
-        output_tokens = [*map(reader.push, pieces(text, cut)), reader.finish()]
+        output_tokens = [*map(reader.push, pieces(text, cut)), reader.finish(cut=True)]
         assert tuple(map("".join, zip(*output_tokens, strict=True))) == (reasoning, answer), cut
 
 

@@ -240,12 +240,13 @@ def named(service: Service, model: str | None) -> Served:
 
 def conversation(body: OllamaBody, messages: tuple[dict[str, Any], ...]) -> ChatBody:
     """A request with messages, at least one, in the server's own words; a last assistant's message
-    that has text is continued.
+    that has text or a thought is continued.
     """
     last = messages[-1]
+    goes_on = bool(last["content"] or last.get("reasoning_content"))
     return ChatBody(
         messages=messages,
-        continue_final_message=last["role"] == "assistant" and bool(last["content"]),
+        continue_final_message=last["role"] == "assistant" and goes_on,
         reasoning_effort=body.think,
         max_tokens=_limit(body),
         logprobs=body.logprobs,

@@ -125,7 +125,7 @@ class OpenAIDialect(Dialect):
         return Shown(body.return_token_ids, as_ids, top, body.prompt_logprobs)
 
     def _usage(self, tally: Tally) -> dict[str, Any]:
-        reasoning = self._format.reasoning_tokens
+        reasoning = min(self._format.reasoning_tokens, tally.output_tokens)
         counts = usage(tally.prompt_tokens, tally.output_tokens, tally.cached_tokens, reasoning)
         if self._predicts:
             counts["completion_tokens_details"] |= predicted(tally.stats)

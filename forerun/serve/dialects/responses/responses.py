@@ -157,6 +157,7 @@ class ResponsesDialect(Dialect):
     def _usage(self, tally: Tally) -> dict[str, Any]:
         """Token counts."""
         tokens = reasoning_tokens(self._output.thought, self.served.loaded.tokenizer)
+        tokens = min(tokens, tally.output_tokens)
         return {
             "input_tokens": tally.prompt_tokens,
             "input_tokens_details": {
