@@ -52,6 +52,13 @@ def test_the_site_has_every_page():
     assert sorted(named) == sorted(pages)
 
 
+def test_kept_numbers_stand_in_results():
+    """bench/results holds the JSON of numbers that a page of docs/results shows, and no other."""
+    pages = "".join(page.read_text() for page in (ROOT / "docs" / "results").glob("*.md"))
+    kept = [path.name for path in (ROOT / "bench" / "results").glob("*.json")]
+    assert [name for name in kept if f"bench/results/{name}" not in pages] == []
+
+
 OF_OTHERS = {"server_args.py", "bench_speculative.py", "test_acceptance_length.py"}
 """Files of other projects."""
 
