@@ -4,7 +4,7 @@ JSON Schema lets an object have any further keys, and a small model invents some
 """
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from forerun.constrain.grammar import Grammar, Kind
@@ -31,30 +31,48 @@ def closed(schema: Any) -> Any:
     allOf, if, then, else and not, choices that stand beside properties, what any of these refers
     to, and an object that such parts give further keys.
     """
-    shared: set[str] = set()
-    while True:
-        known = len(shared)
-        found = _closed(schema, shared)
-        if len(shared) == known:
-            return found if all(map(_defined, shared)) else schema
+    shared = _Shared()
+    _closed(schema, shared)
+    shared.follow()
+    return schema if "" in shared.names else _closed(schema, shared)
 
 
-def _closed(schema: Any, shared: set[str]) -> Any:
-    """See closed. shared: references into what describes an object together with others, to which
-    those are added that are found.
+@dataclass(slots=True)
+class _Shared:
+    """References into what describes an object together with other schemas.
+
+    names    the definitions that they name, as `_defined` gives them
+    defined  every definition that was seen outside of such schemas, by name
     """
+
+    names: set[str] = field(default_factory=set)
+    defined: dict[str, list[Any]] = field(default_factory=dict)
+
+    def follow(self) -> None:
+        """Add what the definitions that are shared refer to, and so on."""
+        todo = [*self.names]
+        while todo:
+            within = _Shared()
+            for definition in self.defined.pop(todo.pop(), ()):
+                _apart(definition, within)
+            todo += within.names - self.names
+            self.names |= within.names
+
+
+def _closed(schema: Any, shared: _Shared) -> Any:
+    """See closed. Adds what it sees to `shared`; definitions that are shared already stay."""
     if not isinstance(schema, dict):
         return schema
     found: dict[str, Any] = {}
     alone = len(_ABOUT_OBJECTS & schema.keys()) == 1
-    apart = {*map(_defined, shared)}
     for key, value in schema.items():
         found[key] = value
         if key in _DEFINED and isinstance(value, dict):
-            found[key] = {
-                name: _apart(one, shared) if f"{key}/{name}" in apart else _closed(one, shared)
-                for name, one in value.items()
-            }
+            found[key] = {}
+            for name, one in value.items():
+                place = f"{key}/{name}"
+                shared.defined.setdefault(place, []).append(one)
+                found[key][name] = one if place in shared.names else _closed(one, shared)
         elif key in ("items", "prefixItems") or (alone and _free(key, value)):
             several = isinstance(value, list)
             parts = [_closed(one, shared) for one in (value if several else [value])]
@@ -66,7 +84,7 @@ def _closed(schema: Any, shared: set[str]) -> Any:
         elif key in _PARTS:
             _apart(value, shared)
     if isinstance(schema.get("$ref"), str) and not alone:
-        shared.add(schema["$ref"])
+        shared.names.add(_defined(schema["$ref"]))
     names = schema.get("properties")
     if not isinstance(names, dict) or any(key in schema for key in _OPEN):
         return found
@@ -79,18 +97,17 @@ def _free(key: str, value: Any) -> bool:
     return key in _CHOICES or (key == "allOf" and isinstance(value, list) and len(value) == 1)
 
 
-def _apart(part: Any, shared: set[str]) -> Any:
-    """What stays as it is. Whatever it refers to does too."""
+def _apart(part: Any, shared: _Shared) -> None:
+    """Add what a schema that stays as it is refers to: that stays, too."""
     todo = [part]
     while todo:
         value = todo.pop()
         if isinstance(value, dict):
             if isinstance(value.get("$ref"), str):
-                shared.add(value["$ref"])
+                shared.names.add(_defined(value["$ref"]))
             todo += value.values()
         elif isinstance(value, list):
             todo += value
-    return part
 
 
 def _defined(reference: str) -> str:

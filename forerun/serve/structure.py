@@ -7,7 +7,6 @@ SGLang     json_schema, regex, ebnf
 llama.cpp  grammar, json_schema, and "schema" in a response_format of type json_object
 """
 
-import json
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
@@ -30,6 +29,7 @@ from forerun.serve.fields import (
     takes,
     text,
 )
+from forerun.text.json_text import JsonFault, read_json
 
 MAX_PARTS = 1 << 16
 """Choices, tags or triggers; their size in bytes is bounded by the grammar's."""
@@ -50,8 +50,9 @@ def _whole_schema(schema: Any, strict: bool, where: str) -> Grammar:
     that are no regular expressions, are refused. (Tools may have them: the others can be called.)
     """
     grammar = Grammar.json_schema(schema, not strict, where)
-    check_members(schema, where)
-    check_regexes(schema, where)
+    if not strict:
+        check_members(schema, where)
+        check_regexes(schema, where)
     return grammar
 
 
@@ -150,8 +151,8 @@ def _parsed(value: Any, where: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
+        return read_json(value)
+    except JsonFault as error:
         raise RequestError(f"{where} is not JSON: {error}", where) from error
 
 

@@ -2,17 +2,15 @@
 
 import asyncio
 import json
-import re
-import sys
 from collections import Counter
 from itertools import islice
-from math import isfinite
-from typing import Any, NoReturn
+from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
 from forerun.serve.errors import ApiError, ClientGoneError
 from forerun.serve.fields import shown
+from forerun.text.json_text import JsonFault, read_json
 
 DISCARDED = 16
 """A body that is too large is read, and thrown away, up to so many times the limit: a client
@@ -111,54 +109,19 @@ def _from_a_page(request: Request) -> bool:
     return "origin" in request.headers or "sec-fetch-site" in request.headers
 
 
-MOST_CONTAINERS = 1 << 17
-"""Arrays and objects in one body. Nobody else's bytecode runs while an array is made or freed,
-and each costs some .6 microseconds of that."""
-
 _AT_ONCE = 4096
-"""Pairs of an object, or pieces of an answer, that are put together in one call of C's."""
-
-_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
-
-
-class _UnwantedError(Exception):
-    """Python would read it, but it is no JSON, or says two things at once."""
+"""Pieces of an answer that are put together in one call of C's."""
 
 
 def parse_json(body: bytes) -> Any:
-    """JSON without NaN, infinity, absurd depth, repeated keys or invalid UTF-8. Raises ApiError.
-
-    A large body may be parsed on another thread: numbers are made in Python, although C would be
-    three times as fast, so that the event loop has its turn between any two of them.
-    """
+    """What a body says, as `read_json` takes it. Raises ApiError, also for invalid UTF-8."""
     try:
-        text = body.decode(json.detect_encoding(body), "surrogatepass")
-        _check_containers(text)
-        return json.loads(
-            text,
-            parse_constant=_not_json,
-            parse_float=_finite,
-            parse_int=_integer,
-            object_pairs_hook=_once,
-        )
-    except RecursionError:
-        problem = "it is nested too deeply"
+        return read_json(body.decode(json.detect_encoding(body), "surrogatepass"))
     except UnicodeDecodeError as error:
         problem = f"it is not valid UTF-8 (byte {error.start})"
-    except (json.JSONDecodeError, _UnwantedError) as error:
-        problem = str(error) if body.strip() else "it is empty"
-    except ValueError:
-        problem = f"a number has more than {sys.get_int_max_str_digits()} digits"
+    except JsonFault as error:
+        problem = str(error)
     raise ApiError(400, f"The body cannot be read as JSON: {problem}.", "invalid_json")
-
-
-def _check_containers(text: str) -> None:
-    """Count arrays and objects outside of strings, where there can be too many."""
-    if text.count("[") + text.count("{") <= MOST_CONTAINERS:
-        return
-    bare = _STRING.sub(lambda _: "", text)  # Calls of Python's again, as in parse_json.
-    if bare.count("[") + bare.count("{") > MOST_CONTAINERS:
-        raise _UnwantedError(f"it has more than {MOST_CONTAINERS:,} arrays and objects")
 
 
 def dump_json(value: Any) -> bytes:
@@ -187,31 +150,3 @@ def event(data: Any, name: str | None = None) -> bytes:
 def line(data: Any) -> bytes:
     """`data` as JSON in one line, bytes with a line feed at the end (Ollama's streams)."""
     return dump_json(data) + b"\n"
-
-
-def _not_json(name: str) -> NoReturn:
-    raise _UnwantedError(f"{name} is not a JSON number")
-
-
-def _finite(digits: str) -> float:
-    value = float(digits)
-    if not isfinite(value):
-        raise _UnwantedError(f"the number {digits[:40]} is out of range")
-    return value
-
-
-def _integer(digits: str) -> int:
-    """A call of Python's, after which another thread may run: see parse_json."""
-    return int(digits)
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object. Of two values under one key, whichever was taken, the other would be lost."""
-    found: dict[str, Any] = {}
-    for start in range(0, len(pairs), _AT_ONCE):
-        found.update(pairs[start : start + _AT_ONCE])
-    if len(found) < len(pairs):
-        names = Counter(name for name, _ in pairs)
-        name, count = names.most_common(1)[0]
-        raise _UnwantedError(f"the key {name[:60]!a} appears {count} times in one object")
-    return found

@@ -4,7 +4,6 @@ The template is part of the model, not of Forerun: it runs where `rendering` say
 cannot be forged by what users write (see `escape`).
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 from forerun.errors import ContextError, ModelError, RequestError
 from forerun.text.conversation import TemplateTraits, adapted
 from forerun.text.escape import Escape, check_json, free_marker
+from forerun.text.json_text import JsonFault, read_json
 from forerun.text.reasoning import Marks
 from forerun.text.rendering import is_large, renderer
 from forerun.text.tokenizer import Tokenizer, matcher
@@ -245,8 +245,8 @@ def _parsed_call(call: Any, path: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         where = f"{path}.function.arguments"
         try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except (ValueError, RecursionError) as error:
+            arguments = read_json(arguments, repeated=True) if arguments.strip() else {}
+        except JsonFault as error:
             raise RequestError(f"{where} is not JSON: {error}", where) from error
         check_json(arguments, where)
     return {**call, "function": {**function, "arguments": arguments}}

@@ -8,11 +8,13 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import minijinja
 
 from forerun.errors import ModelError, RequestError
+from forerun.text.json_text import read_json
 
 FUEL = 5_000_000
 """Template instructions per rendering: about a quarter of a second."""
@@ -71,7 +73,12 @@ def _environment(source: str) -> minijinja.Environment:
         lstrip_blocks=True,
         pycompat=True,
         debug=False,
-        filters={"tojson": _tojson, "from_json": json.loads, "format": _format, "indent": _indent},
+        filters={
+            "tojson": _tojson,
+            "from_json": partial(read_json, repeated=True),
+            "format": _format,
+            "indent": _indent,
+        },
         tests={"iterable": _iterable},
         globals={"raise_exception": _raise, "strftime_now": _strftime_now},
     )

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Protocol
 
 Tools = Sequence[Mapping[str, Any]]
@@ -60,8 +61,10 @@ class JsonCalls:
 
     def _closed(self, character: str) -> bool:
         """Whether a character between calls completes the closer."""
+        if not self._closer:
+            return False
         self._between = (self._between + character)[-len(self._closer) :]
-        return bool(self._closer) and self._between == self._closer
+        return self._between == self._closer
 
     def _news(self, call: "_JsonCall") -> list[CallPiece]:
         if call.name is None:
@@ -204,12 +207,14 @@ class GlmCalls:
             self._name, text = text[: end.start()].strip(), text[end.start() :]
             calls.append(CallPiece(self.count, self._name))
             self.count += 1
-        while "</arg_value>" in text and (pair := _PAIR.match(text)):
+        at = 0
+        while text.find("</arg_value>", at) >= 0 and (pair := _PAIR.match(text, at)):
             first_mark = ", " if self._pairs else "{"
             argument = f"{first_mark}{json.dumps(pair[1])}: {self._value(pair[1], pair[2])}"
             calls.append(CallPiece(self.count - 1, None, argument))
             self._pairs += 1
-            text = text[pair.end() :]
+            at = pair.end()
+        text = text[at:]
         if text.lstrip().startswith(self._closer):
             calls.append(CallPiece(self.count - 1, None, "}" if self._pairs else "{}"))
             self._name, self._pairs = None, 0
@@ -226,19 +231,18 @@ class GlmCalls:
 
 _DIVIDED = re.compile(r"\s*([\w.:-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?={)")
 _NAME_END = re.compile(r"\n|<arg_key>|</tool_call>")
-_PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", flags=re.DOTALL)
+_PAIR = re.compile(
+    r"\s*+<arg_key>((?>.*?(?=</arg_key>)))</arg_key>\s*+<arg_value>((?>.*?(?=</arg_value>)))</arg_value>",
+    re.DOTALL,
+)
 NOTHING = object()
 
 
 def _merged(calls: list[CallPiece]) -> tuple[CallPiece, ...]:
     """Neighbouring pieces of one call's arguments in one."""
     merged: list[CallPiece] = []
-    for piece in calls:
-        last = merged[-1] if merged else None
-        if last is not None and last.name is None is piece.name and last.index == piece.index:
-            merged[-1] = CallPiece(last.index, None, last.arguments + piece.arguments)
-        else:
-            merged.append(piece)
+    for (index, name), pieces in groupby(calls, lambda piece: (piece.index, piece.name)):
+        merged.append(CallPiece(index, name, "".join(piece.arguments for piece in pieces)))
     return tuple(merged)
 
 

@@ -13,7 +13,9 @@ from forerun.options.config import ServeSettings
 from forerun.serve import tokens, wire
 from forerun.serve.app import create_app
 from forerun.serve.errors import ApiError
-from forerun.serve.wire import MOST_CONTAINERS, dump_json, dump_large, parse_json
+from forerun.serve.wire import dump_json, dump_large, parse_json
+from forerun.text import json_text
+from forerun.text.json_text import MOST_CONTAINERS
 from forerun.serve.workers import HUGE, LARGE, LARGE_AT_ONCE, Workers
 from forerun.text.rendering import is_large
 from tests.cli.toys import toy_loaded
@@ -115,14 +117,14 @@ def test_a_large_conversation_is_large_for_its_renderer_too():
 
 
 def calls_during(work, *args):
-    """Calls of wire's own functions while `work` runs: after each another thread may run, in
+    """Calls of the reader's own functions while `work` runs: after each another thread may run, in
     between none may.
     """
     calls = 0
 
     def count(frame, event, _):
         nonlocal calls
-        calls += event == "call" and frame.f_code.co_filename == wire.__file__
+        calls += event == "call" and frame.f_code.co_filename == json_text.__file__
 
     sys.setprofile(count)
     try:

@@ -8,13 +8,13 @@ import json
 import re
 from dataclasses import dataclass, field
 
-_SPACE = re.compile(r"(?:[ \t]|#[^\n]*)*")
-_BLANK = re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
+_SPACE = re.compile(r"(?:[ \t]|#[^\n]*+)*+")
+_BLANK = re.compile(r"(?:[ \t\r\n]|#[^\n]*+)*+")
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
-_REPEAT = re.compile(r"[*+?]|\{\s*(\d+)\s*(,?)\s*(\d*)\s*\}")
+_REPEAT = re.compile(r"[*+?]|\{\s*+(\d++)\s*+(,?+)\s*+(\d*+)\s*+\}")
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r"}
 _CODE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8}))")
-_NEXT_RULE = re.compile(r"[A-Za-z0-9_-]+(?:[ \t]|#[^\n]*)*::=")
+_NEXT_RULE = re.compile(r"[A-Za-z0-9_-]++(?:[ \t]|#[^\n]*+)*+::=")
 
 
 def lark(source: str) -> str:

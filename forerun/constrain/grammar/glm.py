@@ -5,15 +5,15 @@ is JSON.
 """
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from forerun.constrain.grammar.grammar import Grammar
 from forerun.constrain.schema.origins import UnenforcedKeyword
+from forerun.constrain.schema.patterns import MAX_STEPS, matching
 from forerun.constrain.schema.rewrite import rewritten
-from forerun.constrain.schema.strings import RAW_FORMATS
+from forerun.constrain.schema.strings import RAW_FORMATS, other_than
 from forerun.errors import RequestError
 
 CLOSER = "</arg_value>"
@@ -55,8 +55,11 @@ def arguments(
     lenient one such keywords are left out and listed.
     """
     raw = json.loads(grammar.source)
-    writer = _Writer(grammar, raw, literal, content)
-    return writer.arguments(index)
+    try:
+        return _Writer(grammar, raw, literal, content).arguments(index)
+    except RecursionError:
+        message = f"{grammar.field} has levels or names that are too long for calls of this form"
+        raise RequestError(message, grammar.field) from None
 
 
 class _Writer:
@@ -86,8 +89,12 @@ class _Writer:
         for name in required:
             if properties.get(name, False) is False:
                 self._fault(UnenforcedKeyword("required", f"{name!r} is not among the properties"))
-        for pattern in self._root.get("patternProperties") or {}:
-            if any(_fits(pattern, name) for name in properties):
+        patterns = [*(self._root.get("patternProperties") or ())]
+        for pattern in patterns:
+            if pattern == other_than(properties):  # Written by `rewritten`.
+                continue
+            found = matching(pattern, [*properties], MAX_STEPS // len(patterns))
+            if found is None or any(found):
                 self._fault(
                     UnenforcedKeyword(
                         "patternProperties", "it says more of a property that is listed"
@@ -173,28 +180,20 @@ class _Writer:
         self._out.left.append(f"{self._grammar.field}.{fault.path}")
 
 
-def _fits(pattern: str, name: str) -> bool:
-    """Whether a name may fit a pattern."""
-    try:
-        return re.search(pattern, name) is not None
-    except re.error:
-        return True
-
-
 def _whole(pattern: str) -> str:
     """A pattern for the whole text, without anchors, in Lark's slashes."""
-    branches, depth, at, inside = [""], 0, 0, False
+    branches, depth, at, inside = [list[str]()], 0, 0, False
     while at < len(pattern):
         size = 2 if pattern[at] == "\\" else 1
         unit = pattern[at : at + size]
         inside = (inside or unit == "[") and unit != "]"
         depth += {"(": 1, ")": -1}.get(unit, 0) if not inside else 0
         if unit == "|" and not depth and not inside:
-            branches.append("")
+            branches.append([])
         else:
-            branches[-1] += "\\/" if unit == "/" else unit
+            branches[-1].append("\\/" if unit == "/" else unit)
         at += size
-    return "|".join(map(_anchored, branches))
+    return "|".join(_anchored("".join(branch)) for branch in branches)
 
 
 def _anchored(branch: str) -> str:

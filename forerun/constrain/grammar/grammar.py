@@ -12,6 +12,7 @@ from forerun.constrain.schema.checks import (
     check_members,
     check_patterns,
     check_regexes,
+    check_size,
     finite,
 )
 from forerun.constrain.schema.patterns import MAX_NESTING, literal, portable
@@ -72,6 +73,7 @@ class Grammar:
         """
         if not isinstance(schema, dict | bool):
             raise RequestError(f"{field} must be a JSON schema: an object", field)
+        check_size(schema, MAX_SOURCE, field)
         check_depth(schema, field)
         schema = {} if schema is True else schema
         if not lenient:

@@ -28,6 +28,25 @@ def check_depth(value: Any, field: str) -> None:
     raise RequestError(f"{field} is nested deeper than {MAX_LEVELS} levels", field)
 
 
+def check_size(value: Any, most: int, field: str) -> None:
+    """Raise RequestError where the JSON text of a value certainly has more than `most` bytes; looks
+    at no more of it than that.
+    """
+    size, todo = 0, [value]
+    while todo and size <= most:
+        part = todo.pop()
+        if isinstance(part, dict):
+            size += 2 + sum(len(key) + 4 for key in part if isinstance(key, str))
+            todo += part.values()
+        elif isinstance(part, list):
+            size += 2 + len(part)
+            todo += part
+        else:
+            size += len(part) + 2 if isinstance(part, str) else 1
+    if size > most:
+        raise RequestError(f"{field} has more than {most} bytes, which is the most taken", field)
+
+
 def check_patterns(schema: Any, field: str) -> None:
     """Raise RequestError naming the path of the first `pattern` that `portable` refuses."""
     for path, inner in schemas(schema):

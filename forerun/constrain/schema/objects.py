@@ -1,10 +1,10 @@
 """Keywords about the keys of objects, in those that libraries honour."""
 
-import re
 from itertools import combinations
 from typing import Any
 
 from forerun.constrain.schema.logic import NOTES, types
+from forerun.constrain.schema.patterns import matching
 from forerun.constrain.schema.strings import Unenforceable, lengths, plain_patterns
 
 MAX_BRANCHES = 64
@@ -130,15 +130,15 @@ def named(schema: Schema, names: Any) -> Schema | None:  # noqa: PLR0911
         return schema if not rules else None
     if not isinstance(pattern, str) or (properties and further is not False):
         return None
+    if properties:
+        kept = matching(pattern, [*properties])
+        if kept is None:
+            return None
+        pairs = zip(properties.items(), kept, strict=True)
+        out["properties"] = {name: value if fits else False for (name, value), fits in pairs}
+        return out
     try:
-        if properties:
-            out["properties"] = {
-                name: value if re.search(pattern, name) else False
-                for name, value in properties.items()
-            }
-        else:
-            (plain,) = plain_patterns(pattern)
-            out["patternProperties"] = {plain: further}
-    except (Unenforceable, ValueError, re.error):
+        (plain,) = plain_patterns(pattern)
+    except (Unenforceable, ValueError):
         return None
-    return out
+    return {**out, "patternProperties": {plain: further}}

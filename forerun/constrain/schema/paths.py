@@ -1,7 +1,6 @@
 """Where in a JSON schema a keyword stands, so that an error can name its path."""
 
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +16,8 @@ _IN_MAP = (
     "dependentSchemas",
     "dependencies",
 )
+_LONGEST = 100
+"""Characters of a name in a path: every schema below it has a copy of them."""
 _SINGLE = (
     "items",
     "additionalItems",
@@ -34,7 +35,7 @@ _SINGLE = (
 
 def schemas(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """Every object schema inside `schema`, itself first, each with its path (`properties.a.items`),
-    which begins with `path`.
+    which begins with `path`. Long names are cut.
     """
     if not isinstance(schema, dict):
         return
@@ -54,7 +55,7 @@ def children(schema: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
                 yield f"{here}[{index}]", inner
         elif key in _IN_MAP and isinstance(value, dict):
             for name, inner in value.items():
-                yield f"{here}.{name}", inner
+                yield f"{here}.{name[:_LONGEST]}", inner
         elif key in _SINGLE:
             yield here, value
 
@@ -111,8 +112,10 @@ def _patterns(message: str) -> list[str]:
     None where it says something else.
     """
     lines = [line.strip() for line in message.splitlines()]
-    quoted = re.findall(r" in regex /(.*)/$", lines[0]) if lines else []
-    return lines if "regex parse error" in message else [one.replace("\\/", "/") for one in quoted]
+    if "regex parse error" in message or not lines:
+        return lines
+    quoted = lines[0].partition(" in regex /")[2]
+    return [quoted[:-1].replace("\\/", "/")] if quoted.endswith("/") else []
 
 
 def _is_named(pattern: Any, read: list[str]) -> bool:

@@ -1,6 +1,7 @@
 """Regular expressions as JavaScript reads them, written for an engine that reads some otherwise."""
 
 import re
+from collections.abc import Sequence
 from math import inf
 
 from forerun.errors import RequestError
@@ -11,6 +12,9 @@ MAX_NESTING = 100
 MAX_FORCED = 10_000
 """Characters of the shortest text that a pattern matches."""
 
+
+MAX_STEPS = 1_000_000
+"""Of a backtracking engine: some milliseconds."""
 
 ASCII_MEMBERS = {r"\d": "0-9", r"\w": "0-9A-Za-z_"}
 """What they mean within a class: no digits and letters of other scripts, as in JavaScript."""
@@ -23,7 +27,7 @@ ASCII_CLASSES = {name: f"[{inside}]" for name, inside in ASCII_MEMBERS.items()} 
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
 
 _CLASS = re.compile(r"\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\]", re.DOTALL)
-_REPETITION = re.compile(r"\{\d*,?\d*\}")
+_REPETITION = re.compile(r"\{\d*+(?:,\d*+)?\}")
 _ATOM = r"\\[pPux]\{[^{}]*\}|\\.|\[:\w+:\]|."
 
 
@@ -116,6 +120,57 @@ def portable_class(text: str) -> str:
 def literal(text: str) -> str:
     """A pattern that matches `text` and nothing else."""
     return _SPECIAL.sub(r"\\\g<0>", text)
+
+
+def matching(pattern: str, names: Sequence[str], most: int = MAX_STEPS) -> list[bool] | None:
+    """Tell of each name whether a pattern matches in it. None where that may take more than about
+    `most` steps of Python's engine, which no other thread can interrupt, or where the pattern is no
+    regular expression to Python.
+    """
+    try:
+        tries = _Tries()
+        index = 0
+        while index < len(pattern):
+            end = unit_end(pattern, index, "pattern")
+            tries.add(pattern[index:end])
+            index = end
+        if sum(len(name) + 1 for name in names) * len(pattern) > most:
+            return None
+        if sum((len(name) + 1) * tries.for_length(len(name)) for name in names) > most:
+            return None
+        return [re.search(pattern, name) is not None for name in names]
+    except (re.error, RequestError, OverflowError):
+        return None
+
+
+class _Tries:
+    """Counts how often a backtracking engine may try: each repetition multiplies its choices."""
+
+    def __init__(self) -> None:
+        self._unbounded = self._doubled = 0
+        self._endless = False
+        self._opened: list[int] = []
+        self._choices = 0
+        self._inner = 0
+
+    def for_length(self, length: int) -> float:
+        """Tries at one place of a text of so many characters, at most."""
+        if self._endless or self._unbounded > 8 or self._doubled > 30:
+            return inf
+        return (length + 1.0) ** self._unbounded * 2.0**self._doubled
+
+    def add(self, unit: str) -> None:
+        """Read the next unit of the pattern."""
+        repeats = unit in ("*", "+", "?") or (unit[0] == "{" and len(unit) > 1)
+        if unit == "(":
+            self._opened.append(self._choices)
+        elif repeats:
+            self._endless |= self._inner > 0  # Choices within a group that is repeated.
+            self._doubled += unit == "?"
+            self._unbounded += unit != "?"
+        before = self._opened.pop() if unit == ")" and self._opened else self._choices
+        self._inner = self._choices - before
+        self._choices += repeats or unit == "|"
 
 
 class _Lengths:

@@ -86,14 +86,16 @@ def plain_patterns(pattern: str) -> list[str]:
     beginning become patterns of their own. Raises Unenforceable for other look-around, word
     boundaries, back-references and what is no regular expression.
     """
-    found = []
-    while match := re.match(r"\^?\(\?=", pattern):
-        end = _closing(pattern, match.end() - 3)
+    found, start = [], 0
+    while pattern.startswith(("^(?=", "(?=") if not start else "(?=", start):
+        group = pattern.index("(", start)
+        end = _closing(pattern, group)
         if pattern[end : end + 1] in ("*", "+", "?", "{"):
             break
-        found.append("^" + pattern[match.end() : end - 1])
-        pattern = "^" + pattern[end:]
-    return [_plain(part) for part in (*found, pattern)]
+        found.append("^" + pattern[group + len("(?=") : end - 1])
+        start = end
+    rest = "^" + pattern[start:] if start else pattern
+    return [_plain(part) for part in (*found, rest)]
 
 
 def _closing(pattern: str, start: int) -> int:
