@@ -10,13 +10,13 @@ from starlette.testclient import TestClient
 
 from forerun.errors import WorkerError
 from forerun.options.config import ServeSettings
-from forerun.serve import tokens, wire
+from forerun.serve import tokens
 from forerun.serve.app import create_app
 from forerun.serve.errors import ApiError
 from forerun.serve.wire import dump_json, dump_large, parse_json
+from forerun.serve.workers import HUGE, LARGE, LARGE_AT_ONCE, Workers
 from forerun.text import json_text
 from forerun.text.json_text import MOST_CONTAINERS
-from forerun.serve.workers import HUGE, LARGE, LARGE_AT_ONCE, Workers
 from forerun.text.rendering import is_large
 from tests.cli.toys import toy_loaded
 
