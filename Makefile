@@ -27,7 +27,7 @@ FAST    := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadsco
 # package anew, which was half of the processor time of the tests that start some.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup tools demo serve test suite test-slow test-slower test-browser chaos chaos-nightly sanitize soak fuzz-loaders mutants check prove bench \
+.PHONY: setup tools demo serve test suite test-slow test-slower test-browser chaos chaos-nightly sanitize vocabularies soak fuzz-loaders mutants check prove bench \
 	bench-peers test-ray gpu-test gpu-bench docs wheel clean
 
 # What running a model needs: the package, its CPU core, the default model.
@@ -113,6 +113,12 @@ chaos-nightly: tools $(CLIENTS)/document/.ready
 MINUTES ?= 120
 soak: tools
 	$(BIN)/python -m tests.chaos.soak --minutes $(MINUTES)
+
+# Every kind of grammar under every kind of vocabulary, large and published ones among them
+# (Mistral's, of a package that nothing else here needs).
+vocabularies: tools
+	$(PIP) --no-deps mistral-common
+	$(BIN)/python -m pytest -q tests/constrain/test_vocabularies.py
 
 # The native core under AddressSanitizer and UndefinedBehaviorSanitizer.
 sanitize: tools

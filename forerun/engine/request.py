@@ -69,6 +69,8 @@ class Request:
     sampling  of choice 0; choice i uses `choice_seed(sampling.seed, i)`
     grammar   a compiled grammar (forerun.constrain) or None
     skip_special_tokens  special tokens leave no text
+    goes_on  the output goes on within the prompt's text, so that its first space is text
+             (SentencePiece); else it is a text of its own
     prediction  int32[.] what the output is expected to be, for drafters: changes no text
     cache_salt  cached prefixes are shared with requests of the same salt alone; "" is one too
     """
@@ -81,6 +83,7 @@ class Request:
     speculation: Speculation = field(default_factory=Speculation)
     grammar: Any = None
     skip_special_tokens: bool = True
+    goes_on: bool = False
     prediction: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
     cache_salt: str = ""
 

@@ -208,5 +208,9 @@ class Engine(EngineLoop):
     def _stream(self, request: Request) -> TextStream:
         stopping = request.stopping
         return TextStream(
-            self._parts.tokenizer, stopping.stop, stopping.include_stop, request.skip_special_tokens
+            self._parts.tokenizer,
+            stopping.stop,
+            stopping.include_stop,
+            request.skip_special_tokens,
+            request.prompt if request.goes_on else (),
         )

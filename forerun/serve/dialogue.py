@@ -291,7 +291,7 @@ def _after_reasoning(
 
 def _mark_ids(mark: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     token = tokenizer.added.get(mark)
-    return (token.id,) if token is not None else tuple(tokenizer.encode_part(mark, False))
+    return (token.id,) if token is not None else tuple(tokenizer.encode_within(mark))
 
 
 def _is_control(loaded: Frontend, mark: str) -> bool:

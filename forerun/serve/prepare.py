@@ -99,7 +99,10 @@ def chat_generation(body: ChatBody, loaded: Frontend, settings: ServeSettings) -
     sampling = _sampling(body, loaded, logprobs, body.prompt_logprobs)
     stopping = _stopping(body, sampling, limit)
     unseen = _unseen(body, loaded.tokenizer)
-    made = _generation(body, loaded, (prompt,), stopping, sampling, settings)
+    # What a grammar asks for is not to lose its first space either.
+    exact = body.rules is not None and asked.rules is not None and asked.rules.grammar.start is None
+    goes_on = body.continue_final_message or exact
+    made = _generation(body, loaded, (prompt,), stopping, sampling, settings, goes_on)
     made = _with_thresholds(made, body, loaded)
     made = replace(made, rules=asked.rules, unseen=unseen, parser=asked.parser)
     if asked.control:
@@ -126,7 +129,7 @@ def completion_generation(
     longest = max(map(len, prompts))
     free = max(loaded.context - longest, 1) if body.max_tokens == UNLIMITED else body.max_tokens
     stopping = _stopping(body, sampling, free)
-    made = _generation(body, loaded, prompts, stopping, sampling, settings)
+    made = _generation(body, loaded, prompts, stopping, sampling, settings, goes_on=True)
     made = _with_thresholds(made, body, loaded)
     unseen = _unseen(body, loaded.tokenizer)
     rules = token_rules(body, loaded.tokenizer) or constraint(body, settings)
@@ -163,7 +166,9 @@ def _generation(
     stopping: Stopping,
     sampling: Sampling,
     settings: ServeSettings,
+    goes_on: bool,
 ) -> Generation:
+    """The requests of these prompts; `goes_on` as in Request. Raises RequestError."""
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream to be true.", "stream_options")
     _check_limits(body, prompts, stopping, sampling, settings)
@@ -183,6 +188,7 @@ def _generation(
             n=body.n,
             speculation=speculation,
             skip_special_tokens=body.skip_special_tokens,
+            goes_on=goes_on,
             prediction=predicted,
             cache_salt=body.cache_salt or "",
         )

@@ -1,7 +1,7 @@
 """Text as it becomes certain: whole characters only, and nothing that may yet be a stop string."""
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from forerun.text.stop_strings import StopStrings
@@ -24,6 +24,9 @@ class TextStream:
 
     The pieces and `finish()` joined are `tokenizer.decode(ids, skip_special)`, cut at the
     stop string that is complete first. Cost per token is O(1), whatever came before.
+
+    before  ids of the text that the sequence goes on within: the pieces are then what decoding both
+            adds to decoding these
     """
 
     def __init__(
@@ -32,6 +35,7 @@ class TextStream:
         stop: Sequence[str] = (),
         include_stop: bool = False,
         skip_special: bool = True,
+        before: Iterable[int] = (),
     ) -> None:
         self._tokenizer, self._pieces = tokenizer, tokenizer.pieces
         self._stops = StopStrings(stop) if stop else None
@@ -39,7 +43,9 @@ class TextStream:
         self._skipped = tokenizer.special_ids if skip_special else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
-        self._begun = False
+        self._begun = any(
+            tokenizer.token_bytes(int(id)) for id in before if int(id) not in self._skipped
+        )
         self._stopped: str | None = None
 
     @property

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from threading import Lock
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -19,6 +18,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from forerun.errors import ModelError, RequestError
+from forerun.text.encoders import Encoders, built
 from forerun.text.gguf import tokenizer_json
 from forerun.text.length_bound import UNKNOWN, LengthBound, length_bound
 from forerun.text.pieces import Pieces, pieces_of
@@ -95,7 +95,13 @@ class Tokenizer:
         ends: TextEnds,
         backend: tokenizers.Tokenizer | None = None,
         bound: Callable[[], LengthBound] = lambda: UNKNOWN,
+        within: Callable[[str], list[int]] | None = None,
     ) -> None:
+        """Hold the parts of a tokenizer.
+
+        plain   encodes parts of a text
+        within  encodes what goes on behind other text; None = as any later part
+        """
         self.added = {token.text: token for token in added}
         self.special_ids = frozenset(token.id for token in self.added.values() if token.control)
         self.vocab_size = len(pieces.bytes)
@@ -104,6 +110,7 @@ class Tokenizer:
         self.leading_spaces = pieces.leading_spaces
         self.backend = backend
         self._plain = plain
+        self._within = within or (lambda text: plain(text, False))
         self._bound = bound
         self.pieces = pieces.bytes
         self._prefix = ends.prefix
@@ -112,8 +119,8 @@ class Tokenizer:
         if outside:
             raise ModelError(f"end-of-text ids {outside} are not below {self.vocab_size}")
         first = {"bos_token": ends.bos_id, "eos_token": next(iter(ends.eos_ids), None)}
-        texts = {name: self._text(id) for name, id in first.items() if id is not None} | ends.named
-        self.names = {name: text for name, text in texts.items() if text}
+        texts = {name: self._text(id) for name, id in first.items() if id is not None}
+        self.names = {name: text for name, text in {**texts, **ends.named}.items() if text}
 
     @classmethod
     def byte_level(cls) -> Self:
@@ -181,8 +188,8 @@ class Tokenizer:
             check_limits(spec)
             added = [_added_token(token) for token in spec.get("added_tokens") or []]
             pieces = pieces_of(spec)
-            backend = _built(spec)
-            codec = _codec(spec, {token.text for token in added if token.control})
+            backend = built(spec)
+            codec = Encoders(spec, {token.text for token in added if token.control})
             prefix = tuple(backend.encode("").ids)
         except ModelError:
             raise
@@ -191,13 +198,14 @@ class Tokenizer:
         named = names or {}
         # Text that is no token cannot be sampled: it ends nothing.
         known = {name: backend.token_to_id(text) for name, text in named.items() if text}
-        if known.get("eos_token") is not None:
-            eos_ids = tuple(dict.fromkeys([*eos_ids, known["eos_token"]]))
+        eos_id = known.get("eos_token")
+        if eos_id is not None:
+            eos_ids = tuple(dict.fromkeys([*eos_ids, eos_id]))
         bos_id = known.get("bos_token") if "bos_token" in named else bos_id
         ends = TextEnds(eos_ids, bos_id, () if set(prefix) & set(eos_ids) else prefix, named)
         texts = [token.text for token in added]
         bound = cache(lambda: length_bound(spec, pieces.bytes, texts))
-        return cls(codec, pieces, added, ends, backend, bound)
+        return cls(codec, pieces, added, ends, backend, bound, codec.within)
 
     def warm_up(self) -> None:
         """Make what the first text that is encoded would wait for, a fraction of a second: an
@@ -227,18 +235,21 @@ class Tokenizer:
     def encode_part(self, text: str, first: bool) -> list[int]:
         """Ids of a part of a text, in which no control string counts.
 
-        first  it begins the whole text (SentencePiece puts a space there)
+        first  it begins the whole text (SentencePiece puts a space there); else it stands behind a
+               control token
 
         Raises RequestError where it holds a lone surrogate, or the tokenizer cannot cut it into
         words.
         """
-        bad = _SURROGATE.search(text)
-        if bad:
-            raise RequestError(
-                f"the text has a lone surrogate (U+{ord(bad[0]):04X}) at character "
-                f"{bad.start()}; send valid Unicode"
-            )
+        _check_unicode(text)
         return self._plain(text, first)
+
+    def encode_within(self, text: str) -> list[int]:
+        """Ids of text that goes on behind other text: no space is put before it. Raises as
+        encode_part.
+        """
+        _check_unicode(text)
+        return self._within(text)
 
     def split(self, text: str, strings: re.Pattern[str]) -> Iterator[str | int]:
         """Cut the text at the added tokens that `strings` (see matcher) finds: yields their ids and
@@ -326,74 +337,18 @@ def as_numbers(ids: Ints) -> list[int]:
     return numbers
 
 
+def _check_unicode(text: str) -> None:
+    bad = _SURROGATE.search(text)
+    if bad:
+        raise RequestError(
+            f"the text has a lone surrogate (U+{ord(bad[0]):04X}) at character "
+            f"{bad.start()}; send valid Unicode"
+        )
+
+
 def _added_token(token: dict[str, Any]) -> AddedToken:
     flags = [bool(token.get(name)) for name in ("special", "lstrip", "rstrip", "single_word")]
     return AddedToken(int(token["id"]), str(token["content"]), *flags)
-
-
-def _codec(spec: dict[str, Any], controls: set[str]) -> Codec:
-    """An encoder that cannot produce a control token, whatever the text says; made when the first
-    text is encoded, which an engine behind a server never does.
-
-    It runs without the interpreter's lock, which `tokenizers` lets go of for batches only.
-    """
-    lock, made = Lock(), list[tokenizers.Tokenizer]()
-
-    def encode(text: str, first: bool) -> list[int]:
-        with lock:
-            if not made:
-                made.extend(_without(spec, controls))
-        encoder = made[0] if first else made[1]
-        try:
-            ids: list[int] = encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids
-            return ids
-        except BaseException as error:
-            if not _of_rust(error):
-                raise
-            message = f"the model's tokenizer cannot cut this text into words: {error}"
-            raise RequestError(message) from error
-
-    return encode
-
-
-def _without(
-    spec: dict[str, Any], controls: set[str]
-) -> tuple[tokenizers.Tokenizer, tokenizers.Tokenizer]:
-    """Encoders of the first and of later parts of a text that know no control strings: these are
-    taken out of the added tokens, of the vocabulary and of the merges. The other added tokens move
-    into the vocabulary, where they keep their ids. Raises ModelError.
-    """
-    model = dict(spec["model"])
-    kept = [token for token in spec.get("added_tokens") or [] if token["content"] not in controls]
-    absent = controls - {model.get("unk_token")}
-    vocab = {text: id for text, id in model["vocab"].items() if text not in absent}
-    model["vocab"] = vocab | {token["content"]: token["id"] for token in kept}
-    model["merges"] = [merge for merge in model["merges"] if _joined(merge) not in controls]
-    plain = spec | {"model": model, "added_tokens": kept, "post_processor": None}
-    pre = spec.get("pre_tokenizer") or {}
-    whole = _built(plain)
-    if pre.get("type") != "Metaspace" or pre.get("prepend_scheme") != "first":
-        return whole, whole
-    return whole, _built(plain | {"pre_tokenizer": pre | {"prepend_scheme": "never"}})
-
-
-def _built(spec: dict[str, Any]) -> tokenizers.Tokenizer:
-    """The tokenizer of a `tokenizer.json` document. Raises ModelError."""
-    try:
-        return tokenizers.Tokenizer.from_str(json.dumps(spec))
-    except BaseException as error:
-        if not isinstance(error, Exception) and not _of_rust(error):
-            raise
-        raise ModelError(f"the tokenizer cannot be built: {error}") from error
-
-
-def _of_rust(error: BaseException) -> bool:
-    """Whether it is a panic of Rust, which is no Exception."""
-    return type(error).__name__ == "PanicException"
-
-
-def _joined(merge: str | list[str]) -> str:
-    return merge.replace(" ", "", 1) if isinstance(merge, str) else "".join(merge)
 
 
 def _is_text(piece: bytes) -> bool:

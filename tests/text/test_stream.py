@@ -8,6 +8,7 @@ from forerun.text.stream import TextStream
 from forerun.text.tokenizer import Tokenizer
 from tests.counted import lines
 from tests.text.test_tokenizer import byte_level, sentence_piece
+from tests.text.vocabularies import SMALL, vocabulary
 
 BYTES = Tokenizer.byte_level()
 TOKENIZERS = {"bytes": BYTES, "bpe": byte_level("smollm"), "spm": sentence_piece()}
@@ -48,6 +49,26 @@ def test_streams_equal_the_whole_text(data, name):
     include, skip = data.draw(st.booleans()), data.draw(st.booleans())
     expected = whole(tokenizer, ids, stop, include, skip)
     assert streamed(tokenizer, ids, stop, include, skip) == expected
+
+
+@settings(max_examples=200)
+@given(
+    prompt=st.text("ab <s>\u00e9", max_size=9),
+    answer=st.text("ab \u00e9", max_size=9),
+    stop=st.lists(st.text("ab ", min_size=1, max_size=3), max_size=2),
+    name=st.sampled_from(sorted(SMALL)),
+    skip=st.booleans(),
+)
+def test_a_continuation_is_what_it_adds_to_the_text_before_it(prompt, answer, stop, name, skip):
+    tokenizer = vocabulary(name)
+    before = tokenizer.encode(prompt, specials=True, bos=True).tolist()
+    ids = tokenizer.encode_within(answer)
+    text = tokenizer.decode([*before, *ids], skip).removeprefix(tokenizer.decode(before, skip))
+    ends = [(text.find(s) + len(s), -len(s), s) for s in stop if s in text]
+    expected = (text[: sum(min(ends)[:2])], min(ends)[2]) if ends else (text, None)
+    assert streamed(tokenizer, ids, stop, False, skip, before) == expected
+    if prompt.strip("<s> "):
+        assert text == answer
 
 
 @settings(max_examples=400)

@@ -17,7 +17,7 @@ from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 from transformers.tokenization_utils_base import generate_merges
 
 from forerun.errors import ModelError, RequestError
-from forerun.text import tokenizer as tokenizer_module
+from forerun.text import encoders
 from forerun.text.length_bound import length_bound
 from forerun.text.pieces import byte_alphabet
 from forerun.text.pre_tokenizers import PRE_TOKENIZERS
@@ -543,13 +543,13 @@ def test_millions_of_ids_are_converted_in_pieces():
 
 def test_what_only_encoding_needs_is_made_when_a_text_is_encoded(monkeypatch):
     """Once, whoever comes first; a fault of it is a ModelError then."""
-    made, without = [], tokenizer_module._without
+    made, without = [], encoders.without_controls
 
     def counted(*given):
         made.append(given)
         return without(*given)
 
-    monkeypatch.setattr(tokenizer_module, "_without", counted)
+    monkeypatch.setattr(encoders, "without_controls", counted)
     spec = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}}
     cuts = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     spec["decoder"] = {"type": "ByteLevel", **cuts}
@@ -558,6 +558,6 @@ def test_what_only_encoding_needs_is_made_when_a_text_is_encoded(monkeypatch):
     found.warm_up()
     assert found.encode("ba").tolist() == [1, 0] and len(made) == 1
     broken = Tokenizer._from_json(spec, (), None)
-    monkeypatch.setattr(tokenizer_module.json, "dumps", lambda spec: "no JSON")
+    monkeypatch.setattr(encoders.json, "dumps", lambda spec: "no JSON")
     with pytest.raises(ModelError, match="cannot be built"):
         broken.warm_up()

@@ -33,11 +33,11 @@ class SentVocabulary:
         """The bytes that token `id` stands for. Raises IndexError beyond the vocabulary."""
         return self._tokens[id]
 
-    def encode_part(self, text: str, first: bool) -> list[int]:
-        """Ids of a part of a text, as Tokenizer.encode_part: the server's process is asked, which
-        has the tokenizer.
+    def encode_within(self, text: str) -> list[int]:
+        """Ids as Tokenizer.encode_within gives them: the server's process is asked, which has the
+        tokenizer.
         """
-        ids: list[int] = question([text, first])
+        ids: list[int] = question(text)
         return ids
 
 

@@ -60,8 +60,7 @@ class RemoteMatchers:
 
     def _encoded(self, question: Any) -> list[int]:
         """Only this side has the tokenizer."""
-        text, first = question
-        return self._vocabulary.encode_part(text, first)
+        return self._vocabulary.encode_within(question)
 
 
 class RemoteMatcher:

@@ -75,8 +75,8 @@ class Vocabulary(Protocol):
         """The bytes that token `id` stands for, possibly half a character."""
         ...
 
-    def encode_part(self, text: str, first: bool) -> list[int]:
-        """Ids of a part of a text; `first` where it begins the text (see Tokenizer.encode_part)."""
+    def encode_within(self, text: str) -> list[int]:
+        """Ids of text that goes on behind other text (see Tokenizer.encode_within)."""
         ...
 
 

@@ -126,16 +126,42 @@ class _Vocabulary:
         self.bos_token_id = tokenizer.bos_id
         self.tokens = [tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)]
         self.special_token_ids = sorted(tokenizer.special_ids)
-        self._encode = tokenizer.encode_part
+        self._encode = tokenizer.encode_within
+        self._spelled: dict[bytes, int] = {}
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Ids of a text that is forced. Of a long one its beginning: it is asked for at every
-        node, and no step takes more of it.
+        """Ids of a text that is forced, whose bytes are those of the text. Of a long one its
+        beginning: it is asked for at every node, and no step takes more of it.
         """
         plain = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+        data = text if isinstance(text, bytes) else text.encode("utf-8", "replace")
         if len(plain) <= 2 * LONG:
-            return self._encode(plain, False)
-        ids, dropped = self._encode(plain[:LONG], False), 0
+            ids = self._encode(plain)
+            return ids if self._bytes(ids) == data else self._longest(data)
+        ids, dropped = self._encode(plain[:LONG]), 0
         while ids and dropped < LONG // 4:
             dropped += len(self.tokens[ids.pop()])
-        return ids or self._encode(plain, False)
+        return ids if ids and data.startswith(self._bytes(ids)) else self._longest(data[:LONG])
+
+    def _bytes(self, ids: list[int]) -> bytes:
+        return b"".join(self.tokens[id] for id in ids)
+
+    def _longest(self, data: bytes) -> list[int]:
+        """Ids of the longest tokens, one after the other, as far as there are any: of what the
+        tokenizer writes otherwise (it normalizes, or the bytes are no characters).
+        """
+        if not self._spelled:
+            special = set(self.special_token_ids)
+            pieces = enumerate(self.tokens)
+            self._spelled = {piece: id for id, piece in pieces if piece and id not in special}
+        longest = max(map(len, self._spelled), default=0)
+        ids: list[int] = []
+        at = 0
+        while at < len(data):
+            ends = range(min(len(data), at + longest), at, -1)
+            end = next((end for end in ends if data[at:end] in self._spelled), None)
+            if end is None:
+                break
+            ids.append(self._spelled[data[at:end]])
+            at = end
+        return ids
