@@ -1,12 +1,12 @@
-"""Several drafters, one tree: what they propose is merged, and every node has one calibrated score.
+"""Several drafters, one tree: proposals are merged, and every node has one calibrated score.
 
-A node is a path of tokens below the root, whoever proposed it. What a drafter says of it, given
-the one above, is its *claim*; how often claims like this came true lately, from the same drafter
-and at the same depth, is what the node is worth (`Calibration`). The best nodes are kept.
+A node is a path of tokens below the root, from any drafter. The probability that a drafter gives
+it, given the node above, is its *claim*; how often such claims were right recently, from the same
+drafter and at the same depth, is the node's value (`Calibration`). The best nodes are verified.
 
-Where Plan.model_depth is 0 only the drafters that cost nothing are asked: the draft model, which
-comes last, is not run. Nobody knows then what it would have said, so such trees are calibrated
-apart; they are made in other steps too, to tell what they would have been worth (Draft.free).
+If Plan.model_depth is 0 only the free drafters propose: the draft model, which comes last, does not
+run. Its opinion is then unknown, so such trees are calibrated separately; they are built in other
+steps too, to measure what they would have gained (Draft.free).
 """
 
 from collections.abc import Sequence
@@ -23,21 +23,24 @@ from forerun.speculative.draft_tree import pruned
 from forerun.speculative.tree import NO_DRAFT, Draft, DraftSource, TreeBatch
 
 BINS, DEPTHS = 8, 4
-"""Claims and depths that are told apart: claims in so many equal steps, the last depth being all
-further ones."""
+"""Resolution of claims and depths: claims in so many equal intervals; the last depth stands for
+all deeper ones."""
 PRIOR = 1.0
-"""Observations that a claim itself counts for. (Served, 12 texts of a tiny model: with 1, 8 and 32
-the accepted draft tokens are the same within 2 of 75.)"""
+"""Weight of a claim itself, in observations. (Served, 12 texts of a tiny model: with 1, 8 and 32
+the accepted draft tokens are the same within 2 of 75.)
+"""
 MOST = 1024.0
-"""Observations of a bin at most: then both of its counts are halved, so that late ones tell."""
+"""Most observations of a bin: then both of its counts are halved, so that recent ones weigh
+more.
+"""
 
 
 class Calibration:
-    """How often claims came true: by who made them (a bit for each drafter, and one more where only
-    free ones were asked), depth and size.
+    """How often claims were right: by drafters (a bit for each, and one more if only free ones
+    proposed), depth and size.
 
-    tries, hits  float64[2**(sources+1),DEPTHS,BINS]: claims below a node that was right, and true
-                 ones
+    tries, hits  float64[2**(sources+1),DEPTHS,BINS]: claims below a node that was right, and those
+                 of them that were right
     """
 
     def __init__(self, sources: int) -> None:
@@ -45,70 +48,67 @@ class Calibration:
         self.tries = np.zeros((2 * self.free_only, DEPTHS, BINS))
         self.hits = np.zeros_like(self.tries)
 
-    def chance(self, who: int, depth: int, claim: float) -> float:
-        """The probability, in (0, 1], that a token is right whose parent is.
+    def chance(self, proposers: int, depth: int, claim: float) -> float:
+        """Return the probability, in (0, 1], that a token is right if its parent is.
 
-        who    its drafters, a bit each, and `free_only` where only free ones were asked
-        depth  levels below the root, from 1; those from DEPTHS on are one
-        claim  the greatest of the probabilities that its drafters gave it, in [0, 1]
+        proposers  its drafters, a bit each, and `free_only` if only free ones proposed
+        depth      levels below the root, from 1; those from DEPTHS on are one
+        claim      the greatest of the probabilities that its drafters gave it, in [0, 1]
 
-        It is the share of such claims that came true, the claim itself counting as PRIOR
-        observations.
+        The share of such claims that were right, the claim itself counting as PRIOR observations.
         """
-        place = _place(who, depth, claim)
+        place = _place(proposers, depth, claim)
         tries, hits = float(self.tries[place]), float(self.hits[place])
         return max((PRIOR * claim + hits) / (PRIOR + tries), 1e-6)
 
-    def learn(self, who: int, depth: int, claim: float, right: bool) -> None:
-        """Record whether a node was right whose parent was; who, depth and claim as in `chance`.
+    def learn(self, proposers: int, depth: int, claim: float, right: bool) -> None:
+        """Record whether a node was right if its parent was; parameters as in `chance`.
 
-        A bin with more than MOST observations is halved first of all, so that recent ones count for
-        more.
+        A bin with more than MOST observations is halved, so that recent ones weigh more.
         """
-        place = _place(who, depth, claim)
+        place = _place(proposers, depth, claim)
         self.tries[place] += 1.0
         self.hits[place] += right
         if self.tries[place] > MOST:
             self.tries[place] /= 2.0
             self.hits[place] /= 2.0
 
-    def share(self, who: int) -> dict[str, float]:
-        """Of all depths: `proposed`, how many nodes hung below right ones, and `right`, how many of
-        those were right themselves; both after halving (`learn`).
+    def share(self, proposers: int) -> dict[str, float]:
+        """Return, over all depths, `proposed`, how many nodes were below right ones, and `right`,
+        how many of those were right; both after halving (`learn`).
 
-        who  a set of drafters as in `chance`; where all of them are free, what they say in every
-        step is counted, whoever else says it too
+        proposers  a set of drafters as in `chance`; if all are free, their trees of every step
+                   count, also of steps in which the draft model proposed
         """
-        who |= self.free_only * (who < self.free_only >> 1)
-        tries, hits = float(self.tries[who].sum()), float(self.hits[who].sum())
+        proposers |= self.free_only * (proposers < self.free_only >> 1)
+        tries, hits = float(self.tries[proposers].sum()), float(self.hits[proposers].sum())
         return {"proposed": round(tries), "right": round(hits)}
 
 
-def _place(who: int, depth: int, claim: float) -> tuple[int, int, int]:
-    return who, min(depth, DEPTHS) - 1, min(int(claim * BINS), BINS - 1)
+def _place(proposers: int, depth: int, claim: float) -> tuple[int, int, int]:
+    return proposers, min(depth, DEPTHS) - 1, min(int(claim * BINS), BINS - 1)
 
 
 @dataclass(slots=True)
-class _Merged:
-    """Nodes, parents before children: all that was proposed for a row.
+class _MergedTree:
+    """All nodes proposed for a row, parents before children.
 
-    asked        the bits that every node's `who` begins with
-    who, claims  of the node's drafters, a bit each, and the greatest that one says of it given the
-                 node above
-    below        by node, -1 = the root: its children by token
+    first_bits  the initial bits of every node's `proposers`
+    proposers, claims  of each node: its drafters, a bit each, and their greatest claim
+    below       by node, -1 = the root: its children by token
     """
 
-    asked: int = 0
+    first_bits: int = 0
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     depth: list[int] = field(default_factory=list)
-    who: list[int] = field(default_factory=list)
+    proposers: list[int] = field(default_factory=list)
     claims: list[float] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
     below: dict[int, dict[int, int]] = field(default_factory=dict)
 
     def add(self, draft: Draft, bit: int) -> None:
-        """Everything that one drafter proposes."""
+        """Add all proposals of one drafter."""
         where: list[int] = []
         scores = draft.score.tolist()
         nodes = zip(draft.tokens.tolist(), draft.parents.tolist(), draft.sources(), strict=True)
@@ -126,50 +126,52 @@ class _Merged:
             self.tokens.append(token)
             self.parents.append(parent)
             self.depth.append(self.depth[parent] + 1 if parent >= 0 else 1)
-            self.who.append(self.asked)
+            self.proposers.append(self.first_bits)
             self.claims.append(-1.0)
             self.sources.append(int(DraftSource.UNKNOWN))
         return children[token]
 
     def _claim(self, node: int, bit: int, claim: float, source: int) -> None:
-        """Of what two say, the source of a node is whoever says more."""
-        self.who[node] |= bit
+        """Add a drafter to a node; if it has the highest claim so far, record it as the node's
+        source.
+        """
+        self.proposers[node] |= bit
         if claim > self.claims[node]:
             self.claims[node], self.sources[node] = claim, source
 
     def draft(self, calibration: Calibration, nodes: int) -> Draft:
-        """The best nodes."""
+        """Return the best nodes."""
         if not self.tokens:
             return NO_DRAFT
         scores: list[float] = []
-        rows = zip(self.parents, self.who, self.depth, self.claims, strict=True)
-        for parent, who, depth, claim in rows:
+        rows = zip(self.parents, self.proposers, self.depth, self.claims, strict=True)
+        for parent, proposers, depth, claim in rows:
             above = scores[parent] if parent >= 0 else 1.0
-            scores.append(above * calibration.chance(who, depth, claim))
+            scores.append(above * calibration.chance(proposers, depth, claim))
         score = np.array(scores, np.float32)
         keep = np.sort(np.argsort(-score, kind="stable")[:nodes])
         tokens, parents = np.array(self.tokens, np.int32), np.array(self.parents, np.int32)
         return pruned(tokens, parents, score, keep, np.array(self.sources, np.int32))
 
     def learn(self, calibration: Calibration, tokens: Sequence[int]) -> None:
-        """These tokens came: of every node on their way all children are known."""
+        """Learn from the emitted tokens: they decide all children of every node on their path."""
         node = -1
         for token in tokens:
             for drafted, child in self.below.get(node, {}).items():
-                what = self.who[child], self.depth[child], self.claims[child]
+                what = self.proposers[child], self.depth[child], self.claims[child]
                 calibration.learn(*what, drafted == token)
             node = self.below.get(node, {}).get(token, len(self.tokens))
 
 
-def _merged(drafts: Sequence[Draft], asked: int) -> _Merged:
-    merged = _Merged(asked)
+def _merge(drafts: Sequence[Draft], first_bits: int) -> _MergedTree:
+    merged = _MergedTree(first_bits)
     for number, draft in enumerate(drafts):
         merged.add(draft, 1 << number)
     return merged
 
 
 def _for_model(plan: Plan) -> Plan:
-    """The plan as a draft model shall see it."""
+    """Return the plan for the draft model."""
     if plan.model_depth is None:
         return plan
     nodes = plan.max_nodes * np.sign(plan.model_depth)
@@ -184,87 +186,87 @@ class CombinedDrafter:
     """
 
     def __init__(self, *drafters: Drafter) -> None:
-        self._drafters, self._head = drafters, drafters[-1]
+        self._drafters, self._model = drafters, drafters[-1]
         self.calibration = Calibration(len(drafters))
-        # By slot, until it is known what came.
-        self._proposed: dict[int, list[_Merged]] = {}
+        # By slot, until the step is observed.
+        self._proposed: dict[int, list[_MergedTree]] = {}
         names = [drafter.traits.name for drafter in reversed(drafters)]
         self.traits = DrafterTraits(
             name="+".join(names),
-            max_depth=self._head.traits.max_depth,
+            max_depth=self._model.traits.max_depth,
             needs_features=any(drafter.traits.needs_features for drafter in drafters),
             merged=True,
         )
 
     def begin(self, slot_init: SlotInit) -> None:
-        """Open the slot for every drafter. Raises what they raise: EngineError where there is no
-        such slot.
-        """
+        """Open the slot in every drafter. Raises EngineError if there is no such slot."""
         for drafter in self._drafters:
             drafter.begin(slot_init)
 
     def propose(self, plan: Plan) -> list[Draft]:
-        """One draft per row: the best plan.max_nodes[b] nodes of what all drafters propose, merged
-        by path and scored by `Calibration`. Where the draft model was asked, `Draft.free` is what
-        the others would have proposed alone.
+        """Return one draft per row: the best plan.max_nodes[b] nodes of all drafters' proposals,
+        merged by path and scored by `Calibration`. If the draft model proposed, `Draft.free` is the
+        draft of the others alone.
 
-        Everything proposed is remembered by slot until `observe`. Raises what the drafters raise.
+        Stores all proposals by slot until `observe`. Raises what the drafters raise.
         """
         proposals = [drafter.propose(plan) for drafter in self._drafters[:-1]]
-        model = _for_model(plan)
-        proposed = self._head.propose(model)
+        model_plan = _for_model(plan)
+        proposed = self._model.propose(model_plan)
         drafts = []
         for row, (slot, nodes) in enumerate(
             zip(plan.slots.tolist(), plan.max_nodes.tolist(), strict=True)
         ):
             free = [each[row] for each in proposals]
-            alone = _merged(free, self.calibration.free_only)
-            self._proposed[slot] = trees = [alone]
-            draft = alone.draft(self.calibration, nodes)
-            if model.max_nodes[row]:
-                trees.append(_merged([*free, proposed[row]], 0))
+            free_tree = _merge(free, self.calibration.free_only)
+            self._proposed[slot] = trees = [free_tree]
+            draft = free_tree.draft(self.calibration, nodes)
+            if model_plan.max_nodes[row]:
+                trees.append(_merge([*free, proposed[row]], 0))
                 draft = replace(trees[-1].draft(self.calibration, nodes), free=draft)
             drafts.append(draft)
         return drafts
 
     def draft_request(self, plan: Plan) -> DraftRequest | None:
-        """The draft model's request, for the rows that it may draft for; None where it has none."""
-        return self._head.draft_request(_for_model(plan))
+        """Return the draft model's request, for the rows that it may draft for; None if it has
+        none.
+        """
+        return self._model.draft_request(_for_model(plan))
 
     def can_overlap(self, plan: Plan, running: Round) -> bool:
-        """Whether both rounds are plain, and every drafter says so: lookup needs the text of the
-        running round for draft tokens, and the draft model its features until it only keeps them.
+        """Return whether both rounds are plain and every drafter agrees: for draft tokens, lookup
+        needs the text of the running round, and the draft model its features, unless it only stores
+        them.
         """
         return all(drafter.can_overlap(plan, running) for drafter in self._drafters)
 
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
-        """Compare the emitted tokens with all that was proposed, verified or not, and calibrate by
-        that; then have every drafter observe the step.
+        """Calibrate by comparing the emitted tokens with all proposals, verified or not; then have
+        every drafter observe the step.
         """
         for slot, tokens in zip(plan.slots.tolist(), outcome.output_tokens, strict=True):
             for merged in self._proposed.pop(slot, ()):
                 merged.learn(self.calibration, tokens)
         for drafter in self._drafters[:-1]:
             drafter.observe(plan, trees, outcome)
-        self._head.observe(_for_model(plan), trees, outcome)
+        self._model.observe(_for_model(plan), trees, outcome)
 
     def end(self, slot: int) -> None:
-        """Forget the slot, here and in every drafter that is asked."""
+        """Discard the slot's state, here and in every drafter."""
         self._proposed.pop(slot, None)
         for drafter in self._drafters:
             drafter.end(slot)
 
     def describe(self) -> dict[str, Any]:
-        """Facts for /server_info: `name`; `sources`, by set of drafters, how many nodes that they
-        proposed hung below right ones and how many were right; and, by name, each drafter's own
-        facts.
+        """Return facts for /server_info: `name`; `sources`, by set of drafters, how many of their
+        nodes were below right ones and how many were right; and each drafter's own facts by name.
         """
         names = [drafter.traits.name for drafter in self._drafters]
         shares = {
-            "+".join(name for bit, name in enumerate(names) if who >> bit & 1): (
-                self.calibration.share(who)
+            "+".join(name for bit, name in enumerate(names) if proposers >> bit & 1): (
+                self.calibration.share(proposers)
             )
-            for who in range(1, 1 << len(names))
+            for proposers in range(1, 1 << len(names))
         }
         return {
             "name": self.traits.name,

@@ -1,5 +1,5 @@
-"""The passes of a draft model that the host asks for: over what became permanent, and those that
-grow trees, all rows in one per level, or propose blocks, in one in all.
+"""The passes of a draft model that the host runs: over what became permanent, and those that grow
+trees, all rows in one per level, or propose blocks, all rows in one.
 """
 
 from collections.abc import Callable
@@ -22,19 +22,19 @@ from forerun.speculative.tree import Draft
 from forerun.types import AnyArray, Floats, Ints
 
 Masks = Callable[[int], bytes | None]
-"""Of a slot: what a grammar allows to follow; None = everything."""
+"""Slot -> mask of the tokens that its grammar allows next; None = every token."""
 
 
 class DraftPasses:
     """Runs a draft model's passes. `states` are those of all rows of a plan, `rows` the rows that a
-    pass is for. Every method raises EngineError where the model's logits are not finite.
+    pass is for. Every method raises EngineError if the model's logits are not finite.
 
-    mask  asked for the first level only: further down, masks cost more than they bring
+    mask  called for the first level only: for deeper ones masks cost more than they bring
           (docs/results/not-taken.md)
     """
 
     def __init__(self, model: DraftModel, shape: DraftShape, mask: Masks) -> None:
-        self._model, self._about, self._shape, self._mask = model, model.traits, shape, mask
+        self._model, self._traits, self._shape, self._mask = model, model.traits, shape, mask
 
     def extend(
         self,
@@ -46,17 +46,16 @@ class DraftPasses:
         features: Features | None,
         asked: bool,
     ) -> None:
-        """Run `counts` int32[n] tokens of each of the rows int[n] that follow kv_len int32[n]
-        others, beside features [sum of counts, .], and remember what may follow those that sample,
-        if that is asked.
+        """Run `counts` int32[n] tokens of each of the rows int[n] behind kv_len int32[n] others,
+        with features [sum of counts, .]. If `asked`, store the candidates of rows that sample.
         """
-        mine = list(map(states.__getitem__, rows.tolist()))
-        spans = list(map(DraftState.span, mine, kv_len.tolist(), counts.tolist()))
+        row_states = list(map(states.__getitem__, rows.tolist()))
+        spans = list(map(DraftState.span, row_states, kv_len.tolist(), counts.tolist()))
         start = np.zeros(len(rows) + 1, np.int32)
         start[1:] = np.cumsum(counts)
         sampled = np.flatnonzero(plan.samples[rows])
-        scored = sampled if asked and not self._about.block_size else sampled[:0]
-        found = self._model.extend(
+        scored = sampled if asked and not self._traits.block_size else sampled[:0]
+        result = self._model.extend(
             Extension(
                 tokens=np.concatenate([span[:-1] for span in spans]),
                 next_tokens=np.concatenate([span[1:] for span in spans]),
@@ -65,23 +64,23 @@ class DraftPasses:
                 slots=plan.slots[rows],
                 pages=plan.page_table[rows],
                 scored=start[1:][scored] - np.int32(1),
-                candidates=self._wanted(plan, states, rows.tolist()),
+                candidates=self._candidate_count(plan, states, rows.tolist()),
             ),
             features,
         )
-        for which in sampled.tolist():
-            mine[which].ready = int(kv_len[which] + counts[which])
-        self._check(found.log_probs[: len(scored)])
-        for index, which in enumerate(scored.tolist()):
-            ids = self._about.target_ids[found.ids[index]]
-            mine[which].found = ids, found.log_probs[index]
+        for place in sampled.tolist():
+            row_states[place].ready = int(kv_len[place] + counts[place])
+        self._check(result.log_probs[: len(scored)])
+        for index, place in enumerate(scored.tolist()):
+            ids = self._traits.target_ids[result.ids[index]]
+            row_states[place].next_candidates = ids, result.log_probs[index]
 
     def drafts(self, plan: Plan, states: list[DraftState], rows: list[int]) -> dict[int, Draft]:
-        """A draft by row for each of these rows, which are ready: trees as deep and large as the
-        plan allows, or one block's best paths.
+        """Return a draft by row for each of these rows, which are ready: trees as deep and large as
+        the plan allows, or one block's best paths.
         """
-        # What a grammar may choose of a block's first tokens has come with the step.
-        grown = [r for r in rows if not self._about.block_size or states[r].candidates()]
+        # The step has brought candidates for a block's first token if a grammar needs them.
+        grown = [r for r in rows if not self._traits.block_size or states[r].candidates()]
         others = [row for row in rows if row not in grown]
         return self._trees(plan, states, grown) | self._blocks(plan, states, others)
 
@@ -89,22 +88,22 @@ class DraftPasses:
         if not rows:
             return {}
         depth = min(int(plan.max_depth[rows].max()), self._shape.depth)
-        found = self._model.block(
+        result = self._model.block(
             DraftBlock(
                 roots=np.array([plan.known[row][-1] for row in rows], np.int32),
                 kv_len=plan.kv_len[rows],
                 slots=plan.slots[rows],
                 pages=plan.page_table[rows],
                 depth=depth,
-                candidates=self._wanted(plan, states, rows),
+                candidates=self._candidate_count(plan, states, rows),
             )
         )
         drafts = {}
-        for row, ids, log_probs in zip(rows, found.ids, found.log_probs, strict=True):
+        for row, ids, log_probs in zip(rows, result.ids, result.log_probs, strict=True):
             mask, width = self._mask_of(plan, row), self._shape.width
             levels = [
                 states[row].best(
-                    (self._about.target_ids[ids[level]], log_probs[level]),
+                    (self._traits.target_ids[ids[level]], log_probs[level]),
                     width,
                     level + 1,
                     mask if level == 0 else None,
@@ -128,7 +127,7 @@ class DraftPasses:
         for level in range(2, self._shape.depth + 1):
             more = [r for r in rows if level <= plan.max_depth[r] and len(growing[r].frontier())]
             wanted = sum(len(growing[row].frontier()) for row in more)
-            if not more or run + wanted > self._about.max_nodes:
+            if not more or run + wanted > self._traits.max_nodes:
                 break
             self._expand(plan, states, {row: growing[row] for row in more}, numbers, run)
             run += wanted
@@ -142,9 +141,9 @@ class DraftPasses:
         numbers: dict[int, Ints],
         first: int,
     ) -> None:
-        """One level of these rows: run the frontier, hang its best children below it.
+        """Grow one level of these rows: run the frontier and append its best children.
 
-        numbers[row][i] is the draft node number of draft token i, -1 where it was never run.
+        numbers[row][i] is the draft node number of draft token i, -1 if it has not run.
         """
         rows, frontiers = list(growing), [tree.frontier() for tree in growing.values()]
         start = np.zeros(len(rows) + 1, np.int32)
@@ -156,7 +155,7 @@ class DraftPasses:
             above = tree.parents[frontier]
             parents.append(np.where(above < 0, -1, numbers[row][above]))
             tokens.append(tree.tokens[frontier])
-        found = self._model.expand(
+        result = self._model.expand(
             DraftLevel(
                 tokens=np.concatenate(tokens).astype(np.int32),
                 parents=np.concatenate(parents).astype(np.int32),
@@ -165,31 +164,33 @@ class DraftPasses:
                 slots=plan.slots[rows],
                 pages=plan.page_table[rows],
                 first=first,
-                candidates=self._wanted(plan, states, rows),
+                candidates=self._candidate_count(plan, states, rows),
             )
         )
-        self._check(found.log_probs)
-        ids = self._about.target_ids[found.ids]
+        self._check(result.log_probs)
+        ids = self._traits.target_ids[result.ids]
         for index, ((row, tree), frontier) in enumerate(
             zip(growing.items(), frontiers, strict=True)
         ):
             span = range(int(start[index]), int(start[index + 1]))
             numbers[row][frontier] = first + np.arange(span.start, span.stop, dtype=np.int32)
             best = [
-                states[row].best((ids[n], found.log_probs[n]), self._shape.width, tree.levels + 1)
+                states[row].best((ids[n], result.log_probs[n]), self._shape.width, tree.levels + 1)
                 for n in span
             ]
             tree.extend(np.stack([each for each, _ in best]), np.stack([each for _, each in best]))
 
     def _check(self, log_probs: Floats) -> None:
         if not np.isfinite(log_probs.max(-1, initial=-np.inf)).all():
-            raise not_finite(self._about.name)
+            raise not_finite(self._traits.name)
 
     def _mask_of(self, plan: Plan, row: int) -> bytes | None:
         return self._mask(int(plan.slots[row])) if plan.constrained[row] else None
 
-    def _wanted(self, plan: Plan, states: list[DraftState], rows: list[int]) -> int:
-        """Candidates to ask for: more than are hung, where noise or a grammar will choose."""
+    def _candidate_count(self, plan: Plan, states: list[DraftState], rows: list[int]) -> int:
+        """Return how many candidates to request: more than the tree takes if noise or a grammar
+        chooses.
+        """
         hot = any(states[row].sampling.temperature > 0 for row in rows)
         width = self._shape.width
         return max(CANDIDATES, width) if hot or plan.constrained[rows].any() else width

@@ -1,4 +1,4 @@
-"""What a model drafter knows of its sequences."""
+"""A model drafter's state of one sequence."""
 
 from array import array
 from dataclasses import dataclass
@@ -17,50 +17,51 @@ from forerun.types import Ints
 
 @dataclass(slots=True)
 class DraftState:
-    """What the drafter knows of one slot.
+    """A model drafter's state of one slot.
 
     tokens   all that are decided
-    ready    tokens[:ready] have run through target and draft model; candidates belong to the last
-    found    what may follow the last of these; None = nobody knows, or `drafted` says it
-    drafted  what the last step drafted below the last of `ready`, and the row of it; None =
-             nothing
+    ready    tokens[:ready] have run through target and draft model; candidates follow the last of
+             them
+    next_candidates  None = unknown, or in `drafted`
+    drafted  what the last step drafted below the last of `ready`, and its row; None = nothing
     """
 
     tokens: "array[int]"
     prompt_len: int
     sampling: Sampling
     ready: int = 0
-    found: CandidateTokens | None = None
+    next_candidates: CandidateTokens | None = None
     drafted: tuple[NextDrafts, int] | None = None
 
     def span(self, begin: int, count: int) -> Ints:
-        """int32[count+1] tokens from position `begin` on, and the one after them."""
+        """Return int32[count+1], tokens from position `begin` on, and the one after them."""
         return np.frombuffer(self.tokens[begin : begin + count + 1], np.int32)
 
     def candidates(self) -> CandidateTokens | None:
-        """What may follow the last token that is ready; None = nobody knows."""
-        if self.found is None and self.drafted is not None:
+        """Return the candidates behind the last token that is ready; None = unknown."""
+        if self.next_candidates is None and self.drafted is not None:
             drafts, row = self.drafted
             if drafts.ids is not None and drafts.log_probs is not None:
                 real = drafts.log_probs[row] > -np.inf
-                self.found = drafts.ids[row][real], drafts.log_probs[row][real]
-        return self.found
+                self.next_candidates = drafts.ids[row][real], drafts.log_probs[row][real]
+        return self.next_candidates
 
     def draft(self, depth: int, nodes: int, constrained: bool) -> Draft | None:
-        """What the last step drafted, cut to `depth` and `nodes`; None where it is not so deep, or
-        where a grammar may choose better ones for the only level.
+        """Return what the last step drafted, cut to `depth` and `nodes`; None if it is not as deep,
+        or if a grammar may choose better tokens for the only level.
         """
         if self.drafted is None or self.drafted[0].levels < depth:
             return None
         if constrained and depth == 1 and self.candidates() is not None:
             return None
         drafts, row = self.drafted
-        found = drafts.tokens[row], drafts.parents[row], drafts.value[row]
-        return full_draft(drafts.width, depth, nodes, *found)
+        tree = drafts.tokens[row], drafts.parents[row], drafts.value[row]
+        return full_draft(drafts.width, depth, nodes, *tree)
 
     def children(self, width: int, mask: bytes | None) -> CandidateTokens:
-        """The `width` best next tokens that `mask` allows, with their scores; none where nobody
-        knows. Of what the last step drafted the first level as it is, unless a grammar chooses.
+        """Return the `width` best next tokens that `mask` allows, with their scores; empty if
+        unknown. If the last step drafted, its first level is returned unchanged, unless a grammar
+        chooses.
         """
         found = self.candidates()
         if self.drafted is not None and (mask is None or found is None):
@@ -74,9 +75,9 @@ class DraftState:
     def best(
         self, found: CandidateTokens, width: int, depth: int, mask: bytes | None = None
     ) -> CandidateTokens:
-        """The `width` best of `found` that `mask` allows, for the token that comes `depth` behind
-        the last that is ready. At T > 0 that position's noise, which the target will use, reorders
-        the likeliest.
+        """Return the `width` best candidates that `mask` allows, for the token `depth` behind the
+        last one that is ready. At T > 0 that position's noise, which the target will use, reorders
+        them.
         """
         ids, log_probs = found if mask is None else allowed(found, mask)
         temperature = self.sampling.temperature
@@ -91,8 +92,8 @@ class DraftState:
 
 
 def not_finite(draft: str) -> EngineError:
-    """Of log-probabilities, where even a node's best is not finite: such a model would draft
-    nothing for ever, and nobody would know why.
+    """Return the error for log-probabilities of which even a node's best is not finite: such a
+    model would silently draft nothing.
     """
     return EngineError(
         f"the logits of the draft {draft} are not finite; in float16 numbers overflow that "

@@ -1,4 +1,4 @@
-"""The n-gram drafter on the compiled core: the draft tokens of drafters.ngram, 4 to 20 times
+"""The n-gram drafter on the compiled core: the same draft tokens as drafters.ngram, 4 to 20 times
 faster.
 """
 
@@ -19,12 +19,12 @@ from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch
 
 
 class CpuNgramDrafter:
-    """Looks up continuations in prompt and output, and in a table of what the target usually
-    says; one native call per step, none where no row is asked for draft tokens.
+    """Looks up continuations in prompt and output, and in a table of the target's usual ones; one
+    native call per step, none if no row may draft.
 
     slots, min_prob, table, capacity  as of NgramDrafter
 
-    Raises OSError where there is no core.
+    Raises OSError if there is no core.
     """
 
     def __init__(
@@ -38,43 +38,46 @@ class CpuNgramDrafter:
         self._table, self._min_prob = table, min_prob
         self._core = NgramIndex(slots, min_prob, table, 0 if table else capacity)
         self._library, self._index = self._core.library, self._core.handle
-        # By slot: tokens that the core has not been told of.
-        self._news: ngram.OpenSlots[list[int]] = ngram.OpenSlots()
+        # By slot: tokens that the core has not received yet.
+        self._unsent: ngram.OpenSlots[list[int]] = ngram.OpenSlots()
         self._salted = [False] * slots
         self._out = np.empty(0, np.int32)
         self._out_at = 0
 
     def begin(self, slot_init: SlotInit) -> None:
-        """Give the core all tokens of the sequence. Raises EngineError with what it answers."""
-        found, predicted = ngram.indexed(slot_init)
-        tokens = np.ascontiguousarray(found, np.int32)
+        """Pass all tokens of the sequence to the core. Raises EngineError with the core's
+        message.
+        """
+        text_tokens, predicted = ngram.indexed(slot_init)
+        tokens = np.ascontiguousarray(text_tokens, np.int32)
         text = tokens.ctypes.data, len(tokens), predicted, slot_init.prompt_len
         noise = ngram.coupling(slot_init.sampling)
         if self._library.forerun_ngram_begin(self._index, slot_init.slot, *text, *noise):
             raise EngineError(self._core.error())
-        self._news[slot_init.slot] = []
+        self._unsent[slot_init.slot] = []
         self._salted[slot_init.slot] = bool(slot_init.salt)
 
     def propose(self, plan: Plan) -> list[Draft]:
-        """One draft per row, empty where nothing is likely enough, or nothing is bought. Remembers
-        what was found, until it is asked again, where there are prices. EngineError of the core.
+        """Return one draft per row, empty if nothing is probable enough or worth its price. With
+        prices, the core stores what it proposed until the next call, to learn from it. Raises
+        EngineError with the core's message.
         """
         slots, depths = plan.slots.tolist(), plan.max_depth.tolist()
         drafts = [NO_DRAFT] * len(slots)
-        asked: list[int] = []
+        drafting: list[int] = []
         message: list[int] = []
         most = 0
         for row, nodes in enumerate(plan.max_nodes.tolist()):
             if nodes and (depth := depths[row]):
-                news = self._news[slots[row]]
+                news = self._unsent[slots[row]]
                 message += (slots[row], nodes, depth, len(news))
                 message += news
                 news.clear()
-                asked.append(row)
+                drafting.append(row)
                 most += nodes
-        if not asked:
+        if not drafting:
             return drafts
-        rows = len(asked)
+        rows = len(drafting)
         if len(self._out) < rows + 4 * most:
             self._out = np.empty(2 * (rows + 4 * most), np.int32)
             self._out_at = self._out.ctypes.data
@@ -91,40 +94,40 @@ class CpuNgramDrafter:
         if total < 0:
             raise EngineError(self._core.error())
         if total:
-            self._take(drafts, asked, total)
+            self._take(drafts, drafting, total)
         return drafts
 
-    def _take(self, drafts: list[Draft], asked: list[int], total: int) -> None:
-        """Put the `total` draft tokens in `_out` (csrc/ngram.h) into the drafts of the asked
-        rows.
-        """
-        rows = len(asked)
-        found = self._out[rows : rows + 4 * total].reshape(4, total).copy()
-        tokens, parents, scored, sources = found
+    def _take(self, drafts: list[Draft], drafting: list[int], total: int) -> None:
+        """Copy the `total` draft tokens in `_out` (csrc/ngram.h) into the drafts of `rows`."""
+        rows = len(drafting)
+        packed = self._out[rows : rows + 4 * total].reshape(4, total).copy()
+        tokens, parents, scored, sources = packed
         scores, begin = scored.view(np.float32), 0
-        for row, count in zip(asked, self._out[:rows].tolist(), strict=True):
+        for row, count in zip(drafting, self._out[:rows].tolist(), strict=True):
             if count:
                 mine = slice(begin, begin + count)
                 drafts[row] = Draft(tokens[mine], parents[mine], scores[mine], sources[mine])
                 begin += count
 
     def draft_request(self, plan: Plan) -> None:
-        """None: there is no draft model."""
+        """Return None: there is no draft model."""
 
     def can_overlap(self, plan: Plan, running: Round) -> bool:
-        """True only without draft tokens: they need the text of the running round."""
+        """Return True only without draft tokens: they need the text of the running round."""
         return not plan.max_nodes.any()
 
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
-        """Keep what was emitted until draft tokens are asked for. EngineError: slot not open."""
-        news = map(self._news.__getitem__, plan.slots.tolist())
+        """Store emitted tokens until the row may draft. Raises EngineError if a slot is not
+        open.
+        """
+        news = map(self._unsent.__getitem__, plan.slots.tolist())
         consume(map(list.extend, news, outcome.output_tokens))
 
     def end(self, slot: int) -> None:
-        """Forget the sequence, here and in the core, but for what the cache counts of its answer,
-        which is nothing where it has a salt. A slot that is not open is no error.
+        """Discard the sequence, here and in the core, after the cache has counted its answer,
+        unless it has a salt. A slot that is not open is no error.
         """
-        if (news := self._news.pop(slot, None)) is not None:
+        if (news := self._unsent.pop(slot, None)) is not None:
             # The array lives until the call is over, because `numbers` names it.
             numbers = array("i", news)
             self._library.forerun_ngram_end(
@@ -132,7 +135,7 @@ class CpuNgramDrafter:
             )
 
     def describe(self) -> dict[str, Any]:
-        """Facts for /server_info: `drafter`, `native`, and those of `ngram.about`."""
-        facts = ngram.about(self._min_prob, self._table, self._core.contexts)
+        """Return facts for /server_info: `drafter`, `native`, and those of `ngram.shared_facts`."""
+        shared = ngram.shared_facts(self._min_prob, self._table, self._core.contexts)
         trust = round(self._core.trust, 3)
-        return {"drafter": self.traits.name, "native": True, "trust_in_scores": trust} | facts
+        return {"drafter": self.traits.name, "native": True, "trust_in_scores": trust} | shared

@@ -1,17 +1,17 @@
 """Draft tokens from the text itself: what followed the last time these tokens came.
 
 After prompt lookup (Saxena 2023) and suffix decoding (arXiv 2411.04975), on hash chains as in
-LZ77. For each order n, every position is linked to the one before it that follows the same n
-tokens. Walking the links of the longest order first finds the most recent earlier places whose
-past agrees with the present; what follows them, merged into a trie, is the draft. Where nothing
-agrees, a table of what the target usually says (models/ngram_table.py) drafts, or what is counted
-of its answers while serving (drafters/ngram_cache.py). Where a temperature
-leaves the choice to a position's noise, that is known already, and has a say (`coupled`).
+LZ77. For each order n, every position is linked to the previous one that follows the same n
+tokens. The links of the longest order, followed first, lead to the most recent earlier places whose
+past agrees with the present; what follows them, merged into a trie, is the draft. If none agrees, a
+table of the target's usual continuations (models/ngram_table.py) drafts, or counts
+of its answers while serving (drafters/ngram_cache.py). At a temperature above 0 the next position's
+noise, which is known in advance, modifies the scores (`coupled`).
 
-A prediction (SlotInit) is text that came earlier, too: before the prompt, behind a copy of its end,
-so that it is what follows now.
+A prediction (SlotInit) is treated as earlier text: it is placed before the prompt, behind a copy of
+the prompt's end, so that it is what followed.
 
-The compiled core has a twin of this (csrc/ngram.h) that drafts the same 4 to 20 times faster.
+The compiled core has a twin (csrc/ngram.h) that drafts the same 4 to 20 times faster.
 """
 
 from dataclasses import dataclass
@@ -35,15 +35,16 @@ from forerun.types import Ints
 ORDERS = (4, 1)
 """Lengths of the runs of tokens that are indexed, longest first."""
 PLACES = 8
-"""Earlier places that are looked at: those of the longest run, then the most recent, first."""
+"""Most earlier places considered: first those of the longest run, then the most recent."""
 LONGEST = 16
-"""Agreement beyond so many tokens counts no more."""
+"""Most agreeing tokens that count."""
 DOUBT = 7.0
 """Weight of "something else follows", where a place with m agreeing tokens weighs m * m. (Replayed
 as MIN_PROB: 5 gives 1.953 and 1.390, 10 1.953 and 1.394.)"""
 SURE = 0.93
-"""Chance at most that a vote is right, however long the agreement. (Replayed as MIN_PROB: .96 gives
-1.952 and 1.393.)"""
+"""Highest probability of a vote, however long the agreement. (Replayed as MIN_PROB: .96 gives 1.952
+and 1.393.)
+"""
 
 MIN_PROB = 0.05
 """Draft tokens with a smaller estimated probability are not looked at further. (Replayed: speed
@@ -51,33 +52,36 @@ over plain decoding at T=0 and .8, 150 held-out answers each of the default mode
 chosen by the price that steps have on two cores of an Intel Xeon: 1.956 and 1.397; .1 1.938 and
 1.383, .03 1.957 and 1.399.)"""
 COUPLING = 0.5
-"""How far to believe that the noise of a position decides what comes there, by temperature, up to
-1: with noise g, a token's chance is multiplied with e**(COUPLING * temperature * g). (Replayed with
-the native twin's prices, held-out answers of the default model, speed over plain decoding with 0,
-.2, .4, .5 and .6 instead of the product: 1.417 1.414 1.399 1.393 1.384 at T=.4, 1.265 1.289 1.298
-1.300 1.297 at .8, 1.108 1.128 1.144 1.146 1.149 at 1.)"""
+"""How far to believe that the noise of a position decides its token, by temperature, up to 1: with
+noise g, a token's chance is multiplied by e**(COUPLING * temperature * g). (Replayed with the
+native twin's prices, held-out answers of the default model, speed over plain decoding with 0, .2,
+.4, .5 and .6 instead of the product: 1.417 1.414 1.399 1.393 1.384 at T=.4, 1.265 1.289 1.298 1.300
+1.297 at .8, 1.108 1.128 1.144 1.146 1.149 at 1.)
+"""
 COUNTED = 16
-"""Tokens of an answer that the cache counts for every time that draft tokens were asked for, so
-that counting costs a part of looking, and nothing where nobody looks. (.5 us a token on the core
-and 13 here, Zen 3, where a look takes the core 100 us.)"""
+"""Tokens of an answer that the cache counts per call that drafted for it, so that counting takes a
+fraction of drafting, and nothing without drafting. (.5 us a token on the core and 13 here, Zen 3,
+where a draft takes the core 100 us.)
+"""
 TAIL = 8
-"""Tokens of the text that a table is shown: more than any table's contexts have."""
+"""Tokens of the text passed to a table: more than any table's contexts have."""
 
 _BASE, _MASK = 0x9E3779B97F4A7C15, 2**64 - 1
 
-Kept = TypeVar("Kept")
+State = TypeVar("State")
 
 Voters = list[tuple[int, int]]
-"""(position, agreeing tokens) of places that agree so far; the token at the position is their
-vote."""
+"""(position, agreeing tokens) of places that agree so far; each votes for the token at its
+position.
+"""
 
 
 class Coupling(NamedTuple):
-    """What the noise of a position says beforehand of the token that comes there.
+    """What the noise of a position says in advance about its token.
 
     seed       of the noise
-    strength   its part in a chance's logarithm; 0: there is no noise
-    elsewhere  mean of e**(strength * noise), for what no source knows
+    strength   its factor in a chance's logarithm; 0: there is no noise
+    elsewhere  mean of e**(strength * noise), for tokens that no source proposes
     """
 
     seed: int
@@ -86,15 +90,15 @@ class Coupling(NamedTuple):
 
 
 def coupling(sampling: Sampling) -> Coupling:
-    """As the temperature has it."""
+    """Return the coupling for the request's seed and temperature."""
     strength = COUPLING * min(max(sampling.temperature, 0.0), 1.0)
     return Coupling(sampling.seed & 0xFFFFFFFFFFFFFFFF, strength, gamma(1.0 - strength))
 
 
-class OpenSlots(dict[int, Kept]):
-    """What is kept of sequences, by slot. Raises EngineError for a slot that is not open."""
+class OpenSlots(dict[int, State]):
+    """State of sequences, by slot. Raises EngineError for a slot that is not open."""
 
-    def __missing__(self, slot: int) -> Kept:
+    def __missing__(self, slot: int) -> State:
         raise EngineError(f"slot {slot} is not open")
 
 
@@ -123,7 +127,7 @@ class _Chains:
         self.before: list[int] = before.tolist()
 
     def extend(self, text: list[int]) -> None:
-        """Take in what `text` has got since the last time."""
+        """Index the tokens appended to `text` since the last call."""
         key, order = self._key, self.order
         for end in range(len(self.before), len(text) + 1):
             key = key * _BASE + text[end - 1] + 1
@@ -139,15 +143,15 @@ class _Chains:
 
 
 GAP = -1
-"""Stands where nothing follows, between a prediction and the prompt; nobody votes for it."""
+"""Marks the end of a prediction before the prompt: no token follows, so it gets no votes."""
 
 
 def indexed(slot_init: SlotInit) -> tuple[Ints, int]:
-    """The tokens that are searched for repetitions, int32[.], and how many of them stand before the
+    """Return the tokens to search for repetitions, int32[.], and how many of them stand before the
     sequence itself, 0 without a prediction.
 
-    Before it stand the LONGEST last tokens of the prompt (a GAP for each that it does not have),
-    the prediction, and a GAP: the prediction then looks like what once followed the prompt's end.
+    Before it stand the LONGEST last tokens of the prompt (padded with GAP), the prediction, and a
+    GAP: so the prediction looks like an earlier continuation of the prompt's end.
     """
     tokens, prediction = slot_init.tokens, slot_init.prediction
     if not len(prediction):
@@ -162,15 +166,15 @@ def indexed(slot_init: SlotInit) -> tuple[Ints, int]:
 class _Text:
     """One sequence: its tokens, `predicted` others before them, and the links between equal runs.
 
-    The links are brought up to date when draft tokens are asked for, not before: a sequence that is
-    not asked for its draft tokens should cost nothing.
+    The links are updated when the sequence may draft, not before: a sequence that does not draft
+    should cost nothing.
 
     chains     one per length of ORDERS
-    begun      how many tokens there were when it began
-    asked      how often it was asked for draft tokens since then
+    begun      number of tokens when it began
+    drafts     number of calls that drafted for it since then
     predicted  how many of the tokens stand before the sequence itself (`indexed`)
-    noise      that decides beside chance
-    salted     nothing of it may show in what others are drafted
+    noise      the position's noise and its strength
+    salted     its text must not influence drafts of other sequences
     """
 
     tokens: list[int]
@@ -180,42 +184,42 @@ class _Text:
     prompt_len: int
     noise: Coupling
     salted: bool
-    asked: int = 0
+    drafts: int = 0
 
     def places(self) -> Voters:
-        """Earlier positions whose past agrees with the end of the text, and in how many tokens.
+        """Return earlier positions whose past agrees with the end of the text, and in how many
+        tokens.
 
         Longest order first, then most recent first, PLACES at most.
         """
         text, end = self.tokens, len(self.tokens)
-        found: dict[int, int] = {}
+        agreement: dict[int, int] = {}
         for chain in self.chains:
             chain.extend(text)
             place = chain.before[end]
-            while place >= 0 and len(found) < PLACES:
-                if place not in found:
+            while place >= 0 and len(agreement) < PLACES:
+                if place not in agreement:
                     agree = 0
                     while agree < min(LONGEST, place) and text[place - 1 - agree] == text[~agree]:
                         agree += 1
-                    found[place] = agree
+                    agreement[place] = agree
                 place = chain.before[place]
-        return list(found.items())
+        return list(agreement.items())
 
 
 class _Paths:
-    """The likeliest paths that follow earlier places of a text, and what its target usually says.
+    """The most probable paths that follow earlier places of a text, and the target's usual ones.
 
     A place that agrees in m tokens votes with weight m * m for the token that follows it, and with
     (m + 1) * (m + 1) for the next one once that was right, and so on. A draft token's share of the
-    votes, DOUBT's among them, times SURE is its probability; the share that is DOUBT's is divided
-    as the table or the cache says. A draft token's score is the product along its path;
-    those with a score below `min_prob` are left out. (Fitted freely, by the likelihood of 39,000
-    held-out tokens, a place's weight over DOUBT is .1, .7, 1.8, 2.4, 3.5, 5.5, 14 and 70 for 1, 2,
-    3, 4, 5, 8, 12 and 16 tokens; squares come as near to what was said, .875 nats to .873 at T=0
-    and 1.096 to 1.094 at .8, where powers of two had .925 and 1.167: those believed one token that
-    agrees in twice too many cases.)
+    votes, DOUBT's among them, times SURE is its probability; the share of DOUBT is divided as the
+    table or the cache says. A draft token's score is the product along its path; those with a score
+    below `min_prob` are left out. (Fitted freely, by the likelihood of 39,000 held-out tokens, a
+    place's weight over DOUBT is .1, .7, 1.8, 2.4, 3.5, 5.5, 14 and 70 for 1, 2, 3, 4, 5, 8, 12 and
+    16 tokens; squares come almost as close to the text, .875 nats to .873 at T=0 and 1.096 to 1.094
+    at .8; powers of two had .925 and 1.167: they trust one agreeing token far too much.)
 
-    What it keeps of an offer: the tokens of its path, and the voters that agree with it.
+    State of an offer: the tokens of its path, and the voters that agree with it.
     """
 
     def __init__(
@@ -226,7 +230,7 @@ class _Paths:
         self._min_prob, self._depth, self._usual = min_prob, depth, usual
 
     def draft(self, places: Voters, nodes: int) -> Draft:
-        """The best `nodes` draft tokens, best first."""
+        """Return the best `nodes` draft tokens, best first."""
         return best_first(self._offers(places, (), 1.0, -1), self._below, nodes)
 
     def _below(self, taken: Offer, number: int) -> list[Offer]:
@@ -238,7 +242,9 @@ class _Paths:
     def _offers(
         self, voters: Voters, path: tuple[int, ...], score: float, parent: int
     ) -> list[Offer]:
-        """What `voters` vote for, and what is usual, after `path`, whose score this is."""
+        """Return the votes of `voters`, and the usual tokens, after `path`, which has this
+        score.
+        """
         text, total, last = self._text, DOUBT, self._predicted
         votes: dict[int, Voters] = {}
         for place, agree in voters:
@@ -246,23 +252,23 @@ class _Paths:
                 total += agree * agree
                 votes.setdefault(text[place], []).append((place + 1, agree + 1))
         usual = self._usual.follow([*text[max(self._predicted, len(text) - TAIL) :], *path])
-        # What was heard comes first, then what is usual; each in the order it was found.
+        # Votes come first, then usual tokens; each in the order in which they were found.
         tokens = list(dict.fromkeys([*votes, *usual]))
         weights = [sum((agree - 1) ** 2 for _, agree in votes.get(token, ())) for token in tokens]
-        heard = [SURE * score * weight / total for weight in weights]
+        voted = [SURE * score * weight / total for weight in weights]
         expected = [score * DOUBT * usual.get(token, 0.0) / total for token in tokens]
-        chances = [one + other for one, other in zip(heard, expected, strict=True)]
+        chances = [one + other for one, other in zip(voted, expected, strict=True)]
         if self._noise.strength and tokens:
             chances = coupled(chances, score, self._noise, self._position + len(path), tokens)
         offers: list[Offer] = []
         for number, token in enumerate(tokens):
             if chances[number] < self._min_prob:
                 continue
-            # Equal scores: what was found first, nearer the root first.
+            # At equal scores: nearer the root first, then in the order above.
             order = ((len(path) + 1) << 8) + number
             agreeing = votes.get(token, [])
-            # Whichever counts for more; a client's prediction before what is usual, too.
-            by_vote = heard[number] >= expected[number]
+            # The source is the one with the larger part; a client's prediction wins ties.
+            by_vote = voted[number] >= expected[number]
             source = DraftSource.NGRAM if by_vote else DraftSource.TABLE
             foretold = sum((agree - 1) ** 2 for place, agree in agreeing if LONGEST < place <= last)
             if 0 < foretold >= weights[number] - foretold:
@@ -275,24 +281,24 @@ class _Paths:
 def coupled(
     chances: list[float], score: float, noise: Coupling, position: int, tokens: list[int]
 ) -> list[float]:
-    """The chances of these tokens after a path with this score, once the noise g of an output
-    position is known, which the target's logits get (speculative/accept.py): chance p becomes
+    """Return the chances of these tokens after a path with this score, given the noise g of an
+    output position, which is added to the target's logits (speculative/accept.py): chance p becomes
     p * e**(strength * g), divided by the sum of that over all tokens.
     """
     drawn = gumbel_of(noise.seed, position, np.array(tokens, np.int64)).tolist()
-    left, total, made = score, 0.0, list[float]()
+    left, total, products = score, 0.0, list[float]()
     for chance, each in zip(chances, drawn, strict=True):
         left -= chance
-        made.append(chance * exp(noise.strength * each))
-        total += made[-1]
+        products.append(chance * exp(noise.strength * each))
+        total += products[-1]
     total += max(left, 0.0) * noise.elsewhere
-    return [score * chance / total for chance in made]
+    return [score * chance / total for chance in products]
 
 
-def about(min_prob: float, table: NgramTable | None, cache: int) -> dict[str, Any]:
-    """Facts for /server_info that both twins report: `least`, the smallest probability of a draft
-    token that is proposed; `table`, how many contexts the n-gram table has (0 = there is no
-    table); and `cache`, how many were counted of answers.
+def shared_facts(min_prob: float, table: NgramTable | None, cache: int) -> dict[str, Any]:
+    """Return facts for /server_info that both twins report: `least`, the smallest probability of a
+    proposed draft token; `table`, how many contexts the n-gram table has (0 = there is no table);
+    and `cache`, how many contexts were counted in answers.
     """
     return {"least": min_prob, "table": table.contexts if table else 0, "cache": cache}
 
@@ -302,9 +308,9 @@ class NgramDrafter:
     above.
 
     slots     S
-    min_prob  draft tokens with a smaller estimated probability are not proposed
-    table     what the target usually says, beside what the text repeats; None = no table
-    capacity  contexts of finished answers that are remembered where there is no table; 0 = none
+    min_prob  least estimated probability of a draft token
+    table     the target's usual continuations; None = no table
+    capacity  contexts of finished answers to count if there is no table; 0 = none
     """
 
     def __init__(
@@ -321,8 +327,8 @@ class NgramDrafter:
         self._texts: OpenSlots[_Text] = OpenSlots()
 
     def begin(self, slot_init: SlotInit) -> None:
-        """Index all tokens of the sequence, replacing what the slot held. Raises EngineError where
-        there is no such slot.
+        """Index all tokens of the sequence, replacing the slot's state. Raises EngineError if there
+        is no such slot.
         """
         if not 0 <= slot_init.slot < self._slots:
             raise EngineError(f"there is no slot {slot_init.slot}")
@@ -339,12 +345,12 @@ class NgramDrafter:
         )
 
     def propose(self, plan: Plan) -> list[Draft]:
-        """One draft per row, in target ids, best first, at most plan.max_nodes[b] tokens and
-        plan.max_depth[b] deep; empty where nothing reaches the least probability. Scores are
-        estimated probabilities.
+        """Return one draft per row, in target ids, best first, at most plan.max_nodes[b] tokens and
+        plan.max_depth[b] deep; empty if nothing reaches the least probability. Scores are estimated
+        probabilities.
 
-        Brings the links of the rows that may draft up to date; cost grows with the tokens since the
-        last call. Raises EngineError for a slot that is not open.
+        Updates the links of the rows that may draft; cost grows with the tokens since the last
+        call. Raises EngineError for a slot that is not open.
         """
         drafts = []
         for slot, nodes, depth in zip(
@@ -352,7 +358,7 @@ class NgramDrafter:
         ):
             text = self._texts[slot]
             if nodes and depth:
-                text.asked += 1
+                text.drafts += 1
                 least = max(self._min_prob, plan.min_prob)
                 paths = _Paths(text, least, depth, self._table or self._cache)
                 drafts.append(paths.draft(text.places(), nodes))
@@ -361,10 +367,10 @@ class NgramDrafter:
         return drafts
 
     def draft_request(self, plan: Plan) -> None:
-        """None: there is no draft model."""
+        """Return None: there is no draft model."""
 
     def can_overlap(self, plan: Plan, running: Round) -> bool:
-        """True only without draft tokens: drafting needs the text of the running round."""
+        """Return True only without draft tokens: drafting needs the text of the running round."""
         return not plan.max_nodes.any()
 
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
@@ -375,15 +381,15 @@ class NgramDrafter:
             self._texts[slot].tokens.extend(tokens)
 
     def end(self, slot: int) -> None:
-        """Forget the sequence, but for what the cache counts of the end of its answer (COUNTED),
-        which is nothing where it has a salt. A slot that is not open is no error.
+        """Discard the sequence, after the cache has counted the end of its answer (COUNTED), unless
+        it has a salt. A slot that is not open is no error.
         """
         text = self._texts.pop(slot, None)
         if text is not None and not text.salted:
-            first = max(text.begun, len(text.tokens) - COUNTED * text.asked)
+            first = max(text.begun, len(text.tokens) - COUNTED * text.drafts)
             self._cache.learn(text.tokens[text.predicted :], first - text.predicted)
 
     def describe(self) -> dict[str, Any]:
-        """Facts for /server_info: `drafter`, `native` (False), and those of `about`."""
-        facts = about(self._min_prob, self._table, self._cache.contexts)
+        """Return facts for /server_info: `drafter`, `native` and those of `shared_facts`."""
+        facts = shared_facts(self._min_prob, self._table, self._cache.contexts)
         return {"drafter": self.traits.name, "native": False} | facts

@@ -1,30 +1,31 @@
-"""What followed the same tokens in answers that were finished before, counted while serving.
+"""Counts what followed the same tokens in finished answers, while serving.
 
 A target that comes without an n-gram table gets one from its own answers: the dynamic cache of
 llama.cpp's lookup decoding, the trie of SGLang's NGRAM, as a back-off model with absolute
-discounting (Chen and Goodman 1999, section 2.7). It makes answers sooner, never others.
+discounting (Chen and Goodman 1999, section 2.7). It makes answers faster and never changes them.
 
-The compiled core has a twin of this (csrc/ngram_cache.h) that counts and expects the same.
+The compiled core has a twin (csrc/ngram_cache.h) with the same counts and probabilities.
 """
 
 from collections.abc import Sequence
 
 LONGEST = 4
-"""Tokens of a context at most, and"""
+"""Most tokens of a context."""
 FOLLOWERS = 4
-"""tokens that are remembered after each. (Replayed after 60,000 tokens of other answers of the
+"""Most followers counted per context. (Replayed after 60,000 tokens of other answers of the
 default model without its table, tokens a step at T=0 and .8: 1.893 and 1.576 with all followers,
 1.892 and 1.570 with 4, 1.875 and 1.549 with 2; contexts of 6 and 8 tokens too: 1.824 instead of
 1.833 after 32,000.)"""
 DISCOUNT = 0.75
-"""Taken from every follower's count and left to shorter contexts. (Replayed likewise: .5, .8 and 1
-by count 1.874 and 1.564; those of train/ngrams.py 1.894 and 1.576.)"""
+"""Subtracted from every follower's count and given to shorter contexts. (Replayed likewise: .5, .8
+and 1 by count 1.874 and 1.564; those of train/ngrams.py 1.894 and 1.576.)
+"""
 MOST_COUNT = 0xFFFF
-"""A context that has come so often forgets half."""
+"""At this total a context's counts are halved."""
 
 
 class _Context:
-    """What came after a context: how often in all, and the counts of FOLLOWERS tokens at most."""
+    """What came after a context: the total count, and counts of at most FOLLOWERS tokens."""
 
     __slots__ = ("counts", "tokens", "total")
 
@@ -34,8 +35,8 @@ class _Context:
         self.total = 0
 
     def count(self, token: int) -> None:
-        """One more. A token that is not among the followers takes a free place, or that of the
-        rarest once this has been missed as often as it came.
+        """Count a token. A new token takes a free place; else it lowers the rarest follower's
+        count, and replaces it at one.
         """
         self.total += 1
         if self.total == MOST_COUNT:
@@ -55,8 +56,8 @@ class _Context:
 class NgramCache:
     """Counts what follows contexts of 1 to LONGEST tokens.
 
-    capacity  contexts that are remembered at most, in two halves: when the recent one is full,
-              the former is forgotten and they change places
+    capacity  most contexts, in two halves: when the recent one is full, the former is dropped and
+              the recent one takes its place
     """
 
     def __init__(self, capacity: int) -> None:
@@ -66,7 +67,7 @@ class NgramCache:
 
     @property
     def contexts(self) -> int:
-        """How many are remembered; one that stands in both halves counts twice."""
+        """How many contexts there are; one in both halves counts twice."""
         return len(self._recent) + len(self._former)
 
     def learn(self, tokens: Sequence[int], first: int) -> None:
@@ -76,8 +77,9 @@ class NgramCache:
                 self._context(tuple(tokens[end - length : end])).count(tokens[end])
 
     def follow(self, text: Sequence[int]) -> dict[int, float]:
-        """Chances, of 1 in all at most, of tokens that may come after `text`, by all contexts that
-        end it: the longer, the more they count. Only its last LONGEST tokens are read.
+        """Return the probabilities, at most 1 together, of tokens that may come after `text`,
+        combined from all contexts at its end: longer ones weigh more. Reads its last LONGEST tokens
+        only.
         """
         chances: dict[int, float] = {}
         for length in range(1, min(LONGEST, len(text)) + 1):
@@ -98,7 +100,7 @@ class NgramCache:
         return chances
 
     def _context(self, key: tuple[int, ...]) -> _Context:
-        """Where followers of this context are counted."""
+        """Return the entry of this context, in the recent half."""
         if (context := self._recent.get(key)) is not None:
             return context
         context = self._former.get(key) or _Context()

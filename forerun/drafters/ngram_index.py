@@ -1,4 +1,4 @@
-"""The compiled core's index of what stands where in texts: opened with the rules of ngram.py."""
+"""The compiled core's index of token runs in texts, opened with the constants of ngram.py."""
 
 import ctypes
 from array import array
@@ -13,18 +13,19 @@ from forerun.models.ngram_table import NgramTable
 
 
 class NgramIndex:
-    """Of so many slots; closed when nobody has it any more.
+    """The index of so many slots; closed when it is garbage-collected.
 
-    library, handle  the core, and what its forerun_ngram_... functions take first (csrc/ngram.h)
+    library, handle  the core, and the first argument of its forerun_ngram_... functions
+                     (csrc/ngram.h)
 
-    Raises OSError where there is no core, EngineError where it refuses.
+    Raises OSError if there is no core, EngineError if it refuses.
     """
 
     def __init__(
         self, slots: int, min_prob: float, table: NgramTable | None, capacity: int
     ) -> None:
         self.library = native.load_short()
-        # Draft tokens that should have been right by their scores, and that were: the core's.
+        # Draft tokens that scores predicted right, and that were right; the core writes both.
         self._trust = array("d", [1.0, 1.0])
         rules = native.NgramRules(
             slots=slots,
@@ -50,25 +51,27 @@ class NgramIndex:
 
     @property
     def trust(self) -> float:
-        """How far scores are to be believed: the share of what they say that was right."""
+        """How far to believe scores: draft tokens that were right, over the number that scores
+        predicted.
+        """
         return min(1.0, self._trust[1] / self._trust[0])
 
     @property
     def contexts(self) -> int:
-        """How many the cache remembers."""
+        """How many contexts the cache has."""
         return int(self.library.forerun_ngram_contexts(self.handle))
 
     def error(self) -> str:
-        """Why the core refused the last call."""
+        """Return why the core refused the last call."""
         error: bytes = self.library.forerun_error()
         return error.decode()
 
 
 def _arrays(table: NgramTable) -> native.TableArrays:
-    """The table as the core reads it: it must outlive what is returned."""
+    """Return the table as the core reads it; it must outlive the result."""
     names = ("extensions", "earlier", "predictions", "tokens", "rest", "shares")
     arrays = {name: getattr(table, name) for name in names}
     if not all(array.flags.c_contiguous and array.itemsize == 4 for array in arrays.values()):
-        raise EngineError("an n-gram table's arrays are not as the core reads them")
+        raise EngineError("an n-gram table's arrays must be contiguous, with 4-byte items")
     places = {name: array.ctypes.data for name, array in arrays.items()}
     return native.TableArrays(contexts=table.contexts, **places)

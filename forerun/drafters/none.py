@@ -14,25 +14,25 @@ class NoDrafter:
     traits = DrafterTraits(name="none", max_depth=0)
 
     def begin(self, slot_init: SlotInit) -> None:
-        """Does nothing: nothing is remembered of a sequence."""
+        """Do nothing: there is no state per sequence."""
 
     def propose(self, plan: Plan) -> list[Draft]:
-        """B empty drafts."""
+        """Return B empty drafts."""
         return [Draft()] * plan.rows
 
     def draft_request(self, plan: Plan) -> None:
-        """None: there is no draft model."""
+        """Return None: there is no draft model."""
 
     def can_overlap(self, plan: Plan, running: Round) -> bool:
-        """True: a step without draft tokens needs nothing of the running round."""
+        """Return True: a step without draft tokens needs nothing of the running round."""
         return True
 
     def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
-        """Does nothing: there is nothing to learn."""
+        """Do nothing: there is nothing to learn."""
 
     def end(self, slot: int) -> None:
-        """Does nothing: nothing was remembered."""
+        """Do nothing: there is no state per sequence."""
 
     def describe(self) -> dict[str, Any]:
-        """Facts for /server_info: {"drafter": "none"}."""
+        """Return facts for /server_info: {"drafter": "none"}."""
         return {"drafter": self.traits.name}
