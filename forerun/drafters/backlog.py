@@ -74,8 +74,8 @@ class Backlog:
         pending: Bools,
         idle: Bools,
     ) -> None:
-        """Extend the model by what became permanent of the rows `pending`, bool[B], or store it: for a
-        row that lags already, and for one that is likely not to draft soon (idle, bool[B]).
+        """Extend the model by what became permanent of the rows `pending`, bool[B], or store it:
+        for a row that lags already, and for one that is likely not to draft soon (idle, bool[B]).
 
         A prompt is never postponed: its pages are shared. Pages of postponed text lack the draft's
         entries until it catches up; a sequence that reuses them meanwhile gets slightly worse
