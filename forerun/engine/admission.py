@@ -19,11 +19,10 @@ class Admission:
     """Slots, pages, and the sequences that wait for them or have them.
 
     waiting, running  in order of arrival
-    free_slots  of nobody
-    scored   nodes of a step that may have logits
+    free_slots  that no sequence has
+    scored   most nodes of a step that may have logits
     ready    whether a sequence with a slot can take part in the next step
-    resumable  (cached tokens, salt) -> behind how many of them a sequence may go on
-               (Executor.resumable)
+    resumable  (cached tokens, salt) -> how many of them a sequence can skip (Executor.resumable)
     """
 
     def __init__(
@@ -38,14 +37,14 @@ class Admission:
         self.index = PrefixIndex(limits.pages, limits.page_size, lookahead=int(features))
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        # What the decoding rows of the last step that had any were allowed.
+        # The budgets of the last step that had decoding rows.
         self._granted: Several[Budget] = ()
         # Every running row needs a node and its logits in every step.
         self.free_slots = list(range(min(limits.slots, self.scored)))[::-1]
 
     @property
     def context(self) -> int:
-        """Longest sequence that fits the executor and the page pool."""
+        """Longest sequence, in tokens, that fits the executor and the page pool."""
         return min(self.limits.context, self.limits.pages * self.limits.page_size)
 
     def add(self, sequence: Sequence) -> None:
@@ -72,10 +71,11 @@ class Admission:
         return tuple(opened)
 
     def _awaits_pages(self, sequence: Sequence) -> bool:
-        """Someone is computing a page that this sequence begins with too: better wait for it.
+        """Return whether a running sequence is computing a page of this one's prefix, which is
+        worth waiting for.
 
-        Other choices of the same request above all, but also a new system prompt that many
-        requests share.
+        This concerns other choices of the same request, and a new system prompt that many requests
+        share.
         """
         if not sequence.reuses_prefix:
             return False
@@ -89,10 +89,12 @@ class Admission:
         return False
 
     def _reserve_prompt(self, sequence: Sequence) -> bool:
-        """Pages for all known tokens, found or new, leaving one for each running row to grow."""
+        """Reserve pages for all known tokens, cached or new, and leave one for each running row to
+        grow.
+        """
         table, index = sequence.table, self.index
         if sequence.reuses_prefix:
-            # One token at least must run, or nothing would be there to sample from.
+            # At least one token must run, or there are no logits to sample from.
             table.start(sequence.tokens[: sequence.total - 1 + index.lookahead])
             sequence.shared = table.length
             table.shorten(self._resumable(sequence.tokens[: table.length], table.salt))
@@ -105,7 +107,7 @@ class Admission:
         return table.reserve(sequence.pending)
 
     def load(self, entering: int) -> Load:
-        """What is held now; `entering` more sequences are on their way into the queue."""
+        """Return what is held now; `entering` more sequences are about to enter the queue."""
         return Load(
             waiting=len(self.waiting) + entering,
             running=len(self.running),
@@ -117,7 +119,7 @@ class Admission:
 
 
 def common(one: Ints, two: Ints) -> int:
-    """How many tokens two texts begin with in common."""
+    """Return the length of the common prefix of two texts, in tokens."""
     length = min(len(one), len(two))
     different = np.flatnonzero(one[:length] != two[:length])
     return int(different[0]) if len(different) else length

@@ -1,4 +1,4 @@
-"""Proof that nothing leaked: made where the engine comes to rest, and by tests after every step."""
+"""Proof that nothing leaked: run when the engine becomes idle, and by tests after every step."""
 
 from collections.abc import Iterable, Mapping
 
@@ -16,19 +16,21 @@ def check_all(
     """Prove that no page, slot or sequence leaked. Raises AssertionError that says which.
 
     open   sequences that have a slot
-    slots  that are open to executor, drafter and grammars
+    slots  that are open in executor, drafter and grammars
     live   the choices of each request that have not ended
     """
     check_scheduler(scheduler, open)
-    assert set(slots) == {s.slot for s in open}, "a slot is open to nobody"
+    assert set(slots) == {s.slot for s in open}, "a slot is open without a sequence"
     known = {id(sequence) for sequences in live.values() for sequence in sequences}
     assert known == set(map(id, scheduler.running + scheduler.waiting)), "a sequence is lost"
     if not known and not open:
-        assert scheduler.index.held == 0, "pages are held by nobody"
+        assert scheduler.index.held == 0, "pages are held, but there is no sequence"
 
 
 def check_scheduler(scheduler: Scheduler, open: list[Sequence]) -> None:
-    """Prove that no page and no slot leaked, where these have a slot. Raises AssertionError."""
+    """Prove that no page and no slot leaked; `open` are the sequences with a slot. Raises
+    AssertionError.
+    """
     index, waiting = scheduler.index, scheduler.waiting
     index.check()
     held: dict[int, int] = {}
@@ -37,7 +39,7 @@ def check_scheduler(scheduler: Scheduler, open: list[Sequence]) -> None:
         for page in sequence.table.pages:
             held[page] = held.get(page, 0) + 1
     for page, count in held.items():
-        assert index.references(page) == count, f"page {page} has a holder too many"
+        assert index.references(page) == count, f"page {page} is counted wrongly"
     assert index.held == len(held), "a page leaked: it is held, but in no table"
     open_slots = [s.slot for s in open if s.slot is not None]
     slots = range(min(scheduler.limits.slots, scheduler.scored))
@@ -49,7 +51,7 @@ def check_scheduler(scheduler: Scheduler, open: list[Sequence]) -> None:
 
 
 def check_sequence(sequence: Sequence) -> None:
-    """Prove that its numbers are in order (Sequence). Raises AssertionError."""
+    """Prove that a sequence's numbers are in order (see Sequence). Raises AssertionError."""
     table = sequence.table
     assert 0 < sequence.prompt_len <= sequence.total <= len(sequence.buffer)
     assert 0 <= table.length < sequence.total, "more keys and values than tokens"

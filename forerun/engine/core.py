@@ -1,6 +1,6 @@
-"""What one turn does: begin a round, finish it, make its outcome known. One thread, no locks.
+"""One turn of the engine: begin a round, finish it, report its outcome. One thread, no locks.
 
-Where a device can go on by itself, rounds overlap: overlap.py.
+If the device can continue by itself, rounds overlap: overlap.py.
 """
 
 import logging
@@ -23,13 +23,15 @@ from forerun.types import RequestId
 log = logging.getLogger("forerun.engine")
 
 STALL_SECONDS = 0.02
-"""Longest wait at a time while every running sequence waits for its grammar: new requests, too."""
+"""Longest single wait while every running sequence waits for its grammar; new requests must
+enter.
+"""
 
 
 class EngineCore:
     """Runs sequences, one step per turn.
 
-    max_failures  at so many failed steps in a row, `step` raises EngineError
+    max_failures  failed steps in a row after which `step` raises EngineError
     ended         called when the last choice of a request has ended
     """
 
@@ -48,7 +50,7 @@ class EngineCore:
         self._grammars = parts.grammars
         self._max_failures = max_failures
         self._failures = 0
-        # When the last step was over, or the first sequence came: the time of the next begins then.
+        # End of the last step, or arrival of the first sequence: the next step's time begins here.
         self._since = perf_counter()
 
     @property
@@ -62,7 +64,7 @@ class EngineCore:
         return self.scheduler.running
 
     def add(self, sequences: list[Sequence]) -> None:
-        """All choices of a new request join the queue."""
+        """Queue all choices of a new request."""
         if not self.busy:
             self._since = perf_counter()
         request = sequences[0].request
@@ -73,10 +75,11 @@ class EngineCore:
             self.scheduler.add(sequence)
 
     def step(self) -> bool:
-        """Run one step of all sequences that are ready. False when there is no sequence at all.
+        """Run one step of all sequences that are ready. Returns False if there is no sequence at
+        all.
 
-        An error in the step ends the requests that it was for. Raises EngineError at the
-        max_failures-th failure in a row, RankError at once.
+        An error in the step ends its requests. Raises EngineError at the max_failures-th failure in
+        a row, RankError at once.
         """
         schedule = self.scheduler.plan()
         if schedule is None:
@@ -92,34 +95,34 @@ class EngineCore:
         check_all(self.scheduler, self.open, self._parts.open_slots, self.outputs.live)
 
     def end_all(self, ending: Ending) -> None:
-        """End every request. Nothing runs any more afterwards."""
+        """End every request. Nothing runs afterwards."""
         for request in tuple(self.outputs.live):
             self.outputs.end(request, ending)
 
     def abandon(self, ending: Ending) -> None:
-        """End everything without speaking to executor and drafter: they cannot be trusted."""
+        """End everything without calling executor and drafter, which may be broken."""
         self._parts.abandon()
         self.end_all(ending)
 
     def _vacate(self, sequence: Sequence) -> None:
-        """A sequence is over: give back what it holds."""
+        """Release all that an ended sequence holds."""
         slot = self.scheduler.remove(sequence)
         if slot is not None:
             self._parts.close(slot)
 
     def _ready(self, sequence: Sequence) -> bool:
-        """Whether a running sequence can take part in the next step."""
+        """Return whether a running sequence can take part in the next step."""
         grammar, slot = sequence.request.grammar, sequence.slot
         return grammar is None or slot is None or self._grammars.ready(slot, grammar)
 
     def _begin(self, schedule: Schedule) -> Step | None:
-        """Open and close slots, then begin the step. None where it has no row, or where it failed,
-        which ends the requests it was for.
+        """Open and close slots, then begin the step. Returns None if it has no row or failed, which
+        ends its requests.
         """
         if schedule.opened or schedule.closed:
             self.metrics.preemptions += len(schedule.closed)
             if not open_slots(schedule, self._parts, self.outputs.end):
-                return None  # Somebody's request ended: plan anew.
+                return None  # A request ended: plan anew.
         if not schedule.rows:
             return None
         try:
@@ -130,14 +133,14 @@ class EngineCore:
             return None
 
     def _stalled(self) -> bool:
-        """No sequence is ready: wait for grammars. False when there is no sequence at all."""
+        """Wait for grammars: no sequence is ready. Returns False if there is no sequence at all."""
         if self.outputs.live:
             self._grammars.wait(STALL_SECONDS)
             self._since = perf_counter()
         return bool(self.outputs.live)
 
     def _finish(self, step: Step) -> Outcome | None:
-        """Wait for a round. None where it failed, which ends the requests it was for."""
+        """Wait for a round. Returns None if it failed, which ends its requests."""
         try:
             outcome = finish(step, self._parts)
         except Exception as error:
@@ -159,7 +162,7 @@ class EngineCore:
         self.metrics.step(report)
 
     def _fail(self, rows: tuple[Sequence, ...], error: Exception) -> None:
-        """A step failed: end the requests it was for. Raises as `step`."""
+        """End the requests of a failed step. Raises as `step`."""
         self.metrics.failed_steps += 1
         self._failures, self._since = self._failures + 1, perf_counter()
         for sequence in rows:

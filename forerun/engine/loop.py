@@ -1,4 +1,4 @@
-"""The engine's own thread. A turn takes in what other threads asked for and runs one step."""
+"""The engine's own thread. A turn handles the requests of other threads and runs one step."""
 
 import logging
 import threading
@@ -22,9 +22,9 @@ QUIET = 0.05
 
 
 class EngineLoop:
-    """What happens on the engine's thread. What others may ask of it is in thread.py.
+    """What runs on the engine's thread. thread.py has the methods for other threads.
 
-    step_began  when the step under way began (time.monotonic); None between steps
+    step_began  when the current step began (time.monotonic); None between steps
     """
 
     def __init__(self, parts: Parts, options: EngineOptions) -> None:
@@ -57,8 +57,8 @@ class EngineLoop:
         self._stop()
 
     def step_once(self) -> bool:
-        """One turn. False when there was no sequence: the first such turn checks for leaks. Where a
-        turn raises, the engine ends all requests with an error and takes no more.
+        """Run one turn. Returns False if there was no sequence; the first such turn checks for
+        leaks. If a turn raises, the engine ends all requests with an error and takes no more.
         """
         try:
             self._take_inbox()
@@ -83,13 +83,13 @@ class EngineLoop:
             self._turned()
 
     def _enter(self, sequences: list[Sequence]) -> None:
-        """A submitted request reaches the queue."""
+        """Move a submitted request into the queue."""
         self._core.add(sequences)
         with self._changed:
             self._entering -= len(sequences)
 
     def _ended(self, request: RequestId) -> None:
-        """The last choice of a request has ended, and its sink knows."""
+        """Remove a request whose last choice has ended and been reported."""
         with self._changed:
             self._ids.discard(request)
             self._changed.notify_all()

@@ -13,11 +13,11 @@ from forerun.speculative.tree import TreeBatch
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 LENGTHS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
-"""Bounds for numbers of tokens, to 500,000."""
+"""Bucket bounds for numbers of tokens, to 500,000."""
 CHOICES = (1, 2, 5, 10, 20)
 NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 RECENT = 512
-"""Rows over which the rolling acceptance length is taken."""
+"""Rows in the rolling acceptance length."""
 
 
 class LiveHistogram:
@@ -35,7 +35,9 @@ class LiveHistogram:
 
 
 class EngineMetrics:
-    """The counters. Written by the engine's thread; read, slightly torn at worst, by any."""
+    """The counters. Written by the engine's thread; other threads may read them in the middle of an
+    update.
+    """
 
     def __init__(self) -> None:
         self.finished = dict.fromkeys(Finish, 0)
@@ -57,8 +59,8 @@ class EngineMetrics:
         self.recent: deque[int] = deque(maxlen=RECENT)
 
     def rows(self, trees: TreeBatch, rows: list[int], outcome: Outcome) -> None:
-        """These rows of a step sampled: who proposed their draft tokens, how deep, and what became
-        of them.
+        """Count the draft tokens of these rows of a step, which sampled, by source, depth and
+        acceptance.
         """
         drafted = outcome.n_draft_tokens.tolist()
         self.recent.extend(map(outcome.n_tokens.tolist().__getitem__, rows))
@@ -77,7 +79,7 @@ class EngineMetrics:
                 counted[1] += node in accepted
 
     def ended(self, sequence: Sequence, finish: Finish) -> None:
-        """A sequence is over: count its lengths, and where its time went."""
+        """Count the lengths of an ended sequence, and how its time was spent."""
         now = monotonic()
         self.finished[finish] += 1
         self.prompt_tokens += sequence.prompt_len
@@ -94,7 +96,7 @@ class EngineMetrics:
             self.decode.add(now - first)
 
     def step(self, report: StepReport) -> None:
-        """One step is over."""
+        """Count a finished step."""
         self.steps += 1
         self.carried += report.carried
         self.nodes += report.nodes

@@ -1,4 +1,4 @@
-"""Slots are opened to all that a sequence needs, and closed, before a step that has new rows."""
+"""Opens and closes slots in executor, drafter and grammars, before a step that has new rows."""
 
 import logging
 from collections.abc import Callable
@@ -15,14 +15,14 @@ log = logging.getLogger("forerun.engine")
 
 
 def open_slots(schedule: Schedule, parts: Parts, end: Callable[[RequestId, Ending], None]) -> bool:
-    """Close and open slots as planned. False where a request ended by that: `end` was called for
-    it, because what its sequence was opened to raised.
+    """Close and open slots as planned. Returns False if opening a sequence raised; its request
+    ended then, through `end`.
     """
     for slot in schedule.closed:
         parts.close(slot)
     sound = True
     for sequence in schedule.opened:
-        if sequence.slot is None:  # Ended with a sibling that could not be opened.
+        if sequence.slot is None:  # Its request ended: another choice could not be opened.
             continue
         sequence.admitted = sequence.admitted or monotonic()
         try:
@@ -35,8 +35,8 @@ def open_slots(schedule: Schedule, parts: Parts, end: Callable[[RequestId, Endin
 
 
 def open_slot(sequence: Sequence, parts: Parts) -> None:
-    """Open the slot of `sequence` to executor, drafter and grammars. Raises what they raise; then
-    `Parts.close` cleans up.
+    """Open the slot of `sequence` in executor, drafter and grammars. Raises what they raise;
+    `Parts.close` cleans up then.
     """
     assert sequence.slot is not None
     slot_init = SlotInit(

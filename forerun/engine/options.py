@@ -1,4 +1,4 @@
-"""Limits of an engine, and what it fills in where a request says nothing."""
+"""Limits of an engine, and defaults for what a request leaves out."""
 
 from dataclasses import dataclass, replace
 
@@ -10,13 +10,13 @@ from forerun.options.config import MAX_CHOICES
 class EngineOptions:
     """Limits of the engine itself.
 
-    max_waiting   sequences that may wait for a slot; a request that finds so many is refused
+    max_waiting   most sequences that wait for a slot; further requests are refused
     max_choices   largest n of a request
-    max_failures  failed steps in a row at which the engine gives up
+    max_failures  failed steps in a row after which the engine gives up
     overlap       begin the next step before this one is finished, or before its outputs are
-                  reported (overlap.py), where the executor can
+                  reported (overlap.py), if the executor can
     accept_threshold_single, accept_threshold_acc
-                  of requests that say none (speculative/thresholds.py); 1 = lossless
+                  defaults for requests (speculative/thresholds.py); 1 = lossless
     """
 
     max_waiting: int = 1024
@@ -27,7 +27,7 @@ class EngineOptions:
     accept_threshold_acc: float = 1.0
 
     def on(self, request: Request) -> Request:
-        """The request, with what it left to the engine filled in."""
+        """Return the request with the engine's defaults filled in."""
         sampling = request.sampling
         single, acc = sampling.accept_threshold_single, sampling.accept_threshold_acc
         filled = replace(

@@ -1,4 +1,4 @@
-"""What becomes of decided tokens: stop conditions, text, and the deltas that report them."""
+"""What happens to decided tokens: stop conditions, text, and the deltas that report them."""
 
 import logging
 from collections import Counter
@@ -40,7 +40,8 @@ Each = TypeVar("Each")
 def check_stop(sequence: Sequence, tokens: Collection[int], eos_ids: Collection[int]) -> RowOutput:
     """Push decided tokens through the stop conditions and the text stream, one by one.
 
-    An end-of-text id is no `reason`; any other stop is, but before min_tokens a token is text.
+    An end-of-text id gives no `reason`, any other stop does; before min_tokens a stop token is
+    text.
     """
     stopping, text, before = sequence.request.stopping, "", sequence.reported
     counted: list[int] = []
@@ -66,12 +67,12 @@ def check_stop(sequence: Sequence, tokens: Collection[int], eos_ids: Collection[
 
 
 def _of(rows: list[int], each: Several[Each]) -> list[Each]:
-    """The entries of `each` at `rows`."""
+    """Return the entries of `each` at `rows`."""
     return list(map(each.__getitem__, rows))
 
 
 class BulkFilter:
-    """Finds rows that need no `check_stop`: whole characters only, no stop token."""
+    """Selects rows that need no `check_stop`: whole characters only, no stop token."""
 
     def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
         self._text = bytearray(tokenizer.whole_tokens(vocab))
@@ -85,7 +86,8 @@ class BulkFilter:
             self._whole[token] = self._text[token] and not self._stops[token]
 
     def rows(self, step: tuple[Sequence, ...], outcome: Outcome, rows: list[int]) -> list[bool]:
-        """Bool for each of `rows`: whether it needs no stop check and has tokens left to make.
+        """Return a bool for each of `rows`: whether it needs no stop check and has not reached its
+        limit.
 
         step  sequences of all rows of the step
         """
@@ -97,7 +99,7 @@ class BulkFilter:
 
 
 def make_delta(sequence: Sequence, output: RowOutput, logprobs: Reports) -> Delta | None:
-    """The delta of a step, or None while there is no text to report.
+    """Return the delta of a step, or None while there is no text to report.
 
     Tokens whose text is held back (half a character, the beginning of a stop string) wait
     with their log-probabilities until text is released.
@@ -130,11 +132,12 @@ def make_delta(sequence: Sequence, output: RowOutput, logprobs: Reports) -> Delt
 
 
 class OutputProcessor:
-    """Makes outcomes permanent and known: tokens, pages, stop conditions, text, deltas, ends.
+    """Makes outcomes permanent and reports them: tokens, pages, stop conditions, text, deltas,
+    ends.
 
     live     the choices of each request that have not ended, by its id
-    bulk     finds the rows that need no stop check
-    vacate   gives back what a sequence holds that is over
+    bulk     selects the rows that need no stop check
+    vacate   releases what an ended sequence holds
     ended    called when the last choice of a request has ended
     """
 
@@ -160,8 +163,8 @@ class OutputProcessor:
         self.bulk.add(request.stopping)
 
     def commit(self, step: Step, outcome: Outcome) -> PendingRows:
-        """Make the outcome of every row permanent: tokens, pages, grammars. Returns the rows whose
-        tokens `emit` is to report. A row whose logits were not finite ends its request.
+        """Make the outcome of every row permanent: tokens, pages, grammars. Returns the rows for
+        `emit` to report. A row whose logits were not finite ends its request.
         """
         plan, finite = step.round.plan, outcome.finite.tolist()
         if False in finite:
@@ -170,7 +173,7 @@ class OutputProcessor:
                 self.end(step.rows[row].request.id, Ending(Finish.ERROR, error=message))
         rows, sequences = list(range(plan.rows)), list(step.rows)
         tokens, counts = outcome.output_tokens, outcome.committed(plan)
-        if any(Columns.over(sequences)):  # One ended just now, or before this step did.
+        if any(Columns.over(sequences)):  # Some ended just now, or while the step ran.
             rows = [row for row in rows if not sequences[row].over]
             sequences, tokens, counts = _of(rows, sequences), _of(rows, tokens), _of(rows, counts)
         if any(outcome.prompt_logprobs):
@@ -189,7 +192,7 @@ class OutputProcessor:
         return PendingRows(rows, committed)
 
     def emit(self, step: Step, outcome: Outcome, pending: PendingRows) -> None:
-        """Report the tokens of these rows, as far as stop conditions let them count."""
+        """Report the tokens of these rows that stop conditions let count."""
         rows = pending.rows
         if any(Columns.over(step.rows)):
             rows = [row for row in rows if not step.rows[row].over]
@@ -218,7 +221,7 @@ class OutputProcessor:
         """Apply the stop conditions to the tokens of a row, and report those that count."""
         sequence = step.rows[row]
         if sequence.over:
-            return  # Ended with another row of the same request.
+            return  # It ended with another choice of its request.
         tokens = outcome.output_tokens[row]
         if len(sequence.request.prediction) and outcome.n_draft_tokens[row]:
             add_predicted(sequence, step.round.trees, row, outcome.paths[row])
@@ -238,11 +241,11 @@ class OutputProcessor:
         if committed is not None and committed.again and not sequence.over:
             self._parts.close(self._scheduler.preempt(sequence))
             self._metrics.preemptions += 1
-            sequence.total -= len(tokens) - len(output.tokens)  # These are decided again.
+            sequence.total -= len(tokens) - len(output.tokens)  # The rest is decided again.
         sequence.update_bulk()
 
     def _through_grammar(self, sequence: Sequence, tokens: list[int]) -> Committed | None:
-        """What a sequence's grammar says of decided tokens; None where it has none."""
+        """Advance a sequence's grammar over decided tokens; None if it failed or has no slot."""
         if sequence.slot is None:
             return None
         try:
@@ -253,7 +256,7 @@ class OutputProcessor:
             return None
 
     def _emit(self, sequence: Sequence, output: RowOutput, logprobs: Reports = ()) -> None:
-        """Report an output; if it ends the sequence, give back first what that holds."""
+        """Report an output; if it ends the sequence, first release what that holds."""
         if sequence.reported == len(output.tokens) > 0:
             sequence.first_decided = monotonic()
             self._metrics.first_token.add(sequence.first_decided - sequence.submitted)
@@ -267,7 +270,7 @@ class OutputProcessor:
             self._ended(sequence.request.id)
 
     def _send(self, sequences: list[Sequence], deltas: Iterable[Delta]) -> None:
-        """Hand on a delta of each. A sink that fails ends all choices of its request."""
+        """Send a delta of each. A sink that fails ends all choices of its request."""
         left, unsent = iter(sequences), iter(deltas)
         try:
             consume(map(call, Columns.sinks(left), unsent))
@@ -287,7 +290,7 @@ class OutputProcessor:
                 self._emit(sequence, RowOutput((), sequence.stream.finish(), ending))
 
     def _remove(self, sequence: Sequence, finish: Finish) -> None:
-        """Give back all that a sequence holds, and forget it."""
+        """Release all that a sequence holds, and remove it."""
         request = sequence.request.id
         self._metrics.ended(sequence, finish)
         longest = max(self._longest.get(request, 0), sequence.reported)

@@ -1,4 +1,4 @@
-"""Rounds that go on from each other: the engine's core where a device can go on by itself.
+"""Overlapping rounds, for devices that can begin a round from the one before (overlap scheduling).
 
 Rounds stand in a queue, which is two deep within a turn:
 
@@ -6,15 +6,15 @@ Rounds stand in a queue, which is two deep within a turn:
     host        plan n+1 | finish n  plan n+2 | finish n+1
 
 What round n+1 needs of round n stays on the device (Executor.begin_after). The host plans it from
-bounds: as if every draft token of round n were right, so that each position that can come has its
-page. Nothing else about an outcome changes but that it is known one round later. So a row that
-ended in round n runs in round n+1 too: what comes of that is dropped, and slot and pages are given
-back when it is over.
+bounds: as if every draft token of round n were accepted, so that each possible position has its
+page. Outcomes are the same, known one round later. So a row that
+ended in round n runs in round n+1 too: that result is dropped, and slot and pages are released
+after it.
 
-Where the host has a say - a prompt, a grammar, draft tokens from the text, somebody waiting for a
-free slot, too few pages - round n is finished first. Then round n+1 begins, and only then are the
-outputs of round n reported: stop conditions, text, sinks. Whoever is ended by a string, as the text
-says, runs once more here too.
+If the host is needed - for a prompt, a grammar, draft tokens from the text, a sequence waiting for
+a free slot, too few pages - round n is finished first. Then round n+1 begins, and only then are the
+outputs of round n reported: stop conditions, text, sinks. A row that its text ends (a stop string)
+runs once more here too.
 
     device     | round n           |                   | round n+1
     host        report n-1           finish n | plan n+1 | report n
@@ -45,7 +45,8 @@ log = logging.getLogger("forerun.engine")
 def make_core(
     parts: Parts, options: EngineOptions, ended: Callable[[RequestId], None]
 ) -> EngineCore:
-    """The core of an engine; with rounds that overlap, where that is asked for and can be.
+    """Return the core of an engine; one with overlapping rounds if the options and the executor
+    allow.
 
     ended  called when the last choice of a request has ended
     """
@@ -67,21 +68,21 @@ class OverlappingCore(EngineCore):
         super().__init__(parts, max_failures, ended)
         # Begun and not finished, oldest first: two at most, and one between turns.
         self._steps: deque[Step] = deque()
-        # Are over, but have a part in a running step.
+        # Ended sequences that are part of a running step.
         self._leaving: list[Sequence] = []
 
     @property
     def busy(self) -> bool:
-        """See EngineCore."""
+        """As in EngineCore."""
         return bool(self.outputs.live or self._steps)
 
     @property
     def open(self) -> list[Sequence]:
-        """See EngineCore."""
+        """As in EngineCore."""
         return self.scheduler.running + self._leaving
 
     def step(self) -> bool:
-        """See EngineCore."""
+        """Run a turn as EngineCore does."""
         if not self._steps:
             if not self._queue_next():
                 return self._stalled()
@@ -93,7 +94,7 @@ class OverlappingCore(EngineCore):
         if outcome is None:
             return True
         pending, later = self.outputs.commit(step, outcome), None
-        if not self._steps:  # The device shall not wait while outputs are reported.
+        if not self._steps:  # Begin the next step before reporting, so the device does not wait.
             pending, later = self._split_ended(step, outcome, pending)
         self.outputs.emit(step, outcome, pending)
         self._release()
@@ -105,22 +106,24 @@ class OverlappingCore(EngineCore):
         return True
 
     def check(self) -> None:
-        """See EngineCore."""
+        """Prove that nothing leaked, as EngineCore does."""
         super().check()
-        assert all(map(self._runs, self._leaving)), "nothing runs that it waits for"
+        assert all(map(self._runs, self._leaving)), (
+            "an ended sequence waits for a step that does not run"
+        )
 
     def end_all(self, ending: Ending) -> None:
-        """See EngineCore."""
+        """End every request, as EngineCore does."""
         super().end_all(ending)
         self._drop()
 
     def abandon(self, ending: Ending) -> None:
-        """See EngineCore."""
+        """End everything, as EngineCore does."""
         self._steps.clear()
         super().abandon(ending)
 
     def _runs(self, sequence: Sequence) -> bool:
-        """Whether it has a part in a running step."""
+        """Return whether a sequence is part of a running step."""
         return any(sequence in step.rows for step in self._steps)
 
     def _vacate(self, sequence: Sequence) -> None:
@@ -131,37 +134,35 @@ class OverlappingCore(EngineCore):
             super()._vacate(sequence)
 
     def _release(self) -> None:
-        """Take slots and pages from the sequences that are over and in no running step."""
+        """Take slots and pages from the ended sequences that are in no running step."""
         for sequence in [one for one in self._leaving if not self._runs(one)]:
             self._leaving.remove(sequence)
             self._parts.close(self.scheduler.vacate(sequence))
 
     def _fail(self, rows: tuple[Sequence, ...], error: Exception) -> None:
-        self._drop()  # What runs went on from what is not there.
+        self._drop()  # The running step began from the failed one.
         super()._fail(rows, error)
 
     def _drop(self) -> None:
-        """Wait for what runs, and forget it, whatever comes of it."""
+        """Wait for the running rounds and drop their results, errors included."""
         while self._steps:
             try:
                 self._parts.executor.finish(self._steps.popleft().round)
             except Exception:
-                log.exception("a round failed that nobody waits for any more")
+                log.exception("a round failed whose result was not needed any more")
         self._release()
 
     def _queue_next(self) -> bool:
-        """Begin the next step, where somebody has a row in it. False where nobody is ready."""
+        """Begin the next step, if it has a row. Returns False if no sequence is ready."""
         schedule = self.scheduler.plan()
         if schedule is not None and (step := self._begin(schedule)) is not None:
             self._steps.append(step)
         return schedule is not None
 
     def _begin_after(self, running: Step) -> None:
-        """Begin the step that goes on from the running round, where nothing needs to be known of
-        that first.
-        """
+        """Begin the next step from the running round, if the host needs nothing of that first."""
         round = running.round
-        # Mostly the next step has draft tokens if this one does, and a policy should be asked once.
+        # The next step mostly drafts if this one does: check that first, to plan only once.
         if not round.continues or not self._can_overlap(round.plan, round):
             return
         schedule = self._plan_after(round, running.rows)
@@ -178,25 +179,25 @@ class OverlappingCore(EngineCore):
         except NotYetError:
             pass
         except Exception:
-            # Nothing has changed: it will be begun when everything is known.
+            # Nothing has changed: the step begins once this one is finished.
             log.exception("a step could not be begun before the one before it was finished")
 
     def _can_overlap(self, plan: Plan, running: Round) -> bool:
         return self._parts.ask_drafter(lambda drafter: drafter.can_overlap(plan, running), False)
 
     def _plan_after(self, round: Round, sequences: tuple[Sequence, ...]) -> Schedule | None:
-        """Plan the step that goes on from a running round of these sequences: they once more, but
-        those that end there whatever comes. None where that must be known first.
+        """Plan the step that begins from a running round of these sequences: the same ones, without
+        those that certainly end there. None if the host must know the outcome first.
 
-        Pages are reserved for the longest that the running step can become; where they run out,
-        nobody is preempted for that.
+        Reserves pages for the longest possible outcome of the running step; if they run out, it
+        preempts no sequence.
         """
         scheduler = self.scheduler
         alive = [not sequence.over for sequence in sequences]
         rows = list(compress(sequences, alive))
         waits = scheduler.waiting and (scheduler.free_slots or self._leaving)
         if waits or len(rows) != len(scheduler.running):
-            return None  # Somebody could join, or is not in the running step.
+            return None  # A sequence could join, or one is not in the running step.
         longer = list(map((1).__add__, compress(round.plan.max_depth.tolist(), alive)))
         on = [sequence.remaining > 1 for sequence in rows]
         rows, longer = list(compress(rows, on)), list(compress(longer, on))
@@ -211,8 +212,8 @@ class OverlappingCore(EngineCore):
     def _split_ended(
         self, step: Step, outcome: Outcome, pending: PendingRows
     ) -> tuple[PendingRows, PendingRows]:
-        """The outputs of rows that end whatever their text says, or are decided again, and need not
-        run on; and those of the others.
+        """Split the outputs into rows that end whatever their text says, or are decided again, and
+        need not run on; and the others.
         """
         on = self.outputs.bulk.rows(step.rows, outcome, pending.rows)
         for place in compress(range(len(on)), map(not_, on.copy())):

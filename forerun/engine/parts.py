@@ -1,4 +1,4 @@
-"""What an engine is put together from."""
+"""The parts that an engine consists of."""
 
 import logging
 from collections.abc import Callable
@@ -19,11 +19,10 @@ Answer = TypeVar("Answer")
 
 @dataclass(slots=True)
 class Parts:
-    """What an engine is put together from, and which slots are open to all of it.
+    """The parts that an engine consists of, and which slots are open in all of them.
 
-    fault       why nothing is drafted although it should be, in the words of `off`; None = all is
-                well
-    open_slots  with whom they are open to; `close` of any other does nothing
+    fault       why speculation is off, in the words of `off`; None = it is not
+    open_slots  and the sequences in them; `close` of any other slot does nothing
     """
 
     executor: Executor
@@ -35,9 +34,9 @@ class Parts:
     open_slots: dict[int, Sequence] = field(default_factory=dict)
 
     def ask_drafter(self, question: Callable[[Drafter], Answer], otherwise: Answer) -> Answer:
-        """The drafter's answer, until it raises for the first time: that ends speculation, but no
-        request. From then on it is not asked again, since what it knows of the sequences may be
-        half written; the answer is `otherwise`.
+        """Call the drafter. If it raises, speculation ends, but no request: from then on the
+        drafter, whose state may be inconsistent, is not called any more, and every call returns
+        `otherwise`.
         """
         if self.fault is not None:
             return otherwise
@@ -51,7 +50,7 @@ class Parts:
             return otherwise
 
     def close(self, slot: int) -> None:
-        """Close a slot to all that it was opened to."""
+        """Close a slot in all parts where it is open."""
         sequence = self.open_slots.pop(slot, None)
         if sequence is None:
             return
@@ -61,5 +60,7 @@ class Parts:
         self.executor.close(slot)
 
     def abandon(self) -> None:
-        """Speak to nobody any more: the engine gives up, and another failure would hide why."""
+        """Call no part for any slot from now on: the engine gives up, and a second failure would
+        hide the first.
+        """
         self.open_slots.clear()

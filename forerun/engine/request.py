@@ -1,4 +1,4 @@
-"""Requests, sequences' finish reasons, and the events an engine sends back."""
+"""Requests, sequences' finish reasons, and the deltas that an engine sends back."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,9 +28,9 @@ class Finish(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """A request's wishes about speculation; None = the engine decides.
+    """A request's settings of speculation; None = the engine decides.
 
-    trace  its deltas tell what every step did
+    trace  its deltas report every step
     """
 
     enabled: bool = True
@@ -41,7 +41,7 @@ class Speculation:
 
     @property
     def bounded(self) -> bool:
-        """Whether it has a say in how many draft tokens there are."""
+        """Whether it limits the number of draft tokens."""
         return not self.enabled or self.max_nodes is not None or self.max_depth is not None
 
 
@@ -49,10 +49,10 @@ class Speculation:
 class Stopping:
     """When a sequence ends.
 
-    max_tokens      output tokens at most
+    max_tokens      most output tokens
     stop            strings; the text ends before the first (or after it, with include_stop) that is
                     complete after min_tokens
-    stop_tokens     ids, end-of-text ids included unless ignored; others not before min_tokens
+    stop_tokens     ids, end-of-text ids included unless ignored; others only after min_tokens
     """
 
     max_tokens: int
@@ -68,11 +68,9 @@ class Request:
     prompt    int32[T], T >= 1
     sampling  of choice 0; choice i uses `choice_seed(sampling.seed, i)`
     grammar   a compiled grammar (forerun.constrain) or None
-    skip_special_tokens  special tokens leave no text
-    goes_on  the output goes on within the prompt's text, so that its first space is text
-             (SentencePiece); else it is a text of its own
-    prediction  int32[.] what the output is expected to be, for drafters: changes no text
-    cache_salt  cached prefixes are shared with requests of the same salt alone; "" is one too
+    skip_special_tokens  special tokens add no text
+    prediction  int32[.] the expected output, for drafters: never changes the text
+    cache_salt  cached prefixes are shared only among requests of the same salt, "" included
     """
 
     id: RequestId
@@ -89,7 +87,9 @@ class Request:
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """Seed of choice `index`: choice 0 keeps the request's own; others are 64-bit distinct."""
+    """Return the seed of choice `index`: choice 0 has the request's own; others are 64-bit
+    distinct.
+    """
     return (seed + index * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
 
 
@@ -101,9 +101,8 @@ class SpeculationStats:
     draft_tokens  nodes proposed
     accepted   draft tokens accepted
     histogram  histogram[a] = steps in which exactly `a` draft tokens were accepted
-    reason     why the last step was allowed the draft tokens it was, in words; "" where none was
-               asked
-    predicted  (draft tokens out of the request's prediction, how many of them were accepted)
+    reason     of the last step's budget, as text for users; "" if it had none
+    predicted  (draft tokens from the request's prediction, how many of them were accepted)
     """
 
     steps: int = 0
@@ -115,16 +114,16 @@ class SpeculationStats:
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """What is new of one choice of one request, in order. The last has `finish` set.
+    """News of one choice of one request, in order. The last has `finish` set.
 
     text             newly final text (never half a character, never part of a stop string)
-    tokens           tokens whose text is thereby settled, stop token included
-    logprobs         one entry per token where asked, else empty
-    prompt_logprobs  on the first delta where asked: one entry per prompt token after the first
+    tokens           tokens whose text is final now, stop token included
+    logprobs         one entry per token if requested, else empty
+    prompt_logprobs  on the first delta if requested: one entry per prompt token after the first
     cached_tokens    prompt tokens that the prefix index supplied (first delta)
     error            message, with finish == ERROR
-    trace            the steps that decided `tokens`, where asked; none beyond trace.MAX_STEPS
-    code             what kind of error, where it is one that the request itself brought about
+    trace            the steps that decided `tokens`, if requested; none beyond trace.MAX_STEPS
+    code             kind of error, if the request itself caused it
     """
 
     request: RequestId

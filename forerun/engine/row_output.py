@@ -1,4 +1,6 @@
-"""What a row of a step puts out: which of its tokens count, their text, and how a sequence ends."""
+"""The output of one row of a step: which of its tokens count, their text, and how a sequence
+ends.
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,9 +26,9 @@ class Ending:
 
 
 class RowOutput(NamedTuple):
-    """What a step puts out for a sequence.
+    """The output of a step for one sequence.
 
-    tokens  up to and with the one that ended the sequence, if one did
+    tokens  up to and including the one that ended the sequence, if one did
     text    newly final text
     """
 
@@ -39,7 +41,7 @@ class PendingRows(NamedTuple):
     """Rows of a step whose tokens are permanent and not reported yet.
 
     rows       ascending
-    committed  by row, what the grammars of those that have one say of the tokens
+    committed  by row, what the row's grammar did with the tokens
     """
 
     rows: list[int]
@@ -47,7 +49,7 @@ class PendingRows(NamedTuple):
 
 
 def end_by_grammar(sequence: Sequence, output: RowOutput, committed: Committed) -> RowOutput:
-    """The same, but where the grammar is complete or cannot be followed, the sequence ends here."""
+    """Return the output, with an ending if the grammar is complete or cannot be followed."""
     if output.ending is not None or not (committed.complete or committed.error):
         return output
     ending = Ending(Finish.STOP) if committed.complete else grammar_ended(sequence, committed)
@@ -55,14 +57,14 @@ def end_by_grammar(sequence: Sequence, output: RowOutput, committed: Committed) 
 
 
 def failed(error: Exception) -> Ending:
-    """The ending of a sequence that the engine could not go on with."""
+    """Return the ending of a sequence in which the engine failed."""
     text = f"The engine failed while it ran this request: {error or type(error).__name__}"
     return Ending(Finish.ERROR, error=text)
 
 
 def grammar_ended(sequence: Sequence, committed: Committed) -> Ending:
-    """The ending of a sequence whose grammar cannot be followed any further, in the
-    matcher's words: at a limit, which the grammar brought about, or because the matcher was lost.
+    """Return the ending of a sequence whose grammar cannot be followed any further, in the
+    matcher's words: at a limit of the grammar, or because the matcher was lost.
     """
     text = (
         f"The answer ended after {sequence.reported} tokens: its grammar cannot be followed any "
@@ -77,7 +79,7 @@ def grammar_ended(sequence: Sequence, committed: Committed) -> Ending:
 def step_trace(
     sequence: Sequence, output: RowOutput, step: Step, row: int, outcome: Outcome
 ) -> StepTrace:
-    """What the step that was just counted did for a sequence."""
+    """Return what the step that was just counted did for a sequence."""
     drafted = draft_row(step.round.trees, row, outcome.paths[row])
     nodes = bounded(drafted)
     return StepTrace(
@@ -93,7 +95,7 @@ def step_trace(
 
 
 def add_predicted(sequence: Sequence, trees: TreeBatch, row: int, path: Ints) -> None:
-    """Count the draft tokens of one step out of the prediction; `path`: nodes accepted."""
+    """Count the draft tokens of one step that came from the prediction; `path`: accepted nodes."""
     if trees.drafts:
         sources, root = trees.drafts[row].sources(), trees.root(row)
         right = [sources[node - root - 1] for node in path.tolist()]
@@ -103,9 +105,9 @@ def add_predicted(sequence: Sequence, trees: TreeBatch, row: int, path: Ints) ->
 
 
 def echo(sequence: Sequence, entries: Reports) -> None:
-    """Log-probabilities of the prompt's tokens after positions table.length, +1, ...
+    """Append log-probabilities of the prompt's tokens after positions table.length, +1, ...
 
-    Before the commit of the step. A resumed sequence sees some of them again.
+    Call it before the commit of the step. A resumed sequence gets some of them again.
     """
     known = sequence.prompt_logprobs
     seen, room = len(known) - sequence.table.length, sequence.prompt_len - 1 - len(known)

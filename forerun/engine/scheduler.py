@@ -1,4 +1,6 @@
-"""Who runs in the next step, on which tokens, with how many draft tokens. Bookkeeping only."""
+"""Which sequences run in the next step, on which tokens, with how many draft tokens. Bookkeeping
+only.
+"""
 
 from array import array
 from bisect import insort
@@ -34,9 +36,9 @@ _min_probs_of: Column[Budget, float] = column("min_prob")
 class Schedule:
     """A plan and the sequences behind it. Valid until the next call of the scheduler.
 
-    rows    B sequences, in row order; those that the decision is about come first
-    opened  of which these took their slot just now: open it before the step
-    closed  slots whose sequences were preempted: close them before anything is opened
+    rows    B sequences, in row order; first those that the decision is about
+    opened  those of them that just took their slot: open it before the step
+    closed  slots whose sequences were preempted: close them before opening any
     """
 
     plan: Plan
@@ -49,8 +51,8 @@ class Schedule:
 def share_out(wanted: list[int], room: int) -> list[int]:
     """Serve `wanted` as evenly as `room` allows: all below one level in full, the rest up to it.
 
-    The result sums to min(sum(wanted), room); what does not divide goes to those who want most,
-    of equals to the first.
+    The result sums to min(sum(wanted), room); a remainder goes to the largest, of equals to the
+    first.
     """
     if sum(wanted) <= room:
         return wanted
@@ -65,9 +67,9 @@ class Scheduler(Admission):
     """Continuous batching over slots and pages.
 
     First come, first served: sequences are admitted, prefilled and given pages in order of
-    arrival; whoever came last is the first to be preempted, and comes back to the place in the
-    queue that its arrival gives it. So the oldest always advances. One may be passed: who waits
-    for pages that a running sequence computes for both (`_awaits_pages`).
+    arrival; the last one to come is the first to be preempted, and returns to its place in the
+    queue. So the oldest always advances. One exception: a sequence that waits
+    for pages that a running sequence computes for both can be overtaken (`_awaits_pages`).
 
     ready  whether a sequence with a slot can take part in the next step
     resumable  see Admission
@@ -85,13 +87,15 @@ class Scheduler(Admission):
         self.policy = policy
 
     def preempt(self, sequence: Sequence) -> int:
-        """Send a running sequence back to the queue. Its slot, now to be closed."""
+        """Send a running sequence back to the queue. Returns its slot, now to be closed."""
         self.running.remove(sequence)
         insort(self.waiting, sequence, key=lambda s: s.order)
         return self.vacate(sequence)
 
     def remove(self, sequence: Sequence) -> int | None:
-        """Forget a sequence and give back all it holds. Its slot, now to be closed, if any."""
+        """Remove a sequence and release all it holds. Returns its slot, now to be closed, if
+        any.
+        """
         if sequence.slot is None:
             self.waiting.remove(sequence)
             return None
@@ -99,15 +103,15 @@ class Scheduler(Admission):
         return self.vacate(sequence)
 
     def plan(self) -> Schedule | None:
-        """Plan the next step; None when nobody waits or runs, or nobody who runs is ready.
+        """Plan the next step; None if no sequence waits or runs, or none that runs is ready.
 
         A schedule without rows opens and closes slots, no more.
 
-        Pages go first to rows that must grow by a token (preempting the youngest where they
-        run out), then to sequences that wait, and what is left over to draft tokens.
+        Pages go first to rows that must grow by a token (preempting the youngest if they
+        run out), then to waiting sequences, and the rest to draft tokens.
         """
         if (self.waiting and self.free_slots) or self.index.available < len(self.running):
-            for sequence in self.running:  # Pages that its draft tokens did not come to need.
+            for sequence in self.running:  # Release pages that its draft tokens did not need.
                 sequence.table.rollback(sequence.pending)
         closed = self._grow()
         opened = () if closed or not self.waiting else self._admit()
@@ -119,7 +123,9 @@ class Scheduler(Admission):
     # --- pages and slots ---------------------------------------------------------------
 
     def _grow(self) -> tuple[int, ...]:
-        """Reserve one position for every decoding row, oldest first. Slots thereby preempted."""
+        """Reserve one position for every decoding row, oldest first. Returns slots of preempted
+        sequences.
+        """
         closed: list[int] = []
         short = map(ge, Columns.lengths(self.running), Columns.reserved(self.running))
         for sequence in list(compress(self.running, short)):
@@ -128,8 +134,8 @@ class Scheduler(Admission):
         return tuple(closed)
 
     def vacate(self, sequence: Sequence) -> int:
-        """Take slot and pages from a sequence that is no longer in `running`. The slot, now to be
-        closed.
+        """Take slot and pages from a sequence that is no longer in `running`. Returns the slot, now
+        to be closed.
         """
         slot = sequence.slot
         assert slot is not None
@@ -154,7 +160,7 @@ class Scheduler(Admission):
         long = list(map((1).__lt__, pending))
         decoding, prefill = list(compress(ready, map(not_, long))), list(compress(ready, long))
         room, logits = self.limits.max_nodes - len(decoding), self.scored - len(ready)
-        # Drafter and policy know nothing of these yet: they get no draft tokens.
+        # These are not open in drafter and policy yet: they get no draft tokens.
         fresh = [sequence for sequence in opened if sequence in decoding]
         rows = [sequence for sequence in decoding if sequence not in fresh] if fresh else decoding
         draft_tokens = min(room // 2 if prefill else room, logits)
@@ -172,10 +178,11 @@ class Scheduler(Admission):
     def grant(
         self, rows: list[Sequence], room: int, kv_len: list[int], own: int = 1
     ) -> tuple[Several[Budget], Decision]:
-        """Let rows have draft tokens for at most `room` nodes in all, and pages for them.
+        """Give rows draft tokens, at most `room` nodes in all, and pages for them.
 
-        kv_len  positions that are in pages then, at most
-        own     tokens of the target's own that come of a row first: a path may leave room for them
+        kv_len  upper bounds of positions that will be in pages
+        own     tokens of the target's own that each row emits first; draft paths leave room for
+                them
         """
         if not rows:
             return [], NO_DECISION
@@ -191,7 +198,7 @@ class Scheduler(Admission):
         if any(_nodes_of(budgets)):
             most = sizes[len(self.running) - 1] - 1 if (sizes := self.limits.row_nodes) else room
             left = list(map(sub, Columns.limits(rows), map(own.__add__, Columns.totals(rows))))
-            # Of a row without room for one, none: the others may have what it would have had.
+            # A row at its limit wants none, so that the others can have its share.
             wanted = map(min, _nodes_of(budgets), repeat(most), map(most.__mul__, left))
             nodes = share_out(list(wanted), room)
             depths = list(map(min, _depths_of(budgets), nodes, left))
@@ -204,15 +211,15 @@ class Scheduler(Admission):
     def _reserve_draft_tokens(
         self, rows: list[Sequence], depths: list[int], first: list[int]
     ) -> None:
-        """Pages for paths of draft tokens that begin at positions `first`; `depths` become less
-        where there are too few. Preempts nobody.
+        """Reserve pages for paths of draft tokens that begin at positions `first`; lowers `depths`
+        if there are too few. Preempts no sequence.
         """
         short = map(gt, map(add, first, depths), Columns.reserved(rows))
         for row in list(compress(range(len(rows)), short)):
             table, limit = rows[row].table, rows[row].limit
             within = table.reserved + self.index.available * self.index.page_size
             depths[row] = max(min(depths[row], within - first[row]), 0)
-            if depths[row]:  # The end of the text may be nearer.
+            if depths[row]:  # The sequence's limit may be nearer.
                 table.reserve(min(first[row] + depths[row], limit) - table.length)
 
     def make_plan(
@@ -223,8 +230,8 @@ class Scheduler(Admission):
         budgets: Several[Budget],
         decision: Decision,
     ) -> Plan:
-        """The arrays that an executor takes: counts[b] known tokens of sequence b run behind
-        kv_len[b] positions that are in pages then, at most; the first may draft by `budgets`.
+        """Return the arrays for an executor: counts[b] known tokens of sequence b run behind at
+        most kv_len[b] positions in pages; the first sequences may draft by `budgets`.
         """
         nothing = [0] * (len(sequences) - len(budgets))
         known: tuple[Ints, ...] | Ints
@@ -250,7 +257,7 @@ class Scheduler(Admission):
 
 
 def page_rows(sequences: list[Sequence]) -> Ints:
-    """int32[B,W] the page tables of `sequences`, padded with -1 to the longest."""
+    """Return int32[B,W], the page tables of `sequences`, padded with -1 to the longest."""
     pages = list(Columns.pages(sequences))
     width = max(map(len, pages), default=0)
     padded = map(bytes.ljust, map(array.tobytes, pages), repeat(4 * width), repeat(b"\xff"))
@@ -258,7 +265,7 @@ def page_rows(sequences: list[Sequence]) -> Ints:
 
 
 def _within_request(row: Sequence, budget: Budget) -> Budget:
-    """The budget, as far as the request allows."""
+    """Return the budget, within the request's own limits."""
     bounds = row.request.speculation
     if not bounds.enabled:
         return NOT_WANTED
@@ -267,7 +274,7 @@ def _within_request(row: Sequence, budget: Budget) -> Budget:
 
 
 def _bounded(budget: Budget, nodes: int, depth: int, reason: str = NO_ROOM) -> Budget:
-    """The budget, with no more than that; where that is less, for this reason."""
+    """Return the budget with at most these nodes and depth, and this reason if that lowers it."""
     if not budget.nodes or (budget.nodes <= nodes and budget.depth <= depth):
         return budget
     some = nodes > 0 and depth > 0

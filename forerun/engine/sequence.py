@@ -22,10 +22,10 @@ from forerun.types import Ints, RequestId
 
 @dataclass(slots=True)
 class SpeculationCounts:
-    """What SpeculationStats is made of, counted while the sequence runs.
+    """The counts behind SpeculationStats, while the sequence runs.
 
     reason  of the last step's budget
-    draft_tokens, accepted   how many of each step that emitted tokens
+    draft_tokens, accepted   of each step that emitted tokens
     predicted  as in SpeculationStats
     """
 
@@ -35,7 +35,7 @@ class SpeculationCounts:
     predicted: tuple[int, int] = (0, 0)
 
     def stats(self) -> SpeculationStats:
-        """The counts as they are reported."""
+        """Return the counts as they are reported."""
         steps = Counter(self.accepted)
         return SpeculationStats(
             steps=len(self.accepted),
@@ -53,16 +53,16 @@ class Sequence:
     The independent numbers and their order, which check.py asserts:
 
         0 <= prompt_len <= total            tokens decided: the prompt, then the output
-        0 <= table.length < total           of which keys and values are in pages
+        0 <= table.length < total           tokens with keys and values in pages
         slot is None  =>  table.length == 0 a sequence without a slot owns nothing
         0 <= reported                       output tokens that count (a stop can cut a step's)
 
     over      it has ended and its client knows; a running step may still need its slot and pages
     bulk      its tokens may be detokenized with others' in bulk (BulkFilter)
-    limit     tokens that it may have in the end
+    limit     most tokens, prompt and output
     shared    tokens that filled cached pages when it took its slot
 
-    A step asks all sequences at once for these, and changes them at once (`append`, `count`); so
+    A step reads and writes these of all sequences at once (`append`, `count`), so
     none of them is a property. A preempted sequence loses slot and pages, nothing more: when it
     resumes, prompt and output so far are its known tokens.
     """
@@ -83,7 +83,7 @@ class Sequence:
         self.table: PageTable
         self.prompt_len = self.total = len(request.prompt)
         self.limit = self.prompt_len + request.stopping.max_tokens
-        # One more than asked, because a step emits a token even where none is wanted.
+        # Room for one more, because a step emits a token even if max_tokens is 0.
         self.buffer = np.zeros(max(self.limit, self.total + 1), np.int32)
         self.buffer[: self.total] = request.prompt
         self.reported = self.shared = 0
@@ -94,7 +94,7 @@ class Sequence:
         self.unsent_trace: list[StepTrace] = []
         self.first_sent = False
         self.counts = SpeculationCounts()
-        # Seconds on the monotonic clock: it waited, read its prompt, decoded.
+        # Seconds on the monotonic clock: submitted, given a slot, first token decided.
         self.submitted = monotonic()
         self.admitted: float | None = None
         self.first_decided: float | None = None
@@ -105,7 +105,9 @@ class Sequence:
         return self.buffer[: self.total]
 
     def upcoming(self, count: int) -> Ints:
-        """int32[count] the first decided tokens that have not run through the target; a view."""
+        """Return int32[count], the first decided tokens that have not run through the target; a
+        view.
+        """
         begin = self.table.length
         return self.buffer[begin : begin + count]
 
@@ -126,13 +128,15 @@ class Sequence:
 
     @property
     def reuses_prefix(self) -> bool:
-        """False while log-probabilities of the prompt are wanted: they need every token run."""
+        """False while the request needs log-probabilities of the prompt: every token must run for
+        them.
+        """
         if self.sampling.prompt_logprobs is None:
             return True
         return len(self.prompt_logprobs) >= self.prompt_len - 1
 
     def update_bulk(self) -> None:
-        """See whether the next tokens are `bulk`: no text is held back, nothing else reported."""
+        """Update `bulk`: whether no text is held back and only text is reported."""
         request, waits = self.request, self.unsent or not self.first_sent
         more = self.constrained or request.speculation.trace or len(request.prediction)
         checked = waits or more or self.over or self.sampling.logprobs is not None
@@ -164,8 +168,8 @@ class Columns:
 
 
 def append(sequences: Several[Sequence], tokens: Several[list[int]]) -> None:
-    """More tokens are decided, of all these. Raises ValueError, and changes nothing, beyond what a
-    request allows.
+    """Append decided tokens to all these sequences. Raises ValueError, and changes nothing, beyond
+    what a request allows.
     """
     totals, buffers = list(Columns.totals(sequences)), list(Columns.buffers(sequences))
     counts = list(map(len, tokens))

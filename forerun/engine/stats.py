@@ -1,4 +1,4 @@
-"""What the engine did, frozen at one moment: all that leaves it of its counters."""
+"""The engine's counters, frozen at one moment: all of them that leaves the engine."""
 
 from collections import Counter
 from copy import copy
@@ -24,7 +24,7 @@ class Histogram:
 class Load:
     """What the engine holds at one moment: counts of sequences and pages.
 
-    granted  what the decoding rows of the last step that had any were allowed, and why
+    granted  budgets of the last step that had decoding rows
     """
 
     waiting: int
@@ -53,19 +53,20 @@ class Stats:
     prompt_tokens      of admitted sequences; cached_tokens of them came from the prefix index
     output_tokens      tokens reported to clients
     steps, nodes       steps, and known tokens plus draft tokens that they ran; `carried` of the
-                       steps were begun before the one before was finished (overlap.py)
+                       steps began before the one before was finished (overlap.py)
     drafts             rows that carried draft tokens; draft tokens and accepted count theirs
     accepted_at        accepted_at[i] drafts had their draft token at depth i + 1 accepted
     acceptance_length  tokens per row that sampled, over the last rows (0 before the first)
-    seconds            where the time of steps went: draft, verify, mask, accept, host
+    seconds            time of steps by stage: draft, verify, mask, accept, host
     first_token        from submission to the first decided token
     duration           from submission to the end
     queued, prefill, decode   of ended sequences: until a slot was free, from then to the first
-                       decided token, from then to the end; `inference` is the last two together
+                              decided token, from then to the end; `inference` is the last two
+                              together
     prompt_length, output_length   tokens of ended sequences
     longest_output     tokens of the longest choice of ended requests
-    max_tokens, choices   what requests asked for
-    by_source          what became of draft tokens, by who proposed them and how deep they hung
+    max_tokens, choices   as requested
+    by_source          verified and accepted draft tokens, by source and depth
     step_seconds, step_nodes   per step
     """
 
@@ -102,9 +103,9 @@ class Stats:
 
 
 def snapshot(metrics: EngineMetrics, load: Load) -> Stats:
-    """The counters as they are now, as a value of their own; load: what runs and waits.
+    """Return the counters as they are now, as a value of their own; load: what runs and waits.
 
-    From any thread: what a step is counting meanwhile may be in it by half.
+    From any thread: a step that is being counted may be included in part.
     """
     recent = metrics.recent.copy()
     by_source = sorted(metrics.by_source.copy().items())

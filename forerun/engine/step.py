@@ -1,13 +1,14 @@
 """One step of speculative decoding: the page to read first.
 
-draft    propose a small tree of continuations for each sequence, and keep what pays
+draft    propose a small tree of continuations for each sequence, and select what pays
 verify   let the target score every node of every tree in one forward pass
-accept   keep one root-to-node path per tree, plus one token of the target's own, and make its keys
+accept   choose one root-to-node path per tree, plus one token of the target's own, and make its
+         keys
          and values permanent
 
 So every planned sequence advances by at least one token. The step has two halves because a device
-may be at work between them, with the host free for something else: `begin` ends when the forward
-pass has been handed over, `finish` begins by waiting for it (see engine/overlap.py).
+may run between them, with the host free for something else: `begin` returns once the forward
+pass has been handed over, `finish` waits for it first (see engine/overlap.py).
 """
 
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ class StageTimer:
     """Milliseconds of the stages of one step, from now on: the only clock of speculation.
 
     ms        by the names of STAGES
-    known_ms  from when the step before it was over until its outcome was known
+    known_ms  from the end of the step before it until its outcome was known
     """
 
     def __init__(self) -> None:
@@ -35,11 +36,11 @@ class StageTimer:
         self.known_ms = 0.0
 
     def resume(self) -> None:
-        """A stage begins now: what went before belongs to none."""
+        """Begin a stage now; the time before belongs to no stage."""
         self._last = perf_counter()
 
     def lap(self, stage: str) -> None:
-        """The stage that began with the last lap, or `resume`, ends now."""
+        """End the stage that began with the last lap or `resume`."""
         now = perf_counter()
         self.ms[stage] += 1000.0 * (now - self._last)
         self._last = now
@@ -49,9 +50,9 @@ class StageTimer:
 class Step:
     """A step that has begun.
 
-    round     what the executor runs, and what it finds
-    proposed  what was found on the host, a draft per row, before any was left out; () = nothing
-    carried   whether it was begun before the step before it was finished
+    round     what the executor runs, and its results
+    proposed  the host's proposals, a draft per row, before the selection; () = none
+    carried   whether it began before the step before it was finished
     """
 
     schedule: Schedule
@@ -67,7 +68,7 @@ class Step:
 
 
 def begin(schedule: Schedule, parts: Parts) -> Step:
-    """Draft and verify. A device that works by itself may still be at it afterwards."""
+    """Draft and verify. A device may still run the step afterwards."""
     timer, executor, masks = StageTimer(), parts.executor, None
     proposed, select = propose(schedule.plan, parts), schedule.decision.select
     trees = batch(schedule.plan.known, select(proposed) if select and proposed else proposed)
@@ -82,13 +83,13 @@ def begin(schedule: Schedule, parts: Parts) -> Step:
 
 
 def with_request(plan: Plan, parts: Parts) -> Plan:
-    """The plan, with what the drafter wants of the coming step."""
+    """Return the plan with the drafter's request for the coming step."""
     request = parts.ask_drafter(lambda drafter: drafter.draft_request(plan), None)
     return plan if request is None else replace(plan, request=request)
 
 
 def propose(plan: Plan, parts: Parts) -> list[Draft]:
-    """What the drafter proposes and the grammars know, a draft per row; () if no row may draft."""
+    """Return the proposals of drafter and grammars, a draft per row; () if no row may draft."""
     if not any(plan.max_nodes.tolist()):
         return []
     nothing = [NO_DRAFT] * plan.rows
@@ -114,7 +115,7 @@ def finish(step: Step, parts: Parts) -> Outcome:
 
 
 def step_report(plan: Plan, outcome: Outcome, stages: dict[str, float], total: float) -> StepReport:
-    """What plan and outcome say of a step; milliseconds of its stages, and of the whole."""
+    """Return the report of a step; `stages` and `total` are milliseconds."""
     draft_tokens, known = outcome.n_draft_tokens.tolist(), plan.known_counts
     nodes = list(map(add, known, draft_tokens))
     return StepReport(

@@ -1,4 +1,4 @@
-"""The engine: a thread with an inbox, and what other threads may ask of it."""
+"""The engine: a thread with an inbox, and its methods for other threads."""
 
 import threading
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from forerun.text.tokenizer import Tokenizer
 from forerun.types import RequestId
 
 GIVE_UP_SECONDS = 1.0
-"""For a step in which a rank is lost to end."""
+"""Time for a step in which a rank is lost to end."""
 
 
 class Engine(EngineLoop):
@@ -33,9 +33,9 @@ class Engine(EngineLoop):
 
     `submit`, `abort`, `drain`, `shutdown`, `stats`, `describe` and `alive` may be used from any
     thread; everything else happens on the engine's own, which `start` begins. Without `start`,
-    whoever calls `step_once` is that thread.
+    the thread that calls `step_once` is the engine's.
 
-    fault       why nothing is drafted from the start although it should be; None = all is well
+    fault       why speculation is off from the start although it was requested; None = it is not
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Engine(EngineLoop):
 
     @property
     def fault(self) -> str | None:
-        """Why nothing is drafted although it should be, in words for people; None = all is well."""
+        """Why speculation is off although it was requested, as text for users; None = it is not."""
         return self._parts.fault
 
     @property
@@ -81,11 +81,11 @@ class Engine(EngineLoop):
         self._thread.start()
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Queue a request; `sink` gets its deltas on the engine's thread, one with `finish` last
-        for each choice.
+        """Queue a request; `sink` gets its deltas on the engine's thread, for each choice a last
+        one with `finish`.
 
-        Raises RequestError (ContextError, BusyError) where it cannot be honoured, EngineError
-        where the engine is no more; nothing has been allocated then.
+        Raises RequestError (ContextError, BusyError) if it cannot be honoured, EngineError if the
+        engine has ended; nothing has been allocated then.
         """
         limits, request = self._parts.executor.limits, self._options.on(request)
         validate(request, limits.vocab, self.context, self._options.max_choices)
@@ -104,11 +104,15 @@ class Engine(EngineLoop):
             self._changed.notify_all()
 
     def listen(self, turned: Callable[[], None]) -> None:
-        """Have `turned` called on the engine's thread when sinks have got the deltas of a step."""
+        """Have `turned` called on the engine's thread after sinks have received the deltas of a
+        step.
+        """
         self._turned = turned
 
     def abort(self, request: RequestId) -> None:
-        """End a request; its choices finish with ABORT before the next step. Unknown: nothing."""
+        """End a request; its choices finish with ABORT before the next step. Ignores an unknown
+        id.
+        """
         with self._changed:
             if request in self._ids:
                 self._inbox.append(partial(self._core.outputs.end, request, Ending(Finish.ABORT)))
@@ -120,7 +124,7 @@ class Engine(EngineLoop):
             self._inbox.append(partial(order, self._core))
 
     def forget_prefixes(self) -> None:
-        """Forget, before the next step, all pages that no running sequence holds."""
+        """Drop, before the next step, all pages that no running sequence holds."""
 
         def forget(core: EngineCore) -> None:
             index = core.scheduler.index
@@ -130,9 +134,9 @@ class Engine(EngineLoop):
         self.before_step(forget)
 
     def fail(self, message: str) -> None:
-        """End all requests with an error and take no more: the executor can run no step. Where the
-        engine's own thread does not come to that within GIVE_UP_SECONDS, because what it waits for
-        hangs, `lost` of `when_lost` is called without it, and whoever listens ends the requests.
+        """End all requests with an error and take no more: the executor can run no step. If the
+        engine's own thread hangs and does not do so within GIVE_UP_SECONDS, call `lost` of
+        `when_lost`, whose owner ends the requests.
         """
 
         def give_up(core: EngineCore) -> None:
@@ -149,22 +153,22 @@ class Engine(EngineLoop):
             self._lost(message)
 
     def when_lost(self, lost: Callable[[str], None]) -> None:
-        """Have `lost` called with a sentence when a process that shares the model is gone: on the
-        engine's thread when every sink was told, or on another where that thread hangs.
+        """Have `lost` called with a sentence when a process that shares the model has ended: on the
+        engine's thread after every sink was notified, or on another if that thread hangs.
         """
         self._lost = lost
 
     def drain(self, timeout: float) -> bool:
-        """Refuse new requests and wait for the others, `timeout` seconds at most. True if all
-        ended.
+        """Refuse new requests and wait for the others, at most `timeout` seconds. Returns True if
+        all ended.
         """
         with self._changed:
             self._draining = True
             return self._changed.wait_for(lambda: not self._ids, timeout)
 
     def shutdown(self) -> None:
-        """Abort what still runs and end the thread. Idempotent. The executor is not touched
-        beyond its slots: it belongs to whoever made it.
+        """Abort all running requests and end the thread. Idempotent. The executor's slots are
+        closed; the executor itself belongs to its creator.
         """
         with self._changed:
             self._draining = self._stopping = True
@@ -175,11 +179,11 @@ class Engine(EngineLoop):
             self._stop()
 
     def stats(self) -> Stats:
-        """A snapshot of the counters."""
+        """Return a snapshot of the counters."""
         return snapshot(self._core.metrics, self._core.scheduler.load(self._entering))
 
     def describe(self) -> dict[str, Any]:
-        """Facts for /server_info: what drafts, and how much."""
+        """Return facts for /server_info: drafter and policy."""
         parts = self._parts
         drafter = parts.drafter.describe() | {"fault": parts.fault}
         return {"drafter": drafter, "speculation": parts.policy.describe()}
@@ -192,7 +196,7 @@ class Engine(EngineLoop):
         self._core.check()
 
     def _refuse(self, request: Request) -> None:
-        """Raise where no request, or not this one, is taken now."""
+        """Raise if the engine takes no requests, or not this one."""
         if self._broken is not None:
             raise EngineError(self._broken)
         if self._stopping:

@@ -1,4 +1,4 @@
-"""What a step did for one sequence, for whoever asked to be told."""
+"""What a step did for one sequence, for requests with a trace."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -7,19 +7,19 @@ from forerun.speculative.tree import DraftSource, TreeBatch
 from forerun.types import Ints
 
 MAX_NODES = 64
-"""Draft tokens that a trace shows of one step at most; the accepted path is always among them."""
+"""Most draft tokens in the trace of one step; the accepted path is always among them."""
 MAX_STEPS = 2048
-"""Steps of one choice that are traced at most; later ones are not."""
+"""Most traced steps of one choice; later ones are left out."""
 
 
 class DraftRow(NamedTuple):
-    """The draft tokens of one row, parents before children, and what became of them.
+    """The draft tokens of one row, parents before children, and which were accepted.
 
     parents   index of the parent among these; -1 = the root
     depth     1 below the root
-    scores    as in Draft; zeros where only the device has them
+    scores    as in Draft; zeros if only the device has them
     sources   DraftSource of each
-    accepted  the accepted path, from below the root downwards
+    accepted  the accepted path, from the root down
     """
 
     tokens: list[int]
@@ -34,13 +34,13 @@ class DraftRow(NamedTuple):
 class StepTrace:
     """One step of one choice.
 
-    number    of the step among those of this choice that decided a token, from 0
+    number    of the step, from 0, among those of this choice that decided a token
     position  place in the output of the first token that it decided
-    tokens    what it decided and counts: accepted draft tokens, then one of the target's own,
-              which is missing where a stop condition cut the step short
+    tokens    what it decided and counts: accepted draft tokens, then one of the target's own, which
+              is missing if a stop condition cut the step short
     nodes     the draft tokens it verified, at most MAX_NODES; `accepted` are indices of these
-    left_out  draft tokens beyond that
-    allowed   draft tokens that the row might have carried, and why so many, in words
+    left_out  draft tokens beyond MAX_NODES
+    allowed   most draft tokens that the row might carry, and the reason, as text for users
     ms        time of the whole step, which other requests may have shared
     """
 
@@ -55,7 +55,7 @@ class StepTrace:
 
 
 def bounded(row: DraftRow, most: int = MAX_NODES) -> DraftRow:
-    """The first draft tokens of a row, `most` at most, and whatever was accepted."""
+    """Return the first draft tokens of a row, at most `most`, and all accepted ones."""
     if len(row.tokens) <= most:
         return row
     path = row.accepted[:most]
@@ -73,7 +73,7 @@ def bounded(row: DraftRow, most: int = MAX_NODES) -> DraftRow:
 
 
 def draft_row(trees: TreeBatch, row: int, path: Ints) -> DraftRow:
-    """The draft tokens of a row of which the nodes `path`, int32[.] of `trees`, were accepted."""
+    """Return the draft tokens of a row; its nodes `path`, int32[.] of `trees`, were accepted."""
     first, end = trees.root(row) + 1, int(trees.start[row + 1])
     tokens = trees.tokens[first:end].tolist()
     parents = (trees.parents[first:end] - first).tolist()

@@ -1,4 +1,4 @@
-"""What a request must satisfy before anything is allocated for it."""
+"""Checks a request before anything is allocated for it."""
 
 import math
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ from forerun.types import Ints
 
 
 def validate(request: Request, vocab: int, context: int, max_choices: int) -> None:
-    """Raise RequestError, with the field at fault, where the engine cannot honour `request`.
+    """Raise RequestError, naming the wrong field, if the engine cannot honour `request`.
 
     vocab        V
-    context      longest sequence, tokens
+    context      longest sequence, in tokens
     max_choices  largest n
     """
     prompt, max_tokens = request.prompt, request.stopping.max_tokens
@@ -54,7 +54,9 @@ _WHOLE = ("top_k", "min_tokens", "seed", "logprobs", "prompt_logprobs")
 
 
 def _types(request: Request) -> None:
-    """Numbers are numbers, texts are texts: what is not would fail in the middle of a step."""
+    """Check that numbers are numbers and texts are texts: others would fail in the middle of a
+    step.
+    """
     values = {name: getattr(request.sampling, name) for name in _WHOLE}
     values |= {"max_tokens": request.stopping.max_tokens, "n": request.n}
     for name, value in values.items():
@@ -82,7 +84,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 
 
 def _sampling(sampling: Sampling) -> None:
-    """Every number is one, and within its range. Whoever serves may allow less."""
+    """Check that every number is within its range. A server may allow less."""
     for name, (low, high) in _RANGES.items():
         value = getattr(sampling, name)
         if not low <= value <= high:  # False for NaN.
@@ -96,7 +98,7 @@ def _sampling(sampling: Sampling) -> None:
 
 
 def _within(tokens: Sequence[int] | Ints, vocab: int, name: str) -> None:
-    """Every id is one of the vocabulary."""
+    """Check that every id is in the vocabulary."""
     ids = np.asarray(tokens, np.int64)
     wrong = ids[(ids < 0) | (ids >= vocab)]
     if len(wrong):
