@@ -48,53 +48,53 @@ class Calibration:
         self.tries = np.zeros((2 * self.free_only, DEPTHS, BINS))
         self.hits = np.zeros_like(self.tries)
 
-    def chance(self, proposers: int, depth: int, claim: float) -> float:
+    def chance(self, drafter_bits: int, depth: int, claim: float) -> float:
         """Return the probability, in (0, 1], that a token is right if its parent is.
 
-        proposers  its drafters, a bit each, and `free_only` if only free ones proposed
-        depth      levels below the root, from 1; those from DEPTHS on are one
-        claim      the greatest of the probabilities that its drafters gave it, in [0, 1]
+        drafter_bits  its drafters, a bit each, and `free_only` if only free ones proposed
+        depth         levels below the root, from 1; those from DEPTHS on are one
+        claim         the greatest of the probabilities that its drafters gave it, in [0, 1]
 
         The share of such claims that were right, the claim itself counting as PRIOR observations.
         """
-        place = _place(proposers, depth, claim)
+        place = _place(drafter_bits, depth, claim)
         tries, hits = float(self.tries[place]), float(self.hits[place])
         return max((PRIOR * claim + hits) / (PRIOR + tries), 1e-6)
 
-    def learn(self, proposers: int, depth: int, claim: float, right: bool) -> None:
+    def learn(self, drafter_bits: int, depth: int, claim: float, right: bool) -> None:
         """Record whether a node was right if its parent was; parameters as in `chance`.
 
         A bin with more than MOST observations is halved, so that recent ones weigh more.
         """
-        place = _place(proposers, depth, claim)
+        place = _place(drafter_bits, depth, claim)
         self.tries[place] += 1.0
         self.hits[place] += right
         if self.tries[place] > MOST:
             self.tries[place] /= 2.0
             self.hits[place] /= 2.0
 
-    def share(self, proposers: int) -> dict[str, float]:
+    def share(self, drafter_bits: int) -> dict[str, float]:
         """Return, over all depths, `proposed`, how many nodes were below right ones, and `right`,
         how many of those were right; both after halving (`learn`).
 
-        proposers  a set of drafters as in `chance`; if all are free, their trees of every step
+        drafter_bits  a set of drafters as in `chance`; if all are free, their trees of every step
                    count, also of steps in which the draft model proposed
         """
-        proposers |= self.free_only * (proposers < self.free_only >> 1)
-        tries, hits = float(self.tries[proposers].sum()), float(self.hits[proposers].sum())
+        drafter_bits |= self.free_only * (drafter_bits < self.free_only >> 1)
+        tries, hits = float(self.tries[drafter_bits].sum()), float(self.hits[drafter_bits].sum())
         return {"proposed": round(tries), "right": round(hits)}
 
 
-def _place(proposers: int, depth: int, claim: float) -> tuple[int, int, int]:
-    return proposers, min(depth, DEPTHS) - 1, min(int(claim * BINS), BINS - 1)
+def _place(drafter_bits: int, depth: int, claim: float) -> tuple[int, int, int]:
+    return drafter_bits, min(depth, DEPTHS) - 1, min(int(claim * BINS), BINS - 1)
 
 
 @dataclass(slots=True)
 class _MergedTree:
     """All nodes proposed for a row, parents before children.
 
-    first_bits  the initial bits of every node's `proposers`
-    proposers, claims  of each node: its drafters, a bit each, and their greatest claim
+    first_bits  the initial bits of every node's `drafter_bits`
+    drafter_bits, claims  of each node: its drafters, a bit each, and their greatest claim
     below       by node, -1 = the root: its children by token
     """
 
@@ -102,7 +102,7 @@ class _MergedTree:
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     depth: list[int] = field(default_factory=list)
-    proposers: list[int] = field(default_factory=list)
+    drafter_bits: list[int] = field(default_factory=list)
     claims: list[float] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
     below: dict[int, dict[int, int]] = field(default_factory=dict)
@@ -126,7 +126,7 @@ class _MergedTree:
             self.tokens.append(token)
             self.parents.append(parent)
             self.depth.append(self.depth[parent] + 1 if parent >= 0 else 1)
-            self.proposers.append(self.first_bits)
+            self.drafter_bits.append(self.first_bits)
             self.claims.append(-1.0)
             self.sources.append(int(DraftSource.UNKNOWN))
         return children[token]
@@ -135,7 +135,7 @@ class _MergedTree:
         """Add a drafter to a node; if it has the highest claim so far, record it as the node's
         source.
         """
-        self.proposers[node] |= bit
+        self.drafter_bits[node] |= bit
         if claim > self.claims[node]:
             self.claims[node], self.sources[node] = claim, source
 
@@ -144,10 +144,10 @@ class _MergedTree:
         if not self.tokens:
             return NO_DRAFT
         scores: list[float] = []
-        rows = zip(self.parents, self.proposers, self.depth, self.claims, strict=True)
-        for parent, proposers, depth, claim in rows:
+        rows = zip(self.parents, self.drafter_bits, self.depth, self.claims, strict=True)
+        for parent, drafter_bits, depth, claim in rows:
             above = scores[parent] if parent >= 0 else 1.0
-            scores.append(above * calibration.chance(proposers, depth, claim))
+            scores.append(above * calibration.chance(drafter_bits, depth, claim))
         score = np.array(scores, np.float32)
         keep = np.sort(np.argsort(-score, kind="stable")[:nodes])
         tokens, parents = np.array(self.tokens, np.int32), np.array(self.parents, np.int32)
@@ -158,7 +158,7 @@ class _MergedTree:
         node = -1
         for token in tokens:
             for drafted, child in self.below.get(node, {}).items():
-                what = self.proposers[child], self.depth[child], self.claims[child]
+                what = self.drafter_bits[child], self.depth[child], self.claims[child]
                 calibration.learn(*what, drafted == token)
             node = self.below.get(node, {}).get(token, len(self.tokens))
 
@@ -263,10 +263,10 @@ class CombinedDrafter:
         """
         names = [drafter.traits.name for drafter in self._drafters]
         shares = {
-            "+".join(name for bit, name in enumerate(names) if proposers >> bit & 1): (
-                self.calibration.share(proposers)
+            "+".join(name for bit, name in enumerate(names) if drafter_bits >> bit & 1): (
+                self.calibration.share(drafter_bits)
             )
-            for proposers in range(1, 1 << len(names))
+            for drafter_bits in range(1, 1 << len(names))
         }
         return {
             "name": self.traits.name,
