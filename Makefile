@@ -27,7 +27,7 @@ FAST    := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadsco
 # package anew, which was half of the processor time of the tests that start some.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup tools demo serve test suite test-slow test-slower test-browser chaos chaos-nightly sanitize vocabularies soak fuzz-loaders mutants check prove bench \
+.PHONY: setup tools demo serve test suite test-slow everything test-slower test-browser chaos chaos-nightly sanitize vocabularies soak fuzz-loaders mutants check prove bench \
 	bench-peers test-ray gpu-test gpu-bench docs wheel clean
 
 # What running a model needs: the package, its CPU core, the default model.
@@ -92,6 +92,11 @@ test-slow: tools
 	$(BIN)/python -m pytest -q -m "slow and not gpu and not chaos"
 	$(BIN)/python -m bench.compile_kernels --check
 	$(BIN)/python -m bench.roofline --table bench/results/gpu-roofline.md --check
+
+# Every suite that a CPU can run, one after the other, with a table of which ran when (hours).
+SUITES ?=
+everything: tools
+	$(BIN)/python tests/everything.py $(SUITES)
 
 # The same tests as `make test`, by clocks that run several times as fast: as on a slower machine.
 test-slower: tools

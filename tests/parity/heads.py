@@ -23,6 +23,8 @@ from forerun.interface.draft_model import DraftBlock, DraftLevel, Extension
 from forerun.models.draft_config import head_for
 from forerun.models.draft_folder import open_draft
 from forerun.options.config import EngineConfig
+from forerun.speculative.accept import choose
+from forerun.speculative.sampling import History, Sampling, process
 from forerun.text.rendering import BYTE_LEVEL_TEMPLATE
 from forerun.train.export import export_head
 from tests.models import tiny
@@ -37,6 +39,11 @@ SWITCHES = [
     {"algorithm": "eagle1", "fc_bias": True},
     {"hidden": 48, "trained_head": True},
 ]
+
+
+GREEDY = Sampling(temperature=0.0)
+SAMPLED = range(4)
+"""Prompts whose sampled answers a trained head has read, by row and seed."""
 
 
 class Target:
@@ -54,6 +61,19 @@ class Target:
         output = self._model(tokens, output_hidden_states=True)
         states = [output.hidden_states[layer] for layer in layers] or [tokens]
         return torch.cat(states, -1), output.logits.argmax(-1)
+
+    @torch.no_grad()
+    def continued(self, tokens, count, sampling=GREEDY):
+        """Append `count` tokens to texts int64[B,T], chosen as the engine chooses them."""
+        prompt_len = tokens.shape[1]
+        for n in range(count):
+            logits = self._model(tokens).logits[:, -1].float().numpy()
+            chosen = [
+                choose(process(row, sampling, History(text, prompt_len)), sampling, n)
+                for row, text in zip(logits, tokens.numpy().astype(np.int32), strict=True)
+            ]
+            tokens = torch.cat([tokens, torch.tensor(chosen)[:, None]], 1)
+        return tokens
 
 
 class Twin:
@@ -321,19 +341,25 @@ def _unrolled(twin, features, texts, steps):
 
 
 def learn(dense, folder, begin=None):
-    """A head that has read half of a few texts of the target, and the texts; begin: how, int[B,T],
-    or anyhow.
+    """Train a head on half of the target's greedy texts, and on what it samples behind the first
+    SAMPLED of their prompts at a temperature of .8, seeded by row. Returns head and greedy texts.
+
+    Answers to these are known by heart, so that the head is right in them whatever a processor's
+    sums are; other texts are what it may be right in or not.
+
+    begin: the prompts, int64[B,T], or twelve random ones
     """
     random = np.random.default_rng(5)
-    texts = torch.from_numpy(random.integers(3, tiny.VOCAB, (12, 12)) if begin is None else begin)
-    for _ in range(60):
-        _, choices = dense.run(texts, ())
-        texts = torch.cat([texts, choices[:, -1:]], 1)
-    ids = texts.unique()
+    prompts = torch.from_numpy(random.integers(3, tiny.VOCAB, (12, 12)) if begin is None else begin)
+    behind, texts = prompts.shape[1], dense.continued(prompts, 60)
+    answers = [dense.continued(prompts[n : n + 1], 40, Sampling(0.8, seed=n)) for n in SAMPLED]
+    read = [texts[::2], torch.cat(answers)]
+    ids = torch.cat([each.flatten() for each in (texts, *read)]).unique()
     twin = Twin(dense, folder, {}, ids.tolist())
-    texts_read = texts[::2]
-    features, choices = dense.run(texts_read, twin.head.head.features)
-    wanted = torch.bucketize(choices.contiguous(), ids)
+    lessons = []
+    for each in read:
+        features, _ = dense.run(each, twin.head.head.features)
+        lessons.append((each, features, torch.bucketize(each.contiguous(), ids)))
     for parameter in twin.head.parameters():
         if parameter.dim() == 2:
             parameter.data *= 0.4
@@ -342,8 +368,11 @@ def learn(dense, folder, begin=None):
     optimiser = torch.optim.AdamW([p for p in twin.head.parameters() if p.requires_grad], lr=3e-3)
     for _ in range(120):
         loss = sum(
-            F.cross_entropy(logits[:, : -step - 1].flatten(0, 1), wanted[:, step + 1 :].flatten())
-            for step, logits in enumerate(_unrolled(twin, features, texts_read, 3))
+            F.cross_entropy(
+                logits[:, behind - step - 2 : -step - 2].flatten(0, 1), wanted[:, behind:].flatten()
+            )
+            for each, features, wanted in lessons
+            for step, logits in enumerate(_unrolled(twin, features, each, 3))
         )
         optimiser.zero_grad()
         loss.backward()

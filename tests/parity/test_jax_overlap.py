@@ -67,7 +67,7 @@ def test_texts_and_trees_are_those_without_overlap(
     found, stats = answered(made, requests, True, **changes)
     assert tokens(found) == tokens(expected)
     # All but prompts, the steps after them and the last ones.
-    assert stats.carried > 0.6 * stats.steps > 5
+    assert stats.carried > 0.6 * stats.steps > 4
     assert trees.keys() == before.keys()
     for slot, ran in trees.items():
         # A row that has ended runs once more at most.
@@ -75,7 +75,7 @@ def test_texts_and_trees_are_those_without_overlap(
         assert len(ran) - len(before[slot]) in (0, 1)
     accepted = [heard[-1].stats.accepted for heard in found]
     assert accepted == [heard[-1].stats.accepted for heard in expected]
-    assert (sum(accepted) > 0) == drafts
+    assert sum(accepted) > 10 if drafts else not any(accepted)
 
 
 KINDS = {

@@ -111,9 +111,9 @@ def test_drafts_and_texts_are_those_of_single_passes(pair, seen, learned, temper
     (carried, drafts, few), (behind, expected, many) = both(pair, seen, run)
     assert [item.tokens for item in carried] == [item.tokens for item in behind]
     same(drafts, expected)
-    assert sum(item.stats.accepted for item in carried) > 0
+    assert sum(item.stats.accepted for item in carried) > 15
     # Prompts are the host's affair, and what is grown below them; then no pass is asked for.
-    assert few <= depth < many / 4
+    assert few <= depth <= many / 4
 
 
 class Uneven(FixedPolicy):

@@ -119,7 +119,7 @@ def test_texts_and_trees_are_those_without_overlap(slow, eager, learned, trees, 
     found, stats = answered(slow[0], requests, True, **shape)
     assert tokens(found) == tokens(expected)
     # All but prompts, the steps after them and the last ones.
-    assert stats.carried > 0.6 * stats.steps > 5
+    assert stats.carried > 0.6 * stats.steps > 4
     assert trees.keys() == before.keys()
     for slot, ran in trees.items():
         # A row that has ended runs once more at most.
@@ -127,7 +127,7 @@ def test_texts_and_trees_are_those_without_overlap(slow, eager, learned, trees, 
         assert len(ran) - len(before[slot]) in (0, 1)
     accepted = [heard[-1].stats.accepted for heard in found]
     assert accepted == [heard[-1].stats.accepted for heard in expected]
-    assert (sum(accepted) > 0) == (shape is not OFF)
+    assert not any(accepted) if shape is OFF else sum(accepted) > 10
 
 
 def crowd(texts):
@@ -259,7 +259,7 @@ def test_steps_without_draft_tokens_begin_early_too(slow, eager, learned, monkey
     monkeypatch.setattr(ModelDrafter, "draft_request", noted)
     found, stats = answered(slow[0], requests, True, **SHAPES[2])
     assert tokens(found) == tokens(expected)
-    assert stats.carried > 0.7 * stats.steps > 20
+    assert stats.carried > 0.7 * stats.steps > 14
     assert wanted[-1] is None
 
 

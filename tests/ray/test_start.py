@@ -45,7 +45,7 @@ class Gpus:
 )  # fmt: skip
 def test_more_replicas_than_gpus(monkeypatch, there, count, asked, says):
     Gpus(monkeypatch, there)
-    config = EngineConfig(**{"model": "toy", "device": "cuda"} | asked)
+    config = EngineConfig(**{"model": "target", "device": "cuda"} | asked)
     with pytest.raises(ConfigError, match=re.escape(says) + "$"):
         local.run(config, ServeSettings(port=0), count, None)
 
@@ -54,7 +54,7 @@ def test_each_replica_takes_its_gpus(monkeypatch):
     """Where nobody names a device too: Ray hides GPUs from who reserves none."""
     Gpus(monkeypatch, 4)
     monkeypatch.setattr(local, "choose_device", lambda config: DeviceChoice("cuda", "one is there"))
-    config, each = local.on_devices(EngineConfig(model="toy", tp_size=2), 2)
+    config, each = local.on_devices(EngineConfig(model="target", tp_size=2), 2)
     assert (config.device, each) == ("cuda", 2)
 
 
