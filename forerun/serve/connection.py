@@ -1,59 +1,286 @@
-"""One HTTP/1.1 connection, given up when the head of a request does not arrive in time."""
+"""One HTTP/1.1 connection: read in turns with others, and given up when a head does not arrive."""
 
 import asyncio
+from typing import Any
 
-import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+import httptools
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+PIECE = 1 << 13
+"""Bytes that are parsed in one turn of the event loop, but for plain bodies: what costs time is a
+request or a chunk, of which so many bytes hold some hundreds."""
+LONGEST_HEAD = 1 << 16
+EXCESS = 1 << 14
+"""Bytes of a chunked body that may be neither content, nor a chunk's size and a little more."""
+SPARED = 16
+"""Bytes around a chunk that are not counted; beside them, two for each byte of content. As Go's
+net/http does it."""
+PROBES = 0.1
+"""Seconds between two looks whether a client that sends no more still reads."""
+LAST_SECONDS = 1.0
+"""A client of HTTP/1.0 that sends no more, and so may be gone, has so long for its answer."""
 
 
-def connections(patience: float) -> type[H11Protocol]:
+def connections(patience: float) -> type[HttpToolsProtocol]:
     """Uvicorn's connections, closed when a request's head takes longer than `patience` seconds to
     arrive: a client that sends a byte now and then would hold one for ever (slowloris). The clock
     runs from the head's first byte. Before that a connection is idle, a new one as one whose
-    request was answered: who connects ahead, or is slow to begin, has done nothing wrong.
+    request was answered: a client that connects ahead, or is slow to begin, has done nothing wrong.
+    """
+    return type("Connection", (_Connection,), {"patience": patience})
+
+
+class _Connection(HttpToolsProtocol):
+    """See `connections`. What arrives is parsed PIECE by PIECE, up to a request that has to wait
+    for the answer before it.
     """
 
-    class Connection(H11Protocol):
-        """See `connections`."""
+    patience: float
+    _waiting: asyncio.TimerHandle | None = None
+    _probing: asyncio.TimerHandle | None = None
+    _feeding: asyncio.Handle | None = None
+    _in_head = False
+    _going_on = False  # With the body of a request that asked for an upgrade.
+    _refused = False
+    _chunked = False
+    _complete = True  # The request that was read last.
+    _head = _left = _excess = _content = _chunks = 0
 
-        _waiting: asyncio.TimerHandle | None = None
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See asyncio.Protocol."""
+        super().connection_made(transport)
+        self.flow = self._flow = _Flow(transport)
+        self._unread = bytearray()
+        self._keep_for_a_while()
 
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            """See asyncio.Protocol."""
-            super().connection_made(transport)
-            idle, end = self.timeout_keep_alive, self.timeout_keep_alive_handler
-            self.timeout_keep_alive_task = self.loop.call_later(idle, end)
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        if self._refused:
+            return
+        self._unset_keepalive_if_required()
+        self._unread += data
+        if self._feeding is None:
+            self._feed()
 
-        def data_received(self, data: bytes) -> None:
-            """See asyncio.Protocol."""
-            super().data_received(data)
-            if self.conn.their_state is not h11.IDLE or not self.conn.trailing_data[0]:
-                self._arrived()
-            elif self._waiting is None:
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep the connection where an answer is under way: its client may only have ended its own
+        half. One that is gone resets the connection when it is written to.
+        """
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if not answering or not self._complete or self.pipeline or self.scheme == "https":
+            return False
+        self.cycle.keep_alive = False
+        old = self.cycle.scope["http_version"] == "1.0"
+        look = self._end if old else self._probe
+        self._probing = self.loop.call_later(LAST_SECONDS if old else PROBES, look)
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        self._arrived()
+        self._unread.clear()
+        for timer in (self._feeding, self._probing):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+        # Uvicorn leaves the timer of keep-alive running where the client reset the connection,
+        # and with it all that belongs to the connection.
+        self._unset_keepalive_if_required()
+
+    def on_message_begin(self) -> None:
+        """See httptools."""
+        if self._going_on:
+            return
+        super().on_message_begin()
+        self._in_head, self._complete = True, False
+        self._head = self._left = self._excess = 0
+
+    def on_url(self, url: bytes) -> None:
+        """See httptools."""
+        if not self._going_on:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """See httptools. What stands behind a body (trailers) says nothing of the request."""
+        if self._in_head:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """See httptools."""
+        if self._going_on:
+            self._going_on = False
+            return
+        self._in_head = False
+        self._arrived()
+        self._resolve_target()
+        given = dict(self.headers)
+        self._chunked = b"transfer-encoding" in given
+        self._left = 0 if self._chunked else int(given.get(b"content-length", b"0"))
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """See httptools."""
+        self._content += len(body)
+        self._chunks += 1
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """See httptools."""
+        self._going_on = self.parser.should_upgrade() and (self._chunked or self._left > 0)
+        if not self._going_on:
+            self._complete = True
+            super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Called when an answer is written: go on with what was not read yet."""
+        super().on_response_complete()
+        if self._unread:
+            self._feed_soon()
+        elif self._in_head:
+            self._wait()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP; an answer that is on its way ends as it is."""
+        self._unread.clear()
+        self._refused = True
+        if self.cycle is not None and not self.cycle.response_complete:
+            if self.pipeline or self.cycle.response_started:
+                self.cycle.keep_alive = False
+                return
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        body = msg.encode()
+        self.transport.write(
+            b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain; charset=utf-8\r\n"
+            b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (len(body), body)
+        )
+        # Bytes that are not read reset a connection that is closed, and the answer is lost.
+        self._arrived()
+        self._probing = self.loop.call_later(LAST_SECONDS, self.transport.close)
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Called when nothing was asked for a while: what is unread by then stays so."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            super().timeout_keep_alive_handler()
+
+    def _feed(self) -> None:
+        """Parse the next piece, and come back for the rest."""
+        self._feeding = None
+        if self.transport.is_closing() or not self._unread:
+            return
+        plain = not self._chunked and not self._complete and not self._in_head
+        size = max(PIECE, self._left) if plain else PIECE
+        piece = bytes(self._unread[:size])
+        del self._unread[:size]
+        self._parse(piece)
+        if self._unread and not self.pipeline:
+            self._feed_soon()
+        self._flow.held = bool(self._unread)
+        if self._flow.held:
+            self._flow.pause_reading()
+        elif not self.pipeline and (self.cycle is None or len(self.cycle.body) <= HIGH_WATER_LIMIT):
+            self._flow.resume_reading()
+
+    def _feed_soon(self) -> None:
+        if self._feeding is None:
+            self._feeding = self.loop.call_soon(self._feed)
+
+    def _parse(self, piece: bytes) -> None:
+        chunked, self._content, self._chunks = self._chunked and not self._complete, 0, 0
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserUpgrade as upgrade:  # To what is not spoken here.
+            self._unread[:0] = piece[upgrade.args[0] :]
+            if self._going_on:  # The parser has skipped the body: this is a head for it.
+                kind = b"transfer-encoding: chunked" if self._chunked else None
+                length = b"content-length: %d" % self._left
+                self.parser.feed_data(b"POST / HTTP/1.1\r\n" + (kind or length) + b"\r\n\r\n")
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+            return
+        if self._in_head:
+            self._head += len(piece)
+            if self._head > LONGEST_HEAD:
+                self.send_400_response(f"The head of the request has over {LONGEST_HEAD} bytes.")
+            elif self.cycle is None or self.cycle.response_complete:
                 self._wait()
+        elif chunked and not self._complete:
+            spared = SPARED * self._chunks + 3 * self._content
+            self._excess = max(0, self._excess + len(piece) - spared)
+            if self._excess > EXCESS:
+                self.send_400_response("The body is chunked into too little in too much.")
+        else:
+            self._left -= self._content
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            """See asyncio.Protocol."""
-            self._arrived()
-            super().connection_lost(exc)
-            # Uvicorn leaves the timer of keep-alive running where the client reset the connection,
-            # and with it all that belongs to the connection.
-            if self.timeout_keep_alive_task is not None:
-                self.timeout_keep_alive_task.cancel()
+    def _resolve_target(self) -> None:
+        """Of a target with scheme and host, as proxies are sent it: its host counts, not the header
+        (RFC 9112, 3.2.2).
+        """
+        if self.url.lower().startswith((b"http://", b"https://")):
+            target = httptools.parse_url(self.url)
+            port = b"" if target.port is None else b":%d" % target.port
+            self.headers[:] = [pair for pair in self.headers if pair[0] != b"host"]
+            self.headers.append((b"host", target.host + port))
+            self.url = (target.path or b"/") + (b"?" + target.query if target.query else b"")
 
-        def timeout_keep_alive_handler(self) -> None:
-            """Called when nothing was asked for a while: what is unread by then stays so."""
-            if self.transport.get_write_buffer_size():
-                self.transport.abort()
-            else:
-                super().timeout_keep_alive_handler()
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if cycle.scope["http_version"] == "1.0":
+            app = _unchunked(app, cycle)
+        super()._start_asgi_task(cycle, app)
 
-        def _wait(self) -> None:
-            self._waiting = self.loop.call_later(patience, self.transport.abort)
+    def _keep_for_a_while(self) -> None:
+        idle, end = self.timeout_keep_alive, self.timeout_keep_alive_handler
+        self.timeout_keep_alive_task = self.loop.call_later(idle, end)
 
-        def _arrived(self) -> None:
-            if self._waiting is not None:
-                self._waiting.cancel()
-                self._waiting = None
+    def _wait(self) -> None:
+        if self._waiting is None:
+            self._waiting = self.loop.call_later(self.patience, self.transport.abort)
 
-    return Connection
+    def _arrived(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+
+    def _probe(self) -> None:
+        """Write what a client skips: it is an error where that is gone."""
+        if not self.cycle.response_started and not self.transport.is_closing():
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._probing = self.loop.call_later(PROBES, self._probe)
+
+    def _end(self) -> None:
+        if not self.cycle.response_started:
+            self.transport.abort()
+
+
+class _Flow(FlowControl):
+    """Uvicorn's, which does not read on while something is unread."""
+
+    held = False
+
+    def resume_reading(self) -> None:
+        """Read on, if there is no need to wait."""
+        if not self.held:
+            super().resume_reading()
+
+
+def _unchunked(app: Any, cycle: RequestResponseCycle) -> Any:
+    """An application whose answer without a length ends with the connection, for HTTP/1.0."""
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        sized = True
+
+        async def sending(message: Any) -> None:
+            nonlocal sized
+            if message["type"] == "http.response.start":
+                sized = any(name.lower() == b"content-length" for name, _ in message["headers"])
+                cycle.chunked_encoding = None if sized else False
+            elif not sized:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, sending)
+
+    return answer

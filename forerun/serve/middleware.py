@@ -26,6 +26,10 @@ OPEN_PREFIX = "/ui/"
 MOST_HEADERS = 256
 """Headers of a request: no client sends a tenth of them."""
 
+MOST_UNREAD = 1 << 16
+"""Bytes of a body that are still read, and thrown away, once its request is answered."""
+_ENDS = (b"connection", b"close")
+
 PIECE = 1 << 16
 """Bytes of an answer that are written at once, asyncio's own limit of what waits to be sent."""
 
@@ -69,7 +73,11 @@ class RequestMiddleware:
         record = RequestRecord.of(headers)
         scope.setdefault("state", {})["record"] = record
 
+        body = _BodyToCome(headers, receive)
+        ends = False
+
         async def stamped(message: Message) -> None:
+            nonlocal ends
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 message["headers"] = [
@@ -78,11 +86,17 @@ class RequestMiddleware:
                     *request_ids(scope["path"], record.id),
                     *record.headers(),
                 ]
-            for part in _pieces(message):
-                await self._within_patience(send, part)
+                if body.large and _ENDS not in message["headers"]:
+                    message["headers"].append(_ENDS)
+                ends = _ENDS in message["headers"]
+            elif ends and not message.get("more_body", False):
+                await self._sent(send, {**message, "more_body": True})
+                await body.discard()
+                message = {"type": "http.response.body", "body": b""}
+            await self._sent(send, message)
 
         try:
-            await self._pass(scope, receive, stamped, record)
+            await self._pass(scope, body.receive, stamped, record)
         except ClientGoneError as error:
             record.note = f"the client is gone: {error}" if str(error) else "the client is gone"
         finally:
@@ -102,6 +116,10 @@ class RequestMiddleware:
         if self._traces is not None and not poll:
             self._traces(record, method, path, headers)
 
+    async def _sent(self, send: Send, message: Message) -> None:
+        for part in _pieces(message):
+            await self._within_patience(send, part)
+
     async def _pass(
         self, scope: Scope, receive: Receive, send: Send, record: RequestRecord
     ) -> None:
@@ -111,16 +129,16 @@ class RequestMiddleware:
         except ClientGoneError:
             raise
         except ApiError as error:
-            await _answer(scope["path"], error, receive, send, record)
+            await _answer(scope["path"], error, send, record)
         except ForerunError as error:
-            await _answer(scope["path"], api_error(error), receive, send, record)
+            await _answer(scope["path"], api_error(error), send, record)
         except Exception:
             log.exception("request %s failed", record.id)
             if record.status is not None:
                 raise
             message = f"The server failed; its log knows more of request {record.id}."
             failed = ApiError(500, message, "internal_error")
-            await _answer(scope["path"], failed, receive, send, record)
+            await _answer(scope["path"], failed, send, record)
 
     async def _within_patience(self, send: Send, message: Message) -> None:
         """Send; waits while the client's buffers are full. ClientGoneError if it does not read."""
@@ -176,29 +194,45 @@ def _pieces(message: Message) -> Iterator[Message]:
         yield message
 
 
-async def _answer(
-    path: str, error: ApiError, receive: Receive, send: Send, record: RequestRecord
-) -> None:
-    """Send an error body. Where the error ends the connection, the client has LINGER_SECONDS to
-    read it and to end the connection itself.
-    """
+async def _answer(path: str, error: ApiError, send: Send, record: RequestRecord) -> None:
+    """Send an error body."""
     record.note = record.note or str(error.code or "")
     body = dump_json(error_body(path, error))
     headers = {"content-type": "application/json", "content-length": str(len(body))}
     pairs = [(k.encode(), v.encode()) for k, v in (headers | error.headers).items()]
     await send({"type": "http.response.start", "status": error.status, "headers": pairs})
-    ends = error.headers.get("connection") == "close"
-    await send({"type": "http.response.body", "body": body, "more_body": ends})
-    if ends:
-        await _discard(receive)
-        await send({"type": "http.response.body", "body": b""})
+    await send({"type": "http.response.body", "body": body})
 
 
-async def _discard(receive: Receive) -> None:
-    """Throw away what a client still sends, until it ends or for LINGER_SECONDS: bytes that
-    nobody reads reset the connection when it is closed, and the client loses the answer.
+class _BodyToCome:
+    """What of a request's body was not read yet. An answer sent before ends the connection where
+    that is more than MOST_UNREAD, or nobody knows how much.
     """
-    with suppress(TimeoutError):
-        async with asyncio.timeout(LINGER_SECONDS):
-            while (await receive()).get("more_body", False):
-                pass
+
+    def __init__(self, headers: Headers, receive: Receive) -> None:
+        length = headers.get("content-length", "0")
+        self._receive = receive
+        self._left = int(length) if length.isdigit() else 0
+        self._chunked = "transfer-encoding" in headers
+
+    @property
+    def large(self) -> bool:
+        """Whether an answer that is sent now ends the connection."""
+        return self._chunked or self._left > MOST_UNREAD
+
+    async def receive(self) -> Message:
+        """See ASGI."""
+        message = await self._receive()
+        self._left -= len(message.get("body", b""))
+        if not message.get("more_body", False):
+            self._left, self._chunked = 0, False
+        return message
+
+    async def discard(self) -> None:
+        """Throw away what the client still sends, until it ends or for LINGER_SECONDS: the client
+        reads the answer meanwhile, and loses it where bytes that are not read reset the connection.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_SECONDS):
+                while (await self.receive()).get("more_body", False):
+                    pass

@@ -427,6 +427,32 @@ def test_bytes_that_are_no_http(server):
         assert read_until(sock, b"\r\n").startswith(b"HTTP/1.1 400")
 
 
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("key"), settings={"api_keys": ["sesame"]}) as server:
+        yield server
+
+
+@pytest.mark.parametrize("length", [{"transfer_encoding": "chunked"}, {"content_length": 1 << 20}])
+def test_the_key_is_looked_at_before_the_body(guarded, length):
+    """And the connection ends, rather than that all of it is read."""
+    with guarded.connect() as sock:
+        sock.sendall(request_bytes(COMPLETIONS, b"", **{"content_length": None, **length}))
+        head = read_until(sock, b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 401") and b"connection: close" in head
+        with suppress(OSError):
+            while True:  # Until it ends.
+                sock.sendall(b"1\r\nx\r\n" * 1000)
+
+
+def test_a_small_body_that_is_not_wanted_ends_no_connection(guarded):
+    with guarded.connect() as sock:
+        for _ in range(3):
+            sock.sendall(request_bytes(COMPLETIONS, {"prompt": "a"}))
+            answer = read_until(sock, b"}}")
+            assert answer.startswith(b"HTTP/1.1 401") and b"connection: close" not in answer
+
+
 @pytest.mark.parametrize(
     ("head", "status"),
     [

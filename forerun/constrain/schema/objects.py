@@ -131,10 +131,10 @@ def named(schema: Schema, names: Any) -> Schema | None:  # noqa: PLR0911
     if not isinstance(pattern, str) or (properties and further is not False):
         return None
     if properties:
-        kept = matching(pattern, [*properties])
-        if kept is None:
+        found = matching(pattern, [*properties])
+        if found is None:
             return None
-        pairs = zip(properties.items(), kept, strict=True)
+        pairs = zip(properties.items(), found, strict=True)
         out["properties"] = {name: value if fits else False for (name, value), fits in pairs}
         return out
     try:
