@@ -60,7 +60,8 @@ def measure_costs(executor: Executor) -> StepCosts:
     possible = [nodes for nodes in NODES if nodes <= limits.scored_nodes and _fits(limits, nodes)]
     if len(possible) < 2:
         raise ConfigError(
-            "chunked-prefill-size or context is too small to measure what a draft token costs."
+            "chunked-prefill-size or context is too small to measure the time of a draft token; "
+            "raise it, or use --policy fixed."
         )
     times = _time_interleaved(executor, possible)
     most = max(times)

@@ -32,17 +32,17 @@ def choose_device(config: EngineConfig) -> DeviceChoice:
     that torch cannot use is a reason for the CPU.
     """
     if config.device != "auto":
-        return DeviceChoice(config.device, "as --device says")
+        return DeviceChoice(config.device, "from --device")
     if config.toy or config.executor in ("cpu", "toy"):
         runs = "toy" if config.toy else f"{config.executor} executor"
-        return DeviceChoice("cpu", f"the {runs} runs there")
+        return DeviceChoice("cpu", f"the {runs} runs on the CPU")
     tpu = _tpu(tpu_devices()) if config.executor in ("auto", "jax") else None
     if tpu is not None:
         return tpu
     if config.executor == "jax":
-        return DeviceChoice("cpu", "jax sees no TPU here")
+        return DeviceChoice("cpu", "jax finds no TPU here")
     if config.dtype in NATIVE_DTYPES and config.executor != "torch":
-        return DeviceChoice("cpu", f"dtype {config.dtype} is the native core's")
+        return DeviceChoice("cpu", f"dtype {config.dtype} needs the native CPU core")
     return _gpu(gpu_devices())
 
 

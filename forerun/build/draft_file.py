@@ -50,8 +50,8 @@ def open_draft_file(config: EngineConfig, folder: Path, target: Checkpoint) -> A
     head = open_draft(folder, arch, config.draft_reading)
     if method.name == "EAGLE3" and head.head.algorithm != "eagle3":
         raise ConfigError(
-            f"speculative-algorithm is EAGLE3, but the head in {folder} is of the first or "
-            "second kind; use EAGLE."
+            f"speculative-algorithm is EAGLE3, but the head in {folder} is an EAGLE-1 or EAGLE-2 "
+            "head; use EAGLE."
         )
     return head
 
@@ -60,6 +60,6 @@ def _leaves_nothing_open(config: EngineConfig, folder: Path, what: str) -> None:
     """Raise ConfigError where the configuration says how to read what can be read in one way."""
     if config.draft_reading is not None:
         raise ConfigError(
-            f"draft-reading is {config.draft_reading}, but {folder} holds {what}, whose "
-            "configuration leaves nothing open; leave it out."
+            f"draft-reading is {config.draft_reading}, but {folder} holds {what}, which can be "
+            "read in one way only; leave it out."
         )

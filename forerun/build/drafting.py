@@ -87,7 +87,7 @@ def with_shipped(config: EngineConfig, layered: bool = False) -> EngineConfig:
 def _besides(config: EngineConfig, layered: bool) -> str:
     """What there is for a model that no draft is named for, as the rest of a sentence."""
     if layered:
-        return ", or say NEXTN: the model has prediction layers of its own"
+        return ", or use NEXTN: the model has prediction layers of its own"
     head = known_head(config.model) if config.algorithm.kind == "head" else None
     return f", such as {head}" if head else ""
 
@@ -115,11 +115,11 @@ def drafting_sentence(
     """
     method, named = resolved.algorithm, resolved.speculative_draft_model_path
     if not resolved.speculates:
-        return f"drafting: OFF ({fault or 'as asked'})"
+        return f"drafting: OFF ({fault or 'as requested'})"
     if asked.speculative_algorithm != AUTO:
         own = "the draft that comes with the model" if named else "the target's own layers"
-        why = f"as asked, by {asked.speculative_draft_model_path or own}" * method.model
-        why = why or "as asked"
+        why = f"as requested, by {asked.speculative_draft_model_path or own}" * method.model
+        why = why or "as requested"
     elif method.name == "NEXTN" and named is not None:
         why = f"AUTO: {named} holds prediction layers"
     elif method.name == "NEXTN":
@@ -127,7 +127,7 @@ def drafting_sentence(
     elif method.model:
         why = f"AUTO: {named} is {'a whole model' if method.kind == 'whole' else 'such a draft'}"
     elif asked.speculative_draft_model_path is None:
-        why = "AUTO: no draft is named" + (", and the model's own has an n-gram table" * table)
+        why = "AUTO: no draft is given" + (", and the model's own has an n-gram table" * table)
     else:
         why = f"AUTO: {named} holds no draft model"
     return f"drafting: {method.name}, {method.meaning} ({why})"
@@ -209,7 +209,7 @@ def open_drafts(config: EngineConfig, target: Model) -> DraftParts:
     if tabled and method.lookup:
         table = read_ngram_table(folder / TABLE, arch.vocab)
     if not method.model and table is None:
-        raise ModelError(f"{folder} holds no {TABLE}, which is what {method.name} wants of it")
+        raise ModelError(f"{folder} holds no {TABLE}, which {method.name} needs")
     alone = tabled and not (folder / "config.json").exists()
     if alone and method.model and method.name != AUTO:
         raise ModelError(
@@ -269,7 +269,8 @@ def _folder(named: str, revision: str | None) -> Path:
     if hub is not None:
         return huggingface.draft_fetched(hub.repository, revision)
     raise ModelError(
-        f"--speculative-draft-model-path {named!r} is no folder; name the one that holds the draft"
+        f"--speculative-draft-model-path {named!r} is not a folder; give the "
+        "one that holds the draft"
     )
 
 
@@ -335,8 +336,8 @@ def model_drafter(
     captured = config.executor == "torch" and config.device != "cpu"
     if captured and not config.disable_cuda_graph and not drafter.traits.drafts_on_device:
         log.warning(
-            "%s drafts outside of captured rounds, in passes of its own: %d draft tokens are more "
-            "than the square of top-k %d; lower speculative-num-draft-tokens or raise "
+            "%s drafts in slower passes outside of captured rounds: %d draft tokens are more than "
+            "the square of top-k %d; lower speculative-num-draft-tokens or raise "
             "speculative-eagle-topk", model.traits.name, shape.nodes, shape.width,
         )  # fmt: skip
     return CombinedDrafter(lookup, drafter) if config.algorithm.lookup else drafter

@@ -123,8 +123,8 @@ def _draft(config: EngineConfig, target: Checkpoint) -> AnyDraft | None:
         if (folder / TABLE).is_file():  # Counted with nothing: a few megabytes of the host's.
             return None
         raise ConfigError(
-            f"speculative-draft-model-path is {named}, but there is no config.json; what a draft "
-            "needs can be said of a folder on this machine."
+            f"speculative-draft-model-path is {named}, but it has no config.json; only the memory "
+            "of a draft in a folder on this machine can be computed."
         )
     if config.algorithm.kind == "whole":
         arch, vocab = architecture_from(config_of(folder), folder), target.architecture.vocab

@@ -33,8 +33,8 @@ def _unsuited(config: EngineConfig) -> str | None:
     if config.dtype not in ("auto", *NATIVE_DTYPES):
         return f"dtype is {config.dtype}, and the native core computes with the file's own numbers"
     if config.kv_dtype != "same":
-        return f"kv-dtype is {config.kv_dtype}, which the native core has not"
-    return "enable-torch-compile is said" if config.enable_torch_compile else None
+        return f"kv-dtype is {config.kv_dtype}, which the native core does not support"
+    return "enable-torch-compile is set" if config.enable_torch_compile else None
 
 
 def _refusal(arch: Architecture) -> str | None:

@@ -50,8 +50,9 @@ def _build(
         )
     if config.ep_size not in (0, 1, config.tp_size) or config.replicate_shared_expert:
         raise ConfigError(
-            "the jax executor divides experts by all devices of --tp-size and cuts the shared: "
-            "leave --ep-size and --replicate-shared-expert out, or use --executor torch."
+            "the jax executor always divides experts over all devices of --tp-size and splits "
+            "shared experts: leave --ep-size and --replicate-shared-expert out, or use --executor "
+            "torch."
         )
     from forerun.executors.jax import JaxExecutor, JaxOptions
 
@@ -109,7 +110,7 @@ def _layers(executor: Executor, checkpoint: Checkpoint, draft: PredictionLayers)
 ENTRY = ExecutorEntry(
     name="jax",
     title="jax executor",
-    unsuited=lambda config: None if config.device == "tpu" else "device is no TPU",
+    unsuited=lambda config: None if config.device == "tpu" else "the device is not a TPU",
     refusal=lambda arch: None,
     needs=dense_needs,
     draft_item=lambda config: ITEM_BYTES[config.dtype],

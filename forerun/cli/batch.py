@@ -112,7 +112,7 @@ def _request(text: str) -> tuple[Line, str | None]:
         reason = re.sub(r"line 1 (column \d+) \(char \d+\)", r"\1", reason)
         return {}, f"it is not JSON: {reason}"
     if not isinstance(line, dict):
-        return {}, "it is JSON, but no object; it needs a custom_id, a url and a body."
+        return {}, "it is JSON, but not an object; it needs a custom_id, a url and a body."
     if problem := _problem(line):
         return line, problem
     # Whatever model a line names, this one answers.
@@ -130,7 +130,7 @@ def _problem(line: Line) -> str | None:
             return f"its {name} must be {what}."
     if line.get("method", "POST") != "POST" or line["url"] not in URLS:
         return f"a request is a POST to one of {', '.join(URLS)}."
-    return "stream has no place in a batch." if line["body"].get("stream") else None
+    return "a batch cannot stream; leave stream out." if line["body"].get("stream") else None
 
 
 def _answered(name: Any, response: Line | None, error: Line | None = None) -> Line:
@@ -156,7 +156,7 @@ def keep_answers(path: Path) -> dict[str, int]:
     Raises ConfigError where the file cannot be used, or holds a line that no batch has written.
     """
     if path.exists() and not path.is_file():
-        raise ConfigError(f"--out {path} cannot be used: it is a folder or a device, no file.")
+        raise ConfigError(f"--out {path} cannot be used: it is a folder or a device, not a file.")
     found: dict[str, int] = {}
     kept: list[str] = []
     try:
@@ -166,7 +166,7 @@ def keep_answers(path: Path) -> dict[str, int]:
             line = _object(text)
             if not {"custom_id", "response", "error"} <= line.keys() and number <= len(texts):
                 raise ConfigError(
-                    f"--out {path} cannot be used: line {number} is no answer of a batch, and "
+                    f"--out {path} cannot be used: line {number} is not an answer of a batch and "
                     "would be lost; name another file."
                 )
             status = (line.get("response") or {}).get("status_code")

@@ -63,7 +63,7 @@ def main(arguments: argparse.Namespace) -> int:
     config = configured(EngineConfig, arguments)
     if arguments.launch:
         if arguments.api_key:
-            raise ConfigError("--api-key is for --url; a server of our own asks for none.")
+            raise ConfigError("--api-key is for --url; a launched server needs none.")
         with launched(config) as url:
             endpoint = Endpoint(url, find_model(url, "", None))
             levels, facts = _measure(endpoint, sweep, ask, config)
@@ -99,7 +99,7 @@ def _refuse_engine_flags(config: EngineConfig) -> None:
     usual = EngineConfig()
     given = command_line(replace(config, model=usual.model, draft_on_error=usual.draft_on_error))
     if given:
-        raise ConfigError(f"{given[0]} is for --launch; the server at --url was started already.")
+        raise ConfigError(f"{given[0]} is for --launch; the server at --url is already running.")
 
 
 def _sweep(arguments: argparse.Namespace) -> LoadSweep:

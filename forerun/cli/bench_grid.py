@@ -42,7 +42,7 @@ def main(arguments: argparse.Namespace) -> int:
         batches, pairs = ", ".join(map(str, sweep.batches)), len(sweep.batches) * sweep.runs
         say(
             f"{len(sweep.settings)} settings, {sweep.repeats} times at each of {batches} at once: "
-            f"{pairs} pairs of runs; what is measured is kept when you interrupt it"
+            f"{pairs} pairs of runs; results so far are kept if you interrupt it"
         )
         with bars() as progress:
             every(target, sweep, progress, cells)

@@ -103,7 +103,8 @@ def _set(talk: Conversation, text: str) -> None:
         found = parsed(item, f"/set {name}", value.strip()) if value.strip() else item.default
         change: dict[str, Any] = {name: found}
         talk.ask = replace(talk.ask, **change)
-        say(f"{name}: {found if found is not None else 'as the model has it'}")
+        usual = "the model's default"
+        say(f"{name}: {usual if found is None else found}")
     elif name:
         say(f"/set knows {', '.join(known)} and system, not {name}")
     else:

@@ -70,13 +70,13 @@ def _run_flags(parser: argparse.ArgumentParser) -> None:
         "words",
         nargs="*",
         metavar="[MODEL] [PROMPT]",
-        help="what to ask, and before it whom; '-' or nothing reads stdin; a model alone opens a "
-        "chat, or reads stdin",
+        help="the model (optional), then the prompt; '-' or no prompt reads stdin; a model alone "
+        "opens a chat in a terminal",
     )
     parser.add_argument(
         "--batch",
         metavar="FILE",
-        help="answer requests in OpenAI's batch format, a line each; goes on where it was stopped",
+        help="answer requests in OpenAI's batch format, one per line; continues an interrupted run",
     )
     parser.add_argument("--out", metavar="FILE", help="with --batch: the answers, a line each")
     parser.add_argument("--system", metavar="TEXT", help="system message")
@@ -138,11 +138,12 @@ def _serve_flags(parser: argparse.ArgumentParser) -> None:
         "more_models",
         nargs="*",
         metavar="MODEL",
-        help="more models, which makes it a server of several: each is loaded when a request "
-        "names it",
+        help="more models to serve; with several, each is loaded when a request names it",
     )
     parser.add_argument(
-        "--models-dir", metavar="FOLDER", help="serve every GGUF file and model folder in it"
+        "--models-dir",
+        metavar="FOLDER",
+        help="serve every GGUF file and model folder in this folder",
     )
     parser.add_argument(
         "--models-file",
@@ -154,7 +155,7 @@ def _serve_flags(parser: argparse.ArgumentParser) -> None:
         type=_positive,
         default=1,
         metavar="N",
-        help="engines of this model behind one address, by Ray Serve (pip install 'forerun[ray]')",
+        help="number of engines behind one address, by Ray Serve (pip install 'forerun[ray]')",
     )
     flags_of(ServeSettings, parser, "server", first=FIRST)
     _probe_flag(parser)
@@ -168,12 +169,17 @@ def _serve_flags(parser: argparse.ArgumentParser) -> None:
 def _train_flags(parser: argparse.ArgumentParser) -> None:
     _model_word(parser)
     presets = "; ".join(f"{name}: {text}" for name, (text, _) in PRESETS.items())
-    parser.add_argument("--out", metavar="DIR", required=True, help="where everything is kept")
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        required=True,
+        help="folder for the draft and all intermediate results",
+    )
     parser.add_argument("--prompts", metavar="FILE", help="jsonl of chats (default: the target's)")
     parser.add_argument(
         "--token-map",
         metavar="FILE",
-        help="only count a text's tokens, for OUT/token_map.json",
+        help="only count the tokens of this text file, into DIR/token_map.json",
     )
     parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu", help=presets)
     unsaid: dict[str, Any] = {item.name: None for item in fields(TrainConfig)}
@@ -224,7 +230,7 @@ def _eval_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--simulate",
         action="store_true",
-        help="beside greedy chains, what the trainer simulates for the same answers (torch)",
+        help="for greedy chains, also show the trainer's simulation on the same answers (torch)",
     )
     _probe_flag(parser)
     own = ("max_sequences", "policy", *SHAPE, "speculative_eagle_topk")
@@ -241,14 +247,14 @@ def _bench_flags(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--random-weights",
         metavar="SHAPE",
-        help="no server: steps of the torch executor at a model's size, such as llama-3.1-8b or "
-        "qwen3-32b, its weights random; --concurrency gives the batches",
+        help="no server: time steps of the torch executor at a model's size, such as llama-3.1-8b "
+        "or qwen3-32b, with random weights; --concurrency sets the batch sizes",
     )
     where.add_argument(
         "--speculative-grid",
         action="store_true",
-        help="no server: every combination of steps, top-k and draft tokens beside plain decoding, "
-        "with the number of identical answers; --concurrency gives the batches",
+        help="no server: compare every combination of steps, top-k and draft tokens with plain "
+        "decoding, and count identical answers; --concurrency sets the batch sizes",
     )
     parser.add_argument("--api-key", metavar="KEY", default="", help="key for --url")
     parser.add_argument(
@@ -271,8 +277,8 @@ def _bench_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--speculative",
         choices=("as-is", "on", "off", "both"),
-        help="what to ask of the server; 'both' alternates (default: both with --launch, else "
-        "as-is, which sends nothing that is not OpenAI's)",
+        help="speculation of the requests; 'both' alternates on and off (default: both with "
+        "--launch, else as-is, which sends only OpenAI's fields)",
     )
     parser.add_argument("--out", metavar="FOLDER", help="write report.json and report.png there")
     _grid_flags(parser)
@@ -308,7 +314,9 @@ def _fuzz_flags(parser: argparse.ArgumentParser) -> None:
         help="random requests, configurations, arrival times, aborts and cache sizes; every answer "
         "against the same request alone, without speculation",
     )
-    group.add_argument("--minutes", type=float, metavar="N", help="look so long (default: 2)")
+    group.add_argument(
+        "--minutes", type=float, metavar="N", help="time to search, in minutes (default: 2)"
+    )
     group.add_argument("--cases", type=_positive, metavar="N", help="stop after so many cases")
     group.add_argument(
         "--reproduction",
@@ -368,7 +376,7 @@ def _tune_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", metavar="FILE", help="draw the frontier there, as PNG")
     parser.add_argument(
-        "--forget", action="store_true", help="delete what was found for this model before"
+        "--forget", action="store_true", help="delete this model's saved profiles first"
     )
     own = ("max_sequences", "policy", *SHAPE)
     flags_of(EngineConfig, parser, "model and engine", without=own, draft_on_error="stop")
@@ -385,7 +393,7 @@ def _models_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer",
         metavar="FOLDER",
-        help="show: write the tokenizer there as Hugging Face libraries read it",
+        help="show: write the tokenizer there, in Hugging Face's format",
     )
 
 
@@ -440,11 +448,11 @@ COMMANDS: dict[str, tuple[str, Flags]] = {
     "prove": ("Show that speculation changes no token.", _prove_flags),
     "eval": ("Measure what a draft reaches on prompt sets.", _eval_flags),
     "tune": ("Find the fastest way to speculate here and keep it.", _tune_flags),
-    "train": ("Make a draft head for a model.", _train_flags),
+    "train": ("Train a draft head for a model.", _train_flags),
     "doctor": ("Describe this machine and what works on it.", _doctor_flags),
-    "plan": ("Say what a model would need, before it is loaded.", _plan_flags),
+    "plan": ("Show the memory that a model would need, without loading it.", _plan_flags),
     "models": ("List, describe, remove or download models.", _models_flags),
-    "completion": ("Print what makes a shell complete these options.", _completion_flags),
+    "completion": ("Print a completion script for a shell.", _completion_flags),
     "fetch": ("Download a model into the cache.", _fetch_flags),
     **verbs.COMMANDS,
 }

@@ -54,7 +54,7 @@ class Conversation:
     def regenerate(self) -> Completion:
         """Answer the last turn once more, with another seed. Raises RequestError without one."""
         if not self.turns:
-            raise RequestError("There is no answer to make again.")
+            raise RequestError("There is no answer to regenerate.")
         return self._answer(self.turns[:-1])
 
     def stats(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Conversation:
         prompt, kept = self._fitted(turns)
         if len(kept) < len(turns):
             dropped = len(turns) - len(kept)
-            self._tell(f"the context is full: the oldest {dropped} messages are forgotten")
+            self._tell(f"the context is full: the oldest {dropped} messages are dropped")
         options = self.ask.options(self.loaded.target.sampling)
         options["seed"] = (options["seed"] + self._asked) % 2**63
         left = max(self.loaded.context - len(prompt), 1)

@@ -90,7 +90,7 @@ def _named(text: str) -> tuple[str, Path]:
     name, _, path = text.rpartition("=")
     file = Path(path)
     if not file.is_file():
-        problem = f"{file} is no file" if file.exists() else f"there is no file {file}"
+        problem = f"{file} is not a file" if file.exists() else f"there is no file {file}"
         raise ConfigError(f"{problem}; --set or --prompts takes [NAME=]FILE, a jsonl of chats")
     return name or file.stem, file
 

@@ -48,7 +48,7 @@ def again(arguments: argparse.Namespace) -> int:
     if arguments.json:
         emit_json({"fails": what is not None, "what": what})
     elif what is None:
-        say("The case passes: every answer is the one that its request gets alone.")
+        say("The case passes: every answer equals that of its request alone.")
     else:
         say(f"The case fails: {what}")
     return 0 if what is None else 1

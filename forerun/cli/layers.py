@@ -116,7 +116,7 @@ def from_environment(environment: Mapping[str, str], options: Mapping[str, Optio
         elif name not in ALL_NAMES:
             close = difflib.get_close_matches(name, sorted(ALL_NAMES), n=1)
             near = close and f"; did you mean {PREFIX}{close[0].upper().replace('-', '_')}?"
-            raise ConfigError(f"{variable} in the environment is no option{near or '.'}")
+            raise ConfigError(f"{variable} in the environment is not an option{near or '.'}")
     return found
 
 
@@ -136,7 +136,7 @@ def entries(
     for key, value in facts.items():
         name = key.lstrip("-").replace("_", "-")
         if name in names:
-            raise ConfigError(f"{where}: {name} is there twice, with - and with _; leave one out.")
+            raise ConfigError(f"{where}: {name} appears twice, with - and with _; leave one out.")
         names.add(name)
         if name not in options:
             raise ConfigError(f"{where}: {unknown('--' + name, {**options}, command)}")

@@ -99,7 +99,8 @@ def remove(name: str) -> int:
     elif not Path(name).exists() and (hub := hub_reference(name)):
         if hub.file:
             raise ModelError(
-                f"{hub.repository} is removed as a whole: forerun models rm {hub.repository}"
+                f"one file of {hub.repository} cannot be removed; remove all of it: forerun models "
+                f"rm {hub.repository}"
             )
         freed = huggingface.remove(hub.repository)
     if not freed:

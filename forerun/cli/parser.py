@@ -67,8 +67,8 @@ def unknown(
         own_option(item).name for item in FIELDS.values()
     }:
         if name in ("host", "port") and "url" in own:
-            return f"{flag} is no option{of}; --url says where the server is."
-        return f"{flag} is no option{of}; it belongs to another command."
+            return f"There is no option {flag}{of}; use --url for the server's address."
+        return f"There is no option {flag}{of}; another command has it."
     close = difflib.get_close_matches(name, own, n=1, cutoff=0.75)
     if close and close[0] not in options:
         return f"There is no option {flag}{of}; did you mean --{close[0]}?"

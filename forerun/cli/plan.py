@@ -80,13 +80,15 @@ def sentences(found: Sizing) -> dict[str, str]:
     """The plan for people, a line by name."""
     told = facts(found)
     each = f" on each of {told['devices']} devices" if told["devices"] > 1 else ""
-    source = "as its files have them" if told["weights_from_files"] else "by configuration alone"
+    source = (
+        "as stored in its files" if told["weights_from_files"] else "from its configuration alone"
+    )
     lines = {
         "model": f"{told['model']}, {told['parameters'] / 1e9:.2f}B parameters, made for "
         f"{told['context']:,} tokens",
         "runs on": f"{told['executor']}, {told['device']}, {told['dtype']}",
         "weights": f"{human(told['weights_bytes'])}{each}, {source}",
-        "draft model": human(told["draft_bytes"]) if told["draft_bytes"] else "none is named",
+        "draft model": human(told["draft_bytes"]) if told["draft_bytes"] else "none",
         "key/value cache": f"{human(told['cache_bytes_per_1k_tokens'])} for 1,000 tokens{each}",
         "memory": f"{human(told['memory_bytes'])}{each}",
     }
@@ -96,15 +98,14 @@ def sentences(found: Sizing) -> dict[str, str]:
     if told["state_bytes"]:
         lines["recurrent states"] = (
             f"{human(told['state_bytes'])}{each}: {human(found.needs.state)} for each of "
-            f"{told['sequences']} sequences, and {told['checkpoints']} at ends of pages, "
-            "which texts that begin alike go on from"
+            f"{told['sequences']} sequences, and {told['checkpoints']} checkpoints for texts with "
+            "a common beginning"
         )
     return lines | {
         "scratch": f"{human(told['scratch_bytes'])}{each}, of a step's activations and logits",
-        "captured rounds": f"{human(told['graph_bytes'])}{each}, of what their programs write in "
-        "between"
+        "captured rounds": f"{human(told['graph_bytes'])}{each}, of their intermediate results"
         if told["graph_bytes"]
         else "none",
         "room": f"{tokens} in a cache of {cache}{each}; {told['sequences']} sequences at once",
-        "not counted": "what the driver takes, for captured programs too, and libraries",
+        "not counted": "memory of the driver (captured programs included) and of libraries",
     }

@@ -116,6 +116,6 @@ def _verdict(proof: Proof) -> str:
             "in some run."
         )
     return (
-        "No divergence: every run gave the reference's tokens, and speculation was at work."
+        "No divergence: every run gave the reference's tokens, and draft tokens were accepted."
         f"{_preempted(proof)}"
     )

@@ -14,18 +14,18 @@ def asked(url: str, path: str, key: str = "") -> dict[str, Any]:
     """The JSON of a route. Raises ConfigError where no server answers there, or it refuses."""
     base = url.rstrip("/").removesuffix("/v1")
     if not base.startswith(("http://", "https://")):
-        raise ConfigError(f"--url {url} is no address such as http://127.0.0.1:8000.")
+        raise ConfigError(f"--url {url} is not an address such as http://127.0.0.1:8000.")
     headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
         with urlopen(Request(base + path, headers=headers), timeout=SECONDS) as answer:  # noqa: S310
             found = json.loads(answer.read())
     except HTTPError as error:
-        why = "it wants a key: --api-key" if error.code == 401 else f"it answers {error.code}"
-        raise ConfigError(f"The server at {base} cannot tell: {why}.") from error
+        why = "it needs a key: --api-key" if error.code == 401 else f"it answers {error.code}"
+        raise ConfigError(f"The server at {base} refused the request: {why}.") from error
     except (URLError, OSError, ValueError) as error:
         raise ConfigError(
             f"No server answers at {base}; start one with: forerun serve, or name it with --url."
         ) from error
     if not isinstance(found, dict):
-        raise ConfigError(f"What answers at {base} is no server of models.")
+        raise ConfigError(f"The program at {base} is not a model server.")
     return found

@@ -52,7 +52,9 @@ def _models(
 ) -> list[Named]:
     """All that are named one by one, in a folder and in a file. Raises ConfigError."""
     if settings.served_name:
-        raise ConfigError("--served-name is of one model; name each in a file: --models-file.")
+        raise ConfigError(
+            "--served-name names a single model; name several in a file: --models-file."
+        )
     named = [arguments.model_word] if arguments.model_word else []
     held = in_folder(Path(arguments.models_dir)) if arguments.models_dir else []
     models = on_the_line([*named, *arguments.more_models, *held], config)

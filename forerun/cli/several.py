@@ -58,7 +58,9 @@ def on_the_line(references: Sequence[str], config: EngineConfig) -> list[Named]:
     for name in OWN if references else ():
         if getattr(config, name) != getattr(plain, name):
             flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"{flag} is of one model; serve that alone, or use --models-file.")
+            raise ConfigError(
+                f"{flag} applies to one model; serve that alone, or use --models-file."
+            )
     return [Named(_name(one), replace(config, model=one)) for one in dict.fromkeys(references)]
 
 
@@ -77,7 +79,7 @@ def in_file(path: Path, options: Mapping[str, Option], config: EngineConfig) -> 
         given = list(entries(where, value or {}, options, "serve"))
         for one in given:
             if not set(one.option.fields) <= own:
-                raise ConfigError(f"{one.where} is of the server; say it on the command line.")
+                raise ConfigError(f"{one.where} is a server option; give it on the command line.")
         values: dict[str, Any] = {"model": name} | gather(given)
         also = values.pop("served_name", ())
         try:

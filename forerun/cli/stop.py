@@ -11,7 +11,7 @@ def main(arguments: argparse.Namespace) -> int:
     name = asked(arguments.url, "/server_info", arguments.api_key).get("model", "a model")
     say(
         f"{arguments.url} serves {name} until its own process is ended: press Ctrl+C in its "
-        "terminal, or send it SIGTERM; what runs is finished first. There is no server in the "
+        "terminal, or send it SIGTERM; running requests finish first. There is no server in the "
         "background that would start it again."
     )
     return 2

@@ -79,12 +79,12 @@ def main(arguments: argparse.Namespace) -> int:
                 return _told_table(arguments, out, known)
             progress = make_draft(source, corpus, config, out, report, start)
         except (ForerunError, KeyboardInterrupt):
-            say(f"what was done is in {out}; the same command goes on from there")
+            say(f"progress is saved in {out}; the same command continues it")
             raise
         except OSError as error:
             raise ForerunError(
-                f"{out} cannot be worked in ({error}); what was written before is kept. Free some "
-                "space there, or check who may write, and start the same command again"
+                f"{out} cannot be written ({error}); earlier results are kept. Free some space "
+                "there or check its permissions, and start the same command again"
             ) from error
     return _told_draft(arguments, out, known, progress, config.steps)
 

@@ -54,7 +54,7 @@ def main(arguments: argparse.Namespace) -> int:
     written = save(target.config, fastest, facts)
     different = sum(cell.answers - cell.identical for cell in cells)
     if different:
-        say(f"{different} answers were not plain decoding's: ask `forerun prove` before you serve")
+        say(f"{different} answers differed from plain decoding: run `forerun prove` before serving")
     say(f"best: {fastest.name}; serve, run and chat use it from now on ({written})")
     if arguments.out:
         _draw(Path(arguments.out), cells, fastest, target.name)
@@ -64,7 +64,7 @@ def main(arguments: argparse.Namespace) -> int:
 def _forget(config: EngineConfig) -> int:
     name = "toy" if config.toy else open_model(config.model, revision=config.revision).name
     count = forget(name)
-    say(f"{name}: {count} profiles forgotten; the defaults hold again")
+    say(f"{name}: {count} profiles deleted; the defaults apply again")
     return 0
 
 

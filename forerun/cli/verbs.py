@@ -41,19 +41,23 @@ def for_others(words: list[str]) -> list[str]:
 
 def _server_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default=URL, metavar="URL", help=f"the server (default: {URL})")
-    parser.add_argument("--api-key", metavar="KEY", default="", help="its key, where it wants one")
+    parser.add_argument(
+        "--api-key", metavar="KEY", default="", help="API key, if the server needs one"
+    )
 
 
 def _stop_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", help="taken as ollama takes it")
+    parser.add_argument("model", nargs="?", help="ignored: a server serves until it is stopped")
     _server_flags(parser)
 
 
 def _launch_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("agent", choices=AGENTS, help="which program; what follows -- is for it")
+    parser.add_argument(
+        "agent", choices=AGENTS, help="the program to start; arguments after -- are passed to it"
+    )
     _server_flags(parser)
     parser.add_argument(
-        "--model", metavar="NAME", help="a model of the server's (default: the first)"
+        "--model", metavar="NAME", help="one of the server's models (default: the first)"
     )
     parser.add_argument(
         "--config-only", action="store_true", help="write or show the configuration, start nothing"
@@ -62,6 +66,6 @@ def _launch_flags(parser: argparse.ArgumentParser) -> None:
 
 COMMANDS: dict[str, tuple[str, Flags]] = {
     "ps": ("Show what a running server serves.", _server_flags),
-    "stop": ("Say how a running server is ended.", _stop_flags),
+    "stop": ("Show how to stop a running server.", _stop_flags),
     "launch": ("Start a coding agent on a running server.", _launch_flags),
 }

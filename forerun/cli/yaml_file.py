@@ -45,7 +45,7 @@ def _names(loader: yaml.SafeLoader, node: yaml.Node, levels: int, path: str) -> 
             raise ConfigError(f"{path}, line {line}: a name is one word.")
         if key.value in lines and key.tag != _MERGE:
             first = lines[key.value]
-            raise ConfigError(f"{path}: {key.value} is there twice, in lines {first} and {line}.")
+            raise ConfigError(f"{path}: {key.value} appears twice, in lines {first} and {line}.")
         lines[key.value] = line
     loader.flatten_mapping(node)
     return {key.value: _value(loader, value, levels - 1, path) for key, value in node.value}

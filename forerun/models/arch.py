@@ -82,7 +82,7 @@ class ArchitectureSizes:
                 f"{self.heads} attention heads cannot share {self.kv_heads} key/value heads evenly"
             )
         if self.head_size % 2:
-            raise ModelError(f"the head size {self.head_size} is odd; RoPE turns pairs")
+            raise ModelError(f"the head size {self.head_size} is odd; RoPE rotates pairs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +129,9 @@ class Architecture:
         latent = self.latent
         deltas = {spec.delta for spec in self.layer_specs} - {None}
         if len({spec.attention.latent for spec in self.layer_specs}) > 1 or len(deltas) > 1:
-            raise ModelError("layers whose caches differ in shape do not run here")
+            raise ModelError("layers with caches of different shapes are not supported")
         if latent and (self.kv_heads, self.head_size) != (1, latent.rank + latent.rope):
-            raise ModelError("latent attention keeps one head of rank + rope numbers")
+            raise ModelError("latent attention must cache one head of rank + rope numbers")
 
     @property
     def layers(self) -> int:
@@ -234,9 +234,9 @@ class Architecture:
         if not any(isinstance(s, LongRope) and not s.stretched for s in scalings):
             return None
         return (
-            "this model turns positions otherwise (LongRoPE) where texts are longer than "
-            f"{self.context:,} tokens, which is as long as they get here; for longer ones, all by "
-            "the long rule, name a --context above that."
+            "this model uses other RoPE factors (LongRoPE) for texts longer than "
+            f"{self.context:,} tokens, which is the longest context here; to use those factors for "
+            "all texts, set --context above that."
         )
 
     @property

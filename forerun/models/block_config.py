@@ -98,7 +98,7 @@ class BlockHead:
                 "its own"
             )
         if target.embedding_scale != 1.0 and not self.own_embedding:
-            faults.append("whether this target's scaled embeddings are meant is not known")
+            faults.append("it is unknown whether it expects this target's scaled embeddings")
         beyond = [index for index in self.features if not 0 <= index <= target.layers]
         if beyond or not self.features:
             faults.append(

@@ -25,9 +25,9 @@ from forerun.types import Ints
 
 _DFLASH, _DSPARK = ("DFlashDraftModel", "DFlashSpeculator"), ("Qwen3DSparkModel",)
 _OTHERS = {
-    "DFlash2DraftModel": "DFlash2's convolutions and candidate selector are not built",
-    "DominoDraftModel": "Domino's recurrent head is not built",
-    "Gemma4DSparkModel": "DSpark drafters are read for Llama's block with norms as Qwen3 has them",
+    "DFlash2DraftModel": "DFlash2's convolutions and candidate selector are not supported",
+    "DominoDraftModel": "Domino's recurrent head is not supported",
+    "Gemma4DSparkModel": "of DSpark drafters only those with Qwen3's layers are supported",
 }
 _SPECULATORS = ("dflash", "dspark")
 _BOOKKEEPING = re.compile(
@@ -101,7 +101,7 @@ def _describe(
         settings.flag("shift_label", False)
         or settings.value("projector_type", "dflash") == "domino"
     ):
-        raise ModelError("config.json: shifted labels and Domino's head are not built")
+        raise ModelError("config.json: shifted labels and Domino's head are not supported")
     _refuse_scales(settings, keys)
     hidden = sizes.integer("hidden_size")
     ids = settings.features()
@@ -204,7 +204,7 @@ def _vocab(keys: Keys, shapes: dict[str, tuple[int, ...]], vocab: int) -> int:
 def _refuse_bias(settings: _Settings, shapes: dict[str, tuple[int, ...]]) -> None:
     """Raise ModelError for DSpark's bias of the logits by the token before."""
     if settings.integer("markov_rank", 0) or "markov_head.markov_w1.weight" in shapes:
-        raise ModelError("config.json: markov_rank: a bias by the token before is not built")
+        raise ModelError("config.json: markov_rank: a bias by the previous token is not supported")
 
 
 def _check_layers(keys: Keys, sizes: Keys, head: BlockHead, target: Architecture) -> None:
@@ -216,10 +216,10 @@ def _check_layers(keys: Keys, sizes: Keys, head: BlockHead, target: Architecture
         raise sizes.unfit("model_type", sizes.get("model_type"), "qwen3 or llama")
     kinds = sizes.get("layer_types", [])
     if any(kind != "full_attention" for kind in kinds):
-        raise sizes.unfit("layer_types", kinds, "full_attention alone: windows are not built here")
+        raise sizes.unfit("layer_types", kinds, "full_attention only: windows are not supported")
     shifted = sizes.integer("max_window_layers", 28)
     if not kinds and sizes.flag("use_sliding_window", False) and shifted < head.layers:
-        raise sizes.unfit("use_sliding_window", True, "false: windows are not built here")
+        raise sizes.unfit("use_sliding_window", True, "false: windows are not supported")
     made_for = keys.integer("num_target_layers", target.layers)
     if made_for != target.layers:
         raise ModelError(

@@ -16,7 +16,8 @@ _SECONDS, _BYTES_PER_SECOND = 60.0, 20 << 20
 """Of processor time: a fixed part, and one per byte, a tenth of what a slow disk gives."""
 _SPARE = 16 << 20
 _ADVICE = (
-    "Of a pickle nothing is run and only tensors are read; save the weights as safetensors instead"
+    "Only tensors are read from a pickle, and nothing in it is run; save the weights as "
+    "safetensors instead"
 )
 
 log = logging.getLogger("forerun.models")
@@ -55,7 +56,11 @@ def _convert(path: Path, size: int, target: Path) -> None:
     try:
         answer = child.ask({"source": str(path), "target": str(part)})
         if answer is None:
-            why = child.fault.words(child.seconds) if child.fault else "it gave no answer"
+            why = (
+                child.fault.words(child.seconds)
+                if child.fault
+                else "the conversion process ended without a result"
+            )
             raise ModelError(f"{path} was not converted: {why}")
         if "refused" in answer:
             raise ModelError(f"{answer['refused']}. {_ADVICE}")

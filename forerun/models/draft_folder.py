@@ -153,7 +153,7 @@ def _describe(
 def _matrix(shapes: dict[str, tuple[int, ...]], name: str) -> tuple[int, int]:
     shape = shapes.get(name)
     if shape is None or len(shape) != 2:
-        raise ModelError(f"{name} is missing or no matrix; this is no EAGLE draft head")
+        raise ModelError(f"{name} is missing or not a matrix; this is not an EAGLE draft head")
     return shape[0], shape[1]
 
 

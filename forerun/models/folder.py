@@ -183,7 +183,7 @@ def files_by_tensor(folder: Path, kinds: Mapping[str, int] = FLOATS) -> dict[str
     if (folder / _PICKLED_INDEX).is_file():
         return _sharded(folder / _PICKLED_INDEX, ".bin", read_pickled)
     pickles = sorted(f.name for f in folder.iterdir() if f.suffix in _PICKLES)
-    hint = f"; {pickles[0]} is a pickle, of which {_PICKLED} alone is read" if pickles else ""
+    hint = f"; {pickles[0]} is a pickle, and only {_PICKLED} is read" if pickles else ""
     raise ModelError(f"{folder} has neither {_SINGLE} nor {_INDEX}{hint}")
 
 

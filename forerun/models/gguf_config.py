@@ -43,8 +43,8 @@ _FAMILIES: dict[str, Family] = {
 experts; DeepSeek V2's call themselves as V3's, and score experts by a softmax.
 """
 _LACKS = {
-    "llama4": "attention within chunks of a text, norms of queries and keys that have no weights, "
-    "scores that grow with the position, and experts that weigh what they read",
+    "llama4": "chunked attention, query and key norms without weights, attention scores scaled by "
+    "position, and experts with weighted inputs",
 }
 """What known architectures have that no layer here can say."""
 _LATENT: tuple[Family, ...] = ("deepseek_v2", "deepseek_v3")

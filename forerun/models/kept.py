@@ -75,7 +75,7 @@ def saved_bytes(kept: Iterable[Grouped], item: int) -> int:
 def kept_sentence(kept: Mapping[str, Grouped]) -> str:
     """How these matrices stay what they are in the file, in words for people."""
     if not kept:
-        return "all weights are widened: no matrix of a layer is in few bits that products read"
+        return "all weights are widened: no matrix has a quantised format that kernels can use"
     counts = Counter(matrix.title() for matrix in kept.values())
     parts = [f"{title} ({count} matrices)" for title, count in counts.most_common()]
     return f"weights {', '.join(parts)} as in the file, all others widened"
@@ -107,6 +107,6 @@ def _of_packed(checkpoint: Checkpoint, name: str) -> Grouped | None:
         return GroupedRows(numbers.reshape(len(blocks), -1), scales, None)
 
     if packed.columns % _BLOCK:
-        raise ModelError(f"{name}: {packed.columns} columns are no whole blocks of {packed.kind}")
+        raise ModelError(f"{name}: {packed.columns} columns are not whole blocks of {packed.kind}")
     shape = len(packed.rows), packed.columns
     return Grouped(kind, shape, _BLOCK, False, "F16", None, read)

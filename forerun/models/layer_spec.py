@@ -303,14 +303,14 @@ def _bounds_of(experts: Experts) -> dict[str, tuple[int, int, int]]:
     router, count = experts.router, max(experts.count, 1)
     check_factor("routed experts' scale", router.scale)
     if router.groups < 1 or count % router.groups:
-        raise ModelError(f"{count} experts cannot stand in {router.groups} groups evenly")
+        raise ModelError(f"{count} experts cannot be divided evenly into {router.groups} groups")
     group = count // router.groups
     if router.groups > 1 and group < router.summed:
         raise ModelError("a group of one expert has no two greatest scores")
     return {
         "number of experts": (experts.count, 1, _MOST_EXPERTS),
         "number of kept groups": (router.kept, 1, router.groups),
-        "number of a group's scores that are summed": (router.summed, 1, 2),
+        "number of summed scores of a group": (router.summed, 1, 2),
         "number of experts per token": (experts.top_k, 1, router.kept * group),
         "experts' width": (experts.width, 1, _MOST_WIDTH),
         "shared expert's width": (experts.shared, 0, _MOST_WIDTH),

@@ -121,7 +121,7 @@ class TensorFile:
         """A matrix of 4-bit integers; only for names whose four_bit_group is not 0, of which there
         are none here (AssertionError).
         """
-        raise AssertionError(f"{name} is no matrix of 4-bit integers")
+        raise AssertionError(f"{name} is not a matrix of 4-bit integers")
 
     def part(self, name: str, rows: slice, columns: slice) -> Floats:
         """float32[n,k]: some rows and columns of a matrix. Raises KeyError for a name that is not

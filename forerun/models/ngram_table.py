@@ -154,13 +154,13 @@ def _strange(table: NgramTable) -> str | None:
 
 def _unlikely(table: NgramTable) -> str | None:
     if len(table.rest) != table.contexts or not _within(table.rest, 0.0):
-        return "rest is not one chance for every context"
+        return "rest does not have one probability for every context"
     if not _within(table.shares, 1e-9):
-        return "shares are not chances"
+        return "shares are not probabilities"
     ends = np.append(0.0, np.cumsum(table.shares, dtype=np.float64))[table.predictions]
     # What a half float loses is no fault.
     if np.any(np.diff(ends) + table.rest[: table.contexts] > 1.01):
-        return "shares and rest of a context are more than certainty"
+        return "shares and rest of a context add up to more than 1"
     return None
 
 

@@ -79,10 +79,10 @@ def run(program: bytes) -> Any:
             step = _STEPS.get(code)
             if step is None:
                 name = _REFUSED.get(code, f"{code:#04x}")
-                raise ModelError(f"instruction {name} at byte {machine.at - 1} is not run")
+                raise ModelError(f"instruction {name} at byte {machine.at - 1} is not allowed")
             step(machine)
     except (IndexError, struct.error) as error:
-        raise ModelError("it is cut off, or takes what was never put there") from error
+        raise ModelError("it is cut off, or reads from an empty stack") from error
 
 
 class _Machine:
@@ -118,7 +118,7 @@ class _Machine:
         try:
             self.push(self.bytes(count).decode("utf-8"))
         except UnicodeDecodeError as error:
-            raise ModelError("a string is no UTF-8") from error
+            raise ModelError("a string is not UTF-8") from error
 
     def line(self) -> str:
         """Up to the next line break."""
@@ -168,29 +168,29 @@ class _Machine:
         """Push one of the names that may be named."""
         text = f"{module}.{name}"
         if text not in _NAMES:
-            raise ModelError(f"it names {shown(text)}, which is no part of a table of tensors")
+            raise ModelError(f"it names {shown(text)}, which a table of tensors does not need")
         self.push(_Name(text))
 
     def stacked_name(self) -> None:
         """The same with both parts from the stack."""
         name, module = self.pop(), self.pop()
         if not isinstance(name, str) or not isinstance(module, str):
-            raise ModelError("a name is no string")
+            raise ModelError("a name is not a string")
         self.name(module, name)
 
     def extend(self, values: list[Any]) -> None:
         """Append to the list below."""
         if not isinstance(self._stack[-1], list):
-            raise ModelError("something is appended to what is no list")
+            raise ModelError("it appends to something that is not a list")
         self._stack[-1].extend(values)
 
     def update(self, pairs: list[Any]) -> None:
         """Set keys and values, in turns, of the dict below."""
         target, keys = self._stack[-1], pairs[::2]
         if not isinstance(target, dict) or len(pairs) % 2:
-            raise ModelError("keys and values are set of what is no table")
+            raise ModelError("it sets items of something that is not a table")
         if not all(type(key) is str for key in keys):
-            raise ModelError("a key is no string")
+            raise ModelError("a key is not a string")
         target.update(zip(keys, pairs[1::2], strict=True))
 
     def call(self) -> None:
@@ -198,14 +198,14 @@ class _Machine:
         arguments, function = self.pop(), self.pop()
         made = _CALLS.get(function.text) if isinstance(function, _Name) else None
         if made is None or type(arguments) is not tuple:
-            raise ModelError("it calls what is no function of a table of tensors")
+            raise ModelError("it calls a function that a table of tensors does not need")
         self.push(made(arguments))
 
     def state(self) -> None:
         """Attributes of an object: `_metadata` of a table of tensors, which says nothing here."""
         state, target = self.pop(), self._stack[-1]
         if type(target) is not dict or type(state) is not dict or state.keys() != {"_metadata"}:
-            raise ModelError("it sets attributes of what is no table of tensors")
+            raise ModelError("it sets attributes of something that is not a table of tensors")
 
     def storage(self) -> None:
         """The storage that a persistent id stands for."""
@@ -215,7 +215,7 @@ class _Machine:
             ):
                 self.push(Storage(KINDS[text.removeprefix("torch.")], key, _size(count)))
             case _:
-                raise ModelError("a reference to a storage is none")
+                raise ModelError("a reference to a storage is malformed")
 
     def result(self) -> Any:
         """What the program leaves."""
@@ -227,7 +227,7 @@ class _Machine:
 def _size(value: Any) -> int:
     if type(value) is not int or not 0 <= value < _LARGEST:
         what = value if type(value) is int else f"a {type(value).__name__}"
-        raise ModelError(f"{what} is no size")
+        raise ModelError(f"{what} is not a size")
     return value
 
 
@@ -245,9 +245,9 @@ def _view(arguments: tuple[Any, ...]) -> View:
         case (Storage() as storage, offset, shape, strides, bool(), dict(), *more):
             pass
         case _:
-            raise ModelError("a tensor is made of something else than a storage")
+            raise ModelError("a tensor is made from something other than a storage")
     if more not in ([], [None], [{}]):
-        raise ModelError("a tensor carries more than its numbers")
+        raise ModelError("a tensor has fields that are not supported")
     view = View(storage, _size(offset), _sizes(shape), _sizes(strides))
     if len(view.shape) != len(view.strides):
         raise ModelError(f"a tensor of shape {list(view.shape)} has {len(view.strides)} strides")
@@ -265,7 +265,7 @@ def _parameter(arguments: tuple[Any, ...]) -> View:
     match arguments:
         case (View() as view, bool(), dict()):
             return view
-    raise ModelError("a parameter is made of something else than a tensor")
+    raise ModelError("a parameter is made from something other than a tensor")
 
 
 def _ordered(arguments: tuple[Any, ...]) -> dict[Any, Any]:
@@ -341,4 +341,4 @@ _REFUSED = {
 
 def _protocol(number: int) -> None:
     if not 2 <= number <= 5:
-        raise ModelError(f"it is of protocol {number}; 2 to 5 are read")
+        raise ModelError(f"its pickle protocol is {number}; 2 to 5 are read")

@@ -64,9 +64,11 @@ def read_pickled_ids(path: Path) -> list[int]:
     """
     ids = _opened(path, "plain list of token ids").value
     if not isinstance(ids, list) or not all(type(id) is int for id in ids):
-        raise ModelError(f"{path} is no plain list of token ids: it holds something else")
+        raise ModelError(f"{path} is not a plain list of token ids: it holds something else")
     if len(ids) > _MOST_IDS:
-        raise ModelError(f"{path} is no plain list of token ids: longer than any vocabulary")
+        raise ModelError(
+            f"{path} is not a plain list of token ids: it is longer than any vocabulary"
+        )
     return ids
 
 
@@ -97,14 +99,14 @@ def _opened(path: Path, what: str) -> Archive:
     with _damage_named(path):
         if len(data) and data[0] == _OLD:
             raise ModelError(
-                "it is of the format before torch 1.6, a row of pickles; it is read once it was "
-                "saved by a newer torch, which writes an archive"
+                "it has the format of torch before 1.6, a series of pickles; save it again with a "
+                "newer torch, which writes an archive"
             )
         with zipfile.ZipFile(path) as archive:
             items = archive.infolist()
             inside = [item for item in items if item.filename.endswith("/data.pkl")]
             if len(inside) != 1 or inside[0].file_size > _MOST_PROGRAM:
-                raise ModelError("it holds nothing that torch saved")
+                raise ModelError("it was not saved by torch")
             root = inside[0].filename.removesuffix("data.pkl")
             with archive.open(inside[0]) as stored:
                 program = stored.read(_MOST_PROGRAM + 1)
@@ -115,7 +117,7 @@ def _opened(path: Path, what: str) -> Archive:
     try:
         return Archive(run(program), data, parts)
     except ModelError as error:
-        raise ModelError(f"{path} is no {what}: {error}") from error
+        raise ModelError(f"{path} is not a {what}: {error}") from error
 
 
 @contextmanager
@@ -151,12 +153,12 @@ def _parts(
         at = item.header_offset
         header = data[at : at + _LOCAL_HEADER].tobytes()
         if header[:4] != _SIGNATURE or item.compress_type != zipfile.ZIP_STORED:
-            raise ModelError(f"{shown(name)} is not stored as it is")
+            raise ModelError(f"{shown(name)} is compressed")
         lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
         start = at + _LOCAL_HEADER + lengths
         end = start + item.file_size
         if name in found or end > len(data) or item.flag_bits & 1:
-            raise ModelError(f"{shown(name)} is there twice, encrypted, or cut off")
+            raise ModelError(f"{shown(name)} appears twice, is encrypted or cut off")
         if zlib.crc32(data[start:end].data) != item.CRC:
             raise ModelError(f"{shown(name)} has another checksum: the file is damaged")
         found[name] = (start, end)
@@ -174,9 +176,9 @@ def _views(archive: Archive) -> dict[str, View]:
     for name, value in table.items():
         if not isinstance(value, View):
             what = type(value).__name__
-            raise ModelError(f"{shown(name)} is a {what}, no tensor; only tensors are read")
+            raise ModelError(f"{shown(name)} is a {what}, not a tensor; only tensors are read")
         if name == "__metadata__" or 0 in value.shape:
-            raise ModelError(f"{shown(name)} is a tensor without numbers, or none")
+            raise ModelError(f"{shown(name)} is a tensor without numbers, or not a tensor")
     return dict(sorted(table.items(), key=lambda item: -ITEM_BYTES[item[1].storage.kind]))
 
 
@@ -195,7 +197,7 @@ def _header(views: dict[str, View], most: int) -> bytes:
         offsets, shape = [start, end], list(view.shape)
         table[name] = {"dtype": view.storage.kind, "shape": shape, "data_offsets": offsets}
     if end > most:
-        raise ModelError(f"its tensors take {end} bytes, many times what the file has")
+        raise ModelError(f"its tensors take {end} bytes, many times the size of the file")
     text = json.dumps(table).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -31,7 +31,7 @@ def read_token_map(path: Path, vocab: int) -> Ints:
         raise ModelError(f"{path} is larger than any token map")
     read = {".json": _json, ".safetensors": _safetensors, ".pt": read_pickled_ids}.get(path.suffix)
     if read is None:
-        raise ModelError(f"{path} is no token map: it must be .json, .safetensors or .pt")
+        raise ModelError(f"{path} is not a token map: it must be .json, .safetensors or .pt")
     ids = np.asarray(read(path))
     if not len(ids):
         raise ModelError(f"{path} names no token")

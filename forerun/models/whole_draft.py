@@ -73,8 +73,8 @@ class WholeDraft:
         """Raise ModelError for a model that cannot draft here."""
         if self.checkpoint.architecture.delta is not None:
             raise ModelError(
-                f"{self.name} has layers with a recurrent state, and no such model drafts here; "
-                "use --speculative-algorithm NGRAM, or a draft model of attention alone"
+                f"{self.name} has layers with a recurrent state, which a draft model cannot have "
+                "yet; use --speculative-algorithm NGRAM, or a draft model with attention only"
             )
 
     def limited(self, token_map: Ints) -> "WholeDraft":

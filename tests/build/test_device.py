@@ -35,11 +35,11 @@ def machine(monkeypatch):
         (["/dev/nvidia0"], 1, {}, "cuda", "NVIDIA H100"),
         (["/dev/nvidia0"], 0, {}, "cpu", "sees no CUDA device"),
         (["/dev/nvidia0"], None, {}, "cpu", "torch is not installed"),
-        (["/dev/nvidia0"], 1, {"executor": "cpu"}, "cpu", "the cpu executor runs there"),
-        (["/dev/nvidia0"], 1, {"model": "toy"}, "cpu", "the toy runs there"),
-        (["/dev/nvidia0"], 1, {"dtype": "file"}, "cpu", "native core"),
-        (["/dev/nvidia0"], 1, {"device": "cpu"}, "cpu", "as --device says"),
-        ([], 0, {"device": "cuda:1"}, "cuda:1", "as --device says"),
+        (["/dev/nvidia0"], 1, {"executor": "cpu"}, "cpu", "the cpu executor runs on the CPU"),
+        (["/dev/nvidia0"], 1, {"model": "toy"}, "cpu", "the toy runs on the CPU"),
+        (["/dev/nvidia0"], 1, {"dtype": "file"}, "cpu", "native CPU core"),
+        (["/dev/nvidia0"], 1, {"device": "cpu"}, "cpu", "from --device"),
+        ([], 0, {"device": "cuda:1"}, "cuda:1", "from --device"),
     ],
 )
 def test_the_choice_and_its_reason(machine, gpus, seen, changes, expected, why):

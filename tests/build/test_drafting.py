@@ -59,8 +59,8 @@ def test_the_start_says_what_drafts_and_why():
     said = replace(said, speculative_algorithm="EAGLE3")
     found = replace(said, speculative_draft_model_path="folder")
     told = drafting_sentence(said, found, False, None)
-    assert told.endswith("(as asked, by the draft that comes with the model)")
-    assert drafting_sentence(found, found, False, None).endswith("(as asked, by folder)")
+    assert told.endswith("(as requested, by the draft that comes with the model)")
+    assert drafting_sentence(found, found, False, None).endswith("(as requested, by folder)")
     layers = replace(said, speculative_algorithm="NEXTN")
     assert drafting_sentence(said, layers, False, None).endswith("by the target's own layers)")
 
@@ -69,7 +69,7 @@ def test_a_head_that_nobody_has_is_named_with_what_there_is():
     asked = EngineConfig(model="org/model", speculative_algorithm="EAGLE3")
     with pytest.raises(ConfigError, match=r"none comes with org/model; add .*-path FOLDER\."):
         with_shipped(asked)
-    with pytest.raises(ConfigError, match=r"FOLDER, or say NEXTN: .* layers of its own\."):
+    with pytest.raises(ConfigError, match=r"FOLDER, or use NEXTN: .* layers of its own\."):
         with_shipped(asked, layered=True)
     llama = "Llama-3.1-8B-Instruct"
     for name in (f"meta-llama/{llama}", f"bartowski/Meta-{llama}-GGUF:Q4_K_M"):

@@ -109,8 +109,8 @@ def test_half_a_surrogate_pair_stops_no_other_line(files):
     ("before", "problem"),
     [
         (None, "is the file of the requests"),
-        ("my notes\n", "line 1 is no answer of a batch, and would be lost"),
-        ('{"custom_id": "a", "url": "/v1/completions", "body": {}}\n', "line 1 is no answer"),
+        ("my notes\n", "line 1 is not an answer of a batch and would be lost"),
+        ('{"custom_id": "a", "url": "/v1/completions", "body": {}}\n', "line 1 is not an answer"),
     ],
 )
 def test_a_file_that_is_no_output_is_left_as_it_is(files, before, problem, capsys):
@@ -151,7 +151,7 @@ def test_a_link_to_the_output_stays_one(files, tmp_path):
         ),
         (None, "[" * 5000, "it is not JSON: it is nested too deeply."),
         (None, '{"custom_id": NaN}', "it is not JSON: NaN is not a JSON number."),
-        (None, "[1]", "it is JSON, but no object; it needs a custom_id"),
+        (None, "[1]", "it is JSON, but not an object; it needs a custom_id"),
         (
             "a",
             '{"custom_id": "a", "url": "/v1/chat/completions"}',
@@ -166,7 +166,7 @@ def test_a_link_to_the_output_stays_one(files, tmp_path):
             "a request is a POST to one of",
         ),
         ("good", json.dumps(line("good")), "the custom_id 'good' was there before"),
-        ("a", json.dumps(line("a", stream=True)), "stream has no place"),
+        ("a", json.dumps(line("a", stream=True)), "a batch cannot stream"),
     ],
 )
 def test_a_line_that_is_no_request_keeps_no_other_from_its_answer(

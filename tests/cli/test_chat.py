@@ -79,7 +79,7 @@ def test_the_oldest_turns_make_room():
             talk.say(f"{number}" + "x" * 200)
             assert not talk.told
         assert talk.say("3" + "x" * 200).text
-        assert talk.told == ["the context is full: the oldest 2 messages are forgotten"]
+        assert talk.told == ["the context is full: the oldest 2 messages are dropped"]
         assert [turn["content"][0] for turn in talk.turns[::2]] == ["1", "2", "3"]
         # What is nearly too long gets the answer that still fits.
         assert len(talk.say("y" * (loaded.context - 40)).tokens) < 40
@@ -89,7 +89,7 @@ def test_regenerated_answers_differ_and_sessions_too():
     warm = AskConfig(max_tokens=20, ignore_eos=True, temperature=1.0, seed=None)
     with toy_loaded() as loaded:
         talk = talking(loaded, warm)
-        with pytest.raises(RequestError, match="no answer to make again"):
+        with pytest.raises(RequestError, match="no answer to regenerate"):
             talk.regenerate()
         texts = [talk.say("Hello").text, talk.regenerate().text, talk.regenerate().text]
         assert len(set(texts)) == 3 and len(talk.turns) == 2
@@ -112,7 +112,7 @@ def test_commands_of_the_terminal(tmp_path):
     for words in (
         "answers: 1, 12 tokens", "forgotten", "system: Be kind.", "no command /fly",
         "temperature: 0.5", "/set temperature takes a number, not 'hot'", "temperature 0.0, ",
-        "top_k: as the model has it", "/set knows max_tokens", "saved to a.json", "not saved: ",
+        "top_k: the model's default", "/set knows max_tokens", "saved to a.json", "not saved: ",
         "name a file",
     ):  # fmt: skip
         assert words in done.stderr, words

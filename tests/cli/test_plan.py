@@ -68,7 +68,7 @@ def test_recurrent_states_are_counted(capsys, tmp_path):
     assert (found["checkpoints"], found["state_bytes"]) == (8, 12 * state)
     assert found["cache_bytes_per_1k_tokens"] == 1000 * 4 * 2 * 2 * 16, "one layer of four attends"
     assert main(["plan", *words, "--device", "cpu", "--dtype", "float32"]) == 0
-    assert f"{human(state)} for each of 4 sequences, and 8 at" in " ".join(
+    assert f"{human(state)} for each of 4 sequences, and 8 checkpoints" in " ".join(
         capsys.readouterr().out.split()
     )
 
@@ -131,7 +131,7 @@ def test_a_folder_with_its_weights(capsys, tmp_path):
         (("--model-shape", "tiny", "--device-memory", "0"), "--device-memory is 0"),
         (("--model-shape", "tiny", "--device-memory", "nan"), "--device-memory is nan"),
         (("--model-shape", "tiny", "--device-memory", "inf"), "--device-memory is inf"),
-        (("--model-shape", "tiny", *DRAFT, "/no/such", *CARD), "there is no config.json"),
+        (("--model-shape", "tiny", *DRAFT, "/no/such", *CARD), "it has no config.json"),
         (("/no/such/folder",), "no file or folder"),
     ],
 )

@@ -171,7 +171,7 @@ def test_no_draft_is_named(folder, monkeypatch):
     """EAGLE3 wants a head; what there is instead is said."""
     monkeypatch.chdir(folder)
     line = "--model XiaomiMiMo/MiMo-7B-RL --trust-remote-code --speculative-algorithm EAGLE3"
-    with pytest.raises(ConfigError, match="or say NEXTN: the model has prediction layers"):
+    with pytest.raises(ConfigError, match="or use NEXTN: the model has prediction layers"):
         answered(line)
 
 

@@ -141,7 +141,7 @@ def test_who_cannot_run_it_says_so(folder, draft):
     auto = configured(folder, 16, executor="auto", dtype="auto")
     with pytest.warns(UserWarning, match="recurrent"):
         assert choose_executor(auto, arch).executor == "torch"
-    with pytest.raises(ModelError, match="no such model drafts here"):
+    with pytest.raises(ModelError, match="which a draft model cannot have"):
         open_target(
             configured(
                 draft,

@@ -109,7 +109,8 @@ REFUSED = {
     ),
     "a block of one": (lambda c: c.update(block_size=1), "block_size is 1"),
     "a recurrent head": (
-        lambda c: c.update(markov_rank=4, markov_head_type="rnn"), "the token before is not built",
+        lambda c: c.update(markov_rank=4, markov_head_type="rnn"),
+        "the previous token is not supported",
     ),
 }  # fmt: skip
 

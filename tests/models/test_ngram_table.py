@@ -116,7 +116,10 @@ def _changed(tensors, name, index, value):
     [
         (lambda t: t.pop("rest"), "missing or unexpected tensors: rest"),
         (lambda t: t.update(more=np.zeros(1, np.int32)), "missing or unexpected tensors: more"),
-        (lambda t: t.update(rest=t["rest"][:-1]), "rest is not one chance for every context"),
+        (
+            lambda t: t.update(rest=t["rest"][:-1]),
+            "rest does not have one probability for every context",
+        ),
         (lambda t: t.update(tokens=t["tokens"][:-1]), "not of one length"),
         (lambda t: t.update(earlier=t["earlier"][:-1]), "do not number the contexts"),
         (lambda t: t.update(tokens=t["tokens"].astype(np.float32)), "must be U16 or I32"),
@@ -126,10 +129,10 @@ def _changed(tensors, name, index, value):
         (lambda t: _changed(t, "earlier", 5, 9), "earlier holds ids outside 0..4"),
         (lambda t: _changed(t, "tokens", 0, 5), "tokens holds ids outside 0..4"),
         (lambda t: _changed(t, "predictions", 1, 4), "not of one length"),
-        (lambda t: _changed(t, "shares", 0, np.nan), "shares are not chances"),
-        (lambda t: _changed(t, "shares", 0, -0.5), "shares are not chances"),
-        (lambda t: _changed(t, "rest", 1, np.inf), "rest is not one chance"),
-        (lambda t: _changed(t, "rest", 1, 1.0), "more than certainty"),
+        (lambda t: _changed(t, "shares", 0, np.nan), "shares are not probabilities"),
+        (lambda t: _changed(t, "shares", 0, -0.5), "shares are not probabilities"),
+        (lambda t: _changed(t, "rest", 1, np.inf), "rest does not have one probability"),
+        (lambda t: _changed(t, "rest", 1, 1.0), "more than 1"),
     ],
 )
 def test_damage_is_named(stored, harm, message):

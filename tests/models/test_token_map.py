@@ -49,7 +49,7 @@ class Evil:
 @pytest.mark.parametrize("held", [Evil(), [1, Evil()], {"a": 1}, (1, 2), [1.5], ["x"], [[1]], 7])
 def test_nothing_else_is_read_and_nothing_is_executed(tmp_path, held, capsys):
     path = archive(tmp_path / "x.pt", pickle.dumps(held, 2))
-    with pytest.raises(ModelError, match="no plain list of token ids"):
+    with pytest.raises(ModelError, match="not a plain list of token ids"):
         read_token_map(path, VOCAB)
     assert capsys.readouterr().out == ""
 
@@ -57,7 +57,7 @@ def test_nothing_else_is_read_and_nothing_is_executed(tmp_path, held, capsys):
 def test_damage_is_one_sentence(tmp_path):
     whole = pickle.dumps(IDS, 2)
     for end in (0, 1, 2, 5, 40, len(whole) - 1):
-        with pytest.raises(ModelError, match="no plain list"):
+        with pytest.raises(ModelError, match="not a plain list"):
             read_token_map(archive(tmp_path / "cut.pt", whole[:end]), VOCAB)
     (tmp_path / "old.pt").write_bytes(whole)
     (tmp_path / "word.json").write_text('["a"]')

@@ -364,5 +364,5 @@ def test_no_two_models_have_one_name(tmp_path):
 
 def test_one_name_for_several_models_is_refused(tmp_path):
     line = ["serve", "toy", "smollm2-135m", "--served-name", "x"]
-    with pytest.raises(ConfigError, match="--served-name is of one model"):
+    with pytest.raises(ConfigError, match="--served-name names a single model"):
         serve.main(parsed(line))

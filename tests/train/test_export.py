@@ -140,7 +140,7 @@ def test_truncated_drafts_and_pickles_of_other_names(good, tmp_path):
     with pytest.raises(ModelError, match="damaged"):
         open_draft(good, TARGET)
     (good / "model.safetensors").rename(good / "draft.pt")
-    with pytest.raises(ModelError, match=r"draft\.pt is a pickle, of which pytorch_model\.bin"):
+    with pytest.raises(ModelError, match=r"draft\.pt is a pickle, and only pytorch_model\.bin"):
         open_draft(good, TARGET)
 
 

@@ -191,7 +191,7 @@ def test_an_interrupted_command_goes_on_where_it_stopped(small, tmp_path, monkey
     monkeypatch.setattr("forerun.cli.train.bars", impatient)
     line = ["train", "--model", str(small.model), "--prompts", str(small.prompts), *TRAINING]
     assert main([*line, "--out", str(tmp_path / "cut"), *flags]) == 130
-    assert "the same command goes on from there" in capsys.readouterr().err
+    assert "the same command continues it" in capsys.readouterr().err
     assert (tmp_path / "cut" / "last" / "state.safetensors").exists()
     small.train(tmp_path / "cut", *flags)
     files = [tmp_path / name / "draft" / "model.safetensors" for name in ("whole", "cut")]

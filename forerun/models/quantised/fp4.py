@@ -35,7 +35,7 @@ class Fp4File(TensorFile):
         """
         blocks, scales = (_tensor(*part)[expert] for part in self.parts[name])
         if scales.max(initial=0) == 255:
-            raise ModelError(f"{name}{_SCALES} has a scale of 255, which is no number")
+            raise ModelError(f"{name}{_SCALES} has a scale of 255, which means NaN")
         numbers = np.empty((*blocks.shape[:2], _GROUP), np.uint8)
         numbers[..., ::2], numbers[..., 1::2] = blocks & 15, blocks >> 4
         rows = np.empty((*blocks.shape[:2], 17), np.uint8)

@@ -55,4 +55,4 @@ class PlannedCheckpoint(RandomCheckpoint):
 
 
 def _nothing(rows: slice) -> GroupedRows:
-    raise AssertionError("nobody reads it")
+    raise AssertionError("no part of the model uses it")
