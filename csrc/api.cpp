@@ -33,7 +33,7 @@ int guarded(Work work) {
 extern "C" {
 
 // Raised whenever the meaning of a call or structure changes; native.py asks for the same number.
-int forerun_abi() { return 31; }
+int forerun_abi() { return 32; }
 
 const char* forerun_error() { return last_error.c_str(); }
 
@@ -293,14 +293,16 @@ Ngrams* forerun_ngram_open(const NgramRules* rules) {
 void forerun_ngram_close(Ngrams* ngrams) { delete ngrams; }
 
 int forerun_ngram_begin(Ngrams* ngrams, int slot, const int32_t* tokens, int count, int predicted,
-                        int prompt, uint64_t seed, double strength, double elsewhere) {
+                        int prompt, uint64_t seed, double strength, double elsewhere,
+                        uint64_t tenant) {
     return guarded([&] {
-        return ngrams->begin(slot, tokens, count, predicted, prompt, {seed, strength, elsewhere});
+        const NgramNoise noise{seed, strength, elsewhere};
+        return ngrams->begin(slot, tokens, count, predicted, prompt, noise, tenant);
     });
 }
 
-int forerun_ngram_end(Ngrams* ngrams, int slot, const int32_t* tokens, int count, int learns) {
-    return guarded([&] { return ngrams->end(slot, tokens, count, learns != 0); });
+int forerun_ngram_end(Ngrams* ngrams, int slot, const int32_t* tokens, int count) {
+    return guarded([&] { return ngrams->end(slot, tokens, count); });
 }
 
 int64_t forerun_ngram_contexts(Ngrams* ngrams) { return (int64_t)ngrams->contexts(); }

@@ -80,25 +80,23 @@ bool Ngrams::open(int64_t slot) const {
 }
 
 std::string Ngrams::begin(int slot, const int32_t* tokens, int count, int predicted, int prompt,
-                          const NgramNoise& noise) {
+                          const NgramNoise& noise, uint64_t tenant) {
     if (slot < 0 || slot >= rules_.slots) return "there is no slot " + std::to_string(slot);
     if (predicted < 0 || predicted > count) return "more tokens are predicted than there are";
     const Chain chains[] = {Chain(rules_.orders[0]), Chain(rules_.orders[1])};
     texts_[(size_t)slot].reset(
         new Text{{tokens, tokens + count}, {chains[0], chains[1]}, count, predicted, prompt, noise,
-                 0, {}, {}, {}});
+                 tenant, 0, {}, {}, {}});
     return "";
 }
 
-std::string Ngrams::end(int slot, const int32_t* tokens, int count, bool learns) {
+std::string Ngrams::end(int slot, const int32_t* tokens, int count) {
     if (!open(slot)) return "slot " + std::to_string(slot) + " is not open";
-    if (learns) {
-        Text& text = *texts_[(size_t)slot];
-        text.tokens.insert(text.tokens.end(), tokens, tokens + count);
-        const int64_t before = text.predicted, size = (int64_t)text.tokens.size() - before;
-        const int64_t first = std::max(text.begun - before, size - rules_.counted * text.asked);
-        cache_.learn(text.tokens.data() + before, (size_t)first, (size_t)size);
-    }
+    Text& text = *texts_[(size_t)slot];
+    text.tokens.insert(text.tokens.end(), tokens, tokens + count);
+    const int64_t before = text.predicted, size = (int64_t)text.tokens.size() - before;
+    const int64_t first = std::max(text.begun - before, size - rules_.counted * text.asked);
+    cache_.learn(text.tokens.data() + before, (size_t)first, (size_t)size, text.tenant);
     texts_[(size_t)slot].reset();
     return "";
 }
@@ -365,7 +363,7 @@ void Ngrams::follow(const Text& text, int parent) {
     const size_t known = std::min(own, (size_t)rules_.tail);
     for (size_t i = 1; i <= known; i++) tail_.push_back(text.tokens[text.tokens.size() - i]);
     const NgramTable& table = rules_.table;
-    if (!table.contexts) return cache_.follow(tail_, usual_);
+    if (!table.contexts) return cache_.follow(tail_, text.tenant, usual_);
     int32_t context = 0;
     for (const int32_t token : tail_) {
         const int32_t* const begin = table.earlier + table.extensions[context];

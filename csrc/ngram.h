@@ -78,14 +78,15 @@ public:
 
     // Empty, or what was wrong, from all three. The first `predicted` of the tokens are what a
     // client expects and what stands around it: see `indexed` in forerun/drafters/ngram.py; `prompt`
-    // tokens after them are the prompt.
+    // tokens after them are the prompt. What the cache counts of the sequence is for sequences of
+    // the same `tenant` alone.
     std::string begin(int slot, const int32_t* tokens, int count, int predicted, int prompt,
-                      const NgramNoise& noise);
+                      const NgramNoise& noise, uint64_t tenant);
 
-    // `count` tokens are what the sequence got since it was told last. Where it may be learned from,
-    // the cache counts the last tokens of what it got since it began: rules.counted of them for
-    // every time that it was asked for draft tokens.
-    std::string end(int slot, const int32_t* tokens, int count, bool learns);
+    // Closes a slot; `count` tokens are what the sequence got since the last `propose`. The cache
+    // counts the last tokens of what it got since it began: rules.counted of them for every
+    // `propose`.
+    std::string end(int slot, const int32_t* tokens, int count);
 
     // Of the cache.
     size_t contexts() const { return cache_.contexts(); }
@@ -107,6 +108,7 @@ private:
         Chain chains[2];
         int32_t begun, predicted, prompt;  // Tokens: at the beginning, and of these ...
         NgramNoise noise;
+        uint64_t tenant;
         int64_t asked = 0;  // How often for draft tokens.
         // What was found when it was asked last, bought or not, while nobody knows what came.
         std::vector<int32_t> drafted, parents;

@@ -8,6 +8,13 @@ namespace forerun {
 constexpr uint16_t kMostCount = 0xFFFF;
 constexpr uint64_t kEmpty = 0xD1B54A32D192ED03u;  // The key of no token: large, unlike a token's.
 
+// The key of the context of no token, by tenant: spread over all bits, so that no token of another
+// tenant makes up for the difference.
+static uint64_t beginning(uint64_t tenant) {
+    const uint64_t spread = tenant * 0xC2B2AE3D27D4EB4Fu;
+    return kEmpty ^ spread ^ (spread >> 31);
+}
+
 // The key of a context that is one token longer; never 0.
 static uint64_t longer(uint64_t key, int32_t token) {
     key = (key ^ (uint32_t)token) * 0x9E3779B97F4A7C15u;
@@ -95,10 +102,10 @@ NgramCache::Context& NgramCache::context(uint64_t key) {
     return recent_.make(key) = known;
 }
 
-void NgramCache::learn(const int32_t* tokens, size_t first, size_t count) {
+void NgramCache::learn(const int32_t* tokens, size_t first, size_t count, uint64_t tenant) {
     if (!half_) return;
     for (size_t i = first; i < count; i++) {
-        uint64_t key = kEmpty;
+        uint64_t key = beginning(tenant);
         for (size_t n = 1; n <= (size_t)kLongest && n <= i; n++) {
             key = longer(key, tokens[i - n]);
             context(key).count(tokens[i]);
@@ -106,8 +113,9 @@ void NgramCache::learn(const int32_t* tokens, size_t first, size_t count) {
     }
 }
 
-void NgramCache::follow(const std::vector<int32_t>& tail, std::vector<Usual>& usual) const {
-    uint64_t key = kEmpty;
+void NgramCache::follow(const std::vector<int32_t>& tail, uint64_t tenant,
+                        std::vector<Usual>& usual) const {
+    uint64_t key = beginning(tenant);
     for (size_t n = 0; n < (size_t)kLongest && n < tail.size(); n++) {
         key = longer(key, tail[n]);
         const Context* found = recent_.find(key);

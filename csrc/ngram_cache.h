@@ -26,11 +26,13 @@ public:
     NgramCache(int32_t capacity, double discount)
         : half_((size_t)capacity / 2), discount_(discount) {}
 
-    // Counts tokens[first] to tokens[count - 1] after the contexts that they follow in `tokens`.
-    void learn(const int32_t* tokens, size_t first, size_t count);
+    // Counts tokens[first] to tokens[count - 1] after the contexts that they follow in `tokens`,
+    // for `tenant` alone.
+    void learn(const int32_t* tokens, size_t first, size_t count, uint64_t tenant);
 
-    // `usual` become the tokens that came after `tail`, which is read from the last token backwards.
-    void follow(const std::vector<int32_t>& tail, std::vector<Usual>& usual) const;
+    // `usual` become the tokens that came after `tail`, which is read from the last token backwards,
+    // in texts of `tenant`.
+    void follow(const std::vector<int32_t>& tail, uint64_t tenant, std::vector<Usual>& usual) const;
 
     // How many there are.
     size_t contexts() const { return recent_.used + former_.used; }

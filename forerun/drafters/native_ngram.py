@@ -40,7 +40,6 @@ class CpuNgramDrafter:
         self._library, self._index = self._core.library, self._core.handle
         # By slot: tokens that the core has not received yet.
         self._unsent: ngram.OpenSlots[list[int]] = ngram.OpenSlots()
-        self._salted = [False] * slots
         self._out = np.empty(0, np.int32)
         self._out_at = 0
 
@@ -52,10 +51,11 @@ class CpuNgramDrafter:
         tokens = np.ascontiguousarray(text_tokens, np.int32)
         text = tokens.ctypes.data, len(tokens), predicted, slot_init.prompt_len
         noise = ngram.coupling(slot_init.sampling)
-        if self._library.forerun_ngram_begin(self._index, slot_init.slot, *text, *noise):
+        if self._library.forerun_ngram_begin(
+            self._index, slot_init.slot, *text, *noise, slot_init.tenant
+        ):
             raise EngineError(self._core.error())
         self._unsent[slot_init.slot] = []
-        self._salted[slot_init.slot] = bool(slot_init.salt)
 
     def propose(self, plan: Plan) -> list[Draft]:
         """Return one draft per row, empty if nothing is probable enough or worth its price. With
@@ -124,15 +124,13 @@ class CpuNgramDrafter:
         consume(map(list.extend, news, outcome.output_tokens))
 
     def end(self, slot: int) -> None:
-        """Discard the sequence, here and in the core, after the cache has counted its answer,
-        unless it has a salt. A slot that is not open is no error.
+        """Discard the sequence, here and in the core, after the cache has counted its answer. A slot
+        that is not open is no error.
         """
         if (news := self._unsent.pop(slot, None)) is not None:
             # The array lives until the call is over, because `numbers` names it.
             numbers = array("i", news)
-            self._library.forerun_ngram_end(
-                self._index, slot, *numbers.buffer_info(), not self._salted[slot]
-            )
+            self._library.forerun_ngram_end(self._index, slot, *numbers.buffer_info())
 
     def describe(self) -> dict[str, Any]:
         """Return facts for /server_info: `drafter`, `native`, and those of `ngram.shared_facts`."""

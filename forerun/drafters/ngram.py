@@ -14,7 +14,9 @@ the prompt's end, so that it is what followed.
 The compiled core has a twin (csrc/ngram.h) that drafts the same 4 to 20 times faster.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import exp, gamma
 from typing import Any, NamedTuple, TypeVar
 
@@ -70,6 +72,8 @@ _BASE, _MASK = 0x9E3779B97F4A7C15, 2**64 - 1
 
 State = TypeVar("State")
 
+Usual = Callable[[Sequence[int]], dict[int, float]]
+"""A text -> probabilities, at most 1 together, of the tokens that may come after it."""
 Voters = list[tuple[int, int]]
 """(position, agreeing tokens) of places that agree so far; each votes for the token at its
 position.
@@ -174,7 +178,7 @@ class _Text:
     drafts     number of calls that drafted for it since then
     predicted  how many of the tokens stand before the sequence itself (`indexed`)
     noise      the position's noise and its strength
-    salted     its text must not influence drafts of other sequences
+    tenant     as of SlotInit
     """
 
     tokens: list[int]
@@ -183,7 +187,7 @@ class _Text:
     predicted: int
     prompt_len: int
     noise: Coupling
-    salted: bool
+    tenant: int
     drafts: int = 0
 
     def places(self) -> Voters:
@@ -222,9 +226,7 @@ class _Paths:
     State of an offer: the tokens of its path, and the voters that agree with it.
     """
 
-    def __init__(
-        self, text: _Text, min_prob: float, depth: int, usual: NgramTable | NgramCache
-    ) -> None:
+    def __init__(self, text: _Text, min_prob: float, depth: int, usual: Usual) -> None:
         self._text, self._predicted, self._noise = text.tokens, text.predicted, text.noise
         self._position = len(text.tokens) - text.predicted - text.prompt_len
         self._min_prob, self._depth, self._usual = min_prob, depth, usual
@@ -251,7 +253,7 @@ class _Paths:
             if place < len(text) and text[place] != GAP:
                 total += agree * agree
                 votes.setdefault(text[place], []).append((place + 1, agree + 1))
-        usual = self._usual.follow([*text[max(self._predicted, len(text) - TAIL) :], *path])
+        usual = self._usual([*text[max(self._predicted, len(text) - TAIL) :], *path])
         # Votes come first, then usual tokens; each in the order in which they were found.
         tokens = list(dict.fromkeys([*votes, *usual]))
         weights = [sum((agree - 1) ** 2 for _, agree in votes.get(token, ())) for token in tokens]
@@ -341,7 +343,7 @@ class NgramDrafter:
             predicted,
             slot_init.prompt_len,
             coupling(slot_init.sampling),
-            bool(slot_init.salt),
+            slot_init.tenant,
         )
 
     def propose(self, plan: Plan) -> list[Draft]:
@@ -360,11 +362,17 @@ class NgramDrafter:
             if nodes and depth:
                 text.drafts += 1
                 least = max(self._min_prob, plan.min_prob)
-                paths = _Paths(text, least, depth, self._table or self._cache)
+                paths = _Paths(text, least, depth, self._usual(text))
                 drafts.append(paths.draft(text.places(), nodes))
             else:
                 drafts.append(NO_DRAFT)
         return drafts
+
+    def _usual(self, text: _Text) -> Usual:
+        """Return what estimates the tokens after a text: the table, or the cache of its tenant."""
+        if self._table is not None:
+            return self._table.follow
+        return partial(self._cache.follow, tenant=text.tenant)
 
     def draft_request(self, plan: Plan) -> None:
         """Return None: there is no draft model."""
@@ -381,13 +389,14 @@ class NgramDrafter:
             self._texts[slot].tokens.extend(tokens)
 
     def end(self, slot: int) -> None:
-        """Discard the sequence, after the cache has counted the end of its answer (COUNTED), unless
-        it has a salt. A slot that is not open is no error.
+        """Discard the sequence, after the cache has counted the end of its answer (COUNTED). A slot
+        that is not open is no error.
         """
         text = self._texts.pop(slot, None)
-        if text is not None and not text.salted:
+        if text is not None:
             first = max(text.begun, len(text.tokens) - COUNTED * text.drafts)
-            self._cache.learn(text.tokens[text.predicted :], first - text.predicted)
+            answer = text.tokens[text.predicted :]
+            self._cache.learn(answer, first - text.predicted, text.tenant)
 
     def describe(self) -> dict[str, Any]:
         """Return facts for /server_info: `drafter`, `native` and those of `shared_facts`."""

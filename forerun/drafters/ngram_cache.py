@@ -70,20 +70,22 @@ class NgramCache:
         """How many contexts there are; one in both halves counts twice."""
         return len(self._recent) + len(self._former)
 
-    def learn(self, tokens: Sequence[int], first: int) -> None:
-        """Count tokens[first:] after the contexts that they follow in `tokens`."""
+    def learn(self, tokens: Sequence[int], first: int, tenant: int = 0) -> None:
+        """Count tokens[first:] after the contexts that they follow in `tokens`, for `tenant` alone
+        (SlotInit.tenant).
+        """
         for end in range(first, len(tokens) if self._half else 0):
             for length in range(1, min(LONGEST, end) + 1):
-                self._context(tuple(tokens[end - length : end])).count(tokens[end])
+                self._context((tenant, *tokens[end - length : end])).count(tokens[end])
 
-    def follow(self, text: Sequence[int]) -> dict[int, float]:
-        """Return the probabilities, at most 1 together, of tokens that may come after `text`,
-        combined from all contexts at its end: longer ones weigh more. Reads its last LONGEST tokens
-        only.
+    def follow(self, text: Sequence[int], tenant: int = 0) -> dict[int, float]:
+        """Return the probabilities, at most 1 together, of tokens that may come after `text` by the
+        counts of `tenant`, combined from all contexts at its end: longer ones weigh more. Reads its
+        last LONGEST tokens only.
         """
         chances: dict[int, float] = {}
         for length in range(1, min(LONGEST, len(text)) + 1):
-            key = tuple(text[-length:])
+            key = (tenant, *text[-length:])
             context = self._recent.get(key) or self._former.get(key)
             if context is None:
                 break

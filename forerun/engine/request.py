@@ -71,6 +71,8 @@ class Request:
     skip_special_tokens  special tokens add no text
     prediction  int32[.] the expected output, for drafters: never changes the text
     cache_salt  cached prefixes are shared only among requests of the same salt, "" included
+    client    clients share the prompt tokens of a step evenly
+    tenant    n-grams counted of answers draft only for the same tenant and salt
     """
 
     id: RequestId
@@ -84,6 +86,8 @@ class Request:
     goes_on: bool = False
     prediction: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
     cache_salt: str = ""
+    client: str = ""
+    tenant: str = ""
 
 
 def choice_seed(seed: int, index: int) -> int:

@@ -20,6 +20,7 @@ class SlotInit:
     shared      how many of them fill cached pages; more than `cached` if recurrent states are
                 missing for some
     salt        cached text is shared only among sequences of the same salt
+    tenant      64 bits; n-grams counted of its answer draft only for sequences of the same tenant
     """
 
     slot: int
@@ -30,3 +31,4 @@ class SlotInit:
     cached: int = 0
     shared: int = 0
     salt: bytes = b""
+    tenant: int = 0

@@ -77,8 +77,9 @@ async def generated(request: Request, dialect: Dialect) -> Response:
     record = request.scope["state"]["record"]
     record.ignored += generation.ignored
     record.lossy = dialect.lossy = generation.lossy
+    client = request.client.host if request.client is not None else ""
+    generation = generation.sent_by(client, request.scope["state"].get("tenant", ""))
     if generation.rules is not None:
-        client = request.client.host if request.client is not None else ""
         compiled = await service.compiled(dialect.served, generation.rules, client)
         generation = generation.under(compiled)
         dialect.unenforced = record.unenforced = compiled.unenforced

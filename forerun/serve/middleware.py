@@ -181,6 +181,8 @@ class RequestMiddleware:
                 "invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
+        if len(self._keys) > 1:
+            scope["state"]["tenant"] = f"key {known.index(True)}"
 
 
 def _pieces(message: Message) -> Iterator[Message]:

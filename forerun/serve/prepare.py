@@ -78,6 +78,15 @@ class Generation:
         requests = tuple(replace(request, grammar=grammar) for request in self.requests)
         return replace(self, requests=requests, rules=None)
 
+    def sent_by(self, client: str, tenant: str) -> "Generation":
+        """Return the same generation with the client and tenant of its HTTP request
+        (engine.request.Request).
+        """
+        requests = tuple(
+            replace(request, client=client, tenant=tenant) for request in self.requests
+        )
+        return replace(self, requests=requests)
+
     @property
     def prompt_tokens(self) -> int:
         """How many tokens all its prompts have together."""

@@ -314,7 +314,7 @@ def test_the_core_checks_what_it_is_told(message, fault):
         drafter._index, *numbers.buffer_info(), 1, out.ctypes.data, 0.0, None, -1, False
     )
     assert code == -1 and fault in library.forerun_error().decode()
-    assert library.forerun_ngram_end(drafter._index, 1, None, 0, 1) == -1
+    assert library.forerun_ngram_end(drafter._index, 1, None, 0) == -1
 
 
 def test_the_core_is_used_where_there_is_one(monkeypatch, tmp_path):

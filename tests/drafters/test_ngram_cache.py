@@ -74,7 +74,7 @@ def test_counts_stay_small():
     cache = NgramCache(100)
     for _ in range(MOST_COUNT + 10):
         cache.learn([1, 2], 1)
-    assert cache._recent[(1,)].total < MOST_COUNT
+    assert cache._recent[0, 1].total < MOST_COUNT
     assert cache.follow([1])[2] > 0.999
 
 
@@ -156,15 +156,28 @@ def test_an_answer_that_is_interrupted_is_counted_once(kind):
 
 
 @BOTH
-def test_what_has_a_salt_stays_out(kind):
-    """Who may not share a prefix may not see, in drafts or their speed, what others were told."""
+@pytest.mark.parametrize("other", [0, 2, (1 << 64) - 1])
+def test_answers_of_one_tenant_draft_for_no_other(kind, other):
+    """Neither drafts nor their speed may show what another tenant's answers were."""
     drafter = kind(1, 0.0, None, 1000)
-    drafter.begin(replace(slot_init(0, [1]), salt=b"tenant"))
+
+    def first_draft(tenant, prompt):
+        drafter.begin(replace(slot_init(0, prompt), tenant=tenant))
+        (draft,) = drafter.propose(plan_of([0], [8], [8]))
+        drafter.end(0)
+        return draft.tokens.tolist()
+
+    drafter.begin(replace(slot_init(0, [1]), tenant=1))
     say(drafter, [2, 3])
     drafter.end(0)
-    assert drafter.describe()["cache"] == 0
-    answered(drafter, [1], [2, 3])
     assert drafter.describe()["cache"] == 3
+    assert first_draft(other, [1]) == [] and first_draft(1, [1]) == [2, 3]
+    # The same tokens of two tenants are counted apart.
+    drafter.begin(replace(slot_init(0, [1]), tenant=other))
+    say(drafter, [7, 8])
+    drafter.end(0)
+    assert drafter.describe()["cache"] == 6
+    assert first_draft(other, [1]) == [7, 8] and first_draft(1, [1]) == [2, 3]
 
 
 @BOTH

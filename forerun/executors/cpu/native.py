@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 Library = TypeVar("Library", ctypes.CDLL, ctypes.PyDLL)
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 31
+ABI = 32
 """The version that `forerun_abi` of csrc/api.cpp must return; raise both together."""
 KERNELS = ("avx512-amx", "avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon", "portable")
 """All names of csrc/dispatch.cpp, best first; `kernels` says which of them run here."""
@@ -199,9 +199,9 @@ _SHORT_CALLS = {
     "forerun_ngram_close": (None, [c_void_p]),
     "forerun_ngram_begin": (
         c_int,
-        [c_void_p, c_int, c_void_p, c_int, c_int, c_int, c_uint64, c_double, c_double],
+        [c_void_p, c_int, c_void_p, c_int, c_int, c_int, c_uint64, c_double, c_double, c_uint64],
     ),
-    "forerun_ngram_end": (c_int, [c_void_p, c_int, c_void_p, c_int, c_int]),
+    "forerun_ngram_end": (c_int, [c_void_p, c_int, c_void_p, c_int]),
     "forerun_ngram_contexts": (c_int64, [c_void_p]),
     "forerun_ngram_propose": (
         c_int,
