@@ -9,6 +9,7 @@ import numpy as np
 from forerun.cache.prefix import PrefixIndex
 from forerun.cache.table import PageTable
 from forerun.control.policy import Budget
+from forerun.engine.prompt_shares import PromptShares
 from forerun.engine.sequence import Sequence
 from forerun.engine.stats import Load
 from forerun.interface.executor import ExecutorLimits
@@ -37,6 +38,7 @@ class Admission:
         self.index = PrefixIndex(limits.pages, limits.page_size, lookahead=int(features))
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.shares = PromptShares()
         # The budgets of the last step that had decoding rows.
         self._granted: Several[Budget] = ()
         # Every running row needs a node and its logits in every step.
@@ -53,22 +55,50 @@ class Admission:
         insort(self.waiting, sequence, key=lambda s: s.order)
 
     def _admit(self) -> tuple[Sequence, ...]:
-        """Move waiting sequences to free slots while this step's nodes and the pages suffice."""
+        """Move waiting sequences to free slots while this step's nodes and the pages suffice; then
+        those whose prompts are read before what the step has (PromptShares).
+        """
         opened: list[Sequence] = []
         nodes = sum(sequence.pending for sequence in self.running if self._ready(sequence))
         for sequence in tuple(self.waiting):
-            if not self.free_slots or nodes >= self.limits.max_nodes:
+            if not self.free_slots:
                 break
+            if nodes >= self.limits.max_nodes:
+                return (*opened, *self._admit_short())
             if self._awaits_pages(sequence):
                 continue
-            if not self._reserve_prompt(sequence):
+            if not self._open(sequence):
                 break
-            self.waiting.remove(sequence)
-            sequence.slot = self.free_slots.pop()
-            insort(self.running, sequence, key=lambda s: s.order)
             opened.append(sequence)
             nodes += sequence.pending
         return tuple(opened)
+
+    def _admit_short(self) -> list[Sequence]:
+        """Admit sequences whose prompts cost less than any that is being read, as many as half of a
+        step's nodes can read.
+        """
+        reading = [sequence for sequence in self.running if sequence.pending > 1]
+        least = min(map(self.shares.cost, reading), default=0.0)
+        room, opened = self.limits.max_nodes // 2, []
+        for sequence in sorted(self.waiting, key=self.shares.cost):
+            if not self.free_slots or room <= 0 or self.shares.cost(sequence) >= least:
+                break
+            if self._awaits_pages(sequence):
+                continue
+            if not self._open(sequence):
+                break
+            opened.append(sequence)
+            room -= sequence.pending
+        return opened
+
+    def _open(self, sequence: Sequence) -> bool:
+        """Move a waiting sequence to a free slot. False, and nothing changed, without the pages."""
+        if not self._reserve_prompt(sequence):
+            return False
+        self.waiting.remove(sequence)
+        sequence.slot = self.free_slots.pop()
+        insort(self.running, sequence, key=lambda s: s.order)
+        return True
 
     def _awaits_pages(self, sequence: Sequence) -> bool:
         """Return whether a running sequence is computing a page of this one's prefix, which is

@@ -66,10 +66,11 @@ def share_out(wanted: list[int], room: int) -> list[int]:
 class Scheduler(Admission):
     """Continuous batching over slots and pages.
 
-    First come, first served: sequences are admitted, prefilled and given pages in order of
-    arrival; the last one to come is the first to be preempted, and returns to its place in the
-    queue. So the oldest always advances. One exception: a sequence that waits
-    for pages that a running sequence computes for both can be overtaken (`_awaits_pages`).
+    First come, first served: sequences are admitted and given pages in order of arrival; the last
+    one is the first to be preempted, and returns to its place in the queue. So the oldest always
+    advances. Two kinds may be passed: a sequence that waits for pages that a running one computes
+    for both (`_awaits_pages`), and a prompt that costs more to read than a later one, by half of a
+    step's prompt tokens (PromptShares).
 
     ready  whether a sequence with a slot can take part in the next step
     resumable  see Admission
@@ -151,7 +152,7 @@ class Scheduler(Admission):
 
         0 ... decoding rows ... + draft tokens ............ max_nodes
               one node each     | at most half of the | prefill chunks,
-                                | rest if any prefill | oldest first
+                                | rest if any prefill | by PromptShares
         """
         ready = self.running
         if any(Columns.constrained(ready)):
@@ -167,11 +168,10 @@ class Scheduler(Admission):
         budgets, decision = self.grant(rows, draft_tokens, list(Columns.lengths(rows)))
         room -= sum(_nodes_of(budgets))
         rows, known = rows + fresh, [1] * len(decoding)
-        for sequence, count in zip(prefill, compress(pending, long), strict=True):
-            if chunk := min(count, room):
+        for sequence, chunk in zip(prefill, self.shares.divide(prefill, room), strict=True):
+            if chunk:
                 rows.append(sequence)
                 known.append(chunk)
-                room -= chunk
         plan = self.make_plan(rows, known, list(Columns.lengths(rows)), budgets, decision)
         return Schedule(plan, tuple(rows), decision, opened, closed)
 

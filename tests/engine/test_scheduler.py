@@ -5,6 +5,7 @@ import pytest
 
 from forerun.control.policy import FIXED, FixedPolicy
 from forerun.engine.check import check_scheduler
+from forerun.engine.prompt_shares import HALF_LIFE, PromptShares
 from forerun.engine.request import Speculation
 from forerun.engine.scheduler import Scheduler, share_out
 from forerun.engine.sequence import Sequence, append
@@ -263,8 +264,8 @@ def test_a_prompt_that_is_being_computed_is_waited_for():
     second = world.add(prompt_len=15, max_tokens=4)
     world.orders = 5
     third = world.add(prompt_len=2, max_tokens=4)
-    # The third has nothing to wait for, and the first leaves nodes only in its second chunk.
-    assert world.step().rows == (first,)
+    # The third has nothing to wait for, not even for the first.
+    assert set(world.step().rows) == {first, third}
     assert set(world.step().rows) == {first, third}
     assert second in world.step().rows and second.cached_tokens == 12
 
@@ -307,3 +308,83 @@ def test_more_slots_than_nodes():
         world.add(prompt_len=1, max_tokens=3)
     while (schedule := world.step()) is not None:
         assert len(schedule.rows) <= 2
+
+
+# --- prompts that do not all fit into a step ---------------------------------------------------
+
+
+def steps_until(world, sequences, most=400):
+    """Steps until each of these has an output token, in the order of `sequences`."""
+    done = {}
+    for number in range(1, most):
+        world.step()
+        for place, sequence in enumerate(sequences):
+            if sequence.total > sequence.prompt_len:
+                done.setdefault(place, number)
+        if len(done) == len(sequences):
+            break
+    return [done.get(place) for place in range(len(sequences))]
+
+
+def test_a_short_prompt_waits_for_no_long_one():
+    world = World(max_nodes=16, pages=2048, context=4096)
+    long = world.add(prompt_len=1600)
+    world.step()
+    short = [world.add(prompt_len=length) for length in (7, 3, 1)]
+    alone, *waited = steps_until(world, [long, *short])
+    assert max(waited) <= 3
+    # 1611 tokens in steps of 16, less what decoding rows take meanwhile.
+    assert alone <= 105
+
+
+def test_the_oldest_prompt_ends_whatever_comes():
+    """Short prompts come in every step; the long one has half of each."""
+    world = World(max_nodes=16, pages=2048, context=4096, slots=4)
+    long = world.add(prompt_len=400)
+    steps = 0
+    while long.total == long.prompt_len and steps < 400:
+        world.add(prompt_len=8, max_tokens=1)
+        world.step()
+        steps += 1
+    assert steps <= 400 / 8 + 2
+
+
+def test_clients_share_what_is_read_out_of_turn():
+    """A client whose one prompt came after the twenty of another waits for two of them, not all."""
+    world = World(max_nodes=16, pages=4096, slots=8, context=4096)
+    crowd = [world.add(prompt_len=100, client="a") for _ in range(20)]
+    for _ in range(10):
+        world.step()
+    one = world.add(prompt_len=110, client="b")
+    (waited,) = steps_until(world, [one])
+    assert waited <= 2 + 110 / 7
+    assert sum(sequence.total > sequence.prompt_len for sequence in crowd) <= 4
+
+
+def test_what_a_client_has_used_is_forgotten():
+    shares = PromptShares()
+
+    class Prompt:
+        pending, request = 100, ask("x", client="a")
+
+    class Other:
+        pending, request = 100, ask("y", client="b")
+
+    shares.divide([Prompt], 100)
+    assert shares.cost(Prompt) == 200 and shares.cost(Other) == 100
+    for _ in range(4 * HALF_LIFE // 100):
+        shares.divide([Other], 100)
+    assert shares.cost(Prompt) < 110 < HALF_LIFE < shares.cost(Other)
+
+
+@pytest.mark.parametrize("room", [0, 1, 2, 15, 16, 100])
+def test_a_steps_prompt_tokens_are_all_used(room):
+    shares = PromptShares()
+    world = World(max_nodes=64, pages=256)
+    prompts = [world.add(prompt_len=length) for length in (30, 4, 10)]
+    chunks = shares.divide(prompts, room)
+    assert sum(chunks) == min(room, 44) and all(
+        c <= p.pending for c, p in zip(chunks, prompts, strict=True)
+    )
+    assert chunks[0] >= min(room - room // 2, 30)
+    assert chunks[1] == min(room // 2, 4) or room >= 44
