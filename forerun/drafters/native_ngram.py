@@ -124,8 +124,8 @@ class CpuNgramDrafter:
         consume(map(list.extend, news, outcome.output_tokens))
 
     def end(self, slot: int) -> None:
-        """Discard the sequence, here and in the core, after the cache has counted its answer. A slot
-        that is not open is no error.
+        """Discard the sequence, here and in the core, after the cache has counted its answer. Does
+        nothing for a slot that is not open.
         """
         if (news := self._unsent.pop(slot, None)) is not None:
             # The array lives until the call is over, because `numbers` names it.

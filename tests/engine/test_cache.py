@@ -40,7 +40,7 @@ def test_references_are_counted():
     assert shared.references(page) == 1 and shared.kept == 0
     other.release()
     assert shared.references(page) == 0 and shared.kept == 1
-    with pytest.raises(ValueError, match="nobody"):
+    with pytest.raises(ValueError, match="no table holds it"):
         shared.release(page)
     shared.check()
 
