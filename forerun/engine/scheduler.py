@@ -168,7 +168,8 @@ class Scheduler(Admission):
         budgets, decision = self.grant(rows, draft_tokens, list(Columns.lengths(rows)))
         room -= sum(_nodes_of(budgets))
         rows, known = rows + fresh, [1] * len(decoding)
-        for sequence, chunk in zip(prefill, self.shares.divide(prefill, room), strict=True):
+        chunks = self.shares.divide(prefill, room) if prefill else []
+        for sequence, chunk in zip(prefill, chunks, strict=True):
             if chunk:
                 rows.append(sequence)
                 known.append(chunk)
