@@ -54,13 +54,22 @@ class Generated(Response):
             running.add(session)
             try:
                 if generation.stream:
-                    await EventStream(session, dialect, send).run()
+                    await EventStream(session, dialect, self._service.workers, send).run()
                 else:
-                    answer = dialect.whole(await session.whole(), session.tally)
-                    await Json(answer)(scope, receive, send)
+                    await (await self._whole(session))(scope, receive, send)
             finally:
                 running.discard(session)
         _observe(session, served)
+
+    async def _whole(self, session: GenerationSession) -> Response:
+        """The answer in one piece; a large one is made beside the event loop."""
+        dialect, choices = self._dialect, await session.whole()
+
+        def written() -> bytes:
+            return dump_json(dialect.whole(choices, session.tally))
+
+        data = await self._service.workers.run(dialect.size(choices), written)
+        return Response(data, media_type=Json.media_type)
 
 
 async def generated(request: Request, dialect: Dialect) -> Response:

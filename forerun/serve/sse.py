@@ -10,6 +10,7 @@ from starlette.types import Send
 from forerun.serve.dialects.contract import Dialect
 from forerun.serve.errors import ApiError
 from forerun.serve.session import GenerationSession
+from forerun.serve.workers import Workers
 
 HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
@@ -17,8 +18,11 @@ HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 class EventStream:
     """Writes one answer to its client."""
 
-    def __init__(self, session: GenerationSession, dialect: Dialect, send: Send) -> None:
+    def __init__(
+        self, session: GenerationSession, dialect: Dialect, workers: Workers, send: Send
+    ) -> None:
         self._session = session
+        self._workers = workers
         self._dialect = dialect
         self._send = send
         self._started = False
@@ -30,7 +34,10 @@ class EventStream:
             async with aclosing(session.news()) as pieces:
                 async for news in pieces:
                     ended = session.ended
-                    events = dialect.events(news, session.tally, ended) if news else dialect.ping
+                    events = dialect.ping
+                    if news:
+                        size, told = dialect.size(news), (news, session.tally, ended)
+                        events = await self._workers.run(size, dialect.events, *told)
                     if not ended:
                         await self._write(events)
             await self._write(events + dialect.end(None), last=True)

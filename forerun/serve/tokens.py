@@ -20,7 +20,7 @@ from forerun.serve.messages import messages, plain_text
 from forerun.serve.prepare import known_tokens
 from forerun.serve.schema import MAX_PROMPTS, template_options, token_ids
 from forerun.serve.tools import Tool, tools
-from forerun.serve.wire import dump_large
+from forerun.serve.wire import dump_json
 from forerun.text.reasoning import Marks
 from forerun.text.tokenizer import as_numbers
 from forerun.types import Ints
@@ -153,7 +153,7 @@ def _sent(answer: bytes) -> Response:
 
 def _answer(body: TokenizeBody, loaded: Frontend) -> bytes:
     """The answer's JSON, made where the tokens are: there may be millions of them."""
-    return dump_large(_tokens(body, loaded))
+    return dump_json(_tokens(body, loaded))
 
 
 def _tokens(body: TokenizeBody, loaded: Frontend) -> dict[str, Any]:
@@ -201,7 +201,7 @@ def _told(body: TokenizeBody, loaded: Frontend, found: list[Ints], several: bool
 def _detokenized(body: DetokenizeBody, loaded: Frontend) -> bytes:
     """The answer's JSON, as vLLM, llama.cpp and SGLang call what is in it."""
     found = _text(body, loaded)
-    return dump_large({"prompt": found, "content": found, "text": found})
+    return dump_json({"prompt": found, "content": found, "text": found})
 
 
 def _text(body: DetokenizeBody, loaded: Frontend) -> str | list[str]:

@@ -125,20 +125,24 @@ def parse_json(body: bytes) -> Any:
 
 
 def dump_json(value: Any) -> bytes:
-    """Compact JSON in UTF-8; what is not valid Unicode becomes a question mark."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.encode("utf-8", "replace")
-
-
-def dump_large(value: Any) -> bytes:
-    """As `dump_json`, for thousands of values: slower, but the interpreter's lock is let go of in
-    between.
+    """Compact JSON in UTF-8; what is not valid Unicode becomes a question mark. Beside the event
+    loop it is slower, and lets go of the interpreter's lock again and again: the loop goes on.
     """
     encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    if _on_the_loop():
+        return encoder.encode(value).encode("utf-8", "replace")
     pieces, parts = encoder.iterencode(value), []
     while part := "".join(islice(pieces, _AT_ONCE)):
         parts.append(part.encode("utf-8", "replace"))
     return b"".join(parts)
+
+
+def _on_the_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def event(data: Any, name: str | None = None) -> bytes:

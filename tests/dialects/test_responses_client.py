@@ -1,5 +1,6 @@
 """/v1/responses through the official openai client, against a real server process."""
 
+import gc
 import json
 import tracemalloc
 
@@ -250,6 +251,7 @@ def test_the_store_holds_what_it_counts():
     try:
         for index in range(40):
             store.put({"id": str(index)}, items, ({"role": "user", "content": "Hi"},))
+        gc.collect()
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -10,10 +10,10 @@ from starlette.testclient import TestClient
 
 from forerun.errors import WorkerError
 from forerun.options.config import ServeSettings
-from forerun.serve import tokens
+from forerun.serve import answering, tokens, wire
 from forerun.serve.app import create_app
 from forerun.serve.errors import ApiError
-from forerun.serve.wire import dump_json, dump_large, parse_json
+from forerun.serve.wire import dump_json, parse_json
 from forerun.serve.workers import HUGE, LARGE, LARGE_AT_ONCE, Workers
 from forerun.text import json_text
 from forerun.text.json_text import MOST_CONTAINERS
@@ -175,7 +175,11 @@ def test_brackets_in_a_text_are_no_arrays():
 
 def test_large_answers_are_written_as_small_ones_are():
     value = {"tokens": [*range(9000)], "a": ["\u00e9\ud800", 1.5, None], "b": {}}
-    assert dump_large(value) == dump_json(value)
+
+    async def on_the_loop():
+        return dump_json(value)
+
+    assert dump_json(value) == asyncio.run(on_the_loop())
 
 
 def test_large_answers_are_sent_in_parts():
@@ -192,3 +196,22 @@ def test_large_answers_are_sent_in_parts():
     parts = [message.get("body", b"") for message in sent]
     assert b"".join(parts) == answer and max(map(len, parts)) == tokens._PART
     assert (b"content-length", b"256000") in sent[0]["headers"]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(("top", "beside"), [(20, True), (None, False)])
+def test_answers_with_many_log_probabilities_are_made_beside_the_event_loop(
+    client, monkeypatch, stream, top, beside
+):
+    threads = set()
+
+    def dumped(value):
+        threads.add(threading.current_thread().name.partition("_")[0])
+        return dump_json(value)
+
+    for module in (answering, wire):
+        monkeypatch.setattr(module, "dump_json", dumped)
+    asked = {"prompt": "a" * 500, "max_tokens": 2, "logprobs": top, "echo": True, "stream": stream}
+    answer = client.post("/v1/completions", json=asked)
+    assert answer.status_code == 200
+    assert ("forerun-large" in threads) is beside

@@ -19,6 +19,9 @@ class Ready:
     body: Any
 
 
+REPORT, STEP = 40, 400
+"""Bytes of one log-probability in an answer, and of one step of a trace."""
+
 News = Sequence[tuple[int, Delta]]
 """(index of the choice, what is new of it)."""
 
@@ -51,9 +54,22 @@ class Dialect(ABC):
         Raises RequestError naming the field, ApiError.
         """
 
+    @staticmethod
+    def size(news: News) -> int:
+        """Bytes of an answer with this news, about."""
+        size = 0
+        for _, delta in news:
+            reported = len(delta.logprobs) + len(delta.prompt_logprobs)
+            first = (delta.logprobs or delta.prompt_logprobs)[:1]
+            size += len(delta.text) + reported * sum(REPORT * (1 + len(one.top)) for one in first)
+            size += STEP * len(delta.trace)
+        return size
+
     @abstractmethod
     def events(self, news: News, tally: Tally, last: bool) -> bytes:
-        """The bytes of a stream for some news, maybe none; with `last`, nothing runs any more."""
+        """The bytes of a stream for some news, maybe none; with `last`, nothing runs any more. May
+        run on any thread, as `whole` may.
+        """
 
     @abstractmethod
     def whole(self, choices: News, tally: Tally) -> Any:
