@@ -88,8 +88,6 @@ DOCUMENTS = Workload(document=500)
 """A fifth carry 32,000 tokens."""
 HOT = Workload(agents=1, system=250)
 """One agent alone, with a system prompt of 16,000."""
-SMALL = Workload(agents=12, system=5, document=10, asked=30.0, answer=12.0, pause=3.0)
-"""What two replicas of the default model on two cores can be asked."""
 TOKENS = 64
 """Of a block of 256 characters (forerun.ray.affinity.BLOCK)."""
 

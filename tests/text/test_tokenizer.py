@@ -111,7 +111,7 @@ WORDS, IDS = (
     json.loads((Path(__file__).parent / f"llama_cpp_{name}.json").read_text(encoding="utf-8"))
     for name in ("words", "ids")
 )
-"""What llama.cpp says (bench/llama_cpp_words.py wrote it down)."""
+"""What llama.cpp says (llama_cpp_words.py wrote it down)."""
 
 LLAMA_CPP_APPROXIMATES = {
     **{name: {0, 6} for name in ("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2")},

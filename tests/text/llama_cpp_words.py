@@ -1,6 +1,6 @@
 """Write what llama.cpp itself makes of texts, for tests/text: words and ids.
 
-    python bench/llama_cpp_words.py LLAMA_CPP_PYTHON_SOURCE LIBRARY_FOLDER
+    python -m tests.text.llama_cpp_words LLAMA_CPP_PYTHON_SOURCE LIBRARY_FOLDER
 
 llama_cpp_words.json: how texts are cut, by pre-tokenizer. For each text a vocabulary is made in
 which every piece of it is a token and any two neighbouring tokens merge, so that what llama.cpp
@@ -27,7 +27,7 @@ from forerun.text.pre_tokenizers import PRE_TOKENIZERS
 from tests.text.corpus import AROUND_CONTROLS, sentence_piece_vocabulary
 from tests.text.corpus import TEXTS as MIXED
 
-OUT = Path(__file__).parents[1] / "tests" / "text"
+OUT = Path(__file__).parent
 TEXTS = (
     "It's WE'LL they'Ve x'\u017f",
     "1234567 a12b 3.14",
