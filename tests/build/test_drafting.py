@@ -48,14 +48,14 @@ def test_the_start_says_what_drafts_and_why():
     asked = EngineConfig(model="m")
     ngram = resolved_drafting(asked, head=False, fault=None)
     assert "NGRAM" in drafting_sentence(asked, ngram, False, None)
-    assert "no draft is named)" in drafting_sentence(asked, ngram, False, None)
+    assert "no draft is given)" in drafting_sentence(asked, ngram, False, None)
     assert "has an n-gram table" in drafting_sentence(asked, ngram, True, None)
     off = resolved_drafting(asked, head=False, fault="the draft has no fc.weight")
     assert drafting_sentence(asked, off, False, "the draft has no fc.weight") == (
         "drafting: OFF (the draft has no fc.weight)"
     )
     said = EngineConfig(model="m", speculative_algorithm="NGRAM")
-    assert drafting_sentence(said, ngram, False, None).endswith("(as asked)")
+    assert drafting_sentence(said, ngram, False, None).endswith("(as requested)")
     said = replace(said, speculative_algorithm="EAGLE3")
     found = replace(said, speculative_draft_model_path="folder")
     told = drafting_sentence(said, found, False, None)
