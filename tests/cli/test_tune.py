@@ -93,7 +93,7 @@ def test_profiles_are_forgotten(capsys):
     other = tuned.save(EngineConfig(model="other"), FOUR, {"model": "other"})
     other.with_name("noise.json").write_text("[")
     assert main(["tune", "--model", "toy", "--forget"]) == 0
-    assert "1 profiles forgotten" in capsys.readouterr().err
+    assert "1 profiles deleted" in capsys.readouterr().err
     assert tuned.find(config, config) is None and other.exists()
 
 
