@@ -48,9 +48,12 @@ _WEIGHTS = {"fp8": "float8", "gguf": "file", "q8_0": "q8_0", "q4_1": "q4_1", "q4
 _HERMES = dict.fromkeys(("hermes", "qwen", "qwen25", "qwen3"), "hermes")
 _LLAMA3 = dict.fromkeys(("llama3", "llama3_json"), "llama3")
 _GLM = dict.fromkeys(("glm", "glm45", "glm47"), "glm")
-_TOOLS = {"auto": "auto"} | _HERMES | _LLAMA3 | {"mistral": "mistral"} | _GLM
+_HARMONY = dict.fromkeys(("gpt-oss", "openai"), "harmony")
+_OTHERS = {"mistral": "mistral", "granite": "granite", "phi4_mini_json": "phi4"} | _HARMONY
+_TOOLS = {"auto": "auto"} | _HERMES | _LLAMA3 | _GLM | _OTHERS
 _THINKERS = ("deepseek-r1", "deepseek_r1", "qwen3", "qwen3-thinking", "glm45")
-_REASONING = {"auto": "auto", "off": "off"} | dict.fromkeys(_THINKERS, "</think>")
+_CHANNELS = dict.fromkeys(("gpt-oss", "openai_gptoss"), "auto")
+_REASONING = {"auto": "auto", "off": "off"} | _CHANNELS | dict.fromkeys(_THINKERS, "</think>")
 
 ALIASES: tuple[Alias, ...] = (
     # Speculation.

@@ -469,7 +469,10 @@ class ServeSettings:
     tool_parser: str = option(
         "auto",
         "how the model writes tool calls; auto looks at its chat template",
-        choices=("auto", "hermes", "llama3", "mistral", "mistral-args", "glm"),
+        choices=(
+            *("auto", "hermes", "llama3", "mistral", "mistral-args", "glm"),
+            *("granite", "phi4", "harmony"),
+        ),
     )
     reasoning_end: str = option(
         "auto",

@@ -21,9 +21,17 @@ from forerun.serve.output_parser import OutputParser
 from forerun.serve.schema import ChatBody, SampledBody
 from forerun.serve.tools import Tool, ToolChoice
 from forerun.text.chat import ChatTemplate
+from forerun.text.harmony import (
+    FINAL,
+    MESSAGE,
+    START,
+    THOUGHTS,
+    HarmonyReader,
+    begun_message,
+)
 from forerun.text.reasoning import TAIL, Marks, ReasoningReader, Stage
 from forerun.text.tokenizer import Tokenizer
-from forerun.text.tools import FORMATS, ToolFormat, ToolReader, format_of
+from forerun.text.tools import FORMATS, HARMONY, ToolFormat, ToolReader, format_of
 from forerun.types import Ints
 
 
@@ -52,35 +60,47 @@ def dialogue(body: ChatBody, loaded: Frontend, settings: ServeSettings) -> Dialo
     if settings.additional_properties == "deny":
         offered = tuple(_closed(tool) for tool in offered)
     template = _template(loaded)
-    marks = _marks(settings, template)
-    prompt = chat_prompt(body, loaded, offered, marks)
     format = FORMATS.get(settings.tool_parser) or format_of(template.source)
+    marks = THOUGHTS if format is HARMONY else _marks(settings, template)
+    prompt = chat_prompt(body, loaded, offered, marks)
+    tail = loaded.tokenizer.decode(prompt[-TAIL:].tolist(), skip_special=False)
+    # Of Harmony: what the prompt has of the answer's first message; "" within a long text.
+    message = begun_message(tail) or ("" if body.continue_final_message else START)
     banned = token_rules(body, loaded.tokenizer)
     rules, free = banned or constraint(body, settings), False
     if offered and banned is None:
         answer = rules.grammar if rules is not None else None
-        rules = _tool_rules(body, loaded, format, offered, choice, answer)
+        inside = not message or MESSAGE in message
+        rules = _tool_rules(body, loaded, format, offered, choice, answer, inside)
         free = choice.kind == "auto" and body.rules is None
     plain = [tool.plain for tool in offered]
+    if format is HARMONY:
+        if rules is not None and not offered and banned is None and MESSAGE not in message:
+            rules = rules.after(Start(FINAL, True))
+        apart = _apart(body) and settings.reasoning_end != "off"
+        return Dialogue(prompt, rules, _channels(plain, message or FINAL, apart), control=True)
 
     def tools() -> ToolReader | None:
         return ToolReader(format, plain) if plain else None
 
-    if marks is not None and not _apart(body) and rules is banned:
-        marks = None  # It stays in the content.
-    if marks is None:
-        if not plain:
-            return Dialogue(prompt, rules)
-        control = _is_control(loaded, format.opener)
-        return Dialogue(prompt, rules, lambda: OutputParser(None, tools()), control)
+    if marks is None or (not _apart(body) and rules is banned):  # It stays in the content.
+        control = bool(plain) and _is_control(loaded, format.opener)
+        made = (lambda: OutputParser(None, tools())) if plain else None
+        return Dialogue(prompt, rules, made, control)
     heard = (marks.opener, marks.closer, *([format.opener] if plain else []))
     control = any(_is_control(loaded, mark) for mark in heard)
     found = Dialogue(prompt, rules, control=control)
-    stage, bare = _stage(body, prompt, marks, loaded.tokenizer)
+    stage, bare = _stage(body, tail, marks)
     if banned is None and not (free and stage == Stage.UNDECIDED):
         seen = control or not body.skip_special_tokens
         found, stage = _after_reasoning(found, stage, marks, loaded.tokenizer, seen)
     return replace(found, parser=lambda: OutputParser(ReasoningReader(marks, stage, bare), tools()))
+
+
+def _channels(tools: list[dict[str, Any]], begun: str, apart: bool) -> Callable[[], OutputParser]:
+    """What makes the reader of an answer in Harmony, of which the prompt has `begun`."""
+    names = [tool["function"]["name"] for tool in tools]
+    return lambda: OutputParser(None, None, HarmonyReader(names, begun, apart))
 
 
 def _apart(body: ChatBody) -> bool:
@@ -235,8 +255,9 @@ def _tool_rules(
     offered: tuple[Tool, ...],
     choice: ToolChoice,
     answer: Grammar | None,
+    inside: bool,
 ) -> Rules:
-    """The grammar of an answer with calls; answer: of one without."""
+    """The grammar of an answer with calls; answer: of one without; inside: as of Calling."""
     required = choice.kind != "auto"
     if required and answer is not None:
         raise RequestError(
@@ -244,12 +265,14 @@ def _tool_rules(
             "constraint. Leave tool_choice to auto.",
             "tool_choice",
         )
-    added = loaded.tokenizer.added
-    marks = [mark for mark in (format.opener, format.divider) if _is_control(loaded, mark)]
-    special = {mark: added[mark].id for mark in marks}
+    tokenizer = loaded.tokenizer
+    marks = [mark for mark in format.marks if _is_control(loaded, mark)]
+    special = {mark: tokenizer.added[mark].id for mark in marks}
+    others = tokenizer.special_ids - set(tokenizer.eos_ids) - set(special.values())
     several = body.parallel_tool_calls and choice.kind != "named"
     signatures = [tool.signature for tool in offered]
-    return tool_rules(format, signatures, Calling(required, several, special), answer)
+    calling = Calling(required, several, special, others, inside)
+    return tool_rules(format, signatures, calling, answer)
 
 
 def _marks(settings: ServeSettings, template: ChatTemplate) -> Marks | None:
@@ -259,9 +282,11 @@ def _marks(settings: ServeSettings, template: ChatTemplate) -> Marks | None:
     return Marks.found_in(template.source) if end == "auto" else Marks.of(end)
 
 
-def _stage(body: ChatBody, prompt: Ints, marks: Marks, tokenizer: Tokenizer) -> tuple[Stage, bool]:
-    """Where in its answer the model is behind a prompt, and whether that is right behind a mark."""
-    stage = marks.stage(tokenizer.decode(prompt[-TAIL:].tolist(), skip_special=False))
+def _stage(body: ChatBody, tail: str, marks: Marks) -> tuple[Stage, bool]:
+    """Where in its answer the model is behind a prompt that ends with `tail`, and whether that is
+    right behind a mark.
+    """
+    stage = marks.stage(tail)
     if not body.continue_final_message:
         return stage, True
     last = body.messages[-1]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forerun.engine.request import Finish
+from forerun.text.harmony import HarmonyReader, MessagePiece
 from forerun.text.reasoning import ReasoningReader
 from forerun.text.tool_bodies import NOTHING, CallPiece, loads_or
 from forerun.text.tools import Parsed, ToolReader
@@ -20,24 +21,35 @@ class Heard:
 
 
 class OutputParser:
-    """Reads the text of one choice. None = the model does no such thing, or was not asked to."""
+    """Reads the text of one choice. None = the model does no such thing, or was not asked to.
 
-    def __init__(self, reasoning: ReasoningReader | None, tools: ToolReader | None) -> None:
+    channels  reads all of a text in messages, instead of the other two
+    """
+
+    def __init__(
+        self,
+        reasoning: ReasoningReader | None,
+        tools: ToolReader | None,
+        channels: HarmonyReader | None = None,
+    ) -> None:
         self._reasoning = reasoning
         self._tools = tools
+        self._channels = channels
+        self._caller = channels or tools
         self._arguments = ""  # Of the last call, as far as they have come.
 
     def called(self, finish: Finish | None, stop_reason: str | int | None) -> bool:
         """Whether a choice that ended so ended with tool calls: not where a limit or a stop string
         cut off the last one.
         """
-        if self._tools is None or not self._tools.called or finish != Finish.STOP:
+        if self._caller is None or not self._caller.called or finish != Finish.STOP:
             return False
         return not self.stopped_inside(stop_reason)
 
     def stopped_inside(self, stop_reason: str | int | None) -> bool:
         """Whether a stop string came before the arguments of a call were whole."""
-        if self._tools is None or not self._tools.called or not isinstance(stop_reason, str):
+        called = self._caller is not None and self._caller.called
+        if not called or not isinstance(stop_reason, str):
             return False
         return loads_or(self._arguments, NOTHING) is NOTHING
 
@@ -45,6 +57,21 @@ class OutputParser:
         """What `text` makes certain; with `last`, all there is; with `cut`, there was no room for
         more.
         """
+        heard = self._in_channels(text, last, cut) or self._marked(text, last, cut)
+        for piece in heard.calls:
+            before = self._arguments if piece.name is None else ""
+            self._arguments = before + piece.arguments
+        return heard
+
+    def _in_channels(self, text: str, last: bool, cut: bool) -> Heard | None:
+        if self._channels is None:
+            return None
+        news = self._channels.push(text)
+        rest = self._channels.finish(cut) if last else MessagePiece()
+        calls = news.calls + rest.calls
+        return Heard(news.reasoning + rest.reasoning, news.content + rest.content, calls)
+
+    def _marked(self, text: str, last: bool, cut: bool) -> Heard:
         thought, answer = self._reasoning.push(text) if self._reasoning else ("", text)
         if last and self._reasoning:
             rest = self._reasoning.finish(cut)
@@ -53,11 +80,7 @@ class OutputParser:
             return Heard(thought, answer)
         called = self._tools.push(answer)
         tail = self._tools.finish(cut) if last else Parsed()
-        calls = called.calls + tail.calls
-        for piece in calls:
-            before = self._arguments if piece.name is None else ""
-            self._arguments = before + piece.arguments
-        return Heard(thought, called.content + tail.content, calls)
+        return Heard(thought, called.content + tail.content, called.calls + tail.calls)
 
 
 def whole_calls(pieces: tuple[CallPiece, ...]) -> list[dict[str, Any]]:

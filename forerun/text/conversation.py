@@ -29,6 +29,7 @@ _AGAIN, _LATE = "Then-What", "Be-Brisk"
 _NAME = "probe_weather"
 _LONG_ID, _SHORT_ID = "call_0123456789abcdef", "call12345"
 _EMPTY_WORDS = re.compile("None|none|null")
+_THINKING = re.compile(r"""message(\.thinking\b|\[['"]thinking['"]\])""")
 _PARAMETERS = {"type": "object", "properties": {"city": {"type": "string", "description": "c"}}}
 
 
@@ -128,6 +129,13 @@ class TemplateTraits:
         words = [_LATE, _ANSWER, _AGAIN, *(each["content"] for each in head)]
         return _holds(self._try([*head, *turns], None), words)
 
+    @property
+    def thinking(self) -> bool:
+        """Whether the template reads thoughts in a field `thinking` (gpt-oss), and with a call
+        either them or content.
+        """
+        return _THINKING.search(self._source) is not None
+
     @cached_property
     def adjacent_users(self) -> bool:
         """Whether it takes two user messages in a row."""
@@ -159,6 +167,8 @@ def adapted(
         found, offered = with_tools_in_text(found, offered), None
     elif offered and not traits.bare_tools:
         offered = [_complete(tool) for tool in offered]
+    if traits.thinking:
+        found = [_with_thinking(message) for message in found]
     if any(message.get("tool_calls") or message["role"] == "tool" for message in found):
         found = _with_calls(found, traits)
     if any(message["role"] == "system" for message in found):
@@ -168,6 +178,17 @@ def adapted(
     if any(a["role"] == b["role"] == "user" for a, b in pairwise(found)):
         found = found if traits.adjacent_users else _merged_users(found)
     return found, offered
+
+
+def _with_thinking(message: Message) -> Message:
+    """A message whose thought is in `thinking`; what is said before a call is part of it."""
+    thought = message.get("reasoning_content")
+    if not thought:
+        return message
+    left = {name: value for name, value in message.items() if name != "reasoning_content"}
+    if left.get("tool_calls") and left.get("content"):
+        return {**left, "thinking": f"{thought}\n\n{left['content']}", "content": ""}
+    return {**left, "thinking": thought}
 
 
 def _with_calls(messages: list[Message], traits: TemplateTraits) -> list[Message]:

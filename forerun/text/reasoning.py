@@ -26,10 +26,11 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """The texts around the reasoning."""
+    """The texts around the reasoning. gap: stands behind the opener that this server writes."""
 
     opener: str
     closer: str
+    gap: str = "\n"
 
     @classmethod
     def of(cls, closer: str) -> Self:
@@ -61,7 +62,7 @@ class Marks:
         content = str(message.get("content") or "")
         if not content.strip():
             thought = str(message.get("reasoning_content") or "")
-            return f"\n{thought}" if thought.strip() else None
+            return f"{self.gap}{thought}" if thought.strip() else None
         opens = content.lstrip().startswith(self.opener) and self.closer not in content
         return content.lstrip()[len(self.opener) :] if opens else None
 

@@ -7,6 +7,9 @@ begins calls; what precedes it is ordinary content.
     llama3   {"name": "f", "parameters": {...}}, the whole answer           Llama 3
     mistral  [TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...]           Mistral
     mistral-args  [TOOL_CALLS]f[ARGS]{...}, one after the other         newer ones of Mistral
+    granite  <|tool_call|>[{"name": "f", "arguments": {...}}, ...]             Granite 3
+    phi4     <|tool_call|>{"name": "f", "arguments": {...}}<|/tool_call|>       Phi-4 mini
+    harmony  ... to=functions.f<|message|>{...}, in messages (harmony.py)      gpt-oss
     glm      <tool_call>f\n<arg_key>k</arg_key>\n<arg_value>v</arg_value>\n</tool_call>
 """
 
@@ -14,6 +17,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from forerun.text.harmony import CHANNEL, MARKS, shows_harmony
 from forerun.text.reasoning import overlap
 from forerun.text.tool_bodies import Body, CallPiece, DividedCall, GlmCalls, JsonCalls, Tools
 
@@ -34,6 +38,7 @@ class ToolFormat:
     closer     ends what the opener began; "" = the end of the arguments or of the answer does
     arguments  the key that holds the arguments, where calls are JSON
     divider    stands between name and arguments, where they are told apart so
+    listed     calls are a JSON list, which is opened once
     """
 
     name: str
@@ -41,21 +46,37 @@ class ToolFormat:
     closer: str
     arguments: str
     divider: str = ""
+    listed: bool = False
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Texts that may be control tokens of a model's."""
+        if self.opener == CHANNEL:
+            return MARKS
+        return tuple(filter(None, (self.opener, self.closer, self.divider)))
 
 
 HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", "arguments")
 LLAMA3 = ToolFormat("llama3", "", "", "parameters")
-MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", "]", "arguments")
+MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", "]", "arguments", listed=True)
+GRANITE = ToolFormat("granite", "<|tool_call|>", "]", "arguments", listed=True)
+PHI4 = ToolFormat("phi4", "<|tool_call|>", "<|/tool_call|>", "arguments")
+HARMONY = ToolFormat("harmony", CHANNEL, "", "")
 MISTRAL_ARGS = ToolFormat("mistral-args", "[TOOL_CALLS]", "", "", "[ARGS]")
 GLM = ToolFormat("glm", "<tool_call>", "</tool_call>", "")
 
-FORMATS = {format.name: format for format in (HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, GLM)}
+FORMATS = {
+    format.name: format
+    for format in (HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, GLM, GRANITE, PHI4, HARMONY)
+}
 
 _SIGNS = (
     ("<arg_key>", GLM),
     ("[ARGS]", MISTRAL_ARGS),
     ("[TOOL_CALLS]", MISTRAL),
     ("<tool_call>", HERMES),
+    ("<|/tool_call|>", PHI4),
+    ("<|tool_call|>", GRANITE),
 )
 
 
@@ -66,6 +87,8 @@ def takes_tools(template: str) -> bool:
 
 def format_of(template: str) -> ToolFormat:
     """The format of calls that a chat template shows, by its marks; Hermes where it shows none."""
+    if shows_harmony(template):
+        return HARMONY
     for sign, format in _SIGNS:
         if sign in template:
             return format

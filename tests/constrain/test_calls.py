@@ -48,6 +48,8 @@ WRITTEN = {
     "hermes": f'<tool_call>\n{{"name": "weather", "arguments": {ROME}}}\n</tool_call>',
     "llama3": f'{{"name": "weather", "parameters": {ROME}}}',
     "mistral": f'[TOOL_CALLS] [{{"name": "weather", "arguments": {ROME}}}]',
+    "granite": f'<|tool_call|>[{{"name": "weather", "arguments": {ROME}}}]',
+    "phi4": f'<|tool_call|>{{"name": "weather", "arguments": {ROME}}}<|/tool_call|>',
     "mistral-args": f"[TOOL_CALLS]weather[ARGS]{ROME}",
     "glm": "<tool_call>note\n<arg_key>text</arg_key>\n<arg_value>a < b</arg_value>\n"
     "<arg_key>mood</arg_key>\n<arg_value>sad</arg_value>\n"
@@ -63,6 +65,8 @@ MORE = {
     + ", "
     + WRITTEN["mistral"].partition("[{")[2].join("{ ")[:-1],
     "mistral-args": 2 * WRITTEN["mistral-args"],
+    "phi4": 2 * WRITTEN["phi4"],
+    "granite": WRITTEN["granite"][:-1] + ", " + WRITTEN["granite"][len("<|tool_call|>[") :],
     "glm": WRITTEN["glm"] + "\n" + WRITTEN["glm"],
 }
 MORE["mistral"] = WRITTEN["mistral"][:-1] + ", " + WRITTEN["mistral"][len("[TOOL_CALLS] [") :]

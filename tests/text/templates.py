@@ -211,3 +211,38 @@ CONTROLS = (
     "<end_of_turn>",
 )
 UNMARKED = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>")
+
+HARMONY = """\
+{{- '<|start|>system<|message|>Reasoning: ' + (reasoning_effort or 'medium') + '<|end|>' }}
+{%- if tools %}
+    {{- '<|start|>developer<|message|># Tools\\n\\n' + tools | tojson + '<|end|>' }}
+{%- endif %}
+{%- set last = namespace(name=none) %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {%- if message.tool_calls %}
+            {%- set call = message.tool_calls[0].function %}
+            {%- set last.name = call.name %}
+            {%- if message.content and message.thinking %}
+                {{- raise_exception('Cannot pass both content and thinking') }}
+            {%- elif message.thinking or message.content %}
+                {{- '<|start|>assistant<|channel|>analysis<|message|>' }}
+                {{- (message.thinking or message.content) + '<|end|>' }}
+            {%- endif %}
+            {{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json' }}
+            {{- '<|message|>' + call.arguments | tojson + '<|call|>' }}
+        {%- else %}
+            {{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}
+        {%- endif %}
+    {%- elif message.role == 'tool' %}
+        {{- '<|start|>functions.' + last.name + ' to=assistant<|channel|>commentary<|message|>' }}
+        {{- message.content | tojson + '<|end|>' }}
+    {%- else %}
+        {{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start|>assistant' }}
+{%- endif %}
+"""
+"""The messages of gpt-oss in their channels, without its description of types."""

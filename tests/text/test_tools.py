@@ -10,10 +10,12 @@ from forerun.text.tool_prompt import call_in_text, result_in_text, with_tools_in
 from forerun.text.tools import (
     FORMATS,
     GLM,
+    GRANITE,
     HERMES,
     LLAMA3,
     MISTRAL,
     MISTRAL_ARGS,
+    PHI4,
     ToolReader,
     format_of,
 )
@@ -111,6 +113,20 @@ VECTORS = [
     (MISTRAL_ARGS, "a [TOOL_CALLS]now[ARGS", "a [TOOL_CALLS]now[ARGS", []),
     (MISTRAL_ARGS, "[TOOL_CALLS]not so {x} y", "[TOOL_CALLS]not so {x} y", []),
     (
+        GRANITE,
+        f'Sure. <|tool_call|>[{{"name": "weather", "arguments": {OSLO}}}, '
+        '{"name": "now", "arguments": {}}]',
+        "Sure.",
+        [["weather", OSLO], ["now", "{}"]],
+    ),
+    (
+        PHI4,
+        f'<|tool_call|>{{"name": "weather", "arguments": {OSLO}}}<|/tool_call|>'
+        '<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>',
+        "",
+        [["weather", OSLO], ["now", "{}"]],
+    ),
+    (
         GLM,
         "Hm\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>12</arg_value>\n"
         "<arg_key>days</arg_key><arg_value> 3 </arg_value>\n</tool_call>\n"
@@ -153,6 +169,9 @@ def test_the_template_shows_the_format(name):
         "glm": "{% for tool in tools %}<tool_call>{name}<arg_key>",
         "mistral": "{{ '[TOOL_CALLS]' }}",
         "mistral-args": "{{ '[TOOL_CALLS]' + call.name + '[ARGS]' + call.arguments | tojson }}",
+        "granite": "{{ '<|tool_call|>' + calls | tojson }}",
+        "phi4": "{{ '<|tool_call|>' + call | tojson + '<|/tool_call|>' }}",
+        "harmony": "<|start|>assistant to=functions.f<|channel|>commentary json<|message|>",
         "llama3": "{% if tools %} Environment: ipython ... dictionary of parameters",
     }
     assert format_of(shown[name]).name == name

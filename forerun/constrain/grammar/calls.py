@@ -5,14 +5,16 @@ Written in llguidance's Lark: a rule with `suffix` ends at the first occurrence 
 """
 
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from forerun.constrain.grammar.glm import arguments
 from forerun.constrain.grammar.grammar import Grammar, Kind, Start
+from forerun.constrain.grammar.harmony import harmony_lines
 from forerun.errors import BusyError, RequestError
-from forerun.text.tools import GLM, LLAMA3, MISTRAL, MISTRAL_ARGS, ToolFormat
+from forerun.text.harmony import END, START
+from forerun.text.tools import GLM, HARMONY, HERMES, LLAMA3, MISTRAL_ARGS, PHI4, ToolFormat
 
 Compiled = TypeVar("Compiled")
 
@@ -36,19 +38,29 @@ class Calling:
 
     required  calls and nothing else
     several   more than one call
-    special   ids of those marks of the format (opener, divider) that are control tokens of the
-              model's
+    special   ids of those marks of the format that are control tokens of the model's
+    others    ids of control tokens that free text may have
+    inside    the prompt ends within the text of a message (Harmony)
     """
 
     required: bool
     several: bool
     special: Mapping[str, int] = field(default_factory=dict)
+    others: Collection[int] = ()
+    inside: bool = False
 
     def mark(self, text: str) -> str:
         """How a Lark grammar names a mark of the format: a control token by its id, else the text
         as a literal.
         """
         return f"<[{self.special[text]}]>" if text in self.special else _literal(text)
+
+    def free(self, terminal: str) -> tuple[str, list[str]]:
+        """A rule of free text made of `terminal` and of control tokens, and its lines."""
+        if not self.others:
+            return terminal, []
+        ids = ",".join(map(str, sorted(self.others)))
+        return "free", [f"free: {terminal}? (other ANY?)*", f"other: <[{ids}]>", f"ANY: {ANY_TEXT}"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +120,32 @@ def tool_rules(
     Raises RequestError where `answer` is no JSON schema, or GLM's arguments cannot honour a strict
     one.
     """
+    parts = [tool.arguments for tool in tools] + ([answer] if answer else [])
+    if format is HARMONY:
+        lines = _in_channels(tools, calling, answer)
+        return Rules(Grammar.grammar("\n".join(lines), "tools"), tuple(parts))
     lines = [f"call: {_either('call', len(tools))}"]
     for index, tool in enumerate(tools):
         lines += _call(format, calling, index, tool)
     lines += _around(format, calling, answer)
-    parts = [tool.arguments for tool in tools] + ([answer] if answer else [])
     return Rules(Grammar.grammar("\n".join(lines), "tools"), tuple(parts))
+
+
+def _in_channels(tools: Sequence[Signature], calling: Calling, answer: Grammar | None) -> list[str]:
+    ends = [mark for mark in (END, START) if mark not in calling.special]
+    text = without(ends) if ends else ANY_TEXT
+    return [
+        *harmony_lines(
+            [tool.name for tool in tools],
+            calling.mark,
+            _literal,
+            text,
+            _content(answer) if answer is not None else None,
+            calling.required,
+            calling.inside,
+        ),
+        *(f"json_{index}: {_json(tool.arguments)}" for index, tool in enumerate(tools)),
+    ]
 
 
 def tag_rules(tags: Sequence[Tag], triggers: Sequence[str], field: str) -> Rules:
@@ -147,10 +179,10 @@ def tag_rules(tags: Sequence[Tag], triggers: Sequence[str], field: str) -> Rules
 def _around(format: ToolFormat, calling: Calling, answer: Grammar | None) -> list[str]:
     """The rules from `start` down to the calls."""
     opener = calling.mark(format.opener)
-    between = {MISTRAL: '", "', LLAMA3: '"; "', MISTRAL_ARGS: opener}
-    again = between.get(format, f'"\\n" {opener}')
+    between = {LLAMA3: '"; "', MISTRAL_ARGS: opener, PHI4: opener}
+    again = '", "' if format.listed else between.get(format, f'"\\n" {opener}')
     calls = f"call ({again} call)*" if calling.several else "call"
-    if format is MISTRAL:
+    if format.listed:
         calls = f'{opener} " "? "[" {calls} "]"'
     elif format is not LLAMA3:
         calls = f"{opener} {calls}"
@@ -159,15 +191,28 @@ def _around(format: ToolFormat, calling: Calling, answer: Grammar | None) -> lis
         return [*lines, "start: calls"]
     if answer is not None:
         return [*lines, "start: answer | calls", f"answer: {_content(answer)}"]
+    return _in_text(format, calling, calls, opener)
+
+
+def _in_text(format: ToolFormat, calling: Calling, calls: str, opener: str) -> list[str]:
+    """The rules from `start` down to the calls, where free text may stand before them."""
+    lines = [f"calls: {calls}"]
+    free, rules = calling.free("TEXT")
     if format is LLAMA3:
-        return [*lines, "start: TEXT | calls", r"TEXT: /\s*([^{\s](.|\n)*)?/"]
+        return [*lines, *rules, f"start: {free} | calls", r"TEXT: /\s*([^{\s](.|\n)*)?/"]
     if format.opener in calling.special:
-        return [*lines, "start: TEXT calls?", f"TEXT: {ANY_TEXT}"]
+        return [*lines, *rules, f"start: {free} calls?", f"TEXT: {ANY_TEXT}"]
     many = "*" if calling.several else "?"
     # A list of calls is opened once, other calls one by one, with text between them.
-    rest = calls.removeprefix(f"{opener} ") if format is MISTRAL else "call"
+    rest = calls.removeprefix(f"{opener} ") if format.listed else "call"
     head = f"head[suffix={opener}]: {ANY_TEXT}"
-    return [f"start: (head {rest}){many} TAIL", head, f"TAIL: {without([format.opener])}"]
+    tail = f"TAIL: {without([format.opener])}"
+    if not calling.others:
+        return [f"start: (head {rest}){many} TAIL", head, tail]
+    rules = [line for line in rules if line.startswith("other")]
+    if calling.several:
+        return [f"start: (head {rest} | TAIL? other)* TAIL?", head, tail, *rules]
+    return [f"start: plain (head {rest} plain)?", "plain: (TAIL? other)* TAIL?", head, tail, *rules]
 
 
 def _call(format: ToolFormat, calling: Calling, index: int, tool: Signature) -> list[str]:
@@ -183,10 +228,12 @@ def _call(format: ToolFormat, calling: Calling, index: int, tool: Signature) -> 
         divided = f"{_literal(tool.name)} {calling.mark(format.divider)}"
         return [f"call_{index}: {divided} json_{index}", written]
     begin = f'{{"name": {json.dumps(tool.name)}, "{format.arguments}": '
-    end = "}"
-    if format.closer == "</tool_call>":
-        begin, end = "\n" + begin, end + "\n" + format.closer
-    return [f"call_{index}: {_literal(begin)} json_{index} {_literal(end)}", written]
+    end = _literal("}")
+    if format is HERMES:
+        begin, end = "\n" + begin, _literal("}\n" + format.closer)
+    elif format is PHI4:
+        end = f"{end} {calling.mark(format.closer)}"
+    return [f"call_{index}: {_literal(begin)} json_{index} {end}", written]
 
 
 def _content(answer: Grammar) -> str:

@@ -1,0 +1,195 @@
+"""The Harmony format of gpt-oss: messages in channels, read as they come.
+
+An answer is one message or more, each a header and a text:
+
+    <|channel|>analysis<|message|>The user asks ...<|end|>
+    <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>
+    <|start|>assistant<|channel|>final<|message|>It rains.<|return|>
+
+Analysis is reasoning. What goes to a function is a call of it; models name the function before the
+channel as well. Everything else is content.
+"""
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from forerun.text.reasoning import Marks, overlap
+from forerun.text.tool_bodies import CallPiece
+
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+END, CALL, RETURN, CONSTRAIN = "<|end|>", "<|call|>", "<|return|>", "<|constrain|>"
+MARKS = (START, CHANNEL, MESSAGE, END, CALL, RETURN, CONSTRAIN)
+ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
+FINAL = f"{CHANNEL}final{MESSAGE}"
+THOUGHTS = Marks(ANALYSIS, END, "")
+"""Around the thought that a client begins."""
+
+LONGEST_HEADER = 512
+"""Characters; a longer text is no header."""
+
+_ENDS = (END, CALL, RETURN, START)
+_END = re.compile("|".join(map(re.escape, _ENDS)))
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_HEADER = re.compile(r"<\|channel\|>\s*(\w*)")
+_BEGINS = (START, CHANNEL, MESSAGE, CONSTRAIN, "to=")
+
+
+def shows_harmony(template: str) -> bool:
+    """Whether a chat template writes this format."""
+    return all(mark in template for mark in (START, CHANNEL, MESSAGE))
+
+
+def begun_message(prompt_tail: str) -> str | None:
+    """The message that a prompt ends in, from its mark on; None where the tail shows none."""
+    _, mark, rest = prompt_tail.rpartition(START)
+    return mark + rest if mark else None
+
+
+@dataclass(frozen=True, slots=True)
+class MessagePiece:
+    """News of an answer."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: tuple[CallPiece, ...] = ()
+
+
+class HarmonyReader:
+    """Reads the text of one answer, however it is cut, into reasoning, content and calls.
+
+    names  of the functions on offer; what goes to others is content
+    begun  what the prompt has of the first message: a header, or a text as well
+    apart  reasoning is told apart from the content
+    """
+
+    def __init__(self, names: Collection[str], begun: str = START, apart: bool = True) -> None:
+        self._names = names
+        self._apart = apart
+        self._held = ""
+        self._kind: str | None = None
+        self._fresh = False
+        self._calls = 0
+        self._argued = True
+        self._thoughts: list[str] = []
+        self._answered = False
+        self.push(begun)
+        self._fresh, self._answered = False, False
+        self._thoughts.clear()
+
+    @property
+    def called(self) -> bool:
+        """Whether at least one call has begun."""
+        return self._calls > 0
+
+    def push(self, text: str) -> MessagePiece:
+        """What the next piece of text makes certain; what may be part of a mark is held back."""
+        self._held += text
+        found: list[MessagePiece] = []
+        while self._header() if self._kind is None else self._text(found):
+            pass
+        return _joined(found)
+
+    def finish(self, cut: bool = False) -> MessagePiece:
+        """What was held back, once no text will follow. Where the model ended its text with nothing
+        but thoughts, they are its answer as well; cut: there was no room for more.
+        """
+        found: list[MessagePiece] = []
+        if self._kind is not None:
+            self._say(self._held, found)
+            self._close(found)
+        elif not _is_header(self._held) and self._held.strip():
+            found.append(MessagePiece(content=self._held))
+            self._answered = True
+        self._held = ""
+        if not (cut or self._answered or self.called):
+            found.append(MessagePiece(content="".join(self._thoughts)))
+        return _joined(found)
+
+    def _header(self) -> bool:
+        """Read a header; False where more text is needed."""
+        header, mark, rest = self._held.partition(MESSAGE)
+        if mark:
+            self._held = rest
+            self._open(header)
+            return True
+        if len(self._held) <= LONGEST_HEADER and _is_header(self._held):
+            return False
+        self._kind, self._fresh = "content", True
+        if self._held.startswith(START):
+            self._held = self._held.removeprefix(START).removeprefix("assistant")
+        return True
+
+    def _open(self, header: str) -> None:
+        channel, recipient = _HEADER.search(header), _RECIPIENT.search(header)
+        name = recipient[1].removeprefix("functions.") if recipient else ""
+        self._fresh = True
+        if name in self._names:
+            self._kind = f"call {name}"
+        else:
+            self._kind = "thought" if channel and channel[1] == "analysis" else "content"
+
+    def _text(self, found: list[MessagePiece]) -> bool:
+        """Move a message's text out; False where more text is needed."""
+        end = _END.search(self._held)
+        if end is None:
+            size = max(overlap(self._held, mark) for mark in _ENDS)
+            cut = len(self._held) - size
+            self._say(self._held[:cut], found)
+            self._held = self._held[cut:]
+            return False
+        self._say(self._held[: end.start()], found)
+        self._close(found)
+        self._kind = None
+        # What begins a message stays; what ended one goes.
+        self._held = self._held[end.start() if end[0] == START else end.end() :]
+        return True
+
+    def _say(self, text: str, found: list[MessagePiece]) -> None:
+        kind = str(self._kind)
+        if kind.startswith("call ") and self._fresh:
+            found.append(MessagePiece(calls=(CallPiece(self._calls, kind.removeprefix("call ")),)))
+            self._calls += 1
+            self._argued = self._fresh = False
+        if not text:
+            return
+        if kind.startswith("call "):
+            self._argued = True
+            found.append(MessagePiece(calls=(CallPiece(self._calls - 1, None, text),)))
+            return
+        thought = kind == "thought" and self._apart
+        before = self._thoughts if thought else self._answered
+        gap = "\n" if self._fresh and before else ""
+        self._fresh = False
+        if thought:
+            self._thoughts.append(gap + text)
+            found.append(MessagePiece(reasoning=gap + text))
+        else:
+            self._answered = True
+            found.append(MessagePiece(content=gap + text))
+
+    def _close(self, found: list[MessagePiece]) -> None:
+        """End a message: a call without arguments has none."""
+        if not self._argued:
+            self._argued = True
+            found.append(MessagePiece(calls=(CallPiece(self._calls - 1, None, "{}"),)))
+
+
+def _is_header(text: str) -> bool:
+    """Whether a text is the beginning of a header."""
+    begun = text.lstrip().removeprefix(START).lstrip().removeprefix("assistant").lstrip()
+    if not begun or "assistant".startswith(begun):
+        return True
+    return any(begun.startswith(mark) or mark.startswith(begun) for mark in _BEGINS)
+
+
+def _joined(found: list[MessagePiece]) -> MessagePiece:
+    calls: list[CallPiece] = []
+    for piece in (call for one in found for call in one.calls):
+        last = calls[-1] if calls else None
+        if last is not None and last.name is None is piece.name and last.index == piece.index:
+            calls[-1] = CallPiece(last.index, None, last.arguments + piece.arguments)
+        else:
+            calls.append(piece)
+    reasoning = "".join(one.reasoning for one in found)
+    return MessagePiece(reasoning, "".join(one.content for one in found), tuple(calls))
