@@ -1,9 +1,9 @@
-"""The target's choices, made where the logits are: forerun.speculative.noise and
+"""The target's choices, made on the device that has the logits: forerun.speculative.noise and
 forerun.speculative.accept.
 
-Only for nodes whose choice hangs on the temperature alone; everything else is decided on the
-host. The noise is the host's to the bit as far as the device's float64 logarithm is; a token
-differs only where two scores lie within a rounding error of float32.
+Only for nodes with temperature as only parameter; the host decides everything else. The noise
+equals the host's to the bit as far as the device's float64 logarithm does; a token
+differs only if two scores lie within a rounding error of float32.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from forerun.speculative.noise import ROUNDS
 from forerun.types import AnyArray
 
 CHUNK = 64
-"""Nodes whose noise is made at once: some 50 bytes per node and token of the vocabulary."""
+"""Nodes whose noise is computed at once: some 50 bytes per node and token of the vocabulary."""
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -27,7 +27,7 @@ _LOW = 0xFFFFFFFF
 
 @dataclass(frozen=True, slots=True)
 class NodeNoise:
-    """How M nodes choose, on the device: their requests' seeds (64 bits in an int64[M]), output
+    """Sampling parameters of M nodes on the device: seeds (64 bits in an int64[M]), output
     positions int32[M] and temperatures float32[M]; 0 = greedy.
     """
 

@@ -1,1 +1,1 @@
-"""Keys and values in pages, who sees whom, and attention in plain torch."""
+"""Keys and values in pages, attention masks of trees, and attention in torch operations."""

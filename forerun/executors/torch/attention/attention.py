@@ -46,9 +46,9 @@ TILE = 8
 class KeyBlock:
     """The tiles that read keys at positions [i * BLOCK, (i + 1) * BLOCK), for one i.
 
-    nodes   int64[t*TILE]    nodes of each tile; M, which is nobody, where it is not full
-    slots   int64[t*BLOCK]   where each tile's keys are (see kv.py)
-    hidden  bool[t,TILE,BLOCK]  keys that a node may not see; None where there are none
+    nodes   int64[t*TILE]    nodes of each tile, padded with M
+    slots   int64[t*BLOCK]   slots of each tile's keys (see kv.py)
+    hidden  bool[t,TILE,BLOCK]  keys masked from a node; None if there are none
     """
 
     nodes: Tensor
@@ -58,9 +58,9 @@ class KeyBlock:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The keys that each node sees: those at positions first[m] to last[m], both included.
+    """The keys that each node attends to: those at positions first[m] to last[m], both included.
 
-    int[M+1]; the last is nobody. first None: all from position 0.
+    int[M+1]; the last entry is padding. first None: all from position 0.
     """
 
     first: Slots | None
@@ -68,8 +68,8 @@ class Seen:
 
     @staticmethod
     def of(position: Ints, window: int | None, begin: int = 0) -> "Seen":
-        """What the nodes at `position` int32[M] see: nothing before `begin` but themselves. Nobody
-        sees everything, which saves it from a softmax over nothing.
+        """Return the range of the nodes at `position` int32[M]: nothing before `begin` but
+        themselves. The padding entry attends to everything, which avoids a softmax over nothing.
         """
         last = np.append(position, np.iinfo(np.int32).max)
         if window is None and begin == 0:
@@ -184,9 +184,10 @@ def _tiles(nodes: Ints) -> list[Ints]:
 
 
 def chains(trees: TreeBatch, row: int) -> Iterator[tuple[Ints, Ints]]:
-    """Paths of flat nodes from the row's first node to each leaf, and who reads along each.
+    """Yield paths of flat nodes from the row's first node to each leaf, and the nodes that read
+    along each: (chain, readers).
 
-    Every node reads along exactly one chain that holds it. Yields (chain, readers).
+    Every node reads along exactly one chain that contains it.
     """
     root, end = trees.root(row), int(trees.start[row + 1])
     known = np.arange(trees.start[row], root + 1, dtype=np.int32)
@@ -247,7 +248,7 @@ def attend(
 class _Running:
     """Online softmax of all nodes: greatest score, sum of weights and weighted values so far.
 
-    [G, M+1, A/G] and [G, M+1, A/G, E], float32; the last node is nobody. Sinks are seen first.
+    [G, M+1, A/G] and [G, M+1, A/G, E], float32; the last node is padding. Sinks come first.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""How the programs of attention (triton_attention.py) are laid out on a device."""
+"""Launch configurations of the attention kernels (triton_attention.py) by device."""
 
 from functools import cache
 from typing import NamedTuple
@@ -17,7 +17,7 @@ def lines_for(queries: int) -> int:
 
 
 class Shape(NamedTuple):
-    """How a program is laid out: keys of a turn, turns whose keys are fetched ahead, and warps."""
+    """A launch configuration: keys per iteration, pipeline stages, and warps."""
 
     keys: int
     stages: int
@@ -25,10 +25,12 @@ class Shape(NamedTuple):
 
 
 def shape_for(lines: int, itemsize: int, size: int, major: int) -> Shape:
-    """Chosen so that no register is spilt and eight warps fit on a multiprocessor, on compute
-    capabilities 8.0, 9.0 and 10.0 (bench/compile_kernels.py). itemsize of a query's number, of
-    which a head has `size`; major: the first number of the compute capability. With 10, products
-    are summed in the tensor cores' own memory, whose contents pass through registers at every turn.
+    """Return the configuration in which no register spills and eight warps fit on a multiprocessor,
+    on compute capabilities 8.0, 9.0 and 10.0 (bench/compile_kernels.py).
+
+    itemsize: bytes of a query's number, of which a head has `size`; major: the first number of the
+    compute capability. With 10, the tensor cores accumulate in memory of their own, whose contents
+    pass through registers in every iteration.
     """
     full, tensor_memory = lines == 64, major == 10
     if size > 256:
@@ -50,15 +52,15 @@ def major_of(device: torch.device) -> int:
 
 
 def program_heads(gqa_group: int, size: int) -> int:
-    """How many of the heads, of `size` numbers, that share a key/value head one program takes: all,
-    but of wide heads 16 at most (latent attention, where all heads share one).
+    """Return how many of the heads, of `size` numbers, that share a key/value head one program
+    takes: all, but at most 16 wide heads (latent attention, where all heads share one).
     """
     most = gqa_group if size <= WIDE else min(gqa_group, 16)
     return next(heads for heads in range(most, 0, -1) if gqa_group % heads == 0)
 
 
 def tile_heads(gqa_group: int, size: int) -> int:
-    """How many heads, of `size` numbers, count as sharing a key/value head where tiles.tile_nodes
-    sizes a tile: those of one program, twice where heads are WIDE.
+    """Return how many heads, of `size` numbers, count as sharing a key/value head when
+    tiles.tile_nodes sizes a tile: those of one program, twice as many if heads are WIDE.
     """
     return program_heads(gqa_group, size) * (2 if size > WIDE else 1)

@@ -16,12 +16,12 @@ from forerun.types import AnyArray, Ints
 
 
 class DeltaWalk(Protocol):
-    """Who advances the states float32[rows,Hv,Dk,Dv] of a layer."""
+    """Advances the states float32[rows,Hv,Dk,Dv] of a layer along a step's trees."""
 
     def way(self, trees: TreeBatch, slots: Ints, ends: dict[int, int]) -> Any:
-        """What all layers of a step share.
+        """Return what all layers of a step share.
 
-        slots  int32[B] rows of states that the trees begin with
+        slots  int32[B] rows of states at which the trees begin
         ends   row of states -> the known node whose state it gets
         """
         ...
@@ -41,8 +41,8 @@ class DeltaWalk(Protocol):
 class DepthLevel:
     """Nodes of equal depth, as a slice of all nodes ordered by depth.
 
-    above   int64[n] the parents' places in the level above; None: one after the other
-    ends    int64[m] places whose states are kept, and int64[m] the rows that they go to
+    above   int64[n] the parents' places in the level above; None: in the same order
+    ends    int64[m] places whose states are stored, and int64[m] the rows to store them in
     """
 
     begin: int
@@ -72,7 +72,7 @@ class ByLevels:
         self._device = device
 
     def way(self, trees: TreeBatch, slots: Ints, ends: dict[int, int]) -> LevelWay:
-        """As DeltaWalk.way: a LevelWay, whose int64 tensors are on the states' device."""
+        """Return a LevelWay, as DeltaWalk.way; its int64 tensors are on the states' device."""
         count = len(trees.tokens)
         order = np.argsort(trees.depth, kind="stable")
         back = np.empty(count, np.int64)

@@ -1,5 +1,5 @@
-"""A step's way through recurrent states by the compiled core (csrc/delta.inl): the bits of
-delta_levels.py, whose order of sums is written down, in one call a layer. Sixteen columns of a
+"""Recurrent states of a step by the compiled core (csrc/delta.inl): bit for bit those of
+delta_levels.py, which fixes the order of sums, in one call a layer. Sixteen columns of a
 state stay in the processor's first cache while all tokens of a prompt pass.
 """
 
@@ -30,11 +30,11 @@ class NativeWay:
 
 
 class NativeDelta:
-    """Who advances the states of a torch executor on the CPU, with as many threads as torch has.
+    """Advances the states of a torch executor on the CPU, with as many threads as torch has.
 
     kernels  an instruction set by name; "": the best
 
-    Raises OSError where there is no core, EngineError where it has no such kernels.
+    Raises OSError if there is no core, EngineError if it has no such kernels.
     """
 
     def __init__(self, kernels: str = "") -> None:
@@ -73,7 +73,7 @@ class NativeDelta:
         self._run(states, way, tokens, None)
 
     def _run(self, states: Tensor, way: NativeWay, tokens: Tokens, out: Tensor | None) -> None:
-        """Of a tensor's numbers those count that a C pointer finds: all are made contiguous."""
+        """Run one layer. Makes all tensors contiguous, since the core reads them by pointer."""
         assert states.is_contiguous() and states.dtype == torch.float32
         kept = [
             part.contiguous()

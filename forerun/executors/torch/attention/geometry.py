@@ -1,6 +1,6 @@
-"""Who sees what in a step, as tensors that kernels read: rows, pages and trees.
+"""Which keys each node attends to in a step, as tensors for kernels: rows, pages and trees.
 
-A node's ancestors are told by two numbers per node, `enter` and `leave`, instead of an N x N mask:
+Two numbers per node, `enter` and `leave`, describe its ancestors instead of an N x N mask:
 see forerun.speculative.verify.intervals.
 """
 
@@ -20,19 +20,20 @@ class Geometry:
     """A step's rows, pages and trees on the device; all int32.
 
     start   [B+1]  row b owns nodes start[b]:start[b+1]
-    slots   [M]    where every node's keys and values are (see kv.py): in scratch, or, of chains,
-                   in their pages already
+    slots   [M]    slots of every node's keys and values (see kv.py): in scratch, or, for chains,
+                   already in their pages
     kv_len  [B]    cached tokens, all visible
-    table   [B,W]  page of position p is table[b, p // page_size]; only entries below kv_len
-                   are read
+    table   [B,W]  page of position p is table[b, p // page_size]; only entries below kv_len are
+                   read
     tree_intervals  [2,M]  enter and leave of every node (speculative/verify.py)
-    position [M]   of every node, in tokens; None where every layer sees all before a node
+    position [M]   of every node, in tokens; None if every layer attends to all positions before a
+                   node
     tiles   [T,3]  row, first node and first query of every tile: up to `tile` consecutive nodes of
                    a row
-    asking  [Q]    node of every query; None where every node asks
-    begin   the first position that others may see; a node sees itself wherever it is
+    asking  [Q]    node of every query; None if every node has one
+    begin   the first position that other nodes may attend to; a node always attends to itself
     split   [P,3]  see tiles.split_of; None: as many parts for every tile
-    both_ways  nodes may see later ones of their row; else nobody sees who comes after its tile
+    both_ways  nodes may attend to later ones of their row; else no node attends beyond its tile
     """
 
     start: Tensor
@@ -73,8 +74,8 @@ class Attend(Protocol):
         float8: bool = False,
         sinks: Tensor | None = None,
     ) -> Rows:
-        """Context [Q,A,E] of queries [Q,A,E] over keys and values of a layer, whose scores are
-        made as `spec` says; None: scaled by 1/sqrt(E), no window. float8: as float8 rows [Q,A*E].
-        sinks: float32[A], where the spec has them. Of latent attention [Q,A,rank].
+        """Return the context [Q,A,E] of queries [Q,A,E] over keys and values of a layer, scored by
+        `spec`; None: scaled by 1/sqrt(E), no window. float8: as float8 rows [Q,A*E]. sinks:
+        float32[A], if the spec has them. For latent attention [Q,A,rank].
         """
         ...

@@ -1,21 +1,21 @@
-"""Where keys and values live: the pages, and the scratch of the step in progress.
+"""The key/value cache: pages, and the scratch of the current step.
 
 A target has one such cache, its draft head another with one layer and the same pages.
 
-One tensor [L, 2, G, slots, E] (2: keys, values); of latent attention [L, 1, 1, slots, E], in which
+One tensor [L, 2, G, slots, E] (2: keys, values); for latent attention [L, 1, 1, slots, E], whose
 values are the keys' first numbers. Along `slots`:
 
     0 .. P*page_size          pages: offset o of page p is slot p*page_size + o
     .. + scored_nodes         scratch: of draft tokens, and of whole rounds (captured/)
-    last                      null: zeros, read where there is no key, so that nothing is read
-                              that another sequence left behind
+    last                      null: zeros, read where there is no key, so that no other
+                              sequence's data is read
 
 In float8 (E4M3) every number takes one byte, and each head of each slot has a scale of its own,
 its greatest absolute value over float8's: float32 [L, 2, G, slots]. It needs no calibration, and
 attention multiplies it into scores and weights instead of into keys and values.
 
 A draft token's keys and values stay in scratch until they are committed; a rejected one's are
-overwritten by the next step. Known tokens' go into pages at once. Not to be confused with the
+overwritten by the next step. Known tokens' are written to pages at once. These slots are not the
 sequences' slots of a plan.
 """
 
@@ -39,14 +39,14 @@ Slots = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What is kept of a position in each of L layers: see CacheLayer."""
+    """What L layers cache per position: see CacheLayer."""
 
     layers: int
     layer: CacheLayer
 
     def bytes(self, limits: ExecutorLimits, dtype: torch.dtype) -> int:
-        """What a PagedCache of this shape takes with pages in `dtype`: all slots of `limits.pages`,
-        those of scratch and one of nobody; in float8 with a scale for each head.
+        """Return the bytes of a PagedCache of this shape with pages in `dtype`: the slots of
+        `limits.pages`, of scratch, and the null slot; in float8 with a scale for each head.
         """
         slots = limits.pages * limits.page_size + limits.scored_nodes + 1
         layer = self.layer
@@ -55,7 +55,7 @@ class KvShape:
 
 
 SCALE_BYTES = 4
-"""Of a head's scale in float8."""
+"""Bytes of a head's scale in float8."""
 
 
 def indices(values: AnyArray, device: torch.device) -> Tensor:
@@ -139,8 +139,8 @@ def _finite_latent(keys: Tensor, rank: int) -> Tensor:
 
 
 def _finite_values(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """What is not finite is moved into the key: a mask hides a NaN there from the nodes that
-    must not see it, while among values zero times NaN would spoil them.
+    """Move what is not finite from values into keys: a mask hides a NaN there from the nodes that
+    must not attend to it, while in values zero times NaN would spoil their sums.
     """
     return keys + (keys * 0 + values * 0).sum(-1, keepdim=True), values.nan_to_num(0, 0, 0)
 
@@ -151,7 +151,7 @@ class Move(Protocol):
     def __call__(
         self, cache: "PagedCache", source: Tensor, target: Tensor, kept: Tensor | None, /
     ) -> None:
-        """Of `cache`."""
+        """Move keys and values of accepted nodes within `cache`."""
         ...
 
 

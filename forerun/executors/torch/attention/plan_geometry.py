@@ -25,12 +25,12 @@ from forerun.types import AnyArray, Ints
 
 @dataclass(frozen=True, slots=True)
 class StepNodes:
-    """What is wanted of which flat nodes of a step.
+    """Which flat nodes of a step need what.
 
-    choosing  int32[n] those that choose a token
-    reported  int32[m] those of which only log-probabilities are wanted
-    plain     those of which the device makes the choice
-    places    int64[M] where the keys and values of all are (kv.py)
+    choosing  int32[n] nodes that choose a token
+    reported  int32[m] nodes that only report log-probabilities
+    plain     nodes that the device decides
+    places    int64[M] slots of the keys and values of all (kv.py)
     """
 
     choosing: Ints
@@ -92,8 +92,8 @@ class PassRows:
     def chains(
         self, places: AnyArray, cache: PagedCache, gqa_group: int, device: torch.device
     ) -> Geometry:
-        """The Geometry of rows whose nodes follow each other. places int64[M]: slots of the nodes;
-        the rest as of `geometry`.
+        """Return the Geometry of rows whose nodes follow each other. places int64[M]: slots of the
+        nodes; the rest as in `geometry`.
         """
         counts = np.diff(self.start)
         spans = np.arange(self.start[-1]) - np.repeat(self.start[:-1], counts)

@@ -1,16 +1,16 @@
-"""The recurrent states of all sequences, and a step's way through them.
+"""The recurrent states of all sequences, and their update in a step.
 
-Of each layer with a state (layer_spec.GatedDelta) two tables, whose rows are state_slots.py's:
+Each layer with a state (layer_spec.GatedDelta) has two tables, with the rows of state_slots.py:
 
-    windows   float32[rows, W-1, C]       what the convolution reads of the last W - 1 tokens
+    windows   float32[rows, W-1, C]       the convolution's inputs of the last W - 1 tokens
     matrices  float32[rows, Hv, Dk, Dv]
 
-The state of a node is made of its parent's, by the compiled core (delta_native.py) or by torch
-(delta_levels.py). Known tokens are permanent whatever
-is accepted, so the state after a row's root goes into its slot at once. Of draft tokens not the
-states are kept until the outcome is known but what they are made of, a hundredth of the numbers:
-an accepted path advances the slot's state by the same numbers, multiplied and added in the same
-order, and so to the same bits as the state that its last node was scored with.
+A node's state is computed from its parent's, by the compiled core (delta_native.py) or by torch
+(delta_levels.py). Known tokens are permanent whatever is accepted, so the state after a row's root
+is written to its slot at once. For draft tokens not the states are stored until the outcome is
+known but their inputs, a hundredth of the numbers: an accepted path advances the slot's state by
+the same numbers, multiplied and added in the same order, and so to the same bits as the state that
+its last node was scored with.
 """
 
 from array import array
@@ -41,12 +41,12 @@ TextOf = Callable[[int], "array[int]"]
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """Where a step's nodes stand; the same for all layers.
+    """The rows and places of a step's nodes; the same for all layers.
 
-    past    int64[M,W] rows of what the convolution reads: of B windows, then of the nodes
-    rows    int64[B] the rows of states that the trees begin with
-    way     through the matrices, as DeltaWalk has it
-    ends    int64[m] nodes whose windows are kept, and the rows that they go to
+    past    int64[M,W] rows that the convolution reads: of B windows, then of the nodes
+    rows    int64[B] the rows of states at which the trees begin
+    way     through the matrices, from DeltaWalk
+    ends    int64[m] nodes whose windows are stored, and the rows to store them in
     drafts  int64[D] the draft tokens
     """
 
@@ -81,9 +81,9 @@ def chosen_walk(device: torch.device) -> DeltaWalk:
 
 
 class States:
-    """The tables, and the book of who has which row.
+    """The tables, and the bookkeeping of their rows.
 
-    walk  who advances matrices; None: `chosen_walk`
+    walk  advances matrices; None: `chosen_walk`
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class States:
 
     @staticmethod
     def bytes(arch: Architecture, limits: ExecutorLimits) -> int:
-        """What the tables of states take; 0 of a model without recurrent layers."""
+        """Return the bytes of the tables of states; 0 for a model without recurrent layers."""
         if arch.delta is None:
             return 0
         return rows_of(limits) * arch.delta.state_bytes(arch.recurrent_layers)
@@ -118,8 +118,8 @@ class States:
             table[:, slot] = 0.0 if row is None else table[:, row]
 
     def begin(self, plan: Plan, trees: TreeBatch, text_of: TextOf) -> StateStep:
-        """Where the nodes of a step stand. Of the plan kv_len and slots are read. Raises
-        EngineError where a slot's state is not the one that the plan goes on from.
+        """Begin a step; return the paths of its nodes. Reads the plan's kv_len and slots. Raises
+        EngineError if a slot's state does not stand for the plan's kv_len tokens.
         """
         claims: dict[int, list[Claim]] = {}
         ends: dict[int, int] = {}

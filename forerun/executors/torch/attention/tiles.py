@@ -1,4 +1,4 @@
-"""How attention's work is cut: nodes of a row into tiles, long prefixes into parts.
+"""How attention's work is divided: nodes of a row into tiles, long prefixes into parts.
 
 A program of a kernel takes one tile and one part of its row's prefix (triton_attention.py).
 """
@@ -43,8 +43,8 @@ def programs_for(tiles: int, groups: int, most: int = MOST_PARTS) -> int:
 
 
 def split_of(lengths: AnyArray, programs: int) -> Ints:
-    """int32[programs,3]: tile, part and parts of each program, for tiles whose prefixes are so long
-    [T]: parts of about the same length, whatever the lengths are. Tile -1: nothing to do.
+    """Return int32[programs,3]: tile, part and parts of each program, for tiles with prefixes of
+    these lengths [T]: parts of about equal length. Tile -1: nothing to do.
     """
     spare = programs - len(lengths)
     longest = max(-(-int(lengths.sum()) // max(spare, 1)), 1)
@@ -69,7 +69,7 @@ def tile_nodes(nodes: int, gqa_group: int) -> int:
 
 
 def tiles_of(start: Ints, tile: int) -> Ints:
-    """int32[T,3] tiles of the rows that start, and end, at start[B+1]. Every node asks."""
+    """Return int32[T,3], tiles of the rows with bounds start[B+1]. Every node is a query."""
     found = [
         (row, first, first)
         for row in range(len(start) - 1)

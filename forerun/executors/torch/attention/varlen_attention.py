@@ -1,8 +1,8 @@
 """Attention of prompt rows of different lengths, packed one behind another: FlashAttention's
 variable-length call (Dao, arXiv 2307.08691), and its slow twin.
 
-scaled_dot_product_attention may choose cuDNN, which builds a plan for every length that it has not
-met while the whole step waits; it is never asked here.
+Does not use scaled_dot_product_attention, which may choose cuDNN: that builds a plan for every new
+length while the whole step waits.
 """
 
 from dataclasses import dataclass

@@ -1,11 +1,11 @@
-"""What a block drafter does at the end of a captured round: keep what was accepted of the target's
-features, propose one block below every row's new end, and hang the best paths of its marginals.
+"""What a block drafter does at the end of a captured round: store the accepted nodes' features,
+propose one block below every row's new end, and grow the best paths of its marginals.
 
     round      ... -> walk -> move pages -> keys and values -> one pass -> level by level -> record
 
 The trees are those of forerun.speculative.draft_tree.block_draft as far as a full tree holds them:
-of a path's children none is worth more than the path, so the best `width` squared nodes of each
-level are enough wherever no more draft tokens than that are verified.
+no child is worth more than its path, so the best `width` squared nodes of each
+level are enough unless more draft tokens than that are verified.
 """
 
 import numpy as np
@@ -30,7 +30,7 @@ from forerun.speculative.tree import full_size
 def drafting_of(
     model: LevelModel | TorchBlockModel, kernels: Kernels, limits: ExecutorLimits
 ) -> Drafting:
-    """What drafts with this model at the end of rounds: BlockDrafting or LevelDrafting. limits: the
+    """Return the BlockDrafting or LevelDrafting of this model for the end of rounds. limits: the
     target's, whose scratch bounds the nodes that run at once.
     """
     if isinstance(model, TorchBlockModel):

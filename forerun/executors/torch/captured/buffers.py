@@ -1,8 +1,7 @@
-"""What a captured round reads and writes: tensors whose places never change.
+"""The inputs and outputs of a captured round: tensors at fixed addresses.
 
-What goes in lies in one room for all sizes: on the device once, because rounds run one after the
-other; on the host twice, used in turn (StagingBuffer): it fills one while a round filled from the
-other runs.
+The inputs of all sizes share one buffer: one on the device, because rounds run one after the
+other; two on the host, used in turn (StagingBuffer): it fills one while a round reads the other.
 """
 
 from collections.abc import Callable
@@ -22,8 +21,8 @@ from forerun.types import AnyArray, Ints
 
 
 class BufferDims(NamedTuple):
-    """What all sizes have in common: places of a page table's row, slots of sequences, heads that
-    share a key/value head, tokens of the vocabulary, key/value heads, tokens of a page.
+    """The dimensions that all sizes share: width of a page table's row, slots of sequences, heads
+    that share a key/value head, tokens of the vocabulary, key/value heads, tokens of a page.
     """
 
     width: int
@@ -46,20 +45,20 @@ def _tiles(size: Size, dims: BufferDims) -> int:
 
 
 def _shapes(size: Size, dims: BufferDims) -> dict[str, tuple[int, ...]]:
-    """The inputs, all int32, in the order in which they lie behind each other.
+    """Return the shapes of the inputs, all int32, in the order of their addresses.
 
     Of rows, [R]:
         where [2,R]     kv_len and position (of the root's output); also under these names
         count (nodes), low and high halves of the seed, temperature (its bits), decided
-        draft_slot      where the drafting keeps a row's state; -1 = it does not follow the row
+        draft_slot      slot of the draft model's state of a row; -1 = it does not follow the row
         slot            where the round leaves what the next one needs (FutureState)
-        carried         1: begin with what stands there. Of such a row the host knows:
-        most, deep, last  draft tokens and levels at most, and the last position that a draft token
+        carried         1: begin with the FutureState of `slot`; then the host knows only:
+        most, deep, last  most draft tokens and levels, and the last position that a draft token
                           may take
     Of nodes, [R*N]: tokens, parents and depth within the row; tree_intervals [2,R*N]. Of page
     tables (PageTables): sent_to [D,2] the places of entries, 64 bits each, and sent [D] their
-    pages. Of attention: split [P,3] (tiles.py). Where it is asked for: RULES of rows; the
-    grammars' masks [R*N,ceil(V/32)], and of nodes which of them is theirs, -1 = none.
+    pages. Of attention: split [P,3] (tiles.py). If shaping is needed: RULES of rows; the
+    grammars' masks [R*N,ceil(V/32)], and each node's mask, -1 = none.
     """
     of_rows = "count", "low", "high", "temperature", "decided", "draft_slot"
     asked: dict[str, tuple[int, ...]] = {}
@@ -90,11 +89,12 @@ def room_of(rows: int, nodes: int, dims: BufferDims) -> int:
 
 
 class RoundBuffers:
-    """The fixed tensors of one size, on the device of `room`, int32[room_of]: they begin there.
+    """The fixed tensors of one size, on the device of `room`, int32[room_of], at its beginning.
 
     whole, buffers  the inputs
-    record  int32[3*R*N + R + 3*R*K + ..] what comes back, in one copy, see `Record`
-    blank   the inputs of a round in which no row has a node, up to the masks: nobody reads any
+    record  int32[3*R*N + R + 3*R*K + ..] the results, in one copy, see `Record`
+    blank   the inputs of a round in which no row has a node, up to the masks, which are not read
+            then
     """
 
     def __init__(self, size: Size, dims: BufferDims, room: Tensor) -> None:
@@ -137,11 +137,12 @@ class RoundBuffers:
 
 
 class StagingBuffer:
-    """Where the host fills in a round: one of its two rooms, which are used in turn.
+    """Host buffers to fill a round's inputs: two, used in turn.
 
-    whole, buffers  on the host what RoundBuffers has by these names, of the size of the last reset
-    result  where the round's record comes to
-    wait    returns when the round that was launched from here last is over
+    whole, buffers  host copies of RoundBuffers' tensors of these names, in the size of the last
+                    reset
+    result  receives the round's record
+    wait    returns when the last round launched from this buffer has finished
     """
 
     def __init__(self, room: Tensor) -> None:
@@ -172,18 +173,19 @@ class StagingBuffer:
 
 
 class PageTables:
-    """Page tables on the device, by slot: rounds are sent what changed since their slots' last.
+    """Page tables on the device, by slot: a round gets what has changed since its slots' last
+    round.
 
-    A step changes a page or two of a few rows, where whole tables are 8 KB a row of 32k tokens.
-    What is in no plan any more stays there, unread: nobody looks beyond a row's own pages. The slow
-    twin forgets what the device has before every round, so that each is sent its whole tables.
+    A step changes a page or two of a few rows, while whole tables are 8 KB a row of 32k tokens.
+    Outdated entries stay: no row reads beyond its own pages. The slow
+    twin discards the device's tables before every round, so that each gets its whole tables.
     """
 
     def __init__(self, slots: int, width: int, rows: int, device: torch.device) -> None:
-        """Rounds have `rows` rows at most; one slot more is of nobody."""
+        """Allocate tables for rounds of at most `rows` rows. The extra last slot is padding."""
         self._table = torch.zeros(slots + 1, width, dtype=torch.int32, device=device)
         self._rows = torch.zeros(rows, width, dtype=torch.int32, device=device)
-        # What the device has when all that was begun is over; -1: nobody knows.
+        # What the device has when all that was begun is over; -1: unknown.
         self._mirror: Ints = np.zeros((slots + 1, width), np.int32)
 
     def send(self, buffers: dict[str, AnyArray], plan: Plan) -> "partial[None] | None":

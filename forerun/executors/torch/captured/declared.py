@@ -27,8 +27,8 @@ FREE = 64
 
 
 def padded_rows(rows: int) -> int:
-    """How many rows the tables of a round for `rows` sequences have: the least declared number of
-    at least so many.
+    """Return the rows in the tables of a round for `rows` sequences: the least declared number of
+    at least that many.
     """
     return next((count for count in ROWS if count >= rows), -(-rows // FURTHER_ROWS) * FURTHER_ROWS)
 
@@ -40,12 +40,12 @@ Fits = Callable[[Size], bool]
 def declared(
     limits: ExecutorLimits, draft: DraftShape, fits: Fits = lambda _: True
 ) -> tuple[Size, ...]:
-    """What is captured before the first step, each size once; what rows ask for most comes first.
+    """Return the sizes to capture before the first step, each once, the most expensive first.
 
     Rounds grow no deeper than `fits` allows beside so many rows, one level if that does. Three
-    kinds, by what rows ask of the sampler: no more than a temperature; any of its parameters;
-    grammars and log-probabilities too. Of the last, in which the host has most of the work, only
-    rounds of one node and of the most.
+    kinds, by what rows need of the sampler: only a temperature; any of its parameters; grammars and
+    log-probabilities too. Of the last kind, in which the host has most of the work, only rounds of
+    one node and of the most nodes.
     """
     most = limits.scored_nodes
     rows = [count for count in row_counts(limits.slots) if count <= most]
@@ -72,9 +72,9 @@ def row_nodes(limits: ExecutorLimits, draft: DraftShape) -> tuple[int, ...]:
 
 
 def covering(size: Size, captured: Iterable[Size]) -> Size | None:
-    """The cheapest of `captured` that does what a round of `size` does; None where none does.
+    """Return the cheapest of `captured` that can run a round of `size`; None if none can.
 
-    Rows, nodes, levels that are grown and what else is asked for may be more.
+    It may have more rows, nodes and levels, and serve more needs.
     """
 
     def fits(other: Size) -> bool:

@@ -73,7 +73,7 @@ class Drafting:
         return tuple(rotation(position, *each) for each in ropes)
 
     def _attend(self, slots: Tensor, geometry: Geometry) -> Attend:
-        """Of nodes whose keys and values go into `slots`."""
+        """Return the attention of nodes whose keys and values are written to `slots`."""
         kernels, cache = self._kernels, self._model.cache
 
         def attend(layer: int, heads: AnyHeads) -> Rows:
@@ -133,11 +133,11 @@ class LevelDrafting(Drafting):
     def _extend(
         self, forest: Forest, committed: CommittedRound, features: Tensor | None
     ) -> tuple[TreeStarts, Tensor | None]:
-        """Run every node and make the accepted ones permanent. Returns also int32[R] the slots of
-        what waits as the next root, where the model runs it.
+        """Run every node and make the accepted ones permanent. Also returns int32[R], the slots of
+        the next roots, if the model runs roots.
 
-        Also in rows that are not followed: what it writes there lies behind all that counts, and
-        whoever extends them later writes it anew.
+        Includes rows that are not followed: what it writes for them lies behind everything valid,
+        and a later extension overwrites it.
         """
         model, kernels, states = self._model, self._kernels, self._model.states
         prepared, accepted, inputs = committed.prepared, committed.accepted, committed.inputs
@@ -201,7 +201,7 @@ class LevelDrafting(Drafting):
                     grown, forest.levels, level, hidden, above, roots is not None
                 )
                 hidden = frontier.hidden
-            # As if all levels stood there, but only this one's nodes ask.
+            # As if all levels were there, but only this one's nodes are queries.
             chain = forest.chain[level - 1]
             geometry = replace(
                 every,
@@ -222,8 +222,8 @@ class LevelDrafting(Drafting):
     def _geometry(
         self, forest: Forest, table: Tensor, kv_len: Tensor, roots: Tensor | None
     ) -> Geometry:
-        """Of all nodes that run, behind rows of kv_len int32[R] and their roots; the first level's
-        ask.
+        """Return the geometry of all nodes that run, behind rows of kv_len int32[R] and their
+        roots; the first level's nodes are queries.
         """
         cache, slots = self._model.cache, forest.run_slots
         if roots is not None:

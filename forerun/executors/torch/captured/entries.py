@@ -1,5 +1,5 @@
-"""Where a round's extension stands in the caches of draft models that are no EAGLE heads: behind
-roots that waited by slot, and beside what other layers made.
+"""The entries of a round's extension in the caches of draft models that are not EAGLE heads: behind
+roots stored by slot, and beside outputs of other layers.
 """
 
 from collections.abc import Callable
@@ -20,8 +20,8 @@ Move = Callable[[Tensor, Tensor, Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class CommittedRound:
-    """What a round knows when it has committed: its inputs (buffers.py), the geometry of its step,
-    and what round_types.py says.
+    """A round after its commit: its inputs (buffers.py), the geometry of its step, and the values
+    of round_types.py.
     """
 
     inputs: RoundInputs
@@ -33,8 +33,8 @@ class CommittedRound:
 def behind_roots(
     cache: DraftCache, committed: CommittedRound, nodes: Tensor, move: Move
 ) -> tuple[Prepared, Tensor]:
-    """Where the choices of a step's nodes stand behind their roots, which go to their pages; and
-    int32[R] the slots where the next roots wait. nodes: int32[R,N] their scratch slots.
+    """Return the entries of a step's nodes behind their roots, which move to their pages; and
+    int32[R], the slots of the next roots. nodes: int32[R,N] their scratch slots.
     """
     prepared, inputs, last = committed.prepared, committed.inputs, committed.accepted.last[:, None]
     followed = inputs["draft_slot"] >= 0
@@ -55,8 +55,8 @@ def behind_roots(
 def before_of(
     model: LevelModel, states: LayerStates, committed: CommittedRound
 ) -> Callable[[int, Tensor], Tensor]:
-    """Nodes.before of a round whose layers read each other: outputs [R*N,H] -> [R*N,H] of the node
-    above each, for a root what was kept of the entry before it.
+    """Return Nodes.before of a round whose layers read each other: outputs [R*N,H] -> [R*N,H] of
+    the node above each; for a root, the stored output of the entry before it.
     """
     inputs, size = committed.inputs, model.cache.page_size
     length, rows = inputs["kv_len"], len(inputs["kv_len"])
@@ -81,8 +81,8 @@ def before_of(
 def keep_page_ends(
     model: LevelModel, states: LayerStates, committed: CommittedRound, outputs: Tensor
 ) -> None:
-    """Write outputs [R*N,W] of accepted entries that are the last of their pages into the model's,
-    for who goes on behind these. Launches only.
+    """Write outputs [R*N,W] of accepted entries that are the last of their pages into the model's
+    table, for sequences that continue behind these pages. Launches only.
     """
     prepared, size = committed.prepared, model.cache.page_size
     full = committed.accepted.kept.flatten() & (prepared.position % size == size - 1)

@@ -61,11 +61,11 @@ MOST_NODES = 64
 
 
 class CapturedExecutor(Executor):
-    """Rounds where a step can be one; else whatever `eager` does.
+    """Runs a step as a captured round if possible, else as `eager` does.
 
-    eager    whose weights, cache and slots these are; of a rank, rounds ask for a temperature alone
-    overlap  let rounds go on from each other
-    last     the round that was begun last
+    eager    has the weights, cache and slots; for a rank, rounds support temperature only
+    overlap  let rounds begin from each other
+    last     the last round begun
     """
 
     name, Runner = TorchExecutor.name, CudaGraphRunner
@@ -91,7 +91,7 @@ class CapturedExecutor(Executor):
         self._rounds, self._seconds, self._read = 0, 0.0, 0.0
 
     def open(self, slot_init: SlotInit) -> None:
-        """Bind a sequence to its slot, with all that it asks of the sampler."""
+        """Bind a sequence to its slot, with all its sampling parameters."""
         self._sampler.open(slot_init)
         self._shaped.open(slot_init)
 
@@ -106,7 +106,7 @@ class CapturedExecutor(Executor):
             raise EngineError("the executor was shut down")
         return self._runner
 
-    # --- what is asked for before the first request ------------------------------------------
+    # --- preparation before the first request ------------------------------------------------
 
     @property
     def decoder(self) -> Decoder:
@@ -115,7 +115,7 @@ class CapturedExecutor(Executor):
 
     @property
     def draft_target(self) -> TorchTarget:
-        """What draft models run beside: this executor, whose rounds keep features too."""
+        """The target for draft models: this executor, whose rounds store features too."""
         return self
 
     def request_aux_hidden_states(self, layers: tuple[int, ...]) -> None:

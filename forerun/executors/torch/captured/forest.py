@@ -55,7 +55,7 @@ class Forest:
             ])
             for level in range(count)
         ]  # fmt: skip
-        # In a chain whoever came before is above.
+        # In a chain the previous node is the parent.
         ones = np.ones(size.rows * (root + count))
         below = [np.append(np.zeros(root), np.arange(count) > level) for level in range(count)]
         self.chain = [there(np.stack([np.tile(each, size.rows), ones])) for each in below]

@@ -1,5 +1,5 @@
-"""How CUDA captures: streams, memory pools, and what may not happen meanwhile. A step only replays
-what was captured (programs.py).
+"""CUDA graph capture: streams, memory pools, and what must not happen during a capture. A step only
+replays captured programs (programs.py).
 """
 
 import gc
@@ -17,8 +17,8 @@ _CAPTURING = Lock()
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """One capture at a time, and no garbage collection during it: CUDA makes a capture invalid in
-    whose middle a graph is destroyed, of an owner that is gone.
+    """Allow one capture at a time, without garbage collection: CUDA invalidates a capture during
+    which a graph is destroyed whose owner is gone.
     """
     with _CAPTURING:
         work_on = gc.enable if gc.isenabled() else gc.disable
@@ -32,11 +32,11 @@ def uncollected() -> Iterator[None]:
 class CudaRecorder:
     """CUDA graphs of one owner on one device. They share a memory pool: no two run at a time.
 
-    Warm-ups and captures run on one stream of the recorder's own. A library sets itself up per
-    stream (cuBLAS takes its workspace when a stream first multiplies): the warm-up has that done
-    outside of the pool, so that no workspace dies with a graph, and nobody else's captures meet
-    it. A pool is never captured into again once its graphs are gone: torch asserts that somebody
-    still uses it while tensors in it live.
+    Warm-ups and captures run on one stream of the recorder's own. A library initialises per stream
+    (cuBLAS takes its workspace when a stream first multiplies): the warm-up does that outside of
+    the pool, so that no workspace is freed with a graph or mixed up in another capture. A pool is
+    never captured into again once its graphs are gone: torch asserts that a graph still uses it
+    while tensors in it live.
 
     cuda  the library; tests have one with its rules and without a device
     """
@@ -97,8 +97,8 @@ def recorder(device: torch.device) -> CudaRecorder | None:
 
 
 class CapturedPrograms(Programs[Size]):
-    """Programs that are captured when they are asked for the second time. The first call of a size
-    runs it as it is, which is also its warm-up: every call does the work exactly once.
+    """Programs that are captured at their second call. The first call of a size runs it directly,
+    which is also its warm-up: every call does the work exactly once.
 
     seconds  spent on first calls and captures
     """

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 from forerun.errors import EngineError
 
 Size = TypeVar("Size", bound=int | tuple[int, ...])
-"""What tells programs of one kind apart."""
+"""The key of a program among those of its kind."""
 
 
 class Programs(Generic[Size]):
@@ -31,8 +31,8 @@ class Programs(Generic[Size]):
         return tuple(sorted(self._replays))
 
     def run(self, size: Size) -> None:
-        """Do the work of one size, once. Raises EngineError, where that is sealed, for one that was
-        not captured: whoever planned it had to choose among those that were.
+        """Run the program of one size, once. Raises EngineError, if the programs are sealed, for a
+        size that was not captured: plans must use captured sizes.
         """
         replay = self._replays.get(size)
         if replay is not None:

@@ -21,15 +21,15 @@ from forerun.types import AnyArray, Bools, Ints
 
 @dataclass(eq=False)
 class CapturedRound(Round):
-    """One replay, running or over.
+    """One replay, running or finished.
 
     decided  bool[B]  rows whose accepted path the device commits
-    result   where the record comes to; it is another round's as soon as this one has been read
-    wait     returns when it is there
+    result   receives the record; another round may reuse it once this record has been read
+    wait     returns when the record has arrived
     begun    perf_counter of its launch
-    place    int32[M] a flat node's number in scratch, logits and features; of a round that goes on
-             from another it is known when the round is over
-    record   what came back, when it has been read
+    place    int32[M] a flat node's number in scratch, logits and features; for a round that began
+             from another it is known once the round has finished
+    record   the results, once read
     """
 
     size: Size = field(kw_only=True)
@@ -49,8 +49,8 @@ class CapturedRound(Round):
             self._read_trees()
 
     def report(self, node: int, top: int) -> TokenLogprobs | None:
-        """What is reported of the choice at a flat node; None where the device did not make it, or
-        reports less.
+        """Return the log-probabilities of the choice at a flat node; None if the device did not
+        decide it, or reports fewer.
         """
         size, record = self.size, self.record
         place = int(self.place[node])
@@ -66,7 +66,7 @@ class CapturedRound(Round):
         )
 
     def drafts(self) -> NextDrafts | None:
-        """What was drafted for the next step; None where nothing was asked for."""
+        """Return what was drafted for the next step; None without a request."""
         size, rows = self.size, self.plan.rows
         if not size.levels:
             return None
@@ -166,7 +166,7 @@ def check_pages(plan: Plan, last: AnyArray, page_size: int) -> None:
 def _put_choosing(
     buffers: Buffers, rows: AnyArray, seeds: AnyArray, temperatures: AnyArray
 ) -> None:
-    """How these rows choose: seeds uint64, temperatures float32."""
+    """Write the sampling state of these rows: seeds uint64, temperatures float32."""
     buffers["low"][rows] = (seeds & 0xFFFFFFFF).astype(np.uint32).view(np.int32)
     buffers["high"][rows] = (seeds >> 32).astype(np.uint32).view(np.int32)
     buffers["temperature"].view(np.float32)[rows] = temperatures

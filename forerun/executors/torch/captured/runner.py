@@ -64,16 +64,16 @@ class CudaGraphRunner:
     """The program of a round at every size, and the tensors that it works on.
 
     programs    of all sizes
-    group       the ranks of whose model `decoder` is a part: all launch the same rounds on the same
-                inputs, in one order, without shaping, masks, reports and drafting
-    aux_layers  layers whose entering residual streams a round leaves in `features`
+    group       the ranks that share the model with `decoder`: all launch the same rounds on the
+                same inputs, in one order, without shaping, masks, reports and drafting
+    aux_layers  layers whose input residual streams a round stores in `features`
     drafting    what a draft model does at the end of a round; None = nothing
-    future      what rounds leave for each other by slot, where they overlap; None = nothing
-    shaped      what rows may ask of the sampler beyond a temperature; None = nothing
+    future      what rounds leave for each other by slot, if they overlap; None = nothing
+    shaped      what rows need of the sampler beyond a temperature; None = nothing
     tables      the slots' page tables
     logits      [scored_nodes,V] of the last round, by place, in decoder.logits_dtype
-    features    [scored_nodes,F*H] likewise; None where nothing is requested
-    ring        where plain rounds leave theirs for a draft model that catches up
+    features    [scored_nodes,F*H] likewise; None without a draft model that reads any
+    ring        where plain rounds store features for a draft model that catches up
     """
 
     def __init__(
@@ -166,8 +166,8 @@ class CudaGraphRunner:
         return self._runs[size]
 
     def staging(self, size: Size) -> StagingBuffer:
-        """What the host fills before `launch`; makes room for all that such a round writes, and
-        waits for the round before the last, which is over.
+        """Return the host buffer to fill before `launch`; allocates what such a round writes, and
+        waits for the round before the last.
         """
         self.make_room(size)
         self._staging.reverse()
@@ -193,7 +193,7 @@ class CudaGraphRunner:
         return staging.wait
 
     def of(self, size: Size) -> RoundBuffers:
-        """The fixed tensors of a size; allocated when it is first asked for."""
+        """Return the fixed tensors of a size; allocated on first use."""
         if size not in self._fixed:
             self._fixed[size] = RoundBuffers(size, self._dims, self._room)
         return self._fixed[size]

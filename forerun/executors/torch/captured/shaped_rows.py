@@ -1,11 +1,11 @@
-"""What rows of a round ask of the sampler beyond a temperature, and what the device keeps for that.
+"""What rows of a round need of the sampler beyond a temperature, and the device's state for that.
 
     host    a slot's parameters, masks           -> buffers
     device  [slots+1,V] what each token is in a slot's text (shaping.py), and its biases
 
-A history is written whole when its slot takes part in a round for the first time, or has moved on
-outside of rounds. From then on rounds add what they emit themselves, so that nothing of it has to
-cross, and a carried round counts what the host has not heard of yet.
+A history is written whole when its slot takes part in a round for the first time, or has advanced
+outside of rounds. From then on rounds add the tokens that they emit, so that nothing has to
+be copied, and a carried round counts tokens that the host does not know yet.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ PLAIN, EDITED, CUT = 0, 1, 2
 for which the vocabulary is searched (the slow twin sorts it)."""
 
 REPORTS = (1, 5, 20)
-"""Alternatives that a round reports with a token; who asks for more is told by the host."""
+"""Numbers of alternatives that a round can report with a token; the host reports more."""
 
 
 class ShapedRows:
@@ -45,8 +45,8 @@ class ShapedRows:
         self.choosing = replace(choosing, temperature=np.zeros(slots, np.float32))
         self._rules: dict[str, Ints] = {name: np.zeros(slots, np.int32) for name in RULES}
         self._kind, self._top = np.zeros(slots, np.int32), np.full(slots, -1, np.int32)
-        # Of slots that ask for more than a temperature: tokens that their history counts; of all
-        # slots, who has biases there.
+        # Of slots that ask for more than a temperature: tokens that their history counts; and
+        # all slots that have biases there.
         self._counted: dict[int, int] = {}
         self._biased: set[int] = set()
 
@@ -66,8 +66,8 @@ class ShapedRows:
             self._rules[name][slot] = bits
 
     def size(self, size: Size, slots: Ints, masked: bool) -> Size:
-        """The size with what rows in these slots int32[B] ask for: the most of PLAIN, EDITED, CUT;
-        REPORTS that are enough for all, 0 where somebody asks for more than the last; `masked`.
+        """Return the size with the needs of rows in these slots int32[B]: the most of PLAIN,
+        EDITED, CUT; REPORTS that are enough for all, 0 if a row needs more than the last; `masked`.
         """
         kind, top = int(self._kind[slots].max()), int(self._top[slots].max())
         reports = 0
@@ -80,7 +80,7 @@ class ShapedRows:
         self, buffers: dict[str, AnyArray], size: Size, slots: Ints, masks: NodeMasks | None = None,
         place: Ints | None = None,
     ) -> None:  # fmt: skip
-        """Write into `buffers` what rows in these slots int32[B] ask for. place: int32[M] of every
+        """Write into `buffers` what rows in these slots int32[B] need. place: int32[M] of every
         flat node, for masks.
         """
         if size.shaping:
@@ -93,9 +93,9 @@ class ShapedRows:
     def stale(
         self, slots: Ints, history: Callable[[int], tuple[Sampling, History]]
     ) -> Callable[[], None] | None:
-        """What brings the histories of these slots up to date on the device, before their round;
-        None where they are. history: by row, what is asked for and the text. What a carried round
-        counts was counted by the one before it.
+        """Return the updates that bring the histories of these slots up to date on the device,
+        before their round; None if there are none. history: by row, sampling parameters and text.
+        The round before a carried one has counted its tokens.
         """
         rows: list[tuple[int, AnyArray | None, AnyArray | None]] = []
         for row, slot in enumerate(slots.tolist()):

@@ -1,4 +1,4 @@
-"""What nodes of a captured round say where a model is shared: found by all ranks together."""
+"""The choices at nodes of a captured round of a shared model: all ranks compute them together."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""What captured rounds do before the first request: kernels compiled, programs captured."""
+"""Preparation of captured rounds before the first request: kernels compiled, programs captured."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""What stands between a decoder's products, by torch.compile: where no kernels of ours run."""
+"""The operations between a decoder's products by torch.compile, without Triton kernels of ours."""
 
 from dataclasses import fields, replace
 from typing import Any

@@ -190,7 +190,7 @@ class Block:
         return parts.add_norm(x, more, weight, eps)
 
     def _added(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """What is added to the residual stream: `x`, normed if there is a weight."""
+        """Return what to add to the residual stream: `x`, normed if there is a weight."""
         x = x if weight is None else self._parts.norm(x, weight, self._arch.norm_eps)
         return x if self._spec.residual == 1.0 else x * self._spec.residual
 
@@ -198,7 +198,9 @@ class Block:
 def _projections(
     weights: Weights, prefix: str, spec: LayerSpec, arch: Architecture, parts: Elementwise
 ) -> HeadsProjections | LatentProjections | DeltaProjections:
-    """Of the layer that `spec` describes; its tensors begin with `prefix`."""
+    """Return the projections of the layer that `spec` describes; its tensors begin with
+    `prefix`.
+    """
     if spec.delta is not None:
         return DeltaProjections(weights, f"{prefix}.linear_attn", spec.delta, arch, parts)
     latent, prefix = spec.attention.latent, f"{prefix}.self_attn"
@@ -208,8 +210,8 @@ def _projections(
 
 
 class Ends:
-    """What a model begins and ends with: embedding, final norm and head. Of a rank's part of a
-    model, the embedding's and the head's rows of some tokens.
+    """The embedding, final norm and head of a model. For a rank's part of a model, the embedding's
+    and the head's rows of some tokens.
 
     embedding  [V,H]
     head       [n,H] -> [n,V]
@@ -307,11 +309,11 @@ class Decoder(Ends):
         features: tuple[int, ...] = (),
         recur: Recur = no_states,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Residual stream [M,H] after the last layer, for tokens int[M] whose positions `rotary`
-        was made of.
+        """Return the residual stream [M,H] after the last layer, for tokens int[M] at the positions
+        of `rotary`.
 
-        M must be `padded_rows` of something. Also returns the stream [M,H] entering each layer
-        of `features`, in that order (transformers' hidden_states; L = after the last layer).
+        M must be `padded_rows` of something. Also returns the input stream [M,H] of each layer of
+        `features`, in that order (transformers' hidden_states; L = after the last layer).
         """
         x = self.embed(tokens)
         if self._scale != 1.0:

@@ -25,11 +25,11 @@ _LEAST = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class DeltaInputs:
-    """What a delta net makes of nodes [M] before their states are known; all float32 but `gate`.
+    """A delta net's inputs for nodes [M] before their states are known; all float32 but `gate`.
 
     mixed   [M,C] queries, keys and values that the convolution reads
-    decay   [M,Hv] what a node multiplies its state by
-    beta    [M,Hv] how much of what its key finds is replaced
+    decay   [M,Hv] factor of a node's state
+    beta    [M,Hv] share of the value at its key that is replaced
     gate    [M,Hv,Dv] z
     kernel  [C,W] of the convolution
     """
@@ -83,8 +83,8 @@ class DeltaProjections:
         return self._into, self._gates, self._out
 
     def inputs(self, x: Rows) -> DeltaInputs:
-        """What the recurrence reads of rows [M,H], in float32, not yet convolved; and the gate
-        [M,Hv,Dv] of its output. Positions do not matter.
+        """Return the recurrence's inputs of rows [M,H], in float32, before the convolution; and the
+        gate [M,Hv,Dv] of its output. Positions do not matter.
         """
         about = self._about
         mixed, gate = self._into(x).split([about.channels, about.values], -1)
@@ -113,7 +113,7 @@ def softplus(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What states are advanced by and read with, of some nodes: float32.
+    """What some nodes advance states by and read them with: float32.
 
     queries, keys  [n,Hk,Dk]
     values         [n,Hv,Dv]

@@ -1,5 +1,5 @@
-"""What stands between a decoder's products, row by row, in plain torch: what runs on the CPU, and
-the slow twin of triton_layers.py.
+"""The operations between a decoder's products, row by row, in torch: used on the CPU, and the slow
+twin of triton_layers.py.
 """
 
 from collections.abc import Callable
@@ -42,11 +42,11 @@ class DraftInputs(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Elementwise:
-    """What stands between a decoder's products: `rms_norm`, `add_norm`, `swiglu`, `turned`,
-    `geglu`, `clamped_swiglu`, and before a draft model's first one `draft_inputs`, or what computes
-    the same. `float8`: where the next product is in float8. `grouped`: the product of experts,
-    which only launches; None: each expert's own, whose rows the host finds. `few_bits`: products
-    whose weight stays in few bits.
+    """The operations between a decoder's products: `rms_norm`, `add_norm`, `swiglu`, `turned`,
+    `geglu`, `clamped_swiglu`, and before a draft model's first product `draft_inputs`. `float8`:
+    for products in float8. `grouped`: the product of experts, which only launches; None: one
+    product per expert, whose rows the host selects. `few_bits`: products whose weight stays
+    quantised.
     """
 
     norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -61,8 +61,8 @@ class Elementwise:
     few_bits: FewBitsProducts = IN_TORCH
 
     def gate_for(self, activation: str, float8: bool) -> Gate:
-        """The gate of an activation, by its name in layer_spec.py: silu, gelu, clamped_silu, any
-        other is GELU by tanh; float8: the one whose result is float8 rows.
+        """Return the gate of an activation, by its name in layer_spec.py: silu, gelu, clamped_silu;
+        any other is GELU by tanh. float8: the one whose result is float8 rows.
         """
         if activation == "clamped_silu":
             return self.clamped_gate
@@ -78,10 +78,10 @@ Rotary = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LatentHeads:
-    """Of latent attention (layer_spec.Latent), absorbed: all of one size, only not yet rotated.
+    """The inputs of latent attention (layer_spec.Latent), absorbed, before rotation.
 
-    queries  [M,A,rank] in the latent's space, and [M,A,rope] of them that are to be rotated
-    latent   [M,rank] normed, and [M,rope] that is to be rotated
+    queries  [M,A,rank] in the latent space, and their [M,A,rope] to be rotated
+    latent   [M,rank] normed, and [M,rope] to be rotated
     rotary   of the positions of the M nodes
     """
 
@@ -138,7 +138,7 @@ class Heads:
 
 
 AnyHeads = Heads | LatentHeads
-"""Of a layer, whatever its attention is."""
+"""The heads of a layer, for every kind of attention."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -244,8 +244,8 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rotation(
     positions: Tensor, frequencies: Tensor, factor: float | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Cos and sin, each [..., E/2], of positions [...] (tokens) at frequencies [E/2]; `factor` is
-    for pairs that are rotated, whose frequency is not 0.
+    """Return cos and sin, each [..., E/2], of positions [...] (tokens) at frequencies [E/2];
+    `factor` applies to rotated pairs only, whose frequency is not 0.
     """
     angles = positions.float().unsqueeze(-1) * frequencies
     return torch.where(frequencies == 0, 1.0, angles.cos() * factor), angles.sin() * factor

@@ -1,8 +1,8 @@
 """A mixture of experts: each row runs through the few feed-forwards that a router chooses for it.
 
-Shazeer et al. 2017 (arXiv 1701.06538); what routers do is data (layer_spec.Router). Where a device
-has a grouped product (grouped.GroupedProduct), a mixture only launches and rounds are captured. On
-the CPU each expert is a product of its own, whose rows the host finds, and a row's bits do not
+Shazeer et al. 2017 (arXiv 1701.06538); the kind of router is data (layer_spec.Router). On a device
+with a grouped product (grouped.GroupedProduct), a mixture only launches, so rounds can be captured.
+On the CPU each expert is a product of its own, whose rows the host selects, and a row's bits do not
 depend on the others: the rows of one expert are multiplied at row counts at which that does not
 matter (layers.padded_rows), and a row's experts are added in the order of its own choice.
 """
@@ -138,9 +138,9 @@ def _places(chosen: Tensor, here: range) -> Tensor:
 def routes(
     logits: Tensor, router: Router, top_k: int, correction: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Of each row its experts' weights float32[M,k] and numbers int64[M,k], best first.
+    """Return each row's expert weights float32[M,k] and numbers int64[M,k], best first.
 
-    logits  float32[M,N] of all experts; correction: float32[N], where the router has one
+    logits  float32[M,N] of all experts; correction: float32[N], if the router has one
     """
     # Not torch.sigmoid: on the CPU its bits depend on where in the tensor a number stands.
     sigmoid = router.scores == "sigmoid"

@@ -1,8 +1,8 @@
-"""Products whose weight stays in few bits: integers with a scale, and perhaps a zero point, for
+"""Products whose weight stays quantised: integers with a scale, and perhaps a zero point, for
 each group of columns, or float8 with scales likewise (models/grouped.py has the formats).
 
 The arithmetic is that of the formats: differences of integers are exact in 16 bits, sums and scales
-are float32. The kernel is triton_few_bits.py, the slow twin here, which is what runs on the CPU.
+are float32. The kernel is triton_few_bits.py; the slow twin here also serves on the CPU.
 """
 
 from collections.abc import Callable, Sequence

@@ -12,8 +12,8 @@ _FLOAT8_MOST = torch.finfo(FLOAT8).max
 
 
 class Float8Rows(NamedTuple):
-    """What a product in float8 multiplies by: numbers float8[M,K], each row with its scale in
-    float32[M,1]; their product is nearly the row that was meant.
+    """The left side of a product in float8: numbers float8[M,K], and each row's scale in
+    float32[M,1]; their product approximates the row.
     """
 
     numbers: Tensor
@@ -21,7 +21,7 @@ class Float8Rows(NamedTuple):
 
 
 Rows = Tensor | Float8Rows
-"""What a matrix product reads: [M,K] in the activations' dtype or in float8."""
+"""The left side of a matrix product: [M,K] in the activations' dtype or in float8."""
 
 
 class Float8Linear:
@@ -68,8 +68,8 @@ def float8_rows(x: Tensor) -> Float8Rows:
 
 @dataclass(frozen=True, slots=True)
 class Float8Parts:
-    """What stands between products in float8: `float8_rows` of what Elementwise says, which
-    is first rounded to the activations' dtype; or what computes the same.
+    """The operations between products in float8: `float8_rows` of Elementwise's results, which are
+    first rounded to the activations' dtype.
     """
 
     rows: Callable[[Tensor], Float8Rows]

@@ -24,7 +24,7 @@ class FewBitsLinear:
 
 
 class SideBySide:
-    """Products of the same rows whose results stand side by side: matrices that cannot be one."""
+    """Products of the same rows with concatenated results, for matrices that cannot be merged."""
 
     def __init__(self, parts: Sequence[Product], shape: tuple[int, int]) -> None:
         self.shape, self._parts = shape, parts
@@ -35,7 +35,7 @@ class SideBySide:
 
 
 class GatedFeedForward(FeedForward):
-    """A FeedForward whose gate is in the product before it."""
+    """A FeedForward whose first product includes the gate."""
 
     def __init__(self, gate_up: FewBitsLinear, down: Product, gate: Gate, activation: str) -> None:
         super().__init__(gate_up, down, gate)
@@ -50,7 +50,7 @@ class GatedFeedForward(FeedForward):
 
 
 def feed_forward(products: tuple[Product, Product], gate: Gate, activation: str) -> FeedForward:
-    """Of gate and up as one product, and down; gate: the activation's."""
+    """Return a feed-forward of gate and up as one product, and down; gate: the activation's."""
     gate_up, down = products
     if isinstance(gate_up, FewBitsLinear) and gate_up.by.gated and activation in GATED:
         return GatedFeedForward(gate_up, down, gate, activation)

@@ -21,7 +21,7 @@ MOST_ROWS = 128
 
 
 def plain(x: Rows) -> Tensor:
-    """`x` [M,K], whose reader knows no float8. Raises TypeError for float8 rows."""
+    """Return `x` [M,K] for a reader that takes no float8. Raises TypeError for float8 rows."""
     if isinstance(x, Float8Rows):
         raise TypeError("float8 rows reached a product that is not in float8")
     return x
@@ -77,7 +77,7 @@ class Product(Protocol):
 
 
 MakeProduct = Callable[[Tensor, Tensor | None], Product]
-"""Of a weight [N,K] and a bias [N]."""
+"""Makes the product with a weight [N,K] and a bias [N]."""
 
 
 class FeedForward:

@@ -18,14 +18,14 @@ LANES = 4
 """Pinned buffers, each with a thread that fills it and a stream that empties it. Not measured."""
 
 Piece = tuple[Tensor, NDArray[np.uint8], torch.dtype]
-"""Where it goes [n,K], its bytes uint8[n,bytes of a row], and what they are."""
+"""The target [n,K], its bytes uint8[n,bytes of a row], and their type."""
 
 
 class Lane(Protocol):
     """A pinned buffer and a stream of the device. One thread at a time."""
 
     def begin(self) -> None:
-        """What is sent from now on comes after all that the device was given before."""
+        """Order all copies from now on after all work that the device has received before."""
         ...
 
     def buffer(self, size: int) -> Tensor:
@@ -37,7 +37,7 @@ class Lane(Protocol):
         ...
 
     def end(self) -> None:
-        """What the device is given from now on comes after all that was sent. Does not wait."""
+        """Order all device work from now on after all copies sent. Does not wait."""
         ...
 
 
@@ -111,7 +111,7 @@ class Staging:
 
 
 def staging(device: torch.device) -> Staging | None:
-    """What copies to `device`; None where nothing has to be pinned."""
+    """Return the copier to `device`; None if nothing needs pinned memory."""
     if device.type != "cuda":
         return None
     return Staging([CudaLane(device) for _ in range(LANES)])

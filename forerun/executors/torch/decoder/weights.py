@@ -65,12 +65,12 @@ def some_rows(
 
 
 class Weights:
-    """A checkpoint's tensors on `device` in `dtype`, read when asked for.
+    """A checkpoint's tensors on `device` in `dtype`, read on use.
 
-    products  what the blocks' products are made of
-    finite    refuse what is not finite: ModelError
-    few_bits  by what products read weights that stay in the file's few bits (models/kept.py); None:
-              all are widened
+    products  makes the blocks' products
+    finite    refuse values that are not finite: ModelError
+    few_bits  makes products whose weights stay quantised as in the file (models/kept.py); None: all
+              are widened
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Weights:
         return self._load(name).float()
 
     def norm(self, name: str) -> Tensor:
-        """What a norm multiplies by, float32[W]: the vector `name`, and the model's offset."""
+        """Return the factor of a norm, float32[W]: the vector `name` plus the model's offset."""
         stored = self._load(name).float()
         return stored + self._norm_offset if self._norm_offset else stored
 
