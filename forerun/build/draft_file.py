@@ -26,7 +26,6 @@ def open_draft_file(config: EngineConfig, folder: Path, target: Checkpoint) -> A
                 f"speculative-algorithm is {method.name}, but {folder} holds prediction layers; "
                 "use NEXTN."
             )
-        _leaves_nothing_open(config, folder, "prediction layers")
         return open_prediction(folder, target)
     if method.kind == "layers":
         raise ConfigError(
@@ -45,21 +44,11 @@ def open_draft_file(config: EngineConfig, folder: Path, target: Checkpoint) -> A
             "EAGLE for a draft head."
         )
     if held:
-        _leaves_nothing_open(config, folder, "a block drafter")
         return open_block(folder, arch)
-    head = open_draft(folder, arch, config.draft_reading)
+    head = open_draft(folder, arch)
     if method.name == "EAGLE3" and head.head.algorithm != "eagle3":
         raise ConfigError(
             f"speculative-algorithm is EAGLE3, but the head in {folder} is an EAGLE-1 or EAGLE-2 "
             "head; use EAGLE."
         )
     return head
-
-
-def _leaves_nothing_open(config: EngineConfig, folder: Path, what: str) -> None:
-    """Raise ConfigError where the configuration says how to read what can be read in one way."""
-    if config.draft_reading is not None:
-        raise ConfigError(
-            f"draft-reading is {config.draft_reading}, but {folder} holds {what}, which can be "
-            "read in one way only; leave it out."
-        )

@@ -26,7 +26,6 @@ from forerun.interface.drafter import Drafter
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.features import RING_TOKENS
 from forerun.models.checkpoint import Checkpoint
-from forerun.models.config_variants import layers_read_as
 from forerun.models.folder import FolderCheckpoint
 from forerun.models.gguf import GgufCheckpoint
 from forerun.models.gguf_prediction import open_in_gguf
@@ -240,10 +239,7 @@ def _standalone(config: EngineConfig, named: str, target: Model) -> WholeDraft:
 
 def _prediction_layers(config: EngineConfig, target: Checkpoint) -> PredictionLayers:
     """Those that the configuration's depth has a use for."""
-    layers = _deep_enough(config, _layers_in(target))
-    if config.draft_reading is None:
-        return layers
-    return layers_read_as(layers, config.draft_reading)
+    return _deep_enough(config, _layers_in(target))
 
 
 def _layers_in(target: Checkpoint) -> PredictionLayers:

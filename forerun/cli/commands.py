@@ -93,18 +93,8 @@ def _run_flags(parser: argparse.ArgumentParser) -> None:
         help="answer again, five times without speculation and with it: compare speed and text",
     )
     _grammar_flags(parser)
-    _probe_flag(parser)
     flags_of(AskConfig, parser, "answer")
     flags_of(EngineConfig, parser, "model and engine", max_sequences=2)
-
-
-def _probe_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--probe",
-        action="store_true",
-        help="serve a few hundred tokens under every plausible reading of the draft head's "
-        "configuration, or of the model's own prediction layers, first, and keep the best",
-    )
 
 
 def _grammar_flags(parser: argparse.ArgumentParser) -> None:
@@ -158,7 +148,6 @@ def _serve_flags(parser: argparse.ArgumentParser) -> None:
         help="number of engines behind one address, by Ray Serve (pip install 'forerun[ray]')",
     )
     flags_of(ServeSettings, parser, "server", first=FIRST)
-    _probe_flag(parser)
     flags_of(EngineConfig, parser, "model and engine", first=FIRST)
     parser.epilog = (
         "Names of SGLang, vLLM and llama.cpp for these options are known too, and\n"
@@ -232,7 +221,6 @@ def _eval_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="for greedy chains, also show the trainer's simulation on the same answers (torch)",
     )
-    _probe_flag(parser)
     own = ("max_sequences", "policy", *SHAPE, "speculative_eagle_topk")
     flags_of(EngineConfig, parser, "model and engine", without=own, draft_on_error="stop")
 

@@ -10,7 +10,6 @@ from time import monotonic
 from forerun.build.engine import Loaded, load
 from forerun.build.executor_entry import Progress
 from forerun.cli.console import load_with_progress, plain_warnings
-from forerun.cli.probing import probed
 from forerun.cli.start_log import model_facts
 from forerun.client.engine_worker import run
 from forerun.client.messages import Start
@@ -20,18 +19,14 @@ from forerun.serve.logs import configure_logs
 log = logging.getLogger("forerun")
 
 
-def load_served(
-    config: EngineConfig, probe: bool, as_log: bool, told: Progress = lambda *_: None
-) -> Loaded:
+def load_served(config: EngineConfig, as_log: bool, told: Progress = lambda *_: None) -> Loaded:
     """Load the model that a server is to run: the engine, ready and not started.
 
-    probe   try first how its draft may be read, and take the best (`probed`)
     as_log  warnings go to the log and nothing is drawn; else people see them and a bar
     told    called with (what, done, total) while it loads
 
-    Raises what `load` and `probed` raise.
+    Raises what `load` raises.
     """
-    config = probed(config, probe)[0]
     if as_log:
         with plain_warnings(log.warning):
             return load(config, told)
@@ -44,7 +39,7 @@ def load_started(start: Start, told: Progress) -> tuple[Loaded, dict[str, str]]:
     """
     options, began = start.options, monotonic()
     configure_logs(options["level"], options["format"])
-    loaded = load_served(start.config, options["probe"], options["format"] == "json", told)
+    loaded = load_served(start.config, options["format"] == "json", told)
     return loaded, model_facts(loaded, began)
 
 

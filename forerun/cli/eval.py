@@ -9,7 +9,6 @@ from rich.table import Table
 
 from forerun.build.engine import Target
 from forerun.cli.console import bars, emit_json, open_shown, out, say
-from forerun.cli.probing import probed
 from forerun.errors import ConfigError
 from forerun.hub.catalog import open_model
 from forerun.machine import stamp
@@ -27,7 +26,6 @@ from forerun.measure.acceptance import (
 from forerun.measure.report import columns
 from forerun.measure.workload import read_prompts, spread
 from forerun.models.draft_folder import DraftFile
-from forerun.models.prediction_reading import collapse
 from forerun.options.config import EngineConfig
 from forerun.options.flags import configured
 
@@ -43,7 +41,6 @@ def main(arguments: argparse.Namespace) -> int:
     chosen = {
         name: tuple(spread(read_prompts(path), arguments.count)) for name, path in sets.items()
     }
-    config, attempts = probed(config, arguments.probe)
     target = open_shown(replace(config, max_sequences=arguments.group))
     found: list[Finding] = []
     interrupted = False
@@ -74,10 +71,7 @@ def main(arguments: argparse.Namespace) -> int:
     promised = _promised(target.config.speculative_draft_model_path)
     if arguments.json:
         facts = [asdict(finding) for finding in found]
-        tried = [asdict(attempt) for attempt in attempts]
-        emit_json(
-            {"findings": facts, "probe": tried, "simulated_length": promised, "machine": stamp()}
-        )
+        emit_json({"findings": facts, "simulated_length": promised, "machine": stamp()})
     else:
         _show(found, promised)
     if interrupted:
@@ -121,17 +115,6 @@ def _promised(draft: str | None) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def collapsed(found: list[Finding]) -> list[str]:
-    """A line for each finding whose second draft position is accepted far less often than its
-    first: what follows from it is read wrongly.
-    """
-    return [
-        f"{item.question}, {item.shape}, T={item.temperature:g}: {fault}"
-        for item in found
-        if len(item.agreement) > 1 and (fault := collapse(*item.agreement[:2]))
-    ]
-
-
 def table(found: list[Finding]) -> Table:
     """A table for people: a row per question, shape of drafts and temperature."""
     names = ("prompts", "drafts", "T", "tokens per step", "agreement by position", "identical",
@@ -153,8 +136,6 @@ def table(found: list[Finding]) -> Table:
 
 def _show(found: list[Finding], promised: float | None) -> None:
     out.print(table(found))
-    for line in collapsed(found):
-        say(line)
     for item in found:
         if item.simulated is not None:
             say(

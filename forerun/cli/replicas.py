@@ -15,9 +15,9 @@ def main(arguments: argparse.Namespace) -> int:
     """
     config, settings = prepared(arguments)
     several = arguments.more_models or arguments.models_dir or arguments.models_file
-    if several or arguments.probe:
+    if several:
         raise ConfigError(
-            "replicas: they serve one model, and take no --models-dir, --models-file or --probe."
+            "replicas: they serve one model, and take no --models-dir or --models-file."
         )
     check_reference(config.model)
     start = StartLog(settings.log_format == "json", arguments.json, settings.ui)

@@ -11,7 +11,6 @@ from forerun.build.engine import Loaded, encode_chat
 from forerun.cli import batch, chat
 from forerun.cli.console import emit_json, interactive, load_shown, say
 from forerun.cli.constraint import grammar_of
-from forerun.cli.probing import probed
 from forerun.client.completion import Completion, acceptance_length, make_request, stream
 from forerun.engine.request import Request, Speculation
 from forerun.errors import ConfigError, RequestError
@@ -65,7 +64,7 @@ def main(arguments: argparse.Namespace) -> int:
             arguments.values["seed"] = None  # As in `chat`: each session has its own.
         return chat.main(arguments)
     text, grammar = _prompt(arguments.prompt), grammar_of(arguments)
-    loaded = load_shown(probed(config, arguments.probe)[0])
+    loaded = load_shown(config)
     try:
         request = make_request(
             _encode(loaded, text, arguments),

@@ -38,7 +38,7 @@ def main(
     """
     config, settings = prepared(arguments)
     start = StartLog(settings.log_format == "json", arguments.json, settings.ui)
-    source = partial(_source, arguments.probe, start, program, begun)
+    source = partial(_source, start, program, begun)
     if arguments.more_models or arguments.models_dir or arguments.models_file:
         run(sources(_models(arguments, config, settings), source), settings, start.listening)
     else:
@@ -79,7 +79,6 @@ def prepared(arguments: argparse.Namespace) -> tuple[EngineConfig, ServeSettings
 
 
 def _source(
-    probe: bool,
     start: StartLog,
     program: EngineProgram | None,
     begun: EngineStart | None,
@@ -87,13 +86,13 @@ def _source(
 ) -> EngineCommand | Loader:
     """What loads a model, and says so when it is loaded."""
     if program is None:
-        return partial(_load, probe, start, config)
+        return partial(_load, start, config)
     return EngineCommand(program, config, start.loaded, begun)
 
 
-def _load(probe: bool, start: StartLog, config: EngineConfig) -> Loaded:
+def _load(start: StartLog, config: EngineConfig) -> Loaded:
     began = monotonic()
-    loaded = load_served(config, probe, start.as_log)
+    loaded = load_served(config, start.as_log)
     start.loaded(model_facts(loaded, began))
     return loaded
 

@@ -19,7 +19,7 @@ def main(arguments: argparse.Namespace) -> int:
     """
     config, settings = configured_both(EngineConfig, ServeSettings, arguments)
     several = arguments.more_models or arguments.models_dir or arguments.models_file
-    program = _program(settings, arguments.probe)
+    program = _program(settings)
     begun = None if several or program is None else EngineStart(program.command)
     try:
         if begun is not None and program is not None:
@@ -34,11 +34,11 @@ def main(arguments: argparse.Namespace) -> int:
             begun.discard()
 
 
-def _program(settings: ServeSettings, probe: bool) -> EngineProgram | None:
+def _program(settings: ServeSettings) -> EngineProgram | None:
     """What the engine's process runs; None where the engine runs in this process: where that is
     wanted, and on Windows.
     """
     if not settings.engine_process or sys.platform == "win32":
         return None
-    options = {"probe": probe, "level": settings.log_level, "format": settings.log_format}
+    options = {"level": settings.log_level, "format": settings.log_format}
     return EngineProgram(ENGINE, options)

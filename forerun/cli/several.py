@@ -14,8 +14,7 @@ from forerun.options.flags import Option, gather
 from forerun.serve.models import Source
 from forerun.serve.service import Start
 
-OWN = ("speculative_draft_model_path", "speculative_token_map", "draft_reading", "chat_template",
-       "revision")  # fmt: skip
+OWN = ("speculative_draft_model_path", "speculative_token_map", "chat_template", "revision")
 """Options that are of one model."""
 
 

@@ -71,7 +71,7 @@ def main(arguments: argparse.Namespace) -> int:
         )
         if engine.threads:
             torch.set_num_threads(engine.threads)
-        start = _start(config, engine, model.architecture)
+        start = _start(config, model.architecture)
         try:
             corpus = _corpus(engine, source, config, prompts, out, report)
             known = make_table(corpus, model.architecture.vocab, out / "draft")
@@ -89,11 +89,11 @@ def main(arguments: argparse.Namespace) -> int:
     return _told_draft(arguments, out, known, progress, config.steps)
 
 
-def _start(config: TrainConfig, engine: EngineConfig, target: Architecture) -> DraftFile | None:
+def _start(config: TrainConfig, target: Architecture) -> DraftFile | None:
     """The draft to go on from, if one is named; refused before anything is written."""
     if config.start_from is None:
         return None
-    draft = open_draft(Path(config.start_from), target, engine.draft_reading)
+    draft = open_draft(Path(config.start_from), target)
     check_trainable(draft)
     for warning in draft.warnings:
         say(f"forerun: draft {config.start_from}: {warning}")

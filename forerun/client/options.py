@@ -61,7 +61,6 @@ class EngineArgs(TypedDict, total=False):
     speculative_num_draft_tokens: int | None
     speculative_accept_threshold_single: float
     speculative_accept_threshold_acc: float
-    draft_reading: str | None
     draft_on_error: str
     policy: str
 

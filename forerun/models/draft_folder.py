@@ -17,7 +17,6 @@ from forerun.errors import ModelError
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import shortened
 from forerun.models.config_json import read_json
-from forerun.models.config_variants import read_as
 from forerun.models.draft_config import (
     TARGET_TENSORS,
     DraftHead,
@@ -63,12 +62,8 @@ class DraftFile(OpenedDraft[DraftHead]):
         return replace(self, head=head, target_ids=token_map)
 
 
-def open_draft(folder: Path, target: Architecture, variant: str | None = None) -> DraftFile:
-    """Read a draft for `target`, its configuration as `variant` says (config_variants.py), if
-    given.
-
-    Raises ModelError: damaged, incomplete, or not for this target; ConfigError: no such reading.
-    """
+def open_draft(folder: Path, target: Architecture) -> DraftFile:
+    """Read a draft for `target`. Raises ModelError: damaged, incomplete, or not for this target."""
     config = read_json(folder / "config.json")
     files = canonical(files_by_tensor(folder, MAPS), folder)
     shapes = {name: file.tensors[stored].shape for name, (file, stored) in files.items()}
@@ -76,11 +71,7 @@ def open_draft(folder: Path, target: Architecture, variant: str | None = None) -
         head, keys = _describe(config, shapes, target)
     except ModelError as error:
         raise ModelError(f"{folder}: {error}") from error
-    warnings = _warnings(head, target)
-    if variant is None:
-        warnings += _doubts(keys, head, target)
-    else:
-        head = read_as(head, variant)
+    warnings = _warnings(head, target) + _doubts(keys, head, target)
     head.check_against(target, str(folder))
     _check_tensors(head, shapes, folder)
     ids = mapped_ids(head.vocab, head.target_vocab, files, folder)
@@ -204,21 +195,24 @@ def _warnings(head: DraftHead, target: Architecture) -> list[str]:
 
 
 def _doubts(keys: Keys, head: DraftHead, target: Architecture) -> list[str]:
-    """What may be meant otherwise and would then lower acceptance silently, by name."""
+    """Say what may be meant otherwise and would then lower acceptance silently, and which key of
+    config.json to change then.
+    """
     found = []
     if head.rope.theta != target.rope.theta:
         found.append(
             f"rope_theta is {head.rope.theta:g}, the target's {target.rope.theta:g}; EAGLE's own "
-            "trainer ignores rope_theta (10000): try --probe"
+            "trainer ignores rope_theta: if few draft tokens are accepted, try 10000 in config.json"
         )
     if keys.get("norm_output") and head.algorithm == "eagle3":
         found.append(
             "norm_output is true: SGLang and vLLM feed the normed output back, SpecForge trains "
-            "with the raw one: try --probe"
+            "with the raw one: if few draft tokens are accepted, try false in config.json"
         )
     if head.normed_residual and not keys.has("norm_before_residual"):
         found.append(
-            "norm_before_residual is not set; a speculators file then means true: try --probe"
+            "norm_before_residual is not set, read as true, as in a speculators file: if few draft "
+            "tokens are accepted, try false in config.json"
         )
     return found
 

@@ -61,9 +61,6 @@ class PredictionLayers:
     target_ids    int32[Vd] the tokens that may be proposed, and whose rows the head has
     folder        where they are, if not in the target's checkpoint
     zeroed        the embedding of the entry at position 0 counts as zeros
-    carries_normed  the next draft step reads o_k as its head does; else what it was before norm_f
-                    (`--draft-reading feedback=raw`; projects disagree, and lose acceptance at the
-                    second position silently)
     """
 
     kind: ClassVar[str] = "prediction layers"
@@ -77,7 +74,6 @@ class PredictionLayers:
     target_ids: Ints
     folder: Path | None = None
     zeroed: bool = False
-    carries_normed: bool = True
 
     @property
     def architecture(self) -> Architecture:

@@ -256,11 +256,6 @@ class EngineConfig:
         low=0.0,
         high=1.0,
     )
-    draft_reading: str | None = option(
-        None,
-        "how the draft head's configuration is meant, as --probe found it, such as "
-        "features=2/15/27,residual=raw,feedback=normed,theta=10000",
-    )
     draft_on_error: str = option(
         "disable",
         "what a draft that cannot be used means: disable speculation and say so, or stop",

@@ -21,7 +21,6 @@ from forerun.serve.errors import ApiError, stuck, unavailable
 from forerun.serve.events import EventQueue
 from forerun.serve.in_flight import InFlight
 from forerun.serve.metrics import Meter, Metrics
-from forerun.serve.second_position import SecondPosition, concerns
 from forerun.serve.wire import Bodies
 from forerun.serve.workers import Workers
 from forerun.text.chat import ChatTemplate
@@ -243,8 +242,6 @@ class Service(InFlight):
         self._tasks.append(loop.create_task(self._watch(engine)))
         self.arrived.set()
         log.info("serving %s", name)
-        if concerns(loaded.config):
-            self._tasks.append(loop.create_task(SecondPosition().run(engine.stats)))
         if self.settings.decode_log_interval:
             decode_log = DecodeLog(self.settings.decode_log_interval, engine.last_stats)
             self._tasks.append(loop.create_task(decode_log.run(engine.stats)))

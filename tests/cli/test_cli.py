@@ -191,8 +191,6 @@ def test_seeds_and_stops_reach_the_sampler(capsys):
             2,
             "--start-from belongs to --method eagle3, not to table",
         ),
-        (["eval", *TOY, "--probe"], 2, "nothing to probe"),
-        (["run", "Hi", "--probe", "--draft-reading", "theta=1"], 2, "leave --probe out"),
     ],
 )
 def test_errors_are_one_sentence_and_an_exit_code(line, code, says, capsys):

@@ -6,7 +6,7 @@ float32[depth + 1,Vd], of what follows the text and each of the draft tokens.
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 
@@ -41,7 +41,6 @@ class Kind:
     depth: int = 3
     reference: Callable | None = None
     others: tuple[Callable, ...] = ()
-    options: dict = field(default_factory=dict)
     network: str | None = None
 
     @property
@@ -146,14 +145,13 @@ def other_vocabulary(hf, folder, ids):
 # --- prediction layers -------------------------------------------------------------------------
 
 
-def prediction(
-    hf, layers, folder, naming, depth=3, zeroed=False, raw=False, options=None, centred=False
-):
-    """zeroed, raw: as `dense` has them, and never near it where they are the other way round.
+def prediction(hf, layers, folder, naming, depth=3, zeroed=False, centred=False):
+    """zeroed: as `dense` has it; where it is, nothing is near what reads the first token or carries
+    states from before the final norm.
     naming: "GGUF" makes a file. centred: files have the layers' own norms without their 1.
     """
 
-    def read(zeroed, raw):
+    def read(zeroed, raw=False):
         def reference(text, path):
             found = dense(hf, layers, naming == "mimo", text, path, zeroed, raw)
             return torch.stack(found).log_softmax(-1).detach().numpy()
@@ -168,10 +166,10 @@ def prediction(
         if naming == "GGUF"
         else with_layers(hf, stored, folder, naming)
     )
-    others = (read(not zeroed, raw),) * zeroed + (read(zeroed, not raw),) * (raw or zeroed)
+    others = (read(False), read(True, raw=True)) if zeroed else ()
     # A layer is no part of the target; on the core a file of floats stays one.
     network = f"{hf.config.model_type}{' in GGUF' * (naming == 'GGUF')}"
-    return Kind("NEXTN", model, None, depth, read(zeroed, raw), others, options or {}, network)
+    return Kind("NEXTN", model, None, depth, read(zeroed), others, network)
 
 
 def one_layer(kinds, naming):
@@ -191,11 +189,10 @@ def three_layers(kinds, naming):
     return prediction(hf, layers, kinds.folder(f"three {naming}"), naming, 4)
 
 
-def family_layer(kinds, which, file=False):
+def family_layer(kinds, family, file=False):
     """A family's own layer: GLM-4.5's, with experts, whose first row reads no token; DeepSeek's,
-    with latents, carrying either hidden state.
+    with latents.
     """
-    family, _, reading = which.partition(", ")
     hf = tiny.model(family, max_position_embeddings=512)
     torch.manual_seed(3)
     made = type(hf.model.layers[-1])(hf.config, hf.config.num_hidden_layers - 1)
@@ -207,18 +204,16 @@ def family_layer(kinds, which, file=False):
     norms = [1 + 0.2 * torch.randn(width) for _ in range(3)]
     layer = made, *norms, torch.randn(width, 2 * width) / 8
     if family == "qwen3_next":
-        return prediction(hf, [layer], kinds.folder(which), "qwen3-next", centred=True)
-    options = {"draft_reading": reading} if reading else {}
-    facts = {"zeroed": family == "glm4_moe", "raw": reading == "feedback=raw", "options": options}
+        return prediction(hf, [layer], kinds.folder(family), "qwen3-next", centred=True)
     naming, folder = (
-        ("GGUF", kinds.folder(f"file of {which}")) if file else ("deepseek", kinds.folder(which))
+        ("GGUF", kinds.folder(f"file of {family}")) if file else ("deepseek", kinds.folder(family))
     )
-    return prediction(hf, [layer], folder, naming, **facts)
+    return prediction(hf, [layer], folder, naming, zeroed=family == "glm4_moe")
 
 
-def family_file(kinds, which):
+def family_file(kinds, family):
     """The same as llama.cpp keeps them."""
-    return family_layer(kinds, which, file=True)
+    return family_layer(kinds, family, file=True)
 
 
 def counting_layers(kinds, which):

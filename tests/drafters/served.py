@@ -161,7 +161,7 @@ def settings(kind, executor, **changes):
         "threads": None if executor == "jax" else 1,
         "draft_on_error": "stop",
     }
-    return EngineConfig(**chosen | kind.options | changes)
+    return EngineConfig(**chosen | changes)
 
 
 def padded(patch, *fields):

@@ -8,11 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forerun.build.engine import open_target
-from forerun.cli.eval import collapsed
 from forerun.errors import ConfigError, ModelError
-from forerun.measure.acceptance import Finding
-from forerun.measure.probe import FEEDBACKS, probe_layers
-from forerun.measure.workload import Prompt
 from forerun.models.folder import FolderCheckpoint
 from forerun.models.gguf import GgufCheckpoint
 from forerun.models.gguf_prediction import open_in_gguf
@@ -202,19 +198,3 @@ def test_numbers_counts_and_copies_that_contradict_each_other(hf, layers, tmp_pa
     says(folder, num_nextn_predict_layers=2)
     with pytest.raises(ModelError, match=r"promises 2 prediction layers .* those of 3"):
         opened(folder)
-
-
-def test_a_probe_finds_which_hidden_state_layers_carry(kinds):
-    """Both readings are served; of equals the configured one is believed."""
-    prompts = [Prompt("p", "e2e", ({"role": "user", "content": "the quick brown fox"},))]
-    config = settings(kinds["right, NEXTN"], "torch")
-    found = probe_layers(config, lambda *_: None, prompts, tokens=12)
-    assert {attempt.variant for attempt in found} == set(FEEDBACKS)
-    assert found[0].configured and found[0].length > 2
-
-
-def test_a_second_position_that_collapses_is_said():
-    facts = dict.fromkeys(Finding.__dataclass_fields__, 0) | {"question": "q", "shape": "chain"}
-    fine, bad = (Finding(**facts | {"agreement": pair}) for pair in ((0.8, 0.6), (0.8, 0.05)))
-    assert collapsed([fine]) == []
-    assert "0.80, then 0.05" in collapsed([fine, bad])[0]

@@ -1,16 +1,11 @@
-"""A prediction layer trained on its target's answers: what is accepted at each depth, with the
-hidden state carried as it was trained and with the other one, and the same text either way.
-"""
+"""A prediction layer trained on its target's answers: what is accepted at each depth."""
 
 import numpy as np
 import pytest
 import torch
 
 from forerun.build.engine import open_target
-from forerun.cli.eval import collapsed
-from forerun.measure.acceptance import Finding, agreement, drafting, mean_length
-from forerun.measure.probe import FEEDBACKS
-from forerun.serve import second_position
+from forerun.measure.acceptance import agreement, drafting
 from tests.drafters.kinds import Kind
 from tests.drafters.prediction import random_layer, rms, with_layers
 from tests.drafters.served import Cell, settings
@@ -101,34 +96,13 @@ def _sees(rows, depths):
     return torch.cat(lines)
 
 
-def test_acceptance_falls_from_the_second_position_on_where_the_wrong_state_is_carried(
-    folder, monkeypatch
-):
-    """Measured 1.00 .88 1.00 carrying the normed state, as it was trained, and .96 .43 .61 carrying
-    the other: tokens and earlier rows are left to the layer then, so that it does not fall to none.
+def test_a_trained_layer_is_accepted_at_every_depth(folder):
+    """Measured 1.00, .88 and 1.00; .96, .43 and .61 where the next depth reads what the final norm
+    read.
     """
-    shares, lengths, looks = {}, {}, {}
-    monkeypatch.setattr(second_position, "ENOUGH", 40)
-    for reading in FEEDBACKS:
-        kind = Kind("NEXTN", folder)
-        cell = Cell(kind, open_target(settings(kind, "torch", draft_reading=reading)))
-        cell.prompts, cell.tokens = PROMPTS, 31
-        served, look = cell.served(), second_position.SecondPosition()
-        done, looks[reading] = served.done, look.look(served.stats)
-        assert look.over and second_position.concerns(cell.target.config)
-        cell.target.close()
-        histogram = drafting(done)
-        shares[reading], lengths[reading] = agreement(histogram), mean_length(histogram)
-    right, wrong = shares["feedback=normed"], shares["feedback=raw"]
-    assert min(right[:DEPTHS]) > 0.8
-    assert wrong[0] > 0.8  # The first position reads the target's state either way.
-    assert wrong[1] < 0.7 * wrong[0] and wrong[1] < right[1] - 0.2
-    # A server says it after its first drafts.
-    assert looks["feedback=normed"] is None
-    assert "acceptance collapses at the second position" in looks["feedback=raw"]
-    assert lengths["feedback=normed"] > 1.3 * lengths["feedback=raw"]
-    facts = dict.fromkeys(Finding.__dataclass_fields__, 0) | {"question": "q", "shape": "chain"}
-    found = [Finding(**facts | {"agreement": each}) for each in (right, wrong)]
-    assert (
-        len(collapsed(found)) == 1 and f"{wrong[0]:.2f}, then {wrong[1]:.2f}" in collapsed(found)[0]
-    )
+    kind = Kind("NEXTN", folder)
+    cell = Cell(kind, open_target(settings(kind, "torch")))
+    cell.prompts, cell.tokens = PROMPTS, 31
+    done = cell.served().done
+    cell.target.close()
+    assert min(agreement(drafting(done))[:DEPTHS]) > 0.8

@@ -111,5 +111,3 @@ def test_who_asks_for_it_gets_nextn(target, folder, method):
 def test_who_asks_for_another_kind_is_told(target, folder, method):
     with pytest.raises(ConfigError, match="holds prediction layers; use NEXTN"):
         open_draft_file(config(target, folder, method), folder, target)
-    with pytest.raises(ConfigError, match="in one way only"):
-        open_draft_file(config(target, folder, "NEXTN", draft_reading="x"), folder, target)

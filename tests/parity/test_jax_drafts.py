@@ -168,7 +168,6 @@ BLOCKS = (4, 4, 1), (16, 4, 3)
         *((name, shape) for name in ("NEXTN, mimo", "STANDALONE, first layers")
           for shape in (CHAIN, TREE)),
         *(("NEXTN of, glm4_moe", CHAIN), ("NEXTN of, deepseek_v3", TREE)),
-        ("NEXTN of, deepseek_v3, feedback=raw", CHAIN),
         *(("DFLASH, both ways", shape) for shape in BLOCKS),
     ],
 )  # fmt: skip

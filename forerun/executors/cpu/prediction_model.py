@@ -58,11 +58,6 @@ class CpuPredictionModel(CpuHiddenStateModel):
     def __init__(self, executor: CpuExecutor, draft: PredictionLayers) -> None:
         arch, limits = draft.architecture, executor.limits
         check_runs(arch)
-        if not draft.carries_normed:
-            raise ModelError(
-                f"{draft.path}: the CPU executor carries what is normed from one draft step to the "
-                "next (--draft-reading feedback=normed); use the torch executor"
-            )
         if "model.embed_tokens.weight" in draft.files or arch.hidden % 32:
             raise ModelError(
                 f"{draft.path}: the CPU executor runs prediction layers that share the target's "

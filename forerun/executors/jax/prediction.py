@@ -64,8 +64,8 @@ class PredictionHead(NamedTuple):
         """One draft step (DeepSeek-V3, arXiv 2412.19437, section 2.2) of target ids tokens
         int32[R,N] beside hidden states [R,N,H]: fuse both, one decoder layer, final norm.
 
-        The normed output is read, and fed back but where `carries_normed` is false; where `zeroed`
-        is true the entry at position 0 has an embedding of zeros.
+        The normed output is read and fed back; where `zeroed` is true the entry at position 0 has
+        an embedding of zeros.
         """
         weights, eps = params["draft"], self.target.arch.norm_eps
         spec = self.about.architecture.layer_specs[0]
@@ -82,8 +82,7 @@ class PredictionHead(NamedTuple):
             spec, weights["layer"], x, rotary, lambda *qkv: attend((0, spec.attention), *qkv)
         )
         out = rms_norm(after, weights["norm"], eps)
-        carried = out if self.about.carries_normed else after
-        return Ran(out, carried, keys[None], values[None])
+        return Ran(out, out, keys[None], values[None])
 
     def logits(self, params: Params, read: Array) -> Array:
         """float32[n,Vd] from `Ran.read` [n,H], by its own head where it has one, else by the

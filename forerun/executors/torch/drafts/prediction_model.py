@@ -45,7 +45,6 @@ class _Layer:
         # What of the fuse's input is zeroed at position 0.
         embedding = slice(arch.hidden, None) if draft.hidden_first else slice(arch.hidden)
         self._zeroed = embedding if draft.zeroed and number == 0 else None
-        self._carries_normed = draft.carries_normed
 
     def __call__(self, embedding: Tensor, hidden: Tensor, nodes: Nodes) -> tuple[Tensor, Tensor]:
         """Of nodes beside hidden states [n,H]: outputs [n,H] after the layer's final norm, and what
@@ -61,8 +60,8 @@ class _Layer:
         x = self._fuse(inputs)
         entering, normed = self._block.enter(x, None)
         x, more = self._block(entering, normed, nodes.rotary[0], nodes.attend, ())
-        stream, normed = self._parts.add_norm(x, more, final, eps)
-        return normed, normed if self._carries_normed else stream
+        normed = self._parts.add_norm(x, more, final, eps)[1]
+        return normed, normed
 
 
 class TorchPredictionModel(LevelModel):
