@@ -466,7 +466,7 @@ class ServeSettings:
         "how the model writes tool calls; auto looks at its chat template",
         choices=(
             *("auto", "hermes", "llama3", "mistral", "mistral-args", "glm"),
-            *("granite", "phi4", "harmony"),
+            *("granite", "phi4", "kimi", "harmony"),
         ),
     )
     reasoning_end: str = option(

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Protocol
 
+from forerun.text.reasoning import overlap
+
 Tools = Sequence[Mapping[str, Any]]
 """OpenAI's: [{"type": "function", "function": {"name", "description", "parameters"}}]."""
 
@@ -182,6 +184,49 @@ class DividedCall:
             self._depth += (character in "{[") - (character in "}]")
 
 
+class MarkedCalls:
+    """Calls between marks of their own; of each a name with a number, a mark, and its arguments.
+
+    marks  that begin a call, stand before its arguments, and end it
+    """
+
+    def __init__(self, marks: tuple[str, str, str], closer: str) -> None:
+        self.count = 0
+        self._begin, self._divider, self._end = marks
+        self._closer = closer
+        self._inside = False
+
+    def push(self, text: str) -> tuple[Sequence[CallPiece], str, bool]:
+        """Read the next piece of text (see Body.push). Ends behind the closer, or where there can
+        be no call.
+        """
+        calls: list[CallPiece] = []
+        while True:
+            if self._inside:
+                arguments, mark, rest = text.partition(self._end)
+                held = "" if mark else text[len(text) - overlap(text, self._end) :]
+                arguments = arguments.removesuffix(held) if held else arguments
+                if arguments:
+                    calls.append(CallPiece(self.count - 1, None, arguments))
+                if not mark:
+                    return _merged(calls), held, True
+                self._inside, text = False, rest
+                continue
+            begun = text.lstrip()
+            if begun.startswith(self._closer):
+                return _merged(calls), begun[len(self._closer) :], False
+            header, mark, rest = begun.partition(self._divider)
+            if not header.startswith(self._begin):
+                waits = any(one.startswith(begun) for one in (self._begin, self._closer))
+                return _merged(calls), text, waits
+            if not mark:
+                return _merged(calls), text, len(header) < _LONGEST_HEADER
+            name = header.removeprefix(self._begin).strip().removeprefix("functions.")
+            calls.append(CallPiece(self.count, name.rpartition(":")[0] or name))
+            self.count += 1
+            self._inside, text = True, rest
+
+
 class GlmCalls:
     """A name, then pairs of key and value in tags; strings stand there without quotes."""
 
@@ -235,6 +280,7 @@ _PAIR = re.compile(
     r"\s*+<arg_key>((?>.*?(?=</arg_key>)))</arg_key>\s*+<arg_value>((?>.*?(?=</arg_value>)))</arg_value>",
     re.DOTALL,
 )
+_LONGEST_HEADER = 512
 NOTHING = object()
 
 

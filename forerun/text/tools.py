@@ -9,6 +9,8 @@ begins calls; what precedes it is ordinary content.
     mistral-args  [TOOL_CALLS]f[ARGS]{...}, one after the other         newer ones of Mistral
     granite  <|tool_call|>[{"name": "f", "arguments": {...}}, ...]             Granite 3
     phi4     <|tool_call|>{"name": "f", "arguments": {...}}<|/tool_call|>       Phi-4 mini
+    kimi     <|tool_calls_section_begin|><|tool_call_begin|>functions.f:0
+             <|tool_call_argument_begin|>{...}<|tool_call_end|>...             Kimi K2
     harmony  ... to=functions.f<|message|>{...}, in messages (harmony.py)      gpt-oss
     glm      <tool_call>f\n<arg_key>k</arg_key>\n<arg_value>v</arg_value>\n</tool_call>
 """
@@ -19,7 +21,15 @@ from dataclasses import dataclass
 
 from forerun.text.harmony import CHANNEL, MARKS, shows_harmony
 from forerun.text.reasoning import overlap
-from forerun.text.tool_bodies import Body, CallPiece, DividedCall, GlmCalls, JsonCalls, Tools
+from forerun.text.tool_bodies import (
+    Body,
+    CallPiece,
+    DividedCall,
+    GlmCalls,
+    JsonCalls,
+    MarkedCalls,
+    Tools,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +49,7 @@ class ToolFormat:
     arguments  the key that holds the arguments, where calls are JSON
     divider    stands between name and arguments, where they are told apart so
     listed     calls are a JSON list, which is opened once
+    each       what begins and ends one call among several
     """
 
     name: str
@@ -47,13 +58,14 @@ class ToolFormat:
     arguments: str
     divider: str = ""
     listed: bool = False
+    each: tuple[str, str] = ("", "")
 
     @property
     def marks(self) -> tuple[str, ...]:
         """Texts that may be control tokens of a model's."""
         if self.opener == CHANNEL:
             return MARKS
-        return tuple(filter(None, (self.opener, self.closer, self.divider)))
+        return tuple(filter(None, (self.opener, self.closer, self.divider, *self.each)))
 
 
 HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", "arguments")
@@ -61,17 +73,26 @@ LLAMA3 = ToolFormat("llama3", "", "", "parameters")
 MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", "]", "arguments", listed=True)
 GRANITE = ToolFormat("granite", "<|tool_call|>", "]", "arguments", listed=True)
 PHI4 = ToolFormat("phi4", "<|tool_call|>", "<|/tool_call|>", "arguments")
+KIMI = ToolFormat(
+    "kimi",
+    "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>",
+    "",
+    "<|tool_call_argument_begin|>",
+    each=("<|tool_call_begin|>", "<|tool_call_end|>"),
+)
 HARMONY = ToolFormat("harmony", CHANNEL, "", "")
 MISTRAL_ARGS = ToolFormat("mistral-args", "[TOOL_CALLS]", "", "", "[ARGS]")
 GLM = ToolFormat("glm", "<tool_call>", "</tool_call>", "")
 
 FORMATS = {
     format.name: format
-    for format in (HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, GLM, GRANITE, PHI4, HARMONY)
+    for format in (HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, GLM, GRANITE, PHI4, KIMI, HARMONY)
 }
 
 _SIGNS = (
     ("<arg_key>", GLM),
+    (KIMI.opener, KIMI),
     ("[ARGS]", MISTRAL_ARGS),
     ("[TOOL_CALLS]", MISTRAL),
     ("<tool_call>", HERMES),
@@ -109,6 +130,9 @@ class ToolReader:
             self._body = GlmCalls(tools, format.closer)
         elif format is MISTRAL_ARGS:
             self._body = DividedCall()
+        elif format is KIMI:
+            begin, end = format.each
+            self._body = MarkedCalls((begin, format.divider, end), format.closer)
         self._inside = False
         self._spoke = False
         self._held = ""

@@ -48,6 +48,8 @@ WRITTEN = {
     "hermes": f'<tool_call>\n{{"name": "weather", "arguments": {ROME}}}\n</tool_call>',
     "llama3": f'{{"name": "weather", "parameters": {ROME}}}',
     "mistral": f'[TOOL_CALLS] [{{"name": "weather", "arguments": {ROME}}}]',
+    "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
+    f"<|tool_call_argument_begin|>{ROME}<|tool_call_end|><|tool_calls_section_end|>",
     "granite": f'<|tool_call|>[{{"name": "weather", "arguments": {ROME}}}]',
     "phi4": f'<|tool_call|>{{"name": "weather", "arguments": {ROME}}}<|/tool_call|>',
     "mistral-args": f"[TOOL_CALLS]weather[ARGS]{ROME}",
@@ -66,6 +68,10 @@ MORE = {
     + WRITTEN["mistral"].partition("[{")[2].join("{ ")[:-1],
     "mistral-args": 2 * WRITTEN["mistral-args"],
     "phi4": 2 * WRITTEN["phi4"],
+    "kimi": WRITTEN["kimi"].replace(
+        "<|tool_calls_section_end|>",
+        WRITTEN["kimi"].removeprefix("<|tool_calls_section_begin|>").replace(":0", ":1"),
+    ),
     "granite": WRITTEN["granite"][:-1] + ", " + WRITTEN["granite"][len("<|tool_call|>[") :],
     "glm": WRITTEN["glm"] + "\n" + WRITTEN["glm"],
 }

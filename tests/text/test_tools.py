@@ -12,6 +12,7 @@ from forerun.text.tools import (
     GLM,
     GRANITE,
     HERMES,
+    KIMI,
     LLAMA3,
     MISTRAL,
     MISTRAL_ARGS,
@@ -113,6 +114,20 @@ VECTORS = [
     (MISTRAL_ARGS, "a [TOOL_CALLS]now[ARGS", "a [TOOL_CALLS]now[ARGS", []),
     (MISTRAL_ARGS, "[TOOL_CALLS]not so {x} y", "[TOOL_CALLS]not so {x} y", []),
     (
+        KIMI,
+        "Sure. <|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
+        f"<|tool_call_argument_begin|>{OSLO}<|tool_call_end|><|tool_call_begin|>functions.now:1"
+        "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+        "Sure.",
+        [["weather", OSLO], ["now", "{}"]],
+    ),
+    (
+        KIMI,
+        "<|tool_calls_section_begin|>but no <|tool_call_begin|>",
+        "<|tool_calls_section_begin|>but no <|tool_call_begin|>",
+        [],
+    ),
+    (
         GRANITE,
         f'Sure. <|tool_call|>[{{"name": "weather", "arguments": {OSLO}}}, '
         '{"name": "now", "arguments": {}}]',
@@ -169,6 +184,7 @@ def test_the_template_shows_the_format(name):
         "glm": "{% for tool in tools %}<tool_call>{name}<arg_key>",
         "mistral": "{{ '[TOOL_CALLS]' }}",
         "mistral-args": "{{ '[TOOL_CALLS]' + call.name + '[ARGS]' + call.arguments | tojson }}",
+        "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>{{ id }}",
         "granite": "{{ '<|tool_call|>' + calls | tojson }}",
         "phi4": "{{ '<|tool_call|>' + call | tojson + '<|/tool_call|>' }}",
         "harmony": "<|start|>assistant to=functions.f<|channel|>commentary json<|message|>",

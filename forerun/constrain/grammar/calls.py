@@ -14,7 +14,7 @@ from forerun.constrain.grammar.grammar import Grammar, Kind, Start
 from forerun.constrain.grammar.harmony import harmony_lines
 from forerun.errors import BusyError, RequestError
 from forerun.text.harmony import END, START
-from forerun.text.tools import GLM, HARMONY, HERMES, LLAMA3, MISTRAL_ARGS, PHI4, ToolFormat
+from forerun.text.tools import GLM, HARMONY, HERMES, KIMI, LLAMA3, MISTRAL_ARGS, PHI4, ToolFormat
 
 Compiled = TypeVar("Compiled")
 
@@ -179,11 +179,13 @@ def tag_rules(tags: Sequence[Tag], triggers: Sequence[str], field: str) -> Rules
 def _around(format: ToolFormat, calling: Calling, answer: Grammar | None) -> list[str]:
     """The rules from `start` down to the calls."""
     opener = calling.mark(format.opener)
-    between = {LLAMA3: '"; "', MISTRAL_ARGS: opener, PHI4: opener}
+    between = {LLAMA3: '"; "', MISTRAL_ARGS: opener, PHI4: opener, KIMI: ""}
     again = '", "' if format.listed else between.get(format, f'"\\n" {opener}')
     calls = f"call ({again} call)*" if calling.several else "call"
     if format.listed:
         calls = f'{opener} " "? "[" {calls} "]"'
+    elif format is KIMI:
+        calls = f"{opener} {calls} {calling.mark(format.closer)}"
     elif format is not LLAMA3:
         calls = f"{opener} {calls}"
     lines = [f"calls: {calls}"]
@@ -204,7 +206,8 @@ def _in_text(format: ToolFormat, calling: Calling, calls: str, opener: str) -> l
         return [*lines, *rules, f"start: {free} calls?", f"TEXT: {ANY_TEXT}"]
     many = "*" if calling.several else "?"
     # A list of calls is opened once, other calls one by one, with text between them.
-    rest = calls.removeprefix(f"{opener} ") if format.listed else "call"
+    whole = format.listed or format is KIMI
+    rest = calls.removeprefix(f"{opener} ") if whole else "call"
     head = f"head[suffix={opener}]: {ANY_TEXT}"
     tail = f"TAIL: {without([format.opener])}"
     if not calling.others:
@@ -227,6 +230,13 @@ def _call(format: ToolFormat, calling: Calling, index: int, tool: Signature) -> 
     if format is MISTRAL_ARGS:
         divided = f"{_literal(tool.name)} {calling.mark(format.divider)}"
         return [f"call_{index}: {divided} json_{index}", written]
+    if format is KIMI:
+        begin, end = map(calling.mark, format.each)
+        head = (
+            f"{begin} {_literal(f'functions.{tool.name}:')} NUMBER {calling.mark(format.divider)}"
+        )
+        number = ["NUMBER: /[0-9]{1,6}/"] if index == 0 else []
+        return [f"call_{index}: {head} json_{index} {end}", written, *number]
     begin = f'{{"name": {json.dumps(tool.name)}, "{format.arguments}": '
     end = _literal("}")
     if format is HERMES:
