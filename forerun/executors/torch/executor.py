@@ -69,11 +69,11 @@ class TorchExecutor(ModelRunner, Executor):
             self.states.book.close(slot)
 
     def draft_with(self, model: object) -> None:
-        """Does nothing: no step drafts here, every pass of the model is asked for."""
+        """Do nothing: no step drafts here; the host runs every pass of the model."""
 
     def begin(self, plan: Plan, trees: TreeBatch, masks: NodeMasks | None = None) -> TorchRound:
-        """Score every node of every tree in one forward pass. Writes scratch. No draft request is
-        answered: every pass is asked for.
+        """Score every node of every tree in one forward pass. Writes scratch. Ignores draft
+        requests.
         """
         nodes = self.nodes_of(plan, trees)
         if self.states is None:
@@ -88,7 +88,7 @@ class TorchExecutor(ModelRunner, Executor):
         return round
 
     def nodes_of(self, plan: Plan, trees: TreeBatch) -> StepNodes:
-        """What is wanted of which nodes of a step. Raises EngineError where there are too many."""
+        """Return which nodes of a step need what. Raises EngineError if there are too many."""
         count, choosing = len(trees.tokens), choosing_nodes(plan, trees)
         if count > self.limits.max_nodes:
             raise EngineError(f"a step of {count} nodes; at most {self.limits.max_nodes} fit")
@@ -141,7 +141,7 @@ class TorchExecutor(ModelRunner, Executor):
         return choice
 
     def whole_logits(self, round: TorchRound) -> Logits:
-        """float32[V] on the host of a flat node whose row is decided there."""
+        """Return float32[V], on the host, of a flat node whose row the host decides."""
         return self.logits_of(round)
 
     def reports_of(self, round: TorchRound) -> ReportsOf | None:
@@ -150,7 +150,7 @@ class TorchExecutor(ModelRunner, Executor):
 
     @property
     def draft_target(self) -> TorchTarget:
-        """What draft models run beside: this executor."""
+        """The target for draft models: this executor."""
         return self
 
     def keep(self, round: Round, outcome: Outcome, rows: Sequence[int], place: Ints) -> None:

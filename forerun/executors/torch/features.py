@@ -17,7 +17,7 @@ from forerun.types import AnyArray, Ints
 class TorchFeatureRing:
     """Features of the last tokens of every slot, until the draft model reads them.
 
-    values  [(S+1)*RING_TOKENS,F*H]: rows as in feature_ring.py; the last slot is of nobody
+    values  [(S+1)*RING_TOKENS,F*H]: rows as in feature_ring.py; the last slot is padding
     """
 
     def __init__(self, slots: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -32,7 +32,9 @@ class TorchFeatureRing:
 
     @staticmethod
     def bytes(slots: int, width: int, dtype: torch.dtype) -> int:
-        """Of a ring for so many slots whose rows have `width` numbers, on its device."""
+        """Return the bytes of a ring for so many slots whose rows have `width` numbers, on its
+        device.
+        """
         return ring_size(slots + 1) * width * dtype.itemsize
 
     def put(self, slots: Tensor, position: Tensor, features: Tensor) -> None:
@@ -53,7 +55,7 @@ class TorchFeatures:
     place: AnyArray
 
     def __len__(self) -> int:
-        """How many rows."""
+        """The number of rows."""
         return len(self.place)
 
     def tensor(self) -> Tensor:

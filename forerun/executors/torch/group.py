@@ -13,8 +13,9 @@ from torch import distributed as dist
 from forerun.models.tensor_parallel import TensorParallel
 
 PATIENCE = timedelta(minutes=10)
-"""How long a rank waits for another within a pass. One that is gone is noticed at once
-(parallel/processes.py); this is for one that hangs."""
+"""Seconds a rank waits for another within a pass. An ended rank is noticed at once
+(parallel/processes.py); this is for one that hangs.
+"""
 
 END_SECONDS = 1.0
 """For gloo to end."""
@@ -84,9 +85,9 @@ class Waits:
         self._counts[self._place + 2] += 1
 
     def silent(self) -> int:
-        """How often every rank has looked since all of them wait and none got what it waits for; 0
-        while one of them is at something else. Looks of each are counted and not seconds: a rank
-        that gets no processor makes none, and where the machine stands still, nobody does.
+        """Return how often every rank has looked since all of them wait and none got its message; 0
+        while one of them is busy. Counts looks instead of seconds: a rank without a processor makes
+        none, and while the machine stands still, no rank does.
         """
         counts = self._counts.tolist()
         entered, left, looks = counts[::3], counts[1::3], counts[2::3]
@@ -103,7 +104,7 @@ class Processes:
     store  of torch.distributed, where they meet; every rank constructs its group at about the same
            time
     waits  of these ranks; used on the CPU
-    check  on rank 0, asked now and then while it waits on the CPU: raises where waiting is in vain
+    check  called now and then on rank 0 while it waits on the CPU: raises if waiting is in vain
     """
 
     def __init__(
@@ -191,6 +192,6 @@ def _done(work: Any) -> bool:
     except RuntimeError:
         if not work.is_completed():
             return False
-        # It failed, or was done just behind LOOK: now its own result is asked.
+        # It failed, or was done just behind LOOK: now its own result decides.
         work.wait()
     return True

@@ -1,4 +1,4 @@
-"""What a torch executor takes of its device, counted before anything is allocated."""
+"""The device memory of a torch executor, computed before anything is allocated."""
 
 from collections.abc import Sequence
 
@@ -25,7 +25,7 @@ FILE = "file"
 
 
 def activations(dtype: str, device: torch.device) -> torch.dtype:
-    """What activations are kept in, by a name of DTYPES or FILE. Raises ConfigError."""
+    """Return the dtype of activations for a name of DTYPES or FILE. Raises ConfigError."""
     if dtype == FILE:
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     if dtype not in DTYPES:

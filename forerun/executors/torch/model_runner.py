@@ -1,5 +1,5 @@
 """ModelRunner: a target's weights and pages on a device, and the forward pass of a step: all that a
-rank does of one which shares its model with others. Who accepts is executor.py.
+rank does in a group that shares a model. executor.py accepts.
 """
 
 from dataclasses import dataclass, field, replace
@@ -51,16 +51,16 @@ KV_DTYPES = {"same": None, "float8": FLOAT8}
 
 @dataclass(eq=False)
 class TorchRound(Round):
-    """What one forward pass found.
+    """The result of one forward pass.
 
     logits    float32[n,V] of the n nodes that choose a token, on the device
     row_of    int32[M] a flat node's row in `logits`; -1 = it has none
-    plain     the nodes whose choice the device makes
-    places    int64[M] where keys and values of the flat nodes are (kv.py)
-    reported  [m,H] residual streams of the m nodes that only log-probabilities are wanted of, and
+    plain     the nodes that the device decides
+    places    int64[M] slots of the flat nodes' keys and values (kv.py)
+    reported  [m,H] residual streams of the m nodes that only report log-probabilities, and
     reported_of  int32[M] a flat node's row there; -1 = it has none
-    features  of the nodes, where they were requested
-    states    the step's way through recurrent states, where the model has any
+    features  of the nodes, if a draft model reads any
+    states    the step's recurrent states, if the model has any
     """
 
     logits: Tensor = field(kw_only=True)
@@ -77,11 +77,11 @@ class TorchRound(Round):
 class TorchOptions:
     """How a model runs.
 
-    dtype    a name of memory.DTYPES, which weights are widened to, or FILE: they stay what they are
+    dtype    a name of memory.DTYPES, which weights are widened to, or FILE: they stay as stored
     compile  let torch.compile write the kernels between the products
-    kv_dtype what pages are kept in: "same", which is as activations, or "float8"
-    prompts  what computes attention of prompt chunks on CUDA: "triton", which are our kernels, or
-             "torch_native" (prompt_attention.py)
+    kv_dtype dtype of pages: "same" as activations, or "float8"
+    prompts  attention of prompt chunks on CUDA: "triton", our kernels, or "torch_native"
+             (prompt_attention.py)
     """
 
     device: str = "cpu"
@@ -98,12 +98,12 @@ class ModelRunner:
     chunks and pages, for a fixed number of torch threads. Elsewhere products run at any number
     of rows and their last bits may depend on the batch; `describe()` says which it is.
 
-    kernels  ours, where the device has any
-    states   of the layers whose state is recurrent; None: there are none
-    group    the ranks that have the other parts of the model, where `checkpoint` is a part of one
+    kernels  ours, if the device supports them
+    states   of the layers with a recurrent state; None: there are none
+    group    the ranks that have the other parts of the model, if `checkpoint` is a part of one
 
     Raises ConfigError for an unknown dtype or device or limits that are not the model's,
-    MemoryPlanError where weights, cache and scratch do not fit.
+    MemoryPlanError if weights, cache and scratch do not fit.
     """
 
     def __init__(
@@ -225,7 +225,9 @@ class ModelRunner:
         return self.states.layer(step, layer, inputs)
 
     def _attention(self, plan: Plan, trees: TreeBatch, places: Slots) -> Attend:
-        """Of one step: writes a layer's keys and values into `places`, then attends."""
+        """Return the attention of one step: it writes a layer's keys and values into `places`, then
+        attends.
+        """
         kernels, cache, arch = self.kernels, self.cache, self.decoder.arch
         count, specs = len(trees.tokens), arch.attention_specs
         if kernels is not None:
@@ -336,7 +338,7 @@ def _numbered(nodes: Ints, count: int) -> Ints:
 
 
 def _parts(options: TorchOptions, kernels: Kernels | None) -> Elementwise:
-    """What stands between the products, and the product of weights in few bits."""
+    """Return the operations between the products, and the product of quantised weights."""
     parts = parts_of(kernels)
     return replace(compiled(PLAIN), few_bits=parts.few_bits) if options.compile else parts
 

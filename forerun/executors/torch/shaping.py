@@ -29,15 +29,16 @@ RULES = (
     *("repetition", "frequency", "presence", "min_p"),
     *("top_k", "min_tokens", "top_p_low", "top_p_high"),
 )
-"""What rows ask of the sampler beyond a temperature, by the names of Shaping.rules."""
+"""Sampling parameters of rows beyond a temperature, by the names of Shaping.rules."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shaping:
-    """What R rows of N nodes ask for; vectors are [R] and hold the bits of numbers as int32.
+    """Sampling parameters of R rows of N nodes; vectors are [R] and hold the bits of numbers as
+    int32.
 
-    slots      int32[R] which of histories and biases are a row's
-    history    int32[S,V], see COUNT; of the tokens that are decided
+    slots      int32[R] each row's place in histories and biases
+    history    int32[S,V], see COUNT; of the decided tokens
     bias       float32[S,V]
     rules      by name: repetition, frequency, presence, min_p (the logarithm), top_k, min_tokens,
                top_p_low and top_p_high (halves of a float64)
@@ -45,7 +46,7 @@ class Shaping:
     above      bool[R,N,N] whether node j is draft token i or above it, [r,i,j]
     positions  int32[R,N] output position that each node decides
     temperatures  float32[R]
-    cuts       whether some row asks for top_k or top_p
+    cuts       whether some row has top_k or top_p
     """
 
     slots: Tensor
@@ -71,9 +72,9 @@ class Shaping:
 
 
 Shape = Callable[[Tensor, Shaping | None, Tensor | None], Tensor]
-"""(logits float32[R,N,V], contiguous, what rows ask for, bool[R,N,V] what grammars allow) -> as
-`shaped`; of a node whose logits are not finite, NaN at least once or -inf everywhere, of which
-nothing is chosen.
+"""(logits float32[R,N,V], contiguous, sampling parameters of the rows, bool[R,N,V] allowed by
+grammars) -> as `shaped`; for a node whose logits are not finite, NaN at least once or -inf
+everywhere, so that no token is chosen.
 """
 
 
@@ -88,8 +89,9 @@ def unpacked(words: Tensor, which: Tensor, vocab: int) -> Tensor:
 
 
 def shaped(logits: Tensor, shaping: Shaping | None, allowed: Tensor | None) -> Tensor:
-    """float32[R,N,V]: logits of R rows of N nodes, not heated, with -inf where a token is excluded;
-    allowed: bool[R,N,V] by the grammars. Of a node whose logits are not finite, NaN.
+    """Return float32[R,N,V]: logits of R rows of N nodes, before the temperature, with -inf for
+    excluded tokens; allowed: bool[R,N,V] by the grammars. NaN for a node whose logits are not
+    finite.
     """
     finite = logits.max(-1, keepdim=True).values.isfinite()
     out = logits
@@ -166,10 +168,11 @@ def chosen(
     shape: Shape,
     choose: Callable[[Tensor, int, int], Tensor],
 ) -> Tensor:
-    """int32[R*N]: choices of R rows of N nodes from logits float32[R,N,V], some rows at a time.
+    """Return int32[R*N]: choices of R rows of N nodes from logits float32[R,N,V], some rows at a
+    time.
 
-    shape   (logits, what rows ask for, what is allowed) -> logits of what may be chosen
-    masks   words int32[.,ceil(V/32)] and int32[R,N] which of them is a node's
+    shape   (logits, sampling parameters, allowed) -> logits to choose from
+    masks   words int32[.,ceil(V/32)] and int32[R,N] the mask of each node
     choose  (logits float32[n,V], first and last but one row) -> int32[n]
     """
     rows, nodes, vocab = logits.shape

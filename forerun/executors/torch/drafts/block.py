@@ -1,11 +1,11 @@
-"""A block drafter in torch (DFlash): the network that is trained and that serves, and the draft
+"""A block drafter in torch (DFlash): the network for training and serving, and the draft
 model that runs it over pages beside its target.
 
-c = hidden_norm(fc(features)) is made once for each of the target's positions, and every layer's
-keys and values of that position are made of this same c. The block itself is an ordinary pre-norm
-decoder over root and masks, whose keys and values stand behind the context's. Position p of the
-cache holds every layer's keys and values of the features at p, rotated by p; nothing of a block is
-ever kept. Root and masks stand at the positions that their tokens would have.
+c = hidden_norm(fc(features)) is computed once for each of the target's positions, and every layer's
+keys and values of that position are computed from this same c. The block itself is an ordinary
+pre-norm decoder over root and masks, whose keys and values stand behind the context's. Position p
+of the cache holds every layer's keys and values of the features at p, rotated by p; a block is
+never cached. Root and masks stand at the positions that their tokens would have.
 """
 
 from dataclasses import replace
@@ -82,12 +82,14 @@ class BlockDrafter(nn.Module):
         return cast(DraftLayer, self.layers[number])
 
     def read_features(self, features: Tensor) -> Tensor:
-        """What keys and values are made of, c [..., H], of features [..., F*H], side by side."""
+        """Return c [..., H], the input of keys and values, from concatenated features [...,
+        F*H].
+        """
         norm = self.hidden_norm
         return self.parts.norm(self.fc(features), norm.weight, norm.eps)
 
     def context(self, features: Tensor, rotary: Rotary) -> list[Heads | TrainedHeads]:
-        """Of every layer keys and values, and no queries, of features [..., F*H]."""
+        """Return every layer's keys and values, and no queries, of features [..., F*H]."""
         made = self.read_features(features)
         layers = range(self.head.layers)
         return [self.layer(number).heads(made, rotary, context=True) for number in layers]
@@ -104,7 +106,7 @@ class BlockDrafter(nn.Module):
         return torch.cat([rows[..., :1, :], masks.to(rows.dtype)], -2)
 
     def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
-        """What the output head reads, [..., H], from the block's embeddings [..., H]."""
+        """Return the output head's input, [..., H], from the block's embeddings [..., H]."""
         parts, eps, layers = self.parts, self.head.norm_eps, range(self.head.layers)
         entering = [self.layer(number).entry_norm() for number in layers]
         normed = parts.norm(x, entering[0], eps)
@@ -158,11 +160,11 @@ class TorchBlockModel:
     # --- launches only -----------------------------------------------------------------------
 
     def context(self, features: Tensor, rotary: Rotary) -> list[Heads]:
-        """Of every layer keys and values, and no queries, of features [n,F*H]."""
+        """Return every layer's keys and values, and no queries, of features [n,F*H]."""
         return cast(list[Heads], self._module.context(features, rotary))
 
     def forward(self, tokens: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
-        """What `logits` reads [R*P,H], of blocks: roots and masks int[R,P]."""
+        """Return the input of `logits` [R*P,H] for blocks: roots and masks int[R,P]."""
         embedded = self._module.embedded(tokens, self._executor.decoder.embedding)
         return self._module.forward(embedded.flatten(0, 1), rotary, attend)
 
@@ -175,8 +177,8 @@ class TorchBlockModel:
         return self._executor.decoder.read(read)
 
     def places(self, depth: int) -> int:
-        """Nodes of a block whose first `depth` draft tokens are wanted. Where places see each other
-        both ways, fewer masks would be another distribution.
+        """Return the nodes of a block for `depth` draft tokens. If places attend to each other both
+        ways, fewer masks would give another distribution, so the block is whole.
         """
         about = self.about
         return int(not about.anchored) + depth if about.causal else about.places

@@ -75,7 +75,9 @@ class TorchDecoderModel(LevelModel):
         return self.outputs[:0]
 
     def forward(self, nodes: Nodes, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens through all layers; what comes of them is kept by nobody, [n,0]."""
+        """Run the nodes through all layers. Returns (hidden [n,H], [n,0]): this model feeds nothing
+        back.
+        """
         tokens, rotary = self._inputs[nodes.tokens], nodes.rotary
         more = padded_rows(len(tokens), self._row_sizes) - len(tokens)
         if more:

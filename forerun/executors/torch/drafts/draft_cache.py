@@ -35,7 +35,7 @@ class DraftPass:
     tokens    int32[M]
     position  int32[M]
     ends      int32[R] the last node of each row
-    scored    int32[s] nodes whose candidates are wanted
+    scored    int32[s] nodes to return candidates of
     attend    writes a layer's keys and values into scratch and returns the context
     """
 
@@ -91,8 +91,8 @@ class DraftCache:
 
     @staticmethod
     def bytes(layers: tuple[CacheLayer, ...], limits: ExecutorLimits, dtype: torch.dtype) -> int:
-        """What a DraftCache of these layers takes: pages as the target has, and scratch for draft
-        nodes, an extension's roots and the roots by slot.
+        """Return the bytes of a DraftCache of these layers: pages like the target's, and scratch
+        for draft nodes, an extension's roots and the roots by slot.
         """
         room = _room(limits)
         return sum(KvShape(1, layer).bytes(room, dtype) for layer in layers)
@@ -128,7 +128,7 @@ class DraftCache:
         return self._pass(tokens, position, start, scored, rows, 0)
 
     def level(self, level: DraftLevel) -> DraftPass:
-        """A pass over draft tokens. Remembers whom each hangs below, for deeper levels."""
+        """Return a pass over draft tokens, and store each one's parent, for deeper levels."""
         nodes = np.arange(len(level.tokens), dtype=np.int32)
         numbers = level.first + nodes
         self._above[numbers] = level.parents

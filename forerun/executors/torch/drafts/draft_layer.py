@@ -48,10 +48,10 @@ class Norm(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What a draft network's layer is like. Letters as in forerun/types.py.
+    """The shape of a draft network's layer. Letters as in forerun/types.py.
 
-    input_width  of what queries, keys and values are made of; None = hidden
-    entry_norms  which norms it has before its attention, by their published names
+    input_width  of the input of queries, keys and values; None = hidden
+    entry_norms  its norms before attention, by their published names
     qk_norm      RMSNorm over E on each query and key head, before the rotation
     """
 
@@ -103,10 +103,9 @@ class _Mlp(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """One decoder layer, whose attention reads what the network made of its inputs.
+    """One decoder layer, whose attention reads the network's combined inputs.
 
-    stacked  where it serves: the weights of queries, keys and values, and of gate and up, one above
-             the other
+    stacked  for serving: the weights of queries, keys and values, and of gate and up, stacked
     """
 
     def __init__(self, shape: LayerShape, parts: Elementwise = TRAINED) -> None:
@@ -130,9 +129,10 @@ class DraftLayer(nn.Module):
     def heads(
         self, x: Tensor, rotary: Rotary, only: Tensor | None = None, context: bool = False
     ) -> Heads | TrainedHeads:
-        """Of rows [..., input_width] at the positions of `rotary`; context: keys and values alone.
+        """Return the heads of rows [..., input_width] at the positions of `rotary`; context: keys
+        and values alone.
 
-        only  int64[R]: of rows [N, ...] these have queries; for training
+        only  int64[R]: the rows of [N, ...] that have queries; for training
         """
         shape, layer, eps = self.shape, self.self_attn, self.shape.norm_eps
         norms = [None if each is None else each.weight for each in (layer.q_norm, layer.k_norm)]
@@ -162,12 +162,12 @@ class DraftLayer(nn.Module):
         number: int = 0,
         only: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Two parts [..., H] of the residual stream after this layer, to be added.
+        """Return two parts [..., H] of the residual stream after this layer, to be added.
 
-        x         [..., input_width] what queries, keys and values are made of
+        x         [..., input_width] input of queries, keys and values
         residual  [..., H] the stream that its attention is added to
-        number    which layer `attend` is told it is
-        only      int64[R]: of N rows [N, ...] these run; all N give keys and values
+        number    the layer's number for `attend`
+        only      int64[R]: of N rows [N, ...] these run; all N have keys and values
         """
         mixed = plain(attend(number, self.heads(x, rotary, only))).flatten(-2)
         residual, mixed = chosen(residual, only), self.self_attn.o_proj(mixed)

@@ -151,7 +151,7 @@ class TorchEagleModel(LevelModel):
         return self._module.fuse(features)
 
     def forward(self, nodes: Nodes, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """What `logits` reads and what a next step receives, [n,H] each."""
+        """Return the input of `logits` and of a next draft step, [n,H] each."""
         return self._module.forward(
             nodes.tokens, self._embedding, hidden, nodes.rotary[0], nodes.attend
         )

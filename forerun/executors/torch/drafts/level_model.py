@@ -1,13 +1,13 @@
-"""What draft models in torch have in common that propose level by level: a pass of theirs only
-launches, over nodes whose keys and values somebody else places. The contract (`extend`, `expand`)
-asks for passes one by one; captured rounds run the same ones in one program
+"""The base of torch draft models that propose level by level: their passes
+only launch, over nodes whose keys and values are placed by the caller. The contract (`extend`,
+`expand`) runs passes one by one; captured rounds run the same ones in one program
 (captured/drafting.py).
 
-A model that reads a hidden state beside the next token, the target's at first and then what it made
-itself, has an entry for t_{q+1} at position q (EAGLE, section 4.1): it pairs feature f_q with that
+A model that reads a hidden state beside the next token, the target's at first and then its own
+output, has an entry for t_{q+1} at position q (EAGLE, section 4.1): it pairs feature f_q with that
 token and predicts t_{q+2}; so after n decided tokens, the last not yet run, both caches hold n - 1.
 
-Nothing here asks for the same bits in any batch: a draft that differs in its last bit costs at
+Results need not be bit-identical in every batch: a draft that differs in its last bit costs at
 most an acceptance, never the text.
 """
 
@@ -48,15 +48,15 @@ from forerun.types import Ints
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """What a pass runs, n nodes.
+    """The input of a pass, n nodes.
 
     tokens  int[n] target ids
     rotary  of their positions, one for each of the model's ropes
-    attend  of a layer: keeps its keys and values too
+    attend  attends in a layer, and stores its keys and values
     depth   0: tokens that became permanent; else of draft tokens, 1 = below the root
     position  int[n] at depth 0; None: of draft tokens, which are never the first
-    before  at depth 0, where a layer reads the layer before it: (that layer, its outputs [n,H]) ->
-            what each node finds at the entry before its own
+    before  at depth 0, if a layer reads the layer before it: (that layer, its outputs [n,H]) -> for
+            each node the output of the entry before its own
     """
 
     tokens: Tensor
@@ -71,13 +71,13 @@ class LevelModel:
     """The DraftModel contract around `enter`, `forward` and `logits`, which only launch.
 
     cache      keys and values
-    outputs    [n,W] what a next draft step receives: of draft nodes from 0 on, and of each slot's
-               last entry from max_nodes on; the last row is of nobody
-    states     which rows those are where layers read each other; None = there is one
+    outputs    [n,W] the input of a next draft step: of draft nodes from 0 on, and of each slot's
+               last entry from max_nodes on; the last row is padding
+    states     which rows those are if layers read each other; None = there is one layer
     ids        int32[Vd] target id of every draft id
     ropes      frequencies float32[E/2] and factor of each kind of rotary positions
     gqa_group  query heads that share keys and values
-    facts      what `describe` says
+    facts      for `describe`
     """
 
     facts: dict[str, Any]
@@ -114,8 +114,8 @@ class LevelModel:
         raise NotImplementedError
 
     def forward(self, nodes: Nodes, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """What `logits` reads [n,H], and what a next step receives [n,W]; hidden: of `enter`, or at
-        greater depths what the nodes above gave.
+        """Return the input of `logits` [n,H] and of a next step [n,W]; hidden: from `enter`, or at
+        greater depths the parents' output.
         """
         raise NotImplementedError
 
@@ -205,7 +205,7 @@ class LevelModel:
         return Nodes(indices(work.tokens, device), rotary, attend, depth, before, first)
 
     def _launched(self, work: DraftPass, extension: Extension, kernels: Kernels) -> Attend:
-        """Of an extension: prompts are long, and go through the target's own kernels."""
+        """Launch an extension: prompts are long, and use the target's own kernels."""
         cache, device = self.cache, self._executor.device
         start = np.append(0, work.ends + 1).astype(np.int32)
         places = cache.scratch_begin + np.arange(len(work.tokens))

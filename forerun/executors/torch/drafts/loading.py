@@ -54,8 +54,8 @@ def _stacked(*linears: nn.Linear) -> Tensor:
 
 
 def eagle_traits(draft: DraftFile, max_nodes: int) -> DraftModelTraits:
-    """The traits of a head's model whose passes run `max_nodes` nodes at most: EAGLE-1 reads the
-    target's last stream, EAGLE-3 those that its file names.
+    """Return the traits of a head's model whose passes run at most `max_nodes` nodes: EAGLE-1 reads
+    the target's last stream, EAGLE-3 those that its file names.
     """
     head = draft.head
     last = head.algorithm == "eagle1"
@@ -105,8 +105,8 @@ def eagle_embedding(executor: TorchTarget, draft: DraftFile) -> Tensor:
 def eagle_weights(
     executor: TorchTarget, checkpoint: Checkpoint, draft: DraftFile
 ) -> Callable[[str], Tensor]:
-    """What gives a head's weights [N,K] or [N] by their names, in the target's dtype on its device;
-    the output head is the target's if the file has none.
+    """Return a reader of a head's weights [N,K] or [N] by name, in the target's dtype on its
+    device; the output head is the target's if the file has none.
     """
     device, dtype = executor.device, executor.dtype
 

@@ -47,8 +47,8 @@ class _Layer:
         self._zeroed = embedding if draft.zeroed and number == 0 else None
 
     def __call__(self, embedding: Tensor, hidden: Tensor, nodes: Nodes) -> tuple[Tensor, Tensor]:
-        """Of nodes beside hidden states [n,H]: outputs [n,H] after the layer's final norm, and what
-        the next draft step reads of them.
+        """Return outputs [n,H] of nodes beside hidden states [n,H]: after the layer's final norm,
+        and the input of the next draft step.
         """
         eps, (of_embedding, of_hidden, final) = self._eps, self._norms
         norms = of_embedding, of_hidden
@@ -68,7 +68,7 @@ class TorchPredictionModel(LevelModel):
     """DraftModel in torch, on the device and in the dtype of its target, whose embedding and head
     it uses.
 
-    Raises MemoryPlanError where it does not fit.
+    Raises MemoryPlanError if it does not fit.
     """
 
     def __init__(self, executor: TorchTarget, draft: PredictionLayers) -> None:
@@ -120,7 +120,7 @@ class TorchPredictionModel(LevelModel):
         return self._executor.decoder.embedding
 
     def _own_head(self, weights: Weights) -> Linear | None:
-        """Where the head is not the target's, or has only some of its rows."""
+        """Return the head if it is not the target's, or has only some of its rows."""
         name = "lm_head.weight"
         if self._draft.vocab == self._arch.vocab and name not in self._draft.files:
             return None

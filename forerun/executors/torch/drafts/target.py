@@ -1,4 +1,4 @@
-"""What a torch draft model asks of the executor beside which it runs: eager or captured."""
+"""What a torch draft model needs of its executor, eager or captured."""
 
 from typing import Protocol
 
@@ -19,12 +19,12 @@ class TorchTarget(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the target's weights and caches are, and the draft's will be."""
+        """The device of the target's weights and caches, and of the draft's."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the target's activations and the draft's."""
+        """The dtype of the target's activations and the draft's."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""What rank 0 and another rank say to each other beside the passes: small messages over a socket.
+"""Messages between rank 0 and another rank beside the passes, over a socket.
 
 A message is eight bytes of length, a line of JSON, and arrays one after the other.
 """
@@ -36,8 +36,8 @@ class RankMessage:
 
     @staticmethod
     def decoded(body: bytes) -> "RankMessage":
-        """The message whose `encoded` was `body` behind the length; arrays are copies and may be
-        written to.
+        """Return the message whose `encoded` was `body` behind the length; arrays are writable
+        copies.
         """
         head, _, rest = body.partition(b"\n")
         kind, facts, table = json.loads(head)
@@ -73,8 +73,8 @@ class Channel:
             self._more()
 
     def poll(self) -> RankMessage | None:
-        """The next message, or None where no whole one has come. Never waits; that the other end is
-        gone is not told.
+        """Return the next message, or None if no whole one has arrived. Never waits; does not
+        report that the other end has closed.
         """
         self._end.setblocking(False)
         try:

@@ -42,8 +42,8 @@ class SharedRound(TorchRound):
     """A round of all ranks.
 
     logits  of this rank's tokens alone
-    wide    int32[w] nodes whose logits are there as a whole
-    found   what was gathered
+    wide    int32[w] nodes whose whole logits rank 0 has
+    found   the gathered results
     """
 
     wide: Ints = field(kw_only=True)
@@ -139,7 +139,9 @@ class ParallelExecutor(TorchExecutor):
         return found
 
     def whole_logits(self, round: TorchRound) -> Logits:
-        """float32[V] of a wide node. Of others only a row without finite logits asks."""
+        """Return float32[V] of a wide node. Others are needed only for a row without finite
+        logits.
+        """
         assert isinstance(round, SharedRound)
         rows, place = round.found.rows, {int(n): row for row, n in enumerate(round.wide)}
 
@@ -175,7 +177,7 @@ class ParallelExecutor(TorchExecutor):
         self._moves.append((source, target))
 
     def moved(self) -> tuple[Slots, Slots]:
-        """Places that were copied since this was asked last, and where to: for the next message."""
+        """Return the places copied since the last call, and their targets: for the next message."""
         moves, self._moves = self._moves, []
         none = np.zeros(0, np.int64)
         source, target = zip(*moves, strict=True) if moves else ((none,), (none,))
@@ -214,7 +216,9 @@ class ParallelExecutor(TorchExecutor):
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Around what every rank does: whoever fails in it is out of step with the others."""
+        """Wrap work that every rank does: a rank that fails in it is out of step with the
+        others.
+        """
         try:
             yield
         except BaseException as error:  # noqa: BLE001 - it is raised anew.
@@ -222,17 +226,17 @@ class ParallelExecutor(TorchExecutor):
 
 
 class KeepsFeatures(Protocol):
-    """What runs the target."""
+    """Runs the target and stores features."""
 
     def request_aux_hidden_states(self, layers: tuple[int, ...]) -> None:
         """As TorchTarget.request_aux_hidden_states."""
 
 
 class DraftTarget:
-    """What draft models ask of the target beside which they run, where that is shared: they run on
-    rank 0 alone, and what they borrow of it they have whole.
+    """The target for draft models if several ranks share it: draft models run on rank 0 alone, and
+    what they use of the target is whole there.
 
-    keeper  who keeps features: the executor, or the rounds that it runs in
+    keeper  stores features: the executor, or its rounds
     """
 
     def __init__(
@@ -250,7 +254,7 @@ class DraftTarget:
         return Ends(weights, self._checkpoint.architecture, parts_of(self.kernels))
 
     def request_aux_hidden_states(self, layers: tuple[int, ...]) -> None:
-        """As TorchTarget.request_aux_hidden_states: whoever runs the target keeps them."""
+        """Have `keeper` store these hidden states, as TorchTarget.request_aux_hidden_states."""
         self._keeper.request_aux_hidden_states(layers)
 
 

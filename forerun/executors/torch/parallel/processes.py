@@ -1,8 +1,8 @@
 """The other ranks' processes, as rank 0 sees them: started, watched, and ended together.
 
-A rank that ends, however that came, or that somebody stops and leaves so, ends them all: what the
-ranks were at cannot go on without it. The system tells a parent of its children's ends and stops
-(child.py). Rank 0 is watched likewise by the server, where it runs in a process of its own.
+A rank that ends for any reason, or is stopped (SIGSTOP) for long, ends all of them: their common
+step cannot continue without it. The system reports a child's end or stop to its parent
+(child.py). The server watches rank 0 likewise, if it runs in a process of its own.
 """
 
 import ctypes
@@ -36,13 +36,14 @@ log = logging.getLogger("forerun.executors.torch")
 START_SECONDS = 1800.0
 """A rank that has not read its weights by then will never come up."""
 END_SECONDS = 5.0
-"""For a rank to end by itself when it is told to."""
+"""Time for a rank to end by itself after the message to do so."""
 LOOK = 0.05
 """Seconds between two looks for an answer while ranks start."""
 LOST_LOOKS = 6
-"""What all ranks wait for comes before each has looked so often (group.LOOK), or never. It is what
-one of them sends to another and no work: it came within .18 seconds at worst of 4,883 waits, in
-most of them in less than a millisecond."""
+"""A message that all ranks wait for arrives before each has looked so often (group.LOOK), or never.
+One rank sends it to another without computing anything: in 4,883 waits it took .18 seconds at
+worst, mostly less than a millisecond.
+"""
 
 COMMAND = (sys.executable, "-m", "forerun.executors.torch.parallel.rank")
 
@@ -52,9 +53,9 @@ _ERRORS = {kind.__name__: kind for kind in (ConfigError, ModelError, MemoryPlanE
 class RankProcess:
     """One other rank, and the thread that starts it and waits for its end.
 
-    ended   told, on that thread, why it is no more: once
-    shared  the descriptor of a file that it has too; its number comes last on its command line
-    failed  what it said last, where it failed by itself
+    ended   called once, on that thread, with the reason when it has ended
+    shared  the descriptor of a file that it inherits; its number comes last on its command line
+    failed  its last message, if it failed by itself
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class RankProcess:
         return self._process.pid
 
     def answer(self) -> RankMessage | None:
-        """The oldest message from the rank that nobody has asked for yet; None where there is none.
+        """Return the oldest message of the rank that was not returned yet; None if there is none.
         Does not wait.
         """
         with self._lock:
@@ -103,7 +104,9 @@ class RankProcess:
             child.kill(self._process)
 
     def close(self) -> None:
-        """Ask the rank to end, wait END_SECONDS, then kill it; close the channel. Idempotent."""
+        """Send the rank the message to end, wait END_SECONDS, then kill it; close the channel.
+        Idempotent.
+        """
         self._closing = True
         with suppress(OSError):
             self.channel.send(RankMessage("end"))
@@ -209,8 +212,8 @@ class Ranks:
             self.give_up(error)
 
     def answers(self, kind: str, seconds: float = START_SECONDS) -> list[RankMessage]:
-        """What each rank answers, by rank. Raises what a rank failed with, RankError where one is
-        gone or says nothing for so many seconds.
+        """Return each rank's answer, by rank. Raises a rank's own failure, and RankError if one has
+        ended or sends nothing for so many seconds.
         """
         found = []
         for rank in self._ranks:

@@ -29,8 +29,8 @@ def opened(path: Path, context: int | None = None) -> Checkpoint:
 
 
 def main(argv: list[str]) -> int:
-    """Serve rank 0, which is at the other end of the socket of the first number, until it says so
-    or is gone. The second is of a file that all ranks share.
+    """Serve rank 0, at the other end of the socket of the first number, until it sends `end` or
+    closes it. The second number is of a file that all ranks share.
     """
     end_with_parent()
     channel = Channel(socket.socket(fileno=int(argv[1])))
@@ -47,9 +47,9 @@ def main(argv: list[str]) -> int:
 
 
 def serve(channel: Channel, shared: int) -> None:
-    """Start as rank 0 says and run its steps until it says `end`. shared: descriptor of Waits'
-    file. Raises EOFError where rank 0 is gone, EngineError for a message that nobody knows, and
-    what opening the checkpoint raises.
+    """Start with rank 0's message and run its steps until it sends `end`. shared: descriptor of
+    Waits' file. Raises EOFError if rank 0 has ended, EngineError for an unknown message, and what
+    opening the checkpoint raises.
     """
     start = RankStart.of(channel.receive().facts)
     if start.threads:
@@ -90,8 +90,8 @@ def serve(channel: Channel, shared: int) -> None:
 
 
 def run(runner: ModelRunner, group: Processes, step: SharedStep) -> TorchRound:
-    """Run one step of rank 0's: what it copied since the last, the forward pass, and what all ranks
-    tell each other of its nodes.
+    """Run one step of rank 0's: its copies since the last step, the forward pass, and the exchange
+    between ranks.
     """
     if len(step.moves[0]):
         with torch.inference_mode():

@@ -1,9 +1,9 @@
-"""Captured rounds of ranks: what rank 0 launches, every rank launches, on the same inputs.
+"""Captured rounds of ranks: every rank launches what rank 0 launches, on the same inputs.
 
-A round reads nothing of the host but what lies in its staging buffer. So the message of a round is
-its size and these bytes, and beside them what stands outside of rounds: entries of page tables
-that had no room in it, and what rank 0 has copied in its cache since. Nobody sends the outcome:
-every rank comes to it (captured/together.py). See decisions 0033 and 0039.
+A round reads only its staging buffer from the host. So the message of a round is
+its size and these bytes, and beside them changes outside of rounds: entries of page tables
+that had no room in it, and copies within rank 0's cache. The outcome is not sent:
+every rank computes it (captured/together.py). See decisions 0033 and 0039.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ from forerun.speculative.tree import TreeBatch
 
 
 class RankRounds:
-    """What another rank than 0 launches, as messages name it."""
+    """The launches of a rank other than 0, as messages name them."""
 
     def __init__(self, runner: ModelRunner, message: RankMessage) -> None:
         self._rank, records = runner, recorder(runner.device)
@@ -60,9 +60,9 @@ class RankRounds:
 
 
 class SharedRunner(CudaGraphRunner):
-    """Rank 0's: the others are told of a round before it is launched.
+    """The runner of rank 0: sends a round to the others before launching it.
 
-    eager  who knows them; set before the first launch
+    eager  knows the other ranks; set before the first launch
     """
 
     eager: ParallelExecutor
@@ -120,12 +120,12 @@ class SharedRounds(CapturedExecutor):
         return DraftTarget(self.eager, self.eager.whole, self)
 
     def draft_with(self, model: object) -> None:
-        """Does nothing: no round drafts, every pass of the model is asked for."""
+        """Do nothing: no round drafts; the host runs every pass of the model."""
 
     @torch.inference_mode()
     def warm_up(self, draft: DraftShape, progress: Callable[[str, int, int], None]) -> None:
-        """Capture what is declared of rows that ask for a temperature alone, on all ranks. Kernels
-        compile at their first launch: to compile them ahead is to launch what others wait for.
+        """Capture the declared sizes with temperature only, on all ranks. Kernels compile at their
+        first launch: compiling them ahead would launch exchanges that other ranks wait for.
         """
         plain = DraftShape(draft.nodes)
         sizes = [size for size in declared(self.limits, plain) if not (size.shaping or size.masked)]

@@ -1,5 +1,5 @@
-"""What a rank is told when it starts, and what it says of itself: ranks of different weights or
-versions would write nonsense.
+"""A rank's start message, and its answer: ranks of different weights or versions would produce
+nonsense.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ HEAD, SAMPLE, SAMPLES = 1 << 20, 1 << 12, 64
 """Bytes of a file that its digest is made of: its first, and so many at so many places."""
 
 WEIGHTS = {".safetensors", ".gguf", ".json", ".bin"}
-"""Files whose bytes make up a model, by their names' ends."""
+"""Suffixes of the files whose bytes make up a model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class RankStart:
 
     @staticmethod
     def of(facts: Any) -> "RankStart":
-        """The start whose `facts` these are. Raises KeyError or TypeError for others."""
+        """Return the start with these `facts`. Raises KeyError or TypeError for others."""
         limits = facts["limits"] | {"row_nodes": tuple(facts["limits"]["row_nodes"])}
         return RankStart(
             TensorParallel(**facts["tp"]),
@@ -58,8 +58,8 @@ class RankStart:
         )
 
     def identity(self) -> dict[str, str]:
-        """What must be equal on every rank, by name: versions, a digest of its flags, and one of
-        the model's files.
+        """Return what must be equal on every rank, by name: versions, a digest of its flags, and
+        one of the model's files.
         """
         own = {"rank", "device"}
         flags = {"limits": asdict(self.limits), "options": asdict(self.options), "path": self.path}
@@ -76,8 +76,8 @@ class RankStart:
 
 
 def digest(path: Path) -> str:
-    """Of a checkpoint's files: their names, sizes, headers, and samples of the rest. A model of any
-    size takes milliseconds.
+    """Return a digest of a checkpoint's files: their names, sizes, headers, and samples of the
+    rest. Takes milliseconds for a model of any size.
     """
     files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix in WEIGHTS)
     found = hashlib.sha256()

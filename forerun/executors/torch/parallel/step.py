@@ -29,10 +29,10 @@ Moves = tuple[Slots, Slots]
 
 @dataclass(frozen=True, slots=True)
 class SharedStep:
-    """What all ranks do in a step. Of the plan only what ModelRunner.run reads crosses.
+    """What all ranks do in a step. Only what ModelRunner.run reads of the plan is sent.
 
-    wide   int32[w] choosing nodes whose logits rank 0 wants as a whole
-    moves  what rank 0 has copied within its cache since the step before
+    wide   int32[w] choosing nodes whose whole logits rank 0 needs
+    moves  rank 0's copies within its cache since the step before
     """
 
     plan: Plan
@@ -56,7 +56,7 @@ class SharedStep:
 
     @staticmethod
     def of(message: RankMessage) -> "SharedStep":
-        """The step whose `message` this is. Of its plan only kv_len, samples and page_table are
+        """Return the step of this `message`. Of its plan only kv_len, samples and page_table are
         real: ranks read nothing else.
         """
         found = message.arrays
@@ -81,9 +81,9 @@ class SharedStep:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """What rank 0 has of all ranks' logits.
+    """Rank 0's results from all ranks' logits.
 
-    tokens  int32[n] the choice at every plain node
+    tokens  int32[n] the choice at every node that the device decides
     rows    float32[w,V] logits of the step's wide nodes
     """
 

@@ -31,7 +31,7 @@ MODULES = (
 
 
 class _Ahead(triton.AsyncCompileMode):  # type: ignore[misc]
-    """Who asks again for what is being compiled finds it in the kernel's own cache at once."""
+    """Compiles kernels ahead of use; a later call finds them in the kernel's own cache."""
 
     def submit(self, key: Any, compile_fn: Any, finalize_fn: Any) -> Any:
         future = super().submit(key, compile_fn, finalize_fn)
@@ -55,7 +55,7 @@ def compile_ahead(work: Callable[[], None], progress: Callable[[int, int], None]
 
 
 class _Zeros(TorchDispatchMode):
-    """What is made empty is made of zeros, which are valid tokens, places and slots."""
+    """Fills empty tensors with zeros, which are valid tokens, places and slots."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))

@@ -98,12 +98,12 @@ class Grow(Protocol):
         grown: Tensor,
         chosen: Tensor | None,
     ) -> None:
-        """Hang `width` children below the nodes that a level asks for.
+        """Append `width` children to the nodes that a level expands.
 
         logits  [n,Vd] of those nodes, of any dtype; ids int32[Vd] target ids
         grown   int32[3,R,K] tokens, parents and values' bits of the trees (draft_tree.py)
-        chosen  int[R,width] which of the level before the nodes are; None: at the first level,
-                where the rows' ends ask, and in chains
+        chosen  int[R,width] the numbers of the nodes in the level before; None: at the first level,
+                which expands the rows' ends, and in chains
         """
         ...
 
@@ -144,7 +144,7 @@ def guarded(device: torch.device, launch: Callable[P, R]) -> Callable[P, R]:
 
 
 def parts_of(kernels: Kernels | None) -> Elementwise:
-    """What stands between products: a device's own kernels, or plain torch where it has none."""
+    """Return the operations between products: a device's own kernels, or torch operations."""
     return kernels.parts if kernels is not None else PLAIN
 
 

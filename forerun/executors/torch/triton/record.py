@@ -1,4 +1,4 @@
-"""What tells rounds apart, and the record that comes back of one."""
+"""The size of a round, and the record that it returns."""
 
 from typing import Any, NamedTuple
 
@@ -7,12 +7,12 @@ from forerun.speculative.tree import full_size
 
 
 class Size(NamedTuple):
-    """R rows of N nodes (see declared.py), after which full trees of draft tokens are grown,
-    `levels` deep; no levels: none are. What else rows ask for (shaped_rows.py): 0, or
+    """R rows of N nodes (see declared.py), which then grow full trees of draft tokens, `levels`
+    deep; 0: none. Further needs of rows (shaped_rows.py): 0, or
 
-    shaping  what of the sampler's parameters
-    masked   whether a grammar holds some row
-    reports  alternatives that are reported with each token
+    shaping  which sampling parameters
+    masked   whether a row has a grammar
+    reports  alternatives to report with each token
     """
 
     rows: int
@@ -35,7 +35,7 @@ class Size(NamedTuple):
 
     @property
     def candidates(self) -> int:
-        """How many tokens a record names that may follow the next root."""
+        """How many candidates for the token after the next root a record has."""
         return CANDIDATES if self.masked and self.levels else 0
 
 

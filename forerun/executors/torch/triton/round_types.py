@@ -1,6 +1,6 @@
-"""What stands before and after the forward pass of a captured round, and beside a draft head in the
-levels that it grows, as values. What makes them is launched: triton_round.py, triton_draft.py and
-triton_future.py; in plain torch, their slow twins, in tests/twins/rounds.py and future.py.
+"""The values before and after the forward pass of a captured round, and of a draft head's levels.
+The kernels that compute them: triton_round.py, triton_draft.py and triton_future.py; their slow
+twins in torch: tests/twins/rounds.py and future.py.
 
 A round has R rows of N nodes, M = R*N. Its inputs come by name as in captured/buffers.py.
 """
@@ -26,7 +26,7 @@ class RoundShape:
     page_size    positions of a page
     scratch      slot of node 0 (see kv.py)
     frequencies  float32[K,E/2] of the K kinds of rotary positions
-    factors      float32[K] what their cos and sin are multiplied by
+    factors      float32[K] factors of their cos and sin
     """
 
     page_size: int
@@ -37,13 +37,13 @@ class RoundShape:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What a round's inputs say of its nodes.
+    """A round's inputs, computed for its nodes.
 
     position  int32[M] in tokens
     pages     int32[M] slot of that position in the row's pages
-    slots     int32[M] where keys and values go: of a decided row that is a chain into `pages`,
-              where the accepted ones stay and the next step overwrites the rest; else in scratch
-    noise     how each node chooses
+    slots     int32[M] slots for keys and values: of a decided row that is a chain in `pages`, where
+              the accepted ones stay and the next step overwrites the rest; else in scratch
+    noise     sampling parameters of each node
     rotary    of the positions, one for each kind
     """
 
@@ -56,12 +56,12 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """What became of a round's rows.
+    """The results of a round's rows.
 
     choices  int32[M] of all nodes
     kept     bool[R,N] nodes on the accepted path of a decided row, its root included
     count    int32[R] how many those are
-    last     int32[R] node within the row at which the path ends; 0 where there is none
+    last     int32[R] node within the row at which the path ends; 0 if there is none
     """
 
     choices: Tensor
@@ -80,11 +80,12 @@ class Levels:
 
 @dataclass(frozen=True, slots=True)
 class TreeStarts:
-    """Where the trees of R rows start: at the end of what was extended.
+    """The roots of the next trees of R rows: the ends of their extensions.
 
-    read, hidden  [R,H] what the output head reads there, [R,W] what a next step receives
+    read, hidden  [R,H] input of the output head, [R,W] input of a next step
     kv_len        int32[R] cached draft positions
-    noise         of each level's askers, those of a child's position: [R] at first, then [R*width]
+    noise         of each level's expanded nodes, for a child's position: [R] at first, then
+                  [R*width]
     position      int32[levels-1,R*width] of the nodes that run, level by level
     """
 
@@ -97,11 +98,10 @@ class TreeStarts:
 
 @dataclass(frozen=True, slots=True)
 class Extended:
-    """What an extension of all M nodes gave.
+    """The results of an extension of all M nodes.
 
     read, hidden  [M,H] and [M,W], as in TreeStarts
-    outputs       [n,W] where a row's `hidden` is kept by slot, from `first` on; the last is of
-                  nobody
+    outputs       [n,W] stores a row's `hidden` by slot, from `first` on; the last row is padding
     """
 
     read: Tensor
@@ -114,13 +114,13 @@ class Extended:
 class Frontier:
     """The nodes that a level of R trees runs, `width` of each.
 
-    chosen  int32[R,width] which of the newest level they are, ascending
+    chosen  int32[R,width] their numbers in the newest level, ascending
     tokens  int32[R*width]
-    hidden  [R*width,W] what they receive: the outputs of the nodes they hang below
-    above   int32[R,levels-1,width] who is above each of them in each level that has run, by its
-            place there, in this level themselves; -1 in later ones
-    tree_intervals  int32[2,n] of each row's root, if it is run, and of the nodes of all levels that
-                    run: see geometry.py, where only this level's nodes ask
+    hidden  [R*width,W] their input: their parents' outputs
+    above   int32[R,levels-1,width] the ancestor of each in each level that has run, by its place
+            there, in this level itself; -1 in later ones
+    tree_intervals  int32[2,n] of each row's root, if it runs, and of the nodes of all levels that
+                    run: see geometry.py, where only this level's nodes are queries
     """
 
     chosen: Tensor
@@ -132,7 +132,8 @@ class Frontier:
 
 @dataclass(frozen=True, slots=True)
 class FutureState:
-    """By slot, and of nobody in the last place; K = full_size(width, levels).
+    """State that a round leaves for the next, by slot, the last slot being padding; K =
+    full_size(width, levels).
 
     state   int32[S,3] kv_len, output position, last token
     tokens, parents, value  int32, int32, float32[S,K] the full tree below it; -inf = no such node

@@ -56,7 +56,7 @@ VIEWS = (
 """Tensors that begin anywhere in larger ones: where they do must not make another kernel."""
 
 NO_WINDOW = 2**30
-"""Positions that nobody is behind."""
+"""More positions than any node can look back."""
 
 _LOG2E = 1.4426950408889634
 
@@ -135,8 +135,8 @@ def _own(
     scale, cap, E: tl.constexpr, V: tl.constexpr, KEYS: tl.constexpr, NARROW: tl.constexpr,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """All turns over the step's own nodes from `begin` to `last`, of whom each line sees those that
-    its `step` [LINES] lies within.
+    """Iterate over the step's own nodes from `begin` to `last`; each line attends to those that its
+    `step` [LINES] lies within.
     """
     key = tl.arange(0, KEYS)
     for at in range(begin, last, KEYS):
@@ -160,7 +160,7 @@ def _give(
     found, sums, out, mixed, most, total, mine, whole, place, e, where, further,
     part, parts, most_parts, E: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """What a program has found, see `_attend`. where [LINES]: query and head; further: all such."""
+    """Write a program's result, see `_attend`. where [LINES]: query and head; further: all such."""
     if parts == 1:
         tl.store(out + place, (mixed / total[:, None]).to(out.dtype.element_ty), mask=whole)
         if most_parts > 1:
@@ -190,14 +190,14 @@ def _attend(
     PAGE: tl.constexpr, LINES: tl.constexpr, KEYS: tl.constexpr, NARROW: tl.constexpr,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """Fill `found`, `sums` and `out` as AttentionParts (triton_merge.py) says, for P = most_parts;
+    """Fill `found`, `sums` and `out` as in AttentionParts (triton_merge.py), for P = most_parts;
     its count of merged heads only if COUNTED. asked: Q, count: M, nodes of a tile. The rest as in
     Geometry.
 
     SHARING programs of GQA_GROUP heads each read one key/value head; values are V numbers, of fewer
     than E the keys' first. SINKS: each head's sums begin with its own score, once.
 
-    Parts and nodes are arguments and no constants, so that a model needs few binaries.
+    Parts and nodes are arguments, not constants, so that a model needs few binaries.
     """
     entry, group = split + 3 * tl.program_id(0), tl.program_id(1)
     tile, part, parts = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
@@ -205,7 +205,7 @@ def _attend(
     tile = tl.maximum(tile, 0)
     heads = GQA_GROUP * tl.num_programs(1)
     row, first = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1)
-    behind = first - tl.load(tiles + 3 * tile + 2)  # Nodes before the tile that do not ask.
+    behind = first - tl.load(tiles + 3 * tile + 2)  # Nodes before the tile that have no query.
     begin, end = tl.load(start + row), tl.load(start + row + 1)
     line = tl.arange(0, LINES)
     node, head = first + line // GQA_GROUP, group * GQA_GROUP + line % GQA_GROUP
@@ -247,7 +247,7 @@ def _attend(
         most, total, mixed, q, rest, keys, values, ks, vs, table + row * table_stride, low, high,
         oldest, scale, cap, E, V, PAGE, KEYS, NARROW, WINDOWED, CAPPED,
     )  # fmt: skip
-    # A parent precedes its children, so in trees nobody sees a node that comes after the tile.
+    # A parent precedes its children, so in trees no node attends beyond its tile.
     last = tl.where(works & (part == parts - 1), tl.minimum(first + reach, end), begin)
     step = tl.load(tree_intervals + node, mask=mine, other=-1)
     most, total, mixed = _own(

@@ -1,4 +1,4 @@
-"""What a node says next, as a Triton kernel, for CUDA: one pass over the logits.
+"""The choice of a node, as a Triton kernel, for CUDA: one pass over the logits.
 
 The arithmetic of forerun.speculative.noise and forerun.speculative.accept; noise never touches
 memory. The slow twin is `choose` in tests/twins/rounds.py.

@@ -1,4 +1,4 @@
-"""What a draft head's levels in a captured round are made of beside the head itself, as Triton
+"""The steps of a draft head's levels in a captured round, beside the head itself, as Triton
 kernels, for CUDA. The slow twins are in tests/twins/rounds.py. Launches only.
 """
 
@@ -79,7 +79,7 @@ def _follow(
 def follow(
     extended: Extended, accepted: Accepted, prepared: Prepared, inputs: RoundInputs, size: Levels
 ) -> TreeStarts:
-    """Where R trees start: gathers the ends of accepted paths out of [M,H] and [M,W], and writes
+    """Gather the roots of R trees: the ends of accepted paths out of [M,H] and [M,W], and write
     `extended.outputs` by slot: see kernels.Follow. Launches only.
     """
     rows, levels, width = len(accepted.count), size.levels, size.width

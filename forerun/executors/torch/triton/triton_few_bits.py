@@ -1,9 +1,9 @@
-"""Products whose weight stays in few bits as one Triton kernel, for CUDA (few_bits.FewBitsProduct).
+"""Products whose weight stays quantised as one Triton kernel, for CUDA (few_bits.FewBitsProduct).
 
-Few rows read every weight once and have few tiles, so the columns of x are split among programs
-too. The last program of a tile adds what the others found, in their order. How columns are split
+A few rows read every weight once and have few tiles, so the columns of x are split among programs
+too. The last program of a tile adds the others' results, in their order. The split of columns
 depends on the weight alone, and a row's sums on no other row: its bits are the same alone and in
-company, up to FEW rows. More rows than that, which prompts have, are multiplied by a library with
+a batch, up to FEW rows. More rows than that, as in prompts, are multiplied by a library with
 the weight widened into a scratch, a part at a time.
 
 The slow twin is few_bits.few_bits_product.
@@ -32,7 +32,9 @@ _KINDS = {"int4": 4, "int8": 8, "float8": 1}
 def _less(
     zeros, real, kind: tl.constexpr, KIND: tl.constexpr, ZEROS: tl.constexpr, PTX: tl.constexpr
 ):
-    """What is taken off what `widened` gives: zero points [1,n], or the one number of all."""
+    """Return what to subtract from the result of `widened`: zero points [1,n], or one number for
+    all.
+    """
     more: tl.constexpr = 0 if KIND != 4 or not PTX else (128 if kind == tl.bfloat16 else 1024)
     if ZEROS:
         found = (tl.load(zeros, mask=real, other=0.0) + more).to(kind)[None, :]
@@ -52,7 +54,7 @@ def _scale(scales, KIND: tl.constexpr, HALVED: tl.constexpr, mask):
 
 @triton.jit
 def _scales(scales, width, real, KIND: tl.constexpr, HALVED: tl.constexpr, GATED: tl.constexpr):
-    """Of a group, and of what its columns open."""
+    """Return the scales of a group, and of its columns."""
     scale = _scale(scales, KIND, HALVED, real)
     above = scale
     if GATED:
@@ -62,8 +64,8 @@ def _scales(scales, width, real, KIND: tl.constexpr, HALVED: tl.constexpr, GATED
 
 @triton.jit
 def _rows(place, x, order, at, there, inputs, ORDERED: tl.constexpr, EVEN: tl.constexpr):
-    """[ROWS,n] of x, whose rows begin at `x`, the columns `at` in the weight's order; `place`: of
-    those in their own.
+    """Return [ROWS,n] of x, whose rows begin at `x`: the columns `at` in the weight's order;
+    `place`: in x's own order.
     """
     if EVEN and not ORDERED:
         found = tl.load(place, mask=there, other=0.0)
@@ -327,7 +329,7 @@ def _constants(weight: FewBits) -> dict[str, int]:
 
 
 def _by_library(x: Tensor, weight: FewBits, bias: Tensor | None) -> Tensor:
-    """Of many rows: the weight is widened a part at a time, in the order of its numbers."""
+    """Multiply many rows: widen the weight a part at a time, in the order of its numbers."""
     outputs, inputs = weight.shape
     x = x if weight.order is None else x.index_select(1, weight.order)
     found = x.new_empty(len(x), outputs)

@@ -1,5 +1,5 @@
-"""What a captured round takes from the one before it, and leaves for the next, one Triton kernel
-each, for CUDA. The slow twins are in tests/twins/future.py. Launches only.
+"""Reads and writes of FutureState, which a captured round takes over from the one before it, one
+Triton kernel each, for CUDA. The slow twins are in tests/twins/future.py. Launches only.
 """
 
 import triton
@@ -203,7 +203,7 @@ def _leave(
     rows, nodes, full, draft_tokens,
     NODES: tl.constexpr, FULL: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """What came of one row, by slot, and into the record."""
+    """Store the result of one row, by slot, and in the record."""
     row, each = tl.program_id(0), tl.arange(0, NODES)
     inside, at = each < nodes, row * nodes + each
     slot = tl.load(slots + row).to(tl.int64)

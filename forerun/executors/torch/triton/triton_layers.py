@@ -1,8 +1,8 @@
-"""What stands between a decoder's products, one Triton kernel each, for CUDA.
+"""The operations between a decoder's products, one Triton kernel each, for CUDA.
 
 The slow twins are `PLAIN` and `Heads.turned` in forerun.executors.torch.decoder.layers and
 `PagedCache.write`. Inputs may be slices: only their last axis must be contiguous. Outputs are
-whole. Arithmetic in float32.
+contiguous. Arithmetic in float32.
 """
 
 import torch
@@ -60,7 +60,7 @@ def _norm(
 
 @triton.jit
 def gated(opened, value, GELU: tl.constexpr, CLAMP: tl.constexpr, SLOPE: tl.constexpr):
-    """What a gate lets through, float32. CLAMP: 0, or layer_spec.CLAMP, with its SLOPE."""
+    """Apply a gate, float32. CLAMP: 0, or layer_spec.CLAMP, with its SLOPE."""
     if CLAMP > 0:
         opened = tl.minimum(opened, CLAMP)
         value = tl.minimum(tl.maximum(value, -CLAMP), CLAMP) + 1
@@ -202,8 +202,9 @@ def _enter(
 
 
 def warps_for(wide: int, narrow: bool = False) -> int:
-    """Of a program that has a whole row of `wide` numbers, which is a power of two; `narrow`: and
-    quantises it, which with 8 warps for 4096 spills on sm_100 (bench/compile_kernels.py).
+    """Return the warps of a program that has a whole row of `wide` numbers, a power of two;
+    `narrow`: and quantises it, which with 8 warps for 4096 spills on sm_100
+    (bench/compile_kernels.py).
     """
     if wide >= 4096:
         return 16 if narrow else 8

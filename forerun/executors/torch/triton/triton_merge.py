@@ -1,8 +1,8 @@
-"""What attention's parts of a prefix found, brought together, as a Triton kernel, for CUDA; also as
-the float8 rows that a product reads next.
+"""Merges attention's results over parts of a prefix, as a Triton kernel, for CUDA; also into the
+float8 rows that a product reads next.
 
 A query's heads are merged side by side. Its float8 scale is of all of them, so each head counts
-itself when it is through, and the last one reads the whole row: one launch for both.
+itself when it has finished, and the last one reads the whole row: one launch for both.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ from forerun.executors.torch.triton.triton_layers import float8_rows, narrowed
 
 
 class AttentionParts(NamedTuple):
-    """What attention has written of Q queries of A heads, at most P = `most` parts each; with one,
+    """Attention's results of Q queries of A heads, at most P = `most` parts each; with one part,
     only `out`.
 
-    out    [Q,A,E] context of what was one part
-    parts  float32[P,Q,A,E] of what was several: not yet divided by the sum of weights
-    sums   float32[2*P*Q*A + Q]: [2,P,Q,A] the greatest score, -inf of no part and of parts that saw
-           nothing, and the sum of weights; -1 as the first of those where `out` is filled. Then, if
-           it is `counted`, how many of each query's heads are merged: 0 [Q]
+    out    [Q,A,E] context of queries with one part
+    parts  float32[P,Q,A,E] of queries with several: not yet divided by the sum of weights
+    sums   float32[2*P*Q*A + Q]: [2,P,Q,A] the greatest score, -inf for no part and for parts
+           without keys, and the sum of weights; -1 as the first of those if `out` is filled. Then,
+           if it is `counted`, how many of each query's heads are merged: 0 [Q]
     """
 
     out: Tensor
@@ -37,8 +37,8 @@ class AttentionParts(NamedTuple):
 
     @staticmethod
     def of(queries: Tensor, most: int, counted: bool, size: int) -> "AttentionParts":
-        """Room for queries [Q,A,.] whose context is `size` wide, `most` parts each; nothing is
-        filled in.
+        """Return uninitialised room for queries [Q,A,.] with context of width `size`, `most` parts
+        each.
         """
         (count, heads, _), several = queries.shape, most if most > 1 else 0
         return AttentionParts(
@@ -55,11 +55,11 @@ def _merge(
     found, sums, out, numbers, scales, lines, parts, heads,
     E: tl.constexpr, PARTS: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
-    """Fill `out` [Q*A,E] from what at most `parts` parts, PARTS at most, `found`: AttentionParts.
-    Where one part has filled it, nothing is done. lines: Q*A, heads: A.
+    """Fill `out` [Q*A,E] from at most `parts` parts (PARTS at most) in `found`: AttentionParts.
+    Does nothing if one part has filled it. lines: Q*A, heads: A.
 
-    ROW, where it is not 0: A*E to the next power of two. Then who is the last of a query's heads
-    reads all of them and fills `numbers` [Q,A*E], in float8, and `scales` [Q].
+    ROW, if not 0: A*E to the next power of two. Then the last of a query's heads reads all of them
+    and fills `numbers` [Q,A*E], in float8, and `scales` [Q].
     """
     line = tl.program_id(0)
     WIDE: tl.constexpr = triton.next_power_of_2(E)

@@ -1,4 +1,4 @@
-"""What stands before and after the forward pass of a captured round, as Triton kernels, for CUDA.
+"""The steps before and after the forward pass of a captured round, as Triton kernels, for CUDA.
 
 The slow twins are in tests/twins/rounds.py and `PagedCache.move`. Launches only.
 """
@@ -63,7 +63,7 @@ def _prepare(
 
 
 def prepare(inputs: RoundInputs, shape: RoundShape) -> Prepared:
-    """Of every node its position, slots, noise and rotary numbers: see kernels.Prepare. Launches
+    """Compute every node's position, slots, noise and rotary numbers: see kernels.Prepare. Launches
     only.
     """
     rows, total = len(inputs["count"]), len(inputs["depth"])

@@ -137,9 +137,9 @@ def _search(
     heated, few, vocab, top, first, low, asked, more,
     MASS: tl.constexpr, FEW: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """The least key above `low` with less than a limit above it: of tokens `asked`, or of mass
-    `asked` of what lies above `first`, and `more`. Returns the key, count and mass above it, tokens
-    that have it (the vocabulary where nobody counted them), and the limit.
+    """Return the least key above `low` with less than a limit above it, where the limit is `asked`
+    tokens, or mass `asked` of what lies above `first`, and `more`. Also the count and mass above
+    it, tokens that have it (the vocabulary if not counted), and the limit.
     """
     high = tl.maximum(_key(top), first) + 1
     limit, step, low_count, high_count = asked, 0, vocab, 0
