@@ -16,7 +16,7 @@ from forerun.speculative.accept import NOTHING
 
 
 class NodeSampling(NamedTuple):
-    """How n nodes choose.
+    """Sampling parameters of n nodes.
 
     seeds        uint32[2,n] low and high halves of their requests' seeds
     positions    int32[n] output position that each decides
@@ -84,8 +84,7 @@ def sampled(scaled: Array, sampling: NodeSampling) -> Array:
 
 class Trees(NamedTuple):
     """R rows of N nodes, [R,N] each: tokens, parents within the row (root: below 0), bool[R,N,N]
-    whom each sees (itself and who is above it), and which nodes there are, of rows that are decided
-    here.
+    attention mask (itself and its ancestors), and which nodes exist, of rows that are decided here.
     """
 
     tokens: Array
@@ -95,8 +94,8 @@ class Trees(NamedTuple):
 
 
 def twins(trees: Trees) -> Array:
-    """bool[R,N]: nodes whose token an earlier child of the same parent has drafted already; they
-    can never be accepted.
+    """Return bool[R,N]: nodes whose token an earlier child of the same parent has drafted already;
+    they can never be accepted.
     """
     tokens, parents = trees.tokens, trees.parents
     order = jnp.arange(tokens.shape[1])

@@ -20,9 +20,9 @@ BLOCK = 128
 
 
 class Past(NamedTuple):
-    """What the rows of a program can read of the pages.
+    """The pages that the rows of a program can read.
 
-    keys, values  [L,slots,G,E], values of no numbers where they are the first of the keys'
+    keys, values  [L,slots,G,E]; values of width 0 if they are the first of the keys' numbers
     table         int32[R,W]
     kv_len        int32[R]
     """
@@ -52,8 +52,9 @@ def ancestors(intervals: Array) -> Array:
 
 
 class Tree(NamedTuple):
-    """The rows' own nodes: position int32[R,N], and seen bool[R,N,T] whom of the T fresh keys each
-    sees; where only the nodes themselves are fresh that is `ancestors`, and a window may cut it.
+    """The rows' own nodes: position int32[R,N], and seen bool[R,N,T], which of the T fresh keys
+    each attends to; if only the nodes themselves are fresh that is `ancestors`, and a window may
+    limit it.
     """
 
     seen: Array

@@ -1,11 +1,11 @@
-"""Cutting a plan into dispatches of few shapes: rounds and chunks.
+"""Divides a plan into dispatches of few shapes: rounds and chunks.
 
 A *round* is R rows of N nodes whose first node is the root: all that samples. A *chunk* is one row
 of known tokens that stay whatever is accepted: everything before the root, or all of a row that
 does not sample. Both are padded to sizes that were compiled at start-up. Plain decoding is one
 round.
 
-Nodes keep their streams in State.hidden, rounds' from row 0 on, chunks' from `scratch` on.
+State.hidden has the nodes' streams, rounds' from row 0 on, chunks' from `scratch` on.
 """
 
 from collections.abc import Iterable, Iterator
@@ -184,7 +184,9 @@ def chunks(nodes: Ints, sizes: tuple[int, ...]) -> Iterator[tuple[Bucket, Ints]]
 
 @lru_cache(maxsize=1024)
 def _cheapest(count: int, sizes: tuple[int, ...]) -> tuple[int, int]:
-    """What so many nodes, no more than the largest size, cost at least; the first part's size."""
+    """Return the least cost of so many nodes, at most the largest size; and the first part's
+    size.
+    """
     whole = _at_least(sizes, count)
     cut = [
         (size + DISPATCH + _cheapest(count - size, sizes)[0], size)

@@ -23,7 +23,7 @@ from forerun.models.layer_spec import AttentionSpec
 
 
 class BlockNetwork(NamedTuple):
-    """What does not change of a drafter: its description, and the target's."""
+    """The fixed parts of a drafter: its description, and the target's."""
 
     about: BlockHead
     target: JaxDecoder

@@ -32,12 +32,12 @@ Rotary = tuple[Array, Array]
 
 
 class Forwarded(NamedTuple):
-    """What a pass gives.
+    """The result of a pass.
 
     last          [R,N,H] residual stream after the last layer
-    keys, values  [L,R,N,G,E] of the nodes, ready to be kept; values of no numbers where keys begin
-                  with them (latent attention)
-    streams       [R,N,H] entering each layer that was asked for
+    keys, values  [L,R,N,G,E] of the nodes, ready to be cached; values of width 0 if keys begin with
+                  them (latent attention)
+    streams       [R,N,H] input of each requested layer
     """
 
     last: Array
@@ -47,14 +47,14 @@ class Forwarded(NamedTuple):
 
     @property
     def features(self) -> Array:
-        """[R,N,F*H]: the streams that were asked for, side by side; width 0 where none was."""
+        """[R,N,F*H]: the requested streams, concatenated; width 0 if there are none."""
         if not self.streams:
             return self.last[..., :0]
         return jnp.concatenate(self.streams, -1)
 
 
 class JaxDecoder(NamedTuple):
-    """What does not change: the model's description and where its arrays lie."""
+    """The fixed parts of a model: its description and its arrays' sharding."""
 
     arch: Architecture
     sharding: Sharding
@@ -103,7 +103,9 @@ class JaxDecoder(NamedTuple):
     def _scanned(
         self, layers: Params, x: Array, rotary: Rotary, attend: Attend, entering: bool
     ) -> Any:
-        """The last stream; keys, values and, if asked for, what enters each layer, [L, ...]."""
+        """Return the last stream; keys, values and, if requested, the input of each layer, [L,
+        ...].
+        """
         spec = self.arch.layer_specs[0]
 
         def layer(x: Array, numbered: tuple[Params, Array]) -> tuple[Array, tuple[Array, ...]]:
@@ -197,7 +199,7 @@ class JaxDecoder(NamedTuple):
         rotary: Rotary,
         attend: Callable[..., Array],
     ) -> tuple[Array, tuple[Array, Array]]:
-        """`_attention`, whose keys hold the values: these have no numbers of their own."""
+        """Run latent attention as `_attention` does, with keys that contain the values."""
         queries, keys = enter(weights, about, self.arch.heads, x, rotary)
         kept = keys, keys[..., :0]
         found = leave(weights, about, attend(queries, *kept))
@@ -219,7 +221,7 @@ class JaxDecoder(NamedTuple):
                 return self.sharding.put(mixed, None, None, None).astype(x.dtype)
 
     def _summed(self, weights: Params, name: str, x: Array) -> Array:
-        """A product whose inputs are cut by shard: the sum over the shards, then the bias."""
+        """Return a product whose inputs are sharded: the sum over the shards, then the bias."""
         made = self.sharding.put(product(x, weights[name]), None, None, None)
         bias = weights.get(f"{name}.bias")
         return made if bias is None else (made + bias).astype(made.dtype)

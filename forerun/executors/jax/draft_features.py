@@ -1,4 +1,4 @@
-"""Where the features of an extension lie on the device."""
+"""The places of an extension's features on the device."""
 
 import numpy as np
 

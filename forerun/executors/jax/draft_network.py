@@ -1,10 +1,10 @@
-"""What a network that drafts level by level is to the programs, whatever it is made of.
+"""The interface between programs and any network that drafts level by level.
 
-A network reads the token of a node beside a hidden state (the target's features at first, then
-what it made itself: an EAGLE head, the target's prediction layer), or tokens alone (a whole model).
-Where it reads features, entry q of its cache pairs the feature at q with the token after it, and a
-row's root is its last entry. One that reads tokens alone has at q the token at q, and runs the root
-as one node more.
+A network reads the token of a node beside a hidden state (the target's features at first, then its
+own output: an EAGLE head, the target's prediction layer), or tokens alone (a whole model). If it
+reads features, entry q of its cache pairs the feature at q with the token after it, and a row's
+root is its last entry. If it reads tokens alone, entry q has the token at q, and the root runs as
+one more node.
 """
 
 from typing import NamedTuple, Protocol
@@ -17,10 +17,10 @@ from forerun.executors.jax.weights import Params
 
 
 class Ran(NamedTuple):
-    """What a pass gives.
+    """The result of a pass.
 
-    read, output  [R,N,H] what the output head reads, and what a next draft step receives
-    keys, values  [layers,R,N,G,E] of the nodes, ready to be kept
+    read, output  [R,N,H] input of the output head, and of a next draft step
+    keys, values  [layers,R,N,G,E] of the nodes, ready to be cached
     """
 
     read: Array

@@ -1,10 +1,10 @@
-"""Passes of a draft network that the host asks for: what rounds do not do themselves.
+"""Passes of a draft network that the host runs: what rounds do not do themselves.
 
     extend      (R, N)       chains that became permanent: prompts, rows that the host decided
     expand      (R, N, D)    draft tokens, at most D below their roots
-    candidates  (FEW, k)     the likeliest tokens of nodes of the last pass
+    candidates  (FEW, k)     the most probable tokens of nodes of the last pass
 
-The first two take the state, donated, and give it back.
+The first two take the state, donated, and return it.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from forerun.executors.jax.weights import Params
 from forerun.types import AnyArray, Ints
 
 FEW = 8
-"""Nodes whose logits or candidates cross to the host in one dispatch."""
+"""Nodes whose logits or candidates are copied to the host in one dispatch."""
 
 DEPTHS = (4, 16, 64)
 """Draft tokens above one that the host runs, at most: what programs are compiled for."""

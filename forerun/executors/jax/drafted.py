@@ -1,4 +1,4 @@
-"""What a step drafts for the next one, as its records arrive."""
+"""A step's drafts for the next step, completed as its records arrive."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from forerun.types import Bools, Ints
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """What a step drafts for the next one, completed as its records arrive: see NextDrafts."""
+    """A step's drafts for the next step, completed as its records arrive: see NextDrafts."""
 
     rows: Bools
     width: int

@@ -3,15 +3,15 @@
     round   forward -> choose -> walk -> commit -> extend -> level 1 -> level 2 -> ... -> record
 
 The arithmetic is that of forerun.drafters.model_drafter and forerun.speculative.draft_tree in fixed
-shapes: what the host decides by looking is sorted, gathered or masked here.
+shapes: the host's branches become sorts, gathers and masks here.
 
-The extension runs the network over all nodes of the step, in the target's own tree. Where it reads
-features node n pairs its own with the target's choice there, so along the accepted path stand
-exactly the tokens that follow (EAGLE, arXiv 2401.15077, section 4.1). Where it reads tokens alone
-the nodes stand for themselves, and the target's token at the path's end, the next root, is one node
-more, which sees the path. Only that path goes into pages. The nodes of a level see the cached
-prefix, the accepted path and their ancestors, whose keys and values stay in the program: nothing
-that was drafted is ever written.
+The extension runs the network over all nodes of the step, in the target's own tree. If it reads
+features, node n pairs its own with the target's choice there, so the accepted path contains
+exactly the tokens that follow (EAGLE, arXiv 2401.15077, section 4.1). If it reads tokens alone,
+the nodes stand for themselves, and the target's token at the path's end, the next root, is one more
+node, which attends to the path. Only that path is written to pages. The nodes of a level attend to
+the cached prefix, the accepted path and their ancestors, whose keys and values stay in the program:
+drafted ones are never written.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ NOWHERE = np.int32(np.iinfo(np.int32).max)
 
 
 class AcceptedStep(NamedTuple):
-    """What a round knows when it has committed.
+    """A round after its commit.
 
     choices   int32[R,N] of all nodes
     kept      bool[R,N] nodes on an accepted path
@@ -49,12 +49,12 @@ class AcceptedStep(NamedTuple):
 
 
 class _Roots(NamedTuple):
-    """Where trees begin: of every row, the end of what was extended.
+    """The roots of the next trees: the end of every row's extension.
 
-    read, hidden  [R,.] what the output head reads there, and what a next step receives
+    read, hidden  [R,.] input of the output head, and of a next step
     position      int32[R] of the first level's nodes
-    accepted      int32[R] nodes of this step that were
-    path          what the extension gave, and bool[R,N] which of it the trees see
+    accepted      int32[R] accepted nodes of this step
+    path          the extension's result, and bool[R,N] the part that the trees attend to
     """
 
     read: Array
@@ -65,11 +65,11 @@ class _Roots(NamedTuple):
 
 
 class _Growing(NamedTuple):
-    """Trees between two levels; T = N of what was extended, then `width` for every level that runs.
+    """Trees between two levels; T = N of the extension, then `width` for every level that runs.
 
     tokens, values  [R,width**2] of the newest level; the first one's are padded by -inf
-    hidden   [R,width,H] what a next step receives, of those that ran last
-    seen     bool[R,width,T] whom these see
+    hidden   [R,width,H] input of a next step, of the nodes that ran last
+    seen     bool[R,width,T] what these attend to
     keys     keys and values [layers,R,T,G,E]
     """
 
@@ -98,12 +98,12 @@ class _Growing(NamedTuple):
 
 
 class _Extended(NamedTuple):
-    """What an extension runs: the N nodes of the step, and the next root where that is a node.
+    """The nodes of an extension: the N nodes of the step, and the next root if that is a node.
 
     tokens, position  int32[R,N']
-    seen              bool[R,N',N'] whom each sees
-    path              bool[R,N'] what is to stay
-    last              int32[R] the end of that
+    seen              bool[R,N',N'] what each attends to
+    path              bool[R,N'] the permanent ones
+    last              int32[R] the last of those
     """
 
     tokens: Array
@@ -114,7 +114,9 @@ class _Extended(NamedTuple):
 
     @classmethod
     def of(cls, accepted: AcceptedStep, kept: Array, count: Array, root: bool) -> "_Extended":
-        """Of nodes that stay, kept bool[R,N], of which count int32[R] are true."""
+        """Return the extension of permanent nodes, kept bool[R,N], of which count int32[R] are
+        true.
+        """
         given = accepted.given
         position = given.kv_len[:, None] + given.depth
         seen = given.trees.seen
@@ -134,8 +136,8 @@ class _Extended(NamedTuple):
 
 
 class Noise(NamedTuple):
-    """Of n nodes: seeds uint32[2,n], output position int32[n] that a child of each takes, and
-    temperature float32[n].
+    """Sampling parameters of n nodes' children: seeds uint32[2,n], their output positions int32[n],
+    and temperature float32[n].
     """
 
     seeds: Array
@@ -180,10 +182,11 @@ class JaxDrafting(NamedTuple):
     def attention(
         self, past: Past, tree: Tree, held: tuple[Array, Array] | None = None, begin: Any = 0
     ) -> Attend:
-        """How a layer of the draft network attends: to the cached prefix and the pass's own nodes.
+        """Return the attention of a draft network's layer: to the cached prefix and the pass's own
+        nodes.
 
-        held  keys and values [layers,R,T,G,E] of nodes that ran before; the own ones are put among
-        them from index `begin` on
+        held  keys and values [layers,R,T,G,E] of nodes that ran before; the own ones are inserted
+              from index `begin` on
         """
 
         def of_layer(layer: Numbered, queries: Array, keys: Array, values: Array) -> Array:
@@ -264,7 +267,7 @@ class JaxDrafting(NamedTuple):
         below: tuple[_Roots, Past],
         number: Array,
     ) -> tuple["_Growing", Ran]:
-        """Run nodes chosen int32[R,width] of the newest level, whose ancestors are seen."""
+        """Run nodes chosen int32[R,width] of the newest level, which attend to their ancestors."""
         (chosen, seen), (roots, past) = which, below
         rows, width = chosen.shape
         path = roots.path[1].shape[1]
@@ -341,7 +344,7 @@ def committed(held: DraftArrays, ran: Ran, target: Array) -> DraftArrays:
 
 
 def _of_rows(given: Inputs, accepted: Array) -> Noise:
-    """Of every row: noise for a child of the end of what became permanent."""
+    """Return the noise for a child of every row's last permanent token."""
     seeds, positions, temperature = (
         part.reshape(*part.shape[:-1], *given.depth.shape)[..., 0] for part in given.sampling
     )

@@ -48,7 +48,7 @@ class JaxEagleHead(NamedTuple):
 
     @property
     def _spec(self) -> AttentionSpec:
-        """How its one layer attends."""
+        """The attention of its one layer."""
         return AttentionSpec(self.about.head_size**-0.5)
 
     @property

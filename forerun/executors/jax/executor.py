@@ -175,10 +175,10 @@ class JaxExecutor(Executor):
         return self._network is not None and not self._network.sizes.block
 
     def _drafting(self, plan: Plan, decided: Bools) -> Drafted | None:
-        """What this step drafts: rows that a round decides and follows from their only known token.
+        """Return what this step drafts: for rows that a round decides from one known token.
 
-        Where trees of that width were foreseen at start-up, these are grown: who wants less levels
-        cuts.
+        Grows trees of the size compiled at start-up if the width matches; a request for fewer
+        levels cuts them.
         """
         network, request = self._network, plan.request
         if request is None or network is None or not self._drafts_within:

@@ -43,9 +43,9 @@ def mixture(weights: Weights, about: Experts, activation: str, x: Array) -> Arra
 def routes(
     logits: Array, router: Router, top_k: int, correction: Array | None
 ) -> tuple[Array, Array]:
-    """Of each row its experts' weights float32[...,k] and numbers int32[...,k], best first.
+    """Return each row's expert weights float32[...,k] and numbers int32[...,k], best first.
 
-    logits  float32[...,count]; correction: float32[count], where the router has one
+    logits  float32[...,count]; correction: float32[count], if the router has one
     """
     if router.scores == "sigmoid":
         scores = 1 / (1 + jnp.exp(-logits))

@@ -57,13 +57,13 @@ class JaxFeatures:
         return JaxFeatureRing(self.programs, self.begin)
 
     def __len__(self) -> int:
-        """How many rows."""
+        """The number of rows."""
         return len(self.place)
 
 
 @dataclass(frozen=True, slots=True)
 class JaxFeatureRing:
-    """What is kept: rows of `DraftArrays.streams` from `begin` on."""
+    """The stored features: rows of `DraftArrays.streams` from `begin` on."""
 
     programs: JaxPrograms
     begin: int

@@ -30,7 +30,7 @@ from forerun.speculative.tree import full_size
 
 
 class Key(NamedTuple):
-    """What tells programs apart.
+    """The key of a program.
 
     width, levels  of the trees that a round can grow at its end; levels: also draft tokens above
                    those that `expand` runs
@@ -47,9 +47,9 @@ class Functions:
     """The programs as pure functions, not compiled.
 
     width    places of a page table's row
-    edits    tokens whose logits a round may change, of all rows (shaping.py)
-    network  that drafts, whose features are kept, if there is one
-    future   width, levels of trees that rounds can carry on from; None = they carry nothing on
+    edits    most tokens, over all rows, whose logits a round may change (shaping.py)
+    network  that drafts, with features to store, if there is one
+    future   width, levels of trees for carried rounds; None = none are carried
     """
 
     decoder: JaxDecoder
@@ -118,11 +118,11 @@ class Functions:
         *,
         key: Key,
     ) -> tuple[State, Array]:
-        """As `round`, under grammar masks (inputs.padded_masks) and every sampling parameter
+        """Run `round` with grammar masks (inputs.padded_masks) and every sampling parameter
         (shaping.py).
 
         In the record, right behind the choices: int32[R*N,line_size] lines of log-probabilities
-        (reports.py), zeros where nobody is told.
+        (reports.py), zeros if no row reports any.
         """
         size = key.size
         given, passed = self._forward(params, state, self._entered(state, whole, size))
@@ -143,8 +143,8 @@ class Functions:
         return state, jnp.concatenate([record, told.reshape(-1), grown])
 
     def report(self, params: Params, state: State, asked: Array) -> Array:
-        """int32[REPORTED,line_size] lines (reports.py) of tokens asked[1] at rows asked[0] of the
-        streams; asked int32[2,REPORTED].
+        """Return int32[REPORTED,line_size] lines (reports.py) of tokens asked[1] at rows asked[0]
+        of the streams; asked int32[2,REPORTED].
         """
         return lines(self.decoder.logits(params, state.hidden[asked[0]]), asked[1])
 
@@ -176,8 +176,8 @@ class Functions:
         chosen: tuple[Inputs, Forwarded, Array],
         key: Key,
     ) -> tuple[State, Array, Array]:
-        """Walk, commit, and draft where somebody is followed. The state, bool[R,N] which nodes
-        are kept, and what was drafted.
+        """Walk, commit, and draft if a row is followed. Returns the state, bool[R,N] the accepted
+        nodes, and the drafts.
         """
         given, passed, choices = chosen
         kept = walk(choices, given.trees)
@@ -195,7 +195,7 @@ class Functions:
         decided: tuple[Inputs, Forwarded, Array, Array],
         key: Key,
     ) -> tuple[State, Array]:
-        """The state, and what was drafted where somebody is followed."""
+        """Return the state, and the drafts if a row is followed."""
         given, passed, choices, kept = decided
         if not key.levels:
             return state, jnp.zeros(0, jnp.int32)
@@ -255,7 +255,7 @@ class Functions:
         return state._replace(keys=keys, values=values, hidden=hidden, draft=draft)
 
     def _in_ring(self, state: State, given: Inputs, passed: Forwarded, kept: Array) -> State:
-        """Keep features of accepted nodes, in case that the next draft is asked for later."""
+        """Store features of accepted nodes, for drafts that are requested later."""
         held = state.draft
         if held is None or not held.streams.shape[1]:
             return state

@@ -1,11 +1,12 @@
-"""What the next round needs of this one, kept on the device: it can begin before the host knows.
+"""The inputs of a round that its predecessor leaves on the device: it can begin before the host has
+read that one.
 
     slot      kv_len, last token, and the full tree that was grown below it
     round     [slots -> rows that are carried] -> forward -> walk -> ... -> [rows -> slots]
 
-A carried row takes up where the round before has left its slot. Of the host it gets only bounds:
-draft tokens and levels at most, and positions it may take up. The draft tokens are the best of the
-full tree, those that forerun.speculative.draft_tree.full_draft takes.
+A carried row begins with what the previous round left in its slot. The host gives only bounds:
+most draft tokens and levels, and positions it may take. The draft tokens are the best of the
+full tree, as forerun.speculative.draft_tree.full_draft selects them.
 """
 
 from typing import NamedTuple
@@ -108,7 +109,9 @@ def _trees(
 
 
 def _seen(parents: Array, levels: int) -> Array:
-    """bool[R,N,N] whom nodes of such parents [R,N] see: paths of 1, 2, 4, ... edges."""
+    """Return bool[R,N,N], the ancestors (and itself) of each node with these parents [R,N]: paths
+    of 1, 2, 4, ... edges.
+    """
     nodes = parents.shape[1]
     order = jnp.arange(nodes)
     seen = ((parents[..., None] == order) | (order[:, None] == order)).astype(jnp.float32)

@@ -1,11 +1,11 @@
-"""What the host tells a program: one int32 vector per dispatch, written in NumPy, read in jnp.
+"""The host's input of a program: one int32 vector per dispatch, written in NumPy, read in jnp.
 
 Of rows, [R]: kv_len; count of nodes; decided; draft_slot, the slot whose draft shall follow, or -1;
 low and high halves of the seed; temperature (its bits); Bounds. Of nodes, [R*N]: tokens; parents
-and depth within the row; place, the row of State.hidden that a node's stream is kept in; intervals
+and depth within the row; place, the row of State.hidden for a node's stream; intervals
 [2,R*N] (forerun.speculative.verify). Of pages: table [R,W].
 
-Of rows that are carried (future_map.py) the device knows kv_len and all of the nodes.
+For carried rows (future_map.py) the device has kv_len and all values of the nodes.
 """
 
 from typing import Any, NamedTuple
@@ -24,13 +24,13 @@ from forerun.speculative.verify import intervals
 from forerun.types import Bools, Floats, Ints
 
 Shapes = dict[str, tuple[int, ...]]
-"""Of a vector's parts, by name, in their order."""
+"""Shapes of a vector's parts, by name, in their order."""
 
 
 class Bounds(NamedTuple):
     """Of rows [R]: the slot, or -1; position, the output position that the root decides; whether
-    they are carried, where position lacks kv_len. Of carried ones: draft tokens at most, their
-    deepest level, and the positions that the sequence may take up.
+    they are carried, in which case position lacks kv_len. For carried ones: most draft tokens,
+    their deepest level, and the positions that the sequence may take.
     """
 
     slot: Array
@@ -76,11 +76,10 @@ def views_of(whole: Any, shapes: Shapes) -> dict[str, Any]:
 
 
 class Rows(NamedTuple):
-    """What is asked of a plan's rows.
+    """What programs do for a plan's rows.
 
-    decided     bool[B] a program is to find their paths; of a chunk, whose nodes all stay, nobody
-                asks
-    draft_slot  int32[B] the slot whose draft shall follow; -1 = none shall
+    decided     bool[B] a program decides their paths; ignored for a chunk, whose nodes all stay
+    draft_slot  int32[B] the slot whose draft shall follow; -1 = none
     temperature float32[B]; 0 = greedy
     """
 
@@ -92,11 +91,10 @@ class Rows(NamedTuple):
 def packed(
     batch: Batch, plan: Plan, trees: TreeBatch, choosing: Choosing, asked: Rows, width: int
 ) -> Ints:
-    """The vector int32[packed_size] that a program reads for one batch of a plan of which
-    everything is known.
+    """Return the vector int32[packed_size] that a program reads for one batch of a complete plan.
 
     choosing  temperature, seed and prompt length by slot
-    asked     what is wanted of the plan's rows
+    asked     what programs do for the plan's rows
     width     places of a page table's row
     """
     whole, views = _blank(batch, width)
@@ -158,7 +156,7 @@ def _blank(batch: Batch, width: int) -> tuple[Ints, dict[str, Any]]:
 def _put_choosing(
     views: dict[str, Any], line: int, slot: int, choosing: Choosing, temperature: float
 ) -> None:
-    """How a row chooses; its position is still to be added."""
+    """Write a row's sampling parameters; the position lacks kv_len."""
     seed = int(choosing.seed[slot])
     halves = np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32).view(np.int32)
     views["low"][line], views["high"][line] = halves

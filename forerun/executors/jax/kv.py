@@ -1,11 +1,11 @@
-"""What lives on the device from step to step, all of it donated to every program and given back.
+"""The device's state from step to step, all of it donated to every program and returned.
 
 Slots as in torch/kv.py, `slots` axis second:
 
     0 .. P*page_size     pages: offset o of page p is slot p*page_size + o
     .. + scratch         nodes of rounds, until their rows are decided
 
-A program reads pages as they were before the step; what a step makes permanent is written at its
+A program reads pages as they were before the step; permanent entries are written at its
 end, so XLA needs no copy of the pages.
 """
 
@@ -54,17 +54,17 @@ class NetworkSizes:
 
 
 class DraftArrays(NamedTuple):
-    """What a draft network needs from step to step; `slots` of pages, M nodes of a step, S slots of
+    """A draft network's state from step to step; `slots` of pages, M nodes of a step, S slots of
     sequences.
 
-    streams       [Xh + S*RING_TOKENS, width] residual streams that it reads of the step's nodes,
-                  where `State.hidden` has theirs; then a ring of the slots' last accepted tokens
+    streams       [Xh + S*RING_TOKENS, width] residual streams that it reads of the step's nodes, at
+                  the rows of `State.hidden`; then a ring of the slots' last accepted tokens
                   (feature_ring.py)
-    keys, values  [layers,slots + M,G,E] under the target's page ids, then of draft nodes; then
-                  S more, of the slots' roots, where these are nodes of their own
-    outputs       [M + S,hidden] what a next draft step receives: of draft nodes, then of each
-                  slot's root
-    reads         [M + S,read] what the output head reads of the last pass's nodes
+    keys, values  [layers,slots + M,G,E] under the target's page ids, then of draft nodes; then S
+                  more, of the slots' roots, if these are nodes of their own
+    outputs       [M + S,hidden] input of a next draft step: of draft nodes, then of each slot's
+                  root
+    reads         [M + S,read] input of the output head, of the last pass's nodes
     """
 
     streams: Array
@@ -165,9 +165,9 @@ def of_nodes(made: Array) -> Array:
 
 
 def after(slots: Array, made: Array) -> Array:
-    """`slots` int32[...] unchanged, but computed from `made`: a write at them then follows
-    everything that `made` was read from, and happens in place. XLA would otherwise write first and
-    copy all pages for later readers. What is added is always 0, which XLA cannot tell.
+    """Return `slots` int32[...] unchanged, but computed from `made`: a write at them then follows
+    every read that `made` depends on, and happens in place. XLA would otherwise write first and
+    copy all pages for later readers. The added value is always 0, which XLA cannot infer.
     """
     bits = lax.bitcast_convert_type(made.reshape(-1)[0].astype(jnp.float32), jnp.int32)
     return slots + ((bits & 1) >> 1)

@@ -38,7 +38,7 @@ def enter(
 
 
 def leave(weights: Weights, about: Latent, context: Array) -> Array:
-    """What o_proj reads, [R,N,A*value], of what heads found in the latents, context
+    """Return o_proj's input, [R,N,A*value], from the heads' context in the latent space
     [R,N,A,rank].
     """
     out_of = _of_heads(weights, about, context.shape[2])[..., about.nope :]

@@ -6,9 +6,9 @@ from jax import Array, lax
 
 
 def product(x: Array, weight: Array, bias: Array | None = None) -> Array:
-    """[...,N] in the dtype of x: x [...,K] by weight [K,N], plus bias [N]; sums in float32.
+    """Return [...,N] in the dtype of x: x [...,K] by weight [K,N], plus bias [N]; sums in float32.
 
-    A TPU multiplies float32 in bfloat16 unless it is told otherwise.
+    A TPU multiplies float32 in bfloat16 by default.
     """
     y = lax.dot_general(
         x,
@@ -91,12 +91,12 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
 
 
 def rotation(positions: Array, frequencies: Array, factor: float) -> tuple[Array, Array]:
-    """Cos and sin for RoPE (arXiv 2104.09864), float32[...,E/2] each.
+    """Return cos and sin for RoPE (arXiv 2104.09864), float32[...,E/2] each.
 
     positions    int32[...] tokens
     frequencies  float32[E/2]
-    factor       attention factor that scales both of pairs that are rotated, whose frequency is
-                 not 0 (YaRN, LongRoPE); 1 without
+    factor       attention factor that scales both for rotated pairs, whose frequency is not 0
+                 (YaRN, LongRoPE); 1 without
     """
     angles = positions.astype(jnp.float32)[..., None] * frequencies
     cos = jnp.where(frequencies == 0, 1.0, jnp.cos(angles) * factor)

@@ -1,7 +1,7 @@
 """A network that drafts level by level, beside its target: the DraftModel contract on programs.
 
-Rounds follow and draft by themselves (drafting.py). What is asked for here is the rest: prompts,
-rows that the host decided, sequences that catch up, and what is grown below these.
+Rounds follow and draft by themselves (drafting.py). The passes here are for the rest: prompts,
+rows that the host decided, sequences that catch up, and trees below these.
 """
 
 from collections.abc import Callable
@@ -49,10 +49,10 @@ class _Line(NamedTuple):
 class _Chains(NamedTuple):
     """The nodes of an extension: its tokens' or, with roots, one more per row.
 
-    tokens  int32[n] what they stand for
+    tokens  int32[n] target ids
     start   int32[R+1] row r owns tokens start[r]:start[r+1]
-    stream  int32[n] rows of the streams that they read; zeros where they read none
-    scored  int32[s] nodes whose candidates are wanted
+    stream  int32[n] rows of the streams that they read; zeros if they read none
+    scored  int32[s] nodes to return candidates of
     """
 
     tokens: Ints
@@ -62,12 +62,14 @@ class _Chains(NamedTuple):
 
     @classmethod
     def of(cls, extension: Extension, stream: Ints) -> "_Chains":
-        """Of a network that reads features: beside each stands the token after it."""
+        """Return the chains for a network that reads features, with the token after each."""
         return cls(extension.next_tokens, extension.start, stream, extension.scored)
 
     @classmethod
     def with_roots(cls, extension: Extension) -> "_Chains":
-        """Of a network that reads tokens alone: what became permanent, and each row's root."""
+        """Return the chains for a network that reads tokens alone: the permanent ones, and each
+        row's root.
+        """
         lengths = np.diff(extension.start)
         row = np.repeat(np.arange(len(lengths)), lengths)
         start = (extension.start + np.arange(len(lengths) + 1)).astype(np.int32)
@@ -204,7 +206,7 @@ class JaxLevelModel:
         return {**self._facts, "vocab": self.traits.vocab, **self._bytes}
 
     def _candidates(self, nodes: Ints, asked: int, first: int = 0) -> Candidates:
-        """Of nodes of the last pass, whose numbers begin at `first`."""
+        """Return candidates of nodes of the last pass, whose numbers begin at `first`."""
         vocab = self.traits.vocab
         count = min(vocab, CANDIDATES if asked <= CANDIDATES else vocab)
         key = Key("candidates", Bucket(FEW, count))

@@ -1,4 +1,4 @@
-"""What the jax executor cannot run yet."""
+"""The models that the jax executor cannot run yet."""
 
 from forerun.errors import ModelError
 from forerun.models.arch import Architecture

@@ -1,4 +1,6 @@
-"""What an executor takes, and what is free where it would be: before anything is allocated."""
+"""The memory that an executor needs, and that is free on its device: before anything is
+allocated.
+"""
 
 from typing import Any
 

@@ -17,12 +17,12 @@ class JaxOptions:
 
     dtype        of matrices, activations, keys and values
     shards       devices that share every layer (tensor parallel)
-    draft_nodes  draft tokens of a row, at most
-    stacked      layers in a scan; None = where the device is no CPU (weights.py)
+    draft_nodes  most draft tokens of a row
+    stacked      layers in a scan; None = if the device is not a CPU (weights.py)
     platform     cpu or tpu: which of jax's devices; None = its own choice
-    cache_dir    where compiled programs are kept from start to start; None = nowhere
+    cache_dir    folder for compiled programs, reused at the next start; None = none
     attention    one of attention_choice.BACKENDS
-    overlap      let rounds go on from each other
+    overlap      let rounds begin from each other
     """
 
     dtype: str = "float32"

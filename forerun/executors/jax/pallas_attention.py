@@ -26,7 +26,7 @@ LEAST = -1e30
 
 
 class _Refs(NamedTuple):
-    """What a kernel sees: of scalars table, kv_len and layer; of one row queries [1,G,N*A/G,E],
+    """A kernel's references: of scalars table, kv_len and layer; of one row queries [1,G,N*A/G,E],
     seen int32[1,N*A/G,T], position [1,N*A/G,1], fresh keys and values [1,G,T,E]; of one page keys
     and values [1,page,G,E]; the output, like the queries; the running maximum, sum and mix.
     """

@@ -1,16 +1,16 @@
-"""The compiled programs of an executor: every one there will ever be is made at start-up.
+"""The compiled programs of an executor, all made at start-up.
 
     chunk   (R=1, N)  prompt tokens: forward, keys and values into pages
     round   (R, N)    forward, choose, walk, commit: one dispatch and one small copy to the host
-    shaped  (R, N)    a round some of whose rows a grammar holds, more than a temperature shapes, or
-                      are told log-probabilities
+    shaped  (R, N)    a round with grammars, sampling parameters beyond a temperature, or
+                      log-probabilities
     report            log-probabilities of a prompt's tokens
-    logits            of a few nodes, where rounding leaves a choice open
+    logits            of a few nodes, if rounding leaves a choice open
     move              keys and values of what the host accepted, from scratch into pages
-    keep              features of the same, from where a step left them into the ring
+    keep              features of the same, from the step's streams into the ring
 
 With a draft network rounds of `levels` also follow and draft (drafting.py), and there are the
-passes of draft_passes.py. All take the state (kv.py), donated, and give it back. No shape and no
+passes of draft_passes.py. All take the state (kv.py), donated, and return it. No shape and no
 branch depends on a value.
 """
 
@@ -87,7 +87,7 @@ class JaxPrograms:
 
     @property
     def keys(self) -> tuple[Key, ...]:
-        """Every program that can be asked for with the present sizes, network and draft shape."""
+        """Return the keys of all programs for the present sizes, network and draft shape."""
         chunks = [Key("chunk", Bucket(1, nodes)) for nodes in self._buckets.chunks]
         network, shape = self._functions.network, (0, 0)
         if network is not None and not network.sizes.block:
@@ -99,7 +99,7 @@ class JaxPrograms:
         return *chunks, *rounds, *few, *self._of_drafts()
 
     def _of_drafts(self) -> Iterator[Key]:
-        """What a network adds: the passes that the host asks for."""
+        """Return the keys that a network adds: the passes that the host runs."""
         network, (nodes, width, levels) = self._functions.network, self._draft
         if network is None or not nodes:
             return

@@ -14,10 +14,10 @@ from forerun.speculative.sampling import Sampling
 from forerun.types import AnyArray, Ints
 
 TOP = 20
-"""Alternatives of a token that a program finds; who asks for more has the host find them."""
+"""Alternatives of a token that a program can report; the host computes more."""
 
 REPORTED = 16
-"""Tokens of prompts whose log-probabilities are found in one dispatch."""
+"""Prompt tokens whose log-probabilities are computed in one dispatch."""
 
 MASS_ERROR = 1e-4
 """Relative error of a sum of probabilities in float32, at most: some 900 roundings, one after the
@@ -51,7 +51,7 @@ def mass(weights: Array) -> Array:
 
 
 def lines(logits: Array, tokens: Array) -> Array:
-    """int32[n,line_size]: one line per node, as described above.
+    """Return int32[n,line_size]: one line per node, as described above.
 
     logits  float32[n,V]
     tokens  int32[n] whose own log-probability comes first; below 0 counts as token 0
@@ -68,8 +68,8 @@ def lines(logits: Array, tokens: Array) -> Array:
 
 
 def report(line: Ints, token: int, top: int) -> TokenLogprobs:
-    """What a line int32[line_size] says of `token`, for which it was made, and of the `top`
-    likeliest tokens; excluded ones (-inf) are left out.
+    """Return the report in a line int32[line_size] made for `token`, with the `top` most probable
+    tokens; without excluded ones (-inf).
     """
     kept = (len(line) - 1) // 2
     ids = line[1 : 1 + kept][:top].tolist()

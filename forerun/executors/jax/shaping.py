@@ -1,13 +1,14 @@
 """Every sampling parameter in a program: forerun.speculative.sampling.process, and the choice.
 
-Penalties, biases and early stop tokens come as one list of edited tokens for all rows, of which as
-much is read as there is; a node adds the draft tokens above it. Cut-offs sort nothing: the k-th
-largest logit is found bit by bit, where somebody has one.
+Penalties, biases and early stop tokens come as one list of edited tokens for all rows, read up to
+its length; a node adds its ancestors' draft tokens. Cut-offs sort nothing: the k-th
+largest logit is computed bit by bit, if a row needs it.
 
-The choice is the host's to the bit on machines whose float32 arithmetic is the host's. Only top_p
-adds numbers up, the host in float64: here a set that is certainly too small and one that is
-certainly too large are cut, and where these do not agree on the choice there is none: then the host
-decides, of a draft token's node nobody does. Rows with accept thresholds are decided by the host.
+The choice equals the host's to the bit on machines with the host's float32 arithmetic. Only top_p
+sums numbers, the host in float64: here the program cuts a set that is certainly too small and one
+that is certainly too large, and if these do not agree on the choice there is none: then the host
+decides a root, and a draft token's node is not accepted. The host decides rows with accept
+thresholds.
 """
 
 from collections.abc import Callable
@@ -32,7 +33,7 @@ SEEN, BANNED = 1, 2
 """Of an edit: the token was seen (repetition penalty), it is a stop token."""
 
 FEW_EDITS = 64
-"""Tokens of a row whose logits are changed, mostly."""
+"""Usual most tokens of a row with changed logits."""
 
 MOST_BIASES = 512
 """Tokens that one request's biases and stop tokens name, mostly."""
@@ -49,8 +50,8 @@ EditsByRow = dict[int, tuple[Sampling, Edits]]
 
 
 def edits_of(sampling: Sampling, history: History) -> Edits:
-    """What a request changes of single tokens' logits at its next output position: penalties'
-    counts, stop tokens that come too early, biases. Empty where nothing.
+    """Return what a request changes of single tokens' logits at its next output position:
+    penalties' counts, early stop tokens, biases; may be empty.
     """
     found: Edits = {}
     counted = sampling.frequency_penalty or sampling.presence_penalty
@@ -80,13 +81,13 @@ def room_for_edits(slots: int, context: int, vocab: int) -> int:
 
 
 FLOATS = ("repetition", "frequency", "presence", "min_p", "top_p")
-"""Of rows, in the vector as their bits."""
+"""Values of rows, in the vector as their bits."""
 
 
 def shaping_shapes(rows: int, room: int) -> Shapes:
-    """Parts of the int32 vector that `shaped` reads, for `room` edits.
+    """Return the parts of the int32 vector that `shaped` reads, for `room` edits.
 
-    By row: bits of the penalties, of log(min_p), of top_p; top_k; min_tokens; told, 1 where
+    By row: bits of the penalties, of log(min_p), of top_p; top_k; min_tokens; told, 1 if
     log-probabilities are reported. Then the number of edits, and of each: the row, the token, 4
     times its count in the output plus flags, and bits of the bias.
     """
@@ -98,8 +99,8 @@ def shaping_shapes(rows: int, room: int) -> Shapes:
 
 
 def packed_shaping(batch: Batch, asked: EditsByRow, room: int, vocab: int) -> Ints:
-    """The int32[total] vector of `shaping_shapes` for a batch; rows that are not in `asked` keep
-    neutral values. Raises ValueError where there are more than `room` edits.
+    """Return the int32[total] vector of `shaping_shapes` for a batch; rows that are not in `asked`
+    have neutral values. Raises ValueError if there are more than `room` edits.
     """
     shapes = shaping_shapes(batch.size.rows, room)
     whole = np.zeros(total(shapes), np.int32)

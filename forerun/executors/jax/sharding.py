@@ -1,4 +1,4 @@
-"""One mesh (data, model) and who holds what of it: heads and feed-forward columns by shard.
+"""One mesh (data, model) and its sharding: heads and feed-forward columns by shard.
 
 Megatron's cut (arXiv 1909.08053, section 3): queries, keys, values, gate and up by their outputs,
 o_proj and down_proj by their inputs, so a layer needs two sums over the shards. Experts are cut by
@@ -30,10 +30,10 @@ BY_INPUT = ("o_proj", "down_proj")
 
 @dataclass(frozen=True)
 class Sharding:
-    """Where arrays lie.
+    """The placement of arrays.
 
     mesh    axes data (1, for now) and model
-    cut     what can be is cut over the model axis; else all is on every device
+    cut     shard arrays over the model axis if possible; else all is on every device
     """
 
     mesh: Mesh

@@ -1,4 +1,4 @@
-"""A round on XLA: what its programs are asked for, and how their records are read."""
+"""A round on XLA: the calls of its programs, and the reading of their records."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,15 +23,15 @@ from forerun.types import Bools, Floats, Ints
 
 @dataclass(eq=False)
 class JaxRound(Round):
-    """A step in flight. `batches` and `place` of one that goes on from another are known when it
-    has been read.
+    """A running step. `batches` and `place` of one that began from another are known once it has
+    been read.
 
     batches  its dispatches
-    records  what each gives that has begun, on the device; None of a chunk
+    records  the result of each that has begun, on the device; None of a chunk
     place    int32[M] a flat node's row of State.hidden; -1 = it did not run
-    rows     what is asked of its rows; `decided`: whose path the programs find
-    asked    the parameters of rows that need more than a plain round
-    drafted  what they draft
+    rows     what programs do for its rows; `decided`: rows that programs decide
+    asked    sampling parameters of rows that need a `shaped` round
+    drafted  its drafts
     told     lines of flat nodes (reports.py)
     """
 
@@ -125,8 +125,8 @@ def left_to_move(
 
 
 def asked_rows(plan: Plan, decided: Bools, drafted: Drafted | None = None) -> Rows:
-    """What programs do for the plan's rows: which they decide (bool[B]) and whose draft follows.
-    Temperatures are 0 until they are filled in.
+    """Return what programs do for the plan's rows: which they decide (bool[B]) and whose draft
+    follows. Temperatures are 0 until they are filled in.
     """
     follows = np.zeros(plan.rows, np.bool_) if drafted is None else drafted.rows
     cold = np.zeros(plan.rows, np.float32)
@@ -149,7 +149,7 @@ def receive(record: Any, batch: Batch, choice: Ints, round: JaxRound, vocab: int
 
 
 def _tell(batch: Batch, lines: Ints, choice: Ints, round: JaxRound) -> None:
-    """Keep the lines of what was chosen, in rows that are told."""
+    """Store the lines of chosen tokens, for rows that report log-probabilities."""
     for row, nodes, line in zip(batch.rows, batch.nodes, lines, strict=False):
         if row in round.asked and is_told(round.asked[row][0]):
             kept = choice[nodes] >= 0
@@ -164,8 +164,9 @@ def _spread(choice: Ints, batch: Batch, record: Ints) -> None:
 
 
 class Answers:
-    """What the host asks of a step that has ended; each a dispatch and a copy, where it is needed
-    at all. there: no other step has begun since; after one only rows without finite logits ask.
+    """Further results of a finished step for the host; each takes a dispatch and a copy, only if
+    needed. there: no other step has begun since; after one only rows without finite logits need
+    any.
     """
 
     def __init__(
