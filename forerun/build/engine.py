@@ -63,8 +63,8 @@ TOY_VOCAB, TOY_CONTEXT, TOY_TOKEN_BYTES = 259, 4096, 8
 class Target:
     """A loaded model with its executor; engines with different drafters may share it in turn.
 
-    config    with every None and "auto" replaced by what was chosen, but for attention_backend,
-              which the device decides
+    config    with every None and "auto" replaced by what was chosen, but for
+              prefill_attention_backend, which the device decides
     chat      None where the model brings no chat template
     costs     measured at start-up; None where the policy does not need them
     compiler  of grammars; None where the model has no end-of-text token, so no text could end

@@ -62,7 +62,6 @@ def _build(
         draft_nodes=config.draft_shape.nodes,
         platform=config.device,
         cache_dir=str(cache_dir() / "jax"),
-        attention=config.attention_backend,
         overlap=bool(config.overlap),
     )
     told = counted(checkpoint, ITEM_BYTES[config.dtype], partial(progress, "loading weights"))

@@ -36,7 +36,6 @@ class EngineArgs(TypedDict, total=False):
     tp_size: int
     ep_size: int
     replicate_shared_expert: bool
-    attention_backend: str
     prefill_attention_backend: str
     dtype: str
     kv_dtype: str

@@ -168,8 +168,8 @@ ALIASES: tuple[Alias, ...] = (
           why="a context never shifts; a prompt beyond it is refused, so that clients shorten it"),
     Alias("--offline", _L, REFUSED, why="set HF_HUB_OFFLINE=1 in the environment", takes=NOTHING),
     Alias("--spec-type", _L, REFUSED, why="--speculative-algorithm names what drafts"),
-    Alias("--sampling-backend --decode-attention-backend --mm-attention-backend", _SV, IGNORED,
-          why=_KERNEL),
+    Alias("--attention-backend --sampling-backend --decode-attention-backend "
+          "--mm-attention-backend", _SV, IGNORED, why=_KERNEL),
     Alias("--moe-runner-backend --fp8-gemm-backend", _S, IGNORED, why=_KERNEL),
     Alias(
           "--disable-shared-experts-fusion --disable-custom-all-reduce --requests-all-greedy "
@@ -272,7 +272,6 @@ SAME_NAMES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("page_size", "mem_fraction_static", "disable_cuda_graph"), (SGLANG,)),
     **dict.fromkeys(("enable_torch_compile",), (SGLANG,)),
     **dict.fromkeys(("chunked_prefill_size",), (SGLANG,)),
-    **dict.fromkeys(("attention_backend",), (SGLANG, VLLM)),
     **dict.fromkeys(("prefill_attention_backend",), (SGLANG,)),
     **dict.fromkeys(("sampling_defaults",), (SGLANG,)),
     **dict.fromkeys(("log_level", "decode_log_interval"), (SGLANG,)),

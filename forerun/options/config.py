@@ -25,20 +25,18 @@ from forerun.options.fields import addresses, option, settle
 log = logging.getLogger(__name__)
 
 _KERNELS = frozenset(
-    {"triton", "torch_native", "fa", "fa3", "fa4", "flash_attn", "flash_attention", "flashinfer",
+    {"fa", "fa3", "fa4", "flash_attn", "flash_attention", "flashinfer",
      "flex_attention", "flashmla", "cutlass_mla", "trtllm_mla", "trtllm_mha", "triton_attn",
      "xformers", "torch_sdpa", "aiter", "native"}
 )  # fmt: skip
-"""What other servers call their kernels of attention."""
+"""What other servers call those of their kernels of attention that are not here."""
 
 
-def attention_kernel(name: str, *own: str) -> str:
-    """The attention backend to use for a name: itself, or "auto" with a line in the log where only
-    other servers have such a kernel.
-
-    own  names of such kernels that we have as well
+def attention_kernel(name: str) -> str:
+    """Return the attention backend to use for a name: itself, or "auto" with a line in the log
+    where only other servers have such a kernel.
     """
-    if name.lower() not in _KERNELS or name in own:
+    if name.lower() not in _KERNELS:
         return name
     log.warning("attention backend %s: the device decides what computes attention here.", name)
     return "auto"
@@ -120,21 +118,13 @@ class EngineConfig:
         "keep the expert that every token visits whole on each of those devices, instead of "
         "cutting its columns (torch)",
     )
-    attention_backend: str = option(
-        "auto",
-        "what computes attention on the jax executor: jnp, or the Pallas kernel (TPUs; on the CPU "
-        "interpreted, which is very slow, and not run on a TPU yet); auto is jnp; elsewhere the "
-        "device decides",
-        choices=("auto", "jnp", "pallas"),
-        spellings=attention_kernel,
-    )
     prefill_attention_backend: str = option(
         "auto",
         "what computes attention of prompt chunks on cuda: our kernel (triton), or torch_native, "
         "which is torch's own FlashAttention, one call a layer for all prompts (layers with a "
         "softcap or sinks stay with our kernel); auto is torch_native in 16 bits",
         choices=("auto", "triton", "torch_native"),
-        spellings=lambda name: name if name == "torch_native" else attention_kernel(name, "triton"),
+        spellings=attention_kernel,
     )
     dtype: str = option(
         "auto",
@@ -283,13 +273,6 @@ class EngineConfig:
         if self.enable_torch_compile and self.executor in ("cpu", "jax", "toy"):
             raise ConfigError(
                 f"enable-torch-compile needs the torch executor, but executor is {self.executor}."
-            )
-        if self.attention_backend != "auto" and (
-            self.toy or self.executor in ("cpu", "torch", "toy")
-        ):
-            raise ConfigError(
-                f"attention-backend {self.attention_backend} needs the jax executor; elsewhere "
-                "the device decides: leave it out."
             )
         if self.prefill_attention_backend not in ("auto", "triton") and (
             self.toy or self.executor in ("cpu", "jax", "toy") or self.device in ("cpu", "tpu")

@@ -65,8 +65,6 @@ def test_without_jax_one_sentence_says_what_to_do(folder, installed):
         ({"dtype": "float16"}, "dtype is 'float16'; it must be one of float32, bfloat16"),
         ({"threads": 2}, "XLA chooses its threads itself"),
         ({"executor": "cpu", "tp_size": 2}, "cpu executor runs on one device"),
-        ({"attention_backend": "slow"}, "'slow', but must be one of: auto, jnp, pallas"),
-        ({"executor": "torch", "attention_backend": "pallas"}, "pallas needs the jax executor"),
     ],
 )
 def test_what_it_refuses(folder, changes, says):

@@ -26,8 +26,6 @@ CASES = [
     *(("experts", shards, 16, False) for shards in (1, 8)),
 ]
 """Model, shards, page size, layers in a scan."""
-KERNEL = "dense", 4, 16, True
-"""The same with the Pallas kernel, interpreted."""
 COLLECTIVE = re.compile(r"= \S+ (all-reduce|all-gather|all-to-all|collective-permute)\w*\(")
 
 
@@ -47,9 +45,7 @@ def text(executor):
 def main(folder: Path, compiled: str) -> None:
     assert jax.device_count() == 8
     found = {"tokens": [], "collectives": [], "refused": []}
-    for case in (*CASES, KERNEL):
-        name, shards, page, stacked = case
-        attention = "pallas" if case is KERNEL else "auto"
+    for name, shards, page, stacked in CASES:
         checkpoint = FolderCheckpoint(folder / name)
         small = limits(tiny.VOCAB, context=128, page_size=page, pages=192 // page + 1, slots=2)
         options = JaxOptions(
@@ -57,7 +53,6 @@ def main(folder: Path, compiled: str) -> None:
             shards=shards,
             stacked=stacked,
             cache_dir=compiled,
-            attention=attention,
         )
         made = JaxExecutor(checkpoint, small, options)
         found["tokens"].append(text(made))

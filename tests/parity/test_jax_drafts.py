@@ -95,7 +95,7 @@ def test_a_level_stands_one_position_below_the_level_above(quickly, runs_root):
     kv_len, accepted = np.array([20, 7]), np.array([2, 1])
     depth = np.broadcast_to(np.arange(nodes), (rows, nodes))
     below = np.broadcast_to(np.tri(nodes, dtype=bool), (rows, nodes, nodes))
-    network = drafting.JaxDrafting(Reading(runs_root), 4, 64, 4, None)
+    network = drafting.JaxDrafting(Reading(runs_root), 4, 64, 4)
 
     @jax.jit
     def grown(kv_len, depth, kept):
@@ -139,12 +139,6 @@ def test_what_says_what_the_target_says_is_accepted_whole(
     _, depth, width = shape
     assert found.steps == [cell.steps(depth)] * len(cell.prompts)
     assert width > 1 or found.drafted == found.accepted
-
-
-@pytest.mark.slow
-def test_so_it_is_with_the_pallas_kernel(cells):
-    cell = cells("right, EAGLE", attention_backend="pallas")
-    assert cell.served().steps == [cell.steps(3)] * len(cell.prompts)
 
 
 @pytest.mark.slow

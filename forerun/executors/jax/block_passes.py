@@ -6,13 +6,12 @@
 The first takes the state, donated, and gives it back; the second reads it.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-from forerun.executors.jax.attention import Layer, Past, Tree
+from forerun.executors.jax.attention import Layer, Past, Tree, attend
 from forerun.executors.jax.batches import Bucket
 from forerun.executors.jax.block import BlockNetwork
 from forerun.executors.jax.decoder import Numbered
@@ -44,7 +43,6 @@ class BlockPasses(NamedTuple):
     network: BlockNetwork
     page_size: int
     width: int
-    attend: Callable[..., Array]
 
     def enter(self, params: Params, state: State, whole: Array, *, size: Bucket) -> State:
         """The state with keys and values of accepted positions [R,N] written into the drafter's
@@ -80,10 +78,10 @@ class BlockPasses(NamedTuple):
         seen = order[:, None] >= order if about.causal else jnp.ones((about.places,) * 2, bool)
         tree = Tree(jnp.broadcast_to(seen, (size.rows, *seen.shape)), position)
 
-        def attend(layer: Numbered, queries: Array, keys: Array, values: Array) -> Array:
-            return self.attend(queries, (keys, values), past, tree, Layer(*layer, self.page_size))
+        def of_layer(layer: Numbered, queries: Array, keys: Array, values: Array) -> Array:
+            return attend(queries, (keys, values), past, tree, Layer(*layer, self.page_size))
 
-        made = self.network.block(params, given["root"], position, attend)
+        made = self.network.block(params, given["root"], position, of_layer)
         logits = made[:, self.network.first :]
         best, ids = lax.top_k(logits, size.nodes)
         flat = log_normaliser(logits.reshape(-1, logits.shape[-1]))

@@ -14,14 +14,13 @@ the cached prefix, the accepted path and their ancestors, whose keys and values 
 drafted ones are never written.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from forerun.executors.jax.attention import Layer, Past, Tree
+from forerun.executors.jax.attention import Layer, Past, Tree, attend
 from forerun.executors.jax.decoder import Attend, Numbered
 from forerun.executors.jax.draft_network import DraftNetwork, Ran
 from forerun.executors.jax.inputs import Inputs
@@ -152,7 +151,6 @@ class JaxDrafting(NamedTuple):
     page_size: int
     slots: int
     nodes: int
-    attend: Callable[..., Array]
 
     def work(
         self, params: Params, held: DraftArrays, accepted: AcceptedStep, width: int, levels: int
@@ -194,7 +192,7 @@ class JaxDrafting(NamedTuple):
                 place = (0, begin, 0, 0)
                 keys = lax.dynamic_update_slice(held[0][layer[0]], keys, place)
                 values = lax.dynamic_update_slice(held[1][layer[0]], values, place)
-            return self.attend(queries, (keys, values), past, tree, Layer(*layer, self.page_size))
+            return attend(queries, (keys, values), past, tree, Layer(*layer, self.page_size))
 
         return of_layer
 
@@ -213,8 +211,8 @@ class JaxDrafting(NamedTuple):
         if network.sizes.runs_root:
             hidden = jnp.zeros((*extended.tokens.shape, 0), accepted.streams.dtype)
         tree = Tree(extended.seen, extended.position)
-        attend = self.attention(past, tree)
-        ran = network.run(params, extended.tokens, hidden, extended.position, attend)
+        of_layer = self.attention(past, tree)
+        ran = network.run(params, extended.tokens, hidden, extended.position, of_layer)
         follows = given.draft_slot >= 0
         place = jnp.where(follows, self.nodes + given.draft_slot, NOWHERE)
         slots = slots_of(given.table, extended.position, self.page_size)
@@ -277,8 +275,8 @@ class JaxDrafting(NamedTuple):
         hidden = jnp.take_along_axis(growing.hidden, (chosen // width)[..., None], 1)
         token = jnp.take_along_axis(growing.tokens, chosen, 1)
         position = jnp.broadcast_to((roots.position + (number - 1))[:, None], token.shape)
-        attend = self.attention(past, Tree(seen, position), growing.keys, begin)
-        ran = self.network.run(params, token, hidden, position, attend)
+        of_layer = self.attention(past, Tree(seen, position), growing.keys, begin)
+        ran = self.network.run(params, token, hidden, position, of_layer)
         keys = tuple(
             lax.dynamic_update_slice(held, new, (0, 0, begin, 0, 0))
             for held, new in zip(growing.keys, (ran.keys, ran.values), strict=True)

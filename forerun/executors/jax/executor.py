@@ -10,7 +10,6 @@ import numpy as np
 from forerun.draft_shape import DraftShape
 from forerun.errors import EngineError
 from forerun.executors.host_sampler import HostSampler
-from forerun.executors.jax.attention_choice import attention_of
 from forerun.executors.jax.batches import Batch, Buckets, batches
 from forerun.executors.jax.block import BlockNetwork
 from forerun.executors.jax.decoder import JaxDecoder
@@ -83,7 +82,6 @@ class JaxExecutor(Executor):
         check_runs(arch)
         check_options(arch, limits, options)
         sharding = make_sharding(arch, options.shards, options.platform)
-        attention = attention_of(options.attention, sharding)
         self._device = sharding.mesh.devices.flat[0]
         on_cpu = self._device.platform == "cpu"
         self._buckets = Buckets.of(limits, options.draft_nodes)
@@ -99,9 +97,7 @@ class JaxExecutor(Executor):
         self._width = -(-limits.context // limits.page_size)
         self.decoder, self.dtype = JaxDecoder(arch, sharding), dtype
         self._edits = room_for_edits(limits.slots, limits.context, limits.vocab)
-        functions = Functions(
-            self.decoder, self._shape, limits.page_size, self._width, self._edits, attention
-        )
+        functions = Functions(self.decoder, self._shape, limits.page_size, self._width, self._edits)
         self._programs: JaxPrograms | None = JaxPrograms(functions, params, limits, self._buckets)
         self._sampler = HostSampler(limits.slots, limits.vocab)
         self._steps = 0
@@ -359,7 +355,6 @@ class JaxExecutor(Executor):
             "devices": self._options.shards,
             "dtype": self._options.dtype,
             "layers": "stacked" if self._stacked else "apart",
-            "attention": "pallas" if self._options.attention == "pallas" else "jnp",
             "batch_invariant": False,
             "compiled": len(programs.compiled) if programs else 0,
             "compile_seconds": round(programs.compile_seconds, 2) if programs else 0.0,

@@ -10,7 +10,6 @@ from jax import Array, lax
 from forerun.executors.feature_ring import ring_place
 from forerun.executors.jax.accept import choose, unpacked, walk
 from forerun.executors.jax.attention import Layer, Past, Tree, attend
-from forerun.executors.jax.attention_choice import Attention
 from forerun.executors.jax.batches import Bucket
 from forerun.executors.jax.block import BlockNetwork
 from forerun.executors.jax.block_passes import BlockPasses
@@ -57,7 +56,6 @@ class Functions:
     page_size: int
     width: int
     edits: int
-    attend: Attention = attend
     network: DraftNetwork | BlockNetwork | None = None
     future: tuple[int, int] | None = None
 
@@ -69,7 +67,7 @@ class Functions:
         assert self.network is not None, "a draft network was attached"
         assert not isinstance(self.network, BlockNetwork), "blocks are proposed beside rounds"
         shape = self.shape
-        return JaxDrafting(self.network, self.page_size, shape.slots, shape.nodes, self.attend)
+        return JaxDrafting(self.network, self.page_size, shape.slots, shape.nodes)
 
     def of(self, kind: str) -> Callable[..., Any]:
         """The program named `kind` (programs.py lists them) as a pure function, not compiled.
@@ -79,7 +77,7 @@ class Functions:
             return cast("Callable[..., Any]", getattr(self, kind))
         passes: Any
         if isinstance(self.network, BlockNetwork):
-            passes = BlockPasses(self.network, self.page_size, self.width, self.attend)
+            passes = BlockPasses(self.network, self.page_size, self.width)
         else:
             passes = DraftPrograms(self.drafting, self.width)
         return cast("Callable[..., Any]", getattr(passes, kind))
@@ -222,14 +220,14 @@ class Functions:
         position = given.kv_len[:, None] + given.depth
         tree = Tree(given.trees.seen, position)
 
-        def attend(
+        def of_layer(
             layer: tuple[Any, AttentionSpec], queries: Array, keys: Array, values: Array
         ) -> Array:
             how = Layer(*layer, self.page_size)
-            return self.attend(queries, (keys, values), past, tree, how)
+            return attend(queries, (keys, values), past, tree, how)
 
         asked = self.network.sizes.features if self.network is not None else ()
-        return given, self.decoder.forward(params, given.trees.tokens, position, attend, asked)
+        return given, self.decoder.forward(params, given.trees.tokens, position, of_layer, asked)
 
     def _slots(self, given: Inputs) -> Array:
         """int32[R*N] of nodes, in pages."""

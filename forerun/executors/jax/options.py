@@ -21,7 +21,6 @@ class JaxOptions:
     stacked      layers in a scan; None = if the device is not a CPU (weights.py)
     platform     cpu or tpu: which of jax's devices; None = its own choice
     cache_dir    folder for compiled programs, reused at the next start; None = none
-    attention    one of attention_choice.BACKENDS
     overlap      let rounds begin from each other
     """
 
@@ -31,7 +30,6 @@ class JaxOptions:
     stacked: bool | None = None
     platform: str | None = None
     cache_dir: str | None = None
-    attention: str = "auto"
     overlap: bool = False
 
 
