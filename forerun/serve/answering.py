@@ -1,4 +1,4 @@
-"""From a body to its answer, in whatever dialect: receive, parse, ask the engine, write."""
+"""From a body to its answer, in every dialect: receive, parse, submit to the engine, write."""
 
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar

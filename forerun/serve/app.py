@@ -51,8 +51,8 @@ def create_app(source: Start, settings: ServeSettings) -> Starlette:
 
 
 def create_models_app(sources: Sequence[Source], settings: ServeSettings) -> Starlette:
-    """The server for several models, each loaded when it is asked for; `app.state.service` is what
-    they stand behind.
+    """Return the server for several models, each loaded on first use; `app.state.service` manages
+    them.
     """
     metrics = Metrics(settings.sglang_metrics)
     models = Models(tuple(sources), settings, metrics, _one_of_several, _known)
@@ -108,8 +108,8 @@ def _guarded(
 
 
 def _traces(settings: ServeSettings) -> Any:
-    """What sends spans, where an endpoint is set: OpenTelemetry is loaded for that alone. Raises
-    ImportError where it is not installed.
+    """Return the sender of spans if an endpoint is set; only then OpenTelemetry is loaded. Raises
+    ImportError if it is not installed.
     """
     if settings.otlp_traces_endpoint is None:
         return None
@@ -119,8 +119,8 @@ def _traces(settings: ServeSettings) -> Any:
 
 
 def _browsers(settings: ServeSettings) -> list[Middleware]:
-    """Lets pages of the allowed origins ask: before keys are looked at, since a preflight has
-    none.
+    """Allow requests from pages of the allowed origins (CORS), before keys are checked: a preflight
+    has none.
     """
     if not settings.allowed_origins:
         return []

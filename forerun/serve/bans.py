@@ -12,9 +12,9 @@ from forerun.text.tokenizer import Tokenizer
 
 
 def token_rules(body: SampledBody, tokenizer: Tokenizer) -> Rules | None:
-    """What bad_words or allowed_token_ids leave of all texts; None where neither is said.
+    """Return the rules that bad_words or allowed_token_ids impose; None without either.
 
-    Raises RequestError where there is another constraint too, or an id that does not exist.
+    Raises RequestError if there is another constraint too, or an id that does not exist.
     """
     names = [name for name in ("bad_words", "allowed_token_ids") if getattr(body, name)]
     if not names:

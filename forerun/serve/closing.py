@@ -1,6 +1,6 @@
-"""JSON schemas whose objects have no keys but those that are named.
+"""Closes JSON schemas: their objects may only have the named keys.
 
-JSON Schema lets an object have any further keys, and a small model invents some.
+JSON Schema allows further keys in an object, and a small model invents some.
 """
 
 import json
@@ -15,8 +15,9 @@ _MAPS = ("properties", "patternProperties")
 _DEFINED = ("$defs", "definitions")
 _SINGLE = ("additionalItems", "additionalProperties")
 _OPEN = ("additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "$ref")
-"""An object schema with one of these says itself what further keys there are, or shares the
-object with another schema, whose keys it must not forbid."""
+"""Keywords of an object schema that define its further keys, or combine it with another schema
+whose keys it must not forbid.
+"""
 
 _PARTS = (
     *("allOf", "anyOf", "oneOf", "if", "then", "else", "not", "contains"),
@@ -111,7 +112,7 @@ def _apart(part: Any, shared: _Shared) -> None:
 
 
 def _defined(reference: str) -> str:
-    """Of `#/$defs/x` what it refers to, `$defs/x`; empty where that is no definition."""
+    """Return `$defs/x` for the reference `#/$defs/x`; empty if it is not a definition."""
     *_, kind, name = ("", "", *reference.split("/"))
     plain = name.replace("~1", "/").replace("~0", "~")
     return f"{kind}/{plain}" if kind in _DEFINED else ""

@@ -23,10 +23,11 @@ LAST_SECONDS = 1.0
 
 
 def connections(patience: float) -> type[HttpToolsProtocol]:
-    """Uvicorn's connections, closed when a request's head takes longer than `patience` seconds to
-    arrive: a client that sends a byte now and then would hold one for ever (slowloris). The clock
-    runs from the head's first byte. Before that a connection is idle, a new one as one whose
-    request was answered: a client that connects ahead, or is slow to begin, has done nothing wrong.
+    """Return Uvicorn's connections, closed when a request's head takes longer than `patience`
+    seconds to arrive: a client that sends a byte now and then would hold one for ever (slowloris).
+    The clock runs from the head's first byte. Before that a connection is idle, a new one like one
+    whose request was answered: a client that connects early, or is slow to begin, has done nothing
+    wrong.
     """
     return type("Connection", (_Connection,), {"patience": patience})
 
@@ -41,7 +42,7 @@ class _Connection(HttpToolsProtocol):
     _probing: asyncio.TimerHandle | None = None
     _feeding: asyncio.Handle | None = None
     _in_head = False
-    _going_on = False  # With the body of a request that asked for an upgrade.
+    _going_on = False  # With the body of a request for an upgrade.
     _refused = False
     _chunked = False
     _complete = True  # The request that was read last.
@@ -160,7 +161,9 @@ class _Connection(HttpToolsProtocol):
         self._probing = self.loop.call_later(LAST_SECONDS, self.transport.close)
 
     def timeout_keep_alive_handler(self) -> None:
-        """Called when nothing was asked for a while: what is unread by then stays so."""
+        """Close the connection after a while without a request; what is unread by then stays
+        unread.
+        """
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         else:
@@ -216,8 +219,8 @@ class _Connection(HttpToolsProtocol):
             self._left -= self._content
 
     def _resolve_target(self) -> None:
-        """Of a target with scheme and host, as proxies are sent it: its host counts, not the header
-        (RFC 9112, 3.2.2).
+        """Resolve a target with scheme and host, as sent to proxies: its host counts, not the
+        header (RFC 9112, 3.2.2).
         """
         if self.url.lower().startswith((b"http://", b"https://")):
             target = httptools.parse_url(self.url)
@@ -267,7 +270,9 @@ class _Flow(FlowControl):
 
 
 def _unchunked(app: Any, cycle: RequestResponseCycle) -> Any:
-    """An application whose answer without a length ends with the connection, for HTTP/1.0."""
+    """Return an application whose answer of unknown length ends with the connection, for
+    HTTP/1.0.
+    """
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         sized = True

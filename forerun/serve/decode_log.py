@@ -1,4 +1,4 @@
-"""One line about decoding every so many steps, for who watches the log."""
+"""One log line about decoding every so many steps."""
 
 import asyncio
 import logging
@@ -8,7 +8,7 @@ from time import monotonic
 from forerun.engine.stats import Stats
 
 LOOK_SECONDS = 0.5
-"""How often the number of steps is looked at: a line comes this much late, at most."""
+"""How often the number of steps is checked: a line is at most this late."""
 
 log = logging.getLogger("forerun.serve")
 
@@ -47,7 +47,7 @@ class DecodeLog:
         )
 
     async def run(self, stats: Callable[[], Awaitable[Stats]]) -> None:
-        """Look every LOOK_SECONDS and log, until cancelled. stats: asks the engine for its
+        """Check every LOOK_SECONDS and log, until cancelled. stats: returns the engine's
         counters.
         """
         while True:

@@ -1,4 +1,4 @@
-"""What a conversation asks of the model beyond its text: tools, reasoning, a constraint."""
+"""A conversation's settings beyond its text: tools, reasoning, a constraint."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -98,19 +98,19 @@ def dialogue(body: ChatBody, loaded: Frontend, settings: ServeSettings) -> Dialo
 
 
 def _channels(tools: list[dict[str, Any]], begun: str, apart: bool) -> Callable[[], OutputParser]:
-    """What makes the reader of an answer in Harmony, of which the prompt has `begun`."""
+    """Return a factory of readers for answers in Harmony whose prompt already has `begun`."""
     names = [tool["function"]["name"] for tool in tools]
     return lambda: OutputParser(None, None, HarmonyReader(names, begun, apart))
 
 
 def _apart(body: ChatBody) -> bool:
-    """Whether reasoning is told apart from the content."""
+    """Return whether reasoning is separate from the content."""
     return body.separate_reasoning and body.reasoning_format != "none"
 
 
 def constraint(body: SampledBody, settings: ServeSettings) -> Rules | None:
-    """What an answer without tools is constrained to: the body's rules, with closed schemas unless
-    `settings` allow more keys; None: nothing.
+    """Return the constraint of an answer without tools: the body's rules, with closed schemas
+    unless `settings` allow more keys; None: none.
     """
     rules = body.rules
     if rules is None or settings.additional_properties == "allow":
@@ -195,7 +195,7 @@ def _opens(body: Conversational) -> bool:
 
 
 def effort_names(body: ChatBody, template: ChatTemplate) -> dict[str, Any]:
-    """How a template is told `reasoning_effort`; nothing where it knows no such thing."""
+    """Return the template's variables for `reasoning_effort`; empty if it has none."""
     effort = body.reasoning_effort
     if effort is not None and "reasoning_effort" in template.source:
         return {"reasoning_effort": effort}
@@ -283,8 +283,8 @@ def _marks(settings: ServeSettings, template: ChatTemplate) -> Marks | None:
 
 
 def _stage(body: ChatBody, tail: str, marks: Marks) -> tuple[Stage, bool]:
-    """Where in its answer the model is behind a prompt that ends with `tail`, and whether that is
-    right behind a mark.
+    """Return where in its answer the model is after a prompt that ends with `tail`, and whether it
+    is right behind a mark.
     """
     stage = marks.stage(tail)
     if not body.continue_final_message:

@@ -15,8 +15,8 @@ from forerun.errors import (
 
 
 class ApiError(Exception):
-    """An answer that is an error. `param` names the request field at fault, if one is; `lengths`
-    are tokens of the prompt, asked beyond it, and of both at most, where they are too many.
+    """An answer that is an error. `param` is the wrong request field, if it is one; `lengths` are
+    tokens of the prompt, requested ones, and the limit of both, if they are too many.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class ApiError(Exception):
 
 
 class ClientGoneError(Exception):
-    """The client closed its connection, or reads too slowly; there is nobody to answer."""
+    """The client closed its connection, or reads too slowly; the answer has no receiver."""
 
 
 def unavailable(message: str, code: str, retry_after: float = 1.0) -> ApiError:

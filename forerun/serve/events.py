@@ -1,7 +1,7 @@
-"""The news of one HTTP request, between the engine's client and who writes the answer.
+"""The deltas of one HTTP request, between the engine's client and the writer of the answer.
 
-The engine never waits for a client. What a client has not read yet lies here, merged to one delta
-per choice once it is many; it is bounded by the tokens the request may have. All on the event loop.
+The engine never waits for a client. Unread deltas are queued here, and merged to one per choice
+once they are many; they are bounded by the tokens the request may have. All on the event loop.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ MERGE_AT = 64
 class EventQueue:
     """A Sink for the requests of one HTTP request.
 
-    gap          is told the seconds between two pieces of news of one choice
-    first, last  when the first and the latest news with tokens came, on the monotonic clock
+    gap          called with the seconds between two deltas of one choice
+    first, last  when the first and the latest delta with tokens came, on the monotonic clock
     """
 
     def __init__(self, gap: Callable[[float], None]) -> None:
@@ -38,7 +38,7 @@ class EventQueue:
         self._expired = False
 
     def put(self, delta: Delta) -> None:
-        """As Sink.put: keep a delta until `take`. Many deltas that nobody takes are merged."""
+        """Queue a delta until `take`, as Sink.put. Many unread deltas are merged."""
         if delta.tokens:
             self._time(delta)
         self._news.append(delta)
@@ -54,8 +54,8 @@ class EventQueue:
         self._nudge()
 
     async def take(self, patience: float) -> list[Delta]:
-        """What is new, one delta per choice; nothing after `patience` seconds or `close`. Raises
-        what the engine failed with, once all is read that came before.
+        """Return what is new, one delta per choice; nothing after `patience` seconds or `close`.
+        Raises the engine's failure after all earlier deltas have been read.
         """
         loop = asyncio.get_running_loop()
         self._expired = False
@@ -73,7 +73,7 @@ class EventQueue:
         return merged(news)
 
     def close(self) -> None:
-        """Nobody will read any more; a waiting `take` returns at once."""
+        """Stop reading; a waiting `take` returns at once."""
         self._closed = True
         self._nudge()
 

@@ -24,8 +24,10 @@ Reader = Callable[[Any, str], Any]
 """(JSON value, where it stands) -> what the field holds. Raises RequestError."""
 
 Mend = Callable[[Any, str, list[str]], Any]
-"""(JSON value, where it stands, places left out so far) -> the JSON value without what its reader
-refuses, whose places are added. Raises RequestError where nothing is left that the reader takes."""
+"""(JSON value, its path, places left out so far) -> the JSON value without the parts that its
+reader refuses, whose places are added. Raises RequestError if nothing remains that the reader
+accepts.
+"""
 
 Schema = dict[str, Any]
 """A JSON schema. It may let pass what a reader refuses, but never forbid what it takes."""
@@ -36,7 +38,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _SHOWN = 60
 NOTHING: Mapping[str, str] = {}
 _UNSET: tuple[Any, ...] = (False, 0, "", [], {})
-"""What a field that is not supported may hold: clients send it to say that they want nothing."""
+"""Values that a field may have that is not supported: clients send them as defaults."""
 
 
 class DescribedReader:
@@ -69,7 +71,7 @@ def _whole(reader: Reader) -> Mend:
 
 
 def mender(reader: Reader) -> Mend:
-    """How to mend a value for a reader."""
+    """Return the function that mends a value for a reader."""
     return reader.mend if isinstance(reader, DescribedReader) else _whole(reader)
 
 
@@ -79,7 +81,9 @@ def schema_of(reader: Reader) -> Schema:
 
 
 def body_schema(kind: type[Any]) -> Schema:
-    """What `read` takes for a body. Absent and null are the same, but where a field is needed."""
+    """Return the JSON schema that `read` accepts for a body. Absent and null are the same, except
+    for required fields.
+    """
     properties, needed = {}, []
     for item in dataclasses.fields(kind):
         found = schema_of(item.metadata["reader"])
@@ -111,8 +115,8 @@ def accept(reader: Reader, default: Any = None) -> Any:
 
 
 def ignore(reader: Reader, default: Any = None) -> Any:
-    """A field that is checked and then ignored, because it cannot change an answer here. Clients
-    are told which of them they sent: see `ignored_in`.
+    """Declare a field that is checked and then ignored, because it cannot change an answer here.
+    The answer names those that were sent: see `ignored_in`.
     """
     return dataclasses.field(default=default, metadata={"reader": reader, "ignored": True})
 
@@ -353,9 +357,9 @@ def part(kind: type[Any]) -> DescribedReader:
 
 
 def tagged(kinds: Mapping[str, type[Any]], refused: Mapping[str, str] = NOTHING) -> DescribedReader:
-    """An object whose `type` says which declared body it is.
+    """Return a reader of an object whose `type` selects a declared body.
 
-    refused  types that are known and not supported, and why
+    refused  known types that are not supported, and why
     """
 
     def found(value: Any, where: str) -> type[Any]:

@@ -1,8 +1,8 @@
-"""What was said before, read as far as it can be read.
+"""Reads earlier messages of a conversation as far as possible.
 
-A client cannot mend its history: arguments that a model broke, fields that another server left,
-pictures that a tool brought. Of such a message what a reader refuses is left out, and the answer
-names it; what a client says anew is read strictly.
+A client cannot mend its history: arguments that a model broke, fields that another server added,
+images from a tool. What a reader refuses in such a message is left out, and the answer
+names it; new messages of the client are read strictly.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
-"""Which names a request may call the server by.
+"""The host names that requests may use for the server.
 
-A web page may ask any server under its own name. By DNS rebinding its name can come to mean
-127.0.0.1, and the page then reads the answers of a server that its user runs for himself. Such a
+A web page may send requests to any server under its own name. By DNS rebinding its name can come to
+mean 127.0.0.1, and the page then reads the answers of a server on its user's machine. Such a
 name is a public one: addresses and names that only a local network knows are safe.
 """
 
@@ -20,12 +20,12 @@ _NAME = re.compile(r"\*|(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 
 
 class AllowedHosts:
-    """Tells whether a Host header names this server.
+    """Checks whether a Host header names this server.
 
-    bound    what the server listens on
+    bound    the address that the server listens on
     allowed  further names; `*.example.org` is any name below example.org, `*` any name
 
-    Raises ConfigError where one of `allowed` is no name.
+    Raises ConfigError if one of `allowed` is not a name.
     """
 
     def __init__(self, bound: str, allowed: Iterable[str]) -> None:

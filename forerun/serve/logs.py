@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 FIELDS = "fields"
-"""Attribute of a log record with its values by name, for whoever reads logs by machine."""
+"""Attribute of a log record with its values by name, for programs that read logs."""
 
 _NAMES = {"uvicorn.error": "forerun.http", "uvicorn": "forerun.http"}
 """Libraries' loggers under the names that operators know."""

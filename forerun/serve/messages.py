@@ -49,7 +49,9 @@ _parts = items(_part, MAX_MESSAGES)
 
 
 def of_parts(parts: DescribedReader) -> Mend:
-    """How to mend a message's text: of a list, parts that cannot be read are left out."""
+    """Return the function that mends a message's text: it leaves out parts of a list that cannot be
+    read.
+    """
 
     def mend(value: Any, where: str, left: list[str]) -> Any:
         return (parts if isinstance(value, list) else plain_text).mend(value, where, left)
@@ -140,7 +142,7 @@ def is_assistant(message: dict[str, Any]) -> bool:
 
 
 def of_tools(reader: DescribedReader) -> Mend:
-    """How to mend new messages: only those that tools brought."""
+    """Return the function that mends new messages: only those from tools."""
 
     def mend(value: Any, where: str, left: list[str]) -> Any:
         brought = isinstance(value, dict) and value.get("role") == "tool"

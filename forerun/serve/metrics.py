@@ -20,7 +20,9 @@ from forerun.engine.stats import Histogram as Counts
 from forerun.engine.stats import Stats
 
 LABELS = ["model_name", "engine"]
-"""On every family, as in vLLM, whose dashboards choose by them; there is one engine, number 0."""
+"""Labels of every family, as in vLLM, whose dashboards select by them; there is one engine, number
+0.
+"""
 
 ENGINE = "0"
 
@@ -145,12 +147,12 @@ _LABELLED: tuple[
 
 @dataclass(frozen=True, slots=True)
 class Meter:
-    """What is measured of one engine, which serves the model `name`.
+    """The measurements of one engine, which serves the model `name`.
 
     stats      its counters now
-    fault      why nothing is drafted although it should be; None = all is well
-    gap        called with the seconds between two pieces of news of one sequence
-    per_token  called with the seconds per token of an ended request, after its first news
+    fault      why speculation is off although it was requested; None = it is not
+    gap        called with the seconds between two deltas of one sequence
+    per_token  called with the seconds per token of an ended request, after its first delta
     cache      facts about the key/value cache, by name
     """
 
@@ -209,7 +211,7 @@ class Metrics:
 
 
 class EngineCollector(Collector):
-    """Reads a snapshot of every engine whenever it is asked: nothing is counted twice."""
+    """Takes a snapshot of every engine for each scrape, so that nothing is counted twice."""
 
     def __init__(self, sglang: bool) -> None:
         self.meters: list[Meter] = []
@@ -252,7 +254,7 @@ class EngineCollector(Collector):
         return family
 
     def _caches(self) -> Metric:
-        """VLLM's gauge of 1 whose labels are facts."""
+        """Return vLLM's gauge with value 1 whose labels are facts."""
         names = dict.fromkeys(name for meter in self.meters for name in meter.cache)
         text = "The key/value cache, in labels."
         family = GaugeMetricFamily("vllm:cache_config_info", text, labels=[*LABELS, *names])

@@ -1,4 +1,4 @@
-"""Around every request: who may enter, what becomes of errors, and one line in the log."""
+"""Around every request: authorisation, errors, and one line in the log."""
 
 import asyncio
 import hmac
@@ -22,7 +22,7 @@ log = logging.getLogger("forerun.serve")
 OPEN_PATHS = ("/health", "/")
 """Paths that need no key."""
 OPEN_PREFIX = "/ui/"
-"""The page's files need none either: they are the same everywhere, and ask for the key."""
+"""The page's files need no key either: they are the same everywhere, and ask the user for it."""
 MOST_HEADERS = 256
 """Headers of a request: no client sends a tenth of them."""
 
@@ -45,9 +45,9 @@ class RequestMiddleware:
     """ASGI middleware.
 
     keys      the API keys, none = open
-    hosts     the names that requests may call the server by
+    hosts     the names that requests may use for the server
     patience  seconds within which a client must read a piece of its answer
-    traces    told of every request whose line is in the log
+    traces    receives every request that is in the log
     """
 
     def __init__(
@@ -103,8 +103,8 @@ class RequestMiddleware:
             self._note(record, scope["method"], scope["path"], headers)
 
     def _note(self, record: RequestRecord, method: str, path: str, headers: Headers) -> None:
-        """Into log and traces. What only looks, and succeeds or is told to wait (503), is for
-        debugging: monitors, pages and clients ask every few seconds.
+        """Write the request to log and traces. A request that only reads state, and succeeds or
+        gets 503, has the level debug: monitors, pages and clients send one every few seconds.
         """
         status = record.answered()
         poll = method in ("GET", "HEAD", "OPTIONS") and (status < 400 or status == 503)
@@ -207,8 +207,8 @@ async def _answer(path: str, error: ApiError, send: Send, record: RequestRecord)
 
 
 class _BodyToCome:
-    """What of a request's body was not read yet. An answer sent before ends the connection where
-    that is more than MOST_UNREAD, or nobody knows how much.
+    """The unread part of a request's body. An answer sent before it is read ends the connection if
+    more than MOST_UNREAD remains, or an unknown amount.
     """
 
     def __init__(self, headers: Headers, receive: Receive) -> None:

@@ -33,7 +33,7 @@ from forerun.serve.wire import Bodies
 SIZE_OF_WORK = 1.25
 """Memory that a model takes at least, in sizes of its file: with its cache about a quarter more."""
 LOOK_SECONDS = 1.0
-"""How often it is looked whether a model has had its time."""
+"""How often to check whether a model's time is over."""
 ON_THE_LOOP = 1 << 16
 """Bytes of a body that are parsed on the event loop."""
 _DURATION = re.compile(r"(-?\d+(?:\.\d+)?)(ms|s|m|h|)")
@@ -85,12 +85,12 @@ class Entry:
 
     @property
     def served(self) -> Served | None:
-        """What is loaded; None before and after that."""
+        """The loaded model; None before and after."""
         return self.service.served() if self.state == "loaded" else None
 
     @property
     def until(self) -> float:
-        """When it is let go if nobody asks for it, seconds on the monotonic clock."""
+        """When to unload it unless a request uses it, in seconds on the monotonic clock."""
         return self.used + self.keep
 
 
@@ -120,7 +120,7 @@ class Models:
     _watcher: "asyncio.Task[None] | None" = None
 
     def start(self) -> None:
-        """Begin, on the running event loop. Nothing is loaded before it is asked for."""
+        """Begin, on the running event loop. Loads no model until a request names it."""
         for source in self.sources:
             entry = Entry(source, self.settings.unload_after or math.inf)
             self.entries[source.name] = entry
@@ -175,9 +175,7 @@ class Models:
         return entry
 
     async def let_go(self) -> None:
-        """Unload every model that nobody uses and whose time is over. Waits for changes that are
-        under way.
-        """
+        """Unload every unused model whose time is over. Waits for loads and unloads in progress."""
         for entry in self.entries.values():
             if entry.state == "loaded" and not entry.active and self.clock() >= entry.until:
                 async with self._changing:
@@ -240,7 +238,7 @@ class Models:
         raise service.failure
 
     async def _make_room(self, entry: Entry) -> None:
-        """Unload models that nobody uses, those used longest ago first, until this one fits."""
+        """Unload unused models, the least recently used first, until this one fits."""
         needed = int(entry.source.size * SIZE_OF_WORK)
         while True:
             loaded = [one for one in self.entries.values() if one.state == "loaded"]
@@ -301,7 +299,7 @@ class Models:
 
 
 async def _object(body: bytes) -> Mapping[str, Any]:
-    """The JSON object of a body; an empty one where it is none: who answers says what is wrong."""
+    """Return the JSON object of a body; empty if it is not one: the route reports the fault."""
     value: Any = None
     with suppress(ValueError, RecursionError):
         if len(body) > ON_THE_LOOP:

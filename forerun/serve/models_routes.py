@@ -1,4 +1,4 @@
-"""What a server of several models answers by itself: which there are, how they are, metrics."""
+"""Routes that a server of several models answers itself: the models, their state, metrics."""
 
 import hashlib
 import math

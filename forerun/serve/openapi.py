@@ -49,7 +49,7 @@ BODIES: dict[str, type[Any]] = {
     "/v1/detokenize": DetokenizeBody,
 }
 ANSWERS = {"/metrics": ("text/plain",), "/flush_cache": ("text/plain",), "/ping": ()}
-"""Routes whose answer is no JSON: its types; () = an empty body."""
+"""Routes whose answer is not JSON: its types; () = an empty body."""
 STREAMS = {"/api/chat": "application/x-ndjson", "/api/generate": "application/x-ndjson"}
 
 _REFUSED = {
@@ -64,8 +64,8 @@ _REFUSED = {
 
 
 def openapi_route(routes: Sequence[Route]) -> Route:
-    """The route /openapi.json, which tells of `routes`; the document is written when it is first
-    asked for.
+    """Return the route /openapi.json, which describes `routes`; the document is made on first
+    use.
     """
 
     @cache

@@ -1,4 +1,4 @@
-"""One choice's text on its way out: reasoning, content and tool calls told apart."""
+"""Splits one choice's text into reasoning, content and tool calls."""
 
 import secrets
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from forerun.text.tools import Parsed, ToolReader
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What a piece of text turned out to be."""
+    """The parsed content of a piece of text."""
 
     reasoning: str = ""
     content: str = ""
@@ -21,7 +21,7 @@ class Heard:
 
 
 class OutputParser:
-    """Reads the text of one choice. None = the model does no such thing, or was not asked to.
+    """Reads the text of one choice. None = the model has no such part, or the request none.
 
     channels  reads all of a text in messages, instead of the other two
     """
@@ -54,8 +54,8 @@ class OutputParser:
         return loads_or(self._arguments, NOTHING) is NOTHING
 
     def push(self, text: str, last: bool, cut: bool = False) -> Heard:
-        """What `text` makes certain; with `last`, all there is; with `cut`, there was no room for
-        more.
+        """Return what `text` makes certain; with `last`, all that remains; with `cut`, the text was
+        cut off.
         """
         heard = self._in_channels(text, last, cut) or self._marked(text, last, cut)
         for piece in heard.calls:

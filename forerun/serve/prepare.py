@@ -49,12 +49,12 @@ class Generation:
     requests    one per prompt; choice c of prompt p has the index p * n + c in the answer
     created     seconds since 1970
     stream      the answer comes in pieces
-    rules       what the answers are constrained to, not yet compiled
-    unseen      stop tokens that leave no text: they get no log-probabilities either
-    parser      makes the reader of one choice's text; None where all of it is content
-    lossy       the accept thresholds, where they may change the answer
-    ignored     fields that change nothing beside what else was asked
-    given       what the client calls it: by these names and by its id it can be aborted
+    rules       the constraint of the answers, not yet compiled
+    unseen      stop tokens without text: they get no log-probabilities either
+    parser      makes the reader of one choice's text; None if all of it is content
+    lossy       the accept thresholds, if they may change the answer
+    ignored     fields that have no effect beside others
+    given       the client's own name for it: it can be aborted by that and by its id
     cut         makes what may end the one text before the engine does
     """
 
@@ -94,7 +94,7 @@ class Generation:
 
 
 def chat_generation(body: ChatBody, loaded: Frontend, settings: ServeSettings) -> Generation:
-    """What to ask of the engine for a conversation. Raises RequestError and ApiError."""
+    """Return the generation for a conversation. Raises RequestError and ApiError."""
     logprobs = _alternatives(body)
     asked = dialogue(body, loaded, settings)
     prompt = _truncated(asked.prompt, body, loaded)
@@ -108,7 +108,7 @@ def chat_generation(body: ChatBody, loaded: Frontend, settings: ServeSettings) -
     sampling = _sampling(body, loaded, logprobs, body.prompt_logprobs)
     stopping = _stopping(body, sampling, limit)
     unseen = _unseen(body, loaded.tokenizer)
-    # What a grammar asks for is not to lose its first space either.
+    # The first space of a grammar's text must not be lost either.
     exact = body.rules is not None and asked.rules is not None and asked.rules.grammar.start is None
     goes_on = body.continue_final_message or exact
     made = _generation(body, loaded, (prompt,), stopping, sampling, settings, goes_on)
@@ -123,8 +123,8 @@ def chat_generation(body: ChatBody, loaded: Frontend, settings: ServeSettings) -
 def completion_generation(
     body: CompletionBody, loaded: Frontend, settings: ServeSettings
 ) -> Generation:
-    """What to ask of the engine for plain texts. Raises RequestError naming the field, ContextError
-    for a prompt that is longer than the context.
+    """Return the generation for plain texts. Raises RequestError naming the field, ContextError for
+    a prompt that is longer than the context.
     """
     if body.best_of not in (None, body.n):
         raise RequestError("best_of must equal n: all choices are returned.", "best_of")
@@ -158,8 +158,8 @@ def within(generation: Generation, context: int) -> Generation:
 
 
 def _alternatives(body: ChatBody) -> int | None:
-    """How many alternatives of each token to tell; None = no log-probabilities. Raises
-    RequestError where alternatives are asked without them. `n_probs` asks for both.
+    """Return how many alternatives of each token to report; None = no log-probabilities. Raises
+    RequestError for alternatives without log-probabilities. `n_probs` means both.
     """
     if body.logprobs:
         return body.n_probs if body.top_logprobs is None else body.top_logprobs
@@ -275,14 +275,14 @@ def _stopping(body: SampledBody, sampling: Sampling, max_tokens: int) -> Stoppin
 
 
 def _unseen(body: SampledBody, tokenizer: Tokenizer) -> frozenset[int]:
-    """Stop tokens whose text an answer does not show, so neither do its log-probabilities."""
+    """Return the stop tokens whose text, and so their log-probabilities, an answer leaves out."""
     if body.include_stop_str_in_output:
         return frozenset()
     return frozenset(body.stop_token_ids) | frozenset(() if body.ignore_eos else tokenizer.eos_ids)
 
 
 def places_of(prompts: tuple[Prompt, ...]) -> list[str]:
-    """Where each prompt stands in the body: one alone may be the field itself."""
+    """Return the path of each prompt in the body: a single one may be the field itself."""
     if len(prompts) == 1:
         return ["prompt"]
     return [f"prompt[{index}]" for index in range(len(prompts))]
@@ -303,7 +303,7 @@ def _plain_prompt(prompt: Prompt, body: CompletionBody, loaded: Frontend, place:
 
 
 def _too_long(count: int, loaded: Frontend, place: str, least: str = "") -> ContextError:
-    """What is said of a text that has more tokens than the context; least: "at least "."""
+    """Return the message for a text with more tokens than the context; least: "at least "."""
     return ContextError(
         f"This model's maximum context length is {loaded.context} tokens, but {place} has "
         f"{least}{count} tokens. Shorten it.",
@@ -321,7 +321,7 @@ def _check_length(text: str, loaded: Frontend, place: str) -> None:
 
 
 def _truncated(prompt: Ints, body: SampledBody, loaded: Frontend) -> Ints:
-    """The last tokens of a prompt, as many as were asked for; -1: what leaves room for one more."""
+    """Return the last tokens of a prompt, as many as requested; -1: as leave room for one more."""
     asked = body.truncate_prompt_tokens
     if asked is None:
         return prompt

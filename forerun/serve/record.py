@@ -1,4 +1,4 @@
-"""What log and traces say of one request. Never a prompt or an answer."""
+"""The entry of one request in log and traces, never with a prompt or an answer."""
 
 import re
 import uuid
@@ -12,7 +12,7 @@ from urllib.parse import quote
 from forerun.serve.session import GenerationSession
 
 CLIENT_GONE = 499
-"""Logged as the status where nobody was left to answer, as nginx does."""
+"""The logged status if the client has gone, as in nginx."""
 
 IGNORED = b"x-forerun-ignored"
 """Header that names the fields of a request that changed nothing."""
@@ -54,7 +54,9 @@ class RequestRecord:
 
     @classmethod
     def of(cls, headers: Mapping[str, str]) -> "RequestRecord":
-        """Of a request that begins now, under the client's own id, if that is a harmless one."""
+        """Return the record of a request that begins now, under the client's own id, if that is
+        harmless.
+        """
         given = headers.get("x-request-id", "")
         trace = _TRACEPARENT.fullmatch(headers.get("traceparent", ""))
         return cls(given if _ID.fullmatch(given) else uuid.uuid4().hex, trace and trace[1])

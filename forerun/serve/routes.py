@@ -1,4 +1,4 @@
-"""The routes: read the body, ask, answer. What each may say is in `schema`."""
+"""The routes: read the body, run the request, answer. `schema` has their bodies."""
 
 import os
 from typing import Any
@@ -53,8 +53,8 @@ async def response(request: Request) -> Response:
 
 
 async def input_items(request: Request) -> Response:
-    """GET /v1/responses/{id}/input_items: what a stored response was asked. 404 where it is not
-    kept.
+    """GET /v1/responses/{id}/input_items: the items of a stored response's request. 404 if it is
+    not stored.
     """
     items = _stored(request).input
     ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {}

@@ -1,8 +1,8 @@
-"""What requests may say: one declaration per body, with OpenAI's and vLLM's names.
+"""Request bodies: one declaration per body, with OpenAI's and vLLM's names.
 
-A field is honoured exactly, refused by name, or, where it cannot change an answer, ignored: then a
+A field is honoured exactly, refused by name, or, if it cannot change an answer, ignored: then a
 header of the response names it (docs/use/requests.md). Bounds here are those of the field
-alone; what depends on the model or on other fields is checked in `prepare`.
+alone; `prepare` checks what depends on the model or on other fields.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ UNLIMITED = -1
 """As max_tokens: as many as the context takes."""
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 FORMATS = ("auto", "deepseek", "none")
-"""Of reasoning, as llama.cpp names them."""
+"""Formats of reasoning, by llama.cpp's names."""
 MAX_PROMPTS = 256
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKENS = 256
@@ -65,10 +65,10 @@ class StreamOptions:
 class SpeculativeOptions:
     """`speculative`: control and statistics of speculation, Forerun's own field.
 
-    max_nodes and max_depth bound the draft tokens of a step and the longest path of them; the
-    server's own bounds hold beside them. stats: counts at the end; trace: what every step did, as
-    it happens (docs/reference/trace.md). None of that changes the text; the accept thresholds do,
-    below 1, where the temperature is not 0, and the answer says so.
+    max_nodes and max_depth bound the draft tokens of a step and the longest path of them, within
+    the server's own bounds. stats: counts at the end; trace: a report of every step, as it happens
+    (docs/reference/trace.md). None of these changes the text; accept thresholds below 1 do if the
+    temperature is not 0, and the answer reports that.
     """
 
     enabled: bool = accept(boolean, True)
@@ -144,8 +144,8 @@ def _answer_length(value: Any, where: str) -> int | None:
 
 @takes(body_schema(SpeculativeOptions))
 def untraced(value: Any, where: str) -> SpeculativeOptions:
-    """`speculative` of routes whose answers have no place for a trace. Raises RequestError where
-    one is asked for.
+    """Read `speculative` of routes whose answers have no place for a trace. Raises RequestError for
+    a trace.
     """
     found = read(SpeculativeOptions, value, where)
     if found.trace:
@@ -156,22 +156,24 @@ def untraced(value: Any, where: str) -> SpeculativeOptions:
 
 
 cache_salt = text(1024, 1)
-"""`cache_salt` of vLLM, `extra_key` of SGLang. Not empty: who sends "" meant to send a salt."""
+"""Read `cache_salt` of vLLM, `extra_key` of SGLang. Not empty: "" is probably a client's
+mistake.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledBody(UnusedFields):
-    """What /v1/chat/completions and /v1/completions have in common. Sampling that is not said is
-    what the model recommends. id_prefix: what the answer's id begins with.
+    """The common part of /v1/chat/completions and /v1/completions. Missing sampling parameters get
+    the model's recommended values. id_prefix: the beginning of the answer's id.
 
-    return_token_ids  the answer tells its tokens and the prompt's (vLLM)
+    return_token_ids  the answer has its tokens and the prompt's (vLLM)
     return_tokens_as_token_ids  log-probabilities name tokens as `token_id:N` (vLLM)
-    prompt_logprobs  alternatives to tell of each token of the prompt (vLLM)
+    prompt_logprobs  alternatives to report of each token of the prompt (vLLM)
     bad_words  texts that no answer contains (vLLM)
     allowed_token_ids  the only tokens that an answer may have (vLLM)
-    timings_per_token  the answer tells what prompt and answer took (llama.cpp)
-    prediction  the text that the answer is expected to be; draft tokens come out of it (OpenAI)
-    cache_salt  cached prefixes are shared with requests of the same salt alone (vLLM)
+    timings_per_token  the answer has the times of prompt and answer (llama.cpp)
+    prediction  the expected text of the answer, for draft tokens (OpenAI)
+    cache_salt  cached prefixes are shared only with requests of the same salt (vLLM)
     """
 
     id_prefix: ClassVar[str] = ""

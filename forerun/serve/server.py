@@ -31,9 +31,9 @@ FLUSH_SECONDS = 5
 BACKLOG = 2048
 """Connections that may wait to be taken in."""
 MOST_FILES = 65536
-"""Open files that a server asks for at most."""
+"""Most open files that a server requests."""
 IDLE_SECONDS = 75
-"""How long a connection may stay open between requests: longer than client pools keep theirs."""
+"""How long a connection may stay open between requests: longer than client pools reuse theirs."""
 
 log = logging.getLogger("forerun.serve")
 
@@ -43,14 +43,14 @@ def run(
     settings: ServeSettings,
     announce: Callable[[str], None],
 ) -> None:
-    """Serve until a signal ends it; returns when all is cleaned up.
+    """Serve until a signal; returns after cleaning up.
 
-    source    a model, what loads it, or several that are loaded when they are asked for
-    announce  is told the URL once the server listens
+    source    a model, its loader, or several that are loaded on first use
+    announce  called with the URL once the server listens
 
     The first SIGTERM, SIGINT or SIGHUP drains: new requests get 503, running ones have
     `settings.drain_seconds`. A second ends the process at once with status 128 + signal.
-    Raises ConfigError where it cannot listen, what `source` raises, and EngineLostError where the
+    Raises ConfigError if it cannot listen, what `source` raises, and EngineLostError if the
     engine's process has ended.
     """
     listening = listen(settings.host, settings.port)
@@ -129,8 +129,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def allow_connections() -> None:
-    """Raise the limit of open files, of which each connection is one, as far as it may be: many
-    shells set 1,024, and a server at its limit takes nobody in.
+    """Raise the limit of open files, one per connection, as far as allowed: many shells set 1,024,
+    and a server at its limit accepts no connection.
     """
     if sys.platform == "win32":  # Counts otherwise.
         return
@@ -157,10 +157,9 @@ def _in_the_way(host: str, port: int, error: Exception) -> str:
 
 
 class Drained(Protocol):
-    """What a server stands for, as its end asks for it: Service and Models are, a front of replicas
-    is.
+    """What a server can drain at its end: Service, Models, a front of replicas.
 
-    failed  set when it can answer no more
+    failed  set when it cannot answer any more
     """
 
     settings: ServeSettings
@@ -217,7 +216,7 @@ class Server(uvicorn.Server):
 
     async def _end_on_failure(self) -> None:
         await self.service.failed.wait()
-        # Requests that a lost engine ended with an error have still to say so.
+        # Requests that a lost engine ended with an error have still to send it.
         await self.service.drain(FLUSH_SECONDS)
         await self.service.close()
         self.should_exit = True

@@ -1,4 +1,4 @@
-"""What the routes share: the loaded model once there is one, and who may come in when."""
+"""The state that routes share: the model once it is loaded, and whether requests are accepted."""
 
 import asyncio
 import hashlib
@@ -59,11 +59,11 @@ class Served:
 
 
 class Service(InFlight):
-    """Loads in the background, lets requests in while it can answer them, and drains.
+    """Loads in the background, accepts requests while it can answer them, and drains.
 
-    metrics  where it is shown; None = in some of its own
-    loading  what loading is at, in words for people; "" where nobody says
-    arrived, failed  set when it is loaded; when it cannot be, or can run no step any more
+    metrics  the registry to use; None = one of its own
+    loading  the current stage of loading, as text for users; "" if unknown
+    arrived, failed  set when the model is loaded; when it cannot be, or can run no step any more
     """
 
     def __init__(
@@ -110,14 +110,14 @@ class Service(InFlight):
         return "stuck" if stuck(engine.step_began, self.settings.watchdog_seconds) else "ok"
 
     def served(self) -> Served:
-        """What was loaded, whether it answers or not. Raises ApiError (503) before that."""
+        """The loaded model, whether it answers or not. Raises ApiError (503) before that."""
         if self._served is None:
             doing = f" ({self.loading})" if self.loading else ""
             raise unavailable(f"The model is still loading{doing}.", "loading", 2.0)
         return self._served
 
     def enter(self) -> Served:
-        """What a request needs. Raises ApiError (503) while there is nothing to answer it."""
+        """Return what a request needs. Raises ApiError (503) while the model cannot answer it."""
         if self.draining:
             raise unavailable("The server is shutting down.", "shutting_down")
         served = self.served()
@@ -128,8 +128,8 @@ class Service(InFlight):
         return served
 
     def named(self, model: str | None, strict: bool = False) -> Served:
-        """What a request needs that names a model, as `enter` gives it. With one model any name is
-        its name, unless `strict`, or --strict-model-names: then ApiError, 404 for another.
+        """Return what `enter` does, for a request that names a model. With one model any name is
+        accepted, unless `strict` or --strict-model-names: then ApiError, 404 for another.
         """
         served = self.enter()
         strict = strict or self.settings.strict_model_names
@@ -248,7 +248,7 @@ class Service(InFlight):
 
 
 def _discard(loading_text: "asyncio.Task[tuple[Tokenizer, ChatTemplate | None]]") -> None:
-    """Nobody wants what was opened: the engine's own error says what is wrong."""
+    """Close what was opened, because loading failed; the engine's own error has the reason."""
     if loading_text.cancelled() or loading_text.exception() is not None:
         return
     _, chat = loading_text.result()
@@ -268,7 +268,7 @@ def cache_facts(config: EngineConfig) -> dict[str, Any]:
 
 
 def model_names(name: str, given: str) -> tuple[str, ...]:
-    """What a model is called where nobody said so: its own name, how the command line named it, and
-    the last part of that.
+    """Return the default names of a model: its own name, its name on the command line, and the last
+    part of that.
     """
     return tuple(dict.fromkeys((name, given, given.rstrip("/").rpartition("/")[2])))

@@ -47,14 +47,14 @@ class Tally:
 
 
 class GenerationSession:
-    """Submits a generation, hands on its news, and ends it with its client.
+    """Submits a generation, passes on its deltas, and ends it with its client.
 
         with GenerationSession(...) as exchange:
             async for news in exchange.news():
                 ...
 
     Leaving the block aborts what still runs. When the client closes its connection, the engine
-    is told at once, whatever this task waits for: it drops the request before its next step.
+    gets the abort at once, whatever this task waits for: it drops the request before its next step.
     """
 
     def __init__(
@@ -108,7 +108,9 @@ class GenerationSession:
         return not self._open
 
     def abort(self) -> None:
-        """End what still runs, on somebody's order: `news` raises to tell the client so."""
+        """End what still runs, for an abort route: `news` raises so that the client gets the
+        reason.
+        """
         self._aborting = True
         self._abort()
 
@@ -141,7 +143,7 @@ class GenerationSession:
         return [(index, merged(parts[index])[0]) for index in sorted(parts)]
 
     async def _taken(self, patience: float) -> list[Delta]:
-        """What is new. Raises ApiError where the engine refused a request or is no more."""
+        """Return what is new. Raises ApiError if the engine refused a request or has ended."""
         try:
             deltas = await self.events.take(patience)
         except ForerunError as error:
@@ -151,8 +153,8 @@ class GenerationSession:
         return deltas
 
     def _shortened(self, delta: Delta) -> Delta:
-        """The same, or its beginning as the end of the answer: the engine is told then. What ended
-        wrongly stays what it is.
+        """Return the delta, or its beginning as the end of the answer, and then abort the rest. An
+        ending with an error stays.
         """
         if self._cut is None or delta.finish in (Finish.ERROR, Finish.ABORT):
             return delta

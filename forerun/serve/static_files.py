@@ -34,7 +34,7 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
     "permissions-policy": "camera=(), geolocation=(), microphone=()",
-    # A browser asks each time whether its copy is current: a new version shows at once.
+    # A browser checks each time whether its copy is current: a new version shows at once.
     "cache-control": "no-cache",
 }
 

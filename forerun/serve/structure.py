@@ -89,8 +89,8 @@ def structural_rules(value: Any, where: str) -> Rules:
 
 @takes({"type": "object", "required": ["type"]})
 def response_rules(value: Any, where: str) -> Rules | None:
-    """OpenAI's response_format, whose type decides which other fields there may be; None: any text.
-    Raises RequestError naming the field.
+    """Read OpenAI's response_format, whose type decides its other fields; None: any text. Raises
+    RequestError naming the field.
     """
     kinds: dict[str, type[Any]] = {
         "text": _Text,
@@ -197,7 +197,7 @@ def named_rules(schema: Any, strict: bool, place: str) -> Rules:
 
 
 def json_object_rules(place: str) -> Rules:
-    """Rules of any JSON object; place: the field that asks for it, for errors."""
+    """Return the rules of any JSON object; place: the field that requests it, for errors."""
     return Rules(Grammar.json_object(place))
 
 

@@ -59,10 +59,10 @@ def _ids(value: Any, where: str) -> TokenLists:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizeBody:
-    """POST /tokenize: of texts or of a conversation. parse_special: as in CompletionBody.
+    """POST /tokenize: texts or a conversation. parse_special: as in CompletionBody.
 
-    content, add_special, with_pieces  llama.cpp's: a text, whether the begin-of-text token comes
-    before it (no), and whether tokens are told with their texts
+    content, add_special, with_pieces  llama.cpp's: a text, whether to put the begin-of-text token
+    before it (default: no), and whether to return tokens with their texts
     """
 
     model: str | None = accept(text(256, 1))
@@ -174,7 +174,7 @@ def _tokens(body: TokenizeBody, loaded: Frontend) -> dict[str, Any]:
 
 
 def _told(body: TokenizeBody, loaded: Frontend, found: list[Ints], several: bool) -> dict[str, Any]:
-    """Counts and ids: of one text, or lists of them where a list was asked."""
+    """Return counts and ids: of one text, or lists of them for a list."""
 
     def strings(ids: Ints) -> list[str]:
         return [token_text(loaded.tokenizer.token_bytes(id)) for id in ids.tolist()]

@@ -59,7 +59,7 @@ def tool(value: Any, where: str) -> Tool:
 
 
 def signed(name: str, parameters: dict[str, Any] | None, strict: bool, place: str) -> Signature:
-    """What a function takes. `place` is where the parameters stand, for messages."""
+    """Return a function's parameters. `place` is their path, for messages."""
     schema: dict[str, Any] = {"type": "object", "additionalProperties": False}
     if parameters:
         schema = {"type": "object", **parameters}

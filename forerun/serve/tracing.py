@@ -1,7 +1,7 @@
-"""Spans of requests for OpenTelemetry: the extra `otel`. Imported only where they are asked for.
+"""Spans of requests for OpenTelemetry: the extra `otel`. Imported only if they are enabled.
 
-A span is made when its request has ended, of what the log line says, so nothing is added to the
-way of a token. It continues the caller's trace where the request brings a W3C `traceparent`.
+A span is made when its request has ended, from the log line, so nothing is added to the
+path of a token. It continues the caller's trace if the request has a W3C `traceparent`.
 Names of attributes: OpenTelemetry's semantic conventions for HTTP and generative models, and
 vLLM's for latencies.
 """
@@ -23,7 +23,7 @@ from forerun.serve.record import RequestRecord
 
 _BILLION = 1_000_000_000
 SHUTDOWN_MILLISECONDS = 3000
-"""That the last spans may take to be sent when the server ends."""
+"""Time to send the last spans when the server ends."""
 
 
 class RequestTraces:

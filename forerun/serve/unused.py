@@ -20,7 +20,7 @@ from forerun.serve.structure import ConstrainedBody
 
 _MOST = 2**31 - 1
 TIERS = ("auto", "default", "flex", "priority", "scale", "standard", "standard_only", "batch")
-"""Of service, as OpenAI and others name them; there is one here."""
+"""Service tiers, as OpenAI and others name them; there is one here."""
 _OFF = "this kind of sampling is not done here; leave it off"
 
 
@@ -47,8 +47,8 @@ def _backend(value: Any, where: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnusedFields(ConstrainedBody):
-    """Fields of other servers that change nothing here: what they ask for happens anyway, or is
-    nothing of this server's. Values that would change the text are refused.
+    """Fields of other servers that have no effect here: they request what happens anyway, or what
+    this server does not have. Values that would change the text are refused.
     """
 
     prompt_cache_retention: Any = ignore(whatever)

@@ -114,7 +114,7 @@ _AT_ONCE = 4096
 
 
 def parse_json(body: bytes) -> Any:
-    """What a body says, as `read_json` takes it. Raises ApiError, also for invalid UTF-8."""
+    """Return the content of a body, as `read_json`. Raises ApiError, also for invalid UTF-8."""
     try:
         return read_json(body.decode(json.detect_encoding(body), "surrogatepass"))
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""Where the work of a request is done that is not the engine's: on the event loop, or beside it."""
+"""Where a request's work outside of the engine runs: on the event loop, or beside it."""
 
 import asyncio
 import ctypes

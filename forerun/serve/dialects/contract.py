@@ -1,4 +1,6 @@
-"""What a family of clients asks of the core: five functions, and nothing else knows its words."""
+"""The interface between a family of clients and the core: five functions; nothing else knows its
+format.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -27,14 +29,15 @@ News = Sequence[tuple[int, Delta]]
 
 
 class Dialect(ABC):
-    """How one route is asked and answers. An object belongs to one request and may count along it.
+    """The request and answer format of one route. An object belongs to one request and may count
+    along it.
 
     media_type  of an answer in pieces
-    ping        what is written after a silence, so that proxies keep the connection open
-    served      what was asked, known once `parse` has returned
-    ignored     fields of the request that change nothing, known then too
-    unenforced  keywords of its schemas that are not enforced, known before the first answer
-    lossy       the accept thresholds, where they may change the answer, known then too
+    ping        written after a silence, so that proxies keep the connection open
+    served      the request, set by `parse`
+    ignored     fields of the request that change nothing, set by `parse`
+    unenforced  keywords of its schemas that are not enforced, set before the first answer
+    lossy       the accept thresholds, if they may change the answer, set by `parse`
     """
 
     media_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"
@@ -48,8 +51,8 @@ class Dialect(ABC):
 
     @abstractmethod
     def parse(self, value: Any, service: Service) -> Generation | Ready:
-        """What to ask of the engine for the JSON of a body, which also sets `served` and `ignored`.
-        May run on any thread.
+        """Return the generation for the JSON of a body, and set `served` and `ignored`. May run on
+        any thread.
 
         Raises RequestError naming the field, ApiError.
         """

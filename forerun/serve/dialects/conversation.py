@@ -1,4 +1,4 @@
-"""What dialects of conversations share: one choice, whose text is read as it comes."""
+"""The common part of conversation dialects: one choice, whose text is parsed as it arrives."""
 
 from forerun.engine.request import Delta, Finish
 from forerun.serve.output_parser import Heard, OutputParser
@@ -15,7 +15,7 @@ class Hearing:
         self.stop_reason: str | int | None = None
 
     def push(self, news: Delta) -> Heard:
-        """What is new in a delta, told apart into reasoning, content and calls. Remembers why the
+        """Return what is new in a delta, split into reasoning, content and calls. Stores why the
         choice ended.
         """
         if news.finish is not None:

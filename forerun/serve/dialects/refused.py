@@ -44,7 +44,7 @@ OF_LLAMA = {
     "/lora-adapters": "There is one set of weights, and no adapters.",
     "/props": "Properties are those that the server was started with.",
 }
-"""What llama.cpp's server changes and this one does not."""
+"""Routes of llama.cpp's server that change things, and why this server has none."""
 
 
 def _says(message: str) -> Callable[[Request], Awaitable[Response]]:

@@ -1,4 +1,6 @@
-"""Errors by path: what no route has read yet is refused in the words of whom the path is for."""
+"""Error formats by path: an error before any route reads the request has the format of its path's
+dialect.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +18,9 @@ _FAMILIES: tuple[tuple[str, Callable[[ApiError], Any]], ...] = (
 
 
 def error_body(path: str, error: ApiError) -> Any:
-    """The JSON of an error on a path; OpenAI's where the path belongs to nobody else."""
+    """Return the JSON of an error on a path; in OpenAI's format unless the path belongs to another
+    dialect.
+    """
     for prefix, body in _FAMILIES:
         if path.startswith(prefix):
             return body(error)

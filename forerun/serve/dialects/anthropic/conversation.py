@@ -108,7 +108,7 @@ def _choice(body: CountBody) -> ToolChoice:
 
 
 def _effort(body: CountBody) -> str | None:
-    """How much to think; None = as the model's template has it."""
+    """Return how much to think; None = the template's default."""
     effort = body.output_config.effort if body.output_config is not None else None
     if body.thinking is None:
         return effort

@@ -7,7 +7,7 @@ from forerun.serve.service import Served
 
 
 def model_card(served: Served) -> dict[str, Any]:
-    """What /v1/models says of one model, in Anthropic's words."""
+    """Return the entry of one model in /v1/models, in Anthropic's format."""
     created = datetime.fromtimestamp(served.created, UTC)
     return {
         "id": served.name,

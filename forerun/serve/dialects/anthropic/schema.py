@@ -1,4 +1,4 @@
-"""What /v1/messages may say: a conversation of content blocks, tools, thinking."""
+"""The request body of /v1/messages: a conversation of content blocks, tools, thinking."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -52,7 +52,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thinking:
-    """What the model thought before; the signature is not looked at."""
+    """An earlier thought of the model; the signature is ignored."""
 
     type: str = need(plain_text)
     thinking: str = need(plain_text)
@@ -91,7 +91,7 @@ def told(value: Any, where: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """What a call brought."""
+    """The result of a call."""
 
     type: str = need(plain_text)
     tool_use_id: str = need(text(256))
@@ -161,7 +161,7 @@ def _mend_results(value: Any, where: str, left: list[str]) -> Any:
 
 @takes(body_schema(AnthropicMessage), _mend)
 def _message(value: Any, where: str) -> AnthropicMessage:
-    """A message whose blocks are such as its role has."""
+    """Read a message; its role limits the kinds of blocks."""
     found = read(AnthropicMessage, value, where)
     for index, block in enumerate(found.content):
         if block.type in _OTHERS[found.role]:

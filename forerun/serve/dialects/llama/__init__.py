@@ -1,1 +1,1 @@
-"""What llama.cpp's clients ask of its server beside OpenAI's routes."""
+"""Routes of llama.cpp's server that OpenAI does not have."""

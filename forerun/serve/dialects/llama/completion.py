@@ -49,7 +49,7 @@ class Written:
 
 
 class CompletionsDialect(Dialect):
-    """POST /completion. A stream's last event tells what the whole answer tells, without text."""
+    """POST /completion. A stream's last event has all fields of the whole answer, without text."""
 
     _kind: ClassVar[type[NativeBody]] = NativeBody
     _body: NativeBody
@@ -185,7 +185,7 @@ class CompletionsDialect(Dialect):
         return found
 
     def _settings(self, index: int) -> dict[str, Any]:
-        """What the text was written with, under llama.cpp's names."""
+        """Return the settings of the generation, under llama.cpp's names."""
         body, request, loaded = self._body, self._request(index), self.served.loaded
         used, limit = request.sampling, request.stopping.max_tokens
         return {
@@ -233,7 +233,7 @@ class InfillDialect(CompletionsDialect):
 
 
 def _counted(request: Request) -> Request:
-    """The same, whose end tells how its draft tokens did."""
+    """Return the request with statistics of draft tokens at its end."""
     return replace(request, speculation=replace(request.speculation, stats=True))
 
 
@@ -249,7 +249,7 @@ def _prompt(parts: Parts, tokenizer: Tokenizer) -> Prompt:
 
 
 def _cut(body: NativeBody, texts: int) -> Callable[[], Cut] | None:
-    """What ends a text by its lines. Raises RequestError where there are several."""
+    """Return the limit on the text's lines. Raises RequestError if there are several."""
     seconds = max(body.t_max_predict_ms, 0) / 1000
     if not (body.n_indent or seconds):
         return None

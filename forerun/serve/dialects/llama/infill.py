@@ -1,4 +1,4 @@
-"""Prompts that ask for what stands between two texts, in the tokens that a model has for that."""
+"""Fill-in-the-middle prompts between two texts, with the model's own tokens for that."""
 
 from dataclasses import dataclass
 
@@ -89,5 +89,5 @@ def _extra(name: str, text: str, marks: Marks, tokenizer: Tokenizer) -> list[int
 
 
 def _ids(text: str, tokenizer: Tokenizer) -> list[int]:
-    """No mark in somebody's file counts as one."""
+    """Encode a file's text; control strings in it are plain text."""
     return tokenizer.encode_part(text, False) if text else []

@@ -1,4 +1,4 @@
-"""Where a text ends by its lines: what editors ask for that fill in code."""
+"""Ends a text by its lines, for editors that fill in code."""
 
 from dataclasses import dataclass
 
@@ -14,11 +14,11 @@ class LineLimits:
     indent: int
     seconds: float
     _blank: int | None = None
-    """White space so far of a line whose first other character has not come; None = it has."""
+    """The white space so far of a line without another character yet; None = it has one."""
     _lines: int = 0
 
     def __call__(self, piece: str, seconds: float) -> str | None:
-        """What is kept of a piece, where the text ends with it; None = it goes on."""
+        """Return the part of a piece to keep if the text ends within it; None = it continues."""
         for index, character in enumerate(piece):
             if character == "\n":
                 self._blank, self._lines = 0, self._lines + 1

@@ -1,4 +1,4 @@
-"""What llama.cpp's own routes may say."""
+"""The request bodies of llama.cpp's own routes."""
 
 import secrets
 from dataclasses import dataclass, fields
@@ -36,7 +36,7 @@ MAX_FIELDS = 256
 """Names in response_fields, and chunks of input_extra."""
 MAX_MIXED = 1 << 20
 RANDOM_SEEDS = (None, -1, 2**32 - 1)
-"""Seeds that ask for a random one. It is told, and small enough for every reader of JSON."""
+"""Values of seed for a random one. The answer reports it, small enough for every reader of JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +94,9 @@ def _prompts(value: Any, where: str) -> tuple[Parts, ...]:
 class NativeBody(SampledBody):
     """POST /completion. max_tokens (n_predict): negative = as many as the context takes.
 
-    n_probs  alternatives to tell of each token; 0 = no probabilities are told
-    return_tokens  the answer tells its tokens; a stream always does
-    response_fields  the parts of the answer that are wanted; "a/b" is b of a
+    n_probs  alternatives to report of each token; 0 = no probabilities
+    return_tokens  the answer has its tokens; a stream always does
+    response_fields  the parts of the answer to return; "a/b" is b of a
     n_indent  the answer ends before a line that is indented by less, from its second line on
     t_max_predict_ms  the answer ends after so long, once it has a line break; 0 = never
     """

@@ -1,1 +1,1 @@
-"""Ollama's /api/chat, /api/generate and what tells of the model."""
+"""Ollama's /api/chat, /api/generate and its routes about models."""

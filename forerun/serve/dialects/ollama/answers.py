@@ -32,7 +32,7 @@ NANO = 1e9
 
 
 class OllamaDialect(Dialect):
-    """What both routes have in common."""
+    """The common part of both routes."""
 
     media_type = b"application/x-ndjson"
     ping = b""
@@ -67,11 +67,11 @@ class OllamaDialect(Dialect):
 
     @abstractmethod
     def _empty(self, body: OllamaBody) -> bool:
-        """Nothing is asked, only whether the model is there."""
+        """Whether the request is empty, which only checks that the model is loaded."""
 
     @abstractmethod
     def _asked(self, body: OllamaBody, service: Service) -> Generation:
-        """What to ask of the engine."""
+        """Return the generation for the engine."""
 
     @abstractmethod
     def _text_fields(self, heard: Heard, calls: list[dict[str, Any]]) -> dict[str, Any]:

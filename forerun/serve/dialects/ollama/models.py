@@ -1,4 +1,4 @@
-"""What Ollama's clients ask about a model."""
+"""Ollama's answers about models."""
 
 import hashlib
 from dataclasses import dataclass
@@ -60,7 +60,9 @@ def shown(served: Served) -> dict[str, Any]:
 
 
 def card(served: Served) -> dict[str, Any]:
-    """What Ollama's lists say of a loaded model: names, bytes, a digest and its family."""
+    """Return the entry of a loaded model in Ollama's lists: names, bytes, a digest and its
+    family.
+    """
     return {
         "name": served.name + LATEST,
         "model": served.name + LATEST,

@@ -13,7 +13,7 @@ from forerun.serve.fields import read
 from forerun.version import __version__
 
 KEPT = ("pull", "push", "create", "copy", "delete", "blobs/{digest}")
-"""What changes the models of a server: this one has the one that it was started with."""
+"""Routes that change the models of a server: this one serves the model that it was started with."""
 
 
 async def chat(request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""What /api/chat and /api/generate may say."""
+"""The request bodies of /api/chat and /api/generate."""
 
 import json
 from collections.abc import Mapping
@@ -121,7 +121,7 @@ _LEVELS = only("low", "medium", "high", why="it is one of these, or true or fals
 
 @takes({"anyOf": [{"type": "boolean"}, _LEVELS.schema]})
 def _think(value: Any, where: str) -> str:
-    """How much to think, as reasoning_effort has it."""
+    """Return how much to think, as reasoning_effort."""
     if isinstance(value, bool):
         return "medium" if value else "none"
     return str(_LEVELS(value, where))
@@ -138,7 +138,7 @@ def _alive(value: Any, where: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OllamaBody:
-    """What both routes have in common. speculative is Forerun's own field."""
+    """The common part of both routes. speculative is Forerun's own field."""
 
     model: str | None = accept(text(256, 1))
     stream: bool = accept(boolean, True)
@@ -230,7 +230,7 @@ def _tool(value: Any, where: str) -> Tool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OllamaChatBody(OllamaBody):
-    """POST /api/chat. Without messages it only asks whether the model is there."""
+    """POST /api/chat. Without messages it only checks that the model is loaded."""
 
     messages: tuple[dict[str, Any], ...] = accept(
         history(_message, MAX_MESSAGES, assistant=is_assistant, fresh=of_tools(_message)), ()
@@ -249,7 +249,7 @@ def _no_context(value: Any, where: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OllamaGenerateBody(OllamaBody):
-    """POST /api/generate. Without a prompt it only asks whether the model is there."""
+    """POST /api/generate. Without a prompt it only checks that the model is loaded."""
 
     prompt: str = accept(plain_text, "")
     system: str | None = accept(plain_text)

@@ -34,7 +34,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class OpenAIDialect(Dialect):
-    """What both routes have in common.
+    """The common part of both routes.
 
     whole_kind, chunk_kind  the `object` of an answer in one piece, and of a chunk
     """
@@ -74,10 +74,12 @@ class OpenAIDialect(Dialect):
 
     @abstractmethod
     def _parsed(self, value: Any, service: Service) -> tuple[SampledBody, Generation]:
-        """The checked body, and what to ask of the engine; sets `served` and `_format`."""
+        """Return the checked body and its generation; sets `served` and `_format`."""
 
     def events(self, news: News, tally: Tally, last: bool) -> bytes:
-        """One chunk per choice and kind of news; the very last carries what was asked beside."""
+        """Return one chunk per choice and kind of news; the last one has the usage and other
+        extras.
+        """
         options = self._options
         chunks = [
             {**self._envelope, "choices": [choice]}
@@ -102,7 +104,7 @@ class OpenAIDialect(Dialect):
         return b"".join(event(chunk) for chunk in chunks)
 
     def whole(self, choices: News, tally: Tally) -> dict[str, Any]:
-        """As Dialect.whole: all choices and the usage, and what was asked for beside them."""
+        """Return all choices, the usage and other extras, as Dialect.whole."""
         worded = [self._format.choice(index, delta) for index, delta in choices]
         answer = {**self._envelope, "choices": worded, "usage": self._usage(tally)}
         if self._prompt_top is not None and self.whole_kind == ChatDialect.whole_kind:
@@ -132,7 +134,7 @@ class OpenAIDialect(Dialect):
         return counts
 
     def _running(self, chunk: dict[str, Any], tally: Tally) -> dict[str, Any] | None:
-        """The counts that a chunk carries: none of an answer where it only says who speaks."""
+        """Return the counts in a chunk; none in one that only gives the role."""
         if not self._options.continuous_usage_stats:
             return None
         begins = "role" in chunk["choices"][0].get("delta", ())
@@ -145,7 +147,7 @@ class OpenAIDialect(Dialect):
         return {"prompt_token_ids": ids[0] if len(ids) == 1 else ids}
 
     def _metadata(self) -> dict[str, Any]:
-        """What an answer is not, although one might think so."""
+        """Return facts about what the answer is not: lossy, unenforced."""
         found: dict[str, Any] = {"unenforced": list(self.unenforced)} if self.unenforced else {}
         return found | ({"lossy": self.lossy} if self.lossy else {})
 
@@ -197,7 +199,7 @@ class CompletionDialect(OpenAIDialect):
 
 
 def _echoes(body: CompletionBody, prompts: list[Ints], tokenizer: Tokenizer) -> tuple[Echo, ...]:
-    """The prompts as they precede the answers, where that was asked for."""
+    """Return the prompts to put before the answers, if requested."""
     if not body.echo:
         return ()
     found = []

@@ -12,13 +12,13 @@ from forerun.serve.output_parser import Heard, OutputParser, streamed_calls, who
 from forerun.text.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0
-"""What JSON shows instead of minus infinity."""
+"""The JSON value for minus infinity."""
 
 Choice = dict[str, Any]
 
 
 class ResponseFormat(Protocol):
-    """How one route words its choices. Belongs to one request: it may count along a stream."""
+    """The format of one route's choices. Belongs to one request: it may count along a stream."""
 
     def choice(self, index: int, news: Delta) -> Choice:
         """The JSON of a finished choice, of which `news` is everything; index: its number in the
@@ -27,7 +27,7 @@ class ResponseFormat(Protocol):
         ...
 
     def chunks(self, index: int, news: Delta) -> list[Choice]:
-        """What a stream says of a choice, maybe nothing; `news` is what is new of it."""
+        """Return the chunks of a choice for `news`, possibly none."""
         ...
 
     @property
@@ -38,12 +38,12 @@ class ResponseFormat(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What choices tell beside their text.
+    """What choices contain beside their text.
 
     ids     their tokens
     as_ids  log-probabilities name tokens by their ids
-    top     alternatives of each token of an answer at most
-    prompt  alternatives of each token of the prompt; None = none of it is told
+    top     most alternatives of each token of an answer
+    prompt  alternatives of each token of the prompt; None = no prompt log-probabilities
     """
 
     ids: bool = False
@@ -157,7 +157,7 @@ class Echo:
 
 @dataclass(slots=True)
 class Offsets:
-    """Where each token of one choice begins in its text, counted in characters."""
+    """The position of each token of one choice in its text, in characters."""
 
     at: int = 0
     decoder: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
@@ -202,9 +202,7 @@ class CompletionFormat:
         return self.chunks(index, news)[0]
 
     def chunks(self, index: int, news: Delta) -> list[Choice]:
-        """One chunk of the choice; its first carries the echo of the prompt, if that was
-        asked for.
-        """
+        """Return one chunk of the choice; its first has the echo of the prompt, if requested."""
         begins = index not in self._offsets
         offsets = self._offsets.setdefault(index, Offsets())
         echo = self._echoes[index // self._n] if begins and self._echoes else None
@@ -247,7 +245,9 @@ class CompletionFormat:
         parts["top_logprobs"].append(entry and self._top(entry))
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
-        """The chosen token is always among them, so there may be one more than asked for."""
+        """Return the top tokens; the chosen one is always among them, so there may be one more than
+        requested.
+        """
         pairs = (*entry.top[: self._shown.top], (entry.token, entry.logprob))
         return {self._named(id): max(logprob, LEAST_LOGPROB) for id, logprob in pairs}
 
@@ -256,7 +256,7 @@ class CompletionFormat:
 
 
 def matched_stop(news: Delta, unseen: frozenset[int]) -> str | int | None:
-    """What ended an answer, as SGLang tells it: a stop string, or the id of a token."""
+    """Return what ended an answer, in SGLang's format: a stop string, or the id of a token."""
     if news.finish != Finish.STOP or news.stop_reason is not None:
         return news.stop_reason
     return news.tokens[-1] if news.tokens and news.tokens[-1] in unseen else None
@@ -309,7 +309,7 @@ def prompt_entries(news: Delta, top: int, tokenizer: Tokenizer) -> list[dict[str
 
 
 def reasoning_tokens(text: str, tokenizer: Tokenizer) -> int:
-    """How many tokens a reasoning's text has when it is cut anew; 0 of an empty one."""
+    """Return how many tokens a reasoning's text has when encoded anew; 0 if it is empty."""
     return len(tokenizer.encode(text, False, bos=False)) if text else 0
 
 
@@ -338,8 +338,8 @@ def usage(prompt: int, completion: int, cached: int, reasoning: int = 0) -> dict
 
 
 def predicted(stats: Iterable[SpeculationStats]) -> dict[str, int]:
-    """What became of a prediction: of its tokens that were verified, those in the text and those
-    that were in vain.
+    """Return the statistics of a prediction: its verified tokens that are in the text, and those
+    that are not.
     """
     counts = [item.predicted for item in stats]
     right = sum(accepted for _, accepted in counts)

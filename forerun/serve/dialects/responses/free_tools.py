@@ -1,4 +1,4 @@
-"""Tools of /v1/responses that are no functions, as functions of the model's.
+"""Tools of /v1/responses other than functions, presented to the model as functions.
 
 `custom` tools take any text, `local_shell` a command: agents (Codex) run them. The model is offered
 a function instead, whose call becomes an item of the tool's own kind.
@@ -120,9 +120,7 @@ def of_action(action: dict[str, Any]) -> str:
 
 
 def shell_action(arguments: str) -> dict[str, Any]:
-    """What a call of the shell is to run, from its arguments; an empty command where they
-    were cut.
-    """
+    """Return the command of a shell call, from its arguments; empty if these were cut off."""
     found = loads_or(arguments)
     given = found if isinstance(found, dict) else {}
     more = {key: given[key] for key in ("working_directory", "timeout_ms") if key in given}
@@ -175,7 +173,7 @@ class ShellCall:
 
     @property
     def name(self) -> str:
-        """What the function is called."""
+        """The name of the function."""
         return SHELL
 
     @property

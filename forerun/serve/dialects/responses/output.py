@@ -17,12 +17,12 @@ Logprobs = list[dict[str, Any]]
 
 
 class Output:
-    """Turns what is heard into events of items, one after the other.
+    """Turns parsed text into events of items, one after the other.
 
-    namespaces  of functions that have one, by name: calls of these say so
+    namespaces  of functions that have one, by name, to add to their calls
     kinds       of functions that stand for tools of another kind, by name
 
-    calls  as the model called functions, in Chat Completions' words
+    calls  the model's calls, in Chat Completions' format
     """
 
     def __init__(self, namespaces: Mapping[str, str], kinds: Mapping[str, str]) -> None:
@@ -139,7 +139,7 @@ class Output:
         return events
 
     def _begun(self, name: str) -> dict[str, Any]:
-        """What the item of a call has besides its status."""
+        """Return the fields of a call's item besides its status."""
         id, own = f"call_{uuid.uuid4().hex[:24]}", uuid.uuid4().hex
         function = {"name": name, "arguments": ""}
         self.calls.append({"id": id, "type": "function", "function": function})

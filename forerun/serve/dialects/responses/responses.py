@@ -86,7 +86,7 @@ class ResponsesDialect(Dialect):
         return b"".join(map(self._worded, events))
 
     def whole(self, choices: News, tally: Tally) -> dict[str, Any]:
-        """As Dialect.whole: the response with all items; it is stored, if that was asked for."""
+        """Return the response with all items, as Dialect.whole; stores it if requested."""
         self._heard(choices)
         self._output.close("completed" if self._complete else "incomplete")
         return self._answer(tally)
@@ -170,7 +170,7 @@ class ResponsesDialect(Dialect):
         }
 
     def _described(self, value: dict[str, Any]) -> dict[str, Any]:
-        """The answer's envelope: what was asked, with what holds where nothing was said."""
+        """Return the answer's envelope: the request with its defaults filled in."""
         body, sampling = self._body, self._generation.requests[0].sampling
         text, reasoning = value.get("text") or {}, value.get("reasoning") or {}
         return {

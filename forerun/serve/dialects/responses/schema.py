@@ -1,4 +1,4 @@
-"""What /v1/responses may say: a list of items, functions, a format of the answer."""
+"""The request body of /v1/responses: a list of items, functions, a format of the answer."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -91,7 +91,7 @@ def told(value: Any, where: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputMessage:
-    """What somebody said."""
+    """A message of the conversation."""
 
     type: str = accept(plain_text, "message")
     role: str = need(only("user", "assistant", "system", "developer", why="these exist"))
@@ -121,7 +121,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallOutput:
-    """What a call brought."""
+    """The result of a call."""
 
     type: str = need(plain_text)
     call_id: str = need(text(256))
@@ -137,7 +137,7 @@ class CallOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reasoning:
-    """What the model thought before. A summary stands for it where that is all there is."""
+    """An earlier thought of the model, or its summary if there is nothing else."""
 
     type: str = need(plain_text)
     summary: str = accept(told, "")
@@ -149,7 +149,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShellOutput:
-    """What a command brought."""
+    """The output of a command."""
 
     type: str = need(plain_text)
     output: str = need(told)
@@ -175,7 +175,7 @@ _item = tagged(_KNOWN, {"item_reference": "send the item itself, or previous_res
 
 
 def _untyped(value: Any) -> bool:
-    """Whether an item is a message that does not say so."""
+    """Return whether an item is a message without `type`."""
     return isinstance(value, dict) and value.get("type") is None and "role" in value
 
 
@@ -251,8 +251,8 @@ def is_hosted(value: Any) -> bool:
 
 @takes({"type": "array", "maxItems": MAX_TOOLS})
 def _tools(value: Any, where: str) -> tuple[Tool, ...]:
-    """Functions. The model is not told of tools that OpenAI's service would run, where there are
-    functions beside them; alone they are refused.
+    """Read functions. Tools that OpenAI's service would run are left out if there are functions
+    beside them, and refused alone.
     """
     each = items(_tool, MAX_TOOLS)
     if not isinstance(value, list) or all(map(is_hosted, value)):
@@ -269,7 +269,7 @@ def _tools(value: Any, where: str) -> tuple[Tool, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Namespace:
-    """Functions that Codex offers under one name; a call of one says so."""
+    """Functions that Codex groups under one name, which their calls repeat."""
 
     type: str = need(plain_text)
     name: str = need(function_name)
@@ -278,7 +278,9 @@ class _Namespace:
 
 
 def namespaces(tools: list[dict[str, Any]] | None) -> dict[str, str]:
-    """Of each function that has one, by its name; `tools` are checked already."""
+    """Return the namespace of each function that has one, by its name; `tools` are checked
+    already.
+    """
     return {
         tool["name"]: one["name"]
         for one in tools or []

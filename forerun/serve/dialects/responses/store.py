@@ -10,7 +10,7 @@ from forerun.serve.dialects.responses.conversation import Messages
 from forerun.serve.wire import dump_json
 
 MAX_BYTES = 1 << 26
-"""What is kept, as JSON."""
+"""Most bytes of stored answers, as JSON."""
 MAX_ANSWERS = 4096
 
 
@@ -19,7 +19,7 @@ class StoredAnswer:
     """One answer.
 
     response  as it was sent
-    input     the items that were asked with it
+    input     the items of its request
     messages  the conversation so far, this answer included
     """
 

@@ -1,1 +1,1 @@
-"""SGLang's own /generate, and what its clients ask beside it."""
+"""SGLang's own /generate and related routes."""

@@ -92,7 +92,7 @@ class GenerateDialect(Dialect):
         return b"".join(map(event, found))
 
     def whole(self, choices: News, tally: Tally) -> Any:
-        """As Dialect.whole: an object, or a list of them where several texts were asked for."""
+        """Return an object, or a list of them for several texts, as Dialect.whole."""
         for index, delta in choices:
             self._answers.setdefault(index, Answer()).add(delta)
         found = [self._told(index, tally) for index in sorted(self._answers)]
@@ -131,8 +131,8 @@ class GenerateDialect(Dialect):
         return {"text": answer.text, "output_ids": [*answer.tokens], "meta_info": meta}
 
     def _logprobs(self, answer: Answer, prompt: list[int], asked: TextRequest) -> dict[str, Any]:
-        """[log-probability, id, text or null], of the answer and of the prompt from where it was
-        asked for; the first token of a prompt has none.
+        """Return [log-probability, id, text or null] of each token of the answer, and of the prompt
+        from the requested start; the first token of a prompt has none.
         """
         output, entries = answer.logprobs, answer.prompt_logprobs
         found: dict[str, Any] = {

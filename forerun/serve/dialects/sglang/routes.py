@@ -108,7 +108,9 @@ async def flush_cache(request: Request) -> Response:
 
 
 async def abort_request(request: Request) -> Response:
-    """POST /abort_request: end running requests; their clients get an error that says so."""
+    """POST /abort_request: end running requests; their clients get an error that names the
+    reason.
+    """
     value, _ = await received(request)
     body = read(AbortBody, value)
     if body.rid is None and not body.abort_all:
@@ -158,7 +160,7 @@ def _is_called(session: GenerationSession, name: str) -> bool:
 
 
 def _sglang_names(served: Served, stats: Stats) -> dict[str, Any]:
-    """What SGLang's clients and benchmarks look for, under its names."""
+    """Return facts that SGLang's clients and benchmarks read, under its names."""
     config = served.loaded.config
     mean = 1 + stats.accepted / stats.drafts if stats.drafts else None
     now = {"avg_spec_accept_length": mean, "num_running_reqs": stats.load.running}

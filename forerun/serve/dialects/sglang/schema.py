@@ -1,4 +1,4 @@
-"""What /generate may say: texts or token ids, and one set of sampling parameters for all."""
+"""The request body of /generate: texts or token ids, and one set of sampling parameters for all."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -82,7 +82,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """What is continued. several: it came as a list, and so does the answer."""
+    """The prompts. several: they came as a list, and the answer is one, too."""
 
     prompts: tuple[Prompt, ...]
     several: bool
@@ -117,7 +117,7 @@ def each(reader: Reader) -> DescribedReader:
 
 @dataclass(frozen=True, slots=True)
 class PerText:
-    """What holds for the texts of a request. several: there is a value for each."""
+    """A field for the texts of a request. several: there is a value for each."""
 
     values: tuple[Any, ...]
     several: bool = False

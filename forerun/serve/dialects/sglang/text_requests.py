@@ -1,4 +1,4 @@
-"""What /generate asks for each of its texts, as requests for the engine."""
+"""The engine's requests for the texts of /generate."""
 
 from dataclasses import dataclass, replace
 
@@ -14,10 +14,10 @@ from forerun.serve.schema import CompletionBody, Prompt
 class TextRequest:
     """One text.
 
-    logprobs  log-probabilities are told
-    start     first token of the prompt that they are told of; -1 = of the answer alone
+    logprobs  report log-probabilities
+    start     first token of the prompt to report them for; -1 = for the answer alone
     top       alternatives of each token
-    ids       tokens whose log-probabilities are told at every place
+    ids       tokens whose log-probabilities are reported at every position
     """
 
     prompt: Prompt
@@ -56,7 +56,7 @@ def text_requests(body: GenerateBody, prompts: Prompts) -> tuple[TextRequest, ..
 
 
 def unused_reports(body: GenerateBody, texts: tuple[TextRequest, ...]) -> tuple[str, ...]:
-    """Fields about log-probabilities that change nothing, since none are told."""
+    """Return the fields about log-probabilities that have no effect because none are requested."""
     if any(one.logprobs for one in texts):
         return ()
     names = ("logprob_start_len", "top_logprobs_num", "token_ids_logprob")
@@ -68,8 +68,8 @@ def unused_reports(body: GenerateBody, texts: tuple[TextRequest, ...]) -> tuple[
 def generation_of(
     text: TextRequest, body: GenerateBody, loaded: Frontend, settings: ServeSettings
 ) -> Generation:
-    """What to ask of the engine for one text. Raises RequestError naming the field, for an unknown
-    id in token_ids_logprob too.
+    """Return the generation for one text. Raises RequestError naming the field, also for an unknown
+    id in token_ids_logprob.
     """
     found = completion_generation(_plain(text, body), loaded, settings)
     if not (text.logprobs and text.ids):
@@ -79,7 +79,7 @@ def generation_of(
     if wrong:
         message = f"token_ids_logprob has the id {wrong[0]}, but ids are 0 to {vocab - 1}."
         raise RequestError(message, "token_ids_logprob")
-    # The engine tells the best tokens: to know any, it has to tell all.
+    # The engine reports the best tokens: to include a certain one, it has to report all.
     request = found.requests[0]
     sampling = replace(
         request.sampling, logprobs=vocab, prompt_logprobs=None if text.start < 0 else vocab
@@ -97,7 +97,7 @@ def generation_of(
 
 
 def together(parts: list[Generation], rids: tuple[str, ...]) -> Generation:
-    """One generation of several texts. Raises RequestError where it would tell too much."""
+    """Return one generation of several texts. Raises RequestError if it would report too much."""
     entries = sum(
         part.n
         * (request.stopping.max_tokens + len(request.prompt))
