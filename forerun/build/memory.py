@@ -7,6 +7,7 @@ from pathlib import Path
 from forerun.errors import ConfigError, MemoryPlanError
 from forerun.interface.executor import ExecutorLimits
 from forerun.models.arch import Architecture
+from forerun.models.gguf_parts import parts_of
 from forerun.options.config import EngineConfig
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 2}
@@ -235,9 +236,9 @@ def few_bits_sentence(path: Path, title: str, weights: int, kept: str | None = N
 
 
 def bytes_on_disk(path: Path) -> int:
-    """Bytes of a file, or of the files right in a folder. Raises OSError where there is none."""
-    return (
-        path.stat().st_size
-        if path.is_file()
-        else sum(item.stat().st_size for item in path.iterdir() if item.is_file())
-    )
+    """Bytes of a file with its further parts, or of the files right in a folder. Raises OSError
+    where there is none.
+    """
+    if path.is_file():
+        return sum(part.stat().st_size for part in parts_of(path))
+    return sum(item.stat().st_size for item in path.iterdir() if item.is_file())

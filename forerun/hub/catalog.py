@@ -209,9 +209,9 @@ def _open_gguf(name: str, path: Path, context: int | None) -> Model:
         tokenizer = Tokenizer.from_gguf(checkpoint.metadata)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
-    template = checkpoint.metadata.get("tokenizer.chat_template")
-    if template is not None and not isinstance(template, str):
-        raise ModelError(f"{path}: tokenizer.chat_template is not a string")
+    key = "tokenizer.chat_template"
+    default, with_tools = (checkpoint.metadata.get(name) for name in (key, f"{key}.tool_use"))
+    template = folders.joined_templates(f"{path}: {key}", default, with_tools)
     stated = {key: checkpoint.metadata.get(place) for key, place in _GGUF_SAMPLING.items()}
     sampling = RECOMMENDED.get(name) or folders.sampling_defaults(str(path), stated)
     return _model(name, checkpoint, tokenizer, template, sampling)
@@ -227,7 +227,7 @@ def _open_folder(name: str, path: Path, context: int | None) -> Model:
         )
     config, vocab = checkpoint.config, checkpoint.architecture.vocab
     eos_ids, bos_id = folders.eos_ids(path, config, vocab), folders.bos_id(path, config, vocab)
-    tokenizer = Tokenizer.from_file(source, eos_ids, bos_id, folders.special_tokens(path))
+    tokenizer = Tokenizer.from_file(source, eos_ids, bos_id, folders.special_tokens(path), vocab)
     where = f"{path / 'generation_config.json'}"
     sampling = folders.sampling_defaults(where, folders.generation_config(path))
     return _model(name, checkpoint, tokenizer, folders.chat_template(path), sampling)

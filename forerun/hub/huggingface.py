@@ -18,6 +18,7 @@ from huggingface_hub.file_download import repo_folder_name
 
 from forerun.errors import DownloadError
 from forerun.hub.reference import HubReference, choose_gguf
+from forerun.models.gguf_parts import part_names
 
 
 class CachedModel(NamedTuple):
@@ -39,6 +40,7 @@ _PATTERNS = [
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
 ]
 """Data only: no code is ever fetched."""
 _HUB_FILE = re.compile(
@@ -110,9 +112,9 @@ def token_map_fetched(named: str) -> Path:
 def gguf_fetched(
     reference: HubReference, cache: Path | None = None, revision: str | None = None
 ) -> Path:
-    """The path of one GGUF file of a hub model, downloaded if it is not in the cache yet; cache and
-    revision as in `fetched`. Where the hub does not answer within ASKING seconds, the cache's files
-    count.
+    """The path of one GGUF file of a hub model, downloaded with its further parts if it is not in
+    the cache yet; cache and revision as in `fetched`. Where the hub does not answer within
+    ASKING seconds, the cache's files count.
 
     Raises DownloadError, and ModelError where there is no such file.
     """
@@ -127,7 +129,7 @@ def gguf_fetched(
         names = [str(path.relative_to(folder)) for path in folder.rglob("*.gguf")]
         return folder / choose_gguf(names, reference)
     name = choose_gguf(names, reference)
-    return _snapshot(repository, [name], cache, revision) / name
+    return _snapshot(repository, part_names(name), cache, revision) / name
 
 
 def check(repository: str, revision: str | None = None) -> None:

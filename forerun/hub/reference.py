@@ -9,11 +9,11 @@ from urllib.parse import urlsplit
 from huggingface_hub import constants
 
 from forerun.errors import ModelError
+from forerun.models.gguf_parts import PART, part_names
 
 _REPOSITORY = re.compile(
     r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<file>[\w.-]+))?", re.ASCII
 )
-_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 PREFERRED = ("Q4_K_M", "Q4_K_S", "Q4_0", "Q4_1", "Q5_K_M", "Q8_0", "BF16", "F16")
 """Kinds of numbers in a GGUF file, what is taken first where nobody says which."""
 
@@ -62,29 +62,27 @@ def _without_host(text: str) -> str:
 
 def choose_gguf(names: list[str], reference: HubReference) -> str:
     """The GGUF file that `reference` means among a repository's `names`: the one it names, by file
-    or kind of numbers, else the first kind of PREFERRED.
+    or kind of numbers, else the first kind of PREFERRED. Of one in several parts, the first part.
 
-    Raises NoGgufError where there is none in one piece, ModelError that lists what there is where
-    the named one is absent.
+    Raises NoGgufError where there is none, ModelError that lists what there is where the named one
+    is absent.
     """
     whole = sorted(
         name
         for name in names
         if name.endswith(".gguf")
-        and not _PART.search(name)
+        and part_names(name)[0] == name
         and "mmproj" not in name.rsplit("/", 1)[-1].lower()
     )
     if not whole:
-        parts = any(map(_PART.search, names))
-        why = "only GGUF files in several parts, which are not read" if parts else "no GGUF file"
-        raise NoGgufError(f"{reference.repository} has {why}")
+        raise NoGgufError(f"{reference.repository} has no GGUF file")
     if reference.file is None:
         ranked = [name for kind in PREFERRED for name in whole if _kind(name) == kind.lower()]
         return (ranked or whole)[0]
     wanted = reference.file.lower()
     for name in whole:
         last = name.rsplit("/", 1)[-1].lower()
-        if wanted in (last, last.removesuffix(".gguf"), _kind(name)):
+        if wanted in (last, last.removesuffix(".gguf"), _whole_name(last), _kind(name)):
             return name
     raise ModelError(
         f"{reference.repository} has no GGUF file {reference.file!r}; it has {', '.join(whole)}"
@@ -93,4 +91,10 @@ def choose_gguf(names: list[str], reference: HubReference) -> str:
 
 def _kind(name: str) -> str:
     """`model-Q4_K_M.gguf` -> q4_k_m."""
-    return re.split(r"[-.]", name.removesuffix(".gguf"))[-1].lower()
+    return re.split(r"[-.]", _whole_name(name))[-1].lower()
+
+
+def _whole_name(name: str) -> str:
+    """Without its ending, and without which part it is."""
+    found = PART.fullmatch(name)
+    return found["stem"] if found else name.removesuffix(".gguf")

@@ -19,9 +19,10 @@ _HARMLESS = re.compile(
     _.* | unsloth.* | .*_version | (torch_)?dtype | name_or_path | tokenizer_class | use_cache
     | is_decoder | is_llama_config | transformers\.js_config | return_dict | torchscript
     | use_bfloat16 | output_(attentions|hidden_states|router_logits) | model_max_length
-    | .*_token_id | cache_implementation
+    | .*_token_id | cache_implementation | auto_map | attn_implementation
     # training only
-    | initializer_range | router_aux_loss_coef | pretraining_tp | \w+_dropout | \w+_pdrop
+    | initializer_range | loss_type
+    | router_aux_loss_coef | pretraining_tp | \w+_dropout | \w+_pdrop
     # labels and generation defaults, which a request states itself
     | id2label | label2id | problem_type | task_specific_params | finetuning_task | prefix
     | (max|min)_length | do_sample | early_stopping | num_beams | num_beam_groups | temperature
@@ -36,13 +37,13 @@ _MIMO = {"architectures": ["MiMoForCausalLM"], "attention_bias": True, "use_mrop
 """What MiMo's configuration says of what Qwen2's code takes for granted."""
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object that a file holds. Raises ModelError where it is too large, cannot be read,
-    or is no object.
+def read_json(path: Path, most: int = _MOST_BYTES) -> dict[str, Any]:
+    """The JSON object that a file of at most `most` bytes holds. Raises ModelError where it is
+    larger, cannot be read, or is no object.
     """
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise ModelError(f"{path} is larger than any configuration")
+        if path.stat().st_size > most:
+            raise ModelError(f"{path} has more than {most >> 20} MiB, which is not read")
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
@@ -107,7 +108,7 @@ def _plain_name(config: Mapping[str, Any]) -> Mapping[str, Any]:
     for name, value in _MIMO.items():
         if config.get(name, value) != value:
             raise keys.unfit(name, config[name], f"{value!r} in a MiMo model")
-    kept = {name: value for name, value in config.items() if name not in (*_MIMO, "auto_map")}
+    kept = {name: value for name, value in config.items() if name not in _MIMO}
     return kept | {"model_type": "qwen2"}
 
 

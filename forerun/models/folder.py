@@ -28,9 +28,13 @@ from forerun.types import Floats
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLED, _PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _SPECIAL_TOKENS = "special_tokens_map.json"
+_TEMPLATES = ("chat_template.jinja", "additional_chat_templates/tool_use.jinja")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _MOST_SHARDS = 1024
+_MOST_INDEX = 64 << 20
+"""Bytes; that of Kimi K2 has 13.5 MB."""
+_ROTARY_TABLE = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 
 
 class FolderCheckpoint:
@@ -55,6 +59,8 @@ class FolderCheckpoint:
         stored = files_by_tensor(folder, QUANTISED if self.methods else FLOATS)
         files = with_matrices(text_only(stored, self.config, folder), self.methods)
         own, self.prediction_files = divided(files, self.architecture)
+        if self.architecture.tied_head and _own_head(own):
+            self.architecture = replace(self.architecture, tied_head=False)
         self._stored = _stored(_needed(own, self.architecture), self.architecture, folder)
 
     @property
@@ -189,7 +195,7 @@ def files_by_tensor(folder: Path, kinds: Mapping[str, int] = FLOATS) -> dict[str
 
 def _sharded(index: Path, suffix: str, read: Callable[[Path], TensorFile]) -> dict[str, TensorFile]:
     """The same of an index and the files that it names, each of which `read` opens."""
-    listed = read_json(index).get("weight_map")
+    listed = read_json(index, _MOST_INDEX).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(f, str) for f in listed.values()):
         raise ModelError(f"{index} has no weight_map from tensor to file name")
     names = sorted(set(listed.values()))
@@ -216,15 +222,25 @@ def _sharded(index: Path, suffix: str, read: Callable[[Path], TensorFile]) -> di
 
 def _needed(files: dict[str, TensorFile], arch: Architecture) -> dict[str, TensorFile]:
     """Without old checkpoints' rotary tables, and without a copy of a tied head."""
-    kept = {n: file for n, file in files.items() if not n.endswith(".rotary_emb.inv_freq")}
-    if arch.tied_head and _HEAD in kept and _EMBEDDING in kept:
-        head, embedding = kept[_HEAD], kept[_EMBEDDING]
-        if not np.array_equal(head.rows(_HEAD), embedding.rows(_EMBEDDING)):
-            raise ModelError(
-                f"{head.path}: {_HEAD} differs from the embedding although config.json ties them"
-            )
-        del kept[_HEAD]
-    return kept
+    copied = {_HEAD} if arch.tied_head else set()
+    return {
+        name: file
+        for name, file in files.items()
+        if name not in copied and _ROTARY_TABLE.fullmatch(name) is None
+    }
+
+
+def _own_head(files: dict[str, TensorFile]) -> bool:
+    """Whether there is a head that is no copy of the embedding: it counts even where config.json
+    ties them, as in transformers.
+    """
+    if _HEAD not in files or _EMBEDDING not in files:
+        return False
+    head, embedding = files[_HEAD], files[_EMBEDDING]
+    kinds = {head.tensors[_HEAD].kind, embedding.tensors[_EMBEDDING].kind}
+    if len(kinds) == 1 and kinds <= FLOATS.keys():
+        return not np.array_equal(head.rows(_HEAD), embedding.rows(_EMBEDDING))
+    return not np.array_equal(head.floats(_HEAD), embedding.floats(_EMBEDDING))
 
 
 def eos_ids(folder: Path, config: dict[str, Any], vocab: int) -> tuple[int, ...]:
@@ -315,20 +331,45 @@ def generation_config(folder: Path) -> dict[str, Any]:
 
 
 def chat_template(folder: Path) -> str | None:
-    """The chat template: chat_template.jinja, else the one in tokenizer_config.json."""
-    alone = folder / "chat_template.jinja"
-    if alone.is_file():
-        try:
-            return alone.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{alone} cannot be read: {error}") from error
+    """The chat template: chat_template.jinja, else the one in tokenizer_config.json; with the one
+    for tools where there is one. Raises ModelError.
+    """
+    alone, with_tools = (_text(folder / name) for name in _TEMPLATES)
+    if alone is not None:
+        return joined_templates(str(folder), alone, with_tools)
     value = tokenizer_settings(folder).get("chat_template")
+    with_tools = None
     if isinstance(value, list):
         named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
-        value = named.get("default")
-    if value is not None and not isinstance(value, str):
-        raise ModelError(f"{folder}: chat_template is {shown(value)}; it must be a string")
-    return value
+        value, with_tools = named.get("default"), named.get("tool_use")
+    return joined_templates(f"{folder}: chat_template", value, with_tools)
+
+
+def joined_templates(source: str, default: Any, with_tools: Any) -> str | None:
+    """One chat template of that for conversations, and of that for conversations in which tools are
+    offered; either may be missing.
+
+    source  where they come from, for messages
+
+    Raises ModelError where one is no string.
+    """
+    for template in (default, with_tools):
+        if template is not None and not isinstance(template, str):
+            raise ModelError(f"{source} is {shown(template)}; it must be a string")
+    if not default or not with_tools:
+        found: str | None = default or with_tools or None
+        return found
+    # A line break behind a tag, and one at the end of a template, are left out by Jinja.
+    plain, tools = (str(text).removesuffix("\n") for text in (default, with_tools))
+    return f"{{% if tools %}}\n{tools}{{%+ else %}}\n{plain}{{%+ endif %}}"
+
+
+def _text(path: Path) -> str | None:
+    """What a file holds; None where there is none."""
+    try:
+        return path.read_text(encoding="utf-8") if path.is_file() else None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Any]:

@@ -5,14 +5,15 @@ from pathlib import Path
 from forerun.models.arch import Architecture
 from forerun.models.checkpoint import check_whole
 from forerun.models.gguf_config import architecture_of
-from forerun.models.gguf_header import GgufFile, Value, read_header
+from forerun.models.gguf_header import GgufFile, Value
 from forerun.models.gguf_naming import AnyStored, divided, stored_tensors
+from forerun.models.gguf_parts import read_gguf
 from forerun.models.mapped import Packed
 from forerun.types import Floats
 
 
 class GgufCheckpoint:
-    """A GGUF file as a Checkpoint.
+    """A GGUF file, perhaps in several parts, as a Checkpoint.
 
     llama.cpp stores the query and key rows of Llama models with each head's halves
     interleaved, for a rotation of neighbouring pairs, and all experts' matrices as one tensor; they
@@ -27,7 +28,7 @@ class GgufCheckpoint:
 
         context  of the longest text, where the model depends on it (Architecture.for_context)
         """
-        self._file = read_header(path)
+        self._file = read_gguf(path)
         self.architecture: Architecture = architecture_of(self._file).for_context(context)
         self._stored: dict[str, AnyStored] = stored_tensors(self._file, self.architecture)
         parts = [part for item in self._stored.values() for part in item.parts]

@@ -281,9 +281,6 @@ def _check_kind(file: GgufFile) -> None:
             f"{path}: the architecture {name!r} does not run here; "
             f"these do: {', '.join(_FAMILIES)} (Mistral calls itself llama)"
         )
-    parts = metadata.get("split.count", 0)
-    if not isinstance(parts, int) or parts > 1:
-        raise ModelError(f"{path} is one of {parts} parts; merge them with llama-gguf-split first")
 
 
 def _vocab(file: GgufFile) -> int:

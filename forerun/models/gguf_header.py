@@ -16,7 +16,7 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 
 from forerun.errors import ModelError
-from forerun.models.mapped import TensorEntry, TensorFile, check_disjoint, mapped
+from forerun.models.mapped import TensorEntry, TensorFile, UnsupportedError, check_disjoint, mapped
 
 Value = bool | int | float | str | list[str] | list[int] | list[float] | list[bool]
 """A metadata value."""
@@ -60,13 +60,15 @@ def read_header(path: Path) -> GgufFile:
     cursor = _Cursor(path, data)
     try:
         if cursor.take(4) != b"GGUF":
-            raise ModelError(f"{path} is not a GGUF file (it does not begin with 'GGUF')")
-        _check_version(path, cursor.scalar(4))
+            raise UnsupportedError("it is not a GGUF file (it does not begin with 'GGUF')")
+        _check_version(cursor.scalar(4))
         n_tensors = cursor.count("tensors", 8, _MOST_TENSORS)
         n_keys = cursor.count("metadata keys", 8, _MOST_KEYS)
         metadata = _read_metadata(cursor, n_keys)
         tensors = _read_tensors(cursor, n_tensors, _alignment(metadata))
         check_disjoint(tensors)
+    except UnsupportedError as error:
+        raise ModelError(f"{path}: {error}") from error
     except (struct.error, UnicodeDecodeError, ModelError) as error:
         raise ModelError(f"{path}: damaged GGUF header at byte {cursor.at}: {error}") from error
     return GgufFile(path, tensors, data, metadata)
@@ -138,7 +140,7 @@ class _Cursor:
         kind = int(self.scalar(4))
         if kind != _STRING and kind not in _SCALARS:
             what = "an array of arrays" if kind == _ARRAY else f"an array of unknown type {kind}"
-            raise ModelError(f"{what} is not supported")
+            raise UnsupportedError(f"{what} is not supported")
         size = 8 if kind == _STRING else struct.calcsize(_SCALARS[kind])
         length = self.count("items", size, self._items_left)
         self._items_left -= length
@@ -168,12 +170,12 @@ class _Cursor:
             raise ModelError(f"the file ends: {size} bytes needed, {self.left} left")
 
 
-def _check_version(path: Path, version: int | float | bool) -> None:
+def _check_version(version: int | float | bool) -> None:
     if version in (2, 3):
         return
     if isinstance(version, int) and version >= 1 << 16:
-        raise ModelError(f"{path}: a big-endian GGUF; convert it to little-endian")
-    raise ModelError(f"{path}: GGUF version {version}; versions 2 and 3 can be read")
+        raise UnsupportedError("a big-endian GGUF; convert it to little-endian")
+    raise UnsupportedError(f"GGUF version {version}; versions 2 and 3 can be read")
 
 
 def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Value]:
@@ -232,9 +234,9 @@ def _storage(name: str, number: int) -> tuple[str, int, int]:
     try:
         kind = GGMLQuantizationType(number)
     except ValueError:
-        raise ModelError(f"tensor {name!r} has the unknown storage type {number}") from None
+        raise UnsupportedError(f"tensor {name!r} has the unknown storage type {number}") from None
     if not _readable(kind):
-        raise ModelError(f"tensor {name!r} is stored as {kind.name}, which cannot be read")
+        raise UnsupportedError(f"tensor {name!r} is stored as {kind.name}, which cannot be read")
     block, block_bytes = GGML_QUANT_SIZES[kind]
     return kind.name, block, block_bytes
 

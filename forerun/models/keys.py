@@ -34,10 +34,12 @@ class Keys:
         return self._values.get(name, default)
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """A whole number, smaller than 2**62; the default where the key is missing. Raises
-        ModelError for another value, or where it is missing without a default.
+        """A whole number, smaller than 2**62, or a list of equal ones; the default where the key is
+        missing. Raises ModelError for another value, or where it is missing without a default.
         """
         value = self._present(name, default)
+        if isinstance(value, list) and value and all(one == value[0] for one in value):
+            value = value[0]
         if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 1 << 62:
             raise self.unfit(name, value, "one whole number for all layers")
         return value

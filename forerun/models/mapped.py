@@ -17,6 +17,10 @@ from forerun.types import Floats
 _ROWS_AT_ONCE = 2048
 
 
+class UnsupportedError(ModelError):
+    """A file may be sound, but holds what is not read here."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
     """Where a tensor lies. `shape` is outermost first, as NumPy has it; bytes from file start.

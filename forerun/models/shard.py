@@ -12,9 +12,10 @@ from typing import Any
 
 from forerun.errors import ModelError
 from forerun.models.keys import shown
-from forerun.models.mapped import TensorEntry, TensorFile, check_disjoint, mapped
+from forerun.models.mapped import TensorEntry, TensorFile, UnsupportedError, check_disjoint, mapped
 
-_MOST_HEADER = 2 << 20
+_MOST_HEADER = 64 << 20
+"""Bytes; those of published models take up to 15 MB."""
 _MOST_TENSORS = 65536
 _DIMENSIONS = 8
 FLOATS: Mapping[str, int] = {"F32": 4, "F16": 2, "BF16": 2}
@@ -36,7 +37,7 @@ def read_shard(path: Path, kinds: Mapping[str, int] = FLOATS) -> TensorFile:
         if len(data) < 8 or length > len(data) - 8:
             raise ModelError(f"a header of {length} bytes in a file of {len(data)}")
         if length > _MOST_HEADER:
-            raise ModelError(f"a header of {length} bytes; {_MOST_HEADER} at most are read")
+            raise UnsupportedError(f"a header of {length} bytes; {_MOST_HEADER} at most are read")
         text = data[8 : 8 + length].tobytes().decode("utf-8")
         table = json.loads(text, object_pairs_hook=_no_twins)
         tensors = _tensors(table, 8 + length, kinds)
@@ -46,9 +47,12 @@ def read_shard(path: Path, kinds: Mapping[str, int] = FLOATS) -> TensorFile:
             raise ModelError(
                 f"its tensors take {covered} bytes; {len(data) - 8 - length} are there"
             )
+    except UnsupportedError as error:
+        raise ModelError(f"{path}: {error}") from error
     except (ModelError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: damaged safetensors file: {error}") from error
-    return TensorFile(path, tensors, data)
+    # Empty tensors are left out: what needs one that is not empty calls it missing.
+    return TensorFile(path, {name: one for name, one in tensors.items() if one.size}, data)
 
 
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -59,8 +63,10 @@ def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _tensors(table: Any, begin: int, kinds: Mapping[str, int]) -> dict[str, TensorEntry]:
-    if not isinstance(table, dict) or len(table) > _MOST_TENSORS:
+    if not isinstance(table, dict):
         raise ModelError("the header is not an object of tensors")
+    if len(table) > _MOST_TENSORS:
+        raise UnsupportedError(f"{len(table)} tensors; {_MOST_TENSORS} at most are read")
     table.pop("__metadata__", None)
     return {name: _tensor(name, entry, begin, kinds) for name, entry in table.items()}
 
@@ -71,11 +77,11 @@ def _tensor(name: str, entry: Any, begin: int, kinds: Mapping[str, int]) -> Tens
         raise ModelError(f"tensor {shown(name)} is not dtype, shape and data_offsets")
     kind = entry["dtype"]
     if not isinstance(kind, str) or kind not in kinds:
-        raise ModelError(
+        raise UnsupportedError(
             f"tensor {shown(name)} is stored as {shown(kind)}; {', '.join(kinds)} can be read"
         )
     shape, offsets = _naturals(name, entry["shape"]), _naturals(name, entry["data_offsets"])
-    if len(shape) > _DIMENSIONS or len(offsets) != 2 or 0 in shape:
+    if len(shape) > _DIMENSIONS or len(offsets) != 2:
         raise ModelError(f"tensor {shown(name)}: shape {shape}, offsets {offsets}")
     start, end = offsets
     if end - start != math.prod(shape) * kinds[kind]:

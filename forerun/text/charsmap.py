@@ -6,7 +6,6 @@ with NUL) and darts-clone's dictionary.h (the trie's units).
 """
 
 import base64
-import re
 from typing import Any
 
 import numpy as np
@@ -64,7 +63,7 @@ def _leaves(units: _Units) -> _Units:
 
 
 def _check_replacements(text: bytes, starts: _Units, longest: int) -> None:
-    ends = [match.start() for match in re.finditer(b"\0", text)] + [len(text)]
+    ends = [*np.flatnonzero(np.frombuffer(text, np.uint8) == 0).tolist(), len(text)]
     for start in np.unique(starts).tolist():
         if start > len(text) or (start < len(text) and text[start] & 0xC0 == 0x80):
             raise ValueError(f"a replacement at byte {start}, which begins no character")

@@ -5,7 +5,7 @@ merging (`tokenizer.ggml.pre`), whose meaning stands in `pre_tokenizers`.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from forerun.errors import ModelError
 from forerun.text.pieces import SPACE_MARK
@@ -37,15 +37,30 @@ _ENDS = (
 """Control tokens that end a turn by what they are called, llama.cpp's list."""
 _END_OF_MESSAGE = "<|end|>"
 """In gpt-oss's format (and Solar's) a turn is several messages, each with this at its end."""
+_NO_ID = (-1, (1 << 32) - 1)
+"""Of a token that there is not."""
 _SEVERAL_MESSAGES = ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|calls|>"})
 """Tokens by which such a format is known; one pair is enough."""
 
 
-def tokenizer_json(
-    metadata: Mapping[str, Any],
-) -> tuple[dict[str, Any], tuple[int, ...], int | None]:
-    """A GGUF file's tokenizer as a `tokenizer.json` document, the end-of-text ids, the declared one
-    first, and the begin-of-text id, None where there is none.
+class GgufTokenizer(NamedTuple):
+    """A GGUF file's tokenizer.
+
+    spec     as a `tokenizer.json` document
+    eos_ids  the end-of-text ids, the declared one first
+    bos_id   the begin-of-text id; None where there is none
+    twins    ids that the document leaves out, and their texts: another id has the same, or it is
+             empty
+    """
+
+    spec: dict[str, Any]
+    eos_ids: tuple[int, ...]
+    bos_id: int | None
+    twins: dict[int, str]
+
+
+def tokenizer_json(metadata: Mapping[str, Any]) -> GgufTokenizer:
+    """Read a GGUF file's tokenizer.
 
     metadata  the file's keys as plain Python values
 
@@ -53,13 +68,12 @@ def tokenizer_json(
     """
     kind = metadata.get("tokenizer.ggml.model")
     tokens = _strings(metadata, "tokenizer.ggml.tokens")
-    if len(set(tokens)) != len(tokens):
-        raise ModelError("tokenizer.ggml.tokens lists a token twice")
-    types = list(metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens))
+    types: Sequence[int] = list(metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens))
     if len(types) != len(tokens):
         raise ModelError(
             f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens"
         )
+    twins, types = _without_twins(tokens, types)
     if kind == "gpt2":
         spec = _byte_level(metadata, tokens, types)
         begin = _pre_tokenizer(metadata).begins
@@ -79,7 +93,24 @@ def tokenizer_json(
     bos = _id(metadata, "bos", len(tokens))
     if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", begin):
         spec["post_processor"] = _prefix(tokens[bos], bos)
-    return spec, _ends(metadata, tokens, types), bos
+    return GgufTokenizer(spec, _ends(metadata, tokens, types), bos, twins)
+
+
+def _without_twins(
+    tokens: Sequence[str], types: Sequence[int]
+) -> tuple[dict[int, str], Sequence[int]]:
+    """Ids whose text is empty or that of another id, with their texts; and the types, of which
+    those ids' are UNUSED. Of several ids the last one is spelled, as in llama.cpp, unless that is
+    UNUSED itself. Control tokens among them have no text.
+    """
+    spelled = {token: id for id, token in enumerate(tokens) if types[id] == UNUSED}
+    spelled |= {token: id for id, token in enumerate(tokens) if types[id] != UNUSED}
+    twins = {id: token for id, token in enumerate(tokens) if not token or spelled[token] != id}
+    if not twins:
+        return {}, types
+    kept = [UNUSED if id in twins else kind for id, kind in enumerate(types)]
+    texts = {id: "" if types[id] == CONTROL else token for id, token in twins.items()}
+    return texts, kept
 
 
 def _byte_level(
@@ -161,12 +192,11 @@ def _merges(
     Every way to cut a token into two tokens is a merge with that token's score. Ties between
     tokens go to the longer left part, then to the longer right part, as in transformers.
     """
-    whole = {token for token, kind in zip(tokens, types, strict=True) if kind == NORMAL}
-    index = {token: number for number, token in enumerate(tokens)}
+    index = {token: id for id, token in enumerate(tokens) if types[id] == NORMAL}
     found: list[tuple[float, int, int, str, str]] = []
-    for token in (token for token in tokens if token in whole):
+    for token in index:
         cuts = [(token[:at], token[at:]) for at in range(1, len(token))]
-        pairs = [pair for pair in cuts if pair[0] in whole and pair[1] in whole]
+        pairs = [pair for pair in cuts if pair[0] in index and pair[1] in index]
         pairs.sort(key=lambda pair: (index[pair[0]], index[pair[1]]))
         score = float(scores[index[token]])
         found += [(score, len(left), len(right), left, right) for left, right in pairs]
@@ -216,7 +246,7 @@ def _ends(
 def _id(metadata: Mapping[str, Any], name: str, count: int) -> int | None:
     key = f"tokenizer.ggml.{name}_token_id"
     value = metadata.get(key)
-    if value is None:
+    if value is None or value in _NO_ID:
         return None
     if not 0 <= int(value) < count:
         raise ModelError(f"{key} is {value}, but there are {count} tokens")

@@ -1,6 +1,7 @@
 """The bytes that each token id stands for, read from the decoder of a `tokenizer.json`."""
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,17 +39,20 @@ _BYTE_LETTERS = dict.fromkeys(range(256), "\ufffd") | {
 }
 
 
-def pieces_of(spec: dict[str, Any]) -> Pieces:
+def pieces_of(spec: dict[str, Any], twins: Mapping[int, str] | None = None) -> Pieces:
     """The bytes of every id of a `tokenizer.json` document. Raises ModelError for a decoder that is
     neither byte-level nor SentencePiece's, or for ids far beyond the number of tokens.
+
+    twins  ids that the document leaves out, and what they are called: other ids are called the
+           same, or it is nothing
     """
     decoder = spec.get("decoder") or {}
     steps = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]
     kinds = [step.get("type") for step in steps]
-    vocab: dict[str, int] = dict(spec["model"]["vocab"])
-    vocab |= {token["content"]: int(token["id"]) for token in spec.get("added_tokens") or []}
+    vocab = {int(id): text for text, id in spec["model"]["vocab"].items()} | dict(twins or {})
+    added = {int(token["id"]): token["content"] for token in spec.get("added_tokens") or []}
     if kinds == ["ByteLevel"]:
-        return Pieces(_table(vocab, _byte_level), 0)
+        return Pieces(_table(vocab, _byte_level, added, _utf8), 0)
     leading = 0
     for step in steps:
         if step.get("type") == "Strip" and step.get("content") == " " and not step.get("stop"):
@@ -61,7 +65,8 @@ def pieces_of(spec: dict[str, Any]) -> Pieces:
                 "byte-level BPE and SentencePiece-style BPE are"
             )
     fallback = bool(spec["model"].get("byte_fallback"))
-    return Pieces(_table(vocab, _sentence_piece if fallback else _spaced), leading)
+    convert = _sentence_piece if fallback else _spaced
+    return Pieces(_table(vocab, convert, added, convert), leading)
 
 
 def _plain_step(step: dict[str, Any]) -> bool:
@@ -71,21 +76,33 @@ def _plain_step(step: dict[str, Any]) -> bool:
     return step.get("type") in _HARMLESS | {"Metaspace"}
 
 
-def _table(vocab: dict[str, int], convert: Any) -> tuple[bytes, ...]:
-    size = max(vocab.values(), default=-1) + 1
-    if size > 4 * len(vocab) + 1024:
+_Convert = Callable[[str], bytes]
+
+
+def _table(
+    vocab: dict[int, str], convert: _Convert, added: dict[int, str], convert_added: _Convert
+) -> tuple[bytes, ...]:
+    size = max([*vocab, *added], default=-1) + 1
+    if size > 4 * (len(vocab) + len(added)) + 1024:
         raise ModelError(f"the tokenizer numbers {len(vocab)} tokens up to {size - 1}")
     table = [b""] * size
-    for text, index in vocab.items():
-        table[index] = convert(text)
+    for id, text in vocab.items():
+        table[id] = convert(text)
+    for id, text in added.items():
+        table[id] = convert_added(text)
     return tuple(table)
+
+
+def _utf8(text: str) -> bytes:
+    """An added token stands for its own text, whatever its letters stand for in others."""
+    return text.encode("utf-8", "replace")
 
 
 def _byte_level(text: str) -> bytes:
     try:
         return text.translate(_BYTE_LETTERS).encode("latin-1")
     except UnicodeEncodeError:  # Not written in the letters that stand for bytes.
-        return text.encode("utf-8", "replace")
+        return _utf8(text)
 
 
 def _spaced(text: str) -> bytes:

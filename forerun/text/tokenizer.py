@@ -22,7 +22,7 @@ from forerun.text.encoders import Encoders, built
 from forerun.text.gguf import tokenizer_json
 from forerun.text.length_bound import UNKNOWN, LengthBound, length_bound
 from forerun.text.pieces import Pieces, pieces_of
-from forerun.text.tokenizer_limits import check_limits, served
+from forerun.text.tokenizer_limits import check_limits, served, without_foreign
 from forerun.types import Bools, Ints
 
 _AT_ONCE = 1 << 16
@@ -142,8 +142,8 @@ class Tokenizer:
 
         Raises ModelError that names the key where one is missing or of an unknown kind.
         """
-        spec, eos_ids, bos_id = tokenizer_json(metadata)
-        return cls._from_json(spec, eos_ids, bos_id)
+        found = tokenizer_json(metadata)
+        return cls._from_json(found.spec, found.eos_ids, found.bos_id, twins=found.twins)
 
     @classmethod
     def from_file(
@@ -152,12 +152,15 @@ class Tokenizer:
         eos_ids: Iterable[int] = (),
         bos_id: int | None = None,
         names: Mapping[str, str | None] | None = None,
+        most: int | None = None,
     ) -> Self:
         """From a `tokenizer.json`; end-of-text and begin-of-text ids come from the model's
         configuration files.
 
         names  special tokens as other files of the tokenizer name them (TextEnds.named): its
                `bos_token` counts before `bos_id`, its `eos_token` beside `eos_ids`
+        most   added tokens whose ids are not below it are none: the model has no embeddings for
+               them (images and the like)
 
         Raises ModelError where the file cannot be read, asks for too much (check_limits), or is of
         a kind that is not supported.
@@ -173,6 +176,7 @@ class Tokenizer:
                 f"{path}: the tokenizer's model is {spec['model'].get('type')!r}; "
                 "only 'BPE' is supported"
             )
+        spec = spec if most is None else without_foreign(spec, most)
         return cls._from_json(spec, tuple(eos_ids), bos_id, names or {})
 
     @classmethod
@@ -182,12 +186,13 @@ class Tokenizer:
         eos_ids: tuple[int, ...],
         bos_id: int | None,
         names: Mapping[str, str | None] | None = None,
+        twins: Mapping[int, str] | None = None,
     ) -> Self:
         try:
             spec = served(spec)
             check_limits(spec)
             added = [_added_token(token) for token in spec.get("added_tokens") or []]
-            pieces = pieces_of(spec)
+            pieces = pieces_of(spec, twins)
             backend = built(spec)
             codec = Encoders(spec, {token.text for token in added if token.control})
             prefix = tuple(backend.encode("").ids)

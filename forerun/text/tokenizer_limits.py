@@ -43,6 +43,16 @@ def served(spec: dict[str, Any]) -> dict[str, Any]:
     return parts | _OFF | {"model": known | {"dropout": None}}
 
 
+def without_foreign(spec: dict[str, Any], most: int) -> dict[str, Any]:
+    """A copy of a `tokenizer.json` document without added tokens whose ids are not below `most`."""
+    added = spec.get("added_tokens") or []
+    foreign = {token["content"] for token in added if int(token["id"]) >= most}
+    vocab = spec["model"].get("vocab") or {}
+    known = {text: id for text, id in vocab.items() if text not in foreign}
+    kept = [token for token in added if token["content"] not in foreign]
+    return spec | {"added_tokens": kept, "model": spec["model"] | {"vocab": known}}
+
+
 def check_limits(spec: dict[str, Any]) -> None:
     """Raise ModelError, naming the part, where a `tokenizer.json` document asks for too much:
     normalizers that multiply text beyond MOST_PER_LETTER, more than MOST_MERGES merges per token,

@@ -90,7 +90,6 @@ def test_the_configuration_that_gemma_3_came_with(tmp_path):
         ("llama", {"model_type": ["llama"]}, "llama"),
         ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "Classification"),
         ("llama", {"quantisation_config": {"bits": 4}}, "quantisation_config"),
-        ("llama", {"auto_map": {"AutoModel": "evil.Model"}}, "auto_map"),
         ("llama", {"sliding_window": 128}, "sliding_window"),
         ("llama", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
         ("llama", {"residual_multiplier": 0.22}, "residual_multiplier"),
@@ -245,5 +244,5 @@ def test_a_huge_file_is_not_read(tmp_path):
     path = tmp_path / "config.json"
     with path.open("wb") as file:
         file.truncate(1 << 40)
-    with pytest.raises(ModelError, match="larger"):
+    with pytest.raises(ModelError, match="more than 4 MiB"):
         read_json(path)

@@ -4,6 +4,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.numpy import load_file, save_file
 
 from forerun.errors import ModelError
@@ -12,6 +13,7 @@ from forerun.models.arch import FAMILIES
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.folder import FolderCheckpoint, bos_id, chat_template, eos_ids, special_tokens
 from forerun.text.chat import ChatTemplate
+from forerun.text.template import Template
 from tests.models import tiny
 
 IDS = torch.arange(100)[None]
@@ -101,14 +103,64 @@ def test_old_rotary_tables_are_left_out(folder):
     assert name not in FolderCheckpoint(folder).names()
 
 
-def test_a_copy_of_a_tied_head_is_left_out_and_a_contradiction_refused(tmp_path):
+def test_a_copy_of_a_tied_head_is_left_out_and_another_head_counts(tmp_path):
     folder = tiny.save_folder(tiny.model("llama", tie_word_embeddings=True), tmp_path)
     embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
     rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": embedding}))
     assert "lm_head.weight" not in FolderCheckpoint(folder).names()
     rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": embedding + 1}))
-    with pytest.raises(ModelError, match="differs from the embedding"):
+    own = FolderCheckpoint(folder)
+    np.testing.assert_array_equal(own.tensor("lm_head.weight"), embedding + 1)
+    hf = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(tiny.reference(own, anew=True)(IDS).logits, hf(IDS).logits)
+    half = {"lm_head.weight": embedding.astype(np.float16).astype(np.float32)}
+    rewrite(folder, lambda tensors: tensors.update(half))
+    assert "lm_head.weight" in FolderCheckpoint(folder).names()
+
+
+def test_what_says_nothing_of_the_model_is_no_hindrance(folder):
+    """What modelling code writes beside the weights, and tensors without numbers."""
+    said = {"auto_map": {"AutoModel": "modeling.Model"}, "loss_type": "ForCausalLMLoss"}
+    edit(folder / "config.json", **said, attn_implementation="flash_attention_2")
+    table = "model.layers.0.self_attn.rotary_emb"
+    more = {f"{table}.cos_cached": np.ones((8, 4)), f"{table}.sin_cached": np.ones((8, 4))}
+    more = {name: array.astype(np.float32) for name, array in more.items()}
+    before = FolderCheckpoint(folder).names()
+    rewrite(folder, lambda tensors: tensors.update(more | {"gone": np.zeros((0, 4), np.float32)}))
+    assert FolderCheckpoint(folder).names() == before
+    rewrite(folder, lambda tensors: tensors.update({"model.norm.weight": np.zeros(0, np.float32)}))
+    with pytest.raises(ModelError, match=r"missing model\.norm\.weight"):
         FolderCheckpoint(folder)
+
+
+def test_large_indices_and_headers_are_read(folder):
+    """Kimi K2's index has 13.5 MB, headers of files with many small scales more than 2 MB."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors, path, metadata={"note": "x" * (3 << 20)})
+    before = FolderCheckpoint(folder).names()
+    path.rename(folder / "model-00001-of-00001.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "model-00001-of-00001.safetensors")}
+    text = json.dumps(index | {"metadata": "x" * (14 << 20)})
+    (folder / "model.safetensors.index.json").write_text(text)
+    assert FolderCheckpoint(folder).names() == before
+
+
+def test_added_tokens_beyond_the_embeddings_are_none(folder):
+    """Gemma 3 1B's tokenizer has an image token that only its larger siblings have."""
+    path = folder / "tokenizer.json"
+    spec = json.loads(path.read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = [{"id": id, "content": f"<image {id}>", "special": id > 320} for id in (320, 321)]
+    spec["added_tokens"] += [token | flags for token in added]
+    spec["model"]["vocab"]["<image 320>"] = 320
+    path.write_text(json.dumps(spec))
+    edit(folder / "tokenizer_config.json", eos_token="<image 321>")
+    tokenizer = open_model(str(folder)).tokenizer
+    assert tokenizer.vocab_size == 320 and tokenizer.eos_ids == (2,)
+    for specials in (False, True):
+        ids = tokenizer.encode("a <image 321> <image 320>", specials=specials)
+        assert max(ids) < 320 and tokenizer.decode(ids) == "a <image 321> <image 320>"
 
 
 def test_pickles_of_other_names_are_refused_and_what_is_none_is_said(folder, tmp_path, monkeypatch):
@@ -238,11 +290,38 @@ def test_a_fine_tune_ends_where_its_tokenizer_config_says(folder, end):
     assert ours.eos_ids == (0,) and ours.names["eos_token"] == "<no token>"
 
 
+@pytest.mark.parametrize(
+    ("default", "tools"),
+    [("D", "T"), ("\n D\n", "\n  T \n"), ("{{ '{% if' }}", "{% set x = 1 %}\n{{ x }}\n\n")],
+)
+def test_a_template_for_tools_is_used_where_tools_are_offered(folder, default, tools):
+    """By name in tokenizer_config.json, or in a file of its own; the text is what Jinja makes of
+    that template alone.
+    """
+
+    def rendered(source, offered):
+        return Template(source).render({"tools": offered})
+
+    named = {"tool_use": tools, "default": default}
+    several = [{"name": name, "template": template} for name, template in named.items()]
+    settings = folder / "tokenizer_config.json"
+    edit(settings, chat_template=several)
+    found = [chat_template(folder)]
+    (folder / "chat_template.jinja").write_text(default)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text(tools)
+    found.append(chat_template(folder))
+    for source in found:
+        assert rendered(source, None) == rendered(source, []) == rendered(default, None)
+        assert rendered(source, [1]) == rendered(tools, [1])
+
+
 def test_chat_templates(folder):
     assert chat_template(folder) == tiny.CHAT_TEMPLATE
-    several = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
-    edit(folder / "tokenizer_config.json", chat_template=several)
-    assert chat_template(folder) == "D"
+    for name in ("default", "tool_use"):
+        one = [{"name": name, "template": "D"}, {"name": "rag", "template": "R"}]
+        edit(folder / "tokenizer_config.json", chat_template=one)
+        assert chat_template(folder) == "D"
     edit(folder / "tokenizer_config.json", chat_template=7)
     with pytest.raises(ModelError, match="chat_template"):
         chat_template(folder)
@@ -254,7 +333,6 @@ def test_chat_templates(folder):
 
 
 def test_the_language_model_of_a_multimodal_checkpoint_runs_alone(tmp_path):
-    import transformers
 
     text = tiny.config("gemma3_text", tie_word_embeddings=True)
     vision = transformers.SiglipVisionConfig(

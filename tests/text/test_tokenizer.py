@@ -74,21 +74,23 @@ def reference(pre: str) -> transformers.PreTrainedTokenizerBase:
     return hf
 
 
+def sentence_piece_metadata(spaced: bool = True) -> dict:
+    tokens, scores, types = sentence_piece_vocabulary()
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.add_space_prefix": spaced,
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+
+
 @cache
 def sentence_piece(spaced: bool = True) -> Tokenizer:
-    tokens, scores, types = sentence_piece_vocabulary()
-    return Tokenizer.from_gguf(
-        {
-            "tokenizer.ggml.model": "llama",
-            "tokenizer.ggml.tokens": tokens,
-            "tokenizer.ggml.scores": scores,
-            "tokenizer.ggml.token_type": types,
-            "tokenizer.ggml.add_space_prefix": spaced,
-            "tokenizer.ggml.unknown_token_id": 0,
-            "tokenizer.ggml.bos_token_id": 1,
-            "tokenizer.ggml.eos_token_id": 2,
-        }
-    )
+    return Tokenizer.from_gguf(sentence_piece_metadata(spaced))
 
 
 @cache
@@ -331,6 +333,51 @@ def test_token_bytes_join_to_the_text():
     assert bytewise.token_bytes(10**9) == b""
 
 
+@pytest.mark.parametrize("name", ["bytes", "sentence piece"])
+def test_doubled_and_empty_tokens_of_a_gguf_are_read(name):
+    """Each id has its text; the last of those that are called the same is spelled."""
+    metadata = sentence_piece_metadata() if name == "sentence piece" else gguf_metadata("smollm")
+    tokens = metadata["tokenizer.ggml.tokens"]
+    size, more = len(tokens), ["a", "", "", tokens[2], "o"]
+    grown = metadata | {
+        "tokenizer.ggml.tokens": [*tokens, *more],
+        "tokenizer.ggml.token_type": [*metadata["tokenizer.ggml.token_type"], 1, 1, 1, 3, 5],
+        "tokenizer.ggml.bos_token_id": (1 << 32) - 1,
+    }
+    if "tokenizer.ggml.scores" in metadata:
+        scores = [*metadata["tokenizer.ggml.scores"], *[-1e6] * len(more)]
+        grown["tokenizer.ggml.scores"] = scores
+    before, ours = Tokenizer.from_gguf(metadata), Tokenizer.from_gguf(grown)
+    assert ours.vocab_size == size + len(more) and ours.bos_id is None
+    pieces = [ours.token_bytes(size + index) for index in range(len(more))]
+    assert pieces == [b"a", b"", b"", tokens[2].encode(), b"o"]
+    for text in ("o", "xay", *TEXTS):
+        ids = ours.encode(text).tolist()
+        assert ours.decode(ids) == before.decode(before.encode(text))
+        assert len(ids) == len(before.encode(text)) and not {size + 1, size + 2, size + 4} & set(
+            ids
+        )
+    assert size in ours.encode("xay" if name == "bytes" else "x\u0001a\u0001").tolist()
+
+
+def test_added_tokens_stand_for_their_own_text(tmp_path):
+    """Whatever their letters stand for in tokens that are written as bytes."""
+    texts = ["<\u00e9>", "\u0120x", "<\u65e5>", "\u00bd"]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = [
+        {"id": 256 + index, "content": text, "special": index == 2} | flags
+        for index, text in enumerate(texts)
+    ]
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(small_spec(added_tokens=added)))
+    ours = Tokenizer.from_file(path)
+    assert [ours.token_bytes(256 + n).decode() for n in range(len(texts))] == texts
+    text = "a".join(texts)
+    ids = ours.encode(text, specials=True)
+    assert set(range(256, 260)) <= set(ids.tolist())
+    assert ours.decode(ids, skip_special=False) == text
+
+
 def test_ends_are_declared_first_then_well_known():
     assert byte_level("smollm").eos_ids == (2, 0)
     assert byte_level("smollm").bos_id == 1
@@ -344,7 +391,6 @@ def test_ends_are_declared_first_then_well_known():
         ({"tokenizer.ggml.pre": ["smollm"]}, r"pre is \['smollm'\], which is unknown"),
         ({"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens is missing"),
         ({"tokenizer.ggml.merges": [1]}, "tokenizer.ggml.merges is missing or is not"),
-        ({"tokenizer.ggml.tokens": ["a", "a"]}, "lists a token twice"),
         ({"tokenizer.ggml.token_type": [1]}, "token_type has 1 entries"),
         ({"tokenizer.ggml.eos_token_id": 10**6}, "eos_token_id is 1000000"),
         ({"tokenizer.ggml.merges": ["zz zz"]}, "cannot be built"),

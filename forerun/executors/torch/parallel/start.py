@@ -14,6 +14,7 @@ import torch
 
 from forerun.executors.torch.model_runner import TorchOptions
 from forerun.interface.executor import ExecutorLimits
+from forerun.models.gguf_parts import parts_of
 from forerun.models.tensor_parallel import TensorParallel
 from forerun.version import __version__
 
@@ -79,7 +80,11 @@ def digest(path: Path) -> str:
     """Return a digest of a checkpoint's files: their names, sizes, headers, and samples of the
     rest. Takes milliseconds for a model of any size.
     """
-    files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix in WEIGHTS)
+    files = (
+        parts_of(path)
+        if path.is_file()
+        else sorted(p for p in path.iterdir() if p.suffix in WEIGHTS)
+    )
     found = hashlib.sha256()
     for each in files:
         size = each.stat().st_size
