@@ -27,7 +27,7 @@ FAST    := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadsco
 # package anew, which was half of the processor time of the tests that start some.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup tools demo serve test suite test-slow everything test-slower test-browser chaos chaos-nightly sanitize vocabularies soak fuzz-loaders mutants check prove bench \
+.PHONY: setup tools demo serve test suite test-slow everything test-slower test-browser chaos chaos-nightly sanitize vocabularies reachability soak fuzz-loaders mutants check prove bench \
 	bench-peers test-ray gpu-test gpu-bench docs wheel clean
 
 # What running a model needs: the package, its CPU core, the default model.
@@ -124,6 +124,10 @@ soak: tools
 vocabularies: tools
 	$(PIP) --no-deps mistral-common
 	$(BIN)/python -m pytest -q tests/constrain/test_vocabularies.py
+
+# A model that knows a valid text by heart writes it, under every keyword, escape and vocabulary.
+reachability: tools
+	$(BIN)/python -m pytest -q tests/constrain/test_reachability.py
 
 # The native core under AddressSanitizer and UndefinedBehaviorSanitizer.
 sanitize: tools

@@ -15,12 +15,13 @@ a model may write spaces until max_tokens."""
 
 
 def json_options(one_line: bool) -> dict[str, Any]:
-    """Options with which llguidance reads a JSON schema: white space as WHITESPACE allows it, or,
-    on one line, exactly as Python's json.dumps writes it.
+    r"""Options with which llguidance reads a JSON schema: white space as WHITESPACE allows it, or,
+    on one line, exactly as Python's json.dumps writes it; strings with any `\\uXXXX`.
     """
+    spaces: dict[str, Any] = {"whitespace_pattern": WHITESPACE}
     if one_line:
-        return {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
-    return {"whitespace_pattern": WHITESPACE}
+        spaces = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+    return spaces | {"json_allow_general_unicode_escapes": True}
 
 
 LIMITS = llguidance.LLParserLimits(

@@ -25,6 +25,7 @@ from forerun.constrain.schema.strings import (
     NOTED_FORMATS,
     SAME,
     Unenforceable,
+    only_lengths,
     plain_patterns,
 )
 
@@ -220,9 +221,13 @@ def _numbers(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, 
 
 
 def _strings(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, Any]) -> Any:
-    if isinstance(raw.get("pattern"), str):
+    pattern = raw.get("pattern")
+    span = only_lengths(pattern) if isinstance(pattern, str) else None
+    if span is not None:
+        out = _of_length({name: out[name] for name in out if name != "pattern"}, *span)
+    elif isinstance(pattern, str):
         try:
-            first, *more = plain_patterns(raw["pattern"])
+            first, *more = plain_patterns(pattern)
         except Unenforceable as error:
             rewriter.fault(path, "pattern", str(error))
         else:
@@ -235,11 +240,19 @@ def _strings(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, 
             whole = {"pattern": NO_LEAP_SECOND if name == "date-time" else f"^..{NO_LEAP_SECOND}"}
             out = also(out, whole) if "pattern" in out else out | whole
     elif name in FORMATS:
-        pattern = {"pattern": FORMATS[name]}
-        out = also(out, pattern) if "pattern" in out else out | pattern
+        format = {"pattern": FORMATS[name]}
+        out = also(out, format) if "pattern" in out else out | format
     elif name is not None and name not in NOTED_FORMATS:
         rewriter.fault(path, "format", f"unknown format {name!r}")
     return out
+
+
+def _of_length(schema: dict[str, Any], least: int, most: int | None) -> dict[str, Any]:
+    """A copy for strings of no fewer than `least` characters, and no more than `most`."""
+    bounds = {"minLength": max(least, schema.get("minLength", 0))}
+    if most is not None:
+        bounds["maxLength"] = min(most, schema.get("maxLength", most))
+    return schema | {name: bound for name, bound in bounds.items() if bound or name in schema}
 
 
 def _patterns(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, Any]) -> Any:

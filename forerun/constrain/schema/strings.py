@@ -1,7 +1,10 @@
 r"""Patterns and formats of JSON schemas, in regular expressions that mean what was meant.
 
 llguidance writes a pattern's texts as JSON strings. In a character class that leaves out `"` or
-`\` but takes control characters (`[^"]`) it takes the escape of what was left out as well.
+`\` but takes control characters (`[^"]`) it takes the escape of what was left out as well. Under a
+pattern it writes `\u` for control characters alone: where one is allowed that nobody meant, a model
+that begins `\u2019` ends with a control character. So `.` stands for none, and a pattern that every
+string matches is none.
 """
 
 import re
@@ -16,7 +19,8 @@ NATIVE = frozenset(
 """Formats that libraries know."""
 
 _LAST = 0x10FFFF
-_CONTROL = r"\x00-\x1f"
+_CONTROL = r"\x00-\x1f\x7f"
+"""What llguidance writes as `\\u` and four digits, or in another escape."""
 _TEXT = r"[A-Za-z0-9._~!$&'()*+,;=@-]"
 _PATH = rf"(({_TEXT}|%[0-9A-Fa-f]{{2}})+/)*({_TEXT}|%[0-9A-Fa-f]{{2}})*"
 _TAIL = rf"(\?({_TEXT}|[/?:])*)?(#({_TEXT}|[/?:])*)?"
@@ -110,6 +114,26 @@ def _closing(pattern: str, start: int) -> int:
     raise Unenforceable("it is not a valid regular expression")
 
 
+_ANY = r"(?:\[(?:\\s\\S|\\S\\s|\\d\\D|\\D\\d|\\w\\W|\\W\\w)\]|\((?:\?:)?\.\|\\n\))"
+_ALL = re.compile(rf"\^?{_ANY}\*\$?|\^?\.\*|\.\*\$|\^|\$|")
+_SOME = re.compile(rf"\^{_ANY}(?:(\+)|\{{(\d+)(,?)(\d*)\}})\$")
+
+
+def only_lengths(pattern: str) -> tuple[int, int | None] | None:
+    """The least and the most characters of the texts that a pattern matches, where it says nothing
+    else of them; None where it does.
+    """
+    if _ALL.fullmatch(pattern):
+        return 0, None
+    found = _SOME.fullmatch(pattern)
+    if found is None:
+        return None
+    if found[1]:
+        return 1, None
+    least = int(found[2])
+    return least, int(found[4]) if found[4] else None if found[3] else least
+
+
 def _end(pattern: str, index: int) -> int:
     try:
         return unit_end(pattern, index, "pattern")
@@ -135,6 +159,8 @@ def _plain(pattern: str) -> str:
 
 
 def _unit(unit: str) -> str:
+    if unit == ".":
+        return f"[^{_CONTROL}]"
     if unit[0] == "[":
         return _class(unit)
     if unit in ("{", "}", "]"):
@@ -194,7 +220,7 @@ def _otherwise(trie: dict[str, dict[str, object]]) -> str:
 def _but(characters: Iterable[str]) -> str:
     """A class of the plain characters but these."""
     out, at = "[", 32
-    for code in sorted({ord('"'), ord("\\"), *map(ord, characters)}):
+    for code in sorted({ord('"'), ord("\\"), 0x7F, *map(ord, characters)}):
         out += _range(at, code - 1)
         at = code + 1
     return out + _range(at, _LAST) + "]"

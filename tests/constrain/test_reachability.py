@@ -1,0 +1,338 @@
+r"""What is valid can be written: a model that knows a text by heart, and the text fits, writes it.
+
+That only valid texts come is tested elsewhere. A mask that is too narrow shows in no answer that is
+merely valid: `It\u2019s` became `It\u001b`. `make reachability` tries more, under all vocabularies.
+
+What a grammar leaves out on purpose, or a library cannot say, is listed in OUT_OF_REACH.
+"""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forerun.build import engine as engine_module
+from forerun.client.llm import LLM
+from forerun.constrain.grammar import Grammar
+from forerun.constrain.matcher.matcher import Matcher
+from forerun.engine.request import Speculation
+from tests.constrain.test_keywords import EXAMPLES
+from tests.constrain.test_rewrite import TAKEN
+from tests.constrain.test_vocabularies import compiler, ways
+from tests.constrain.tools import BYTES, allowed, compiled
+from tests.e2e.scripted import Scripted
+from tests.text.vocabularies import SMALL, vocabulary
+
+TEXT, INTEGER = {"type": "string"}, {"type": "integer"}
+SAID = 'It\u2019s \u201ccaf\u00e9\u201d \U0001f600 \u65e5\u672c\n\t"q" \\ / \u2028 \x1b end'
+
+ORDER = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{4}$"},
+        "note": {"type": "string", "maxLength": 80},
+        "due": {"type": "string", "format": "date"},
+        "lines": {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "object",
+                "properties": {
+                    "name": TEXT,
+                    "price": {"type": "number", "minimum": 0},
+                    "count": {"type": "integer", "minimum": 1, "maximum": 99},
+                },
+                "required": ["name", "price"],
+                "additionalProperties": False,
+            },
+        },
+        "paid": {"type": ["boolean", "null"]},
+    },
+    "required": ["id", "lines"],
+    "additionalProperties": False,
+}
+TREE = {
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {
+                "text": TEXT,
+                "below": {"type": "array", "items": {"$ref": "#/$defs/node"}},
+            },
+            "required": ["text"],
+            "additionalProperties": False,
+        }
+    },
+    "$ref": "#/$defs/node",
+}
+EVENT = {
+    "type": "object",
+    "properties": {
+        "action": {
+            "anyOf": [
+                {
+                    "type": "object",
+                    "properties": {"kind": {"const": "say"}, "text": TEXT},
+                    "required": ["kind", "text"],
+                    "additionalProperties": False,
+                },
+                {
+                    "type": "object",
+                    "properties": {"kind": {"const": "wait"}, "seconds": {"type": "number"}},
+                    "required": ["kind", "seconds"],
+                    "additionalProperties": False,
+                },
+            ]
+        },
+        "more": {"type": "object", "additionalProperties": TEXT},
+    },
+    "required": ["action"],
+    "additionalProperties": False,
+}
+LINE = {"name": SAID, "price": 12.5, "count": 3}
+REAL = [
+    (ORDER, {"id": "AB-1234", "note": SAID, "due": "2024-02-29", "lines": [LINE], "paid": None}),
+    (ORDER, {"id": "AB-1234", "lines": [{"name": "", "price": 0}, LINE], "paid": True}),
+    (TREE, {"text": SAID, "below": [{"text": "a"}, {"text": "b", "below": [{"text": SAID}]}]}),
+    (EVENT, {"action": {"kind": "say", "text": SAID}, "more": {SAID: SAID, "a": "b"}}),
+    (EVENT, {"action": {"kind": "wait", "seconds": -1.5e-7}, "more": {}}),
+    ({"type": "object"}, {"a": {"b": [SAID, 1, -2.5, 1e300, True, None, {}, []]}, SAID: SAID}),
+    ({"type": "object", "required": ["a"]}, {"a": SAID}),
+    ({**TEXT, "minLength": 3, "maxLength": 60}, SAID),
+    ({**TEXT, "pattern": r"^[\s\S]{3,60}$"}, SAID),
+    ({**TEXT, "pattern": ".*"}, SAID),
+    ({**TEXT, "pattern": "^https?://"}, "https://a.b/c?d=\u00e9&\U0001f600"),
+    ({**TEXT, "pattern": "^.+$"}, 'a \u00e9 \U0001f600 " \\ /'),
+    ({"enum": [SAID, "a/b", {"a": [SAID]}]}, SAID),
+    ({"const": {"a": [SAID, 1.5, None]}}, {"a": [SAID, 1.5, None]}),
+]
+EXACT = (
+    "pattern",
+    "format",
+    "enum",
+    "const",
+    "contentEncoding",
+    "not",
+    "contains",
+    "propertyNames",
+)
+"""Keywords under which each character of a string has one spelling; those that JSON must escape."""
+
+
+def written(value, escape, item=", ", key=": ", within=None):
+    """A value as JSON, each string as `escape` writes it."""
+    if isinstance(value, str):
+        return escape(value)
+    if isinstance(value, dict):
+        pairs = [
+            f"{(within or escape)(name)}{key}{written(inner, escape, item, key, within)}"
+            for name, inner in value.items()
+        ]
+        return "{" + item.join(pairs) + "}"
+    if isinstance(value, list):
+        return "[" + item.join(written(one, escape, item, key, within) for one in value) + "]"
+    return json.dumps(value)
+
+
+def short(text):
+    """Escaped where it must be, and in letters where there are any."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def every(text):
+    """Each character as `\\uXXXX`, surrogate pairs among them; the digits in capitals."""
+    data = text.encode("utf-16-be")
+    units = (int.from_bytes(data[at : at + 2]) for at in range(0, len(data), 2))
+    return '"' + "".join(f"\\u{unit:04X}" for unit in units) + '"'
+
+
+def spellings(value, free):
+    """Texts of a value.
+
+    free  strings have any escapes
+    """
+    yield json.dumps(value, ensure_ascii=False)
+    yield json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    yield json.dumps(value, ensure_ascii=False, indent=2)
+    yield json.dumps(value, ensure_ascii=False, indent="\t").replace("\n", "\r\n")
+    if free:
+        yield json.dumps(value)
+        yield json.dumps(value, indent=4)
+        yield written(value, every, within=short)
+
+
+def is_free(schema):
+    """Whether no keyword of a schema fixes how characters are spelled."""
+    if isinstance(schema, dict):
+        return not any(name in EXACT for name in schema) and all(map(is_free, schema.values()))
+    return all(map(is_free, schema)) if isinstance(schema, list) else True
+
+
+def writes(grammar, text, name="bytes", cut="longest"):
+    """Whether a model that knows a text by heart writes it: what it wrote instead, or None."""
+    known = name in SMALL
+    tokenizer = vocabulary(name) if known else BYTES
+    matcher = Matcher(compiler(name).compile(grammar) if known else compiled(grammar))
+    rest = text.encode()
+    while rest:
+        mask = matcher.mask()
+        wanted = ways(name, rest, cut) if known else [rest[0]]
+        able = next((id for id in wanted if mask is None or allowed(mask, id)), None)
+        if able is None:
+            return f"{text.encode()[: -len(rest)].decode('utf-8', 'replace')!r}, not {rest[:9]!r}"
+        assert matcher.commit(able)
+        rest = rest[len(tokenizer.token_bytes(able)) :]
+    done = matcher.complete or allowed(matcher.mask(), tokenizer.eos_ids[0])
+    return None if done else "it does not end"
+
+
+CASES = [
+    *REAL,
+    *((schema, value) for schema, valid, _ in (*EXAMPLES.values(), *TAKEN) for value in valid),
+]
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_every_valid_value_is_written_in_every_spelling(case):
+    schema, value = CASES[case]
+    free = is_free(schema)
+    grammar = Grammar.json_schema(schema, lenient=True)
+    for text in spellings(value, free):
+        assert writes(grammar, text) is None, text
+    one_line = grammar.on_one_line()
+    for text in (json.dumps(value, ensure_ascii=False), *([json.dumps(value)] if free else [])):
+        assert writes(one_line, text) is None, text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_every_valid_value_is_written_under_every_vocabulary(case, name):
+    schema, value = CASES[case]
+    grammar = Grammar.json_schema(schema, lenient=True)
+    for text in spellings(value, is_free(schema)):
+        for cut in ("its own", "longest", "shortest"):
+            assert writes(grammar, text, name, cut) is None, (text, cut)
+
+
+def values(depth=3):
+    scalars = st.none() | st.booleans() | st.integers(-(10**18), 10**18) | strings()
+    scalars |= st.floats(allow_nan=False, allow_infinity=False)
+    if not depth:
+        return scalars
+    inner = values(depth - 1)
+    return scalars | st.lists(inner, max_size=3) | st.dictionaries(strings(), inner, max_size=3)
+
+
+def strings():
+    return st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x7f"), max_size=6)
+
+
+def check_any(value):
+    grammar = Grammar.json_object()
+    for text in spellings(value, free=True):
+        assert writes(grammar, text) is None, text
+
+
+@settings(max_examples=60)
+@given(st.dictionaries(strings(), values(), max_size=3))
+def test_any_object_is_written(value):
+    check_any(value)
+
+
+@pytest.mark.slow
+@settings(max_examples=3000)
+@given(st.dictionaries(strings(), values(), max_size=4))
+def test_any_of_many_objects_is_written(value):
+    check_any(value)
+
+
+NUMBERS = [
+    "0",
+    "-0",
+    "7",
+    "-12",
+    "1.5",
+    "-0.25",
+    "1e5",
+    "1E5",
+    "1e+5",
+    "2.5e-3",
+    "1.0",
+    "10000000000",
+]
+
+
+@pytest.mark.parametrize("text", NUMBERS)
+def test_every_spelling_of_a_number_is_written(text):
+    for schema in ({"type": "number"}, {"type": ["string", "number"]}, {}):
+        assert writes(Grammar.json_schema(schema), text) is None
+
+
+OUT_OF_REACH = [
+    ({"type": "object", "properties": {"a": INTEGER, "b": INTEGER}}, '{"b": 1, "a": 1}'),
+    ({"type": "object", "properties": {"a": INTEGER}}, '{"\\u0061": 1}'),
+    ({"type": "object", "properties": {"a": INTEGER}}, '{"\\u2019": 1}'),
+    (TEXT, '"\\/"'),
+    (TEXT, '"\x7f"'),
+    ({**TEXT, "pattern": "^.$"}, '"\\u2019"'),
+    ({**TEXT, "pattern": "^.$"}, '"\\t"'),
+    ({"enum": ["\u2019"]}, '"\\u2019"'),
+    ({"type": "array"}, "[   1]"),
+    ({"type": "array"}, " [1]"),
+]
+"""Keys in another order than the schema's; escapes in keys beside listed ones, in constants and
+under patterns; what llguidance's strings do not have (docs/inside/llguidance-strings.md); control
+characters for `.`; more white space than is good for anybody."""
+
+
+@pytest.mark.parametrize(("schema", "text"), OUT_OF_REACH)
+def test_what_is_out_of_reach_is_known(schema, text):
+    """Where one of these is written after all, take it off the list."""
+    json.loads(text)
+    assert writes(Grammar.json_schema(schema), text) is not None
+
+
+CLOSED = {"type": "object", "additionalProperties": False}
+STARTS = [
+    ({**TEXT, "pattern": "^.{1,20}$"}, '"It'),
+    ({**TEXT, "pattern": '^[^"]+$'}, '"It'),
+    ({**TEXT, "pattern": "^It.*s$"}, '"It'),
+    ({"enum": ["It\u2019s"]}, '"It'),
+    ({"type": "object", "properties": {"a": TEXT}}, '{"It'),
+    ({**CLOSED, "patternProperties": {"^[a-zA-Z.]+$": TEXT}}, '{"It'),
+]
+
+
+@pytest.mark.parametrize(("schema", "start"), STARTS)
+def test_an_escape_that_has_one_end_alone_is_not_begun(schema, start):
+    """Or a model that begins `\\u2019` is led to a control character."""
+    matcher = Matcher(compiled(Grammar.json_schema(schema)))
+    assert all(map(matcher.commit, start.encode()))
+    if allowed(matcher.mask(), ord("\\")):
+        assert matcher.commit(ord("\\"))
+        assert not allowed(matcher.mask(), ord("u"))
+
+
+class ByHeart(Scripted):
+    """Knows one text."""
+
+
+@pytest.mark.parametrize("speculates", [False, True])
+@pytest.mark.parametrize("case", range(len(REAL)))
+def test_a_model_that_knows_an_answer_by_heart_gives_it(case, speculates, monkeypatch):
+    """Through the server's own parts: prompts, drafts, verification, sampling, streams."""
+    schema, value = REAL[case]
+    text = json.dumps(value, ensure_ascii=is_free(schema))
+    monkeypatch.setattr(engine_module, "ToyExecutor", ByHeart)
+    ByHeart.script = (text,)
+    with LLM("toy", kv_tokens=4096, context=4096) as llm:
+        messages = [{"role": "user", "content": "Say it."}]
+        answer = llm.chat(
+            messages,
+            max_tokens=1500,
+            grammar=Grammar.json_schema(schema),
+            speculation=Speculation(speculates),
+        )
+    assert answer.text == text
