@@ -41,8 +41,8 @@ def check_charsmap(encoded: Any, longest: int) -> None:
 
 
 def _leaves(units: _Units) -> _Units:
-    """Where the replacements begin that any text leads to. Raises IndexError where a text leads out
-    of the trie.
+    """Return where the replacements begin that any text can reach. Raises IndexError if a text
+    leads out of the trie.
     """
     offsets = (units >> 10) << ((units & (1 << 9)) >> 6)
     labels = units & ((1 << 31) | 0xFF)

@@ -22,7 +22,7 @@ from forerun.types import Ints
 _KNOWN_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 _OWN_WORDS = ("content", "reasoning_content", "reasoning", "thinking")
 _END_OF_MESSAGE = "\ue0f1end-of-message\ue0f1"
-"""Stands for the end of a message that goes on: private letters, which nobody writes."""
+"""Marks the end of a message to be continued: private-use letters, which no text contains."""
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
 
 
@@ -76,19 +76,19 @@ class ChatTemplate:
         most: int | None = None,
         marks: Marks | None = None,
     ) -> Ints:
-        """int32[T]: the prompt's ids. Control strings that users wrote stay plain text.
+        """Return int32[T], the prompt's ids. Control strings in users' texts stay plain text.
 
         messages   OpenAI's, role and content each
         tools      OpenAI's; None = none are offered
         add_generation_prompt  end with the beginning of an answer
         extra      further names for the template (chat_template_kwargs)
-        continues  the prompt ends within the last message, which the model wrote and goes on with
-        most       tokens that there is room for: what certainly has more is not encoded; None = any
-        marks      around thoughts: a message that goes on may break off in one
+        continues  the prompt ends within the last message, which the model continues
+        most       tokens that there is room for: a text that certainly has more is not encoded;
+                   None = no limit
+        marks      around thoughts: a message to be continued may break off in one
 
-        Raises RequestError naming the field where the messages cannot be rendered, ContextError
-        where there is certainly no room for them, WorkerError where the rendering process was ended
-        by somebody.
+        Raises RequestError naming the field if the messages cannot be rendered, ContextError
+        if they certainly do not fit, WorkerError if the rendering process was ended from outside.
         """
         if not continues:
             text, marker = self._render(messages, tools, add_generation_prompt, extra)
@@ -162,7 +162,7 @@ class ChatTemplate:
     def _probe(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
     ) -> str:
-        """What the template writes for a small conversation of ours. See TemplateTraits."""
+        """Return the template's text of a small test conversation. See TemplateTraits."""
         names = {"messages": list(messages), "tools": tools and list(tools)}
         return self._renderer.render(
             self._tokenizer.names | names | {"add_generation_prompt": True}

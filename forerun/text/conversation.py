@@ -2,8 +2,8 @@
 
 Templates agree on user and assistant messages and on little else: some fail at a call whose content
 is null, some at one whose content is empty, some want arguments as JSON text, some refuse a system
-message, two calls at once, two user messages in a row, or leave calls out without a word. What a
-template does is found by rendering small conversations with it (`TemplateTraits`), once, when a
+message, two calls at once, two user messages in a row, or leave calls out silently. What a
+template does is detected by rendering small conversations with it (`TemplateTraits`), once, when a
 conversation needs to know; `adapted` then changes messages as little as that template needs.
 """
 
@@ -35,9 +35,9 @@ _PARAMETERS = {"type": "object", "properties": {"city": {"type": "string", "desc
 
 @dataclass(frozen=True, slots=True)
 class CallStyle:
-    """How an assistant's tool calls are handed to a template.
+    """How a template takes an assistant's tool calls.
 
-    content    of a message that calls and says nothing: None or ""
+    content    of a message with calls and no text: None or ""
     arguments  object: as JSON data; text: as JSON text
     short_ids  call ids must be nine letters or digits
     written    False: as `tool_calls`; True: the template leaves those out, so they are text of the
@@ -59,9 +59,9 @@ _STYLES = tuple(
 
 
 class TemplateTraits:
-    """What a chat template takes. Each fact is found when it is first asked for; none ever changes.
+    """Properties of a chat template. Each is detected on first use; none ever changes.
 
-    Raises ModelError where the template does not end.
+    Raises ModelError if the template does not end.
     """
 
     def __init__(self, source: str, render: Render) -> None:
@@ -69,7 +69,7 @@ class TemplateTraits:
 
     @cached_property
     def tools(self) -> bool:
-        """Whether the template tells the model which tools there are."""
+        """Whether the template lists the tools for the model."""
         return takes_tools(self._source) and _holds(self._try([_user()], [_tool()]), [_NAME])
 
     @cached_property
@@ -80,8 +80,8 @@ class TemplateTraits:
 
     @cached_property
     def calls(self) -> CallStyle:
-        """How it takes an assistant's tool calls: the first style whose calls reach the model;
-        written as text where none does.
+        """How it takes an assistant's tool calls: the first style whose calls reach the prompt;
+        written as text if none does.
         """
         empty = self._try(_tool_turns(CallStyle("", "object", True)), [_tool()]) or ""
         most = len(_EMPTY_WORDS.findall(empty))
@@ -181,7 +181,9 @@ def adapted(
 
 
 def _with_thinking(message: Message) -> Message:
-    """A message whose thought is in `thinking`; what is said before a call is part of it."""
+    """Return a message whose thought is in `thinking`, with the text before a call as part of
+    it.
+    """
     thought = message.get("reasoning_content")
     if not thought:
         return message
@@ -274,7 +276,7 @@ def _with_system(messages: list[Message], traits: TemplateTraits) -> list[Messag
 
 
 def _after_results(messages: Iterable[Message]) -> list[Message]:
-    """What a user says after a tool's result, as the end of that result."""
+    """Return a user's text after a tool's result, as the end of that result."""
     return _merged(messages, lambda before, role: (before, role) == ("tool", "user"))
 
 
@@ -284,7 +286,7 @@ def _merged_users(messages: Iterable[Message]) -> list[Message]:
 
 
 def _merged(messages: Iterable[Message], joins: Callable[[str, str], bool]) -> list[Message]:
-    """The messages; one whose role joins the role before it becomes the end of that message."""
+    """Return the messages, merging each into the one before it if their roles join."""
     found = list[Message]()
     for message in messages:
         if found and joins(found[-1]["role"], message["role"]):

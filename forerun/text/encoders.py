@@ -15,7 +15,7 @@ Spec = dict[str, Any]
 
 
 class TextPlace(StrEnum):
-    """Where in a text a part stands.
+    """The place of a part within a text.
 
     FIRST   at its beginning
     LATER   behind a control token, which may be a beginning of its own
@@ -107,7 +107,7 @@ def _at(place: TextPlace, step: Spec) -> Spec | None:
 
 
 def _mapped(step: Spec | None, change: Callable[[Spec], Spec | None]) -> Spec | None:
-    """A normalizer or pre-tokenizer each of whose steps is what `change` makes of it."""
+    """Return a normalizer or pre-tokenizer with `change` applied to each of its steps."""
     members = {"normalizers", "pretokenizers"} & (step or {}).keys()
     if not step or step.get("type") != "Sequence" or not members:
         return change(step) if step else None

@@ -1,10 +1,10 @@
-"""Keeping what users wrote apart from the control strings that a chat template writes.
+"""Keeps users' texts apart from the control strings that a chat template writes.
 
 A chat is rendered to one string before it is encoded, so a user who types `<|im_end|>` could
-end the turn. Before rendering, a marker (a private-use character that no input holds) goes
+end the turn. Before rendering, a marker (a private-use character that no input contains) goes
 into every control string in user text, so that it is none any more. After rendering, the text
-is cut at the control strings that are left, which only the template can have written, and the
-markers are taken out. A marker inside a word survives trimming, splitting and JSON.
+is cut at the remaining control strings, which only the template can have written, and the
+markers are removed. A marker inside a word survives trimming, splitting and JSON.
 """
 
 import re

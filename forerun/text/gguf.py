@@ -1,7 +1,7 @@
 """The tokenizer of a GGUF file, written as the `tokenizer.json` its author published.
 
 A GGUF carries tokens, merges or scores, and the *name* of how text is cut into words before
-merging (`tokenizer.ggml.pre`), whose meaning stands in `pre_tokenizers`.
+merging (`tokenizer.ggml.pre`), which `pre_tokenizers` defines.
 """
 
 from collections.abc import Mapping, Sequence
@@ -149,8 +149,8 @@ def _pre_tokenizer(metadata: Mapping[str, Any]) -> PreTokenizer:
 def _sentence_piece(
     metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]
 ) -> dict[str, Any]:
-    """As Llama 2's tokenizer.json is written: a space before the text, and after control tokens, is
-    added even where one stands, so that it can be told from none.
+    """Return a tokenizer like Llama 2's tokenizer.json: a space is added before the text, and after
+    control tokens, even if there is one, so that decoding can remove it.
     """
     scores = metadata.get("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(tokens):

@@ -58,9 +58,9 @@ class MessagePiece:
 class HarmonyReader:
     """Reads the text of one answer, however it is cut, into reasoning, content and calls.
 
-    names  of the functions on offer; what goes to others is content
-    begun  what the prompt has of the first message: a header, or a text as well
-    apart  reasoning is told apart from the content
+    names  of the offered functions; messages to others are content
+    begun  the part of the first message that is in the prompt: a header, or a text as well
+    apart  reasoning is separate from the content
     """
 
     def __init__(self, names: Collection[str], begun: str = START, apart: bool = True) -> None:
@@ -83,7 +83,9 @@ class HarmonyReader:
         return self._calls > 0
 
     def push(self, text: str) -> MessagePiece:
-        """What the next piece of text makes certain; what may be part of a mark is held back."""
+        """Return what the next piece of text makes certain; a possible part of a mark is held
+        back.
+        """
         self._held += text
         found: list[MessagePiece] = []
         while self._header() if self._kind is None else self._text(found):
@@ -91,8 +93,8 @@ class HarmonyReader:
         return _joined(found)
 
     def finish(self, cut: bool = False) -> MessagePiece:
-        """What was held back, once no text will follow. Where the model ended its text with nothing
-        but thoughts, they are its answer as well; cut: there was no room for more.
+        """Return what was held back, at the end of the text. If the model wrote nothing but
+        thoughts, they are its answer as well; cut: the text was cut off.
         """
         found: list[MessagePiece] = []
         if self._kind is not None:

@@ -24,11 +24,12 @@ class JsonFault(ValueError):  # noqa: N818
 
 
 def read_json(text: str, repeated: bool = False) -> Any:
-    """What a JSON text says. Raises JsonFault for NaN, infinity, absurd depth, too many containers
-    and what is no JSON; also for repeated keys, unless `repeated`: then the last value counts.
+    """Return the value of a JSON text. Raises JsonFault for NaN, infinity, absurd depth, too many
+    containers and invalid JSON; also for repeated keys, unless `repeated`: then the last value
+    counts.
 
     A large text may be read on another thread: numbers are made in Python, although C would be
-    three times as fast, so that the event loop has its turn between any two of them.
+    three times as fast, so that the event loop can run between any two of them.
     """
     try:
         _check_containers(text)
@@ -76,7 +77,7 @@ def _integer(digits: str) -> int:
 
 
 def _object(pairs: list[tuple[str, Any]], repeated: bool) -> dict[str, Any]:
-    """Of two values under one key, whichever was taken, the other would be lost."""
+    """Return an object; refuses a repeated key, whose value would be lost, unless `repeated`."""
     made: dict[str, Any] = {}
     for start in range(0, len(pairs), _AT_ONCE):
         made.update(pairs[start : start + _AT_ONCE])

@@ -1,7 +1,7 @@
 """Chat templates that llama.cpp knows by name, for `--chat-template NAME`.
 
 For models whose file has none: facts of their formats, written down as Jinja. None has a place for
-tools; where there are some, they are put into the system message (text/conversation.py).
+tools; if there are some, they are put into the system message (text/conversation.py).
 """
 
 _EACH = "{% for message in messages %}"
@@ -30,7 +30,9 @@ def _own(system: str, user: str, assistant: str, begun: str, first: str = "") ->
 
 
 def _inst(system: str, user: str, assistant: str, begin: str) -> str:
-    """Mistral's and Llama 2's: a system message stands in the turn of the user who follows it."""
+    """Return a template like Mistral's and Llama 2's: a system message is in the turn of the user
+    who follows it.
+    """
     opened = "{% if loop.first or loop.previtem['role'] != 'system' %}" + begin + _FI
     turns = f"{_SYSTEM}{begin}{system}{_USER}{opened}{user}{_ELSE}{assistant}{_FI}"
     return f"{_BOS}{_EACH}{turns}{_END}"

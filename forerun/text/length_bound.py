@@ -1,6 +1,6 @@
-"""How few tokens a text can have, told from its bytes.
+"""A lower bound of a text's tokens, from its bytes.
 
-Texts that are certainly too long for a context need not be encoded to be refused.
+Texts that are certainly too long for a context can be refused without encoding them.
 """
 
 from collections.abc import Iterable, Sequence

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """What a name in `tokenizer.ggml.pre` stands for.
+    """The meaning of a name in `tokenizer.ggml.pre`.
 
     splits       regular expressions, the first applied first
     whole_words  a word that is in the vocabulary is one token, whatever merges say
@@ -196,4 +196,4 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 }
 
 NOT_BYTE_LEVEL = ("gemma4", "granite-embed-multi-311m", "sarvam-moe", "whitespace")
-"""Names of llama.cpp's whose words are not written as bytes; no family that runs here has one."""
+"""Names of llama.cpp's whose words are not written as bytes; no supported family has one."""

@@ -1,7 +1,7 @@
 """Models that think aloud first: `<think> ... </think>`, then the answer.
 
-Whether the thinking has begun, is over, or is up to the model is told by the end of the prompt:
-templates of some models open it, others close it at once when it is not wanted.
+The end of the prompt decides whether the thinking has begun, is over, or is up to the model:
+templates of some models open it, others close it at once when it is disabled.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ TAIL = 64
 
 
 class Stage(StrEnum):
-    """Where in its answer a model is."""
+    """The stage of an answer."""
 
     UNDECIDED = "undecided"
     THINKING = "thinking"
@@ -39,17 +39,15 @@ class Marks:
 
     @classmethod
     def found_in(cls, template: str | None) -> Self | None:
-        """The pair whose closer a chat template contains; None where it contains none, or
-        is None.
+        """Return the pair whose closer a chat template contains; None if it contains none, or is
+        None.
         """
         known = (closer for closer in CLOSERS if closer in (template or ""))
         closer = next(known, None)
         return None if closer is None else cls.of(closer)
 
     def stage(self, prompt_tail: str) -> Stage:
-        """Where in its answer a model is that goes on from a prompt with this end (TAIL characters
-        suffice).
-        """
+        """Return the stage of an answer behind a prompt with this end (TAIL characters suffice)."""
         tail = prompt_tail.rstrip()
         if tail.endswith(self.opener):
             return Stage.THINKING

@@ -1,4 +1,4 @@
-"""Where chat templates run: known ones here, strangers' in a process of limited memory."""
+"""Where chat templates run: known ones here, others in a process with limited memory."""
 
 import hashlib
 import json
@@ -40,9 +40,9 @@ class Renderer(Protocol):
     waits: bool
 
     def render(self, names: dict[str, Any]) -> str:
-        """The text of the template for these names; blocks. Raises RequestError where they cannot
-        be rendered, ModelError where the template takes too much, WorkerError where its process was
-        ended by somebody.
+        """Return the template's text for these names; blocks. Raises RequestError if they cannot be
+        rendered, ModelError if the template takes too much, WorkerError if its process was ended
+        from outside.
         """
         ...
 
@@ -52,8 +52,8 @@ class Renderer(Protocol):
 
 
 def renderer(source: str) -> Renderer:
-    """Where to render a template: here for those known to be harmless, else in processes of limited
-    memory. Raises ModelError where it does not parse.
+    """Return the renderer of a template: here for those known to be harmless, else in processes
+    with limited memory. Raises ModelError if it does not parse.
     """
     known = source == BYTE_LEVEL_TEMPLATE or hashlib.sha256(source.encode()).hexdigest() in KNOWN
     return _Here(source) if known else BySize(source)
@@ -121,8 +121,8 @@ class Apart:
         self._asked({})
 
     def render(self, names: dict[str, Any]) -> str:
-        """Render in the process, one text at a time; asks a second time where somebody may have
-        ended it. Raises RequestError, ModelError or WorkerError, as Renderer.render.
+        """Render in the process, one text at a time; tries a second time if the process may have
+        been ended from outside. Raises RequestError, ModelError or WorkerError, as Renderer.render.
         """
         return self._asked({"names": names})
 
@@ -136,7 +136,7 @@ class Apart:
         with self._turn:
             answer = self._child.ask(asked)
             if answer is None and self._child.fault not in (Fault.TIME, Fault.TOTAL):
-                # Somebody else may have ended or stopped it.
+                # It may have been ended or stopped from outside.
                 answer = self._child.ask(asked)
             fault = self._child.fault
         if answer is None and fault is not None and fault.ours:

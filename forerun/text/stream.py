@@ -9,7 +9,7 @@ from forerun.text.tokenizer import Tokenizer
 
 
 class Piece(NamedTuple):
-    """What one token settled.
+    """What one token made final.
 
     text     final text, possibly empty
     stopped  the stop string that ended the text, if one did

@@ -62,8 +62,8 @@ class TextEnds:
     eos_ids  ids that end a text, the declared one first
     bos_id   begin-of-text id, if there is one
     prefix   ids that the model expects before a plain text
-    named    texts of special tokens as the model's files name them, by what chat templates call
-             them (`eos_token`); None where they say that there is none
+    named    texts of special tokens as the model's files name them, by their names in chat
+             templates (`eos_token`); None if the files declare that there is none
     """
 
     eos_ids: tuple[int, ...]
@@ -154,16 +154,16 @@ class Tokenizer:
         names: Mapping[str, str | None] | None = None,
         most: int | None = None,
     ) -> Self:
-        """From a `tokenizer.json`; end-of-text and begin-of-text ids come from the model's
-        configuration files.
+        """Return the tokenizer of a `tokenizer.json`; end-of-text and begin-of-text ids come from
+        the model's configuration files.
 
         names  special tokens as other files of the tokenizer name them (TextEnds.named): its
-               `bos_token` counts before `bos_id`, its `eos_token` beside `eos_ids`
-        most   added tokens whose ids are not below it are none: the model has no embeddings for
-               them (images and the like)
+               `bos_token` overrides `bos_id`, its `eos_token` is added to `eos_ids`
+        most   added tokens with ids from this on are dropped: the model has no embeddings for them
+               (images and the like)
 
-        Raises ModelError where the file cannot be read, asks for too much (check_limits), or is of
-        a kind that is not supported.
+        Raises ModelError if the file cannot be read, exceeds the limits (check_limits), or is of
+        an unsupported kind.
         """
         try:
             spec = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -234,7 +234,9 @@ class Tokenizer:
         return as_ids(ids)
 
     def least_tokens(self, text: str) -> int:
-        """How many tokens `text` has at least, without encoding it; 0 where that is unknown."""
+        """Return a lower bound of the tokens of `text`, without encoding it; 0 if that is
+        unknown.
+        """
         return self._bound().least(text)
 
     def encode_part(self, text: str, first: bool) -> list[int]:
@@ -299,7 +301,9 @@ class Tokenizer:
         return b"".join(parts).decode("utf-8", "replace")
 
     def whole_tokens(self, vocab: int) -> Bools:
-        """bool[vocab] ids whose piece is text by itself: whole characters, of no special token."""
+        """Return bool[vocab], ids whose piece is text by itself: whole characters, of no special
+        token.
+        """
         whole = np.zeros(vocab, np.bool_)
         for token, piece in enumerate(self.pieces[:vocab]):
             whole[token] = bool(piece) and (piece.isascii() or _is_text(piece))

@@ -1,4 +1,4 @@
-"""What a `tokenizer.json` may ask for, checked before anything is built of it."""
+"""Limits of a `tokenizer.json`, checked before anything is built of it."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -54,7 +54,7 @@ def without_foreign(spec: dict[str, Any], most: int) -> dict[str, Any]:
 
 
 def check_limits(spec: dict[str, Any]) -> None:
-    """Raise ModelError, naming the part, where a `tokenizer.json` document asks for too much:
+    """Raise ModelError, naming the part, if a `tokenizer.json` document exceeds a limit:
     normalizers that multiply text beyond MOST_PER_LETTER, more than MOST_MERGES merges per token,
     or more than MOST_AROUND tokens around a text.
     """

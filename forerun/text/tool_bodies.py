@@ -1,4 +1,4 @@
-"""What stands between the marks of tool calls: the name and the arguments, as they come."""
+"""The text between the marks of tool calls: the name and the arguments, as they come."""
 
 import json
 import re
@@ -85,8 +85,8 @@ class JsonCalls:
 class _JsonCall:
     """One object, character by character.
 
-    name       None until it is known; told = somebody has heard it
-    arguments  certain and not yet told
+    name       None until it is known; told = it has been returned
+    arguments  certain and not yet returned
     """
 
     def __init__(self) -> None:
@@ -293,7 +293,9 @@ def _merged(calls: list[CallPiece]) -> tuple[CallPiece, ...]:
 
 
 def loads_or(text: str, otherwise: Any = None) -> Any:
-    """What JSON that a model wrote says; `otherwise` where it is none, or nested too deeply."""
+    """Return the value of JSON that a model wrote; `otherwise` if it is not JSON, or nested too
+    deeply.
+    """
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

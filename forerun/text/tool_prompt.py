@@ -1,4 +1,4 @@
-"""Tools for models whose chat template knows none: all of it as text, in the Hermes format."""
+"""Tools for models whose chat template has none: all of it as text, in the Hermes format."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -34,7 +34,7 @@ from forerun.text.tool_bodies import (
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """What a piece of text turned out to be."""
+    """The parsed content of a piece of text."""
 
     content: str = ""
     calls: tuple[CallPiece, ...] = ()
@@ -46,10 +46,10 @@ class ToolFormat:
 
     opener     begins one call or a list of them; "" = calls are an answer that begins with `{`
     closer     ends what the opener began; "" = the end of the arguments or of the answer does
-    arguments  the key that holds the arguments, where calls are JSON
-    divider    stands between name and arguments, where they are told apart so
+    arguments  the key of the arguments, if calls are JSON
+    divider    stands between name and arguments, if they are separate
     listed     calls are a JSON list, which is opened once
-    each       what begins and ends one call among several
+    each       begins and ends one call among several
     """
 
     name: str
@@ -145,7 +145,7 @@ class ToolReader:
         return self._body.count > 0
 
     def push(self, text: str) -> Parsed:
-        """What the next piece of an answer makes certain of its content and its calls; what may be
+        """Return the content and calls that the next piece of an answer makes certain; a possible
         part of a mark is held back.
         """
         content, calls = "", list[CallPiece]()

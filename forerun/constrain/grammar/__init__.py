@@ -1,4 +1,4 @@
-"""What a text may be constrained to: the value that a request carries, and grammars of calls."""
+"""Constraints of a text: the value in a request, and grammars of calls."""
 
 from forerun.constrain.grammar.grammar import Grammar, Kind, Start
 

@@ -34,7 +34,7 @@ class Signature:
 
 @dataclass(frozen=True, slots=True)
 class Calling:
-    """What an answer may be.
+    """What an answer with tools may be.
 
     required  calls and nothing else
     several   more than one call
@@ -50,7 +50,7 @@ class Calling:
     inside: bool = False
 
     def mark(self, text: str) -> str:
-        """How a Lark grammar names a mark of the format: a control token by its id, else the text
+        """Return a mark of the format in a Lark grammar: a control token by its id, else the text
         as a literal.
         """
         return f"<[{self.special[text]}]>" if text in self.special else _literal(text)
@@ -95,8 +95,8 @@ class Rules:
             raise
 
     def on_one_line(self) -> "Rules":
-        """A copy whose JSON has white space as Python's json.dumps writes it and nowhere else.
-        Raises RequestError where the grammar is no schema.
+        """Return a copy whose JSON has white space as Python's json.dumps writes it and nowhere
+        else. Raises RequestError if the grammar is not a schema.
         """
         return Rules(self.grammar.on_one_line(), self.parts)
 

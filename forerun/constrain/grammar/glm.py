@@ -75,7 +75,7 @@ class _Writer:
         whole = found.schema if isinstance(found.schema, dict) else {}
         self._defined: dict[str, Any] = whole.get("$defs", {})
         self._root = self._resolved(whole)
-        # Who reads the call knows the types that stand in the schema itself, and no others.
+        # The reader of the call knows only types that are in the schema itself.
         declared = raw.get("properties")
         self._declared: dict[str, Any] = declared if isinstance(declared, dict) else {}
         self._out = Arguments()
@@ -144,7 +144,9 @@ class _Writer:
         self._out.rules.append(f"{terminal}: ({' & '.join(terms)}) {closer}")
 
     def _terms(self, path: str, schema: dict[str, Any]) -> list[str]:
-        """What a raw string must match, all of it; the first term keeps the closing tag out."""
+        """Return what a raw string must match, all of it; the first term excludes the closing
+        tag.
+        """
         terms = [f"~({_ANY} {self._literal(CLOSER)} {_ANY})"]
         for keyword in schema.keys() - _STRING:
             self._fault(

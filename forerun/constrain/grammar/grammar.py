@@ -1,4 +1,4 @@
-"""What a request may constrain its text to, and the checks that need no compiler."""
+"""The constraint of a request's text, and the checks that need no compiler."""
 
 import json
 import re
@@ -34,7 +34,7 @@ class Kind(StrEnum):
 class Start:
     """A text after which a constraint begins, wherever tokens end: the end of reasoning.
 
-    control  control tokens leave text, too; else they stand in nobody's way
+    control  control tokens add text, too; else they are skipped
     """
 
     text: str
@@ -129,8 +129,8 @@ class Grammar:
         return grammar
 
     def on_one_line(self) -> Self:
-        """A copy whose JSON has white space as Python's json.dumps writes it and nowhere else.
-        Raises RequestError where the grammar is no schema.
+        """Return a copy whose JSON has white space as Python's json.dumps writes it and nowhere
+        else. Raises RequestError if the grammar is not a schema.
         """
         if self.kind is not Kind.JSON_SCHEMA:
             raise RequestError(f"{self.field} is no JSON schema; its own white space counts")
@@ -154,7 +154,7 @@ class Grammar:
 
 
 def _depths(source: str) -> Sequence[int]:
-    """How many brackets are open after each one, quotes not minded."""
+    """Return how many brackets are open after each one, ignoring quotes."""
     depth, depths = 0, []
     for character in re.findall(r"[()\[\]{}]", source):
         depth = depth + 1 if character in "([{" else max(0, depth - 1)

@@ -23,14 +23,15 @@ MAX_WAITING = 64
 """Grammars that may wait for the compiling processes; more are refused for the moment."""
 
 QUICK_SECONDS = 0.25
-"""Of processor time that a grammar may take in the first of two compiling processes; one that takes
-longer begins again in the second, so it cannot hold up small ones for longer than that."""
+"""Processor time that a grammar may take in the first of two compiling processes; one that takes
+longer begins again in the second, so it cannot delay small ones for longer than that.
+"""
 
 QUICK_BYTES = 16 * 1024
 """Larger sources go to the second at once."""
 
 MAX_MARKERS = 8
-"""Starts whose spellings are kept."""
+"""Most starts with cached spellings."""
 
 COMMAND = (sys.executable, "-m", "forerun.constrain.isolation.llguidance_worker")
 """Starts a compiling process."""
@@ -63,15 +64,15 @@ class Compiler:
         self._waiting = threading.Semaphore(MAX_WAITING)
 
     def compile(self, grammar: Grammar, client: str = "") -> CompiledGrammar:
-        """A grammar ready to run, from the cache or compiled in another process first. Blocks up to
-        some seconds; not for the engine's thread.
+        """Return a grammar ready to run, from the cache or compiled in another process first.
+        Blocks up to some seconds; not for the engine's thread.
 
-        client  on whose behalf: of several that wait, who has used least comes first ("" = one
-                client)
+        client  on whose behalf: among waiting clients the one with the least use comes first ("" =
+                one client)
 
-        Raises RequestError naming the field and, where it can be told, the place at fault;
-        BusyError where MAX_WAITING wait already; WorkerError where the compiling process was ended
-        or stopped by somebody.
+        Raises RequestError naming the field and, if known, the place of the fault;
+        BusyError if MAX_WAITING wait already; WorkerError if the compiling process was ended
+        or stopped from outside.
         """
         key = (grammar.kind, grammar.source, grammar.lenient, grammar.one_line)
         with self._lock:
@@ -95,7 +96,7 @@ class Compiler:
         )
 
     def _marker(self, start: Start) -> MarkerTokens:
-        """How this tokenizer spells a start. A server knows one or two of them."""
+        """Return how this tokenizer spells a start. A server has one or two of them."""
         found = self._markers.get(start)
         if found is None:
             found = MarkerTokens(start, self._tokenizer)
@@ -110,7 +111,7 @@ class Compiler:
                 lane.worker.close()
 
     def _compile_queued(self, key: _Key, grammar: Grammar, client: str) -> Translated | str:
-        """Whoever waited for the same grammar finds it in the cache."""
+        """Compile, unless another request for the same grammar has filled the cache meanwhile."""
         if not self._waiting.acquire(blocking=False):
             raise BusyError("Too many grammars are being compiled; try again later.")
         size = len(grammar.source)
@@ -122,7 +123,7 @@ class Compiler:
                     if found is not None:
                         return found
                     answer = self._ask(lane.worker, grammar)
-                    if answer is None:  # It takes too long for this one, or somebody ended it.
+                    if answer is None:  # It takes too long for this one, or its process was ended.
                         continue
                     return self._remember(key, grammar, answer, lane.worker)
             worker = self._lanes[-1].worker
@@ -141,7 +142,7 @@ class Compiler:
         answer: dict[str, Any] | None,
         worker: SandboxProcess,
     ) -> Translated | str:
-        """What came of it, kept where it will be the same the next time."""
+        """Cache the result if it will be the same the next time."""
         if answer is None:
             fault = worker.fault or Fault.DIED
             message = f"{grammar.field} cannot be compiled: {fault.words(worker.seconds)}"
@@ -185,7 +186,7 @@ def open_compiler(tokenizer: Tokenizer) -> Compiler | None:
 
 @dataclass(frozen=True, slots=True)
 class _Lane:
-    """A compiling process and who waits for it."""
+    """A compiling process and its queue."""
 
     worker: SandboxProcess
     queue: FairQueue

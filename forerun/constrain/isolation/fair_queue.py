@@ -1,4 +1,4 @@
-"""Who comes next where work of very different sizes waits for few workers."""
+"""Scheduling of work of very different sizes on few workers."""
 
 import itertools
 import threading
@@ -11,9 +11,9 @@ FORGET = 30.0
 
 
 class FairQueue:
-    """One at a time. Next is whoever has the smallest sum of when it came, what it is expected to
-    take, and what its client has used of late, all in seconds: small work passes large work, a
-    client with little one with much, and nobody waits for ever.
+    """Admits one at a time. Next is the one with the smallest sum of arrival time, expected cost,
+    and its client's recent use, all in seconds: small work passes large work, a client with little
+    use one with much, and no one waits for ever.
 
     clock  seconds that only grow
     """
@@ -29,13 +29,12 @@ class FairQueue:
 
     @contextmanager
     def place(self, client: str, cost: float) -> Iterator[None]:
-        """A context manager: wait until nobody works and this is next, then hold the one place
-        until it is left.
+        """Wait for the turn, then hold the one place until the context is left.
 
-        client  whose use of late counts
+        client  to charge
         cost    seconds of work expected
 
-        The seconds it was held are added to what the client has used.
+        The seconds it was held are added to the client's use.
         """
         with self._changed:
             place = self._clock() + cost + self._of(client), next(self._numbers)
@@ -55,12 +54,12 @@ class FairQueue:
                 self._changed.notify_all()
 
     def _of(self, client: str) -> float:
-        """What a client has used, as far as it is not forgotten."""
+        """Return a client's remaining use, which decays."""
         used, when = self._used.get(client, (0.0, 0.0))
         return float(used * 0.5 ** ((self._clock() - when) / FORGET))
 
     def _forget(self, now: float) -> None:
-        """Clients who have not come for long."""
+        """Drop clients that have not come for long."""
         if len(self._used) > 1024:
             self._used = {
                 client: (used, when)
@@ -70,8 +69,8 @@ class FairQueue:
 
 
 class LeastWorkedFirst:
-    """So many at a time. Next is who has worked least: an answer of seconds holds up nobody whose
-    answers take milliseconds for longer than one of them.
+    """Admits so many at a time. Next is the one that has worked least: an answer of seconds delays
+    answers of milliseconds by at most one of them.
 
     count  how many have a turn at one time
     """

@@ -67,12 +67,12 @@ def _fitted(
     vocabulary: llguidance.LLTokenizer,
     alone: bool = False,
 ) -> tuple[Any, list[str]]:
-    """A schema that llguidance honours, and the paths of what is left out of a lenient one.
+    """Return a schema that llguidance honours, and the paths of what is left out of a lenient one.
 
-    alone  it is all that was asked for: where no text satisfies it nothing is left out, and
-           llguidance says why. Of tools, one that cannot be called does not keep others from it.
+    alone  it is the whole constraint: if no text satisfies it, nothing is left out, and llguidance
+           reports why. Among tools, one that cannot be called does not affect the others.
 
-    Raises ValueError naming the path where a strict one asks for more.
+    Raises ValueError naming the path if a strict one requires more.
     """
     found = rewritten(schema, plain=not lenient)
     if found.unenforced and not lenient:
@@ -108,7 +108,7 @@ rewriting has left no value.
 
 
 def _refusal(schema: Any, one_line: bool, vocabulary: llguidance.LLTokenizer) -> str:
-    """What llguidance says against a schema; empty where it takes it."""
+    """Return llguidance's objection to a schema; empty if it accepts it."""
     options: Any = json_options(one_line)
     text = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
     matcher = llguidance.LLMatcher(vocabulary, text, limits=LIMITS, log_level=0)
@@ -157,7 +157,7 @@ _TOKEN = re.compile(r"<\[\d+(,\d+)*\]>")
 
 
 MAX_LEFT_OUT = 64
-"""Keywords that are left out because llguidance says so."""
+"""Most keywords to leave out because llguidance refuses them."""
 
 _BYTES_OF_TOKEN = 8
 """A long token is several bytes: one of them may take no more than its share."""

@@ -34,7 +34,7 @@ class SentVocabulary:
         return self._tokens[id]
 
     def encode_within(self, text: str) -> list[int]:
-        """Ids as Tokenizer.encode_within gives them: the server's process is asked, which has the
+        """Return ids as Tokenizer.encode_within does, from the server's process, which has the
         tokenizer.
         """
         ids: list[int] = question(text)
@@ -52,8 +52,8 @@ class Follower:
         """Step over the tokens of request["take"] and reply with what may follow: {"mask" (base64
         of one bit per id), "complete", "error"}.
 
-        "begin" in the request names a new grammar in llguidance's form. Where a token does not fit
-        or a limit is reached, "error" says so and the mask allows the end of text alone.
+        "begin" in the request has a new grammar in llguidance's form. If a token does not fit
+        or a limit is reached, "error" has the reason and the mask allows the end of text alone.
         """
         if "begin" in request:
             self._automaton = self._library.build(request["begin"])(True)
@@ -76,7 +76,7 @@ def main() -> None:
     """Run the matching process: read the vocabulary from the first line, limit processor time and
     memory, then answer requests until standard input ends.
     """
-    os.nice(5)  # Those who are served by the model come first.
+    os.nice(5)  # The model's own processes come first.
     resource.setrlimit(resource.RLIMIT_CPU, (ALL_SECONDS, ALL_SECONDS + 5))
     sent = json.loads(sys.stdin.readline())
     vocabulary = SentVocabulary(sent)

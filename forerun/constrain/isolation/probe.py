@@ -43,7 +43,7 @@ def expensive(begin: Callable[[], Automaton], ends: frozenset[int], slow: float)
 
 
 def _took(beginning: Automaton, seed: int, ends: frozenset[int], step: int) -> float:
-    """What a step of a walk takes; 0 where the walk does not come there."""
+    """Return the time of a step of a walk; 0 if the walk does not reach it."""
     return next(islice(_walk(beginning, seed, ends), step, None), 0.0)
 
 

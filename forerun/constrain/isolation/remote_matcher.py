@@ -1,8 +1,8 @@
 """Matchers in processes of their own, for grammars that are expensive to follow.
 
 A call into a matcher cannot be interrupted, and a grammar of 185 bytes can make it last seconds. So
-such a matcher runs in a process that can be killed, and nobody waits for it: its sequence takes no
-part in a step until its mask is there. It drafts nothing.
+such a matcher runs in a process that can be killed, and no thread waits for it: its sequence takes
+no part in a step until its mask has arrived. It drafts nothing.
 """
 
 import base64
@@ -28,7 +28,7 @@ MAX_PROCESSES = 16
 """Matchers that have a process at one time; others wait. Each takes up to 100 MB."""
 
 MAX_WORKING = 4
-"""Of these, how many may work at one time: each takes a processor."""
+"""How many of these may work at one time: each takes a processor."""
 
 COMMAND = (sys.executable, "-m", "forerun.constrain.isolation.matcher_worker")
 
@@ -64,7 +64,7 @@ class RemoteMatchers:
 
 
 class RemoteMatcher:
-    """The AsyncMatcher of one sequence. Made and asked on one thread, which never waits; another
+    """The AsyncMatcher of one sequence. Made and called on one thread, which never waits; another
     thread of its own talks to the process.
 
     grammar   in llguidance's form
@@ -126,7 +126,7 @@ class RemoteMatcher:
             finally:
                 self._process.close()
         while failed is not None and not self._closed.is_set():
-            self._tell(failed)  # And so to whatever else is asked.
+            self._tell(failed)  # And so for every later call.
             if self._jobs.get() is None:
                 return
 
@@ -135,7 +135,7 @@ class RemoteMatcher:
         first: dict[str, Any] = {"begin": self._grammar}
         while (job := self._jobs.get()) is not None and not self._closed.is_set():
             with self._matchers.working.place(self._worked):
-                if self._closed.is_set():  # While it waited: nothing is begun for nobody.
+                if self._closed.is_set():  # Closed while it waited: begin nothing.
                     return None
                 begun = monotonic()
                 found = self._process.ask({**first, "take": job})

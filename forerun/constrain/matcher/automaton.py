@@ -68,7 +68,7 @@ class Vocabulary(Protocol):
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids of the control tokens, whose bytes are no text."""
+        """Ids of the control tokens, whose bytes are not text."""
         ...
 
     def token_bytes(self, id: int) -> bytes:
@@ -82,10 +82,10 @@ class Vocabulary(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MatcherAnswer:
-    """What an AsyncMatcher says of its place. See Automaton.
+    """An AsyncMatcher's answer. See Automaton.
 
-    mask  of what may follow; where the text is complete, its end
-    lost  the error is no fault of the grammar's
+    mask  of the allowed tokens; if the text is complete, its end
+    lost  the error is not due to the grammar
     """
 
     mask: bytes = b""
@@ -95,7 +95,7 @@ class MatcherAnswer:
 
 
 class AsyncMatcher(Protocol):
-    """Follows one sequence through a grammar, forward only, where nobody waits for it."""
+    """Follows one sequence through a grammar, forward only, without blocking."""
 
     @property
     def ready(self) -> bool:

@@ -24,12 +24,12 @@ from forerun.types import Ints
 
 
 class GrammarState:
-    """One sequence's matcher, and what is known of the step under way.
+    """One sequence's matcher, and its state in the current step.
 
-    A path is the tuple of tokens below the root of the step's tree; masks are kept by path until
-    the root moves on, so no state is asked twice.
+    A path is the tuple of tokens below the root of the step's tree; masks are cached by path until
+    the root moves on, so each is computed once.
 
-    failed   why the matcher failed at a path where it was asked for a mask
+    failed   why the matcher failed at a path when computing a mask
     output   the tokens over which the root has moved
     seconds  of processor time under `timed`
     """
@@ -69,8 +69,9 @@ class GrammarState:
         return found
 
     def predicted(self, min_prob: float = FIXED_MIN_PROB) -> list[PredictedToken]:
-        """Certain and likely tokens below the root, parents first, whose paths have a probability
-        of `min_prob` or more. They are computed once per step; later calls ignore `min_prob`.
+        """Return certain and likely tokens below the root, parents first, whose paths have a
+        probability of `min_prob` or more. They are computed once per step; later calls ignore
+        `min_prob`.
         """
         if self._predicted is None:
             self._predicted = JumpForward(self.matcher, self._likely, min_prob).draft_tokens()
@@ -182,11 +183,11 @@ class GuidedDraft:
         self._place: dict[tuple[int, int], int] = {}
 
     def hang(self, token: int, parent: int, score: float, rank: int, source: int) -> int:
-        """Add a token below node `parent` (-1 = root), or find it there; returns its node number.
+        """Add a token below node `parent` (-1 = root), unless it is there; returns its node number.
 
-        score  probability of its path; kept as the greatest heard, and never above the parent's
+        score  probability of its path; the greatest one is kept, but never above the parent's
         rank   place in the drafter's order, and
-        source who named it: both are kept from the first call
+        source of the token: both are kept from the first call
         """
         node = self._place.setdefault((parent, token), len(self._tokens))
         score = min(score, self._score[parent] if parent >= 0 else 1.0)

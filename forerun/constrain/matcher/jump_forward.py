@@ -1,4 +1,4 @@
-"""What a grammar makes certain or likely below the end of a text: a tree, the likeliest first."""
+"""The tokens that a grammar makes certain or likely below the end of a text: a tree, best first."""
 
 from collections.abc import Callable
 from heapq import heappop, heappush
@@ -72,7 +72,7 @@ class JumpForward:
             self._path.append(token)
             self._found.append(PredictedToken(token, node, score))
             node = len(self._found) - 1
-        # Nothing is as likely as what is forced, so with `min_prob` 1 nobody is asked.
+        # Only forced tokens have probability 1, so with `min_prob` 1 no estimate is needed.
         if self._min_prob == 1.0 or matcher.complete or len(self._found) == MAX_AHEAD:
             return
         for token, chance in self._likely(tuple(self._path)):

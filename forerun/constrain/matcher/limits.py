@@ -33,8 +33,9 @@ LIMITS = llguidance.LLParserLimits(
     max_grammar_size=20_000,
     verbose_errors=False,
 )
-"""What a grammar may cost. The size admits an object of 2,000 optional properties, whose masks
-then take 40 ms; a step's lexer fuel is about 15 ms of matching; a lexer state takes 1 to 2 kB."""
+"""Limits of a grammar's cost. The size admits an object of 2,000 optional properties, whose masks
+then take 40 ms; a step's lexer fuel is about 15 ms of matching; a lexer state takes 1 to 2 kB.
+"""
 
 CALL_LIMITS = llguidance.LLParserLimits(
     max_items_in_row=1_000,
@@ -45,9 +46,10 @@ CALL_LIMITS = llguidance.LLParserLimits(
     max_grammar_size=20_000,
     verbose_errors=False,
 )
-"""What it may cost on the engine's thread. Time grows with the square of the items in a row: with
+"""Limits of its cost on the engine's thread. Time grows with the square of the items in a row: with
 1,000, a token of 16 bytes takes 40 ms under the most ambiguous grammar that was tried, with 2,000
-it takes 400 and with 12,000 four seconds. 1,000 are enough for 200 optional properties."""
+it takes 400 and with 12,000 four seconds. 1,000 are enough for 200 optional properties.
+"""
 
 SLOW = 0.02
 """Seconds of processor time that a matcher may take of one step on the engine's thread."""
@@ -56,16 +58,16 @@ RECURSION = 20_000
 """Python frames inside one another in a process that rewrites schemas."""
 
 UNREADABLE = (TypeError, LookupError, AttributeError, ArithmeticError, re.error)
-"""What may become of a source that no rule of rewriting foresees; the source is at fault."""
+"""Errors of a source that no rule of rewriting foresees; the source is at fault."""
 
 MEMORY = 2 << 30
 """Address space of a compiling or matching process, in bytes."""
 
 SECONDS = 5.0
-"""Of processor time; a grammar that takes longer to compile is refused."""
+"""Processor time after which compiling a grammar is refused."""
 
 CALL_SECONDS = 2.0
-"""Of processor time; a matcher in a process of its own that takes longer for one token is ended."""
+"""Processor time for one token after which a matcher in a process of its own is ended."""
 
 ALL_SECONDS = 60
-"""Of processor time that a matcher in a process of its own may take altogether."""
+"""Processor time that a matcher in a process of its own may take altogether."""

@@ -43,8 +43,8 @@ class GuidanceAutomaton:
         return GuidanceAutomaton(self._matcher.deep_copy())
 
     def take(self, token: int) -> bool:
-        """Step over a token; False, and nothing changes, where it does not fit. llguidance does not
-        forgive a token that it could not take, so it is asked to try.
+        """Step over a token; returns False, and changes nothing, if it does not fit. Tries first,
+        since a failed step breaks llguidance's matcher.
         """
         return bool(self._matcher.try_consume_tokens([token]) == 1)
 
@@ -93,8 +93,8 @@ class Guidance:
         return partial(begin, self._vocabulary, text)
 
     def explained(self, grammar: Grammar, message: str) -> str:
-        """An error message for people: llguidance's `message` on one line, with the request field
-        and, where it can be told, the path or place in the source at fault.
+        """Return an error message for users: llguidance's `message` on one line, with the request
+        field and, if known, the path or place in the source at fault.
         """
         if "NoExtension" in message:
             return f"{grammar.field} cannot be satisfied by any text"
@@ -117,7 +117,7 @@ class Guidance:
 
 
 class _Vocabulary:
-    """What llguidance wants to know of a tokenizer."""
+    """The tokenizer as llguidance needs it."""
 
     is_tokenizer_wrapper = True
 
@@ -130,8 +130,8 @@ class _Vocabulary:
         self._spelled: dict[bytes, int] = {}
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Ids of a text that is forced, whose bytes are those of the text. Of a long one its
-        beginning: it is asked for at every node, and no step takes more of it.
+        """Return ids of a forced text, with exactly its bytes; of a long one its beginning: it is
+        called at every node, and no step takes more of it.
         """
         plain = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
         data = text if isinstance(text, bytes) else text.encode("utf-8", "replace")

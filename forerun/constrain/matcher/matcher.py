@@ -90,7 +90,7 @@ class CompiledGrammar:
 
 @dataclass(slots=True)
 class _Position:
-    """What is known of a position behind draft tokens; None = nobody has asked.
+    """The state of a position behind draft tokens; None = not computed.
 
     fits  whether a token fits there
     left  how often a copy has moved on from there
@@ -106,21 +106,21 @@ class _Position:
 class Matcher:
     """Follows one sequence through a grammar, ahead over draft tokens and back again.
 
-    No automaton is ever rolled back (see Automaton). One takes what is decided and nothing else;
-    draft tokens are taken by copies of it, which are thrown away with the next decision. To copy
+    No automaton is ever rolled back (see Automaton). One takes decided tokens only;
+    draft tokens are taken by copies of it, which are dropped with the next decision. Copying
     takes time in proportion to the text, so a copy moves on with the first draft token behind a
-    position, the answers given there are remembered, and another copy is made only for the next
+    position, the answers given there are cached, and another copy is made only for the next
     draft token or question.
 
-    An automaton that fails (a limit was reached) says so in `error` as long as the matcher stands
-    there. It is never shown an id that the tokenizer does not have.
+    An automaton that fails (a limit was reached) has the reason in `error` as long as the matcher
+    is there. It never gets an id that the tokenizer does not have.
     """
 
     def __init__(self, compiled: CompiledGrammar) -> None:
         self._automaton = compiled.begin()
         self._vocab = compiled.vocab
         self._start = StartMarker(compiled.start, compiled.ends, compiled.vocab)
-        # What the constraint begins with; asked for while that is ahead.
+        # The constraint's first mask; needed while its start is ahead.
         self._first = self._automaton.mask() if self.waiting else b""
         # Where the matcher stood before each draft token: bytes of the start, and the path below.
         self._trail: list[tuple[int | None, Path]] = []
@@ -202,8 +202,8 @@ class Matcher:
         return position.forced
 
     def mask(self) -> bytes | None:
-        """One bit per known id, set where the token may follow; None = every token may. Where the
-        automaton fails, `error` says so.
+        """Return one bit per known id, set if the token may follow; None = every token may. If the
+        automaton fails, `error` has the reason.
         """
         if self.waiting:
             return self._start.mask(self._first)
@@ -212,7 +212,7 @@ class Matcher:
         return mask
 
     def _position(self) -> _Position:
-        """What is known of where the matcher stands."""
+        """Return the state of the matcher's position."""
         position = self._positions.get(self._path)
         if position is None:
             position = self._positions[self._path] = _Position()

@@ -8,10 +8,10 @@ from forerun.interface.grammars import Committed
 
 
 class RemoteState:
-    """What GrammarState is for other sequences, but nothing is drafted, and nothing may be asked
-    before it is `ready`.
+    """A GrammarState for matchers in processes of their own: it drafts nothing, and may be used
+    only when it is `ready`.
 
-    answered  called, on another thread, when it may be
+    answered  called, on another thread, when it is
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class RemoteState:
         return Committed(len(tokens))
 
     def close(self) -> None:
-        """End the process that follows the grammar; nothing may be asked afterwards."""
+        """End the process that follows the grammar; no call may follow."""
         self._matcher.close()
 
     def _constrained(self, tokens: Sequence[int]) -> Sequence[int]:
-        """What is behind the start, as the constraint takes it. A token that does not fit is for
-        the matcher to refuse.
+        """Return the tokens behind the start, for the constraint. The matcher refuses one that does
+        not fit.
         """
         under: list[int] = []
         for token in tokens:

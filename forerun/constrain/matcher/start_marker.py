@@ -1,9 +1,9 @@
-"""Where a constraint begins that waits for a text, by the bytes of tokens.
+"""The beginning of a constraint that waits for a text, by the bytes of tokens.
 
-A model may spell the end of its reasoning with the token that it has for it, with others, or with
-one that goes on behind it (`>{"`). The constraint begins behind the last byte of the text, as the
-reader of the answer sees it (text/reasoning.py), so of a token that goes on, the rest is under the
-constraint already.
+A model may spell the end of its reasoning with its own token for it, with others, or with
+one that continues behind it (`>{"`). The constraint begins behind the last byte of the text, as the
+reader of the answer sees it (text/reasoning.py), so the rest of a token that continues is already
+constrained.
 """
 
 from functools import cache
@@ -16,7 +16,7 @@ from forerun.interface.grammars import legal
 
 
 class MarkerTokens:
-    """How the tokens of a vocabulary spell a start. Never changes; all its requests share it.
+    """How the tokens of a vocabulary spell a start. Immutable; all its requests share it.
 
     Reads every token of the vocabulary once: 5 to 50 ms.
     """
@@ -44,8 +44,8 @@ class MarkerTokens:
         return len(self._text)
 
     def take(self, seen: int, token: int) -> tuple[int, bytes]:
-        """How many bytes of the marker the text ends with behind `token`, where it ended with
-        `seen` before; and the token's bytes behind the marker's end, b"" where there are none.
+        """Return how many bytes of the marker are at the text's end behind `token`, if there were
+        `seen` before; and the token's bytes behind the marker's end, b"" if there are none.
         """
         piece = self._bytes[token] if 0 <= token < len(self._bytes) else b""
         tail = self._text[:seen] + piece
@@ -56,8 +56,8 @@ class MarkerTokens:
         return next((size for size in sizes if tail.endswith(self._text[:size])), 0), b""
 
     def spelling(self, rest: bytes) -> int | None:
-        """The token whose bytes are exactly `rest`; None where there is none. Known only for bytes
-        that some token has behind the marker's end.
+        """Return the token whose bytes are exactly `rest`; None if there is none. Known only for
+        bytes that some token has behind the marker's end.
         """
         return self._spelling.get(rest)
 
@@ -103,13 +103,13 @@ class StartMarker:
         return () if spelling is None else (spelling,)
 
     def mask(self, first: bytes) -> bytes | None:
-        """What may follow: one bit per id; None = any token.
+        """Return the allowed tokens: one bit per id; None = any token.
 
-        first  the constraint's mask where it now stands, or at its beginning while waiting
+        first  the constraint's mask where it now is, or at its beginning while waiting
 
-        While waiting, all but tokens that say something behind the marker's end with which the
-        constraint does not begin, and but the end of text where the constraint asks for more than
-        no text: it would never begin. Afterwards it is `first`.
+        While waiting, excludes tokens whose bytes behind the marker's end do not begin the
+        constraint, and the end of text unless the constraint allows an empty text: it would
+        never begin. Afterwards it is `first`.
         """
         if self._marker is None or self.seen is None:
             return first

@@ -1,10 +1,10 @@
-"""What usually follows where a grammar leaves a choice: learned from constrained text.
+"""The usual tokens at places where a grammar leaves a choice: learned from constrained text.
 
 Much of what a grammar leaves open is always decided in the same way: the blank after a colon, the
-line break and indentation before the next property. N-grams of the text find little of it, for
-the words around differ. Here a place in the text is known by the grammar's state, that is by its
-mask, and by the last tokens; first in this sequence, then in all that came before. Where neither
-knows better, the model's n-gram table says what it usually writes.
+line break and indentation before the next property. N-grams of the text predict little of it, for
+the words around differ. Here the key of a place in the text is the grammar's state, that is its
+mask, and the last tokens; first in this sequence, then in all earlier ones. If neither
+knows better, the model's n-gram table gives its usual tokens.
 """
 
 from collections import OrderedDict
@@ -20,9 +20,9 @@ Last = tuple[int, int]
 """The last token but one and the last; -1 before the beginning."""
 
 DOUBT = 4.0
-"""How many observations of something else every place begins with."""
+"""Initial observations of other tokens at every place."""
 BACKOFF = 4.0
-"""How many observations the more general estimate is worth to the more special one."""
+"""Weight of the more general estimate in the more special one, in observations."""
 CHILDREN = 2
 """Tokens that are expected at a place at most: a third is hardly ever worth a node."""
 TAIL = 8
@@ -59,9 +59,9 @@ class Places:
 
 
 class TokenPrior:
-    """What was learned from one sequence, on top of what all sequences share.
+    """The prior of one sequence, on top of the one that all sequences share.
 
-    table  what the target usually says, or None
+    table  the target's usual continuations, or None
     """
 
     def __init__(self, shared: Places, table: NgramTable | None = None) -> None:
@@ -97,7 +97,9 @@ class TokenPrior:
         return sorted(chance.items(), key=lambda item: -item[1])[:CHILDREN]
 
     def _usual(self, mask: bytes, text: Sequence[int]) -> dict[int, float]:
-        """What the table expects and the mask allows; the chance of the others is divided."""
+        """Return the table's tokens that the mask allows; the others' probability is divided among
+        them.
+        """
         if self._table is None:
             return {}
         usual = self._table.follow(text[-TAIL:])
@@ -120,6 +122,6 @@ def shared_places() -> Places:
 
 
 def _places(mask: bytes, last: Last) -> tuple[Hashable, ...]:
-    """What a place is known by, from the most general to the most special."""
+    """Return the keys of a place, from the most general to the most special."""
     state = hash(mask)
     return last[1:], state, (state, last[1]), last, (state, *last)

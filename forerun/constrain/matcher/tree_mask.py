@@ -28,8 +28,8 @@ from forerun.types import Ints, Words
 class TreeGrammars:
     """The Grammars of an engine with structured output. Used on the engine's thread only.
 
-    vocab  V of the target: masks have a bit for each of its ids, also for those that pad it
-    table  what the target usually says; None = nobody counted
+    vocab  V of the target: masks have a bit for each of its ids, padding included
+    table  the target's usual continuations; None = no table
     """
 
     def __init__(self, vocab: int, table: NgramTable | None = None) -> None:
@@ -154,7 +154,7 @@ class TreeGrammars:
         with state.timed():
             committed = state.commit(tokens)
         if committed.error and (state.failed or state.matcher.error):
-            # Whether it is an error at all is for a process to say, whose limits are wider.
+            # A process, whose limits are wider, decides whether it is an error at all.
             compiled.translated.moved(limit=True)
             return Committed(committed.kept, again=True)
         if state.seconds > SLOW and not committed.complete:

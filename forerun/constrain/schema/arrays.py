@@ -71,7 +71,7 @@ def _chosen(values: list[Any]) -> Iterator[tuple[Any, ...]]:
 
 
 def _containing(out: Schema, raw: Schema, contains: Any, faults: list[str]) -> Schema:
-    """What must be contained comes first."""
+    """Put the items that must be contained first."""
     least = raw.get("minContains", 1)
     if "maxContains" in raw:
         faults.append("maxContains")

@@ -10,7 +10,7 @@ from forerun.constrain.schema.regex_faults import regex_fault
 from forerun.errors import RequestError
 
 MAX_LEVELS = 250
-"""Of a JSON schema."""
+"""Most levels of a JSON schema."""
 
 
 def check_depth(value: Any, field: str) -> None:

@@ -86,12 +86,12 @@ def negated(schema: Any, raw: Schema, resolve: Resolve) -> Any:  # noqa: PLR0911
 def conditional(  # noqa: PLR0911
     condition: Any, then: Any, otherwise: Any, raw: Schema, resolve: Resolve
 ) -> Any:
-    """An `if` over constants and required keys as a choice of two; None where the condition asks
-    for more.
+    """Rewrite an `if` over constants and required keys as a choice of two; None if the condition
+    has anything else.
 
     condition        as it was sent
     then, otherwise  rewritten
-    raw              what stands beside the `if`
+    raw              the keywords beside the `if`
     """
     if isinstance(condition, bool):
         return then if condition else otherwise

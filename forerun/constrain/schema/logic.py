@@ -1,8 +1,7 @@
-"""What schemas exclude: which of them have no value in common, and what is left of one without
-another.
+"""Disjoint schemas: which have no value in common, and what remains of one without another.
 
-All of it errs on the safe side: two schemas are only called disjoint where that is certain, and
-what is left may be less than could be.
+All of it errs on the safe side: two schemas count as disjoint only if that is certain, and
+the remainder may be less than possible.
 """
 
 from collections.abc import Callable, Iterable

@@ -16,7 +16,7 @@ _INTEGERS = 2**63 - 1024
 """The largest integer below 2**63 that a float can be."""
 
 _DIGITS = 10**18
-"""What llguidance makes a pattern for, of numbers with fractions."""
+"""Digits of numbers with fractions that llguidance makes a pattern for."""
 
 
 def exclusive(schema: dict[str, Any]) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def bounded(schema: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _inside(value: float, sign: int, exclusive: bool, limit: int) -> int | None:
-    """A bound at or beyond `value` in the direction of `sign` that is told exactly."""
+    """Return a bound at or beyond `value` in the direction of `sign` that is exact."""
     at = sign * (math.ceil(value * sign) if isinstance(value, float) else value * sign)
     at += sign if exclusive else 0
     if at * sign > limit:

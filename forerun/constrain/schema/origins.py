@@ -1,5 +1,5 @@
-"""Where the parts of a rewritten schema came from, so that what is left out of it can be named by
-the path that stands in the schema as it was sent.
+"""The origins of a rewritten schema's parts, so that an error or a left-out keyword can be named by
+its path in the schema as it was sent.
 """
 
 import re
@@ -59,10 +59,10 @@ class Origins:
             self._known[id(made)] = _Origin(made, path, raw)
 
     def original(self, root: Any, path: str) -> str:
-        """The path in the document as it was sent of what stands at `path` of the rewritten `root`,
-        as nearly as can be told.
+        """Return the path, in the document as it was sent, of what is at `path` of the rewritten
+        `root`, as nearly as possible.
 
-        What nothing that was sent corresponds to is named by the keyword that it was written for.
+        A part without an origin gets the keyword that it was written for.
         """
         node, left, tail = root, path, list[str]()
         origin = self._known.get(id(root))
@@ -148,7 +148,7 @@ class Rewritten:
     origins: Origins = field(default_factory=Origins)
 
     def original(self, path: str) -> str:
-        """The path in the document as it was sent of what stands at `path` of the rewritten schema,
-        as nearly as can be told.
+        """Return the path, in the document as it was sent, of what is at `path` of the rewritten
+        schema, as nearly as possible.
         """
         return self.origins.original(self.schema, path)

@@ -1,4 +1,4 @@
-"""Where in a JSON schema a keyword stands, so that an error can name its path."""
+"""Paths of keywords in a JSON schema, for errors."""
 
 import json
 from collections.abc import Iterator

@@ -14,15 +14,15 @@ MAX_FORCED = 10_000
 
 
 MAX_STEPS = 1_000_000
-"""Of a backtracking engine: some milliseconds."""
+"""Most steps of a backtracking engine: some milliseconds."""
 
 ASCII_MEMBERS = {r"\d": "0-9", r"\w": "0-9A-Za-z_"}
-"""What they mean within a class: no digits and letters of other scripts, as in JavaScript."""
+"""Their meaning within a class: no digits and letters of other scripts, as in JavaScript."""
 
 ASCII_CLASSES = {name: f"[{inside}]" for name, inside in ASCII_MEMBERS.items()} | {
     name.upper(): f"[^{inside}]" for name, inside in ASCII_MEMBERS.items()
 }
-"""What they and their opposites mean elsewhere."""
+"""Their meaning, and their opposites', elsewhere."""
 
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
 
@@ -123,9 +123,9 @@ def literal(text: str) -> str:
 
 
 def matching(pattern: str, names: Sequence[str], most: int = MAX_STEPS) -> list[bool] | None:
-    """Tell of each name whether a pattern matches in it. None where that may take more than about
-    `most` steps of Python's engine, which no other thread can interrupt, or where the pattern is no
-    regular expression to Python.
+    """Return for each name whether a pattern matches in it. None if that may take more than about
+    `most` steps of Python's engine, which no other thread can interrupt, or if the pattern is
+    invalid in Python.
     """
     try:
         tries = _Tries()

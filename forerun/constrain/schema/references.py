@@ -1,4 +1,4 @@
-"""What the references of a JSON schema point to, without looking beyond the schema itself."""
+"""The targets of references in a JSON schema, within the schema itself only."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,8 +35,8 @@ class References:
         self._index(root)
 
     def found(self, schema: dict[str, Any], reference: Any) -> SchemaPlace | None:
-        """What a reference that stands in `schema` points to, by $id, anchor or JSON pointer; None
-        where that is in another document or nowhere.
+        """Return the target of a reference in `schema`, by $id, anchor or JSON pointer; None if it
+        is in another document or does not exist.
         """
         if not isinstance(reference, str):
             return None
@@ -52,8 +52,8 @@ class References:
         return _pointed(resource, fragment) or _pointed(self._named[""], fragment)
 
     def dynamic(self, schema: dict[str, Any]) -> SchemaPlace | None:
-        """What the schema's `$dynamicRef` or `$recursiveRef` points to; None where more than one
-        place is possible, or none.
+        """Return the target of the schema's `$dynamicRef` or `$recursiveRef`; None if there are
+        several possible ones, or none.
         """
         reference = schema.get("$dynamicRef", schema.get("$recursiveRef"))
         if not isinstance(reference, str):
@@ -87,7 +87,7 @@ class References:
 
 
 def _pointed(place: SchemaPlace, pointer: str) -> SchemaPlace | None:
-    """What a JSON pointer leads to from a schema."""
+    """Return the target of a JSON pointer from a schema."""
     value, path = place.schema, place.path
     for part in _parts(pointer):
         if isinstance(value, dict) and part in value:

@@ -31,7 +31,7 @@ _EMPTY = frozenset({"", "open", "group", "branch"})
 
 _IN_SET = re.compile(r"\\.|[^\\\[\]]+|[\[\]]", re.DOTALL)
 _INNER = (re.compile("(?!)"), re.compile(r"\[:\^?\w+:\]"), re.compile(r"\["))
-"""What begins a set within a set: nothing, the name of a POSIX class, or any bracket."""
+"""Beginnings of a set within a set: nothing, the name of a POSIX class, or any bracket."""
 _OPERATORS = re.compile(r"[\\\[]|--|&&|~~|\|\|")
 _BRACED = re.compile(r"\\[pPuUxoNgk]")
 """An escape behind which braces may hold its argument."""
@@ -79,9 +79,9 @@ def _fault(pattern: str, inner: re.Pattern[str], literal: bool) -> Fault | None:
 
 
 def _token_fault(token: re.Match[str], before: str, end: int, inside: bool) -> str:
-    """What is wrong with a token; empty for nothing.
+    """Return the fault of a token; empty for none.
 
-    before  the kind of the one before it, or its text where that is an escape
+    before  the kind of the one before it, or its text if that is an escape
     end     where it ends; 0 = never
     inside  a group is open
     """
@@ -106,7 +106,7 @@ def _less(one: str, other: str) -> bool:
 
 
 def _set_end(pattern: str, start: int, inner: re.Pattern[str], literal: bool) -> int:
-    """Where the set that begins at `start` ends; 0 = nowhere."""
+    """Return where the set that begins at `start` ends; 0 = nowhere."""
     index, depth = start, 0
     while token := _IN_SET.match(pattern, index):
         text = token[0]
@@ -124,7 +124,7 @@ def _set_end(pattern: str, start: int, inner: re.Pattern[str], literal: bool) ->
 
 
 def _set_fault(text: str) -> str:
-    """What is wrong with a set of plain characters ("[...]"); others are not looked into."""
+    """Return the fault of a set of plain characters ("[...]"); others are not checked."""
     inside = text[1:-1].removeprefix("^")
     if _OPERATORS.search(inside):
         return ""

@@ -1,6 +1,6 @@
 """JSON schemas in the keywords that llguidance enforces.
 
-Where JSON Schema has a keyword and llguidance has not, there often are other words for it: `oneOf`
+If llguidance lacks a keyword of JSON Schema, there often are other words for it: `oneOf`
 whose branches exclude each other is `anyOf`, a dependency is a choice of two objects, a format is a
 pattern. Every rewriting allows what was allowed or less: never more. What remains is left out and
 named, with its path.
@@ -44,13 +44,13 @@ _APPLICATORS = ("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas", "pa
 
 
 def rewritten(schema: Any, plain: bool = True, brief: bool = False) -> Rewritten:
-    """A schema in keywords that llguidance enforces, whose values all are valid under `schema` but
-    for what `unenforced` names.
+    """Return a schema in keywords that llguidance enforces, whose values are all valid under
+    `schema` except for what `unenforced` names.
 
     plain  forbid keys with escapes, which could hide a listed one (keys.py)
     brief  leave out conditions, negations and `contains`, which may multiply, or leave no value
 
-    Raises ValueError where a `type` names none: that is a mistake, and not left out.
+    Raises ValueError for an unknown `type`: that is a mistake, and not left out.
     """
     if not isinstance(schema, dict):
         return Rewritten(schema)
@@ -111,7 +111,7 @@ class Rewriter:
         return schema
 
     def schema(self, raw: Any, path: str) -> Any:
-        """What becomes of `raw`, the schema at `path`; False where no value is valid. May add to
+        """Return the rewritten `raw`, the schema at `path`; False if no value is valid. May add to
         `defined` and `faults`.
         """
         if not isinstance(raw, dict):

@@ -1,4 +1,4 @@
-"""Keywords of a JSON schema whose value is none that they may have."""
+"""Removes keywords of a JSON schema whose values are invalid."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from forerun.constrain.schema.paths import schemas
 
 Schema = dict[str, Any]
 Told = Callable[[str, str, str], None]
-"""Told of a keyword that is left out: path of its schema, keyword, why."""
+"""Called for a keyword that is left out: path of its schema, keyword, why."""
 
 _COUNTS = frozenset(
     "minLength maxLength minItems maxItems minProperties maxProperties "  # noqa: SIM905
@@ -36,10 +36,10 @@ def check_types(root: Schema) -> None:
 
 
 def well_formed(schema: Any, told: Told, path: str = "") -> Any:
-    """A copy without the keywords whose values they may not have; `told` is called with each.
-    Counts that are written with a fraction of zero (`2.0`) become integers.
+    """Return a copy without the keywords with invalid values; `told` is called with each. Counts
+    with a fraction of zero (`2.0`) become integers.
 
-    path  where the schema stands
+    path  of the schema
     """
     if not isinstance(schema, dict):
         return schema

@@ -103,7 +103,7 @@ def plain_patterns(pattern: str) -> list[str]:
 
 
 def _closing(pattern: str, start: int) -> int:
-    """Where the group that begins at `start` has ended."""
+    """Return where the group that begins at `start` has ended."""
     depth, index = 0, start
     while index < len(pattern):
         end = _end(pattern, index)
