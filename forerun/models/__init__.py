@@ -1,1 +1,1 @@
-"""What a checkpoint is, in no framework."""
+"""Checkpoints and model descriptions, independent of any framework."""

@@ -1,7 +1,7 @@
-"""What a decoder is, in no framework: its sizes, its layers, its tensors.
+"""The description of a decoder, independent of any framework: its sizes, its layers, its tensors.
 
-Layers are data (layer_spec.py); what all of a model's layers share stands here. Which families
-there are, and how their files are read: families.py.
+Layers are data (layer_spec.py); the parts that all of a model's layers share are here. families.py
+has the families, and how their files are read.
 """
 
 import math
@@ -56,7 +56,7 @@ _MOST = {
     "vocab": 1 << 24,
     "context": 1 << 30,
 }
-"""Larger than any model there is; a file that asks for more is damaged or hostile."""
+"""Larger than any existing model; a file with more is damaged or hostile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class ArchitectureSizes:
     context: int
 
     def __post_init__(self) -> None:
-        """Check them all: whoever has ArchitectureSizes may count on it."""
+        """Check all sizes, so that every ArchitectureSizes is valid."""
         for name, most in _MOST.items():
             value = getattr(self, name)
             if not 1 <= value <= most:
@@ -145,7 +145,7 @@ class Architecture:
 
     @property
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
-        """How the layers that keep keys and values attend, in their order."""
+        """The attention of the layers that cache keys and values, in their order."""
         return tuple(spec.attention for spec in self.layer_specs if spec.delta is None)
 
     @property
@@ -155,12 +155,12 @@ class Architecture:
 
     @property
     def recurrent_layers(self) -> int:
-        """How many layers keep a state in the place of keys and values."""
+        """How many layers have a state instead of keys and values."""
         return self.layers - len(self.attention_specs)
 
     @property
     def cache_layer(self) -> CacheLayer:
-        """What each layer that attends keeps of a position, the same in all of them."""
+        """What each layer with attention caches per position, the same in all of them."""
         latent = self.latent
         value_size = None if latent is None else latent.rank
         return CacheLayer(self.kv_heads, self.head_size, value_size)
@@ -206,8 +206,8 @@ class Architecture:
 
     @property
     def rope(self) -> Rope:
-        """Of the last layer that sees the whole text, else of the last, layers without positions
-        left out where others are: what a draft head beside this model turns by.
+        """The rope for a draft head beside this model: of the last layer without a window, else of
+        the last layer, skipping layers without positions if others have them.
         """
         turned = [spec for spec in self.layer_specs if spec.rope.rotated != 0] or self.layer_specs
         whole = [spec for spec in turned if spec.attention.window is None]
@@ -229,7 +229,7 @@ class Architecture:
 
     @property
     def unstretched(self) -> str | None:
-        """What to say where texts could be longer if they were asked to be (for_context)."""
+        """A note for users if texts could be longer with another --context (for_context)."""
         scalings = [spec.rope.scaling for spec in self.layer_specs]
         if not any(isinstance(s, LongRope) and not s.stretched for s in scalings):
             return None
@@ -245,11 +245,11 @@ class Architecture:
         return sum(math.prod(shape) for shape in expected_tensors(self).values())
 
     def beyond_llama(self) -> list[str]:
-        """What an executor must know besides Llama's block to run this model, in words.
+        """What an executor must support besides Llama's block to run this model, as texts.
 
         That block: one pre-norm layer repeated, 1/sqrt(E) scores, one rope, dense SwiGLU; with or
-        without biases and norms on queries and keys. Windows are not counted: they
-        change what is seen, not the block. Empty where the block will do.
+        without biases and norms on queries and keys. Windows are not listed: they
+        change the mask, not the block. Empty if the block suffices.
         """
         specs = self.layer_specs
         found = {

@@ -1,8 +1,10 @@
-"""What a block drafter is, in no framework: one description that every public dialect loads into.
+"""The description of a block drafter, independent of any framework: every public dialect loads into
+it.
 
-DFlash (block diffusion): a few decoder layers whose context is made of the target's features. Its
-input is a block, the root and mask tokens behind it; one pass predicts all of the block's tokens.
-JetSpec is the same with a causal block; DSpark adds a bias that depends on the token before.
+DFlash (block diffusion): a few decoder layers whose context is computed from the target's features.
+Its input is a block, the root and mask tokens behind it; one pass predicts all of the block's
+tokens. JetSpec is the same with a causal block; DSpark adds a bias that depends on the token
+before.
 """
 
 import math
@@ -69,7 +71,7 @@ class BlockHead:
 
     @property
     def cache(self) -> tuple[CacheLayer, ...]:
-        """What each of its layers keeps of a position, in order."""
+        """What each of its layers caches per position, in order."""
         return (CacheLayer(self.kv_heads, self.head_size),) * self.layers
 
     @property
@@ -110,7 +112,9 @@ class BlockHead:
 
 
 def default_block_features(layers: int, count: int) -> tuple[int, ...]:
-    """Where DFlash's authors read a target of L layers: leaving layers 1 to L - 3, evenly."""
+    """Return where DFlash's authors read a target of L layers: the outputs of layers 1 to L - 3,
+    evenly.
+    """
     if count == 1:
         return (layers // 2 + 1,)
     return tuple(round(1 + i * (layers - 4) / (count - 1)) + 1 for i in range(count))

@@ -140,7 +140,7 @@ def _describe(
 
 
 class _Settings:
-    """What stands in dflash_config or beside it, as the authors look things up."""
+    """The keys of dflash_config or beside it, looked up as the authors do."""
 
     def __init__(self, keys: Keys, inner: Any) -> None:
         if not isinstance(inner, dict):
@@ -230,7 +230,7 @@ def _check_layers(keys: Keys, sizes: Keys, head: BlockHead, target: Architecture
 
 
 def _warnings(head: BlockHead, target: Architecture) -> list[str]:
-    """What lowers acceptance silently."""
+    """Return what lowers acceptance silently."""
     found = []
     if head.context < target.context:
         found.append(

@@ -1,4 +1,4 @@
-"""What one decoder layer keeps of a position."""
+"""What one decoder layer caches per position."""
 
 from dataclasses import dataclass
 
@@ -22,5 +22,5 @@ class CacheLayer:
 
     @property
     def numbers(self) -> int:
-        """How many numbers it keeps of a position, keys and values together."""
+        """How many numbers it caches per position, keys and values together."""
         return self.planes * self.kv_heads * self.head_size

@@ -1,4 +1,4 @@
-"""What a checkpoint on disk offers, whatever its format, and the check that it is whole."""
+"""The interface of a checkpoint on disk, for every format, and the check that it is complete."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,11 +14,11 @@ _NAMED = 12
 
 
 class Checkpoint(Protocol):
-    """Named tensors, read from a mapped file when asked for and not kept.
+    """Named tensors, read from a mapped file on use and not cached.
 
     Names and shapes are those of `expected_tensors(architecture)`; the output head is absent
-    where it is the embedding. That a checkpoint was opened
-    proves it whole.
+    if it is the embedding. Opening a checkpoint
+    proves it complete.
     """
 
     @property
@@ -65,7 +65,7 @@ class ReadInParts(Protocol):
 
 @runtime_checkable
 class InFourBits(Protocol):
-    """A checkpoint some of whose matrices are 4-bit integers, which may stay what they are."""
+    """A checkpoint some of whose matrices are 4-bit integers, which may stay so."""
 
     def four_bit_group(self, name: str) -> int:
         """Inputs that share a scale and a zero point; 0 where the matrix is not stored so, or its
@@ -74,7 +74,7 @@ class InFourBits(Protocol):
         ...
 
     def four_bits(self, name: str) -> FourBits:
-        """The matrix as stored; ask only where `four_bit_group` is not 0. Raises KeyError for an
+        """Return the matrix as stored; only if `four_bit_group` is not 0. Raises KeyError for an
         unknown name.
         """
         ...
@@ -82,8 +82,8 @@ class InFourBits(Protocol):
 
 @runtime_checkable
 class Repeated(Protocol):
-    """A checkpoint whose matrices all repeat the same numbers, float32[n], row after row: who wants
-    them elsewhere than on the host need not have the host write them out.
+    """A checkpoint whose matrices all repeat the same numbers, float32[n], row after row: a device
+    can be filled with them without writing them out on the host.
     """
 
     @property

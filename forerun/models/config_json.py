@@ -34,7 +34,7 @@ _HARMLESS = re.compile(
 """Keys that never change what the model computes."""
 
 _MIMO = {"architectures": ["MiMoForCausalLM"], "attention_bias": True, "use_mrope": False}
-"""What MiMo's configuration says of what Qwen2's code takes for granted."""
+"""Keys of MiMo's configuration that repeat what Qwen2's code takes for granted."""
 
 
 def read_json(path: Path, most: int = _MOST_BYTES) -> dict[str, Any]:
@@ -75,7 +75,7 @@ _OUTSIDE = (
     *("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index"),
     *("image_token_index", "tie_word_embeddings"),
 )
-"""Of a multimodal configuration, what concerns its images, and what text_config says again."""
+"""Keys of a multimodal configuration about images, or repeated by text_config."""
 
 
 def _text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -94,9 +94,9 @@ def _text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _plain_name(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration as the family's own code has it. MiMo is Qwen2 with prediction layers
-    (arXiv 2505.07608, section 2), Kimi K2 has DeepSeek-V3's shape: theirs say so in other words.
-    The code that they name (auto_map) is never run.
+    """Return the configuration as the family's own code has it. MiMo is Qwen2 with prediction
+    layers (arXiv 2505.07608, section 2), Kimi K2 has DeepSeek-V3's shape: their configurations have
+    other names for that. The code that they name (auto_map) is never run.
     """
     if isinstance(config.get("text_config"), dict):
         return _text_of(config)

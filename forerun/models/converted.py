@@ -13,7 +13,7 @@ from forerun.sandbox import SandboxProcess
 
 _MODULE = "forerun.models.unpickle_worker"
 _SECONDS, _BYTES_PER_SECOND = 60.0, 20 << 20
-"""Of processor time: a fixed part, and one per byte, a tenth of what a slow disk gives."""
+"""Processor time: a fixed part, and one per byte, a tenth of a slow disk's rate."""
 _SPARE = 16 << 20
 _ADVICE = (
     "Only tensors are read from a pickle, and nothing in it is run; save the weights as "

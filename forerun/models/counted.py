@@ -1,4 +1,4 @@
-"""A checkpoint that tells how far it has been read."""
+"""A checkpoint that reports how far it has been read."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,11 +15,11 @@ from forerun.types import Floats
 
 
 def counted(checkpoint: Checkpoint, item: int, tell: Callable[[int, int], None]) -> Checkpoint:
-    """The same tensors; `tell` hears of each one that is asked for. Of random numbers, which are
-    not read, it is the checkpoint itself.
+    """Return the same tensors; `tell` is called for each one that is read. Random numbers, which
+    are not read, are returned unchanged.
 
-    item  bytes of a number where it stays
-    tell  is called with bytes of the tensors asked for, each counted once, and of all
+    item  bytes of a number on its device
+    tell  called with bytes of the tensors read, each counted once, and of all
     """
     return checkpoint if isinstance(checkpoint, Repeated) else _Counted(checkpoint, item, tell)
 

@@ -1,4 +1,5 @@
-"""What a draft head is, in no framework: one description that every public dialect loads into.
+"""The description of a draft head, independent of any framework: every public dialect loads into
+it.
 
 EAGLE-1/2 (arXiv 2401.15077, 2406.16858), EAGLE-3 (arXiv 2503.01840) and its 3.1 switches. The
 projects that publish heads disagree about names, defaults and where features are taken; here
@@ -67,7 +68,7 @@ class DraftHead:
 
     @property
     def cache(self) -> tuple[CacheLayer, ...]:
-        """What its one layer keeps of a position, as a tuple of one."""
+        """What its one layer caches per position, as a tuple of one."""
         return (CacheLayer(self.kv_heads, self.head_size),)
 
     @property
@@ -99,7 +100,7 @@ class DraftHead:
 
 
 def default_features(layers: int) -> tuple[int, int, int]:
-    """Where EAGLE-3 reads a target of L layers: entering layers 2, L//2 and L-3."""
+    """Return where EAGLE-3 reads a target of L layers: the inputs of layers 2, L//2 and L-3."""
     return 2, layers // 2, layers - 3
 
 

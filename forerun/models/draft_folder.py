@@ -185,7 +185,7 @@ def _normed_residual(keys: Keys, speculators: bool) -> bool:
 
 
 def _warnings(head: DraftHead, target: Architecture) -> list[str]:
-    """What lowers acceptance silently however the file is read."""
+    """Return what lowers acceptance silently, however the file is read."""
     if head.context >= target.context:
         return []
     return [

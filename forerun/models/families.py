@@ -1,7 +1,7 @@
-"""The families as a table: what each one's config.json says, with transformers' defaults.
+"""The families as a table: how to read each one's config.json, with transformers' defaults.
 
 A new family is a row of READERS and the function that reads its layers (families_dense.py,
-families_experts.py; docs/reference/families.md). Every key that changes the model is asked for;
+families_experts.py; docs/reference/families.md). Every key that changes the model is read;
 config_json.py refuses the rest.
 """
 
@@ -17,19 +17,19 @@ from forerun.models.keys import Keys
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """How one family's config.json becomes an Architecture.
+    """How to read one family's config.json into an Architecture.
 
-    class_name  the only value of `architectures` that is this family
-    layers      reads what concerns the layers
-    head_size   head_dim where it is absent; None = hidden / heads
-    every_head  where num_key_value_heads is absent, every head has its own keys
-    norm_eps    rms_norm_eps where it is absent
-    tied        tie_word_embeddings where it is absent
-    sizes       reads the sizes; None: as most families have them
+    class_name  the only value of `architectures` for this family
+    layers      reads the keys about layers
+    head_size   default of head_dim; None = hidden / heads
+    every_head  without num_key_value_heads, every head has its own keys
+    norm_eps    default of rms_norm_eps
+    tied        default of tie_word_embeddings
+    sizes       reads the sizes; None: as in most families
     centred     norms are stored without their 1
     granite     Granite's own scales of embeddings and logits
-    gemma       Gemma's model-wide facts: tied by default, norms stored without their 1,
-                embeddings scaled by sqrt(H), capped logits
+    gemma       Gemma's model-wide facts: tied by default, norms stored without their 1, embeddings
+                scaled by sqrt(H), capped logits
     """
 
     class_name: str

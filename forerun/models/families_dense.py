@@ -20,7 +20,7 @@ from forerun.models.rope import Rope
 from forerun.models.rope_config import rope_from, ropes_by_kind
 
 _GELUS: dict[str, Activation] = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
-"""What transformers calls them."""
+"""Their names in transformers."""
 
 
 def llama(keys: Keys, sizes: ArchitectureSizes) -> Layers:
@@ -137,7 +137,7 @@ def _gemma(
 
 
 def _gelu(keys: Keys) -> Activation:
-    """Of `hidden_activation`; `hidden_act`, which transformers does not look at, must agree."""
+    """Read `hidden_activation`; `hidden_act`, which transformers ignores, must agree."""
     name = keys.text("hidden_activation", "gelu_pytorch_tanh")
     if name not in _GELUS:
         raise keys.unfit("hidden_activation", name, f"one of {', '.join(_GELUS)}")

@@ -29,8 +29,8 @@ from forerun.models.rope_config import rope_from
 
 
 def qwen2_moe(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """L layers of Qwen2-MoE, whose tokens all share one expert. Raises ModelError for a key that is
-    missing or cannot be used.
+    """Return L layers of Qwen2-MoE, whose tokens all share one expert. Raises ModelError for a key
+    that is missing or cannot be used.
     """
     biased, rope = keys.flag("qkv_bias", True), rope_from(keys, sizes.context)
     shared = keys.integer("shared_expert_intermediate_size")
@@ -159,8 +159,8 @@ def deepseek_v3(keys: Keys, sizes: ArchitectureSizes) -> Layers:
 
 
 def deepseek_v2(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """DeepSeek-V2 and V2-Lite (arXiv 2405.04434): a softmax over the experts, whose groups, where
-    there are some to choose among, are ranked by the best of each.
+    """Return layers of DeepSeek-V2 and V2-Lite (arXiv 2405.04434): a softmax over the experts,
+    whose groups, if there are several, are ranked by their best expert.
     """
     keys.require("scoring_func", "softmax")
     if keys.flag("norm_topk_prob", False):

@@ -1,4 +1,4 @@
-"""What the readers of several families share: windows, scales and keys that may be null."""
+"""Parts that several families' readers share: windows, scales and keys that may be null."""
 
 from forerun.models.arch import ArchitectureSizes
 from forerun.models.keys import Keys

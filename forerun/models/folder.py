@@ -40,9 +40,9 @@ _ROTARY_TABLE = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 class FolderCheckpoint:
     """A folder as a Checkpoint.
 
-    methods           how its matrices are stored in few bits; () = all are floats
-    prediction_files  by stored name, the tensors of prediction layers: no part of the model itself,
-                      and looked into by who drafts with them
+    methods           the quantisation methods of its matrices; () = all are floats
+    prediction_files  by stored name, the tensors of prediction layers: not part of the model
+                      itself, and read only to draft with them
     """
 
     def __init__(self, folder: Path, context: int | None = None) -> None:
@@ -89,7 +89,9 @@ class FolderCheckpoint:
         return self._stored[name].part(rows, columns)
 
     def grouped(self, name: str) -> Grouped | None:
-        """A matrix in few bits whose columns share scales; None: it is none. KeyError."""
+        """Return a quantised matrix whose columns share scales; None: it is none. Raises
+        KeyError.
+        """
         return self._stored[name].grouped()
 
     def four_bit_group(self, name: str) -> int:
@@ -173,8 +175,8 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def files_by_tensor(folder: Path, kinds: Mapping[str, int] = FLOATS) -> dict[str, TensorFile]:
-    """Tensor name -> the file that holds it; a single file goes before an index, safetensors go
-    before pickles, whose tensors are kept as safetensors in the cache.
+    """Return tensor name -> the file that holds it; a single file takes precedence over an index,
+    safetensors over pickles, whose tensors are converted to safetensors in the cache.
 
     kinds  as in read_shard. Raises ModelError.
     """
@@ -297,15 +299,16 @@ SAMPLING = {
     "min_p": (0.0, 1.0),
     "repetition_penalty": (0.01, 100.0),
 }
-"""What a model may recommend of a sampler, and between which bounds."""
+"""Sampling parameters that a model may recommend, and their bounds."""
 
 
 def sampling_defaults(source: str, values: Mapping[str, Any]) -> dict[str, float]:
-    """What a model recommends to sample with, of `values` by their names in SAMPLING.
+    """Return the sampling parameters that a model recommends, from `values` by their names in
+    SAMPLING.
 
     source  where they come from, for messages
 
-    Raises ModelError naming a value that is no number or out of bounds.
+    Raises ModelError naming a value that is not a number or out of bounds.
     """
     found: dict[str, float] = {}
     for name, (low, high) in SAMPLING.items():
@@ -365,7 +368,7 @@ def joined_templates(source: str, default: Any, with_tools: Any) -> str | None:
 
 
 def _text(path: Path) -> str | None:
-    """What a file holds; None where there is none."""
+    """Return a file's text; None without the file."""
     try:
         return path.read_text(encoding="utf-8") if path.is_file() else None
     except (OSError, ValueError) as error:

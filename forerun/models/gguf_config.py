@@ -46,29 +46,29 @@ _LACKS = {
     "llama4": "chunked attention, query and key norms without weights, attention scores scaled by "
     "position, and experts with weighted inputs",
 }
-"""What known architectures have that no layer here can say."""
+"""Features of known architectures that no layer here has."""
 _LATENT: tuple[Family, ...] = ("deepseek_v2", "deepseek_v3")
 _EXPERTS: tuple[Family, ...] = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss", "qwen3_next"),
     *_LATENT,
 )
 _WINDOWS: tuple[Family, ...] = ("llama", "mixtral", "phi3")
-"""Whose window, if there is one, is in all layers."""
+"""Architectures whose window, if there is one, is in all layers."""
 _PARTLY_TURNED: tuple[Family, ...] = ("glm4_moe", "phi3", "qwen3_next")
-"""Whose heads may be rotated in part."""
+"""Architectures whose heads may be rotated in part."""
 _NO_POSITIONS = 4
-"""Of SmolLM3 llama.cpp knows without being told that every fourth layer has no positions."""
+"""SmolLM3: llama.cpp assumes, without a key, that every fourth layer has no positions."""
 _QWENS: tuple[Family, ...] = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 
 
 @dataclass(frozen=True, slots=True)
 class _Gemma:
-    """What llama.cpp knows of one without being told.
+    """What llama.cpp assumes of a Gemma without a key.
 
-    pattern        one of so many layers sees the whole text, the last; the others have the window
+    pattern        the last of every `pattern` layers has no window; the others have one
     layers_of_27b  the model of so many layers scales its scores by sqrt(A/H), not sqrt(1/E)
-    window, score_cap, logit_cap  where the file does not say; 0 = none
-    theta          rope.freq_base where the file does not say; None = it has to
+    window, score_cap, logit_cap  defaults; 0 = none
+    theta          default of rope.freq_base; None = required
     local_theta    of layers with a window, whose contexts are not stretched; None = as of others
     """
 
@@ -227,7 +227,9 @@ def _factor(keys: Keys, family: Family, name: str, absent: float = 1.0) -> float
 def _rope(
     keys: Keys, sizes: ArchitectureSizes, file: GgufFile, family: Family, latent: Latent | None
 ) -> Rope:
-    """How queries and keys are turned: in GLM-4.5 and some of Phi a part of each head."""
+    """Return the rotation of queries and keys: in GLM-4.5 and some of Phi of a part of each
+    head.
+    """
     if latent is not None:
         return latent_rope(keys, latent, _scaling(keys, sizes.context, file))
     rotated = keys.integer("rope.dimension_count", sizes.head_size)
@@ -291,7 +293,7 @@ def _vocab(file: GgufFile) -> int:
 
 
 def _scaling(keys: Keys, context: int, file: GgufFile) -> Scaling | None:
-    """How the context was stretched.
+    """Return how the context was stretched.
 
     llama.cpp multiplies YaRN's own attention factor by `attn_factor`; Llama 3's bands come as
     one divisor per frequency in the tensor rope_freqs, LongRoPE's two sets in two tensors, and its

@@ -71,7 +71,7 @@ class StoredALog:
 
     @property
     def piece(self) -> StoredPart:
-        """What it is of the stored tensor, and its shape."""
+        """Return its part of the stored tensor, and its shape."""
         return self.stored.piece
 
     @property
@@ -81,7 +81,7 @@ class StoredALog:
 
     @property
     def name(self) -> str:
-        """What the file calls it."""
+        """Its name in the file."""
         return self.stored.name
 
     def floats(self) -> Floats:

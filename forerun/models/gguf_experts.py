@@ -15,12 +15,13 @@ _SIGMOID, _OF_THE_CHOSEN = 2, 3
 
 
 _GATED: tuple[Family, ...] = ("qwen2_moe", "qwen3_next")
-"""Whose shared expert has a gate."""
+"""Architectures whose shared expert has a gate."""
 
 
 def experts_of(keys: Keys, sizes: ArchitectureSizes, file: GgufFile, family: Family) -> Experts:
-    """The experts of a family's layers. What llama.cpp knows without being told: Qwen2-MoE does not
-    normalise its weights, GLM-4.5 scores by sigmoids. Raises ModelError naming the key.
+    """Return the experts of a family's layers. llama.cpp assumes, without keys, that Qwen2-MoE does
+    not normalise its weights, and that GLM-4.5 scores by sigmoids. Raises ModelError naming the
+    key.
     """
     count, top_k = keys.integer("expert_count"), keys.integer("expert_used_count")
     whole = keys.integer("feed_forward_length", 0)
@@ -52,7 +53,9 @@ def experts_of(keys: Keys, sizes: ArchitectureSizes, file: GgufFile, family: Fam
 
 
 def scored_by_softmax(keys: Keys) -> bool:
-    """Whether the experts of a deepseek2 file are V2's, whose first files do not say it."""
+    """Return whether the experts of a deepseek2 file are V2's, whose first files have no key for
+    that.
+    """
     return _gating(keys, 1) != _SIGMOID
 
 

@@ -23,8 +23,8 @@ ABSORBED, INTO, OUT_OF = "self_attn.kv_b_proj.weight", "attn_k_b.weight", "attn_
 
 
 def latent_of(keys: Keys, sizes: ArchitectureSizes) -> Latent:
-    """What attention keeps and how wide its heads are. Raises ModelError where the file is of
-    before 2025, whose keys say other things, or a key does not fit the others.
+    """Return the sizes of latent attention. Raises ModelError if the file is older than 2025, when
+    keys had other meanings, or a key does not fit the others.
     """
     head = keys.integer("attention.key_length_mla", 0)
     if not head:
@@ -56,8 +56,8 @@ def latent_attention(keys: Keys, latent: Latent) -> AttentionSpec:
 
 
 def latent_rope(keys: Keys, latent: Latent, scaling: Scaling | None) -> Rope:
-    """How the rotated part turns. YaRN's own factor is part of the scores here, as llama.cpp has
-    it, and not of cosines and sines.
+    """Return the rope of the rotated part. YaRN's own factor is in the scores here, as in
+    llama.cpp, and not in cosines and sines.
     """
     if isinstance(scaling, Yarn):
         scaling = replace(scaling, attention_factor=1.0)
@@ -79,7 +79,7 @@ class StoredKvB:
 
     @property
     def name(self) -> str:
-        """What the file calls the first of its two tensors."""
+        """The name of the first of its two tensors in the file."""
         return self.into.name
 
     def floats(self) -> Floats:
@@ -97,7 +97,9 @@ class StoredKvB:
 
 
 def stored_kv_b(file: TensorFile, prefix: str, heads: int, latent: Latent) -> StoredKvB:
-    """kv_b_proj of a layer, which the file has as two tensors whose names begin with `prefix`."""
+    """Return kv_b_proj of a layer, which the file stores as two tensors whose names begin with
+    `prefix`.
+    """
     into, out_of = (heads, latent.rank, latent.nope), (heads, latent.value, latent.rank)
     shape = heads * (latent.nope + latent.value), latent.rank
     return StoredKvB(

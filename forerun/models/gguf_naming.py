@@ -1,4 +1,4 @@
-"""Where a GGUF file keeps a model's tensors: by llama.cpp's names, rows in its order."""
+"""The places of a model's tensors in a GGUF file: llama.cpp's names, rows in its order."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -63,9 +63,11 @@ _NORMS = {
 }
 """Names of norms by where they stand (layer_spec.NormNames)."""
 _AS_TRANSFORMERS: tuple[Family, ...] = ("glm4_moe", "gpt_oss", "qwen3_next")
-"""Whose norm before the feed-forward is called as in transformers."""
+"""Architectures whose norm before the feed-forward has transformers' name."""
 _INTERLEAVED: tuple[Family, ...] = ("llama", "mixtral", "smollm3", "granite")
-"""Whose queries and keys llama.cpp rotates in neighbouring pairs; their rows are in that order."""
+"""Architectures whose queries and keys llama.cpp rotates in neighbouring pairs; their rows are in
+that order.
+"""
 _IGNORED = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 _FUSED = {
     "self_attn.qkv_proj.weight": "attn_qkv.weight",
@@ -122,7 +124,7 @@ def divided(file: GgufFile, arch: Architecture) -> tuple[Shapes, Shapes]:
 
 
 def announced_layers(metadata: Mapping[str, Value]) -> int:
-    """How many prediction layers the file's metadata says there are; 0 where it says nothing."""
+    """Return the number of prediction layers in the file's metadata; 0 without one."""
     count = metadata.get(f"{metadata['general.architecture']}.nextn_predict_layers", 0)
     return count if isinstance(count, int) else 0
 

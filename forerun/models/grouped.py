@@ -1,4 +1,4 @@
-"""Matrices of few bits whose columns share scales in groups, as their files have them."""
+"""Quantised matrices whose columns share scales in groups, as stored in their files."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -32,15 +32,15 @@ class GroupedRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grouped:
-    """A matrix w [N,K] of numbers q, scales s and zero points z. Of number j in a row, whose group
+    """A matrix w [N,K] of numbers q, scales s and zero points z. For number j in a row, whose group
     is g = j // group, w[:, order[j]] = s[:, g] (q[:, j] - z[:, g]).
 
     shape  (N, K)
     group  columns that share a scale; the last group may be smaller
     zeros  whether there are zero points; else they are MIDDLE of 4-bit integers, and 0
-    scale  "F16", "BF16" or "F32": what the scales are stored in, which holds them exactly
+    scale  "F16", "BF16" or "F32": the stored type of the scales, which holds them exactly
     order  int32[K] the column of every number in a row; None: its own
-    read   some rows; touches little else of the file. Raises ModelError where numbers are none
+    read   reads some rows; touches little else of the file. Raises ModelError for NaN
     """
 
     kind: GroupedKind
@@ -61,7 +61,7 @@ class Grouped:
 
     @property
     def groups(self) -> int:
-        """How many groups a row has; the last may be shorter."""
+        """How many groups a row has; the last may be smaller."""
         return -(-self.shape[1] // self.group)
 
     @property

@@ -16,7 +16,7 @@ from forerun.types import AnyArray
 
 @runtime_checkable
 class InGroups(Protocol):
-    """A checkpoint some of whose matrices are stored in few bits with scales by group."""
+    """A checkpoint some of whose matrices are quantised with scales by group."""
 
     def grouped(self, name: str) -> Grouped | None:
         """The matrix in groups, or None where it is stored in another way. Raises KeyError for an
@@ -68,12 +68,12 @@ PARTS = 1 << 25
 
 
 def saved_bytes(kept: Iterable[Grouped], item: int) -> int:
-    """How many bytes fewer these matrices take than with `item` bytes a number."""
+    """Return how many bytes fewer these matrices take than with `item` bytes a number."""
     return sum(item * math.prod(matrix.shape) - matrix.bytes for matrix in kept)
 
 
 def kept_sentence(kept: Mapping[str, Grouped]) -> str:
-    """How these matrices stay what they are in the file, in words for people."""
+    """Describe, for users, which matrices stay as stored in the file."""
     if not kept:
         return "all weights are widened: no matrix has a quantised format that kernels can use"
     counts = Counter(matrix.title() for matrix in kept.values())
@@ -86,8 +86,8 @@ _BLOCK = 32
 
 
 def _of_packed(checkpoint: Checkpoint, name: str) -> Grouped | None:
-    """Of ggml's storages those that are a scale and integers (ggml-quants.h). Rows that the file
-    has in another order are copied when they are read, and not kept.
+    """Return one of ggml's storages that are a scale and integers (ggml-quants.h). Rows that the
+    file has in another order are copied on each read.
     """
     packed = checkpoint.packed(name)
     if packed is None or packed.kind not in _BLOCKS:

@@ -1,7 +1,7 @@
-"""Typed look-ups in a model's configuration that remember what was asked.
+"""Typed look-ups in a model's configuration that record which keys were read.
 
-What nobody asked for is then refused, unless it is known to change nothing: a key that changes
-the mathematics must never be ignored.
+Keys that were not read are then refused, unless they are known to change nothing: a key that
+changes the mathematics must never be ignored.
 """
 
 from collections.abc import Callable, Mapping
@@ -78,7 +78,7 @@ class Keys:
             raise self.unfit(name, found, f"{value!r} to run here")
 
     def refuse_the_rest(self, harmless: Callable[[str, Any], bool]) -> None:
-        """Raise ModelError naming the keys nobody asked for that are not harmless."""
+        """Raise ModelError naming the unread keys that are not harmless."""
         rest = sorted(self._values.keys() - self._asked)
         culprits = [
             f"{self.prefix}{name[:_SHOWN]} = {shown(self._values[name])}"

@@ -19,8 +19,8 @@ from forerun.models.rope import Rope
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "clamped_silu"]
 """How gate g and up u become one: silu(g) u; GELU(g) u (arXiv 1606.08415, section 2) by its tanh
-approximation, or as it is, g (1 + erf(g / sqrt 2)) / 2; or gpt-oss's g sigmoid(1.702 g) (u + 1),
-where g is at most CLAMP and u within it.
+approximation, or exactly, g (1 + erf(g / sqrt 2)) / 2; or gpt-oss's g sigmoid(1.702 g) (u + 1),
+with g at most CLAMP and u within it.
 """
 CLAMP, CLAMP_SLOPE = 7.0, 1.702
 
@@ -29,7 +29,7 @@ Norms = Literal["pre", "post", "sandwich"]
 
 @dataclass(frozen=True, slots=True)
 class NormNames:
-    """What a checkpoint calls a layer's norms, without `.weight`; None where there is none."""
+    """A checkpoint's names of a layer's norms, without `.weight`; None = no such norm."""
 
     before_attention: str | None
     after_attention: str | None
@@ -80,10 +80,11 @@ class Latent:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """How scores are made, in this order: q.k * scale, softcap, window, softmax.
+    """How scores are computed, in this order: q.k * scale, softcap, window, softmax.
 
     scale    multiplies q.k; 1/sqrt(E) in most models
-    window   the query at position p sees keys at positions > p - window; None sees all before it
+    window   the query at position p attends to keys at positions > p - window; None: to all before
+             it
     softcap  scores become softcap * tanh(scores / softcap); None leaves them
     sinks    each head has a learnt score that takes part in the softmax and carries no value
              (gpt-oss, arXiv 2508.10925, section 3.2)
@@ -102,9 +103,8 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class GatedDelta:
-    """A gated delta net (Yang et al., arXiv 2412.06464): what stands in a layer in the place of
-    attention. Of a text it keeps no keys and values but a state, whose size does not depend on how
-    long the text is.
+    """A gated delta net (Yang et al., arXiv 2412.06464), a layer's replacement of attention.
+    Instead of keys and values it has a state, whose size does not depend on the length of the text.
 
     Queries, keys and values, `channels` numbers, each pass a causal convolution over `window`
     tokens, channel by channel, and SiLU. Queries q and keys k, `key_heads` of `key_size` numbers,
@@ -114,9 +114,9 @@ class GatedDelta:
 
         S <- exp(-exp(A) softplus(a + dt)) S
         S <- S + k (sigmoid(b) (v - S^T k))^T
-        o  = S^T q           RMSNorm(o) SiLU(z) is what the output product reads
+        o  = S^T q           RMSNorm(o) SiLU(z) is the input of the output product
 
-    The state of a text is S, and what of its last window - 1 tokens goes into the convolution.
+    The state of a text is S, and the convolution's inputs of its last window - 1 tokens.
     """
 
     key_heads: int
@@ -188,9 +188,10 @@ class Router:
     normalised  the weights are divided by their sum
     scale       then multiplies them
     bias        the product has one (gpt-oss)
-    correction  a learnt number per expert takes part in the choice alone
-    groups      the experts stand in so many groups, of which only those `kept` can be chosen whose
-                `summed` greatest corrected scores, two or one, have the greatest sums; 1 = all can
+    correction  a learnt number per expert, for the choice alone
+    groups      the experts are in so many groups; only the `kept` groups can be chosen that have
+                the greatest sums of their `summed` (two or one) greatest corrected scores; 1 = all
+                can
     """
 
     scores: Literal["softmax", "sigmoid"] = "softmax"

@@ -23,9 +23,9 @@ class UnsupportedError(ModelError):
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where a tensor lies. `shape` is outermost first, as NumPy has it; bytes from file start.
+    """The place of a tensor. `shape` is outermost first, as in NumPy; bytes from file start.
 
-    kind  ggml's name of the storage type; safetensors' F32, F16 and BF16 are called the same
+    kind  ggml's name of the storage type; also for safetensors' F32, F16 and BF16
     """
 
     kind: str
@@ -110,20 +110,18 @@ class TensorFile:
         return None
 
     def grouped(self, name: str) -> Grouped | None:
-        """A matrix of few bits whose columns share scales; None: it is stored in another way, here
-        always.
-        """
+        """Return a quantised matrix whose columns share scales; None: always, in this format."""
         return None
 
     def four_bit_group(self, name: str) -> int:
-        """Columns that share a scale in a matrix of 4-bit integers whose scales are halves; 0: it
-        is none.
+        """Return the columns that share a scale in a matrix of 4-bit integers with float16 scales;
+        0: it is none.
         """
         return 0
 
     def four_bits(self, name: str) -> FourBits:
-        """A matrix of 4-bit integers; only for names whose four_bit_group is not 0, of which there
-        are none here (AssertionError).
+        """Return a matrix of 4-bit integers; only for names whose four_bit_group is not 0, of which
+        this format has none (AssertionError).
         """
         raise AssertionError(f"{name} is not a matrix of 4-bit integers")
 

@@ -69,7 +69,7 @@ class StoredTensor:
 
     @property
     def kind(self) -> str:
-        """What ggml calls the storage, such as Q4_K."""
+        """The storage by its name in ggml, such as Q4_K."""
         return self.file.tensors[self.name].kind
 
     def floats(self) -> Floats:
@@ -113,7 +113,7 @@ class StoredTensor:
         return self.file.four_bit_group(self.name) if self._of_rows else 0
 
     def four_bits(self) -> FourBits:
-        """The matrix with its rows in order; ask only where `four_bit_group` is not 0."""
+        """Return the matrix with its rows in order; only if `four_bit_group` is not 0."""
         found = self.file.four_bits(self.name)
         parts = (self._ordered(part) for part in (found.numbers, found.scales, found.zeros))
         return FourBits(*parts)
@@ -146,7 +146,7 @@ class StoredTensor:
         return Packed(self.kind, self.rows(), self.piece.shape[-1])
 
     def cut(self, whole: AnyArray) -> AnyArray:
-        """Of numbers of the whole stored tensor those that are this one, transposed and ordered."""
+        """Return its part of the whole stored tensor's numbers, transposed and ordered."""
         piece = self.piece
         found = whole if piece.expert is None else whole[piece.expert]
         return self._ordered(found.T if piece.transposed else found)
@@ -280,7 +280,7 @@ def head_by_head(name: str, piece: StoredPart, arch: Architecture, spec: LayerSp
 
 
 def order_of(name: str, arch: Architecture, spec: LayerSpec) -> Order | None:
-    """Of the rows of what makes or norms queries and keys, where files have another."""
+    """Return the order of the rows of query and key weights and norms, if files have another."""
     latent, rope = spec.attention.latent, spec.rope
     if latent is not None:
         if not latent.paired:
@@ -307,7 +307,9 @@ def each_head(head: Order, heads: int) -> Order:
 
 
 def _rotated_first(rope: Rope, size: int) -> Order:
-    """Of one head: pairs (i, i + rotated/2) of its first numbers become (i, i + size/2)."""
+    """Return one head's order: pairs (i, i + rotated/2) of its first numbers become (i, i +
+    size/2).
+    """
     half, rotated = size // 2, rope.rotated or 0
     rest = np.arange(rotated, size)
     keep = half - rotated // 2

@@ -1,11 +1,11 @@
-"""What a target usually says next: a back-off n-gram model of its own answers, as a draft.
+"""The target's usual continuations: a back-off n-gram model of its own answers, as a draft.
 
-Modified Kneser-Ney smoothing (Chen and Goodman 1999): something is taken away from every follower's
-count and left to the shorter contexts, which count how many different tokens stood before them when
-a follower came (forerun/train/ngrams.py). As a drafter it costs no arithmetic and
-drafts the better, the more of the target's answers were counted; a text's own repetitions, which
-lookup finds, come on top. (Storing what a model says for n-grams: arXiv 2411.03786; retrieving
-it from a corpus: REST, arXiv 2311.08252.)
+Modified Kneser-Ney smoothing (Chen and Goodman 1999): a discount is subtracted from every
+follower's count and given to the shorter contexts, which count how many different tokens came
+before them when a follower came (forerun/train/ngrams.py). As a drafter it needs no arithmetic, and
+its drafts improve with the number of counted answers; a text's own repetitions, from lookup, come
+on top. (Storing a model's continuations of n-grams: arXiv 2411.03786; retrieving them from a
+corpus: REST, arXiv 2311.08252.)
 """
 
 from bisect import bisect_left
@@ -31,18 +31,18 @@ _INTEGERS = {"U16": "<u2", "I32": "<i4"}
 
 @dataclass(frozen=True, slots=True)
 class NgramTable:
-    """A trie of contexts, read from the last token backwards, and what follows each.
+    """A trie of contexts, read from the last token backwards, and their followers.
 
     Context 0 is the empty one. Those that are one token longer than context c have the numbers
     extensions[c] to extensions[c + 1] and ascend by that token. C contexts, R predictions.
 
     extensions   int32[C+1]
     earlier      int32[C]    the first token of a context, which makes it longer; 0 for context 0
-    rest         float32[C]  chance that is left to what shorter contexts predict
-    predictions  int32[C+1]  those of context c, likeliest first: predictions[c] to
+    rest         float32[C]  probability left to the predictions of shorter contexts
+    predictions  int32[C+1]  those of context c, most probable first: predictions[c] to
                              predictions[c + 1]
     tokens       int32[R]
-    shares       float32[R]  chance of each; with `rest` at most 1 in a context
+    shares       float32[R]  probability of each; with `rest` at most 1 in a context
     vocab        V of the target whose answers were counted
     """
 
@@ -126,7 +126,7 @@ def _ends(counts: Ints, first: int) -> Ints:
 
 
 def _fault(table: NgramTable) -> str | None:
-    """What no table can be, by the tensor's name; None if all is well."""
+    """Return what makes a table invalid, by the tensor's name; None if nothing does."""
     count, begins = table.contexts, table.extensions[:-1]
     if len(table.extensions) != count + 1 or table.extensions[-1] != count:
         return "extensions do not number the contexts"

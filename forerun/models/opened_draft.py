@@ -1,4 +1,4 @@
-"""What the kinds of drafts on disk have in common, once their folder was read."""
+"""The common part of all kinds of drafts on disk, after reading their folder."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from forerun.types import Floats, Ints
 
 
 class DraftDescription(Protocol):
-    """What a draft's configuration and tensors say of its network."""
+    """A draft's network, from its configuration and tensors."""
 
     @property
     def parameters(self) -> int:
@@ -23,7 +23,7 @@ class DraftDescription(Protocol):
 
     @property
     def cache(self) -> tuple[CacheLayer, ...]:
-        """What each layer keeps of a position, in order."""
+        """What each layer caches per position, in order."""
         ...
 
     @property
@@ -67,7 +67,7 @@ class OpenedDraft(Generic[Head]):
 
     @property
     def cache(self) -> tuple[CacheLayer, ...]:
-        """What each layer keeps of a position, in order."""
+        """What each layer caches per position, in order."""
         return self.head.cache
 
     @property

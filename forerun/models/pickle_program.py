@@ -33,7 +33,7 @@ _ORDERED = "collections.OrderedDict"
 _NAMES = {_TENSOR, _PARAMETER, _ORDERED, *(f"torch.{name}" for name in KINDS)}
 _MOST_DIMENSIONS = 8
 _LARGEST = 1 << 48
-"""Of sizes, strides and offsets: their products stay exact and small."""
+"""Largest size, stride or offset: their products stay exact and small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class _Machine:
         self._stack = []
 
     def group(self) -> list[Any]:
-        """What was pushed since the last mark."""
+        """Return the values pushed since the last mark."""
         found, self._stack = self._stack, self._below.pop()
         return found
 
@@ -160,7 +160,7 @@ class _Machine:
         self.push(self._memo[index])
 
     def tuple(self, count: int) -> None:
-        """Of the last `count` values."""
+        """Push a tuple of the last `count` values."""
         values = [self.pop() for _ in range(count)]
         self.push(tuple(reversed(values)))
 
@@ -218,7 +218,7 @@ class _Machine:
                 raise ModelError("a reference to a storage is malformed")
 
     def result(self) -> Any:
-        """What the program leaves."""
+        """Return the program's result."""
         if self._below or len(self._stack) != 1:
             raise ModelError("it does not end with one value")
         return self.pop()

@@ -144,7 +144,7 @@ def _damage_named(path: Path) -> Iterator[None]:
 def _parts(
     items: list[zipfile.ZipInfo], root: str, data: NDArray[np.uint8]
 ) -> dict[str, tuple[int, int]]:
-    """Where the storages lie, by their name below the archive's folder; none overlap."""
+    """Return the places of the storages, by their name below the archive's folder; none overlap."""
     found: dict[str, tuple[int, int]] = {}
     for item in items:
         name = item.filename.removeprefix(root)

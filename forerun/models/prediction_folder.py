@@ -21,7 +21,7 @@ from forerun.models.prediction_layers import PredictionLayers, open_prediction_l
 from forerun.models.shard import MAPS
 
 SUFFIX = "ForCausalLMNextN"
-"""How the name of such a draft's architecture ends."""
+"""The end of such a draft's architecture name."""
 
 
 def holds_prediction(folder: Path) -> bool:

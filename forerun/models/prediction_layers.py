@@ -50,17 +50,17 @@ from forerun.types import Floats, Ints
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PredictionLayers:
-    """A target's prediction layers, whole: a Checkpoint of as many decoder layers, the target's
-    embedding and head, and of each layer FUSE [H,2H], EMBEDDING_NORM, HIDDEN_NORM and FINAL_NORM
-    [H], called as `own` says.
+    """A target's prediction layers, complete: a Checkpoint of as many decoder layers, the target's
+    embedding and head, and for each layer FUSE [H,2H], EMBEDDING_NORM, HIDDEN_NORM and FINAL_NORM
+    [H], with the names from `own`.
 
-    kind          what it is, in a sentence's words
+    kind          of draft, for messages
     hidden_first  the fuse reads the hidden state before the embedding
-    apart         all layers share what `own` names
-    count         K: layer k drafts depth k, the last one all that is deeper
-    target_ids    int32[Vd] the tokens that may be proposed, and whose rows the head has
+    apart         all layers share the tensors that `own` names
+    count         K: layer k drafts depth k, the last one all deeper ones
+    target_ids    int32[Vd] the tokens that may be proposed, which are the head's rows
     folder        where they are, if not in the target's checkpoint
-    zeroed        the embedding of the entry at position 0 counts as zeros
+    zeroed        the embedding of the entry at position 0 is zeros
     """
 
     kind: ClassVar[str] = "prediction layers"
@@ -139,7 +139,7 @@ class PredictionLayers:
 
     @property
     def cache(self) -> tuple[CacheLayer, ...]:
-        """What each of the K layers keeps of a position."""
+        """What each of the K layers caches per position."""
         arch = self.architecture
         return (arch.cache_layer,) * self.count
 
@@ -150,7 +150,9 @@ class PredictionLayers:
 
     @property
     def parameters(self) -> int:
-        """How many weights there are beside the target's; a head of some of its rows is a copy."""
+        """How many weights there are beside the target's; a head with some of its rows is a
+        copy.
+        """
         own = [name for name in self.files if name not in BORROWED]
         copied = 0 if self.vocab == self.architecture.vocab else self.vocab
         copies = copied * self.architecture.hidden
@@ -175,9 +177,9 @@ def open_prediction_layers(
     folder: Path | None = None,
     target_ids: Ints | None = None,
 ) -> PredictionLayers:
-    """The prediction layers of `target`, of the tensors that `divided` set aside.
+    """Return the prediction layers of `target`, from the tensors that `divided` set aside.
 
-    declared    how many its configuration promises, if it says so
+    declared    their number in its configuration, if it has one
     folder      where the tensors are, if not in the target's checkpoint
     target_ids  int32[Vd] the tokens they choose among; None = all
 
@@ -221,7 +223,7 @@ def check_stored(
     optional: Set[str],
 ) -> None:
     """Raise ModelError naming every tensor that is missing, unexpected or wrongly shaped, by its
-    stored name. title: whose layers they should be.
+    stored name. title: the expected owner of the layers.
     """
     faults = [f"unexpected {stored}" for stored in there if stored not in wanted]
     faults += [
@@ -246,8 +248,8 @@ def layers_of(
     folder: Path | None = None,
     target_ids: Ints | None = None,
 ) -> PredictionLayers:
-    """The layers whose tensors, by canonical names, are `found`; copies of the target's embedding
-    and head are left out where they are the same. Raises ModelError where layers differ in these.
+    """Return the layers whose tensors, by canonical names, are `found`; leaves out equal copies of
+    the target's embedding and head. Raises ModelError if layers differ in these.
     """
     arch = target.architecture
     kept = {name: item for name, item in found.items() if not copied(name)}

@@ -1,4 +1,4 @@
-"""How projects store prediction layers: under which names, and what a layer has besides its decoder
+"""How projects store prediction layers: their names, and the tensors besides those of a decoder
 layer.
 """
 
@@ -14,7 +14,7 @@ from forerun.models.mapped import TensorFile
 from forerun.models.naming import StoredPart, layer_pieces
 
 EMBEDDING_NORM, HIDDEN_NORM, FUSE, FINAL_NORM = "embedding_norm", "hidden_norm", "fuse", "norm"
-"""What a layer has besides a decoder layer; see PredictionLayers.own."""
+"""A layer's tensors besides those of a decoder layer; see PredictionLayers.own."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 Files = Mapping[str, TensorFile]
@@ -25,10 +25,10 @@ Files = Mapping[str, TensorFile]
 class Naming:
     """How one project stores prediction layers.
 
-    title         whose it is
+    title         the project
     layer         prefix of a layer's own tensors; its number in group 1
-    own           what else there is, behind that prefix or, with `apart`, as it is -> its part, or
-                  the target's tensor that it is a copy of
+    own           other tensors, behind that prefix or, with `apart`, without it -> the part, or the
+                  target's tensor that it is a copy of
     apart         those belong to no layer: all share them
     hidden_first  the fuse reads the hidden state before the embedding
     """
@@ -76,7 +76,7 @@ QWEN = Naming(
     apart=True,
 )
 ZEROED = ("glm4_moe",)
-"""Families whose own code does so."""
+"""Families whose own code zeroes the embedding at position 0."""
 BORROWED = (EMBEDDING, HEAD)
 """The target's, of which a file may hold a copy."""
 
@@ -116,8 +116,8 @@ def own_name(layer: int, part: str) -> str:
 
 
 def naming_of(files: Files, arch: Architecture, where: Path) -> tuple[Naming, int, int]:
-    """How a folder names its prediction layers, the number of the first, and how many there are.
-    Raises ModelError where numbers are missing or no naming fits.
+    """Return how a folder names its prediction layers, the number of the first, and how many there
+    are. Raises ModelError if numbers are missing or no naming fits.
     """
     for naming in (MIMO, QWEN, DEEPSEEK):
         numbers = sorted({int(m[1]) for name in files if (m := naming.layer.match(name))})

@@ -79,9 +79,8 @@ class LongRope:
 
 
 def longrope_attention_factor(factor: float, original_context: int) -> float:
-    """What cos and sin are multiplied by where a config does not say: sqrt(1 + ln(factor) /
-    ln(original_context)), and 1 for a factor of 1 or less (LongRoPE, arXiv 2402.13753, as
-    transformers computes it).
+    """Return the default factor of cos and sin: sqrt(1 + ln(factor) / ln(original_context)), and 1
+    for a factor of 1 or less (LongRoPE, arXiv 2402.13753, as transformers computes it).
 
     factor            how many times longer the context has become
     original_context  tokens that the model was trained on first
@@ -144,7 +143,7 @@ class Rope:
 
     @property
     def attention_factor(self) -> float:
-        """What cos and sin of pairs that are rotated are multiplied by."""
+        """The factor of cos and sin of rotated pairs."""
         scales = isinstance(self.scaling, Yarn | LongRope)
         return self.scaling.attention_factor if scales else 1.0  # type: ignore[union-attr]
 
@@ -180,7 +179,9 @@ class Rope:
 
 
 def _divisors(divisors: tuple[float, ...], turned: int) -> dict[str, float]:
-    """What must be positive of them; ModelError where they are not half as many as `turned`."""
+    """Return the divisors that must be positive; ModelError unless they are half as many as
+    `turned`.
+    """
     if len(divisors) != turned // 2:
         raise ModelError(
             f"rope divisors: {len(divisors)} given, the head size {turned} needs {turned // 2}"
@@ -189,8 +190,8 @@ def _divisors(divisors: tuple[float, ...], turned: int) -> dict[str, float]:
 
 
 def yarn_attention_factor(factor: float) -> float:
-    """What YaRN recommends for a context that is `factor` times as long (section 3.4): 0.1
-    ln(factor) + 1; 1 where it is not longer.
+    """Return YaRN's recommended factor for a context that is `factor` times as long (section 3.4):
+    0.1 ln(factor) + 1; 1 if it is not longer.
     """
     return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
 

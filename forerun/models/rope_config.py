@@ -1,4 +1,4 @@
-"""How the rotary embedding is written in config.json, in both spellings."""
+"""Reads the rotary embedding from config.json, in both spellings."""
 
 from dataclasses import replace
 from typing import Any

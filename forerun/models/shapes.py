@@ -105,7 +105,7 @@ class RandomCheckpoint:
         return self._shapes[name]
 
     def tensor(self, name: str) -> Floats:
-        """A tensor as float32, the same numbers whenever it is asked for. Raises KeyError for an
+        """Return a tensor as float32, the same numbers at every call. Raises KeyError for an
         unknown name.
         """
         return _filled(name, self._shapes[name], self._drawn)

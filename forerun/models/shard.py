@@ -23,7 +23,7 @@ FLOATS: Mapping[str, int] = {"F32": 4, "F16": 2, "BF16": 2}
 MAPS: Mapping[str, int] = {**FLOATS, "I64": 8, "I32": 4, "U16": 2, "BOOL": 1}
 """Drafts also store vocabulary maps and n-gram tables."""
 QUANTISED: Mapping[str, int] = {**MAPS, "F8_E4M3": 1, "I8": 1, "U8": 1}
-"""What quantised matrices are stored as."""
+"""Storage types of quantised matrices."""
 
 
 def read_shard(path: Path, kinds: Mapping[str, int] = FLOATS) -> TensorFile:

@@ -52,9 +52,7 @@ _CUTS = {
 
 
 def cut_of(name: str) -> Cut:
-    """How the tensor of this canonical name is divided among ranks; WHOLE where nothing
-    says how.
-    """
+    """Return how the tensor of this canonical name is divided among ranks; WHOLE by default."""
     return next((cut for pattern, cut in _CUTS.items() if re.fullmatch(pattern, name)), Cut.WHOLE)
 
 

@@ -19,12 +19,12 @@ from forerun.types import Ints
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VocabularyMap:
-    """How a draft model reads the target's tokens, and what it may propose.
+    """A draft model's ids for the target's tokens, and the tokens it may propose.
 
     inputs      int32[V]   its own id for every target id
     own_ids     int32[Vd]  its own ids that it may propose
     target_ids  int32[Vd]  the target's ids of the same tokens, ascending
-    shared      tokens that both vocabularies have; Vd is smaller where a token map limits it
+    shared      tokens that both vocabularies have; Vd is smaller if a token map limits it
     """
 
     inputs: Ints
@@ -47,8 +47,8 @@ class VocabularyMap:
 
 
 def equal_vocabulary(target: int, own: int) -> VocabularyMap:
-    """The vocabulary of a draft whose tokens have the target's ids; padded to V = `target` here and
-    to `own` there.
+    """Return the vocabulary of a draft whose tokens have the target's ids; padded to V = `target`
+    and to `own`.
     """
     ids = np.arange(min(target, own), dtype=np.int32)
     inputs = np.zeros(target, np.int32)
@@ -85,12 +85,12 @@ class WholeDraft:
 
     @property
     def algorithm(self) -> str:
-        """What statistics call it: "standalone"."""
+        """Its name in statistics: "standalone"."""
         return "standalone"
 
     @property
     def cache(self) -> tuple[CacheLayer, ...]:
-        """What each of its layers keeps of a position, in order."""
+        """What each of its layers caches per position, in order."""
         arch = self.checkpoint.architecture
         return (arch.cache_layer,) * arch.layers
 

@@ -1,1 +1,1 @@
-"""Checkpoints whose matrices are stored in few bits, read by their formats' definitions."""
+"""Checkpoints with quantised matrices, read by their formats' definitions."""

@@ -47,13 +47,13 @@ class QuantisedFile(TensorFile):
         return self.matrices[name].part(rows, columns)
 
     def four_bit_group(self, name: str) -> int:
-        """How many columns share a scale where float32 is exact of a matrix in four bits;
+        """Return how many columns share a scale, if float32 represents the 4-bit matrix exactly;
         else 0.
         """
         return four_bit_group(self.matrices[name])
 
     def four_bits(self, name: str) -> FourBits:
-        """The matrix in four bits; ask only where `four_bit_group` is not 0."""
+        """Return the matrix in four bits; only if `four_bit_group` is not 0."""
         return four_bits(self.matrices[name])
 
     def grouped(self, name: str) -> Grouped | None:
@@ -72,11 +72,12 @@ class QuantisedFile(TensorFile):
 def with_matrices(
     files: Mapping[str, TensorFile], methods: tuple[Method, ...]
 ) -> dict[str, TensorFile]:
-    """Stored name -> the file that has it, each quantised matrix under the name `MODULE.weight`.
+    """Return stored name -> the file that has it, each quantised matrix under the name
+    `MODULE.weight`.
 
     files  likewise, of a folder whose matrices are stored by `methods`; () changes nothing
 
-    A matrix of plain floats stays one, whichever modules the configuration leaves out.
+    A matrix of plain floats stays one, whichever modules the configuration excludes.
     Raises ModelError naming the tensor that is missing, left over or does not fit.
     """
     if not methods:

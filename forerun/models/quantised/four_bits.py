@@ -32,7 +32,7 @@ def four_bit_group(matrix: StoredMatrix) -> int:
 
 
 def four_bits(matrix: StoredMatrix) -> FourBits:
-    """The matrix as numbers, scales and zeros; ask only where `four_bit_group` is not 0."""
+    """Return the matrix as numbers, scales and zeros; only if `four_bit_group` is not 0."""
     rows, columns = (slice(0, size) for size in matrix.shape)
     scales = _halves(_scales(matrix))
     if matrix.method.layout == "packed":
@@ -59,6 +59,6 @@ def _scales(matrix: StoredMatrix) -> Floats:
 
 
 def _halves(scales: Floats) -> NDArray[np.float16]:
-    """What is too large becomes infinite; a NaN is equal to nothing."""
+    """Convert to float16: what is too large becomes infinite; a NaN is equal to nothing."""
     with np.errstate(over="ignore"):
         return np.ascontiguousarray(scales.astype(np.float16))

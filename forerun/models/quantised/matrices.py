@@ -26,7 +26,7 @@ from forerun.models.quantised.numbers import unpacked, widened
 from forerun.types import AnyArray, Floats
 
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in a word the number of each of eight columns lies."""
+"""The place of each of eight columns' numbers in a word."""
 
 PARTS: dict[Layout, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "float8": (("weight",), ("weight_scale_inv", "weight_scale")),
@@ -76,8 +76,8 @@ class StoredMatrix:
         return flat.view(_INTEGERS[there.kind]).reshape(there.shape)
 
     def scales(self, part: str, rows: slice = _ALL, columns: slice = _ALL) -> Floats:
-        """Of a tensor of floats [rows,columns] a part as float32; a vector is a column, a scalar
-        [1,1].
+        """Return a part of a tensor of floats [rows,columns] as float32; a vector is a column, a
+        scalar [1,1].
         """
         file, stored = self.parts[part]
         there = file.tensors[stored]
@@ -98,7 +98,7 @@ def stored_matrix(
     if not fitting:
         wanted = " or ".join(sorted({", ".join(PARTS[method.layout][0]) for method in methods}))
         raise ModelError(f"{name} has {', '.join(sorted(parts))}; it needs {wanted}")
-    # Groups of modules differ in size at most: the shape of the scales tells them apart.
+    # Groups of modules differ at most in size, which the shape of the scales shows.
     faults = []
     for method in fitting:
         try:
@@ -233,8 +233,8 @@ def _two(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _within(part: slice, each: int) -> tuple[slice, slice]:
-    """Of numbers that stand `each` to a word: the words that a part of them lies in, and where in
-    these it is.
+    """Return the words that a part of the numbers lies in, `each` to a word, and the part's place
+    in these.
     """
     first = part.start // each
     inside = slice(part.start - first * each, part.stop - first * each)

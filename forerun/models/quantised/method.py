@@ -9,7 +9,7 @@ from forerun.errors import ModelError
 from forerun.models.keys import Keys, shown
 
 Layout = Literal["float8", "gptq", "awq", "packed", "int8", "mxfp4"]
-"""How a matrix lies in its file: see `matrices`."""
+"""The layout of a matrix in its file: see `matrices`."""
 
 READ = (
     "fp8 (float8 E4M3 with scales per block or tensor)",
@@ -43,11 +43,11 @@ class Method:
 
 
 def read_method(config: Mapping[str, Any]) -> tuple[Method, ...]:
-    """What config.json's `quantization_config` says; () where it has none.
+    """Read config.json's `quantization_config`; () without one.
 
-    Several: groups of modules are stored in different ways, told apart by their tensors.
+    Several: groups of modules are stored in different ways, which their tensors show.
 
-    Raises ModelError naming the key that stands in the way, or the methods that are read.
+    Raises ModelError naming the key that is not supported, or the supported methods.
     """
     settings = config.get("quantization_config")
     if settings is None:

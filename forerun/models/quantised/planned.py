@@ -14,9 +14,8 @@ from forerun.models.shapes import RandomCheckpoint
 
 
 class PlannedCheckpoint(RandomCheckpoint):
-    """What a config.json says of a checkpoint: shapes, and how matrices are stored in few bits, all
-    of them in the first way that it names. Numbers are random ones: for plans, and for steps whose
-    time is measured.
+    """A checkpoint from a config.json alone: shapes, and how matrices are quantised, all of them by
+    its first method. Numbers are random: for plans, and for timing steps.
     """
 
     def __init__(self, architecture: Architecture, config: Mapping[str, Any]) -> None:
@@ -25,7 +24,7 @@ class PlannedCheckpoint(RandomCheckpoint):
         self._methods = read_method(config)
 
     def grouped(self, name: str) -> Grouped | None:
-        """How a matrix is stored in few bits; None: in floats, or not so that it may stay so."""
+        """Return how a matrix is quantised; None: it is floats, or must be widened."""
         shape = self.shape(name)
         method = next(iter(self._methods), None)
         if method is None or len(shape) != 2 or method.bits not in (4, 8):
