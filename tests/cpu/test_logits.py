@@ -20,7 +20,7 @@ from tests.shape.tree import ROOT
 SAME, CLOSE = 0.012, 0.07
 """Models this small are noisy: one activation that rounds the other way is felt everywhere."""
 
-KINDS = ("Q8_0", "Q4_0", "Q4_1", "F16", "BF16", "F32", "Q5_1", None)
+KINDS = ("Q8_0", "Q4_0", "Q4_1", "F16", "BF16", "F32", "Q5_0", "Q5_1", None)
 ROPES = {"llama3": tiny.LLAMA3, "yarn": tiny.YARN, "linear": tiny.LINEAR}
 
 

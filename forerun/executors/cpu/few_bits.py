@@ -1,6 +1,7 @@
 """Matrices of few bits as rows that the compiled core packs (csrc/quant.h, `Source`)."""
 
 import numpy as np
+from gguf.quants import IQ4_NL
 from numpy.typing import NDArray
 
 from forerun.errors import ModelError
@@ -37,6 +38,30 @@ def rows_of_bytes(matrix: FourBits) -> NDArray[np.uint8]:
     zeros = np.repeat(matrix.zeros, matrix.group, 1)
     packed[..., 2:] = (matrix.numbers - zeros).reshape(rows, -1, _GROUP)
     return packed.reshape(rows, -1)
+
+
+SCALED_BYTES = {"Q5_0": 22, "IQ4_NL": 18}
+"""ggml's names of storage whose 32 numbers are whole ones, one byte each at most, times one half;
+and bytes of a block."""
+_LEVELS = np.array(IQ4_NL.kvalues, np.int8)
+
+
+def as_bytes(kind: str, rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return uint8[rows, 34 for every 32 inputs], the same numbers as Q8_0, of uint8[rows,bytes] in
+    a storage of SCALED_BYTES.
+    """
+    blocks = np.ascontiguousarray(rows).reshape(len(rows), -1, SCALED_BYTES[kind])
+    packed = np.empty((*blocks.shape[:2], 34), np.uint8)
+    packed[..., :2] = blocks[..., :2]
+    numbers, nibbles = packed[..., 2:], blocks[..., -16:]
+    numbers[..., :16], numbers[..., 16:] = nibbles & 15, nibbles >> 4
+    if kind == "IQ4_NL":
+        numbers[:] = _LEVELS[numbers].view(np.uint8)
+    else:
+        fifths = np.unpackbits(blocks[..., 2:6], axis=-1, bitorder="little")
+        numbers += fifths << 4
+        numbers -= np.uint8(16)  # Two's complement: 240 is -16.
+    return packed.reshape(len(rows), -1)
 
 
 def check_fp4(rows: NDArray[np.uint8], name: str) -> None:

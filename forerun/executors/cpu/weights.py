@@ -1,10 +1,10 @@
 """Packs a checkpoint's tensors into the compiled core, in the formats of csrc/quant.h.
 
 Floats, Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4 and 4-bit integers in groups of 128 keep the
-file's own numbers exactly, in as many bytes; smaller groups in twice as many. Other quants become 8
-bits in groups of 32: symmetric, scale = largest / 127 as a half, rounded to nearest. Floats become
-the same if `dtype` requests it, or 4 bits, 16 steps from a group's smallest number to its largest,
-or Q4_K by ggml's rule of the format (csrc/make_q4_k.cpp).
+file's own numbers exactly, in as many bytes; smaller groups, Q5_0 and IQ4_NL in 8 bits. Other
+quants become 8 bits in groups of 32: symmetric, scale = largest / 127 as a half, rounded to
+nearest. Floats become the same if `dtype` requests it, or 4 bits, 16 steps from a group's smallest
+number to its largest, or Q4_K by ggml's rule of the format (csrc/make_q4_k.cpp).
 """
 
 import ctypes
@@ -15,7 +15,14 @@ import numpy as np
 
 from forerun.errors import ModelError
 from forerun.executors.cpu import native
-from forerun.executors.cpu.few_bits import TILE, check_fp4, rows_of_bytes, rows_of_tiles
+from forerun.executors.cpu.few_bits import (
+    SCALED_BYTES,
+    TILE,
+    as_bytes,
+    check_fp4,
+    rows_of_bytes,
+    rows_of_tiles,
+)
 from forerun.executors.cpu.latent import ABSORBED, absorbed, in_kind
 from forerun.executors.cpu.places import Place, layer_kind, matrices, routes, vectors
 from forerun.models.arch import Architecture
@@ -129,9 +136,10 @@ def sentence(checkpoint: Checkpoint, dtype: str) -> str:
     parts += ["embedding and output head made q8_0"] if parts and dtype != "q8_0" else []
     unchanged = sorted(kinds & _KINDS.keys() - (names.keys() if parts else set()))
     parts += [f"{', '.join(unchanged)} as in the file"] if unchanged else []
-    other = sorted(kinds - _KINDS.keys() - {_SMALL_INT4})
-    parts += [f"{', '.join(other)} made q8_0"] if other else []
-    parts += [f"{_SMALL_INT4} as the same numbers in 8 bits"] if _SMALL_INT4 in kinds else []
+    other = kinds - _KINDS.keys()
+    same = other & {_SMALL_INT4, *SCALED_BYTES}
+    parts += [f"{', '.join(sorted(other - same))} made q8_0"] if other - same else []
+    parts += [f"{', '.join(sorted(same))} as the same numbers in 8 bits"] if same else []
     return f"weights {', '.join(parts)}, activations 8 bits in groups of 32"
 
 
@@ -282,6 +290,8 @@ class Packer:
             if kind == "MXFP4":
                 check_fp4(rows, name)
             return kind, rows
+        if packed is not None and kind in SCALED_BYTES and not routes(place):
+            return "Q8_0", as_bytes(kind, packed.rows)
         if kind == _INT4 or (kind == _SMALL_INT4 and not routes(place)):
             assert isinstance(self._checkpoint, InFourBits)
             matrix = self._checkpoint.four_bits(name)
