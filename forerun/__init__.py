@@ -2,14 +2,14 @@
 
     from forerun import LLM
 
-`LLM` and `AsyncLLM` are loaded when they are first asked for; types are in __init__.pyi.
+`LLM` and `AsyncLLM` are loaded on first use; types are in __init__.pyi.
 """
 
 from forerun.version import __version__ as __version__
 
 
 def __getattr__(name: str) -> object:
-    """What Python programs use, loaded late: the command line should answer at once."""
+    """Load the Python API late: the command line should answer at once."""
     if name == "LLM":
         from forerun.client.llm import LLM
 

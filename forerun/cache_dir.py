@@ -1,4 +1,4 @@
-"""Where models are kept between runs, and the lock that lets one process at a time fetch one."""
+"""The folder for models between runs, and the lock that lets one process at a time fetch one."""
 
 import os
 import shutil

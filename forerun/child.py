@@ -1,4 +1,4 @@
-"""How a child process comes to its end, as the system tells its parent: by no heartbeat."""
+"""Detects the end of a child process from the system's report to its parent, without heartbeats."""
 
 import os
 import signal
@@ -7,18 +7,19 @@ from contextlib import suppress
 from time import sleep
 
 STOPPED_SECONDS = 1.0
-"""A process that somebody has stopped may go on within so long. No work counts into this, however
-long it takes: only SIGSTOP and its like stop a process. A debugger that attaches does not: the
-system tells it, and not the parent."""
+"""Seconds within which a stopped process may continue. Work does not count, however long it takes:
+only SIGSTOP and similar signals stop a process. An attached debugger does not count: the system
+reports to it, and not to the parent.
+"""
 LOOK = 0.05
 """Seconds between two looks at a process that is stopped."""
 
 
 def wait(process: "subprocess.Popen[bytes]") -> int:
-    """Wait for the end of a child that nobody else waits for; its `returncode` is set then. One
+    """Wait for the end of a child that no other code waits for; its `returncode` is set then. One
     that stays stopped for STOPPED_SECONDS is killed.
 
-    Returns the signal that stopped it for so long, 0 where it ended otherwise.
+    Returns the signal that stopped it for so long, 0 if it ended otherwise.
     """
     stopped = 0
     while True:

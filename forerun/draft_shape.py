@@ -1,14 +1,14 @@
-"""How large drafts are. Without NumPy: options are read before anything heavy is imported."""
+"""The size of drafts. Without NumPy: options are read before anything heavy is imported."""
 
 from typing import NamedTuple
 
 
 class DraftShape(NamedTuple):
-    """How large a row's draft may be.
+    """The largest draft of a row.
 
-    nodes  draft tokens; 0 = none, or nobody has said
+    nodes  draft tokens; 0 = none, or not set
     width  children per expanded node, and nodes expanded per level; 1 = chains
-    depth  longest path. Of what steps grow by themselves, 0: nothing
+    depth  longest path; 0 if steps on the device grow nothing
     """
 
     nodes: int = 0

@@ -6,7 +6,7 @@ ForerunError
 ├── RequestError      a request cannot be honoured; `field` names the culprit
 │   ├── ContextError      it is longer than the model's context
 │   └── BusyError         the queue is full; try again later
-│       └── WorkerError       a process that worked for it was ended or stopped by somebody
+│       └── WorkerError       a process that worked for it was ended or stopped from outside
 ├── MemoryPlanError   weights, caches and scratch do not fit; says what to lower
 ├── ConfigError       flags that contradict each other or the machine
 └── EngineError       the engine itself failed; never the request's fault
@@ -37,10 +37,10 @@ class RequestError(ForerunError):
 
 class ContextError(RequestError):
     """Prompt plus requested tokens exceed the model's context. Clients that shorten and try again
-    look for the words "This model's maximum context length is".
+    search for the words "This model's maximum context length is".
 
-    prompt, asked, context  tokens: of the prompt (at least as many), asked beyond it, and of both
-                            at most; 0 = not said
+    prompt, asked, context  tokens: of the prompt (at least as many), requested beyond it, and of
+                            both at most; 0 = not given
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class BusyError(RequestError):
 
 
 class WorkerError(BusyError):
-    """A process that worked for the request was ended or stopped by somebody else."""
+    """A process that worked for the request was ended or stopped from outside."""
 
 
 class MemoryPlanError(ForerunError):

@@ -1,4 +1,4 @@
-"""What the machine offers: cores, instruction sets, memory. Reads files, starts nothing."""
+"""The machine's properties: cores, instruction sets, memory. Reads files, starts nothing."""
 
 import os
 import platform
@@ -70,8 +70,8 @@ def memory_available() -> int:
 
 
 def gpu_devices() -> list[str]:
-    """The device files of this machine's NVIDIA GPUs, sorted; empty without one. The driver is not
-    asked; on Windows, which has no such files, that it is installed counts as one.
+    """Return the device files of this machine's NVIDIA GPUs, sorted; empty without one. Does not
+    call the driver; on Windows, which has no such files, an installed driver counts as one.
     """
     if sys.platform == "win32":
         library = Path(r"C:\Windows\System32\nvcuda.dll")

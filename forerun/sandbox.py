@@ -1,8 +1,8 @@
-"""A process of our own for work whose cost a stranger decides: it can be killed.
+"""A process of our own for work whose cost depends on untrusted input: it can be killed.
 
 It reads one line of JSON per request from standard input and answers each with one line of JSON.
-Before it answers it may ask something itself: a line `{"question": ...}`, to which one line comes
-back. What it may take is processor time, which does not depend on what else the machine does.
+Before it answers it may ask a question itself: a line `{"question": ...}`, which gets one line as
+an answer. Its limit is processor time, which does not depend on other load of the machine.
 """
 
 import json
@@ -23,7 +23,7 @@ START_SECONDS = 120.0
 """Some libraries take their time to load."""
 
 STARTS = 4
-"""Times that a process is started at most which somebody ends before it is ready."""
+"""Most starts of a process that is ended from outside before it is ready."""
 
 SILENCE = 12.0
 """A process is given up when it has neither answered nor worked for so many times the processor
@@ -46,7 +46,7 @@ class Fault(StrEnum):
 
     @property
     def ours(self) -> bool:
-        """Whether the request had no part in it, so that it may be asked again."""
+        """Whether the request did not cause it, so that it may be tried again."""
         return self in (Fault.KILLED, Fault.SILENT)
 
     def words(self, seconds: float) -> str:
@@ -57,19 +57,19 @@ class Fault(StrEnum):
 
 
 Questions = Callable[[Any], Any]
-"""Answers what a process asks, in JSON values. Called by whoever waits for its answer."""
+"""Answers a process's question, in JSON values. Called on the thread that waits for its answer."""
 
 
 class SandboxProcess:
-    """Started when needed, killed when an answer takes too long, then started anew; so is one that
-    somebody kills before it is ready, for nothing was lost. Not locked.
+    """A process that is started on use, killed when an answer takes too long, then started anew;
+    also if it is killed before it is ready, since nothing was lost. Not locked.
 
-    command  what starts it; `seconds` is added as an argument
+    command  starts it; `seconds` is added as an argument
     seconds  of processor time that an answer may take
-    init_message  the first line it reads, which it answers with one of its own when it is ready;
-             None = it needs neither
-    questions  answers what it asks
-    stateful  what it was asked before matters: once it is ready it is not started anew
+    init_message  the first line it reads, which it answers when it is ready; None = it needs
+                  neither
+    questions  answers its questions
+    stateful  its state matters: once it is ready it is not started anew
     fault    why the last answer did not come
     """
 
@@ -115,7 +115,7 @@ class SandboxProcess:
                         stream.close()
 
     def kill(self) -> None:
-        """End the process from another thread, for good: whoever waits for its answer gets none."""
+        """End the process from another thread, for good: a waiting caller gets no answer."""
         self._killed = True
         process = self._process
         if process is not None:
@@ -195,12 +195,14 @@ _BY_SIGNAL: dict[int, Fault] = {
 
 
 def _processor_time(pid: int) -> int:
-    """Of a process, in clock ticks; 0 where that is not known."""
+    """Return a process's processor time in clock ticks; 0 if unknown."""
     return sum(map(int, _state(pid)[11:13]))
 
 
 def _state(pid: int) -> list[str]:
-    """What Linux says of a process behind its name, its state first; elsewhere nothing."""
+    """Return what Linux reports of a process behind its name, its state first; elsewhere
+    nothing.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -208,11 +210,10 @@ def _state(pid: int) -> list[str]:
 
 
 def serve(answer: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
-    """In the process, whose first argument is its limit in seconds: answer requests until standard
-    input ends.
+    """Answer requests until standard input ends: in the process, whose first argument is its limit
+    in seconds.
 
-    An answer that takes more processor time than the limit ends the process with SIGPROF, wherever
-    it is.
+    An answer that takes more processor time than the limit ends the process with SIGPROF.
     """
     seconds = float(sys.argv[1])
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -225,8 +226,8 @@ def serve(answer: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
 
 
 def question(value: Any) -> Any:
-    """In the process, while it answers: ask the other side, and return what it says to `value`,
-    JSON values. Blocks.
+    """Ask the other side a question, in the process, while it answers; return the answer to
+    `value`, JSON values. Blocks.
     """
     sys.stdout.write(json.dumps({"question": value}) + "\n")
     sys.stdout.flush()

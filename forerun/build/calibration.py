@@ -1,4 +1,4 @@
-"""What a step costs on this machine, measured in a fraction of a second at start-up."""
+"""Measures what a step costs on this machine, in a fraction of a second at start-up."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,9 +27,10 @@ nodes of the default model take 6.0 ms behind 64, 5.3 behind 16, 5.2 behind 8: l
 PER_ROW = 8
 """Nodes of one row at most; more nodes mean more rows, as they would in service."""
 CACHED = 256
-"""Cached tokens in the measurement that tells what reading the cache costs, at most: no more than
-can be computed in SECONDS, but a quarter of them. (A 1B model on two cores takes a second for 256;
-what it says with 128 is the same within a fifth.)"""
+"""Most cached tokens in the measurement of reading the cache: as many as can be computed in
+SECONDS, but a quarter of them. (A 1B model on two cores takes a second for 256; the result with 128
+is the same within a fifth.)
+"""
 UNWRITTEN = 1024
 """The same where positions need not be computed for that (Capabilities.unwritten): it is the longer
 the better, as what a node reads has to stand out of what a step takes. (Behind 1,000 unwritten and
@@ -174,8 +175,8 @@ def _fits(limits: ExecutorLimits, nodes: int) -> bool:
 
 
 def _attention_ms(executor: Executor, seconds: float) -> float:
-    """What a node pays for 1,000 cached tokens: nodes behind many of them and behind none, timed in
-    turn so that both meet the same machine. seconds: what a token of a prompt takes.
+    """Return the added time of a node for 1,000 cached tokens: nodes behind many of them and behind
+    none, timed in turn so that both run under the same load. seconds: the time of a prompt's token.
     """
     limits = executor.limits
     room = min(limits.context, limits.pages * limits.page_size) - PER_ROW - 1

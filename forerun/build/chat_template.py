@@ -1,4 +1,4 @@
-"""Which chat template a configuration asks for."""
+"""The chat template of a configuration."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Where the target runs, and why: a GPU is used where there is one that torch can use."""
+"""Chooses the target's device, and gives the reason: a GPU if torch can use one."""
 
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -9,10 +9,10 @@ from forerun.options.config import NATIVE_DTYPES, EngineConfig
 
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
-    """What --device means here.
+    """The device for --device.
 
     device  cpu, cuda, cuda:N or tpu
-    why     a clause for the line that is printed at start
+    why     the reason, as a clause for the start line
     gpu     whether this machine seems to have one
     """
 

@@ -1,4 +1,4 @@
-"""Which kind of network a draft's folder holds, and whether that is the kind that was asked for."""
+"""Checks that the network in a draft's folder is of the configured kind."""
 
 from pathlib import Path
 

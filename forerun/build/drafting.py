@@ -1,4 +1,4 @@
-"""Which drafter a configuration asks for, and what a draft adds to the memory plan."""
+"""The drafter of a configuration, and a draft's part of the memory plan."""
 
 import logging
 import warnings
@@ -84,7 +84,7 @@ def with_shipped(config: EngineConfig, layered: bool = False) -> EngineConfig:
 
 
 def _besides(config: EngineConfig, layered: bool) -> str:
-    """What there is for a model that no draft is named for, as the rest of a sentence."""
+    """Return, as the rest of a sentence, what a model without a named draft could use."""
     if layered:
         return ", or use NEXTN: the model has prediction layers of its own"
     head = known_head(config.model) if config.algorithm.kind == "head" else None
@@ -92,8 +92,8 @@ def _besides(config: EngineConfig, layered: bool) -> str:
 
 
 def _automatic(config: EngineConfig, layered: bool) -> str:
-    """What AUTO means as far as the names of target and draft tell; AUTO where a draft's folder
-    has to be opened first.
+    """Return what AUTO means by the names of target and draft; AUTO if a draft's folder must be
+    opened first.
     """
     named = config.speculative_draft_model_path
     if named is not None and named.endswith(".gguf"):
@@ -105,12 +105,12 @@ def _automatic(config: EngineConfig, layered: bool) -> str:
 def drafting_sentence(
     asked: EngineConfig, resolved: EngineConfig, table: bool, fault: str | None
 ) -> str:
-    """One line for the start: what drafts, and why that.
+    """Return one line for the start: the drafter, and why.
 
     asked     the configuration before it was resolved
     resolved  the same afterwards
     table     there is an n-gram table
-    fault     why nothing drafts although it should; None = all is well
+    fault     why drafting is off although it was requested; None = it is not
     """
     method, named = resolved.algorithm, resolved.speculative_draft_model_path
     if not resolved.speculates:
@@ -133,7 +133,7 @@ def drafting_sentence(
 
 
 def lossy_sentence(config: EngineConfig) -> str | None:
-    """What the configured accept thresholds do to answers, in one line; None where they are
+    """Describe the effect of the configured accept thresholds in one line; None if they are
     lossless.
     """
     if not config.lossy:
@@ -151,14 +151,14 @@ def lossy_sentence(config: EngineConfig) -> str | None:
 def resolved_drafting(
     config: EngineConfig, head: bool, fault: str | None, block: int = 0, layers: bool = False
 ) -> EngineConfig:
-    """The configuration with AUTO decided, and the length and size of its trees filled in.
+    """Return the configuration with AUTO decided, and the length and size of its trees filled in.
 
-    head   a draft head is there
+    head   there is a draft head
     layers it is prediction layers
-    block  draft tokens of a block, which a block drafter proposes where nothing else is asked
-    fault  why a draft that was named cannot be used, which means that nothing drafts
+    block  draft tokens of a block, a block drafter's default
+    fault  why a named draft cannot be used, which turns drafting off
 
-    Raises ConfigError where top-k was asked of a method without one.
+    Raises ConfigError for top-k with a method that has none.
     """
     chosen = config.speculative_algorithm
     if fault is not None:
@@ -182,7 +182,7 @@ def resolved_drafting(
 
 @dataclass(frozen=True, slots=True)
 class DraftParts:
-    """What a draft's folder holds of what is wanted. Nothing: lookup in the text drafts alone."""
+    """The usable parts of a draft's folder. Empty: lookup in the text drafts alone."""
 
     model: AnyDraft | None = None
     table: NgramTable | None = None

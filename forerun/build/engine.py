@@ -115,8 +115,8 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Frontend:
-    """What a server has of a loaded model beside its engine, which may run in another process:
-    enough to make requests of what clients send, and answers of what comes back.
+    """What a server needs of a loaded model beside its engine, which may run in another process: to
+    make requests of what clients send, and answers of the results.
 
     Fields as in Loaded and Target.
     """
@@ -154,7 +154,7 @@ class Loaded:
 
     @property
     def frontend(self) -> Frontend:
-        """What a server needs beside the engine, as a value that may go to another process."""
+        """What a server needs beside the engine, as a value that may be sent to another process."""
         return Frontend(
             self.tokenizer,
             self.chat,
@@ -243,7 +243,7 @@ def _facts(target: Target) -> dict[str, Any]:
 
 
 def _drafter(config: EngineConfig, target: Target, grammars: TreeGrammars) -> Drafter:
-    """What proposes draft tokens."""
+    """Return the drafter."""
     shape = config.draft_shape
     if not config.speculates or shape.nodes == 0 or shape.depth == 0:
         return NoDrafter()
@@ -345,7 +345,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
 
 
 def _drafts(config: EngineConfig, target: Model) -> DraftParts:
-    """What is wanted of the named draft, of a kind that the executor runs."""
+    """Return the draft model of the configured draft, if the executor runs its kind."""
     parts = open_drafts(config, target)
     if parts.model is None:
         return parts

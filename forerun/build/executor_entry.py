@@ -1,4 +1,4 @@
-"""What the composition root knows of an executor before, and instead of, importing it."""
+"""What the composition root knows of an executor without importing it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ Progress = Callable[[str, int, int], None]
 
 
 class AnyDraft(Protocol):
-    """An opened draft of any kind: what the memory plan and the table of executors ask of it."""
+    """An opened draft of any kind, for the memory plan and the table of executors."""
 
     @property
     def kind(self) -> str:
@@ -32,7 +32,7 @@ class AnyDraft(Protocol):
 
     @property
     def cache(self) -> tuple[CacheLayer, ...]:
-        """What each layer keeps of a position, under the target's page ids; () = no cache of its
+        """What each layer caches per position, under the target's page ids; () = no cache of its
         own.
         """
         ...
@@ -69,26 +69,26 @@ Raises ModelError where the two do not fit, MemoryPlanError."""
 class ExecutorEntry:
     """One executor: how it is chosen, sized and built, and which draft models it offers.
 
-    Importing an entry imports no executor; calling what is in it does.
+    Importing an entry imports no executor; calling its functions does.
 
-    name          as --executor says
-    title         as sentences say
-    unsuited      why a configuration that names no executor, its device decided, is not for this
-                  one, as a clause; None where it is. The first entry that it is for is taken
-    refusal       why it cannot run a model, in one clause; None where it can
-    needs         what a model asks of the machine
+    name          for --executor
+    title         for messages
+    unsuited      why it does not suit a configuration without an executor, whose device is decided,
+                  as a clause; None if it does. The first suitable entry is taken
+    refusal       why it cannot run a model, in one clause; None if it can
+    needs         the memory needs of a model
     draft_item    bytes of a number in a draft model's weights and cache; None: 8 bits in blocks,
                   and 16 bits
-    free_memory   bytes that are free where it would run. Raises ConfigError where that is nowhere
-    build         raises what the executor raises, and ConfigError where what it needs is missing;
-                  tells how far the weights are read, but for ranks of --tp-size on torch
+    free_memory   free bytes of its device. Raises ConfigError if it has none
+    build         raises what the executor raises, and ConfigError if a requirement is missing;
+                  reports progress of reading the weights, except for ranks of --tp-size on torch
     draft_models  by the kind of draft
     within        the kinds whose trees steps grow by themselves (Executor.warm_up)
-    dtype         what "auto" means; None: bfloat16 on devices of their own, float32 on the CPU
-    keeps         there "auto" is the file's own numbers where matrices are in few bits (kept.py)
-    shards        whether it cuts a model over devices
-    prefill_chunk tokens of prompts and draft tokens in one step, where nothing is asked, of a
-                  device with so many bytes of memory (None: of the one that is there)
+    dtype         the meaning of "auto"; None: bfloat16 on devices of their own, float32 on the CPU
+    keeps         "auto" is the file's own numbers for quantised matrices (kept.py)
+    shards        whether it divides a model over devices
+    prefill_chunk default tokens of prompts and draft tokens in one step, for a device with so many
+                  bytes of memory (None: this machine's)
     """
 
     name: str

@@ -22,30 +22,34 @@ def item_bytes(config: EngineConfig) -> int:
 
 
 TOKENS_PER_SEQUENCE = 256
-"""Room planned for each of `max_sequences` when nothing is asked; more is shared as it comes."""
+"""Default room planned for each of `max_sequences`; the rest of the cache is shared on demand."""
 
 HOST_SHARE = 0.6
-"""Of the free memory, where other programs live in it too, and prompts' scratch is not planned."""
+"""Share of the free memory to use on a host, where other programs run too, and prompts' scratch is
+not planned.
+"""
 
 DEVICE_SHARE = 0.88
 """The same on a device of its own (a GPU or TPU). Not measured: none was there yet."""
 
 
 CHECKPOINTS = 2
-"""Of a recurrent state, for each of `max_sequences`: a sequence has two that others may go on from
-(executors/state_slots.py)."""
+"""Checkpoints of a recurrent state for each of `max_sequences`: a sequence has two that others may
+continue from (executors/state_slots.py).
+"""
 
 CHUNK = 512
-"""Tokens of prompts and draft tokens in one step where nothing is asked, on the CPU."""
+"""Default tokens of prompts and draft tokens in one step, on the CPU."""
 
 SCORED = 512
-"""Nodes in one step whose logits choose a token, where max-sequences is not larger: on an H100 or
-H200 more are bound by products and no longer free (64 x 8 in bench/results/gpu-roofline.md)."""
+"""Nodes in one step whose logits choose a token, unless max-sequences is larger: on an H100 or H200
+more are bound by products and no longer free (64 x 8 in bench/results/gpu-roofline.md).
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a model asks of a machine, in bytes unless said otherwise.
+    """The needs of a model, in bytes unless noted.
 
     context    longest sequence the model was made for, tokens
     vocab      V
@@ -53,10 +57,10 @@ class Needs:
     per_token  keys and values of one token, all layers
     per_node   scratch of one node in a step: activations
     per_scored the same of one that chooses a token: its row of logits
-    fixed      scratch that no node changes: features that wait for a draft model among it
+    fixed      scratch that does not depend on nodes, such as features for a draft model
     state      recurrent states of one text, all layers that have one
-    captured   rounds are captured: what their programs write in between lies in memory of its own,
-               which all of them share and no other step does
+    captured   rounds are captured: their intermediate results have memory of their own, which all
+               rounds share and no other step uses
     """
 
     context: int
@@ -72,8 +76,8 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What was decided: the executor's limits and where the bytes go. graphs: what captured rounds
-    write in between; the programs themselves are the driver's and not counted. states: recurrent
+    """The plan: the executor's limits and the use of the bytes. graphs: intermediate results of
+    captured rounds; the programs themselves are the driver's and not counted. states: recurrent
     ones, of all sequences and checkpoints.
     """
 
@@ -179,9 +183,9 @@ def human(count: int) -> str:
 
 
 def needs_of(arch: Architecture, weights: int, per_token: int) -> Needs:
-    """What a model asks, given bytes of all its weights and of one token's keys and values. Scratch
-    is that of a decoder in float32, the rows of a node's experts and what latent attention makes
-    of it included.
+    """Return a model's needs, given bytes of all its weights and of one token's keys and values.
+    Scratch is that of a decoder in float32, including the rows of a node's experts and latent
+    attention's intermediate results.
     """
     return Needs(
         context=arch.context,
@@ -195,8 +199,8 @@ def needs_of(arch: Architecture, weights: int, per_token: int) -> Needs:
 
 
 def dense_needs(config: EngineConfig, arch: Architecture, checkpoint: object) -> Needs:
-    """What a model asks whose weights are unpacked to config.dtype, in bytes; the checkpoint is not
-    looked at.
+    """Return the needs of a model whose weights are unpacked to config.dtype, in bytes; does not
+    read the checkpoint.
     """
     width = item_bytes(config)
     # In float8 a head of a token has a scale, of 4 bytes.
@@ -212,8 +216,8 @@ def dense_needs(config: EngineConfig, arch: Architecture, checkpoint: object) ->
 
 
 def few_bits_titles(checkpoint: object, config: EngineConfig) -> list[str]:
-    """How a checkpoint stores matrices in few bits, in words: of a folder by its configuration, of
-    another file where torch keeps them.
+    """Describe how a checkpoint stores quantised matrices: a folder by its configuration, another
+    file if torch keeps them so.
     """
     kept = config.executor == "torch" and config.dtype == "file"
     titles = [method.title for method in getattr(checkpoint, "methods", ())]

@@ -1,4 +1,4 @@
-"""What a loaded target does before its costs are measured and the first request comes."""
+"""Prepares a loaded target before its costs are measured and the first request comes."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ def prepare(
     progress: Callable[[str, int, int], None] | None,
 ) -> None:
     """Have the executor compile and capture all that steps will run, once the draft model is
-    attached: what that asks of features would void it.
+    attached: attaching it later would invalidate that.
 
     within    a draft is loaded whose trees steps grow by themselves
     progress  called with (what, done, total); None = not called

@@ -1,5 +1,5 @@
-"""The executors there are, in one table: how each is chosen, sized and built, and which draft
-models it offers. Who adds one adds a line here; who adds a draft model adds one to its entry.
+"""All executors, in one table: how each is chosen, sized and built, and which draft models it
+offers. A new executor needs a line here; a new draft model one in its executor's entry.
 """
 
 import warnings
@@ -18,18 +18,18 @@ from forerun.models.kept import keeps
 from forerun.options.config import EngineConfig
 
 EXECUTORS = {entry.name: entry for entry in (with_jax.ENTRY, with_cpu.ENTRY, with_torch.ENTRY)}
-"""By name, in the order in which "auto" asks them. The toy is none: it brings its own model."""
+"""By name, in the order that "auto" tries. The toy is not among them: it has a model of its own."""
 
 
 def choose_executor(
     config: EngineConfig, arch: Architecture, checkpoint: Checkpoint | None = None
 ) -> EngineConfig:
-    """A copy with "auto" replaced in device, executor and dtype. Warns where the best executor
+    """Return a copy with "auto" replaced in device, executor and dtype. Warns if the best executor
     cannot run `arch` and a slower one is taken.
 
-    checkpoint  whose numbers may stay what they are; None: nobody looks
+    checkpoint  whose numbers may stay as stored; None: not checked
 
-    Raises ConfigError where a model shall be cut over devices and the executor cannot, or torch is
+    Raises ConfigError if a model is to be divided over devices and the executor cannot, or torch is
     needed and not installed.
     """
     config = replace(config, device=choose_device(config).device)

@@ -1,5 +1,5 @@
-"""What a model would need, from its configuration and the headers of its files: no weights are
-read, and nothing is allocated.
+"""Computes the memory of a model from its configuration and the headers of its files, without
+reading weights or allocating anything.
 """
 
 from dataclasses import dataclass, replace
@@ -47,13 +47,13 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """What a model needs of each of `config.tp_size` devices, bytes.
+    """The memory of a model on each of `config.tp_size` devices, in bytes.
 
     config   every "auto" replaced
     needs    of one device, the draft's part included
     draft    the draft model's part of the weights
-    memory   what may be divided on one device
-    plan     how it is; None where it does not fit
+    memory   usable on one device
+    plan     its division; None if the model does not fit
     refusal  why it does not
     """
 
@@ -88,11 +88,11 @@ def described(config: EngineConfig, shape: str | None) -> Described:
 
 
 def sizing(config: EngineConfig, model: Described, memory: int | None) -> Sizing:
-    """What `model` needs under `config`, and whether that fits; nothing is allocated.
+    """Compute what `model` needs under `config`, and whether that fits; allocates nothing.
 
     memory  bytes of each device; None: what is free on this machine's
 
-    Raises ConfigError where the options contradict the model or the machine, ModelError for a draft
+    Raises ConfigError if the options contradict the model or the machine, ModelError for a draft
     that cannot be used.
     """
     arch = model.architecture

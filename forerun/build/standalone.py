@@ -8,7 +8,7 @@ from forerun.models.whole_draft import VocabularyMap, WholeDraft, equal_vocabula
 from forerun.text.tokenizer import Tokenizer
 
 Spelling = tuple[bool, bytes]
-"""What makes two tokens the same: whether users cannot write it, and its bytes."""
+"""The identity of a token: whether users cannot write it, and its bytes."""
 
 
 def open_standalone(

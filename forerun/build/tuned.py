@@ -62,7 +62,7 @@ def path_of(config: EngineConfig) -> Path:
 
 
 def key_of(config: EngineConfig, version: str, processor: str) -> str:
-    """What a profile belongs to, as JSON text: two configurations with one key have one speed."""
+    """Return the key of a profile, as JSON text: two configurations with one key have one speed."""
     target = [config.model, config.executor, config.device, config.dtype, config.threads]
     draft = config.speculative_draft_model_path
     drafter = [config.speculative_algorithm, draft, config.draft_shape.width]
@@ -101,8 +101,8 @@ def forget(name: str) -> int:
 
 
 def find(asked: EngineConfig, resolved: EngineConfig) -> Setting | None:
-    """The setting kept for `resolved`; None where there is none, or where the user `asked` for
-    one of the fields that it decides. A file that cannot be read counts as none.
+    """Return the stored setting for `resolved`; None if there is none, or if the user `asked` for
+    one of its fields. An unreadable file counts as none.
     """
     usual = EngineConfig()
     if any(getattr(asked, name) != getattr(usual, name) for name in _TUNED):

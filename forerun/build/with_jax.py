@@ -19,7 +19,7 @@ from forerun.models.whole_draft import WholeDraft
 from forerun.options.config import EngineConfig
 
 LEAST = (0, 10)
-"""The oldest jax whose public names are used here."""
+"""The oldest jax with all public names that are used here."""
 
 
 def check_jax() -> None:

@@ -33,7 +33,7 @@ CHUNKS, MOST_CHUNK = ((35, 2048), (60, 4096)), 8192
 
 
 def _free_memory(config: EngineConfig) -> int:
-    """Of each rank's device, the least; ranks on the CPU have one memory."""
+    """Return the least free memory of the ranks' devices; ranks on the CPU share one memory."""
     if config.device == "cpu":
         return memory_available() // config.tp_size
     kind, _, first = config.device.partition(":")
@@ -59,7 +59,7 @@ def _check_devices(config: EngineConfig, begin: int) -> None:
 
 
 def _prefill_chunk(config: EngineConfig, memory: int | None) -> int:
-    """What SGLang takes, by a GPU's memory: its server_args.py, up to 8192."""
+    """Return SGLang's default for a GPU's memory: its server_args.py, up to 8192."""
     if config.device == "cpu":
         return CHUNK
     gib = (_cuda_memory(config.device)[1] if memory is None else memory) / (1 << 30)
@@ -122,7 +122,9 @@ def _captured_needs(config: EngineConfig, arch: Architecture, needs: Needs) -> N
 
 
 def _rank_needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint) -> Needs:
-    """What each rank asks of its device. Raises ConfigError where the model cannot be shared so."""
+    """Return each rank's needs of its device. Raises ConfigError if the model cannot be divided
+    so.
+    """
     tp = _first_rank(config)
     check_divides(arch, tp)
     needs = dense_needs(config, tp.architecture(arch), checkpoint)
@@ -178,13 +180,13 @@ def _build(
         return eager
     if eager.states is not None and config.device != "cpu":
         log.warning(NOT_CAPTURED)
-    # With captured rounds steps overlap where nobody says (decision 0022).
+    # With captured rounds steps overlap by default (decision 0022).
     cuda = config.device.startswith("cuda")
     return with_captures(eager, cuda if config.overlap is None else config.overlap)
 
 
 def _threads(config: EngineConfig) -> int | None:
-    """Of each process; None: torch's own choice."""
+    """Return the threads of each process; None: torch's own choice."""
     if config.threads or config.tp_size == 1 or config.device != "cpu":
         return config.threads
     return max(1, physical_cores() // config.tp_size)

@@ -2,9 +2,9 @@
 
 A line of the input is {"custom_id", "method": "POST", "url": "/v1/chat/completions", "body"}; a
 line of the output is {"id", "custom_id", "response": {"status_code", "request_id", "body"},
-"error"}. Answers are written as they come. What the output already holds is not asked again, so
-the same command goes on where it was stopped. A line that is no request gets an error of its own.
-An output that holds anything but such lines is refused and left as it is.
+"error"}. Answers are written as they come. Requests with an answer in the output are skipped, so
+the same command continues an interrupted run. A line that is not a request gets an error of its
+own. An output that holds anything but such lines is refused and left unchanged.
 """
 
 import argparse
@@ -32,7 +32,7 @@ URLS = ("/v1/chat/completions", "/v1/completions")
 AT_ONCE = 16
 """Requests at once, unless --max-sequences says more."""
 FAILED = 500
-"""Answers from this status on are the server's fault: they are asked again."""
+"""Answers from this status on are the server's fault: they are requested again."""
 DAY = 86400.0
 
 Line = dict[str, Any]
@@ -196,7 +196,7 @@ async def _answer_all(
     file: IO[str],
     progress: Callable[[str, int, int], None],
 ) -> int:
-    """Ask all and write each answer when it is there: how many were not 200."""
+    """Run all requests and write each answer when it is there; return how many were not 200."""
     app = create_app(loaded, ServeSettings(request_seconds=DAY))
     lines, done, failed = iter(waiting), 0, 0
     transport = httpx.ASGITransport(app)

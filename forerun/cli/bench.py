@@ -40,7 +40,7 @@ WARM_UP = 2
 
 @dataclass(frozen=True, slots=True)
 class LoadSweep:
-    """What to measure: sides alternate within a repeat, so that drift hits them alike."""
+    """The measurements to make: sides alternate within a repeat, so that drift hits them alike."""
 
     prompts: tuple[Prompt, ...]
     levels: tuple[int, ...]
@@ -49,7 +49,7 @@ class LoadSweep:
     requests: int | None
 
     def count(self, at_once: int) -> int:
-        """How many requests a level of so many at once makes."""
+        """Return how many requests a level of so many at once makes."""
         return self.requests or max(8, 2 * at_once)
 
 

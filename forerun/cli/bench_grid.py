@@ -22,7 +22,7 @@ from forerun.options.config import AskConfig, EngineConfig
 from forerun.options.flags import configured
 
 TOPK = (1, 4)
-"""Widths where nobody says; the other defaults are those of the options."""
+"""Default widths; the other defaults are those of the options."""
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -71,7 +71,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _sweep(target: Target, arguments: argparse.Namespace, ask: AskConfig) -> Sweep:
-    """What to measure on an opened target. Raises ConfigError where nothing can be drafted."""
+    """Return the measurements on an opened target. Raises ConfigError if it cannot draft."""
     config = target.config
     if not config.speculates:
         raise ConfigError("there is nothing to measure: the draft cannot be used.")

@@ -16,8 +16,8 @@ from forerun.version import __version__
 
 
 def parsed(words: Sequence[str]) -> argparse.Namespace | None:
-    """What a command line asks for, with what files and variables say beside it; None where it
-    names no command and is shown the help. Raises ConfigError.
+    """Return the parsed command line, with files and variables; None if it has no command and help
+    was printed. Raises ConfigError.
     """
     words = verbs.expanded(words)
     parser = build_parser([word for word in words if word in COMMANDS][:1])

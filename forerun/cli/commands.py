@@ -45,7 +45,7 @@ SHOWN: dict[str, tuple[str, tuple[str, ...]]] = {
     "fetch": ("MODEL ", ()),
     "completion": ("SHELL ", ('eval "$(forerun completion bash)"',)),
 }
-"""How a command is called, and examples."""
+"""Usage of each command, and examples."""
 
 FIRST = {
     "host",

@@ -16,8 +16,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _with_values(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The same parser, whose options have the values that a shell may suggest, and one line of
-    help. It is for shells alone: parsing says more about a wrong value than argparse would.
+    """Return the same parser, with the values that a shell may suggest, and one line of help per
+    option. For shells only: parsing reports a wrong value better than argparse would.
     """
     for action in parser._actions:
         if isinstance(action, Note) and action.help not in (None, argparse.SUPPRESS):

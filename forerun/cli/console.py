@@ -30,9 +30,9 @@ out = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
 
 
 def say(text: str, indent: int = 0) -> None:
-    """One line on stderr, so that stdout holds nothing but the result; on a terminal as many as it
-    takes, all but the first behind `indent` blanks. Nobody stops working because it cannot be
-    written: a log may lie on a full disk.
+    """Print one line on stderr, so that stdout holds nothing but the result; on a terminal wrapped,
+    all lines but the first indented by `indent` blanks. A failed write stops nothing: a log may lie
+    on a full disk.
     """
     with suppress(OSError):
         err.print(wrapped(text, indent), markup=False, soft_wrap=True)
@@ -103,13 +103,13 @@ def _lines() -> Report:
 
 
 def _so_far(done: int, of: str, total: int) -> str:
-    """How much is done of how much; 0 = nobody knows."""
+    """Return how much is done of how much; 0 = unknown."""
     return f"{done}{of}{total}" if total else str(done)
 
 
 @contextmanager
 def plain_warnings(tell: Callable[[str], None] = say) -> Iterator[None]:
-    """Warnings as sentences, not as source lines, to whom `tell` tells them."""
+    """Pass warnings to `tell` as sentences, not as source lines."""
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
         tell(f"forerun: {message}")
@@ -123,7 +123,7 @@ def plain_warnings(tell: Callable[[str], None] = say) -> Iterator[None]:
 
 
 def load_with_progress(config: EngineConfig, told: Report = lambda *_: None) -> Loaded:
-    """Load and start a model while showing what takes long, which `told` is told too."""
+    """Load and start a model while showing the progress, which `told` receives too."""
     with plain_warnings(), bars() as report:
 
         def both(what: str, done: int, total: int) -> None:
@@ -153,7 +153,7 @@ def open_shown(config: EngineConfig) -> Target:
 
 
 def _say_device(target: Target) -> None:
-    """Where a machine with a GPU runs the target, and why."""
+    """Print where a machine with a GPU runs the target, and why."""
     if target.device is not None and target.device.gpu:
         say(target.device.sentence())
 

@@ -9,7 +9,9 @@ from forerun.errors import RequestError
 
 
 def grammar_of(arguments: argparse.Namespace) -> Grammar | None:
-    """What --schema, --regex or --grammar ask for. Raises RequestError naming flag and place."""
+    """Return the grammar of --schema, --regex or --grammar. Raises RequestError naming flag and
+    place.
+    """
     if arguments.schema is not None:
         source = _read(arguments.schema, "--schema")
         try:

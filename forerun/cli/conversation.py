@@ -17,10 +17,10 @@ ROOM = 64
 
 
 class Conversation:
-    """The turns so far and what they cost.
+    """The turns so far and their cost.
 
-    ask  how answers are sampled; may be replaced between two turns. Without a seed the session
-         gets a random one; each answer has the next.
+    ask  sampling options; may be replaced between two turns. Without a seed the session gets a
+         random one; each answer has the next.
     """
 
     def __init__(

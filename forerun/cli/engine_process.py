@@ -20,9 +20,9 @@ log = logging.getLogger("forerun")
 
 
 def load_served(config: EngineConfig, as_log: bool, told: Progress = lambda *_: None) -> Loaded:
-    """Load the model that a server is to run: the engine, ready and not started.
+    """Load the model of a server: the engine, ready and not started.
 
-    as_log  warnings go to the log and nothing is drawn; else people see them and a bar
+    as_log  warnings go to the log and nothing is drawn; else to the terminal, with a bar
     told    called with (what, done, total) while it loads
 
     Raises what `load` raises.
@@ -34,8 +34,8 @@ def load_served(config: EngineConfig, as_log: bool, told: Progress = lambda *_: 
 
 
 def load_started(start: Start, told: Progress) -> tuple[Loaded, dict[str, str]]:
-    """What the server's first message names, which is told how far it is. Raises what `load_served`
-    raises.
+    """Load what the server's first message names, and report the progress to it. Raises what
+    `load_served` raises.
     """
     options, began = start.options, monotonic()
     configure_logs(options["level"], options["format"])

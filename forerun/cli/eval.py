@@ -37,7 +37,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise ConfigError("there is nothing to measure with speculation off; choose a drafter.")
     sets: dict[str, Path | None] = dict(_named(text) for text in arguments.set)
     sets = sets or {"built in": None}
-    # All sets are read before the first is asked: what took minutes must not be lost.
+    # Read all sets before running the first: minutes of results must not be lost to a bad file.
     chosen = {
         name: tuple(spread(read_prompts(path), arguments.count)) for name, path in sets.items()
     }

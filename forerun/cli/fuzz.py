@@ -14,7 +14,7 @@ from forerun.options.config import EngineConfig, exact
 from forerun.options.flags import configured
 
 MINUTES = 2.0
-"""How long it looks where neither minutes nor cases are given."""
+"""Default time, without --minutes and --cases."""
 
 
 def fuzz(arguments: argparse.Namespace) -> int:
@@ -55,7 +55,7 @@ def again(arguments: argparse.Namespace) -> int:
 
 
 def _limit(arguments: argparse.Namespace) -> tuple[Callable[[Report], bool], int]:
-    """When to stop, and how many cases there will be, 0 = nobody knows."""
+    """Return when to stop, and how many cases there will be, 0 = unknown."""
     if arguments.cases is not None:
         return lambda report: report.cases >= arguments.cases, int(arguments.cases)
     end = monotonic() + 60.0 * (arguments.minutes or MINUTES)

@@ -24,10 +24,10 @@ NO_KEY = "none"
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """What a program has to know.
+    """What a program needs to know of the server.
 
     url      without /v1
-    context  tokens that the model takes; None where the server does not say
+    context  tokens that the model takes; None if the server does not report it
     """
 
     url: str
@@ -38,12 +38,12 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How a program is brought to a server.
+    """How a program is connected to a server.
 
-    environment  variables that it is started with
-    command      what starts it; empty = it lives in an editor
-    file, text   what is written into which file of its own
-    told         what the user has to enter, where nothing can be written
+    environment  variables to start it with
+    command      starts it; empty = it lives in an editor
+    file, text   the text to write, and the program's file for it
+    told         what the user has to enter, if nothing can be written
     """
 
     environment: dict[str, str] = field(default_factory=dict)

@@ -1,5 +1,5 @@
-"""Where options come from: flags, FORERUN_* in the environment, a file; the first that says
-something holds, then the profile that `forerun tune` left, then the defaults.
+"""The sources of options: flags, FORERUN_* in the environment, a file; the first that has a value
+wins, then the profile of `forerun tune`, then the defaults.
 """
 
 import argparse
@@ -29,7 +29,7 @@ _LLAMA_NAMES = {"n-parallel": "parallel", "batch": "batch-size", "ubatch": "ubat
 log = logging.getLogger(__name__)
 
 ALL_NAMES = {option.name for option in OPTIONS} | {own_option(i).name for i in FIELDS.values()}
-"""Of every command."""
+"""The options of every command."""
 
 
 def settle(arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> None:
@@ -85,8 +85,8 @@ def parted(words: Sequence[str], model_given: bool) -> tuple[str | None, str | N
 
 
 def from_llama(environment: Mapping[str, str], options: Mapping[str, Option]) -> list[Given]:
-    """What LLAMA_ARG_*, by which llama.cpp's server is configured, says to ours. A name that has no
-    meaning here is left alone, with a line in the log.
+    """Return the options in LLAMA_ARG_*, which configure llama.cpp's server. A name without a
+    meaning here is ignored, with a line in the log.
     """
     found = []
     for variable, text in sorted(environment.items()):
@@ -102,7 +102,7 @@ def from_llama(environment: Mapping[str, str], options: Mapping[str, Option]) ->
 
 
 def from_environment(environment: Mapping[str, str], options: Mapping[str, Option]) -> list[Given]:
-    """What FORERUN_* says of these options; those of other commands are left alone.
+    """Return these options' values in FORERUN_*; ignores those of other commands.
 
     Raises ConfigError for a name that no command has.
     """
@@ -121,7 +121,9 @@ def from_environment(environment: Mapping[str, str], options: Mapping[str, Optio
 
 
 def from_file(path: Path, options: Mapping[str, Option], command: str) -> list[Given]:
-    """What a YAML file of names and values says. Raises ConfigError naming file and name."""
+    """Return the values in a YAML file of names and values. Raises ConfigError naming file and
+    name.
+    """
     return list(entries(str(path), mapping(path), options, command))
 
 

@@ -56,7 +56,7 @@ class Parser(argparse.ArgumentParser):
 def unknown(
     flag: str, options: dict[str, Option], command: str | None = None, own: Sequence[str] = ()
 ) -> str:
-    """What to say of a name that a command does not have.
+    """Return the message for a name that a command does not have.
 
     options  names of the configuration's options that it has
     own      names of its other flags

@@ -100,7 +100,7 @@ def _describe(divergence: Divergence, side: str, temperature: float, at_once: in
 
 
 def _preempted(proof: Proof) -> str:
-    """How often sequences lost their place and came back, which changes nothing either."""
+    """Report how often sequences were preempted and resumed, which changes no token either."""
     count = sum(run.preemptions for run in proof.runs)
     return f" Sequences were preempted and resumed {count} times." if count else ""
 

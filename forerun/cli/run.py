@@ -22,7 +22,9 @@ FEWEST = 8
 """A speed over fewer tokens than these would say nothing."""
 
 ROUNDS = 5
-"""How often --compare answers on each side: one answer takes a second, and machines hiccup."""
+"""How often --compare answers on each side: one answer takes a second, and machines have
+hiccups.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +103,10 @@ def answered(loaded: Loaded, request: Request, show: bool = False) -> Timed:
 
 
 def compared(loaded: Loaded, request: Request) -> list[tuple[Timed, Timed]]:
-    """Measure a request ROUNDS times: a pair each of the answer without speculation and the answer
-    as it was asked for, in turns, both run anew (the one that was shown ran on a cold machine).
+    """Measure a request ROUNDS times: a pair each of the answer without speculation and the
+    requested one, in turns, both run anew (the displayed one ran on a cold machine).
 
-    Raises EngineError where the engine fails one.
+    Raises EngineError if the engine fails one.
     """
     plain = replace(request, speculation=Speculation(enabled=False, stats=True))
 

@@ -1,4 +1,4 @@
-"""What a running server says of itself, for commands that talk to one."""
+"""Reads routes of a running server, for commands that talk to one."""
 
 import json
 from typing import Any

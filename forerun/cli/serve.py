@@ -84,7 +84,7 @@ def _source(
     begun: EngineStart | None,
     config: EngineConfig,
 ) -> EngineCommand | Loader:
-    """What loads a model, and says so when it is loaded."""
+    """Return the loader of a model, which reports when it is loaded."""
     if program is None:
         return partial(_load, start, config)
     return EngineCommand(program, config, start.loaded, begun)

@@ -14,8 +14,8 @@ ENGINE = (sys.executable, "-m", "forerun.cli.engine_process")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command; see `serve.main`. A server of several models begins none before it is asked
-    for.
+    """Run the command; see `serve.main`. A server of several models begins none before a request
+    names it.
     """
     config, settings = configured_both(EngineConfig, ServeSettings, arguments)
     several = arguments.more_models or arguments.models_dir or arguments.models_file
@@ -35,8 +35,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _program(settings: ServeSettings) -> EngineProgram | None:
-    """What the engine's process runs; None where the engine runs in this process: where that is
-    wanted, and on Windows.
+    """Return the program of the engine's process; None if the engine runs in this process, as
+    requested or on Windows.
     """
     if not settings.engine_process or sys.platform == "win32":
         return None

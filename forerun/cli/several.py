@@ -91,8 +91,8 @@ def in_file(path: Path, options: Mapping[str, Option], config: EngineConfig) -> 
 
 
 def sources(models: Sequence[Named], source: Callable[[EngineConfig], Start]) -> list[Source]:
-    """What serves these models; `source` gives what loads one. Raises ModelError for a reference
-    that can be none, ConfigError where two have one name.
+    """Return what serves these models; `source` returns the loader of one. Raises ModelError for an
+    impossible reference, ConfigError if two have one name.
     """
     found: list[Source] = []
     taken: set[str] = set()

@@ -1,4 +1,4 @@
-"""What a server says of itself when it starts: one screen, before its log goes on by itself."""
+"""A server's output at its start: one screen, before its log."""
 
 import logging
 from time import monotonic
@@ -48,8 +48,8 @@ class StartLog:
 
 
 def model_facts(loaded: Loaded, began: float) -> dict[str, str]:
-    """What a server says of itself at its start, a sentence each by `model`, `executor`, `draft`,
-    `memory`, `context`, `ready` in this order; before the last `profile` and `lossy`, if any.
+    """Return a server's start lines, a sentence each by `model`, `executor`, `draft`, `memory`,
+    `context`, `ready` in this order; before the last `profile` and `lossy`, if any.
 
     began  when loading began, in seconds on the monotonic clock
     """

@@ -13,11 +13,11 @@ QUOTES = '"""'
 
 
 def messages(history: Path, interactive: bool) -> Iterator[str]:
-    """What the user says, one message after the other, until the input ends.
+    """Yield the user's messages until the input ends.
 
     At a terminal a paste is one message, Alt-Enter begins a new line, Ctrl-C clears what is half
-    typed, and earlier messages come back with the arrow keys, also those of earlier sessions: they
-    are kept in the file `history`, which only its owner may read. Elsewhere a message is a line.
+    typed, and the arrow keys recall earlier messages, also those of earlier sessions: they
+    are stored in the file `history`, which only its owner may read. Elsewhere a message is a line.
     Lines between two QUOTES are one message everywhere.
     """
     read = _typed(history) if interactive else _piped

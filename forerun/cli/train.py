@@ -172,7 +172,7 @@ def _corpus(
 def _author(
     engine: EngineConfig, source: TrainingTarget, config: TrainConfig, report: Report
 ) -> Iterator[Author]:
-    """Who writes: dense batches, or an engine that lives as long as it is needed."""
+    """Return what writes the answers: dense batches, or an engine that lives as long as needed."""
     if config.author == "dense":
         yield dense_author(source, config)
         return

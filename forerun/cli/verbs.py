@@ -30,7 +30,9 @@ def expanded(words: Sequence[str]) -> list[str]:
 
 
 def for_others(words: list[str]) -> list[str]:
-    """What follows `--` behind `launch`: taken off the words, it is for the program launched."""
+    """Take the words after `--` behind `launch` off the command line: they are for the launched
+    program.
+    """
     if words[:1] != ["launch"] or "--" not in words:
         return []
     at = words.index("--")

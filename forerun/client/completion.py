@@ -27,7 +27,7 @@ from forerun.speculative.sampling import Sampling
 from forerun.types import Ints, RequestId
 
 POLL_SECONDS = 0.5
-"""How often a waiting caller looks whether the engine is still alive."""
+"""How often a waiting caller checks whether the engine is still alive."""
 
 
 class Submits(Protocol):

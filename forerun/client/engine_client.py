@@ -24,7 +24,7 @@ class Sink(Protocol):
         ...
 
     def fail(self, error: ForerunError) -> None:
-        """Be told that the engine refused the request, or is no more: no delta follows."""
+        """Receive that the engine refused the request, or has ended: no delta follows."""
         ...
 
 
@@ -43,14 +43,14 @@ class Constraint(Protocol):
 
 
 class EngineClient(Protocol):
-    """All that a server asks of an engine. On the event loop; nothing here blocks."""
+    """All methods that a server needs of an engine. On the event loop; nothing here blocks."""
 
     lost: asyncio.Event
     """Set when a process without which no step can run is gone: its own, or one that shares the
     model."""
 
     loss: EngineError | None
-    """How that came; None = all is well."""
+    """Why the engine ended; None = it runs."""
 
     @property
     def alive(self) -> bool:
@@ -120,7 +120,7 @@ class EngineClient(Protocol):
 
 
 class Sinks:
-    """Who gets the news of which request."""
+    """The sinks of all running requests."""
 
     def __init__(self) -> None:
         self._open: dict[RequestId, tuple[Sink, int]] = {}
@@ -219,7 +219,7 @@ class LocalEngine:
         return self._engine.describe()
 
     def forget_prefixes(self) -> None:
-        """Have the engine forget cached pages that nobody holds, before its next step."""
+        """Have the engine drop cached pages that no sequence holds, before its next step."""
         self._engine.forget_prefixes()
 
     async def close(self) -> None:
@@ -235,7 +235,7 @@ class LocalEngine:
 
     def _lose(self, loss: EngineError) -> None:
         self.loss = loss
-        self._sinks.fail(loss)  # Those that the engine could not tell.
+        self._sinks.fail(loss)  # Requests whose end the engine could not report.
         self.lost.set()
 
     def _turned(self) -> None:

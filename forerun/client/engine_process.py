@@ -31,14 +31,15 @@ from forerun.options.config import EngineConfig
 from forerun.types import RequestId
 
 CLOSE_SECONDS = 10.0
-"""What an engine has to end its step and release its memory before its process is killed."""
+"""Seconds for an engine to end its step and release its memory before its process is killed."""
 
 SILENT_SECONDS = 10 * BEAT_SECONDS
 """Without a sign of life for so long, a process counts as stuck since its last one."""
 
 ASK_SECONDS = 5.0
-"""How long counters and facts of an engine that does not answer are waited for; then the last ones
-stand. Its answer comes behind news that the server may have had no time to read."""
+"""How long to wait for counters and facts of an engine that does not answer; then the last ones are
+used. Its answer comes behind deltas that the server may not have read yet.
+"""
 
 log = logging.getLogger("forerun.serve")
 
@@ -47,8 +48,8 @@ log = logging.getLogger("forerun.serve")
 class EngineCommand:
     """How the process of an engine is started.
 
-    arrived  is told what was loaded, in sentences for people, once it is
-    begun    one that runs already and was sent its Start, for who opens it first
+    arrived  called with what was loaded, as sentences for users, once it is
+    begun    a process that runs already and has received its Start, for the first call of `open`
     """
 
     program: EngineProgram
@@ -101,10 +102,11 @@ class EngineProcess:
     async def open(
         cls, start: EngineCommand, loading: Callable[[str], None] = lambda _: None
     ) -> tuple["EngineProcess", messages.Ready]:
-        """Start the process, unless it was begun before, and wait until it has loaded the model:
-        the client, and what was loaded. `loading` is told how far it is, in sentences for people.
+        """Start the process, unless it was begun before, and wait until it has loaded the model.
+        Returns the client, and what was loaded. `loading` is called with the progress, as sentences
+        for users.
 
-        Raises what loading raised, EngineLostError where the process ended first; the process is
+        Raises what loading raised, EngineLostError if the process ended first; the process is
         gone then.
         """
         begun = start.begun
@@ -119,7 +121,7 @@ class EngineProcess:
             ready = await asyncio.shield(found._ready)
             await found._description()
         except BaseException:
-            found._ready.cancel()  # Nobody waits any more, so nobody would retrieve its error.
+            found._ready.cancel()  # No caller waits any more, so none would retrieve its error.
             await found.close()
             raise
         return found, ready
@@ -156,7 +158,7 @@ class EngineProcess:
         self._sinks.add(request, sink)
 
     def abort(self, request: RequestId) -> None:
-        """Ask the process to end a request; its last delta follows."""
+        """Send the process the order to end a request; its last delta follows."""
         self._send(messages.Abort(request))
 
     async def compile(self, grammar: Grammar, client: str) -> Constraint:
@@ -197,7 +199,7 @@ class EngineProcess:
         return self._about
 
     def forget_prefixes(self) -> None:
-        """Ask the process to forget cached pages that no running sequence holds."""
+        """Send the process the order to drop cached pages that no running sequence holds."""
         self._send(messages.ForgetPrefixes())
 
     async def close(self) -> None:
@@ -223,7 +225,7 @@ class EngineProcess:
         call_soon(self._loop, partial(self._ended.set_result, stopped))
 
     async def _description(self) -> None:
-        """Ask for counters and facts, and wait until they are there. Raises EngineLostError."""
+        """Request counters and facts, and wait until they are there. Raises EngineLostError."""
         call = next(self._numbers)
         await self._call(call, messages.Describe(call))
 
@@ -265,14 +267,14 @@ class EngineProcess:
                 self._sinks.drop(request, _ours(problem.error()))
             case messages.Compiled(call):
                 self._answer(call, lambda future: future.set_result(message))
-            case messages.Description(call):  # Also one that nobody waits for any more.
+            case messages.Description(call):  # Also one that no caller waits for any more.
                 self.last_stats, self._about = message.stats, message.about
                 self._answer(call, lambda future: future.set_result(message))
             case messages.Failed(call, problem):
                 self._answer(call, lambda future: future.set_exception(problem.error()))
             case messages.Lost(problem):
                 loss = RankError(str(problem.error()))
-                self._sinks.fail(loss)  # Those that the engine could not tell.
+                self._sinks.fail(loss)  # Requests whose end the engine could not report.
                 self._lost_by(loss)
             case messages.Loading():
                 self._loading(message.sentence())
@@ -291,7 +293,7 @@ class EngineProcess:
             settle(self._ready)
 
     def _lose(self, code: int, stopped: int) -> None:
-        """The process has ended: nobody waits for it any more."""
+        """End all waiting: the process has ended."""
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
         how += ", perhaps for want of memory" if code == -signal.SIGKILL else ""
         if stopped:

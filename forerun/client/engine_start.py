@@ -12,10 +12,10 @@ from forerun.errors import EngineError
 
 
 class EngineProgram(NamedTuple):
-    """What the process of an engine runs.
+    """The program of an engine's process.
 
-    command  what starts it; the number of its end of the connection is added as an argument
-    options  what it is told with its configuration (messages.Start), as JSON values
+    command  starts it; the number of its end of the connection is added as an argument
+    options  sent with its configuration (messages.Start), as JSON values
     """
 
     command: Sequence[str]
@@ -49,19 +49,19 @@ class EngineStart:
             raise EngineError(f"the engine's process cannot be started: {error}") from error
 
     def send(self, data: bytes) -> None:
-        """Send a message, encoded; blocks while it does not fit. A process that has ended is not
-        told: whoever takes it is.
+        """Send a message, encoded; blocks while it does not fit. Ignores that a process has ended:
+        the caller of `take` finds out.
         """
         with suppress(OSError):
             self.connection.sendall(len(data).to_bytes(4) + data)
 
     def take(self) -> tuple["subprocess.Popen[bytes]", socket.socket]:
-        """The process and the connection, whose end is from now on the caller's to bring about."""
+        """Return the process and the connection; the caller has to end them from now on."""
         self.taken = True
         return self.process, self.connection
 
     def discard(self) -> None:
-        """Kill the process and wait for its end, if nobody took it. Idempotent."""
+        """Kill the process and wait for its end, unless `take` was called. Idempotent."""
         if not self.taken:
             self.taken = True
             # Killed first: one that heard the end of the connection would warn of a server that

@@ -1,7 +1,7 @@
 """An engine in a process of its own: the engine's side of it.
 
-Its threads: the engine's own; one that hears, for which every message is a call that does not
-block; one that sends, since the engine never waits for who reads; those that compile grammars.
+Its threads: the engine's own; one that receives, for which every message is a call that does not
+block; one that sends, since the engine never waits for a reader; those that compile grammars.
 """
 
 import logging
@@ -31,11 +31,12 @@ FAILED, NOT_LOADED, SERVER_GONE = 1, 3, 7
 process ended."""
 
 NEEDED = ("forerun-engine", "forerun-send", "forerun-rank")
-"""How the threads' names begin without which clients would wait for ever."""
+"""Prefixes of the names of threads without which clients would wait for ever."""
 
 Load = Callable[[messages.Start, Progress], tuple[Loaded, dict[str, str]]]
-"""Loads what the first message names, and tells how far it is; also what was loaded, in sentences
-for people."""
+"""Loads what the first message names, and reports the progress; also what was loaded, as sentences
+for users.
+"""
 
 log = logging.getLogger("forerun.engine")
 
@@ -87,7 +88,7 @@ def _failed(what: threading.ExceptHookArgs) -> None:
 
 
 def _progress(connection: Connection) -> Progress:
-    """Tells the server how far loading is, whenever that is another sentence."""
+    """Report to the server how far loading is, whenever the sentence changes."""
     last = ""
 
     def tell(what: str, done: int, total: int) -> None:
@@ -95,7 +96,7 @@ def _progress(connection: Connection) -> Progress:
         message = messages.Loading(what, done, total)
         if message.sentence() != last:
             last = message.sentence()
-            with suppress(OSError):  # The server is gone: who hears knows what to do.
+            with suppress(OSError):  # The server is gone: the receiving thread ends the process.
                 connection.send_bytes(messages.encode(message))
 
     return tell
@@ -120,7 +121,7 @@ class _Worker:
         loaded.engine.when_lost(self._lost)
         if loaded.chat is not None:
             loaded.chat.close()  # The server renders.
-        self._outbox.put([])  # How the engine is has to be known before anybody asks.
+        self._outbox.put([])  # The engine's condition must be known before the first request.
         self._outbox.put(
             messages.Ready(
                 loaded.name,
@@ -200,7 +201,7 @@ class _Worker:
             self._grammars.pop(message.call, None)
             self._outbox.put(messages.Failed(message.call, messages.Problem.of(failed)))
             return
-        if message.call in self._grammars:  # Nobody may have waited for it.
+        if message.call in self._grammars:  # Perhaps no caller has waited for it.
             self._grammars[message.call] = found
         self._outbox.put(messages.Compiled(message.call, found.unenforced))
 
@@ -218,7 +219,7 @@ class _Worker:
         """Whatever lies there, until the end; a sign of life where nothing does for a while."""
         assert self._loaded is not None
         engine = self._loaded.engine
-        with suppress(OSError):  # The server is gone: who hears knows what to do.
+        with suppress(OSError):  # The server is gone: the receiving thread ends the process.
             while True:
                 try:
                     message = self._outbox.get(timeout=BEAT_SECONDS)

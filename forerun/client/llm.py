@@ -105,8 +105,8 @@ class LLM:
 
 
 def one_answer(messages: Prompt, options: AskOptions) -> None:
-    """Raise RequestError where `chat` is given a text instead of messages, a wrong option, or is
-    asked for several answers.
+    """Raise RequestError if `chat` gets a text instead of messages, a wrong option, or a request
+    for several answers.
     """
     if isinstance(messages, str):
         raise RequestError("chat takes messages; to continue a text use generate.", "messages")

@@ -1,4 +1,4 @@
-"""What crosses between a server and an engine in a process of its own: typed values as msgpack.
+"""Messages between a server and an engine in a process of its own: typed values as msgpack.
 
 One message is one frame of multiprocessing.connection: four bytes of length, then msgpack. Only
 Forerun's own two processes ever read it.
@@ -109,7 +109,7 @@ class Compile(msgspec.Struct, tag=True):
 
 
 class Forget(msgspec.Struct, tag=True):
-    """Nobody will ask for this grammar any more."""
+    """The end of a grammar: no request will use it any more."""
 
     grammar: int
 
@@ -143,14 +143,14 @@ class Ready(msgspec.Struct, tag=True):
 
 
 class Loading(msgspec.Struct, tag=True, frozen=True):
-    """What loading is at: `done` of `total`, of bytes or of pieces, of `what` is named."""
+    """The progress of loading: `done` of `total`, in bytes or pieces, of `what` is named."""
 
     what: str
     done: int
     total: int
 
     def sentence(self) -> str:
-        """The same for people; no share where nobody knows how much there is."""
+        """The same for users; without a share if the total is unknown."""
         return f"{self.what}, {100 * self.done // self.total} %" if self.total else self.what
 
 
@@ -161,7 +161,7 @@ class NotLoaded(msgspec.Struct, tag=True):
 
 
 class Condition(msgspec.Struct, frozen=True):
-    """How an engine is. See the properties of Engine of the same names.
+    """The state of an engine. See the properties of Engine of the same names.
 
     step_began  on the monotonic clock, which all processes of a machine share
     """
@@ -183,7 +183,7 @@ class Deltas(msgspec.Struct, tag=True):
 
 
 class Refused(msgspec.Struct, tag=True):
-    """What `Engine.submit` raised."""
+    """The exception of `Engine.submit`."""
 
     request: RequestId
     problem: Problem

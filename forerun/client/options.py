@@ -22,7 +22,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "presence_penalty": (-2.0, 2.0),
     "repetition_penalty": (0.0, 2.0),
 }
-"""What requests over HTTP may say, too (a test holds them to that)."""
+"""Ranges of values, the same as over HTTP (a test checks that)."""
 
 
 class EngineArgs(TypedDict, total=False):

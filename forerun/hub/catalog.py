@@ -39,7 +39,7 @@ _GGUF_SAMPLING = {
     "min_p": "general.sampling.min_p",
     "repetition_penalty": "general.sampling.penalty_repeat",
 }
-"""Where a GGUF file has what the model recommends."""
+"""Keys of a GGUF file with the model's recommended sampling parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +98,8 @@ def open_model(
 
 
 def check_reference(reference: str, revision: str | None = None) -> None:
-    """Raise ModelError where `open_model` could only fail: the name of no model that is built in,
-    here, or on the hub, as far as that can be asked (DownloadError where the hub says no). Nothing
-    is fetched.
+    """Raise ModelError if `open_model` would certainly fail: a name of no model that is built in,
+    here, or on the hub, if that can be reached (DownloadError if the hub refuses). Fetches nothing.
     """
     if reference in BUILT_IN or reference == "toy":
         return
@@ -127,8 +126,8 @@ def is_here(reference: str) -> bool:
 
 
 def is_reference(word: str) -> bool:
-    """Whether a word alone can only mean a model: a built-in name, a .gguf file or model folder on
-    this machine, or what has the shape of a hub id. Asks nobody, raises nothing.
+    """Return whether a word alone can only mean a model: a built-in name, a .gguf file or model
+    folder on this machine, or a name in the form of a hub id. Contacts no host, raises nothing.
     """
     if word in BUILT_IN or word == "toy":
         return True
@@ -151,7 +150,7 @@ def shipped_draft(reference: str) -> Path | None:
 
 
 def _silent(what: str, done: int, total: int) -> None:
-    """Nobody is watching."""
+    """Report no progress."""
 
 
 def _local(reference: str) -> Path:
@@ -186,8 +185,8 @@ def _unknown(reference: str) -> ModelError:
 def _open_hub(
     hub: HubReference, cache: Path | None, revision: str | None, context: int | None
 ) -> Model:
-    """A folder of safetensors where there is one and no GGUF file is asked for; pickled weights
-    where there is neither.
+    """Open a folder of safetensors if there is one and no GGUF file is requested; pickled weights
+    if there is neither.
     """
     if hub.file is not None:
         return _open_gguf(hub.name, huggingface.gguf_fetched(hub, cache, revision), context)

@@ -133,10 +133,10 @@ def gguf_fetched(
 
 
 def check(repository: str, revision: str | None = None) -> None:
-    """Ask the hub whether a model that is not on this machine exists; nothing is fetched. Where
-    nobody answers within ASKING seconds, loading will tell.
+    """Check on the hub whether a model that is not on this machine exists; fetches nothing. If the
+    hub does not answer within ASKING seconds, loading will show.
 
-    Raises DownloadError where there is no such model or revision, or it is gated.
+    Raises DownloadError if there is no such model or revision, or it is gated.
     """
     if any(one.name == repository for one in cached()):
         return
@@ -149,8 +149,8 @@ def check(repository: str, revision: str | None = None) -> None:
 
 
 def cached() -> list[CachedModel]:
-    """The models in huggingface_hub's cache, whoever fetched them, sorted by name; none without a
-    cache.
+    """Return the models in huggingface_hub's cache, fetched by any program, sorted by name; none
+    without a cache.
     """
     try:
         found = huggingface_hub.scan_cache_dir().repos
@@ -180,8 +180,8 @@ def remove(repository: str) -> int:
 def _snapshot(
     repository: str, patterns: list[str], cache: Path | None, revision: str | None
 ) -> Path:
-    """What of a hub model these patterns name, in parallel and from where an interrupted download
-    stopped, as huggingface_hub does it; files that came now are compared with the hub's digests.
+    """Fetch the files of a hub model that match these patterns, in parallel and continuing an
+    interrupted download, as huggingface_hub does; compares new files with the hub's digests.
     """
     name = repo_folder_name(repo_id=repository, repo_type="model")
     blobs = (cache or Path(HF_HUB_CACHE)) / name / "blobs"
@@ -214,7 +214,9 @@ def _check_digest(repository: str, blob: Path) -> None:
 
 
 def _here(repository: str, cache: Path | None, revision: str | None) -> Path | None:
-    """The folder of a hub model, where some of it is on this machine; the hub is not asked."""
+    """Return the folder of a hub model, if some of it is on this machine; does not contact the
+    hub.
+    """
     try:
         found = huggingface_hub.snapshot_download(
             repository, revision=revision, cache_dir=cache, local_files_only=True
@@ -225,7 +227,7 @@ def _here(repository: str, cache: Path | None, revision: str | None) -> Path | N
 
 
 def _failure(repository: str, revision: str | None, error: Exception) -> DownloadError:
-    """What to say where the hub did not give something."""
+    """Return the message for a failure of the hub."""
     absent = _absent(repository, revision, error)
     if absent is not None:
         return absent
@@ -239,7 +241,7 @@ def _failure(repository: str, revision: str | None, error: Exception) -> Downloa
 
 
 def _absent(repository: str, revision: str | None, error: Exception) -> DownloadError | None:
-    """What an error of the hub's means, where it says that there is no such model for us."""
+    """Return the message for an error of the hub that means no access to such a model."""
     if isinstance(error, GatedRepoError):
         return DownloadError(
             f"{repository} is gated: accept its terms on the hub, then log in with `hf auth login`"

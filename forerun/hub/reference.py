@@ -15,7 +15,7 @@ _REPOSITORY = re.compile(
     r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<file>[\w.-]+))?", re.ASCII
 )
 PREFERRED = ("Q4_K_M", "Q4_K_S", "Q4_0", "Q4_1", "Q5_K_M", "Q8_0", "BF16", "F16")
-"""Kinds of numbers in a GGUF file, what is taken first where nobody says which."""
+"""Kinds of numbers in a GGUF file, in the order of preference."""
 
 
 class NoGgufError(ModelError):
@@ -42,8 +42,8 @@ class HubReference:
 
 
 def hub_reference(text: str) -> HubReference | None:
-    """What `text` means on the hub, with or without the hub's address before it; None where it has
-    not the shape of a hub id. Asks nobody.
+    """Return what `text` means on the hub, with or without the hub's address before it; None if it
+    has not the form of a hub id. Contacts no host.
     """
     found = _REPOSITORY.fullmatch(_without_host(text))
     if found is None or found["name"].endswith(".gguf"):  # A file that is not there.

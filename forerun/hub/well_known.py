@@ -65,21 +65,21 @@ WELL_KNOWN = (
 
 
 def well_known(word: str) -> WellKnown | None:
-    """The well-known model whose name is nearest to `word`; None where none is near."""
+    """Return the well-known model whose name is nearest to `word`; None if none is near."""
     names = {name: model for model in WELL_KNOWN for name in model.names}
     close = difflib.get_close_matches(word.lower().removesuffix(":latest"), names, n=1, cutoff=0.75)
     return names[close[0]] if close else None
 
 
 def known_head(reference: str) -> str | None:
-    """Hub id of an EAGLE-3 head for the model that a reference names, whoever keeps its files and
-    in whatever form; None where none is known.
+    """Return the hub id of an EAGLE-3 head for the model of a reference, in any form and from any
+    owner; None if none is known.
     """
     heads = {_plain(model.reference): model.draft for model in WELL_KNOWN}
     return heads.get(_plain(reference))
 
 
 def _plain(reference: str) -> str:
-    """A model's name without what says who keeps it, and how."""
+    """Return a model's name without its owner and format."""
     name = reference.rsplit("/", 1)[-1].partition(":")[0].lower()
     return name.removesuffix("-gguf").removesuffix("-instruct").removeprefix("meta-")

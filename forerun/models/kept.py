@@ -86,8 +86,8 @@ _BLOCK = 32
 
 
 def _of_packed(checkpoint: Checkpoint, name: str) -> Grouped | None:
-    """Return one of ggml's storages that are a scale and integers (ggml-quants.h). Rows that the
-    file has in another order are copied on each read.
+    """Return a matrix in one of ggml's formats of a scale and integers (ggml-quants.h), else None.
+    Rows that the file has in another order are copied on each read.
     """
     packed = checkpoint.packed(name)
     if packed is None or packed.kind not in _BLOCKS:

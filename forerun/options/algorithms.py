@@ -16,12 +16,12 @@ DEFAULT_STEPS, MOST_STEPS, MOST_TREE_TOKENS = 8, 64, 64
 class Algorithm:
     """One value of speculative-algorithm.
 
-    name      as resolved configurations and messages have it
-    meaning   for people, half a sentence
-    aliases   other names that mean the same
+    name      in resolved configurations and messages
+    meaning   half a sentence for users
+    aliases   other names with the same meaning
     model     drafts with a draft model
-    kind      what that is: a draft head, a whole model with layers and a vocabulary of its own, or
-              layers in the target's own checkpoint
+    kind      of draft model: a draft head, a whole model with layers and a vocabulary of its own,
+              or layers in the target's own checkpoint
     lookup    drafts with n-grams
     block     drafts a block in one pass, whose trees branch at every node
     max_topk  largest speculative-eagle-topk; None = any, 0 = the method shapes its trees itself
@@ -105,7 +105,7 @@ ALGORITHMS = (
 """All that exist."""
 
 NAMES = tuple(item.name for item in ALGORITHMS)
-"""What speculative-algorithm may be, aliases aside."""
+"""All values of speculative-algorithm, without aliases."""
 
 _BY_NAME = {name: item for item in ALGORITHMS for name in (item.name, *item.aliases)}
 
@@ -132,8 +132,8 @@ def capacity(steps: int, topk: int, block: bool = False) -> int:
 
 
 def draft_shape(steps: int | None, topk: int | None, tokens: int | None) -> DraftShape:
-    """The largest draft, its `tokens` with the root (the last accepted one): what was asked for,
-    and defaults for what is None.
+    """Return the largest draft, its `tokens` with the root (the last accepted one): the requested
+    values, and defaults for None.
 
     Steps: as many as a chain of `tokens` has, else DEFAULT_STEPS. Tokens: chains of that depth,
     `topk` of them, but at most MOST_TREE_TOKENS or a single chain.

@@ -22,11 +22,11 @@ FIELDS: dict[str, "Field[Any]"] = {
 
 
 class Verdict(Enum):
-    """What becomes of a name.
+    """What happens to a name.
 
     SETS     it sets fields of ours
-    ONLY     it may only ask for what happens anyway; another value is refused
-    IGNORED  it changes nothing here, and a line in the log says so
+    ONLY     only the value that applies here anyway is accepted; others are refused
+    IGNORED  it has no effect here, and a line in the log reports that
     REFUSED  it cannot be honoured
     """
 
@@ -38,19 +38,19 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """Names of other servers that mean one thing: a row of the table in aliases.py.
+    """Names of other servers for one option: a row of the table in aliases.py.
 
-    flags    the names, parted by blanks, dashes included
-    sources  who has them
-    verdict  what becomes of them
-    fields   of our configurations that they set, parted by blanks
-    why      for people: what happens here, and what to do instead
-    values   SETS: what may be written, and the field's value for it
-    others   SETS: the field's own values may be written too
-    allowed  ONLY: what may be written
+    flags    the names, separated by blanks, dashes included
+    sources  the servers that have them
+    verdict  what happens to them
+    fields   of our configurations that they set, separated by blanks
+    why      for users: what happens here, and what to do instead
+    values   SETS: accepted values, and the field's value for each
+    others   SETS: the field's own values are accepted too
+    allowed  ONLY: accepted values
     takes    what follows a name: VALUE, NOTHING, MAYBE or MANY (flags.py)
-    read     SETS: (how it was named, what was written) -> values of fields, where neither the
-             field's own values nor `values` say it; raises ConfigError
+    read     SETS: (the name as written, the text) -> values of fields, if neither the field's own
+             values nor `values` apply; raises ConfigError
     """
 
     flags: str
@@ -71,12 +71,12 @@ class Alias:
         return [Option(flag, names, self.assign, self.takes) for flag in self.flags.split()]
 
     def assign(self, where: str, text: str) -> dict[str, Any]:
-        """By field, the values that `text` stands for; {} where it changes nothing (a line in the
-        log says so).
+        """Return by field the values that `text` stands for; {} if it has no effect (a line in the
+        log reports that).
 
         where  how the option was named, for messages
 
-        Raises ConfigError where it cannot be honoured, says why, and names `where`.
+        Raises ConfigError, with the reason and `where`, if it cannot be honoured.
         """
         off = self.takes == NOTHING and not truth(where, text)
         if self.verdict is Verdict.SETS:
@@ -102,7 +102,9 @@ class Alias:
 
     @property
     def meaning(self) -> str:
-        """What the name does here, as a sentence or our own flag, for docs/use/migrating.md."""
+        """Return the name's effect here, as a sentence or our own flag, for
+        docs/use/migrating.md.
+        """
         if self.verdict is Verdict.IGNORED:
             return f"taken, changes nothing: {self.why}"
         if self.verdict is Verdict.ONLY and self.takes != NOTHING:

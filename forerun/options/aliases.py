@@ -1,5 +1,5 @@
-"""What other servers call our options: one table, which the command line, the environment, files
-and docs/use/migrating.md are made of. A row is an Alias (alias.py).
+"""Other servers' names for our options: one table, for the command line, the environment, files and
+docs/use/migrating.md. A row is an Alias (alias.py).
 
 Names and their meanings are those of SGLang 0.5.23, vLLM 0.32.0 and llama.cpp's server.
 """
@@ -279,7 +279,7 @@ SAME_NAMES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("allowed_origins", "max_logprobs"), (VLLM,)),
     **dict.fromkeys(("threads", "api_key_file", "top_k", "top_p", "min_p", "seed"), (LLAMA,)),
 }
-"""Fields whose own names are others' names for the same."""
+"""Fields whose own names are other servers' names for the same."""
 
 OPTIONS = tuple(option for alias in ALIASES for option in alias.options)
 

@@ -29,7 +29,7 @@ _KERNELS = frozenset(
      "flex_attention", "flashmla", "cutlass_mla", "trtllm_mla", "trtllm_mha", "triton_attn",
      "xformers", "torch_sdpa", "aiter", "native"}
 )  # fmt: skip
-"""What other servers call those of their kernels of attention that are not here."""
+"""Other servers' names of attention kernels that are not here."""
 
 
 def attention_kernel(name: str) -> str:
@@ -58,7 +58,7 @@ MAX_CHOICES = 128
 
 
 NATIVE_DTYPES = ("file", "q8_0", "q4_1", "q4_k")
-"""What `dtype` may be on the native core."""
+"""Values of `dtype` for the native core."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -374,7 +374,7 @@ def exact(config: EngineConfig) -> EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings:
-    """How the HTTP server listens, whom it lets in, and what it refuses."""
+    """How the HTTP server listens, which requests it accepts, and what it refuses."""
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 opens it to the network")
     port: int = option(8000, "port to listen on; 0 takes any free one", low=0, high=65535)
@@ -505,7 +505,7 @@ class ServeSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskConfig:
-    """How `run`, `chat` and `bench` ask for text. Names are those of the API."""
+    """How `run`, `chat` and `bench` sample text. Names are those of the API."""
 
     max_tokens: int = option(512, "longest answer in tokens", low=1)
     temperature: float | None = option(
@@ -547,8 +547,8 @@ class AskConfig:
             raise ConfigError("a stop text is empty; leave stop out to have none.")
 
     def options(self, recommended: Mapping[str, float]) -> dict[str, Any]:
-        """Every field with a value, by name: what was asked, else what the model recommends, else
-        what leaves the distribution as it is (NEUTRAL).
+        """Return every field with a value, by name: the requested one, else the model's
+        recommendation, else the one that leaves the distribution unchanged (NEUTRAL).
         """
         asked = {item.name: getattr(self, item.name) for item in fields(self)}
         given = {name: value for name, value in asked.items() if value is not None}

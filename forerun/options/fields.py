@@ -41,7 +41,7 @@ def settle(config: Any) -> None:
     """Convert every field of a new configuration to its declared type, in place: texts as the
     command line reads them, choices into their usual spelling.
 
-    Raises ConfigError naming every field whose value is of another type, no choice of it, not
+    Raises ConfigError naming every field whose value has another type, is not a choice of it, not
     finite, or out of its bounds.
     """
     problems: list[str] = []
@@ -81,7 +81,7 @@ def converted(name: str, value: Any, kind: Any) -> Any:
 
 
 def _simple(value: Any) -> Any:
-    """What a value is in Python's own types. Raises TypeError for one of an unknown type."""
+    """Return a value in Python's own types. Raises TypeError for one of an unknown type."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if hasattr(value, "tolist"):
@@ -92,7 +92,7 @@ def _simple(value: Any) -> Any:
 
 
 def _problem(item: "Field[Any]", value: Any) -> str:
-    """What is wrong with a field's value, in a sentence; "" = nothing."""
+    """Return the fault of a field's value, in a sentence; "" = none."""
     facts, name = item.metadata, item.name.replace("_", "-")
     if facts.get("choices") and value not in facts["choices"]:
         return f"{name} is {value!r}, but must be one of: {', '.join(facts['choices'])}."
@@ -146,7 +146,7 @@ def truth(where: str, text: str) -> bool:
 
 
 def kind_of(item: "Field[Any]") -> type:
-    """What a field holds beside None, or what a tuple of it holds."""
+    """Return the type of a field beside None, or of a tuple's items."""
     if isinstance(item.default, tuple):
         return str
     found = [kind for kind in (get_args(item.type) or (item.type,)) if kind is not type(None)]

@@ -54,11 +54,11 @@ class Given:
 
 
 def configured(kind: type[Config], arguments: argparse.Namespace) -> Config:
-    """The configuration of class `kind` that parsed options describe; a field that nobody named
-    keeps its default.
+    """Return the configuration of class `kind` from parsed options; a field that was not set keeps
+    its default.
 
-    Raises ConfigError where an option cannot be honoured or the whole contradicts itself; a value
-    is named by where it was written, too, where that is another name or place.
+    Raises ConfigError if an option cannot be honoured or the whole contradicts itself; the message
+    names where a value was written, if that is another name or place.
     """
     values = vars(arguments).get("values")
     if values is None:
@@ -151,7 +151,7 @@ def flags_of(
     first     fields whose flags stand in a group of their own, before all others
     defaults  override the fields' own
 
-    The parsed namespace then has `given`, what was said, `defaults`, what holds otherwise, and
+    The parsed namespace then has `given`, the values set, `defaults`, the others' values, and
     `options`, all names; `configured` reads them.
     """
     groups = {True: _group(parser, "what matters first"), False: parser.add_argument_group(title)}

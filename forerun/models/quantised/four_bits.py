@@ -59,6 +59,8 @@ def _scales(matrix: StoredMatrix) -> Floats:
 
 
 def _halves(scales: Floats) -> NDArray[np.float16]:
-    """Convert to float16: what is too large becomes infinite; a NaN is equal to nothing."""
+    """Convert to float16: too large numbers become infinite, and NaN stays NaN, which equals
+    nothing.
+    """
     with np.errstate(over="ignore"):
         return np.ascontiguousarray(scales.astype(np.float16))
