@@ -54,6 +54,9 @@ class EngineLoop:
             self.step_began = monotonic()
             self.step_once()
             self.step_began = None
+            if self._draining:
+                with self._changed:
+                    self._changed.notify_all()
         self._stop()
 
     def step_once(self) -> bool:
@@ -89,7 +92,7 @@ class EngineLoop:
             self._entering -= len(sequences)
 
     def _ended(self, request: RequestId) -> None:
-        """Remove a request whose last choice has ended and been reported."""
+        """Remove a request whose last choice has ended and is about to be reported."""
         with self._changed:
             self._ids.discard(request)
             self._changed.notify_all()

@@ -263,11 +263,12 @@ class OutputProcessor:
         self._metrics.output_tokens += len(output.tokens)
         if output.ending is not None:
             self._remove(sequence, output.ending.finish)
+        # The id may be used again as soon as the last delta is there.
+        if sequence.request.id not in self.live:
+            self._ended(sequence.request.id)
         delta = make_delta(sequence, output, logprobs)
         if delta is not None:
             self._send([sequence], [delta])
-        if sequence.request.id not in self.live:
-            self._ended(sequence.request.id)
 
     def _send(self, sequences: list[Sequence], deltas: Iterable[Delta]) -> None:
         """Send a delta of each. A sink that fails ends all choices of its request."""
@@ -277,9 +278,10 @@ class OutputProcessor:
         except Exception:
             sequence = sequences[-1 - length_hint(left)]
             log.exception("the sink of request %s failed", sequence.request.id)
-            for other in tuple(self.live.get(sequence.request.id, ())):
+            for other in (others := tuple(self.live.get(sequence.request.id, ()))):
                 self._remove(other, Finish.ABORT)
-            self._ended(sequence.request.id)
+            if others:
+                self._ended(sequence.request.id)
             rest = [each for each in zip(left, unsent, strict=True) if not each[0].over]
             self._send([one for one, _ in rest], [delta for _, delta in rest])
 

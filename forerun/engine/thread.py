@@ -164,7 +164,10 @@ class Engine(EngineLoop):
         """
         with self._changed:
             self._draining = True
-            return self._changed.wait_for(lambda: not self._ids, timeout)
+            # What ended in the step under way is reported at its end.
+            return self._changed.wait_for(
+                lambda: not self._ids and self.step_began is None, timeout
+            )
 
     def shutdown(self) -> None:
         """Abort all running requests and end the thread. Idempotent. The executor's slots are

@@ -230,11 +230,12 @@ def integer(low: int, high: int) -> DescribedReader:
 
     @takes({"type": "integer", "minimum": low, "maximum": high})
     def reader(value: Any, where: str) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        if not whole or isinstance(value, bool) or not low <= value <= high:
             raise RequestError(
                 f"{where} must be a whole number from {low} to {high}, not {shown(value)}.", where
             )
-        return value
+        return int(value)
 
     return reader
 

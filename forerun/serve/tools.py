@@ -25,8 +25,8 @@ from forerun.serve.fields import (
 )
 from forerun.text.escape import check_json
 
-MAX_TOOLS = 128
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+MAX_TOOLS = 1024
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 _text = text(2**31 - 1)
 
 
@@ -113,13 +113,13 @@ def tool_choice(value: Any, where: str) -> ToolChoice:
     return ToolChoice(value)
 
 
-@takes({"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"})
+@takes({"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,256}$"})
 def function_name(value: Any, where: str) -> str:
     """A name that every way of writing calls can hold. Raises RequestError, naming `where`, for
     anything else.
     """
     if not isinstance(value, str) or not _NAME.fullmatch(value):
-        message = f"{where} must be 1 to 64 letters, digits, '_', '.' or '-', not {shown(value)}."
+        message = f"{where} must be 1 to 256 letters, digits, '_', '.' or '-', not {shown(value)}."
         raise RequestError(message, where)
     return value
 

@@ -208,7 +208,8 @@ BAD = [
     ({"input": []}, "input"),
     ({"input": [5]}, "input[0]"),
     ({"input": [{"type": "what"}]}, "input[0].type"),
-    ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
+    ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].id"),
+    ({"input": [{"type": "item_reference"}]}, "input[0].id"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
      "input[0].content[0].type"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
@@ -217,7 +218,7 @@ BAD = [
     ({"tool_choice": {"type": "mcp"}}, "tool_choice.type"),
     ({"include": ["x"]}, "include[0]"),
     ({"background": True}, "background"),
-    ({"truncation": "auto"}, "truncation"),
+    ({"truncation": "most"}, "truncation"),
     ({"conversation": "c"}, "conversation"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"text": {"format": {"type": "json_schema", "strict": True, "schema": {"type": "what"}}}},
@@ -271,3 +272,53 @@ def test_the_store_forgets_the_oldest():
     assert len(store) == 0 and not store.drop("large")
     store.put({"id": "again"}, [], ())
     assert store.drop("again") and len(store) == 0
+
+
+def test_a_stored_item_stands_for_itself(server):
+    first = server.post("/v1/responses", {"input": "Hi", "max_output_tokens": 8}).json()
+    asked = server.http.get(f"/v1/responses/{first['id']}/input_items").json()["data"]
+    again = {"role": "user", "content": "And then?"}
+    refers = [{"type": "item_reference", "id": one["id"]} for one in (*asked, *first["output"])]
+    options = {"max_output_tokens": 8, "temperature": 0, "store": False}
+    whole = [{"role": "user", "content": "Hi"}, *first["output"], again]
+    bodies = ({"input": [*refers, again]}, {"input": whole},
+              {"input": [again], "previous_response_id": first["id"]})  # fmt: skip
+    answers = [server.post("/v1/responses", {**options, **body}).json() for body in bodies]
+    assert len({answer["output"][0]["content"][0]["text"] for answer in answers}) == 1
+    assert len({answer["usage"]["input_tokens"] for answer in answers}) == 1
+    counted = server.post("/v1/responses/input_tokens", bodies[0]).json()["input_tokens"]
+    assert counted == answers[0]["usage"]["input_tokens"]
+    server.http.delete(f"/v1/responses/{first['id']}")
+    assert server.post("/v1/responses", bodies[0]).status_code == 400
+
+
+@pytest.mark.parametrize("turns", [0, 1, 4, 9, 40])
+def test_a_conversation_is_truncated_to_what_there_is_room_for(server, turns):
+    """Whole turns go, as few as suffice; the instructions stay."""
+    context = server.http.get("/v1/models").json()["data"][0]["max_model_len"]
+    past = [
+        message
+        for turn in range(turns)
+        for message in (
+            {"role": "user", "content": f"{turn}" + "x" * (context // 8)},
+            {"role": "assistant", "content": f"{turn}" + "y" * 20},
+        )
+    ]
+    last = {"role": "user", "content": "And then?"}
+    body = {"instructions": "Be brief.", "max_output_tokens": 8, "temperature": 0}
+    answer = server.post("/v1/responses", {**body, "input": [*past, last], "truncation": "auto"})
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    assert found["truncation"] == "auto"
+    left = int((answer.headers.get("x-forerun-ignored") or "input (0").split("(")[1].split()[0])
+    assert left % 2 == 0 and (left > 0) == (turns > 7)
+    same = server.post("/v1/responses", {**body, "input": [*past[left:], last]})
+    assert same.json()["output"][0]["content"] == found["output"][0]["content"]
+    assert same.json()["usage"]["input_tokens"] == found["usage"]["input_tokens"]
+    if left:
+        more = server.post("/v1/responses", {**body, "input": [*past[left - 2 :], last]})
+        assert more.status_code == 400
+    whole = {**body, "input": [{"role": "user", "content": "x" * 2 * context}]}
+    refused = server.post("/v1/responses", {**whole, "truncation": "auto"})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "context_length_exceeded"

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from forerun.engine.request import Finish
-from forerun.errors import BusyError, EngineError
+from forerun.errors import BusyError, EngineError, RequestError
 from forerun.executors.toy import ToyExecutor
 from tests.engine.toys import Ear, ask, limits, make
 
@@ -179,3 +179,50 @@ def test_a_leak_stops_the_engine(started):
     ear.expect(ask())
     with pytest.raises(EngineError, match="leaked"):
         engine.submit(ask("2"), ear)
+
+
+def test_an_id_is_free_as_soon_as_its_last_delta_comes(started):
+    """Asked again in that very moment, on the engine's own thread."""
+    engine, finished = started(), []
+
+    def sink(delta):
+        if delta.finish is None:
+            return
+        if len(finished) < 20:
+            engine.submit(ask(max_tokens=3), sink)
+        finished.append(delta.finish)
+
+    engine.submit(ask(max_tokens=3), sink)
+    wait_for(lambda: len(finished) == 21, 30)
+    assert set(finished) == {Finish.LENGTH} and engine.drain(30)
+    engine.check()
+
+
+def test_all_is_reported_when_nothing_is_left_to_drain(started):
+    engine, heard = started(), []
+
+    def slow(delta):
+        if delta.finish is not None:
+            time.sleep(0.05)
+        heard.append(delta)
+
+    engine.submit(ask(max_tokens=3), slow)
+    assert engine.drain(30) and heard[-1].finish is not None
+
+
+def test_a_sink_that_fails_at_its_end_frees_no_other_request(started):
+    gate, ear = Gate(permits=3), Ear()
+    engine = started(gate=gate)
+
+    def sink(delta):
+        if delta.finish is not None:
+            engine.submit(ask(max_tokens=150), ear)
+            raise ValueError("a sink that fails")
+
+    engine.submit(ask(max_tokens=2), sink)
+    wait_for(lambda: ear.deltas, 30)
+    with pytest.raises(RequestError, match="is running"):
+        engine.submit(ask(), ear)
+    engine.abort("r")
+    gate.open_up()
+    assert engine.drain(30) and ear.ended == {("r", 0)}

@@ -106,7 +106,11 @@ def test_what_was_sent_is_what_is_shown(reader, value, told):
 
 READERS = [
     (boolean, [True, False], [0, 1, "true", None, []]),
-    (integer(1, 9), [1, 9], [0, 10, 1.0, "1", True, None, 10**400, -(10**400)]),
+    (
+        integer(1, 9),
+        [1, 9, 3.0],
+        [0, 10, 10.0, 3.5, float("inf"), float("nan"), "1", True, None, 10**400, -(10**400)],
+    ),
     (number(0, 2), [0, 2, 1.5], [-0.1, 2.1, "1", True, float("inf"), float("nan"), 10**400]),
     (number(0, 2, above_low=True), [1e-300, 2], [0, 0.0, -1]),
     (text(3, 1), ["a", "äöü"], ["", "abcd", 1, None, "a\ud800"]),
@@ -114,6 +118,11 @@ READERS = [
     (one_or_more(text(3), 2), ["abc", ["a", "b"], []], ["abcd", ["a", "b", "c"], [1], 1]),
     (only(False, "x", why="w"), [False, "x"], [0, True, "y", None]),
 ]
+
+
+def test_a_whole_number_may_have_a_fraction_of_zero():
+    """Clients in languages that know one kind of number write 3.0."""
+    assert integer(1, 9)(3.0, "it") == 3 and type(integer(1, 9)(3.0, "it")) is int
 
 
 @pytest.mark.parametrize(("reader", "good", "bad"), READERS, ids=range(len(READERS)))

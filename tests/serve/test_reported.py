@@ -14,7 +14,10 @@ from forerun.build.engine import load
 from forerun.executors import cpu
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.serve.app import create_app
+from forerun.serve.dialects.anthropic.schema import CountBody
+from forerun.serve.fields import read
 from forerun.text.chat import ChatTemplate
+from forerun.text.harmony import HarmonyReader
 from forerun.text.tools import FORMATS, ToolReader
 from tests.cli.toys import toy_loaded
 from tests.drafters.prediction import random_layer, with_layers
@@ -97,6 +100,12 @@ CALLS = {
     "hermes": 'Well.<tool_call>{"name": "find", "arguments": {"city": "Tokyo"}}</tool_call>',
     "llama3": '{"name": "find", "parameters": {"city": "Tokyo"}}',
     "mistral": 'Well.[TOOL_CALLS][{"name": "find", "arguments": {"city": "Tokyo"}}]',
+    "granite": 'Well.<|tool_call|>[{"name": "find", "arguments": {"city": "Tokyo"}}]',
+    "phi4": 'Well.<|tool_call|>{"name": "find", "arguments": {"city": "Tokyo"}}<|/tool_call|>',
+    "kimi": "Well.<|tool_calls_section_begin|><|tool_call_begin|>functions.find:0"
+    '<|tool_call_argument_begin|>{"city": "Tokyo"}<|tool_call_end|><|tool_calls_section_end|>',
+    "harmony": "<|channel|>commentary<|message|>Well.<|end|><|start|>assistant to=functions.find"
+    '<|channel|>commentary json<|message|>{"city": "Tokyo"}<|call|>',
     "mistral-args": 'Well.[TOOL_CALLS]find[ARGS]{"city": "Tokyo"}',
     "glm": "Well.<tool_call>find\n<arg_key>city</arg_key>\n<arg_value>Tokyo</arg_value>\n"
     "</tool_call>",
@@ -107,7 +116,7 @@ def read_in(name, pieces):
     """The content and the calls of an answer that comes in these pieces."""
     parameters = {"properties": {"city": {"type": "string"}}}
     tools = [{"type": "function", "function": {"name": "find", "parameters": parameters}}]
-    reader = ToolReader(FORMATS[name], tools)
+    reader = HarmonyReader(["find"]) if name == "harmony" else ToolReader(FORMATS[name], tools)
     content, calls = "", {}
     parsed = [reader.push(piece) for piece in pieces]
     for part in [*parsed, reader.finish()]:
@@ -279,3 +288,16 @@ def test_system_messages_between_others_are_taken(path, more):
             told = client.post("/tokenize", json={"messages": body["messages"]}).json()["tokens"]
     text = bytes(told).decode()
     assert text.index("A") < text.index("B") < text.index("LATE") < text.index("C")
+
+
+def test_names_and_numbers_of_tools_as_agents_have_them(client):
+    """Names that a protocol of tools makes are longer than 64 letters, and tools more than 128."""
+    schema = {"type": "object", "properties": {"a": {"type": "any"}}}
+    name = f"mcp__{'server' * 20}__tool"
+    tools = [{"name": f"{name}_{index}", "input_schema": schema} for index in range(200)]
+    body = {"messages": [{"role": "user", "content": "Hi"}], "tools": tools}
+    assert len(read(CountBody, body).tools) == 200
+    plain = [{"type": "function", "function": {"name": name, "parameters": schema}}]
+    body = {"max_tokens": 2.0, "messages": [{"role": "user", "content": "Hi"}], "tools": plain}
+    answer = client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text

@@ -10,6 +10,7 @@ Schema = dict[str, Any]
 Told = Callable[[str, str, str], None]
 """Called for a keyword that is left out: path of its schema, keyword, why."""
 
+ANY = "any"
 _COUNTS = frozenset(
     "minLength maxLength minItems maxItems minProperties maxProperties "  # noqa: SIM905
     "minContains maxContains".split()
@@ -26,11 +27,13 @@ _SINGLE = frozenset(
 
 
 def check_types(root: Schema) -> None:
-    """Raise ValueError, naming the path, where a `type` is none of JSON's."""
+    """Raise ValueError, naming the path, where a `type` is none of JSON's. `any`, which tools of
+    agents have, is none, and says nothing.
+    """
     for path, schema in schemas(root):
         named = schema.get("type", [])
         for name in named if isinstance(named, list) else [named]:
-            if name not in TYPES:
+            if name not in TYPES and name != ANY:
                 where = f"{path}.type" if path else "type"
                 raise ValueError(f"{where} is {name!r}; JSON has {', '.join(TYPES)}")
 
@@ -45,6 +48,8 @@ def well_formed(schema: Any, told: Told, path: str = "") -> Any:
         return schema
     out = {}
     for name, value in schema.items():
+        if name == "type" and (value == ANY or (isinstance(value, list) and ANY in value)):
+            continue
         here = f"{path}.{name}" if path else name
         found, wanted = _value(name, value, told, here)
         if wanted:

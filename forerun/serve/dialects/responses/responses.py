@@ -25,6 +25,7 @@ from forerun.serve.dialects.responses.free_tools import kinds
 from forerun.serve.dialects.responses.output import Event, Logprobs, Output
 from forerun.serve.dialects.responses.schema import ResponsesBody, namespaces
 from forerun.serve.dialects.responses.store import ResponseStore
+from forerun.serve.dialects.responses.truncation import fitting, with_items
 from forerun.serve.dialogue import dialogue, ignored_fields
 from forerun.serve.errors import ApiError
 from forerun.serve.fields import read
@@ -53,14 +54,19 @@ class ResponsesDialect(Dialect):
         """As Dialect.parse, of the body of /v1/responses, behind the stored answer that it names.
         Raises RequestError naming the field, ApiError.
         """
+        value = with_items(value, self._store)
         body = read(ResponsesBody, value)
         self.served = service.named(body.model)
         earlier = _earlier(body.previous_response_id, self._store)
         chat, loaded = chat_body(body, earlier), self.served.loaded
-        made = chat_generation(chat, loaded, service.settings)
+        if body.truncation == "auto":
+            made, left = fitting(chat, loaded, service.settings)
+        else:
+            made, left = chat_generation(chat, loaded, service.settings), 0
         told = ignored_fields(chat, loaded)
         unknown = ("reasoning.effort" for name in told if name == "reasoning_effort")
-        self.ignored = (*ignored(body, value), *unknown)
+        truncated = (f"input ({left} earliest messages)",) if left else ()
+        self.ignored = (*ignored(body, value), *unknown, *truncated)
         self._body = body
         self._output = Output(namespaces(value.get("tools")), kinds(value.get("tools")))
         self._messages = (*earlier, *messages_of(body.input))
@@ -198,7 +204,7 @@ class ResponsesDialect(Dialect):
             "tools": [_tool(tool) for tool in value.get("tools") or []],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": sampling.top_p,
-            "truncation": "disabled",
+            "truncation": body.truncation or "disabled",
             "usage": None,
             "user": body.user,
         }
@@ -206,7 +212,7 @@ class ResponsesDialect(Dialect):
 
 def input_tokens(value: Any, service: Service, store: ResponseStore) -> dict[str, Any]:
     """POST /v1/responses/input_tokens: tokens of the prompt as /v1/responses would make it."""
-    body = read(ResponsesBody, value)
+    body = read(ResponsesBody, with_items(value, store))
     loaded = service.named(body.model).loaded
     chat = chat_body(body, _earlier(body.previous_response_id, store))
     count = len(dialogue(chat, loaded, service.settings).prompt)

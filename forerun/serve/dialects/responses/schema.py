@@ -171,7 +171,7 @@ _KNOWN: dict[str, type[Any]] = {
     "local_shell_call": ShellCall,
     "local_shell_call_output": ShellOutput,
 }
-_item = tagged(_KNOWN, {"item_reference": "send the item itself, or previous_response_id"})
+_item = tagged(_KNOWN)
 
 
 def _untyped(value: Any) -> bool:
@@ -405,7 +405,7 @@ class ResponsesBody:
     service_tier: str | None = ignore(only(*TIERS, why="it is one of these"))
     client_metadata: dict[str, Any] | None = ignore(mapping)
     background: bool = accept(only(False, why="ask for a stream"), False)
-    truncation: str | None = accept(only("disabled", why="the conversation has to fit"))
+    truncation: str | None = accept(only("auto", "disabled", why="it is one of these"))
     speculative: SpeculativeOptions = accept(untraced, SpeculativeOptions())
     text: TextConfig | None = accept(part(TextConfig))
 

@@ -39,6 +39,7 @@ class ResponseStore:
         self._max_answers = max_answers
         self._lock = threading.Lock()
         self._answers: OrderedDict[str, bytes] = OrderedDict()
+        self._items: dict[str, str] = {}  # Id of an item -> of the last answer that has it.
         self._bytes = 0
 
     def __len__(self) -> int:
@@ -53,9 +54,19 @@ class ResponseStore:
         with self._lock:
             self._answers[response["id"]] = data
             self._bytes += len(data)
+            self._items |= dict.fromkeys(_ids(response, input), response["id"])
             while self._bytes > self._max_bytes or len(self._answers) > self._max_answers:
-                _, oldest = self._answers.popitem(last=False)
-                self._bytes -= len(oldest)
+                self._forget(next(iter(self._answers)))
+
+    def item(self, id: str) -> dict[str, Any] | None:
+        """The item with this id in an answer that is still kept, or in what was asked with it; else
+        None.
+        """
+        with self._lock:
+            answer = self._items.get(id)
+        found = self.get(answer) if answer is not None else None
+        items = [] if found is None else _items(found.response, found.input)
+        return next((one for one in items if one.get("id") == id), None)
 
     def get(self, id: str) -> StoredAnswer | None:
         """The answer with this id, if it is still kept; else None."""
@@ -69,6 +80,24 @@ class ResponseStore:
     def drop(self, id: str) -> bool:
         """Forget an answer. False where there is none with this id."""
         with self._lock:
-            data = self._answers.pop(id, None)
-            self._bytes -= 0 if data is None else len(data)
-        return data is not None
+            return self._forget(id)
+
+    def _forget(self, id: str) -> bool:
+        """Forget an answer, under the lock. False where there is none with this id."""
+        data = self._answers.pop(id, None)
+        if data is None:
+            return False
+        self._bytes -= len(data)
+        response, input, _ = json.loads(data)
+        for item in _ids(response, input):
+            if self._items.get(item) == id:
+                del self._items[item]
+        return True
+
+
+def _items(response: dict[str, Any], input: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [*response.get("output", ()), *input]
+
+
+def _ids(response: dict[str, Any], input: list[dict[str, Any]]) -> list[str]:
+    return [one["id"] for one in _items(response, input) if "id" in one]

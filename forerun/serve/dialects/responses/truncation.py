@@ -1,0 +1,73 @@
+"""Conversations with their stored items, and with no more than there is room for."""
+
+from bisect import bisect_left
+from dataclasses import replace
+from typing import Any
+
+from forerun.build.engine import Frontend
+from forerun.errors import ContextError
+from forerun.options.config import ServeSettings
+from forerun.serve.dialects.responses.store import ResponseStore
+from forerun.serve.errors import ApiError
+from forerun.serve.prepare import Generation, chat_generation
+from forerun.serve.schema import ChatBody
+
+
+def with_items(value: Any, store: ResponseStore) -> Any:
+    """A request's JSON with the stored items themselves for every `item_reference`. Raises ApiError
+    where one is not kept.
+    """
+    items = value.get("input") if isinstance(value, dict) else None
+    if not isinstance(items, list) or not any(map(_refers, items)):
+        return value
+    found = [_item(one, f"input[{at}]", store) for at, one in enumerate(items)]
+    return {**value, "input": found}
+
+
+def _refers(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("type") == "item_reference"
+
+
+def _item(value: Any, where: str, store: ResponseStore) -> Any:
+    if not _refers(value):
+        return value
+    id = value.get("id")
+    found = store.item(id) if isinstance(id, str) else None
+    if found is None:
+        message = f"{where}.id: there is no stored item of this id, or it is forgotten by now."
+        raise ApiError(400, message, "item_not_found", f"{where}.id")
+    return found
+
+
+def fitting(body: ChatBody, loaded: Frontend, settings: ServeSettings) -> tuple[Generation, int]:
+    """What to ask of the engine for as much of the end of a conversation as there is room for, and
+    how many of its messages are left out.
+
+    System messages at its head stay; the rest begins with a user's message. Raises what
+    `chat_generation` raises, also where not even the last such message fits.
+    """
+    messages = body.messages
+    head = next((at for at, one in enumerate(messages) if one["role"] != "system"), len(messages))
+    starts = [head, *(at for at in range(head + 1, len(messages)) if _begins(messages, at))]
+
+    made: dict[int, Generation] = {}
+
+    def fits(place: int) -> bool:
+        kept = replace(body, messages=(*messages[:head], *messages[starts[place] :]))
+        try:
+            made[place] = chat_generation(kept, loaded, settings)
+        except ContextError:
+            return False
+        (request,) = made[place].requests
+        return len(request.prompt) + request.stopping.max_tokens <= loaded.context
+
+    # What begins later than what fits, fits too.
+    place = 0 if fits(0) else bisect_left(range(len(starts)), True, lo=1, key=fits)
+    if place == len(starts):
+        last = replace(body, messages=(*messages[:head], *messages[starts[-1] :]))
+        return chat_generation(last, loaded, settings), starts[-1] - head
+    return made[place], starts[place] - head
+
+
+def _begins(messages: tuple[dict[str, Any], ...], at: int) -> bool:
+    return bool(messages[at]["role"] == "user")
