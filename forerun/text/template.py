@@ -6,7 +6,7 @@ templates run in a process of their own (see `rendering`).
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ import minijinja
 
 from forerun.errors import ModelError, RequestError
 from forerun.text.json_text import read_json
+from forerun.text.percent import TITLE, with_filters
 
 FUEL = 5_000_000
 """Template instructions per rendering: about a quarter of a second."""
@@ -55,11 +56,13 @@ class Template:
 
 def _plain_statements(source: str) -> str:
     """Without transformers' `{% generation %}`, which marks training text and renders nothing, and
-    without lists that are changed in place, which minijinja has not: they become new lists.
+    without what minijinja has not: `'...' % x`, and lists that are changed in place, which become
+    new lists.
     """
     source = _GENERATION.sub(
         lambda m: f"{{%{m[1]} {'endif' if m[2] else 'if true'} {m[3]}%}}", source
     )
+    source = with_filters(source)
     source = _APPEND.sub(r"{%\1 set \2 = \2 + [\3] \4%}", source)
     return _POP.sub(r"{%\1 set \2 = \3[0] %}{% set \3 = \3[1:] \4%}", source)
 
@@ -78,6 +81,7 @@ def _environment(source: str) -> minijinja.Environment:
             "from_json": partial(read_json, repeated=True),
             "format": _format,
             "indent": _indent,
+            TITLE: lambda value: str(value).title(),
         },
         tests={"iterable": _iterable},
         globals={"raise_exception": _raise, "strftime_now": _strftime_now},
@@ -127,7 +131,12 @@ def _tojson(
 def _format(pattern: str, *values: Any) -> str:
     if _WIDTH.search(pattern):
         raise RequestError("the chat template formats with an absurd width", "messages")
-    return str(pattern) % values
+    mapped = len(values) == 1 and isinstance(values[0], Mapping) and "%(" in pattern
+    try:
+        return str(pattern) % (values[0] if mapped else values)
+    except (TypeError, ValueError, KeyError) as error:
+        message = f"the chat template cannot format {pattern[:60]!r}: {error}"
+        raise RequestError(message, "messages") from error
 
 
 def _indent(text: str, width: int = 4, first: bool = False, blank: bool = False) -> str:

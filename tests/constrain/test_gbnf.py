@@ -23,6 +23,8 @@ TAKEN = [
     ('root ::= (\n  "a" | # one\n  "b"\n)+\n', ["ab"], ["", "c"]),
     (r"root ::= [^a-c\]-] . [\x41-\u0043]", ["d\nA", "éxB"], ["axA", "]xA", "-xA", "dxD"]),
     ('root ::= "a" root | ""', ["", "aaa"], ["b"]),
+    ('root ::= [0-9]{,2} "x"{ , 1 }', ["", "1", "12", "12x", "x"], ["123", "xx"]),
+    ('root ::= a # b ## c\n# ==== a ====\na ::= "x" #' + "#" * 80, ["x"], ["xx"]),
     ('root ::= [0-9]{2,} "x"{1}', ["12x", "1234x"], ["1x", "12xx"]),
 ]
 
@@ -48,6 +50,8 @@ def test_what_it_means(source, valid, invalid, kind):
         ('root ::= "a', "Expected '\"' at line 1"),
         (r'root ::= "\q"', r"Unknown escape \q at line 1"),
         ("root ::= []", "empty character class"),
+        ('root ::= "a"{}', "Expected a number between { and } at line 1"),
+        ('root ::= "a"{,}', "Expected a number between { and } at line 1"),
     ],
 )
 def test_errors_say_where(source, message):

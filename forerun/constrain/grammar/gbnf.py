@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 _SPACE = re.compile(r"(?:[ \t]|#[^\n]*+)*+")
 _BLANK = re.compile(r"(?:[ \t\r\n]|#[^\n]*+)*+")
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
-_REPEAT = re.compile(r"[*+?]|\{\s*+(\d++)\s*+(,?+)\s*+(\d*+)\s*+\}")
+_REPEAT = re.compile(r"[*+?]|\{\s*+(\d*+)\s*+(,?+)\s*+(\d*+)\s*+\}")
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r"}
 _CODE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8}))")
 _NEXT_RULE = re.compile(r"[A-Za-z0-9_-]++(?:[ \t]|#[^\n]*+)*+::=")
@@ -134,7 +134,9 @@ class _Reader:
             if match[0] in signs:
                 least, most = signs[match[0]]
             else:
-                least = int(match[1])
+                if not match[1] and not match[3]:
+                    raise self._error("Expected a number between { and }")
+                least = int(match[1] or 0)
                 most = int(match[3]) if match[3] else None if match[2] else least
             if (item.least, item.most) != (1, 1):
                 item = _Item(group=[[item]])
