@@ -18,6 +18,11 @@ those that Kubernetes gives to services."""
 
 _NAME = re.compile(r"\*|(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 
+_HEADER = re.compile(
+    r"(?:\[(?P<address>[0-9a-f:.]+(?:%25[0-9a-z._~-]+)?)\]|(?P<name>[0-9a-z._-]*))(?::[0-9]*)?"
+)
+"""A Host header in small letters."""
+
 
 class AllowedHosts:
     """Checks whether a Host header names this server.
@@ -46,18 +51,13 @@ class AllowedHosts:
         """
         if header is None or self._any:
             return True
-        name = _name_of(header)
+        written = _HEADER.fullmatch(header.strip().lower())
+        if written is None:
+            return False
+        name = written["address"] or written["name"].removesuffix(".")
         if _is_address(name) or name in self._names:
             return True
         return "." not in name or name.endswith((*PRIVATE, *self._below))
-
-
-def _name_of(header: str) -> str:
-    """The host of `host:port`, in small letters, without the dot that may end it."""
-    host = header.strip().lower()
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0].removesuffix(".")
 
 
 def _is_address(name: str) -> bool:

@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import logging
+import math
 import os
 import signal
 import socket
@@ -11,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -30,6 +31,10 @@ FLUSH_SECONDS = 5
 """Time for answers that were cut short to reach their clients."""
 BACKLOG = 2048
 """Connections that may wait to be taken in."""
+AT_ONCE = 16
+"""Connections that are taken in at once. Asyncio reports as many failures of one attempt, too."""
+SILENT_SECONDS = 60.0
+"""How long it is not said again that no file can be opened."""
 MOST_FILES = 65536
 """Most open files that a server requests."""
 IDLE_SECONDS = 75
@@ -90,6 +95,7 @@ def uvicorn_config(app: ASGIApp, settings: ServeSettings) -> uvicorn.Config:
         ws="none",
         lifespan="on",
         log_config=None,
+        backlog=AT_ONCE,
         access_log=False,
         server_header=False,
         timeout_keep_alive=IDLE_SECONDS,
@@ -185,10 +191,18 @@ class Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._signalled = False
+        self._full_since = -math.inf
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn.Server."""
+        await super().startup(sockets)
+        for listening in sockets or ():
+            listening.listen(BACKLOG)
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve; also end when the model cannot be loaded, or a process that shares it is gone."""
         self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(self._failed)
         main = threading.current_thread() is threading.main_thread()
         if main and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # A terminal that closes.
             self._loop.add_signal_handler(signal.SIGHUP, self.handle_exit, signal.SIGHUP, None)
@@ -203,6 +217,21 @@ class Server(uvicorn.Server):
             os._exit(128 + sig)
         self._signalled = True
         self._loop.call_soon_threadsafe(self._begin_to_end)
+
+    def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Called for errors that no task is told. Where no connection can be taken in, asyncio waits
+        for a second and tries again.
+        """
+        error = context.get("exception")
+        if not (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)):
+            loop.default_exception_handler(context)
+        elif loop.time() - self._full_since > SILENT_SECONDS:
+            self._full_since = loop.time()
+            log.error(
+                "no connection can be taken in: %s. Connections that are open go on; raise the "
+                "limit of open files (ulimit -n) for more.",
+                error.strerror,
+            )
 
     def _begin_to_end(self) -> None:
         assert self._loop is not None

@@ -104,6 +104,19 @@ def _careless(request: Request) -> bool:
     return path.startswith("/api/") or path in ("/completion", "/completions", "/infill")
 
 
+def check_same_site(request: Request) -> None:
+    """Raise ApiError (403) where a page of another site sent what needs no body: browsers let any
+    page do so without asking the server. Pages of --allowed-origins may.
+    """
+    origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site")
+    settings = request.app.state.service.settings
+    own = {f"{scheme}://{request.headers.get('host')}" for scheme in ("http", "https")}
+    if "*" in settings.allowed_origins or origin in {*own, *settings.allowed_origins}:
+        return
+    if origin is not None or site not in (None, "none", "same-origin"):
+        raise ApiError(403, "A page of another site may not ask for this.", "cross_site")
+
+
 def _from_a_page(request: Request) -> bool:
     """Browsers say where a request comes from, whatever a page wants; other clients do not."""
     return "origin" in request.headers or "sec-fetch-site" in request.headers

@@ -1,6 +1,8 @@
 """How a server starts, refuses, drains and ends."""
 
+import resource
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -212,3 +214,23 @@ def test_with_one_model_any_name_is_its_name(toy_server):
     for name in ("toy", "glm-4.5", "meta-llama/Llama-3.1-8B-Instruct"):
         assert toy_server.complete(model=name, max_tokens=1).json()["model"] == "toy"
     assert toy_server.http.get("/v1/models/glm-4.5").status_code == 404
+
+
+def test_no_file_can_be_opened_any_more(tmp_path):
+    """It is said once, what is open goes on, and newcomers are answered once there is room."""
+    with serving(tmp_path) as server:
+        hard = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)[1]
+        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (64, hard))
+        socks = [server.connect() for _ in range(100)]
+        try:
+            assert wait_for(lambda: "no connection can be taken in" in server.logged())
+            assert server.complete(max_tokens=5).status_code == 200  # Its connection is open.
+            time.sleep(2.5)  # Another attempt or two.
+        finally:
+            for sock in socks:
+                sock.close()
+        with server.connect() as sock:
+            sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert read_until(sock, b"\r\n").startswith(b"HTTP/1.1 200")
+        log = server.logged()
+        assert log.count("no connection can be taken in") == 1 and "Traceback" not in log

@@ -17,6 +17,8 @@ GOOD = [
 ]
 BAD = [
     *("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example"),
+    *("[::1].evil.example", "[::1]evil", "127.0.0.1:80@evil", "127.0.0.1:80.evil.example", "[::1"),
+    *("localhost:x", "a@localhost", "localhost/.evil.example", "localhost,evil.example"),
     *("llm.example.org.evil.example", "example.org", "below.example", "1.2.3", "a.local.evil.com"),
 ]
 NAMES = ("llm.example.org", "*.below.example")

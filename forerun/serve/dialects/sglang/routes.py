@@ -16,6 +16,7 @@ from forerun.serve.prepare import completion_generation
 from forerun.serve.schema import CompletionBody
 from forerun.serve.service import Served
 from forerun.serve.session import GenerationSession
+from forerun.serve.wire import check_same_site
 from forerun.version import __version__
 
 
@@ -102,7 +103,10 @@ async def ping(request: Request) -> Response:
 
 
 async def flush_cache(request: Request) -> Response:
-    """GET or POST /flush_cache: forget all prefixes that no running sequence holds."""
+    """GET or POST /flush_cache: forget all prefixes that no running sequence holds. Not for pages of
+    other sites.
+    """
+    check_same_site(request)
     service_of(request).enter().engine.forget_prefixes()
     return PlainTextResponse("Prefixes that nobody holds are forgotten before the next step.\n")
 
