@@ -10,6 +10,7 @@ from time import monotonic
 from forerun.build.engine import Loaded, load
 from forerun.build.executor_entry import Progress
 from forerun.cli.console import load_with_progress, plain_warnings
+from forerun.cli.main import explained
 from forerun.cli.start_log import model_facts
 from forerun.client.engine_worker import run
 from forerun.client.messages import Start
@@ -44,4 +45,8 @@ def load_started(start: Start, told: Progress) -> tuple[Loaded, dict[str, str]]:
 
 
 if __name__ == "__main__":
-    sys.exit(run(int(sys.argv[1]), load_started))
+    try:
+        code = run(int(sys.argv[1]), load_started)
+    except (MemoryError, RuntimeError) as error:
+        code = explained(error)
+    sys.exit(code)

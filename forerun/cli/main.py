@@ -21,6 +21,8 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from types import FrameType
 
 from forerun.errors import (
     ConfigError,
@@ -33,6 +35,8 @@ from forerun.errors import (
     RequestError,
 )
 
+resource = None if sys.platform == "win32" else importlib.import_module("resource")
+
 EXIT_CODES: tuple[tuple[type[ForerunError], int], ...] = (
     (ConfigError, 2),
     (RequestError, 2),
@@ -43,6 +47,9 @@ EXIT_CODES: tuple[tuple[type[ForerunError], int], ...] = (
     (EngineError, 5),
 )
 INTERRUPTED, NO_OUTPUT = 130, 141
+
+_DENIED = ("failed to map segment", "cannot allocate memory", "can't start new thread")
+"""What the loader of libraries and Python say where there is no memory."""
 
 EXTRAS = {"torch": "torch", "matplotlib": "plots", "opentelemetry": "otel", "ray": "ray"}
 """Packages that a plain installation leaves out, and the extra that brings each."""
@@ -67,28 +74,49 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except ImportError as error:
-        package = (error.name or "").split(".")[0]
-        if package not in EXTRAS:
-            raise
+        code = INTERRUPTED
+    except (ForerunError, ImportError, OSError, MemoryError, RuntimeError) as error:
+        code = explained(error)
+    return code
+
+
+def explained(error: Exception) -> int:
+    """Say on stderr what an error means, in a sentence; the exit code. Raises one that is our own
+    fault.
+    """
+    package = (getattr(error, "name", None) or "").split(".")[0]
+    if isinstance(error, ImportError) and package in EXTRAS:
         tools = "" if package == "ray" else ", or `make tools` in a checkout"
         missing = f"this needs {package}, which is not installed: pip install "
         _complain(f"{missing}'forerun[{EXTRAS[package]}]'{tools}.")
-        return 2
-    except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.ENOSPC):
-            raise
+        code = 2
+    elif isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.ENOSPC):
         if error.errno == errno.ENOSPC:
             _complain(f"the output cannot be written: {error.strerror}.")
         # Python would complain again while it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return NO_OUTPUT
-    except ForerunError as error:
+        code = NO_OUTPUT
+    elif isinstance(error, ForerunError):
         for line in str(error).splitlines():
             _complain(line)
-        return next((code for kind, code in EXIT_CODES if isinstance(error, kind)), 5)
+        code = next((code for kind, code in EXIT_CODES if isinstance(error, kind)), 5)
+    else:
+        _complain(_want_of_memory(error))
+        code = 4
     return code
+
+
+def _want_of_memory(error: Exception) -> str:
+    """A sentence that the system gave this process no memory. Raises another error again."""
+    said = [line for line in str(error).splitlines() if any(one in line.lower() for one in _DENIED)]
+    if not said and not isinstance(error, MemoryError):
+        raise error
+    limit = "" if resource is None else _limit(resource.getrlimit(resource.RLIMIT_AS)[0])
+    return ": ".join((f"the system gives this process no more memory{limit}", *said[:1]))
+
+
+def _limit(size: int) -> str:
+    return "" if size < 0 else f" than {size >> 10} kB, its limit (ulimit -v)"
 
 
 def _complain(sentence: str) -> None:
@@ -97,13 +125,31 @@ def _complain(sentence: str) -> None:
     print(wrap.wrapped(f"forerun: {sentence}"), file=sys.stderr)
 
 
+def _interrupt(sent: int, frame: FrameType | None) -> None:
+    """Interrupt what runs. A second signal ends the process at once. So does the first where a
+    server does not run yet: it has nothing to finish, and an import may catch what is raised in it.
+    """
+    if "forerun.cli.serve_begin" in sys.modules:
+        _end(sent, frame)
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, _end)
+    raise KeyboardInterrupt
+
+
+def _end(_sent: int, _frame: FrameType | None) -> None:
+    with suppress(OSError):
+        os.write(2, b"interrupted\n")
+    os._exit(INTERRUPTED)
+
+
 def console() -> None:
     """Entry point of the `forerun` command: ends the process with `main`'s code. SIGTERM and SIGHUP
     end it as Ctrl+C does.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # Under nohup it is ignored.
-        signal.signal(signal.SIGHUP, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _interrupt)
+    for each in (signal.SIGINT, signal.SIGHUP):  # Ignored in the background, and under nohup.
+        if signal.getsignal(each) != signal.SIG_IGN:
+            signal.signal(each, _interrupt)
     # A terminal that cannot show a letter of an answer gets another in its place.
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     sys.exit(main())

@@ -219,8 +219,8 @@ class Server(uvicorn.Server):
         self._loop.call_soon_threadsafe(self._begin_to_end)
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Called for errors that no task is told. Where no connection can be taken in, asyncio waits
-        for a second and tries again.
+        """Log an error that no task raises. Where no connection can be taken in, asyncio waits for
+        a second and tries again.
         """
         error = context.get("exception")
         if not (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)):

@@ -1,5 +1,6 @@
 """The server as a user starts it: a process, a port, signals."""
 
+import errno
 import json
 import resource
 import signal
@@ -170,3 +171,55 @@ def test_more_connections_than_a_shell_allows_files():
             assert when_ready(client).status_code == 200
         for sock in idle:
             sock.close()
+
+
+SWALLOWED = """
+import os, signal, sys, time
+from forerun.cli import main, serve_begin
+
+def begin(arguments):
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+    except BaseException:
+        print("went on", flush=True)
+
+serve_begin.main = begin
+sys.argv = ["forerun", "serve", "toy"]
+main.console()
+"""
+
+
+def test_a_signal_that_an_import_catches_ends_a_server_that_does_not_run_yet():
+    line = [sys.executable, "-c", SWALLOWED]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        ImportError("tokenizers.abi3.so: failed to map segment from shared object"),
+        RuntimeError("can't start new thread"),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+    ],
+    ids=repr,
+)
+def test_a_process_without_memory_says_so_in_a_sentence(monkeypatch, capsys, error):
+    def begin(_):
+        raise error
+
+    monkeypatch.setattr(serve_begin, "main", begin)
+    assert main(["serve", "toy"]) == 4
+    assert "gives this process no more memory" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("error", [RuntimeError("x"), ImportError("x"), OSError(errno.EIO, "x")])
+def test_other_errors_are_no_want_of_memory(monkeypatch, error):
+    def begin(_):
+        raise error
+
+    monkeypatch.setattr(serve_begin, "main", begin)
+    with pytest.raises(type(error)):
+        main(["serve", "toy"])

@@ -103,8 +103,8 @@ async def ping(request: Request) -> Response:
 
 
 async def flush_cache(request: Request) -> Response:
-    """GET or POST /flush_cache: forget all prefixes that no running sequence holds. Not for pages of
-    other sites.
+    """GET or POST /flush_cache: forget all prefixes that no running sequence holds. 403 for pages
+    of other sites.
     """
     check_same_site(request)
     service_of(request).enter().engine.forget_prefixes()
