@@ -108,11 +108,13 @@ def explained(error: Exception) -> int:
 
 def _want_of_memory(error: Exception) -> str:
     """A sentence that the system gave this process no memory. Raises another error again."""
-    said = [line for line in str(error).splitlines() if any(one in line.lower() for one in _DENIED)]
-    if not said and not isinstance(error, MemoryError):
+    reasons = [
+        line for line in str(error).splitlines() if any(one in line.lower() for one in _DENIED)
+    ]
+    if not reasons and not isinstance(error, MemoryError):
         raise error
     limit = "" if resource is None else _limit(resource.getrlimit(resource.RLIMIT_AS)[0])
-    return ": ".join((f"the system gives this process no more memory{limit}", *said[:1]))
+    return ": ".join((f"the system gives this process no more memory{limit}", *reasons[:1]))
 
 
 def _limit(size: int) -> str:
