@@ -192,15 +192,19 @@ def cut(drafts: Sequence[Draft], bought: Sequence[int]) -> list[Draft]:
     """Return the drafts with only the tokens `bought`, by number over all of them. The parent of
     each must be included.
     """
-    keep, end, kept = np.zeros(sum(map(len, drafts)), np.bool_), 0, list[Draft]()
+    keep, end, remaining = np.zeros(sum(map(len, drafts)), np.bool_), 0, list[Draft]()
     keep[list(bought)] = True
     for draft in drafts:
-        mine, end = keep[end : end + len(draft)], end + len(draft)
-        some = mine.tolist()
-        if True in some and False in some:
-            place = np.array([*accumulate(some), 0], np.int32) - np.int32(1)
-            part = draft.tokens[mine], place[draft.parents[mine]], draft.score[mine]
-            kept.append(Draft(*part, draft.source_of(mine)))
+        mask, end = keep[end : end + len(draft)], end + len(draft)
+        flags = mask.tolist()
+        if True in flags and False in flags:
+            place = np.array([*accumulate(flags), 0], np.int32) - np.int32(1)
+            part = (
+                draft.tokens[mask],
+                place[draft.parents[mask]],
+                draft.score[mask],
+            )
+            remaining.append(Draft(*part, draft.source_of(mask)))
         else:
-            kept.append(draft if True in some else NO_DRAFT)
-    return kept
+            remaining.append(draft if True in flags else NO_DRAFT)
+    return remaining

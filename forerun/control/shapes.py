@@ -187,10 +187,10 @@ class Shapes:
     def _learn(self, alone: bool, counts: list[LevelCounts]) -> None:
         # Levels that were not tried decay half as fast, or they would be tried again too soon.
         first = 0 if alone else 1
-        kept = np.full(len(self._tries), DECAY**0.5)
-        kept[first : first + max((each.tried for each in counts), default=0)] = DECAY
-        self._tries *= kept
-        self._right *= kept
+        decay = np.full(len(self._tries), DECAY**0.5)
+        decay[first : first + max((each.tried for each in counts), default=0)] = DECAY
+        self._tries *= decay
+        self._right *= decay
         for tried, right in counts:
             self._tries[first : first + tried] += 1.0
             self._right[first : first + right] += 1.0

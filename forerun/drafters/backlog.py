@@ -101,20 +101,22 @@ class Backlog:
             kv_len = plan.kv_len[rows]
             self._passes.extend(plan, states, rows, kv_len, counts[rows], features, True)
 
-    def catch_up(self, plan: Plan, states: list[DraftState], late: AnyArray, asked: bool) -> None:
+    def catch_up(
+        self, plan: Plan, states: list[DraftState], late: AnyArray, wants_candidates: bool
+    ) -> None:
         """Extend those of the rows `late`, int[n], that lag behind, as many tokens at a time as the
-        model takes; asked: return candidates for them.
+        model takes; wants_candidates: store candidates for them.
         """
         while len(late := late[self.begin[plan.slots[late]] >= 0]):
             begin, counts = self.take(plan, late, self._traits.max_nodes)
-            some = counts > 0
-            rows, begin, counts = late[some], begin[some], counts[some]
+            nonempty = counts > 0
+            rows, begin, counts = late[nonempty], begin[nonempty], counts[nonempty]
             features = None
             if self._ring is not None:
                 behind = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
                 slots = np.repeat(plan.slots[rows], counts)
                 features = self._ring.at(slots, np.repeat(begin, counts) + behind)
-            self._passes.extend(plan, states, rows, begin, counts, features, asked)
+            self._passes.extend(plan, states, rows, begin, counts, features, wants_candidates)
 
     def _full(self, lag: Ints) -> Bools:
         """Return bool[B]: whether so many tokens int32[B] exceed the ring of features."""

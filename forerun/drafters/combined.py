@@ -109,15 +109,15 @@ class _MergedTree:
 
     def add(self, draft: Draft, bit: int) -> None:
         """Add all proposals of one drafter."""
-        where: list[int] = []
+        node_of: list[int] = []
         scores = draft.score.tolist()
         nodes = zip(draft.tokens.tolist(), draft.parents.tolist(), draft.sources(), strict=True)
         for number, (token, above, source) in enumerate(nodes):
-            parent = where[above] if above >= 0 else -1
+            parent = node_of[above] if above >= 0 else -1
             given = scores[above] if above >= 0 else 1.0
             claim = min(1.0, scores[number] / given) if given > 0 else 0.0
-            where.append(self._node(parent, token))
-            self._claim(where[-1], bit, claim, source)
+            node_of.append(self._node(parent, token))
+            self._claim(node_of[-1], bit, claim, source)
 
     def _node(self, parent: int, token: int) -> int:
         children = self.below.setdefault(parent, {})

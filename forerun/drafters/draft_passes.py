@@ -44,17 +44,17 @@ class DraftPasses:
         kv_len: Ints,
         counts: Ints,
         features: Features | None,
-        asked: bool,
+        wants_candidates: bool,
     ) -> None:
         """Run `counts` int32[n] tokens of each of the rows int[n] behind kv_len int32[n] others,
-        with features [sum of counts, .]. If `asked`, store the candidates of rows that sample.
+        with features [sum of counts, .]. If `wants_candidates`, store those of rows that sample.
         """
         row_states = list(map(states.__getitem__, rows.tolist()))
         spans = list(map(DraftState.span, row_states, kv_len.tolist(), counts.tolist()))
         start = np.zeros(len(rows) + 1, np.int32)
         start[1:] = np.cumsum(counts)
         sampled = np.flatnonzero(plan.samples[rows])
-        scored = sampled if asked and not self._traits.block_size else sampled[:0]
+        scored = sampled if wants_candidates and not self._traits.block_size else sampled[:0]
         result = self._model.extend(
             Extension(
                 tokens=np.concatenate([span[:-1] for span in spans]),

@@ -63,23 +63,23 @@ class DraftState:
         unknown. If the last step drafted, its first level is returned unchanged, unless a grammar
         chooses.
         """
-        found = self.candidates()
-        if self.drafted is not None and (mask is None or found is None):
+        after = self.candidates()
+        if self.drafted is not None and (mask is None or after is None):
             drafts, row = self.drafted
             first = slice(drafts.width)
             return drafts.tokens[row, first], drafts.value[row, first]
-        if found is None:
+        if after is None:
             return np.zeros(0, np.int32), np.zeros(0, np.float32)
-        return self.best(found, width, 1, mask)
+        return self.best(after, width, 1, mask)
 
     def best(
-        self, found: CandidateTokens, width: int, depth: int, mask: bytes | None = None
+        self, choices: CandidateTokens, width: int, depth: int, mask: bytes | None = None
     ) -> CandidateTokens:
         """Return the `width` best candidates that `mask` allows, for the token `depth` behind the
         last one that is ready. At T > 0 that position's noise, which the target will use, reorders
         them.
         """
-        ids, log_probs = found if mask is None else allowed(found, mask)
+        ids, log_probs = choices if mask is None else allowed(choices, mask)
         temperature = self.sampling.temperature
         if temperature == 0 or not len(ids):
             return ids[:width], log_probs[:width]

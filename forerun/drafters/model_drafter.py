@@ -124,8 +124,8 @@ class ModelDrafter:
         """
         drafts, states, undrafted = [NO_DRAFT] * plan.rows, self._states_of(plan), list[int]()
         self._backlog.catch_up(plan, states, np.flatnonzero(plan.max_nodes), True)
-        asked = plan.max_nodes, plan.max_depth, plan.kv_len, plan.constrained
-        rows = zip(states, *map(np.ndarray.tolist, asked), strict=True)
+        arrays = plan.max_nodes, plan.max_depth, plan.kv_len, plan.constrained
+        rows = zip(states, *map(np.ndarray.tolist, arrays), strict=True)
         for row, (state, nodes, deepest, kv_len, constrained) in enumerate(rows):
             depth = min(deepest, self.traits.max_depth)
             if state.drafted is not None:  # More levels would take passes of their own.

@@ -83,13 +83,13 @@ class CpuNgramDrafter:
             self._out_at = self._out.ctypes.data
         # The array lives until the call is over, because `numbers` names it.
         numbers = array("i", message)
-        where, length = numbers.buffer_info()
+        address, length = numbers.buffer_info()
         prices, (at, most) = plan.prices, (None, -1)
         if prices is not None:
             at, most = prices.tokens.buffer_info()
         padded = prices is not None and prices.padded
         total = self._library.forerun_ngram_propose(
-            self._index, where, length, rows, self._out_at, plan.min_prob, at, most, padded
+            self._index, address, length, rows, self._out_at, plan.min_prob, at, most, padded
         )
         if total < 0:
             raise EngineError(self._core.error())
@@ -105,8 +105,8 @@ class CpuNgramDrafter:
         scores, begin = scored.view(np.float32), 0
         for row, count in zip(drafting, self._out[:rows].tolist(), strict=True):
             if count:
-                mine = slice(begin, begin + count)
-                drafts[row] = Draft(tokens[mine], parents[mine], scores[mine], sources[mine])
+                part = slice(begin, begin + count)
+                drafts[row] = Draft(tokens[part], parents[part], scores[part], sources[part])
                 begin += count
 
     def draft_request(self, plan: Plan) -> None:

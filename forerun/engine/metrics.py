@@ -64,13 +64,13 @@ class EngineMetrics:
         """
         drafted = outcome.n_draft_tokens.tolist()
         self.recent.extend(map(outcome.n_tokens.tolist().__getitem__, rows))
-        some = list(compress(rows, map(drafted.__getitem__, rows)))
-        if not some:
+        drafting = list(compress(rows, map(drafted.__getitem__, rows)))
+        if not drafting:
             return
-        self.drafts += len(some)
+        self.drafts += len(drafting)
         roots, depth, nodes = trees.roots.tolist(), trees.depth.tolist(), trees.start.tolist()
         accepted = set(outcome.accepted.tolist())
-        for row in some:
+        for row in drafting:
             root, end = roots[row], nodes[row + 1]
             sources = trees.drafts[row].sources() if trees.drafts else [0] * (end - root - 1)
             for node, source in zip(range(root + 1, end), sources, strict=True):

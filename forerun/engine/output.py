@@ -66,7 +66,7 @@ def check_stop(sequence: Sequence, tokens: Collection[int], eos_ids: Collection[
     return RowOutput(tuple(counted), text, ending)
 
 
-def _of(rows: list[int], each: Several[Each]) -> list[Each]:
+def _pick(rows: list[int], each: Several[Each]) -> list[Each]:
     """Return the entries of `each` at `rows`."""
     return list(map(each.__getitem__, rows))
 
@@ -91,11 +91,11 @@ class BulkFilter:
 
         step  sequences of all rows of the step
         """
-        sequences = _of(rows, step)
-        tokens = _of(rows, outcome.output_tokens)
-        whole = map(all, map(map, repeat(self._whole.__getitem__), tokens))
+        sequences = _pick(rows, step)
+        tokens = _pick(rows, outcome.output_tokens)
+        is_whole = map(all, map(map, repeat(self._whole.__getitem__), tokens))
         more = map(lt, Columns.totals(sequences), Columns.limits(sequences))
-        return list(map(and_, map(and_, whole, more), Columns.bulk(sequences)))
+        return list(map(and_, map(and_, is_whole, more), Columns.bulk(sequences)))
 
 
 def make_delta(sequence: Sequence, output: RowOutput, logprobs: Reports) -> Delta | None:
@@ -175,7 +175,11 @@ class OutputProcessor:
         tokens, counts = outcome.output_tokens, outcome.committed(plan)
         if any(Columns.over(sequences)):  # Some ended just now, or while the step ran.
             rows = [row for row in rows if not sequences[row].over]
-            sequences, tokens, counts = _of(rows, sequences), _of(rows, tokens), _of(rows, counts)
+            sequences, tokens, counts = (
+                _pick(rows, sequences),
+                _pick(rows, tokens),
+                _pick(rows, counts),
+            )
         if any(outcome.prompt_logprobs):
             for sequence, row in zip(sequences, rows, strict=True):
                 echo(sequence, outcome.prompt_logprobs[row])
@@ -205,15 +209,15 @@ class OutputProcessor:
 
     def _emit_bulk(self, step: Step, outcome: Outcome, rows: list[int]) -> None:
         """Report all tokens of these rows, detokenized together."""
-        sequences = _of(rows, step.rows)
-        tokens = _of(rows, outcome.output_tokens)
+        sequences = _pick(rows, step.rows)
+        tokens = _pick(rows, outcome.output_tokens)
         counts = list(map(len, tokens))
         self._metrics.output_tokens += sum(counts)
         reported = map(add, Columns.reported(sequences), counts)
         consume(map(setattr, sequences, repeat("reported"), reported))
         texts = map(bytes.decode, map(b"".join, map(map, repeat(self._piece), tokens)))
-        who = Columns.request_ids(sequences), Columns.indices(sequences)
-        self._send(sequences, map(Delta, *who, texts, map(tuple, tokens)))
+        ids = Columns.request_ids(sequences), Columns.indices(sequences)
+        self._send(sequences, map(Delta, *ids, texts, map(tuple, tokens)))
 
     def _emit_row(
         self, step: Step, outcome: Outcome, row: int, committed: Committed | None

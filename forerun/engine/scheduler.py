@@ -278,7 +278,7 @@ def _bounded(budget: Budget, nodes: int, depth: int, reason: str = NO_ROOM) -> B
     """Return the budget with at most these nodes and depth, and this reason if that lowers it."""
     if not budget.nodes or (budget.nodes <= nodes and budget.depth <= depth):
         return budget
-    some = nodes > 0 and depth > 0
-    nodes, depth = some * min(budget.nodes, nodes), some * min(budget.depth, depth)
+    drafts = nodes > 0 and depth > 0
+    nodes, depth = drafts * min(budget.nodes, nodes), drafts * min(budget.depth, depth)
     model_depth = min(budget.model_depth, depth)
     return replace(budget, nodes=nodes, depth=depth, model_depth=model_depth, reason=reason)

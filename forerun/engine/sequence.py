@@ -179,8 +179,8 @@ def append(sequences: Several[Sequence], tokens: Several[list[int]]) -> None:
         end, room = next(each for each in places if each[0] > each[1])
         raise ValueError(f"{end} tokens decided, room for {room}")
     flat = chain.from_iterable
-    where = flat(map(repeat, buffers, counts)), flat(map(range, totals, ends))
-    consume(map(setitem, *where, flat(tokens)))
+    targets = flat(map(repeat, buffers, counts)), flat(map(range, totals, ends))
+    consume(map(setitem, *targets, flat(tokens)))
     consume(map(setattr, sequences, repeat("total"), ends))
 
 

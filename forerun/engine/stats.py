@@ -112,7 +112,7 @@ def snapshot(metrics: EngineMetrics, load: Load) -> Stats:
     accepted_at = Counter[int]()
     for (_, depth), (_, accepted) in by_source:
         accepted_at[depth] += accepted
-    made: dict[str, Any] = {
+    values: dict[str, Any] = {
         "load": load,
         "draft_tokens": sum(verified for _, (verified, _) in by_source),
         "accepted": accepted_at.total(),
@@ -123,8 +123,8 @@ def snapshot(metrics: EngineMetrics, load: Load) -> Stats:
             for (source, depth), (verified, accepted) in by_source
         ),
     }
-    names = [field.name for field in fields(Stats) if field.name not in made]
-    return Stats(**made, **{name: _frozen(getattr(metrics, name)) for name in names})
+    names = [field.name for field in fields(Stats) if field.name not in values]
+    return Stats(**values, **{name: _frozen(getattr(metrics, name)) for name in names})
 
 
 def _frozen(value: Any) -> Any:

@@ -60,14 +60,14 @@ def bounded(row: DraftRow, most: int = MAX_NODES) -> DraftRow:
         return row
     path = row.accepted[:most]
     others = [node for node in range(len(row.tokens)) if node not in set(path)]
-    kept = sorted(path + others[: most - len(path)])
-    place = {node: index for index, node in enumerate(kept)} | {-1: -1}
+    shown = sorted(path + others[: most - len(path)])
+    place = {node: index for index, node in enumerate(shown)} | {-1: -1}
     return DraftRow(
-        [row.tokens[node] for node in kept],
-        [place[row.parents[node]] for node in kept],
-        [row.depth[node] for node in kept],
-        [row.scores[node] for node in kept],
-        [row.sources[node] for node in kept],
+        [row.tokens[node] for node in shown],
+        [place[row.parents[node]] for node in shown],
+        [row.depth[node] for node in shown],
+        [row.scores[node] for node in shown],
+        [row.sources[node] for node in shown],
         [place[node] for node in path],
     )
 

@@ -150,8 +150,8 @@ class DraftBlock:
         For rows that do not all fit into one pass.
         """
         rows = slice(begin, end)
-        mine = self.roots[rows], self.kv_len[rows], self.slots[rows], self.pages[rows]
-        return DraftBlock(*mine, self.depth, self.candidates)
+        parts = self.roots[rows], self.kv_len[rows], self.slots[rows], self.pages[rows]
+        return DraftBlock(*parts, self.depth, self.candidates)
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,5 +119,5 @@ def _child(trees: TreeBatch, row: int, node: int, token: int) -> int | None:
     below = slice(node + 1, int(trees.start[row + 1]))
     if below.start == below.stop:
         return None
-    found = np.flatnonzero((trees.parents[below] == node) & (trees.tokens[below] == token))
-    return node + 1 + int(found[0]) if len(found) else None
+    matching = np.flatnonzero((trees.parents[below] == node) & (trees.tokens[below] == token))
+    return node + 1 + int(matching[0]) if len(matching) else None

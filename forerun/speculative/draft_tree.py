@@ -182,8 +182,8 @@ def pruned(
     # The new index of each kept node; the last entry maps the root, -1, to itself.
     place = np.full(len(tokens) + 1, -1, np.int32)
     place[keep] = np.arange(len(keep))
-    kept = source if isinstance(source, DraftSource) else source[keep]
-    return Draft(tokens[keep], place[parents[keep]], score[keep], kept)
+    sources = source if isinstance(source, DraftSource) else source[keep]
+    return Draft(tokens[keep], place[parents[keep]], score[keep], sources)
 
 
 def _best(value: Floats, count: int) -> AnyArray:

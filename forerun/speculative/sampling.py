@@ -206,10 +206,10 @@ def largest(logits: Floats, count: int) -> AnyArray:
 
     Excluded tokens (-inf) and NaN never count, so there may be fewer. `logits` stays unchanged.
     """
-    kept = logits.copy()
-    _keep_largest(kept, count)
-    ids = np.flatnonzero(kept > -np.inf)
-    return ids[np.argsort(-kept[ids], kind="stable")]
+    top = logits.copy()
+    _keep_largest(top, count)
+    ids = np.flatnonzero(top > -np.inf)
+    return ids[np.argsort(-top[ids], kind="stable")]
 
 
 def log_normaliser(logits: Floats) -> float:

@@ -107,8 +107,8 @@ class CpuExecutor(Executor):
         )
         if count := len(outcome.accepted):
             buffers.put_path(round.plan, outcome.accepted)
-            where = buffers.step.pages, buffers.step.page_width, buffers.path, count
-            if library.forerun_commit_paths(self.native_model(), *where):
+            arguments = buffers.step.pages, buffers.step.page_width, buffers.path, count
+            if library.forerun_commit_paths(self.native_model(), *arguments):
                 raise EngineError(f"commit was refused: {library.forerun_error().decode()}")
         return outcome
 

@@ -121,10 +121,10 @@ class CpuModel:
         """Return float32[count,width], features of the last step's first nodes. Or EngineError."""
         if self.handle is None:
             raise EngineError("the executor was shut down")
-        found = np.empty((count, width), np.float32)
-        if self._library.forerun_aux_hidden_states(self.handle, count, found.ctypes.data):
+        values = np.empty((count, width), np.float32)
+        if self._library.forerun_aux_hidden_states(self.handle, count, values.ctypes.data):
             raise EngineError(self._library.forerun_error().decode())
-        return found
+        return values
 
     def describe(self) -> dict[str, Any]:
         """Return facts for /server_info: `device`, `kernels`, `threads`, `dtype` of the weights,

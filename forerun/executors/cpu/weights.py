@@ -248,8 +248,8 @@ class Packer:
             return _WIDE if routes(place) else BYTES
         if kind in _FLOATS and not routes(place) and self._dtype in QUANTIZED:
             inputs = self._checkpoint.shape(f"{place.name}.weight")[1]
-            made = place.layer >= 0 and _fits(self._dtype, inputs)
-            return QUANTIZED[self._dtype] if made else BYTES
+            converts = place.layer >= 0 and _fits(self._dtype, inputs)
+            return QUANTIZED[self._dtype] if converts else BYTES
         return int(self._library.forerun_own_format(_KINDS[kind][0]))
 
     def _load_matrix(self, model: int, place: Place) -> None:
