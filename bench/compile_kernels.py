@@ -119,7 +119,6 @@ def attention(
     pages: str | None = None,
     cap: bool = False,
     sinks: bool = False,
-    counted: bool = False,
     values: int | None = None,
 ) -> Kernel:
     """cap, sinks: as Gemma and gpt-oss have them, beside a window; values: numbers of a value that
@@ -143,7 +142,6 @@ def attention(
         **{"GQA_GROUP": gqa_group, "E": size, "PAGE": 16, "LINES": lines},
         **{"SHARING": 1 if values is None else 8, "V": values or size, "SINKS": sinks},
         **{"NARROW": pages is not None, "WINDOWED": cap or sinks, "CAPPED": cap},
-        "COUNTED": counted,
         "KEYS": shape.keys,
     }
     return Kernel(triton_attention._attend, signature, constants, shape.warps, shape.stages)
@@ -155,17 +153,12 @@ def attention_lines(gqa_group: int) -> list[int]:
     return sorted({lines_for(tile * gqa_group) for tile in tiles})
 
 
-def merge(dtype: str, size: int, heads: int = 0) -> Kernel:
-    """heads: of a row that is wanted in float8; 0: of none."""
+def merge(dtype: str, size: int) -> Kernel:
     signature = {
         **{"found": "*fp32", "sums": "*fp32", "out": f"*{dtype}"},
-        **{"numbers": "*fp8e4nv" if heads else f"*{dtype}"},
-        **{"scales": "*fp32" if heads else f"*{dtype}"},
-        **dict.fromkeys(("lines", "parts", "heads"), "i32"),
+        **dict.fromkeys(("lines", "parts"), "i32"),
     }
-    row = triton.next_power_of_2(heads * size) if heads else 0
-    constants = {"E": size, "PARTS": MOST_PARTS, "ROW": row}
-    return Kernel(triton_merge._merge, signature, constants, 4 if heads else 2)
+    return Kernel(triton_merge._merge, signature, {"E": size, "PARTS": MOST_PARTS}, 2)
 
 
 def kernel(function: Any, kinds: Sequence[Kind], constants: Constants, warps: int) -> Kernel:
@@ -286,33 +279,23 @@ def layer(
     warps: int,
     dtype: str = "bf16",
 ) -> Kernel:
-    """With NARROW the kernel's `out` is in float8."""
     signature = dict.fromkeys(pointers, f"*{dtype}") | dict.fromkeys(numbers, "i32")
-    if constants.get("NARROW"):
-        signature |= {"out": "*fp8e4nv", "scales": "*fp32"}
     fp32 = {"weight": "*fp32", "cos": "*fp32", "sin": "*fp32", "eps": "fp32"}
     fp32 = {name: kind for name, kind in fp32.items() if name in signature}
     return Kernel(kernel, signature | fp32, constants, warps)
 
 
-def of_rows(wide: int, narrow: bool = False) -> tuple[Constants, int]:
-    """Constants and warps of what has a whole row."""
-    return {"WIDE": wide, "NARROW": narrow}, triton_layers.warps_for(wide, narrow)
-
-
-def norm(wide: int, dtype: str, narrow: bool = False) -> Kernel:
+def norm(wide: int, dtype: str) -> Kernel:
     numbers = ("row_stride", "head_stride", "width", "eps")
-    pointers = ("x", "weight", "out", "scales")
-    return layer(triton_layers._norm, pointers, numbers, *of_rows(wide, narrow), dtype)
+    pointers, warps = ("x", "weight", "out"), triton_layers.warps_for(wide)
+    return layer(triton_layers._norm, pointers, numbers, {"WIDE": wide}, warps, dtype)
 
 
-def gate(dtype: str, gelu: bool = False, wide: int = 0, clamped: bool = False) -> Kernel:
-    """wide: of a row that is wanted in float8; 0: of none."""
-    numbers, pointers = ("gate_stride", "up_stride", "width"), ("gate", "up", "out", "scales")
-    constants: Constants = {"BLOCK": wide or 1024, "GELU": gelu, "NARROW": wide > 0}
+def gate(dtype: str, gelu: bool = False, clamped: bool = False) -> Kernel:
+    numbers, pointers = ("gate_stride", "up_stride", "width"), ("gate", "up", "out")
+    constants: Constants = {"BLOCK": 1024, "GELU": gelu}
     constants |= {"CLAMP": CLAMP, "SLOPE": CLAMP_SLOPE} if clamped else {"CLAMP": 0.0, "SLOPE": 1.0}
-    warps = triton_layers.warps_for(wide, narrow=True) if wide else 4
-    return layer(triton_layers._gate, pointers, numbers, constants, warps, dtype)
+    return layer(triton_layers._gate, pointers, numbers, constants, 4, dtype)
 
 
 def grouped(dtype: str, rows: int, stored: str | None = None, biased: bool = False) -> Kernel:
@@ -366,21 +349,16 @@ def widened(dtype: str, kind: int, zeros: bool = False) -> Kernel:
     return kernel(triton_few_bits._widen, kinds, constants, 4)
 
 
-def quantised(wide: int, dtype: str) -> Kernel:
-    kinds = f"*{dtype}", "*fp8e4nv", "*fp32", ("i32", 2)
-    warps = triton_layers.warps_for(wide, narrow=True)
-    return kernel(triton_layers._rows, kinds, {"WIDE": wide}, warps)
-
-
 def rotate(half: int, dtype: str) -> Kernel:
     pointers, numbers = ("x", "cos", "sin", "out"), ("row_stride", "head_stride")
     return layer(triton_layers._rotate, pointers, numbers, {"HALF": half}, 1, dtype)
 
 
-def add_norm(wide: int, dtype: str, narrow: bool = False) -> Kernel:
-    pointers = ("x", "more", "weight", "added", "out", "scales")
+def add_norm(wide: int, dtype: str) -> Kernel:
+    pointers = ("x", "more", "weight", "added", "out")
     numbers = ("x_stride", "more_stride", "width", "eps")
-    return layer(triton_layers._add_norm, pointers, numbers, *of_rows(wide, narrow), dtype)
+    warps = triton_layers.warps_for(wide)
+    return layer(triton_layers._add_norm, pointers, numbers, {"WIDE": wide}, warps, dtype)
 
 
 def enter(size: int, dtype: str, pages: str | None = None, normed: bool = False) -> Kernel:
@@ -413,27 +391,6 @@ def model(
     }
 
 
-def in_float8(
-    name: str, arch: int, hidden: int, ffn: int, heads: int, group: int, size: int
-) -> dict[str, Kernel]:
-    """What products in float8 add to a model in bfloat16, by name; Gemma's gate too."""
-    wide, fed = triton.next_power_of_2(hidden), triton.next_power_of_2(ffn)
-    cases = {
-        f"attend to float8 {name}, {lines} lines": attention(
-            "bf16", group, size, lines, arch, counted=True
-        )
-        for lines in attention_lines(group)
-    }
-    return cases | {
-        f"norm to float8 {name}": norm(wide, "bf16", narrow=True),
-        f"add and norm to float8 {name}": add_norm(wide, "bf16", narrow=True),
-        f"gate to float8 {name}": gate("bf16", wide=fed),
-        f"gelu gate to float8 {name}": gate("bf16", gelu=True, wide=fed),
-        f"merge to float8 {name}": merge("bf16", size, heads),
-        f"rows to float8 {name}": quantised(triton.next_power_of_2(heads * size), "bf16"),
-    }
-
-
 def matrix(arch: int) -> dict[str, Kernel]:
     """All binaries for an architecture, by name: an 8B shape (its draft head has the same), the
     default model, float32, float8 pages, windows with a softcap, Gemma's wide heads, gpt-oss's
@@ -442,8 +399,6 @@ def matrix(arch: int) -> dict[str, Kernel]:
     return {
         **model("8b", arch, "bf16", 4096, 4, 128),
         **model("8b float8 pages", arch, "bf16", 4096, 4, 128, "fp8e4nv"),
-        **in_float8("8b", arch, 4096, 14_336, 32, 4, 128),
-        **in_float8("135m", arch, 576, 1536, 9, 3, 64),
         **model("135m", arch, "bf16", 576, 3, 64),
         **model("135m float32", arch, "fp32", 576, 3, 64),
         **{
@@ -470,6 +425,7 @@ def matrix(arch: int) -> dict[str, Kernel]:
         "experts in float8, tiles of 16": grouped("bf16", 16, "fp8e4nv"),
         "experts with biases, tiles of 16": grouped("bf16", 16, biased=True),
         **{f"4 bits, {rows} rows": few_bits("bf16", rows, 4, zeros=True) for rows in (16, 32)},
+        "float8 weights, 16 rows": few_bits("bf16", 16, 1),
         "4 bits without zero points, 16 rows": few_bits("bf16", 16, 4),
         "4 bits in float16, 32 rows": few_bits("fp16", 32, 4, zeros=True),
         "4 bits in an order, 32 rows": few_bits("bf16", 32, 4, zeros=True, ordered=True),
@@ -567,7 +523,7 @@ ALONE = {("attend 135m float32, 64 lines", 100), *((LATENTS, arch) for arch in A
 The 512 numbers of a latent's value leave 32 lines 180 registers.
 """
 
-MODELS = "8b", "to float8 8b", "8b with window and cap", "135m", "135m float32"
+MODELS = "8b", "8b with window and cap", "135m", "135m float32"
 
 
 def wrong(arch: int, usage: dict[str, dict[str, Any]]) -> Iterator[str]:
@@ -585,7 +541,7 @@ def wrong(arch: int, usage: dict[str, dict[str, Any]]) -> Iterator[str]:
             yield f"{name} has {spilt} bytes on its stack"
     for model in MODELS:
         count = len([name for name in usage if name.startswith(f"attend {model},")])
-        if 2 * (count + 1) > 8 or not (count or "float8" in model):
+        if 2 * (count + 1) > 8 or not count:
             yield f"{count} attention binaries of {model}"
     attention = {name: line for name, line in usage.items() if name.startswith("attend")}
     if len(attention) < 12:

@@ -36,13 +36,13 @@ ASKED = (
 """Rows, nodes of each, levels of a chain that is grown: what the table has."""
 
 NARROW = (1, 1, 0), (16, 1, 0), (64, 1, 0)
-"""The same, of layers whose products are in float8, or read weights in 8 and in 4 bits."""
+"""The same, of layers whose products read weights in float8, in 8 and in 4 bits."""
 
 BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}
 """Bytes per second that NVIDIA's data sheets give for the SXM modules."""
 
 FLOPS = 989e12
-"""Of both, in bfloat16 without sparsity, by the same sheets; twice as many in float8."""
+"""Of both, in bfloat16 without sparsity, by the same sheets."""
 
 MIXES = {
     "64 of 1k": [1024] * 64,
@@ -58,13 +58,13 @@ HEAD = f"""# What a round costs at least, by bytes
 Written by `python -m bench.roofline --table bench/results/gpu-roofline.md` and
 checked by `--check`; what an H100 took: [results](../../docs/results/gpu.md). Llama-3.1-8B in
 bfloat16, an EAGLE-3 head of {DRAFT_VOCAB:,} tokens where levels are grown, {BEHIND} tokens
-behind every row; in float8, the layers' products (embedding and output head stay in
-bfloat16), and in 8 and 4 bits, integers with a scale and a zero point for each 128
-columns, as a checkpoint has them. Launches are counted over the round's own program
+behind every row; the layers' weights (embedding and output head stay in bfloat16) in
+float8, with a scale per row, and in 8 and 4 bits, integers with a scale and a zero point
+for each 128 columns, as a checkpoint has them. Launches are counted over the round's own program
 (tests/parity/launches.py). Floor: the bytes of weights, keys and values; all: those
 of every kernel's tensors, as if nothing stayed in a cache. Milliseconds are the
 floor's bytes over the data sheet's bandwidth, or its products over the data sheet's
-{FLOPS / 1e12:.0f} TFLOP/s, twice that in float8, where that is more (marked *). Times that a
+{FLOPS / 1e12:.0f} TFLOP/s, where that is more (marked *). Times that a
 device shows go beside them, from rounds.json ([runbook](../../docs/inside/gpu-runbook.md)).
 
 """
@@ -85,8 +85,7 @@ def line(rows: int, nodes: int, levels: int, numbers: str) -> str:
     """One of the table's."""
     size = Size(padded_rows(rows), nodes, levels, min(levels, 1))
     found = count(Setting(LLAMA, drafts=levels > 0, numbers=numbers), size, rows)
-    float8 = numbers == "float8"
-    multiplied = 2 * size.total * LLAMA.parameters / (FLOPS * (1 + float8))
+    multiplied = 2 * size.total * LLAMA.parameters / FLOPS
     times = [
         f"{max(read, multiplied) * 1e3:.2f}{'*' * (read < multiplied)}"
         for read in (found.floor / speed for speed in BANDWIDTH.values())

@@ -17,6 +17,11 @@ MIDDLE = 8
 """Zero point of 4-bit integers that have none of their own."""
 
 
+def whole_block(columns: int) -> int:
+    """Return the columns that products read at once of rows that have one scale."""
+    return 128 if columns > 64 else 64 if columns > 32 else 32
+
+
 class GroupedRows(NamedTuple):
     """Some rows of a matrix; see Grouped.
 
@@ -56,7 +61,7 @@ class Grouped:
         """Columns that products read at once, all of one group; 0: of none that they know."""
         columns = self.shape[1]
         if self.group >= columns:
-            return 128 if columns > 64 else 64 if columns > 32 else 32
+            return whole_block(columns)
         return next((block for block in (128, 64, 32) if self.group % block == 0), 0)
 
     @property

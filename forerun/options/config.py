@@ -131,8 +131,8 @@ class EngineConfig:
         "numbers: as the model's file has them (native core and torch), or floats made 8 or 4 bits "
         "(native core: q8_0, q4_1, q4_k; embedding and output head 8), or a torch format, to which "
         "all weights are widened; auto is file, but with torch float32 on cpu, and on cuda "
-        "bfloat16 where no weights are quantised; float8 keeps bfloat16 outside of blocks' "
-        "products",
+        "bfloat16 where no weights are quantised; float8 rounds the blocks' weights to it, with a "
+        "scale per row, and computes in bfloat16",
         choices=("auto", *NATIVE_DTYPES, "float32", "bfloat16", "float16", "float8"),
         spellings=lambda name: {"half": "float16", "float": "float32"}.get(name, name),
     )

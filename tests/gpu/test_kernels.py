@@ -12,7 +12,7 @@ from forerun.executors.torch.attention.tiles import tiles_of
 from forerun.executors.torch.attention.varlen_attention import PackedPrompts, row_by_row
 from forerun.executors.torch.decoder.elementwise import PLAIN, Heads
 from forerun.executors.torch.decoder.few_bits import FEW, few_bits_product, loaded
-from forerun.executors.torch.decoder.float8 import FLOAT8, Float8Linear, float8_rows
+from forerun.executors.torch.decoder.float8 import FLOAT8
 from forerun.executors.torch.triton.kernels import kernels_for
 from forerun.executors.torch.triton.round_types import Levels, RoundShape
 from forerun.models.layer_spec import AttentionSpec
@@ -192,47 +192,6 @@ def test_parts_between_the_products(kernels, device, dtype):
         assert (found - expected).norm() / expected.norm() < ERROR[dtype]
 
 
-def same_rows(found, expected):
-    """Numbers and scales in float8; a division may round to the other neighbour."""
-    torch.testing.assert_close(found.scale, expected.scale, rtol=1e-6, atol=0)
-    assert (found.numbers.float() == expected.numbers.float()).float().mean() > 0.999
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_stands_before_a_product_quantises_for_it(kernels, device, dtype):
-    """As float8_rows of what the same kernel gives without."""
-    draw = torch.Generator(device).manual_seed(0)
-
-    def normal(*shape):
-        return torch.randn(shape, device=device, generator=draw)
-
-    weight, x = normal(4096), normal(33, 4096).to(dtype)
-    both = normal(33, 2 * 14336).to(dtype).chunk(2, -1)
-    parts, narrow = kernels.parts, kernels.parts.float8
-    same_rows(narrow.rows(x), float8_rows(x))
-    same_rows(narrow.norm(x, weight, 1e-5), float8_rows(parts.norm(x, weight, 1e-5)))
-    added, normed = parts.add_norm(x, x.flip(0), weight, 1e-5)
-    whole, rows = narrow.add_norm(x, x.flip(0), weight, 1e-5)
-    assert torch.equal(whole, added)
-    same_rows(rows, float8_rows(normed))
-    same_rows(narrow.gate(*both), float8_rows(parts.gate(*both)))
-    same_rows(narrow.gelu_gate(*both), float8_rows(parts.gelu_gate(*both)))
-
-
-@pytest.mark.parametrize("groups", [(32, 8), (9, 3)])
-def test_context_as_float8_rows(kernels, device, groups):
-    """A query's heads are merged at once, and who is last reads all: again and again, as it may be
-    another one each time.
-    """
-    for kv_len, nodes in cases(device):
-        inputs = step(kv_len, nodes, groups, 128, device, torch.bfloat16)
-        expected = float8_rows(kernels.attend(*inputs).flatten(1))
-        for _ in range(50 if device == "cuda" else 1):
-            found = kernels.attend(*inputs, float8=True)
-            assert torch.equal(found.scale, expected.scale)
-            assert torch.equal(found.numbers.float(), expected.numbers.float())
-
-
 @pytest.mark.parametrize("width", [2, 4, 16])
 def test_frontiers_are_the_plain_ones(kernels, device, width):
     draw = torch.Generator(device).manual_seed(4)
@@ -313,18 +272,6 @@ def test_cuts_are_the_twins(kernels, device, scale):
         shaping = shaping_of(asked, nodes, vocab, device)
         apart = lost(logits, asked, shaping, kernels.shape(logits, shaping, None))
         assert (apart < 1e-4).all(), apart.max()
-
-
-def test_float8_products_are_the_twins(device):
-    if device == "cpu":
-        pytest.skip("rehearsed by tests/parity/test_torch_float8.py")
-    weight, x = torch.randn(512, 256), torch.randn(33, 256)
-    for bias in (None, torch.randn(512)):
-        parts = [None if each is None else each.bfloat16() for each in (weight, bias)]
-        expected = Float8Linear(*parts)(x.bfloat16()).double()
-        there = [None if each is None else each.to(device) for each in parts]
-        found = Float8Linear(*there)(x.bfloat16().to(device)).double().cpu()
-        assert (found - expected).norm() / expected.norm() < 5e-3
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8", "float8"])

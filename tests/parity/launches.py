@@ -32,7 +32,6 @@ from forerun.executors.torch.decoder import weights
 from forerun.executors.torch.decoder.decoder import Decoder
 from forerun.executors.torch.decoder.elementwise import Elementwise
 from forerun.executors.torch.decoder.few_bits import FewBits, FewBitsProducts
-from forerun.executors.torch.decoder.float8 import Float8Linear, Float8Parts
 from forerun.executors.torch.decoder.layers import Linear
 from forerun.executors.torch.decoder.weights import Weights
 from forerun.executors.torch.drafts import block as block_model
@@ -266,13 +265,6 @@ def kernels():
             rotate=layers.rotate,
             gelu_gate=layers.gelu_gate,
             draft_inputs=draft.draft_inputs,
-            float8=Float8Parts(
-                rows=layers.float8_rows,
-                norm=layers.float8_norm,
-                add_norm=layers.float8_add_norm,
-                gate=layers.float8_gate,
-                gelu_gate=layers.float8_gelu_gate,
-            ),
             clamped_gate=layers.clamped_gate,
             grouped=experts.grouped,
             few_bits=FewBitsProducts(few_bits.product, few_bits.gated_product),
@@ -352,12 +344,12 @@ def unread(matrices, device):
 
 @cache
 def decoder(arch, numbers):
-    products = Float8Linear if numbers == "float8" else Linear
     keep = numbers in QUANTISED
     settings = {"quantization_config": QUANTISED[numbers]} if keep else {}
     checkpoint = PlannedCheckpoint(arch, settings)
     with patch.object(weights, "loaded", unread):
-        return Decoder(checkpoint, META, DTYPE, products, kernels().parts, keep=keep)
+        narrow = numbers == "float8"
+        return Decoder(checkpoint, META, DTYPE, Linear, kernels().parts, keep=keep, narrow=narrow)
 
 
 def count(setting: Setting, size: Size, rows: int = 0) -> Launches:

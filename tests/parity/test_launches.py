@@ -16,7 +16,7 @@ BUDGETS = {
     "verified": Budget(layer=10, outside=10, first=0, level=0, moves=0, carried=2),
     "drafted": Budget(layer=10, outside=11, first=20, level=14, moves=0, carried=2),
     "drafted in trees": Budget(layer=10, outside=11, first=20, level=15, moves=0, carried=2),
-    "plain, float8": Budget(layer=10, outside=9, first=0, level=0, moves=0, carried=2),
+    "plain, float8": Budget(layer=9, outside=9, first=0, level=0, moves=0, carried=2),
     "verified, float8": Budget(layer=10, outside=10, first=0, level=0, moves=0, carried=2),
     "plain, 4 bits": Budget(layer=9, outside=9, first=0, level=0, moves=0, carried=2),
     "verified, 4 bits": Budget(layer=10, outside=10, first=0, level=0, moves=0, carried=2),

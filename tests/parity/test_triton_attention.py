@@ -13,7 +13,7 @@ from forerun.errors import EngineError
 from forerun.executors.torch.attention.attention_shapes import program_heads, tile_heads
 from forerun.executors.torch.attention.plan_geometry import geometry_of
 from forerun.executors.torch.attention.tiles import KEYS, MOST_PARTS, programs_for, split_of
-from forerun.executors.torch.decoder.float8 import FLOAT8, float8_rows
+from forerun.executors.torch.decoder.float8 import FLOAT8
 from forerun.models.cache_layer import CacheLayer
 from forerun.models.layer_spec import AttentionSpec
 from forerun.speculative.tree import batch
@@ -265,34 +265,6 @@ def test_rows_of_any_lengths_in_one_launch(numbers):
         assert programs == tiles + 1 or (split[:, 2] > 1).any()
         found = attention.attend(*inputs, replace(whole, split=torch.from_numpy(split)))
         np.testing.assert_allclose(found.numpy(), expected, atol=3e-6)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "parts"), thinned(every([torch.float32, torch.bfloat16], [1, 4, None]), values)
-)
-def test_context_as_float8_rows(parts, dtype):
-    """Bit for bit what quantising the context gives: in one part, in several, and mixed."""
-    trees = batch([np.zeros(2, np.int32)] * 3, [as_draft([1, 2], [-1, 0])] * 3)
-    pages = Pages([150, 0, 30], trees, 6, 2, 16, 0)
-    keys, values = (each.to(dtype) for each in pages.cache.layers[0])
-    queries, whole = torch.from_numpy(pages.queries).to(dtype), geometry(pages)
-    lengths = np.array([150, 0, 30])[whole.tiles[:, 0].numpy()]
-    split = split_of(lengths, len(lengths) + 5)
-    assert len(set(split[split[:, 0] >= 0, 2])) > 1
-    mixed = (
-        torch.from_numpy(split)
-        if parts is None
-        else attention.uniform(len(whole.tiles), parts, CPU)
-    )
-    inputs = queries, keys, values, replace(whole, split=mixed), None
-    wide, rows = attention.attend(*inputs), attention.attend(*inputs, float8=True)
-    expected = float8_rows(wide.flatten(1))
-    assert rows.numbers.dtype == FLOAT8 and torch.equal(rows.scale, expected.scale)
-    assert torch.equal(rows.numbers.view(torch.uint8), expected.numbers.view(torch.uint8))
-    twin = attend_dense(*inputs[:4], float8=True)
-    assert (rows.numbers.shape, rows.scale.shape) == (twin.numbers.shape, twin.scale.shape)
-    error = (rows.numbers.float() * rows.scale - twin.numbers.float() * twin.scale).norm()
-    assert error < 2e-2 * wide.float().norm()
 
 
 def test_parts_fill_the_device_and_are_few():

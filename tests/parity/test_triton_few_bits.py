@@ -14,8 +14,8 @@ from forerun.executors.torch.decoder.few_bits import (
     FewBitsProducts,
     few_bits_product,
     loaded,
+    rounded,
 )
-from forerun.executors.torch.decoder.float8 import float8_rows
 from forerun.executors.torch.decoder.kept import (
     FewBitsLinear,
     GatedFeedForward,
@@ -51,6 +51,14 @@ def test_the_kernel_is_its_twin_and_the_formats_definition(kind, zeros, shape, g
         found = product(x, made, None)
         torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-5)
     assert not made.through.any()
+
+
+@pytest.mark.parametrize("shape", [(70, 256), (33, 40), (20, 200)])
+@pytest.mark.parametrize("rows", [1, 33, FEW + 7])
+def test_weights_rounded_to_float8_are_read_by_the_kernel(shape, rows):
+    made, x = rounded(torch.randn(shape)), torch.randn(rows, shape[1])
+    found = kernels.product(x, made, None)
+    torch.testing.assert_close(found, few_bits_product(x, made, None), atol=2e-4, rtol=2e-5)
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8"])
@@ -147,7 +155,7 @@ def test_a_gate_in_the_product_is_the_product_and_then_the_gate(
     gate = {"silu": layers.gate, "gelu_tanh": layers.gelu_gate, "clamped_silu": layers.clamped_gate}
     apart = kernels.product(x, made, bias)
     assert torch.equal(found, gate[activation](*apart.chunk(2, -1)))
-    twin = PLAIN.gate_for(activation, False)
+    twin = PLAIN.gate_for(activation)
     expected = twin(*(x.double() @ wide.t() + bias).float().chunk(2, -1))
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
     assert not made.through.any()
@@ -171,7 +179,7 @@ def test_a_feed_forward_has_its_gate_in_the_product():
         IN_TORCH,
     )
     for activation, kind in (("silu", GatedFeedForward), ("gelu", FeedForward)):
-        gate, outputs = PLAIN.gate_for(activation, False), []
+        gate, outputs = PLAIN.gate_for(activation), []
         for by in (fast, slow):
             made = [FewBitsLinear(each, None, by) for each in (gate_up, down)]
             network = feed_forward(tuple(made), gate, activation)
@@ -199,9 +207,3 @@ def test_a_product_only_launches():
     for rows in (1, FEW + 1):
         with Watch():
             few_bits_product(torch.randn(rows, 320), made, None)
-
-
-def test_float8_rows_are_refused():
-    made, _ = weight("int4", (70, 320), 64, True)
-    with pytest.raises(TypeError, match="not in float8"):
-        FewBitsLinear(made, None, IN_TORCH)(float8_rows(torch.randn(2, 320)))

@@ -5,7 +5,7 @@ import torch
 
 from forerun.executors.torch.attention.kv import KvShape, PagedCache, enter, read
 from forerun.executors.torch.decoder.elementwise import PLAIN, Heads
-from forerun.executors.torch.decoder.float8 import FLOAT8, float8_rows
+from forerun.executors.torch.decoder.float8 import FLOAT8
 from forerun.models.cache_layer import CacheLayer
 from tests.parity.driver import limits
 from tests.parity.interpreted import load
@@ -55,56 +55,6 @@ def test_add_norm(dtype):
         layers.add_norm(x, more, weight, 1e-5), PLAIN.add_norm(x, more, weight, 1e-5), strict=True
     ):
         same(found, expected)
-
-
-def same_rows(found, wide):
-    """`found` is float8_rows of `wide`, bit for bit."""
-    expected = float8_rows(wide)
-    for one, other in zip(found, expected, strict=True):
-        assert (one.dtype, one.shape) == (other.dtype, other.shape)
-    assert torch.equal(found.scale, expected.scale)
-    assert torch.equal(found.numbers.view(torch.uint8), expected.numbers.view(torch.uint8))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_parts_before_float8_are_quantised_as_they_are(dtype):
-    """In one launch what plain torch makes of the same numbers, and nearly what it makes of its
-    own.
-    """
-    x, more = (torch.randn(2, 5, 2 * 96) * 7).to(dtype)[:, :, 30:126]
-    x[3] = 0.0
-    weight, eps, narrow = torch.rand(96), 1e-5, PLAIN.float8
-    same_rows(layers.float8_rows(x), x)
-    same_rows(layers.float8_norm(x, weight, eps), layers.norm(x, weight, eps))
-    added, normed = layers.add_norm(x, more, weight, eps)
-    whole, rows = layers.float8_add_norm(x, more, weight, eps)
-    same_rows(rows, normed)
-    assert torch.equal(whole, added)
-    # As wide as one block of the gate, and wider.
-    for width in (96, 1100):
-        both = torch.randn(3, 2 * width).to(dtype).mul(4).chunk(2, -1)
-        same_rows(layers.float8_gate(*both), layers.gate(*both))
-        same_rows(layers.float8_gelu_gate(*both), layers.gelu_gate(*both))
-    for found, expected in (
-        (layers.float8_norm(x, weight, eps), narrow.norm(x, weight, eps)),
-        (rows, narrow.add_norm(x, more, weight, eps)[1]),
-        (layers.float8_gate(*both), narrow.gate(*both)),
-        (layers.float8_gelu_gate(*both), narrow.gelu_gate(*both)),
-    ):
-        wide, other = (each.numbers.float() * each.scale for each in (found, expected))
-        # One step of float8 apart at most, where the last bit decides between two numbers.
-        assert ((wide - other).abs() <= other.abs() / 7 + expected.scale * 2**-8).all()
-        assert (found.numbers.float() != expected.numbers.float()).float().mean() < 0.05
-
-
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_what_is_not_finite_spoils_its_row_of_float8(poison):
-    x = torch.randn(4, 96)
-    x[1, 5] = poison
-    wide = layers.float8_rows(x)
-    assert wide.scale[1].isnan() and wide.scale[[0, 2, 3]].isfinite().all()
-    again = float8_rows(x[[0, 2, 3]])
-    assert torch.equal(wide.numbers[[0, 2, 3]].float(), again.numbers.float())
 
 
 def heads_of(dtype, size=16, normed=True, poison=None):

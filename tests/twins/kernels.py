@@ -13,7 +13,6 @@ from forerun.executors.torch.attention.geometry import Geometry, positions_of
 from forerun.executors.torch.attention.kv import CacheTensor, PagedCache, enter, read
 from forerun.executors.torch.attention.varlen_attention import row_by_row
 from forerun.executors.torch.decoder.elementwise import PLAIN, rotation, softcapped
-from forerun.executors.torch.decoder.float8 import Rows, float8_rows
 from forerun.executors.torch.decoder.grouped import Pairs, Stacked
 from forerun.executors.torch.shaping import shaped
 from forerun.executors.torch.triton.kernels import Kernels
@@ -28,17 +27,15 @@ def attend_dense(
     values: CacheTensor,
     geometry: Geometry,
     spec: AttentionSpec | None = None,
-    float8: bool = False,
     sinks: Tensor | None = None,
-) -> Rows:
+) -> Tensor:
     """Context [Q,A,E] of queries [Q,A,E] over one layer's keys and values.
 
     The slow twin of the kernels: every page of every table is read, then masked. Shapes depend
     on shapes alone, so it can be captured.
 
-    spec    how scores are made; None: scaled by 1/sqrt(E), no window
-    float8  give the context as float8 rows [Q,A*E] instead
-    sinks   float32[A]: a score of each head that carries no value
+    spec   how scores are made; None: scaled by 1/sqrt(E), no window
+    sinks  float32[A]: a score of each head that carries no value
     """
     size, width, count = queries.shape[2], geometry.table.shape[1], len(geometry.slots)
     nodes = torch.arange(count, device=queries.device)
@@ -75,8 +72,7 @@ def attend_dense(
         shape = *scores.shape[:3], 1
         scores = torch.cat([scores, sinks.view(len(keys), 1, -1, 1).expand(shape)], -1)
     weights = scores.softmax(-1)[..., : seen.shape[1]]
-    context = torch.einsum("gmat,gmte->mgae", weights, value).flatten(1, 2).to(queries.dtype)
-    return float8_rows(context.flatten(1)) if float8 else context
+    return torch.einsum("gmat,gmte->mgae", weights, value).flatten(1, 2).to(queries.dtype)
 
 
 def grouped_loop(x: Tensor, matrices: Stacked, pairs: Pairs, k: int) -> Tensor:

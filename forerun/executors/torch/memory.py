@@ -18,7 +18,7 @@ DTYPES = {
     "float16": torch.float16,
     "float8": torch.bfloat16,
 }
-"""Names and what activations are kept in; float8 concerns the blocks' products alone."""
+"""Names and what activations are kept in; float8 concerns the blocks' weights alone."""
 
 FILE = "file"
 """The name of weights that stay what the file has, where products read them so."""
@@ -56,7 +56,7 @@ def planned_bytes(
     widest = max(5 * arch.ffn, 5 * query + 4 * key)
     logits = 4 * limits.scored_nodes * arch.vocab
     saved = narrowed if dtype == "float8" else saved_bytes(kept, item)
-    logits += (SCRATCH + PARTS) * bool(kept)
+    logits += (SCRATCH + PARTS) * (bool(kept) or dtype == "float8")
     return {
         "weight": (arch.parameters + copies) * item - saved,
         "scratch": limits.max_nodes * 4 * (3 * arch.hidden + widest) + logits,

@@ -24,8 +24,8 @@ from forerun.executors.torch.decoder.compiled import compiled
 from forerun.executors.torch.decoder.decoder import Attend, Decoder
 from forerun.executors.torch.decoder.delta import DeltaInputs, no_states
 from forerun.executors.torch.decoder.elementwise import PLAIN, AnyHeads, Elementwise
-from forerun.executors.torch.decoder.float8 import FLOAT8, Float8Linear, Rows
-from forerun.executors.torch.decoder.layers import Linear, padded_rows
+from forerun.executors.torch.decoder.float8 import FLOAT8
+from forerun.executors.torch.decoder.layers import padded_rows
 from forerun.executors.torch.features import TorchFeatureRing, TorchStepFeatures
 from forerun.executors.torch.group import Group
 from forerun.executors.torch.memory import (
@@ -143,10 +143,10 @@ class ModelRunner:
             checkpoint,
             self.device,
             self.dtype,
-            products=Float8Linear if options.dtype == "float8" else Linear,
             parts=_parts(options, kernels),
             group=group,
             keep=keep,
+            narrow=options.dtype == "float8",
         )
         self._cache: PagedCache | None = PagedCache(kv_shape(arch), limits, self.device, pages)
         self.states = None if arch.delta is None else States(arch, limits, self.device)
@@ -239,13 +239,12 @@ class ModelRunner:
                     kernels.attend, kernels.varlen, geometry, plan, trees, cache
                 )
 
-            def launched(layer: int, heads: AnyHeads) -> Rows:
+            def launched(layer: int, heads: AnyHeads) -> Tensor:
                 held, spec = cache.layers[layer], specs[layer]
                 queries = kernels.enter(heads, held, geometry.slots)
                 if prompts is not None and takes(spec):
                     return prompts(queries, *held, spec)
-                float8, sinks = heads.float8, heads.sinks
-                return kernels.attend(queries, *held, geometry, spec, float8=float8, sinks=sinks)
+                return kernels.attend(queries, *held, geometry, spec, sinks=heads.sinks)
 
             return launched
         windows = dict.fromkeys(spec.window for spec in specs)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from forerun.errors import EngineError
 from forerun.executors.torch.attention.kv import CacheTensor
-from forerun.executors.torch.decoder.float8 import Rows
 from forerun.models.layer_spec import AttentionSpec
 
 
@@ -71,11 +70,10 @@ class Attend(Protocol):
         geometry: Geometry,
         spec: AttentionSpec | None = None,
         *,
-        float8: bool = False,
         sinks: Tensor | None = None,
-    ) -> Rows:
+    ) -> Tensor:
         """Return the context [Q,A,E] of queries [Q,A,E] over keys and values of a layer, scored by
-        `spec`; None: scaled by 1/sqrt(E), no window. float8: as float8 rows [Q,A*E]. sinks:
-        float32[A], if the spec has them. For latent attention [Q,A,rank].
+        `spec`; None: scaled by 1/sqrt(E), no window. sinks: float32[A], if the spec has them. For
+        latent attention [Q,A,rank].
         """
         ...

@@ -19,7 +19,6 @@ from forerun.executors.torch.attention.geometry import Attend, Geometry
 from forerun.executors.torch.attention.kv import CacheTensor, PagedCache, read
 from forerun.executors.torch.attention.tiles import most_parts, programs_for, split_of, tiles_of
 from forerun.executors.torch.attention.varlen_attention import PackedPrompts, VariableLength
-from forerun.executors.torch.decoder.layers import plain
 from forerun.interface.plan import Plan
 from forerun.models.layer_spec import AttentionSpec
 from forerun.speculative.tree import TreeBatch
@@ -63,7 +62,7 @@ class PromptAttention:
             return found
         context = torch.empty_like(queries)
         if self._rest is not None:
-            context = plain(self._attend(queries, keys, values, self._rest, spec))
+            context = self._attend(queries, keys, values, self._rest, spec)
         context[packed.nodes] = found
         return context
 

@@ -36,7 +36,6 @@ from forerun.executors.torch.captured.entries import (
 from forerun.executors.torch.captured.forest import Forest
 from forerun.executors.torch.decoder.decoder import Attend
 from forerun.executors.torch.decoder.elementwise import AnyHeads, Rotary
-from forerun.executors.torch.decoder.float8 import Rows
 from forerun.executors.torch.drafts.block import TorchBlockModel
 from forerun.executors.torch.drafts.level_model import LevelModel, Nodes, nothing_before
 from forerun.executors.torch.triton.kernels import Kernels
@@ -76,7 +75,7 @@ class Drafting:
         """Return the attention of nodes whose keys and values are written to `slots`."""
         kernels, cache = self._kernels, self._model.cache
 
-        def attend(layer: int, heads: AnyHeads) -> Rows:
+        def attend(layer: int, heads: AnyHeads) -> Tensor:
             held, begin = cache.layers[layer], cache.begins[layer]
             queries = kernels.enter(heads, held, slots)
             seen = replace(geometry, begin=begin) if begin else geometry

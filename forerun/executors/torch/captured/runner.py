@@ -40,7 +40,6 @@ from forerun.executors.torch.captured.shaped_rows import ShapedRows
 from forerun.executors.torch.captured.together import chosen_together
 from forerun.executors.torch.decoder.decoder import Decoder
 from forerun.executors.torch.decoder.elementwise import AnyHeads
-from forerun.executors.torch.decoder.float8 import Rows
 from forerun.executors.torch.features import TorchFeatureRing
 from forerun.executors.torch.group import Group
 from forerun.executors.torch.shaping import reported
@@ -221,11 +220,10 @@ class CudaGraphRunner:
             split=inputs["split"],
         )
 
-        def attend(layer: int, heads: AnyHeads) -> Rows:
+        def attend(layer: int, heads: AnyHeads) -> Tensor:
             held, spec = cache.layers[layer], decoder.arch.layer_specs[layer].attention
             queries = kernels.enter(heads, held, prepared.slots)
-            float8, sinks = heads.float8, heads.sinks
-            return kernels.attend(queries, *held, geometry, spec, float8=float8, sinks=sinks)
+            return kernels.attend(queries, *held, geometry, spec, sinks=heads.sinks)
 
         last, streams = decoder.forward(inputs["tokens"], prepared.rotary, attend, self.aux_layers)
         if self.features is not None:

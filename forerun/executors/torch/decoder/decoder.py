@@ -24,7 +24,6 @@ from forerun.executors.torch.decoder.elementwise import (
     softcapped,
 )
 from forerun.executors.torch.decoder.experts import Mixture
-from forerun.executors.torch.decoder.float8 import Float8Linear, Float8Rows, Rows
 from forerun.executors.torch.decoder.kept import feed_forward
 from forerun.executors.torch.decoder.latent import LatentProjections
 from forerun.executors.torch.decoder.layers import (
@@ -42,9 +41,9 @@ from forerun.models.arch import Architecture
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.layer_spec import NORM_NAMES, Dense, LayerSpec
 
-Attend = Callable[[int, AnyHeads], Rows]
-"""(layer, its heads) -> context [M,A,E]; where Heads.float8 allows it, as float8 rows [M,A*E]. Of
-latent heads [M,A,rank]. Layers are counted from 0 among those that attend.
+Attend = Callable[[int, AnyHeads], Tensor]
+"""(layer, its heads) -> context [M,A,E]; of latent heads [M,A,rank]. Layers are counted from 0
+among those that attend.
 """
 
 
@@ -64,14 +63,13 @@ class HeadsProjections:
         if spec.attention.gated:
             self._gate = weights.block_linear(f"{prefix}.gate_proj")
         self._sinks = weights.vector(f"{prefix}.sinks") if spec.attention.sinks else None
-        self.float8 = isinstance(self._out, Float8Linear)
 
     @property
     def linears(self) -> tuple[Product, ...]:
         """Its matrix products."""
         return self._qkv, self._out, *([] if self._gate is None else [self._gate])
 
-    def heads(self, x: Rows, rotary: Rotary) -> Heads:
+    def heads(self, x: Tensor, rotary: Rotary) -> Heads:
         """Heads, not yet normed or rotated, of rows [M,H] at the positions of `rotary`."""
         arch, qkv = self._arch, self._qkv(x)
         q_norm, k_norm = self._q_norm, self._k_norm
@@ -80,7 +78,7 @@ class HeadsProjections:
         each = qkv.view(len(qkv), -1, arch.head_size)
         return Heads(
             *(each, arch.kv_heads, q_norm, k_norm, arch.norm_eps, rotary, self._parts),
-            *(self.float8 and self._gate is None, self._sinks),
+            self._sinks,
             None if self._gate is None else self._gate(x),
         )
 
@@ -91,10 +89,8 @@ class HeadsProjections:
         q, k, v = qkv.split([arch.heads * arch.head_size, keys, keys], -1)
         return torch.cat([norm(q, q_norm, arch.norm_eps), norm(k, k_norm, arch.norm_eps), v], -1)
 
-    def out(self, context: Rows, gate: Tensor | None) -> Tensor:
+    def out(self, context: Tensor, gate: Tensor | None) -> Tensor:
         """[M,H] of context [M,A,E]; gate [M,A*E] of the same heads, None: not gated."""
-        if isinstance(context, Float8Rows):
-            return self._out(context)
         rows = context.flatten(1)
         return self._out(rows if gate is None else opened(rows, gate))
 
@@ -128,15 +124,12 @@ class Block:
         self._before_feed_forward = norm(names.before_feed_forward)
         self._after_feed_forward = norm(names.after_feed_forward)
         self._attention = _projections(weights, prefix, spec, arch, parts)
-        self._float8 = self._attention.float8
-        gate, mlp = parts.gate_for(spec.activation, self._float8), f"{prefix}.mlp"
+        gate, mlp = parts.gate_for(spec.activation), f"{prefix}.mlp"
         self._feed_forward: FeedForward | Mixture
         if isinstance(spec.feed_forward, Dense):
             self._feed_forward = feed_forward(weights.feed_forward(mlp), gate, spec.activation)
             return
-        self._feed_forward = Mixture(
-            weights, mlp, spec.feed_forward, parts, spec.activation, self._float8, group
-        )
+        self._feed_forward = Mixture(weights, mlp, spec.feed_forward, parts, spec.activation, group)
         self._sum_fed = alone
 
     @property
@@ -144,16 +137,16 @@ class Block:
         """Its matrix products."""
         return *self._attention.linears, *self._feed_forward.linears
 
-    def enter(self, x: Tensor, more: Tensor | None) -> tuple[Tensor, Rows]:
+    def enter(self, x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
         """The residual stream [M,H] entering this layer, which is x + more, and what its attention
         reads.
         """
-        return self._joined(x, more, self._before_attention, self._float8)
+        return self._joined(x, more, self._before_attention)
 
     def __call__(
         self,
         x: Tensor,
-        normed: Rows,
+        normed: Tensor,
         rotary: Rotary,
         attend: Attend,
         sizes: tuple[int, ...],
@@ -171,20 +164,18 @@ class Block:
             heads = self._attention.heads(normed, rotary)
             mixed = self._attention.out(attend(self._layer, heads), heads.gate)
         attended = self._added(self._sum(mixed), self._after_attention)
-        # A mixture's router is never in float8.
-        float8 = self._float8 and isinstance(self._feed_forward, FeedForward)
-        x, normed = self._joined(x, attended, self._before_feed_forward, float8)
+        x, normed = self._joined(x, attended, self._before_feed_forward)
         fed = self._sum_fed(self._feed_forward(normed, sizes))
         return x, self._added(fed, self._after_feed_forward)
 
     def _joined(
-        self, x: Tensor, more: Tensor | None, weight: Tensor | None, float8: bool
-    ) -> tuple[Tensor, Rows]:
-        """The sum, and that normed, if there is a weight; with `float8` as float8 rows."""
-        parts, eps = self._parts.float8 if float8 else self._parts, self._arch.norm_eps
+        self, x: Tensor, more: Tensor | None, weight: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The sum, and that normed, if there is a weight."""
+        parts, eps = self._parts, self._arch.norm_eps
         if weight is None:
             x = x if more is None else x + more
-            return x, self._parts.float8.rows(x) if float8 else x
+            return x, x
         if more is None:
             return x, parts.norm(x, weight, eps)
         return parts.add_norm(x, more, weight, eps)
@@ -256,10 +247,10 @@ class Ends:
 class Decoder(Ends):
     """A target's weights, or a rank's part of them, and its forward pass over M flat nodes.
 
-    products   what the blocks' products are made of: Linear, Float8Linear (embedding and head
-               stay in `dtype`), or WholeLinear for whole sequences
+    products   what the blocks' products are made of: Linear, or WholeLinear for whole sequences
     parts      what stands between the products
     keep       weights that the file has in few bits stay what they are where products read them so
+    narrow     the blocks' weights are rounded to float8; embedding and head stay in `dtype`
     group      the ranks that have the other parts, if there are any
     ropes, frequencies  the layers' rotary positions, each kind once, and float32[K,E/2] of them
     row_sizes  row counts its products may be run at (see layers.padded_rows); empty where bits
@@ -273,11 +264,13 @@ class Decoder(Ends):
         dtype: torch.dtype,
         products: MakeProduct = Linear,
         parts: Elementwise = PLAIN,
+        *,
         group: Group | None = None,
         keep: bool = False,
+        narrow: bool = False,
     ) -> None:
-        arch, few_bits = checkpoint.architecture, parts.few_bits if keep else None
-        weights = Weights(checkpoint, device, dtype, products, few_bits=few_bits)
+        arch, few_bits = checkpoint.architecture, parts.few_bits if keep or narrow else None
+        weights = Weights(checkpoint, device, dtype, products, few_bits=few_bits, narrow=narrow)
         super().__init__(weights, arch, parts)
         self._group, self._first = group, group.tp.span(arch.vocab).start if group else 0
         self._scale = torch.tensor(arch.embedding_scale).to(dtype).item()

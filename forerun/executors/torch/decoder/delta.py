@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from forerun.executors.torch.decoder.elementwise import Elementwise
-from forerun.executors.torch.decoder.float8 import Rows
 from forerun.executors.torch.decoder.layers import Product
 from forerun.executors.torch.decoder.weights import Weights
 from forerun.models.arch import Architecture
@@ -74,15 +73,13 @@ class DeltaProjections:
         )
         self._kernel, self._rate, self._step = kernel[:, 0].contiguous(), -torch.exp(rate), step
         self._norm = norm
-        # The gates are never in float8, and what they read is not either then.
-        self.float8 = False
 
     @property
     def linears(self) -> tuple[Product, ...]:
         """Its matrix products: into the layer, its gates, and out of it."""
         return self._into, self._gates, self._out
 
-    def inputs(self, x: Rows) -> DeltaInputs:
+    def inputs(self, x: Tensor) -> DeltaInputs:
         """Return the recurrence's inputs of rows [M,H], in float32, before the convolution; and the
         gate [M,Hv,Dv] of its output. Positions do not matter.
         """

@@ -11,17 +11,11 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
 from forerun.executors.torch.decoder.few_bits import IN_TORCH, FewBitsProducts
-from forerun.executors.torch.decoder.float8 import (
-    Float8Parts,
-    Float8Rows,
-    Rows,
-    float8_rows,
-)
 from forerun.executors.torch.decoder.grouped import GroupedProduct
 from forerun.models.layer_spec import CLAMP, CLAMP_SLOPE
 
-Gate = Callable[[Tensor, Tensor], Rows]
-"""(gate [M,I], up [M,I]) -> [M,I]: Elementwise.gate or its like; in float8 if `down` reads that."""
+Gate = Callable[[Tensor, Tensor], Tensor]
+"""(gate [M,I], up [M,I]) -> [M,I]: Elementwise.gate or its like."""
 
 
 class DraftInputs(Protocol):
@@ -43,10 +37,9 @@ class DraftInputs(Protocol):
 @dataclass(frozen=True, slots=True)
 class Elementwise:
     """The operations between a decoder's products: `rms_norm`, `add_norm`, `swiglu`, `turned`,
-    `geglu`, `clamped_swiglu`, and before a draft model's first product `draft_inputs`. `float8`:
-    for products in float8. `grouped`: the product of experts, which only launches; None: one
-    product per expert, whose rows the host selects. `few_bits`: products whose weight stays
-    quantised.
+    `geglu`, `clamped_swiglu`, and before a draft model's first product `draft_inputs`.
+    `grouped`: the product of experts, which only launches; None: one product per expert, whose rows
+    the host selects. `few_bits`: products whose weight is quantised.
     """
 
     norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -55,21 +48,16 @@ class Elementwise:
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
     gelu_gate: Callable[[Tensor, Tensor], Tensor]
     draft_inputs: DraftInputs
-    float8: Float8Parts
     clamped_gate: Callable[[Tensor, Tensor], Tensor]
     grouped: GroupedProduct | None = None
     few_bits: FewBitsProducts = IN_TORCH
 
-    def gate_for(self, activation: str, float8: bool) -> Gate:
+    def gate_for(self, activation: str) -> Gate:
         """Return the gate of an activation, by its name in layer_spec.py: silu, gelu, clamped_silu;
-        any other is GELU by tanh. float8: the one whose result is float8 rows.
+        any other is GELU by tanh.
         """
-        if activation == "clamped_silu":
-            return self.clamped_gate
-        if activation == "gelu":
-            return _float8_erf_geglu if float8 else erf_geglu
-        parts = self.float8 if float8 else self
-        return parts.gate if activation == "silu" else parts.gelu_gate
+        named = {"silu": self.gate, "gelu": erf_geglu, "clamped_silu": self.clamped_gate}
+        return named.get(activation, self.gelu_gate)
 
 
 Rotary = tuple[Tensor, Tensor]
@@ -89,7 +77,6 @@ class LatentHeads:
     latent: tuple[Tensor, Tensor]
     rotary: Rotary
     parts: Elementwise
-    float8: bool = False
     sinks: Tensor | None = None
     gate: None = None
 
@@ -110,7 +97,6 @@ class Heads:
     q_norm, k_norm  float32[E] of every query or key head; None = not normed
     eps             of those norms
     rotary          of the positions of the M nodes
-    float8          the context may be given as float8 rows [M,A*E], which is what reads it
     sinks           float32[A] a score of each query head that carries no value; None = none
     gate            [M,A*E] whose sigmoid the context is multiplied by; None = nothing
     """
@@ -122,7 +108,6 @@ class Heads:
     eps: float
     rotary: Rotary
     parts: Elementwise
-    float8: bool = False
     sinks: Tensor | None = None
     gate: Tensor | None = None
 
@@ -251,31 +236,7 @@ def rotation(
     return torch.where(frequencies == 0, 1.0, angles.cos() * factor), angles.sin() * factor
 
 
-def _float8_norm(x: Tensor, weight: Tensor, eps: float) -> Float8Rows:
-    return float8_rows(rms_norm(x, weight, eps))
-
-
-def _float8_add_norm(
-    x: Tensor, more: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Float8Rows]:
-    added, normed = add_norm(x, more, weight, eps)
-    return added, float8_rows(normed)
-
-
-def _float8_swiglu(gate: Tensor, up: Tensor) -> Float8Rows:
-    return float8_rows(swiglu(gate, up))
-
-
-def _float8_erf_geglu(gate: Tensor, up: Tensor) -> Float8Rows:
-    return float8_rows(erf_geglu(gate, up))
-
-
-def _float8_geglu(gate: Tensor, up: Tensor) -> Float8Rows:
-    return float8_rows(geglu(gate, up))
-
-
 PLAIN = Elementwise(
     *(rms_norm, add_norm, swiglu, turned, geglu, draft_inputs),
-    Float8Parts(float8_rows, _float8_norm, _float8_add_norm, _float8_swiglu, _float8_geglu),
     clamped_swiglu,
 )

@@ -12,10 +12,9 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
 from forerun.executors.torch.decoder.elementwise import Elementwise
-from forerun.executors.torch.decoder.float8 import Rows
 from forerun.executors.torch.decoder.grouped import GroupedProduct, Pairs
 from forerun.executors.torch.decoder.kept import feed_forward
-from forerun.executors.torch.decoder.layers import FeedForward, Product, alone, padded_rows, plain
+from forerun.executors.torch.decoder.layers import FeedForward, Product, alone, padded_rows
 from forerun.executors.torch.decoder.weights import Weights
 from forerun.executors.torch.group import Group
 from forerun.models.layer_spec import Activation, Experts, Router
@@ -24,8 +23,7 @@ from forerun.models.layer_spec import Activation, Experts, Router
 class Mixture:
     """A router, its experts and the expert that every row visits, if there is one.
 
-    float8  products of the shared expert read float8
-    group   the ranks that have the other experts, or the other columns of each. The router is on
+    group  the ranks that have the other experts, or the other columns of each. The router is on
             every rank, and so is the shared expert where it is not cut (Experts.shared_whole)
     """
 
@@ -36,7 +34,6 @@ class Mixture:
         about: Experts,
         parts: Elementwise,
         activation: Activation = "silu",
-        float8: bool = False,
         group: Group | None = None,
     ) -> None:
         self._about, self._sum = about, group.sum if group else alone
@@ -44,7 +41,7 @@ class Mixture:
         wide = about.router.scores == "sigmoid"
         self._router = (weights.wide_linear if wide else weights.linear)(f"{prefix}.gate")
         self._correction = weights.vector(f"{prefix}.gate.e_score_correction_bias")
-        gate, experts = parts.gate_for(activation, float8), f"{prefix}.experts"
+        gate, experts = parts.gate_for(activation), f"{prefix}.experts"
         self._each: list[FeedForward] = []
         self._grouped: GroupedProduct | None = parts.grouped
         if parts.grouped is None:
@@ -53,7 +50,7 @@ class Mixture:
                 for expert in about.here
             ]
         else:
-            self._gate = parts.gate_for(activation, False)
+            self._gate = gate
             self._gate_up = weights.experts(experts, about.here, "gate_proj", "up_proj")
             self._down = weights.experts(experts, about.here, "down_proj")
         self._shared: FeedForward | None = None
@@ -70,11 +67,10 @@ class Mixture:
         parts = [*self._each, *([self._shared] if self._shared else [])]
         return self._router, *(linear for part in parts for linear in part.linears)
 
-    def __call__(self, x: Rows, sizes: tuple[int, ...]) -> Tensor:
-        """[M,H] -> [M,H], not from float8, summed over the ranks. `sizes`: row counts that products
-        may be run at; empty = any.
+    def __call__(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """[M,H] -> [M,H], summed over the ranks. `sizes`: row counts that products may be run at;
+        empty = any.
         """
-        x = plain(x)
         wide = self._about.router.scores == "sigmoid"
         logits = self._router(x.float() if wide else x).float()
         weights, chosen = routes(logits, self._about.router, self._about.top_k, self._correction)
@@ -104,8 +100,7 @@ class Mixture:
         count, k = chosen.shape
         pairs = Pairs.of(chosen, len(self._about.here))
         opened, up = grouped(x, self._gate_up, pairs, k).chunk(2, -1)
-        between = plain(self._gate(opened, up))
-        found = grouped(between, self._down, pairs, 1)
+        found = grouped(self._gate(opened, up), self._down, pairs, 1)
         if self._about.own is not None:
             found = torch.where((pairs.expert < len(self._about.own)).unsqueeze(1), found, 0)
         return found.view(count, k, -1)

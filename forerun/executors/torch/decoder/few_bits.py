@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
-from forerun.executors.torch.decoder.float8 import FLOAT8
+from forerun.executors.torch.decoder.float8 import FLOAT8, float8_rows
 from forerun.machine import cores
-from forerun.models.grouped import MIDDLE, Grouped, GroupedKind
+from forerun.models.grouped import MIDDLE, Grouped, GroupedKind, whole_block
 from forerun.types import AnyArray
 
 READ, PIECE = 1 << 23, 1 << 24
@@ -183,8 +183,6 @@ def loaded(matrices: Sequence[Grouped], device: torch.device) -> FewBits:
             list(pool.map(lambda part, matrix=matrix: put(matrix, *part), parts[1:]))
             above += count
     order = None if first.order is None else torch.from_numpy(first.order).to(device)
-    tiles = -(-FEW // 16) * -(-outputs // COLUMNS)
-    through = torch.zeros(tiles, dtype=torch.int32, device=device)
     return FewBits(
         first.kind,
         (outputs, inputs),
@@ -194,5 +192,21 @@ def loaded(matrices: Sequence[Grouped], device: torch.device) -> FewBits:
         scales,
         zeros,
         order,
-        through,
+        _through(outputs, device),
     )
+
+
+def rounded(weight: Tensor) -> FewBits:
+    """A weight [N,K] of any floats in float8, with a scale for each row."""
+    outputs, inputs = weight.shape
+    block, found = whole_block(inputs), float8_rows(weight)
+    numbers = F.pad(found.numbers.view(torch.uint8), (0, -inputs % block))
+    numbers = numbers.view(outputs, -1, block).transpose(0, 1).contiguous()
+    scales, through = found.scale.t().contiguous(), _through(outputs, weight.device)
+    shape = outputs, inputs
+    return FewBits("float8", shape, block, inputs, numbers, scales, None, None, through)
+
+
+def _through(outputs: int, device: torch.device) -> Tensor:
+    """`FewBits.through` of a weight with so many outputs."""
+    return torch.zeros(-(-FEW // 16) * -(-outputs // COLUMNS), dtype=torch.int32, device=device)

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from forerun.executors.torch.decoder.elementwise import Gate
 from forerun.executors.torch.decoder.few_bits import GATED, FewBits, FewBitsProducts
-from forerun.executors.torch.decoder.float8 import Rows
-from forerun.executors.torch.decoder.layers import FeedForward, Product, plain
+from forerun.executors.torch.decoder.layers import FeedForward, Product
 
 
 class FewBitsLinear:
@@ -18,9 +17,9 @@ class FewBitsLinear:
         self.shape = weight.shape
         self.weight, self.bias, self.by = weight, bias, by
 
-    def __call__(self, x: Rows) -> Tensor:
-        """[M,K] -> [M,N]. Raises TypeError for rows in float8."""
-        return self.by.product(plain(x), self.weight, self.bias)
+    def __call__(self, x: Tensor) -> Tensor:
+        """[M,K] -> [M,N]."""
+        return self.by.product(x, self.weight, self.bias)
 
 
 class SideBySide:
@@ -29,7 +28,7 @@ class SideBySide:
     def __init__(self, parts: Sequence[Product], shape: tuple[int, int]) -> None:
         self.shape, self._parts = shape, parts
 
-    def __call__(self, x: Rows) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """[M,K] -> [M,N]."""
         return torch.cat([part(x) for part in self._parts], -1)
 
@@ -41,11 +40,11 @@ class GatedFeedForward(FeedForward):
         super().__init__(gate_up, down, gate)
         self._first, self._activation = gate_up, activation
 
-    def __call__(self, x: Rows, sizes: tuple[int, ...]) -> Tensor:
+    def __call__(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """As FeedForward."""
         first = self._first
         assert first.by.gated is not None
-        between = first.by.gated(plain(x), first.weight, first.bias, self._activation)
+        between = first.by.gated(x, first.weight, first.bias, self._activation)
         return self._down(between)
 
 

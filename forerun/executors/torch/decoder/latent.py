@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from forerun.executors.torch.decoder.elementwise import Elementwise, LatentHeads, Rotary
-from forerun.executors.torch.decoder.float8 import Float8Linear, Rows
-from forerun.executors.torch.decoder.layers import Linear, Product, plain
+from forerun.executors.torch.decoder.layers import Linear, Product
 from forerun.executors.torch.decoder.weights import Weights
 from forerun.models.arch import Architecture
 from forerun.models.layer_spec import Latent, LayerSpec
@@ -44,7 +43,6 @@ class LatentProjections:
         self._out_of = EachHead(out_of)
         self._out = weights.block_linear(f"{prefix}.o_proj")
         self._sinks = weights.vector(f"{prefix}.sinks") if spec.attention.sinks else None
-        self.float8 = isinstance(self._out, Float8Linear)
 
     @property
     def linears(self) -> tuple[Product, ...]:
@@ -52,12 +50,12 @@ class LatentProjections:
         products = self._down, self._queries, self._out
         return *products, *self._into.linears, *self._out_of.linears
 
-    def heads(self, x: Rows, rotary: Rotary) -> LatentHeads:
+    def heads(self, x: Tensor, rotary: Rotary) -> LatentHeads:
         """Queries and the latent row of rows [M,H] at the positions of `rotary`, not rotated."""
         arch, about, norm = self._arch, self._latent, self._parts.norm
         down = self._down(x)
         kept = down[:, -about.rank - about.rope :]
-        entering: Rows = x
+        entering = x
         if self._q_norm is not None:
             entering = norm(down[:, : about.query_rank], self._q_norm, about.norm_eps)
         queries = self._queries(entering).unflatten(1, (arch.heads, -1))
@@ -67,9 +65,9 @@ class LatentProjections:
         pair = self._into(unrotated), rotated
         return LatentHeads(pair, (latent, key), rotary, self._parts, sinks=self._sinks)
 
-    def out(self, context: Rows, gate: Tensor | None) -> Tensor:
+    def out(self, context: Tensor, gate: Tensor | None) -> Tensor:
         """[M,H] of context [M,A,rank]; there is no gate."""
-        return self._out(self._out_of(plain(context)).flatten(1))
+        return self._out(self._out_of(context).flatten(1))
 
 
 class EachHead:

@@ -14,17 +14,9 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
 from forerun.executors.torch.decoder.elementwise import Gate
-from forerun.executors.torch.decoder.float8 import Float8Rows, Rows
 
 MOST_ROWS = 128
-"""Rows of one product on the CPU. Twice as many made prefill some 5 % faster, start-up slower."""
-
-
-def plain(x: Rows) -> Tensor:
-    """Return `x` [M,K] for a reader that takes no float8. Raises TypeError for float8 rows."""
-    if isinstance(x, Float8Rows):
-        raise TypeError("float8 rows reached a product that is not in float8")
-    return x
+"""Tensor of one product on the CPU. Twice as many made prefill some 5 % faster, start-up slower."""
 
 
 class Linear:
@@ -44,9 +36,8 @@ class Linear:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight)
         self._weight: Tensor = weight
 
-    def __call__(self, x: Rows) -> Tensor:
-        """[M,K] -> [M,N]. Raises TypeError for rows in float8."""
-        x = plain(x)
+    def __call__(self, x: Tensor) -> Tensor:
+        """[M,K] -> [M,N]."""
         if not self._on_cpu or len(x) <= MOST_ROWS:
             return self._product(x)
         return torch.cat([self._product(part) for part in x.split(MOST_ROWS)])
@@ -71,7 +62,7 @@ class Product(Protocol):
 
     shape: tuple[int, int]
 
-    def __call__(self, x: Rows) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """[M,N]."""
         ...
 
@@ -87,7 +78,7 @@ class FeedForward:
         self.linears: tuple[Product, ...] = (gate_up, down)
         self._gate_up, self._down, self._gate = gate_up, down, gate
 
-    def __call__(self, x: Rows, sizes: tuple[int, ...]) -> Tensor:
+    def __call__(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """[M,H] -> [M,H]. `sizes`, for experts only: M is already one of them."""
         return self._down(self._gate(*self._gate_up(x).chunk(2, -1)))
 
@@ -98,7 +89,7 @@ def alone(x: Tensor) -> Tensor:
 
 
 def padded_rows(rows: int, sizes: tuple[int, ...]) -> int:
-    """Rows to run for `rows` wanted ones, so that only products of `sizes` occur.
+    """Tensor to run for `rows` wanted ones, so that only products of `sizes` occur.
 
     No sizes: any number of rows may be run.
     """

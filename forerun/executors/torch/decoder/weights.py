@@ -14,11 +14,11 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from forerun.errors import ModelError
-from forerun.executors.torch.decoder.few_bits import FewBitsProducts, alike, loaded
-from forerun.executors.torch.decoder.float8 import FLOAT8, Float8Linear, float8_rows
+from forerun.executors.torch.decoder.few_bits import FewBitsProducts, alike, loaded, rounded
+from forerun.executors.torch.decoder.float8 import FLOAT8, float8_rows
 from forerun.executors.torch.decoder.grouped import Stacked
 from forerun.executors.torch.decoder.kept import FewBitsLinear, SideBySide
-from forerun.executors.torch.decoder.layers import Linear, MakeProduct, Product
+from forerun.executors.torch.decoder.layers import MakeProduct, Product
 from forerun.executors.torch.decoder.staging import staging
 from forerun.models.checkpoint import Checkpoint, Repeated
 from forerun.models.kept import kept_matrix
@@ -71,6 +71,7 @@ class Weights:
     finite    refuse values that are not finite: ModelError
     few_bits  makes products whose weights stay quantised as in the file (models/kept.py); None: all
               are widened
+    narrow    few_bits makes the blocks' products, of weights rounded to float8, and no others
     """
 
     def __init__(
@@ -79,12 +80,15 @@ class Weights:
         device: torch.device,
         dtype: torch.dtype,
         products: MakeProduct,
+        *,
         finite: bool = False,
         few_bits: FewBitsProducts | None = None,
+        narrow: bool = False,
     ) -> None:
+        assert few_bits is not None or not narrow
         self._products, self._finite, self._few_bits = products, finite, few_bits
         self._block: Tensor | None = None
-        self._unnarrowed: MakeProduct = Linear if products is Float8Linear else products
+        self._narrow = narrow
         self._checkpoint, self._names = checkpoint, set(checkpoint.names())
         self._norm_offset = checkpoint.architecture.norm_offset
         self.device, self.dtype = device, dtype
@@ -113,13 +117,20 @@ class Weights:
 
     def block_linear(self, *names: str) -> Product:
         """The matrices called names, one above the other, as one product of the blocks."""
-        return self._joined(self._products, names)
+        if not self._narrow or self._few_bits is None:
+            return self.linear(*names)
+        weight = rounded(self._stacked(tuple(f"{name}.weight" for name in names)))
+        return FewBitsLinear(weight, self._bias(names), self._few_bits)
 
     def linear(self, *names: str) -> Product:
-        """As `block_linear`, but never in float8: one product [M,K] -> [M,N] of the named weights
-        one above the other, with their biases.
+        """As `block_linear`, but never rounded to float8: one product [M,K] -> [M,N] of the named
+        weights one above the other, with their biases.
         """
-        return self._joined(self._unnarrowed, names)
+        kept = None if self._few_bits is None or self._narrow else self._kept(names)
+        if kept is not None:
+            return kept
+        weight = self._stacked(tuple(f"{name}.weight" for name in names))
+        return self._products(weight, self._bias(names))
 
     def feed_forward(self, prefix: str) -> tuple[Product, Product]:
         """The products of layers.FeedForward: gate and up, one above the other, and down; names
@@ -133,15 +144,15 @@ class Weights:
         weight = self._stacked(tuple(f"{name}.weight" for name in names)).float()
         biases = [self.vector(f"{name}.bias") for name in names]
         present = [bias for bias in biases if bias is not None]
-        return self._unnarrowed(weight, torch.cat(present) if present else None)
+        return self._products(weight, torch.cat(present) if present else None)
 
     def experts(self, prefix: str, which: range, *parts: str) -> Stacked:
         """`parts` of experts prefix.N for each N of `which`, one above the other, as one tensor; in
-        float8 where the blocks' products are.
+        float8 where the blocks' weights are.
         """
         rows = [self._checkpoint.shape(f"{prefix}.{which[0]}.{part}.weight") for part in parts]
         shape = len(which), sum(each[0] for each in rows), rows[0][1]
-        narrow = self._products is Float8Linear
+        narrow = self._narrow
         numbers = torch.empty(shape, dtype=FLOAT8 if narrow else self.dtype, device=self.device)
         scale = torch.empty(shape[:2], device=self.device) if narrow else None
         biases = []
@@ -164,16 +175,9 @@ class Weights:
         """The output head [V,H]; `embedding` is what it is tied to, if it is."""
         if "lm_head.weight" in self._names:
             return self.linear("lm_head")
-        return self._unnarrowed(embedding, None)
+        return self._products(embedding, None)
 
-    def _joined(self, kind: MakeProduct, names: tuple[str, ...]) -> Product:
-        kept = self._kept(kind, names) if self._few_bits is not None else None
-        if kept is not None:
-            return kept
-        weight = self._stacked(tuple(f"{name}.weight" for name in names))
-        return kind(weight, self._bias(names))
-
-    def _kept(self, kind: MakeProduct, names: tuple[str, ...]) -> Product | None:
+    def _kept(self, names: tuple[str, ...]) -> Product | None:
         """The matrices called names as one product in few bits, or side by side where some are, but
         not all alike; None where none is.
         """
@@ -184,7 +188,7 @@ class Weights:
             return None
         if len(kept) == len(names) and alike(kept):
             return FewBitsLinear(loaded(kept, self.device), self._bias(names), self._few_bits)
-        parts = [self._joined(kind, (name,)) for name in names]
+        parts = [self.linear(name) for name in names]
         return SideBySide(parts, (sum(part.shape[0] for part in parts), kept[0].shape[1]))
 
     def _bias(self, names: tuple[str, ...]) -> Tensor | None:

@@ -3,9 +3,6 @@
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
-from forerun.executors.torch.decoder.float8 import Rows
-from forerun.executors.torch.decoder.layers import plain
-
 
 class WholeLinear:
     """y = x W^T + b at any number of rows in one call, for whole sequences: training's product.
@@ -17,6 +14,6 @@ class WholeLinear:
         self.shape = (int(weight.shape[0]), int(weight.shape[1]))
         self.weight, self._bias = weight, bias
 
-    def __call__(self, x: Rows) -> Tensor:
-        """[M,K] -> [M,N]. Raises TypeError for rows in float8."""
-        return F.linear(plain(x), self.weight, self._bias)
+    def __call__(self, x: Tensor) -> Tensor:
+        """[M,K] -> [M,N]."""
+        return F.linear(x, self.weight, self._bias)

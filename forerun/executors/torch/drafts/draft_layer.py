@@ -23,10 +23,8 @@ from forerun.executors.torch.decoder.elementwise import (
     rms_norm,
     rotate,
 )
-from forerun.executors.torch.decoder.float8 import Rows
-from forerun.executors.torch.decoder.layers import plain
 
-Attend = Callable[[int, Any], Rows]
+Attend = Callable[[int, Any], Tensor]
 """(layer, its heads, `Heads` or `TrainedHeads`) -> context [..., A, E]."""
 
 TRAINED = replace(PLAIN, gate=lambda gate, up: F.silu(gate) * up, rotate=rotate)
@@ -169,7 +167,7 @@ class DraftLayer(nn.Module):
         number    the layer's number for `attend`
         only      int64[R]: of N rows [N, ...] these run; all N have keys and values
         """
-        mixed = plain(attend(number, self.heads(x, rotary, only))).flatten(-2)
+        mixed = attend(number, self.heads(x, rotary, only)).flatten(-2)
         residual, mixed = chosen(residual, only), self.self_attn.o_proj(mixed)
         after, mlp = self.post_attention_layernorm, self.mlp
         residual, normed = self.parts.add_norm(residual, mixed, after.weight, after.eps)

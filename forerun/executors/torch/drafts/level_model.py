@@ -28,7 +28,6 @@ from forerun.executors.torch.attention.kv import indices
 from forerun.executors.torch.attention.plan_geometry import PassRows
 from forerun.executors.torch.decoder.decoder import Attend
 from forerun.executors.torch.decoder.elementwise import AnyHeads, Rotary, rotation
-from forerun.executors.torch.decoder.float8 import Rows
 from forerun.executors.torch.drafts.draft_cache import DraftCache, DraftPass
 from forerun.executors.torch.drafts.target import TorchTarget
 from forerun.executors.torch.features import on_device
@@ -212,7 +211,7 @@ class LevelModel:
         rows = PassRows(start, extension.kv_len, extension.pages, work.position)
         geometry = rows.chains(places, cache.parts[0], self.gqa_group, device)
 
-        def attend(layer: int, heads: AnyHeads) -> Rows:
+        def attend(layer: int, heads: AnyHeads) -> Tensor:
             held, begin = cache.layers[layer], cache.begins[layer]
             queries = kernels.enter(heads, held, geometry.slots)
             seen = replace(geometry, begin=begin) if begin else geometry

@@ -14,7 +14,6 @@ from forerun.executors.torch.attention.kv import CacheTensor, Move
 from forerun.executors.torch.attention.varlen_attention import VariableLength, flash
 from forerun.executors.torch.decoder.elementwise import PLAIN, AnyHeads, Elementwise, Rotary
 from forerun.executors.torch.decoder.few_bits import FewBitsProducts
-from forerun.executors.torch.decoder.float8 import Float8Parts
 from forerun.executors.torch.shaping import Shape
 from forerun.executors.torch.triton.record import Record, Size
 from forerun.executors.torch.triton.round_types import (
@@ -189,13 +188,6 @@ def kernels_for(device: torch.device) -> Kernels | None:
             gelu_gate=guarded(device, triton_layers.gelu_gate),
             rotate=guarded(device, triton_layers.rotate),
             draft_inputs=guarded(device, triton_draft.draft_inputs),
-            float8=Float8Parts(
-                rows=guarded(device, triton_layers.float8_rows),
-                norm=guarded(device, triton_layers.float8_norm),
-                add_norm=guarded(device, triton_layers.float8_add_norm),
-                gate=guarded(device, triton_layers.float8_gate),
-                gelu_gate=guarded(device, triton_layers.float8_gelu_gate),
-            ),
             clamped_gate=guarded(device, triton_layers.clamped_gate),
             grouped=guarded(device, triton_experts.grouped),
             few_bits=FewBitsProducts(

@@ -36,8 +36,7 @@ from forerun.executors.torch.attention.attention_shapes import (
 from forerun.executors.torch.attention.geometry import Geometry, positions_of
 from forerun.executors.torch.attention.kv import CacheTensor, Narrow
 from forerun.executors.torch.attention.tiles import MOST_PARTS, PROGRAMS
-from forerun.executors.torch.decoder.float8 import Rows
-from forerun.executors.torch.triton.triton_merge import AttentionParts, merged, merged_rows
+from forerun.executors.torch.triton.triton_merge import AttentionParts, merged
 from forerun.models.layer_spec import AttentionSpec
 
 VIEWS = (
@@ -188,11 +187,10 @@ def _attend(
     group_stride, table_stride, asked, count, nodes, reach, window, since, most_parts, scale, cap,
     GQA_GROUP: tl.constexpr, SHARING: tl.constexpr, E: tl.constexpr, V: tl.constexpr,
     PAGE: tl.constexpr, LINES: tl.constexpr, KEYS: tl.constexpr, NARROW: tl.constexpr,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, COUNTED: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Fill `found`, `sums` and `out` as in AttentionParts (triton_merge.py), for P = most_parts;
-    its count of merged heads only if COUNTED. asked: Q, count: M, nodes of a tile. The rest as in
-    Geometry.
+    """Fill `found`, `sums` and `out` as in AttentionParts (triton_merge.py), for P = most_parts.
+    asked: Q, count: M, nodes of a tile. The rest as in Geometry.
 
     SHARING programs of GQA_GROUP heads each read one key/value head; values are V numbers, of fewer
     than E the keys' first. SINKS: each head's sums begin with its own score, once.
@@ -258,11 +256,6 @@ def _attend(
         found, sums, out, mixed, most, total, mine, whole, place, e, query * heads + head,
         asked * heads, part, parts, most_parts, V, LINES,
     )  # fmt: skip
-    if COUNTED:
-        # Of each query's heads none is merged yet; so say all that share the first keys.
-        merged = sums + 2 * most_parts * asked * heads + query
-        opens = (group == 0) & (part == 0) & (most_parts > 1)
-        tl.store(merged, tl.zeros([LINES], tl.float32), mask=mine & opens)
 
 
 def parts_for(programs: int) -> int:
@@ -292,24 +285,22 @@ def attend(
     values: CacheTensor,
     geometry: Geometry,
     spec: AttentionSpec | None = None,
-    float8: bool = False,
     sinks: Tensor | None = None,
-) -> Rows:
+) -> Tensor:
     """Context [Q,A,E] of queries [Q,A,E] over one layer's keys and values; [Q,A,V] where values are
     the first V numbers of the keys.
 
     The step's own keys and values must be where `geometry.slots` says. Launches only: nothing
     here waits for the device.
 
-    spec    how scores are made; None: scaled by 1/sqrt(E), no window
-    float8  give the context as float8 rows [Q,A*E] instead
-    sinks   float32[A]: a score of each head that carries no value
+    spec   how scores are made; None: scaled by 1/sqrt(E), no window
+    sinks  float32[A]: a score of each head that carries no value
     """
     split, most = _split(geometry, len(keys))
-    found = AttentionParts.of(queries, most, float8, values.shape[-1])
+    found = AttentionParts.of(queries, most, values.shape[-1])
     spec = spec or AttentionSpec(queries.shape[2] ** -0.5)
     _launch(queries.contiguous(), (keys, values), geometry, spec, split, found, sinks)
-    return merged_rows(found) if float8 else merged(found)
+    return merged(found)
 
 
 def _split(geometry: Geometry, groups: int) -> tuple[Tensor, int]:
@@ -362,7 +353,6 @@ def _launch(
         WINDOWED=windowed,
         CAPPED=cap is not None,
         SINKS=sinks is not None,
-        COUNTED=found.counted,
         num_warps=shape.warps,
         num_stages=shape.stages,
     )

@@ -13,37 +13,12 @@ from torch import Tensor
 from forerun.executors.torch.attention import kv
 from forerun.executors.torch.attention.kv import CacheTensor, Narrow
 from forerun.executors.torch.decoder.elementwise import AnyHeads, LatentHeads
-from forerun.executors.torch.decoder.float8 import FLOAT8, Float8Rows
 from forerun.models.layer_spec import CLAMP, CLAMP_SLOPE
 
 
-@triton.jit
-def narrowed(value, out, scales, row, at, there, width):
-    """Store a row `value`, float32 but rounded to the activations' dtype and zero where not
-    `there`, in float8; as forerun.executors.torch.decoder.float8.float8_rows.
-    """
-    # Greatest or NaN: a maximum alone would drop that.
-    bad = tl.sum(value * 0, 0)
-    scale = tl.maximum(tl.max(tl.abs(value), 0), 1e-12) * (1 / 448.0) + bad
-    tl.store(scales + row, scale)
-    numbers = tl.clamp(tl.div_rn(value, tl.zeros_like(value) + scale), -448.0, 448.0)
-    tl.store(out + row * width + at, numbers.to(out.dtype.element_ty), mask=there)
-
-
-@triton.jit
-def _rows(x, out, scales, row_stride, width, WIDE: tl.constexpr):
-    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
-    there = at < width
-    value = tl.load(x + row * row_stride + at, mask=there, other=0.0).to(tl.float32)
-    narrowed(value, out, scales, row, at, there, width)
-
-
 @triton.jit(do_not_specialize=["eps"])
-def _norm(
-    x, weight, out, scales, row_stride, head_stride, width, eps,
-    WIDE: tl.constexpr, NARROW: tl.constexpr,
-):  # fmt: skip
-    """One row, or one head of it, which is none of NARROW's."""
+def _norm(x, weight, out, row_stride, head_stride, width, eps, WIDE: tl.constexpr):
+    """One row, or one head of it."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, WIDE)
     there = at < width
@@ -51,11 +26,8 @@ def _norm(
     wide = value.to(tl.float32)
     wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
     wide = wide * tl.load(weight + at, mask=there, other=0.0)
-    normed = wide.to(x.dtype.element_ty)
-    if NARROW:
-        narrowed(normed.to(tl.float32), out, scales, row, at, there, width)
-    else:
-        tl.store(out + (row * tl.num_programs(1) + head) * width + at, normed, mask=there)
+    place = out + (row * tl.num_programs(1) + head) * width + at
+    tl.store(place, wide.to(x.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -72,21 +44,17 @@ def gated(opened, value, GELU: tl.constexpr, CLAMP: tl.constexpr, SLOPE: tl.cons
 
 @triton.jit
 def _gate(
-    gate, up, out, scales, gate_stride, up_stride, width,
-    BLOCK: tl.constexpr, GELU: tl.constexpr, NARROW: tl.constexpr, CLAMP: tl.constexpr,
-    SLOPE: tl.constexpr,
+    gate, up, out, gate_stride, up_stride, width,
+    BLOCK: tl.constexpr, GELU: tl.constexpr, CLAMP: tl.constexpr, SLOPE: tl.constexpr,
 ):  # fmt: skip
-    """A block of a row; NARROW: all of it."""
+    """A block of a row."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = at < width
     opened = tl.load(gate + row * gate_stride + at, mask=there, other=0.0).to(tl.float32)
     value = tl.load(up + row * up_stride + at, mask=there, other=0.0).to(tl.float32)
     found = gated(opened, value, GELU, CLAMP, SLOPE).to(gate.dtype.element_ty)
-    if NARROW:
-        narrowed(found.to(tl.float32), out, scales, row, at, there, width)
-    else:
-        tl.store(out + row * width + at, found, mask=there)
+    tl.store(out + row * width + at, found, mask=there)
 
 
 @triton.jit
@@ -107,10 +75,7 @@ def _rotate(x, cos, sin, out, row_stride, head_stride, HALF: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["eps"])
-def _add_norm(
-    x, more, weight, added, out, scales, x_stride, more_stride, width, eps,
-    WIDE: tl.constexpr, NARROW: tl.constexpr,
-):  # fmt: skip
+def _add_norm(x, more, weight, added, out, x_stride, more_stride, width, eps, WIDE: tl.constexpr):
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDE)
     there = at < width
     kind = added.dtype.element_ty
@@ -121,11 +86,7 @@ def _add_norm(
     wide = whole.to(tl.float32)
     wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
     wide = wide * tl.load(weight + at, mask=there, other=0.0)
-    normed = wide.to(kind)
-    if NARROW:
-        narrowed(normed.to(tl.float32), out, scales, row, at, there, width)
-    else:
-        tl.store(out + row * width + at, normed, mask=there)
+    tl.store(out + row * width + at, wide.to(kind), mask=there)
 
 
 @triton.jit
@@ -201,20 +162,11 @@ def _enter(
         _store(to_values, value_scales, where, at, there, low, high, HALF, NARROW)
 
 
-def warps_for(wide: int, narrow: bool = False) -> int:
-    """Return the warps of a program that has a whole row of `wide` numbers, a power of two;
-    `narrow`: and quantises it, which with 8 warps for 4096 spills on sm_100
-    (bench/compile_kernels.py).
-    """
+def warps_for(wide: int) -> int:
+    """Return the warps of a program that has a whole row of `wide` numbers, a power of two."""
     if wide >= 4096:
-        return 16 if narrow else 8
+        return 8
     return 4 if wide >= 512 else 1
-
-
-def _float8_like(x: Tensor) -> Float8Rows:
-    """Room for rows [M,W]."""
-    numbers = torch.empty(x.shape, dtype=FLOAT8, device=x.device)
-    return Float8Rows(numbers, x.new_empty((len(x), 1), dtype=torch.float32))
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -222,27 +174,14 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Shape and dtype of x; launches only.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch_norm(x, weight, eps, out, None)
-    return out
-
-
-def float8_norm(x: Tensor, weight: Tensor, eps: float) -> Float8Rows:
-    """`norm` of x [M,W], as float8 rows with a scale float32[M,1] each. Launches only."""
-    out = _float8_like(x)
-    _launch_norm(x, weight, eps, *out)
-    return out
-
-
-def _launch_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, scales: Tensor | None) -> None:
     width, heads = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
     wide = triton.next_power_of_2(width)
     _norm[len(x), heads](
-        *(x, weight, out, out if scales is None else scales),
-        *(x.stride(0), x.stride(1) if x.dim() == 3 else 0, width, eps),
+        *(x, weight, out, x.stride(0), x.stride(1) if x.dim() == 3 else 0, width, eps),
         WIDE=wide,
-        NARROW=scales is not None,
-        num_warps=warps_for(wide, scales is not None),
+        num_warps=warps_for(wide),
     )
+    return out
 
 
 def gate(opened: Tensor, up: Tensor, gelu: bool = False, clamped: bool = False) -> Tensor:
@@ -252,10 +191,9 @@ def gate(opened: Tensor, up: Tensor, gelu: bool = False, clamped: bool = False) 
     out = torch.empty(opened.shape, dtype=opened.dtype, device=opened.device)
     count, width = opened.shape
     _gate[count, triton.cdiv(width, 1024)](
-        *(opened, up, out, out, opened.stride(0), up.stride(0), width),
+        *(opened, up, out, opened.stride(0), up.stride(0), width),
         BLOCK=1024,
         GELU=gelu,
-        NARROW=False,
         CLAMP=CLAMP if clamped else 0.0,
         SLOPE=CLAMP_SLOPE if clamped else 1.0,
         num_warps=4,
@@ -275,37 +213,6 @@ def clamped_gate(opened: Tensor, up: Tensor) -> Tensor:
     return gate(opened, up, clamped=True)
 
 
-def float8_gate(opened: Tensor, up: Tensor, gelu: bool = False) -> Float8Rows:
-    """`gate` of [M,I] and [M,I], as float8 rows with a scale each. Launches only."""
-    out = _float8_like(opened)
-    wide = triton.next_power_of_2(opened.shape[1])
-    _gate[len(opened), 1](
-        *(opened, up, *out, opened.stride(0), up.stride(0), opened.shape[1]),
-        BLOCK=wide,
-        GELU=gelu,
-        NARROW=True,
-        CLAMP=0.0,
-        SLOPE=1.0,
-        num_warps=warps_for(wide, narrow=True),
-    )
-    return out
-
-
-def float8_gelu_gate(opened: Tensor, up: Tensor) -> Float8Rows:
-    """`gelu_gate` of [M,I] and [M,I], as float8 rows with a scale each. Launches only."""
-    return float8_gate(opened, up, gelu=True)
-
-
-def float8_rows(x: Tensor) -> Float8Rows:
-    """Rows [M,W] in float8 with a scale float32[M,1] each: float8.float8_rows. Launches only."""
-    out = _float8_like(x)
-    wide = triton.next_power_of_2(x.shape[1])
-    _rows[(len(x),)](
-        x, *out, x.stride(0), x.shape[1], WIDE=wide, num_warps=warps_for(wide, narrow=True)
-    )
-    return out
-
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """elementwise.turned of heads [M,heads,E] by float32 cos and sin [M,E/2]."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -319,31 +226,13 @@ def add_norm(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tenso
     Launches only.
     """
     added, normed = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-    _launch_add_norm(x, more, weight, eps, (added, normed, None))
-    return added, normed
-
-
-def float8_add_norm(
-    x: Tensor, more: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Float8Rows]:
-    """`add_norm` of [M,H] each, what is normed as float8 rows with a scale each. Launches only."""
-    added, out = torch.empty(x.shape, dtype=x.dtype, device=x.device), _float8_like(x)
-    _launch_add_norm(x, more, weight, eps, (added, *out))
-    return added, out
-
-
-def _launch_add_norm(
-    x: Tensor, more: Tensor, weight: Tensor, eps: float, out: tuple[Tensor, Tensor, Tensor | None]
-) -> None:
     wide = triton.next_power_of_2(x.shape[1])
-    added, normed, scales = out
     _add_norm[(len(x),)](
-        *(x, more, weight, added, normed, normed if scales is None else scales),
-        *(x.stride(0), more.stride(0), x.shape[1], eps),
+        *(x, more, weight, added, normed, x.stride(0), more.stride(0), x.shape[1], eps),
         WIDE=wide,
-        NARROW=scales is not None,
-        num_warps=warps_for(wide, scales is not None),
+        num_warps=warps_for(wide),
     )
+    return added, normed
 
 
 def enter(heads: AnyHeads, layer: tuple[CacheTensor, CacheTensor], slots: Tensor) -> Tensor:
