@@ -34,7 +34,7 @@ def cache_dir() -> Path:
 
 
 def make_room(folder: Path, size: int) -> None:
-    """Create `folder`. Raises DownloadError where it cannot be made or its disk has fewer than
+    """Create `folder`. Raises DownloadError if it cannot be made or its disk has fewer than
     `size` bytes free.
     """
     try:
@@ -65,7 +65,7 @@ def locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
 
     waiting  called a few times a second while another process holds it
 
-    A lock dies with its process. Raises DownloadError where the file cannot be made or locked.
+    A lock dies with its process. Raises DownloadError if the file cannot be made or locked.
     """
     try:
         file = path.open("a+b")
@@ -81,7 +81,7 @@ def locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
 if sys.platform == "win32":
 
     def _try_lock(file: IO[bytes]) -> bool:
-        """Lock one byte of the open file; False where another process has it."""
+        """Lock one byte of the open file; False if another process has it."""
         file.seek(0)
         try:
             msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
@@ -92,7 +92,7 @@ if sys.platform == "win32":
 else:
 
     def _try_lock(file: IO[bytes]) -> bool:
-        """Lock the open file; False where another process has it."""
+        """Lock the open file; False if another process has it."""
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -21,7 +21,7 @@ Column: TypeAlias = Callable[[Iterable[Object]], Iterator[Value]]
 
 def column(name: str) -> Column[Any, Any]:
     """A function from objects to an iterator over attribute `name` of each, in order; dots lead to
-    attributes of attributes. Raises AttributeError, where it is read, for an object without it.
+    attributes of attributes. Raises AttributeError, when it is read, for an object without it.
     """
     return partial(map, attrgetter(name))
 

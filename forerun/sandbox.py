@@ -92,7 +92,7 @@ class SandboxProcess:
         """Send one request, JSON values, and wait for the answer; starts the process where needed.
         None where it took too long or died: `fault` says why, and the process is gone.
 
-        Raises EngineError where no process can be started, and what `questions` raises.
+        Raises EngineError if no process can be started, and what `questions` raises.
         """
         process = self._process if self._stateful and self._process else self._running()
         line = self._ask_once(process, json.dumps(request), SILENCE * self.seconds)
@@ -145,7 +145,7 @@ class SandboxProcess:
         return process
 
     def _ask_once(self, process: "subprocess.Popen[str]", line: str, patience: float) -> str:
-        """The process's answer to a line; empty where it had to be killed or died by itself."""
+        """The process's answer to a line; empty if it had to be killed or died by itself."""
         silent, heard = threading.Event(), threading.Event()
 
         def watch() -> None:

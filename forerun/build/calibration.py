@@ -55,7 +55,7 @@ def measure_costs(executor: Executor) -> StepCosts:
     alone. (The least of them would flatter big steps where a neighbour takes time: beside one,
     four nodes took 1.25 times one node at best, but 1.4 times mostly.) Each step has other tokens,
     so that it visits other experts, as text does; draft tokens drawn so are wrong, and little but
-    the root's token is kept. Raises ConfigError where the executor is too small to time two nodes.
+    the root's token is kept. Raises ConfigError if the executor is too small to time two nodes.
     """
     limits = executor.limits
     possible = [nodes for nodes in NODES if nodes <= limits.scored_nodes and _fits(limits, nodes)]
@@ -303,7 +303,7 @@ def with_draft_model(
 
 def _times_within(executor: Executor) -> tuple[tuple[float, float] | None, Outcome]:
     """Milliseconds that a step takes longer when it also follows and grows one level, and for
-    each further level; None where it does not do that itself. And the last step's outcome.
+    each further level; None if it does not do that itself. And the last step's outcome.
     """
     step, fastest = _steps(executor.limits, 2, np.random.default_rng(0)), {}
     for levels in (1, 0, PER_ROW // 2):

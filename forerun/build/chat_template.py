@@ -11,7 +11,7 @@ def template_source(config: EngineConfig, own: str | None) -> str | None:
     """The Jinja source of the chat template to use: the configured one, which is a name of KNOWN, a
     template itself, or a file with one; else the model's `own`, which may be None.
 
-    Raises ConfigError where what is configured is none of these.
+    Raises ConfigError if what is configured is none of these.
     """
     given = config.chat_template
     if given is None:

@@ -17,7 +17,7 @@ def open_draft_file(config: EngineConfig, folder: Path, target: Checkpoint) -> A
     """The network in a draft's folder, of the kind that the configured algorithm wants; EAGLE takes
     prediction layers too, as in SGLang. Weights are mapped, not read.
 
-    Raises ModelError where it cannot be used, ConfigError where it is of another kind.
+    Raises ModelError if it cannot be used, ConfigError if it is of another kind.
     """
     method, held, arch = config.algorithm, holds_block(folder), target.architecture
     if holds_prediction(folder):

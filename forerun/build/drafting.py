@@ -46,7 +46,7 @@ Result = TypeVar("Result")
 
 def with_shipped(config: EngineConfig, layered: bool = False) -> EngineConfig:
     """The configuration with the draft that comes with its model, where none is named and it
-    wants one. Raises ConfigError where it wants a head and there is none.
+    wants one. Raises ConfigError if it wants a head and there is none.
 
     layered  the model's checkpoint has prediction layers: EAGLE without a draft, or with the model
              itself as its draft, means them
@@ -192,8 +192,8 @@ def open_drafts(config: EngineConfig, target: Model) -> DraftParts:
     """Open the parts of the named draft that the configuration wants, fetching one named by hub id;
     none of them where nothing is named or nothing drafts.
 
-    Warns (warnings.warn) of a draft's traps. Raises ModelError, or its DownloadError, where the
-    draft cannot be used, ConfigError where it is of another kind than the algorithm.
+    Warns (warnings.warn) of a draft's traps. Raises ModelError, or its DownloadError, if the
+    draft cannot be used, ConfigError if it is of another kind than the algorithm.
     """
     named, method = config.speculative_draft_model_path, config.algorithm
     if config.speculates and method.kind == "layers" and named is None:

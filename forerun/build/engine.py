@@ -66,8 +66,8 @@ class Target:
     config    with every None and "auto" replaced by what was chosen, but for
               prefill_attention_backend, which the device decides
     chat      None where the model brings no chat template
-    costs     measured at start-up; None where the policy does not need them
-    compiler  of grammars; None where the model has no end-of-text token, so no text could end
+    costs     measured at start-up; None if the policy does not need them
+    compiler  of grammars; None if the model has no end-of-text token, so no text could end
     draft     what was opened of the draft model that is wanted; None without one
     draft_model  the same, ready to run
     table     the n-gram table that is wanted beside lookup; None without one
@@ -95,7 +95,7 @@ class Target:
     def compile(self, grammar: Grammar, client: str = "") -> CompiledGrammar:
         """Compile a grammar for a request; client: see Compiler. May block for seconds.
 
-        Raises RequestError naming the field and the place at fault, BusyError where too many wait.
+        Raises RequestError naming the field and the place at fault, BusyError if too many wait.
         """
         if self.compiler is None:
             raise RequestError(
@@ -175,8 +175,8 @@ def open_target(config: EngineConfig, progress: Progress | None = None) -> Targe
     """Load a model, its draft and the executor that runs them, compile what steps run, and measure
     what steps cost. progress: called with (what, done, total).
 
-    Raises ModelError (DownloadError where it cannot be fetched), MemoryPlanError where it does not
-    fit, ConfigError where options contradict the model or the machine.
+    Raises ModelError (DownloadError if it cannot be fetched), MemoryPlanError if it does not
+    fit, ConfigError if options contradict the model or the machine.
     """
     return _open_toy(config) if config.toy else _open_model(config, progress)
 
@@ -389,8 +389,8 @@ def open_text(config: EngineConfig) -> tuple[Tokenizer, ChatTemplate | None]:
 
 
 def encode_chat(loaded: Loaded | Target, messages: Sequence[dict[str, Any]]) -> Ints:
-    """int32[T]: a conversation's ids, ready for the model's answer. Raises ModelError where the
-    model has no chat template, RequestError where the template refuses the messages.
+    """int32[T]: a conversation's ids, ready for the model's answer. Raises ModelError if the
+    model has no chat template, RequestError if the template refuses the messages.
     """
     if loaded.chat is None:
         raise ModelError(

@@ -55,14 +55,14 @@ class AnyDraft(Protocol):
     def limited(self, token_map: Ints) -> "AnyDraft":
         """A copy that proposes only the target ids token_map int32[n], ascending.
 
-        Raises ModelError where its ids are its own affair, or nothing is left.
+        Raises ModelError if its ids are its own affair, or nothing is left.
         """
         ...
 
 
 MakeDraftModel = Callable[[Any, Checkpoint, Any], DraftModel]
 """(the entry's executor, the target's checkpoint, a draft source of the kind) -> its draft model.
-Raises ModelError where the two do not fit, MemoryPlanError."""
+Raises ModelError if the two do not fit, MemoryPlanError."""
 
 
 @dataclass(frozen=True, slots=True)

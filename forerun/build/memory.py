@@ -117,8 +117,8 @@ def plan_memory(
     fill  a device of its own: the cache takes all that the plan may have; else only what a sensible
     load needs
 
-    Raises MemoryPlanError, with the parts and what to lower, where they do not fit; ConfigError
-    where `context` and `kv_tokens` contradict the model or each other.
+    Raises MemoryPlanError, with the parts and what to lower, if they do not fit; ConfigError
+    if `context` and `kv_tokens` contradict the model or each other.
     """
     share = config.mem_fraction_static or (DEVICE_SHARE if fill else HOST_SHARE)
     page, budget = config.page_size, int(available * share)
@@ -230,7 +230,7 @@ def few_bits_sentence(path: Path, title: str, weights: int, kept: str | None = N
     title  of how it stores them
     kept  how the executor keeps its matrices, in words; None: they are widened
 
-    Raises OSError where its files are gone.
+    Raises OSError if its files are gone.
     """
     how = "they are widened when they are read" if kept is None else f"here {kept}"
     return (
@@ -241,7 +241,7 @@ def few_bits_sentence(path: Path, title: str, weights: int, kept: str | None = N
 
 def bytes_on_disk(path: Path) -> int:
     """Bytes of a file with its further parts, or of the files right in a folder. Raises OSError
-    where there is none.
+    if there is none.
     """
     if path.is_file():
         return sum(part.stat().st_size for part in parts_of(path))

@@ -49,7 +49,7 @@ def choose_executor(
 
 
 def _suiting(config: EngineConfig, arch: Architecture) -> ExecutorEntry:
-    """The first that it is for and that can. Raises ConfigError, saying why no other can, where
+    """The first that it is for and that can. Raises ConfigError, saying why no other can, if
     that is torch, which is not installed.
     """
     able = [each for each in EXECUTORS.values() if each.shards or config.tp_size == 1]
@@ -79,7 +79,7 @@ def _suiting(config: EngineConfig, arch: Architecture) -> ExecutorEntry:
 
 
 def check_offered(config: EngineConfig, draft: AnyDraft) -> None:
-    """Raise ModelError where the chosen executor has no draft model for this kind of draft."""
+    """Raise ModelError if the chosen executor has no draft model for this kind of draft."""
     if draft.kind in EXECUTORS[config.executor].draft_models:
         return
     able = [name for name, entry in EXECUTORS.items() if draft.kind in entry.draft_models]
@@ -92,8 +92,8 @@ def check_offered(config: EngineConfig, draft: AnyDraft) -> None:
 def draft_model(
     config: EngineConfig, executor: Executor, checkpoint: Checkpoint, draft: AnyDraft
 ) -> DraftModel:
-    """The draft as a model on the chosen executor, weights loaded. Raises ModelError where the
-    executor has none for it, MemoryPlanError where it does not fit.
+    """The draft as a model on the chosen executor, weights loaded. Raises ModelError if the
+    executor has none for it, MemoryPlanError if it does not fit.
     """
     check_offered(config, draft)
     make = EXECUTORS[config.executor].draft_models[draft.kind]

@@ -70,7 +70,7 @@ def described(config: EngineConfig, shape: str | None) -> Described:
     """The model that is named, or a shape (models/shapes.py) in its place, as far as planning needs
     it. Of a hub id config.json alone is fetched, where nothing of it is here.
 
-    Raises ModelError, DownloadError where it cannot be fetched, ConfigError for an unknown shape.
+    Raises ModelError, DownloadError if it cannot be fetched, ConfigError for an unknown shape.
     """
     if shape is not None:
         return Described(shape, RandomCheckpoint(shape_named(shape)), False)

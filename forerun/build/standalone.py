@@ -17,7 +17,7 @@ def open_standalone(
     """The model called `reference` as a drafter for a target of V = `vocab`, with the tokens that
     both spell alike; fetched where needed.
 
-    Raises ModelError, also where the two share no token; DownloadError where it cannot be fetched.
+    Raises ModelError, also if the two share no token; DownloadError if it cannot be fetched.
     """
     model = open_model(reference, revision=revision)
     found = _shared_vocabulary(target, vocab, model.tokenizer, model.architecture.vocab)
@@ -62,7 +62,7 @@ def _is_token(spelling: Spelling) -> bool:
 
 
 def _same(id: int, item: Spelling, mine: list[Spelling], by_spelling: dict[Spelling, int]) -> int:
-    """The draft's id of the target's token `id`; -1 where it has none."""
+    """The draft's id of the target's token `id`; -1 if it has none."""
     if not _is_token(item):
         return -1
     if id < len(mine) and mine[id][1] == item[1]:

@@ -44,7 +44,7 @@ class Setting:
         return f"{self.policy} {nodes} draft tokens, {self.speculative_num_steps} deep{wide}"
 
     def on(self, config: EngineConfig) -> EngineConfig:
-        """A copy of `config` with this setting in it. Raises ConfigError where it does not fit
+        """A copy of `config` with this setting in it. Raises ConfigError if it does not fit
         there.
         """
         decided = {name: value for name, value in asdict(self).items() if value is not None}
@@ -71,7 +71,7 @@ def key_of(config: EngineConfig, version: str, processor: str) -> str:
 
 def save(config: EngineConfig, setting: Setting, facts: dict[str, Any]) -> Path:
     """Write the profile of a resolved configuration, with facts about its measurement, and return
-    its file. Raises ConfigError where it cannot be written.
+    its file. Raises ConfigError if it cannot be written.
     """
     path = path_of(config)
     text = json.dumps({"setting": asdict(setting), **facts}, indent=1)

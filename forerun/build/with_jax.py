@@ -23,7 +23,7 @@ LEAST = (0, 10)
 
 
 def check_jax() -> None:
-    """Raise ConfigError, with the command that installs it, where jax is missing or older than
+    """Raise ConfigError, with the command that installs it, if jax is missing or older than
     LEAST. Imports nothing.
     """
     install = "Install it with: pip install 'forerun[jax]'"
@@ -42,7 +42,7 @@ def check_jax() -> None:
 def _build(
     config: EngineConfig, checkpoint: Checkpoint, limits: ExecutorLimits, progress: Progress
 ) -> Executor:
-    """Raises what JaxExecutor raises, and ConfigError where jax is not what it needs."""
+    """Raises what JaxExecutor raises, and ConfigError if jax is not what it needs."""
     check_jax()
     if config.threads is not None:
         raise ConfigError(

@@ -45,7 +45,7 @@ def _free_memory(config: EngineConfig) -> int:
 
 
 def _check_devices(config: EngineConfig, begin: int) -> None:
-    """Raise ConfigError where there are fewer devices than ranks, from number `begin` on."""
+    """Raise ConfigError if there are fewer devices than ranks, from number `begin` on."""
     import torch
 
     found = torch.cuda.device_count()

@@ -78,7 +78,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def read_requests(path: Path) -> tuple[list[Line], list[Line]]:
     """The requests, their bodies as the bytes of JSON, and what the output says of the lines that
-    are none. Raises ConfigError where the file cannot be read or has no line.
+    are none. Raises ConfigError if the file cannot be read or has no line.
     """
     try:
         texts = path.read_text(encoding="utf-8-sig").split("\n")
@@ -104,7 +104,7 @@ def read_requests(path: Path) -> tuple[list[Line], list[Line]]:
 
 
 def _request(text: str) -> tuple[Line, str | None]:
-    """A line's JSON object, and why it is no request; None where it is one."""
+    """A line's JSON object, and why it is no request; None if it is one."""
     try:
         line = parse_json(text.encode())
     except ApiError as error:
@@ -121,7 +121,7 @@ def _request(text: str) -> tuple[Line, str | None]:
 
 
 def _problem(line: Line) -> str | None:
-    """Why an object is no request; None where it is one."""
+    """Why an object is no request; None if it is one."""
     wanted = {"custom_id": (str, "a text"), "url": (str, "a text"), "body": (dict, "an object")}
     if missing := [name for name in wanted if name not in line]:
         return f"it needs a custom_id, a url and a body, and has no {' and no '.join(missing)}."
@@ -153,7 +153,7 @@ def keep_answers(path: Path) -> dict[str, int]:
     """custom_id -> status of what was answered before. Errors and a line that was cut short are
     taken out of the file; where there is none, an empty one is made.
 
-    Raises ConfigError where the file cannot be used, or holds a line that no batch has written.
+    Raises ConfigError if the file cannot be used, or holds a line that no batch has written.
     """
     if path.exists() and not path.is_file():
         raise ConfigError(f"--out {path} cannot be used: it is a folder or a device, not a file.")

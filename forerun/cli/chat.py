@@ -30,7 +30,7 @@ Ctrl-C stops the answer, or clears what is half typed.'''
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run `forerun chat`: reads messages until the input ends. Raises ModelError where the model
+    """Run `forerun chat`: reads messages until the input ends. Raises ModelError if the model
     has no chat template.
     """
     ask, config = configured_both(AskConfig, EngineConfig, arguments)

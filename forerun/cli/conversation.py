@@ -47,7 +47,7 @@ class Conversation:
         """Send one user turn, write the answer as it comes, remember both.
 
         Ctrl-C ends the answer early and keeps what there is. Raises RequestError, with the turn
-        forgotten, where it does not fit even alone.
+        forgotten, if it does not fit even alone.
         """
         return self._answer([*self.turns, {"role": "user", "content": text}])
 

@@ -90,7 +90,7 @@ def _named(text: str) -> tuple[str, Path]:
 
 
 def _simulation(target: Target) -> Simulate:
-    """The trainer's view of the target's draft. Raises ConfigError where there is no head or no
+    """The trainer's view of the target's draft. Raises ConfigError if there is no head or no
     torch.
     """
     if not isinstance(target.draft, DraftFile):

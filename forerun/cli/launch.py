@@ -54,7 +54,7 @@ class Setup:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run `forerun launch`: become a coding agent on a running server. Raises ConfigError where
+    """Run `forerun launch`: become a coding agent on a running server. Raises ConfigError if
     that has no model, or not the named one.
     """
     url = arguments.url.rstrip("/").removesuffix("/v1")

@@ -88,7 +88,7 @@ def described(name: str) -> dict[str, Any]:
 
 
 def remove(name: str) -> int:
-    """Delete what was fetched under this name: bytes that are free now. Raises ModelError where
+    """Delete what was fetched under this name: bytes that are free now. Raises ModelError if
     nothing was; files that were not fetched are never touched.
     """
     freed = 0

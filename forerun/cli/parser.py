@@ -26,7 +26,7 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """As argparse does. Raises ConfigError: a line for each name that no option has, and where
+        """As argparse does. Raises ConfigError: a line for each name that no option has, and if
         there is one, for each option that cannot be honoured.
         """
         found, rest = self.parse_known_args(args, namespace)

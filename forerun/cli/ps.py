@@ -10,7 +10,7 @@ from forerun.cli.running import asked
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run `forerun ps`: what a server has loaded. Raises ConfigError where none answers."""
+    """Run `forerun ps`: what a server has loaded. Raises ConfigError if none answers."""
     found = asked(arguments.url, "/api/ps", arguments.api_key).get("models", [])
     if arguments.json:
         emit_json(found)

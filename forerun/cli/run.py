@@ -41,7 +41,7 @@ class Timed:
 
     @property
     def speed(self) -> float | None:
-        """Tokens per second after the first news; None where too few came after it."""
+        """Tokens per second after the first news; None if too few came after it."""
         count = len(self.completion.tokens) - self.first_tokens
         return count / self.rest if self.rest > 0 and count >= FEWEST else None
 

@@ -100,7 +100,7 @@ def _load(start: StartLog, config: EngineConfig) -> Loaded:
 def read_keys(path: Path) -> tuple[str, ...]:
     """API keys, one per line; empty lines and lines that begin with # do not count.
 
-    Raises ConfigError where the file cannot be read or holds none.
+    Raises ConfigError if the file cannot be read or holds none.
     """
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]

@@ -20,7 +20,7 @@ OWN = ("speculative_draft_model_path", "speculative_token_map", "chat_template",
 
 def in_folder(folder: Path) -> list[str]:
     """References of all models in a folder: GGUF files, and folders with a config.json. Raises
-    ConfigError where there is none.
+    ConfigError if there is none.
     """
     try:
         inside = sorted(folder.iterdir())

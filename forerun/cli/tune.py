@@ -86,7 +86,7 @@ def table(cells: Sequence[Cell], fastest: Setting, title: str) -> Table:
 
 
 def _check_picture(path: Path) -> None:
-    """Before minutes of work. Raises ConfigError where no picture can be written."""
+    """Before minutes of work. Raises ConfigError if no picture can be written."""
     if not path.parent.is_dir():
         raise ConfigError(f"--out {path}: there is no folder {path.parent}.")
     if path.suffix != ".png":

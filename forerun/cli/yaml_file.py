@@ -16,7 +16,7 @@ _NULL, _MERGE = "tag:yaml.org,2002:null", "tag:yaml.org,2002:merge"
 
 
 def mapping(path: Path, levels: int = 1) -> Mapping[str, Any]:
-    """A YAML file that holds names and values. A value is a text as it was written, None where it
+    """A YAML file that holds names and values. A value is a text as it was written, None if it
     is null or left out, or a list of such; a mapping is one of names and values too down to
     `levels`. A mapping below it, and what a list holds beside texts, is what YAML makes of it.
 

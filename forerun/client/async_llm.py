@@ -50,8 +50,8 @@ class AsyncLLM:
         """Continue plain texts, together: one Completion per prompt (n per prompt, prompt by
         prompt).
 
-        options  as of LLM.generate. Raises RequestError where a prompt or an option is wrong,
-        EngineError where the engine fails or no model is loaded. Cancelling the call ends its
+        options  as of LLM.generate. Raises RequestError if a prompt or an option is wrong,
+        EngineError if the engine fails or no model is loaded. Cancelling the call ends its
         requests.
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)

@@ -40,7 +40,7 @@ class Submits(Protocol):
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Queue a request; its deltas go to `sink`, on the engine's thread. Raises RequestError
-        where it cannot be honoured, EngineError where the engine is gone.
+        if it cannot be honoured, EngineError if the engine is gone.
         """
         ...
 
@@ -63,7 +63,7 @@ class Completion:
     cached_tokens: int = 0
 
     def add(self, delta: Delta) -> None:
-        """Append one delta of this choice. Raises EngineError where it says that the engine ended
+        """Append one delta of this choice. Raises EngineError if it says that the engine ended
         the request with an error.
         """
         self.text += delta.text
@@ -137,7 +137,7 @@ def stream(engine: Submits, request: Request) -> Generator[Delta]:
     """Submit a request and yield the deltas of all choices as they come; blocks between them.
     Abandoning the iterator aborts the request.
 
-    Raises RequestError where the engine refuses it, EngineError where the engine has died.
+    Raises RequestError if the engine refuses it, EngineError if the engine has died.
     """
     inbox: queue.SimpleQueue[Delta] = queue.SimpleQueue()
     engine.submit(request, inbox.put)
@@ -163,7 +163,7 @@ def complete(
     at_once   no more than so many are in flight; the next starts when one ends. None = all
     finished  called with how many have ended
 
-    Raises RequestError where the engine refuses one, EngineError where it fails one or has died;
+    Raises RequestError if the engine refuses one, EngineError if it fails one or has died;
     the others are aborted.
     """
     inbox: queue.SimpleQueue[Delta] = queue.SimpleQueue()

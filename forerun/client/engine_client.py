@@ -93,8 +93,8 @@ class EngineClient(Protocol):
         """Compile a grammar for a request of `client`, away from the event loop; the result goes
         into Request.grammar.
 
-        Raises RequestError naming the field and the place at fault, BusyError where too many wait,
-        EngineError where the engine is gone.
+        Raises RequestError naming the field and the place at fault, BusyError if too many wait,
+        EngineError if the engine is gone.
         """
         ...
 
@@ -104,7 +104,7 @@ class EngineClient(Protocol):
 
     async def describe(self) -> dict[str, Any]:
         """Facts for /server_info: what drafts, and how much; the last known where the engine does
-        not answer. Raises EngineError where it is gone.
+        not answer. Raises EngineError if it is gone.
         """
         ...
 
@@ -247,7 +247,7 @@ class LocalEngine:
 
 
 def call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> bool:
-    """Have the event loop call `call`, from any thread. False where the loop has ended
+    """Have the event loop call `call`, from any thread. False if the loop has ended
     meanwhile.
     """
     try:

@@ -147,7 +147,7 @@ class EngineProcess:
         return self._heard if silent else self._condition.step_began
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Send a request. Raises EngineError where the process is gone; what the engine says
+        """Send a request. Raises EngineError if the process is gone; what the engine says
         against it comes to the sink.
         """
         if self.loss is not None or self._closing:
@@ -191,7 +191,7 @@ class EngineProcess:
 
     async def describe(self) -> dict[str, Any]:
         """Facts for /server_info; after ASK_SECONDS without an answer the last known. Raises
-        EngineError where the process is gone.
+        EngineError if the process is gone.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(ASK_SECONDS):

@@ -28,7 +28,7 @@ class EngineStart:
     command  what starts it; the number of its end of the connection is added as an argument
 
     In a session of its own: a terminal's interrupt is for the server, which ends the engine.
-    Raises EngineError where the system starts no process.
+    Raises EngineError if the system starts no process.
     """
 
     def __init__(self, command: Sequence[str]) -> None:

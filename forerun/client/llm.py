@@ -52,7 +52,7 @@ class LLM:
         """Continue plain texts, together, and wait: one Completion per prompt (n per prompt, prompt
         by prompt).
 
-        Raises RequestError where a prompt or an option is wrong, EngineError where the engine
+        Raises RequestError if a prompt or an option is wrong, EngineError if the engine
         fails.
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -62,8 +62,8 @@ class LLM:
     def chat(self, messages: Sequence[dict[str, Any]], **options: Unpack[AskOptions]) -> Completion:
         """Answer a conversation: messages with `role` and `content`. One Completion.
 
-        Raises RequestError where a message or an option is wrong, `n` is above 1 (use `choices`) or
-        a text is given; ModelError where the model has no chat template; EngineError where the
+        Raises RequestError if a message or an option is wrong, `n` is above 1 (use `choices`) or
+        a text is given; ModelError if the model has no chat template; EngineError if the
         engine fails.
         """
         one_answer(messages, options)
@@ -71,7 +71,7 @@ class LLM:
 
     def choices(self, prompt: Prompt, **options: Unpack[AskOptions]) -> list[Completion]:
         """All n continuations of a text, or answers to a conversation, in the order of their
-        indices. Errors as of `generate`; ModelError where the model has no chat template.
+        indices. Errors as of `generate`; ModelError if the model has no chat template.
         """
         return complete(self.loaded.engine, [self.request(prompt, **options)])[0]
 
@@ -79,8 +79,8 @@ class LLM:
         """Yield the deltas of all choices as they come; `index` says of which choice. Abandoning
         the iterator aborts the request.
 
-        Options are checked at once. Raises RequestError where one is wrong or the engine refuses
-        the request, EngineError where the engine fails.
+        Options are checked at once. Raises RequestError if one is wrong or the engine refuses
+        the request, EngineError if the engine fails.
         """
         return stream(self.loaded.engine, self.request(prompt, **options))
 

@@ -78,7 +78,7 @@ def open_model(
     revision   branch, tag or commit on the hub; None = main
     context    tokens of the longest text, for Architecture.for_context
 
-    Raises ModelError where it cannot be used; DownloadError where it could not be fetched.
+    Raises ModelError if it cannot be used; DownloadError if it could not be fetched.
     """
     if reference in BUILT_IN:
         place = (cache_dir or default_cache_dir()) / "models"
@@ -142,7 +142,7 @@ def is_reference(word: str) -> bool:
 
 
 def shipped_draft(reference: str) -> Path | None:
-    """The folder of the draft head that this package has for a built-in model; None where it has
+    """The folder of the draft head that this package has for a built-in model; None if it has
     none.
     """
     folder = Path(__file__).parent.parent / "drafts" / reference

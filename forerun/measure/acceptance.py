@@ -93,8 +93,8 @@ def ask(
     simulate  asked for chains at T=0 only: the trainer's view of text that is not greedy says
               little
 
-    Runs one engine after the other on `target`. Raises ContextError where a prompt does not fit,
-    EngineError where an engine fails.
+    Runs one engine after the other on `target`. Raises ContextError if a prompt does not fit,
+    EngineError if an engine fails.
     """
     plain = serve(target, replace(config, speculative_algorithm="OFF"), question, progress)
     for shape in shapes:
@@ -131,7 +131,7 @@ def _size(config: EngineConfig) -> str:
 
 def shaped(config: EngineConfig, shape: DraftShape) -> EngineConfig:
     """A copy of `config` that drafts this shape in every step: policy fixed. Raises ConfigError
-    where the algorithm cannot draft it.
+    if the algorithm cannot draft it.
     """
     return replace(
         config,
@@ -148,7 +148,7 @@ def serve(
     """The answers to a question on a fresh engine, prompt by prompt, and the wall time in seconds.
 
     At most question.at_once run at once; prompt i has seed question.seed + i. Raises ContextError
-    where a prompt does not fit, EngineError where the engine fails.
+    if a prompt does not fit, EngineError if the engine fails.
     """
     requests = [
         make_request(
@@ -208,7 +208,7 @@ def agreement(histogram: np.ndarray) -> tuple[float, ...]:
 
 
 def metrics_beside(folder: str | None) -> Path | None:
-    """The metrics.json that `forerun train` left beside a draft's folder; None where there is no
+    """The metrics.json that `forerun train` left beside a draft's folder; None if there is no
     such file or no draft.
     """
     if folder is None:

@@ -52,7 +52,7 @@ class Timing:
 
     @property
     def first(self) -> float:
-        """Seconds to the first piece of text. Raises IndexError where none came (then `error` is
+        """Seconds to the first piece of text. Raises IndexError if none came (then `error` is
         set).
         """
         return self.arrivals[0]
@@ -184,7 +184,7 @@ async def load_level(
 def find_model(url: str, api_key: str, wanted: str | None) -> str:
     """The model name to ask for: `wanted`, or the first that GET {url}/models lists (10 s timeout).
 
-    Raises ConfigError where the server does not answer, not yet, or lists none.
+    Raises ConfigError if the server does not answer, not yet, or lists none.
     """
     if wanted:
         return wanted

@@ -10,7 +10,7 @@ from forerun.errors import ConfigError
 
 
 def check_folder(path: Path) -> None:
-    """Raise ConfigError where `path` cannot be a folder, because it or what it lies in is something
+    """Raise ConfigError if `path` cannot be a folder, because it or what it lies in is something
     else: to be said before a measurement, not after it. Makes nothing.
     """
     for one in (path, *path.parents):

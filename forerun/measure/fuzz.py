@@ -111,7 +111,7 @@ class Fuzzer:
         return self.report
 
     def check(self, case: Case) -> str | None:
-        """Run one case. What is wrong with its answers, in words; None where every answer is as it
+        """Run one case. What is wrong with its answers, in words; None if every answer is as it
         should be.
 
         Errors of the engine are such words as well. Raises what opening the case's target raises.
@@ -217,7 +217,7 @@ class Fuzzer:
 def _drive(engine: Engine, requests: list[Request], case: Case) -> list[list[Completion]]:
     """Step an engine by hand until every request has ended; each one's choices.
 
-    Raises TimeoutError after MAX_STEPS, RequestError where a request is refused.
+    Raises TimeoutError after MAX_STEPS, RequestError if a request is refused.
     """
     heard = [[Completion(index) for index in range(request.n)] for request in requests]
     place = {request.id: number for number, request in enumerate(requests)}
@@ -248,7 +248,7 @@ def _drive(engine: Engine, requests: list[Request], case: Case) -> list[list[Com
 
 
 def _difference(expected: Completion, found: Completion) -> str | None:
-    """Where an answer differs from the reference, in words; None where nowhere."""
+    """Where an answer differs from the reference, in words; None if nowhere."""
     if found.finish == Finish.ABORT:
         told = len(found.tokens)
         whole = found.text.rstrip("\ufffd")  # A character that the end cuts is told as this one.
@@ -270,7 +270,7 @@ def replay(path: Path) -> str | None:
     """Run the case of a reproduction file again: what is wrong, or None where the answers are right
     now.
 
-    Raises ConfigError where the file cannot be read, RequestError where it names an unknown
+    Raises ConfigError if the file cannot be read, RequestError if it names an unknown
     grammar, and what opening the target raises.
     """
     config, case = read(path)

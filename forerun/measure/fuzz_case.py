@@ -197,7 +197,7 @@ def _simpler_request(asked: FuzzRequest) -> Iterator[FuzzRequest]:
 
 
 def write(failure: Failure, config: EngineConfig, path: Path) -> None:
-    """Write a failure as JSON that `read` takes. Replaces the file; raises ConfigError where it
+    """Write a failure as JSON that `read` takes. Replaces the file; raises ConfigError if it
     cannot be written.
     """
     data = {
@@ -215,7 +215,7 @@ def write(failure: Failure, config: EngineConfig, path: Path) -> None:
 
 def read(path: Path) -> tuple[EngineConfig, Case]:
     """The configuration and the case of a reproduction file. Raises ConfigError, which names the
-    file, where it cannot be read or is none.
+    file, if it cannot be read or is none.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))

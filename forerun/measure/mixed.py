@@ -45,7 +45,7 @@ def options(index: int, tokenizer: Tokenizer) -> dict[str, Any]:
 
 def told_otherwise(expected: Completion, found: Completion) -> int | None:
     """The output position at which two answers with the same tokens differ: in a token's
-    log-probabilities (by NEAR nats or more), or, at the end, in text or finish reason. None where
+    log-probabilities (by NEAR nats or more), or, at the end, in text or finish reason. None if
     they agree.
     """
     for place, pair in enumerate(zip(expected.logprobs, found.logprobs, strict=False)):

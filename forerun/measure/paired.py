@@ -30,7 +30,7 @@ def median_interval(values: Sequence[float]) -> Interval:
 
     It holds whatever their distribution, and a slow moment of the machine that spoils a few pairs
     moves it by a few ranks at most: the k-th smallest and the k-th largest value hold the true
-    median between them with probability 1 - 2 P[Binomial(n, 1/2) < k]. Raises ValueError where
+    median between them with probability 1 - 2 P[Binomial(n, 1/2) < k]. Raises ValueError if
     there are none.
     """
     if not values:

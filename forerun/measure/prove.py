@@ -64,7 +64,7 @@ class Divergence:
     expected, found  where they are equal, something else differs: text, end or log-probabilities
     logit_gap  how much the target's raw logit of the reference's token exceeds that of the
                other, and score_gap the same after temperature and noise, which is what was
-               compared; None where a token is not among the top 20. A gap near 0 points to
+               compared; None if a token is not among the top 20. A gap near 0 points to
                rounding, a large one to a mistake.
     """
 
@@ -97,7 +97,7 @@ class Run:
 
     @property
     def share_accepted(self) -> float:
-        """Accepted draft tokens over all draft tokens, in [0, 1]; 0 where none was made."""
+        """Accepted draft tokens over all draft tokens, in [0, 1]; 0 if none was made."""
         return self.accepted / self.draft_tokens if self.draft_tokens else 0.0
 
 
@@ -136,8 +136,8 @@ def prove(
     target    opened; its engines run one after the other
     progress  called with (what, answers so far, answers in all)
 
-    Raises ContextError where a prompt does not fit, RequestError where the grammar cannot be used,
-    EngineError where the engine fails.
+    Raises ContextError if a prompt does not fit, RequestError if the grammar cannot be used,
+    EngineError if the engine fails.
     """
     prompts = [encode(target, prompt, trial.tokens) for prompt in trial.prompts]
     plain = replace(config, speculative_algorithm="OFF")
@@ -214,7 +214,7 @@ def answers(
     """Run requests on a fresh engine, `at_once` in flight, and shut it down: all choices of all
     requests, in the order of the requests.
 
-    finished  called with the number of requests that have ended. Raises EngineError where one
+    finished  called with the number of requests that have ended. Raises EngineError if one
     fails.
     """
     engine = make_engine(target, config)
@@ -262,7 +262,7 @@ def _run(
 
 
 def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | None:
-    """Index of the first token that differs or that one side lacks; None where the sequences are
+    """Index of the first token that differs or that one side lacks; None if the sequences are
     equal.
     """
     for index, (a, b) in enumerate(zip(expected, found, strict=False)):
@@ -283,7 +283,7 @@ def _first_divergence(
     temperature: float,
     pair: tuple[Completions, Completions],
 ) -> Divergence | None:
-    """The first answer that differs, examined; None where none does."""
+    """The first answer that differs, examined; None if none does."""
     both = zip(pair[0].prompts, pair[0].done, pair[1].done, strict=True)
     for index, expected, found in both:
         at = _differs(expected, found)
@@ -305,7 +305,7 @@ def _first_divergence(
 
 
 def _logit_gap(target: Target, text: Ints, a: int, b: int) -> float | None:
-    """Raw logit of `a` minus that of `b` after `text`; None where one is not in the top 20."""
+    """Raw logit of `a` minus that of `b` after `text`; None if one is not in the top 20."""
     request = make_request(text, max_tokens=1, logprobs=TOP, ignore_eos=True)
     found = answers(target, replace(target.config, speculative_algorithm="OFF"), [request], 1)
     entry: TokenLogprobs = found.done[0].logprobs[0]
@@ -315,7 +315,7 @@ def _logit_gap(target: Target, text: Ints, a: int, b: int) -> float | None:
 
 def encode(target: Target, prompt: Prompt, tokens: int) -> Ints:
     """int32[T]: the prompt's ids, by the chat template where the model has one, else of its last
-    user message. Raises ContextError where `tokens` of output would not fit behind it.
+    user message. Raises ContextError if `tokens` of output would not fit behind it.
     """
     if target.chat is not None:
         ids = encode_chat(target, prompt.messages)

@@ -197,7 +197,7 @@ def _batch(steps: StepBench, rows: int, sweep: StepSweep) -> dict[str, Any]:
 
 def host_share(executor: Executor, work: Callable[[], float]) -> float | None:
     """The share, in [0, 1], of the milliseconds that `work` returns which passed outside of
-    captured rounds; None where the executor captured none.
+    captured rounds; None if the executor captured none.
     """
     before: dict[str, Any] = executor.describe()
     taken = work()

@@ -99,7 +99,7 @@ def combinations(
     topks   widths; empty = the configured one
     tokens  draft tokens, the last accepted token counted in, as SGLang counts
 
-    Raises ConfigError where none is left.
+    Raises ConfigError if none is left.
     """
     found: list[Setting] = []
     refused: list[str] = []
@@ -152,7 +152,7 @@ def every(
     cells     takes what is measured; after a KeyboardInterrupt it has all settings that ran at
               least once
 
-    Raises ContextError where a prompt does not fit, EngineError where an engine fails.
+    Raises ContextError if a prompt does not fit, EngineError if an engine fails.
     """
     cells = [] if cells is None else cells
     draw = np.random.default_rng(0)

@@ -55,7 +55,7 @@ def spread(prompts: Sequence[Prompt], count: int | None) -> list[Prompt]:
     """`count` prompts, evenly spaced over all so that every kind has its part; all of them for
     None.
 
-    Raises ConfigError where `count` is below 1 or there are fewer.
+    Raises ConfigError if `count` is below 1 or there are fewer.
     """
     if count is None:
         return list(prompts)

@@ -140,7 +140,7 @@ class Architecture:
 
     @property
     def latent(self) -> Latent | None:
-        """Its latent attention, the same in all layers; None where attention is not latent."""
+        """Its latent attention, the same in all layers; None if attention is not latent."""
         return self.layer_specs[0].attention.latent
 
     @property
@@ -150,7 +150,7 @@ class Architecture:
 
     @property
     def delta(self) -> GatedDelta | None:
-        """The shape of its recurrent layers, the same in all; None where there are none."""
+        """The shape of its recurrent layers, the same in all; None if there are none."""
         return next((spec.delta for spec in self.layer_specs if spec.delta), None)
 
     @property
@@ -190,7 +190,7 @@ class Architecture:
     def latent_numbers(self) -> int:
         """Numbers of a node between latent attention's products: what makes queries, these, brought
         into the latent's space, what they find there, what the heads' matrices read, and values. 0
-        where attention is not latent.
+        if attention is not latent.
         """
         about = self.latent
         if about is None:

@@ -81,7 +81,7 @@ class BlockHead:
         return sum(math.prod(shape) for name, shape in shapes if not name.startswith("confidence"))
 
     def check_against(self, target: Architecture, where: str) -> None:
-        """Raise ModelError where this drafter cannot serve `target`, and say why."""
+        """Raise ModelError if this drafter cannot serve `target`, and say why."""
         faults = []
         if self.target_hidden != target.hidden:
             faults.append(

@@ -68,7 +68,7 @@ class InFourBits(Protocol):
     """A checkpoint some of whose matrices are 4-bit integers, which may stay so."""
 
     def four_bit_group(self, name: str) -> int:
-        """Inputs that share a scale and a zero point; 0 where the matrix is not stored so, or its
+        """Inputs that share a scale and a zero point; 0 if the matrix is not stored so, or its
         scales are no halves. KeyError.
         """
         ...

@@ -38,7 +38,7 @@ _MIMO = {"architectures": ["MiMoForCausalLM"], "attention_bias": True, "use_mrop
 
 
 def read_json(path: Path, most: int = _MOST_BYTES) -> dict[str, Any]:
-    """The JSON object that a file of at most `most` bytes holds. Raises ModelError where it is
+    """The JSON object that a file of at most `most` bytes holds. Raises ModelError if it is
     larger, cannot be read, or is no object.
     """
     try:
@@ -127,7 +127,7 @@ def _architecture(keys: Keys) -> Architecture:
 
 
 def architectures(config: Mapping[str, Any]) -> list[str]:
-    """The names under `architectures`; none where there is no such list."""
+    """The names under `architectures`; none if there is no such list."""
     found = config.get("architectures")
     return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
 

@@ -79,7 +79,7 @@ class DraftHead:
         return sum(math.prod(shape) for shape in own.values())
 
     def check_against(self, target: Architecture, where: str) -> None:
-        """Raise ModelError where this head cannot serve `target`, and say why."""
+        """Raise ModelError if this head cannot serve `target`, and say why."""
         faults = []
         if self.target_hidden != target.hidden:
             faults.append(
@@ -107,7 +107,7 @@ def default_features(layers: int) -> tuple[int, int, int]:
 def head_for(target: Architecture, vocab: int) -> DraftHead:
     """The EAGLE-3 head our trainer makes for `target`: its layer's shape, Vd = `vocab`.
 
-    Raises ModelError where the target has too few layers to read features from.
+    Raises ModelError if the target has too few layers to read features from.
     """
     features = default_features(target.layers)
     if not 0 < features[0] < features[1] <= features[2]:

@@ -84,7 +84,7 @@ def open_draft(folder: Path, target: Architecture) -> DraftFile:
 
 def canonical(found: dict[str, TensorFile], folder: Path) -> dict[str, tuple[TensorFile, str]]:
     """By canonical name, the file of each tensor and its name there; derived tensors are left out.
-    Raises ModelError where two are called alike.
+    Raises ModelError if two are called alike.
     """
     files: dict[str, tuple[TensorFile, str]] = {}
     for stored, file in found.items():

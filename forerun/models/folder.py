@@ -139,7 +139,7 @@ def text_only(
     files: dict[str, TensorFile], config: dict[str, Any], folder: Path
 ) -> dict[str, TensorFile]:
     """A multimodal checkpoint's language model alone, named as one that was saved alone; any other
-    checkpoint's files as they are. Raises ModelError where two tensors would have one name.
+    checkpoint's files as they are. Raises ModelError if two tensors would have one name.
     """
     if not isinstance(config.get("text_config"), dict):
         return files
@@ -266,8 +266,8 @@ _SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad",
 
 def special_tokens(folder: Path) -> dict[str, str | None]:
     """By the names that chat templates know, the texts of the special tokens that
-    tokenizer_config.json names, or special_tokens_map.json where it does not; None where it says
-    that there is none. Raises ModelError where one is no text.
+    tokenizer_config.json names, or special_tokens_map.json where it does not; None if it says
+    that there is none. Raises ModelError if one is no text.
     """
     path = folder / _SPECIAL_TOKENS
     settings = (read_json(path) if path.is_file() else {}) | tokenizer_settings(folder)
@@ -354,7 +354,7 @@ def joined_templates(source: str, default: Any, with_tools: Any) -> str | None:
 
     source  where they come from, for messages
 
-    Raises ModelError where one is no string.
+    Raises ModelError if one is no string.
     """
     for template in (default, with_tools):
         if template is not None and not isinstance(template, str):

@@ -85,7 +85,7 @@ class StoredALog:
         return self.stored.name
 
     def floats(self) -> Floats:
-        """float32[Hv]: log of what is stored negated. Raises ModelError where a stored number is
+        """float32[Hv]: log of what is stored negated. Raises ModelError if a stored number is
         not negative.
         """
         decay = self.stored.floats()

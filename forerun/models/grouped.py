@@ -27,7 +27,7 @@ class GroupedRows(NamedTuple):
 
     numbers  [n,K] uint8, of 8-bit integers int8, in the order of `Grouped.order`
     scales   float32[n,groups]
-    zeros    [n,groups] as `numbers`; None where there are none
+    zeros    [n,groups] as `numbers`; None if there are none
     """
 
     numbers: AnyArray
@@ -100,7 +100,7 @@ class Grouped:
         return replace(self, shape=(len(which), self.shape[1]), read=read)
 
     def cut(self, rows: slice, columns: slice) -> "Grouped | None":
-        """A part of it; None where that begins within a group, or columns have an order."""
+        """A part of it; None if that begins within a group, or columns have an order."""
         start, stop, _ = columns.indices(self.shape[1])
         first, last, _ = rows.indices(self.shape[0])
         own = slice(first, last)

@@ -33,7 +33,7 @@ _KEPT = re.compile(
 
 
 def grouped_of(checkpoint: Checkpoint, name: str) -> Grouped | None:
-    """A matrix in few bits by group, whichever format stores it so; None where none does."""
+    """A matrix in few bits by group, whichever format stores it so; None if none does."""
     found = checkpoint.grouped(name) if isinstance(checkpoint, InGroups) else None
     return found if found is not None else _of_packed(checkpoint, name)
 

@@ -35,7 +35,7 @@ class Keys:
 
     def integer(self, name: str, default: int | None = None) -> int:
         """A whole number, smaller than 2**62, or a list of equal ones; the default where the key is
-        missing. Raises ModelError for another value, or where it is missing without a default.
+        missing. Raises ModelError for another value, or if it is missing without a default.
         """
         value = self._present(name, default)
         if isinstance(value, list) and value and all(one == value[0] for one in value):
@@ -46,7 +46,7 @@ class Keys:
 
     def real(self, name: str, default: float | None = None) -> float:
         """A finite number, smaller than 1e30; the default where the key is missing. Raises
-        ModelError for another value, or where it is missing without a default.
+        ModelError for another value, or if it is missing without a default.
         """
         value = self._present(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) >= 1e30:
@@ -55,7 +55,7 @@ class Keys:
 
     def text(self, name: str, default: str | None = None) -> str:
         """A string; the default where the key is missing. Raises ModelError for another value, or
-        where it is missing without a default.
+        if it is missing without a default.
         """
         value = self._present(name, default)
         if not isinstance(value, str):
@@ -72,7 +72,7 @@ class Keys:
         return value
 
     def require(self, name: str, value: int | float | str) -> None:
-        """Raise ModelError where the key is present with another value than `value`."""
+        """Raise ModelError if the key is present with another value than `value`."""
         found = self.get(name, value)
         if isinstance(found, bool) or found != value:
             raise self.unfit(name, found, f"{value!r} to run here")

@@ -141,7 +141,7 @@ class TensorFile:
 
 
 def mapped(path: Path) -> NDArray[np.uint8]:
-    """The file's bytes uint8[n], read-only, loaded when touched. Raises ModelError where it cannot
+    """The file's bytes uint8[n], read-only, loaded when touched. Raises ModelError if it cannot
     be read.
     """
     try:
@@ -168,7 +168,7 @@ def release(rows: NDArray[np.uint8]) -> None:
 
 
 def check_disjoint(tensors: dict[str, TensorEntry]) -> None:
-    """Raise ModelError where two tensors share bytes."""
+    """Raise ModelError if two tensors share bytes."""
     end, before = 0, ""
     for name, stored in sorted(tensors.items(), key=lambda item: item[1].start):
         if stored.start < end:

@@ -87,7 +87,7 @@ class OpenedDraft(Generic[Head]):
 
     def tensor(self, name: str) -> Floats:
         """A weight as float32 by its canonical name. Raises KeyError for an unknown name,
-        ModelError where a number is not finite.
+        ModelError if a number is not finite.
         """
         file, stored = self.files[name]
         values = file.floats(stored)

@@ -49,7 +49,7 @@ class Archive:
     parts: dict[str, tuple[int, int]]
 
     def numbers(self, storage: Storage) -> NDArray[np.uint8]:
-        """The storage's bytes, a view. Raises ModelError where it is not there or not as long."""
+        """The storage's bytes, a view. Raises ModelError if it is not there or not as long."""
         start, end = self.parts.get(f"data/{storage.key}", (0, -1))
         wanted = storage.count * ITEM_BYTES[storage.kind]
         if end - start != wanted:
@@ -188,7 +188,7 @@ def _size(view: View) -> int:
 
 
 def _header(views: dict[str, View], most: int) -> bytes:
-    """Length and table of a safetensors file. Raises ModelError where the tensors take more than
+    """Length and table of a safetensors file. Raises ModelError if the tensors take more than
     `most` bytes.
     """
     table, end = {}, 0

@@ -110,7 +110,7 @@ class PredictionLayers:
         return self.files[name].piece.shape
 
     def tensor(self, name: str) -> Floats:
-        """The tensor as float32. Raises KeyError for an unknown name, ModelError where a number is
+        """The tensor as float32. Raises KeyError for an unknown name, ModelError if a number is
         not finite.
         """
         if name not in self.files:
@@ -266,7 +266,7 @@ def _copies(
     where: Path,
 ) -> dict[str, StoredTensor]:
     """The file's embedding and head, by the target's names, where they are others than the
-    target's. Raises ModelError where not all layers have the same.
+    target's. Raises ModelError if not all layers have the same.
     """
     kept: dict[str, StoredTensor] = {}
     for name in BORROWED:

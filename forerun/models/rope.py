@@ -148,7 +148,7 @@ class Rope:
         return self.scaling.attention_factor if scales else 1.0  # type: ignore[union-attr]
 
     def check(self, head_size: int) -> None:
-        """Raise ModelError where a number would make the frequencies meaningless."""
+        """Raise ModelError if a number would make the frequencies meaningless."""
         positive = {"theta": self.theta}
         if self.rotated is not None and (self.rotated % 2 or not 0 <= self.rotated <= head_size):
             raise ModelError(

@@ -126,7 +126,7 @@ class _RandomDraft(DraftFile):
 def random_draft(target: Architecture, vocab: int) -> DraftFile:
     """An EAGLE-3 head for `target` with its own head for `vocab` tokens, of random numbers.
 
-    Raises ModelError where the target has too few layers.
+    Raises ModelError if the target has too few layers.
     """
     head = replace(head_for(target, vocab), trained_head=True)
     return _RandomDraft(Path("random"), head, np.arange(vocab, dtype=np.int32), (), {})

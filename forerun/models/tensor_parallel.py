@@ -164,7 +164,7 @@ class TensorParallel:
 
 
 def check_divides(arch: Architecture, tp: TensorParallel) -> None:
-    """Raise ConfigError where a model cannot be shared by the ranks of which `tp` is one; it says
+    """Raise ConfigError if a model cannot be shared by the ranks of which `tp` is one; it says
     by how many it could be.
     """
     if arch.delta is not None and tp.size > 1:
@@ -216,7 +216,7 @@ def _listed(numbers: list[int], last: str = "or") -> str:
 
 
 def _fault(arch: Architecture, tp: TensorParallel) -> str | None:
-    """Why a model cannot be shared so, in one clause; None where it can."""
+    """Why a model cannot be shared so, in one clause; None if it can."""
     size = tp.size
     if size % tp.experts:
         return f"its {tp.experts} groups of experts do not divide by that"
@@ -302,7 +302,7 @@ class RankCheckpoint:
         return _part(packed, rows, columns) if blocks == columns else None
 
     def grouped(self, name: str) -> Grouped | None:
-        """The rank's part of a matrix in few bits; None where there is none, or a part would begin
+        """The rank's part of a matrix in few bits; None if there is none, or a part would begin
         within a group.
         """
         found = grouped_of(self.whole, name)

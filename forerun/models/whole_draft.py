@@ -34,7 +34,7 @@ class VocabularyMap:
 
     def limited(self, token_map: Ints) -> "VocabularyMap":
         """The vocabulary without all but the target ids int32[n] of `token_map` (FR-Spec). Raises
-        ModelError where nothing is left.
+        ModelError if nothing is left.
         """
         kept = np.isin(self.target_ids, token_map)
         if not kept.any():
@@ -79,7 +79,7 @@ class WholeDraft:
 
     def limited(self, token_map: Ints) -> "WholeDraft":
         """The draft, proposing nothing but the target ids int32[n] of `token_map` (FR-Spec). Raises
-        ModelError where nothing is left.
+        ModelError if nothing is left.
         """
         return replace(self, vocabulary=self.vocabulary.limited(token_map))
 

@@ -148,7 +148,7 @@ def draft_shape(steps: int | None, topk: int | None, tokens: int | None) -> Draf
 
 
 def check_shape(method: Algorithm, steps: int | None, topk: int | None, tokens: int | None) -> None:
-    """Raise ConfigError, with the numbers and what to change, where a method cannot draft these
+    """Raise ConfigError, with the numbers and what to change, if a method cannot draft these
     steps, top-k or tokens; None = not said.
     """
     if topk is not None and method.max_topk == 0:

@@ -362,7 +362,7 @@ class EngineConfig:
 
 def exact(config: EngineConfig) -> EngineConfig:
     """The configuration itself, where speculation leaves every text as it is. Raises ConfigError
-    where its accept thresholds do not.
+    if its accept thresholds do not.
     """
     if config.lossy:
         raise ConfigError(

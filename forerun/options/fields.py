@@ -70,7 +70,7 @@ def _converted(item: "Field[Any]", value: Any) -> Any:
 
 def converted(name: str, value: Any, kind: Any) -> Any:
     """A Python value in the type `kind`: paths become texts, NumPy's numbers and arrays Python's.
-    Raises ValueError, with `name`, where it is of another type.
+    Raises ValueError, with `name`, if it is of another type.
     """
     try:
         simple = msgspec.to_builtins(value, builtin_types=(bytes, bytearray), enc_hook=_simple)
@@ -109,7 +109,7 @@ def _problem(item: "Field[Any]", value: Any) -> str:
 
 def parsed(item: "Field[Any]", where: str, text: str) -> Any:
     """A field's value as it was written in `text`, bounds not looked at. Raises ConfigError, naming
-    `where`, where it is of another kind.
+    `where`, if it is of another kind.
     """
     kind = kind_of(item)
     if kind is bool:
@@ -137,7 +137,7 @@ _UNITS = {"k": 1000, "K": 1 << 10, "m": 10**6, "M": 1 << 20, "g": 10**9, "G": 1 
 
 
 def truth(where: str, text: str) -> bool:
-    """Whether `text` is one of YES. Raises ConfigError, naming `where`, where it is none of YES and
+    """Whether `text` is one of YES. Raises ConfigError, naming `where`, if it is none of YES and
     NO.
     """
     if text.lower() not in YES + NO:

@@ -108,7 +108,7 @@ class Lifespan:
         self._running: asyncio.Task[None] | None = None
 
     async def begin(self) -> None:
-        """Run the app's start-up, once. Raises RuntimeError where it fails."""
+        """Run the app's start-up, once. Raises RuntimeError if it fails."""
         if self._running is not None:
             return
         scope = {"type": "lifespan", "asgi": {"version": "3.0"}, "state": {}}

@@ -44,8 +44,8 @@ def run(
     announce  is told the URL once every replica has loaded its model, or one has and another
               cannot: those that are there serve, and the log says which is not and why
 
-    The first signal drains, as `forerun serve` does. Raises ConfigError where it cannot listen or
-    there are too few GPUs, EngineError where Ray or all replicas do not begin.
+    The first signal drains, as `forerun serve` does. Raises ConfigError if it cannot listen or
+    there are too few GPUs, EngineError if Ray or all replicas do not begin.
     """
     config, gpus = on_devices(config, count)
     ended = threading.Event()
@@ -68,7 +68,7 @@ def run(
 
 
 def _start() -> None:
-    """Start a Ray cluster on this machine. Raises EngineError where it does not come up: Ray says
+    """Start a Ray cluster on this machine. Raises EngineError if it does not come up: Ray says
     so by exceptions of many kinds.
     """
     try:
@@ -83,7 +83,7 @@ def _start() -> None:
 
 def on_devices(config: EngineConfig, count: int) -> tuple[EngineConfig, int]:
     """The configuration with its device and its share of the processors, and how many GPUs each of
-    `count` replicas has. Raises ConfigError where there are too few.
+    `count` replicas has. Raises ConfigError if there are too few.
     """
     cores = len(os.sched_getaffinity(0))
     config = replace(config, threads=config.threads or max(1, cores // count))

@@ -21,7 +21,7 @@ in docs/deploy."""
 
 class Replica:
     """Ray Serve makes one per actor; it is there when its model is loaded. Raises EngineError, with
-    the replica's name and process, for what its model or its options are at fault with, and where
+    the replica's name and process, for what its model or its options are at fault with, and if
     loading takes longer than `ready` seconds: Ray starts another.
     """
 
@@ -50,7 +50,7 @@ class Replica:
         return replace(head, body=head.body + b"".join(rest))
 
     async def check_health(self) -> None:
-        """Asked by Ray Serve. Raises RuntimeError where this replica should be started anew: its
+        """Asked by Ray Serve. Raises RuntimeError if this replica should be started anew: its
         engine is dead, or a step of it does not end.
         """
         head = await self.whole(HttpRequest("GET", "/health", b"", ((b"host", b"127.0.0.1"),), b""))

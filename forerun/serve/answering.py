@@ -96,7 +96,7 @@ async def generated(request: Request, dialect: Dialect) -> Response:
 
 
 async def received(request: Request) -> tuple[Any, bytes]:
-    """The JSON of a body, and its bytes. Raises ApiError, also where nothing can be answered."""
+    """The JSON of a body, and its bytes. Raises ApiError, also if nothing can be answered."""
     service = service_of(request)
     service.enter()
     data = await service.bodies.receive(request)

@@ -41,7 +41,7 @@ class Dialogue:
 
     prompt   int32[T]
     rules    what the answer is constrained to
-    parser   makes the reader of one choice; None where its text is plain
+    parser   makes the reader of one choice; None if its text is plain
     control  control tokens leave text, because some of them are marks that `parser` reads
     """
 
@@ -54,7 +54,7 @@ class Dialogue:
 def dialogue(body: ChatBody, loaded: Frontend, settings: ServeSettings) -> Dialogue:
     """Render the conversation and find out what may come back.
 
-    Raises RequestError naming the field, ApiError where the model has no chat template.
+    Raises RequestError naming the field, ApiError if the model has no chat template.
     """
     offered, choice = _offered(body)
     if settings.additional_properties == "deny":
@@ -123,7 +123,7 @@ class Conversational(Protocol):
 
     @property
     def messages(self) -> tuple[dict[str, Any], ...] | None:
-        """Messages as templates take them; None where the request has none."""
+        """Messages as templates take them; None if the request has none."""
         ...
 
     @property
@@ -148,7 +148,7 @@ def chat_prompt(
     offered: tuple[Tool, ...] = (),
     marks: Marks | None = None,
 ) -> Ints:
-    """int32[T] a conversation by the model's template. Raises ApiError where there is none.
+    """int32[T] a conversation by the model's template. Raises ApiError if there is none.
 
     marks  around thoughts: a message that goes on may break off in one
     """
@@ -170,8 +170,8 @@ def chat_prompt(
 
 
 def rendered_chat(body: TemplateBody, loaded: Frontend) -> str:
-    """A conversation by the model's template, as text for people. Raises ApiError (400) where the
-    model has none, RequestError where the template refuses it.
+    """A conversation by the model's template, as text for people. Raises ApiError (400) if the
+    model has none, RequestError if the template refuses it.
     """
     return _template(loaded).render(
         list(body.messages),
@@ -182,7 +182,7 @@ def rendered_chat(body: TemplateBody, loaded: Frontend) -> str:
 
 
 def _opens(body: Conversational) -> bool:
-    """Whether the prompt ends where an answer begins. Raises RequestError where it would have to
+    """Whether the prompt ends where an answer begins. Raises RequestError if it would have to
     end in two ways.
     """
     if body.continue_final_message and body.add_generation_prompt:

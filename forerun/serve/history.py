@@ -19,7 +19,7 @@ class MessageHistory(tuple[Any, ...]):
 
 
 def left_out(messages: tuple[Any, ...]) -> tuple[str, ...]:
-    """Places of what was left out of messages; empty where they were not read as a history."""
+    """Places of what was left out of messages; empty if they were not read as a history."""
     return messages.left_out if isinstance(messages, MessageHistory) else ()
 
 

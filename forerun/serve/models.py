@@ -204,7 +204,7 @@ class Models:
         return self.metrics.page()
 
     async def _ready(self, entry: Entry) -> Starlette:
-        """The model's application once it answers. Raises ApiError where it cannot be loaded."""
+        """The model's application once it answers. Raises ApiError if it cannot be loaded."""
         async with self._changing:
             if entry.state == "loaded" and entry.service.state == "stopped":
                 await self._unload(entry, "its engine has stopped")

@@ -314,7 +314,7 @@ def _too_long(count: int, loaded: Frontend, place: str, least: str = "") -> Cont
 
 
 def _check_length(text: str, loaded: Frontend, place: str) -> None:
-    """Raises ContextError where a text certainly has more tokens than the context, unencoded."""
+    """Raises ContextError if a text certainly has more tokens than the context, unencoded."""
     least = loaded.tokenizer.least_tokens(text)
     if least > loaded.context:
         raise _too_long(least, loaded, place, "at least ")

@@ -82,7 +82,7 @@ def url(listening: socket.socket, settings: ServeSettings) -> str:
 def uvicorn_config(app: ASGIApp, settings: ServeSettings) -> uvicorn.Config:
     """Uvicorn with the parts it always has, so that what is tested is what runs.
 
-    Raises ConfigError where key or certificate cannot be used.
+    Raises ConfigError if key or certificate cannot be used.
     """
     if settings.ssl_certfile is not None:
         _check_certificate(settings)

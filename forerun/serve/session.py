@@ -117,7 +117,7 @@ class GenerationSession:
     async def news(self) -> AsyncGenerator[list[tuple[int, Delta]]]:
         """(index of the choice, what is new of it), as it comes; an empty list after a silence.
 
-        Raises ApiError where the engine ended the request, ClientGoneError.
+        Raises ApiError if the engine ended the request, ClientGoneError.
         """
         deadline = monotonic() + self._settings.request_seconds
         while self._open:

@@ -84,7 +84,7 @@ def plain_tool(
 
 
 def different(tools: tuple[Tool, ...], name_field: str, where: str = "tools") -> tuple[Tool, ...]:
-    """`tools` as they are. Raises RequestError, by `where` and `name_field`, where two have one
+    """`tools` as they are. Raises RequestError, by `where` and `name_field`, if two have one
     name.
     """
     names = [item.signature.name for item in tools]

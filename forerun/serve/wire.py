@@ -105,7 +105,7 @@ def _careless(request: Request) -> bool:
 
 
 def check_same_site(request: Request) -> None:
-    """Raise ApiError (403) where a page of another site sent what needs no body: browsers let any
+    """Raise ApiError (403) if a page of another site sent what needs no body: browsers let any
     page do so without asking the server. Pages of --allowed-origins may.
     """
     origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site")

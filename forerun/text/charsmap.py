@@ -19,7 +19,7 @@ _Units = NDArray[np.int64]
 
 
 def check_charsmap(encoded: Any, longest: int) -> None:
-    """Raise ModelError where the table is damaged, or makes more than `longest` bytes of one
+    """Raise ModelError if the table is damaged, or makes more than `longest` bytes of one
     character.
 
     encoded  the value of `precompiled_charsmap`, base64

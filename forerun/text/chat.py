@@ -31,7 +31,7 @@ class ChatTemplate:
 
     traits  what it takes; conversations are put into that form before they are rendered
 
-    Raises ModelError where there is no template or it does not parse.
+    Raises ModelError if there is no template or it does not parse.
     """
 
     def __init__(self, source: str | None, tokenizer: Tokenizer) -> None:

@@ -22,7 +22,7 @@ from forerun.text.tools import takes_tools
 
 Message = dict[str, Any]
 Render = Callable[[Sequence[Message], Sequence[Message] | None], str]
-"""The text of messages and tools by the template. Raises RequestError where it refuses them."""
+"""The text of messages and tools by the template. Raises RequestError if it refuses them."""
 
 _SYSTEM, _CITY, _RESULT, _ANSWER = "Be-Brief", "Oslo-City", "Cold-Rain", "Wet-Day"
 _AGAIN, _LATE = "Then-What", "Be-Brisk"
@@ -142,7 +142,7 @@ class TemplateTraits:
         return _holds(self._try([_user(_CITY), _user(_AGAIN)], None), [_CITY, _AGAIN])
 
     def _try(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> str | None:
-        """The rendered text; None where the template refuses."""
+        """The rendered text; None if the template refuses."""
         try:
             return self._render(messages, tools)
         except RequestError:
@@ -159,7 +159,7 @@ def adapted(
     tools     as in OpenAI's API; None or empty = none
 
     The tools are None where there are none, or where they are now part of the text. Raises
-    ModelError where probing finds that the template does not end.
+    ModelError if probing finds that the template does not end.
     """
     found = list(messages)
     offered = [dict(tool) for tool in tools] if tools else None

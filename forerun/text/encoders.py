@@ -41,8 +41,8 @@ class Encoders:
         self._made: dict[TextPlace, tokenizers.Tokenizer] = {}
 
     def __call__(self, text: str, first: bool) -> list[int]:
-        """Ids of a part of a text; see Codec. Raises RequestError where the tokenizer cannot cut it
-        into words, ModelError where the encoders cannot be built.
+        """Ids of a part of a text; see Codec. Raises RequestError if the tokenizer cannot cut it
+        into words, ModelError if the encoders cannot be built.
         """
         return self._encoded(text, TextPlace.FIRST if first else TextPlace.LATER)
 

@@ -72,7 +72,7 @@ def _is_sign(text: str) -> bool:
 
 
 def free_marker(data: Iterable[Any]) -> str:
-    """A private-use character that no string of the data holds. Raises RequestError where every one
+    """A private-use character that no string of the data holds. Raises RequestError if every one
     is used.
     """
     used: set[str] = set()
@@ -96,7 +96,7 @@ def _strings(data: Any) -> Iterator[str]:
 
 
 def check_json(value: Any, path: str, depth: int = 0) -> None:
-    """Raise RequestError, naming the path, where `value` is no plain JSON data: other types, keys
+    """Raise RequestError, naming the path, if `value` is no plain JSON data: other types, keys
     that are no strings, lone surrogates, or more than 64 levels.
 
     depth  levels that `value` already lies below the top

@@ -48,7 +48,7 @@ class GgufTokenizer(NamedTuple):
 
     spec     as a `tokenizer.json` document
     eos_ids  the end-of-text ids, the declared one first
-    bos_id   the begin-of-text id; None where there is none
+    bos_id   the begin-of-text id; None if there is none
     twins    ids that the document leaves out, and their texts: another id has the same, or it is
              empty
     """

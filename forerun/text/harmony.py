@@ -41,7 +41,7 @@ def shows_harmony(template: str) -> bool:
 
 
 def begun_message(prompt_tail: str) -> str | None:
-    """The message that a prompt ends in, from its mark on; None where the tail shows none."""
+    """The message that a prompt ends in, from its mark on; None if the tail shows none."""
     _, mark, rest = prompt_tail.rpartition(START)
     return mark + rest if mark else None
 
@@ -109,7 +109,7 @@ class HarmonyReader:
         return _joined(found)
 
     def _header(self) -> bool:
-        """Read a header; False where more text is needed."""
+        """Read a header; False if more text is needed."""
         header, mark, rest = self._held.partition(MESSAGE)
         if mark:
             self._held = rest
@@ -132,7 +132,7 @@ class HarmonyReader:
             self._kind = "thought" if channel and channel[1] == "analysis" else "content"
 
     def _text(self, found: list[MessagePiece]) -> bool:
-        """Move a message's text out; False where more text is needed."""
+        """Move a message's text out; False if more text is needed."""
         end = _END.search(self._held)
         if end is None:
             size = max(overlap(self._held, mark) for mark in _ENDS)

@@ -31,7 +31,7 @@ class LengthBound:
     blanks: int = 0
 
     def least(self, text: str) -> int:
-        """Tokens that `text` has at least, whatever control strings in it become; 0 where nothing
+        """Tokens that `text` has at least, whatever control strings in it become; 0 if nothing
         is known.
 
         Takes a millisecond per megabyte. Lone surrogates are not counted.

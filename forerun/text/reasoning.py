@@ -54,7 +54,7 @@ class Marks:
         return Stage.ANSWERING if tail.endswith(self.closer) else Stage.UNDECIDED
 
     def begun(self, message: Mapping[str, Any]) -> str | None:
-        """The thought that a model's message breaks off in, without its opener; None where it
+        """The thought that a model's message breaks off in, without its opener; None if it
         breaks off in none.
         """
         content = str(message.get("content") or "")
@@ -140,7 +140,7 @@ class ReasoningReader:
 
 
 def overlap(text: str, mark: str) -> int:
-    """Length of the longest proper beginning of `mark` that `text` ends with; 0 where there is
+    """Length of the longest proper beginning of `mark` that `text` ends with; 0 if there is
     none.
     """
     for size in range(min(len(text), len(mark) - 1), 0, -1):

@@ -76,7 +76,7 @@ class _Here:
 
 class BySize:
     """Renders in two processes, one of them for large conversations, for which small ones never
-    wait. Safe to share between threads. Raises ModelError where the template does not parse.
+    wait. Safe to share between threads. Raises ModelError if the template does not parse.
     """
 
     waits = True
@@ -117,7 +117,7 @@ class Apart:
         self._turn = threading.Lock()
 
     def check(self) -> None:
-        """Compile the template in the process. Raises ModelError where it does not parse."""
+        """Compile the template in the process. Raises ModelError if it does not parse."""
         self._asked({})
 
     def render(self, names: dict[str, Any]) -> str:

@@ -30,7 +30,7 @@ _ASCII = re.compile("[^\x00-\x7f\ue000-\uf8ff]")
 class Template:
     """A compiled template. Safe to share between threads.
 
-    Raises ModelError where it does not parse.
+    Raises ModelError if it does not parse.
     """
 
     def __init__(self, source: str) -> None:
@@ -40,7 +40,7 @@ class Template:
         """The text for these names, which are the template's variables.
 
         Raises RequestError where they cannot be rendered or the template refuses them, ModelError
-        where it does not end within FUEL.
+        if it does not end within FUEL.
         """
         try:
             return self._environment.render_template("chat", **names)

@@ -225,7 +225,7 @@ class Tokenizer:
         specials  control strings in the text become their ids; else they are encoded as plain text
         bos       the ids that the model expects before a plain text come first
 
-        Raises RequestError where the text holds a lone surrogate.
+        Raises RequestError if the text holds a lone surrogate.
         """
         ids = list(self._prefix) if bos else []
         parts = self.split(text, self._controls) if specials else iter([text])
@@ -245,7 +245,7 @@ class Tokenizer:
         first  it begins the whole text (SentencePiece puts a space there); else it stands behind a
                control token
 
-        Raises RequestError where it holds a lone surrogate, or the tokenizer cannot cut it into
+        Raises RequestError if it holds a lone surrogate, or the tokenizer cannot cut it into
         words.
         """
         _check_unicode(text)

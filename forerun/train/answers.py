@@ -81,7 +81,7 @@ class Author(Protocol):
     """Continues prompts, many at once."""
 
     def ask(self, key: int, ask: Ask) -> None:
-        """Begin one continuation; its output comes back under `key`. Raises RequestError where the
+        """Begin one continuation; its output comes back under `key`. Raises RequestError if the
         prompt does not fit the context.
         """
         ...
@@ -126,11 +126,11 @@ class Writer:
 
         prompts  all chats from number 0 on, each ending with a user's turn; None: the target writes
                  the user's turns as well
-        done     called with the number of every chat that is settled and the chat, None where it
+        done     called with the number of every chat that is settled and the chat, None if it
                  came to nothing; in no particular order
         written  chats that count already
 
-        Raises ModelError where hardly any chat is usable, or the template leaves no place for a
+        Raises ModelError if hardly any chat is usable, or the template leaves no place for a
         user's turn.
         """
         until = monotonic() + 60 * self.recipe.minutes if self.recipe.minutes else inf
@@ -168,7 +168,7 @@ class Writer:
 
     def first_message(self, messages: Messages) -> Ints:
         """int32[.]: the template's ids up to where the next user's words would begin, after
-        `messages`. Raises ModelError where the template does not show them as they are.
+        `messages`. Raises ModelError if the template does not show them as they are.
         """
         if not messages and self._first_message is not None:
             return self._first_message
@@ -191,7 +191,7 @@ class Writer:
                 yield number, messages
 
     def _begin(self, key: int, messages: Messages, flying: dict[int, "Session"]) -> bool:
-        """Start chat `key`. False where the prompt does not fit."""
+        """Start chat `key`. False if the prompt does not fit."""
         random, recipe = np.random.default_rng([self.recipe.seed, key]), self.recipe
         drawn = random.random()
         warm = 1.0 if drawn >= 1.0 - recipe.hot else recipe.temperature
@@ -211,7 +211,7 @@ class Writer:
         return key in flying
 
     def _go_on(self, key: int, session: "Session") -> bool:
-        """Ask for what the session wants next; False where there is nothing more."""
+        """Ask for what the session wants next; False if there is nothing more."""
         try:
             if (ask := session.next()) is None:
                 return False
@@ -248,7 +248,7 @@ class Session:
 
     def next(self) -> Ask | None:
         """The continuation that this chat needs next: a user's turn (at T=1) or an answer; None
-        where the chat is over. Raises RequestError where the template refuses the messages.
+        if the chat is over. Raises RequestError if the template refuses the messages.
         """
         if self._over:
             return None
@@ -274,7 +274,7 @@ class Session:
 
     def result(self) -> Chat | None:
         """The chat so far: its last usable answer is what is wanted, with everything before it as
-        context. None where no answer is usable.
+        context. None if no answer is usable.
         """
         return self._chat
 

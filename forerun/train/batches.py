@@ -23,7 +23,7 @@ def _padded(array: AnyArray, pieces: list[ChatPiece]) -> torch.Tensor:
 
 def stored_reader(corpus: Corpus) -> Callable[[list[ChatPiece]], TrainingBatch]:
     """A function from pieces to batches, out of what `write_features` stored beside the corpus:
-    several epochs cost one pass of the target. On the CPU. Raises OSError where features are
+    several epochs cost one pass of the target. On the CPU. Raises OSError if features are
     missing.
     """
     stored = {

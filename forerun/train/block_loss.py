@@ -22,7 +22,7 @@ from forerun.train.loss import DraftVocabulary, StepScore, TrainingBatch, summed
 class Anchors:
     """Which blocks a batch is trained on.
 
-    places  int64[B,N]  position of each block's root; 0 where there are fewer
+    places  int64[B,N]  position of each block's root; 0 if there are fewer
     kept    bool[B,N]   which are real
     """
 

@@ -98,7 +98,7 @@ def write_chats(folder: Path, chats: list[Chat], held_out: int) -> Corpus:
     held_out  chats kept for judging; at least one stays for training and, of two or more, one for
               that
 
-    Raises ModelError where there is no chat.
+    Raises ModelError if there is no chat.
     """
     if not chats:
         raise ModelError("the target wrote no usable answer; nothing to train on")
@@ -115,7 +115,7 @@ def write_chats(folder: Path, chats: list[Chat], held_out: int) -> Corpus:
 
 
 def open_corpus(folder: Path) -> Corpus:
-    """Map a stored corpus. Raises ModelError where a file is missing, short or of another
+    """Map a stored corpus. Raises ModelError if a file is missing, short or of another
     corpus.
     """
     try:
@@ -146,7 +146,7 @@ def write_features(
     progress  called with (tokens done, tokens in all) after each chat
 
     Resumable: chats already done for the same vocabulary and hidden states (progress.json) are
-    kept. Raises ModelError where the disk has too little space.
+    kept. Raises ModelError if the disk has too little space.
     """
     total, width = len(corpus.tokens), head.target_hidden * len(head.features)
     likely = min(LIKELY, len(ids))
@@ -184,7 +184,7 @@ def write_features(
 
 
 def _check_space(folder: Path, shapes: Iterable[tuple[type, tuple[int, ...]]]) -> None:
-    """Raise ModelError where the arrays do not fit: a full disk kills whoever maps a file on it."""
+    """Raise ModelError if the arrays do not fit: a full disk kills whoever maps a file on it."""
     needed = sum(math.prod(shape) * np.dtype(dtype).itemsize for dtype, shape in shapes)
     if needed > (free := shutil.disk_usage(folder).free):
         raise ModelError(

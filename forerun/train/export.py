@@ -29,7 +29,7 @@ def export_head(
     dialect     whose keys and names: SGLang's or speculators'
     full        with the output head, for servers that do not take the target's rows
 
-    Raises OSError where the folder cannot be written.
+    Raises OSError if the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     about = head.head

@@ -23,7 +23,7 @@ def export_block(
     target_ids  int32[Vd] ascending; stored as offsets d2t
     layers      L of the target
 
-    Raises OSError where the folder cannot be written.
+    Raises OSError if the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     stored = {name: t.detach().cpu().to(torch.bfloat16) for name, t in tensors.items()}

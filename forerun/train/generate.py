@@ -105,7 +105,7 @@ class DenseAuthor:
         self._results: _Results | None = None
 
     def ask(self, key: int, ask: Ask) -> None:
-        """Queue one continuation. Raises RequestError where the prompt does not leave room for one
+        """Queue one continuation. Raises RequestError if the prompt does not leave room for one
         token.
         """
         if len(ask.prompt) >= self._context:

@@ -29,7 +29,7 @@ def start_from_target(
     vocabulary  whose rows the output head gets
     seed        of the noise
 
-    Raises ModelError where the target lacks a tensor.
+    Raises ModelError if the target lacks a tensor.
     """
     generator = torch.Generator().manual_seed(seed)
     last = f"model.layers.{checkpoint.architecture.layers - 1}."
@@ -62,7 +62,7 @@ def start_from_target(
 
 
 def check_trainable(draft: DraftFile) -> None:
-    """Raise ModelError where a draft that can be served cannot be trained here: it is EAGLE-1, or
+    """Raise ModelError if a draft that can be served cannot be trained here: it is EAGLE-1, or
     of another width than the target.
     """
     head = draft.head

@@ -41,7 +41,7 @@ def start_block(
     embed, rows  the target's embedding [V,H] and its output rows of the draft vocabulary [Vd,H]
     batch        its answers say what features and tokens look like
 
-    Raises ModelError where the target lacks a tensor.
+    Raises ModelError if the target lacks a tensor.
     """
     generator = torch.Generator().manual_seed(seed)
     target, head = checkpoint.architecture, drafter.head

@@ -221,7 +221,7 @@ def _over(schedule: TrainingSchedule, progress: Progress) -> bool:
 
 
 def _attend(trial: TrainingRun, loss: Tensor, progress: Progress) -> None:
-    """Wait for the device and read the loss. Raises TrainingError where it is not finite: a bad
+    """Wait for the device and read the loss. Raises TrainingError if it is not finite: a bad
     step spoils the weights, so every later loss shows it too.
     """
     progress.loss = float(loss)
@@ -234,7 +234,7 @@ def _attend(trial: TrainingRun, loss: Tensor, progress: Progress) -> None:
 
 
 def _check(run: _Run, progress: Progress) -> None:
-    """Evaluate, keep the best, save. Raises TrainingError where nothing can be written."""
+    """Evaluate, keep the best, save. Raises TrainingError if nothing can be written."""
     trial, ema = run.trial, run.ema
     row = evaluate(trial, progress.step)
     progress.history.append(row)

@@ -80,7 +80,7 @@ def write_corpus(
     prompts  a jsonl file of chats; None: the target writes the user's turns
     report   called with ("answers", written, wanted)
 
-    Goes on where an earlier run stopped. Returns what was left out as well. Raises ModelError where
+    Goes on where an earlier run stopped. Returns what was left out as well. Raises ModelError if
     hardly any chat is usable.
     """
     recipe = Recipe(
@@ -110,7 +110,7 @@ def write_corpus(
 
 def dense_author(source: TrainingTarget, config: TrainConfig) -> DenseAuthor:
     """The author on config.train_device: dense batches on the target's weights, float32 on the CPU,
-    else bfloat16. Raises ConfigError for CUDA without a GPU, MemoryPlanError where one row does not
+    else bfloat16. Raises ConfigError for CUDA without a GPU, MemoryPlanError if one row does not
     fit.
     """
     return DenseAuthor(
@@ -160,8 +160,8 @@ def make_draft(
     start   an EAGLE-3 draft to go on from; None = a new one
     report  called with (what, done, total)
 
-    Goes on where an earlier run stopped. Returns the final progress. Raises TrainingError where
-    training breaks off, ConfigError and ModelError where target or draft cannot be trained.
+    Goes on where an earlier run stopped. Returns the final progress. Raises TrainingError if
+    training breaks off, ConfigError and ModelError if target or draft cannot be trained.
     """
     torch.manual_seed(config.seed)
     device = torch.device(config.train_device)
@@ -256,7 +256,7 @@ def finish(
     trial: TrainingRun, student: Student, progress: Progress, config: TrainConfig, name: str
 ) -> None:
     """Load the best checkpoint into the student, export it to folder/draft, and write metrics.json
-    and report.html beside that. Raises ModelError where there is no checkpoint, OSError.
+    and report.html beside that. Raises ModelError if there is no checkpoint, OSError.
     """
     if not load_snapshot(trial.folder / "best", trial.head, None, Progress()):
         raise ModelError(f"{trial.folder} holds no checkpoint to export")

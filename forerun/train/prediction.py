@@ -171,7 +171,7 @@ def export_prediction(layer: PredictionLayer, target_ids: Ints, folder: Path) ->
 
     target_ids  int32[Vd] ascending; stored as offsets d2t where they are not all
 
-    Raises OSError where the folder cannot be written.
+    Raises OSError if the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     about, frozen = layer.head, ("lm_head.", "target_norm.")

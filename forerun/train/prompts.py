@@ -22,7 +22,7 @@ def read_prompts(path: Path, problems: Problems) -> Iterator[Messages]:
     """Chats of a jsonl file, each ending with a user's turn: {"messages": [...]}, {"turns": [...]}
     (the first turn) or {"prompt": "..."}.
 
-    A bad line is noted in problems.bad_lines and skipped. Raises OSError where the file cannot be
+    A bad line is noted in problems.bad_lines and skipped. Raises OSError if the file cannot be
     read, when iteration begins.
     """
     with path.open(encoding="utf-8-sig", errors="replace") as lines:

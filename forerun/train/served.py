@@ -24,7 +24,7 @@ class ServedAuthor:
 
     def ask(self, key: int, ask: Ask) -> None:
         """Submit one request to the engine; an answer is cut where the context ends, and soon after
-        it is of no use. Raises RequestError where the prompt does not fit or the queue is full.
+        it is of no use. Raises RequestError if the prompt does not fit or the queue is full.
         """
         self._serial += 1
         room = self._loaded.context - len(ask.prompt)

@@ -22,7 +22,7 @@ def save_snapshot(
     """Write a head, optimiser moments and averages (where given) and progress as a folder, in the
     place of what is there; at every instant one whole checkpoint exists.
 
-    Raises OSError where it cannot be written; the one before is then intact.
+    Raises OSError if it cannot be written; the one before is then intact.
     """
     fresh = folder.with_name(folder.name + ".new")
     shutil.rmtree(fresh, ignore_errors=True)
@@ -65,7 +65,7 @@ def load_snapshot(
     """Restore in place what `save_snapshot` wrote; False, and nothing changes, where there is
     nothing. An average that was not kept before begins with the weights as they are.
 
-    Raises ModelError where the checkpoint is of another head.
+    Raises ModelError if the checkpoint is of another head.
     """
     if not folder.exists():
         folder = folder.with_name(folder.name + ".old")

@@ -54,7 +54,7 @@ def eagle_student(
     checkpoint: Checkpoint, ids: Ints, config: TrainConfig, start: DraftFile | None
 ) -> Student:
     """A new EAGLE-3 head for the draft vocabulary ids int32[Vd], or one that begins as `start` is.
-    Raises ModelError where the target cannot have one.
+    Raises ModelError if the target cannot have one.
     """
     about = head_for(checkpoint.architecture, len(ids)) if start is None else start.head
     head = EagleHead(about)
@@ -116,7 +116,7 @@ def block_for(target: Architecture, vocab: int, config: TrainConfig) -> BlockHea
 
 def block_student(checkpoint: Checkpoint, ids: Ints, config: TrainConfig) -> Student:
     """A new block drafter of config.steps draft tokens for the draft vocabulary ids int32[Vd].
-    Seeds torch. Raises ModelError where the target does not fit it.
+    Seeds torch. Raises ModelError if the target does not fit it.
     """
     target = checkpoint.architecture
     about = block_for(target, len(ids), config)

@@ -28,7 +28,7 @@ attention.AttendApart, values may be narrower than keys.
 
 def embeddings(checkpoint: Checkpoint) -> tuple[torch.Tensor, torch.Tensor]:
     """The target's embedding and output rows, each float32[V,H] on the CPU; one tensor where tied.
-    Raises ModelError where a tensor is missing.
+    Raises ModelError if a tensor is missing.
     """
     embed = torch.from_numpy(checkpoint.tensor("model.embed_tokens.weight").copy())
     if checkpoint.architecture.tied_head:

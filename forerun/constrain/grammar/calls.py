@@ -83,7 +83,7 @@ class Rules:
         """Compile the whole grammar with `compile`. Where that is refused, each part is compiled
         alone, so that the error names the part at fault.
 
-        Raises RequestError of the part, else of the whole; BusyError where the compiler is busy.
+        Raises RequestError of the part, else of the whole; BusyError if the compiler is busy.
         """
         try:
             return await compile(self.grammar)
@@ -117,7 +117,7 @@ def tool_rules(
     calling  whether calls are required, and whether there may be several
     answer   a schema for answers without a call; None = free text
 
-    Raises RequestError where `answer` is no JSON schema, or GLM's arguments cannot honour a strict
+    Raises RequestError if `answer` is no JSON schema, or GLM's arguments cannot honour a strict
     one.
     """
     parts = [tool.arguments for tool in tools] + ([answer] if answer else [])
@@ -155,7 +155,7 @@ def tag_rules(tags: Sequence[Tag], triggers: Sequence[str], field: str) -> Rules
     triggers  beginnings of tags; free text may contain none of them
     field     the request field that errors name
 
-    Raises RequestError where a tag does not begin with a trigger.
+    Raises RequestError if a tag does not begin with a trigger.
     """
     heads: dict[str, list[str]] = {trigger: [] for trigger in triggers}
     lines: list[str] = []

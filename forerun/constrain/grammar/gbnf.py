@@ -20,8 +20,8 @@ _NEXT_RULE = re.compile(r"[A-Za-z0-9_-]++(?:[ \t]|#[^\n]*+)*+::=")
 def lark(source: str) -> str:
     """Translate a GBNF grammar to Lark; the same language, matched without greed.
 
-    Raises ValueError, naming the line, where it cannot be read or names a rule that is not there;
-    also where no text of `root` is finite.
+    Raises ValueError, naming the line, if it cannot be read or names a rule that is not there;
+    also if no text of `root` is finite.
     """
     reader = _Reader(source)
     rules = reader.rules()
@@ -215,7 +215,7 @@ def _one(item: _Item, numbers: dict[str, str]) -> str:
 
 
 def _check_ends(rules: dict[str, _Rule]) -> None:
-    """Raise ValueError where no text of `root` is finite."""
+    """Raise ValueError if no text of `root` is finite."""
     ending: set[str] = set()
 
     def ends(items: list[_Item]) -> bool:

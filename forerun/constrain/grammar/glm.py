@@ -51,7 +51,7 @@ def arguments(
     literal  makes a Lark literal of a text
     content  makes a Lark expression of a schema's texts
 
-    Raises RequestError where a strict schema has a keyword that this form cannot honour; of a
+    Raises RequestError if a strict schema has a keyword that this form cannot honour; of a
     lenient one such keywords are left out and listed.
     """
     raw = json.loads(grammar.source)

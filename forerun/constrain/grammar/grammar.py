@@ -68,7 +68,7 @@ class Grammar:
         lenient  leave out keywords that cannot be honoured, instead of refusing them
         field    the request field that errors name
 
-        Raises RequestError where it is no schema, not JSON, larger than MAX_SOURCE or nested too
+        Raises RequestError if it is no schema, not JSON, larger than MAX_SOURCE or nested too
         deep; unless lenient, also for a bad pattern or member.
         """
         if not isinstance(schema, dict | bool):
@@ -103,7 +103,7 @@ class Grammar:
 
     @classmethod
     def choice(cls, choices: Sequence[str], field: str = "grammar") -> Self:
-        """Text that is one of `choices`, exactly. Raises RequestError where there is none, one is
+        """Text that is one of `choices`, exactly. Raises RequestError if there is none, one is
         empty or no string, or all together are larger than MAX_SOURCE.
         """
         if not choices or not all(isinstance(text, str) and text for text in choices):
@@ -120,7 +120,7 @@ class Grammar:
         """Text of a context-free grammar: GBNF (`root ::= ...`) or Lark (`start: ...`). Rules are
         read when it is compiled.
 
-        Raises RequestError where it is larger than MAX_SOURCE or nests brackets deeper than
+        Raises RequestError if it is larger than MAX_SOURCE or nests brackets deeper than
         MAX_NESTING.
         """
         grammar = cls(Kind.GRAMMAR, source, field=field)._checked()

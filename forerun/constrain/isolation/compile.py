@@ -163,7 +163,7 @@ class Compiler:
         return found
 
     def _begin(self, translated: Translated) -> Automaton | str | None:
-        """A new automaton for one request; None where it is to be followed elsewhere."""
+        """A new automaton for one request; None if it is to be followed elsewhere."""
         if translated.expensive:
             return None
         beginning = translated.begin(False)
@@ -178,7 +178,7 @@ class Compiler:
 
 
 def open_compiler(tokenizer: Tokenizer) -> Compiler | None:
-    """A compiler for the tokenizer; None where that declares no end-of-text token, so that no
+    """A compiler for the tokenizer; None if that declares no end-of-text token, so that no
     constrained text could end.
     """
     return Compiler(tokenizer) if tokenizer.eos_ids else None

@@ -43,7 +43,7 @@ def translate(
     one_line    of a schema: white space as json.dumps has it
     vocabulary  that schemas are tried on
 
-    Raises ValueError where the source cannot be read or a strict schema cannot be honoured.
+    Raises ValueError if the source cannot be read or a strict schema cannot be honoured.
     """
     matcher = llguidance.LLMatcher
     if kind == "regex":

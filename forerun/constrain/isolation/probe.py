@@ -72,7 +72,7 @@ def _legal(matcher: Automaton, ends: frozenset[int]) -> list[int]:
 
 
 def _onward(matcher: Automaton, tokens: list[int]) -> int:
-    """The first of these behind which the text goes on; -1 where there is none."""
+    """The first of these behind which the text goes on; -1 if there is none."""
     for token in tokens:
         ahead = matcher.fork()
         if ahead.take(token) and not ahead.complete:

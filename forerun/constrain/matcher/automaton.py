@@ -32,7 +32,7 @@ class Automaton(Protocol):
         ...
 
     def take(self, token: int) -> bool:
-        """Step over token id `token`. False where it does not fit; then nothing has changed, unless
+        """Step over token id `token`. False if it does not fit; then nothing has changed, unless
         a limit was reached (see error).
         """
         ...
@@ -63,7 +63,7 @@ class Vocabulary(Protocol):
 
     @property
     def bos_id(self) -> int | None:
-        """The begin-of-text id; None where there is none."""
+        """The begin-of-text id; None if there is none."""
         ...
 
     @property

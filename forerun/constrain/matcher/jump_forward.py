@@ -46,7 +46,7 @@ class JumpForward:
         self._path: list[int] = []
 
     def draft_tokens(self) -> list[PredictedToken]:
-        """The tokens ahead, likeliest first, parents before children, MAX_AHEAD at most; none where
+        """The tokens ahead, likeliest first, parents before children, MAX_AHEAD at most; none if
         min_prob is above 1. Stops after PATIENCE seconds of work. Call it once; the matcher ends
         where it stood.
         """

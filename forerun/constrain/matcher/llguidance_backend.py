@@ -49,7 +49,7 @@ class GuidanceAutomaton:
         return bool(self._matcher.try_consume_tokens([token]) == 1)
 
     def forced(self) -> list[int]:
-        """Ids that alone can follow, in order; none where the text is whole."""
+        """Ids that alone can follow, in order; none if the text is whole."""
         return [] if self._matcher.is_stopped() else list(self._matcher.compute_ff_tokens())
 
     def mask(self) -> bytes:

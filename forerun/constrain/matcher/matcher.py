@@ -55,7 +55,7 @@ class CompiledGrammar:
     """A grammar ready to run: what a request carries to the engine.
 
     prototype   an automaton that has taken nothing, of this request alone: every sequence gets a
-                copy; None where the grammar is expensive
+                copy; None if the grammar is expensive
     start       what the constraint begins after; None = it begins at once
     vocab       ids below this are known to the automaton
     ends        end-of-text ids
@@ -78,7 +78,7 @@ class CompiledGrammar:
 
     def begin(self) -> Automaton:
         """A new automaton at the beginning, on this thread whatever it costs. Raises EngineError
-        where the library has none.
+        if the library has none.
         """
         if self.prototype is not None:
             return self.prototype.fork()
@@ -151,7 +151,7 @@ class Matcher:
         return self._position().error if self._path else self._automaton.error
 
     def commit(self, token: int) -> bool:
-        """Step over `token`, which is decided; draft tokens are taken back first. False where it
+        """Step over `token`, which is decided; draft tokens are taken back first. False if it
         does not fit; then nothing else has changed.
         """
         self.back(len(self._trail))
@@ -168,7 +168,7 @@ class Matcher:
         return True
 
     def advance(self, token: int) -> bool:
-        """Step over draft token `token`. False where it does not fit; then nothing has changed."""
+        """Step over draft token `token`. False if it does not fit; then nothing has changed."""
         before = self._start.seen, self._path
         given = self._start.take(token)
         if given is None:

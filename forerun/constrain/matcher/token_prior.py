@@ -54,7 +54,7 @@ class Places:
             self._weights.popitem(last=False)
 
     def at(self, place: Hashable) -> Weights:
-        """Decayed counts by token of what was chosen at a place; {} where nothing was."""
+        """Decayed counts by token of what was chosen at a place; {} if nothing was."""
         return self._weights.get(place, {})
 
 
@@ -78,7 +78,7 @@ class TokenPrior:
 
     def likely(self, mask: bytes, text: Sequence[int]) -> list[tuple[int, float]]:
         """The likeliest tokens after `text` that `mask` allows, and their probabilities, best
-        first, CHILDREN at most; none where nothing is known.
+        first, CHILDREN at most; none if nothing is known.
 
         Estimates go from the most general place to the most special, each smoothed by the one
         before (back-off).

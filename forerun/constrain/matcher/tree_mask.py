@@ -45,7 +45,7 @@ class TreeGrammars:
         """Start a fresh matcher in `slot` and advance it over the output so far, in a process of
         its own where the grammar is expensive or fails here.
 
-        Raises RequestError where `grammar` is not a CompiledGrammar.
+        Raises RequestError if `grammar` is not a CompiledGrammar.
         """
         if not isinstance(grammar, CompiledGrammar):
             raise RequestError("the grammar of a request must be compiled", "grammar")
@@ -104,7 +104,7 @@ class TreeGrammars:
         return guided
 
     def mask(self, slot: int) -> bytes | None:
-        """The mask of what may follow next in `slot`, one bit per id; None where every
+        """The mask of what may follow next in `slot`, one bit per id; None if every
         token may.
         """
         if slot in self._remote:
@@ -127,7 +127,7 @@ class TreeGrammars:
         return scores
 
     def masks(self, slots: Ints, trees: TreeBatch) -> NodeMasks | None:
-        """Masks for the nodes of every constrained row that can be reached; None where no row of
+        """Masks for the nodes of every constrained row that can be reached; None if no row of
         slots int32[B] is constrained. Matchers end where they stood.
         """
         rows = [(row, slot) for row, slot in enumerate(slots.tolist()) if slot in self._compiled]

@@ -14,7 +14,7 @@ MAX_LEVELS = 250
 
 
 def check_depth(value: Any, field: str) -> None:
-    """Raise RequestError where a value is nested deeper than MAX_LEVELS; iterative, so any depth is
+    """Raise RequestError if a value is nested deeper than MAX_LEVELS; iterative, so any depth is
     safe.
     """
     level = [value]
@@ -29,7 +29,7 @@ def check_depth(value: Any, field: str) -> None:
 
 
 def check_size(value: Any, most: int, field: str) -> None:
-    """Raise RequestError where the JSON text of a value certainly has more than `most` bytes; looks
+    """Raise RequestError if the JSON text of a value certainly has more than `most` bytes; looks
     at no more of it than that.
     """
     size, todo = 0, [value]

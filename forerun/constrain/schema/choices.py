@@ -25,7 +25,7 @@ Schema = dict[str, Any]
 
 def exclusive_choice(raw: Schema, branches: list[Any], resolve: Resolve) -> list[Any] | None:
     """The rewritten branches of a `oneOf` as branches of an `anyOf`, each without what another one
-    allows too; None where that cannot be said.
+    allows too; None if that cannot be said.
 
     raw       the schema as it was sent, with its `oneOf`
     branches  rewritten, one each
@@ -51,8 +51,8 @@ def exclusive_choice(raw: Schema, branches: list[Any], resolve: Resolve) -> list
 
 
 def negated(schema: Any, raw: Schema, resolve: Resolve) -> Any:  # noqa: PLR0911
-    """A schema of values that are not valid under `schema`, perhaps not of all of them; False where
-    there are none, None where none is known.
+    """A schema of values that are not valid under `schema`, perhaps not of all of them; False if
+    there are none, None if none is known.
 
     raw  what stands beside the `not`
     """

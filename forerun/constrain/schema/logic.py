@@ -60,7 +60,7 @@ def values_of(schema: Schema) -> list[Any] | None:
 
 
 def exact_values(schema: Any) -> list[Any] | None:
-    """The values that the schema allows, all of them and no others; None where that cannot be
+    """The values that the schema allows, all of them and no others; None if that cannot be
     listed.
     """
     if not isinstance(schema, dict) or schema.keys() - {"type", "const", "enum"} - NOTES:
@@ -106,7 +106,7 @@ def without_types(kept: frozenset[str] | None, gone: frozenset[str]) -> list[str
 
 
 def disjoint(one: Any, other: Any, resolve: Resolve, depth: int = 0) -> bool:
-    """Whether certainly no value is valid under both schemas; False where that is not certain."""
+    """Whether certainly no value is valid under both schemas; False if that is not certain."""
     one, other = resolve(one), resolve(other)
     if one is False or other is False:
         return True
@@ -226,8 +226,8 @@ def beside(base: Schema, branch: Any) -> Any:
 
 
 def narrowed(one: Any, other: Any, resolve: Resolve) -> Schema | None:  # noqa: PLR0911
-    """A schema to hold beside `one` so that no value of `other` is left; {} where they are disjoint
-    already, None where none is known.
+    """A schema to hold beside `one` so that no value of `other` is left; {} if they are disjoint
+    already, None if none is known.
     """
     if disjoint(one, other, resolve):
         return {}
@@ -250,7 +250,7 @@ def narrowed(one: Any, other: Any, resolve: Resolve) -> Schema | None:  # noqa: 
 
 
 def other_values(gone: list[Any], known: Any) -> Any:
-    """A schema of values that are none of `gone`; False where there are none, None where none is
+    """A schema of values that are none of `gone`; False if there are none, None if none is
     known.
 
     known  a schema that they satisfy as well

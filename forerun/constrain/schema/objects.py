@@ -26,7 +26,7 @@ def dependencies(schema: Schema) -> dict[str, list[Any]]:
 
 
 def depending(name: str, needs: Any, required: list[str]) -> Schema:
-    """One dependency as a schema to hold beside the others; {} where it always holds.
+    """One dependency as a schema to hold beside the others; {} if it always holds.
 
     name      the key on which `needs` depends
     needs     names of keys, or a rewritten schema
@@ -85,7 +85,7 @@ def counted(schema: Schema) -> tuple[Schema, list[str]]:
 
 
 def _chosen(optional: list[str], least: int, most: Any, required: int) -> list[Schema] | None:
-    """Alternatives of which optional keys are there; None where there are too many."""
+    """Alternatives of which optional keys are there; None if there are too many."""
     sizes = range(max(least, 0), len(optional) + 1)
     if most is None:
         sizes = range(least, least + 1)
@@ -103,7 +103,7 @@ def _chosen(optional: list[str], least: int, most: Any, required: int) -> list[S
 
 
 def named(schema: Schema, names: Any) -> Schema | None:  # noqa: PLR0911
-    """A copy with only the keys that `propertyNames` (`names`) allows; None where that cannot be
+    """A copy with only the keys that `propertyNames` (`names`) allows; None if that cannot be
     said.
     """
     properties = dict(schema.get("properties") or {})

@@ -111,7 +111,7 @@ def _stands(schema: Any, path: str) -> bool:
 
 
 def _step(node: Any, path: str, root: Any) -> tuple[str, Any, str] | None:
-    """The first step of a path, what stands there, and the rest of the path; None where there is
+    """The first step of a path, what stands there, and the rest of the path; None if there is
     nothing. What is joined with a schema, by `allOf` or `$ref`, counts as part of it.
     """
     if isinstance(node, list) and path.startswith("["):

@@ -62,7 +62,7 @@ def children(schema: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
 
 def locate(source: str, message: str) -> str | None:
     """The path of the first keyword, reference or value in a schema (`source`, JSON) that a
-    compiler's message quotes; None where none is found.
+    compiler's message quotes; None if none is found.
     """
     found = _located(json.loads(source), message)
     return None if found is None else _path(found[0], found[2])

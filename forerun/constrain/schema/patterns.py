@@ -35,7 +35,7 @@ def portable(pattern: str, field: str) -> str:
     """The pattern for Rust's regex engine, with the meaning that JavaScript gives it: `[`, `&&`,
     `--` and `~~` are plain characters in a class; digits and letters are ASCII's.
 
-    Raises RequestError, naming `field` and pointing at the character, where a bracket has no
+    Raises RequestError, naming `field` and pointing at the character, if a bracket has no
     partner, groups nest deeper than MAX_NESTING, or every text is longer than MAX_FORCED: such a
     text would be forced anew on every step.
     """

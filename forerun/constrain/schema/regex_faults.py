@@ -41,7 +41,7 @@ Fault = tuple[int, str]
 
 
 def regex_fault(pattern: str) -> Fault | None:
-    """The first fault of a pattern that no dialect takes; None where one may take it. Takes time in
+    """The first fault of a pattern that no dialect takes; None if one may take it. Takes time in
     proportion to the pattern's length.
     """
     if _UNJUDGED.search(pattern):

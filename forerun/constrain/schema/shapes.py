@@ -27,7 +27,7 @@ _SINGLE = frozenset(
 
 
 def check_types(root: Schema) -> None:
-    """Raise ValueError, naming the path, where a `type` is none of JSON's. `any`, which tools of
+    """Raise ValueError, naming the path, if a `type` is none of JSON's. `any`, which tools of
     agents have, is none, and says nothing.
     """
     for path, schema in schemas(root):

@@ -121,7 +121,7 @@ _SOME = re.compile(rf"\^{_ANY}(?:(\+)|\{{(\d+)(,?)(\d*)\}})\$")
 
 def only_lengths(pattern: str) -> tuple[int, int | None] | None:
     """The least and the most characters of the texts that a pattern matches, where it says nothing
-    else of them; None where it does.
+    else of them; None if it does.
     """
     if _ALL.fullmatch(pattern):
         return 0, None

@@ -75,7 +75,7 @@ class Buckets:
         return tuple(sorted(sizes, key=lambda size: size.total))
 
     def round(self, rows: int, nodes: int) -> Bucket | None:
-        """The size of the one round that runs `rows` rows of `nodes` nodes; None where none
+        """The size of the one round that runs `rows` rows of `nodes` nodes; None if none
         does.
         """
         if rows > self.rows[-1] or nodes > self.nodes[-1]:

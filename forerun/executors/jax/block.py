@@ -46,7 +46,7 @@ class BlockNetwork(NamedTuple):
 
     @property
     def first(self) -> int:
-        """Index of the first place of a block that predicts a draft token: 0 where the root's own
+        """Index of the first place of a block that predicts a draft token: 0 if the root's own
         place does (`anchored`), else 1.
         """
         return 0 if self.about.anchored else 1

@@ -39,7 +39,7 @@ from forerun.types import AnyArray, Ints
 class JaxBlockModel:
     """DraftModel on XLA, on the devices and in the dtype of its target; whole on each device.
 
-    Raises MemoryPlanError where it does not fit, EngineError where a block is larger than a step.
+    Raises MemoryPlanError if it does not fit, EngineError if a block is larger than a step.
     """
 
     def __init__(self, executor: JaxExecutor, checkpoint: Checkpoint, draft: BlockFile) -> None:
@@ -69,7 +69,7 @@ class JaxBlockModel:
 
         features  one row per token, of this executor
 
-        Returns no candidates. Raises EngineError for an unsound extension, or where candidates are
+        Returns no candidates. Raises EngineError for an unsound extension, or if candidates are
         wanted.
         """
         check_extension(extension, self._limits)
@@ -109,7 +109,7 @@ class JaxBlockModel:
         for the device.
 
         Returns [R,depth,k] with k = block.candidates, or Vd where that is smaller. Raises
-        EngineError where `block` is not sound or a log-probability is not finite.
+        EngineError if `block` is not sound or a log-probability is not finite.
         """
         check_block(block, self._about.depth, self._limits)
         sizes = self._executor.buckets.rows

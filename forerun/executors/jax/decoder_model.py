@@ -9,7 +9,7 @@ from forerun.models.whole_draft import WholeDraft
 
 
 class JaxDecoderModel(JaxLevelModel):
-    """Raises MemoryPlanError where it does not fit."""
+    """Raises MemoryPlanError if it does not fit."""
 
     def __init__(self, executor: JaxExecutor, draft: WholeDraft) -> None:
         check_runs(draft.checkpoint.architecture)

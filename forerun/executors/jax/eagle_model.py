@@ -9,7 +9,7 @@ from forerun.models.draft_folder import DraftFile
 
 
 class JaxEagleModel(JaxLevelModel):
-    """Raises ModelError for a head without an embedding of its width, MemoryPlanError where it does
+    """Raises ModelError for a head without an embedding of its width, MemoryPlanError if it does
     not fit.
     """
 

@@ -63,7 +63,7 @@ class JaxExecutor(Executor):
     ties.
 
     Raises ConfigError for an unknown dtype, limits that are not the model's, or shards that the
-    model or the machine does not have; MemoryPlanError where weights, cache and the largest round
+    model or the machine does not have; MemoryPlanError if weights, cache and the largest round
     do not fit. All before anything is allocated.
     """
 
@@ -207,7 +207,7 @@ class JaxExecutor(Executor):
 
     def begin(self, plan: Plan, trees: TreeBatch, masks: NodeMasks | None = None) -> JaxRound:
         """Dispatch the step; waits for nothing. Rounds with a row under a grammar begin with
-        `finish`, which brings its masks. Raises EngineError where the plan is too large or a
+        `finish`, which brings its masks. Raises EngineError if the plan is too large or a
         position has no page.
         """
         count = len(trees.tokens)
@@ -238,7 +238,7 @@ class JaxExecutor(Executor):
         return self._begun(round)
 
     def begin_after(self, running: Round, plan: Plan, ends: Ints) -> JaxRound:
-        """Begin a step on what the running one leaves; NotYetError where no one round can."""
+        """Begin a step on what the running one leaves; NotYetError if no one round can."""
         width, levels = self._within
         depth = np.minimum(plan.max_depth, levels).tolist()
         bounds = zip(plan.max_nodes.tolist(), depth, strict=True)
@@ -279,7 +279,7 @@ class JaxExecutor(Executor):
 
     @property
     def _within(self) -> tuple[int, int]:
-        """Width and levels of the trees that rounds grow; 0 where they grow none."""
+        """Width and levels of the trees that rounds grow; 0 if they grow none."""
         return (self._grown.width, self._grown.depth) if self._drafts_within else (0, 0)
 
     def _dispatch(self, round: JaxRound, cut: list[Batch], masks: NodeMasks | None = None) -> None:

@@ -40,7 +40,7 @@ class JaxFeatures:
         return cls(programs, round.place, ring, accepted, begin)
 
     def select(self, nodes: AnyArray) -> "JaxFeatures":
-        """The rows nodes int[n], in this order, without a copy. Raises EngineError where a node is
+        """The rows nodes int[n], in this order, without a copy. Raises EngineError if a node is
         out of range.
         """
         if len(nodes) and not 0 <= nodes.min() <= nodes.max() < len(self.place):

@@ -83,7 +83,7 @@ class _Chains(NamedTuple):
 class JaxLevelModel:
     """DraftModel on XLA, on the devices and in the dtype of its target.
 
-    Raises MemoryPlanError where it does not fit.
+    Raises MemoryPlanError if it does not fit.
 
     load   called then: params["draft"], on the devices
     facts  of `describe`, beside bytes and vocabulary
@@ -111,7 +111,7 @@ class JaxLevelModel:
 
         features  one row per token; None for a network that reads tokens alone
 
-        Returns candidates [s,k] of the scored tokens; waits for these. Raises EngineError where the
+        Returns candidates [s,k] of the scored tokens; waits for these. Raises EngineError if the
         extension or its features are not sound.
         """
         check_extension(extension, self._limits)
@@ -156,7 +156,7 @@ class JaxLevelModel:
     def expand(self, level: DraftLevel) -> Candidates:
         """Run one level of n draft tokens, at most `level_nodes` of a row in one dispatch.
 
-        Returns candidates [n,k]; waits for them. Raises EngineError where the level is not sound.
+        Returns candidates [n,k]; waits for them. Raises EngineError if the level is not sound.
         """
         count = len(level.tokens)
         check_level(level, self._limits)

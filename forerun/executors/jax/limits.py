@@ -6,7 +6,7 @@ from forerun.models.layer_spec import Experts
 
 
 def refusal(arch: Architecture) -> str | None:
-    """Why this executor cannot run the model, as one clause for an error message; None where it
+    """Why this executor cannot run the model, as one clause for an error message; None if it
     can.
     """
     specs = arch.layer_specs
@@ -29,7 +29,7 @@ def refusal(arch: Architecture) -> str | None:
 
 
 def check_runs(arch: Architecture) -> None:
-    """Raise ModelError, which names the torch executor instead, where `refusal` has a reason."""
+    """Raise ModelError, which names the torch executor instead, if `refusal` has a reason."""
     reason = refusal(arch)
     if reason is not None:
         raise ModelError(f"{reason}; use the torch executor (--executor torch)")

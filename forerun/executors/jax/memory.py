@@ -31,7 +31,7 @@ def planned_bytes(
 
 
 def check_fits(parts: dict[str, int], device: Any, shards: int) -> None:
-    """Raise MemoryPlanError, with the parts and what to lower, where they exceed what is free now.
+    """Raise MemoryPlanError, with the parts and what to lower, if they exceed what is free now.
 
     parts   bytes by purpose, all devices together
     device  one of `shards` like it
@@ -56,6 +56,6 @@ def _free_on(device: Any, shards: int) -> int:
 
 def free_bytes(platform: str | None, shards: int) -> int:
     """Bytes free on `shards` devices of a platform (None = jax's own choice); the machine's memory
-    where the device does not say. Raises ConfigError where jax has no such device.
+    where the device does not say. Raises ConfigError if jax has no such device.
     """
     return _free_on(devices_of(platform)[0], shards)

@@ -9,7 +9,7 @@ from forerun.models.prediction_layers import PredictionLayers
 
 
 class JaxPredictionModel(JaxLevelModel):
-    """Raises ModelError where there are layers for several depths; MemoryPlanError where they do
+    """Raises ModelError if there are layers for several depths; MemoryPlanError where they do
     not fit.
     """
 

@@ -168,7 +168,7 @@ class JaxPrograms:
 
     def run(self, key: Key, *given: Any) -> Any:
         """Dispatch a program that changes the state. Returns its record on the device, not waited
-        for; None where it has none. A program that is not compiled yet is compiled first and
+        for; None if it has none. A program that is not compiled yet is compiled first and
         counted in `late`.
         """
         self.dispatches += 1

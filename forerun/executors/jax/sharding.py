@@ -86,7 +86,7 @@ class Sharding:
 
 
 def check_shards(arch: Architecture, shards: int, devices: int) -> None:
-    """Raise ConfigError where there are fewer than `shards` devices, or heads, vocabulary,
+    """Raise ConfigError if there are fewer than `shards` devices, or heads, vocabulary,
     feed-forward or experts do not divide by it.
     """
     if shards > devices:

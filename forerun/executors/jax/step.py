@@ -85,7 +85,7 @@ def _certain(sampling: Sampling) -> bool:
 
 def complete(round: JaxRound) -> None:
     """Fill in plan, batch and trees of a round that went on from another, from its record; waits
-    for it. Changes `round`. Raises EngineError where the round before is not finished.
+    for it. Changes `round`. Raises EngineError if the round before is not finished.
     """
     batch, rows = round.batches[0], round.plan.rows
     round.records[0] = record = jax.device_get(round.records[0])

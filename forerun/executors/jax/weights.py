@@ -40,7 +40,7 @@ def load_params(checkpoint: Checkpoint, dtype: Any, sharding: Sharding, stacked:
     """A checkpoint's parameters on the devices, as the pytree above; each device reads its own part
     only.
 
-    dtype  of matrices; stacked: layers in one array per name. Raises ModelError where a tensor is
+    dtype  of matrices; stacked: layers in one array per name. Raises ModelError if a tensor is
     missing or of another shape.
     """
     arch = checkpoint.architecture
@@ -72,7 +72,7 @@ def load_named(
     checkpoint: Checkpoint, names: dict[str, str], dtype: Any, sharding: Sharding
 ) -> Params:
     """Parameters on the devices under the short names in `names`, which maps them to the
-    checkpoint's. Raises ModelError where a tensor is missing.
+    checkpoint's. Raises ModelError if a tensor is missing.
     """
     reader = _Reader(checkpoint, dtype, sharding)
     return {short: reader.made(short, name) for short, name in names.items()}
@@ -80,7 +80,7 @@ def load_named(
 
 def load_layer(checkpoint: Checkpoint, dtype: Any, sharding: Sharding) -> Params:
     """Parameters of the first decoder layer, by short name, in `dtype`, on the devices of
-    `sharding`. Raises ModelError where a tensor cannot be read.
+    `sharding`. Raises ModelError if a tensor cannot be read.
     """
     group = _grouped(checkpoint, "model.layers.0.")
     reader = _Reader(checkpoint, dtype, sharding)

@@ -50,7 +50,7 @@ class TorchExecutor(ModelRunner, Executor):
 
     def open(self, slot_init: SlotInit) -> None:
         """Bind a sequence to its slot, with its sampling; where layers are recurrent with the state
-        of its cached tokens. Raises EngineError where that was not kept.
+        of its cached tokens. Raises EngineError if that was not kept.
         """
         if self.states is not None:
             self.states.open(slot_init)

@@ -81,7 +81,7 @@ class TorchStepFeatures(TorchFeatures):
 
     def select(self, nodes: AnyArray) -> "TorchStepFeatures":
         """Features of the nodes int[n], by their flat numbers here, in this order; nothing is
-        copied. Raises EngineError where one is not there.
+        copied. Raises EngineError if one is not there.
         """
         if len(nodes) and not 0 <= nodes.min() <= nodes.max() < len(self.place):
             raise EngineError(

@@ -26,7 +26,7 @@ LOOK = timedelta(seconds=0.25)
 
 class Group(Protocol):
     """The ranks, as one of them sees them. Every rank calls each verb, in the same order and with
-    the same shapes. Raises RuntimeError where a rank is gone.
+    the same shapes. Raises RuntimeError if a rank is gone.
     """
 
     tp: TensorParallel
@@ -39,12 +39,12 @@ class Group(Protocol):
 
     def gathered(self, x: Tensor) -> list[Tensor]:
         """On rank 0 every rank's `x` [...], by rank; elsewhere an empty list. Raises RuntimeError
-        where a rank is gone.
+        if a rank is gone.
         """
         ...
 
     def everywhere(self, x: Tensor) -> list[Tensor]:
-        """Every rank's `x` [...], by rank, on every rank. Raises RuntimeError where a rank
+        """Every rank's `x` [...], by rank, on every rank. Raises RuntimeError if a rank
         is gone.
         """
         ...
@@ -186,7 +186,7 @@ class Processes:
 
 
 def _done(work: Any) -> bool:
-    """Whether it is, within LOOK. Raises RuntimeError where it failed."""
+    """Whether it is, within LOOK. Raises RuntimeError if it failed."""
     try:
         work.wait(LOOK)
     except RuntimeError:

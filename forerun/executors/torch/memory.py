@@ -64,7 +64,7 @@ def planned_bytes(
 
 
 def check_fits(parts: dict[str, int], device: torch.device) -> None:
-    """Raise MemoryPlanError where the parts exceed what is free now."""
+    """Raise MemoryPlanError if the parts exceed what is free now."""
     on_cuda = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if on_cuda else memory_available()
     if sum(parts.values()) > free:

@@ -169,7 +169,7 @@ class ModelRunner:
         """Keep, from the next step on, the residual streams entering these layers, for a draft
         model (transformers' hidden_states indices; L = after the last layer, before its norm).
 
-        Raises ConfigError where the model has no such layer, MemoryPlanError where there is no room
+        Raises ConfigError if the model has no such layer, MemoryPlanError if there is no room
         to keep them.
         """
         last = self.decoder.arch.layers

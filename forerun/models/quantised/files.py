@@ -57,7 +57,7 @@ class QuantisedFile(TensorFile):
         return four_bits(self.matrices[name])
 
     def grouped(self, name: str) -> Grouped | None:
-        """The matrix in few bits with its scales; None where its storage is another."""
+        """The matrix in few bits with its scales; None if its storage is another."""
         return grouped(self.matrices[name])
 
     def packed(self, name: str) -> Packed | None:

@@ -18,7 +18,7 @@ _ORDERS = ("g_idx", "weight_g_idx")
 
 
 def four_bit_group(matrix: StoredMatrix) -> int:
-    """Columns that share a scale and a zero point; 0 where they are not 4 bits, not whole groups in
+    """Columns that share a scale and a zero point; 0 if they are not 4 bits, not whole groups in
     the columns' order, or where a scale is not a finite half.
     """
     method, columns = matrix.method, matrix.shape[1]

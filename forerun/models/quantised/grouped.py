@@ -20,7 +20,7 @@ _SCALES = ("weight_scale", "weight_scale_inv", "scales")
 
 
 def grouped(matrix: StoredMatrix) -> Grouped | None:
-    """The matrix; None where its numbers are neither 4-bit nor 8-bit, or columns that say their
+    """The matrix; None if its numbers are neither 4-bit nor 8-bit, or columns that say their
     groups are not as many in each group. Raises ModelError for a group that is none.
     """
     method, columns = matrix.method, matrix.shape[1]

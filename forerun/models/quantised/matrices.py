@@ -59,7 +59,7 @@ class StoredMatrix:
     shape: tuple[int, int]
 
     def floats(self) -> Floats:
-        """float32[N,K]. Raises ModelError where a column's group is none of those there are."""
+        """float32[N,K]. Raises ModelError if a column's group is none of those there are."""
         return self.part(slice(0, self.shape[0]), slice(0, self.shape[1]))
 
     def part(self, rows: slice, columns: slice) -> Floats:
@@ -381,7 +381,7 @@ def _grouped(
 
 
 def column_groups(matrix: StoredMatrix, part: str, count: int) -> AnyArray:
-    """int[K]: each column's group. Raises ModelError where one is not of 0 .. count-1."""
+    """int[K]: each column's group. Raises ModelError if one is not of 0 .. count-1."""
     groups = matrix.integers(part)
     if groups.min() < 0 or groups.max() >= count:
         raise ModelError(

@@ -52,7 +52,7 @@ class Geometry:
 
 def positions_of(geometry: Geometry) -> Tensor:
     """The nodes' positions int32[M], in tokens, which a layer with a window needs. Raises
-    EngineError where the step has none.
+    EngineError if the step has none.
     """
     if geometry.position is None:
         raise EngineError("a layer has a sliding window, but the step's positions were not given")

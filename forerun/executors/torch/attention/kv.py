@@ -188,7 +188,7 @@ class PagedCache:
     def slots_of(self, table: Ints, row: AnyArray | int, positions: AnyArray) -> Slots:
         """int64[n] slots of positions [n] in rows [n], or all in one, of a page table int32[B,W].
 
-        Raises EngineError where a position has no page.
+        Raises EngineError if a position has no page.
         """
         number = positions // self.page_size
         inside = number < table.shape[1]

@@ -54,7 +54,7 @@ def choosing_nodes(plan: Plan, trees: TreeBatch) -> Ints:
 def places_of(plan: Plan, trees: TreeBatch, cache: PagedCache) -> Slots:
     """int64[M] where the keys and values of a step's flat nodes are: of known tokens in their pages
     at once, because they become permanent whatever is accepted; of draft tokens in scratch, one
-    after the other. Raises EngineError where a known token's position has no page.
+    after the other. Raises EngineError if a known token's position has no page.
     """
     row = np.repeat(np.arange(plan.rows), np.diff(trees.start))
     drafted = np.arange(len(row)) - trees.start[row] >= trees.known[row]

@@ -84,7 +84,7 @@ def prompt_rows(trees: TreeBatch, tile: int) -> list[int]:
 def without(
     geometry: Geometry, plan: Plan, trees: TreeBatch, groups: int, rows: list[int]
 ) -> Geometry | None:
-    """The geometry of a step but for some rows; None where no other is left. What attention gives
+    """The geometry of a step but for some rows; None if no other is left. What attention gives
     for the nodes of those rows is left undefined.
     """
     tiles = tiles_of(trees.start, geometry.tile)

@@ -110,7 +110,7 @@ class States:
         return rows_of(limits) * arch.delta.state_bytes(arch.recurrent_layers)
 
     def open(self, slot_init: SlotInit) -> None:
-        """A sequence takes a slot, with the state of its cached tokens. Raises EngineError where
+        """A sequence takes a slot, with the state of its cached tokens. Raises EngineError if
         that is not kept.
         """
         row, slot = self.book.open(slot_init), slot_init.slot

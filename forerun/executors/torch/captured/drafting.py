@@ -119,7 +119,7 @@ class LevelDrafting(Drafting):
     def work(
         self, size: Size, committed: CommittedRound, features: Tensor | None, grown: Tensor
     ) -> Tensor | None:
-        """As Drafting.work; features [M,F*H], None where the model reads none."""
+        """As Drafting.work; features [M,F*H], None if the model reads none."""
         model = self._model
         if size not in self._forests:
             device = committed.accepted.choices.device

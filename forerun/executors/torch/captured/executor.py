@@ -139,7 +139,7 @@ class CapturedExecutor(Executor):
     # --- a step ------------------------------------------------------------------------------
 
     def size_of(self, plan: Plan, trees: TreeBatch, masked: bool = False) -> Size | None:
-        """The declared size that the step runs as, with what is requested where it fits; None where
+        """The declared size that the step runs as, with what is requested where it fits; None if
         it cannot be run as a round.
         """
         if not (trees.known == 1).all() or not plan.samples.all():
@@ -196,7 +196,7 @@ class CapturedExecutor(Executor):
 
     @torch.inference_mode()
     def begin_after(self, running: Round, plan: Plan, ends: Ints) -> CapturedRound:
-        """Begin a round on what the running one leaves; NotYetError where no round can be."""
+        """Begin a round on what the running one leaves; NotYetError if no round can be."""
         before, runner, choosing = self.last, self.runner, self._shaped.choosing
         if runner.future is None or before is None or before is not running:
             raise NotYetError("no round runs that keeps what the next one needs")

@@ -156,7 +156,7 @@ def prepare_inputs_carried(
 
 
 def check_pages(plan: Plan, last: AnyArray, page_size: int) -> None:
-    """Raise EngineError where the last position int[B] that a row can reach has no page."""
+    """Raise EngineError if the last position int[B] that a row can reach has no page."""
     page = last // page_size
     inside = page < plan.page_table.shape[1]
     if not inside.all() or (plan.page_table[np.arange(plan.rows), page] < 0).any():

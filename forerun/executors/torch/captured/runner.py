@@ -155,7 +155,7 @@ class CudaGraphRunner:
         self._runs.clear()
 
     def runs_as(self, size: Size) -> Size | None:
-        """The captured size that a round of this size runs at, None where there is none; the size
+        """The captured size that a round of this size runs at, None if there is none; the size
         itself while programs are not sealed.
         """
         if not self.programs.sealed:

@@ -126,7 +126,7 @@ class ShapedRows:
         return entries
 
     def _biases(self, slot: int, sampling: Sampling) -> AnyArray | None:
-        """The slot's biases; None where nothing changes."""
+        """The slot's biases; None if nothing changes."""
         if not sampling.logit_bias and slot not in self._biased:
             return None
         biases = np.zeros(self._history.shape[1], np.float32)

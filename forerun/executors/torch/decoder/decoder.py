@@ -253,7 +253,7 @@ class Decoder(Ends):
     narrow     the blocks' weights are rounded to float8; embedding and head stay in `dtype`
     group      the ranks that have the other parts, if there are any
     ropes, frequencies  the layers' rotary positions, each kind once, and float32[K,E/2] of them
-    row_sizes  row counts its products may be run at (see layers.padded_rows); empty where bits
+    row_sizes  row counts its products may be run at (see layers.padded_rows); empty if bits
                may depend on the batch: anywhere but in Linear's float32 on the CPU with PLAIN
     """
 

@@ -45,7 +45,7 @@ class FewBits:
     numbers  [blocks,N,bytes of a block] in the order of `order`: int8; uint8 of float8 and of 4
              bits, where byte i has number i in its low bits and number i + block/2 in its high ones
     scales   [groups,N]
-    zeros    float32[groups,N]; None where there are none. In 4 bytes, which is what a device copies
+    zeros    float32[groups,N]; None if there are none. In 4 bytes, which is what a device copies
              ahead at least
     order    int32[K] the column of every number; None: its own
     through  int32[tiles] how many of a tile's programs are through: 0 between products

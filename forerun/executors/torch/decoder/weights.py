@@ -95,7 +95,7 @@ class Weights:
         self._staging = staging(device)
 
     def vector(self, name: str) -> Tensor | None:
-        """The vector float32[N] of that name, whatever the dtype; None where the model has no such
+        """The vector float32[N] of that name, whatever the dtype; None if the model has no such
         tensor.
         """
         return self._load(name).float() if name in self._names else None
@@ -179,7 +179,7 @@ class Weights:
 
     def _kept(self, names: tuple[str, ...]) -> Product | None:
         """The matrices called names as one product in few bits, or side by side where some are, but
-        not all alike; None where none is.
+        not all alike; None if none is.
         """
         assert self._few_bits is not None
         found = [kept_matrix(self._checkpoint, f"{name}.weight") for name in names]

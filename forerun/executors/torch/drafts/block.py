@@ -123,7 +123,7 @@ class TorchBlockModel:
 
     cache, ids, ropes, gqa_group  as of LevelModel
 
-    Raises MemoryPlanError where it does not fit, EngineError where a block is larger than a step.
+    Raises MemoryPlanError if it does not fit, EngineError if a block is larger than a step.
     """
 
     def __init__(self, executor: TorchTarget, checkpoint: Checkpoint, draft: BlockFile) -> None:
@@ -273,7 +273,7 @@ def _loaded(executor: TorchTarget, draft: BlockFile) -> BlockDrafter:
 def _borrowed_rows(
     executor: TorchTarget, checkpoint: Checkpoint, draft: BlockFile
 ) -> Tensor | None:
-    """[Vd,H] the target's output rows of a draft vocabulary; None where all or none are used."""
+    """[Vd,H] the target's output rows of a draft vocabulary; None if all or none are used."""
     if draft.head.own_head or draft.head.vocab == draft.head.target_vocab:
         return None
     tied = checkpoint.architecture.tied_head

@@ -25,7 +25,7 @@ class TorchDecoderModel(LevelModel):
     """DraftModel in torch, on the device and in the dtype of its target. Nothing but keys and
     values goes from one step to the next.
 
-    Raises MemoryPlanError where it does not fit.
+    Raises MemoryPlanError if it does not fit.
     """
 
     def __init__(self, executor: TorchTarget, draft: WholeDraft) -> None:

@@ -101,7 +101,7 @@ class DraftCache:
 
     def extension(self, extension: Extension) -> DraftPass:
         """A pass over the tokens that became permanent: those after them, or with `roots`
-        themselves and each row's root. Raises EngineError where a position has no page.
+        themselves and each row's root. Raises EngineError if a position has no page.
         """
         self._targets(extension)
         lengths = np.diff(extension.start)

@@ -128,7 +128,7 @@ def _shape(head: DraftHead) -> LayerShape:
 class TorchEagleModel(LevelModel):
     """DraftModel in torch, on the device and in the dtype of its target.
 
-    Raises ModelError for a head without an embedding of its width, MemoryPlanError where it does
+    Raises ModelError for a head without an embedding of its width, MemoryPlanError if it does
     not fit.
     """
 

@@ -89,7 +89,7 @@ def eagle_cache(executor: TorchTarget, draft: DraftFile) -> tuple[DraftCache, di
 
 def eagle_embedding(executor: TorchTarget, draft: DraftFile) -> Tensor:
     """[V,H] that the head reads: the target's, or its own where it is not as wide as the target.
-    Raises ModelError where that has none.
+    Raises ModelError if that has none.
     """
     head, name = draft.head, "embed_tokens.weight"
     if head.hidden == head.target_hidden:

@@ -41,7 +41,7 @@ class TorchTarget(Protocol):
 
     def request_aux_hidden_states(self, layers: tuple[int, ...]) -> None:
         """Hand out the residual streams entering these layers with every outcome, from the next
-        step on. Raises ConfigError for a layer that is not there, MemoryPlanError where there is no
+        step on. Raises ConfigError for a layer that is not there, MemoryPlanError if there is no
         room to keep them.
         """
         ...

@@ -59,13 +59,13 @@ class Channel:
         self._heard = b""
 
     def send(self, message: RankMessage) -> None:
-        """Send a message, and wait until the socket has taken it. Raises OSError where the other
+        """Send a message, and wait until the socket has taken it. Raises OSError if the other
         end is gone.
         """
         self._end.sendall(message.encoded())
 
     def receive(self) -> RankMessage:
-        """The next message. Raises EOFError where the other end is gone."""
+        """The next message. Raises EOFError if the other end is gone."""
         while True:
             message = self._whole()
             if message is not None:

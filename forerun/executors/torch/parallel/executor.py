@@ -57,8 +57,8 @@ class ParallelExecutor(TorchExecutor):
     ranks  the others
     whole  the checkpoint of which each has a part
 
-    Raises what the ranks raise, ConfigError where the model cannot be shared by so many, RankError
-    where a rank is gone or is not like the others. There are as many devices (build/with_torch.py).
+    Raises what the ranks raise, ConfigError if the model cannot be shared by so many, RankError
+    if a rank is gone or is not like the others. There are as many devices (build/with_torch.py).
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class ParallelExecutor(TorchExecutor):
         self.ranks.watch(failed)
 
     def begin(self, plan: Plan, trees: TreeBatch, masks: NodeMasks | None = None) -> SharedRound:
-        """As TorchExecutor.begin, on all ranks at once. Raises RankError where one is gone: then no
+        """As TorchExecutor.begin, on all ranks at once. Raises RankError if one is gone: then no
         step can be run any more.
         """
         nodes = self.nodes_of(plan, trees)
@@ -153,7 +153,7 @@ class ParallelExecutor(TorchExecutor):
 
     def reports_of(self, round: TorchRound) -> ReportsOf | None:
         """Log-probabilities of a round's nodes, of which each rank makes its part. Calling it sends
-        a message to all ranks; it raises RankError where one is gone.
+        a message to all ranks; it raises RankError if one is gone.
         """
 
         def report(top: int, pairs: list[tuple[int, int]]) -> Reports:
@@ -207,7 +207,7 @@ class ParallelExecutor(TorchExecutor):
         super().shutdown()
 
     def _ranks_are_like(self, own: RankStart) -> None:
-        """Raise RankError where one is not."""
+        """Raise RankError if one is not."""
         mine = own.identity()
         for number, message in enumerate(self.ranks.answers("here")):
             fault = difference(mine, dict(message.facts))

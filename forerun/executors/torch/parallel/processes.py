@@ -203,7 +203,7 @@ class Ranks:
             failed(fault)
 
     def send(self, message: RankMessage) -> None:
-        """Send a message to every rank. Raises RankError where one is gone; then all are ended."""
+        """Send a message to every rank. Raises RankError if one is gone; then all are ended."""
         self.check()
         try:
             for rank in self._ranks:
@@ -240,7 +240,7 @@ class Ranks:
             raise self._error or RankError(self.fault)
 
     def check_waits(self) -> None:
-        """Raise RankError where there is a fault, or no rank will get what all of them wait for:
+        """Raise RankError if there is a fault, or no rank will get what all of them wait for:
         that a rank is slow is no fault, whatever it is at.
         """
         self.check()

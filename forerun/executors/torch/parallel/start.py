@@ -98,7 +98,7 @@ def digest(path: Path) -> str:
 
 
 def difference(own: dict[str, str], other: dict[str, str]) -> str | None:
-    """In what two ranks differ, in a clause; None where they do not."""
+    """In what two ranks differ, in a clause; None if they do not."""
     for what, value in own.items():
         if other.get(what) != value:
             return f"it has {what} {other.get(what)}, rank 0 has {value}"

@@ -47,7 +47,7 @@ class Blocks:
         return events
 
     def close(self) -> list[Event]:
-        """The event that ends the open block; none where no block is open."""
+        """The event that ends the open block; none if no block is open."""
         if self._open is None:
             return []
         self._open = None

@@ -42,7 +42,7 @@ _FILE = ("<|file_sep|>", "<file_sep>", "<|file_separator|>")
 
 
 def marks_of(tokenizer: Tokenizer) -> Marks:
-    """The marks that the model's vocabulary has for infilling. Raises ApiError (400) where it has
+    """The marks that the model's vocabulary has for infilling. Raises ApiError (400) if it has
     none.
     """
 

@@ -56,7 +56,7 @@ class ChatFormat:
     """/v1/chat/completions.
 
     unseen  stop tokens that leave no text: they get no log-probabilities either
-    parser  makes the reader of one choice's text; None where all of it is content
+    parser  makes the reader of one choice's text; None if all of it is content
     """
 
     def __init__(

@@ -83,7 +83,7 @@ def free_tool(value: dict[str, Any], where: str) -> Tool:
 
 
 def unheld(tools: list[dict[str, Any]] | None) -> tuple[str, ...]:
-    """The fields that hold a grammar which nothing enforces, in checked `tools`; empty where there
+    """The fields that hold a grammar which nothing enforces, in checked `tools`; empty if there
     is none.
     """
     lark = [one for one in tools or [] if (one.get("format") or {}).get("syntax") == "lark"]

@@ -220,7 +220,7 @@ def input_tokens(value: Any, service: Service, store: ResponseStore) -> dict[str
 
 
 def _earlier(id: str | None, store: ResponseStore) -> Messages:
-    """The conversation up to an answer. Raises ApiError where that is forgotten."""
+    """The conversation up to an answer. Raises ApiError if that is forgotten."""
     if id is None:
         return ()
     found = store.get(id)

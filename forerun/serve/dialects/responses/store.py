@@ -78,12 +78,12 @@ class ResponseStore:
         return StoredAnswer(response, input, tuple(messages))
 
     def drop(self, id: str) -> bool:
-        """Forget an answer. False where there is none with this id."""
+        """Forget an answer. False if there is none with this id."""
         with self._lock:
             return self._forget(id)
 
     def _forget(self, id: str) -> bool:
-        """Forget an answer, under the lock. False where there is none with this id."""
+        """Forget an answer, under the lock. False if there is none with this id."""
         data = self._answers.pop(id, None)
         if data is None:
             return False

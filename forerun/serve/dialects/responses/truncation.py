@@ -15,7 +15,7 @@ from forerun.serve.schema import ChatBody
 
 def with_items(value: Any, store: ResponseStore) -> Any:
     """A request's JSON with the stored items themselves for every `item_reference`. Raises ApiError
-    where one is not kept.
+    if one is not kept.
     """
     items = value.get("input") if isinstance(value, dict) else None
     if not isinstance(items, list) or not any(map(_refers, items)):
@@ -44,7 +44,7 @@ def fitting(body: ChatBody, loaded: Frontend, settings: ServeSettings) -> tuple[
     how many of its messages are left out.
 
     System messages at its head stay; the rest begins with a user's message. Raises what
-    `chat_generation` raises, also where not even the last such message fits.
+    `chat_generation` raises, also if not even the last such message fits.
     """
     messages = body.messages
     head = next((at for at, one in enumerate(messages) if one["role"] != "system"), len(messages))

@@ -123,7 +123,7 @@ class PerText:
     several: bool = False
 
     def of(self, count: int, where: str) -> tuple[Any, ...]:
-        """A value for each of `count` texts. Raises RequestError where there are not as many."""
+        """A value for each of `count` texts. Raises RequestError if there are not as many."""
         if not self.several:
             return self.values * count
         if len(self.values) != count:

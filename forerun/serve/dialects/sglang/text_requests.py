@@ -34,7 +34,7 @@ _LISTS = ("sampling_params", "return_logprob", "logprob_start_len", "top_logprob
 
 
 def text_requests(body: GenerateBody, prompts: Prompts) -> tuple[TextRequest, ...]:
-    """One for each text. Raises RequestError where lists have other lengths, or texts of one
+    """One for each text. Raises RequestError if lists have other lengths, or texts of one
     request differ in what they cannot differ in.
     """
     count = len(prompts.prompts)
