@@ -122,8 +122,8 @@ soak: tools
 # Every kind of grammar under every kind of vocabulary, large and published ones among them
 # (Mistral's, of a package that nothing else here needs).
 vocabularies: tools
-	$(PIP) --no-deps mistral-common
-	$(BIN)/python -m pytest -q tests/constrain/test_vocabularies.py
+	$(PIP) --no-deps --upgrade --target build/vocabularies mistral-common
+	PYTHONPATH=build/vocabularies $(BIN)/python -m pytest -q tests/constrain/test_vocabularies.py
 
 # A model that knows a valid text by heart writes it, under every keyword, escape and vocabulary.
 reachability: tools

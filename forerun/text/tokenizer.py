@@ -22,7 +22,7 @@ from forerun.text.encoders import Encoders, built
 from forerun.text.gguf import tokenizer_json
 from forerun.text.length_bound import UNKNOWN, LengthBound, length_bound
 from forerun.text.pieces import Pieces, pieces_of
-from forerun.text.tokenizer_limits import check_limits, served, without_foreign
+from forerun.text.tokenizer_limits import check_limits, prefix_of, served, without_foreign
 from forerun.types import Bools, Ints
 
 _AT_ONCE = 1 << 16
@@ -195,7 +195,7 @@ class Tokenizer:
             pieces = pieces_of(spec, twins)
             backend = built(spec)
             codec = Encoders(spec, {token.text for token in added if token.control})
-            prefix = tuple(backend.encode("").ids)
+            prefix = prefix_of(spec)
         except ModelError:
             raise
         except Exception as error:  # A part of another type than it must have.
@@ -207,7 +207,7 @@ class Tokenizer:
         if eos_id is not None:
             eos_ids = tuple(dict.fromkeys([*eos_ids, eos_id]))
         bos_id = known.get("bos_token") if "bos_token" in named else bos_id
-        ends = TextEnds(eos_ids, bos_id, () if set(prefix) & set(eos_ids) else prefix, named)
+        ends = TextEnds(eos_ids, bos_id, prefix, named)
         texts = [token.text for token in added]
         bound = cache(lambda: length_bound(spec, pieces.bytes, texts))
         return cls(codec, pieces, added, ends, backend, bound, codec.within)

@@ -85,6 +85,23 @@ def check_limits(spec: dict[str, Any]) -> None:
         )
 
 
+def prefix_of(spec: dict[str, Any]) -> tuple[int, ...]:
+    """The ids that the post-processor of a `tokenizer.json` document puts before a text. What it
+    puts behind one, for training, is left out: an answer could not go on from there.
+    """
+    before: list[int] = []
+    for step in steps(spec.get("post_processor"), "processors"):
+        if step.get("type") in ("BertProcessing", "RobertaProcessing"):
+            before = [int(step["cls"][1]), *before]
+        tokens, ids = step.get("special_tokens") or {}, list[int]()
+        for piece in step.get("single") or []:
+            if "SpecialToken" not in piece:
+                break
+            ids += tokens[piece["SpecialToken"]["id"]]["ids"]
+        before = [*ids, *before]
+    return tuple(before)
+
+
 def _tokens_around(step: dict[str, Any]) -> int:
     tokens = step.get("special_tokens") or {}
     names = [

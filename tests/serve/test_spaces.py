@@ -1,6 +1,7 @@
 """The first space of an answer, where vocabularies put one before every text (SentencePiece)."""
 
 import json
+from itertools import pairwise
 
 import pytest
 from starlette.testclient import TestClient
@@ -50,6 +51,21 @@ def test_a_continuation_keeps_it(client):
     assert text(client, "/generate", body, "text") == " no no"
     gbnf = {"prompt": "a b", "n_predict": 9, "grammar": 'root ::= " no" " no"'}
     assert text(client, "/completion", gbnf, "content") == " no no"
+
+
+def test_offsets_of_an_echoed_prompt_are_places_in_the_text(client):
+    body = {"prompt": "a b", "max_tokens": 9, "echo": True, "logprobs": 1} | NO
+    found = text(client, "/v1/completions", body, "choices", 0)
+    offsets, tokens = found["logprobs"]["text_offset"], found["logprobs"]["tokens"]
+    pieces = [found["text"][a:b] for a, b in pairwise([*offsets, len(found["text"])])]
+    assert "".join(pieces) == "a b no no" and offsets[0] == 0
+    first = next(index for index, piece in enumerate(pieces) if piece)
+    assert tokens[first].lstrip(" ") == pieces[first]
+    assert all(
+        piece == token
+        for piece, token in zip(pieces[first + 1 :], tokens[first + 1 :], strict=True)
+        if piece
+    )
 
 
 def test_a_message_that_goes_on_keeps_it(client):

@@ -149,6 +149,60 @@ def template(*ids: int) -> dict:
     }
 
 
+SEQUENCE = {"Sequence": {"id": "A", "type_id": 0}}
+
+
+def single(*parts):
+    """A template of named special tokens around `SEQUENCE`."""
+    ids = {"bos": 3, "eos": 4, "two": [5, 6]}
+    tokens = {
+        name: {"id": name, "ids": [id] if isinstance(id, int) else id, "tokens": ["a"]}
+        for name, id in ids.items()
+    }
+    tokens["two"]["tokens"] = ["a", "b"]
+    pieces = [
+        part if isinstance(part, dict) else {"SpecialToken": {"id": part, "type_id": 0}}
+        for part in parts
+    ]
+    return {
+        "type": "TemplateProcessing",
+        "single": pieces,
+        "pair": [SEQUENCE, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": tokens,
+    }
+
+
+@pytest.mark.parametrize(
+    ("processor", "before", "behind"),
+    [
+        (single("bos", SEQUENCE), [3], []),
+        (single("bos", SEQUENCE, "eos"), [3], [4]),
+        (single(SEQUENCE, "eos"), [], [4]),
+        (single("two", "eos", SEQUENCE), [5, 6, 4], []),
+        (single("eos", SEQUENCE), [4], []),
+        ({"type": "Sequence", "processors": [single("bos", SEQUENCE, "eos")]}, [3], [4]),
+        (
+            {"type": "RobertaProcessing", "cls": ["a", 3], "sep": ["b", 4]}
+            | {"trim_offsets": True, "add_prefix_space": False},
+            [3],
+            [4],
+        ),
+        ({"type": "BertProcessing", "cls": ["a", 3], "sep": ["b", 4]}, [3], [4]),
+        (None, [], []),
+    ],
+)
+def test_what_stands_before_a_text_is_kept_and_what_stands_behind_it_is_not(
+    tmp_path, processor, before, behind
+):
+    """A prompt that ends with the end of text would be no beginning of an answer."""
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(small_spec(post_processor=processor, version="1.0")))
+    ours, theirs = Tokenizer.from_file(path, (4,)), tokenizers.Tokenizer.from_file(str(path))
+    text = ours.encode("xy").tolist()
+    assert theirs.encode("xy").ids == [*before, *text, *behind]
+    assert ours.encode("xy", bos=True).tolist() == [*before, *text]
+
+
 def test_few_tokens_may_stand_around_a_text(tmp_path):
     level = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False}
     within = {"type": "Sequence", "processors": [level, template(3, 4)]}

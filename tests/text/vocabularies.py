@@ -16,6 +16,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from forerun.text.tokenizer import Tokenizer
+from forerun.text.tokenizer_limits import without_foreign
 from tests.text.corpus import TEXTS
 
 SPOKEN = (
@@ -122,6 +123,7 @@ SMALL = {
     "byte-level": byte_level(),
     "byte-level with a space": byte_level(spaced=True),
     "byte-level composed": byte_level(composed=True),
+    "byte-level with foreign tokens": without_foreign(byte_level(foreign=3), 1200),
     **{name: sentence_piece(name) for name in ("prepend", "first", "always", "never", "none")},
 }
 """tokenizer.json documents of 1,200 tokens."""

@@ -157,14 +157,21 @@ class Echo:
 
 @dataclass(slots=True)
 class Offsets:
-    """The position of each token of one choice in its text, in characters."""
+    """The position of each token of one choice in its text, in characters.
+
+    lead  spaces that the first piece may begin with and the text does not (SentencePiece)
+    """
 
     at: int = 0
+    lead: int = 0
     decoder: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
 
     def next(self, piece: bytes) -> int:
         """The place of a token with these bytes; half a character stands where it begins."""
         place = self.at
+        if piece and self.lead:
+            spaces = len(piece) - len(piece.lstrip(b" "))
+            piece, self.lead = piece[min(spaces, self.lead) :], 0
         self.at += len(self.decoder.decode(piece))
         return place
 
@@ -227,10 +234,11 @@ class CompletionFormat:
         names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         parts: dict[str, list[Any]] = {name: [] for name in names}
         if echo is not None:
+            offsets.lead = self._tokenizer.leading_spaces
             self._add(parts, echo.tokens[0], None, offsets)
             for entry in news.prompt_logprobs:
                 self._add(parts, entry.token, entry, offsets)
-            offsets.at = len(echo.text)
+            offsets.at, offsets.lead = len(echo.text), 0
         for entry in visible(news, self._unseen):
             self._add(parts, entry.token, entry, offsets)
         return parts
