@@ -18,6 +18,8 @@ from forerun.cli.running import asked
 from forerun.errors import ConfigError
 
 BEGIN, END = "# >>> forerun launch >>>", "# <<< forerun launch <<<"
+FIT_HEADER = "x-forerun-fit-max-tokens"
+"""Asks the server to cut max_tokens to what there is room for, instead of refusing the request."""
 NO_KEY = "none"
 """Programs want a key even where the server wants none."""
 
@@ -34,6 +36,13 @@ class Server:
     model: str
     key: str
     context: int | None
+
+    @property
+    def output(self) -> int | None:
+        """Tokens that one answer may have: programs ask for as many, and the prompt needs the rest.
+        None where the context is unknown.
+        """
+        return None if self.context is None else max(min(8192, self.context // 4), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,19 +120,31 @@ def _claude(at: Server) -> Setup:
     models = ("ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL")
     environment = {"ANTHROPIC_BASE_URL": at.url, "ANTHROPIC_AUTH_TOKEN": at.key}
     quiet = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
-    return Setup(environment | dict.fromkeys(models, at.model) | quiet, ("claude",))
+    limits = {
+        "ANTHROPIC_CUSTOM_HEADERS": f"{FIT_HEADER}: true",
+        **_limits(at, "CLAUDE_CODE_MAX_CONTEXT_TOKENS", "CLAUDE_CODE_MAX_OUTPUT_TOKENS"),
+    }
+    return Setup(environment | dict.fromkeys(models, at.model) | quiet | limits, ("claude",))
+
+
+def _limits(at: Server, context: str, output: str) -> dict[str, str]:
+    """Variables that tell a program the context and the longest answer, where they are known."""
+    found = {context: at.context, output: at.output}
+    return {name: str(value) for name, value in found.items() if name and value is not None}
 
 
 def _codex(at: Server) -> Setup:
     home = Path(os.environ.get("CODEX_HOME") or Path.home() / ".codex")
+    window = "" if at.context is None else f"model_context_window = {at.context}\n"
     text = f"""model_provider = "forerun"
 model = {json.dumps(at.model)}
-
+{window}
 [model_providers.forerun]
 name = "Forerun"
 base_url = {json.dumps(f"{at.url}/v1")}
 env_key = "FORERUN_KEY"
-wire_api = "responses\""""
+wire_api = "responses"
+http_headers = {{ {json.dumps(FIT_HEADER)} = "true" }}"""
     command = ("codex", "--profile", "forerun")
     return Setup({"FORERUN_KEY": at.key}, command, home / "forerun.config.toml", text)
 
@@ -163,11 +184,15 @@ def _continue(at: Server) -> Setup:
 def _opencode(at: Server) -> Setup:
     model: dict[str, Any] = {"name": at.model}
     if at.context is not None:
-        model["limit"] = {"context": at.context, "output": at.context}
+        model["limit"] = {"context": at.context, "output": at.output}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": "Forerun",
-        "options": {"baseURL": f"{at.url}/v1", "apiKey": at.key},
+        "options": {
+            "baseURL": f"{at.url}/v1",
+            "apiKey": at.key,
+            "headers": {FIT_HEADER: "true"},
+        },
         "models": {at.model: model},
     }
     told = {"model": f"forerun/{at.model}", "provider": {"forerun": provider}}
@@ -176,6 +201,7 @@ def _opencode(at: Server) -> Setup:
 
 def _qwen(at: Server) -> Setup:
     environment = {"OPENAI_BASE_URL": f"{at.url}/v1", "OPENAI_API_KEY": at.key}
+    environment |= _limits(at, "", "QWEN_CODE_MAX_OUTPUT_TOKENS")
     return Setup({**environment, "OPENAI_MODEL": at.model}, ("qwen", "--auth-type", "openai"))
 
 

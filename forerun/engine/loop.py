@@ -36,6 +36,7 @@ class EngineLoop:
         self._inbox: deque[Callable[[], None]] = deque()
         self._ids: set[RequestId] = set()
         self._entering = 0
+        self._draining = False
         self._stopping = False
         self._broken: str | None = None
         self._lost: Callable[[str], None] = lambda _: None

@@ -54,7 +54,6 @@ class Engine(EngineLoop):
         self._options = options
         super().__init__(self._parts, options)
         self._orders = count()
-        self._draining = False
         self._thread: threading.Thread | None = None
 
     @property

@@ -465,6 +465,11 @@ class ServeSettings:
     )
     max_body_bytes: int = option(4 << 20, "largest request body, in bytes", low=1024)
     max_choices: int = option(16, "largest n of one request", low=1, high=MAX_CHOICES)
+    fit_max_tokens: bool = option(
+        False,
+        "cut a request's max_tokens to what the context has room for, instead of refusing it; "
+        "x-forerun-ignored says so",
+    )
     max_logprobs: int = option(20, "largest top_logprobs", low=0, high=1000)
     max_stop: int = option(16, "most stop strings of one request", low=0, high=256)
     keep_alive_seconds: float = option(

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from forerun.serve.dialects.contract import Dialect, Ready
-from forerun.serve.prepare import Generation
+from forerun.serve.prepare import Generation, within
 from forerun.serve.service import Served, Service
 from forerun.serve.session import GenerationSession
 from forerun.serve.sse import EventStream
@@ -16,6 +16,10 @@ from forerun.serve.wire import dump_json, parse_json
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+
+
+FIT_HEADER = "x-forerun-fit-max-tokens"
+"""Of a request: `true` asks for what the option fit-max-tokens does."""
 
 
 class Json(Response):
@@ -84,6 +88,9 @@ async def generated(request: Request, dialect: Dialect) -> Response:
     if isinstance(generation, Ready):
         return Json(generation.body)
     record = request.scope["state"]["record"]
+    if service.settings.fit_max_tokens or request.headers.get(FIT_HEADER) == "true":
+        generation, cut = fitted(generation, dialect.served.loaded.context)
+        record.ignored += cut
     record.ignored += generation.ignored
     record.lossy = dialect.lossy = generation.lossy
     client = request.client.host if request.client is not None else ""
@@ -93,6 +100,17 @@ async def generated(request: Request, dialect: Dialect) -> Response:
         generation = generation.under(compiled)
         dialect.unenforced = record.unenforced = compiled.unenforced
     return Generated(service, dialect, generation)
+
+
+def fitted(generation: Generation, context: int) -> tuple[Generation, tuple[str, ...]]:
+    """The same generation with no more max_tokens than the context has room for, and a word about
+    it where they were cut.
+    """
+    found = within(generation, context)
+    asked, left = (
+        [request.stopping.max_tokens for request in one.requests] for one in (generation, found)
+    )
+    return found, () if asked == left else (f"max_tokens (cut to {min(left)})",)
 
 
 async def received(request: Request) -> tuple[Any, bytes]:

@@ -62,7 +62,8 @@ def api_error(error: ForerunError) -> ApiError:
     if isinstance(error, ContextError):
         lengths = (error.prompt, error.asked, error.context)
         code = "context_length_exceeded"
-        return ApiError(400, str(error), code, error.field, lengths=lengths)
+        # Some clients read the code, others look for it in the message.
+        return ApiError(400, f"{error} ({code})", code, error.field, lengths=lengths)
     if isinstance(error, RequestError):
         return ApiError(400, str(error), "invalid_value", error.field)
     if isinstance(error, EngineError):

@@ -132,18 +132,32 @@ def test_opencode_has_a_provider_of_its_own(server, capsys):
     assert (code, command, told["model"]) == (0, ["opencode"], "forerun/toy")
     provider = told["provider"]["forerun"]
     assert provider["npm"] == "@ai-sdk/openai-compatible" and list(provider["models"]) == ["toy"]
-    assert provider["models"]["toy"]["limit"]["context"] == 4096
-    assert provider["options"] == {"baseURL": server.url, "apiKey": "k"}
+    assert provider["models"]["toy"]["limit"] == {"context": 4096, "output": 1024}
+    headers = {"x-forerun-fit-max-tokens": "true"}
+    assert provider["options"] == {"baseURL": server.url, "apiKey": "k", "headers": headers}
 
 
 def test_qwen_code_and_aider_are_told_in_the_environment(server, capsys):
     code, environment, command = started_with(capsys, server, "qwen")
     assert (code, command) == (0, ["qwen", "--auth-type", "openai"])
     assert environment["OPENAI_BASE_URL"] == server.url and environment["OPENAI_MODEL"] == "toy"
-    assert environment["OPENAI_API_KEY"]
+    assert environment["OPENAI_API_KEY"] and environment["QWEN_CODE_MAX_OUTPUT_TOKENS"] == "1024"
     code, environment, command = started_with(capsys, server, "aider")
     assert (code, command) == (0, ["aider", "--model", "openai/toy"])
     assert environment["OPENAI_API_BASE"] == server.url and environment["OPENAI_API_KEY"]
+
+
+def test_claude_code_is_told_the_context(server, capsys):
+    _, environment, _ = started_with(capsys, server, "claude")
+    assert environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "4096"
+    assert environment["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == "1024"
+    assert environment["ANTHROPIC_CUSTOM_HEADERS"] == "x-forerun-fit-max-tokens: true"
+
+
+@pytest.mark.parametrize("context", [None, 3, 4096, 1 << 20])
+def test_what_an_answer_may_have(context):
+    found = launch.Server("http://here", "m", "none", context).output
+    assert found == {None: None, 3: 1, 4096: 1024, 1 << 20: 8192}[context]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,9 @@ import json
 
 import pytest
 
+from forerun.serve.dialects.anthropic.schema import MessagesBody
 from forerun.serve.dialects.responses.free_tools import free_input, shell_action
+from forerun.serve.fields import read
 from tests.dialects.asked import ASKED, GREEDY, PLACE
 from tests.lazy import LazyModule
 
@@ -166,3 +168,74 @@ def test_what_a_call_said_before_it_was_cut():
     assert free_input('{"input": "a\\nb') == "a\nb"
     assert free_input('{"input": "a\\u00e') == "a" and free_input('{"inp') == ""
     assert shell_action('{"command": ["ls"') == {"type": "exec", "command": [], "env": {}}
+
+
+def test_a_thread_is_refused_so_that_clients_go_on_without_one(server):
+    sent = {"model": "toy", "max_tokens": 4, "messages": ASKED, "thread": {"type": "create"}}
+    for path, body in (
+        ("/v1/messages", sent),
+        ("/v1/messages/count_tokens", {**sent, "max_tokens": None}),
+    ):
+        answer = server.post(path, body)
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and error["type"] == "invalid_request_error"
+        assert error["details"]["error_code"] == "thread_unsupported_request"
+        assert error["details"]["unsupported"] == ["thread"]
+    other = server.post("/v1/messages", {**sent, "thread": None, "container": "c"})
+    assert "details" not in other.json()["error"]
+
+
+def test_documents_of_plain_text_are_text(server):
+    source = {"type": "text", "media_type": "text/plain", "data": "It rains."}
+    document = {"type": "document", "source": source, "title": "Weather", "context": "Of today."}
+    asked = {"type": "text", "text": "Which city?"}
+    written = {"type": "text", "text": "Weather\n\nOf today.\n\nIt rains."}
+    result = {"type": "tool_result", "tool_use_id": "a"}
+    use = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+    for wrap in (
+        lambda block: [{"role": "user", "content": [block, asked]}],
+        lambda block: [
+            *ASKED,
+            {"role": "assistant", "content": [use]},
+            {"role": "user", "content": [{**result, "content": [block]}]},
+        ],
+    ):
+        answers = [
+            server.post(
+                "/v1/messages", {"max_tokens": 8, "temperature": 0, "messages": wrap(block)}
+            )
+            for block in ({**document, "citations": {"enabled": False}}, written)
+        ]
+        assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
+        assert answers[0].json()["content"] == answers[1].json()["content"]
+    pdf = {"type": "base64", "media_type": "application/pdf", "data": "AA=="}
+    for wrong in ({"source": pdf}, {"source": source, "citations": {"enabled": True}}):
+        block = {"type": "document", **wrong}
+        sent = {"max_tokens": 8, "messages": [{"role": "user", "content": [block]}]}
+        assert server.post("/v1/messages", sent).status_code == 400
+
+
+ALL = set(
+    "command restart path view_range file_text old_str new_str insert_line insert_text".split()  # noqa: SIM905
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "wanted"),
+    [
+        ("bash_20250124", "bash", {"command", "restart"}),
+        ("text_editor_20250728", "str_replace_based_edit_tool", {"command", "path"}),
+    ],
+)
+def test_tools_that_clients_run_are_offered_as_functions(server, kind, name, wanted):
+    tool = {"type": kind, "name": name, "cache_control": {"type": "ephemeral"}}
+    sent = {"max_tokens": 2000, "messages": ASKED, "tools": [tool], "tool_choice": {"type": "any"}}
+    (offered,) = read(MessagesBody, sent).tools
+    assert offered.signature.name == name
+    assert offered.plain["function"]["parameters"]["properties"].keys() >= wanted
+    answer = server.post("/v1/messages", {**sent, "temperature": 1.0, "seed": 3})
+    assert answer.status_code == 200, answer.text
+    calls = [one for one in answer.json()["content"] if one["type"] == "tool_use"]
+    assert all(call["name"] == name and call["input"].keys() <= ALL for call in calls)
+    hosted = {**sent, "tools": [{"type": "web_search_20250305", "name": "web_search"}]}
+    assert server.post("/v1/messages", hosted).status_code == 400

@@ -8,6 +8,7 @@ from forerun.errors import RequestError
 from forerun.serve.dialects.anthropic.schema import (
     AnthropicMessage,
     CountBody,
+    Document,
     MessagesBody,
     Text,
     Thinking,
@@ -70,7 +71,7 @@ def _plain(message: AnthropicMessage) -> list[dict[str, Any]]:
     """A message as templates take it: results of tools are messages of their own, and come first,
     since they answer the calls before.
     """
-    texts = [block.text for block in message.content if isinstance(block, Text)]
+    texts = [block.text for block in message.content if isinstance(block, Text | Document)]
     found: list[dict[str, Any]] = [
         {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.content}
         for block in message.content

@@ -19,7 +19,10 @@ def error_body(error: ApiError) -> dict[str, Any]:
     """The JSON of an error: `{"type": "error", "error": {...}}`, its type by the status."""
     kind = "api_error" if error.status >= 500 else "invalid_request_error"
     kind = _KINDS.get(error.status, kind)
-    return {"type": "error", "error": {"type": kind, "message": _message(error)}}
+    found: dict[str, Any] = {"type": kind, "message": _message(error)}
+    if error.param == "thread":  # At this the clients send the whole conversation instead.
+        found["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    return {"type": "error", "error": found}
 
 
 def _message(error: ApiError) -> str:

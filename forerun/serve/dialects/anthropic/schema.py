@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from forerun.constrain.grammar.calls import Rules
 from forerun.errors import RequestError
+from forerun.serve.dialects.anthropic.client_tools import known_tool
 from forerun.serve.fields import (
     accept,
     body_schema,
@@ -74,8 +75,41 @@ class ToolUse:
     blank: ClassVar[dict[str, Any]] = {"input": {}}
 
 
-_MEDIA = dict.fromkeys(("image", "document", "search_result"), NO_MEDIA)
-_text_block = tagged({"text": Text}, _MEDIA)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TextSource:
+    type: str = need(plain_text)
+    data: str = need(plain_text)
+    media_type: str | None = accept(only("text/plain", why=NO_MEDIA))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Citations:
+    enabled: bool = accept(only(False, why="texts have no sources here"), False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """A block of plain text with a title."""
+
+    type: str = need(plain_text)
+    source: _TextSource = need(
+        tagged({"text": _TextSource}, dict.fromkeys(("base64", "url", "file", "content"), NO_MEDIA))
+    )
+    title: str | None = accept(plain_text)
+    context: str | None = accept(plain_text)
+    citations: _Citations | None = accept(part(_Citations))
+    cache_control: dict[str, Any] | None = ignore(mapping)
+
+    @property
+    def text(self) -> str:
+        """Title, context and text, as the model reads them."""
+        head = [one for one in (self.title, self.context) if one]
+        return "\n\n".join([*head, self.source.data])
+
+
+_MEDIA = dict.fromkeys(("image", "search_result"), NO_MEDIA)
+_TEXTS = {"text": Text, "document": Document}
+_text_block = tagged(_TEXTS, _MEDIA)
 _text_blocks = items(_text_block, MAX_MESSAGES)
 
 
@@ -100,9 +134,9 @@ class ToolResult:
     cache_control: dict[str, Any] | None = ignore(mapping)
 
 
-Block = Text | Thinking | ToolUse | ToolResult
+Block = Text | Document | Thinking | ToolUse | ToolResult
 _block = tagged(
-    {"text": Text, "thinking": Thinking, "tool_use": ToolUse, "tool_result": ToolResult},
+    {**_TEXTS, "thinking": Thinking, "tool_use": ToolUse, "tool_result": ToolResult},
     {**_MEDIA, "redacted_thinking": _OURS, "server_tool_use": OWN_TOOLS},
 )
 _blocks = items(_block, MAX_MESSAGES)
@@ -203,8 +237,10 @@ def _finds_others(value: Any) -> bool:
     return isinstance(value, dict) and str(value.get("type")).startswith(_SEARCH)
 
 
-@takes({"type": "object", "required": ["name", "input_schema"]})
+@takes({"type": "object", "required": ["name"]})
 def _tool(value: Any, where: str) -> Tool:
+    if known := known_tool(value, where):
+        return known
     # Tools that the service itself would run come first: their other fields are of no interest.
     kind = value.get("type") if isinstance(value, dict) else None
     if kind is not None:
@@ -269,6 +305,7 @@ class CountBody:
     refused: ClassVar[dict[str, str]] = {
         "mcp_servers": OWN_TOOLS,
         "container": OWN_TOOLS,
+        "thread": "conversations are not kept here; send all messages",
     }
 
 

@@ -1,0 +1,66 @@
+"""Tools that Anthropic's models know by a type instead of a schema, and that clients run: a shell
+and an editor. Other models are offered functions of the same names and arguments.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from forerun.serve.fields import accept, boolean, ignore, integer, mapping, need, read
+from forerun.serve.messages import plain_text
+from forerun.serve.tools import Tool, function_name, plain_tool
+
+_STRING, _WHOLE = {"type": "string"}, {"type": "integer"}
+_BASH = {
+    "type": "object",
+    "properties": {"command": _STRING, "restart": {"type": "boolean"}},
+    "additionalProperties": False,
+}
+_EDITOR = {
+    "type": "object",
+    "properties": {
+        "command": {"type": "string", "enum": ["view", "create", "str_replace", "insert"]},
+        "path": _STRING,
+        "view_range": {"type": "array", "items": _WHOLE, "minItems": 2, "maxItems": 2},
+        "file_text": _STRING,
+        "old_str": _STRING,
+        "new_str": _STRING,
+        "insert_line": _WHOLE,
+        "insert_text": _STRING,
+    },
+    "required": ["command", "path"],
+    "additionalProperties": False,
+}
+_KNOWN = {
+    "bash_": ("Runs a command in a shell that keeps its state; restart begins a new one.", _BASH),
+    "text_editor_": (
+        "Shows and changes files: view (view_range: first and last line, -1 is the end), create "
+        "(file_text), str_replace (old_str, which is there once, becomes new_str) and insert "
+        "(insert_text behind line insert_line; 0 is the beginning).",
+        _EDITOR,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ClientTool:
+    type: str = need(plain_text)
+    name: str = need(function_name)
+    max_characters: int | None = ignore(integer(1, 2**31 - 1))
+    strict: bool = accept(boolean, False)
+    cache_control: dict[str, Any] | None = ignore(mapping)
+    defer_loading: bool = ignore(boolean, False)
+    allowed_callers: Any = ignore(lambda value, where: value)
+    input_examples: Any = ignore(lambda value, where: value)
+
+
+def known_tool(value: Any, where: str) -> Tool | None:
+    """The function that stands for a tool of such a type; None for other tools. Raises
+    RequestError naming the field.
+    """
+    kind = value.get("type") if isinstance(value, dict) else None
+    found = next((one for name, one in _KNOWN.items() if str(kind).startswith(name)), None)
+    if found is None:
+        return None
+    told, schema = found
+    given = read(_ClientTool, value, where)
+    return plain_tool(given.name, told, schema, given.strict, f"{where}.type")
