@@ -1,6 +1,6 @@
 """Answers that are errors: a status and a sentence, never a stack trace. Dialects word them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import ceil
 from time import monotonic
 
@@ -12,6 +12,9 @@ from forerun.errors import (
     RequestError,
     WorkerError,
 )
+
+LONGEST_NAME = 80
+"""Characters of a name from a client that a message repeats."""
 
 
 class ApiError(Exception):
@@ -69,3 +72,11 @@ def api_error(error: ForerunError) -> ApiError:
     if isinstance(error, EngineError):
         return unavailable(str(error), "engine_stopped", 10.0)
     return ApiError(500, str(error), "internal_error")
+
+
+def unknown_model(name: str, known: Iterable[str]) -> ApiError:
+    """The 404 for a name that is none of `known`; a long one is cut."""
+    cut = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..."
+    some = ", ".join(map(repr, known))
+    message = f"The model {cut!a} does not exist; this server serves {some}."
+    return ApiError(404, message, "model_not_found", "model")

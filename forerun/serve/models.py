@@ -6,12 +6,10 @@ hands the request on; it answers by itself only what concerns all.
 """
 
 import asyncio
-import json
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Any
@@ -25,17 +23,19 @@ from starlette.types import Message, Receive, Scope, Send
 from forerun.errors import ForerunError
 from forerun.machine import memory_available
 from forerun.options.config import ServeSettings
-from forerun.serve.errors import ApiError, api_error, unavailable
+from forerun.serve.errors import ApiError, api_error, unavailable, unknown_model
 from forerun.serve.metrics import Metrics
 from forerun.serve.service import Served, Service, Start
-from forerun.serve.wire import Bodies
+from forerun.serve.tasks import begun
+from forerun.serve.wire import Bodies, Received, parse_json
+from forerun.serve.workers import Workers
 
 SIZE_OF_WORK = 1.25
 """Memory that a model takes at least, in sizes of its file: with its cache about a quarter more."""
+FOR_EVER = 3e13
+"""Seconds: a million years."""
 LOOK_SECONDS = 1.0
 """How often to check whether a model's time is over."""
-ON_THE_LOOP = 1 << 16
-"""Bytes of a body that are parsed on the event loop."""
 _DURATION = re.compile(r"(-?\d+(?:\.\d+)?)(ms|s|m|h|)")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
 
@@ -62,6 +62,7 @@ class Entry:
     """A model and what became of it. On the event loop.
 
     state    unloaded, loading, loaded or failed
+    loading  the task that loads it, while that lasts: all requests for it wait for this one
     fault    why it could not be loaded the last time
     active   requests that it answers or that wait for it
     used     when the last request came or ended, on the monotonic clock
@@ -72,6 +73,7 @@ class Entry:
     keep: float
     app: Starlette | None = None
     state: str = "unloaded"
+    loading: "asyncio.Task[None] | None" = None
     fault: str | None = None
     active: int = 0
     used: float = 0.0
@@ -87,6 +89,16 @@ class Entry:
     def served(self) -> Served | None:
         """The loaded model; None before and after."""
         return self.service.served() if self.state == "loaded" else None
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is loaded and its engine has not stopped."""
+        return self.state == "loaded" and self.service.state != "stopped"
+
+    @property
+    def needed(self) -> int:
+        """Bytes of memory that it takes at least."""
+        return int(self.source.size * SIZE_OF_WORK)
 
     @property
     def until(self) -> float:
@@ -117,6 +129,8 @@ class Models:
     entries: dict[str, Entry] = field(default_factory=dict)
     _names: dict[str, Entry] = field(default_factory=dict)
     _changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _bodies: Bodies = field(init=False)
+    _workers: Workers = field(init=False)
     _watcher: "asyncio.Task[None] | None" = None
 
     def start(self) -> None:
@@ -126,7 +140,9 @@ class Models:
             self.entries[source.name] = entry
             for name in (source.name, *source.others):
                 self._names.setdefault(name, entry)
-        self._watcher = asyncio.get_running_loop().create_task(self._watch())
+        self._bodies = Bodies(self.settings.max_body_bytes, self.settings.send_seconds)
+        self._workers = Workers()
+        self._watcher = begun(self._watch(), "unloading by time")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request by the model that it names; without a name by the one used last. What
@@ -143,15 +159,26 @@ class Models:
                 raise unavailable(told, "not_loaded")
             await entry.app.router({**scope, "app": entry.app}, receive, send)
             return
-        body, receive = await self._body(scope, receive)
-        asked = await _object(body)
+        request = Request(scope, receive)
+        received = await self._received(request)
+        asked = received.value if isinstance(received.value, dict) else {}
         entry = self.named(asked.get("model") or asked.get("name"))
+        keep = self._kept(asked["keep_alive"]) if "keep_alive" in asked else None
+
+        async def sending(message: Message) -> None:
+            taken = message["type"] == "http.response.start" and message["status"] < 400
+            if taken and keep is not None and scope["path"].startswith("/api/"):
+                entry.keep = keep
+            await send(message)
+
         entry.active += 1
         try:
-            app = await self._ready(entry)
-            if scope["path"].startswith("/api/") and "keep_alive" in asked:
-                entry.keep = self._kept(asked["keep_alive"])
-            await app.router({**scope, "app": app}, receive, send)
+            if not entry.ready:
+                with self._bodies.holding(request, len(received.data)):
+                    await self._load_once(entry)
+            assert entry.app is not None
+            scope["state"]["received"] = received
+            await entry.app.router({**scope, "app": entry.app}, receive, sending)
         finally:
             entry.active -= 1
             entry.used = self.clock()
@@ -169,9 +196,7 @@ class Models:
             raise ApiError(400, message, "invalid_value", "model")
         entry = self._names.get(name) or self._names.get(name.removesuffix(":latest"))
         if entry is None:
-            known = ", ".join(map(repr, self.entries))
-            message = f"The model {name!r} does not exist; this server serves {known}."
-            raise ApiError(404, message, "model_not_found", "model")
+            raise unknown_model(name, self.entries)
         return entry
 
     async def let_go(self) -> None:
@@ -179,7 +204,7 @@ class Models:
         for entry in self.entries.values():
             if entry.state == "loaded" and not entry.active and self.clock() >= entry.until:
                 async with self._changing:
-                    if not entry.active:
+                    if entry.state == "loaded" and not entry.active:
                         await self._unload(entry, "nobody asked for it")
 
     async def drain(self, seconds: float) -> bool:
@@ -194,8 +219,11 @@ class Models:
         if self._watcher is not None:
             self._watcher.cancel()
         for entry in self.entries.values():
+            if entry.loading is not None:
+                entry.loading.cancel()
             if entry.app is not None:
                 await entry.service.close()
+        self._workers.close()
 
     async def metrics_page(self) -> bytes:
         """The text of /metrics, of all models that are loaded, counted now."""
@@ -203,23 +231,38 @@ class Models:
         await asyncio.gather(*(one.engine.stats() for one in served if one is not None))
         return self.metrics.page()
 
-    async def _ready(self, entry: Entry) -> Starlette:
-        """The model's application once it answers. Raises ApiError if it cannot be loaded."""
-        async with self._changing:
-            if entry.state == "loaded" and entry.service.state == "stopped":
-                await self._unload(entry, "its engine has stopped")
-            if entry.state != "loaded":
-                await self._load(entry)
-            assert entry.app is not None
-            return entry.app
+    async def _load_once(self, entry: Entry) -> None:
+        """Return once the model answers, loaded once for all requests that wait. Raises ApiError
+        where it cannot be loaded.
+        """
+        if entry.loading is None:
+            entry.loading = asyncio.create_task(self._load(entry))
+        loading = entry.loading
+        await asyncio.wait([loading])
+        if loading.cancelled():
+            raise unavailable("The server is shutting down.", "shutting_down")
+        loading.result()
 
     async def _load(self, entry: Entry) -> None:
-        await self._make_room(entry)
+        try:
+            async with self._changing:
+                if entry.state == "loaded":
+                    await self._unload(entry, "its engine has stopped")
+                await self._make_room(entry)
+                service = self._begin(entry)
+            await self._arrive(entry, service)
+        finally:
+            entry.loading = None
+
+    def _begin(self, entry: Entry) -> Service:
         names = (entry.source.name, *entry.source.others)
         settings = replace(self.settings, served_name=names)
         service = Service(entry.source.load, settings, self.metrics)
         entry.app, entry.state, entry.fault = self.make(service), "loading", None
         service.start()
+        return service
+
+    async def _arrive(self, entry: Entry, service: Service) -> None:
         ends = [asyncio.create_task(e.wait()) for e in (service.arrived, service.failed)]
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -238,22 +281,29 @@ class Models:
         raise service.failure
 
     async def _make_room(self, entry: Entry) -> None:
-        """Unload unused models, the least recently used first, until this one fits."""
-        needed = int(entry.source.size * SIZE_OF_WORK)
+        """Unload unused models, the least recently used first, until this one fits beside those
+        that are being loaded.
+        """
+        most = self.settings.max_loaded_models
         while True:
             loaded = [one for one in self.entries.values() if one.state == "loaded"]
-            most = self.settings.max_loaded_models
-            free = self.memory()
-            if (not most or len(loaded) < most) and free >= needed:
+            coming = [one for one in self.entries.values() if one.state == "loading"]
+            free = self.memory() - sum(one.needed for one in coming)
+            few = not most or len(loaded) + len(coming) < most
+            if few and free >= entry.needed:
                 return
             idle = [one for one in loaded if not one.active]
-            if not idle and not loaded:
+            if not idle and not loaded and not coming:
                 return  # Its own plan says what does not fit, and what to lower.
+            if not idle and coming:  # They may fail, or take less.
+                waiting = [one.loading for one in coming if one.loading is not None]
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                continue
             if not idle:
                 names = ", ".join(one.source.name for one in loaded)
                 raise unavailable(
                     f"There is no room for {entry.source.name}, which takes about "
-                    f"{needed / 1e9:.1f} GB of {free / 1e9:.1f} that are free, while {names} "
+                    f"{entry.needed / 1e9:.1f} GB of {free / 1e9:.1f} that are free, while {names} "
                     "answer; try again later.",
                     "no_room",
                     5.0,
@@ -273,37 +323,26 @@ class Models:
             await self.let_go()
 
     def _kept(self, value: Any) -> float:
-        """Seconds of Ollama's keep_alive; less than 0 is for ever."""
+        """Seconds of Ollama's keep_alive; less than 0 is for ever, and so is FOR_EVER."""
         if isinstance(value, int | float) and not isinstance(value, bool):
-            return value if value >= 0 else math.inf
+            return float(value) if 0 <= value < FOR_EVER else math.inf
         found = _DURATION.fullmatch(value) if isinstance(value, str) else None
         if found is None:
             return self.settings.unload_after or math.inf
         seconds = float(found[1]) * _SECONDS[found[2]]
         return seconds if seconds >= 0 else math.inf
 
-    async def _body(self, scope: Scope, receive: Receive) -> tuple[bytes, Receive]:
-        """The request's body, and what gives it once more. Raises what `Bodies.receive` raises."""
-        request = Request(scope, receive)
+    async def _received(self, request: Request) -> Received:
+        """Read the request's body, once for this door and for the route: without one, the route
+        says whether it needs one. Raises what `Bodies.receive` and `parse_json` raise.
+        """
         length = request.headers.get("content-length", "0")
-        if length == "0" and "transfer-encoding" not in request.headers:
-            return b"", receive
-        bodies = Bodies(self.settings.max_body_bytes, self.settings.send_seconds)
-        body = await bodies.receive(request)
-        given: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def again() -> Message:
-            return given.pop() if given else await receive()
-
-        return body, again
-
-
-async def _object(body: bytes) -> Mapping[str, Any]:
-    """Return the JSON object of a body; empty if it is not one: the route reports the fault."""
-    value: Any = None
-    with suppress(ValueError, RecursionError):
-        if len(body) > ON_THE_LOOP:
-            value = await asyncio.to_thread(json.loads, body)
-        elif body:
-            value = json.loads(body)
-    return value if isinstance(value, dict) else {}
+        sent = length != "0" or "transfer-encoding" in request.headers
+        data = await self._bodies.receive(request) if sent else b""
+        try:
+            value = await self._workers.run(len(data), parse_json, data)
+        except ApiError as fault:
+            if data:
+                raise
+            return Received(data, fault=fault)
+        return Received(data, value)

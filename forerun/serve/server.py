@@ -23,6 +23,7 @@ from forerun.serve.app import create_app, create_models_app
 from forerun.serve.connection import connections
 from forerun.serve.models import Source
 from forerun.serve.service import Start
+from forerun.serve.tasks import begun
 
 if sys.platform != "win32":
     import resource
@@ -206,7 +207,7 @@ class Server(uvicorn.Server):
         main = threading.current_thread() is threading.main_thread()
         if main and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # A terminal that closes.
             self._loop.add_signal_handler(signal.SIGHUP, self.handle_exit, signal.SIGHUP, None)
-        self._tasks.append(self._loop.create_task(self._end_on_failure()))
+        self._tasks.append(begun(self._end_on_failure(), "the watch over the model"))
         await super().serve(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -234,8 +235,7 @@ class Server(uvicorn.Server):
             )
 
     def _begin_to_end(self) -> None:
-        assert self._loop is not None
-        self._tasks.append(self._loop.create_task(self._end()))
+        self._tasks.append(begun(self._end(), "the end of the server"))
 
     async def _end(self) -> None:
         if not await self.service.drain(self.service.settings.drain_seconds):

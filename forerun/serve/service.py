@@ -17,10 +17,11 @@ from forerun.constrain.grammar.calls import Rules
 from forerun.hub.catalog import is_here
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.serve.decode_log import DecodeLog
-from forerun.serve.errors import ApiError, stuck, unavailable
+from forerun.serve.errors import stuck, unavailable, unknown_model
 from forerun.serve.events import EventQueue
 from forerun.serve.in_flight import InFlight
 from forerun.serve.metrics import Meter, Metrics
+from forerun.serve.tasks import begun
 from forerun.serve.wire import Bodies
 from forerun.serve.workers import Workers
 from forerun.text.chat import ChatTemplate
@@ -89,7 +90,7 @@ class Service(InFlight):
             self._arrived(self._source.frontend, LocalEngine(self._source))
             return
         if isinstance(self._source, EngineCommand):
-            self._tasks.append(loop.create_task(self._launch(self._source)))
+            self._tasks.append(begun(self._launch(self._source), "loading"))
             return
         # Not the loop's pool: that is waited for at exit, and a download can take minutes.
         load = (loop, self._source)
@@ -134,13 +135,7 @@ class Service(InFlight):
         served = self.enter()
         strict = strict or self.settings.strict_model_names
         if strict and model is not None and model not in served.names:
-            known = ", ".join(map(repr, served.names))
-            raise ApiError(
-                404,
-                f"The model {model!r} does not exist; this server serves {known}.",
-                "model_not_found",
-                "model",
-            )
+            raise unknown_model(model, served.names)
         return served
 
     async def compiled(self, served: Served, rules: Rules, client: str) -> Constraint:
@@ -238,13 +233,12 @@ class Service(InFlight):
             fingerprint="fp_" + hashlib.sha256(facts).hexdigest()[:10],
             meter=meter,
         )
-        loop = asyncio.get_running_loop()
-        self._tasks.append(loop.create_task(self._watch(engine)))
+        self._tasks.append(begun(self._watch(engine), "the watch over the engine"))
         self.arrived.set()
         log.info("serving %s", name)
         if self.settings.decode_log_interval:
             decode_log = DecodeLog(self.settings.decode_log_interval, engine.last_stats)
-            self._tasks.append(loop.create_task(decode_log.run(engine.stats)))
+            self._tasks.append(begun(decode_log.run(engine.stats), "the decode log"))
 
 
 def _discard(loading_text: "asyncio.Task[tuple[Tokenizer, ChatTemplate | None]]") -> None:

@@ -3,6 +3,9 @@
 import asyncio
 import json
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -19,6 +22,18 @@ that is still sending would not see the answer. Beyond that the connection is cu
 AT_ONCE = 16
 """All bodies that are being received may together hold so many times the limit of one, and those
 of one client half of what the others leave: no client can take the room of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A body that was read before its route was chosen.
+
+    value  what it says; fault: why it says nothing
+    """
+
+    data: bytes
+    value: Any = None
+    fault: ApiError | None = None
 
 
 class Bodies:
@@ -60,10 +75,20 @@ class Bodies:
         except ClientDisconnect:
             raise ClientGoneError from None
         finally:
-            self._held[client] -= len(body)
-            if not self._held[client]:
-                del self._held[client]
+            self._release(client, len(body))
         return bytes(body)
+
+    @contextmanager
+    def holding(self, request: Request, size: int) -> Iterator[None]:
+        """A context in which a body that was received counts as one on its way: it waits. Raises
+        ApiError (429) as `receive` does.
+        """
+        client = "" if request.client is None else request.client.host
+        self._hold(client, size)
+        try:
+            yield
+        finally:
+            self._release(client, size)
 
     async def _fill(self, body: bytearray, request: Request, client: str) -> None:
         received = 0
@@ -84,6 +109,11 @@ class Bodies:
             message = "Too many large bodies arrive at once; try again later."
             raise ApiError(429, message, "too_many_bodies", headers=wait)
         self._held[client] += size
+
+    def _release(self, client: str, size: int) -> None:
+        self._held[client] -= size
+        if not self._held[client]:
+            del self._held[client]
 
     def _too_large(self, sent: bool) -> ApiError:
         """sent: the whole body has arrived, and the connection can be used again."""

@@ -19,9 +19,14 @@ from forerun.client.engine_process import EngineCommand
 from forerun.client.engine_start import EngineProgram
 from forerun.errors import ConfigError, ModelError
 from forerun.options.config import EngineConfig, ServeSettings
+from forerun.serve import answering, models
 from forerun.serve.app import create_models_app
 from forerun.serve.models import Source
+from forerun.serve.wire import parse_json
+from forerun.text.json_text import MOST_CONTAINERS
 from tests.e2e.processes import alive, wait_for
+
+JSON = {"content-type": "application/json"}
 
 
 class Shelf:
@@ -240,6 +245,116 @@ def test_requests_that_come_while_a_model_loads_wait_for_it():
         for one in asking:
             one.join()
         assert [one.status_code for one in answers] == [200] * 3 and shelf.loads == ["a"]
+
+
+def begun(client, model, answers):
+    """A thread that asks; it is waited for until the model is being loaded."""
+    thread = threading.Thread(target=lambda: answers.append(ask(client, model).status_code))
+    thread.start()
+    shelf = client.app.state.service
+    assert wait_for(lambda: shelf.entries[model].state == "loading")
+    return thread
+
+
+def test_models_that_load_stop_no_other():
+    """Neither one that is loaded nor one that is loaded meanwhile, however long they take."""
+    shelf = Shelf()
+    with client_of(shelf) as client:
+        ask(client, "a")
+        shelf.gate, answers = threading.Event(), []
+        waiting = [begun(client, "b", answers), begun(client, "c", answers)]
+        assert ask(client, "a").status_code == 200
+        shelf.now = 10**9
+        client.portal.call(shelf.models.let_go)
+        shelf.gate.set()
+        for one in waiting:
+            one.join()
+        assert answers == [200, 200] and sorted(shelf.loads) == ["a", "b", "c"]
+
+
+def test_one_waits_for_room_that_another_may_leave():
+    shelf = Shelf(max_loaded_models=1)
+    shelf.gate, answers = threading.Event(), []
+    with client_of(shelf) as client:
+        one = begun(client, "a", answers)
+        other = threading.Thread(target=lambda: answers.append(ask(client, "b").status_code))
+        other.start()
+        assert wait_for(lambda: shelf.models.entries["b"].loading is not None)
+        assert shelf.states(client)["b"] == "unloaded" and not answers
+        shelf.gate.set()
+        one.join(), other.join()
+        assert 200 in answers and set(answers) <= {200, 503}  # It may still answer.
+
+
+def test_the_end_while_a_model_loads():
+    shelf = Shelf()
+    shelf.gate, answers = threading.Event(), []
+    with client_of(shelf) as client:
+        one = begun(client, "a", answers)
+        client.portal.call(shelf.models.close)
+        one.join()
+        assert answers == [503]
+        shelf.gate.set()
+
+
+@pytest.mark.parametrize("keep", [10**400, -(10**400), 1e300, "9" * 33, True])
+def test_what_is_refused_as_keep_alive_keeps_nothing(keep):
+    shelf = Shelf(unload_after=5)
+    with client_of(shelf) as client:
+        asked = {"model": "a", "prompt": "Hi", "stream": False}
+        assert client.post("/api/generate", json=asked).status_code == 200
+        refused = client.post("/api/generate", json={**asked, "keep_alive": keep})
+        assert refused.status_code == 400 and shelf.models.entries["a"].keep == 5
+        shelf.now = 6
+        client.portal.call(shelf.models.let_go)
+        assert shelf.states(client)["a"] == "unloaded"
+
+
+def test_a_task_that_dies_is_heard(monkeypatch, caplog):
+    async def fails(_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(models, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(models.Models, "let_go", fails)
+    with client_of(Shelf()):
+        assert wait_for(lambda: "unloading by time has failed" in caplog.text)
+
+
+def test_a_body_is_parsed_once(monkeypatch):
+    parsed = []
+    for module in (models, answering):
+        monkeypatch.setattr(module, "parse_json", lambda data: parsed.append(0) or parse_json(data))
+    with client_of(Shelf()) as client:
+        assert ask(client, "a").status_code == 200 and parsed == [0]
+
+
+def test_what_is_no_request_loads_nothing():
+    shelf = Shelf()
+    many = "[" + "[]," * MOST_CONTAINERS + "1]"
+    with client_of(shelf) as client:
+        for data in ("{", '{"model": "a", "model": "b"}', f'{{"model": "a", "stop": {many}}}'):
+            refused = client.post("/v1/completions", content=data, headers=JSON)
+            assert refused.json()["error"]["code"] == "invalid_json"
+        refused = ask(client, "x" * 1_000_000)
+        assert refused.status_code == 404 and len(refused.content) < 1000
+        assert shelf.loads == []
+
+
+def test_bodies_that_wait_for_a_model_count_as_bodies():
+    shelf = Shelf(max_body_bytes=1024)
+    shelf.gate, answers = threading.Event(), []
+    with client_of(shelf) as client:
+        asking = [
+            threading.Thread(target=lambda: answers.append(ask(client, "a", user="x" * 800)))
+            for _ in range(20)
+        ]
+        for one in asking:
+            one.start()
+        assert wait_for(lambda: answers)
+        shelf.gate.set()
+        for one in asking:
+            one.join()
+        assert {one.status_code for one in answers} == {200, 429}
 
 
 def test_the_end_closes_all():

@@ -1,0 +1,21 @@
+"""Tasks that nothing awaits, and whose errors are heard all the same."""
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+log = logging.getLogger("forerun.serve")
+Result = TypeVar("Result")
+
+
+def begun(work: Coroutine[Any, Any, Result], name: str) -> "asyncio.Task[Result]":
+    """Begin `work` on the running event loop; its error is logged where it ends with one."""
+    task = asyncio.get_running_loop().create_task(work, name=name)
+    task.add_done_callback(_heard)
+    return task
+
+
+def _heard(task: "asyncio.Task[Any]") -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.error("%s has failed", task.get_name(), exc_info=task.exception())
