@@ -411,7 +411,7 @@ def test_a_folder_of_models_and_their_names(tmp_path):
     with pytest.raises(ModelError, match="no model 'nonsense'"):
         named(["toy", "nonsense"], EngineConfig())
     draft = EngineConfig(speculative_draft_model_path="d")
-    with pytest.raises(ConfigError, match="--speculative-draft-model-path is of one model"):
+    with pytest.raises(ConfigError, match="--speculative-draft-model-path applies to one model"):
         named(["toy", "smollm2-135m"], draft)
     with pytest.raises(ConfigError, match="holds no"):
         in_folder(tmp_path / "y")
@@ -456,7 +456,7 @@ def test_models_of_a_file_have_options_of_their_own(tmp_path):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("a: {model: toy, port: 80}", "port in .*models.yaml, a is of the server"),
+        ("a: {model: toy, port: 80}", "port in .*models.yaml, a is a server option"),
         ("a: {model: toy, contxt: 80}", "models.yaml, a: There is no option --contxt"),
         ("a: {model: toy, context: many}", "context in .*models.yaml, a takes a whole number"),
         ("a: {model: toy, context: -8}", "models.yaml, a: context"),
