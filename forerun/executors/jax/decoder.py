@@ -3,6 +3,13 @@
 How nodes see each other is not known here: `attend` gets a layer's number and spec, queries, keys
 and values and returns the context. Layers run in a scan where they are stacked, else one after the
 other; the arithmetic is the same.
+
+In a mixture of experts (arXiv 1701.06538, as in Qwen2-MoE and DeepSeek) every expert runs every
+row, and a row takes from each what its router gives it, mostly nothing: shapes then depend on
+nothing, and each shard runs its own experts. It costs count / top_k times the products that are
+needed. Latent attention (layer_spec.Latent) is absorbed, as torch's: a head's query is brought into
+the latent's space, where one key serves all heads and its first numbers are the value; what is
+found there is brought out again.
 """
 
 from collections.abc import Callable
@@ -12,14 +19,145 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from forerun.executors.jax.experts import mixture, shared
 from forerun.executors.jax.kv import sanitised
-from forerun.executors.jax.latent import enter, leave
-from forerun.executors.jax.layers import GATES, product, rms_norm, rotate, rotation, softcapped
+from forerun.executors.jax.layers import (
+    GATES,
+    product,
+    products,
+    rms_norm,
+    rotate,
+    rotation,
+    softcapped,
+)
 from forerun.executors.jax.sharding import Sharding
 from forerun.executors.jax.weights import Params
 from forerun.models.arch import Architecture
-from forerun.models.layer_spec import NORM_NAMES, AttentionSpec, Dense, Latent, LayerSpec
+from forerun.models.layer_spec import (
+    NORM_NAMES,
+    AttentionSpec,
+    Dense,
+    Experts,
+    Latent,
+    LayerSpec,
+    Router,
+)
+
+Weights = dict[str, Any]
+
+
+def mixture(weights: Weights, about: Experts, activation: str, x: Array) -> Array:
+    """The weighted sum of the experts' outputs, float32[R,N,H], without the shared expert.
+
+    weights  the layer's, `gate` [H,count], its correction and stacked `experts.*`
+    about    how many there are, and how many a row takes
+    x        [R,N,H]
+    """
+    # DeepSeek's scores are so near each other that 16 bits would choose others.
+    sigmoid = about.router.scores == "sigmoid"
+    read, gate = (a.astype(jnp.float32) if sigmoid else a for a in (x, weights["gate"]))
+    logits = product(read, gate).astype(jnp.float32)
+    correction = weights.get("gate.e_score_correction_bias")
+    taken, chosen = routes(logits, about.router, about.top_k, correction)
+    every = jnp.arange(about.count)
+    share = ((chosen[..., None] == every) * taken[..., None]).sum(-2)
+    gate = products("rnh,xih->rnxi", x, weights["experts.gate_proj"])
+    up = products("rnh,xih->rnxi", x, weights["experts.up_proj"])
+    wide = GATES[activation](gate, up)
+    down = products("rnxi,xhi->rnxh", wide, weights["experts.down_proj"]).astype(jnp.float32)
+    # What a row does not take may be infinite.
+    down = jnp.where(share[..., None] > 0, down, 0.0)
+    return (down * share[..., None]).sum(-2)
+
+
+def routes(
+    logits: Array, router: Router, top_k: int, correction: Array | None
+) -> tuple[Array, Array]:
+    """Return each row's expert weights float32[...,k] and numbers int32[...,k], best first.
+
+    logits  float32[...,count]; correction: float32[count], if the router has one
+    """
+    if router.scores == "sigmoid":
+        scores = 1 / (1 + jnp.exp(-logits))
+    else:
+        scores = jnp.exp(logits - logits.max(-1, keepdims=True))
+        scores = scores / scores.sum(-1, keepdims=True)
+    ranked = scores if correction is None else scores + correction
+    if router.groups > 1:
+        grouped = ranked.reshape(*ranked.shape[:-1], router.groups, -1)
+        _, best = lax.top_k(lax.top_k(grouped, router.summed)[0].sum(-1), router.kept)
+        kept = (best[..., None] == jnp.arange(router.groups)).any(-2)
+        ranked = jnp.where(kept[..., None], grouped, -jnp.inf).reshape(ranked.shape)
+    _, chosen = lax.top_k(ranked, top_k)
+    taken = jnp.take_along_axis(scores, chosen, -1)
+    if router.normalised:
+        taken = taken / (taken.sum(-1, keepdims=True) + _LEAST)
+    return taken * router.scale, chosen
+
+
+_LEAST = 1e-20
+"""Keeps a sum of sigmoids from zero."""
+
+
+def shared(weights: Weights, activation: str, x: Array) -> Array:
+    """float32[R,N,H]: the output of the expert that every row runs, times the sigmoid of
+    its gate, where it has one.
+    """
+    wide = GATES[activation](
+        product(x, weights["shared.gate_proj"]), product(x, weights["shared.up_proj"])
+    )
+    made = product(wide, weights["shared.down_proj"]).astype(jnp.float32)
+    if "shared_expert_gate" not in weights:
+        return made
+    score = product(x.astype(jnp.float32), weights["shared_expert_gate"].astype(jnp.float32))
+    return made / (1 + jnp.exp(-score))
+
+
+def enter(
+    weights: Weights, about: Latent, heads: int, x: Array, rotary: tuple[Array, Array]
+) -> tuple[Array, Array]:
+    """Queries [R,N,A,rank+rope] and keys [R,N,1,rank+rope] of x [R,N,H], rotated, keys ready for
+    pages.
+
+    weights  the layer's; heads: A; rotary: cos and sin of the nodes' positions
+    """
+    lower, name = x, "q_proj"
+    if about.query_rank is not None:
+        lower, name = product(x, weights["q_a_proj"], weights.get("q_a_proj.bias")), "q_b_proj"
+        lower = rms_norm(lower, weights["q_a_layernorm"], about.norm_eps)
+    made = product(lower, weights[name]).reshape(*x.shape[:2], heads, -1)
+    plain, turned = jnp.split(made, [about.nope], -1)
+    into = _of_heads(weights, about, heads)[..., : about.nope]
+    queries = [products("rnad,kad->rnak", plain, into), rotate(turned, *rotary)]
+    name = "kv_a_proj_with_mqa"
+    kept, key = jnp.split(product(x, weights[name], weights.get(f"{name}.bias")), [about.rank], -1)
+    latent = rms_norm(kept, weights["kv_a_layernorm"], about.norm_eps)
+    keys = _sanitised(latent[:, :, None], rotate(key[:, :, None], *rotary))
+    return jnp.concatenate(queries, -1), keys
+
+
+def leave(weights: Weights, about: Latent, context: Array) -> Array:
+    """Return o_proj's input, [R,N,A*value], from the heads' context in the latent space
+    [R,N,A,rank].
+    """
+    out_of = _of_heads(weights, about, context.shape[2])[..., about.nope :]
+    values = products("rnak,kad->rnad", context, out_of)
+    return values.reshape(*values.shape[:2], -1)
+
+
+def _of_heads(weights: Weights, about: Latent, heads: int) -> Array:
+    """[rank,A,nope+value]"""
+    matrix: Array = weights["kv_b_proj"]
+    return matrix.reshape(about.rank, heads, -1)
+
+
+def _sanitised(latent: Array, key: Array) -> Array:
+    """kv.sanitised of keys that begin with their values: what is no number in the latent becomes 0,
+    and the rotated key NaN.
+    """
+    spoiled = (latent * 0).sum(-1, keepdims=True)
+    clean = jnp.nan_to_num(latent, nan=0.0, posinf=0.0, neginf=0.0)
+    return jnp.concatenate([clean, key + spoiled], -1)
+
 
 Numbered = tuple[Any, AttentionSpec]
 """A layer's number, which is traced in a scan, and how it attends."""

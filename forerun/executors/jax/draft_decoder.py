@@ -1,4 +1,5 @@
-"""A whole model that drafts, as pure functions: the target's own decoder over other weights.
+"""A whole model that drafts, as pure functions: the target's own decoder over other weights; and
+the model that runs them beside its target (level_model.py).
 
 Weights lie in params["draft"] as weights.py has them, beside `ids` and `inputs` int32[V], its own
 id for every target id, and `rows` [Vd,H] of its output head where not all may be proposed.
@@ -14,10 +15,14 @@ from jax import Array
 
 from forerun.executors.jax.decoder import Attend, JaxDecoder
 from forerun.executors.jax.draft_network import Ran
+from forerun.executors.jax.executor import JaxExecutor
 from forerun.executors.jax.kv import NetworkSizes
 from forerun.executors.jax.layers import product
+from forerun.executors.jax.level_model import JaxLevelModel
+from forerun.executors.jax.limits import check_runs
 from forerun.executors.jax.sharding import Sharding, where_it_divides
 from forerun.executors.jax.weights import Params, can_stack, load_params
+from forerun.interface.draft_model import DraftModelTraits
 from forerun.models.whole_draft import WholeDraft
 
 
@@ -96,3 +101,29 @@ def load_decoder(network: DraftDecoder, dtype: Any, stacked: bool) -> Params:
         cut = replace(sharding, cut=sharding.cut and about.vocab % sharding.shards == 0)
         params["rows"] = jax.device_put(rows, cut.weight("head", 2))
     return params
+
+
+class JaxDecoderModel(JaxLevelModel):
+    """Raises MemoryPlanError if it does not fit."""
+
+    def __init__(self, executor: JaxExecutor, draft: WholeDraft) -> None:
+        check_runs(draft.checkpoint.architecture)
+        traits = DraftModelTraits(
+            name=draft.algorithm,
+            cache=draft.cache,
+            target_ids=draft.vocabulary.target_ids,
+            max_nodes=executor.limits.max_nodes,
+        )
+        network = DraftDecoder.of(draft, executor.decoder.sharding)
+        super().__init__(
+            executor,
+            network,
+            traits,
+            lambda: load_decoder(network, executor.dtype, executor.stacked),
+            {
+                "algorithm": draft.algorithm,
+                "model": draft.name,
+                "layers": len(draft.cache),
+                "shared_tokens": draft.vocabulary.shared,
+            },
+        )

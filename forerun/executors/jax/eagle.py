@@ -1,4 +1,5 @@
-"""An EAGLE draft head as pure functions; what they compute is torch/eagle.py's.
+"""An EAGLE draft head as pure functions, which compute what torch/eagle.py's do, and the model that
+runs them beside its target (level_model.py).
 
 Weights lie in params["draft"] under the last parts of their canonical names
 (forerun.models.draft_config), beside `ids` int32[Vd], `frequencies` float32[E/2] and, where the
@@ -16,9 +17,12 @@ from jax import Array
 from forerun.errors import ModelError
 from forerun.executors.jax.decoder import Attend, JaxDecoder
 from forerun.executors.jax.draft_network import Ran
+from forerun.executors.jax.executor import JaxExecutor
 from forerun.executors.jax.kv import NetworkSizes, sanitised
 from forerun.executors.jax.layers import product, rms_norm, rotate, rotation, swiglu
+from forerun.executors.jax.level_model import JaxLevelModel
 from forerun.executors.jax.weights import Params
+from forerun.interface.draft_model import DraftModelTraits, FeatureNeeds
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_config import DraftHead, expected_draft_tensors
 from forerun.models.draft_folder import DraftFile
@@ -208,3 +212,28 @@ def _own_embedding(draft: DraftFile) -> Any:
             f"{head.target_hidden} needs {name} and lm_head.weight of its own"
         )
     return draft.tensor(name)
+
+
+class JaxEagleModel(JaxLevelModel):
+    """Raises ModelError for a head without an embedding of its width, MemoryPlanError if it does
+    not fit.
+    """
+
+    def __init__(self, executor: JaxExecutor, checkpoint: Checkpoint, draft: DraftFile) -> None:
+        about = draft.head
+        last = about.algorithm == "eagle1"
+        traits = DraftModelTraits(
+            name=about.algorithm,
+            cache=about.cache,
+            target_ids=draft.target_ids,
+            max_nodes=executor.limits.max_nodes,
+            features=FeatureNeeds("last") if last else FeatureNeeds("aux", about.features),
+        )
+        head = JaxEagleHead(about, executor.decoder)
+        super().__init__(
+            executor,
+            head,
+            traits,
+            lambda: load_head(head, checkpoint, draft, executor.dtype),
+            {"algorithm": about.algorithm, "features": list(about.features)},
+        )

@@ -1,5 +1,5 @@
-"""The target's own prediction layer as pure functions; what it computes is said in
-models/prediction_layers.py.
+"""The target's own prediction layer as pure functions, which compute what
+models/prediction_layers.py says, and the model that runs them beside the target (level_model.py).
 
 Weights lie in params["draft"]: `embedding_norm`, `hidden_norm`, `norm` [H], `fuse` [2H,H], the
 parameters of the layer under `layer`, `ids`, `frequencies`; `embed` [V,H] and `head` [Vd,H] where
@@ -13,11 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from forerun.errors import ModelError
 from forerun.executors.jax.decoder import Attend, JaxDecoder
 from forerun.executors.jax.draft_network import Ran
+from forerun.executors.jax.executor import JaxExecutor
 from forerun.executors.jax.kv import NetworkSizes
 from forerun.executors.jax.layers import product, rms_norm, rotation
+from forerun.executors.jax.level_model import JaxLevelModel
 from forerun.executors.jax.weights import Params, load_layer, load_named
+from forerun.interface.draft_model import DraftModelTraits, FeatureNeeds
 from forerun.models.prediction_layers import (
     PredictionLayers,
 )
@@ -123,3 +127,32 @@ def load_prediction(head: PredictionHead, dtype: Any) -> Params:
         where = sharding.weight("head", 2) if divides else sharding.of(None, None)
         params["head"] = jax.device_put(rows, where)
     return params
+
+
+class JaxPredictionModel(JaxLevelModel):
+    """Raises ModelError if there are layers for several depths; MemoryPlanError where they do
+    not fit.
+    """
+
+    def __init__(self, executor: JaxExecutor, draft: PredictionLayers) -> None:
+        if draft.count > 1:
+            raise ModelError(
+                f"{draft.path} has {draft.count} prediction layers, one for each depth, and the "
+                "jax executor drafts with one: use --speculative-num-steps 1, which reads the "
+                "first alone, or --executor cpu or torch"
+            )
+        traits = DraftModelTraits(
+            name="nextn",
+            cache=draft.cache,
+            target_ids=draft.target_ids,
+            max_nodes=executor.limits.max_nodes,
+            features=FeatureNeeds("last"),
+        )
+        head = PredictionHead(draft, executor.decoder)
+        super().__init__(
+            executor,
+            head,
+            traits,
+            lambda: load_prediction(head, executor.dtype),
+            {"algorithm": "nextn", "layers": draft.count},
+        )
