@@ -15,7 +15,7 @@ from forerun.errors import ModelError
 from forerun.executors.torch.attention.attention import apart
 from forerun.executors.torch.decoder.decoder import Decoder
 from forerun.executors.torch.decoder.elementwise import softcapped
-from forerun.executors.torch.decoder.whole import WholeLinear
+from forerun.executors.torch.decoder.layers import WholeLinear
 from forerun.executors.torch.triton.kernels import kernels_for, parts_of
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.layer_spec import AttentionSpec

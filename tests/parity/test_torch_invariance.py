@@ -24,8 +24,13 @@ from forerun.executors.torch.decoder.elementwise import (
     swiglu,
 )
 from forerun.executors.torch.decoder.experts import Mixture
-from forerun.executors.torch.decoder.layers import MOST_ROWS, Linear, padded_rows
-from forerun.executors.torch.decoder.row_sizes import SIZES, invariant_sizes
+from forerun.executors.torch.decoder.layers import (
+    MOST_ROWS,
+    SIZES,
+    Linear,
+    invariant_sizes,
+    padded_rows,
+)
 from forerun.executors.torch.decoder.weights import Weights
 from forerun.models.layer_spec import AttentionSpec, Experts, LayerSpec, Router
 from forerun.models.rope import Rope

@@ -20,10 +20,9 @@ from forerun.executors.torch.attention.kv import PagedCache, Slots, write
 from forerun.executors.torch.attention.plan_geometry import StepNodes, geometry_of
 from forerun.executors.torch.attention.prompt_attention import PromptAttention, prompt_rows, takes
 from forerun.executors.torch.attention.states import States, StateStep
-from forerun.executors.torch.decoder.compiled import compiled
 from forerun.executors.torch.decoder.decoder import Attend, Decoder
 from forerun.executors.torch.decoder.delta import DeltaInputs, no_states
-from forerun.executors.torch.decoder.elementwise import PLAIN, AnyHeads, Elementwise
+from forerun.executors.torch.decoder.elementwise import PLAIN, AnyHeads, Elementwise, compiled
 from forerun.executors.torch.decoder.float8 import FLOAT8
 from forerun.executors.torch.decoder.layers import padded_rows
 from forerun.executors.torch.features import TorchFeatureRing, TorchStepFeatures

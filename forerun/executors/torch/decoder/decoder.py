@@ -32,9 +32,9 @@ from forerun.executors.torch.decoder.layers import (
     MakeProduct,
     Product,
     alone,
+    invariant_sizes,
     padded_rows,
 )
-from forerun.executors.torch.decoder.row_sizes import invariant_sizes
 from forerun.executors.torch.decoder.weights import Weights
 from forerun.executors.torch.group import Group
 from forerun.models.arch import Architecture

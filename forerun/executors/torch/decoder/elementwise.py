@@ -3,8 +3,8 @@ twin of triton_layers.py.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
@@ -236,7 +236,14 @@ def rotation(
     return torch.where(frequencies == 0, 1.0, angles.cos() * factor), angles.sin() * factor
 
 
-PLAIN = Elementwise(
-    *(rms_norm, add_norm, swiglu, turned, geglu, draft_inputs),
-    clamped_swiglu,
-)
+PLAIN = Elementwise(rms_norm, add_norm, swiglu, turned, geglu, draft_inputs, clamped_swiglu)
+
+
+def compiled(parts: Elementwise) -> Elementwise:
+    """By torch.compile, for any number of rows: one kernel each, made when it first runs."""
+    made: dict[str, Any] = {
+        field.name: torch.compile(getattr(parts, field.name), dynamic=True)
+        for field in fields(parts)
+        if field.name not in ("grouped", "few_bits")
+    }
+    return replace(parts, **made)

@@ -6,7 +6,7 @@ padding), and `invariant_sizes` keeps those at which every row gets the bits it 
 (decision 0006).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from forerun.executors.torch.decoder.elementwise import Gate
 
 MOST_ROWS = 128
-"""Tensor of one product on the CPU. Twice as many made prefill some 5 % faster, start-up slower."""
+"""Rows of one product on the CPU. Twice as many made prefill some 5 % faster, start-up slower."""
 
 
 class Linear:
@@ -89,7 +89,7 @@ def alone(x: Tensor) -> Tensor:
 
 
 def padded_rows(rows: int, sizes: tuple[int, ...]) -> int:
-    """Tensor to run for `rows` wanted ones, so that only products of `sizes` occur.
+    """Rows to run for `rows` wanted ones, so that only products of `sizes` occur.
 
     No sizes: any number of rows may be run.
     """
@@ -97,3 +97,41 @@ def padded_rows(rows: int, sizes: tuple[int, ...]) -> int:
         return rows
     whole, rest = divmod(rows, MOST_ROWS)
     return whole * MOST_ROWS + (next(size for size in sizes if size >= rest) if rest else 0)
+
+
+SIZES = (1, 2, 4, 8, 16, 32, 64, MOST_ROWS)
+"""Row counts that are tried, ascending."""
+
+
+def invariant_sizes(linears: Iterable[Product]) -> tuple[int, ...]:
+    """Row counts of SIZES at which these products give each row the bits of the largest.
+
+    Tried on random numbers, once per shape; kernels are chosen by shape, never by value. The
+    largest is always among them; that a row's place in it does not matter is seen from the
+    smaller ones, which take their rows from both its ends.
+    """
+    sizes = set(SIZES)
+    random = torch.Generator().manual_seed(0)
+    for linear in {linear.shape: linear for linear in linears}.values():
+        x = torch.randn(MOST_ROWS, linear.shape[1], generator=random)
+        expected = linear(x)
+        for size in sorted(sizes - {MOST_ROWS}):
+            first, last = linear(x[:size]), linear(x[-size:])
+            if not (torch.equal(first, expected[:size]) and torch.equal(last, expected[-size:])):
+                sizes.discard(size)
+    return tuple(sorted(sizes))
+
+
+class WholeLinear:
+    """y = x W^T + b at any number of rows in one call, for whole sequences: training's product.
+
+    A row's last bits may depend on how many others there are.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.shape = (int(weight.shape[0]), int(weight.shape[1]))
+        self.weight, self._bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[M,K] -> [M,N]."""
+        return F.linear(x, self.weight, self._bias)

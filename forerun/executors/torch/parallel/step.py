@@ -180,7 +180,7 @@ def _merged(parts: Floats, token: int, top: int) -> TokenLogprobs:
 
 def agree(runner: ModelRunner, group: Group) -> None:
     """Collective: products run only at row counts that keep their bits on every rank. Each has
-    tried its own (row_sizes.py), and ranks that padded differently would wait for ever.
+    tried its own (layers.py), and ranks that padded differently would wait for ever.
     """
     known = torch.zeros(256, device=runner.device)
     known[list(runner.decoder.row_sizes)] = 1
