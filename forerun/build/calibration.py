@@ -1,4 +1,6 @@
-"""Measures what a step costs on this machine, in a fraction of a second at start-up."""
+"""Prepares a loaded target and measures what a step costs on this machine, in a fraction of a
+second at start-up.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,12 +12,14 @@ import numpy as np
 
 from forerun.control.constants import MIN_REPEATS, OUTLIER
 from forerun.control.step_costs import StepCosts
+from forerun.draft_shape import DraftShape
 from forerun.errors import ConfigError
 from forerun.interface.draft_model import DraftBlock, DraftLevel, DraftModel, Extension
 from forerun.interface.executor import Executor, ExecutorLimits
 from forerun.interface.next_draft import DraftRequest
 from forerun.interface.plan import Outcome, Plan
 from forerun.interface.slot_init import SlotInit
+from forerun.options.config import EngineConfig
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft, batch
 from forerun.types import Ints
@@ -324,3 +328,23 @@ def _seconds(work: Callable[[], object]) -> float:
     started = perf_counter()
     work()
     return perf_counter() - started
+
+
+def prepare(
+    config: EngineConfig,
+    executor: Executor,
+    within: bool,
+    progress: Callable[[str, int, int], None] | None,
+) -> None:
+    """Have the executor compile and capture all that steps will run, once the draft model is
+    attached: attaching it later would invalidate that.
+
+    within    a draft is loaded whose trees steps grow by themselves
+    progress  called with (what, done, total); None = not called
+    """
+    shape = config.draft_shape
+    drafts = shape.nodes if config.speculates else 0
+    levels = min(drafts, shape.depth) if within else 0
+    width = shape.width if levels else 0
+
+    executor.warm_up(DraftShape(drafts, width, levels), progress or (lambda *_: None))

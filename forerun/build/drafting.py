@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from forerun.build.draft_file import open_draft_file
+from forerun.build.draft_file import open_draft_file, open_standalone
 from forerun.build.executor_entry import AnyDraft
 from forerun.build.memory import Needs
-from forerun.build.standalone import open_standalone
 from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.policy import FixedPolicy, Lookahead, Policy, off
 from forerun.control.step_costs import StepCosts

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from forerun.build import tuned
-from forerun.build.calibration import measure_costs, with_draft_model
+from forerun.build.calibration import measure_costs, prepare, with_draft_model
 from forerun.build.chat_template import template_source
 from forerun.build.device import DeviceChoice, choose_device
 from forerun.build.drafting import (
@@ -28,7 +28,6 @@ from forerun.build.drafting import (
 )
 from forerun.build.executor_entry import AnyDraft, Progress
 from forerun.build.memory import MemoryPlan, Needs, few_bits_sentence, few_bits_titles, plan_memory
-from forerun.build.prepare import prepare
 from forerun.build.registry import EXECUTORS, check_offered, choose_executor, draft_model
 from forerun.build.with_cpu import ngram_drafter
 from forerun.constrain.grammar import Grammar

@@ -24,7 +24,7 @@ class FuzzRequest:
 
     prompt    token ids
     options   keyword options of forerun.client.completion.make_request
-    grammar   a name of fuzz_grammars.GRAMMARS, or None
+    grammar   a name of fuzz.GRAMMARS, or None
     speculation  fields of forerun.engine.request.Speculation
     arrives   step before which it is submitted
     aborts    step before which it is aborted, or None

@@ -21,8 +21,7 @@ from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_folder import DraftFile
 from forerun.text.chat import ChatTemplate
 from forerun.text.tokenizer import Tokenizer
-from forerun.train.answer_store import AnswerStore
-from forerun.train.answers import Author, Chat, Recipe, Writer
+from forerun.train.answers import AnswerStore, Author, Chat, Recipe, Writer
 from forerun.train.batches import online_reader, stored_reader
 from forerun.train.corpus import (
     Corpus,

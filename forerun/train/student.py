@@ -14,14 +14,11 @@ from forerun.models.block_config import BlockHead, default_block_features
 from forerun.models.checkpoint import Checkpoint
 from forerun.models.draft_config import head_for
 from forerun.models.draft_folder import DraftFile
-from forerun.train.block_loss import BlockPlan, block_loss
 from forerun.train.corpus import ReadsFeatures
-from forerun.train.export import export_head
-from forerun.train.export_block import export_block
-from forerun.train.init import calibrate, start_from_draft, start_from_target
-from forerun.train.init_block import start_block
+from forerun.train.export import export_block, export_head
+from forerun.train.init import calibrate, start_block, start_from_draft, start_from_target
 from forerun.train.loop import LossOf, TrainingRun, unrolled_loss
-from forerun.train.loss import StepScore, TrainingBatch
+from forerun.train.loss import BlockPlan, StepScore, TrainingBatch, block_loss
 from forerun.train.prediction import (
     PredictionLayer,
     PredictionSpec,

@@ -10,9 +10,8 @@ from forerun.cli.main import main
 from forerun.errors import ConfigError
 from forerun.executors import host_choice
 from forerun.measure import fuzz_case
-from forerun.measure.fuzz import Fuzzer
+from forerun.measure.fuzz import GRAMMARS, Fuzzer
 from forerun.measure.fuzz_case import Case, FuzzRequest, read, write
-from forerun.measure.fuzz_grammars import GRAMMARS
 from forerun.measure.workload import read_prompts
 from forerun.options.config import EngineConfig
 

@@ -7,7 +7,7 @@ import torch
 
 from forerun.models.block_config import BlockHead, default_block_features, expected_block_tensors
 from forerun.models.block_folder import open_block
-from forerun.train.export_block import export_block
+from forerun.train.export import export_block
 
 VARIANTS = {
     "both ways": {},

@@ -11,8 +11,7 @@ from forerun.text.chat import ChatTemplate
 from forerun.text.rendering import BYTE_LEVEL_TEMPLATE
 from forerun.text.tokenizer import Tokenizer
 from forerun.train import answers
-from forerun.train.answer_store import PART, AnswerStore
-from forerun.train.answers import Chat, Recipe, Writer
+from forerun.train.answers import PART, AnswerStore, Chat, Recipe, Writer
 from forerun.train.corpus import write_chats
 from forerun.train.presets import TrainConfig
 from forerun.train.prompts import Problems, read_prompts
@@ -195,7 +194,7 @@ class Stopped(Scripted):
 @pytest.mark.parametrize("outputs", [0, 1, 7, 30, 61])
 def test_an_interrupted_run_writes_what_one_run_does(tmp_path, monkeypatch, outputs):
     """Whatever was lost, unusable or done out of order when it was stopped, and twice."""
-    monkeypatch.setattr("forerun.train.answer_store.PART", 5)
+    monkeypatch.setattr("forerun.train.answers.PART", 5)
     asked = [[{"role": "user", "content": f"question {n * 7}"}] for n in range(60)]
 
     def answer(prompt):

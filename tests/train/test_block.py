@@ -14,9 +14,15 @@ from forerun.measure.acceptance import CHAIN, Question, alone, ask
 from forerun.models.block_folder import open_block
 from forerun.models.folder import FolderCheckpoint
 from forerun.options.config import EngineConfig
-from forerun.train.block_loss import Anchors, BlockPlan, block_loss
-from forerun.train.init_block import start_block
-from forerun.train.loss import DraftVocabulary, LikeliestTargets, TrainingBatch
+from forerun.train.init import start_block
+from forerun.train.loss import (
+    Anchors,
+    BlockPlan,
+    DraftVocabulary,
+    LikeliestTargets,
+    TrainingBatch,
+    block_loss,
+)
 from forerun.train.presets import resolve
 from forerun.train.student import block_for
 from tests.drafters.served import answered
