@@ -39,9 +39,9 @@ class Fault(StrEnum):
     """Why there is no answer."""
 
     TIME = "it takes more than {seconds:g} seconds of processor time"
-    TOTAL = "it has taken too much processor time altogether"
-    DIED = "the process that it runs in ended, for want of memory perhaps"
-    KILLED = "the process that it runs in was ended by somebody else"
+    TOTAL = "it has used too much processor time in total"
+    DIED = "the process that it runs in ended, perhaps for lack of memory"
+    KILLED = "the process that it runs in was ended from outside"
     SILENT = "the process that it runs in did not answer in time"
 
     @property

@@ -295,7 +295,7 @@ class EngineProcess:
     def _lose(self, code: int, stopped: int) -> None:
         """End all waiting: the process has ended."""
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-        how += ", perhaps for want of memory" if code == -signal.SIGKILL else ""
+        how += ", perhaps for lack of memory" if code == -signal.SIGKILL else ""
         if stopped:
             how = f"was stopped by {signal.Signals(stopped).name}, while others share its model"
         loss = EngineLostError(f"The engine's process {how}; see the server's log.")

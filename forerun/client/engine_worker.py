@@ -160,7 +160,7 @@ class _Worker:
                 os._exit(0)
             self._ending.set()
             return
-        assert self._loaded is not None, "the server speaks before it was told what is loaded"
+        assert self._loaded is not None, "the server sent a message before the model was loaded"
         engine = self._loaded.engine
         match message:
             case messages.Submit():

@@ -54,8 +54,7 @@ def make_core(
         return OverlappingCore(parts, options.max_failures, ended)
     if options.overlap:
         log.warning(
-            "overlap is left out: it needs captured rounds (cuda) or jax, opened with it; this "
-            "executor is %s",
+            "overlap is disabled: it needs captured rounds (cuda) or jax; this executor is %s",
             parts.executor.name,
         )
     return EngineCore(parts, options.max_failures, ended)

@@ -20,10 +20,10 @@ from forerun.interface.executor import ExecutorLimits
 from forerun.interface.plan import Plan
 from forerun.types import Ints
 
-NOT_WANTED = Budget(0, 0, "off: the request wants no speculation")
+NOT_WANTED = Budget(0, 0, "off: the request disables speculation")
 NO_DECISION = Decision("", ())
-BOUND = "no more: the request's own bound"
-NO_ROOM = "no more: the answer ends there, or the step or the pages have no room"
+BOUND = "limited by the request"
+NO_ROOM = "limited: the answer ends there, or the step or the page pool is full"
 
 _nodes_of: Column[Budget, int] = column("nodes")
 _depths_of: Column[Budget, int] = column("depth")

@@ -68,7 +68,7 @@ def _types(request: Request) -> None:
             raise RequestError(f"{name} is {value!r}, but must be a number.", name)
     for text in request.stopping.stop:
         if not isinstance(text, str):
-            raise RequestError(f"stop holds {text!r}, which is no text.", "stop")
+            raise RequestError(f"stop holds {text!r}, which is not a string.", "stop")
 
 
 _RANGES: dict[str, tuple[float, float]] = {

@@ -81,15 +81,15 @@ class EngineConfig:
     )
     sampling_defaults: str = option(
         "model",
-        "what holds of temperature, top_p, top_k, min_p and repetition_penalty where nobody says: "
-        "what the model recommends (generation_config.json), or nothing (1, 1, 0, 0, 1)",
+        "defaults of temperature, top_p, top_k, min_p and repetition_penalty: the model's "
+        "recommendation (generation_config.json), or neutral values (1, 1, 0, 0, 1)",
         choices=("model", "none"),
         spellings=lambda name: {"openai": "none", "vllm": "none", "auto": "model"}.get(name, name),
     )
     executor: str = option(
         "auto",
-        "what computes: the native CPU core, torch, jax, or the toy; auto prefers the native core, "
-        "and jax on a machine with a TPU",
+        "engine that runs the model: the native CPU core, torch, jax, or the toy; auto prefers the "
+        "native core, and jax on a machine with a TPU",
         choices=("auto", "cpu", "torch", "jax", "toy"),
     )
     device: str = option(
@@ -100,46 +100,46 @@ class EngineConfig:
     )
     tp_size: int = option(
         1,
-        "devices that share every layer, tensor parallel (docs/use/scaling.md): on torch a process "
-        "for each, which share the CPU where there is no GPU; on jax devices of one process",
+        "devices that share every layer, tensor parallel (docs/use/scaling.md): on torch one "
+        "process each, sharing the CPU without GPUs; on jax devices of one process",
         low=1,
         high=4096,
     )
     ep_size: int = option(
         1,
-        "groups among those devices that divide a mixture's experts, expert parallel: each group "
-        "has whole experts, 1 cuts every expert over all devices; 0 is as many as --tp-size (jax "
-        "always divides them so)",
+        "expert parallel: number of groups of those devices among which whole experts are "
+        "divided; 1 splits every expert over all devices, 0 means as many as --tp-size (jax "
+        "always does that)",
         low=0,
         high=4096,
     )
     replicate_shared_expert: bool = option(
         False,
         "keep the expert that every token visits whole on each of those devices, instead of "
-        "cutting its columns (torch)",
+        "splitting its columns (torch)",
     )
     prefill_attention_backend: str = option(
         "auto",
-        "what computes attention of prompt chunks on cuda: our kernel (triton), or torch_native, "
-        "which is torch's own FlashAttention, one call a layer for all prompts (layers with a "
-        "softcap or sinks stay with our kernel); auto is torch_native in 16 bits",
+        "attention kernel for prompt chunks on cuda: triton, which is Forerun's own, or "
+        "torch_native, torch's FlashAttention, one call a layer for all prompts (layers with a "
+        "softcap or sinks always use triton); auto is torch_native in 16 bits",
         choices=("auto", "triton", "torch_native"),
         spellings=attention_kernel,
     )
     dtype: str = option(
         "auto",
-        "numbers: as the model's file has them (native core and torch), or floats made 8 or 4 bits "
-        "(native core: q8_0, q4_1, q4_k; embedding and output head 8), or a torch format, to which "
-        "all weights are widened; auto is file, but with torch float32 on cpu, and on cuda "
-        "bfloat16 where no weights are quantised; float8 rounds the blocks' weights to it, with a "
-        "scale per row, and computes in bfloat16",
+        "format of the weights: file, as stored (native core and torch); q8_0, q4_1, q4_k, which "
+        "quantise floats to 8 or 4 bits (native core; embedding and output head 8); or a torch "
+        "format, to which all weights are converted; auto is file, but with torch float32 on cpu, "
+        "and on cuda bfloat16 for unquantised weights; float8 rounds the blocks' weights to it, "
+        "with a scale per row, and computes in bfloat16",
         choices=("auto", *NATIVE_DTYPES, "float32", "bfloat16", "float16", "float8"),
         spellings=lambda name: {"half": "float16", "float": "float32"}.get(name, name),
     )
     kv_dtype: str = option(
         "same",
-        "numbers in the key/value cache: those computed with, or float8 with a scale per head and "
-        "token (torch executor; a draft head's cache stays as it is)",
+        "format of the key/value cache: the same as in computation, or float8 with a scale per "
+        "head and token (torch executor; not for a draft head's cache)",
         choices=("same", "float8"),
     )
     disable_cuda_graph: bool = option(
@@ -150,10 +150,10 @@ class EngineConfig:
     )
     overlap: bool | None = option(
         None,
-        "begin the next step before the host has looked at this one, or where draft tokens come "
-        "from the text or a grammar holds somebody, before it has told this one's news (captured "
-        "rounds on cuda, jax; the text stays the same; not measured on a TPU yet; default: "
-        "on with captured rounds, else off)",
+        "begin the next step before the host has processed this one, or, with drafts from the text "
+        "or a grammar, before it has sent this one's outputs (captured rounds on cuda, jax; the "
+        "text stays the same; not measured on a TPU yet; default: on with captured rounds, else "
+        "off)",
     )
     threads: int | None = option(
         None, "compute threads (default: one per physical core, 16 at most)", low=1, high=1024
@@ -175,19 +175,18 @@ class EngineConfig:
     )
     chunked_prefill_size: int | None = option(
         None,
-        "tokens of prompts and draft tokens in one step over all sequences (default: 512; on a GPU "
-        "2048, from 35 GB of its memory 4096, from 60 GB 8192)",
+        "most tokens of prompts and draft tokens in one step over all sequences (default: 512; on "
+        "a GPU 2048, from 35 GB of its memory 4096, from 60 GB 8192)",
         low=1,
         high=65536,
     )
     max_waiting: int = option(1024, "sequences that may wait; more are refused", low=0, high=10**6)
     speculative_algorithm: str = option(
         "AUTO",
-        "what drafts: a draft head (EAGLE, EAGLE3), a block drafter (DFLASH), n-grams (NGRAM: "
-        "lookup in the text so far, and the draft's table of what the model usually says, or what "
-        "is counted of finished answers), or "
-        "nothing; AUTO is what a named draft holds, a head together with n-grams; else NGRAM, or "
-        "on a GPU the model's own prediction layers",
+        "how to draft: a draft head (EAGLE, EAGLE3), a block drafter (DFLASH), n-grams (NGRAM: "
+        "lookup in the text so far, and the draft's n-gram table, or counts of finished answers), "
+        "or not at all (OFF); AUTO uses what a given draft holds, a head together with n-grams; "
+        "else NGRAM, or on a GPU the model's own prediction layers",
         choices=NAMES,
         spellings=lambda name: algorithm(name).name,
     )
@@ -207,8 +206,8 @@ class EngineConfig:
     )
     speculative_ngram_capacity: int = option(
         1 << 19,
-        "n-grams of finished answers that are remembered to draft from, where the draft has no "
-        "n-gram table: each a run of 1 to 4 tokens and what followed it, up to 80 bytes; 0 = none",
+        "most n-grams of finished answers to store and draft from, if the draft has no n-gram "
+        "table: each a run of 1 to 4 tokens and its followers, up to 80 bytes; 0 = none",
         low=0,
         high=1 << 26,
     )
@@ -220,40 +219,40 @@ class EngineConfig:
     )
     speculative_eagle_topk: int | None = option(
         None,
-        "children per node of a draft head's tree, and nodes that get some per level (of a block, "
-        "every node); 1 = chains (default: 1)",
+        "children per node of a draft head's tree, and expanded nodes per level (with a block "
+        "drafter every node is); 1 = chains (default: 1)",
         low=1,
         high=16,
     )
     speculative_num_draft_tokens: int | None = option(
         None,
-        "tokens per sequence and step that are verified at most, the last accepted one and its "
-        "draft tokens (default: steps x top-k + 1)",
+        "most tokens to verify per sequence and step: the last accepted one and its draft tokens "
+        "(default: steps x top-k + 1)",
         low=1,
         high=257,
     )
     speculative_accept_threshold_single: float = option(
         1.0,
-        "when sampling, accept a draft token that the model gives at least this probability, also "
-        "where it chose another; below 1 is lossy, and answers say so",
+        "when sampling, accept a draft token with at least this probability, even if the model "
+        "chose another; below 1 is lossy, and answers report it",
         low=0.0,
         high=1.0,
     )
     speculative_accept_threshold_acc: float = option(
         1.0,
-        "when sampling, divide the coin's limit by this, so that more draft tokens are accepted "
-        "than the model chose; below 1 is lossy, and answers say so",
+        "when sampling, divide the random draw's threshold by this, so that more draft tokens are "
+        "accepted than the model chose; below 1 is lossy, and answers report it",
         low=0.0,
         high=1.0,
     )
     draft_on_error: str = option(
         "disable",
-        "what a draft that cannot be used means: disable speculation and say so, or stop",
+        "if the draft cannot be used: disable speculation and report it, or stop",
         choices=("disable", "stop"),
     )
     policy: str = option(
         "auto",
-        "how many draft tokens: always the most (fixed), or as many of them as pay by measured "
+        "number of draft tokens: always the most (fixed), or as many as save time by measured "
         "costs and acceptance (adaptive); auto is adaptive, but fixed on the toy",
         choices=("auto", "adaptive", "fixed"),
     )
@@ -380,7 +379,7 @@ class ServeSettings:
     port: int = option(8000, "port to listen on; 0 takes any free one", low=0, high=65535)
     api_keys: tuple[str, ...] = option(
         (),
-        "require this key (several: parted by commas, or repeated); without one the server is open",
+        "require this key (several: separated by commas, or repeated); default: no key is needed",
         flag="api-key",
         spellings=addresses,
     )
@@ -391,19 +390,19 @@ class ServeSettings:
     ssl_certfile: str | None = option(None, "certificate that goes with the key")
     allowed_origins: tuple[str, ...] = option(
         (),
-        "web page that may ask this server from a browser, such as https://chat.example, or * for "
+        "web page that may use this server from a browser, such as https://chat.example, or * for "
         "any (may be repeated)",
         spellings=addresses,
     )
     allowed_hosts: tuple[str, ...] = option(
         (),
-        "public name that requests may call this server by, such as llm.example.org or "
-        "*.example.org, or * for any (may be repeated); addresses and local names need none",
+        "public host name that requests may use, such as llm.example.org or *.example.org, or * "
+        "for any (may be repeated); addresses and local names are always allowed",
         spellings=addresses,
     )
     log_level: str = option(
         "info",
-        "least level of the lines in the log",
+        "lowest level of lines in the log",
         choices=("debug", "info", "warning", "error", "critical"),
         spellings=str.lower,
     )
@@ -421,32 +420,32 @@ class ServeSettings:
     decode_log_interval: int = option(
         0, "steps between two lines about decoding in the log; 0 = none", low=0
     )
-    sglang_metrics: bool = option(False, "tell /metrics under SGLang's names too")
+    sglang_metrics: bool = option(False, "add SGLang's names to /metrics")
     served_name: tuple[str, ...] = option(
         (),
-        "the model's name in the API (several: parted by commas, or repeated; the first is the one "
-        "in answers; default: the model's own)",
+        "the model's name in the API (several: separated by commas, or repeated; answers have the "
+        "first; default: the model's own)",
         spellings=addresses,
     )
     unload_after: float = option(
         300.0,
-        "seconds after its last request that a model stays loaded, where several are served; 0 = "
-        "until there is no room",
+        "with several models: seconds that a model stays loaded after its last request; 0 = until "
+        "another needs the room",
         low=0.0,
     )
     max_loaded_models: int = option(
-        0, "models that are loaded at once, where several are served; 0 = as memory allows", low=0
+        0, "with several models: most models loaded at once; 0 = as memory allows", low=0
     )
     strict_model_names: bool = option(
-        False, "answer 404 to requests that name another model, instead of with the one served"
+        False, "answer 404 to requests for another model, instead of using the one served"
     )
     ui: bool = option(True, "show the web UI at /: chat, speculation, dashboard")
     engine_process: bool = option(
-        True, "run the engine in a process of its own, which no client's request holds up"
+        True, "run the engine in a process of its own, so that HTTP work does not delay it"
     )
     tool_parser: str = option(
         "auto",
-        "how the model writes tool calls; auto looks at its chat template",
+        "format of the model's tool calls; auto detects it from the chat template",
         choices=(
             *("auto", "hermes", "llama3", "mistral", "mistral-args", "glm"),
             *("granite", "phi4", "kimi", "harmony"),
@@ -454,13 +453,13 @@ class ServeSettings:
     )
     reasoning_end: str = option(
         "auto",
-        "text that ends the model's reasoning, such as </think>; auto looks at its chat "
-        "template, off takes all text for the answer",
+        "text that ends the model's reasoning, such as </think>; auto detects it from the chat "
+        "template, off treats all text as the answer",
     )
     additional_properties: str = option(
         "allow",
         "keys that a JSON schema does not name: allow them, as JSON Schema does, or deny them "
-        "wherever the schema names keys and says nothing of others",
+        "unless the schema mentions further keys",
         choices=("allow", "deny"),
     )
     max_body_bytes: int = option(4 << 20, "largest request body, in bytes", low=1024)
@@ -473,22 +472,22 @@ class ServeSettings:
     max_logprobs: int = option(20, "largest top_logprobs", low=0, high=1000)
     max_stop: int = option(16, "most stop strings of one request", low=0, high=256)
     keep_alive_seconds: float = option(
-        10.0, "silence on a stream before a keep-alive comment", low=0.1
+        10.0, "seconds of silence on a stream before a keep-alive comment", low=0.1
     )
     send_seconds: float = option(
         60.0,
-        "a client that reads nothing of its answer for so long, or takes longer to send a "
-        "request's head or body, is dropped",
+        "seconds after which a client is dropped that reads nothing of its answer, or does not "
+        "finish sending a request's head or body",
         low=0.1,
     )
-    request_seconds: float = option(600.0, "longest a request may take", low=0.1)
+    request_seconds: float = option(600.0, "longest time of a request, in seconds", low=0.1)
     watchdog_seconds: float = option(
         300.0,
-        "a step of the engine that takes longer is stuck: /health says so, clients get a 503",
+        "seconds after which a step of the engine counts as stuck: /health fails, clients get 503",
         low=0.1,
     )
     drain_seconds: float = option(
-        30.0, "time for running requests to finish after SIGTERM", low=0.0
+        30.0, "seconds for running requests to finish after SIGTERM", low=0.0
     )
 
     def __post_init__(self) -> None:
@@ -499,7 +498,7 @@ class ServeSettings:
         if any(not key.strip() for key in self.api_keys):
             raise ConfigError("an API key is empty; leave api-key out to run without keys.")
         if not all(key.isprintable() for key in self.api_keys):
-            raise ConfigError("an API key holds characters that no header can carry.")
+            raise ConfigError("an API key has characters that an HTTP header cannot carry.")
         for origin in self.allowed_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ConfigError(
@@ -515,7 +514,7 @@ class AskConfig:
     max_tokens: int = option(512, "longest answer in tokens", low=1)
     temperature: float | None = option(
         None,
-        "0 is greedy; higher is more varied (default: what the model recommends, else 1)",
+        "0 is greedy; higher is more varied (default: the model's recommendation, else 1)",
         low=0.0,
         high=2.0,
     )
@@ -540,7 +539,7 @@ class AskConfig:
         0, "same seed, same text, whatever speculation does", low=0, high=2**63 - 1
     )
     repetition_penalty: float | None = option(
-        None, "divide the logits of what was said (default: the model's, else 1)", low=0.01
+        None, "penalise tokens of prompt and answer (default: the model's, else 1)", low=0.01
     )
     stop: tuple[str, ...] = option((), "end before this text (may be repeated)")
     ignore_eos: bool = option(False, "do not end at the model's end-of-text token")

@@ -26,8 +26,8 @@ log = logging.getLogger("forerun.ray")
 TRIES = 2
 """Replicas that are asked before a client is told 503: the first may have died. Nothing of an
 answer was sent by then, and the same request has the same answer everywhere."""
-GONE = "The replica that was answering has died. Ask again."
-NOBODY = "No replica is ready: Ray is starting others in their place. Ask again later."
+GONE = "The replica that was answering has died. Send the request again."
+NOBODY = "No replica is ready: Ray is starting others in their place. Try again later."
 LOOK = 1.0
 """Seconds between two looks whether there is still a replica for a request that waits for one."""
 RESPONSE = re.compile(rb"resp_[0-9a-f]{32}")
@@ -85,8 +85,8 @@ class Front:
                 timeout_s=METRICS_SECONDS
             )
         except (RayError, TimeoutError) as error:
-            log.warning("a replica does not say its metrics: %s", error)
-            return refused(503, "A replica does not say its metrics. Ask again.", "replica_died")
+            log.warning("a replica did not return its metrics: %s", error)
+            return refused(503, "A replica did not return its metrics. Try again.", "replica_died")
         for head in heads:
             if head.status != 200:
                 return _response(head, Response(head.body, head.status))

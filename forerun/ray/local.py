@@ -171,13 +171,13 @@ def watched(count: int, ended: threading.Event) -> None:
         try:
             now = look()
         except Exception as error:  # noqa: BLE001 - Ray says so by exceptions of many kinds.
-            log.debug("Ray does not say how replicas do: %s", error)
+            log.debug("Ray does not report the replicas' state: %s", error)
             now = before
         if now.running == count != before.running:
-            log.info("all %d replicas serve", count)
+            log.info("all %d replicas are ready", count)
         elif now.running < count and now != before:
             why = now.fault or "The others load the model."
-            log.warning("replicas that serve: %d of %d. %s", now.running, count, why)
+            log.warning("replicas ready: %d of %d. %s", now.running, count, why)
         before = now
         ended.wait(LATER_LOOK)
 
@@ -187,7 +187,7 @@ def fault(message: str) -> str:
     if found := RAISED.findall(message):
         return str(found[-1])
     if message.rstrip().endswith("ActorDiedError()"):
-        return "A replica's process died while it loaded its model, for want of memory perhaps."
+        return "A replica's process died while it loaded its model, perhaps for lack of memory."
     return message
 
 

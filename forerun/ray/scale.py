@@ -73,7 +73,7 @@ def read(words: Mapping[str, Any]) -> tuple[EngineConfig, ServeSettings, Scale]:
             scale[name] = int(text) if numbers[name] is int else float(text)
         except ValueError:
             problems.append(f"{name} takes a number, not {text!r}.")
-    problems += [f"{name} is no option of replicas, serve or the engine." for name in wanted]
+    problems += [f"{name} is not an option of replicas, serve or the engine." for name in wanted]
     if problems:
         raise ConfigError("\n".join(problems))
     found = EngineConfig(**config), ServeSettings(**settings), Scale(**scale)
@@ -82,7 +82,7 @@ def read(words: Mapping[str, Any]) -> tuple[EngineConfig, ServeSettings, Scale]:
     if device.startswith("cuda") and (gpus == 0 or gpus < each > 1):
         raise ConfigError(
             f"device is {device}, but gpus is {gpus:g}: Ray hides GPUs from replicas that do not "
-            f"reserve them; say gpus={each}."
+            f"reserve them; set gpus={each}."
         )
     return found
 

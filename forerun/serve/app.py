@@ -152,5 +152,5 @@ async def _refused(request: Request, error: Exception) -> Response:
         near = f"/v1{request.url.path}"
         known = any(getattr(route, "path", None) == near for route in request.app.routes)
         hint = f"did you mean /v1{path}?" if known else "see /openapi.json."
-        message, code = f"There is nothing at {path}; {hint}", "unknown_url"
+        message, code = f"There is no route {path}; {hint}", "unknown_url"
     raise ApiError(error.status_code, message, code, headers=error.headers)

@@ -188,7 +188,7 @@ def _opens(body: Conversational) -> bool:
     if body.continue_final_message and body.add_generation_prompt:
         raise RequestError(
             "add_generation_prompt and continue_final_message cannot both be true: the answer "
-            "either begins or goes on with the last message.",
+            "either begins a message or continues the last one.",
             "continue_final_message",
         )
     return body.add_generation_prompt is not False

@@ -52,7 +52,7 @@ def stuck(since: float | None, limit: float) -> ApiError | None:
     """A 503 where a step that began at `since` (time.monotonic) has taken over `limit` seconds."""
     if since is None or (seconds := monotonic() - since) <= limit:
         return None
-    message = f"The engine has not come out of a step for {seconds:.0f} s; see the server's log."
+    message = f"A step of the engine has been running for {seconds:.0f} s; see the server's log."
     return unavailable(message, "engine_stuck", 30.0)
 
 

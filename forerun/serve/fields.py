@@ -92,12 +92,12 @@ def body_schema(kind: type[Any]) -> Schema:
         elif found:
             found = {"anyOf": [found, {"type": "null"}]}
         if item.metadata.get("ignored"):
-            found = {**found, "description": "Ignored: it changes nothing here."}
+            found = {**found, "description": "Ignored: it has no effect here."}
         properties[item.name] = found
     for name, why in getattr(kind, "refused", {}).items():
         properties[name] = {"enum": [None, *_UNSET], "description": f"Not supported: {why}."}
     for name, own in getattr(kind, "renamed", {}).items():
-        properties[name] = {**properties[own], "description": f"Another name of {own}."}
+        properties[name] = {**properties[own], "description": f"Another name for {own}."}
     schema = {
         "type": "object",
         "properties": properties,
@@ -159,7 +159,7 @@ def read(kind: type[Body], value: Any, where: str = "") -> Body:
             raise _unknown(key, place, known)
         found = known[own].metadata["reader"](content, place)
         if given.get(own, found) != found:
-            raise RequestError(f"{place} and another name of {own} disagree.", place)
+            raise RequestError(f"{place} and another name for {own} disagree.", place)
         given[own] = found
     for name, item in known.items():
         if name not in given and item.default is dataclasses.MISSING:

@@ -38,8 +38,8 @@ class AllowedHosts:
         for name in names:
             if not _NAME.fullmatch(name):
                 raise ConfigError(
-                    f"allowed-hosts has {name!r}, which is no name: give names without scheme and "
-                    "port, such as llm.example.org, *.example.org, or * for any."
+                    f"allowed-hosts has {name!r}, which is not a host name: give names without "
+                    "scheme and port, such as llm.example.org, *.example.org, or * for any."
                 )
         self._any = "*" in names
         self._below = tuple(name[1:] for name in names if name.startswith("*."))

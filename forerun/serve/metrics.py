@@ -29,7 +29,7 @@ ENGINE = "0"
 _COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("vllm:prompt_tokens", "Prompt tokens of ended sequences.", lambda s: s.prompt_tokens),
     ("vllm:generation_tokens", "Tokens generated.", lambda s: s.output_tokens),
-    ("vllm:num_preemptions", "Sequences that gave up their pages.", lambda s: s.preemptions),
+    ("vllm:num_preemptions", "Sequences that were preempted.", lambda s: s.preemptions),
     ("vllm:prefix_cache_queries", "Prompt tokens looked up.", lambda s: s.prompt_tokens),
     ("vllm:prefix_cache_hits", "Prompt tokens found in pages.", lambda s: s.cached_tokens),
     ("vllm:spec_decode_num_drafts", "Drafts verified.", lambda s: s.drafts),
@@ -37,7 +37,11 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.", lambda s: s.accepted),
     ("forerun:steps", "Steps of the engine.", lambda s: s.steps),
     ("forerun:failed_steps", "Steps that raised an error.", lambda s: s.failed_steps),
-    ("forerun:carried_steps", "Steps begun before the last was looked at.", lambda s: s.carried),
+    (
+        "forerun:carried_steps",
+        "Steps begun before the previous outcome was read.",
+        lambda s: s.carried,
+    ),
 )
 _GAUGES: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("vllm:num_requests_running", "Sequences in a slot.", lambda s: s.load.running),
@@ -54,7 +58,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ),
     (
         "forerun:acceptance_length",
-        "Tokens per sequence and step, lately.",
+        "Tokens per sequence and step, over the last steps.",
         lambda s: s.acceptance_length,
     ),
 )
@@ -106,8 +110,8 @@ _HISTOGRAMS: tuple[tuple[str, str, Callable[[Stats], Counts]], ...] = (
         "Tokens of the longest answer of a request.",
         lambda s: s.longest_output,
     ),
-    ("vllm:request_params_max_tokens", "max_tokens as asked for.", lambda s: s.max_tokens),
-    ("vllm:request_params_n", "n as asked for.", lambda s: s.choices),
+    ("vllm:request_params_max_tokens", "max_tokens as requested.", lambda s: s.max_tokens),
+    ("vllm:request_params_n", "n as requested.", lambda s: s.choices),
     ("forerun:step_seconds", "Time of a step.", lambda s: s.step_seconds),
     ("forerun:step_nodes", "Tokens and draft tokens of a step.", lambda s: s.step_nodes),
 )
@@ -130,13 +134,13 @@ _LABELLED: tuple[
     ),
     (
         "forerun:draft_tokens",
-        "Draft tokens verified, by who proposed them and depth (from 0).",
+        "Draft tokens verified, by source and depth (from 0).",
         ("source", "position"),
         lambda s: ((count.source, count.depth - 1, count.verified) for count in s.by_source),
     ),
     (
         "forerun:accepted_draft_tokens",
-        "Draft tokens accepted, by who proposed them and depth (from 0).",
+        "Draft tokens accepted, by source and depth (from 0).",
         ("source", "position"),
         lambda s: ((count.source, count.depth - 1, count.accepted) for count in s.by_source),
     ),
@@ -177,11 +181,11 @@ class Metrics:
         ProcessCollector(registry=self._registry)
         self._gap = self._seconds(
             "vllm:inter_token_latency_seconds",
-            "Between two pieces of news of one sequence; a step may bring several tokens.",
+            "Between two outputs of one sequence; a step may bring several tokens.",
         )
         self._per_token = self._seconds(
             "vllm:request_time_per_output_token_seconds",
-            "Per request, time per token after the first news.",
+            "Per request, time per token after the first output.",
         )
 
     def add(
@@ -246,7 +250,7 @@ class EngineCollector(Collector):
             yield family
 
     def _faults(self) -> Metric:
-        text = "1 where nothing is drafted although it should be, and why."
+        text = "1 if speculation is off although it was requested, and why."
         family = GaugeMetricFamily("forerun:speculation_fault", text, labels=[*LABELS, "reason"])
         for meter in self.meters:
             fault = meter.fault()

@@ -136,7 +136,7 @@ class RequestMiddleware:
             log.exception("request %s failed", record.id)
             if record.status is not None:
                 raise
-            message = f"The server failed; its log knows more of request {record.id}."
+            message = f"The server failed; see its log for request {record.id}."
             failed = ApiError(500, message, "internal_error")
             await _answer(scope["path"], failed, send, record)
 
@@ -146,7 +146,9 @@ class RequestMiddleware:
             async with asyncio.timeout(self._patience):
                 await send(message)
         except TimeoutError:
-            raise ClientGoneError(f"it read nothing for {self._patience:g} s") from None
+            raise ClientGoneError(
+                f"it read nothing of the answer for {self._patience:g} s"
+            ) from None
 
     def _admit(self, scope: Scope) -> None:
         """Raise ApiError: 505 and 431 where it is no request that we read, 403 under a name that is
@@ -162,7 +164,7 @@ class RequestMiddleware:
         if not self._hosts.admits(host):
             raise ApiError(
                 403,
-                f"This server does not answer to the name {ascii(host)[:200]}. Ask it by its "
+                f"This server does not accept the host name {ascii(host)[:200]}. Ask it by its "
                 "address, or start it with --allowed-hosts and the name that requests come under.",
                 "host_not_allowed",
             )

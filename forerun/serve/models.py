@@ -205,7 +205,7 @@ class Models:
             if entry.state == "loaded" and not entry.active and self.clock() >= entry.until:
                 async with self._changing:
                     if entry.state == "loaded" and not entry.active:
-                        await self._unload(entry, "nobody asked for it")
+                        await self._unload(entry, "no request has used it")
 
     async def drain(self, seconds: float) -> bool:
         """Let no request in any more and wait for those that run. True if all ended."""

@@ -54,12 +54,12 @@ STREAMS = {"/api/chat": "application/x-ndjson", "/api/generate": "application/x-
 
 _REFUSED = {
     "400": "The request cannot be honoured; the message names the field.",
-    "401": "A key is wanted.",
+    "401": "An API key is required.",
     "404": "There is no such model or answer.",
     "413": "The body is too large.",
     "415": "The body is not JSON.",
     "429": "Too many requests wait.",
-    "503": "The model is loading, or the server ends.",
+    "503": "The model is loading, or the server is shutting down.",
 }
 
 

@@ -145,7 +145,7 @@ def _stored(request: Request) -> StoredAnswer:
     id = request.path_params["id"]
     found = store.get(id)
     if found is None:
-        message = f"There is no response {id[:80]!a}; it was not stored, or is forgotten by now."
+        message = f"There is no response {id[:80]!a}; it was not stored, or is no longer stored."
         raise ApiError(404, message, "response_not_found")
     return found
 

@@ -43,7 +43,7 @@ MAX_STOP_TOKENS = 256
 MAX_STOP_TEXT = 1024
 MAX_ALLOWED = 1 << 16
 
-_SAFE = "what a message says never becomes a control token; use /v1/completions"
+_SAFE = "a message's text never becomes a control token; use /v1/completions"
 _NO_BEAMS = "sequences are sampled, not searched"
 _NO_CODE = "the server runs no code from requests"
 NEVER = -1e9
@@ -82,7 +82,7 @@ class SpeculativeOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prediction:
-    type: str = accept(only("content", why="it is the one kind of prediction"), "content")
+    type: str = accept(only("content", why="it is the only kind of prediction"), "content")
     content: str = need(content)
 
 
@@ -252,7 +252,9 @@ class ChatBody(SampledBody):
     top_logprobs: int | None = accept(integer(0, MAX_TOKENS))
     n_probs: int = accept(integer(0, MAX_TOKENS), 0)
     separate_reasoning: bool = accept(boolean, True)
-    reasoning_format: str | None = accept(only(*FORMATS, why="reasoning is told apart, or not"))
+    reasoning_format: str | None = accept(
+        only(*FORMATS, why="reasoning is separate from the content, or not")
+    )
     best_of: int | None = ignore(only(1, why="all choices are returned; use n"))
     add_generation_prompt: bool | None = accept(boolean)
     continue_final_message: bool = accept(boolean, False)
@@ -272,7 +274,7 @@ class ChatBody(SampledBody):
     refused: ClassVar[dict[str, str]] = {
         **SampledBody.refused,
         "audio": NO_MEDIA,
-        "chat_template": "the template is the model's own",
+        "chat_template": "the template cannot be replaced by requests",
         "documents": "put them into a message",
         "echo": "it exists on /v1/completions only",
         "function_call": USE_TOOLS,

@@ -229,7 +229,7 @@ class Server(uvicorn.Server):
         elif loop.time() - self._full_since > SILENT_SECONDS:
             self._full_since = loop.time()
             log.error(
-                "no connection can be taken in: %s. Connections that are open go on; raise the "
+                "no new connection can be accepted: %s. Open connections continue; raise the "
                 "limit of open files (ulimit -n) for more.",
                 error.strerror,
             )

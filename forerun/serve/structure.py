@@ -173,7 +173,7 @@ class _StructuredOutputs:
     refused: ClassVar[dict[str, str]] = {
         "json_object": "use response_format with the type json_object",
         "whitespace_pattern": "white space in JSON is bounded already",
-        "disable_fallback": "there is one back end",
+        "disable_fallback": "there is only one backend",
     }
 
 
@@ -240,7 +240,7 @@ class _TagBody:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StructuralTag:
-    type: str = accept(only("structural_tag", why="it says what it is"), "structural_tag")
+    type: str = accept(only("structural_tag", why="it is a fixed value"), "structural_tag")
     structures: tuple[Tag, ...] = need(items(_tag, MAX_PARTS, 1))
     triggers: tuple[str, ...] = need(items(text(1024, 1), MAX_PARTS, 1))
 

@@ -91,7 +91,7 @@ def different(tools: tuple[Tool, ...], name_field: str, where: str = "tools") ->
     for index, name in enumerate(names):
         if name in names[:index]:
             place = f"{where}[{index}].{name_field}"
-            raise RequestError(f"{place}: {shown(name)} is there twice.", place)
+            raise RequestError(f"{place}: {shown(name)} appears twice.", place)
     return tools
 
 

@@ -21,7 +21,7 @@ from forerun.serve.structure import ConstrainedBody
 _MOST = 2**31 - 1
 TIERS = ("auto", "default", "flex", "priority", "scale", "standard", "standard_only", "batch")
 """Service tiers, as OpenAI and others name them; there is one here."""
-_OFF = "this kind of sampling is not done here; leave it off"
+_OFF = "this kind of sampling is not supported; leave it off"
 
 
 _OF_BACKENDS = {
@@ -71,7 +71,7 @@ class UnusedFields(ConstrainedBody):
     dry_penalty_last_n: int | None = ignore(integer(-1, _MOST))
     dry_sequence_breakers: Any = ignore(whatever)
     repeat_last_n: int | None = ignore(
-        only(64, -1, why="penalties look at the whole text; use repetition_penalty alone")
+        only(64, -1, why="penalties count the whole text; use repetition_penalty alone")
     )
     min_keep: int | None = ignore(integer(0, _MOST))
     n_keep: int | None = ignore(integer(-1, _MOST))

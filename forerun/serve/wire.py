@@ -58,7 +58,9 @@ class Bodies:
             raise ApiError(415, "The body must be JSON, with content-type: application/json.")
         coding = (request.headers.get("content-encoding") or "identity").strip().lower()
         if coding != "identity":
-            raise ApiError(415, f"content-encoding: {shown(coding)} is not read; send plain JSON.")
+            raise ApiError(
+                415, f"content-encoding: {shown(coding)} is not supported; send plain JSON."
+            )
         declared = request.headers.get("content-length", "")
         too_large = declared.isdigit() and int(declared) > self._limit
         if too_large and "expect" in request.headers:
@@ -144,7 +146,7 @@ def check_same_site(request: Request) -> None:
     if "*" in settings.allowed_origins or origin in {*own, *settings.allowed_origins}:
         return
     if origin is not None or site not in (None, "none", "same-origin"):
-        raise ApiError(403, "A page of another site may not ask for this.", "cross_site")
+        raise ApiError(403, "A page of another site may not use this route.", "cross_site")
 
 
 def _from_a_page(request: Request) -> bool:

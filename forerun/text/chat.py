@@ -101,7 +101,7 @@ class ChatTemplate:
             return self._encode(marks.going_on(text, thought), marker, most)
         if last.get("role") != "assistant" or not str(last.get("content") or "").strip():
             raise RequestError(
-                f"continue_final_message: {place} must be what the assistant said so far.", place
+                f"continue_final_message: {place} must be the assistant's text so far.", place
             )
         # A marker of its own at the end of the message says where the template closes it.
         marked = [*messages[:-1], {**last, "content": f"{last['content']}{_END_OF_MESSAGE}"}]
@@ -139,7 +139,7 @@ class ChatTemplate:
         options = dict(extra or {})
         if _RESERVED & options.keys():
             name = min(_RESERVED & options.keys())
-            raise RequestError(f"{name!r} is not for the caller to set", "chat_template_kwargs")
+            raise RequestError(f"{name!r} cannot be set by requests", "chat_template_kwargs")
         offered = None if tools is None else [dict(tool) for tool in tools]
         check_json(offered, "tools")
         check_json(options, "chat_template_kwargs")
@@ -156,7 +156,7 @@ class ChatTemplate:
         except ModelError as error:
             if not is_large(names):
                 raise
-            message = f"These messages are too much for the model's chat template: {error}."
+            message = f"The model's chat template cannot render these messages: {error}."
             raise RequestError(message, "messages") from error
 
     def _probe(

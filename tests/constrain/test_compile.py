@@ -322,8 +322,8 @@ class Faulty:
     ("fault", "error", "said"),
     [
         (Fault.TIME, RequestError, "more than 5 seconds of processor time"),
-        (Fault.DIED, RequestError, "ended, for want of memory perhaps"),
-        (Fault.KILLED, WorkerError, "ended by somebody else; try again later"),
+        (Fault.DIED, RequestError, "ended, perhaps for lack of memory"),
+        (Fault.KILLED, WorkerError, "ended from outside; try again later"),
         (Fault.SILENT, WorkerError, "did not answer in time; try again later"),
     ],
 )

@@ -325,7 +325,7 @@ def test_only_json_is_read(server):
         error_of(answer, 415)
     for coding in ("gzip", "zstd", "identity, br"):
         answer = raw(server, data.encode(), **{"content-encoding": coding})
-        assert f"'{coding}' is not read; send plain JSON" in error_of(answer, 415)["message"]
+        assert f"'{coding}' is not supported; send plain JSON" in error_of(answer, 415)["message"]
     assert raw(server, data.encode(), **{"content-encoding": "identity"}).status_code == 200
     typed = {"content-type": "Application/JSON; charset=utf-8"}
     assert server.http.post(COMPLETIONS, content=data, headers=typed).status_code == 200
@@ -482,9 +482,9 @@ def test_nothing_said_reaches_the_log(server):
     assert "secret" not in server.logged()
 
 
-OFF = "off: the request wants no speculation"
-BOUND = "no more: the request's own bound"
-ENDS = "no more: the answer ends there, or the step or the pages have no room"
+OFF = "off: the request disables speculation"
+BOUND = "limited by the request"
+ENDS = "limited: the answer ends there, or the step or the page pool is full"
 
 
 def test_server_info(server):

@@ -130,7 +130,7 @@ def test_speculation_changes_no_token(client, temperature):
     counts = on.metrics["speculative_decoding"]
     assert counts["reasons"] == ["fixed by the configuration"]
     output_tokens = off.metrics["speculative_decoding"]["reasons"]
-    assert output_tokens == ["off: the request wants no speculation"]
+    assert output_tokens == ["off: the request disables speculation"]
     assert counts["num_draft_tokens"] > 0
     # Every token but those past the end came from a step, accepted or the target's own.
     assert counts["num_spec_steps"] + counts["num_accepted_draft_tokens"] >= 200

@@ -69,7 +69,7 @@ def finished(server, how):
 
 
 def dropped(server):
-    return server.logged().count("it read nothing for 3 s")
+    return server.logged().count("it read nothing of the answer for 3 s")
 
 
 def test_a_head_that_never_ends_is_given_up(hasty):

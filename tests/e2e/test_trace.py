@@ -59,7 +59,7 @@ def test_without_speculation_a_trace_has_one_token_a_step(toy_server):
     steps = steps_of(toy_server.post("/v1/chat/completions", body).json()["choices"])
     assert [len(step["tokens"]) for step in steps] == [1] * 20
     assert not any(step["nodes"] or step["allowed"] for step in steps)
-    assert steps[-1]["reason"] == "off: the request wants no speculation"
+    assert steps[-1]["reason"] == "off: the request disables speculation"
 
 
 def test_under_a_grammar_forced_tokens_are_named(toy_server):

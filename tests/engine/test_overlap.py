@@ -129,7 +129,7 @@ def test_without_the_option_every_step_is_looked_at_first():
 
 def test_a_toy_that_cannot_carry_runs_as_ever(caplog):
     engine = make("erratic", overlap=True)
-    assert "overlap is left out" in caplog.text
+    assert "overlap is disabled" in caplog.text
     request = hot("a")
     run(engine, request).expect(request)
     assert engine.stats().carried == 0

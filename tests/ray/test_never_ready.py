@@ -85,18 +85,18 @@ def test_who_is_there_serves_and_the_others_are_named(begun, tmp_path):
             body = {"model": "toy", "prompt": "a", "max_tokens": 4}
             return client.post("/completions", json=body)
 
-        some = r"replicas that serve: 1 of 2\. "
+        some = r"replicas ready: 1 of 2\. "
         served.says(some + WHO + r": model\.safetensors ends within a tensor\.")
         assert answers().status_code == 200
         served.says(some + WHO + r" did not load its model within 10 seconds\.")
         assert answers().status_code == 200
         served.says(some + r"A replica's process died while it loaded its model")
-        served.says("all 2 replicas serve")
+        served.says("all 2 replicas are ready")
         # Later all are lost, and what takes their place is at fault: nobody waits for ever.
         (tmp_path / "broken").touch()
         for pid, _ in replica_processes():
             os.kill(pid, signal.SIGKILL)
-        served.says(r"replicas that serve: 0 of 2\. " + WHO + r": model\.safetensors ends")
+        served.says(r"replicas ready: 0 of 2\. " + WHO + r": model\.safetensors ends")
         answer = answers()
         assert answer.status_code == 503, answer.text
         assert answer.json()["error"]["code"] == "no_replica"

@@ -21,7 +21,7 @@ def test_all_that_is_wrong_is_said_at_once():
     assert set(str(told.value).splitlines()) == {
         "max-sequences takes a whole number, not 'many'.",
         "replicas takes a number, not 'two'.",
-        "colour is no option of replicas, serve or the engine.",
+        "colour is not an option of replicas, serve or the engine.",
     }
 
 
@@ -37,10 +37,10 @@ def test_numbers_that_cannot_be_are_refused(words):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ({}, "device is cuda, but gpus is 0: .*; say gpus=1"),
+        ({}, "device is cuda, but gpus is 0: .*; set gpus=1"),
         (
             {"model": "smollm2-135m", "gpus": 1, "tp-size": 2},
-            "device is cuda, but gpus is 1: .*; say gpus=2",
+            "device is cuda, but gpus is 1: .*; set gpus=2",
         ),
     ],
 )

@@ -96,7 +96,7 @@ async def test_nothing_else_is_served(path):
     async with client() as http:
         answer = await http.get(path)
     assert answer.status_code == 404
-    assert "There is nothing at" in answer.json()["error"]["message"]
+    assert "There is no route" in answer.json()["error"]["message"]
 
 
 @pytest.mark.anyio

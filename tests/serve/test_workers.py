@@ -79,7 +79,7 @@ def test_a_lost_process_is_a_503():
 
         class Lost(Waiting):
             def render(self, names):
-                raise WorkerError("it was ended by somebody else")
+                raise WorkerError("it was ended from outside")
 
         loaded.chat._renderer = Lost(loaded.chat._renderer)
         with TestClient(create_app(loaded, ServeSettings())) as client:

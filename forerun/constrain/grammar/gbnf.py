@@ -79,7 +79,7 @@ class _Reader:
             self._names = []
             body = self._alternatives(False)
             if match[0] in found:
-                raise self._error(f'rule "{match[0]}" is there twice')
+                raise self._error(f'rule "{match[0]}" appears twice')
             found[match[0]] = _Rule(body, self._names)
             self._skip(_BLANK)
         return found

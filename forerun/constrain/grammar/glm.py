@@ -95,11 +95,7 @@ class _Writer:
                 continue
             found = matching(pattern, [*properties], MAX_STEPS // len(patterns))
             if found is None or any(found):
-                self._fault(
-                    UnenforcedKeyword(
-                        "patternProperties", "it says more of a property that is listed"
-                    )
-                )
+                self._fault(UnenforcedKeyword("patternProperties", "it adds to a listed property"))
         pairs = []
         for place, (key, value) in enumerate(properties.items()):
             if value is False:

@@ -133,7 +133,7 @@ class Grammar:
         else. Raises RequestError if the grammar is not a schema.
         """
         if self.kind is not Kind.JSON_SCHEMA:
-            raise RequestError(f"{self.field} is no JSON schema; its own white space counts")
+            raise RequestError(f"{self.field} is not a JSON schema; its own white space counts")
         return replace(self, one_line=True)
 
     def after(self, start: Start) -> Self:

@@ -32,8 +32,8 @@ from forerun.constrain.schema.strings import (
 HOISTED = 20
 """Levels below which a schema goes to `$defs`: what llguidance reads may have 128 levels."""
 
-TOO_LARGE = "the schema is too large with it"
-TOO_NARROW = "what can be said of it leaves no text"
+TOO_LARGE = "the schema would be too large with it"
+TOO_NARROW = "no text would remain"
 
 _COPIED = (
     "type", "const", "enum", "required", "minProperties", "maxProperties", "minItems", "maxItems",

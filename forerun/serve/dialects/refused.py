@@ -39,8 +39,8 @@ async def embeddings(request: Request) -> Response:
 
 
 OF_LLAMA = {
-    "/slots/{id}": "Caches of sequences are neither saved nor restored; prefixes are kept by "
-    "themselves, and /flush_cache forgets them.",
+    "/slots/{id}": "Caches of sequences are neither saved nor restored; prefixes are cached "
+    "automatically, and /flush_cache drops them.",
     "/lora-adapters": "There is one set of weights, and no adapters.",
     "/props": "Properties are those that the server was started with.",
 }

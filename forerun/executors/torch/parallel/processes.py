@@ -247,7 +247,7 @@ class Ranks:
         if self.waits.silent() >= LOST_LOOKS:
             raise RankError(
                 f"all {1 + len(self._ranks)} ranks of the tensor-parallel group wait for each "
-                f"other, and nothing comes: one of them has lost what came, perhaps for want of "
+                f"other, and nothing comes: one of them has lost a message, perhaps for lack of "
                 "memory."
             )
 

@@ -86,7 +86,7 @@ def serve(channel: Channel, shared: int) -> None:
                 group.close()
                 return
             case other:
-                raise EngineError(f"rank 0 asks for {other!r}, which nobody knows here")
+                raise EngineError(f"rank 0 asks for {other!r}, which is unknown here")
 
 
 def run(runner: ModelRunner, group: Processes, step: SharedStep) -> TorchRound:

@@ -56,7 +56,7 @@ async def kept(request: Request) -> Response:
     """Whatever would change the models: 501 always, this server has the one that it was started
     with.
     """
-    message = "This server has the model that it was started with; models do not come or go."
+    message = "This server has the model that it was started with; models are not added or removed."
     raise ApiError(501, message, "not_implemented")
 
 

@@ -225,7 +225,7 @@ def _earlier(id: str | None, store: ResponseStore) -> Messages:
         return ()
     found = store.get(id)
     if found is None:
-        message = f"previous_response_id: {id!r} was not stored, or is forgotten by now."
+        message = f"previous_response_id: {id!r} was not stored, or is no longer stored."
         code, field = "previous_response_not_found", "previous_response_id"
         raise ApiError(400, message, code, field)
     return found.messages

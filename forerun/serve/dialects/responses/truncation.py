@@ -34,7 +34,7 @@ def _item(value: Any, where: str, store: ResponseStore) -> Any:
     id = value.get("id")
     found = store.item(id) if isinstance(id, str) else None
     if found is None:
-        message = f"{where}.id: there is no stored item of this id, or it is forgotten by now."
+        message = f"{where}.id: there is no item with this id, or it is no longer stored."
         raise ApiError(400, message, "item_not_found", f"{where}.id")
     return found
 

@@ -108,7 +108,7 @@ async def flush_cache(request: Request) -> Response:
     """
     check_same_site(request)
     service_of(request).enter().engine.forget_prefixes()
-    return PlainTextResponse("Prefixes that nobody holds are forgotten before the next step.\n")
+    return PlainTextResponse("Prefixes that no sequence holds are dropped before the next step.\n")
 
 
 async def abort_request(request: Request) -> Response:

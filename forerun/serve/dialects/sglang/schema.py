@@ -37,7 +37,7 @@ from forerun.serve.schema import (
 )
 from forerun.serve.structure import grammar_rules, json_rules, one_of, regex_rules, structural_rules
 
-_NO_SESSIONS = "requests stand alone; prefixes are cached by themselves"
+_NO_SESSIONS = "requests stand alone; prefixes are cached automatically"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
