@@ -24,6 +24,7 @@ from forerun.errors import ForerunError
 from forerun.machine import memory_available
 from forerun.options.config import ServeSettings
 from forerun.serve.errors import ApiError, api_error, unavailable, unknown_model
+from forerun.serve.fields import text
 from forerun.serve.metrics import Metrics
 from forerun.serve.service import Served, Service, Start
 from forerun.serve.tasks import begun
@@ -36,6 +37,7 @@ FOR_EVER = 3e13
 """Seconds: a million years."""
 LOOK_SECONDS = 1.0
 """How often to check whether a model's time is over."""
+_text = text(2**31 - 1)
 _DURATION = re.compile(r"(-?\d+(?:\.\d+)?)(ms|s|m|h|)")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
 
@@ -191,9 +193,7 @@ class Models:
         if name is None or name == "":
             order = ("failed", "unloaded", "loading", "loaded")
             return max(self.entries.values(), key=lambda one: (order.index(one.state), one.used))
-        if not isinstance(name, str):
-            message = f"model must be a string, not {type(name).__name__}."
-            raise ApiError(400, message, "invalid_value", "model")
+        _text(name, "model")
         entry = self._names.get(name) or self._names.get(name.removesuffix(":latest"))
         if entry is None:
             raise unknown_model(name, self.entries)

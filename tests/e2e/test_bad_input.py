@@ -14,10 +14,12 @@ HELLO = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
 LIMIT = 65536
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    settings = {"max_body_bytes": LIMIT}
-    with serving(tmp_path_factory.mktemp("bad"), settings=settings) as server:
+@pytest.fixture(scope="module", params=[None, ["toy", "other"]], ids=["one", "two"])
+def server(request, tmp_path_factory):
+    """A server of one model, or of two with one loaded."""
+    given = {"settings": {"max_body_bytes": LIMIT}, "models": request.param}
+    with serving(tmp_path_factory.mktemp("bad"), **given) as server:
+        assert server.complete(max_tokens=1).status_code == 200
         yield server
         assert "Traceback" not in server.logged()
 

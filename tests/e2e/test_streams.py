@@ -14,11 +14,12 @@ LONG = {"prompt": "Hi", "temperature": 0, "max_tokens": 4000, "ignore_eos": True
 PLAIN = {**LONG, "speculative": {"enabled": False}}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """A toy that takes 5 ms per step, so 4,000 tokens take 20 s."""
-    settings = {"keep_alive_seconds": 0.2}
-    with serving(tmp_path_factory.mktemp("streams"), delay=0.005, settings=settings) as server:
+@pytest.fixture(scope="module", params=[None, ["toy", "other"]], ids=["one", "two"])
+def server(request, tmp_path_factory):
+    """A toy that takes 5 ms per step, so 4,000 tokens take 20 s; alone, or one of two models."""
+    given = {"settings": {"keep_alive_seconds": 0.2}, "models": request.param}
+    with serving(tmp_path_factory.mktemp("streams"), delay=0.005, **given) as server:
+        assert server.complete(max_tokens=1).status_code == 200
         yield server
         assert "Traceback" not in server.logged()
 

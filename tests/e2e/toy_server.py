@@ -3,7 +3,8 @@
 What it takes beyond settings: a toy that needs `delay` seconds per step, loading that waits for a
 file `load_when` or fails with `load_error`, an engine that dies of the token `poison`, a drafter
 that fails when it is asked for the `drafter_calls`-th time, a file `steps` that grows by a byte
-per step, or a `script` that it writes (scripted.py). Another `model` takes none of that. The engine
+per step, or a `script` that it writes (scripted.py). With `models` it is one of several names, each
+a toy like that. Another `model` takes none of that. The engine
 runs in a process of its own (toy_engine) unless the setting `engine_process` says no.
 """
 
@@ -16,6 +17,7 @@ from forerun.client.engine_process import EngineCommand
 from forerun.client.engine_start import EngineProgram
 from forerun.errors import ForerunError
 from forerun.options.config import ServeSettings
+from forerun.serve.models import Source
 from forerun.serve.server import run
 from tests.e2e.toy_engine import config_of, configure_logs, load_toy
 
@@ -33,6 +35,8 @@ def main(options, told):
     source = EngineCommand(EngineProgram(ENGINE, options), config_of(options))
     if not settings.engine_process:
         source = partial(load_toy, options)
+    if names := options.get("models"):
+        source = [Source(name, (), 0, source) for name in names]
     try:
         run(source, settings, told)
     except ForerunError as error:
