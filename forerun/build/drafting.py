@@ -32,6 +32,7 @@ from forerun.models.ngram_table import FILE as TABLE
 from forerun.models.ngram_table import NgramTable, read_ngram_table
 from forerun.models.prediction_layers import PredictionLayers, open_prediction_layers
 from forerun.models.whole_draft import WholeDraft
+from forerun.options.algorithms import DEFAULT_STEPS
 from forerun.options.config import EngineConfig
 
 log = logging.getLogger("forerun.build")
@@ -117,7 +118,7 @@ def drafting_sentence(
     if asked.speculative_algorithm != AUTO:
         own = "the draft that comes with the model" if named else "the target's own layers"
         why = f"as requested, by {asked.speculative_draft_model_path or own}" * method.model
-        why = why or "as requested"
+        why = (why or "as requested") + _unlike_sglang(asked) * (method.kind == "head")
     elif method.name == "NEXTN" and named is not None:
         why = f"AUTO: {named} holds prediction layers"
     elif method.name == "NEXTN":
@@ -126,9 +127,25 @@ def drafting_sentence(
         why = f"AUTO: {named} is {'a whole model' if method.kind == 'whole' else 'such a draft'}"
     elif asked.speculative_draft_model_path is None:
         why = "AUTO: no draft is given" + (", and the model's own has an n-gram table" * table)
+        why += "; --speculative-algorithm OFF is plain decoding"
     else:
         why = f"AUTO: {named} holds no draft model"
     return f"drafting: {method.name}, {method.meaning} ({why})"
+
+
+def _unlike_sglang(asked: EngineConfig) -> str:
+    """The words about the tree's size, if a head is named and nothing said of its trees."""
+    given = (
+        asked.speculative_num_steps,
+        asked.speculative_eagle_topk,
+        asked.speculative_num_draft_tokens,
+    )
+    if asked.algorithm.name not in ("EAGLE", "EAGLE3") or given != (None, None, None):
+        return ""
+    return (
+        f"; chains of {DEFAULT_STEPS} draft tokens: SGLang's trees are --speculative-num-steps 5 "
+        "--speculative-eagle-topk 4 --speculative-num-draft-tokens 8"
+    )
 
 
 def lossy_sentence(config: EngineConfig) -> str | None:

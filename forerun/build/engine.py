@@ -74,6 +74,8 @@ class Target:
     device    where it runs, and why; None of the toy
     sampling  what holds where a request says nothing: temperature, top_p, top_k, min_p,
               repetition_penalty; what is not there is neutral
+    family    of its architecture; "" of the toy
+    parameters  number of weights; 0 of the toy
     """
 
     executor: Executor
@@ -90,6 +92,8 @@ class Target:
     fault: str | None = None
     device: DeviceChoice | None = None
     sampling: Mapping[str, float] = field(default_factory=dict)
+    family: str = ""
+    parameters: int = 0
 
     def compile(self, grammar: Grammar, client: str = "") -> CompiledGrammar:
         """Compile a grammar for a request; client: see Compiler. May block for seconds.
@@ -232,6 +236,8 @@ def _facts(target: Target) -> dict[str, Any]:
     """Plain values about what was loaded, for /server_info, `doctor` and benchmark stamps."""
     return {
         "model": target.name,
+        "family": target.family or target.name,
+        "parameters": target.parameters,
         "config": asdict(target.config),
         "sampling_defaults": {**NEUTRAL, **target.sampling},
         "memory": target.memory.describe(),
@@ -340,6 +346,8 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
         costs=costs,
         compiler=open_compiler(model.tokenizer),
         sampling=model.sampling if config.sampling_defaults == "model" else {},
+        family=arch.family,
+        parameters=arch.parameters,
     )
 
 

@@ -61,6 +61,9 @@ SHAPES: dict[str, Architecture] = {
     "llama-3.1-8b": Architecture(
         "llama", 4096, 32, 8, 128, 128256, 131072, 1e-5, plain_layers(32, 128, 14336, _LLAMA)
     ),
+    "llama-2-70b": Architecture(
+        "llama", 8192, 64, 8, 128, 32000, 4096, 1e-5, plain_layers(80, 128, 28672, Rope(1e4))
+    ),
     "llama-3-70b": Architecture(
         "llama", 8192, 64, 8, 128, 128256, 8192, 1e-5, plain_layers(80, 128, 28672, _LLAMA)
     ),

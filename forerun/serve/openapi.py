@@ -16,7 +16,7 @@ from starlette.routing import Route
 from forerun.serve.answering import Json
 from forerun.serve.dialects.anthropic.schema import CountBody, MessagesBody
 from forerun.serve.dialects.llama.schema import InfillBody, NativeBody, TemplateBody
-from forerun.serve.dialects.ollama.models import ShowBody
+from forerun.serve.dialects.ollama.models import PullBody, ShowBody
 from forerun.serve.dialects.ollama.schema import OllamaChatBody, OllamaGenerateBody
 from forerun.serve.dialects.responses.schema import ResponsesBody
 from forerun.serve.dialects.sglang.routes import AbortBody
@@ -28,6 +28,7 @@ from forerun.version import __version__
 
 BODIES: dict[str, type[Any]] = {
     "/v1/chat/completions": ChatBody,
+    "/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
     "/v1/chat/completions/input_tokens": ChatBody,
     "/apply-template": TemplateBody,
@@ -42,6 +43,7 @@ BODIES: dict[str, type[Any]] = {
     "/api/chat": OllamaChatBody,
     "/api/generate": OllamaGenerateBody,
     "/api/show": ShowBody,
+    "/api/pull": PullBody,
     "/generate": GenerateBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
@@ -50,7 +52,7 @@ BODIES: dict[str, type[Any]] = {
 }
 ANSWERS = {"/metrics": ("text/plain",), "/flush_cache": ("text/plain",), "/ping": ()}
 """Routes whose answer is not JSON: its types; () = an empty body."""
-STREAMS = {"/api/chat": "application/x-ndjson", "/api/generate": "application/x-ndjson"}
+STREAMS = dict.fromkeys(("/api/chat", "/api/generate", "/api/pull"), "application/x-ndjson")
 
 _REFUSED = {
     "400": "The request cannot be honoured; the message names the field.",

@@ -122,6 +122,7 @@ async def version(request: Request) -> Response:
 
 ROUTES = [
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    Route("/chat/completions", chat_completions, name="without_v1", methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
     Route("/v1/responses", responses, methods=["POST"]),
     Route("/v1/responses/input_tokens", response_tokens, methods=["POST"]),

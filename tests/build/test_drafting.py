@@ -48,7 +48,8 @@ def test_the_start_says_what_drafts_and_why():
     asked = EngineConfig(model="m")
     ngram = resolved_drafting(asked, head=False, fault=None)
     assert "NGRAM" in drafting_sentence(asked, ngram, False, None)
-    assert "no draft is given)" in drafting_sentence(asked, ngram, False, None)
+    told = drafting_sentence(asked, ngram, False, None)
+    assert "no draft is given; --speculative-algorithm OFF is plain decoding)" in told
     assert "has an n-gram table" in drafting_sentence(asked, ngram, True, None)
     off = resolved_drafting(asked, head=False, fault="the draft has no fc.weight")
     assert drafting_sentence(asked, off, False, "the draft has no fc.weight") == (
@@ -59,8 +60,11 @@ def test_the_start_says_what_drafts_and_why():
     said = replace(said, speculative_algorithm="EAGLE3")
     found = replace(said, speculative_draft_model_path="folder")
     told = drafting_sentence(said, found, False, None)
-    assert told.endswith("(as requested, by the draft that comes with the model)")
-    assert drafting_sentence(found, found, False, None).endswith("(as requested, by folder)")
+    assert "(as requested, by the draft that comes with the model; chains of 8" in told
+    assert "SGLang's trees are --speculative-num-steps 5" in told
+    for size in ({"speculative_num_steps": 3}, {"speculative_eagle_topk": 2}):
+        sized = replace(found, **size)
+        assert drafting_sentence(sized, sized, False, None).endswith("(as requested, by folder)")
     layers = replace(said, speculative_algorithm="NEXTN")
     assert drafting_sentence(said, layers, False, None).endswith("by the target's own layers)")
 

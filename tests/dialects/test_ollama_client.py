@@ -1,10 +1,12 @@
 """The official ollama client against a real server process."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from forerun import __version__
+from forerun.serve.dialects.ollama.models import _details
 from tests.dialects.asked import ASKED, GREEDY, PLACE, SAMPLED, chat, is_place, text_of
 from tests.dialects.thoughts import thoughtful
 from tests.e2e.processes import read_until, request_bytes
@@ -303,3 +305,27 @@ def test_more_tokens_than_the_context_has_are_cut(server):
     answer = server.post("/api/generate", body)
     assert answer.status_code == 200, answer.text
     assert answer.json()["eval_count"] <= 96
+
+
+@pytest.mark.parametrize("name", ["toy", "toy:latest"])
+def test_the_served_model_is_pulled_at_once(server, client, name):
+    assert client.pull(name).status == "success"
+    assert [one.status for one in client.pull(name, stream=True)] == ["success"]
+    assert server.post("/api/pull", {}).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("model", "number", "weights", "found"),
+    [
+        ("org/name:Q4_K_M", "", 134_515_008, ("gguf", "134.5M", "Q4_K_M")),
+        ("/a/b.q8_0.gguf", "", 8_030_261_248, ("gguf", "8.0B", "Q8_0")),
+        ("org/name", "bfloat16", 0, ("safetensors", "", "BF16")),
+        ("/a/folder", "", 1500, ("safetensors", "1.5K", "")),
+    ],
+)
+def test_details_of_a_model(model, number, weights, found):
+    info = {"family": "llama", "parameters": weights, "executor": {"dtype": number}}
+    loaded = SimpleNamespace(config=SimpleNamespace(model=model), info=info, name="name")
+    told = _details(SimpleNamespace(loaded=loaded))
+    assert (told["format"], told["parameter_size"], told["quantization_level"]) == found
+    assert told["family"] == "llama"

@@ -81,9 +81,9 @@ def test_a_stream_that_is_ended_says_so(server):
 
 
 def test_a_path_without_v1_is_named(server):
-    answer = server.post("/chat/completions", {"messages": ASKED})
+    answer = server.post("/responses", {"input": "Hi"})
     assert answer.status_code == 404
-    assert "did you mean /v1/chat/completions?" in answer.json()["error"]["message"]
+    assert "did you mean /v1/responses?" in answer.json()["error"]["message"]
 
 
 def test_tokens_of_a_response_that_nobody_asks_for(server):
@@ -103,3 +103,10 @@ def test_what_ended_an_answer(server):
     ended = server.post("/v1/completions", body).json()["choices"][0]
     assert (ended["finish_reason"], ended["matched_stop"], ended["stop_reason"]) == (
         "stop", 257, None)  # fmt: skip
+
+
+def test_chat_completions_without_v1(server):
+    body = {"messages": ASKED, "max_tokens": 4, "temperature": 0}
+    with_it, without = (server.post(f"{at}/chat/completions", body) for at in ("/v1", ""))
+    assert without.status_code == 200
+    assert with_it.json()["choices"] == without.json()["choices"]

@@ -1,6 +1,7 @@
 """Ollama's answers about models."""
 
 import hashlib
+import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -18,6 +19,16 @@ class ShowBody:
     model: str | None = accept(text(256, 1))
     name: str | None = accept(text(256, 1))
     verbose: bool = ignore(boolean, False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullBody:
+    """POST /api/pull. `name` is what older clients say for `model`."""
+
+    model: str | None = accept(text(256, 1))
+    name: str | None = accept(text(256, 1))
+    stream: bool = accept(boolean, True)
+    insecure: bool = ignore(boolean, False)
 
 
 def listed(served: Served) -> dict[str, Any]:
@@ -74,15 +85,31 @@ def card(served: Served) -> dict[str, Any]:
 
 
 def _details(served: Served) -> dict[str, Any]:
-    family = str(served.loaded.info.get("family") or served.loaded.name)
+    loaded, model = served.loaded, str(served.loaded.config.model)
+    family = str(loaded.info.get("family") or loaded.name)
+    level = _LEVEL.search(model)
+    number = str(loaded.info["executor"].get("dtype") or "")
     return {
         "parent_model": "",
-        "format": "gguf" if str(served.loaded.config.model).endswith(".gguf") else "",
+        "format": "gguf" if model.endswith(".gguf") or level else "safetensors",
         "family": family,
         "families": [family],
-        "parameter_size": "",
-        "quantization_level": "",
+        "parameter_size": _size(loaded.info.get("parameters") or 0),
+        "quantization_level": level[1].upper() if level else _NUMBERS.get(number, number.upper()),
     }
+
+
+_LEVEL = re.compile(r"[:._-](I?Q\d_\w+|BF16|F16|F32)(?:\.gguf)?$", flags=re.IGNORECASE)
+"""What the name of a GGUF file says of its numbers."""
+_NUMBERS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+
+
+def _size(weights: int) -> str:
+    """A number of weights as Ollama writes it: 134.5M, 8.0B; "" for none."""
+    for unit, name in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if weights >= unit:
+            return f"{weights / unit:.1f}{name}"
+    return str(weights or "")
 
 
 def time_of(moment: datetime) -> str:

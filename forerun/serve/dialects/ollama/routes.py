@@ -6,13 +6,14 @@ from starlette.routing import Route
 
 from forerun.errors import RequestError
 from forerun.serve.answering import Json, generated, received, service_of
-from forerun.serve.dialects.ollama.answers import OllamaChat, OllamaGenerate, named
-from forerun.serve.dialects.ollama.models import ShowBody, listed, running, shown
+from forerun.serve.dialects.ollama.answers import LATEST, OllamaChat, OllamaGenerate, named
+from forerun.serve.dialects.ollama.models import PullBody, ShowBody, listed, running, shown
 from forerun.serve.errors import ApiError
 from forerun.serve.fields import read
+from forerun.serve.wire import line
 from forerun.version import __version__
 
-KEPT = ("pull", "push", "create", "copy", "delete", "blobs/{digest}")
+KEPT = ("push", "create", "copy", "delete", "blobs/{digest}")
 """Routes that change the models of a server: this one serves the model that it was started with."""
 
 
@@ -47,6 +48,21 @@ async def show(request: Request) -> Response:
     return Json(shown(named(service_of(request), body.model or body.name)))
 
 
+async def pull(request: Request) -> Response:
+    """POST /api/pull: success for the model that is served, in one piece or as a stream of one
+    line; 501 for others. 400 without a name.
+    """
+    value, _ = await received(request)
+    body, service = read(PullBody, value), service_of(request)
+    asked = body.model or body.name
+    if asked is None:
+        raise RequestError("model is missing.", "model")
+    if asked.removesuffix(LATEST) not in service.enter().names:
+        return await kept(request)
+    done = {"status": "success"}
+    return Response(line(done), media_type="application/x-ndjson") if body.stream else Json(done)
+
+
 async def version(request: Request) -> Response:
     """GET /api/version: Forerun's version, `{"version": ...}`."""
     return Json({"version": __version__})
@@ -66,6 +82,7 @@ OLLAMA_ROUTES = [
     Route("/api/tags", tags),
     Route("/api/ps", ps),
     Route("/api/show", show, methods=["POST"]),
+    Route("/api/pull", pull, methods=["POST"]),
     Route("/api/version", version),
 ]
 KEPT_ROUTES = [Route(f"/api/{name}", kept, methods=["POST", "DELETE", "HEAD"]) for name in KEPT]
