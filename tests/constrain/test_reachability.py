@@ -147,6 +147,11 @@ def every(text):
     return '"' + "".join(f"\\u{unit:04X}" for unit in units) + '"'
 
 
+def slashed(text):
+    """As PHP writes it, that no text ends a script."""
+    return short(text).replace("/", "\\/")
+
+
 def spellings(value, free):
     """Texts of a value.
 
@@ -160,6 +165,7 @@ def spellings(value, free):
         yield json.dumps(value)
         yield json.dumps(value, indent=4)
         yield written(value, every, within=short)
+        yield written(value, slashed)
 
 
 def is_free(schema):
@@ -248,6 +254,54 @@ def test_any_of_many_objects_is_written(value):
     check_any(value)
 
 
+@pytest.mark.parametrize("name", ["bytes", "byte-level", "prepend"])
+@pytest.mark.parametrize(
+    "text",
+    ['"\\/"', '"\\\\/"', '"\\\\\\/"', '"<\\/a>\\/\\/"', '"\\n\\/\\u002f\\/n"', '["a\\/", "b"]'],
+)
+def test_a_slash_may_be_escaped(name, text):
+    json.loads(text)
+    for grammar in (Grammar.json_schema({}), Grammar.json_schema({}).on_one_line()):
+        assert writes(grammar, text, name, "shortest") is None
+
+
+@pytest.mark.parametrize(
+    "text", ["\\/", '"a"\\/', '"\\\\/', '["\\/"\\/]', '{"a"\\/: 1}', '"\\//\\"']
+)
+def test_a_slash_is_escaped_in_strings_alone(text):
+    grammar = Grammar.json_schema({"type": ["string", "array", "object"]})
+    assert writes(grammar, text) is not None
+
+
+def test_an_escaped_slash_is_that_slash_for_a_schema():
+    for schema, wrong in (
+        ({**TEXT, "maxLength": 2}, '"\\/\\/\\/"'),
+        ({"type": "object", "properties": {"a/b": INTEGER}}, '{"a\\/b": "x"}'),
+        ({**TEXT, "pattern": "^[a-z]+$"}, '"a\\/"'),
+    ):
+        assert writes(Grammar.json_schema(schema), wrong) is not None
+    assert writes(Grammar.json_schema({**TEXT, "maxLength": 2}), '"\\/\\/"') is None
+    # In another grammar a backslash is a backslash.
+    for grammar in (Grammar.regex(r"\\n|/x"), Grammar.choice(["\\n", "/x"])):
+        assert writes(grammar, "/x") is None and writes(grammar, "\\/x") is not None
+
+
+def test_a_place_behind_a_backslash_is_left_and_come_back_to():
+    matcher = Matcher(compiled(Grammar.json_schema({})))
+    assert all(map(matcher.commit, b'"a'))
+    before = matcher.mask()
+    for _ in range(2):
+        assert matcher.advance(ord("\\")) and not matcher.forced()
+        behind = matcher.mask()
+        assert allowed(behind, ord("/")) and allowed(behind, ord("n"))
+        assert matcher.advance(ord("/")) and allowed(matcher.mask(), ord("/"))
+        matcher.back(1)
+        assert matcher.mask() == behind
+        assert matcher.advance(ord("n"))
+        matcher.back(2)
+        assert matcher.mask() == before
+
+
 NUMBERS = [
     "0",
     "-0",
@@ -274,7 +328,6 @@ OUT_OF_REACH = [
     ({"type": "object", "properties": {"a": INTEGER, "b": INTEGER}}, '{"b": 1, "a": 1}'),
     ({"type": "object", "properties": {"a": INTEGER}}, '{"\\u0061": 1}'),
     ({"type": "object", "properties": {"a": INTEGER}}, '{"\\u2019": 1}'),
-    (TEXT, '"\\/"'),
     (TEXT, '"\x7f"'),
     ({**TEXT, "pattern": "^.$"}, '"\\u2019"'),
     ({**TEXT, "pattern": "^.$"}, '"\\t"'),
