@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 from forerun.errors import ModelError
 from forerun.models.grouped import Grouped
 from forerun.models.mapped import FourBits, Packed, TensorEntry, TensorFile
-from forerun.models.quantised.four_bits import four_bit_group, four_bits
 from forerun.models.quantised.fp4 import with_experts
-from forerun.models.quantised.grouped import grouped
+from forerun.models.quantised.grouped import four_bit_group, four_bits, grouped
 from forerun.models.quantised.matrices import PARTS, StoredMatrix, stored_matrix
 from forerun.models.quantised.method import Method
 from forerun.types import Floats
