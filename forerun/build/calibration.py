@@ -104,16 +104,16 @@ def smoothed(counts: list[int], ms: list[float]) -> list[float]:
     Nothing is said of how times bend: kernels work in fours, and where nodes share experts of a
     sparse model, or the reading of weights, a further node costs less than the one before it.
     """
-    told = [*ms]
+    smooth = [*ms]
     for place in range(1, len(ms) - 1):
         (one, here, two), (low, high) = (
             counts[place - 1 : place + 2],
-            (told[place - 1], ms[place + 1]),
+            (smooth[place - 1], ms[place + 1]),
         )
         fraction = log(here / one) / log(two / one)
         between = low * (high / low) ** fraction
-        told[place] = ms[place] if ms[place] <= OUTLIER * between else between
-    return told
+        smooth[place] = ms[place] if ms[place] <= OUTLIER * between else between
+    return smooth
 
 
 def _time_interleaved(executor: Executor, possible: list[int]) -> dict[int, list[float]]:

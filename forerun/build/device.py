@@ -55,9 +55,9 @@ def cuda_devices() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def _tpu(found: list[str]) -> DeviceChoice | None:
+def _tpu(devices: list[str]) -> DeviceChoice | None:
     """A TPU that jax can use; None without one."""
-    if not found or find_spec("jax") is None:
+    if not devices or find_spec("jax") is None:
         return None
     import jax
 
@@ -66,9 +66,9 @@ def _tpu(found: list[str]) -> DeviceChoice | None:
     return DeviceChoice("tpu", jax.devices()[0].device_kind)
 
 
-def _gpu(found: list[str]) -> DeviceChoice:
+def _gpu(devices: list[str]) -> DeviceChoice:
     """The first of the machine's GPUs where torch can use one, else the CPU and why."""
-    if not found:
+    if not devices:
         return DeviceChoice("cpu", "no NVIDIA GPU here")
     if find_spec("torch") is None:
         why = "there is a GPU, but torch is not installed (pip install 'forerun[torch]')"
@@ -77,8 +77,8 @@ def _gpu(found: list[str]) -> DeviceChoice:
 
     if not torch.cuda.is_available():
         why = (
-            f"{found[0]} is there, but torch {torch.__version__} sees no CUDA device: it may be a "
-            "build for CPUs, or the driver may be older than it needs"
+            f"{devices[0]} is there, but torch {torch.__version__} sees no CUDA device: it may be "
+            "a build for CPUs, or the driver may be older than it needs"
         )
         return DeviceChoice("cpu", why, gpu=True)
     return DeviceChoice("cuda", torch.cuda.get_device_name(), gpu=True)

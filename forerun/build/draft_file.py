@@ -74,10 +74,10 @@ def open_standalone(
     Raises ModelError, also if the two share no token; DownloadError if it cannot be fetched.
     """
     model = open_model(reference, revision=revision)
-    found = _shared_vocabulary(target, vocab, model.tokenizer, model.architecture.vocab)
-    if not len(found.target_ids):
+    vocabulary = _shared_vocabulary(target, vocab, model.tokenizer, model.architecture.vocab)
+    if not len(vocabulary.target_ids):
         raise ModelError(f"{reference} has no token that the target has; it cannot draft for it")
-    return WholeDraft(model.name, model.checkpoint, found)
+    return WholeDraft(model.name, model.checkpoint, vocabulary)
 
 
 def _shared_vocabulary(target: Tokenizer, vocab: int, draft: Tokenizer, own: int) -> VocabularyMap:

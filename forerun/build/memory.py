@@ -162,9 +162,9 @@ def plan_memory(
 def _refusal(needs: Needs, scratch: tuple[int, int], tokens: int, budget: int, share: float) -> str:
     """scratch: of steps, and what recurrent states take."""
     step, states = scratch
-    kept = f"recurrent states {human(states)} + " if states else ""
+    extra = f"recurrent states {human(states)} + " if states else ""
     return (
-        f"The model does not fit: weights {human(needs.weights)} + scratch {human(step)} + {kept}"
+        f"The model does not fit: weights {human(needs.weights)} + scratch {human(step)} + {extra}"
         f"key/value cache for {tokens:,} tokens {human(tokens * needs.per_token)} exceed the "
         f"{human(budget)} that may be used ({share:.0%} of the memory that is "
         "free now). Lower kv-tokens, context, max-sequences or chunked-prefill-size, raise "

@@ -89,15 +89,15 @@ def forget(name: str) -> int:
     """Delete all profiles of the model called `name`; how many there were. Files that are no
     profile stay.
     """
-    found = 0
+    removed = 0
     for path in (cache_dir() / "profiles").glob("*.json"):
         try:
             if json.loads(path.read_text()).get("model") == name:
                 path.unlink()
-                found += 1
+                removed += 1
         except (OSError, ValueError, AttributeError):
             continue  # Not a profile, and so none of this model.
-    return found
+    return removed
 
 
 def find(asked: EngineConfig, resolved: EngineConfig) -> Setting | None:

@@ -28,15 +28,17 @@ def check_jax() -> None:
     """
     install = "Install it with: pip install 'forerun[jax]'"
     try:
-        found = version("jax")
+        installed = version("jax")
     except PackageNotFoundError as error:
         raise ConfigError(
             f"The jax executor needs jax, which is not installed. {install}"
         ) from error
-    numbers = tuple(int(part) for part in found.split(".")[:2] if part.isdigit())
+    numbers = tuple(int(part) for part in installed.split(".")[:2] if part.isdigit())
     if numbers < LEAST:
         least = ".".join(map(str, LEAST))
-        raise ConfigError(f"The jax executor needs jax {least} or newer, not {found}. {install}")
+        raise ConfigError(
+            f"The jax executor needs jax {least} or newer, not {installed}. {install}"
+        )
 
 
 def _build(
@@ -64,8 +66,8 @@ def _build(
         cache_dir=str(cache_dir() / "jax"),
         overlap=bool(config.overlap),
     )
-    told = counted(checkpoint, ITEM_BYTES[config.dtype], partial(progress, "loading weights"))
-    return JaxExecutor(told, limits, options)
+    reported = counted(checkpoint, ITEM_BYTES[config.dtype], partial(progress, "loading weights"))
+    return JaxExecutor(reported, limits, options)
 
 
 def _free_memory(config: EngineConfig) -> int:

@@ -48,13 +48,13 @@ def _check_devices(config: EngineConfig, begin: int) -> None:
     """Raise ConfigError if there are fewer devices than ranks, from number `begin` on."""
     import torch
 
-    found = torch.cuda.device_count()
-    if begin < found < begin + config.tp_size:
-        counted = f"{found} CUDA device{'s' * (found != 1)}"
+    devices = torch.cuda.device_count()
+    if begin < devices < begin + config.tp_size:
+        counted = f"{devices} CUDA device{'s' * (devices != 1)}"
         raise ConfigError(
             f"tp-size is {config.tp_size}, but torch sees {counted} here"
             + (f", of which {begin} come before {config.device}" if begin else "")
-            + f"; lower it to {found - begin} or less."
+            + f"; lower it to {devices - begin} or less."
         )
 
 
@@ -70,10 +70,10 @@ def _cuda_memory(device: str) -> tuple[int, int]:
     """Bytes that are free on a CUDA device, and all it has. Raises ConfigError without one."""
     import torch
 
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if found <= (torch.device(device).index or 0):
-        seen = f"{found} CUDA devices, numbered from 0," if found else "no CUDA device"
-        do = "name another" if found else "leave --device out to run on the CPU"
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if devices <= (torch.device(device).index or 0):
+        seen = f"{devices} CUDA devices, numbered from 0," if devices else "no CUDA device"
+        do = "name another" if devices else "leave --device out to run on the CPU"
         raise ConfigError(f"device is {device}, but torch sees {seen} here; {do}.")
     free, whole = torch.cuda.mem_get_info(device)
     return free, whole
@@ -97,8 +97,8 @@ def _state_needs(arch: Architecture, needs: Needs) -> Needs:
     delta = arch.delta
     if delta is None:
         return needs
-    kept = 4 * arch.recurrent_layers * delta.draft_numbers
-    return replace(needs, per_scored=needs.per_scored + kept + 12 * delta.state_numbers)
+    inputs = 4 * arch.recurrent_layers * delta.draft_numbers
+    return replace(needs, per_scored=needs.per_scored + inputs + 12 * delta.state_numbers)
 
 
 def _kept_needs(config: EngineConfig, checkpoint: Checkpoint, needs: Needs) -> Needs:

@@ -47,13 +47,13 @@ def main(arguments: argparse.Namespace) -> int:
     target = Path(arguments.out).resolve()
     if arguments.prompt is not None or arguments.raw or arguments.system:
         raise ConfigError("--batch brings its own prompts; leave PROMPT, --raw and --system out.")
-    asked, refused = read_requests(source)
+    requests, refused = read_requests(source)
     if target.exists() and target.samefile(source):
         raise ConfigError(f"--out {arguments.out} is the file of the requests; name another file.")
     answered = keep_answers(target)
-    waiting = [line for line in asked if line["custom_id"] not in answered]
-    if len(waiting) < len(asked):
-        say(f"{len(asked) - len(waiting)} of {len(asked)} were answered before")
+    waiting = [line for line in requests if line["custom_id"] not in answered]
+    if len(waiting) < len(requests):
+        say(f"{len(requests) - len(waiting)} of {len(requests)} were answered before")
     failed = sum(status != httpx.codes.OK for status in answered.values()) + len(refused)
     config = configured(EngineConfig, arguments)
     config = replace(config, max_sequences=max(config.max_sequences, AT_ONCE))
@@ -65,7 +65,7 @@ def main(arguments: argparse.Namespace) -> int:
         loaded = load_shown(config)
         with bars() as progress, target.open("a", encoding="utf-8") as file:
             failed += asyncio.run(_answer_all(loaded, waiting, file, progress))
-    count = len(asked) + len(refused)
+    count = len(requests) + len(refused)
     facts = {"requests": count, "answered": count - failed, "failed": failed}
     if arguments.json:
         emit_json(facts | {"out": arguments.out})
@@ -84,23 +84,23 @@ def read_requests(path: Path) -> tuple[list[Line], list[Line]]:
         texts = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"The requests in {path} cannot be read: {error}.") from error
-    found: dict[str, Line] = {}
+    requests: dict[str, Line] = {}
     refused: list[Line] = []
     for number, text in enumerate(texts, 1):
         if not text.strip():
             continue
         line, problem = _request(text)
         name = line.get("custom_id")
-        if problem is None and name in found:
+        if problem is None and name in requests:
             problem = f"the custom_id {name!r} was there before."
         if problem is None:
-            found[str(name)] = line
+            requests[str(name)] = line
         else:
             fault = {"code": "invalid_request", "message": problem, "line": number}
             refused.append(_answered(name, None, fault))
-    if not found and not refused:
+    if not requests and not refused:
         raise ConfigError(f"{path} holds no request.")
-    return list(found.values()), refused
+    return list(requests.values()), refused
 
 
 def _request(text: str) -> tuple[Line, str | None]:
@@ -157,7 +157,7 @@ def keep_answers(path: Path) -> dict[str, int]:
     """
     if path.exists() and not path.is_file():
         raise ConfigError(f"--out {path} cannot be used: it is a folder or a device, not a file.")
-    found: dict[str, int] = {}
+    answered: dict[str, int] = {}
     kept: list[str] = []
     try:
         path.touch()
@@ -171,14 +171,14 @@ def keep_answers(path: Path) -> dict[str, int]:
                 )
             status = (line.get("response") or {}).get("status_code")
             if isinstance(status, int) and status < FAILED:
-                found[str(line.get("custom_id"))] = status
+                answered[str(line.get("custom_id"))] = status
                 kept.append(text + "\n")
         part = path.with_name(f"{path.name}.part")
         part.write_text("".join(kept), encoding="utf-8")
         part.replace(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--out {path} cannot be used: {error}.") from error
-    return found
+    return answered
 
 
 def _object(text: str) -> Line:

@@ -100,11 +100,11 @@ def _set(talk: Conversation, text: str) -> None:
         _system(talk, value.strip())
     elif name in known:
         item = known[name]
-        found = parsed(item, f"/set {name}", value.strip()) if value.strip() else item.default
-        change: dict[str, Any] = {name: found}
+        new_value = parsed(item, f"/set {name}", value.strip()) if value.strip() else item.default
+        change: dict[str, Any] = {name: new_value}
         talk.ask = replace(talk.ask, **change)
         usual = "the model's default"
-        say(f"{name}: {usual if found is None else found}")
+        say(f"{name}: {usual if new_value is None else new_value}")
     elif name:
         say(f"/set knows {', '.join(known)} and system, not {name}")
     else:

@@ -43,12 +43,12 @@ def build_parser(having: Collection[str] = tuple(COMMANDS)) -> argparse.Argument
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (summary, flags) in COMMANDS.items():
         words, examples = SHOWN.get(name, ("", ()))
-        told = "".join(f"\n    {line}" for line in examples)
+        epilog = "".join(f"\n    {line}" for line in examples)
         command = commands.add_parser(
             name,
             help=summary,
             usage=f"%(prog)s {words}[options]",
-            description=summary + (f"\n\nexamples:{told}" if told else ""),
+            description=summary + (f"\n\nexamples:{epilog}" if epilog else ""),
         )
         if name not in having:
             continue

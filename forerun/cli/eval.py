@@ -42,7 +42,7 @@ def main(arguments: argparse.Namespace) -> int:
         name: tuple(spread(read_prompts(path), arguments.count)) for name, path in sets.items()
     }
     target = open_shown(replace(config, max_sequences=arguments.group))
-    found: list[Finding] = []
+    findings: list[Finding] = []
     interrupted = False
     # n-gram lookup shapes its own trees: one shape says all.
     headed = target.draft is not None
@@ -61,19 +61,19 @@ def main(arguments: argparse.Namespace) -> int:
             )
             for question in questions:
                 for finding in ask(target, measured, question, shapes, progress, simulate):
-                    found.append(finding)
+                    findings.append(finding)
     except KeyboardInterrupt:
-        if not found:
+        if not findings:
             raise
         interrupted = True
     finally:
         target.close()
     promised = _promised(target.config.speculative_draft_model_path)
     if arguments.json:
-        facts = [asdict(finding) for finding in found]
+        facts = [asdict(finding) for finding in findings]
         emit_json({"findings": facts, "simulated_length": promised, "machine": stamp()})
     else:
-        _show(found, promised)
+        _show(findings, promised)
     if interrupted:
         raise KeyboardInterrupt
     return 0
@@ -115,12 +115,12 @@ def _promised(draft: str | None) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def table(found: list[Finding]) -> Table:
+def table(findings: list[Finding]) -> Table:
     """A table for people: a row per question, shape of drafts and temperature."""
     names = ("prompts", "drafts", "T", "tokens per step", "agreement by position", "identical",
              "tokens/s", "over plain")  # fmt: skip
     drawn = columns("Acceptance, served", names, left=3)
-    for item in found:
+    for item in findings:
         drawn.add_row(
             item.question,
             item.shape,
@@ -134,9 +134,9 @@ def table(found: list[Finding]) -> Table:
     return drawn
 
 
-def _show(found: list[Finding], promised: float | None) -> None:
-    out.print(table(found))
-    for item in found:
+def _show(findings: list[Finding], promised: float | None) -> None:
+    out.print(table(findings))
+    for item in findings:
         if item.simulated is not None:
             say(
                 f"{item.question}, {item.shape}, T=0: served {item.length:.3f}, simulated by the "

@@ -129,8 +129,8 @@ def _claude(at: Server) -> Setup:
 
 def _limits(at: Server, context: str, output: str) -> dict[str, str]:
     """Variables that tell a program the context and the longest answer, where they are known."""
-    found = {context: at.context, output: at.output}
-    return {name: str(value) for name, value in found.items() if name and value is not None}
+    limits = {context: at.context, output: at.output}
+    return {name: str(value) for name, value in limits.items() if name and value is not None}
 
 
 def _codex(at: Server) -> Setup:
@@ -155,7 +155,7 @@ def _open_webui(at: Server) -> Setup:
 
 
 def _cline(at: Server) -> Setup:
-    told = (
+    steps = (
         "In an editor, enter for Cline:",
         "  API provider   OpenAI Compatible",
         f"  base URL       {at.url}/v1",
@@ -165,11 +165,11 @@ def _cline(at: Server) -> Setup:
     )
     where = ("--provider", "openai", "--baseurl", f"{at.url}/v1")
     whom = ("--apikey", at.key, "--modelid", at.model)
-    return Setup(command=("cline", "auth", *where, *whom), told=told)
+    return Setup(command=("cline", "auth", *where, *whom), told=steps)
 
 
 def _continue(at: Server) -> Setup:
-    told = (
+    steps = (
         "Continue reads ~/.continue/config.yaml. Put this under `models:` there:",
         f"  - name: {at.model}",
         "    provider: openai",
@@ -178,7 +178,7 @@ def _continue(at: Server) -> Setup:
         f"    apiKey: {at.key}",
         "    roles: [chat, edit, apply]",
     )
-    return Setup(told=told)
+    return Setup(told=steps)
 
 
 def _opencode(at: Server) -> Setup:
@@ -195,8 +195,8 @@ def _opencode(at: Server) -> Setup:
         },
         "models": {at.model: model},
     }
-    told = {"model": f"forerun/{at.model}", "provider": {"forerun": provider}}
-    return Setup({"OPENCODE_CONFIG_CONTENT": json.dumps(told)}, ("opencode",))
+    settings = {"model": f"forerun/{at.model}", "provider": {"forerun": provider}}
+    return Setup({"OPENCODE_CONFIG_CONTENT": json.dumps(settings)}, ("opencode",))
 
 
 def _qwen(at: Server) -> Setup:

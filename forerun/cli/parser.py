@@ -29,10 +29,10 @@ class Parser(argparse.ArgumentParser):
         """As argparse does. Raises ConfigError: a line for each name that no option has, and if
         there is one, for each option that cannot be honoured.
         """
-        found, rest = self.parse_known_args(args, namespace)
-        options = vars(found).get("options") or {}
+        parsed, rest = self.parse_known_args(args, namespace)
+        options = vars(parsed).get("options") or {}
         flags = [word.split("=")[0] for word in rest if word.startswith("-") and word != "-"]
-        command = vars(found).get("command")
+        command = vars(parsed).get("command")
         problems = [unknown(flag, options, command, self._own(command)) for flag in flags]
         if rest and not flags:  # Else they are values of these.
             problems.append(
@@ -40,11 +40,11 @@ class Parser(argparse.ArgumentParser):
             )
         if problems:
             try:
-                gather(vars(found).get("given", ()))
+                gather(vars(parsed).get("given", ()))
             except ConfigError as error:
                 problems += str(error).splitlines()
             raise ConfigError("\n".join(problems))
-        return found
+        return parsed
 
     def _own(self, command: str | None) -> list[str]:
         """Names of a command's flags that are no options of the engine's or the server's."""

@@ -27,20 +27,20 @@ def main(arguments: argparse.Namespace) -> int:
     if memory is None and config.device.startswith("cuda") and not gpu_devices():
         raise ConfigError("no GPU is here: say what a device has with --device-memory GIB.")
     with plain_warnings():
-        found = sizing(
+        size = sizing(
             config,
             described(config, arguments.model_shape),
             None if memory is None else int(memory * GIB),
         )
     if arguments.json:
-        emit_json(facts(found))
+        emit_json(facts(size))
     else:
         table = Table(show_header=False, box=None)
-        for name, text in sentences(found).items():
+        for name, text in sentences(size).items():
             table.add_row(name, text)
         out.print(table)
-    if found.plan is None:
-        raise MemoryPlanError(found.refusal)
+    if size.plan is None:
+        raise MemoryPlanError(size.refusal)
     return 0
 
 
@@ -49,22 +49,22 @@ def _leaves_open(config: EngineConfig) -> bool:
     return config.executor in ("auto", "torch") and config.dtype not in NATIVE_DTYPES
 
 
-def facts(found: Sizing) -> dict[str, Any]:
+def facts(size: Sizing) -> dict[str, Any]:
     """The plan as JSON values: bytes of each device, tokens, and what the model is."""
-    arch, config, plan = found.model.architecture, found.config, found.plan
+    arch, config, plan = size.model.architecture, size.config, size.plan
     return {
-        "model": found.model.name,
+        "model": size.model.name,
         "parameters": arch.parameters,
-        "context": found.needs.context,
+        "context": size.needs.context,
         "executor": config.executor,
         "device": config.device,
         "dtype": config.dtype,
         "devices": config.tp_size,
-        "weights_from_files": found.model.stored,
-        "weights_bytes": found.needs.weights - found.draft,
-        "draft_bytes": found.draft,
-        "cache_bytes_per_1k_tokens": 1000 * found.needs.per_token,
-        "memory_bytes": found.memory,
+        "weights_from_files": size.model.stored,
+        "weights_bytes": size.needs.weights - size.draft,
+        "draft_bytes": size.draft,
+        "cache_bytes_per_1k_tokens": 1000 * size.needs.per_token,
+        "memory_bytes": size.memory,
         "fits": plan is not None,
         "scratch_bytes": plan.scratch if plan else None,
         "graph_bytes": plan.graphs if plan else None,
@@ -76,36 +76,36 @@ def facts(found: Sizing) -> dict[str, Any]:
     }
 
 
-def sentences(found: Sizing) -> dict[str, str]:
+def sentences(size: Sizing) -> dict[str, str]:
     """The plan for people, a line by name."""
-    told = facts(found)
-    each = f" on each of {told['devices']} devices" if told["devices"] > 1 else ""
+    values = facts(size)
+    each = f" on each of {values['devices']} devices" if values["devices"] > 1 else ""
     source = (
-        "as stored in its files" if told["weights_from_files"] else "from its configuration alone"
+        "as stored in its files" if values["weights_from_files"] else "from its configuration alone"
     )
     lines = {
-        "model": f"{told['model']}, {told['parameters'] / 1e9:.2f}B parameters, made for "
-        f"{told['context']:,} tokens",
-        "runs on": f"{told['executor']}, {told['device']}, {told['dtype']}",
-        "weights": f"{human(told['weights_bytes'])}{each}, {source}",
-        "draft model": human(told["draft_bytes"]) if told["draft_bytes"] else "none",
-        "key/value cache": f"{human(told['cache_bytes_per_1k_tokens'])} for 1,000 tokens{each}",
-        "memory": f"{human(told['memory_bytes'])}{each}",
+        "model": f"{values['model']}, {values['parameters'] / 1e9:.2f}B parameters, made for "
+        f"{values['context']:,} tokens",
+        "runs on": f"{values['executor']}, {values['device']}, {values['dtype']}",
+        "weights": f"{human(values['weights_bytes'])}{each}, {source}",
+        "draft model": human(values["draft_bytes"]) if values["draft_bytes"] else "none",
+        "key/value cache": f"{human(values['cache_bytes_per_1k_tokens'])} for 1,000 tokens{each}",
+        "memory": f"{human(values['memory_bytes'])}{each}",
     }
-    if not told["fits"]:
+    if not values["fits"]:
         return lines
-    tokens, cache = f"{told['cache_tokens']:,} tokens", human(told["cache_bytes"])
-    if told["state_bytes"]:
+    tokens, cache = f"{values['cache_tokens']:,} tokens", human(values["cache_bytes"])
+    if values["state_bytes"]:
         lines["recurrent states"] = (
-            f"{human(told['state_bytes'])}{each}: {human(found.needs.state)} for each of "
-            f"{told['sequences']} sequences, and {told['checkpoints']} checkpoints for texts with "
-            "a common beginning"
+            f"{human(values['state_bytes'])}{each}: {human(size.needs.state)} for each of "
+            f"{values['sequences']} sequences, and {values['checkpoints']} checkpoints for texts "
+            "with a common beginning"
         )
     return lines | {
-        "scratch": f"{human(told['scratch_bytes'])}{each}, of a step's activations and logits",
-        "captured rounds": f"{human(told['graph_bytes'])}{each}, of their intermediate results"
-        if told["graph_bytes"]
+        "scratch": f"{human(values['scratch_bytes'])}{each}, of a step's activations and logits",
+        "captured rounds": f"{human(values['graph_bytes'])}{each}, of their intermediate results"
+        if values["graph_bytes"]
         else "none",
-        "room": f"{tokens} in a cache of {cache}{each}; {told['sequences']} sequences at once",
+        "room": f"{tokens} in a cache of {cache}{each}; {values['sequences']} sequences at once",
         "not counted": "memory of the driver (captured programs included) and of libraries",
     }

@@ -54,11 +54,11 @@ def _trial(arguments: argparse.Namespace) -> Trial:
 
 
 def _show(proof: Proof, trial: Trial, name: str, forced: bool) -> None:
-    asked = f"{len(trial.prompts)} prompts x {trial.tokens} tokens"
+    task = f"{len(trial.prompts)} prompts x {trial.tokens} tokens"
     bound = f", constrained by {trial.grammar.field}" if trial.grammar else ""
     other = ", other parameters for each" if trial.mixed else ""
     names = ("T", "method", "at once", "identical", "tokens per step", "draft tokens", "accepted")
-    table = columns(f"{name}: {asked}{bound}{other}", names, left=3)
+    table = columns(f"{name}: {task}{bound}{other}", names, left=3)
     for index, run in enumerate(proof.runs):
         first = index == 0 or proof.runs[index - 1].temperature != run.temperature
         table.add_row(

@@ -11,14 +11,14 @@ from forerun.cli.running import asked
 
 def main(arguments: argparse.Namespace) -> int:
     """Run `forerun ps`: what a server has loaded. Raises ConfigError if none answers."""
-    found = asked(arguments.url, "/api/ps", arguments.api_key).get("models", [])
+    models = asked(arguments.url, "/api/ps", arguments.api_key).get("models", [])
     if arguments.json:
-        emit_json(found)
+        emit_json(models)
         return 0
     table = Table(box=None)
     for heading in ("model", "size", "context"):
         table.add_column(heading, overflow="fold")
-    for model in found:
+    for model in models:
         name = str(model["name"]).removesuffix(":latest")
         table.add_row(name, human(model.get("size", 0)), f"{model.get('context_length', 0):,}")
     out.print(table)

@@ -18,7 +18,7 @@ def asked(url: str, path: str, key: str = "") -> dict[str, Any]:
     headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
         with urlopen(Request(base + path, headers=headers), timeout=SECONDS) as answer:  # noqa: S310
-            found = json.loads(answer.read())
+            body = json.loads(answer.read())
     except HTTPError as error:
         why = "it needs a key: --api-key" if error.code == 401 else f"it answers {error.code}"
         raise ConfigError(f"The server at {base} refused the request: {why}.") from error
@@ -26,6 +26,6 @@ def asked(url: str, path: str, key: str = "") -> dict[str, Any]:
         raise ConfigError(
             f"No server answers at {base}; start one with: forerun serve, or name it with --url."
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(body, dict):
         raise ConfigError(f"The program at {base} is not a model server.")
-    return found
+    return body

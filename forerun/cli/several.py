@@ -26,14 +26,14 @@ def in_folder(folder: Path) -> list[str]:
         inside = sorted(folder.iterdir())
     except OSError as error:
         raise ConfigError(f"--models-dir {folder} cannot be read: {error.strerror}.") from error
-    found = [
+    references = [
         str(path)
         for path in inside
         if path.suffix == ".gguf" or (path.is_dir() and (path / "config.json").is_file())
     ]
-    if not found:
+    if not references:
         raise ConfigError(f"--models-dir {folder} holds no .gguf file and no model folder.")
-    return found
+    return references
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def sources(models: Sequence[Named], source: Callable[[EngineConfig], Start]) ->
     """Return what serves these models; `source` returns the loader of one. Raises ModelError for an
     impossible reference, ConfigError if two have one name.
     """
-    found: list[Source] = []
+    loaded: list[Source] = []
     taken: set[str] = set()
     for one in models:
         reference = one.config.model
@@ -106,8 +106,8 @@ def sources(models: Sequence[Named], source: Callable[[EngineConfig], Start]) ->
         # Clients may name a model by its reference and by the last part of that too.
         others = (*one.also, reference, reference.rstrip("/").rpartition("/")[2])
         others = tuple(dict.fromkeys(name for name in others if name != one.name))
-        found.append(Source(one.name, others, size_of(reference), source(one.config)))
-    return found
+        loaded.append(Source(one.name, others, size_of(reference), source(one.config)))
+    return loaded
 
 
 def _name(reference: str) -> str:

@@ -35,13 +35,13 @@ def main(arguments: argparse.Namespace) -> int:
     if not on_cuda:  # A rehearsal: what it prints is the CPU's.
         wanted = replace(wanted, context=64, rounds=2, copy_bytes=1 << 24)
     shape = arguments.random_weights
-    found = measure(shape, device, dtype, wanted)
-    found |= {"machine": stamp(), "time": strftime("%Y-%m-%d %H:%M:%S")}
+    result = measure(shape, device, dtype, wanted)
+    result |= {"machine": stamp(), "time": strftime("%Y-%m-%d %H:%M:%S")}
     if arguments.json:
-        emit_json(found)
+        emit_json(result)
     else:
-        for line in lines(found):
+        for line in lines(result):
             out.print(line, soft_wrap=True)
     if arguments.out:
-        write(Path(arguments.out), shape, found)
-    return 1 if "error" in found else 0
+        write(Path(arguments.out), shape, result)
+    return 1 if "error" in result else 0

@@ -73,15 +73,15 @@ def table(cells: Sequence[Cell], fastest: Setting, title: str) -> Table:
     batches = list(dict.fromkeys(cell.batch for cell in cells))
     names = ("setting", *(f"{batch} at once" for batch in batches))
     view = columns(f"{title}: speed over plain decoding (tokens per step)", names)
-    found = {(cell.setting, cell.batch): cell for cell in cells}
+    by_setting = {(cell.setting, cell.batch): cell for cell in cells}
     for setting in dict.fromkeys(cell.setting for cell in cells):
-        told = [
+        cells_text = [
             f"{cell.speed:.0f} tokens/s"
             if setting == OFF
             else f"{cell.ratio:.2f} ({cell.acceptance_length:.2f}), round {cell.rounds}"
-            for cell in (found[setting, batch] for batch in batches)
+            for cell in (by_setting[setting, batch] for batch in batches)
         ]
-        view.add_row(setting.name, *told, style="bold" if setting == fastest else None)
+        view.add_row(setting.name, *cells_text, style="bold" if setting == fastest else None)
     return view
 
 

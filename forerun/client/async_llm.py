@@ -55,8 +55,8 @@ class AsyncLLM:
         requests.
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        found = await asyncio.gather(*(self.choices(text, **options) for text in texts))
-        return [item for choices in found for item in choices]
+        answers = await asyncio.gather(*(self.choices(text, **options) for text in texts))
+        return [item for choices in answers for item in choices]
 
     async def chat(
         self, messages: Sequence[dict[str, Any]], **options: Unpack[AskOptions]
@@ -71,11 +71,11 @@ class AsyncLLM:
         """All n continuations of a text, or answers to a conversation, in the order of their
         indices. Errors as of `generate`.
         """
-        found = [Completion(index) for index in range(checked(options).get("n", 1))]
+        completions = [Completion(index) for index in range(checked(options).get("n", 1))]
         async with aclosing(self.stream(prompt, **options)) as deltas:
             async for delta in deltas:
-                found[delta.index].add(delta)
-        return found
+                completions[delta.index].add(delta)
+        return completions
 
     async def stream(self, prompt: Prompt, **options: Unpack[AskOptions]) -> AsyncGenerator[Delta]:
         """Yield the deltas of all choices as they come; `index` says of which choice. Abandoning

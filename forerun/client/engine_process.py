@@ -116,15 +116,15 @@ class EngineProcess:
         process, connection = begun.take()
         reader, writer = await asyncio.open_connection(sock=connection)
         # Others that share the model wait for it within a step, and their clients with them.
-        found = cls(process, reader, writer, loading, shares=start.config.tp_size > 1)
+        client = cls(process, reader, writer, loading, shares=start.config.tp_size > 1)
         try:
-            ready = await asyncio.shield(found._ready)
-            await found._description()
+            ready = await asyncio.shield(client._ready)
+            await client._description()
         except BaseException:
-            found._ready.cancel()  # No caller waits any more, so none would retrieve its error.
-            await found.close()
+            client._ready.cancel()  # No caller waits any more, so none would retrieve its error.
+            await client.close()
             raise
-        return found, ready
+        return client, ready
 
     @property
     def alive(self) -> bool:
@@ -167,14 +167,14 @@ class EngineProcess:
         """
         number = next(self._numbers)
         try:
-            found = await self._call(number, messages.Compile(number, grammar, client))
+            compiled = await self._call(number, messages.Compile(number, grammar, client))
         except UnicodeEncodeError as error:
             message = f"{grammar.field} has a lone surrogate; send valid Unicode"
             raise RequestError(message, grammar.field) from error
         except asyncio.CancelledError:
             self._send(messages.Forget(number))
             raise
-        constraint = RemoteGrammar(number, found.unenforced)
+        constraint = RemoteGrammar(number, compiled.unenforced)
         # A collection of garbage may run on any thread.
         forget = partial(call_soon, self._loop, partial(self._send, messages.Forget(number)))
         weakref.finalize(constraint, forget).atexit = False

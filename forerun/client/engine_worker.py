@@ -190,7 +190,7 @@ class _Worker:
 
     def _compile(self, message: messages.Compile, loaded: Loaded) -> None:
         try:
-            found = loaded.target.compile(message.grammar, message.client)
+            compiled = loaded.target.compile(message.grammar, message.client)
         except ForerunError as error:
             self._grammars.pop(message.call, None)
             self._outbox.put(messages.Failed(message.call, messages.Problem.of(error)))
@@ -202,8 +202,8 @@ class _Worker:
             self._outbox.put(messages.Failed(message.call, messages.Problem.of(failed)))
             return
         if message.call in self._grammars:  # Perhaps no caller has waited for it.
-            self._grammars[message.call] = found
-        self._outbox.put(messages.Compiled(message.call, found.unenforced))
+            self._grammars[message.call] = compiled
+        self._outbox.put(messages.Compiled(message.call, compiled.unenforced))
 
     def _lost(self, why: str) -> None:
         self._outbox.put(messages.Lost(messages.Problem.of(RankError(why))))

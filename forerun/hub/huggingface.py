@@ -153,10 +153,10 @@ def cached() -> list[CachedModel]:
     without a cache.
     """
     try:
-        found = huggingface_hub.scan_cache_dir().repos
+        repositories = huggingface_hub.scan_cache_dir().repos
     except CacheNotFound:
         return []
-    models = [repo for repo in found if repo.repo_type == "model"]
+    models = [repo for repo in repositories if repo.repo_type == "model"]
     return sorted(CachedModel(r.repo_id, r.size_on_disk, r.repo_path) for r in models)
 
 
@@ -204,11 +204,11 @@ def _check_digest(repository: str, blob: Path) -> None:
     if _SHA256.fullmatch(blob.name) is None:
         return
     with blob.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != blob.name:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != blob.name:
         blob.unlink()
         raise DownloadError(
-            f"a file of {repository} does not have the checksum that the hub gives ({found}, not "
+            f"a file of {repository} does not have the checksum that the hub gives ({digest}, not "
             f"{blob.name}); it was removed, try again"
         )
 
@@ -218,12 +218,12 @@ def _here(repository: str, cache: Path | None, revision: str | None) -> Path | N
     hub.
     """
     try:
-        found = huggingface_hub.snapshot_download(
+        folder = huggingface_hub.snapshot_download(
             repository, revision=revision, cache_dir=cache, local_files_only=True
         )
     except (OSError, ValueError):
         return None
-    return Path(found)
+    return Path(folder)
 
 
 def _failure(repository: str, revision: str | None, error: Exception) -> DownloadError:

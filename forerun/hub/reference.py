@@ -45,10 +45,10 @@ def hub_reference(text: str) -> HubReference | None:
     """Return what `text` means on the hub, with or without the hub's address before it; None if it
     has not the form of a hub id. Contacts no host.
     """
-    found = _REPOSITORY.fullmatch(_without_host(text))
-    if found is None or found["name"].endswith(".gguf"):  # A file that is not there.
+    match = _REPOSITORY.fullmatch(_without_host(text))
+    if match is None or match["name"].endswith(".gguf"):  # A file that is not there.
         return None
-    return HubReference(found["name"], found["file"])
+    return HubReference(match["name"], match["file"])
 
 
 def _without_host(text: str) -> str:
@@ -96,5 +96,5 @@ def _kind(name: str) -> str:
 
 def _whole_name(name: str) -> str:
     """Without its ending, and without which part it is."""
-    found = PART.fullmatch(name)
-    return found["stem"] if found else name.removesuffix(".gguf")
+    match = PART.fullmatch(name)
+    return match["stem"] if match else name.removesuffix(".gguf")

@@ -114,12 +114,12 @@ def algorithm(name: str) -> Algorithm:
     """The row of a method by its name or an alias, in any case. Raises ConfigError, which lists the
     names, for one that is unknown.
     """
-    found = _BY_NAME.get(name.strip().upper().replace("-", "_"))
-    if found is None:
+    method = _BY_NAME.get(name.strip().upper().replace("-", "_"))
+    if method is None:
         raise ConfigError(
             f"speculative-algorithm is {name!r}, but must be one of: {', '.join(NAMES)}."
         )
-    return found
+    return method
 
 
 def capacity(steps: int, topk: int, block: bool = False) -> int:

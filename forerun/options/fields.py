@@ -149,8 +149,8 @@ def kind_of(item: "Field[Any]") -> type:
     """Return the type of a field beside None, or of a tuple's items."""
     if isinstance(item.default, tuple):
         return str
-    found = [kind for kind in (get_args(item.type) or (item.type,)) if kind is not type(None)]
-    kind: type = found[0]
+    kinds = [kind for kind in (get_args(item.type) or (item.type,)) if kind is not type(None)]
+    kind: type = kinds[0]
     return kind
 
 
@@ -161,9 +161,9 @@ def addresses(text: str) -> tuple[str, ...]:
     if not text.startswith("["):
         return tuple(one.strip() for one in text.split(",") if one.strip())
     try:
-        found = json.loads(text)
+        parsed = json.loads(text)
     except ValueError:
-        found = None
-    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        parsed = None
+    if not isinstance(parsed, list) or not all(isinstance(one, str) for one in parsed):
         raise ConfigError(f"this option takes addresses or a JSON list of them, not {text!r}.")
-    return tuple(found)
+    return tuple(parsed)

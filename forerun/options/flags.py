@@ -117,11 +117,11 @@ def gather(given: Iterable[Given]) -> dict[str, Any]:
     problems: list[str] = []
     for one in given:
         try:
-            found = one.option.assign(one.where, one.text)
+            assigned = one.option.assign(one.where, one.text)
         except ConfigError as error:
             problems.append(str(error))
             continue
-        for name, value in found.items():
+        for name, value in assigned.items():
             before = sources.get(name)
             if isinstance(value, tuple):
                 value = values.get(name, ()) + value  # noqa: PLW2901
@@ -170,9 +170,9 @@ def flags_of(
 
 
 def _group(parser: argparse.ArgumentParser, title: str) -> Any:
-    found = [group for group in parser._action_groups if group.title == title]
-    if found:
-        return found[0]
+    groups = [group for group in parser._action_groups if group.title == title]
+    if groups:
+        return groups[0]
     made = parser.add_argument_group(title)
     # In front of argparse's own.
     parser._action_groups.insert(1, parser._action_groups.pop())

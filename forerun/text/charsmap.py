@@ -47,7 +47,7 @@ def _leaves(units: _Units) -> _Units:
     offsets = (units >> 10) << ((units & (1 << 9)) >> 6)
     labels = units & ((1 << 31) | 0xFF)
     seen = np.zeros(len(units), np.bool_)
-    bases, found = offsets[:1], [np.empty(0, np.int64)]
+    bases, leaves = offsets[:1], [np.empty(0, np.int64)]
     letters = np.arange(1, 256)
     while len(bases):
         # What does not carry its letter as a label belongs to another node, or to none.
@@ -58,8 +58,8 @@ def _leaves(units: _Units) -> _Units:
         seen[nodes] = True
         bases = nodes ^ offsets[nodes]
         ends = bases[(units[nodes] & _LEAF) != 0]
-        found.append(units[ends] & ((1 << 31) - 1))
-    return np.concatenate(found)
+        leaves.append(units[ends] & ((1 << 31) - 1))
+    return np.concatenate(leaves)
 
 
 def _check_replacements(text: bytes, starts: _Units, longest: int) -> None:

@@ -161,23 +161,23 @@ def adapted(
     The tools are None where there are none, or where they are now part of the text. Raises
     ModelError if probing finds that the template does not end.
     """
-    found = list(messages)
+    result = list(messages)
     offered = [dict(tool) for tool in tools] if tools else None
     if offered and not traits.tools:
-        found, offered = with_tools_in_text(found, offered), None
+        result, offered = with_tools_in_text(result, offered), None
     elif offered and not traits.bare_tools:
         offered = [_complete(tool) for tool in offered]
     if traits.thinking:
-        found = [_with_thinking(message) for message in found]
-    if any(message.get("tool_calls") or message["role"] == "tool" for message in found):
-        found = _with_calls(found, traits)
-    if any(message["role"] == "system" for message in found):
-        found = _with_system(found, traits)
-    if any(a["role"] == "tool" and b["role"] == "user" for a, b in pairwise(found)):
-        found = found if traits.user_after_results else _after_results(found)
-    if any(a["role"] == b["role"] == "user" for a, b in pairwise(found)):
-        found = found if traits.adjacent_users else _merged_users(found)
-    return found, offered
+        result = [_with_thinking(message) for message in result]
+    if any(message.get("tool_calls") or message["role"] == "tool" for message in result):
+        result = _with_calls(result, traits)
+    if any(message["role"] == "system" for message in result):
+        result = _with_system(result, traits)
+    if any(a["role"] == "tool" and b["role"] == "user" for a, b in pairwise(result)):
+        result = result if traits.user_after_results else _after_results(result)
+    if any(a["role"] == b["role"] == "user" for a, b in pairwise(result)):
+        result = result if traits.adjacent_users else _merged_users(result)
+    return result, offered
 
 
 def _with_thinking(message: Message) -> Message:
@@ -198,17 +198,17 @@ def _with_calls(messages: list[Message], traits: TemplateTraits) -> list[Message
     several = any(len(message.get("tool_calls") or ()) > 1 for message in messages)
     if several and not style.written and not traits.parallel_calls:
         messages = _one_call_each(messages)
-    found = list[Message]()
+    result = list[Message]()
     for message in messages:
         if message.get("tool_calls"):
-            found.append(_styled(message, style))
+            result.append(_styled(message, style))
         elif message["role"] == "tool" and (style.written or not traits.results):
-            found.append(result_in_text(message))
+            result.append(result_in_text(message))
         elif message["role"] == "tool" and style.short_ids and "tool_call_id" in message:
-            found.append({**message, "tool_call_id": _short(message["tool_call_id"])})
+            result.append({**message, "tool_call_id": _short(message["tool_call_id"])})
         else:
-            found.append(message)
-    return found
+            result.append(message)
+    return result
 
 
 def _styled(message: Message, style: CallStyle) -> Message:
@@ -232,27 +232,27 @@ def _arguments(call: Message, style: CallStyle) -> Any:
 
 def _one_call_each(messages: Iterable[Message]) -> list[Message]:
     """Messages with several calls as one message per call, each before its own results."""
-    found, waiting = list[Message](), list[Message]()
+    result, waiting = list[Message](), list[Message]()
     for message in messages:
         if message["role"] == "tool" and waiting:
             id = message.get("tool_call_id")
-            mine = [each for each in waiting if each["tool_calls"][0].get("id") == id]
-            for each in mine[:1] or waiting[:1]:
+            matching = [each for each in waiting if each["tool_calls"][0].get("id") == id]
+            for each in matching[:1] or waiting[:1]:
                 waiting.remove(each)
-                found.append(each)
-            found.append(message)
+                result.append(each)
+            result.append(message)
             continue
-        found += waiting
+        result += waiting
         waiting = []
         calls = message.get("tool_calls") or ()
         if len(calls) < 2:
-            found.append(message)
+            result.append(message)
             continue
         waiting = [
             {**message, "content": "" if index else message.get("content"), "tool_calls": [call]}
             for index, call in enumerate(calls)
         ]
-    return [*found, *waiting]
+    return [*result, *waiting]
 
 
 def _with_system(messages: list[Message], traits: TemplateTraits) -> list[Message]:
@@ -287,14 +287,14 @@ def _merged_users(messages: Iterable[Message]) -> list[Message]:
 
 def _merged(messages: Iterable[Message], joins: Callable[[str, str], bool]) -> list[Message]:
     """Return the messages, merging each into the one before it if their roles join."""
-    found = list[Message]()
+    result = list[Message]()
     for message in messages:
-        if found and joins(found[-1]["role"], message["role"]):
-            both = (found[-1]["content"], message["content"])
-            found[-1] = {**found[-1], "content": "\n\n".join(both)}
+        if result and joins(result[-1]["role"], message["role"]):
+            both = (result[-1]["content"], message["content"])
+            result[-1] = {**result[-1], "content": "\n\n".join(both)}
         else:
-            found.append(message)
-    return found
+            result.append(message)
+    return result
 
 
 def _complete(tool: Mapping[str, Any]) -> Message:
@@ -328,15 +328,15 @@ def _tool() -> Message:
 def _tool_turns(style: CallStyle, calls: int = 1) -> list[Message]:
     """Two turns of a user; in the first a tool is called, so often at once."""
     ids = [f"{n}{_SHORT_ID[1:]}" if style.short_ids else f"{_LONG_ID}{n}" for n in range(calls)]
-    made = list[Message]()
+    turns = list[Message]()
     for n, id in enumerate(ids):
         given: Any = {"city": f"{_CITY}-{n}"}
         given = given if style.arguments == "object" else json.dumps(given)
         function = {"name": _NAME, "arguments": given}
-        made.append({"id": id, "type": "function", "function": function})
+        turns.append({"id": id, "type": "function", "function": function})
     return [
         _user(),
-        {"role": "assistant", "content": style.content, "tool_calls": made},
+        {"role": "assistant", "content": style.content, "tool_calls": turns},
         *({"role": "tool", "tool_call_id": id, "name": _NAME, "content": _RESULT} for id in ids),
         {"role": "assistant", "content": _ANSWER},
         _user(_AGAIN),

@@ -193,15 +193,15 @@ def _merges(
     tokens go to the longer left part, then to the longer right part, as in transformers.
     """
     index = {token: id for id, token in enumerate(tokens) if types[id] == NORMAL}
-    found: list[tuple[float, int, int, str, str]] = []
+    merges: list[tuple[float, int, int, str, str]] = []
     for token in index:
         cuts = [(token[:at], token[at:]) for at in range(1, len(token))]
         pairs = [pair for pair in cuts if pair[0] in index and pair[1] in index]
         pairs.sort(key=lambda pair: (index[pair[0]], index[pair[1]]))
         score = float(scores[index[token]])
-        found += [(score, len(left), len(right), left, right) for left, right in pairs]
-    found.sort(key=lambda entry: entry[:3], reverse=True)
-    return [[left, right] for *_, left, right in found]
+        merges += [(score, len(left), len(right), left, right) for left, right in pairs]
+    merges.sort(key=lambda entry: entry[:3], reverse=True)
+    return [[left, right] for *_, left, right in merges]
 
 
 def _vocab(tokens: Sequence[str], types: Sequence[int]) -> dict[str, int]:

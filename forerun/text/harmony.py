@@ -87,26 +87,26 @@ class HarmonyReader:
         back.
         """
         self._held += text
-        found: list[MessagePiece] = []
-        while self._header() if self._kind is None else self._text(found):
+        pieces: list[MessagePiece] = []
+        while self._header() if self._kind is None else self._text(pieces):
             pass
-        return _joined(found)
+        return _joined(pieces)
 
     def finish(self, cut: bool = False) -> MessagePiece:
         """Return what was held back, at the end of the text. If the model wrote nothing but
         thoughts, they are its answer as well; cut: the text was cut off.
         """
-        found: list[MessagePiece] = []
+        pieces: list[MessagePiece] = []
         if self._kind is not None:
-            self._say(self._held, found)
-            self._close(found)
+            self._say(self._held, pieces)
+            self._close(pieces)
         elif not _is_header(self._held) and self._held.strip():
-            found.append(MessagePiece(content=self._held))
+            pieces.append(MessagePiece(content=self._held))
             self._answered = True
         self._held = ""
         if not (cut or self._answered or self.called):
-            found.append(MessagePiece(content="".join(self._thoughts)))
-        return _joined(found)
+            pieces.append(MessagePiece(content="".join(self._thoughts)))
+        return _joined(pieces)
 
     def _header(self) -> bool:
         """Read a header; False if more text is needed."""
@@ -131,33 +131,33 @@ class HarmonyReader:
         else:
             self._kind = "thought" if channel and channel[1] == "analysis" else "content"
 
-    def _text(self, found: list[MessagePiece]) -> bool:
+    def _text(self, pieces: list[MessagePiece]) -> bool:
         """Move a message's text out; False if more text is needed."""
         end = _END.search(self._held)
         if end is None:
             size = max(overlap(self._held, mark) for mark in _ENDS)
             cut = len(self._held) - size
-            self._say(self._held[:cut], found)
+            self._say(self._held[:cut], pieces)
             self._held = self._held[cut:]
             return False
-        self._say(self._held[: end.start()], found)
-        self._close(found)
+        self._say(self._held[: end.start()], pieces)
+        self._close(pieces)
         self._kind = None
         # What begins a message stays; what ended one goes.
         self._held = self._held[end.start() if end[0] == START else end.end() :]
         return True
 
-    def _say(self, text: str, found: list[MessagePiece]) -> None:
+    def _say(self, text: str, pieces: list[MessagePiece]) -> None:
         kind = str(self._kind)
         if kind.startswith("call ") and self._fresh:
-            found.append(MessagePiece(calls=(CallPiece(self._calls, kind.removeprefix("call ")),)))
+            pieces.append(MessagePiece(calls=(CallPiece(self._calls, kind.removeprefix("call ")),)))
             self._calls += 1
             self._argued = self._fresh = False
         if not text:
             return
         if kind.startswith("call "):
             self._argued = True
-            found.append(MessagePiece(calls=(CallPiece(self._calls - 1, None, text),)))
+            pieces.append(MessagePiece(calls=(CallPiece(self._calls - 1, None, text),)))
             return
         thought = kind == "thought" and self._apart
         before = self._thoughts if thought else self._answered
@@ -165,16 +165,16 @@ class HarmonyReader:
         self._fresh = False
         if thought:
             self._thoughts.append(gap + text)
-            found.append(MessagePiece(reasoning=gap + text))
+            pieces.append(MessagePiece(reasoning=gap + text))
         else:
             self._answered = True
-            found.append(MessagePiece(content=gap + text))
+            pieces.append(MessagePiece(content=gap + text))
 
-    def _close(self, found: list[MessagePiece]) -> None:
+    def _close(self, pieces: list[MessagePiece]) -> None:
         """End a message: a call without arguments has none."""
         if not self._argued:
             self._argued = True
-            found.append(MessagePiece(calls=(CallPiece(self._calls - 1, None, "{}"),)))
+            pieces.append(MessagePiece(calls=(CallPiece(self._calls - 1, None, "{}"),)))
 
 
 def _is_header(text: str) -> bool:
@@ -185,13 +185,13 @@ def _is_header(text: str) -> bool:
     return any(begun.startswith(mark) or mark.startswith(begun) for mark in _BEGINS)
 
 
-def _joined(found: list[MessagePiece]) -> MessagePiece:
+def _joined(pieces: list[MessagePiece]) -> MessagePiece:
     calls: list[CallPiece] = []
-    for piece in (call for one in found for call in one.calls):
+    for piece in (call for one in pieces for call in one.calls):
         last = calls[-1] if calls else None
         if last is not None and last.name is None is piece.name and last.index == piece.index:
             calls[-1] = CallPiece(last.index, None, last.arguments + piece.arguments)
         else:
             calls.append(piece)
-    reasoning = "".join(one.reasoning for one in found)
-    return MessagePiece(reasoning, "".join(one.content for one in found), tuple(calls))
+    reasoning = "".join(one.reasoning for one in pieces)
+    return MessagePiece(reasoning, "".join(one.content for one in pieces), tuple(calls))

@@ -85,11 +85,11 @@ class TextStream:
             return Piece(text)
         window = self._held + text
         for index, character in enumerate(text, len(self._held) + 1):
-            found = self._stops.feed(character)
-            if found is not None and not early:
-                self._stopped, self._held = found, ""
-                end = index if self._include_stop else index - len(found)
-                return Piece(window[:end], found)
+            stop = self._stops.feed(character)
+            if stop is not None and not early:
+                self._stopped, self._held = stop, ""
+                end = index if self._include_stop else index - len(stop)
+                return Piece(window[:end], stop)
         cut = len(window) - self._stops.pending
         self._held = window[cut:]
         return Piece(window[:cut])

@@ -142,8 +142,8 @@ class Tokenizer:
 
         Raises ModelError that names the key where one is missing or of an unknown kind.
         """
-        found = tokenizer_json(metadata)
-        return cls._from_json(found.spec, found.eos_ids, found.bos_id, twins=found.twins)
+        spec = tokenizer_json(metadata)
+        return cls._from_json(spec.spec, spec.eos_ids, spec.bos_id, twins=spec.twins)
 
     @classmethod
     def from_file(
