@@ -183,8 +183,10 @@ class ChatTemplate:
             if isinstance(part, int):
                 ids.append(part)
                 continue
-            for piece in self._cut_unmarked(part.replace(marker, "")):
-                ids += self._tokenizer.encode_part(piece, not ids)
+            first, *more = self._cut_unmarked(part.replace(marker, "")) or [""]
+            ids += self._tokenizer.encode_part(first, not ids) if first else []
+            for piece in more:
+                ids += self._tokenizer.encode_within(piece)
         return np.array(ids, np.int32)
 
     def _cut_unmarked(self, text: str) -> list[str]:

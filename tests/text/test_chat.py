@@ -24,6 +24,7 @@ from forerun.text.template import Template
 from forerun.text.tokenizer import Tokenizer
 from tests.text.corpus import TEXTS, byte_level_vocabulary
 from tests.text.templates import BY_NAME, CONTROLS, UNMARKED
+from tests.text.vocabularies import SMALL, vocabulary
 
 
 @cache
@@ -486,3 +487,18 @@ def test_transformers_still_says_so(default_model):
     assert json.loads(json.dumps({"texts": told, "chats": chats})) == json.loads(
         SAID.read_text(encoding="utf-8")
     )
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_string_that_only_looks_like_a_token_gains_no_space(name):
+    """It is cut in two, of which the second goes on within the text (SentencePiece)."""
+    source = (
+        "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}{% if false %}<think>{% endif %}"
+    )
+    ours = vocabulary(name)
+    said = "a<think>b c<think> d"
+    template = ChatTemplate(source, ours)
+    ids = template.encode([{"role": "user", "content": said}], add_generation_prompt=False)
+    template.close()
+    assert ours.decode(ids) in (said, f" {said}")
+    assert ours.added["<think>"].id not in ids
