@@ -50,6 +50,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 ASKING = 5.0
 _UNANSWERED = {"ConnectError", "ConnectTimeout", "ReadTimeout", "OfflineModeIsEnabled"}
 """Errors by name: which HTTP library raises them differs between versions of huggingface_hub."""
+_SILENT = {"ConnectTimeout", "ReadTimeout"}
 _PICKLED = ["pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin"]
 """Weights that are read as plain tensors (models/pickled.py), where a model has no others."""
 
@@ -181,11 +182,19 @@ def _snapshot(
     repository: str, patterns: list[str], cache: Path | None, revision: str | None
 ) -> Path:
     """Fetch the files of a hub model that match these patterns, in parallel and continuing an
-    interrupted download, as huggingface_hub does; compares new files with the hub's digests.
+    interrupted download, as huggingface_hub does; compares new files with the hub's digests. Where
+    the hub does not answer within ASKING seconds, the cache's files count.
     """
     name = repo_folder_name(repo_id=repository, repo_type="model")
     blobs = (cache or Path(HF_HUB_CACHE)) / name / "blobs"
     before = set(blobs.glob("*"))
+    try:
+        _check_answer(repository, revision)
+    except DownloadError:
+        here = _here(repository, cache, revision)
+        if here is None:
+            raise
+        return here
     try:
         folder = huggingface_hub.snapshot_download(
             repository, revision=revision, allow_patterns=patterns, cache_dir=cache
@@ -195,6 +204,17 @@ def _snapshot(
     for blob in sorted(set(blobs.glob("*")) - before):
         _check_digest(repository, blob)
     return Path(folder)
+
+
+def _check_answer(repository: str, revision: str | None) -> None:
+    """Raise DownloadError where the hub takes a question and does not answer it within ASKING
+    seconds: huggingface_hub asks such a one again for minutes.
+    """
+    try:
+        huggingface_hub.HfApi().model_info(repository, revision=revision, timeout=ASKING)
+    except Exception as error:
+        if type(error).__name__ in _SILENT:
+            raise _failure(repository, revision, error) from error
 
 
 def _check_digest(repository: str, blob: Path) -> None:

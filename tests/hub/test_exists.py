@@ -1,8 +1,12 @@
 """A model that the hub does not have is said before anything is loaded."""
 
+import socket
+import time
+
 import httpx
 import huggingface_hub
 import pytest
+from huggingface_hub import constants
 from huggingface_hub.errors import (
     GatedRepoError,
     RepositoryNotFoundError,
@@ -62,3 +66,16 @@ def test_what_is_here_is_not_asked_for(monkeypatch, tmp_path):
     assert not asked
     with pytest.raises(DownloadError, match="the hub has no model other/thing"):
         huggingface.check("other/thing")
+
+
+def test_a_hub_that_says_nothing_is_not_asked_for_minutes(monkeypatch, tmp_path):
+    """It takes connections. Another attempt or two would take longer than the test may."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        host, port = silent.getsockname()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://{host}:{port}")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(huggingface, "ASKING", 0.2)
+        began = time.monotonic()
+        with pytest.raises(DownloadError, match="the hub cannot be reached"):
+            huggingface.fetched("org/name", tmp_path)
+        assert time.monotonic() - began < 20
