@@ -40,7 +40,8 @@ def load_started(start: Start, told: Progress) -> tuple[Loaded, dict[str, str]]:
     """
     options, began = start.options, monotonic()
     configure_logs(options["level"], options["format"])
-    loaded = load_served(start.config, options["format"] == "json", told)
+    quiet = logging.getLogger().level > logging.INFO
+    loaded = load_served(start.config, quiet or options["format"] == "json", told)
     return loaded, model_facts(loaded, began)
 
 

@@ -3,7 +3,7 @@
 import argparse
 
 from forerun.cli.serve import prepared
-from forerun.cli.start_log import StartLog
+from forerun.cli.start_log import StartLog, as_log
 from forerun.errors import ConfigError
 from forerun.hub.catalog import check_reference
 from forerun.ray import local
@@ -20,6 +20,6 @@ def main(arguments: argparse.Namespace) -> int:
             "replicas: they serve one model, and take no --models-dir or --models-file."
         )
     check_reference(config.model)
-    start = StartLog(settings.log_format == "json", arguments.json, settings.ui)
+    start = StartLog(as_log(settings), arguments.json, settings.ui)
     local.run(config, settings, arguments.replicas, start.listening)
     return 0

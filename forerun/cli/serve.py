@@ -10,7 +10,7 @@ from time import monotonic
 from forerun.build.engine import Loaded
 from forerun.cli.engine_process import load_served
 from forerun.cli.several import Named, in_file, in_folder, on_the_line, sources
-from forerun.cli.start_log import StartLog, model_facts
+from forerun.cli.start_log import StartLog, as_log, model_facts
 from forerun.client.engine_process import EngineCommand
 from forerun.client.engine_start import EngineProgram, EngineStart
 from forerun.errors import ConfigError
@@ -37,7 +37,7 @@ def main(
     begun    the engine of the one model that is served, loading it already
     """
     config, settings = prepared(arguments)
-    start = StartLog(settings.log_format == "json", arguments.json, settings.ui)
+    start = StartLog(as_log(settings), arguments.json, settings.ui)
     source = partial(_source, start, program, begun)
     if arguments.more_models or arguments.models_dir or arguments.models_file:
         run(sources(_models(arguments, config, settings), source), settings, start.listening)

@@ -7,15 +7,25 @@ from forerun import __version__
 from forerun.build.engine import Loaded
 from forerun.build.memory import human
 from forerun.cli.console import emit_json, say
+from forerun.options.config import ServeSettings
 from forerun.serve.logs import FIELDS
 
 log = logging.getLogger("forerun")
 
 
+def as_log(settings: ServeSettings) -> bool:
+    """Whether a start is events of the log: with --log-format json, and where the log leaves such
+    lines out.
+    """
+    quiet = logging.getLevelNamesMapping()[settings.log_level.upper()] > logging.INFO
+    return quiet or settings.log_format == "json"
+
+
 class StartLog:
     """Says where the server listens, then what each model is that was loaded.
 
-    as_log   as events of the log with fields, not as lines for people
+    as_log   as events of the log with fields, not as lines for people; they are left out where the
+             log's least level is above theirs
     as_json  the address as an object on standard output too (--json)
     """
 

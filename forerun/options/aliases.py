@@ -224,7 +224,7 @@ ALIASES: tuple[Alias, ...] = (
           why="--reasoning-end names the text that ends the reasoning"),
     Alias("--reasoning-format", _L, SETS, "reasoning_end",
           values={"auto": "auto", "deepseek": "auto", "none": "off"}),
-    Alias("--enable-metrics", _S, ONLY, why="/metrics is always there", takes=NOTHING),
+    Alias("--enable-metrics", _S, SETS, "sglang_metrics", values={"true": True}, takes=NOTHING),
     Alias("--metrics", _L, ONLY, why="/metrics is always there", takes=NOTHING),
     Alias("--uvicorn-log-level --log-level-http", _SV, SETS, "log_level"),
     Alias("--ssl-key-file", _L, SETS, "ssl_keyfile"),

@@ -53,7 +53,8 @@ class Generated(Response):
             self._service.busy(),
             GenerationSession(generation, engine, events, settings, receive) as session,
         ):
-            scope["state"]["record"].session = session
+            record = scope["state"]["record"]
+            record.session, record.model = session, served.name
             running: set[GenerationSession] = scope["app"].state.running
             running.add(session)
             try:

@@ -1,4 +1,4 @@
-"""One log line about decoding every so many steps."""
+"""Log lines about prompts and decoding every so many steps, in SGLang's words."""
 
 import asyncio
 import logging
@@ -25,26 +25,33 @@ class DecodeLog:
         self._interval, self._clock = interval, clock
         self._last, self._time = last, clock()
 
-    def look(self, now: Stats) -> str | None:
-        """The line to log, if the engine made `interval` steps since the last one; else None.
+    def look(self, now: Stats) -> list[str]:
+        """The lines to log, if the engine made `interval` steps since the last ones; else none.
         Remembers `now`.
         """
         if now.steps - self._last.steps < self._interval:
-            return None
+            return []
         before, seconds = self._last, self._clock() - self._time
         self._last, self._time = now, self._clock()
-        draft_tokens = now.draft_tokens - before.draft_tokens
-        accepted = now.accepted - before.accepted
-        rate = f"{accepted / draft_tokens:.2f}" if draft_tokens else "none drafted"
-        speed = (now.output_tokens - before.output_tokens) / max(seconds, 1e-9)
-        load = now.load
-        return (
-            f"decode: running {load.running}, queue {load.waiting}, "
-            f"tokens {now.output_tokens - before.output_tokens} in "
-            f"{now.steps - before.steps} steps, {speed:.1f} tokens/s, "
-            f"cache {load.pages_held / max(load.pages, 1):.0%}, "
-            f"acceptance length {now.acceptance_length:.2f}, rate {rate}"
-        )
+        load, lines = now.load, []
+        usage = f"token usage: {load.pages_held / max(load.pages, 1):.2f}"
+        queue = f"#running-req: {load.running}, #queue-req: {load.waiting}"
+        if read := now.prompt_tokens - before.prompt_tokens:
+            cached = now.cached_tokens - before.cached_tokens
+            lines.append(
+                f"Prefill batch. #new-token: {read - cached}, #cached-token: {cached}, "
+                f"{usage}, {queue}"
+            )
+        if made := now.output_tokens - before.output_tokens:
+            draft_tokens = now.draft_tokens - before.draft_tokens
+            accepted = now.accepted - before.accepted
+            rate = f"{accepted / draft_tokens:.2f}" if draft_tokens else "none drafted"
+            lines.append(
+                f"Decode batch. #token: {made}, #step: {now.steps - before.steps}, {usage}, "
+                f"accept len: {now.acceptance_length:.2f}, accept rate: {rate}, "
+                f"gen throughput (token/s): {made / max(seconds, 1e-9):.2f}, {queue}"
+            )
+        return lines
 
     async def run(self, stats: Callable[[], Awaitable[Stats]]) -> None:
         """Check every LOOK_SECONDS and log, until cancelled. stats: returns the engine's
@@ -52,6 +59,5 @@ class DecodeLog:
         """
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            line = self.look(await stats())
-            if line is not None:
+            for line in self.look(await stats()):
                 log.info("%s", line)

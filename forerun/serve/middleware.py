@@ -5,6 +5,7 @@ import hmac
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from urllib.parse import quote
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -100,6 +101,7 @@ class RequestMiddleware:
         except ClientGoneError as error:
             record.note = f"the client is gone: {error}" if str(error) else "the client is gone"
         finally:
+            record.route = _route(scope)
             self._note(record, scope["method"], scope["path"], headers)
 
     def _note(self, record: RequestRecord, method: str, path: str, headers: Headers) -> None:
@@ -187,6 +189,16 @@ class RequestMiddleware:
             scope["state"]["tenant"] = f"key {known.index(True)}"
 
 
+def _route(scope: Scope) -> str | None:
+    """The path with names in place of what was given for them; None for one that is no route's."""
+    if "path_params" not in scope:
+        return None
+    path: str = scope["path"]
+    for name, value in scope["path_params"].items():
+        path = path.replace(f"/{value}", f"/{{{name}}}", 1)
+    return path
+
+
 def _pieces(message: Message) -> Iterator[Message]:
     """A message, or a long body in pieces: sending one waits until the one before is read."""
     body = message.get("body", b"")
@@ -198,9 +210,14 @@ def _pieces(message: Message) -> Iterator[Message]:
         yield message
 
 
+LONGEST_FIELD = 200
+"""Characters of a field's name in the log, at most."""
+
+
 async def _answer(path: str, error: ApiError, send: Send, record: RequestRecord) -> None:
     """Send an error body."""
-    record.note = record.note or str(error.code or "")
+    field = f" {quote(error.param, safe='[].')[:LONGEST_FIELD]}" if error.param else ""
+    record.note = record.note or f"{error.code or ''}{field}".strip()
     body = dump_json(error_body(path, error))
     headers = {"content-type": "application/json", "content-length": str(len(body))}
     pairs = [(k.encode(), v.encode()) for k, v in (headers | error.headers).items()]

@@ -36,6 +36,8 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}"
 class RequestRecord:
     """One request, as far as it has come.
 
+    route       its path with names in place of ids; None where there is no such route
+    model       what answers it
     trace       the caller's trace id, where it sent a traceparent
     ignored     fields of it that change nothing
     unenforced  keywords of its schemas that are not enforced
@@ -47,6 +49,8 @@ class RequestRecord:
     began: float = field(default_factory=monotonic)
     status: int | None = None
     note: str = ""
+    route: str | None = None
+    model: str | None = None
     session: GenerationSession | None = None
     ignored: tuple[str, ...] = ()
     unenforced: tuple[str, ...] = ()

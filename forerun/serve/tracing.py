@@ -51,7 +51,7 @@ class RequestTraces:
         end = time_ns()
         start = end - int(seconds * _BILLION)
         span = self._tracer.start_span(
-            f"{method} {path}",
+            f"{method} {record.route or path}",
             self._propagator.extract(headers),
             SpanKind.SERVER,
             _attributes(record, method, path),
@@ -76,9 +76,15 @@ def _attributes(record: RequestRecord, method: str, path: str) -> dict[str, Any]
         "url.path": path,
         "http.response.status_code": record.answered(),
         "forerun.request.id": record.id,
+        "gen_ai.provider.name": "forerun",
     }
+    if record.model:
+        found |= dict.fromkeys(("gen_ai.request.model", "gen_ai.response.model"), record.model)
+    if record.route:
+        found["http.route"] = record.route
+    if record.answered() >= 400:
+        found["error.type"] = record.note.partition(" ")[0] or str(record.answered())
     names = {
-        "model": "gen_ai.response.model",
         "in": "gen_ai.usage.input_tokens",
         "out": "gen_ai.usage.output_tokens",
         "ttft_ms": "gen_ai.latency.time_to_first_token",

@@ -224,7 +224,7 @@ def test_names_of_the_server():
     line += " WARNING --enable-metrics --timeout 5 --ssl-key-file k --ssl-cert-file c"
     assert server(*line.split(), "--allowed-origins", '["http://a", "http://b"]') == ServeSettings(
         served_name=("m",), tool_parser="hermes", reasoning_end="</think>", log_level="warning",
-        request_seconds=5.0, ssl_keyfile="k", ssl_certfile="c",
+        request_seconds=5.0, ssl_keyfile="k", ssl_certfile="c", sglang_metrics=True,
         allowed_origins=("http://a", "http://b"),
     )  # fmt: skip
     line = ["Hi", "--temp", "0.5", "-n", "7", "--repeat-penalty", "1.1", "-s", "3"]

@@ -147,6 +147,10 @@ def test_a_shell_of_the_clients_is_a_call_with_a_command(codex):
     assert codex.responses.create(input=turn, **sent).output
     told = {"type": "function_call_output", "call_id": call.call_id, "output": "a.txt"}
     assert codex.responses.create(input=[told], previous_response_id=answer.id, **sent).output
+    chosen = codex.responses.create(
+        input="List.", **sent | {"tool_choice": {"type": "local_shell"}}
+    )
+    assert [one.type for one in chosen.output] == ["local_shell_call"]
 
 
 @pytest.mark.parametrize(

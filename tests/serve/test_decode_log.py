@@ -19,17 +19,27 @@ def test_a_line_every_so_many_steps():
     state = [snapshot(counts, LOAD)]
     decode_log = DecodeLog(4, state[0], clock=lambda: float(next(seconds)))
     state[0] = replace(state[0], steps=3)
-    assert decode_log.look(state[0]) is None
+    assert decode_log.look(state[0]) == []
     state[0] = replace(
-        state[0], steps=4, output_tokens=10, draft_tokens=8, accepted=6, acceptance_length=2.5
+        state[0],
+        steps=4,
+        output_tokens=10,
+        draft_tokens=8,
+        accepted=6,
+        acceptance_length=2.5,
+        prompt_tokens=30,
+        cached_tokens=16,
     )
-    assert decode_log.look(state[0]) == (
-        "decode: running 3, queue 2, tokens 10 in 4 steps, 5.0 tokens/s, cache 25%, "
-        "acceptance length 2.50, rate 0.75"
-    )
-    assert decode_log.look(state[0]) is None
+    assert decode_log.look(state[0]) == [
+        "Prefill batch. #new-token: 14, #cached-token: 16, token usage: 0.25, "
+        "#running-req: 3, #queue-req: 2",
+        "Decode batch. #token: 10, #step: 4, token usage: 0.25, accept len: 2.50, "
+        "accept rate: 0.75, gen throughput (token/s): 5.00, #running-req: 3, #queue-req: 2",
+    ]
+    assert decode_log.look(state[0]) == []
     state[0] = replace(state[0], steps=9, output_tokens=15)
-    assert "tokens 5 in 5 steps" in (line := decode_log.look(state[0])) and "none drafted" in line
+    (line,) = decode_log.look(state[0])
+    assert "#token: 5, #step: 5" in line and "none drafted" in line
 
 
 def test_a_certificate_that_cannot_be_used(tmp_path):

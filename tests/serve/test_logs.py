@@ -8,6 +8,7 @@ from starlette.responses import Response
 from starlette.testclient import TestClient
 
 from forerun.build.engine import load
+from forerun.cli.start_log import StartLog, as_log
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.serve.app import create_app
 from forerun.serve.hosts import AllowedHosts
@@ -57,6 +58,31 @@ def test_lines_are_for_requests_and_refusals_not_for_polls(logged):
         "POST /v1/completions 200", "GET /v1/nothing 404", "POST /v1/completions 400",
     ]  # fmt: skip
     assert "in=2 out=5" in " ".join(found)
+    assert next(line for line in found if "completions 400" in line).endswith(
+        "(invalid_value prompt)"
+    )
+
+
+def test_the_field_of_a_refusal_is_one_word_of_the_line(logged):
+    lines = logged("info", "text")
+    loaded = load(EngineConfig(model="toy"))
+    with TestClient(create_app(loaded, ServeSettings()), base_url="http://localhost") as client:
+        client.post("/v1/completions", json={"prompt": "Hi", "a b\nforged 200 line": 1})
+    (line,) = [line for line in lines() if "completions 400" in line]
+    assert line.endswith("(invalid_value a%20b%0Aforged%20200%20line)")
+
+
+@pytest.mark.parametrize(
+    ("level", "kind", "shown"),
+    [("info", "text", True), ("warning", "text", False), ("error", "text", False)],
+)
+def test_a_good_start_is_silent_where_only_warnings_are_wanted(capsys, logged, level, kind, shown):
+    lines = logged(level, kind)
+    start = StartLog(as_log(ServeSettings(log_level=level, log_format=kind)), False, True)
+    start.listening("http://here/v1")
+    start.loaded({"model": "toy", "ready": "after 1 s"})
+    told = capsys.readouterr()
+    assert not lines() and not told.out and bool(told.err) == shown
 
 
 def test_who_polls_a_server_that_loads_fills_no_log(logged):

@@ -72,6 +72,10 @@ def test_a_span_per_request_continues_the_callers_trace(collector):
     assert found["forerun.request.id"] == "mine" and found["gen_ai.operation.name"] == "chat"
     assert found["forerun.draft_tokens"] >= found["forerun.accepted_draft_tokens"] > 0
     assert found["forerun.acceptance_length"] > 1
+    assert found["gen_ai.request.model"] == found["gen_ai.response.model"] == "toy"
+    assert found["http.route"] == "/v1/chat/completions" and "error.type" not in found
+    assert found["gen_ai.provider.name"] == "forerun"
+    assert values(refused)["error.type"] == "invalid_value"
     (first,) = chat.events
     assert chat.start_time_unix_nano < first.time_unix_nano <= chat.end_time_unix_nano
     assert values(refused)["http.response.status_code"] == 400

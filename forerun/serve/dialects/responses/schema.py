@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 from forerun.constrain.grammar.calls import Rules
 from forerun.errors import RequestError
 from forerun.serve.dialects.responses.free_tools import (
+    SHELL,
     CustomCall,
     ShellCall,
     free_tool,
@@ -297,8 +298,10 @@ class _Named:
     name: str = need(function_name)
 
 
-@takes({"anyOf": [{"enum": ["none", "auto", "required"]}, body_schema(_Named)]})
+@takes({"anyOf": [{"enum": ["none", "auto", "required", {"type": SHELL}]}, body_schema(_Named)]})
 def _tool_choice(value: Any, where: str) -> ToolChoice:
+    if value == {"type": SHELL}:
+        return ToolChoice("named", SHELL)
     if isinstance(value, dict):
         return ToolChoice("named", read(_Named, value, where).name)
     if value not in ("none", "auto", "required"):

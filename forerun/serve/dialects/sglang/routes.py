@@ -169,6 +169,7 @@ def _sglang_names(served: Served, stats: Stats) -> dict[str, Any]:
     mean = 1 + stats.accepted / stats.drafts if stats.drafts else None
     now = {"avg_spec_accept_length": mean, "num_running_reqs": stats.load.running}
     return {
+        "avg_spec_accept_length": mean,
         "model_path": config.model,
         "tokenizer_path": config.model,
         "served_model_name": served.name,
