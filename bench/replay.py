@@ -1,7 +1,12 @@
 """What the control of speculation wins on recorded answers, on a virtual clock: no machine needed.
 
-    python bench/replay.py record answers.json --prompts prompts.jsonl     once, with the model
+    python bench/replay.py record answers.json --prompts prompts.jsonl     once, with a model
+        [--model MODEL.gguf --raw]                                         base models: no template
     python bench/replay.py run answers.json [--rows 1 2 4 8] [--set PLAIN_EVERY=64 ...]
+        [--table TABLE.safetensors | none] [--capacity 1000000] [--draft-tokens 8 --always]
+
+Answers keep the temperature and seed that they were sampled with: the drafter knows the noise of
+their positions, as in service.
 
 `run` plays the answers back through the real n-gram drafter and the real policy. A step takes
 what COSTS says of its nodes, LOOK_MS and ROW_LOOK_MS more where the drafter was asked, and NOISE;
@@ -22,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -74,13 +79,21 @@ NOISE = 0.05
 begins a spell of fifty steps that take 1.4 times as long: neighbours."""
 
 
+class Answer(NamedTuple):
+    """One that the target gave."""
+
+    prompt: Ints
+    sampling: Sampling
+    output: list[int]
+
+
 @dataclass
 class Stream:
     """One slot: the answer it plays and how far it is."""
 
     prompt: list[int]
     output: list[int]
-    done: int = 0
+    done: int
 
     @property
     def left(self) -> list[int]:
@@ -126,7 +139,7 @@ class Replay:
     drafter: Drafter
     wrong: bool = False
     oracle: bool = False
-    answers: Iterator[dict[str, list[int]]] = field(default_factory=lambda: iter(()))
+    answers: Iterator[Answer] = field(default_factory=lambda: iter(()))
     policy: Policy = None  # type: ignore[assignment]
     ms: float = 0.0
     plain_ms: float = 0.0
@@ -141,9 +154,10 @@ class Replay:
         """Give free slots new answers; False when there is none left for anyone."""
         for slot in range(rows):
             if slot not in self.streams and (answer := next(self.answers, None)):
-                self.streams[slot] = Stream(answer["prompt"], answer["output"], 1)
-                text = np.array([*answer["prompt"], answer["output"][0]], np.int32)
-                self.drafter.begin(SlotInit(slot, text, len(text) - 1, Sampling()))
+                prompt, sampling, output = answer
+                self.streams[slot] = Stream(prompt.tolist(), output, 1)
+                text = np.append(prompt, output[0]).astype(np.int32)
+                self.drafter.begin(SlotInit(slot, text, len(prompt), sampling))
         return bool(self.streams)
 
     def step(self) -> None:
@@ -236,30 +250,32 @@ def accepted(draft: Draft, truth: list[int]) -> int:
     return length
 
 
-class Answer(NamedTuple):
-    """One that the target gave."""
-
-    prompt: Ints
-    sampling: Sampling
-    output: list[int]
-
-
 def answers_to(
     prompts: Path | None,
     temperatures: Sequence[float],
     count: int,
     tokens: int,
     ignore_eos: bool = False,
+    model: str = EngineConfig().model,
+    raw: bool = False,
 ) -> list[Answer]:
-    """The default model's, without a draft, to the first `count` chats of a file (None: built in),
-    `tokens` long at most; the temperatures in turns.
+    """Return a model's answers without a draft to the first `count` chats of a file (None: built
+    in), `tokens` long at most; the temperatures in turns.
+
+    raw  the last message is the prompt as it is, for models without a chat template
     """
-    target = open_target(EngineConfig(speculative_algorithm="NONE", context=2048))
+    target = open_target(EngineConfig(model=model, speculative_algorithm="NONE", context=2048))
+
+    def encoded(messages: list[dict[str, Any]]) -> Ints:
+        if raw:
+            return np.array(target.tokenizer.encode(messages[-1]["content"], bos=True), np.int32)
+        return encode_chat(target, messages)
+
     engine = make_engine(target, target.config)
     engine.start()
     requests = [
         make_request(
-            encode_chat(target, prompt.messages),
+            encoded(prompt.messages),
             target.tokenizer.eos_ids,
             max_tokens=tokens,
             ignore_eos=ignore_eos,
@@ -280,8 +296,24 @@ def answers_to(
 def record(options: argparse.Namespace) -> None:
     """Answers of the default model, half of them greedy."""
     length = options.tokens or 160
-    given = answers_to(options.prompts, (0.0, 0.8), options.count, length, options.ignore_eos)
-    answers = [{"prompt": one.prompt.tolist(), "output": one.output} for one in given]
+    given = answers_to(
+        options.prompts,
+        (0.0, 0.8),
+        options.count,
+        length,
+        options.ignore_eos,
+        options.model,
+        options.raw,
+    )
+    answers = [
+        {
+            "prompt": one.prompt.tolist(),
+            "output": one.output,
+            "temperature": one.sampling.temperature,
+            "seed": one.sampling.seed,
+        }
+        for one in given
+    ]
     options.answers.write_text(json.dumps(answers))
 
 
@@ -294,15 +326,11 @@ def run(options: argparse.Namespace) -> None:
             raise SystemExit(f"--set {change}: there is no constant {name}")
         for module in places:
             setattr(module, name, type(getattr(module, name))(float(value)))
-    answers = [a for a in json.loads(options.answers.read_text()) if len(a["output"]) > 1]
-    if options.tokens:
-        answers = [
-            a | {"output": a["output"][: options.tokens]}
-            for a in answers
-            if len(a["output"]) >= options.tokens
-        ]
-    draft = shipped_draft("smollm2-135m")
-    table = read_ngram_table(Path(draft) / FILE, 49152) if draft else None
+    answers = recorded(options.answers, options.tokens, options.temperature)
+    table = None
+    if options.table != "none":
+        path = options.table or Path(shipped_draft("smollm2-135m") or "", FILE)
+        table = read_ngram_table(Path(path), options.vocab)
     for name in options.tables:
         for rows in options.rows:
             played = [replayed(name, rows, answers, table, seed, options) for seed in options.seeds]
@@ -322,26 +350,44 @@ def run(options: argparse.Namespace) -> None:
             sys.stdout.flush()
 
 
+def recorded(path: Path, tokens: int | None, temperature: float | None) -> list[Answer]:
+    """Read the answers of `record`, without those of one token. tokens: cut to so many, without
+    shorter ones; temperature: only those sampled at it.
+    """
+    found = []
+    for one in json.loads(path.read_text()):
+        sampling = Sampling(temperature=one["temperature"], seed=one["seed"])
+        output = one["output"][:tokens]
+        if len(output) > 1 and (not tokens or len(output) == tokens):
+            found.append(Answer(np.array(one["prompt"], np.int32), sampling, output))
+    return [one for one in found if temperature in (None, one.sampling.temperature)]
+
+
 def replayed(
     name: str,
     rows: int,
-    answers: list[dict[str, list[int]]],
+    answers: list[Answer],
     table: NgramTable | None,
     seed: int,
     options: argparse.Namespace,
 ) -> Replay:
     """Every answer, on a machine with this table, with a policy as the options say."""
     machine = Machine(name, seed)
-    replay = Replay(machine, ngram_drafter(rows, table), options.wrong, options.oracle)
+    drafter = ngram_drafter(rows, table, options.capacity)
+    replay = Replay(machine, drafter, options.wrong, options.oracle)
     played = islice(cycle(answers), max(len(answers), 8 * rows))
     while head := list(islice(played, options.fresh * rows or None)):
         told = machine.start_up() if options.startup else COSTS[options.told or name]
         traits = DrafterTraits("ngram", 8, free=True, buys=not options.wrong)
-        replay.policy = FixedPolicy(8, 8) if options.oracle else AdaptivePolicy(told, 8, 8, traits)
+        most = options.draft_tokens
+        fixed = options.oracle or options.always
+        replay.policy = (
+            FixedPolicy(most, most) if fixed else AdaptivePolicy(told, most, most, traits)
+        )
         if options.warm:
             # What a prompt waited for, its answer is shorter when all are decoded together.
             short = [
-                answer | {"output": answer["output"][: 2 + index % options.warm]}
+                answer._replace(output=answer.output[: 2 + index % options.warm])
                 for index, answer in enumerate(head[:rows])
             ]
             warm = Replay(machine, replay.drafter, options.wrong, options.oracle, iter(short))
@@ -365,6 +411,14 @@ def main() -> None:
     parser.add_argument(
         "--tokens", type=int, help="record: at most; run: of answers that have them"
     )
+    parser.add_argument("--model", default=EngineConfig().model, help="record: whose answers")
+    parser.add_argument("--raw", action="store_true", help="record: prompts without a template")
+    parser.add_argument("--table", help="run: an n-gram table's file, or none (default: shipped)")
+    parser.add_argument("--vocab", type=int, default=49152, help="run: of the table's target")
+    parser.add_argument("--capacity", type=int, default=0, help="run: contexts of the n-gram cache")
+    parser.add_argument("--temperature", type=float, help="run: only answers sampled at this")
+    parser.add_argument("--draft-tokens", type=int, default=8, help="run: at most, of a row")
+    parser.add_argument("--always", action="store_true", help="run: as many in every step")
     parser.add_argument("--ignore-eos", action="store_true", help="record: answers go on after it")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--tables", nargs="+", default=list(COSTS))
