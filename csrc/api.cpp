@@ -305,6 +305,8 @@ int forerun_ngram_end(Ngrams* ngrams, int slot, const int32_t* tokens, int count
     return guarded([&] { return ngrams->end(slot, tokens, count); });
 }
 
+void forerun_ngram_use(Ngrams* ngrams, const NgramTable* table) { ngrams->use(*table); }
+
 int64_t forerun_ngram_contexts(Ngrams* ngrams) { return (int64_t)ngrams->contexts(); }
 
 // How many draft tokens there are in `out`, or -1; see Ngrams::propose.

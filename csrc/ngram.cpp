@@ -73,7 +73,7 @@ bool Ngrams::Candidate::operator<(const Candidate& other) const {
 }
 
 Ngrams::Ngrams(const NgramRules& rules)
-    : rules_(rules), cache_(rules.capacity, rules.discount), texts_((size_t)rules.slots) {}
+    : rules_(rules), table_(rules.table), cache_(rules.capacity, rules.discount), texts_((size_t)rules.slots) {}
 
 bool Ngrams::open(int64_t slot) const {
     return 0 <= slot && slot < rules_.slots && texts_[(size_t)slot];
@@ -351,8 +351,23 @@ void Ngrams::hear(const Text& text, const Candidate& above) {
     }
 }
 
-// usual_ become the tokens that the table, or the cache where there is none, expects below draft
-// token `parent`.
+// Makes a context of the table longer by `token`, which comes before it, and mixes what follows it
+// into usual_. False: there is no such context, and usual_ is as it was.
+bool Ngrams::lengthen(int32_t& context, int32_t token) {
+    const int32_t* const begin = table_.earlier + table_.extensions[context];
+    const int32_t* const end = table_.earlier + table_.extensions[context + 1];
+    const int32_t* const at = std::lower_bound(begin, end, token);
+    if (at == end || *at != token) return false;
+    context = (int32_t)(at - table_.earlier);
+    scale(usual_, (double)table_.rest[context]);
+    for (int32_t i = table_.predictions[context]; i < table_.predictions[context + 1]; i++) {
+        add_share(usual_, table_.tokens[i], (double)table_.shares[i]);
+    }
+    return true;
+}
+
+// usual_ become the tokens that table and cache expect below draft token `parent`: context by
+// context, the longer over the shorter, and of one length the cache over the table.
 void Ngrams::follow(const Text& text, int parent) {
     usual_.clear();
     tail_.clear();  // From the last token backwards.
@@ -362,19 +377,13 @@ void Ngrams::follow(const Text& text, int parent) {
     const size_t own = text.tokens.size() - (size_t)text.predicted;
     const size_t known = std::min(own, (size_t)rules_.tail);
     for (size_t i = 1; i <= known; i++) tail_.push_back(text.tokens[text.tokens.size() - i]);
-    const NgramTable& table = rules_.table;
-    if (!table.contexts) return cache_.follow(tail_, text.tenant, usual_);
     int32_t context = 0;
+    bool in_table = table_.contexts;
+    NgramCache::Walk walk = cache_.walk(text.tenant);
     for (const int32_t token : tail_) {
-        const int32_t* const begin = table.earlier + table.extensions[context];
-        const int32_t* const end = table.earlier + table.extensions[context + 1];
-        const int32_t* const at = std::lower_bound(begin, end, token);
-        if (at == end || *at != token) return;
-        context = (int32_t)(at - table.earlier);
-        scale(usual_, (double)table.rest[context]);
-        for (int32_t i = table.predictions[context]; i < table.predictions[context + 1]; i++) {
-            add_share(usual_, table.tokens[i], (double)table.shares[i]);
-        }
+        if (!in_table && !walk.known) return;
+        in_table = in_table && lengthen(context, token);
+        if (walk.known) cache_.lengthen(walk, token, usual_);
     }
 }
 

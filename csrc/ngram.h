@@ -88,6 +88,9 @@ public:
     // `propose`.
     std::string end(int slot, const int32_t* tokens, int count);
 
+    // Replaces the table of the rules, between two calls. The caller keeps its arrays alive.
+    void use(const NgramTable& table) { table_ = table; }
+
     // Of the cache.
     size_t contexts() const { return cache_.contexts(); }
 
@@ -126,6 +129,7 @@ private:
     };
 
     bool open(int64_t slot) const;
+    bool lengthen(int32_t& context, int32_t token);
     void learn(const Text& text, const int32_t* came, int count);
     void buy(const NgramPrices& prices, int rows, int32_t* counts);
     void find_places(Text& text);
@@ -137,6 +141,7 @@ private:
     void follow(const Text& text, int parent);
 
     const NgramRules rules_;
+    NgramTable table_;
     NgramCache cache_;
     std::vector<std::unique_ptr<Text>> texts_;  // [slots] null = not open
 

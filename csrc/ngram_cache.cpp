@@ -113,23 +113,25 @@ void NgramCache::learn(const int32_t* tokens, size_t first, size_t count, uint64
     }
 }
 
-void NgramCache::follow(const std::vector<int32_t>& tail, uint64_t tenant,
-                        std::vector<Usual>& usual) const {
-    uint64_t key = beginning(tenant);
-    for (size_t n = 0; n < (size_t)kLongest && n < tail.size(); n++) {
-        key = longer(key, tail[n]);
-        const Context* found = recent_.find(key);
-        if (!found) found = former_.find(key);
-        if (!found) return;
-        double known = 0.0;
-        for (const uint16_t each : found->counts) known += each ? (double)each - discount_ : 0.0;
-        scale(usual, 1.0 - known / (double)found->total);
-        for (int i = 0; i < kFollowers; i++) {
-            if (!found->counts[i]) continue;
-            add_share(usual, found->tokens[i],
-                      ((double)found->counts[i] - discount_) / (double)found->total);
-        }
+NgramCache::Walk NgramCache::walk(uint64_t tenant) const {
+    return {beginning(tenant), 0, contexts() > 0};
+}
+
+void NgramCache::lengthen(Walk& walk, int32_t token, std::vector<Usual>& usual) const {
+    walk.key = longer(walk.key, token);
+    const Context* found = recent_.find(walk.key);
+    if (!found) found = former_.find(walk.key);
+    walk.known = found;
+    if (!found) return;
+    double known = 0.0;
+    for (const uint16_t each : found->counts) known += each ? (double)each - discount_ : 0.0;
+    scale(usual, 1.0 - known / (double)found->total);
+    for (int i = 0; i < kFollowers; i++) {
+        if (!found->counts[i]) continue;
+        add_share(usual, found->tokens[i],
+                  ((double)found->counts[i] - discount_) / (double)found->total);
     }
+    walk.known = ++walk.length < kLongest;
 }
 
 }  // namespace forerun

@@ -30,9 +30,19 @@ public:
     // for `tenant` alone.
     void learn(const int32_t* tokens, size_t first, size_t count, uint64_t tenant);
 
-    // `usual` become the tokens that came after `tail`, which is read from the last token backwards,
-    // in texts of `tenant`.
-    void follow(const std::vector<int32_t>& tail, uint64_t tenant, std::vector<Usual>& usual) const;
+    // A context that grows backwards, token by token, while `known`.
+    struct Walk {
+        uint64_t key;
+        int length;
+        bool known;
+    };
+
+    // The empty context, in texts of `tenant`. Not known where nothing was ever counted.
+    Walk walk(uint64_t tenant) const;
+
+    // Makes the context longer by `token`, which comes before it, and mixes what followed it into
+    // `usual`. Not known afterwards: nothing followed it, and `usual` is as it was.
+    void lengthen(Walk& walk, int32_t token, std::vector<Usual>& usual) const;
 
     // How many there are.
     size_t contexts() const { return recent_.used + former_.used; }

@@ -36,12 +36,17 @@ class CpuNgramDrafter:
     ) -> None:
         self.traits = DrafterTraits(name="ngram", max_depth=64, free=True, buys=True)
         self._table, self._min_prob = table, min_prob
-        self._core = NgramIndex(slots, min_prob, table, 0 if table else capacity)
+        self._core = NgramIndex(slots, min_prob, table, capacity)
         self._library, self._index = self._core.library, self._core.handle
         # By slot: tokens that the core has not received yet.
         self._unsent: ngram.OpenSlots[list[int]] = ngram.OpenSlots()
         self._out = np.empty(0, np.int32)
         self._out_at = 0
+
+    def use(self, table: NgramTable) -> None:
+        """Draft by this table from the next call on."""
+        self._table = table
+        self._core.use(table)
 
     def begin(self, slot_init: SlotInit) -> None:
         """Pass all tokens of the sequence to the core. Raises EngineError with the core's

@@ -16,7 +16,6 @@ The compiled core has a twin (csrc/ngram.h) that drafts the same 4 to 20 times f
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import exp, gamma
 from typing import Any, NamedTuple, TypeVar
 
@@ -27,7 +26,7 @@ from forerun.errors import EngineError
 from forerun.interface.drafter import DrafterTraits
 from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit
-from forerun.models.ngram_table import NgramTable
+from forerun.models.ngram_table import NgramTable, interpolated
 from forerun.speculative.draft_tree import Offer, best_first
 from forerun.speculative.noise import gumbel_of
 from forerun.speculative.sampling import Sampling
@@ -312,7 +311,7 @@ class NgramDrafter:
     slots     S
     min_prob  least estimated probability of a draft token
     table     the target's usual continuations; None = no table
-    capacity  contexts of finished answers to count if there is no table; 0 = none
+    capacity  contexts of finished answers to count, beside a table too; 0 = none
     """
 
     def __init__(
@@ -324,7 +323,7 @@ class NgramDrafter:
     ) -> None:
         self.traits = DrafterTraits(name="ngram", max_depth=64, free=True)
         self._table, self._min_prob = table, min_prob
-        self._cache = NgramCache(0 if table else capacity)
+        self._cache = NgramCache(capacity)
         self._slots = slots
         self._texts: OpenSlots[_Text] = OpenSlots()
 
@@ -369,10 +368,17 @@ class NgramDrafter:
         return drafts
 
     def _usual(self, text: _Text) -> Usual:
-        """Return what estimates the tokens after a text: the table, or the cache of its tenant."""
-        if self._table is not None:
-            return self._table.follow
-        return partial(self._cache.follow, tenant=text.tenant)
+        """Return what estimates the tokens after a text: table and cache together."""
+
+        def usual(tokens: Sequence[int]) -> dict[int, float]:
+            table = self._table.levels(tokens) if self._table is not None else ()
+            return interpolated(table, self._cache.levels(tokens, text.tenant))
+
+        return usual
+
+    def use(self, table: NgramTable) -> None:
+        """Draft by this table from the next call on."""
+        self._table = table
 
     def draft_request(self, plan: Plan) -> None:
         """Return None: there is no draft model."""

@@ -7,7 +7,9 @@ discounting (Chen and Goodman 1999, section 2.7). It makes answers faster and ne
 The compiled core has a twin (csrc/ngram_cache.h) with the same counts and probabilities.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+from forerun.models.ngram_table import Level
 
 LONGEST = 4
 """Most tokens of a context."""
@@ -78,12 +80,10 @@ class NgramCache:
             for length in range(1, min(LONGEST, end) + 1):
                 self._context((tenant, *tokens[end - length : end])).count(tokens[end])
 
-    def follow(self, text: Sequence[int], tenant: int = 0) -> dict[int, float]:
-        """Return the probabilities, at most 1 together, of tokens that may come after `text` by the
-        counts of `tenant`, combined from all contexts at its end: longer ones weigh more. Reads its
-        last LONGEST tokens only.
+    def levels(self, text: Sequence[int], tenant: int = 0) -> Iterator[Level]:
+        """Yield what may come after `text` by the counts of `tenant`: by its last token, its last
+        two, and so on, as far as such contexts were counted. Reads its last LONGEST tokens only.
         """
-        chances: dict[int, float] = {}
         for length in range(1, min(LONGEST, len(text)) + 1):
             key = (tenant, *text[-length:])
             context = self._recent.get(key) or self._former.get(key)
@@ -95,11 +95,7 @@ class NgramCache:
                 if count
             ]
             known = sum(count - DISCOUNT for count in context.counts if count)
-            for token in chances:
-                chances[token] *= 1.0 - known / context.total
-            for token, share in shares:
-                chances[token] = chances.get(token, 0.0) + share
-        return chances
+            yield 1.0 - known / context.total, shares
 
     def _context(self, key: tuple[int, ...]) -> _Context:
         """Return the entry of this context, in the recent half."""

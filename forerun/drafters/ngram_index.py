@@ -61,6 +61,10 @@ class NgramIndex:
         """How many contexts the cache has."""
         return int(self.library.forerun_ngram_contexts(self.handle))
 
+    def use(self, table: NgramTable) -> None:
+        """Replace the table. The caller keeps it alive. Raises EngineError as the constructor."""
+        self.library.forerun_ngram_use(self.handle, ctypes.byref(_arrays(table)))
+
     def error(self) -> str:
         """Return why the core refused the last call."""
         error: bytes = self.library.forerun_error()

@@ -9,8 +9,9 @@ corpus: REST, arXiv 2311.08252.)
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,29 @@ FILE = "ngrams.safetensors"
 _COUNTS = ("extensions", "earlier", "predictions", "tokens", "vocab")
 _CHANCES = ("rest", "shares")
 _INTEGERS = {"U16": "<u2", "I32": "<i4"}
+
+
+Level = tuple[float, list[tuple[int, float]]]
+"""What one context says: the probability that is left to shorter contexts, and tokens with their
+own."""
+
+
+def interpolated(*sources: Iterable[Level]) -> dict[int, float]:
+    """Return the probabilities, at most 1 together, of the tokens that may come next.
+
+    sources  what contexts of 1, 2, ... tokens say, each; longer contexts weigh more, and of one
+             length the later source
+    """
+    chances: dict[int, float] = {}
+    for levels in zip_longest(*sources):
+        for level in levels:
+            if level is not None:
+                rest, shares = level
+                for known in chances:
+                    chances[known] *= rest
+                for token, share in shares:
+                    chances[token] = chances.get(token, 0.0) + share
+    return chances
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +84,24 @@ class NgramTable:
         return len(self.earlier)
 
     def follow(self, text: Sequence[int]) -> dict[int, float]:
-        """Chances, of 1 in all at most, of tokens that may come after `text`, by all contexts that
-        end it: the longer, the more they count. Only its end is read.
+        """Return the probabilities, at most 1 together, of tokens that may come after `text`, of
+        which only the end is read.
         """
-        found: dict[int, float] = {}
+        return interpolated(self.levels(text))
+
+    def levels(self, text: Sequence[int]) -> Iterator[Level]:
+        """Yield what may come after `text` by its last token, its last two, and so on, as far as
+        there are such contexts.
+        """
         context = 0
         for token in reversed(text):
             end = int(self.extensions[context + 1])
             at = bisect_left(self.earlier, token, int(self.extensions[context]), end)
             if at == end or self.earlier[at] != token:
                 break
-            context, rest = at, float(self.rest[at])
-            for known in found:
-                found[known] *= rest
-            for index in range(self.predictions[at], self.predictions[at + 1]):
-                after = int(self.tokens[index])
-                found[after] = found.get(after, 0.0) + float(self.shares[index])
-        return found
+            context, mine = at, slice(self.predictions[at], self.predictions[at + 1])
+            pairs = zip(self.tokens[mine].tolist(), self.shares[mine].tolist(), strict=True)
+            yield float(self.rest[at]), list(pairs)
 
 
 def read_ngram_table(path: Path, vocab: int) -> NgramTable:

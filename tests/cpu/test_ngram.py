@@ -2,6 +2,7 @@
 bit."""
 
 from array import array
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -108,10 +109,14 @@ class Twins:
         self.both = [kind(SLOTS, min_prob, table, capacity) for kind in kinds]
         self.open: set[int] = set()
 
-    def begin(self, slot, tokens, *more):
+    def begin(self, slot, tokens, *more, tenant=0):
         for drafter in self.both:
-            drafter.begin(slot_init(slot, tokens, *more))
+            drafter.begin(replace(slot_init(slot, tokens, *more), tenant=tenant))
         self.open.add(slot)
+
+    def use(self, table):
+        for drafter in self.both:
+            drafter.use(table)
 
     def end(self, slot):
         for drafter in self.both:
@@ -167,16 +172,21 @@ def table_of(answers, vocab):
 
 
 @settings(max_examples=100)
-@given(st.data(), st.sampled_from([0.0, 0.05, 0.2, 0.6]), st.sampled_from([None, 0, 8, 1 << 20]))
+@given(st.data(), st.sampled_from([0.0, 0.05, 0.2, 0.6]), st.sampled_from([0, 8, 1 << 20]))
 def test_any_course_of_events(data, min_prob, capacity):
-    """capacity: of the cache; None: there is a table instead."""
-    table = table_of(data.draw(st.lists(WORDS, max_size=9)), 4) if capacity is None else None
-    twins = Twins(min_prob, table, capacity or 0)
+    """With a table, a cache, both or neither; a table may come later. capacity: of the cache."""
+    tables = st.lists(WORDS, max_size=9).map(lambda answers: table_of(answers, 4))
+    twins = Twins(min_prob, data.draw(st.none() | tables), capacity)
     for _ in range(data.draw(st.integers(1, 20))):
         if not twins.open or data.draw(st.integers(0, 4)) == 0:
             prediction = data.draw(st.one_of(st.just([]), WORDS))
             more = prediction, data.draw(SAMPLINGS), data.draw(st.integers(0, 3))
-            twins.begin(data.draw(st.integers(0, SLOTS - 1)), data.draw(WORDS), *more)
+            tenant = data.draw(st.sampled_from([0, 1, (1 << 64) - 1]))
+            twins.begin(
+                data.draw(st.integers(0, SLOTS - 1)), data.draw(WORDS), *more, tenant=tenant
+            )
+        elif data.draw(st.integers(0, 9)) == 0:
+            twins.use(data.draw(tables))
         elif data.draw(st.integers(0, 9)) == 0:
             twins.end(data.draw(st.sampled_from(sorted(twins.open))))
             continue

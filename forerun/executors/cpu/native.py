@@ -202,6 +202,7 @@ _SHORT_CALLS = {
         [c_void_p, c_int, c_void_p, c_int, c_int, c_int, c_uint64, c_double, c_double, c_uint64],
     ),
     "forerun_ngram_end": (c_int, [c_void_p, c_int, c_void_p, c_int]),
+    "forerun_ngram_use": (None, [c_void_p, POINTER(TableArrays)]),
     "forerun_ngram_contexts": (c_int64, [c_void_p]),
     "forerun_ngram_propose": (
         c_int,
