@@ -266,7 +266,7 @@ def answers_to(
     """
     target = open_target(EngineConfig(model=model, speculative_algorithm="NONE", context=2048))
 
-    def encoded(messages: list[dict[str, Any]]) -> Ints:
+    def encoded(messages: Sequence[dict[str, Any]]) -> Ints:
         if raw:
             return np.array(target.tokenizer.encode(messages[-1]["content"], bos=True), np.int32)
         return encode_chat(target, messages)

@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from forerun.build import tuned
+from forerun.build import text_table, tuned
 from forerun.build.calibration import measure_costs, prepare, with_draft_model
 from forerun.build.chat_template import template_source
 from forerun.build.device import DeviceChoice, choose_device
 from forerun.build.drafting import (
+    NO_DRAFT,
     DraftParts,
     drafting_sentence,
     excused,
@@ -29,6 +30,7 @@ from forerun.build.drafting import (
 from forerun.build.executor_entry import AnyDraft, Progress
 from forerun.build.memory import MemoryPlan, Needs, few_bits_sentence, few_bits_titles, plan_memory
 from forerun.build.registry import EXECUTORS, check_offered, choose_executor, draft_model
+from forerun.build.text_table import TextTable
 from forerun.build.with_cpu import ngram_drafter
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.isolation.compile import Compiler, open_compiler
@@ -43,7 +45,7 @@ from forerun.executors.toy import ToyExecutor
 from forerun.hub import huggingface
 from forerun.hub.catalog import Model, open_model
 from forerun.interface.draft_model import DraftModel
-from forerun.interface.drafter import Drafter
+from forerun.interface.drafter import Drafter, TableDrafter
 from forerun.interface.executor import Executor
 from forerun.machine import memory_available, stamp
 from forerun.models.ngram_table import NgramTable
@@ -139,6 +141,7 @@ class Loaded:
 
     context  longest sequence in tokens, prompt and output together
     info     facts for /server_info and `doctor`: plain values only
+    text_table  a table of ordinary text that drafts, or will
     """
 
     engine: Engine
@@ -149,6 +152,7 @@ class Loaded:
     config: EngineConfig
     info: dict[str, Any]
     target: Target
+    text_table: TextTable | None = None
 
     @property
     def sampling(self) -> Mapping[str, float]:
@@ -170,6 +174,8 @@ class Loaded:
 
     def close(self) -> None:
         """Stop the engine, then release the target. Waits for the engine's thread; idempotent."""
+        if self.text_table is not None:
+            self.text_table.close()
         self.engine.shutdown()
         self.target.close()
 
@@ -188,8 +194,12 @@ def make_engine(target: Target, config: EngineConfig) -> Engine:
     """A new engine on `target`, not started; one at a time. `config` decides what concerns drafting
     and the queue; all else was decided when the target was opened.
     """
+    return _engine_on(target, config, _lookup(config, target))
+
+
+def _engine_on(target: Target, config: EngineConfig, lookup: TableDrafter) -> Engine:
     grammars = TreeGrammars(target.memory.limits.vocab, target.table)
-    drafter = _drafter(config, target, grammars)
+    drafter = _drafter(config, target, grammars, lookup)
     policy = policy_for(config, target.costs, drafter, grammars)
     fault = target.fault if not config.speculates else None
     options = EngineOptions(
@@ -211,8 +221,11 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     profile = tuned.find(config, target.config)
     if profile is not None:
         target = replace(target, config=profile.on(target.config))
-    engine = make_engine(target, target.config)
+    lookup = _lookup(target.config, target)
+    engine = _engine_on(target, target.config, lookup)
+    table = _text_table(config, target, engine, lookup)
     engine.start()
+    drafting = drafting_sentence(config, target.config, target.table is not None, target.fault)
     return Loaded(
         engine=engine,
         tokenizer=target.tokenizer,
@@ -224,12 +237,31 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
         | {
             "profile": profile.name if profile else None,
             "lossy": lossy_sentence(target.config),
-            "drafting": drafting_sentence(
-                config, target.config, target.table is not None, target.fault
-            ),
+            "drafting": drafting if table is None else f"{drafting}; {table.sentence}",
         },
         target=target,
+        text_table=table,
     )
+
+
+def _text_table(
+    asked: EngineConfig, target: Target, engine: Engine, lookup: TableDrafter
+) -> TextTable | None:
+    """Provide a table of ordinary text where n-grams draft without a table of the draft's own; None
+    where they do not, or the user wants no draft or no text.
+    """
+    config = target.config
+    wanted = config.speculates and config.algorithm.lookup and config.speculative_ngram_text
+    named_none = asked.speculative_draft_model_path == NO_DRAFT
+    small = target.tokenizer.vocab_size < text_table.MIN_VOCAB
+    if not wanted or named_none or small or target.table is not None:
+        return None
+
+    def use(table: NgramTable) -> None:
+        engine.before_step(lambda core: lookup.use(table))
+
+    vocab = target.memory.limits.vocab
+    return text_table.provide(config.model, config.revision, target.tokenizer, vocab, use)
 
 
 def _facts(target: Target) -> dict[str, Any]:
@@ -247,13 +279,21 @@ def _facts(target: Target) -> dict[str, Any]:
     }
 
 
-def _drafter(config: EngineConfig, target: Target, grammars: TreeGrammars) -> Drafter:
-    """Return the drafter."""
+def _lookup(config: EngineConfig, target: Target) -> TableDrafter:
+    """Return the n-gram drafter. A table of the target's own answers knows more than a cache of
+    some: beside it there is none (decision 0054).
+    """
+    capacity = 0 if target.table else config.speculative_ngram_capacity
+    return ngram_drafter(target.memory.limits.slots, target.table, capacity)
+
+
+def _drafter(
+    config: EngineConfig, target: Target, grammars: TreeGrammars, lookup: TableDrafter
+) -> Drafter:
+    """Return what proposes draft tokens."""
     shape = config.draft_shape
     if not config.speculates or shape.nodes == 0 or shape.depth == 0:
         return NoDrafter()
-    slots, capacity = target.memory.limits.slots, config.speculative_ngram_capacity
-    lookup = ngram_drafter(slots, target.table, capacity)
     model = target.draft_model
     if model is not None and config.algorithm.model:
         return model_drafter(config, target.memory.limits, model, lookup, grammars.mask)

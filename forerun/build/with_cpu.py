@@ -4,7 +4,7 @@ from forerun.build.executor_entry import ExecutorEntry, Progress
 from forerun.build.memory import Needs, bytes_on_disk, needs_of
 from forerun.drafters.ngram import NgramDrafter
 from forerun.interface.draft_model import DraftModel
-from forerun.interface.drafter import Drafter
+from forerun.interface.drafter import TableDrafter
 from forerun.interface.executor import Executor, ExecutorLimits
 from forerun.machine import memory_available
 from forerun.models.arch import Architecture
@@ -16,8 +16,8 @@ from forerun.models.whole_draft import WholeDraft
 from forerun.options.config import NATIVE_DTYPES, EngineConfig
 
 
-def ngram_drafter(slots: int, table: NgramTable | None = None, capacity: int = 0) -> Drafter:
-    """The n-gram drafter for `slots` sequences: on the compiled core where that can be loaded,
+def ngram_drafter(slots: int, table: NgramTable | None = None, capacity: int = 0) -> TableDrafter:
+    """Return the n-gram drafter for `slots` sequences: on the compiled core if that can be loaded,
     whatever runs the model, else in NumPy. table, capacity: as of drafters.ngram.NgramDrafter.
     """
     from forerun.drafters.native_ngram import CpuNgramDrafter

@@ -52,6 +52,7 @@ class EngineArgs(TypedDict, total=False):
     max_waiting: int
     speculative_algorithm: str
     speculative_ngram_capacity: int
+    speculative_ngram_text: bool
     speculative_draft_model_path: str | None
     speculative_draft_model_revision: str | None
     speculative_token_map: str | None

@@ -20,7 +20,7 @@ default model without its table, tokens a step at T=0 and .8: 1.893 and 1.576 wi
 1.833 after 32,000.)"""
 DISCOUNT = 0.75
 """Subtracted from every follower's count and given to shorter contexts. (Replayed likewise: .5, .8
-and 1 by count 1.874 and 1.564; those of train/ngrams.py 1.894 and 1.576.)
+and 1 by count 1.874 and 1.564; those of models/ngram_counts.py 1.894 and 1.576.)
 """
 MOST_COUNT = 0xFFFF
 """At this total a context's counts are halved."""

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from forerun.interface.next_draft import DraftRequest
 from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit
+from forerun.models.ngram_table import NgramTable
 from forerun.speculative.tree import Draft, TreeBatch
 
 
@@ -98,4 +99,12 @@ class Drafter(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """Return facts for /server_info as JSON values."""
+        ...
+
+
+class TableDrafter(Drafter, Protocol):
+    """A drafter that drafts by an n-gram table."""
+
+    def use(self, table: NgramTable) -> None:
+        """Draft by this table from the next call on."""
         ...

@@ -206,10 +206,16 @@ class EngineConfig:
     )
     speculative_ngram_capacity: int = option(
         1 << 19,
-        "most n-grams of finished answers to store and draft from, if the draft has no n-gram "
-        "table: each a run of 1 to 4 tokens and its followers, up to 80 bytes; 0 = none",
+        "n-grams of finished answers that are remembered to draft from, where the draft has no "
+        "n-gram table of its own: each a run of 1 to 4 tokens and what followed it, up to 80 "
+        "bytes; 0 = none",
         low=0,
         high=1 << 26,
+    )
+    speculative_ngram_text: bool = option(
+        True,
+        "where the draft has no n-gram table, count one of a text that ships, beside serving and "
+        "once per tokenizer; it is kept in the cache",
     )
     speculative_num_steps: int | None = option(
         None,

@@ -138,8 +138,8 @@ def draft_file(name: str) -> Reader:
 
 
 def table_seed(folder: Path) -> bytes:
+    from forerun.models.ngram_counts import write_ngrams
     from forerun.models.ngram_table import FILE
-    from forerun.train.ngrams import write_ngrams
     from tests.models.test_ngram_table import VOCAB, counted
 
     chats = [np.random.default_rng(n).integers(0, VOCAB, 40).tolist() for n in range(5)]

@@ -16,10 +16,10 @@ from forerun.build.engine import make_engine, open_target
 from forerun.errors import ForerunError
 from forerun.models.draft_folder import open_draft
 from forerun.models.gguf_header import read_header
+from forerun.models.ngram_counts import write_ngrams
 from forerun.models.ngram_table import FILE, read_ngram_table
 from forerun.options.config import EngineConfig
 from forerun.train.export import export_head
-from forerun.train.ngrams import write_ngrams
 from tests.chaos.agents import ask
 from tests.chaos.mutations import damaged, mutated, safetensors_parts, safetensors_whole
 from tests.chaos.real_server import NIGHTLY

@@ -17,10 +17,10 @@ from forerun.errors import EngineError
 from forerun.executors.cpu import native
 from forerun.interface.plan import Outcome, Plan, Prices
 from forerun.interface.slot_init import SlotInit
+from forerun.models.ngram_counts import count_ngrams
 from forerun.options.config import EngineConfig
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import NO_DRAFT, DraftSource, batch
-from forerun.train.ngrams import count_ngrams
 from tests.cli.toys import toy_loaded
 from tests.counted import lines
 from tests.covering import every, thinned

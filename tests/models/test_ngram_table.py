@@ -11,9 +11,9 @@ from safetensors.numpy import load_file, save_file
 
 from forerun.errors import ModelError
 from forerun.hub.catalog import shipped_draft
+from forerun.models import ngram_counts as ngrams
+from forerun.models.ngram_counts import count_ngrams, write_ngrams
 from forerun.models.ngram_table import FILE, read_ngram_table
-from forerun.train import ngrams
-from forerun.train.ngrams import count_ngrams, write_ngrams
 
 VOCAB = 5
 

@@ -1,0 +1,146 @@
+"""An n-gram table of ordinary text: counted beside serving, kept by tokenizer, drafted by."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from forerun.build import text_table
+from forerun.build.engine import make_engine, open_target
+from forerun.client.completion import complete, make_request
+from forerun.models.ngram_counts import write_table
+from forerun.options.config import EngineConfig
+from forerun.text.tokenizer import Tokenizer
+
+MODEL = "smollm2-135m"
+WITHOUT_DRAFT = {"model": MODEL, "speculative_draft_model_path": "none", "policy": "fixed"}
+ASKED = "The capital of France is a city that"
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_table, "cache_dir", lambda: tmp_path)
+    return tmp_path / "tables"
+
+
+@pytest.fixture(scope="module")
+def target():
+    made = open_target(EngineConfig(**WITHOUT_DRAFT))
+    yield made
+    made.close()
+
+
+class Used:
+    """Remembers tables, and lets a test wait for so many."""
+
+    def __init__(self):
+        self.tables, self._more = [], threading.Condition()
+
+    def __call__(self, table):
+        with self._more:
+            self.tables.append(table)
+            self._more.notify_all()
+
+    def wait(self, count):
+        with self._more:
+            assert self._more.wait_for(lambda: len(self.tables) >= count, 600)
+
+
+def small(tokenizer, vocab):
+    """The table of a small part of the text."""
+    return text_table.count(tokenizer, vocab, text_table.pieces_of()[:60])
+
+
+def test_the_text_ships_whole():
+    pieces = text_table.pieces_of()
+    assert len(pieces) > 1000 and all(0 < len(piece) < 100_000 for piece in pieces)
+    assert 4_000_000 < sum(map(len, pieces)) < 5_000_000
+    # Any beginning is a sample: code, prose and other scripts.
+    first = "".join(pieces[: len(pieces) // 4])
+    assert "def " in first and "fn " in first and any(ord(c) > 0x3000 for c in first)
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_a_table_is_counted_beside_serving_and_kept(cache, target):
+    vocab, used = target.memory.limits.vocab, Used()
+    made = text_table.provide(MODEL, None, target.tokenizer, vocab, used)
+    assert "being counted" in made.sentence
+    used.wait(2)
+    first, whole = used.tables
+    assert 1000 < first.contexts < whole.contexts
+    again = Used()
+    kept = text_table.provide(MODEL, None, target.tokenizer, vocab, again)
+    assert "with" in kept.sentence and again.tables[0].contexts == whole.contexts
+    made.close()
+
+
+@pytest.mark.model
+def test_a_kept_table_is_used_at_once_and_a_damaged_one_is_not(cache, target):
+    vocab, path = target.memory.limits.vocab, text_table.kept_at(target.tokenizer, 49152)
+    path.parent.mkdir(parents=True)
+    write_table(small(target.tokenizer, vocab), path)
+    used = Used()
+    assert text_table.provide(MODEL, None, target.tokenizer, vocab, used)._worker is None
+    assert used.tables[0].contexts > 1000
+    path.write_bytes(path.read_bytes()[:1000])
+    made = text_table.provide(MODEL, None, target.tokenizer, vocab, used)
+    assert len(used.tables) == 1 and made._worker.poll() is None
+    made.close()
+    assert made._worker.wait(60) != 0
+
+
+@pytest.mark.model
+def test_a_first_part_is_used_while_all_is_counted(cache, target):
+    vocab, path = target.memory.limits.vocab, text_table.kept_at(target.tokenizer, 49152)
+    path.parent.mkdir(parents=True)
+    write_table(small(target.tokenizer, vocab), path.with_suffix(text_table.FIRST_PART))
+    used = Used()
+    made = text_table.provide(MODEL, None, target.tokenizer, vocab, used)
+    assert len(used.tables) == 1 and made._worker is not None
+    made.close()
+
+
+def test_what_cannot_be_counted_is_a_warning(cache, caplog):
+    """And the model serves without: here there is none of that name."""
+    made = text_table.provide("no/such-model-here", None, Tokenizer.byte_level(), 300, Used())
+    assert made._worker.wait(120) != 0
+    for thread in threading.enumerate():
+        if thread.name == "forerun-text-table":
+            thread.join(60)
+    assert "no n-gram table of ordinary text" in caplog.text
+
+
+def test_tables_belong_to_tokenizers(cache):
+    tokenizer = Tokenizer.byte_level()
+    assert text_table.kept_at(tokenizer, 300) == text_table.kept_at(Tokenizer.byte_level(), 300)
+    assert text_table.kept_at(tokenizer, 300) != text_table.kept_at(tokenizer, 301)
+
+
+@pytest.mark.model
+def test_a_table_of_ordinary_text_drafts_for_a_model_without_one(target):
+    """Acceptance: of the default model without the table of its own answers, on a text that does
+    not repeat itself, and the text is the same.
+    """
+    prompts = ("A good way to learn a new language is to", "The function returns a list of")
+    requests = [
+        make_request(np.array(target.tokenizer.encode(prompt), np.int32), max_tokens=48,
+                     temperature=0.0, ignore_eos=True)
+        for prompt in prompts
+    ]  # fmt: skip
+    table = text_table.count(
+        target.tokenizer, target.memory.limits.vocab, text_table.pieces_of()[:300]
+    )
+    accepted, texts = [], []
+    for tables in ((), (table,)):
+        config = target.config
+        engine = make_engine(target, config)
+        for each in tables:
+            engine._parts.drafter.use(each)
+        engine.start()
+        done = complete(engine, requests, 1)
+        accepted.append(sum(choice.stats.accepted for (choice,) in done))
+        texts.append([choice.tokens for (choice,) in done])
+        engine.shutdown()
+    assert texts[0] == texts[1]
+    assert accepted[1] >= accepted[0] + 6, accepted
