@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from forerun.cache_dir import cache_dir
-from forerun.errors import ForerunError, ModelError
+from forerun.errors import ConfigError, ForerunError
 from forerun.hub.catalog import open_model
 from forerun.models.ngram_counts import count_ngrams, write_table
 from forerun.models.ngram_table import NgramTable, read_ngram_table
@@ -51,14 +51,14 @@ VERSION = 1
 def pieces_of(paths: Iterable[Path] = ()) -> list[str]:
     """Return the texts in pieces; those of the text that ships without `paths`.
 
-    Raises ModelError naming a file that cannot be read or is no UTF-8.
+    Raises ConfigError naming a file that cannot be read or is no UTF-8.
     """
     found = []
     for path in paths:
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ModelError(f"{path} cannot be read as UTF-8 text: {error}") from error
+            raise ConfigError(f"{path} cannot be read as UTF-8 text: {error}") from error
         found += [text[at : at + PIECE] for at in range(0, len(text), PIECE)]
     return found or lzma.decompress(TEXT.read_bytes()).decode().split("\f")
 
@@ -134,7 +134,6 @@ def provide(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "OPENBLAS_NUM_THREADS": "1"},
     )
 
     def wait() -> None:
@@ -142,9 +141,9 @@ def provide(
         for line in worker.stdout:
             with suppress(OSError):
                 use(read_ngram_table(Path(line.strip()), vocab))
-        said, code = worker.stderr.read().strip(), worker.wait()
+        errors, code = worker.stderr.read().strip(), worker.wait()
         if code > 0:
-            reason = said.splitlines()[-1] if said else f"code {code}"
+            reason = errors.splitlines()[-1] if errors else f"code {code}"
             log.warning("no n-gram table of ordinary text was counted: %s", reason)
         if scratch is not None:
             scratch.cleanup()

@@ -170,6 +170,12 @@ def _train_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="only count the tokens of this text file, into DIR/token_map.json",
     )
+    parser.add_argument(
+        "--text",
+        metavar="FILE",
+        nargs="+",
+        help="only count the n-grams of these text files, into DIR/draft: no answer is written",
+    )
     parser.add_argument("--preset", choices=tuple(PRESETS), default="cpu", help=presets)
     unsaid: dict[str, Any] = {item.name: None for item in fields(TrainConfig)}
     flags_of(TrainConfig, parser, "training (default: the preset's)", **unsaid)

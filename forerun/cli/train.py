@@ -8,14 +8,16 @@ from pathlib import Path
 
 import torch
 
+from forerun.build import text_table
 from forerun.build.engine import load
 from forerun.build.registry import choose_executor
 from forerun.cli.console import bars, emit_json, err, plain_warnings, say
 from forerun.errors import ConfigError, ForerunError
-from forerun.hub.catalog import open_model
+from forerun.hub.catalog import Model, open_model
 from forerun.measure.files import check_folder
 from forerun.models.arch import Architecture
 from forerun.models.draft_folder import DraftFile, open_draft
+from forerun.models.ngram_counts import write_ngrams
 from forerun.models.token_map import write_token_map
 from forerun.options.config import EngineConfig
 from forerun.options.flags import configured
@@ -62,6 +64,8 @@ def main(arguments: argparse.Namespace) -> int:
             write_token_map(ids, out / MAP_FILE)
             say(f"{len(ids)} token ids are in {out / MAP_FILE}: --speculative-token-map takes it")
             return 0
+        if arguments.text:
+            return _count_text(model, arguments.text, out)
         if config.method == "mtp":  # What cannot be trained is refused before answers are written.
             PredictionSpec(model.architecture, config.draft_vocab)
         chat = ChatTemplate(model.chat_template, model.tokenizer)
@@ -87,6 +91,19 @@ def main(arguments: argparse.Namespace) -> int:
                 "there or check its permissions, and start the same command again"
             ) from error
     return _told_draft(arguments, out, known, progress, config.steps)
+
+
+def _count_text(model: Model, files: list[str], out: Path) -> int:
+    """Write the n-gram table of text files as a draft. Raises ConfigError if one cannot be read, or
+    nothing comes twice in them.
+    """
+    vocab = model.architecture.vocab
+    table = text_table.count(model.tokenizer, vocab, text_table.pieces_of(map(Path, files)))
+    if not write_ngrams(table, out / "draft"):
+        raise ConfigError(f"{', '.join(files)}: no two tokens come twice; give longer texts")
+    draft = out / "draft"
+    say(f"{table.contexts:,} n-grams are in {draft}: --speculative-draft-model-path takes it")
+    return 0
 
 
 def _start(config: TrainConfig, target: Architecture) -> DraftFile | None:

@@ -2,10 +2,10 @@
 
 Modified Kneser-Ney smoothing (Chen and Goodman 1999): a discount is subtracted from every
 follower's count and given to the shorter contexts, which count how many different tokens came
-before them when a follower came (forerun/models/ngram_counts.py). As a drafter it needs no arithmetic, and
-its drafts improve with the number of counted answers; a text's own repetitions, from lookup, come
-on top. (Storing a model's continuations of n-grams: arXiv 2411.03786; retrieving them from a
-corpus: REST, arXiv 2311.08252.)
+before them when a follower came (forerun/models/ngram_counts.py). As a drafter it needs no
+arithmetic, and its drafts improve with the number of counted answers; a text's own repetitions,
+from lookup, come on top. (Storing a model's continuations of n-grams: arXiv 2411.03786; retrieving
+them from a corpus: REST, arXiv 2311.08252.)
 """
 
 from bisect import bisect_left

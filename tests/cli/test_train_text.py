@@ -1,0 +1,34 @@
+"""`forerun train --text`: an n-gram table of text files, without an answer of the model."""
+
+import pytest
+
+from forerun.cli.main import main
+from forerun.models.ngram_table import FILE, read_ngram_table
+
+VOCAB = 49152
+
+
+@pytest.mark.model
+def test_text_files_become_a_draft(tmp_path):
+    texts = []
+    for name, text in (("a.txt", "The sky is blue and the sea is blue. " * 20), ("b.md", "é" * 9)):
+        texts.append(tmp_path / name)
+        texts[-1].write_text(text, encoding="utf-8")
+    out = tmp_path / "out"
+    assert main(["train", "smollm2-135m", "--out", str(out), "--text", *map(str, texts)]) == 0
+    assert read_ngram_table(out / "draft" / FILE, VOCAB).contexts > 10
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(None, "cannot be read"), (b"\xff\xfe\x00", "UTF-8"), (b"once", "no two tokens come twice")],
+)
+def test_what_is_no_text_is_refused_by_name(tmp_path, capsys, content, says):
+    text = tmp_path / "text.txt"
+    if content is not None:
+        text.write_bytes(content)
+    code = main(["train", "smollm2-135m", "--out", str(tmp_path / "out"), "--text", str(text)])
+    assert code == 1 or code == 2
+    error = capsys.readouterr().err
+    assert says in error and "text.txt" in error and "Traceback" not in error
