@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from forerun.build import engine as engine_module
 from forerun.client.llm import LLM
 from forerun.constrain.grammar import Grammar
+from forerun.constrain.grammar.calls import Calling, Signature, tool_rules
 from forerun.constrain.matcher.matcher import Matcher
 from forerun.engine.request import Speculation
+from forerun.text.tools import FORMATS
 from tests.constrain.test_keywords import EXAMPLES
 from tests.constrain.test_rewrite import TAKEN
 from tests.constrain.test_vocabularies import compiler, ways
@@ -366,6 +368,22 @@ def test_an_escape_that_has_one_end_alone_is_not_begun(schema, start):
     if allowed(matcher.mask(), ord("\\")):
         assert matcher.commit(ord("\\"))
         assert not allowed(matcher.mask(), ord("u"))
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "mistral-args"])
+def test_arguments_of_calls_have_any_escape_of_unicode(name):
+    note = Signature("note", Grammar.json_schema({**CLOSED, "properties": {"text": TEXT}}))
+    grammar = tool_rules(FORMATS[name], [note], Calling(True, False), None).grammar
+    for dumps in (json.dumps, short):
+        arguments = '{"text": ' + dumps(SAID) + "}"
+        call = '{"name": "note", "arguments": ' + arguments + "}"
+        text = {
+            "hermes": f"<tool_call>\n{call}\n</tool_call>",
+            "llama3": call.replace("arguments", "parameters"),
+            "mistral": f"[TOOL_CALLS] [{call}]",
+            "mistral-args": f"[TOOL_CALLS]note[ARGS]{arguments}",
+        }[name]
+        assert writes(grammar, text) is None
 
 
 class ByHeart(Scripted):

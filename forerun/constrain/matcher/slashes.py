@@ -50,16 +50,21 @@ class Slashes:
         return bool(self._begins[token // 8] >> token % 8 & 1)
 
     def before(self, token: int) -> list[int] | None:
-        """Ids of what a token that ends with a backslash says before that: one, or none. None where
-        it does not end so, or no token says that.
+        """Ids of what a token that ends with a backslash says before that, in the longest tokens.
+        None where it does not end so, or no tokens say that.
         """
         text = self._ends.get(token)
         if text is None:
             return None
-        if not text:
-            return []
-        id = self._spelled.get(text)
-        return None if id is None else [id]
+        ids: list[int] = []
+        while text:
+            sizes = range(len(text), 0, -1)
+            size = next((size for size in sizes if text[:size] in self._spelled), 0)
+            if not size:
+                return None
+            ids.append(self._spelled[text[:size]])
+            text = text[size:]
+        return ids
 
     def of(self, mask: bytes) -> bytes:
         """Those of the tokens in a mask that begin with a slash, as a mask of that length."""
