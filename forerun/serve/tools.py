@@ -24,6 +24,7 @@ from forerun.serve.fields import (
     text,
 )
 from forerun.text.escape import check_json
+from forerun.text.json_text import JsonFault, read_first, read_json
 
 MAX_TOOLS = 1024
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,256}")
@@ -158,10 +159,10 @@ def _first_object(value: Any, where: str, left: list[str]) -> dict[str, Any]:
     try:
         if isinstance(value, str):
             written = value.strip()
-            found, end = json.JSONDecoder().raw_decode(written)
+            found, end = read_first(written)
             whole = end == len(written)
         check_json(found, where)
-    except (ValueError, RecursionError, RequestError):
+    except (JsonFault, RequestError):
         found = None
     if not (whole and isinstance(found, dict)):
         left.append(where)
@@ -183,8 +184,8 @@ def argument_text(value: Any, where: str) -> str:
     written = str(_text(value, where))
     if written.strip():
         try:
-            found = json.loads(written)
-        except (ValueError, RecursionError) as error:
+            found = read_json(written, repeated=True)
+        except JsonFault as error:
             raise RequestError(f"{where} is not JSON: {error}", where) from error
         check_json(found, where)
     return written

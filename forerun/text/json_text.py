@@ -4,6 +4,8 @@ import json
 import re
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from math import isfinite
 from typing import Any, NoReturn
@@ -31,15 +33,34 @@ def read_json(text: str, repeated: bool = False) -> Any:
     A large text may be read on another thread: numbers are made in Python, although C would be
     three times as fast, so that the event loop can run between any two of them.
     """
+    with _faults(text):
+        return _decoder(repeated).decode(text)
+
+
+def read_first(text: str) -> tuple[Any, int]:
+    """Return the value that a text begins with, and where that ends; of repeated keys the last
+    counts. Raises JsonFault, as `read_json`.
+    """
+    with _faults(text):
+        value, end = _decoder(repeated=True).raw_decode(text)
+        return value, end
+
+
+def _decoder(repeated: bool) -> json.JSONDecoder:
+    return json.JSONDecoder(
+        parse_constant=_not_json,
+        parse_float=_finite,
+        parse_int=_integer,
+        object_pairs_hook=partial(_object, repeated=repeated),
+    )
+
+
+@contextmanager
+def _faults(text: str) -> Iterator[None]:
+    """A context in which a text is read, and what is wrong with it becomes a JsonFault."""
     try:
         _check_containers(text)
-        return json.loads(
-            text,
-            parse_constant=_not_json,
-            parse_float=_finite,
-            parse_int=_integer,
-            object_pairs_hook=partial(_object, repeated=repeated),
-        )
+        yield
     except RecursionError:
         raise JsonFault("it is nested too deeply") from None
     except JsonFault:

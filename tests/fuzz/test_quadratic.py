@@ -24,6 +24,7 @@ from forerun.errors import RequestError
 from forerun.serve.closing import closed
 from forerun.serve.errors import ApiError
 from forerun.serve.structure import json_rules
+from forerun.serve.tools import argument_text
 from forerun.serve.wire import parse_json
 from forerun.text.json_text import MOST_CONTAINERS
 from forerun.text.reasoning import Marks, ReasoningReader, Stage
@@ -69,9 +70,9 @@ def expressions():
         for name in READ_CLIENTS
         for path in sorted((HERE / name).rglob("*.py"))
     }
-    for path, source in sources.items():
+    for path, code in sources.items():
         names = {}
-        for node in (tree := ast.parse(source)).body:
+        for node in (tree := ast.parse(code)).body:
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 names[node.targets[0].id] = node.value
         for node in ast.walk(tree):
@@ -83,9 +84,10 @@ def expressions():
                 used = {node.func.attr}
                 name = next((name for name, value in names.items() if value is node), "")
                 if used == {"compile"}:
-                    used = set(re.findall(rf"{name}\.(\w+)\(", source)) & USES
+                    used = set(re.findall(rf"{name}\.(\w+)\(", code)) & USES
                 place = f"{path.relative_to(HERE)}:{node.lineno}"
-                yield place, (re.compile(text.value, flags), used or USES)
+                source = text.value if isinstance(text.value, str) else text.value.decode()
+                yield place, (re.compile(source, flags), used or USES)
 
 
 USES = {"match", "fullmatch", "search", "sub", "findall", "finditer", "split"}
@@ -225,6 +227,7 @@ TEXTS = {
         for pattern in ("(a+)+$", "(a|a)*$", "a?" * 40 + "a" * 40, ".*.*.*.*.*.*x", "(a*)*b")
     ],
     "JSON in a string": lambda: refused(json_rules, "[" + "[]," * MOST_CONTAINERS + "1]", "schema"),
+    "arguments of a call": lambda: refused(argument_text, "[" + "[]," * 1_250_000 + "1]", "tools"),
     "a name of many characters": lambda: [
         *schemas({"properties": {"n" * MANY: {"properties": dict.fromkeys(map(str, range(9000)))}}})
     ],
@@ -235,6 +238,31 @@ TEXTS = {
 def test_texts_are_read_in_time(name):
     with bounded(10):
         TEXTS[name]()
+
+
+OTHERS_JSON = {
+    "serve/closing.py",
+    "serve/dialects/responses/store.py",
+    "text/tokenizer.py",
+    "text/json_text.py",
+    "text/tool_bodies.py",
+    "constrain/schema/paths.py",
+    "constrain/grammar/glm.py",
+    "constrain/grammar/calls.py",
+    "constrain/isolation/matcher_worker.py",
+    "constrain/isolation/llguidance_worker.py",
+}
+"""These read files, what a model wrote, or a text that was written here."""
+
+
+def test_json_of_clients_has_one_reader():
+    found = {
+        str(path.relative_to(HERE))
+        for name in READ_CLIENTS
+        for path in (HERE / name).rglob("*.py")
+        if re.search(r"json\.loads?\(|JSONDecoder|from_json\(", path.read_text(encoding="utf-8"))
+    }
+    assert found == OTHERS_JSON
 
 
 def test_patterns_that_can_be_judged_are():
