@@ -183,8 +183,8 @@ class Architecture:
         that has most; 0 of a dense model.
         """
         mixtures = (s.feed_forward for s in self.layer_specs)
-        found = [2 * m.top_k + bool(m.shared) for m in mixtures if isinstance(m, Experts)]
-        return max(found, default=0)
+        rows = [2 * m.top_k + bool(m.shared) for m in mixtures if isinstance(m, Experts)]
+        return max(rows, default=0)
 
     @property
     def latent_numbers(self) -> int:
@@ -252,7 +252,7 @@ class Architecture:
         change the mask, not the block. Empty if the block suffices.
         """
         specs = self.layer_specs
-        found = {
+        needs = {
             "mixture-of-experts layers": any(isinstance(s.feed_forward, Experts) for s in specs),
             "norms after attention and feed-forward": any(s.norms != "pre" for s in specs),
             "a GELU gate": any("gelu" in s.activation for s in specs),
@@ -274,7 +274,7 @@ class Architecture:
             "a rope per layer": len(self.ropes) > 1,
             "layers that differ": len({(s.feed_forward, s.qk_norm) for s in specs}) > 1,
         }
-        return [what for what, there in found.items() if there]
+        return [what for what, there in needs.items() if there]
 
 
 def _stretched(spec: LayerSpec) -> LayerSpec:

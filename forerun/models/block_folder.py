@@ -77,11 +77,11 @@ def open_block(folder: Path, target: Architecture) -> BlockFile:
     head.check_against(target, str(folder))
     _check_tensors(head, shapes, folder)
     ids = mapped_ids(head.vocab, head.target_vocab, files, folder)
-    found = BlockFile(folder, head, ids, tuple(_warnings(head, target)), files)
+    block_file = BlockFile(folder, head, ids, tuple(_warnings(head, target)), files)
     for name in expected_block_tensors(head):
         if name != "d2t":
-            found.tensor(name)
-    return found
+            block_file.tensor(name)
+    return block_file
 
 
 def _describe(
@@ -165,20 +165,20 @@ class _Settings:
 
     def features(self) -> list[int]:
         """Layer ids. A wrong set of as many would load and draft badly: so they are required."""
-        found = self.value("target_layer_ids", self.keys.get("aux_hidden_state_layer_ids"))
-        if not isinstance(found, list) or not found or any(type(i) is not int for i in found):
-            raise self.keys.unfit("dflash_config.target_layer_ids", found, "a list of layers")
-        return found
+        layers = self.value("target_layer_ids", self.keys.get("aux_hidden_state_layer_ids"))
+        if not isinstance(layers, list) or not layers or any(type(i) is not int for i in layers):
+            raise self.keys.unfit("dflash_config.target_layer_ids", layers, "a list of layers")
+        return layers
 
     def causal(self) -> bool:
         """Under its four spellings, of which none may contradict another."""
-        found = {
+        values = {
             "dflash_config.causal_head": self.inner.get("causal_head"),
             "dflash_config.causal": self.inner.get("causal"),
             "is_causal": self.keys.get("is_causal"),
             "causal_head": self.keys.get("causal_head"),
         }
-        given = {name: value for name, value in found.items() if value is not None}
+        given = {name: value for name, value in values.items() if value is not None}
         if len(set(given.values())) > 1 or any(type(value) is not bool for value in given.values()):
             raise ModelError(f"config.json: {given} must all be true or all be false")
         return bool(given) and next(iter(given.values()))
@@ -231,15 +231,15 @@ def _check_layers(keys: Keys, sizes: Keys, head: BlockHead, target: Architecture
 
 def _warnings(head: BlockHead, target: Architecture) -> list[str]:
     """Return what lowers acceptance silently."""
-    found = []
+    warnings = []
     if head.context < target.context:
-        found.append(
+        warnings.append(
             f"max_position_embeddings is {head.context}, the target's context {target.context}: "
             "acceptance may fall beyond it"
         )
     if head.confidence:
-        found.append("its confidence head is not read: the policy decides how much is drafted")
-    return found
+        warnings.append("its confidence head is not read: the policy decides how much is drafted")
+    return warnings
 
 
 def _check_tensors(head: BlockHead, shapes: dict[str, tuple[int, ...]], folder: Path) -> None:

@@ -128,8 +128,8 @@ def _architecture(keys: Keys) -> Architecture:
 
 def architectures(config: Mapping[str, Any]) -> list[str]:
     """The names under `architectures`; none if there is no such list."""
-    found = config.get("architectures")
-    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+    names = config.get("architectures")
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def harmless(name: str, value: Any) -> bool:

@@ -46,9 +46,9 @@ class _Counted:
         return self._whole.shape(name)
 
     def tensor(self, name: str) -> Floats:
-        found = self._whole.tensor(name)
+        tensor_data = self._whole.tensor(name)
         self._count(name)
-        return found
+        return tensor_data
 
     def packed(self, name: str) -> Packed | None:
         found = self._whole.packed(name)

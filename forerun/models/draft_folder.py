@@ -198,23 +198,23 @@ def _doubts(keys: Keys, head: DraftHead, target: Architecture) -> list[str]:
     """Say what may be meant otherwise and would then lower acceptance silently, and which key of
     config.json to change then.
     """
-    found = []
+    doubts = []
     if head.rope.theta != target.rope.theta:
-        found.append(
+        doubts.append(
             f"rope_theta is {head.rope.theta:g}, the target's {target.rope.theta:g}; EAGLE's own "
             "trainer ignores rope_theta: if few draft tokens are accepted, try 10000 in config.json"
         )
     if keys.get("norm_output") and head.algorithm == "eagle3":
-        found.append(
+        doubts.append(
             "norm_output is true: SGLang and vLLM feed the normed output back, SpecForge trains "
             "with the raw one: if few draft tokens are accepted, try false in config.json"
         )
     if head.normed_residual and not keys.has("norm_before_residual"):
-        found.append(
+        doubts.append(
             "norm_before_residual is not set, read as true, as in a speculators file: if few draft "
             "tokens are accepted, try false in config.json"
         )
-    return found
+    return doubts
 
 
 def _check_tensors(head: DraftHead, shapes: dict[str, tuple[int, ...]], folder: Path) -> None:

@@ -116,12 +116,12 @@ def _stored(
     pieces = {spec: layer_pieces(arch, spec) for spec in dict.fromkeys(arch.layer_specs)}
     wanted: dict[str, tuple[str, StoredPart]] = {}
     for name, shape in expected_tensors(arch).items():
-        found = IN_LAYER.match(name)
-        if found is None:
+        match = IN_LAYER.match(name)
+        if match is None:
             wanted[name] = name, StoredPart(name, shape, shape)
         else:
-            piece = pieces[arch.layer_specs[int(found[1])]][name[found.end() :]]
-            wanted[name] = found[0] + piece.stored, piece
+            piece = pieces[arch.layer_specs[int(match[1])]][name[match.end() :]]
+            wanted[name] = match[0] + piece.stored, piece
     whole = {stored: piece.whole for stored, piece in wanted.values()}
     check_whole(
         arch, {name: file.tensors[name].shape for name, file in files.items()}, where, whole
@@ -271,15 +271,15 @@ def special_tokens(folder: Path) -> dict[str, str | None]:
     """
     path = folder / _SPECIAL_TOKENS
     settings = (read_json(path) if path.is_file() else {}) | tokenizer_settings(folder)
-    found: dict[str, str | None] = {}
+    tokens: dict[str, str | None] = {}
     for name in _SPECIAL:
         if name in settings:
             value = settings[name]
             text = value.get("content") if isinstance(value, dict) else value
             if text is not None and not isinstance(text, str):
                 raise ModelError(f"{folder}: {name} {shown(value)} is not a token's text")
-            found[name] = text or None
-    return found
+            tokens[name] = text or None
+    return tokens
 
 
 def _token_ids(folder: Path, name: str, value: Any, vocab: int) -> list[int]:
@@ -310,7 +310,7 @@ def sampling_defaults(source: str, values: Mapping[str, Any]) -> dict[str, float
 
     Raises ModelError naming a value that is not a number or out of bounds.
     """
-    found: dict[str, float] = {}
+    defaults: dict[str, float] = {}
     for name, (low, high) in SAMPLING.items():
         value = values.get(name)
         if value is None:
@@ -323,8 +323,8 @@ def sampling_defaults(source: str, values: Mapping[str, Any]) -> dict[str, float
             raise ModelError(
                 f"{source}: {name} is {shown(value)}, but must be between {low} and {high}"
             )
-        found[name] = max(int(value), 0) if name == "top_k" else float(value)
-    return found
+        defaults[name] = max(int(value), 0) if name == "top_k" else float(value)
+    return defaults
 
 
 def generation_config(folder: Path) -> dict[str, Any]:

@@ -57,10 +57,10 @@ def _recurrent(keys: Keys, layers: int) -> list[bool]:
     if every < 1:
         raise keys.unfit("full_attention_interval", every, "positive")
     default = [(layer + 1) % every != 0 for layer in range(layers)]
-    found = keys.get("attention.recurrent_layers", default)
-    if not isinstance(found, list) or len(found) != layers or not {*found} <= {True, False}:
-        raise keys.unfit("attention.recurrent_layers", found, f"{layers} times true or false")
-    return [bool(recurrent) for recurrent in found]
+    flags = keys.get("attention.recurrent_layers", default)
+    if not isinstance(flags, list) or len(flags) != layers or not {*flags} <= {True, False}:
+        raise keys.unfit("attention.recurrent_layers", flags, f"{layers} times true or false")
+    return [bool(recurrent) for recurrent in flags]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,8 @@ class StoredALog:
         decay = self.stored.floats()
         if not (decay < 0).all():
             raise ModelError(f"{shortened([self.name])} must be negative: it is -exp(A_log)")
-        found: Floats = np.log(-decay)
-        return found
+        a_log: Floats = np.log(-decay)
+        return a_log
 
     def packed(self) -> Packed | None:
         """None: it is a vector."""

@@ -78,16 +78,18 @@ _FUSED = {
 
 def stored_tensors(file: GgufFile, arch: Architecture) -> dict[str, AnyStored]:
     """Canonical name -> what holds it of all that `arch` has, whether it is there or not."""
-    found: dict[str, AnyStored] = {}
+    tensors: dict[str, AnyStored] = {}
     for name, shape in expected_tensors(arch).items():
         inner = IN_LAYER.match(name)
         if inner is None:
             base, _, kind = name.rpartition(".")
-            found[name] = StoredTensor(file, f"{_TOP[base]}.{kind}", StoredPart(name, shape, shape))
+            tensors[name] = StoredTensor(
+                file, f"{_TOP[base]}.{kind}", StoredPart(name, shape, shape)
+            )
             continue
         spec, prefix = arch.layer_specs[int(inner[1])], f"blk.{inner[1]}."
-        found[name] = stored_in_layer(file, arch, spec, prefix, name[inner.end() :], shape)
-    return found
+        tensors[name] = stored_in_layer(file, arch, spec, prefix, name[inner.end() :], shape)
+    return tensors
 
 
 def stored_in_layer(
@@ -104,8 +106,8 @@ def stored_in_layer(
     latent = spec.attention.latent
     if name == ABSORBED and latent is not None:
         return stored_kv_b(file, prefix, arch.heads, latent)
-    found = StoredTensor(file, *_part_of(file, arch, spec, prefix, name, shape))
-    return StoredALog(found) if name == DECAY else found
+    stored = StoredTensor(file, *_part_of(file, arch, spec, prefix, name, shape))
+    return StoredALog(stored) if name == DECAY else stored
 
 
 Shapes = dict[str, tuple[int, ...]]

@@ -36,11 +36,11 @@ def part_names(name: str) -> list[str]:
     """The names of all parts of the GGUF file of which `name` is one part; itself alone where its
     name says that it is whole.
     """
-    found = PART.fullmatch(name)
-    if found is None or not 0 < int(found["count"]) <= _MOST_PARTS:
+    match = PART.fullmatch(name)
+    if match is None or not 0 < int(match["count"]) <= _MOST_PARTS:
         return [name]
-    count = found["count"]
-    return [f"{found['stem']}-{n:05}-of-{count}.gguf" for n in range(1, int(count) + 1)]
+    count = match["count"]
+    return [f"{match['stem']}-{n:05}-of-{count}.gguf" for n in range(1, int(count) + 1)]
 
 
 def parts_of(path: Path) -> list[Path]:

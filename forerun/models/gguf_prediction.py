@@ -63,8 +63,8 @@ def open_in_gguf(target: GgufCheckpoint) -> PredictionLayers:
         {part.name for name, part in parts if copied(name)},
     )
     absent = {name for name, part in parts if part.name not in there}
-    found = {name: item for name, item in wanted.items() if name not in absent}
-    return layers_of(target, _NAMING, found, count)
+    present = {name: item for name, item in wanted.items() if name not in absent}
+    return layers_of(target, _NAMING, present, count)
 
 
 def _wanted(file: GgufFile, target: Architecture, count: int) -> dict[str, AnyStored]:

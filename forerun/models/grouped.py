@@ -92,8 +92,8 @@ class Grouped:
         def read(rows: slice) -> GroupedRows:
             wanted = which[rows]
             low = int(wanted.min())
-            found = self.read(slice(low, int(wanted.max()) + 1))
-            parts = (None if part is None else part[wanted - low] for part in found)
+            read_rows = self.read(slice(low, int(wanted.max()) + 1))
+            parts = (None if part is None else part[wanted - low] for part in read_rows)
             return GroupedRows(*parts)  # type: ignore[arg-type]
 
         assert first >= 0 and last < self.shape[0]
@@ -116,9 +116,9 @@ class Grouped:
         groups = slice(0, 1) if whole else slice(start // self.group, -(-stop // self.group))
 
         def read(part: slice) -> GroupedRows:
-            found = self.read(_within(own, part))
-            zeros = None if found.zeros is None else found.zeros[:, groups]
-            return GroupedRows(found.numbers[:, start:stop], found.scales[:, groups], zeros)
+            read_rows = self.read(_within(own, part))
+            zeros = None if read_rows.zeros is None else read_rows.zeros[:, groups]
+            return GroupedRows(read_rows.numbers[:, start:stop], read_rows.scales[:, groups], zeros)
 
         group = self.group if not whole else stop - start
         return replace(self, shape=(last - first, stop - start), group=group, read=read)

@@ -34,8 +34,8 @@ _KEPT = re.compile(
 
 def grouped_of(checkpoint: Checkpoint, name: str) -> Grouped | None:
     """A matrix in few bits by group, whichever format stores it so; None if none does."""
-    found = checkpoint.grouped(name) if isinstance(checkpoint, InGroups) else None
-    return found if found is not None else _of_packed(checkpoint, name)
+    grouped = checkpoint.grouped(name) if isinstance(checkpoint, InGroups) else None
+    return grouped if grouped is not None else _of_packed(checkpoint, name)
 
 
 def kept_matrix(checkpoint: Checkpoint, name: str) -> Grouped | None:
@@ -44,8 +44,8 @@ def kept_matrix(checkpoint: Checkpoint, name: str) -> Grouped | None:
     """
     if _KEPT.fullmatch(name) is None:
         return None
-    found = grouped_of(checkpoint, name)
-    return found if found is not None and found.block else None
+    grouped = grouped_of(checkpoint, name)
+    return grouped if grouped is not None and grouped.block else None
 
 
 def keeps(checkpoint: Checkpoint) -> bool:
@@ -55,8 +55,8 @@ def keeps(checkpoint: Checkpoint) -> bool:
 
 def kept_matrices(checkpoint: Checkpoint) -> dict[str, Grouped]:
     """All that `kept_matrix` finds, by name. Headers and orders of columns are read."""
-    found = ((name, kept_matrix(checkpoint, name)) for name in checkpoint.names())
-    return {name: matrix for name, matrix in found if matrix is not None}
+    pairs = ((name, kept_matrix(checkpoint, name)) for name in checkpoint.names())
+    return {name: matrix for name, matrix in pairs if matrix is not None}
 
 
 SCRATCH = 1 << 27

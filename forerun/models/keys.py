@@ -73,9 +73,9 @@ class Keys:
 
     def require(self, name: str, value: int | float | str) -> None:
         """Raise ModelError if the key is present with another value than `value`."""
-        found = self.get(name, value)
-        if isinstance(found, bool) or found != value:
-            raise self.unfit(name, found, f"{value!r} to run here")
+        actual = self.get(name, value)
+        if isinstance(actual, bool) or actual != value:
+            raise self.unfit(name, actual, f"{value!r} to run here")
 
     def refuse_the_rest(self, harmless: Callable[[str, Any], bool]) -> None:
         """Raise ModelError naming the unread keys that are not harmless."""

@@ -266,21 +266,21 @@ class LayerSpec:
 
     def check(self, head_size: int) -> None:
         """Raise ModelError for numbers that no layer can have."""
-        found, attention = {}, self.attention
+        bounds, attention = {}, self.attention
         match self.feed_forward:
             case Dense(width):
-                found["ffn"] = (width, 1, _MOST_WIDTH)
+                bounds["ffn"] = (width, 1, _MOST_WIDTH)
             case Experts() as experts:
-                found |= _bounds_of(experts)
+                bounds |= _bounds_of(experts)
         if attention.window is not None:
-            found["sliding window"] = (attention.window, 1, _MOST_WINDOW)
+            bounds["sliding window"] = (attention.window, 1, _MOST_WINDOW)
         if (latent := attention.latent) is not None:
             for name in ("rank", "nope", "rope", "value"):
-                found[f"latent attention's {name}"] = (getattr(latent, name), 1, _MOST_WIDTH)
-            found["latent attention's query_rank"] = (latent.query_rank or 1, 1, _MOST_WIDTH)
+                bounds[f"latent attention's {name}"] = (getattr(latent, name), 1, _MOST_WIDTH)
+            bounds["latent attention's query_rank"] = (latent.query_rank or 1, 1, _MOST_WIDTH)
         if self.delta is not None:
-            found |= _bounds_of_delta(self.delta)
-        for name, (value, least, most) in found.items():
+            bounds |= _bounds_of_delta(self.delta)
+        for name, (value, least, most) in bounds.items():
             if not least <= value <= most:
                 raise ModelError(f"the model's {name} is {value}; it must be {least} to {most}")
         for name, number in (("scale", attention.scale), ("softcap", attention.softcap or 1.0)):

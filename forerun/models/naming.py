@@ -114,8 +114,8 @@ class StoredTensor:
 
     def four_bits(self) -> FourBits:
         """Return the matrix with its rows in order; only if `four_bit_group` is not 0."""
-        found = self.file.four_bits(self.name)
-        parts = (self._ordered(part) for part in (found.numbers, found.scales, found.zeros))
+        matrix = self.file.four_bits(self.name)
+        parts = (self._ordered(part) for part in (matrix.numbers, matrix.scales, matrix.zeros))
         return FourBits(*parts)
 
     def rows(self) -> NDArray[np.uint8]:
@@ -181,7 +181,7 @@ def layer_pieces(arch: Architecture, spec: LayerSpec) -> dict[str, StoredPart]:
     """Canonical name -> piece of every tensor of a layer of `arch` that is as `spec` says; names
     without the layer's prefix.
     """
-    found = {}
+    pieces = {}
     for name, shape in layer_tensors(arch, spec).items():
         piece = StoredPart(_renamed(name, arch.family), shape, shape)
         if arch.family == "phi3":
@@ -193,15 +193,15 @@ def layer_pieces(arch: Architecture, spec: LayerSpec) -> dict[str, StoredPart]:
         order = order_of(name, arch, spec)
         if order is not None:
             piece = replace(piece, order=order if piece.order is None else piece.order[order])
-        found[name] = piece
-    return found
+        pieces[name] = piece
+    return pieces
 
 
 def _renamed(name: str, family: Family) -> str:
     for begin, stored in _RENAMED.get(family, ()):
-        found, count = re.subn(f"^{begin}", stored, name)
+        renamed, count = re.subn(f"^{begin}", stored, name)
         if count:
-            return found
+            return renamed
     return name
 
 
@@ -231,11 +231,11 @@ def fused(name: str, piece: StoredPart, arch: Architecture, spec: LayerSpec) -> 
 
 def _stacked(name: str, piece: StoredPart, spec: LayerSpec) -> StoredPart:
     """gpt-oss's: all experts in one tensor, rows of gate and up in turns."""
-    found = EXPERT.fullmatch(name)
-    if found is None:
+    match = EXPERT.fullmatch(name)
+    if match is None:
         return piece
     count = spec.feed_forward.count  # type: ignore[union-attr]  # Named by an expert.
-    expert, part, kind = int(found[1]), found[2], found[3]
+    expert, part, kind = int(match[1]), match[2], match[3]
     opens = part != "down"
     stored = "mlp.experts." + ("gate_up_proj" if opens else "down_proj")
     rows = slice(part == "up", None, 2) if opens else None
@@ -302,8 +302,8 @@ def order_of(name: str, arch: Architecture, spec: LayerSpec) -> Order | None:
 
 def each_head(head: Order, heads: int) -> Order:
     """The order of rows of `heads` heads, each as `head` has it."""
-    found: Order = (np.arange(heads)[:, None] * len(head) + head).ravel()
-    return found
+    order: Order = (np.arange(heads)[:, None] * len(head) + head).ravel()
+    return order
 
 
 def _rotated_first(rope: Rope, size: int) -> Order:
@@ -315,5 +315,5 @@ def _rotated_first(rope: Rope, size: int) -> Order:
     keep = half - rotated // 2
     first = np.concatenate([np.arange(rotated // 2), rest[:keep]])
     second = np.concatenate([np.arange(rotated // 2, rotated), rest[keep:]])
-    found: Order = np.concatenate([first, second])
-    return found
+    order: Order = np.concatenate([first, second])
+    return order

@@ -142,8 +142,8 @@ class _Machine:
 
     def group(self) -> list[Any]:
         """Return the values pushed since the last mark."""
-        found, self._stack = self._stack, self._below.pop()
-        return found
+        values, self._stack = self._stack, self._below.pop()
+        return values
 
     def keep(self, index: int) -> None:
         """Remember the top of the stack."""

@@ -145,7 +145,7 @@ def _parts(
     items: list[zipfile.ZipInfo], root: str, data: NDArray[np.uint8]
 ) -> dict[str, tuple[int, int]]:
     """Return the places of the storages, by their name below the archive's folder; none overlap."""
-    found: dict[str, tuple[int, int]] = {}
+    places: dict[str, tuple[int, int]] = {}
     for item in items:
         name = item.filename.removeprefix(root)
         if not name.startswith("data/"):
@@ -157,15 +157,15 @@ def _parts(
         lengths = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
         start = at + _LOCAL_HEADER + lengths
         end = start + item.file_size
-        if name in found or end > len(data) or item.flag_bits & 1:
+        if name in places or end > len(data) or item.flag_bits & 1:
             raise ModelError(f"{shown(name)} appears twice, is encrypted or cut off")
         if zlib.crc32(data[start:end].data) != item.CRC:
             raise ModelError(f"{shown(name)} has another checksum: the file is damaged")
-        found[name] = (start, end)
-    ordered = sorted(found.values())
+        places[name] = (start, end)
+    ordered = sorted(places.values())
     if any(after[0] < before[1] for before, after in pairwise(ordered)):
         raise ModelError("two of its storages overlap")
-    return found
+    return places
 
 
 def _views(archive: Archive) -> dict[str, View]:

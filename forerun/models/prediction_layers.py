@@ -207,12 +207,12 @@ def open_prediction_layers(
         {stored: file.tensors[stored].shape for stored, file in files.items()},
         {stored for name, (stored, _) in wanted.items() if copied(name)},
     )
-    found = {
+    layers = {
         name: StoredTensor(files[stored], stored, piece)
         for name, (stored, piece) in wanted.items()
         if stored in files
     }
-    return layers_of(target, naming, found, count, folder, target_ids)
+    return layers_of(target, naming, layers, count, folder, target_ids)
 
 
 def check_stored(
@@ -271,9 +271,9 @@ def _copies(
     kept: dict[str, StoredTensor] = {}
     for name in BORROWED:
         copies = [found.get(copy_name(name, layer)) for layer in range(count)]
-        mine = [item for item in copies if isinstance(item, StoredTensor)]
-        others = [item for item in mine if _differs(target, name, item)]
-        odd = [i for i in others if len(others) < len(mine) or not _equal(i, others[0])]
+        stored = [item for item in copies if isinstance(item, StoredTensor)]
+        others = [item for item in stored if _differs(target, name, item)]
+        odd = [i for i in others if len(others) < len(stored) or not _equal(i, others[0])]
         if odd:
             raise ModelError(
                 f"{where}: {odd[0].name} is another than that of the other prediction layers, "

@@ -87,10 +87,10 @@ def divided(
     """A folder's tensors, by their stored names, in two: the target's, and those of its prediction
     layers.
     """
-    mine = {name for name in files if _belongs(name, files, arch)}
+    own_names = {name for name in files if _belongs(name, files, arch)}
     return (
-        {name: file for name, file in files.items() if name not in mine},
-        {name: file for name, file in files.items() if name in mine},
+        {name: file for name, file in files.items() if name not in own_names},
+        {name: file for name, file in files.items() if name in own_names},
     )
 
 
@@ -98,9 +98,9 @@ def _belongs(name: str, files: Files, arch: Architecture) -> bool:
     """Whether a tensor is of a prediction layer. Behind the target's layers, a layer without a
     fuse is none: it is a fault of the target.
     """
-    found = DEEPSEEK.layer.match(name)
-    if found is not None:
-        return int(found[1]) >= arch.layers and f"{found[0]}eh_proj.weight" in files
+    match = DEEPSEEK.layer.match(name)
+    if match is not None:
+        return int(match[1]) >= arch.layers and f"{match[0]}eh_proj.weight" in files
     return name.startswith(("mtp.", "model.mtp_layers."))
 
 
@@ -157,12 +157,12 @@ def own_pieces(arch: Architecture, naming: Naming, layer: int) -> dict[str, tupl
     """
     vocabulary, width = (arch.vocab, arch.hidden), (arch.hidden,)
     shapes = {EMBEDDING: vocabulary, HEAD: vocabulary, FUSE: (arch.hidden, 2 * arch.hidden)}
-    found = {}
+    pieces = {}
     for stored, part in naming.own.items():
         shape = shapes.get(part, width)
         name = copy_name(part, layer) if part in BORROWED else own_name(layer, part)
-        found[name] = stored, StoredPart(stored, shape, shape)
-    return found
+        pieces[name] = stored, StoredPart(stored, shape, shape)
+    return pieces
 
 
 def copy_name(name: str, layer: int) -> str:

@@ -138,8 +138,8 @@ class Rope:
                 return divided
             case LongRope(short, long):
                 chosen = np.asarray(long if self.scaling.stretched else short, np.float32)
-                found: Floats = np.float32(1.0) / (chosen * powers)
-                return found
+                frequencies: Floats = np.float32(1.0) / (chosen * powers)
+                return frequencies
 
     @property
     def attention_factor(self) -> float:

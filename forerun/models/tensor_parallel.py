@@ -124,8 +124,8 @@ class TensorParallel:
         """
         if self.experts == 1:
             return dict(tensors)
-        mine = expected_tensors(self.architecture(arch))
-        return {name: shape for name, shape in tensors.items() if name in mine}
+        own_shapes = expected_tensors(self.architecture(arch))
+        return {name: shape for name, shape in tensors.items() if name in own_shapes}
 
     def shape(self, name: str, shape: tuple[int, ...], kv_heads: int) -> tuple[int, ...]:
         """The shape of this rank's part of a tensor of that name and shape; kv_heads: G of the

@@ -258,8 +258,8 @@ def _content(answer: Grammar) -> str:
 
 def _json(grammar: Grammar) -> str:
     """Texts of a schema, which the compiling process rewrites (see llguidance_worker.py)."""
-    asked = [grammar.field, grammar.lenient, grammar.one_line]
-    return f"%json {_plain({'x-forerun': asked, 'schema': json.loads(grammar.source)})}"
+    options = [grammar.field, grammar.lenient, grammar.one_line]
+    return f"%json {_plain({'x-forerun': options, 'schema': json.loads(grammar.source)})}"
 
 
 def _literal(text: str) -> str:

@@ -85,10 +85,10 @@ class _Reader:
         return found
 
     def _alternatives(self, nested: bool) -> _Body:
-        found = [self._sequence(nested)]
+        alternatives = [self._sequence(nested)]
         while self._taken("|"):
-            found.append(self._sequence(nested))
-        return found
+            alternatives.append(self._sequence(nested))
+        return alternatives
 
     def _sequence(self, nested: bool) -> list[_Item]:
         items: list[_Item] = []
@@ -190,9 +190,9 @@ class _Reader:
         return self._at
 
     def _taken(self, text: str) -> bool:
-        found = self._source.startswith(text, self._at)
-        self._at += len(text) if found else 0
-        return found
+        matches = self._source.startswith(text, self._at)
+        self._at += len(text) if matches else 0
+        return matches
 
     def _line(self) -> int:
         return self._source.count("\n", 0, self._at) + 1

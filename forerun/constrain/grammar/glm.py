@@ -71,15 +71,15 @@ class _Writer:
         content: Callable[[Grammar], str],
     ) -> None:
         self._grammar, self._literal, self._content = grammar, literal, content
-        found = rewritten(raw, plain=not grammar.lenient)
-        whole = found.schema if isinstance(found.schema, dict) else {}
+        schema = rewritten(raw, plain=not grammar.lenient)
+        whole = schema.schema if isinstance(schema.schema, dict) else {}
         self._defined: dict[str, Any] = whole.get("$defs", {})
         self._root = self._resolved(whole)
         # The reader of the call knows only types that are in the schema itself.
         declared = raw.get("properties")
         self._declared: dict[str, Any] = declared if isinstance(declared, dict) else {}
         self._out = Arguments()
-        for fault in found.unenforced:
+        for fault in schema.unenforced:
             self._fault(fault)
 
     def arguments(self, index: int) -> Arguments:
@@ -93,8 +93,8 @@ class _Writer:
         for pattern in patterns:
             if pattern == other_than(properties):  # Written by `rewritten`.
                 continue
-            found = matching(pattern, [*properties], MAX_STEPS // len(patterns))
-            if found is None or any(found):
+            matches = matching(pattern, [*properties], MAX_STEPS // len(patterns))
+            if matches is None or any(matches):
                 self._fault(UnenforcedKeyword("patternProperties", "it adds to a listed property"))
         pairs = []
         for place, (key, value) in enumerate(properties.items()):

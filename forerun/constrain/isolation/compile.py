@@ -97,12 +97,12 @@ class Compiler:
 
     def _marker(self, start: Start) -> MarkerTokens:
         """Return how this tokenizer spells a start. A server has one or two of them."""
-        found = self._markers.get(start)
-        if found is None:
-            found = MarkerTokens(start, self._tokenizer)
+        marker = self._markers.get(start)
+        if marker is None:
+            marker = MarkerTokens(start, self._tokenizer)
             if len(self._markers) < MAX_MARKERS:
-                self._markers[start] = found
-        return found
+                self._markers[start] = marker
+        return marker
 
     def close(self) -> None:
         """Wait for compilations that are under way, and end the compiling processes."""
@@ -119,9 +119,9 @@ class Compiler:
             for lane in self._lanes[len(self._lanes) - 1 if size > QUICK_BYTES else 0 :]:
                 with lane.queue.place(client, size / QUICK_BYTES * QUICK_SECONDS):
                     with self._lock:
-                        found = self._cache.get(key)
-                    if found is not None:
-                        return found
+                        cached = self._cache.get(key)
+                    if cached is not None:
+                        return cached
                     answer = self._ask(lane.worker, grammar)
                     if answer is None:  # It takes too long for this one, or its process was ended.
                         continue
@@ -149,18 +149,18 @@ class Compiler:
             if fault.ours:
                 raise WorkerError(f"{message}; try again later.")
             raise RequestError(message, grammar.field)
-        found: Translated | str
+        result: Translated | str
         if "error" in answer:
-            found = str(answer["error"])
+            result = str(answer["error"])
         else:
             text = str(answer["grammar"])
             left_out = tuple(answer.get("unenforced", ()))
             begin = self._library.build(text)
-            found = Translated(text, begin, bool(answer.get("expensive")), left_out)
-        size = len(found.text if isinstance(found, Translated) else found)
+            result = Translated(text, begin, bool(answer.get("expensive")), left_out)
+        size = len(result.text if isinstance(result, Translated) else result)
         with self._lock:
-            self._cache.put(key, found, size + len(grammar.source) + _ENTRY_BYTES)
-        return found
+            self._cache.put(key, result, size + len(grammar.source) + _ENTRY_BYTES)
+        return result
 
     def _begin(self, translated: Translated) -> Automaton | str | None:
         """A new automaton for one request; None if it is to be followed elsewhere."""

@@ -74,26 +74,26 @@ def _fitted(
 
     Raises ValueError naming the path if a strict one requires more.
     """
-    found = rewritten(schema, plain=not lenient)
-    if found.unenforced and not lenient:
-        raise ValueError(str(found.unenforced[0]))
-    if found.schema is False:
+    result = rewritten(schema, plain=not lenient)
+    if result.unenforced and not lenient:
+        raise ValueError(str(result.unenforced[0]))
+    if result.schema is False:
         raise ValueError("no text satisfies it")
-    left_out = [fault.path for fault in found.unenforced]
+    left_out = [fault.path for fault in result.unenforced]
     brief = False
     for _ in range(MAX_LEFT_OUT if lenient else 0):
-        message = _refusal(found.schema, one_line, vocabulary)
+        message = _refusal(result.schema, one_line, vocabulary)
         if not brief and any(words in message for words in _TOO_MUCH):
             brief = True
-            found = rewritten(schema, plain=False, brief=True)
-            left_out = [fault.path for fault in found.unenforced]
+            result = rewritten(schema, plain=False, brief=True)
+            left_out = [fault.path for fault in result.unenforced]
             continue
         unsatisfiable = alone and _UNSATISFIABLE in message
-        path = message and not unsatisfiable and without(found.schema, message)
+        path = message and not unsatisfiable and without(result.schema, message)
         if not path:
             break
-        left_out.append(found.original(path))
-    return found.schema, left_out
+        left_out.append(result.original(path))
+    return result.schema, left_out
 
 
 _UNSATISFIABLE = "Unsatisfiable schema"

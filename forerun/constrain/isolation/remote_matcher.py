@@ -138,14 +138,14 @@ class RemoteMatcher:
                 if self._closed.is_set():  # Closed while it waited: begin nothing.
                     return None
                 begun = monotonic()
-                found = self._process.ask({**first, "take": job})
+                reply = self._process.ask({**first, "take": job})
                 self._worked += monotonic() - begun
             first = {}
-            if found is None:
+            if reply is None:
                 return self._failure()
-            if found["error"]:
-                return MatcherAnswer(error=found["error"])
-            self._tell(MatcherAnswer(base64.b64decode(found["mask"]), found["complete"]))
+            if reply["error"]:
+                return MatcherAnswer(error=reply["error"])
+            self._tell(MatcherAnswer(base64.b64decode(reply["mask"]), reply["complete"]))
         return None
 
     def _failure(self) -> MatcherAnswer:

@@ -82,10 +82,10 @@ class CompiledGrammar:
         """
         if self.prototype is not None:
             return self.prototype.fork()
-        found = self.translated.begin(True)
-        if isinstance(found, str):
-            raise EngineError(f"the grammar's matcher cannot begin: {found}")
-        return found
+        automaton = self.translated.begin(True)
+        if isinstance(automaton, str):
+            raise EngineError(f"the grammar's matcher cannot begin: {automaton}")
+        return automaton
 
 
 @dataclass(slots=True)

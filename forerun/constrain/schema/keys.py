@@ -58,15 +58,15 @@ def _mark(schema: Schema, definitions: dict[str, Any], merged: set[int]) -> None
 
 
 def _all(root: Schema) -> list[Schema]:
-    found, todo = [], [root]
+    nodes, todo = [], [root]
     seen: set[int] = set()
     while todo:
         schema = todo.pop()
         if isinstance(schema, dict) and id(schema) not in seen:
             seen.add(id(schema))
-            found.append(schema)
+            nodes.append(schema)
             todo += [inner for _, inner in children(schema, "")]
-    return found
+    return nodes
 
 
 def _plain(schema: Schema) -> None:

@@ -282,11 +282,11 @@ def _between(gone: list[Any], fractions: bool) -> list[Schema]:
     numbers = sorted({value for value in gone if type_of(value) in _NUMBERS})
     kind = "number" if fractions else "integer"
     places = [None, *numbers, None]
-    found = []
+    values = []
     for low, high in pairwise(places):
         part: Schema = {"type": kind}
         part |= {} if low is None else {"exclusiveMinimum": low}
         part |= {} if high is None else {"exclusiveMaximum": high}
         if fractions or low is None or high is None or floor(low) + 1 < high:
-            found.append(part)
-    return found
+            values.append(part)
+    return values

@@ -17,12 +17,12 @@ def dependencies(schema: Schema) -> dict[str, list[Any]]:
     """By key, what must hold where that key is there: lists of further keys, or schemas. {} without
     dependencies.
     """
-    found: dict[str, list[Any]] = {}
+    by_key: dict[str, list[Any]] = {}
     for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
         given = schema.get(keyword)
         for name, needs in given.items() if isinstance(given, dict) else ():
-            found.setdefault(name, []).append(needs)
-    return found
+            by_key.setdefault(name, []).append(needs)
+    return by_key
 
 
 def depending(name: str, needs: Any, required: list[str]) -> Schema:
@@ -91,15 +91,15 @@ def _chosen(optional: list[str], least: int, most: Any, required: int) -> list[S
         sizes = range(least, least + 1)
     elif isinstance(most, int):
         sizes = range(max(least, 0), min(most - required, len(optional)) + 1)
-    found: list[Schema] = []
+    chosen: list[Schema] = []
     for size in sizes:
         for names in combinations(optional, size):
             absent = {} if most is None else {key: False for key in optional if key not in names}
             branch: Schema = {"required": list(names)} if names else {}
-            found.append(branch | ({"properties": absent} if absent else {}))
-            if len(found) > MAX_BRANCHES:
+            chosen.append(branch | ({"properties": absent} if absent else {}))
+            if len(chosen) > MAX_BRANCHES:
                 return None
-    return found or None
+    return chosen or None
 
 
 def named(schema: Schema, names: Any) -> Schema | None:  # noqa: PLR0911
@@ -131,10 +131,10 @@ def named(schema: Schema, names: Any) -> Schema | None:  # noqa: PLR0911
     if not isinstance(pattern, str) or (properties and further is not False):
         return None
     if properties:
-        found = matching(pattern, [*properties])
-        if found is None:
+        matches = matching(pattern, [*properties])
+        if matches is None:
             return None
-        pairs = zip(properties.items(), found, strict=True)
+        pairs = zip(properties.items(), matches, strict=True)
         out["properties"] = {name: value if fits else False for (name, value), fits in pairs}
         return out
     try:

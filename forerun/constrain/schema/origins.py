@@ -103,10 +103,10 @@ def _named(path: str, raw: dict[str, Any]) -> str:
 def _stands(schema: Any, path: str) -> bool:
     """Whether a path leads to something in a schema, and not through what is joined with it."""
     while path:
-        found = _step(schema, path, None)
-        if found is None or not found[0]:
+        step = _step(schema, path, None)
+        if step is None or not step[0]:
             return False
-        _, schema, path = found
+        _, schema, path = step
     return True
 
 

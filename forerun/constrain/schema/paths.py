@@ -64,8 +64,8 @@ def locate(source: str, message: str) -> str | None:
     """The path of the first keyword, reference or value in a schema (`source`, JSON) that a
     compiler's message quotes; None if none is found.
     """
-    found = _located(json.loads(source), message)
-    return None if found is None else _path(found[0], found[2])
+    path = _located(json.loads(source), message)
+    return None if path is None else _path(path[0], path[2])
 
 
 def without(schema: Any, message: str) -> str | None:
@@ -86,21 +86,21 @@ def _path(path: str, key: str) -> str:
 
 def _located(schema: Any, message: str) -> tuple[str, dict[str, Any], str] | None:
     """The keyword that a message is about: path of its schema, the schema, the keyword."""
-    found, quoted = list(schemas(schema)), _quoted(message)
+    nodes, quoted = list(schemas(schema)), _quoted(message)
     apart, read = "not disjoint" in message, _patterns(message)
-    for path, inner in found if apart or read else ():
+    for path, inner in nodes if apart or read else ():
         patterns = inner.get("patternProperties") or {}
         for name in reversed(patterns):
             if f"/{name}/" in message if apart else _is_named(name, read):
                 return _path(path, "patternProperties"), patterns, name
-    for path, inner in found if read else ():
+    for path, inner in nodes if read else ():
         if _is_named(inner.get("pattern"), read):
             return path, inner, "pattern"
-    for path, inner in found:
+    for path, inner in nodes:
         for key in inner:
             if key in quoted:
                 return path, inner, key
-    for path, inner in found:
+    for path, inner in nodes:
         for key, value in inner.items():
             if isinstance(value, str) and value.lstrip("#") and value.lstrip("#") in message:
                 return path, inner, key

@@ -78,8 +78,8 @@ def assertion(pattern: str, field: str) -> RequestError | None:
         unit = pattern[index:end]
         inside = unit in ("^", "$") and 0 < index < len(pattern) - 1
         if unit in (r"\b", r"\B", r"\<", r"\>") or inside:
-            told = f"'{unit}' stands for a place between characters, which is not supported"
-            return regex_error(pattern, index, told, field)
+            fault = f"'{unit}' stands for a place between characters, which is not supported"
+            return regex_error(pattern, index, fault, field)
         index = end
     return None
 

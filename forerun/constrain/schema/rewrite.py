@@ -56,13 +56,13 @@ def rewritten(schema: Any, plain: bool = True, brief: bool = False) -> Rewritten
         return Rewritten(schema)
     check_types(schema)
     rewriter = Rewriter(schema, brief)
-    found = rewriter.schema(rewriter.root, "")
-    if rewriter.defined and isinstance(found, dict):
-        found = {**found, "$defs": rewriter.defined}
-        rewriter.origins.note(found, "", rewriter.root)
-    if plain and isinstance(found, dict):
-        with_plain_keys(found)
-    return Rewritten(found, tuple(rewriter.faults), rewriter.origins)
+    result = rewriter.schema(rewriter.root, "")
+    if rewriter.defined and isinstance(result, dict):
+        result = {**result, "$defs": rewriter.defined}
+        rewriter.origins.note(result, "", rewriter.root)
+    if plain and isinstance(result, dict):
+        with_plain_keys(result)
+    return Rewritten(result, tuple(rewriter.faults), rewriter.origins)
 
 
 class Rewriter:
@@ -87,9 +87,9 @@ class Rewriter:
 
     def fault(self, path: str, keyword: str, why: str) -> None:
         """Note that `keyword` of the schema at `path` is left out, and why; each only once."""
-        found = UnenforcedKeyword(f"{path}.{keyword}" if path else keyword, why)
-        if found not in self.faults:
-            self.faults.append(found)
+        keyword_fault = UnenforcedKeyword(f"{path}.{keyword}" if path else keyword, why)
+        if keyword_fault not in self.faults:
+            self.faults.append(keyword_fault)
 
     def resolve(self, schema: Any) -> Any:
         """The schema that `schema` refers to, as it was sent, together with what stands beside the
@@ -134,10 +134,10 @@ class Rewriter:
         out |= {name: raw[name] for name in _COPIED if name in raw}
         self._inner(raw, path, out)
         for rule in _RULES:
-            found = rule(self, raw, path, out)
-            if found is False:
+            result = rule(self, raw, path, out)
+            if result is False:
                 return False
-            out = found
+            out = result
         self.origins.note(out, path, raw)
         return out
 
@@ -261,16 +261,16 @@ def _patterns(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str,
     if not isinstance(given, dict):
         return out
     here = f"{path}.patternProperties" if path else "patternProperties"
-    found: dict[str, Any] = {}
+    patterns: dict[str, Any] = {}
     for pattern, inner in given.items():
         try:
             (plain,) = plain_patterns(pattern)
-            found[plain] = rewriter.schema(inner, f"{here}.{pattern}")
+            patterns[plain] = rewriter.schema(inner, f"{here}.{pattern}")
         except (Unenforceable, ValueError) as error:
             if out.get("additionalProperties") is not False:
                 why = str(error) if isinstance(error, Unenforceable) else "look-ahead in a key"
                 rewriter.fault(here, pattern, why)
-    return {**out, "patternProperties": found} if found else out
+    return {**out, "patternProperties": patterns} if patterns else out
 
 
 def _arrays(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, Any]) -> Any:
@@ -294,11 +294,11 @@ def _keys(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, Any
             further = rewriter.schema(raw["unevaluatedProperties"], f"{begin}unevaluatedProperties")
             out["additionalProperties"] = further
     if "propertyNames" in raw:
-        found = named(out, rewriter.resolve(raw["propertyNames"]))
-        if found is None:
+        result = named(out, rewriter.resolve(raw["propertyNames"]))
+        if result is None:
             rewriter.fault(path, "propertyNames", "not supported here")
         else:
-            out = found
+            out = result
     for name, all_needs in dependencies(raw).items():
         schemas = raw.get("dependentSchemas")
         keyword = "dependentSchemas" if name in (schemas or ()) else "dependencies"
@@ -321,14 +321,14 @@ def _negation(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str,
     if rewriter.brief:
         rewriter.fault(path, "not", TOO_LARGE)
         return out
-    found = negated(rewriter.resolve(raw["not"]), raw, rewriter.resolve)
-    if found is None:
+    result = negated(rewriter.resolve(raw["not"]), raw, rewriter.resolve)
+    if result is None:
         rewriter.fault(path, "not", "not supported here")
         return out
-    if isinstance(found, dict) and found.keys() == {"enum"}:
+    if isinstance(result, dict) and result.keys() == {"enum"}:
         both = {"enum", "const"} & out.keys()
-        return out | found if not both or "enum" in both else also(out, found)
-    return False if found is False else also(out, found)
+        return out | result if not both or "enum" in both else also(out, result)
+    return False if result is False else also(out, result)
 
 
 def _condition(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, Any]) -> Any:
@@ -342,11 +342,11 @@ def _condition(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str
         rewriter.schema(raw[name], begin + name) if name in raw else True
         for name in ("then", "else")
     )
-    found = conditional(rewriter.resolve(raw["if"]), then, otherwise, raw, rewriter.resolve)
-    if found is None:
+    result = conditional(rewriter.resolve(raw["if"]), then, otherwise, raw, rewriter.resolve)
+    if result is None:
         rewriter.fault(path, "if", "only conditions on constants are supported")
         return out
-    return also(out, found)
+    return also(out, result)
 
 
 def _choice(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, Any]) -> Any:
@@ -354,11 +354,11 @@ def _choice(rewriter: Rewriter, raw: dict[str, Any], path: str, out: dict[str, A
         return out
     begin = f"{path}." if path else ""
     branches = [rewriter.schema(one, f"{begin}oneOf[{i}]") for i, one in enumerate(raw["oneOf"])]
-    found = exclusive_choice(raw, branches, rewriter.resolve)
-    if found is None:
+    choice = exclusive_choice(raw, branches, rewriter.resolve)
+    if choice is None:
         rewriter.fault(path, "oneOf", "its branches do not exclude each other")
-        found = branches
-    return also(out, {"anyOf": found}) if "anyOf" in out else {**out, "anyOf": found}
+        choice = branches
+    return also(out, {"anyOf": choice}) if "anyOf" in out else {**out, "anyOf": choice}
 
 
 _RULES: tuple[Rule, ...] = (

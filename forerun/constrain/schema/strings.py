@@ -90,16 +90,16 @@ def plain_patterns(pattern: str) -> list[str]:
     beginning become patterns of their own. Raises Unenforceable for other look-around, word
     boundaries, back-references and what is no regular expression.
     """
-    found, start = [], 0
+    parts, start = [], 0
     while pattern.startswith(("^(?=", "(?=") if not start else "(?=", start):
         group = pattern.index("(", start)
         end = _closing(pattern, group)
         if pattern[end : end + 1] in ("*", "+", "?", "{"):
             break
-        found.append("^" + pattern[group + len("(?=") : end - 1])
+        parts.append("^" + pattern[group + len("(?=") : end - 1])
         start = end
     rest = "^" + pattern[start:] if start else pattern
-    return [_plain(part) for part in (*found, rest)]
+    return [_plain(part) for part in (*parts, rest)]
 
 
 def _closing(pattern: str, start: int) -> int:
@@ -125,13 +125,13 @@ def only_lengths(pattern: str) -> tuple[int, int | None] | None:
     """
     if _ALL.fullmatch(pattern):
         return 0, None
-    found = _SOME.fullmatch(pattern)
-    if found is None:
+    match = _SOME.fullmatch(pattern)
+    if match is None:
         return None
-    if found[1]:
+    if match[1]:
         return 1, None
-    least = int(found[2])
-    return least, int(found[4]) if found[4] else None if found[3] else least
+    least = int(match[2])
+    return least, int(match[4]) if match[4] else None if match[3] else least
 
 
 def _end(pattern: str, index: int) -> int:

@@ -116,12 +116,12 @@ def _collected(
         matrix = stored_matrix(module, methods, parts)
         file, _ = next(iter(parts.values()))
         by_file.setdefault(id(file), (file, {}))[1][f"{module}.weight"] = matrix
-    found: dict[str, TensorFile] = {}
+    collected: dict[str, TensorFile] = {}
     for file, matrices in by_file.values():
         tensors = {
             name: TensorEntry(QUANTISED, matrix.shape, 0, 4 * matrix.shape[0] * matrix.shape[1])
             for name, matrix in matrices.items()
         }
         one = QuantisedFile(file.path, tensors, file.data[:0], matrices)
-        found |= dict.fromkeys(tensors, one)
-    return found
+        collected |= dict.fromkeys(tensors, one)
+    return collected

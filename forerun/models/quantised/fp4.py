@@ -79,12 +79,14 @@ def _shape(blocks: _Part, scales: _Part) -> tuple[int, int, int]:
     for file, name in (blocks, scales):
         if file.tensors[name].kind != "U8":
             raise ModelError(f"{name} is stored as {file.tensors[name].kind}, not U8")
-    found, exponents = (file.tensors[name].shape for file, name in (blocks, scales))
-    if len(found) != 4 or found[3] != _GROUP // 2:
-        raise ModelError(f"{blocks[1]} is {list(found)}; it must be [experts, rows, groups, 16]")
-    if exponents != found[:3]:
-        raise ModelError(f"{scales[1]} is {list(exponents)}, not {list(found[:3])}")
-    return found[0], found[2] * _GROUP, found[1]
+    blocks_shape, exponents = (file.tensors[name].shape for file, name in (blocks, scales))
+    if len(blocks_shape) != 4 or blocks_shape[3] != _GROUP // 2:
+        raise ModelError(
+            f"{blocks[1]} is {list(blocks_shape)}; it must be [experts, rows, groups, 16]"
+        )
+    if exponents != blocks_shape[:3]:
+        raise ModelError(f"{scales[1]} is {list(exponents)}, not {list(blocks_shape[:3])}")
+    return blocks_shape[0], blocks_shape[2] * _GROUP, blocks_shape[1]
 
 
 def _tensor(file: TensorFile, name: str) -> NDArray[np.uint8]:

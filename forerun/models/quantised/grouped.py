@@ -102,10 +102,10 @@ def _scales(matrix: StoredMatrix, part: str, rows: slice) -> Floats:
     file, stored = matrix.parts[part]
     if file.tensors[stored].kind == "I8":
         whole = matrix.integers(part)
-        found: Floats = whole.reshape(len(whole), -1)[first:last].astype(np.float32)
+        scales: Floats = whole.reshape(len(whole), -1)[first:last].astype(np.float32)
     else:
-        found = matrix.scales(part, slice(first, last))
-    shared: Floats = found[block - first]
+        scales = matrix.scales(part, slice(first, last))
+    shared: Floats = scales[block - first]
     return shared
 
 

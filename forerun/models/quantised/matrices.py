@@ -83,8 +83,8 @@ class StoredMatrix:
         there = file.tensors[stored]
         shape = _two(there.shape)
         flat = file.data[there.start : there.start + there.size]
-        found = flat.reshape(*shape, -1)[rows, columns]
-        return widened(np.ascontiguousarray(found).ravel(), there.kind).reshape(found.shape[:2])
+        values = flat.reshape(*shape, -1)[rows, columns]
+        return widened(np.ascontiguousarray(values).ravel(), there.kind).reshape(values.shape[:2])
 
 
 def stored_matrix(
