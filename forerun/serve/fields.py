@@ -36,6 +36,8 @@ Body = TypeVar("Body")
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _SHOWN = 60
+UNKNOWN_FIELD = "There is no field"
+"""Begins the message about a field whose name is the client's own."""
 NOTHING: Mapping[str, str] = {}
 _UNSET: tuple[Any, ...] = (False, 0, "", [], {})
 """Values that a field may have that is not supported: clients send them as defaults."""
@@ -406,4 +408,4 @@ def _unknown(key: str, place: str, known: Iterable[str]) -> RequestError:
     clean = _SURROGATE.sub("?", name)
     close = get_close_matches(key, known, n=1, cutoff=0.75) if len(key) <= _SHOWN else []
     hint = f"did you mean {close[0]}?" if close else "see /openapi.json."
-    return RequestError(f"There is no field {clean!r} in this request; {hint}", clean)
+    return RequestError(f"{UNKNOWN_FIELD} {clean!r} in this request; {hint}", clean)

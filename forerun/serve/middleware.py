@@ -3,9 +3,9 @@
 import asyncio
 import hmac
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from urllib.parse import quote
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from forerun.errors import ForerunError
 from forerun.serve.dialects.wording import error_body, request_ids
 from forerun.serve.errors import ApiError, ClientGoneError, api_error
+from forerun.serve.fields import UNKNOWN_FIELD
 from forerun.serve.hosts import AllowedHosts
 from forerun.serve.logs import FIELDS
 from forerun.serve.record import RequestRecord
@@ -210,14 +211,15 @@ def _pieces(message: Message) -> Iterator[Message]:
         yield message
 
 
-LONGEST_FIELD = 200
-"""Characters of a field's name in the log, at most."""
+_DECLARED = re.compile(r"[a-z_]+(\[\d+\])*")
+"""A field as far as its names are ours: what stands in it may be a client's words."""
 
 
 async def _answer(path: str, error: ApiError, send: Send, record: RequestRecord) -> None:
     """Send an error body."""
-    field = f" {quote(error.param, safe='[].')[:LONGEST_FIELD]}" if error.param else ""
-    record.note = record.note or f"{error.code or ''}{field}".strip()
+    field = _DECLARED.match(error.param or "")
+    known = field is not None and not str(error).startswith(UNKNOWN_FIELD)
+    record.note = record.note or f"{error.code or ''} {field[0] if field and known else ''}".strip()
     body = dump_json(error_body(path, error))
     headers = {"content-type": "application/json", "content-length": str(len(body))}
     pairs = [(k.encode(), v.encode()) for k, v in (headers | error.headers).items()]

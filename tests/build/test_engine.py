@@ -67,7 +67,7 @@ def test_llm_in_a_few_lines():
             llm.chat(messages, temprature=1)
         for wrong in (
             {"temperature": -1}, {"top_p": "hot"}, {"top_k": 2.5}, {"seed": 1.5},
-            {"max_tokens": "9"}, {"n": 1.0}, {"stop": ["a", 5]}, {"min_p": None},
+            {"max_tokens": "nine"}, {"n": 1.5}, {"stop": ["a", 5]}, {"min_p": None},
         ):  # fmt: skip
             with pytest.raises(RequestError, match=next(iter(wrong))):
                 llm.generate("Hi", **wrong)

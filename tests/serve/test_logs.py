@@ -63,13 +63,21 @@ def test_lines_are_for_requests_and_refusals_not_for_polls(logged):
     )
 
 
-def test_the_field_of_a_refusal_is_one_word_of_the_line(logged):
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ({"messages": [{"role": "user", "content": 5}]}, "(invalid_value messages[0])"),
+        ({"a b\nforged 200 line": 1, "messages": []}, "(invalid_value)"),
+        ({"messages": [{"role": "user", "content": "Hi", "secret": 1}]}, "(invalid_value)"),
+    ],
+)
+def test_the_field_of_a_refusal_is_named_as_far_as_it_is_ours(logged, body, told):
     lines = logged("info", "text")
     loaded = load(EngineConfig(model="toy"))
     with TestClient(create_app(loaded, ServeSettings()), base_url="http://localhost") as client:
-        client.post("/v1/completions", json={"prompt": "Hi", "a b\nforged 200 line": 1})
+        client.post("/v1/chat/completions", json=body)
     (line,) = [line for line in lines() if "completions 400" in line]
-    assert line.endswith("(invalid_value a%20b%0Aforged%20200%20line)")
+    assert line.endswith(told)
 
 
 @pytest.mark.parametrize(
