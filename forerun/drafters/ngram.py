@@ -48,8 +48,8 @@ and 1.393.)
 """
 
 MIN_PROB = 0.02
-"""Least estimated probability of a draft token. (`bench/replay.py run`, speed over plain decoding at
-T=0 and .8, one stream, for .05 and .02. Prices of a Xeon with 512 bits, default model: 1.500 and
+"""Least estimated probability of a draft token. (`bench/replay.py run`, speed over plain decoding
+at T=0 and .8, one stream, for .05 and .02. Prices of a Xeon with 512 bits, default model: 1.500 and
 1.309, 1.502 and 1.311: there the price decides. Prices of Gemma 3 270M, with a table of ordinary
 text: 2.37 and 1.33, 2.40 and 1.33. Nodes that cost next to nothing, default model: 2.074 and 1.700,
 2.134 and 1.749; .01 2.130 and 1.752.)"""
