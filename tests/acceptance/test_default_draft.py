@@ -168,8 +168,8 @@ def test_none_means_no_draft_at_all():
 @pytest.mark.parametrize(
     ("draft", "speculation", "message"),
     [
-        ("", "AUTO", "is no folder"),
-        ("ngrams.safetensors", "NGRAM", "is no folder"),
+        ("", "AUTO", "is not a folder"),
+        ("ngrams.safetensors", "NGRAM", "is not a folder"),
         (".", "EAGLE", "no head; use --speculative-algorithm NGRAM"),
         (".", "EAGLE+NGRAM", "no head; use --speculative-algorithm NGRAM"),
     ],
