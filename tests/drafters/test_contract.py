@@ -512,8 +512,8 @@ def test_every_layer_of_the_draft_is_planned_for(kinds):
     kind = kinds["STANDALONE, first layers"]
     for executor, item in (("torch", 4), ("cpu", 2)):
         loaded = load(settings(kind, executor))
-        bare = replace(kind, method="OFF", draft=None, options={"dtype": loaded.config.dtype})
-        alone = load(settings(bare, executor))
+        bare = settings(replace(kind, method="OFF", draft=None), executor)
+        alone = load(replace(bare, dtype=loaded.config.dtype))
         try:
             added = loaded.info["memory"]["cache"] - alone.info["memory"]["cache"]
             assert added == 1024 * item * 3 * 2 * 2 * 16

@@ -223,7 +223,7 @@ def test_no_file_can_be_opened_any_more(tmp_path):
         resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (64, hard))
         socks = [server.connect() for _ in range(100)]
         try:
-            assert wait_for(lambda: "no connection can be taken in" in server.logged())
+            assert wait_for(lambda: "no new connection can be accepted" in server.logged())
             assert server.complete(max_tokens=5).status_code == 200  # Its connection is open.
             time.sleep(2.5)  # Another attempt or two.
         finally:
@@ -233,4 +233,4 @@ def test_no_file_can_be_opened_any_more(tmp_path):
             sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
             assert read_until(sock, b"\r\n").startswith(b"HTTP/1.1 200")
         log = server.logged()
-        assert log.count("no connection can be taken in") == 1 and "Traceback" not in log
+        assert log.count("no new connection can be accepted") == 1 and "Traceback" not in log

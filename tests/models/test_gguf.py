@@ -553,5 +553,7 @@ def test_a_family_that_lacks_something_is_refused_with_what(tmp_path):
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(ModelError, match="a llama4 model does not run here: it needs attention"):
+    with pytest.raises(
+        ModelError, match="llama4 model does not run here: it needs chunked attention"
+    ):
         GgufCheckpoint(path)
