@@ -127,10 +127,11 @@ SELDOM = [
 ]
 FLOAT = 1e-3, 1e-3, 1 - 1e-6
 BYTES = 0.5, 0.2, 0.95
-EXPERTS_IN_BYTES = 1.0, 0.2, 0.9
+ROUGHER_BYTES = 1.0, 0.2, 0.9
 """Of the likeliest tokens' log-probabilities the greatest error, in nats, and its mean over steps;
 the least correlation of all log-probabilities. In 8 bits, where what reads or sees something else
-is wrong by several nats and correlates by less than 0.5; of experts a choice may tip.
+is wrong by several nats and correlates by less than 0.5. Rougher: of experts a choice may tip, and
+layers by depth read what layers in 8 bits wrote.
 """
 
 
@@ -151,7 +152,8 @@ def test_what_is_proposed_is_what_passes_without_a_cache_say(cells, executor, na
     if block and noted[0].traits.vocab == tiny.VOCAB:
         assert max(len(item.stats.histogram) for item in found.done) == block + 1
     worst, alike = np.transpose(errors(cell, noted[0].said, cell.kind.reference))
-    in_bytes = EXPERTS_IN_BYTES if name.startswith(("NEXTN of", "NEXTN in GGUF")) else BYTES
+    rougher = name.startswith(("NEXTN of", "NEXTN in GGUF", "NEXTN by depth"))
+    in_bytes = ROUGHER_BYTES if rougher else BYTES
     most, usual, least = in_bytes if executor == "cpu" else FLOAT
     assert len(worst) >= 2 * len(cell.prompts)
     assert worst.max() < most and worst.mean() < usual, worst
