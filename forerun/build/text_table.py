@@ -53,6 +53,8 @@ def pieces_of(paths: Iterable[Path] = ()) -> list[str]:
 
     Raises ConfigError naming a file that cannot be read or is no UTF-8.
     """
+    if not (paths := list(paths)):
+        return lzma.decompress(TEXT.read_bytes()).decode().split("\f")
     found = []
     for path in paths:
         try:
@@ -60,7 +62,7 @@ def pieces_of(paths: Iterable[Path] = ()) -> list[str]:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} cannot be read as UTF-8 text: {error}") from error
         found += [text[at : at + PIECE] for at in range(0, len(text), PIECE)]
-    return found or lzma.decompress(TEXT.read_bytes()).decode().split("\f")
+    return found
 
 
 def count(tokenizer: Tokenizer, vocab: int, pieces: Iterable[str]) -> NgramTable:

@@ -22,7 +22,12 @@ def test_text_files_become_a_draft(tmp_path):
 @pytest.mark.model
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(None, "cannot be read"), (b"\xff\xfe\x00", "UTF-8"), (b"once", "no two tokens come twice")],
+    [
+        (None, "cannot be read"),
+        (b"\xff\xfe\x00", "UTF-8"),
+        (b"once", "no two tokens come twice"),
+        (b"", "no two tokens come twice"),
+    ],
 )
 def test_what_is_no_text_is_refused_by_name(tmp_path, capsys, content, says):
     text = tmp_path / "text.txt"
