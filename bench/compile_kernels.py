@@ -41,7 +41,7 @@ from forerun.executors.torch.triton import (
     triton_round,
     triton_shaping,
 )
-from forerun.models.layer_spec import CLAMP, CLAMP_SLOPE
+from forerun.networks.layer_spec import CLAMP, CLAMP_SLOPE
 from forerun.speculative.tree import full_size
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"

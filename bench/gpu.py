@@ -38,6 +38,8 @@ import numpy as np
 import torch
 
 from bench.records import ended
+from forerun.build.planned import PlannedCheckpoint
+from forerun.build.shapes import SHAPES, RandomCheckpoint, random_draft, shape_named
 from forerun.client.completion import acceptance_length, complete, make_request
 from forerun.client.llm import LLM
 from forerun.executors.torch import CapturedExecutor
@@ -52,8 +54,6 @@ from forerun.measure.sized import (
 )
 from forerun.measure.step_bench import StepBench, milliseconds
 from forerun.measure.workload import read_prompts
-from forerun.models.quantised.planned import PlannedCheckpoint
-from forerun.models.shapes import SHAPES, RandomCheckpoint, random_draft, shape_named
 from forerun.speculative.sampling import Sampling
 from forerun.train.answers import Ask
 from forerun.train.generate import DenseAuthor

@@ -29,10 +29,10 @@ import torch
 from bench.gpu import Report, turns
 from bench.records import ended
 from forerun.build import engine as built
+from forerun.build.shapes import RandomCheckpoint, random_draft, shape_named
 from forerun.client.completion import complete, make_request
 from forerun.client.llm import LLM
 from forerun.hub.catalog import open_model, shipped_draft
-from forerun.models.shapes import RandomCheckpoint, random_draft, shape_named
 
 DRAFT_VOCAB = 32_000
 

@@ -30,12 +30,12 @@ from forerun.build.engine import open_target
 from forerun.build.registry import EXECUTORS
 from forerun.client.completion import acceptance_length, make_request
 from forerun.drafters.ngram import NgramDrafter
+from forerun.drafts.ngram_table import NgramTable
 from forerun.interface.plan import Plan
 from forerun.measure.paired import median_interval
 from forerun.measure.prove import Completions, encode
 from forerun.measure.sweep import Pair, pair
 from forerun.measure.workload import read_prompts, spread
-from forerun.models.ngram_table import NgramTable
 from forerun.options.config import EngineConfig
 from forerun.speculative.tree import Draft
 

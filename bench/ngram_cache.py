@@ -18,11 +18,11 @@ import numpy as np
 from bench.records import ended, keep
 from bench.replay import Answer, accepted, answers_to
 from forerun.build.with_cpu import ngram_drafter
+from forerun.drafts.ngram_table import FILE, read_ngram_table
 from forerun.hub.catalog import shipped_draft
 from forerun.interface.drafter import Drafter
 from forerun.interface.plan import Outcome, Plan
 from forerun.interface.slot_init import SlotInit
-from forerun.models.ngram_table import FILE, read_ngram_table
 from forerun.options.config import EngineConfig
 
 VOCAB = 49152

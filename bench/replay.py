@@ -41,13 +41,13 @@ from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.constants import MIN_REPEATS
 from forerun.control.policy import FixedPolicy, Policy
 from forerun.control.step_costs import StepCosts
+from forerun.drafts.ngram_table import FILE, NgramTable, read_ngram_table
 from forerun.engine.step import step_report
 from forerun.hub.catalog import shipped_draft
 from forerun.interface.drafter import Drafter, DrafterTraits
 from forerun.interface.plan import Outcome, Plan
 from forerun.interface.slot_init import SlotInit
 from forerun.measure.workload import read_prompts
-from forerun.models.ngram_table import FILE, NgramTable, read_ngram_table
 from forerun.options.config import EngineConfig
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft

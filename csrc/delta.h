@@ -1,4 +1,4 @@
-// A gated delta net's states (forerun/models/layer_spec.py, GatedDelta), advanced node by node.
+// A gated delta net's states (forerun/networks/layer_spec.py, GatedDelta), advanced node by node.
 #pragma once
 #include <cstdint>
 #include <memory>

@@ -13,7 +13,7 @@ enum Fusion {
     kHiddenFirst = 3,     // or the other
 };
 
-// What forerun.models.draft_config.DraftHead says, as far as the arithmetic needs it.
+// What forerun.drafts.eagle_config.DraftHead says, as far as the arithmetic needs it.
 // The layout is shared with forerun/executors/cpu/native.py.
 struct HeadKind {
     int32_t features;        // how many hidden states of the target are fused

@@ -73,7 +73,7 @@ using Product = void (*)(const Matrix& w, const Group* x, int rows, int first, i
 using FloatProduct = void (*)(const Matrix& w, const float* x, int rows, int first, int last,
                               Target out);
 
-// How a feed-forward's gate g and up u become one (forerun/models/layer_spec.py, `Activation`).
+// How a feed-forward's gate g and up u become one (forerun/networks/layer_spec.py, `Activation`).
 enum Gate {
     kSilu = 0,     // silu(g) u
     kClamped = 1,  // gpt-oss's: g sigmoid(1.702 g) (u + 1), g at most 7 and u between -7 and 7

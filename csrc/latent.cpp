@@ -1,4 +1,4 @@
-// Latent attention, absorbed (forerun/models/layer_spec.py, `Latent`): a head's query is brought into
+// Latent attention, absorbed (forerun/networks/layer_spec.py, `Latent`): a head's query is brought into
 // the latent's space by a matrix of its own, attends to what is kept of all positions once for all
 // heads, and what it finds is brought out of that space by another.
 #include <algorithm>

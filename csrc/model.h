@@ -19,7 +19,7 @@ struct Sizes {
     int32_t layers, hidden, heads, kv_heads, head_size, ffn, vocab;
     int32_t page_size, pages, max_nodes, context, threads;
     int32_t cache_item;  // bytes of a number in the cache: 2, a half, or 4, a float32
-    // Latent attention: forerun/models/layer_spec.py, `Latent`. rank 0: there is none; query_rank 0:
+    // Latent attention: forerun/networks/layer_spec.py, `Latent`. rank 0: there is none; query_rank 0:
     // one product makes queries. kv_heads is 1 and head_size the rank and what is rotated.
     int32_t rank, nope, value, query_rank;
     float norm_eps;
@@ -66,7 +66,7 @@ struct Walk {
     int32_t all_slots, mask_words;
 };
 
-// What one layer is: forerun/models/layer_spec.py. Where its norms stand is said by those it has.
+// What one layer is: forerun/networks/layer_spec.py. Where its norms stand is said by those it has.
 // The layout is shared with forerun/executors/cpu/native.py.
 struct LayerKind {
     int32_t ffn;        // width of its feed-forward, or of one of its experts

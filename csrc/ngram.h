@@ -11,7 +11,7 @@
 
 namespace forerun {
 
-// forerun.models.ngram_table.NgramTable, whose arrays the caller keeps alive. No contexts: no
+// forerun.drafts.ngram_table.NgramTable, whose arrays the caller keeps alive. No contexts: no
 // table.
 struct NgramTable {
     int32_t contexts;

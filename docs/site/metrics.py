@@ -11,14 +11,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from forerun.build.engine import load
 from forerun.options.config import EngineConfig
-from forerun.serve.metrics import LABELS, Metrics
-from forerun.serve.service import cache_facts
+from forerun.serve.answers.service import cache_facts
+from forerun.serve.observe.metrics import LABELS, Metrics
 
 PATH = Path(__file__).resolve().parents[1] / "reference" / "metrics.md"
 
 HEAD = """# Metrics
 
-<!-- Made by `python docs/site/metrics.py`; change forerun/serve/metrics.py instead. -->
+<!-- Made by `python docs/site/metrics.py`; change forerun/serve/observe/metrics.py instead. -->
 
 `GET /metrics` answers in Prometheus' text format. Families that vLLM has carry vLLM's names, so
 that its dashboards are filled; what only Forerun has begins with `forerun:`. These have

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
+from forerun.checkpoints.checkpoint import Checkpoint
+from forerun.drafts.block_folder import BlockFile, holds_block, open_block
+from forerun.drafts.eagle_folder import DraftFile, open_draft
+from forerun.drafts.prediction_folder import holds_prediction, open_prediction
+from forerun.drafts.prediction_layers import PredictionLayers
+from forerun.drafts.whole_draft import VocabularyMap, WholeDraft, equal_vocabulary
 from forerun.errors import ConfigError, ModelError
 from forerun.hub.catalog import open_model
-from forerun.models.block_folder import BlockFile, holds_block, open_block
-from forerun.models.checkpoint import Checkpoint
-from forerun.models.draft_folder import DraftFile, open_draft
-from forerun.models.prediction_folder import holds_prediction, open_prediction
-from forerun.models.prediction_layers import PredictionLayers
-from forerun.models.whole_draft import VocabularyMap, WholeDraft, equal_vocabulary
 from forerun.options.config import EngineConfig
 from forerun.text.tokenizer import Tokenizer
 

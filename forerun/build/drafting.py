@@ -10,11 +10,19 @@ from typing import TypeVar
 from forerun.build.draft_file import open_draft_file, open_standalone
 from forerun.build.executor_entry import AnyDraft
 from forerun.build.memory import Needs
+from forerun.checkpoints.checkpoint import Checkpoint
+from forerun.checkpoints.folder import FolderCheckpoint
+from forerun.checkpoints.gguf.file import GgufCheckpoint
 from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.policy import FixedPolicy, Lookahead, Policy, off
 from forerun.control.step_costs import StepCosts
 from forerun.drafters.combined import CombinedDrafter
 from forerun.drafters.model_drafter import ModelDrafter
+from forerun.drafts.gguf_prediction import open_in_gguf
+from forerun.drafts.ngram_table import FILE as TABLE
+from forerun.drafts.ngram_table import NgramTable, read_ngram_table
+from forerun.drafts.prediction_layers import PredictionLayers, open_prediction_layers
+from forerun.drafts.whole_draft import WholeDraft
 from forerun.errors import ConfigError, MemoryPlanError, ModelError
 from forerun.hub import huggingface
 from forerun.hub.catalog import Model, shipped_draft
@@ -24,14 +32,6 @@ from forerun.interface.draft_model import DraftModel
 from forerun.interface.drafter import Drafter
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.features import RING_TOKENS
-from forerun.models.checkpoint import Checkpoint
-from forerun.models.folder import FolderCheckpoint
-from forerun.models.gguf import GgufCheckpoint
-from forerun.models.gguf_prediction import open_in_gguf
-from forerun.models.ngram_table import FILE as TABLE
-from forerun.models.ngram_table import NgramTable, read_ngram_table
-from forerun.models.prediction_layers import PredictionLayers, open_prediction_layers
-from forerun.models.whole_draft import WholeDraft
 from forerun.options.algorithms import DEFAULT_STEPS
 from forerun.options.config import EngineConfig
 

@@ -38,6 +38,9 @@ from forerun.constrain.matcher.matcher import CompiledGrammar
 from forerun.constrain.matcher.tree_mask import TreeGrammars
 from forerun.control.step_costs import StepCosts
 from forerun.drafters.none import NoDrafter
+from forerun.drafts.ngram_table import NgramTable
+from forerun.drafts.prediction_layers import PredictionLayers
+from forerun.drafts.token_map import read_token_map
 from forerun.engine.options import EngineOptions
 from forerun.engine.thread import Engine
 from forerun.errors import ConfigError, ModelError, RequestError
@@ -48,9 +51,6 @@ from forerun.interface.draft_model import DraftModel
 from forerun.interface.drafter import Drafter, TableDrafter
 from forerun.interface.executor import Executor
 from forerun.machine import memory_available, stamp
-from forerun.models.ngram_table import NgramTable
-from forerun.models.prediction_layers import PredictionLayers
-from forerun.models.token_map import read_token_map
 from forerun.options.config import NATIVE_DTYPES, NEUTRAL, EngineConfig
 from forerun.text.chat import ChatTemplate
 from forerun.text.rendering import BYTE_LEVEL_TEMPLATE

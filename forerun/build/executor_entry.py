@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from forerun.build.memory import CHUNK, Needs
+from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.executor import Executor, ExecutorLimits
-from forerun.models.arch import Architecture
-from forerun.models.cache_layer import CacheLayer
-from forerun.models.checkpoint import Checkpoint
+from forerun.networks.arch import Architecture
+from forerun.networks.cache_layer import CacheLayer
 from forerun.options.config import EngineConfig
 from forerun.types import Ints
 

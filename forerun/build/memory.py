@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 
+from forerun.checkpoints.gguf.parts import parts_of
 from forerun.errors import ConfigError, MemoryPlanError
 from forerun.interface.executor import ExecutorLimits
-from forerun.models.arch import Architecture
-from forerun.models.gguf_parts import parts_of
+from forerun.networks.arch import Architecture
 from forerun.options.config import EngineConfig
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 2}

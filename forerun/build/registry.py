@@ -9,12 +9,12 @@ from importlib.util import find_spec
 from forerun.build import with_cpu, with_jax, with_torch
 from forerun.build.device import choose_device
 from forerun.build.executor_entry import AnyDraft, ExecutorEntry
+from forerun.checkpoints.checkpoint import Checkpoint
+from forerun.checkpoints.kept import keeps
 from forerun.errors import ConfigError, ModelError
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.executor import Executor
-from forerun.models.arch import Architecture
-from forerun.models.checkpoint import Checkpoint
-from forerun.models.kept import keeps
+from forerun.networks.arch import Architecture
 from forerun.options.config import EngineConfig
 
 EXECUTORS = {entry.name: entry for entry in (with_jax.ENTRY, with_cpu.ENTRY, with_torch.ENTRY)}

@@ -9,19 +9,19 @@ from forerun.build.draft_file import open_draft_file
 from forerun.build.drafting import with_draft
 from forerun.build.executor_entry import AnyDraft
 from forerun.build.memory import MemoryPlan, Needs, plan_memory
+from forerun.build.planned import PlannedCheckpoint
 from forerun.build.registry import EXECUTORS, check_offered, choose_executor
+from forerun.build.shapes import RandomCheckpoint, shape_named
+from forerun.checkpoints.checkpoint import Checkpoint
+from forerun.checkpoints.folder import config_of
+from forerun.drafts.ngram_table import FILE as TABLE
+from forerun.drafts.whole_draft import WholeDraft, equal_vocabulary
 from forerun.errors import ConfigError, MemoryPlanError
 from forerun.hub import huggingface
 from forerun.hub.catalog import BUILT_IN, open_model
 from forerun.hub.reference import hub_reference
-from forerun.models.arch import Architecture
-from forerun.models.checkpoint import Checkpoint
-from forerun.models.config_json import architecture_from
-from forerun.models.folder import config_of
-from forerun.models.ngram_table import FILE as TABLE
-from forerun.models.quantised.planned import PlannedCheckpoint
-from forerun.models.shapes import RandomCheckpoint, shape_named
-from forerun.models.whole_draft import WholeDraft, equal_vocabulary
+from forerun.networks.arch import Architecture
+from forerun.networks.config_json import architecture_from
 from forerun.options.config import EngineConfig
 
 GIB = 1 << 30
@@ -67,7 +67,7 @@ class Sizing:
 
 
 def described(config: EngineConfig, shape: str | None) -> Described:
-    """The model that is named, or a shape (models/shapes.py) in its place, as far as planning needs
+    """The model that is named, or a shape (build/shapes.py) in its place, as far as planning needs
     it. Of a hub id config.json alone is fetched, where nothing of it is here.
 
     Raises ModelError, DownloadError if it cannot be fetched, ConfigError for an unknown shape.

@@ -25,10 +25,10 @@ from pathlib import Path
 import numpy as np
 
 from forerun.cache_dir import cache_dir
+from forerun.drafts.ngram_counts import count_ngrams, write_table
+from forerun.drafts.ngram_table import NgramTable, read_ngram_table
 from forerun.errors import ConfigError, ForerunError
 from forerun.hub.catalog import open_model
-from forerun.models.ngram_counts import count_ngrams, write_table
-from forerun.models.ngram_table import NgramTable, read_ngram_table
 from forerun.text.tokenizer import Tokenizer
 
 log = logging.getLogger("forerun.build")

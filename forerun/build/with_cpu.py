@@ -2,17 +2,17 @@
 
 from forerun.build.executor_entry import ExecutorEntry, Progress
 from forerun.build.memory import Needs, bytes_on_disk, needs_of
+from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.drafters.ngram import NgramDrafter
+from forerun.drafts.eagle_folder import DraftFile
+from forerun.drafts.ngram_table import NgramTable
+from forerun.drafts.prediction_layers import PredictionLayers
+from forerun.drafts.whole_draft import WholeDraft
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.drafter import TableDrafter
 from forerun.interface.executor import Executor, ExecutorLimits
 from forerun.machine import memory_available
-from forerun.models.arch import Architecture
-from forerun.models.checkpoint import Checkpoint
-from forerun.models.draft_folder import DraftFile
-from forerun.models.ngram_table import NgramTable
-from forerun.models.prediction_layers import PredictionLayers
-from forerun.models.whole_draft import WholeDraft
+from forerun.networks.arch import Architecture
 from forerun.options.config import NATIVE_DTYPES, EngineConfig
 
 

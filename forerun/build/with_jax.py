@@ -6,16 +6,16 @@ from importlib.metadata import PackageNotFoundError, version
 from forerun.build.executor_entry import ExecutorEntry, Progress
 from forerun.build.memory import ITEM_BYTES, dense_needs
 from forerun.cache_dir import cache_dir
+from forerun.checkpoints.checkpoint import Checkpoint
+from forerun.checkpoints.counted import counted
+from forerun.drafts.block_folder import BlockFile
+from forerun.drafts.eagle_folder import DraftFile
+from forerun.drafts.prediction_layers import PredictionLayers
+from forerun.drafts.whole_draft import WholeDraft
 from forerun.errors import ConfigError
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.executor import Executor, ExecutorLimits
 from forerun.machine import memory_available
-from forerun.models.block_folder import BlockFile
-from forerun.models.checkpoint import Checkpoint
-from forerun.models.counted import counted
-from forerun.models.draft_folder import DraftFile
-from forerun.models.prediction_layers import PredictionLayers
-from forerun.models.whole_draft import WholeDraft
 from forerun.options.config import EngineConfig
 
 LEAST = (0, 10)

@@ -6,19 +6,19 @@ from functools import partial
 
 from forerun.build.executor_entry import ExecutorEntry, Progress
 from forerun.build.memory import CHUNK, Needs, dense_needs, item_bytes
+from forerun.checkpoints.checkpoint import Checkpoint
+from forerun.checkpoints.counted import counted
+from forerun.checkpoints.kept import PARTS, SCRATCH, kept_matrices, saved_bytes
+from forerun.checkpoints.tensor_parallel import RankCheckpoint, TensorParallel, check_divides
+from forerun.drafts.block_folder import BlockFile
+from forerun.drafts.eagle_folder import DraftFile
+from forerun.drafts.prediction_layers import PredictionLayers
+from forerun.drafts.whole_draft import WholeDraft
 from forerun.errors import ConfigError
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.executor import Executor, ExecutorLimits
 from forerun.machine import memory_available, physical_cores
-from forerun.models.arch import Architecture
-from forerun.models.block_folder import BlockFile
-from forerun.models.checkpoint import Checkpoint
-from forerun.models.counted import counted
-from forerun.models.draft_folder import DraftFile
-from forerun.models.kept import PARTS, SCRATCH, kept_matrices, saved_bytes
-from forerun.models.prediction_layers import PredictionLayers
-from forerun.models.tensor_parallel import RankCheckpoint, TensorParallel, check_divides
-from forerun.models.whole_draft import WholeDraft
+from forerun.networks.arch import Architecture
 from forerun.options.config import EngineConfig
 
 log = logging.getLogger("forerun.build")

@@ -25,8 +25,8 @@ from forerun.errors import ConfigError
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.options.flags import configured
 from forerun.serve.app import create_app
-from forerun.serve.errors import ApiError
-from forerun.serve.wire import parse_json
+from forerun.serve.bodies.wire import parse_json
+from forerun.serve.http.errors import ApiError
 
 URLS = ("/v1/chat/completions", "/v1/completions")
 AT_ONCE = 16

@@ -15,7 +15,7 @@ from forerun.cli.start_log import model_facts
 from forerun.client.engine_worker import run
 from forerun.client.messages import Start
 from forerun.options.config import EngineConfig
-from forerun.serve.logs import configure_logs
+from forerun.serve.observe.logs import configure_logs
 
 log = logging.getLogger("forerun")
 

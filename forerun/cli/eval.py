@@ -9,6 +9,7 @@ from rich.table import Table
 
 from forerun.build.engine import Target
 from forerun.cli.console import bars, emit_json, open_shown, out, say
+from forerun.drafts.eagle_folder import DraftFile
 from forerun.errors import ConfigError
 from forerun.hub.catalog import open_model
 from forerun.machine import stamp
@@ -25,7 +26,6 @@ from forerun.measure.acceptance import (
 )
 from forerun.measure.report import columns
 from forerun.measure.workload import read_prompts, spread
-from forerun.models.draft_folder import DraftFile
 from forerun.options.config import EngineConfig
 from forerun.options.flags import configured
 

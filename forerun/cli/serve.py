@@ -17,9 +17,9 @@ from forerun.errors import ConfigError
 from forerun.hub.catalog import check_reference
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.options.flags import configured_both
-from forerun.serve.logs import configure_logs
+from forerun.serve.answers.service import Loader
+from forerun.serve.observe.logs import configure_logs
 from forerun.serve.server import run
-from forerun.serve.service import Loader
 
 log = logging.getLogger("forerun")
 

@@ -11,8 +11,8 @@ from forerun.errors import ConfigError
 from forerun.hub import catalog, huggingface
 from forerun.options.config import EngineConfig
 from forerun.options.flags import Option, gather
+from forerun.serve.answers.service import Start
 from forerun.serve.models import Source
-from forerun.serve.service import Start
 
 OWN = ("speculative_draft_model_path", "speculative_token_map", "chat_template", "revision")
 """Options that are of one model."""

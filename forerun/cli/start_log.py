@@ -8,7 +8,7 @@ from forerun.build.engine import Loaded
 from forerun.build.memory import human
 from forerun.cli.console import emit_json, say
 from forerun.options.config import ServeSettings
-from forerun.serve.logs import FIELDS
+from forerun.serve.observe.logs import FIELDS
 
 log = logging.getLogger("forerun")
 

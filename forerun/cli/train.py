@@ -12,13 +12,13 @@ from forerun.build import text_table
 from forerun.build.engine import load
 from forerun.build.registry import choose_executor
 from forerun.cli.console import bars, emit_json, err, plain_warnings, say
+from forerun.drafts.eagle_folder import DraftFile, open_draft
+from forerun.drafts.ngram_counts import write_ngrams
+from forerun.drafts.token_map import write_token_map
 from forerun.errors import ConfigError, ForerunError
 from forerun.hub.catalog import Model, open_model
 from forerun.measure.files import check_folder
-from forerun.models.arch import Architecture
-from forerun.models.draft_folder import DraftFile, open_draft
-from forerun.models.ngram_counts import write_ngrams
-from forerun.models.token_map import write_token_map
+from forerun.networks.arch import Architecture
 from forerun.options.config import EngineConfig
 from forerun.options.flags import configured
 from forerun.text.chat import ChatTemplate

@@ -10,11 +10,11 @@ import numpy as np
 from forerun.columns import consume
 from forerun.drafters import ngram
 from forerun.drafters.ngram_index import NgramIndex
+from forerun.drafts.ngram_table import NgramTable
 from forerun.errors import EngineError
 from forerun.interface.drafter import DrafterTraits
 from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit
-from forerun.models.ngram_table import NgramTable
 from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch
 
 

@@ -4,7 +4,7 @@ After prompt lookup (Saxena 2023) and suffix decoding (arXiv 2411.04975), on has
 LZ77. For each order n, every position is linked to the previous one that follows the same n
 tokens. The links of the longest order, followed first, lead to the most recent earlier places whose
 past agrees with the present; what follows them, merged into a trie, is the draft. If none agrees, a
-table of the target's usual continuations (models/ngram_table.py) drafts, or counts
+table of the target's usual continuations (drafts/ngram_table.py) drafts, or counts
 of its answers while serving (drafters/ngram_cache.py). At a temperature above 0 the next position's
 noise, which is known in advance, modifies the scores (`coupled`).
 
@@ -22,11 +22,11 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from forerun.drafters.ngram_cache import NgramCache
+from forerun.drafts.ngram_table import NgramTable, interpolated
 from forerun.errors import EngineError
 from forerun.interface.drafter import DrafterTraits
 from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit
-from forerun.models.ngram_table import NgramTable, interpolated
 from forerun.speculative.draft_tree import Offer, best_first
 from forerun.speculative.noise import gumbel_of
 from forerun.speculative.sampling import Sampling

@@ -9,7 +9,7 @@ The compiled core has a twin (csrc/ngram_cache.h) with the same counts and proba
 
 from collections.abc import Iterator, Sequence
 
-from forerun.models.ngram_table import Level
+from forerun.drafts.ngram_table import Level
 
 LONGEST = 4
 """Most tokens of a context."""
@@ -20,7 +20,7 @@ default model without its table, tokens a step at T=0 and .8: 1.893 and 1.576 wi
 1.833 after 32,000.)"""
 DISCOUNT = 0.75
 """Subtracted from every follower's count and given to shorter contexts. (Replayed likewise: .5, .8
-and 1 by count 1.874 and 1.564; those of models/ngram_counts.py 1.894 and 1.576.)
+and 1 by count 1.874 and 1.564; those of drafts/ngram_counts.py 1.894 and 1.576.)
 """
 MOST_COUNT = 0xFFFF
 """At this total a context's counts are halved."""

@@ -7,9 +7,9 @@ from weakref import finalize
 from forerun.control.constants import DECAY
 from forerun.control.host_drafts import ALMOST
 from forerun.drafters import ngram, ngram_cache
+from forerun.drafts.ngram_table import NgramTable
 from forerun.errors import EngineError
 from forerun.executors.cpu import native
-from forerun.models.ngram_table import NgramTable
 
 
 class NgramIndex:

@@ -1,5 +1,5 @@
 """Where prediction layers, one per depth, store and read hidden states
-(models/prediction_layers.py).
+(drafts/prediction_layers.py).
 
 Layer k + 1 reads, at the token after, the output o_k of layer k. An entry lies at the position of
 the token before its own, as in every draft cache: entry q of layer k stands for t_{q+1} and reads

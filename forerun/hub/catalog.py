@@ -6,16 +6,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from forerun.cache_dir import cache_dir as default_cache_dir
+from forerun.checkpoints import folder as folders
+from forerun.checkpoints.checkpoint import Checkpoint
+from forerun.checkpoints.folder import FolderCheckpoint
+from forerun.checkpoints.gguf.file import GgufCheckpoint
 from forerun.errors import ModelError
 from forerun.hub import huggingface, wheel
 from forerun.hub.reference import HubReference, NoGgufError, hub_reference
 from forerun.hub.well_known import well_known
 from forerun.hub.wheel import Progress, WheelModel
-from forerun.models import folder as folders
-from forerun.models.arch import Architecture
-from forerun.models.checkpoint import Checkpoint
-from forerun.models.folder import FolderCheckpoint
-from forerun.models.gguf import GgufCheckpoint
+from forerun.networks.arch import Architecture
 from forerun.text.tokenizer import Tokenizer
 
 BUILT_IN = {

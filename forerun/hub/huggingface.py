@@ -16,9 +16,9 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.file_download import repo_folder_name
 
+from forerun.checkpoints.gguf.parts import part_names
 from forerun.errors import DownloadError
 from forerun.hub.reference import HubReference, choose_gguf
-from forerun.models.gguf_parts import part_names
 
 
 class CachedModel(NamedTuple):
@@ -52,7 +52,7 @@ _UNANSWERED = {"ConnectError", "ConnectTimeout", "ReadTimeout", "OfflineModeIsEn
 """Errors by name: which HTTP library raises them differs between versions of huggingface_hub."""
 _SILENT = {"ConnectTimeout", "ReadTimeout"}
 _PICKLED = ["pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-*.bin"]
-"""Weights that are read as plain tensors (models/pickled.py), where a model has no others."""
+"""Weights that are read as plain tensors (checkpoints/pickled.py), where a model has no others."""
 
 
 def fetched(repository: str, cache: Path | None = None, revision: str | None = None) -> Path:

@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 from huggingface_hub import constants
 
+from forerun.checkpoints.gguf.parts import PART, part_names
 from forerun.errors import ModelError
-from forerun.models.gguf_parts import PART, part_names
 
 _REPOSITORY = re.compile(
     r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<file>[\w.-]+))?", re.ASCII

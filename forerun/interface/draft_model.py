@@ -18,7 +18,7 @@ import numpy as np
 
 from forerun.errors import EngineError
 from forerun.interface.features import Features
-from forerun.models.cache_layer import CacheLayer
+from forerun.networks.cache_layer import CacheLayer
 from forerun.types import Floats, Ints
 
 CANDIDATES = 64

@@ -7,10 +7,10 @@ text.
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from forerun.drafts.ngram_table import NgramTable
 from forerun.interface.next_draft import DraftRequest
 from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit
-from forerun.models.ngram_table import NgramTable
 from forerun.speculative.tree import Draft, TreeBatch
 
 

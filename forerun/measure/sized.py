@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 
+from forerun.build.shapes import RandomCheckpoint, random_draft, shape_named
+from forerun.checkpoints.checkpoint import Checkpoint
+from forerun.drafts.eagle_folder import DraftFile
 from forerun.errors import MemoryPlanError
 from forerun.executors.torch import TorchEagleModel, TorchExecutor, with_captures
 from forerun.interface.executor import Executor
 from forerun.measure.step_bench import StepBench, limits_for, milliseconds
-from forerun.models.checkpoint import Checkpoint
-from forerun.models.draft_folder import DraftFile
-from forerun.models.shapes import RandomCheckpoint, random_draft, shape_named
 
 DRAFT_VOCAB = 32_000
 
@@ -134,7 +134,7 @@ def copy_bandwidth(device: torch.device, size: int) -> float:
 def measure(name: str, device: str, dtype: str, sweep: StepSweep) -> dict[str, Any]:
     """Measure one model shape with random weights: times in milliseconds by batch, as plain values.
 
-    name   a shape of forerun.models.shapes
+    name   a shape of forerun.build.shapes
     sweep  batches, nodes, context and repeats
 
     Where the executor does not fit into memory, "error" stands instead of batches. Raises

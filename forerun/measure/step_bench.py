@@ -13,7 +13,7 @@ from forerun.interface.executor import Executor, ExecutorLimits
 from forerun.interface.next_draft import DraftRequest
 from forerun.interface.plan import Plan, Round
 from forerun.interface.slot_init import SlotInit
-from forerun.models.arch import Architecture
+from forerun.networks.arch import Architecture
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft, TreeBatch, batch
 from forerun.types import Ints

@@ -19,7 +19,7 @@ from forerun.ray.affinity import affinity_of
 from forerun.ray.asgi import Head, HttpRequest
 from forerun.ray.metrics import merged
 from forerun.ray.router import PrefixRouter
-from forerun.serve.in_flight import InFlight
+from forerun.serve.http.in_flight import InFlight
 
 log = logging.getLogger("forerun.ray")
 

@@ -17,21 +17,21 @@ from starlette.routing import BaseRoute, Match, Mount
 from starlette.types import Scope
 
 from forerun.options.config import ServeSettings
+from forerun.serve.answers.service import Service, Start
 from forerun.serve.dialects.llama.routes import LLAMA_ROUTES
 from forerun.serve.dialects.ollama.routes import KEPT_ROUTES, OLLAMA_ROUTES
 from forerun.serve.dialects.refused import REFUSED_ROUTES
 from forerun.serve.dialects.responses.store import ResponseStore
 from forerun.serve.dialects.sglang.routes import SGLANG_ROUTES
-from forerun.serve.errors import ApiError
-from forerun.serve.hosts import AllowedHosts
-from forerun.serve.metrics import Metrics
+from forerun.serve.http.errors import ApiError
+from forerun.serve.http.hosts import AllowedHosts
+from forerun.serve.http.static_files import ui_routes
 from forerun.serve.middleware import RequestMiddleware
 from forerun.serve.models import Models, Source
 from forerun.serve.models_routes import MODELS_ROUTES
+from forerun.serve.observe.metrics import Metrics
 from forerun.serve.openapi import openapi_route
 from forerun.serve.routes import ROUTES
-from forerun.serve.service import Service, Start
-from forerun.serve.static_files import ui_routes
 
 HONOURED = (*ROUTES, *OLLAMA_ROUTES, *SGLANG_ROUTES, *LLAMA_ROUTES)
 _API = (*HONOURED, *KEPT_ROUTES, *REFUSED_ROUTES, openapi_route(HONOURED))
@@ -113,7 +113,7 @@ def _traces(settings: ServeSettings) -> Any:
     """
     if settings.otlp_traces_endpoint is None:
         return None
-    from forerun.serve.tracing import RequestTraces
+    from forerun.serve.answers.tracing import RequestTraces
 
     return RequestTraces(settings.otlp_traces_endpoint)
 

@@ -11,13 +11,13 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forerun.errors import ForerunError
+from forerun.serve.answers.record import RequestRecord
+from forerun.serve.bodies.fields import UNKNOWN_FIELD
+from forerun.serve.bodies.wire import dump_json
 from forerun.serve.dialects.wording import error_body, request_ids
-from forerun.serve.errors import ApiError, ClientGoneError, api_error
-from forerun.serve.fields import UNKNOWN_FIELD
-from forerun.serve.hosts import AllowedHosts
-from forerun.serve.logs import FIELDS
-from forerun.serve.record import RequestRecord
-from forerun.serve.wire import dump_json
+from forerun.serve.http.errors import ApiError, ClientGoneError, api_error
+from forerun.serve.http.hosts import AllowedHosts
+from forerun.serve.observe.logs import FIELDS
 
 log = logging.getLogger("forerun.serve")
 

@@ -23,13 +23,13 @@ from starlette.types import Message, Receive, Scope, Send
 from forerun.errors import ForerunError
 from forerun.machine import memory_available
 from forerun.options.config import ServeSettings
-from forerun.serve.errors import ApiError, api_error, unavailable, unknown_model
-from forerun.serve.fields import text
-from forerun.serve.metrics import Metrics
-from forerun.serve.service import Served, Service, Start
-from forerun.serve.tasks import begun
-from forerun.serve.wire import Bodies, Received, parse_json
-from forerun.serve.workers import Workers
+from forerun.serve.answers.service import Served, Service, Start
+from forerun.serve.bodies.fields import text
+from forerun.serve.bodies.wire import Bodies, Received, parse_json
+from forerun.serve.http.errors import ApiError, api_error, unavailable, unknown_model
+from forerun.serve.http.tasks import begun
+from forerun.serve.http.workers import Workers
+from forerun.serve.observe.metrics import Metrics
 
 SIZE_OF_WORK = 1.25
 """Memory that a model takes at least, in sizes of its file: with its cache about a quarter more."""

@@ -10,9 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from forerun.serve.answering import Json
+from forerun.serve.answers.answering import Json
 from forerun.serve.dialects.ollama import models as ollama
-from forerun.serve.errors import unavailable
+from forerun.serve.http.errors import unavailable
 from forerun.serve.models import Entry, Models
 from forerun.serve.routes import card, version
 

@@ -13,7 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from forerun.serve.answering import Json
+from forerun.serve.answers.answering import Json
+from forerun.serve.bodies.fields import body_schema
+from forerun.serve.bodies.schema import ChatBody, CompletionBody
 from forerun.serve.dialects.anthropic.schema import CountBody, MessagesBody
 from forerun.serve.dialects.llama.schema import InfillBody, NativeBody, TemplateBody
 from forerun.serve.dialects.ollama.models import PullBody, ShowBody
@@ -21,8 +23,6 @@ from forerun.serve.dialects.ollama.schema import OllamaChatBody, OllamaGenerateB
 from forerun.serve.dialects.responses.schema import ResponsesBody
 from forerun.serve.dialects.sglang.routes import AbortBody
 from forerun.serve.dialects.sglang.schema import GenerateBody
-from forerun.serve.fields import body_schema
-from forerun.serve.schema import ChatBody, CompletionBody
 from forerun.serve.tokens import DetokenizeBody, TokenizeBody
 from forerun.version import __version__
 

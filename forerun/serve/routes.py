@@ -7,14 +7,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from forerun.serve.answering import Json, generated, received, rendered, service_of
+from forerun.serve.answers.answering import Json, generated, received, rendered, service_of
+from forerun.serve.answers.service import Served
 from forerun.serve.dialects.anthropic.messages import MessagesDialect, counted
 from forerun.serve.dialects.anthropic.models import listed, model_card
 from forerun.serve.dialects.openai.completions import ChatDialect, CompletionDialect
 from forerun.serve.dialects.responses.responses import ResponsesDialect, input_tokens
 from forerun.serve.dialects.responses.store import ResponseStore, StoredAnswer
-from forerun.serve.errors import ApiError
-from forerun.serve.service import Served
+from forerun.serve.http.errors import ApiError
 from forerun.serve.tokens import TOKEN_ROUTES
 from forerun.version import __version__
 

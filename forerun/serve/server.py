@@ -19,11 +19,11 @@ from starlette.types import ASGIApp
 
 from forerun.errors import ConfigError
 from forerun.options.config import ServeSettings
+from forerun.serve.answers.service import Start
 from forerun.serve.app import create_app, create_models_app
-from forerun.serve.connection import connections
+from forerun.serve.http.connection import connections
+from forerun.serve.http.tasks import begun
 from forerun.serve.models import Source
-from forerun.serve.service import Start
-from forerun.serve.tasks import begun
 
 if sys.platform != "win32":
     import resource

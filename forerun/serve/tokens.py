@@ -12,15 +12,15 @@ from starlette.routing import Route
 
 from forerun.build.engine import Frontend
 from forerun.errors import RequestError
-from forerun.serve.answering import Json, received, rendered, service_of
+from forerun.serve.answers.answering import Json, received, rendered, service_of
+from forerun.serve.bodies.dialogue import chat_prompt
+from forerun.serve.bodies.fields import accept, boolean, items, need, one_or_more, read, takes, text
+from forerun.serve.bodies.messages import messages, plain_text
+from forerun.serve.bodies.prepare import known_tokens
+from forerun.serve.bodies.schema import MAX_PROMPTS, template_options, token_ids
+from forerun.serve.bodies.tools import Tool, tools
+from forerun.serve.bodies.wire import dump_json
 from forerun.serve.dialects.openai.render import token_text
-from forerun.serve.dialogue import chat_prompt
-from forerun.serve.fields import accept, boolean, items, need, one_or_more, read, takes, text
-from forerun.serve.messages import messages, plain_text
-from forerun.serve.prepare import known_tokens
-from forerun.serve.schema import MAX_PROMPTS, template_options, token_ids
-from forerun.serve.tools import Tool, tools
-from forerun.serve.wire import dump_json
 from forerun.text.reasoning import Marks
 from forerun.text.tokenizer import as_numbers
 from forerun.types import Ints

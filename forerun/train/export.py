@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from forerun.drafts.block_config import BlockHead
+from forerun.drafts.eagle_config import DraftHead
 from forerun.executors.torch.drafts.eagle import EagleHead
-from forerun.models.block_config import BlockHead
-from forerun.models.draft_config import DraftHead
-from forerun.models.rope import LinearScaling, Llama3, Rope, Yarn
+from forerun.networks.rope import LinearScaling, Llama3, Rope, Yarn
 from forerun.types import Ints
 
 Dialect = Literal["sglang", "speculators"]

@@ -19,12 +19,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from forerun.checkpoints.checkpoint import Checkpoint
+from forerun.drafts.eagle_folder import DraftFile
 from forerun.errors import ModelError
 from forerun.executors.torch.drafts.block import BlockDrafter
 from forerun.executors.torch.drafts.draft_layer import DraftLayer, Norm
 from forerun.executors.torch.drafts.eagle import EagleHead
-from forerun.models.checkpoint import Checkpoint
-from forerun.models.draft_folder import DraftFile
 from forerun.train.loss import DraftVocabulary, TrainingBatch, ttt_loss
 from forerun.train.unroll import Unrollable, Unrolling
 

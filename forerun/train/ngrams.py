@@ -1,10 +1,10 @@
-"""A target's answers -> its n-gram table (forerun.models.ngram_table): counted, not trained."""
+"""A target's answers -> its n-gram table (forerun.drafts.ngram_table): counted, not trained."""
 
 from pathlib import Path
 
 import numpy as np
 
-from forerun.models.ngram_counts import SEEN, count_ngrams, write_ngrams
+from forerun.drafts.ngram_counts import SEEN, count_ngrams, write_ngrams
 from forerun.train.corpus import Corpus
 
 JUDGED = 4000

@@ -16,9 +16,9 @@ from time import monotonic
 import numpy as np
 import torch
 
+from forerun.checkpoints.checkpoint import Checkpoint
+from forerun.drafts.eagle_folder import DraftFile
 from forerun.errors import ConfigError, ModelError
-from forerun.models.checkpoint import Checkpoint
-from forerun.models.draft_folder import DraftFile
 from forerun.text.chat import ChatTemplate
 from forerun.text.tokenizer import Tokenizer
 from forerun.train.answers import AnswerStore, Author, Chat, Recipe, Writer

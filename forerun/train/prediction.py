@@ -1,6 +1,6 @@
 """Training a prediction layer (MTP; SGLang's NEXTN) for a target that has none.
 
-What it computes is said in forerun.models.prediction_layers; it is unrolled over its own outputs as
+What it computes is said in forerun.drafts.prediction_layers; it is unrolled over its own outputs as
 an EAGLE head is (unroll.py), since that is how a single layer serves at all depths. What it reads
 of the target is the hidden state after the final norm, made here of the last layer's stream.
 """
@@ -14,14 +14,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from forerun.checkpoints.checkpoint import Checkpoint
+from forerun.drafts.prediction_folder import SUFFIX
 from forerun.errors import ModelError
 from forerun.executors.torch.decoder.elementwise import Rotary
 from forerun.executors.torch.drafts.draft_layer import TRAINED, Attend, DraftLayer, LayerShape, Norm
-from forerun.models.arch import Architecture
-from forerun.models.checkpoint import Checkpoint
-from forerun.models.layer_spec import Dense
-from forerun.models.prediction_folder import SUFFIX
-from forerun.models.rope import Rope
+from forerun.networks.arch import Architecture
+from forerun.networks.layer_spec import Dense
+from forerun.networks.rope import Rope
 from forerun.train.loss import DraftVocabulary
 from forerun.types import Ints
 
@@ -167,7 +167,7 @@ def start_layer(
 
 def export_prediction(layer: PredictionLayer, target_ids: Ints, folder: Path) -> None:
     """Write config.json and model.safetensors (bfloat16) into `folder`, as
-    forerun.models.prediction_folder reads them.
+    forerun.drafts.prediction_folder reads them.
 
     target_ids  int32[Vd] ascending; stored as offsets d2t where they are not all
 

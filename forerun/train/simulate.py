@@ -10,9 +10,9 @@ from contextlib import AbstractContextManager
 import numpy as np
 import torch
 
+from forerun.checkpoints.checkpoint import Checkpoint
+from forerun.drafts.eagle_folder import DraftFile
 from forerun.executors.torch.drafts.eagle import EagleHead
-from forerun.models.checkpoint import Checkpoint
-from forerun.models.draft_folder import DraftFile
 from forerun.train.init import check_trainable, start_from_draft
 from forerun.train.loss import (
     DraftVocabulary,

@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from forerun.checkpoints.checkpoint import Checkpoint
+from forerun.drafts.block_config import BlockHead, default_block_features
+from forerun.drafts.eagle_config import head_for
+from forerun.drafts.eagle_folder import DraftFile
 from forerun.executors.torch.drafts.block import BlockDrafter
 from forerun.executors.torch.drafts.eagle import EagleHead
-from forerun.models.arch import Architecture
-from forerun.models.block_config import BlockHead, default_block_features
-from forerun.models.checkpoint import Checkpoint
-from forerun.models.draft_config import head_for
-from forerun.models.draft_folder import DraftFile
+from forerun.networks.arch import Architecture
 from forerun.train.corpus import ReadsFeatures
 from forerun.train.export import export_block, export_head
 from forerun.train.init import calibrate, start_block, start_from_draft, start_from_target

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.errors import ModelError
 from forerun.executors.torch.attention.attention import apart
 from forerun.executors.torch.decoder.decoder import Decoder
 from forerun.executors.torch.decoder.elementwise import softcapped
 from forerun.executors.torch.decoder.layers import WholeLinear
 from forerun.executors.torch.triton.kernels import kernels_for, parts_of
-from forerun.models.checkpoint import Checkpoint
-from forerun.models.layer_spec import AttentionSpec
+from forerun.networks.layer_spec import AttentionSpec
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """(layer, queries [B,A,T,E], keys [B,G,T,E], values [B,G,T,E], sinks) -> context [B,A,T,E]; as

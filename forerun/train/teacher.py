@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.executors.cpu import HiddenStates
-from forerun.models.checkpoint import Checkpoint
 from forerun.train.target import DenseTarget
 from forerun.types import Floats, Ints
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from forerun.executors.torch.decoder.elementwise import rotation
 from forerun.executors.torch.drafts.draft_layer import TrainedHeads
-from forerun.models.rope import Rope
+from forerun.networks.rope import Rope
 
 
 class Turned(Protocol):

@@ -9,6 +9,7 @@ import pytest
 
 from forerun.build.engine import encode_chat, load, make_engine, open_target
 from forerun.build.registry import EXECUTORS
+from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.client.completion import complete, make_request
 from forerun.client.llm import LLM
 from forerun.errors import ConfigError, EngineError, ModelError, RequestError
@@ -16,7 +17,6 @@ from forerun.executors import cpu
 from forerun.interface.executor import ExecutorLimits
 from forerun.measure.prove import Trial, prove
 from forerun.measure.workload import read_prompts, spread
-from forerun.models.folder import FolderCheckpoint
 from forerun.options.config import EngineConfig
 from tests.cli.toys import toy_loaded, toy_target
 from tests.models import tiny

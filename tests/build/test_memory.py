@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 from forerun.build.engine import open_target
 from forerun.build.memory import Needs, human, needs_of, plan_memory
+from forerun.build.shapes import RandomCheckpoint
 from forerun.errors import ConfigError, MemoryPlanError
 from forerun.executors import cpu
-from forerun.models.arch import Architecture, plain_layers
-from forerun.models.layer_spec import AttentionSpec, Experts, Latent, Router
-from forerun.models.rope import Rope
-from forerun.models.shapes import RandomCheckpoint
+from forerun.networks.arch import Architecture, plain_layers
+from forerun.networks.layer_spec import AttentionSpec, Experts, Latent, Router
+from forerun.networks.rope import Rope
 from forerun.options.config import EngineConfig
 from tests.models import tiny
 from tests.parity.driver import limits

@@ -8,7 +8,7 @@ import pytest
 from forerun.build import text_table
 from forerun.build.engine import make_engine, open_target
 from forerun.client.completion import complete, make_request
-from forerun.models.ngram_counts import write_table
+from forerun.drafts.ngram_counts import write_table
 from forerun.options.config import EngineConfig
 from forerun.text.tokenizer import Tokenizer
 

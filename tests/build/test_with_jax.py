@@ -10,13 +10,13 @@ from forerun.build.device import DeviceChoice
 from forerun.build.engine import open_target
 from forerun.build.registry import EXECUTORS, choose_executor, draft_model
 from forerun.build.tuned import Setting
+from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.constrain.grammar import Grammar
+from forerun.drafts.eagle_folder import DraftFile
 from forerun.errors import ConfigError, ModelError
 from forerun.measure.prove import Trial, prove
 from forerun.measure.sweep import OFF, Sweep, halving
 from forerun.measure.workload import Prompt
-from forerun.models.draft_folder import DraftFile
-from forerun.models.folder import FolderCheckpoint
 from forerun.options.config import EngineConfig
 from tests.models import tiny
 

@@ -29,7 +29,9 @@ from tests.chaos.mutations import damaged, mutated, safetensors_parts, safetenso
 OUT = Path(__file__).parents[2] / "build" / "fuzz"
 SECONDS_PER_FILE = 20
 MEGABYTES = 2048
-READING = ["forerun.models", "forerun.hub", "forerun.text", "forerun.constrain"]
+READING = [
+    f"forerun.{room}" for room in ("networks", "checkpoints", "drafts", "hub", "text", "constrain")
+]
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,8 @@ def gguf_seed(folder: Path) -> bytes:
 
 
 def read_gguf(path: Path) -> None:
+    from forerun.checkpoints.gguf.file import GgufCheckpoint
     from forerun.hub.catalog import open_model
-    from forerun.models.gguf import GgufCheckpoint
 
     checkpoint = GgufCheckpoint(path)
     for name in checkpoint.names():
@@ -80,7 +82,7 @@ def read_gguf(path: Path) -> None:
 
 
 def read_safetensors(path: Path) -> None:
-    from forerun.models.shard import read_shard
+    from forerun.checkpoints.shard import read_shard
 
     file = read_shard(path)
     for name in file.tensors:
@@ -124,7 +126,7 @@ def draft_folder(folder: Path) -> Path:
 
 def draft_file(name: str) -> Reader:
     def read(path: Path) -> None:
-        from forerun.models.draft_folder import open_draft
+        from forerun.drafts.eagle_folder import open_draft
         from tests.train.test_export import TARGET
 
         folder = path.parent / "draft"
@@ -138,8 +140,8 @@ def draft_file(name: str) -> Reader:
 
 
 def table_seed(folder: Path) -> bytes:
-    from forerun.models.ngram_counts import write_ngrams
-    from forerun.models.ngram_table import FILE
+    from forerun.drafts.ngram_counts import write_ngrams
+    from forerun.drafts.ngram_table import FILE
     from tests.models.test_ngram_table import VOCAB, counted
 
     chats = [np.random.default_rng(n).integers(0, VOCAB, 40).tolist() for n in range(5)]
@@ -148,7 +150,7 @@ def table_seed(folder: Path) -> bytes:
 
 
 def read_table(path: Path) -> None:
-    from forerun.models.ngram_table import read_ngram_table
+    from forerun.drafts.ngram_table import read_ngram_table
     from tests.models.test_ngram_table import VOCAB
 
     table = read_ngram_table(path, VOCAB)
@@ -175,7 +177,7 @@ def pickle_change(content: bytes, source: random.Random) -> bytes:
 
 
 def read_ids(path: Path) -> None:
-    from forerun.models.pickled import read_pickled_ids
+    from forerun.checkpoints.pickled import read_pickled_ids
 
     assert all(type(item) is int for item in read_pickled_ids(path))
 

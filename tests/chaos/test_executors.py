@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from forerun.checkpoints.folder import FolderCheckpoint
+from forerun.drafts.eagle_config import head_for
 from forerun.executors.torch.drafts.eagle import EagleHead
 from forerun.measure.fuzz import Fuzzer
 from forerun.measure.workload import read_prompts
-from forerun.models.draft_config import head_for
-from forerun.models.folder import FolderCheckpoint
 from forerun.options.config import EngineConfig
 from forerun.train.export import export_head
 from tests.chaos.real_server import NIGHTLY

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from forerun.build.engine import make_engine, open_target
+from forerun.checkpoints.gguf.header import read_header
+from forerun.drafts.eagle_folder import open_draft
+from forerun.drafts.ngram_counts import write_ngrams
+from forerun.drafts.ngram_table import FILE, read_ngram_table
 from forerun.errors import ForerunError
-from forerun.models.draft_folder import open_draft
-from forerun.models.gguf_header import read_header
-from forerun.models.ngram_counts import write_ngrams
-from forerun.models.ngram_table import FILE, read_ngram_table
 from forerun.options.config import EngineConfig
 from forerun.train.export import export_head
 from tests.chaos.agents import ask

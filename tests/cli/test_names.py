@@ -12,13 +12,13 @@ import pytest
 from forerun.build import tuned
 from forerun.build.engine import load
 from forerun.build.tuned import Setting
+from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.cli.command_line import build_parser
 from forerun.cli.layers import settle
 from forerun.cli.main import main
+from forerun.drafts.eagle_config import head_for
 from forerun.errors import ConfigError
 from forerun.executors.torch.drafts.eagle import EagleHead
-from forerun.models.draft_config import head_for
-from forerun.models.folder import FolderCheckpoint
 from forerun.options import algorithms
 from forerun.options.algorithms import ALGORITHMS, Algorithm, capacity, check_shape
 from forerun.options.alias import FIELDS, Verdict

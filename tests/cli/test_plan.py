@@ -6,9 +6,9 @@ import re
 import pytest
 
 from forerun.build.memory import human
+from forerun.build.shapes import SHAPES
+from forerun.checkpoints.tensor_parallel import TensorParallel
 from forerun.cli.main import main
-from forerun.models.shapes import SHAPES
-from forerun.models.tensor_parallel import TensorParallel
 from tests.models import tiny
 from tests.shape.tree import ROOT
 

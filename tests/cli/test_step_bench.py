@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
+from forerun.build.shapes import RandomCheckpoint, shape_named
 from forerun.executors.jax import JaxExecutor
 from forerun.executors.torch import TorchExecutor
 from forerun.executors.toy import ToyExecutor
 from forerun.measure.step_bench import StepBench, limits_for
-from forerun.models.config_json import architecture_from
-from forerun.models.shapes import RandomCheckpoint, shape_named
+from forerun.networks.config_json import architecture_from
 from forerun.speculative.sampling import Sampling
 from tests.models import tiny
 

@@ -3,7 +3,7 @@
 import pytest
 
 from forerun.cli.main import main
-from forerun.models.ngram_table import FILE, read_ngram_table
+from forerun.drafts.ngram_table import FILE, read_ngram_table
 
 VOCAB = 49152
 

@@ -26,7 +26,7 @@ from forerun.interface.features import HostFeatures
 from forerun.interface.next_draft import NextDrafts
 from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit
-from forerun.models.cache_layer import CacheLayer
+from forerun.networks.cache_layer import CacheLayer
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import NO_DRAFT, batch
 

@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 
+from forerun.checkpoints.folder import FolderCheckpoint
+from forerun.checkpoints.gguf.file import GgufCheckpoint
 from forerun.executors.cpu import CpuExecutor, available
 from forerun.hub.catalog import open_model
-from forerun.models.folder import FolderCheckpoint
-from forerun.models.gguf import GgufCheckpoint
 from tests.models import tiny
 from tests.parity.driver import limits
 

@@ -13,12 +13,12 @@ import torch
 
 from forerun.build.engine import open_target
 from forerun.build.registry import EXECUTORS, choose_executor
+from forerun.checkpoints.folder import FolderCheckpoint
+from forerun.checkpoints.mapped import Packed
 from forerun.errors import ConfigError, EngineError, MemoryPlanError, ModelError
 from forerun.executors.cpu import CpuExecutor, available, cache_bytes_per_token, native
 from forerun.interface.plan import Outcome
 from forerun.interface.slot_init import SlotInit
-from forerun.models.folder import FolderCheckpoint
-from forerun.models.mapped import Packed
 from forerun.options.config import EngineConfig
 from forerun.speculative.sampling import Sampling
 from tests.e2e.processes import wait_for

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from forerun.build.registry import EXECUTORS
+from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.errors import ConfigError
 from forerun.executors.cpu import CpuExecutor, native
 from forerun.executors.torch import TorchExecutor
-from forerun.models.folder import FolderCheckpoint
 from forerun.options.config import EngineConfig
 from tests.cpu.test_logits import distance, fp32, logits_of
 from tests.models import tiny

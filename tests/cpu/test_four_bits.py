@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from forerun.build.engine import open_target
+from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.executors.cpu.few_bits import TILE
-from forerun.models.folder import FolderCheckpoint
 from forerun.options.config import EngineConfig
 from tests.cpu.test_logits import SAME, distance, logits_of
 from tests.cpu.twin import forward

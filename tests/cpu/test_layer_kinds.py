@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 
+from forerun.build.shapes import RandomCheckpoint, shape_named
+from forerun.checkpoints.gguf.file import GgufCheckpoint
 from forerun.errors import ModelError
 from forerun.executors.cpu import CpuExecutor, native
 from forerun.executors.cpu.few_bits import check_fp4
 from forerun.executors.torch import TorchExecutor
-from forerun.models.gguf import GgufCheckpoint
-from forerun.models.layer_spec import Experts, Router
-from forerun.models.shapes import RandomCheckpoint, shape_named
+from forerun.networks.layer_spec import Experts, Router
 from tests.covering import every, thinned, values
 from tests.cpu.test_floats import greedy
 from tests.cpu.test_logits import SAME, distance, fp32, logits_of

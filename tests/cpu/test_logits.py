@@ -7,10 +7,10 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
+from forerun.build.shapes import RandomCheckpoint, shape_named
+from forerun.checkpoints.folder import FolderCheckpoint
+from forerun.checkpoints.gguf.file import GgufCheckpoint
 from forerun.executors.cpu import CpuExecutor
-from forerun.models.folder import FolderCheckpoint
-from forerun.models.gguf import GgufCheckpoint
-from forerun.models.shapes import RandomCheckpoint, shape_named
 from tests.cpu.test_products import K_QUANTS, matrix_of
 from tests.cpu.twin import forward
 from tests.models import tiny

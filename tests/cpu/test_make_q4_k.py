@@ -6,8 +6,8 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from forerun.build.registry import EXECUTORS
+from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.executors.cpu import CpuExecutor, native
-from forerun.models.folder import FolderCheckpoint
 from forerun.options.config import EngineConfig
 from tests.cpu.test_logits import distance, fp32, logits_of
 from tests.cpu.test_products import SOURCES, multiply, stored

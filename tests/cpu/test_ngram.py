@@ -13,11 +13,11 @@ from forerun.client.completion import complete, make_request
 from forerun.control.host_drafts import Trust, cut, ranked, scored
 from forerun.drafters.native_ngram import CpuNgramDrafter
 from forerun.drafters.ngram import NgramDrafter
+from forerun.drafts.ngram_counts import count_ngrams
 from forerun.errors import EngineError
 from forerun.executors.cpu import native
 from forerun.interface.plan import Outcome, Plan, Prices
 from forerun.interface.slot_init import SlotInit
-from forerun.models.ngram_counts import count_ngrams
 from forerun.options.config import EngineConfig
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import NO_DRAFT, DraftSource, batch

@@ -5,9 +5,9 @@ import pytest
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
+from forerun.checkpoints.mapped import FourBits
 from forerun.executors.cpu import native
 from forerun.executors.cpu.few_bits import rows_of_bytes, rows_of_tiles
-from forerun.models.mapped import FourBits
 from tests.cpu.twin import quantised
 
 SOURCES = {"Q4_0": 0, "Q4_1": 1, "Q8_0": 2, "F32": 3, "F16": 4, "BF16": 5}

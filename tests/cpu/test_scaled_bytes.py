@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from gguf.quants import dequantize, quantize
 
+from forerun.checkpoints.gguf.file import GgufCheckpoint
 from forerun.executors.cpu.few_bits import SCALED_BYTES, as_bytes
-from forerun.models.gguf import GgufCheckpoint
 from tests.cpu.test_logits import SAME, distance, logits_of
 from tests.cpu.twin import forward
 from tests.models import tiny

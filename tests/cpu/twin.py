@@ -9,8 +9,8 @@ import math
 
 import numpy as np
 
-from forerun.models.checkpoint import InFourBits
-from forerun.models.layer_spec import NORM_NAMES, Experts
+from forerun.checkpoints.checkpoint import InFourBits
+from forerun.networks.layer_spec import NORM_NAMES, Experts
 
 GROUP = 32
 FLOATS = ("F32", "F16", "BF16")

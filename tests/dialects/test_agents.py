@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from forerun.serve.bodies.fields import read
 from forerun.serve.dialects.anthropic.schema import MessagesBody
 from forerun.serve.dialects.responses.free_tools import free_input, shell_action
-from forerun.serve.fields import read
 from tests.dialects.asked import ASKED, GREEDY, PLACE
 from tests.lazy import LazyModule
 

@@ -8,12 +8,12 @@ import pytest
 
 from forerun.engine.request import Delta, Finish
 from forerun.errors import RequestError
+from forerun.serve.answers.session import GenerationSession
+from forerun.serve.bodies.fields import read
 from forerun.serve.dialects.llama.infill import infill_prompt, marks_of
 from forerun.serve.dialects.llama.limits import LineLimits
 from forerun.serve.dialects.llama.schema import InfillBody
-from forerun.serve.errors import ApiError
-from forerun.serve.fields import read
-from forerun.serve.session import GenerationSession
+from forerun.serve.http.errors import ApiError
 from forerun.text.pieces import Pieces
 from forerun.text.tokenizer import AddedToken, TextEnds, Tokenizer
 from forerun.types import RequestId

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from forerun.checkpoints.folder import FolderCheckpoint
+from forerun.drafts.eagle_config import head_for
 from forerun.executors.torch.drafts.eagle import EagleHead
-from forerun.models.draft_config import head_for
-from forerun.models.folder import FolderCheckpoint
 from forerun.train.export import export_head
 from tests.drafters.prediction import counting, dense, in_gguf, random_layer, with_layers
 from tests.models import tiny

@@ -12,7 +12,7 @@ import pytest
 from forerun.build import with_jax
 from forerun.build.engine import make_engine, open_target
 from forerun.client.completion import complete, make_request
-from forerun.executors.jax.batches import Buckets
+from forerun.executors.jax.rounds.batches import Buckets
 from forerun.options.config import EngineConfig
 from forerun.text.rendering import BYTE_LEVEL_TEMPLATE
 
@@ -183,7 +183,7 @@ def on_xla(compiled, warm=False, pads=()):
     keep what they compile; warm: it is all compiled at once. pads: see `padded`.
     """
     import forerun.executors.jax as jax
-    from forerun.executors.jax import programs
+    from forerun.executors.jax.program import programs
 
     with pytest.MonkeyPatch.context() as patch:
         padded(patch, *pads)

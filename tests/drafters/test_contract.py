@@ -20,6 +20,7 @@ from forerun.build import drafting
 from forerun.build.drafting import open_drafts, with_draft
 from forerun.build.engine import load, open_target
 from forerun.build.memory import Needs, plan_memory
+from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.client.completion import complete
 from forerun.control.policy import Budget, Decision, FixedPolicy
 from forerun.drafters import backlog
@@ -31,8 +32,7 @@ from forerun.executors.torch.drafts.draft_cache import DraftCache
 from forerun.executors.torch.features import TorchFeatureRing
 from forerun.hub.catalog import open_model
 from forerun.interface.draft_model import DraftBlock, Extension
-from forerun.models.cache_layer import CacheLayer
-from forerun.models.folder import FolderCheckpoint
+from forerun.networks.cache_layer import CacheLayer
 from forerun.options.config import EngineConfig
 from tests import covering
 from tests.drafters import toys

@@ -16,7 +16,7 @@ from forerun.executors.toy import ToyExecutor
 from forerun.interface.draft_model import Candidates, DraftModelTraits, FeatureNeeds
 from forerun.interface.features import HostFeatures
 from forerun.interface.grammars import NoGrammars
-from forerun.models.cache_layer import CacheLayer
+from forerun.networks.cache_layer import CacheLayer
 from tests.engine.toys import TOKENIZER, VOCAB, ask, finish, following, limits, run
 
 

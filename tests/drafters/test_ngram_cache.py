@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from forerun.drafters.native_ngram import CpuNgramDrafter
 from forerun.drafters.ngram import COUNTED, NgramDrafter
 from forerun.drafters.ngram_cache import DISCOUNT, FOLLOWERS, LONGEST, MOST_COUNT, NgramCache
-from forerun.models.ngram_table import interpolated
+from forerun.drafts.ngram_table import interpolated
 from forerun.speculative.tree import DraftSource
 from tests.cpu.test_ngram import outcome_of, plan_of, slot_init
 from tests.cpu.test_ngram import table_of as table_of_answers

@@ -4,9 +4,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from forerun import LLM
+from forerun.checkpoints.folder import FolderCheckpoint
+from forerun.drafts.eagle_config import head_for
 from forerun.executors.torch.drafts.eagle import EagleHead
-from forerun.models.draft_config import head_for
-from forerun.models.folder import FolderCheckpoint
 from forerun.train.export import export_head
 from tests.models import tiny
 

@@ -8,12 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forerun.build.engine import open_target
+from forerun.checkpoints.folder import FolderCheckpoint
+from forerun.checkpoints.gguf.file import GgufCheckpoint
+from forerun.checkpoints.prediction_naming import FUSE
+from forerun.drafts.gguf_prediction import open_in_gguf
+from forerun.drafts.prediction_layers import open_prediction_layers
 from forerun.errors import ConfigError, ModelError
-from forerun.models.folder import FolderCheckpoint
-from forerun.models.gguf import GgufCheckpoint
-from forerun.models.gguf_prediction import open_in_gguf
-from forerun.models.prediction_layers import open_prediction_layers
-from forerun.models.prediction_naming import FUSE
 from tests.drafters.kinds import Kind
 from tests.drafters.prediction import NAMINGS, in_gguf, prefix_of, random_layer, with_layers
 from tests.drafters.served import settings

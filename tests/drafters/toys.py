@@ -13,7 +13,7 @@ from forerun.engine.thread import Engine
 from forerun.executors.toy import ToyExecutor
 from forerun.interface.draft_model import BlockCandidates, Candidates, DraftModelTraits
 from forerun.interface.grammars import NoGrammars
-from forerun.models.cache_layer import CacheLayer
+from forerun.networks.cache_layer import CacheLayer
 from tests.drafters.served import Cell
 from tests.engine.toys import TOKENIZER, VOCAB, best, limits, logits
 

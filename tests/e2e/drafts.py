@@ -8,7 +8,7 @@ import json
 
 import numpy as np
 
-from forerun.models.folder import FolderCheckpoint
+from forerun.checkpoints.folder import FolderCheckpoint
 from tests.drafters.kinds import other_vocabulary
 from tests.drafters.prediction import random_layer, with_layers
 from tests.drafters.watched import Told

@@ -8,9 +8,9 @@ import time
 import httpx
 from safetensors.torch import load_file, save_file
 
+from forerun.checkpoints.folder import FolderCheckpoint
+from forerun.drafts.eagle_config import head_for
 from forerun.executors.torch.drafts.eagle import EagleHead
-from forerun.models.draft_config import head_for
-from forerun.models.folder import FolderCheckpoint
 from forerun.train.export import export_head
 from tests.models import tiny
 

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from forerun.build.engine import open_target
+from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.constrain.grammar import Grammar
 from forerun.executors import cpu
 from forerun.measure import prove as proving
 from forerun.measure.prove import Trial, answers, prove
 from forerun.measure.workload import Prompt
-from forerun.models.folder import FolderCheckpoint
 from forerun.options.config import EngineConfig
 from tests.e2e.drafts import METHODS, Hinted, make
 from tests.models import tiny

@@ -9,9 +9,9 @@ import torch
 
 from forerun.build.engine import open_target
 from forerun.build.registry import choose_executor
+from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.errors import ConfigError, ModelError
 from forerun.measure.prove import Trial, prove
-from forerun.models.folder import FolderCheckpoint
 from forerun.options.config import EngineConfig
 from tests.drafters.prediction import with_layers
 from tests.e2e.test_equality_matrix import (

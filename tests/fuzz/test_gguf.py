@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forerun.checkpoints.gguf.file import GgufCheckpoint
+from forerun.checkpoints.gguf.header import read_header
 from forerun.errors import ModelError
 from forerun.hub.catalog import open_model
-from forerun.models.gguf import GgufCheckpoint
-from forerun.models.gguf_header import read_header
 from tests.fuzz.bounded import FUZZ, bounded, flipped, touch
 from tests.models import tiny
 

@@ -21,11 +21,11 @@ from forerun.constrain.schema.paths import schemas
 from forerun.constrain.schema.patterns import matching, portable
 from forerun.constrain.schema.strings import Unenforceable, plain_patterns
 from forerun.errors import RequestError
-from forerun.serve.closing import closed
-from forerun.serve.errors import ApiError
-from forerun.serve.structure import json_rules
-from forerun.serve.tools import argument_text
-from forerun.serve.wire import parse_json
+from forerun.serve.bodies.closing import closed
+from forerun.serve.bodies.structure import json_rules
+from forerun.serve.bodies.tools import argument_text
+from forerun.serve.bodies.wire import parse_json
+from forerun.serve.http.errors import ApiError
 from forerun.text.json_text import MOST_CONTAINERS
 from forerun.text.reasoning import Marks, ReasoningReader, Stage
 from forerun.text.stop_strings import StopStrings
@@ -241,7 +241,7 @@ def test_texts_are_read_in_time(name):
 
 
 OTHERS_JSON = {
-    "serve/closing.py",
+    "serve/bodies/closing.py",
     "serve/dialects/responses/store.py",
     "text/tokenizer.py",
     "text/json_text.py",

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from forerun.models.folder import FolderCheckpoint
-from forerun.models.shard import read_shard
+from forerun.checkpoints.folder import FolderCheckpoint
+from forerun.checkpoints.shard import read_shard
 from tests.fuzz.bounded import FUZZ, bounded, flipped, touch
 from tests.models import tiny
 

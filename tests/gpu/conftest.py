@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forerun.models.folder import FolderCheckpoint
+from forerun.checkpoints.folder import FolderCheckpoint
 from tests.models import tiny
 
 HERE = Path(__file__).parent

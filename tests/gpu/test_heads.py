@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.executors.torch import TorchEagleModel, TorchExecutor
-from forerun.models.folder import FolderCheckpoint
 from tests.models import tiny
 from tests.parity.driver import limits
 from tests.parity.heads import (

@@ -15,7 +15,7 @@ from forerun.executors.torch.decoder.few_bits import FEW, few_bits_product, load
 from forerun.executors.torch.decoder.float8 import FLOAT8
 from forerun.executors.torch.triton.kernels import kernels_for
 from forerun.executors.torch.triton.round_types import Levels, RoundShape
-from forerun.models.layer_spec import AttentionSpec
+from forerun.networks.layer_spec import AttentionSpec
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import full_size
 from forerun.speculative.verify import intervals

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.executors.torch import CapturedExecutor
-from forerun.models.folder import FolderCheckpoint
 from tests.parity.heads import Target, learn, opened
 from tests.parity.test_torch_overlap import OFF, SHAPES, answered, asked, crowd, tokens
 

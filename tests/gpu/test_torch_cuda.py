@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.executors.torch import TorchExecutor
-from forerun.models.folder import FolderCheckpoint
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, chain_draft, limits
 

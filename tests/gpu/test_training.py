@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from forerun.models.folder import FolderCheckpoint
+from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.text.chat import ChatTemplate
 from forerun.text.tokenizer import Tokenizer
 from forerun.train.answers import Ask, Chat

@@ -3,10 +3,10 @@ from dataclasses import replace
 import pytest
 
 from forerun.errors import ModelError
-from forerun.models.arch import FAMILIES, Architecture, expected_tensors, plain_layers
-from forerun.models.config_json import architecture_from
-from forerun.models.layer_spec import AttentionSpec, Dense, Experts
-from forerun.models.rope import Rope
+from forerun.networks.arch import FAMILIES, Architecture, expected_tensors, plain_layers
+from forerun.networks.config_json import architecture_from
+from forerun.networks.layer_spec import AttentionSpec, Dense, Experts
+from forerun.networks.rope import Rope
 from tests.models import tiny
 
 VARIANTS = [(family, {}) for family in FAMILIES]

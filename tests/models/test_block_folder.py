@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from forerun.drafts.block_config import default_block_features
+from forerun.drafts.block_folder import holds_block, open_block
 from forerun.errors import ModelError
-from forerun.models.arch import Architecture, Rope, plain_layers
-from forerun.models.block_config import default_block_features
-from forerun.models.block_folder import holds_block, open_block
+from forerun.networks.arch import Architecture, Rope, plain_layers
 from tests.parity.blocks import block_head, random_block
 
 TARGET = Architecture("llama", 64, 4, 2, 16, 320, 512, 1e-5, plain_layers(6, 16, 96, Rope(1e4)))

@@ -1,10 +1,10 @@
 import pytest
 
 from forerun.errors import ModelError
-from forerun.models.arch import FAMILIES
-from forerun.models.config_json import architecture_from, read_json
-from forerun.models.layer_spec import AttentionSpec, Dense, Experts, Router
-from forerun.models.rope import LinearScaling, Rope, Yarn
+from forerun.networks.arch import FAMILIES
+from forerun.networks.config_json import architecture_from, read_json
+from forerun.networks.layer_spec import AttentionSpec, Dense, Experts, Router
+from forerun.networks.rope import LinearScaling, Rope, Yarn
 from tests.models import tiny
 
 

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from gguf.quants import dequantize
 
+from forerun.checkpoints.gguf.header import read_header
 from forerun.hub.catalog import open_model
-from forerun.models.arch import Architecture, expected_tensors, plain_layers
-from forerun.models.gguf_header import read_header
-from forerun.models.rope import Rope
+from forerun.networks.arch import Architecture, expected_tensors, plain_layers
+from forerun.networks.rope import Rope
 
 pytestmark = pytest.mark.model
 

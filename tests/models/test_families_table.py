@@ -5,15 +5,16 @@ import re
 import pytest
 
 from forerun.build.registry import EXECUTORS
+from forerun.checkpoints import prediction_naming
+from forerun.checkpoints.gguf import config as gguf_config
+from forerun.drafts.block_folder import BlockFile
+from forerun.drafts.eagle_folder import DraftFile
+from forerun.drafts.prediction_layers import PredictionLayers
+from forerun.drafts.whole_draft import WholeDraft
 from forerun.executors.cpu import limits as cpu
 from forerun.executors.jax import limits as jax
-from forerun.models import gguf_config, prediction_naming
-from forerun.models.arch import FAMILIES
-from forerun.models.block_folder import BlockFile
-from forerun.models.config_json import architecture_from
-from forerun.models.draft_folder import DraftFile
-from forerun.models.prediction_layers import PredictionLayers
-from forerun.models.whole_draft import WholeDraft
+from forerun.networks.arch import FAMILIES
+from forerun.networks.config_json import architecture_from
 from tests.cpu.test_layer_kinds import FAMILIES as ON_THE_CORE
 from tests.e2e.test_families import FAMILIES as WITH_DRAFTS
 from tests.models import test_gguf, tiny

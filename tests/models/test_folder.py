@@ -7,11 +7,17 @@ import torch
 import transformers
 from safetensors.numpy import load_file, save_file
 
+from forerun.checkpoints.checkpoint import Checkpoint
+from forerun.checkpoints.folder import (
+    FolderCheckpoint,
+    bos_id,
+    chat_template,
+    eos_ids,
+    special_tokens,
+)
 from forerun.errors import ModelError
 from forerun.hub.catalog import open_model
-from forerun.models.arch import FAMILIES
-from forerun.models.checkpoint import Checkpoint
-from forerun.models.folder import FolderCheckpoint, bos_id, chat_template, eos_ids, special_tokens
+from forerun.networks.arch import FAMILIES
 from forerun.text.chat import ChatTemplate
 from forerun.text.template import Template
 from tests.models import tiny

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.errors import ModelError
 from forerun.executors.cpu import CpuExecutor, available
 from forerun.executors.torch import TorchExecutor
-from forerun.models.folder import FolderCheckpoint
 from tests.cpu.test_logits import SAME, distance
 from tests.cpu.twin import forward
 from tests.models import tiny

@@ -6,13 +6,13 @@ import pytest
 import torch
 from gguf.quants import dequantize, quantize
 
+from forerun.checkpoints.checkpoint import Checkpoint
+from forerun.checkpoints.gguf.file import GgufCheckpoint
+from forerun.checkpoints.gguf.header import read_header
+from forerun.checkpoints.mapped import release
 from forerun.errors import ModelError
 from forerun.executors.torch import TorchExecutor
-from forerun.models.checkpoint import Checkpoint
-from forerun.models.gguf import GgufCheckpoint
-from forerun.models.gguf_header import read_header
-from forerun.models.mapped import release
-from forerun.models.rope import Divided, LinearScaling, Yarn
+from forerun.networks.rope import Divided, LinearScaling, Yarn
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, limits
 

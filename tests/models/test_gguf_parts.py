@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 
 from forerun.build.memory import bytes_on_disk
+from forerun.checkpoints.gguf.file import GgufCheckpoint
+from forerun.checkpoints.gguf.header import read_header
+from forerun.checkpoints.gguf.parts import part_names, parts_of
 from forerun.errors import ModelError
 from forerun.hub.catalog import open_model
-from forerun.models.gguf import GgufCheckpoint
-from forerun.models.gguf_header import read_header
-from forerun.models.gguf_parts import part_names, parts_of
 from tests.models import tiny
 
 

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
+from forerun.drafts import ngram_counts as ngrams
+from forerun.drafts.ngram_counts import count_ngrams, write_ngrams
+from forerun.drafts.ngram_table import FILE, read_ngram_table
 from forerun.errors import ModelError
 from forerun.hub.catalog import shipped_draft
-from forerun.models import ngram_counts as ngrams
-from forerun.models.ngram_counts import count_ngrams, write_ngrams
-from forerun.models.ngram_table import FILE, read_ngram_table
 
 VOCAB = 5
 

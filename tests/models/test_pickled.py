@@ -15,11 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from forerun.checkpoints import pickled
+from forerun.checkpoints.folder import FolderCheckpoint, files_by_tensor
+from forerun.checkpoints.pickle_program import View, run
+from forerun.checkpoints.shard import MAPS
 from forerun.errors import ModelError
-from forerun.models import pickled
-from forerun.models.folder import FolderCheckpoint, files_by_tensor
-from forerun.models.pickle_program import View, run
-from forerun.models.shard import MAPS
 from tests.models import tiny
 
 
@@ -389,8 +389,8 @@ def test_a_program_that_takes_too_much_is_ended(tmp_path, monkeypatch, cache):
     bomb = b"\x80\x02(" + b"}" * (24 << 20) + b"t."
     text = refusal(archive(tmp_path / "m", bomb), files_by_tensor)
     assert "memory" in text
-    monkeypatch.setattr("forerun.models.converted._SECONDS", 0.5)
-    monkeypatch.setattr("forerun.models.converted._BYTES_PER_SECOND", 1 << 50)
+    monkeypatch.setattr("forerun.checkpoints.converted._SECONDS", 0.5)
+    monkeypatch.setattr("forerun.checkpoints.converted._BYTES_PER_SECOND", 1 << 50)
     slow = b"\x80\x02]" + b"Na" * (10 << 20) + b"."
     text = refusal(archive(tmp_path / "n", slow), files_by_tensor)
     assert "0.5 seconds of processor time" in text

@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 
 from forerun.build.draft_file import open_draft_file
 from forerun.build.engine import open_target
+from forerun.checkpoints.folder import FolderCheckpoint
+from forerun.drafts.prediction_folder import holds_prediction, open_prediction
 from forerun.errors import ConfigError, ModelError
-from forerun.models.folder import FolderCheckpoint
-from forerun.models.prediction_folder import holds_prediction, open_prediction
 from forerun.options.config import EngineConfig
 from forerun.train.prediction import PredictionLayer, PredictionSpec, export_prediction
 from tests.models import tiny

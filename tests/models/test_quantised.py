@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from forerun.checkpoints.folder import FolderCheckpoint
+from forerun.checkpoints.quantised.numbers import widened
+from forerun.checkpoints.tensor_parallel import RankCheckpoint, TensorParallel
 from forerun.errors import ModelError
-from forerun.models.folder import FolderCheckpoint
-from forerun.models.quantised.numbers import widened
-from forerun.models.tensor_parallel import RankCheckpoint, TensorParallel
 from tests.models import packers, tiny
 
 

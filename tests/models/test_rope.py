@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from forerun.errors import ModelError
-from forerun.models.config_json import architecture_from
-from forerun.models.rope import Divided, LinearScaling, Llama3, LongRope, Rope, Yarn
+from forerun.networks.config_json import architecture_from
+from forerun.networks.rope import Divided, LinearScaling, Llama3, LongRope, Rope, Yarn
 from tests.models import tiny
 
 SCALINGS = {

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from forerun.build.shapes import SHAPES, RandomCheckpoint, shape_named
 from forerun.errors import ConfigError
-from forerun.models.arch import expected_tensors
-from forerun.models.shapes import SHAPES, RandomCheckpoint, shape_named
+from forerun.networks.arch import expected_tensors
 
 PUBLISHED = {
     "smollm2-135m": 134_515_008,

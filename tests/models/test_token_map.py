@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
+from forerun.drafts.token_map import read_token_map, write_token_map
 from forerun.errors import ConfigError, ModelError
-from forerun.models.token_map import read_token_map, write_token_map
 from forerun.text.tokenizer import Tokenizer
 from forerun.train.pipeline import forced_ids
 from forerun.train.token_map import token_map

@@ -21,9 +21,9 @@ from gguf.quants import quantize
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from transformers.initialization import no_init_weights
 
-from forerun.models.arch import FAMILIES, Architecture
-from forerun.models.checkpoint import Checkpoint
-from forerun.models.rope import Divided, LinearScaling, Llama3, Yarn
+from forerun.checkpoints.checkpoint import Checkpoint
+from forerun.networks.arch import FAMILIES, Architecture
+from forerun.networks.rope import Divided, LinearScaling, Llama3, Yarn
 
 VOCAB = 320
 QUANTS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")

@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from forerun.checkpoints.folder import FolderCheckpoint
+from forerun.checkpoints.tensor_parallel import RankCheckpoint, TensorParallel
 from forerun.executors.host_sampler import HostSampler
 from forerun.executors.torch import TorchExecutor, model_runner
 from forerun.executors.torch.accept import best
 from forerun.executors.torch.captured.executor import CapturedExecutor
 from forerun.executors.torch.group import Processes
 from forerun.executors.torch.model_runner import ModelRunner, TorchOptions
-from forerun.models.folder import FolderCheckpoint
-from forerun.models.tensor_parallel import RankCheckpoint, TensorParallel
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
+from forerun.build.shapes import shape_named
+from forerun.checkpoints.folder import FolderCheckpoint
+from forerun.checkpoints.mapped import TensorFile
+from forerun.checkpoints.tensor_parallel import RankCheckpoint, TensorParallel, check_divides
 from forerun.errors import ConfigError
 from forerun.executors.torch.decoder.elementwise import PLAIN
 from forerun.executors.torch.decoder.experts import Mixture
 from forerun.executors.torch.decoder.layers import Linear
 from forerun.executors.torch.decoder.weights import Weights
-from forerun.models.folder import FolderCheckpoint
-from forerun.models.mapped import TensorFile
-from forerun.models.shapes import shape_named
-from forerun.models.tensor_parallel import RankCheckpoint, TensorParallel, check_divides
 from tests.e2e.test_equality_matrix import TRIALS
 from tests.models import tiny
 from tests.parallel.test_families import same_texts

@@ -17,6 +17,8 @@ import pytest
 
 from forerun import child
 from forerun.build.engine import make_engine, open_target
+from forerun.checkpoints.folder import FolderCheckpoint
+from forerun.checkpoints.tensor_parallel import TensorParallel
 from forerun.client.completion import make_request
 from forerun.errors import ConfigError, EngineError, ModelError, RankError
 from forerun.executors.torch import group
@@ -26,8 +28,6 @@ from forerun.executors.torch.parallel import processes
 from forerun.executors.torch.parallel.executor import ParallelExecutor
 from forerun.executors.torch.parallel.processes import Ranks
 from forerun.executors.torch.parallel.start import RankStart
-from forerun.models.folder import FolderCheckpoint
-from forerun.models.tensor_parallel import TensorParallel
 from forerun.options.config import EngineConfig
 from tests.e2e.processes import status, wait_for
 from tests.models import tiny

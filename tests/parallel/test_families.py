@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from forerun.checkpoints.folder import FolderCheckpoint
+from forerun.checkpoints.tensor_parallel import TensorParallel
 from forerun.executors.torch import TorchExecutor
 from forerun.executors.torch.model_runner import TorchOptions
 from forerun.executors.torch.parallel.executor import ParallelExecutor
-from forerun.models.arch import FAMILIES
-from forerun.models.folder import FolderCheckpoint
-from forerun.models.tensor_parallel import TensorParallel
+from forerun.networks.arch import FAMILIES
 from forerun.speculative.sampling import Sampling
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, limits

@@ -3,19 +3,19 @@
 import numpy as np
 import pytest
 
-from forerun.errors import ConfigError
-from forerun.models.arch import FAMILIES
-from forerun.models.folder import FolderCheckpoint
-from forerun.models.gguf import GgufCheckpoint
-from forerun.models.mapped import TensorFile
-from forerun.models.shapes import shape_named
-from forerun.models.tensor_parallel import (
+from forerun.build.shapes import shape_named
+from forerun.checkpoints.folder import FolderCheckpoint
+from forerun.checkpoints.gguf.file import GgufCheckpoint
+from forerun.checkpoints.mapped import TensorFile
+from forerun.checkpoints.tensor_parallel import (
     Cut,
     RankCheckpoint,
     TensorParallel,
     check_divides,
     cut_of,
 )
+from forerun.errors import ConfigError
+from forerun.networks.arch import FAMILIES
 from tests.models import tiny
 
 AXIS = {Cut.ROWS: 0, Cut.COLUMNS: -1, Cut.KV_HEADS: 0}

@@ -10,8 +10,8 @@ import sys
 import pytest
 import torch
 
+from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.executors.torch import TorchExecutor
-from forerun.models.folder import FolderCheckpoint
 from tests.models import tiny
 from tests.parallel.rounds import LIMITS, VOCAB, texts
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from forerun.models.block_config import BlockHead, default_block_features, expected_block_tensors
-from forerun.models.block_folder import open_block
+from forerun.drafts.block_config import BlockHead, default_block_features, expected_block_tensors
+from forerun.drafts.block_folder import open_block
 from forerun.train.export import export_block
 
 VARIANTS = {

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.executors.torch import TorchExecutor
 from forerun.hub.catalog import open_model
-from forerun.models.folder import FolderCheckpoint
 from tests.models import tiny
 from tests.parity.driver import limits
 from tests.parity.heads import Target, learn

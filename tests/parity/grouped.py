@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from forerun.models.grouped import Grouped, GroupedRows
+from forerun.checkpoints.grouped import Grouped, GroupedRows
 
 
 def grouped(kind, shape, group, zeros, ordered=False, scale="F16", seed=0):

@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 
 from forerun.build.engine import make_engine, open_target
 from forerun.client.completion import complete, make_request
+from forerun.drafts.eagle_config import head_for
+from forerun.drafts.eagle_folder import open_draft
 from forerun.errors import EngineError
 from forerun.executors.torch.decoder.elementwise import rotation
 from forerun.executors.torch.drafts.eagle import EagleHead
 from forerun.interface.draft_model import DraftBlock, DraftLevel, Extension
-from forerun.models.draft_config import head_for
-from forerun.models.draft_folder import open_draft
 from forerun.options.config import EngineConfig
 from forerun.speculative.accept import choose
 from forerun.speculative.sampling import History, Sampling, process

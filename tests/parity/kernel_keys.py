@@ -24,6 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from forerun.build.shapes import RandomCheckpoint, random_draft, shape_named
 from forerun.draft_shape import DraftShape
 from forerun.executors.torch import TorchExecutor, model_runner, with_captures
 from forerun.executors.torch.captured import executor as captured_executor
@@ -32,7 +33,6 @@ from forerun.executors.torch.triton import compile_ahead
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.next_draft import DraftRequest
 from forerun.interface.slot_init import SlotInit
-from forerun.models.shapes import RandomCheckpoint, random_draft, shape_named
 from forerun.speculative.sampling import Sampling
 from tests.parity.driver import SHAPED
 from tests.parity.launches import kernels

@@ -23,6 +23,20 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from forerun.build.planned import PlannedCheckpoint
+from forerun.build.shapes import RandomCheckpoint, random_draft, shape_named
+from forerun.checkpoints.prediction_naming import (
+    EMBEDDING_NORM,
+    FINAL_NORM,
+    FUSE,
+    HIDDEN_NORM,
+)
+from forerun.drafts.block_config import BlockHead
+from forerun.drafts.block_folder import BlockFile
+from forerun.drafts.prediction_layers import (
+    PredictionLayers,
+)
+from forerun.drafts.whole_draft import WholeDraft, equal_vocabulary
 from forerun.executors.torch.attention.kv import KvShape, PagedCache
 from forerun.executors.torch.attention.varlen_attention import flash
 from forerun.executors.torch.captured.block_drafting import drafting_of
@@ -43,21 +57,7 @@ from forerun.executors.torch.features import TorchFeatureRing
 from forerun.executors.torch.triton.kernels import Kernels
 from forerun.executors.torch.triton.record import Size
 from forerun.interface.executor import ExecutorLimits
-from forerun.models.arch import Architecture, expected_tensors
-from forerun.models.block_config import BlockHead
-from forerun.models.block_folder import BlockFile
-from forerun.models.prediction_layers import (
-    PredictionLayers,
-)
-from forerun.models.prediction_naming import (
-    EMBEDDING_NORM,
-    FINAL_NORM,
-    FUSE,
-    HIDDEN_NORM,
-)
-from forerun.models.quantised.planned import PlannedCheckpoint
-from forerun.models.shapes import RandomCheckpoint, random_draft, shape_named
-from forerun.models.whole_draft import WholeDraft, equal_vocabulary
+from forerun.networks.arch import Architecture, expected_tensors
 
 META = torch.device("meta")
 DRAFT_VOCAB = 32_000

@@ -10,10 +10,10 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from forerun.checkpoints.folder import FolderCheckpoint
+from forerun.drafts.eagle_folder import open_draft
 from forerun.executors.jax import JaxEagleModel, JaxExecutor, JaxOptions
 from forerun.interface.next_draft import DraftRequest
-from forerun.models.draft_folder import open_draft
-from forerun.models.folder import FolderCheckpoint
 from forerun.speculative.sampling import Sampling
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, limits

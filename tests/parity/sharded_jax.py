@@ -11,11 +11,11 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.errors import ConfigError
 from forerun.executors.jax import JaxExecutor, JaxOptions
-from forerun.executors.jax.batches import Bucket
-from forerun.executors.jax.functions import Key
-from forerun.models.folder import FolderCheckpoint
+from forerun.executors.jax.program.functions import Key
+from forerun.executors.jax.rounds.batches import Bucket
 from forerun.speculative.sampling import Sampling
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, as_draft, limits

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from forerun.executors.device_choice import PlainNodes
 from forerun.executors.host_sampler import HostSampler
-from forerun.executors.jax import accept, noise
-from forerun.executors.jax.accept import NodeSampling, Trees, unpacked, walk
-from forerun.executors.jax.accept import choose as choose_on_xla
-from forerun.executors.jax.attention import ancestors
+from forerun.executors.jax.network.attention import ancestors
+from forerun.executors.jax.rounds import accept, noise
+from forerun.executors.jax.rounds.accept import NodeSampling, Trees, unpacked, walk
+from forerun.executors.jax.rounds.accept import choose as choose_on_xla
 from forerun.executors.torch import TorchExecutor
 from forerun.executors.torch.accept import choices, gumbel
 from forerun.speculative import noise as host

@@ -13,6 +13,7 @@ from forerun.build.engine import load, open_target
 from forerun.client.completion import complete, make_request
 from forerun.draft_shape import DraftShape
 from forerun.drafters.model_drafter import ModelDrafter
+from forerun.drafts.eagle_folder import open_draft
 from forerun.errors import EngineError, ModelError
 from forerun.executors import cpu
 from forerun.executors.cpu import CpuEagleModel, CpuExecutor
@@ -20,7 +21,6 @@ from forerun.executors.jax import JaxEagleModel, JaxExecutor, JaxOptions
 from forerun.executors.torch import TorchEagleModel, TorchExecutor
 from forerun.interface.features import HostFeatures
 from forerun.interface.slot_init import SlotInit
-from forerun.models.draft_folder import open_draft
 from forerun.options.config import EngineConfig
 from forerun.speculative.sampling import Sampling
 from tests.models import tiny

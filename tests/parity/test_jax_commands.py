@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from forerun.models.folder import FolderCheckpoint
+from forerun.checkpoints.folder import FolderCheckpoint
 from tests.models import tiny
 from tests.parity.heads import Target, Twin
 from tests.shape.tree import ROOT

@@ -20,14 +20,15 @@ from forerun.constrain.matcher.tree_mask import TreeGrammars
 from forerun.control.policy import FixedPolicy
 from forerun.drafters import draft_passes
 from forerun.errors import ModelError
-from forerun.executors.jax import drafting, level_model
 from forerun.executors.jax import executor as jax_executor
-from forerun.executors.jax.accept import NodeSampling
-from forerun.executors.jax.draft_network import Ran
-from forerun.executors.jax.kv import DraftArrays, NetworkSizes
-from forerun.executors.jax.reports import line_size
+from forerun.executors.jax.draft_models import level_model
+from forerun.executors.jax.drafts import drafting
+from forerun.executors.jax.drafts.draft_network import Ran
+from forerun.executors.jax.network.kv import DraftArrays, NetworkSizes
+from forerun.executors.jax.rounds.accept import NodeSampling
+from forerun.executors.jax.rounds.reports import line_size
 from forerun.interface.grammars import Committed
-from forerun.models.cache_layer import CacheLayer
+from forerun.networks.cache_layer import CacheLayer
 from forerun.speculative.tree import NodeMasks, full_size
 from tests.drafters.conftest import kinds  # noqa: F401 - a fixture
 from tests.drafters.kinds import prediction

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
+from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.draft_shape import DraftShape
 from forerun.errors import ConfigError, EngineError, MemoryPlanError
 from forerun.executors.host_choice import reports_of
 from forerun.executors.jax import JaxExecutor, JaxOptions
-from forerun.executors.jax.batches import Bucket, Buckets, batches, chunks
-from forerun.executors.jax.kv import StateShape
-from forerun.executors.jax.reports import TOP, line_size, lines, report
-from forerun.executors.jax.sharding import check_shards
-from forerun.executors.jax.step import Answers
-from forerun.models.folder import FolderCheckpoint
+from forerun.executors.jax.network.kv import StateShape
+from forerun.executors.jax.network.sharding import check_shards
+from forerun.executors.jax.program.step import Answers
+from forerun.executors.jax.rounds.batches import Bucket, Buckets, batches, chunks
+from forerun.executors.jax.rounds.reports import TOP, line_size, lines, report
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft
 from tests.models import tiny

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from forerun.checkpoints.gguf.file import GgufCheckpoint
 from forerun.executors.jax import JaxExecutor, JaxOptions
-from forerun.models.arch import FAMILIES
-from forerun.models.gguf import GgufCheckpoint
+from forerun.networks.arch import FAMILIES
 from tests.models import tiny
 from tests.parity.conftest import little_optimised
 from tests.parity.driver import Driver, Row, as_draft, limits

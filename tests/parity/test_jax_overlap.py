@@ -6,7 +6,7 @@ import pytest
 from forerun.build import drafting as build_drafting
 from forerun.client.completion import make_request
 from forerun.executors.jax import JaxExecutor
-from forerun.executors.jax.programs import JaxPrograms
+from forerun.executors.jax.program.programs import JaxPrograms
 from tests.drafters.served import on_xla
 from tests.parity.heads import opened
 from tests.parity.test_jax_drafts import LEARNED

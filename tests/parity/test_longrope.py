@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from forerun.checkpoints.folder import FolderCheckpoint
+from forerun.checkpoints.gguf.file import GgufCheckpoint
 from forerun.executors.cpu import CpuExecutor, native
 from forerun.executors.torch import TorchExecutor
-from forerun.models.folder import FolderCheckpoint
-from forerun.models.gguf import GgufCheckpoint
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, limits
 

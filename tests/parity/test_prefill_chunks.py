@@ -9,6 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forerun.build.memory import dense_needs, plan_memory
+from forerun.build.shapes import RandomCheckpoint, random_draft, shape_named
 from forerun.build.with_torch import ENTRY
 from forerun.errors import EngineError
 from forerun.executors.torch import TorchEagleModel, TorchExecutor, model_runner, with_captures
@@ -16,7 +17,6 @@ from forerun.interface.draft_model import Extension
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.features import HostFeatures
 from forerun.interface.slot_init import SlotInit
-from forerun.models.shapes import RandomCheckpoint, random_draft, shape_named
 from forerun.options.config import EngineConfig
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import batch

@@ -15,8 +15,8 @@ from forerun.executors.torch.attention.prompt_attention import PromptAttention
 from forerun.executors.torch.attention.varlen_attention import flash, row_by_row
 from forerun.executors.torch.triton.compile_ahead import _Zeros
 from forerun.interface.plan import Plan
-from forerun.models.cache_layer import CacheLayer
-from forerun.models.layer_spec import AttentionSpec
+from forerun.networks.cache_layer import CacheLayer
+from forerun.networks.layer_spec import AttentionSpec
 from forerun.speculative.tree import NO_DRAFT, batch
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, as_draft, limits

@@ -21,7 +21,7 @@ from forerun.executors.torch.captured import executor as capturing
 from forerun.executors.torch.decoder.delta import DeltaInputs, Tokens, softplus, summed
 from forerun.interface.plan import Outcome, Plan
 from forerun.interface.slot_init import SlotInit
-from forerun.models.config_json import architecture_from
+from forerun.networks.config_json import architecture_from
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import batch
 from tests.models import tiny

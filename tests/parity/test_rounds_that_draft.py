@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from forerun.build.engine import make_engine, open_target
+from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.client.completion import make_request
 from forerun.drafters.model_drafter import ModelDrafter
 from forerun.executors.torch import TorchBlockModel
 from forerun.executors.torch.captured.round import CapturedRound
 from forerun.executors.torch.drafts.level_model import LevelModel
-from forerun.models.folder import FolderCheckpoint
 from forerun.options.config import EngineConfig
 from forerun.text.rendering import BYTE_LEVEL_TEMPLATE
 from tests.drafters.kinds import other_vocabulary

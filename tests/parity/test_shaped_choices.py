@@ -11,10 +11,10 @@ import torch
 
 from forerun.executors.device_choice import Choosing
 from forerun.executors.host_choice import report
-from forerun.executors.jax.accept import NodeSampling, Trees
-from forerun.executors.jax.attention import ancestors
-from forerun.executors.jax.batches import Batch, Bucket
-from forerun.executors.jax.shaping import (
+from forerun.executors.jax.network.attention import ancestors
+from forerun.executors.jax.rounds.accept import NodeSampling, Trees
+from forerun.executors.jax.rounds.batches import Batch, Bucket
+from forerun.executors.jax.rounds.shaping import (
     JaxShaping,
     _largest,
     choose_shaped,

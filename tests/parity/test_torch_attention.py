@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from forerun.executors.torch.attention.attention import BLOCK, attend, chains, key_blocks
 from forerun.executors.torch.attention.kv import KvShape, PagedCache, write
 from forerun.executors.torch.attention.plan_geometry import places_of
-from forerun.models.cache_layer import CacheLayer
-from forerun.models.layer_spec import AttentionSpec
+from forerun.networks.cache_layer import CacheLayer
+from forerun.networks.layer_spec import AttentionSpec
 from forerun.speculative.tree import batch
 from forerun.speculative.verify import positions
 from tests.parity.driver import limits

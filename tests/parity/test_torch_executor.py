@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.errors import ConfigError, EngineError, MemoryPlanError
 from forerun.executors.torch import TorchExecutor
 from forerun.interface.plan import Outcome
 from forerun.interface.slot_init import SlotInit
-from forerun.models.folder import FolderCheckpoint
 from forerun.speculative.sampling import Sampling
 from tests.models import tiny
 from tests.parity.driver import EVERYTHING, Driver, Row, as_draft, chain_draft, limits

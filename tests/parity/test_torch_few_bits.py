@@ -12,17 +12,17 @@ import torch
 from forerun.build.engine import open_target
 from forerun.build.registry import EXECUTORS, choose_executor
 from forerun.build.sizing import Described, described, sizing
+from forerun.checkpoints.counted import counted
+from forerun.checkpoints.folder import FolderCheckpoint
+from forerun.checkpoints.gguf.file import GgufCheckpoint
+from forerun.checkpoints.kept import grouped_of, kept_matrices, kept_sentence, saved_bytes
+from forerun.checkpoints.tensor_parallel import RankCheckpoint, TensorParallel
 from forerun.executors.torch import TorchExecutor, with_captures
 from forerun.executors.torch.decoder import few_bits
 from forerun.executors.torch.decoder.decoder import Decoder
 from forerun.executors.torch.decoder.few_bits import alike, loaded
 from forerun.executors.torch.decoder.kept import FewBitsLinear, SideBySide
 from forerun.executors.torch.decoder.layers import Linear
-from forerun.models.counted import counted
-from forerun.models.folder import FolderCheckpoint
-from forerun.models.gguf import GgufCheckpoint
-from forerun.models.kept import grouped_of, kept_matrices, kept_sentence, saved_bytes
-from forerun.models.tensor_parallel import RankCheckpoint, TensorParallel
 from forerun.options.config import EngineConfig
 from tests.models import packers, tiny
 from tests.models.test_quantised import AWQ, FP8, GPTQ, GROUP, compressed, shuffled

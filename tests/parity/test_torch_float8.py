@@ -6,13 +6,13 @@ import torch
 
 from forerun.build.engine import open_target
 from forerun.build.registry import choose_executor
+from forerun.build.shapes import shape_named
 from forerun.errors import ConfigError
 from forerun.executors.torch import TorchExecutor, with_captures
 from forerun.executors.torch.decoder.elementwise import PLAIN, compiled
 from forerun.executors.torch.decoder.few_bits import IN_TORCH, rounded
 from forerun.executors.torch.decoder.float8 import FLOAT8, float8_rows
 from forerun.executors.torch.decoder.kept import FewBitsLinear
-from forerun.models.shapes import shape_named
 from forerun.options.config import EngineConfig
 from tests.models import tiny
 from tests.parity.driver import limits

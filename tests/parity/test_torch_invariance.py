@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forerun.build.shapes import RandomCheckpoint, shape_named
 from forerun.executors.torch import TorchExecutor
 from forerun.executors.torch.decoder.elementwise import (
     PLAIN,
@@ -32,9 +33,8 @@ from forerun.executors.torch.decoder.layers import (
     padded_rows,
 )
 from forerun.executors.torch.decoder.weights import Weights
-from forerun.models.layer_spec import AttentionSpec, Experts, LayerSpec, Router
-from forerun.models.rope import Rope
-from forerun.models.shapes import RandomCheckpoint, shape_named
+from forerun.networks.layer_spec import AttentionSpec, Experts, LayerSpec, Router
+from forerun.networks.rope import Rope
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft
 from tests.covering import covering, every, values

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from forerun.build.shapes import RandomCheckpoint, shape_named
 from forerun.executors.torch import TorchExecutor
 from forerun.executors.torch.attention.attention import apart
 from forerun.executors.torch.decoder.decoder import Decoder
-from forerun.models.shapes import RandomCheckpoint, shape_named
 from forerun.speculative.sampling import Sampling
 from tests.covering import every, thinned, values
 from tests.models import tiny

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from forerun.checkpoints.folder import FolderCheckpoint
+from forerun.checkpoints.gguf.file import GgufCheckpoint
 from forerun.executors.torch.decoder import weights as module
 from forerun.executors.torch.decoder.layers import Linear
 from forerun.executors.torch.decoder.staging import CudaLane, Staging
 from forerun.executors.torch.decoder.weights import Weights
-from forerun.models.folder import FolderCheckpoint
-from forerun.models.gguf import GgufCheckpoint
 from tests.models import tiny
 
 CPU = torch.device("cpu")

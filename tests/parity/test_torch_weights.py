@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 import torch
 
+from forerun.build.shapes import RandomCheckpoint, shape_named
+from forerun.checkpoints.folder import FolderCheckpoint
+from forerun.checkpoints.gguf.file import GgufCheckpoint
+from forerun.checkpoints.mapped import Packed
 from forerun.errors import ModelError
 from forerun.executors.torch.decoder import weights as module
 from forerun.executors.torch.decoder.decoder import Decoder
 from forerun.executors.torch.decoder.layers import Linear
 from forerun.executors.torch.decoder.weights import Weights, some_rows
-from forerun.models.arch import expected_tensors
-from forerun.models.folder import FolderCheckpoint
-from forerun.models.gguf import GgufCheckpoint
-from forerun.models.mapped import Packed
-from forerun.models.shapes import RandomCheckpoint, shape_named
+from forerun.networks.arch import expected_tensors
 from tests.models import tiny
 from tests.parity.test_prefill_chunks import Held
 

@@ -14,8 +14,8 @@ from forerun.executors.torch.attention.attention_shapes import program_heads, ti
 from forerun.executors.torch.attention.plan_geometry import geometry_of
 from forerun.executors.torch.attention.tiles import KEYS, MOST_PARTS, programs_for, split_of
 from forerun.executors.torch.decoder.float8 import FLOAT8
-from forerun.models.cache_layer import CacheLayer
-from forerun.models.layer_spec import AttentionSpec
+from forerun.networks.cache_layer import CacheLayer
+from forerun.networks.layer_spec import AttentionSpec
 from forerun.speculative.tree import batch
 from forerun.speculative.verify import intervals
 from tests.covering import every, thinned, values

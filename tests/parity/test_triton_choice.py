@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
+from forerun.checkpoints.tensor_parallel import TensorParallel
 from forerun.executors.torch.accept import NodeNoise, choices
-from forerun.models.tensor_parallel import TensorParallel
 from forerun.speculative.accept import NOTHING
 from tests.parity.interpreted import load
 from tests.parity.test_choices import SEEDS, nodes

@@ -12,7 +12,7 @@ from forerun.executors.torch.decoder.float8 import float8_rows
 from forerun.executors.torch.decoder.grouped import Pairs, Stacked
 from forerun.executors.torch.decoder.layers import Linear
 from forerun.executors.torch.decoder.weights import Weights
-from forerun.models.layer_spec import Router
+from forerun.networks.layer_spec import Router
 from tests.models import tiny
 from tests.parity.interpreted import load
 from tests.parity.tape import Watch

@@ -6,7 +6,7 @@ import torch
 from forerun.executors.torch.attention.kv import KvShape, PagedCache, enter, read
 from forerun.executors.torch.decoder.elementwise import PLAIN, Heads
 from forerun.executors.torch.decoder.float8 import FLOAT8
-from forerun.models.cache_layer import CacheLayer
+from forerun.networks.cache_layer import CacheLayer
 from tests.parity.driver import limits
 from tests.parity.interpreted import load
 

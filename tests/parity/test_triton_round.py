@@ -20,7 +20,7 @@ from forerun.executors.torch.captured.round import tree_intervals
 from forerun.executors.torch.decoder.float8 import FLOAT8
 from forerun.executors.torch.triton.record import Size
 from forerun.executors.torch.triton.round_types import RoundShape
-from forerun.models.cache_layer import CacheLayer
+from forerun.networks.cache_layer import CacheLayer
 from forerun.speculative.tree import batch
 from tests.models import tiny
 from tests.parity.driver import as_draft, limits

@@ -5,7 +5,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from forerun.engine.metrics import EngineMetrics
 from forerun.engine.stats import Load, snapshot
 from forerun.ray.metrics import merged
-from forerun.serve.metrics import Metrics
+from forerun.serve.observe.metrics import Metrics
 
 READ_BY_ROUTERS = (
     "vllm:num_requests_waiting",

@@ -8,10 +8,10 @@ from starlette.testclient import TestClient
 from forerun.constrain.grammar import Grammar
 from forerun.options.config import ServeSettings
 from forerun.serve.app import create_app
-from forerun.serve.closing import closed
-from forerun.serve.dialogue import dialogue
-from forerun.serve.fields import read
-from forerun.serve.schema import ChatBody
+from forerun.serve.bodies.closing import closed
+from forerun.serve.bodies.dialogue import dialogue
+from forerun.serve.bodies.fields import read
+from forerun.serve.bodies.schema import ChatBody
 from tests.cli.toys import toy_loaded
 from tests.constrain.tools import fits
 

@@ -12,7 +12,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from forerun.serve.connection import connections
+from forerun.serve.http.connection import connections
 from forerun.serve.server import listen
 from tests.counted import lines
 

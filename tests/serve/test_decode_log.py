@@ -7,7 +7,7 @@ from forerun.engine.stats import Load, snapshot
 from forerun.errors import ConfigError
 from forerun.options.config import ServeSettings
 from forerun.serve.app import create_app
-from forerun.serve.decode_log import DecodeLog
+from forerun.serve.observe.decode_log import DecodeLog
 from forerun.serve.server import uvicorn_config
 from tests.cli.toys import toy_loaded
 

@@ -8,13 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.errors import RequestError
-from forerun.serve.dialects.anthropic.schema import AnthropicMessage
-from forerun.serve.dialects.ollama.schema import OllamaMessage
-from forerun.serve.dialects.ollama.schema import _format as ollama_format
-from forerun.serve.dialects.openai.errors import error_body
-from forerun.serve.dialects.responses.schema import InputMessage
-from forerun.serve.errors import ApiError
-from forerun.serve.fields import (
+from forerun.serve.bodies.fields import (
     accept,
     boolean,
     integer,
@@ -28,10 +22,16 @@ from forerun.serve.fields import (
     shown,
     text,
 )
-from forerun.serve.messages import content
+from forerun.serve.bodies.messages import content
+from forerun.serve.bodies.structure import response_rules
+from forerun.serve.bodies.wire import dump_json, parse_json
+from forerun.serve.dialects.anthropic.schema import AnthropicMessage
+from forerun.serve.dialects.ollama.schema import OllamaMessage
+from forerun.serve.dialects.ollama.schema import _format as ollama_format
+from forerun.serve.dialects.openai.errors import error_body
+from forerun.serve.dialects.responses.schema import InputMessage
+from forerun.serve.http.errors import ApiError
 from forerun.serve.openapi import BODIES
-from forerun.serve.structure import response_rules
-from forerun.serve.wire import dump_json, parse_json
 
 
 @dataclass(frozen=True, kw_only=True)

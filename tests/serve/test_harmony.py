@@ -9,9 +9,9 @@ from forerun.constrain.isolation.compile import Compiler
 from forerun.constrain.matcher.matcher import Matcher
 from forerun.engine.request import Finish
 from forerun.options.config import ServeSettings
-from forerun.serve.dialogue import dialogue
-from forerun.serve.fields import read
-from forerun.serve.schema import ChatBody
+from forerun.serve.bodies.dialogue import dialogue
+from forerun.serve.bodies.fields import read
+from forerun.serve.bodies.schema import ChatBody
 from forerun.text.chat import ChatTemplate
 from forerun.text.harmony import CALL, MARKS, RETURN
 from forerun.text.pieces import Pieces

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from forerun.serve.fields import mender
-from forerun.serve.messages import messages
-from forerun.serve.tools import argument_text
+from forerun.serve.bodies.fields import mender
+from forerun.serve.bodies.messages import messages
+from forerun.serve.bodies.tools import argument_text
 
 HEADER = "x-forerun-ignored"
 PNG = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}

@@ -6,7 +6,7 @@ from starlette.testclient import TestClient
 from forerun.errors import ConfigError
 from forerun.options.config import ServeSettings
 from forerun.serve.app import create_app
-from forerun.serve.hosts import AllowedHosts
+from forerun.serve.http.hosts import AllowedHosts
 from tests.cli.toys import toy_loaded
 
 GOOD = [

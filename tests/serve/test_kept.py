@@ -11,11 +11,11 @@ from starlette.testclient import TestClient
 
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.serve.app import create_app
+from forerun.serve.bodies.schema import ChatBody, CompletionBody
 from forerun.serve.dialects.anthropic.schema import MessagesBody
 from forerun.serve.dialects.ollama.schema import OllamaChatBody
 from forerun.serve.dialects.responses.schema import ResponsesBody
 from forerun.serve.dialects.sglang.schema import GenerateBody
-from forerun.serve.schema import ChatBody, CompletionBody
 from tests.cli.toys import CONFIG, toy_loaded
 from tests.e2e.processes import request_bytes, serving, wait_for
 from tests.serve.test_reported import drafting, folder  # noqa: F401

@@ -11,9 +11,9 @@ from forerun.build.engine import load
 from forerun.cli.start_log import StartLog, as_log
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.serve.app import create_app
-from forerun.serve.hosts import AllowedHosts
-from forerun.serve.logs import configure_logs
+from forerun.serve.http.hosts import AllowedHosts
 from forerun.serve.middleware import RequestMiddleware
+from forerun.serve.observe.logs import configure_logs
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 

@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from forerun.build.engine import load
 from forerun.client.completion import complete, make_request
 from forerun.options.config import EngineConfig
-from forerun.serve.metrics import Metrics
-from forerun.serve.service import cache_facts
+from forerun.serve.answers.service import cache_facts
+from forerun.serve.observe.metrics import Metrics
 from tests.shape.tree import ROOT
 
 

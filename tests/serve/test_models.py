@@ -19,10 +19,11 @@ from forerun.client.engine_process import EngineCommand
 from forerun.client.engine_start import EngineProgram
 from forerun.errors import ConfigError, ModelError
 from forerun.options.config import EngineConfig, ServeSettings
-from forerun.serve import answering, models
+from forerun.serve import models
+from forerun.serve.answers import answering
 from forerun.serve.app import create_models_app
+from forerun.serve.bodies.wire import parse_json
 from forerun.serve.models import Source
-from forerun.serve.wire import parse_json
 from forerun.text.json_text import MOST_CONTAINERS
 from tests.e2e.processes import alive, wait_for
 

@@ -8,7 +8,7 @@ from starlette.testclient import TestClient
 from forerun.errors import RequestError
 from forerun.options.config import ServeSettings
 from forerun.serve.app import HONOURED, create_app
-from forerun.serve.fields import body_schema, integer, items, mapping, number, read, text
+from forerun.serve.bodies.fields import body_schema, integer, items, mapping, number, read, text
 from forerun.serve.openapi import BODIES, document
 from tests.cli.toys import toy_loaded
 

@@ -14,8 +14,8 @@ from forerun.build.engine import load
 from forerun.executors import cpu
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.serve.app import create_app
+from forerun.serve.bodies.fields import read
 from forerun.serve.dialects.anthropic.schema import CountBody
-from forerun.serve.fields import read
 from forerun.text.chat import ChatTemplate
 from forerun.text.harmony import HarmonyReader
 from forerun.text.tools import FORMATS, ToolReader

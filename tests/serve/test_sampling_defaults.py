@@ -9,9 +9,9 @@ from forerun.build.engine import load
 from forerun.errors import ModelError
 from forerun.hub.catalog import RECOMMENDED, open_model
 from forerun.options.config import NEUTRAL, AskConfig, EngineConfig, ServeSettings
-from forerun.serve.fields import read
-from forerun.serve.prepare import chat_generation, completion_generation
-from forerun.serve.schema import ChatBody, CompletionBody
+from forerun.serve.bodies.fields import read
+from forerun.serve.bodies.prepare import chat_generation, completion_generation
+from forerun.serve.bodies.schema import ChatBody, CompletionBody
 from tests.models import tiny
 
 SAID = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "do_sample": True, "eos_token_id": 2}

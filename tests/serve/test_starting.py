@@ -11,9 +11,9 @@ from forerun.client.messages import Loading
 from forerun.errors import ModelError
 from forerun.hub.catalog import is_here
 from forerun.options.config import EngineConfig, ServeSettings
-from forerun.serve import service
-from forerun.serve.errors import ApiError
-from forerun.serve.service import Service
+from forerun.serve.answers import service
+from forerun.serve.answers.service import Service
+from forerun.serve.http.errors import ApiError
 
 PATIENCE = 60.0
 

@@ -7,9 +7,9 @@ from starlette.testclient import TestClient
 
 from forerun.options.config import ServeSettings
 from forerun.serve.app import create_app
-from forerun.serve.dialogue import dialogue
-from forerun.serve.fields import read
-from forerun.serve.schema import ChatBody
+from forerun.serve.bodies.dialogue import dialogue
+from forerun.serve.bodies.fields import read
+from forerun.serve.bodies.schema import ChatBody
 from forerun.text.reasoning import Marks, ReasoningReader, Stage
 from tests.cli.toys import toy_loaded
 

@@ -6,9 +6,9 @@ from dataclasses import fields
 
 import pytest
 
-from forerun.serve.dialogue import effort_names
-from forerun.serve.fields import read
-from forerun.serve.schema import ChatBody, CompletionBody
+from forerun.serve.bodies.dialogue import effort_names
+from forerun.serve.bodies.fields import read
+from forerun.serve.bodies.schema import ChatBody, CompletionBody
 from forerun.text.chat import ChatTemplate
 from tests.cli.toys import toy_loaded
 from tests.shape.tree import ROOT

@@ -9,7 +9,7 @@ from forerun.build.engine import load
 from forerun.errors import ConfigError
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.serve.app import create_app
-from forerun.serve.static_files import FOLDER
+from forerun.serve.http.static_files import FOLDER
 
 BUDGET, FIRST_BUDGET = 660_000, 300_000
 """Bytes of all files, and of those that a first look at the page loads (decision 0025)."""

@@ -10,11 +10,13 @@ from starlette.testclient import TestClient
 
 from forerun.errors import WorkerError
 from forerun.options.config import ServeSettings
-from forerun.serve import answering, tokens, wire
+from forerun.serve import tokens
+from forerun.serve.answers import answering
 from forerun.serve.app import create_app
-from forerun.serve.errors import ApiError
-from forerun.serve.wire import dump_json, parse_json
-from forerun.serve.workers import HUGE, LARGE, LARGE_AT_ONCE, Workers
+from forerun.serve.bodies import wire
+from forerun.serve.bodies.wire import dump_json, parse_json
+from forerun.serve.http.errors import ApiError
+from forerun.serve.http.workers import HUGE, LARGE, LARGE_AT_ONCE, Workers
 from forerun.text import json_text
 from forerun.text.json_text import MOST_CONTAINERS
 from forerun.text.rendering import is_large
@@ -90,7 +92,7 @@ def test_a_lost_process_is_a_503():
 
 def test_huge_bodies_are_worked_on_one_at_a_time_and_large_ones_beside_them(monkeypatch):
     returned = []
-    monkeypatch.setattr("forerun.serve.workers.give_memory_back", lambda: returned.append(1))
+    monkeypatch.setattr("forerun.serve.http.workers.give_memory_back", lambda: returned.append(1))
 
     async def run():
         workers, may, begun = Workers(), threading.Event(), []

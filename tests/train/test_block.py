@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from forerun.build.engine import open_target
+from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.client.completion import make_request
+from forerun.drafts.block_folder import open_block
 from forerun.executors.torch.decoder.elementwise import rotation
 from forerun.executors.torch.drafts.block import BlockDrafter
 from forerun.measure.acceptance import CHAIN, Question, alone, ask
-from forerun.models.block_folder import open_block
-from forerun.models.folder import FolderCheckpoint
 from forerun.options.config import EngineConfig
 from forerun.train.init import start_block
 from forerun.train.loss import (

@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from forerun.drafts.eagle_config import expected_draft_tensors, head_for
+from forerun.drafts.eagle_folder import open_draft
 from forerun.errors import ModelError
 from forerun.executors.torch.drafts.eagle import EagleHead
-from forerun.models.arch import Architecture, plain_layers
-from forerun.models.draft_config import expected_draft_tensors, head_for
-from forerun.models.draft_folder import open_draft
-from forerun.models.rope import Llama3, Rope
+from forerun.networks.arch import Architecture, plain_layers
+from forerun.networks.rope import Llama3, Rope
 from forerun.train.export import export_head
 
 TARGET = Architecture(

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from forerun.build.engine import load
+from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.errors import RequestError
 from forerun.executors.torch.captured.graphs import CapturedPrograms
-from forerun.models.folder import FolderCheckpoint
 from forerun.options.config import EngineConfig
 from forerun.train.answers import Ask
 from forerun.train.generate import STEPS, DenseAuthor

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from forerun.drafts.eagle_config import DraftHead
 from forerun.errors import ModelError
 from forerun.executors.torch.drafts.eagle import EagleHead
-from forerun.models.draft_config import DraftHead
-from forerun.models.rope import Rope
+from forerun.networks.rope import Rope
 from forerun.train.answers import Chat, repeats
 from forerun.train.batches import stored_reader
 from forerun.train.corpus import (

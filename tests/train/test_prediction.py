@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from forerun.build.engine import open_target
+from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.cli.main import main
 from forerun.client.completion import make_request
+from forerun.drafts.prediction_folder import open_prediction
 from forerun.errors import ModelError
 from forerun.executors import cpu
-from forerun.models.folder import FolderCheckpoint
-from forerun.models.prediction_folder import open_prediction
 from forerun.options.config import EngineConfig
 from forerun.train.loss import LikeliestTargets, TrainingBatch
 from forerun.train.prediction import PredictionLayer, PredictionSpec

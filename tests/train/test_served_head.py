@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 
 from forerun.build.engine import open_target
+from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.cli.main import main
 from forerun.draft_shape import DraftShape
+from forerun.drafts.eagle_config import head_for
+from forerun.drafts.eagle_folder import open_draft
 from forerun.executors import cpu
 from forerun.executors.cpu import hidden_state_model
 from forerun.executors.torch.drafts.eagle import EagleHead
@@ -25,9 +28,6 @@ from forerun.measure.acceptance import (
     shaped,
     summed,
 )
-from forerun.models.draft_config import head_for
-from forerun.models.draft_folder import open_draft
-from forerun.models.folder import FolderCheckpoint
 from forerun.options.config import EngineConfig
 from forerun.train.export import export_head
 from forerun.train.progress import Progress

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.errors import ConfigError, ModelError
 from forerun.executors.torch import TorchExecutor
-from forerun.models.arch import FAMILIES
-from forerun.models.folder import FolderCheckpoint
+from forerun.networks.arch import FAMILIES
 from forerun.train.batches import online_reader
 from forerun.train.target import DenseTarget
 from tests.models import tiny

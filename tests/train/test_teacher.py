@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from forerun.checkpoints.folder import FolderCheckpoint
+from forerun.drafts.eagle_config import head_for
 from forerun.errors import EngineError
 from forerun.executors import cpu
 from forerun.executors.cpu import hidden_states
-from forerun.models.draft_config import head_for
-from forerun.models.folder import FolderCheckpoint
 from forerun.train import pipeline, teacher
 from forerun.train.answers import Chat
 from forerun.train.corpus import distil, write_chats

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from forerun.drafts.eagle_config import DraftHead
 from forerun.executors.torch.decoder.elementwise import rotation
 from forerun.executors.torch.drafts.eagle import EagleHead
-from forerun.models.draft_config import DraftHead
-from forerun.models.rope import Rope
+from forerun.networks.rope import Rope
 from forerun.train.loss import (
     DenseTargets,
     DraftVocabulary,

@@ -5,7 +5,7 @@ Yang et al., arXiv 2412.06464, equation 10; layer_spec.GatedDelta says the same 
 
 import numpy as np
 
-from forerun.models.layer_spec import GatedDelta
+from forerun.networks.layer_spec import GatedDelta
 from forerun.types import Floats
 
 

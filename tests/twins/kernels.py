@@ -16,7 +16,7 @@ from forerun.executors.torch.decoder.elementwise import PLAIN, rotation, softcap
 from forerun.executors.torch.decoder.grouped import Pairs, Stacked
 from forerun.executors.torch.shaping import shaped
 from forerun.executors.torch.triton.kernels import Kernels
-from forerun.models.layer_spec import AttentionSpec
+from forerun.networks.layer_spec import AttentionSpec
 from tests.twins.future import leave, resume
 from tests.twins.rounds import accept, best, choose, descend, follow, grow, keep, prepare
 

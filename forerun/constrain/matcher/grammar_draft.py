@@ -16,8 +16,8 @@ from forerun.constrain.matcher.jump_forward import PATIENCE, JumpForward, Predic
 from forerun.constrain.matcher.matcher import CompiledGrammar, Matcher
 from forerun.constrain.matcher.token_prior import TAIL, Places, TokenPrior, last_of
 from forerun.control.policy import FIXED_MIN_PROB
+from forerun.drafts.ngram_table import NgramTable
 from forerun.interface.grammars import Committed, legal
-from forerun.models.ngram_table import NgramTable
 from forerun.speculative.draft_tree import pruned
 from forerun.speculative.tree import Draft, DraftSource
 from forerun.types import Ints

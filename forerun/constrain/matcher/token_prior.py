@@ -10,8 +10,8 @@ knows better, the model's n-gram table gives its usual tokens.
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 
+from forerun.drafts.ngram_table import NgramTable
 from forerun.interface.grammars import legal
-from forerun.models.ngram_table import NgramTable
 
 Weights = dict[int, float]
 """Decayed counts of the tokens that were chosen somewhere."""

@@ -18,9 +18,9 @@ from forerun.constrain.matcher.limits import SLOW
 from forerun.constrain.matcher.matcher import CompiledGrammar, words
 from forerun.constrain.matcher.remote_state import RemoteState
 from forerun.constrain.matcher.token_prior import shared_places
+from forerun.drafts.ngram_table import NgramTable
 from forerun.errors import RequestError
 from forerun.interface.grammars import Committed
-from forerun.models.ngram_table import NgramTable
 from forerun.speculative.tree import NO_DRAFT, Draft, NodeMasks, TreeBatch
 from forerun.types import Ints, Words
 

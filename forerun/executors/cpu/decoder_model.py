@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from forerun.drafts.whole_draft import WholeDraft
 from forerun.errors import EngineError, MemoryPlanError
 from forerun.executors.cpu import native
 from forerun.executors.cpu.draft_pass import CpuDraftPass, commit, page_slots, run
@@ -22,7 +23,6 @@ from forerun.interface.draft_model import (
     Extension,
 )
 from forerun.interface.features import Features
-from forerun.models.whole_draft import WholeDraft
 from forerun.types import Ints
 
 

@@ -5,6 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from forerun.checkpoints.checkpoint import Checkpoint
+from forerun.drafts.eagle_config import DraftHead
+from forerun.drafts.eagle_folder import DraftFile
 from forerun.errors import ModelError
 from forerun.executors.cpu import native
 from forerun.executors.cpu.executor import CpuExecutor
@@ -15,9 +18,6 @@ from forerun.interface.draft_model import (
     DraftModelTraits,
     FeatureNeeds,
 )
-from forerun.models.checkpoint import Checkpoint
-from forerun.models.draft_config import DraftHead
-from forerun.models.draft_folder import DraftFile
 
 _LAYER_MATRICES = (
     "self_attn.q_proj",

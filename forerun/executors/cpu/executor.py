@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.errors import EngineError
 from forerun.executors.cpu import native
 from forerun.executors.cpu.features import CpuFeatures
@@ -15,7 +16,6 @@ from forerun.executors.host_sampler import HostSampler
 from forerun.interface.executor import Capabilities, Executor, ExecutorLimits
 from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit
-from forerun.models.checkpoint import Checkpoint
 from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.types import Floats, Ints
 

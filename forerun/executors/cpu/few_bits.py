@@ -4,8 +4,8 @@ import numpy as np
 from gguf.quants import IQ4_NL
 from numpy.typing import NDArray
 
+from forerun.checkpoints.mapped import FourBits
 from forerun.errors import ModelError
-from forerun.models.mapped import FourBits
 
 TILE = 128
 """Inputs of a tile whose groups share a scale and a zero point (`kQ4Z`)."""

@@ -4,11 +4,11 @@ import ctypes
 
 import numpy as np
 
+from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.errors import EngineError
 from forerun.executors.cpu import native
 from forerun.executors.cpu.executor import CpuExecutor
 from forerun.interface.executor import ExecutorLimits
-from forerun.models.checkpoint import Checkpoint
 from forerun.types import Floats, Ints
 
 CHUNK = 512

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from forerun.models.layer_spec import Latent
+from forerun.networks.layer_spec import Latent
 from forerun.types import Floats
 
 ABSORBED = "kv_b_proj"

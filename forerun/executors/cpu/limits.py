@@ -1,7 +1,7 @@
 """What the compiled core can run."""
 
 from forerun.errors import ModelError
-from forerun.models.arch import Architecture
+from forerun.networks.arch import Architecture
 
 
 def refusal(arch: Architecture) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.errors import ConfigError, EngineError, MemoryPlanError, ModelError
 from forerun.executors.cpu import native
 from forerun.executors.cpu.latent import sizes_of
@@ -17,7 +18,6 @@ from forerun.executors.cpu.weights import Packer, cache_bytes_per_token, cache_i
 from forerun.executors.feature_ring import HostFeatureRing
 from forerun.interface.executor import ExecutorLimits
 from forerun.machine import physical_cores
-from forerun.models.checkpoint import Checkpoint
 from forerun.types import Floats
 
 log = logging.getLogger("forerun.executors")

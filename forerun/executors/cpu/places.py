@@ -7,9 +7,9 @@ import numpy as np
 
 from forerun.executors.cpu import native
 from forerun.executors.cpu.latent import numbered
-from forerun.models.arch import Architecture
-from forerun.models.layer_spec import NORM_NAMES, Activation, Dense, Experts, LayerSpec
-from forerun.models.rope import Rope
+from forerun.networks.arch import Architecture
+from forerun.networks.layer_spec import NORM_NAMES, Activation, Dense, Experts, LayerSpec
+from forerun.networks.rope import Rope
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")

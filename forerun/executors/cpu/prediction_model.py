@@ -1,4 +1,4 @@
-"""The target's own prediction layers on the compiled core. models/prediction_layers.py says what
+"""The target's own prediction layers on the compiled core. drafts/prediction_layers.py says what
 they compute, executors/layer_states.py where they read it.
 """
 
@@ -7,6 +7,15 @@ from typing import Any
 
 import numpy as np
 
+from forerun.checkpoints.prediction_naming import (
+    EMBEDDING_NORM,
+    FINAL_NORM,
+    FUSE,
+    HIDDEN_NORM,
+)
+from forerun.drafts.prediction_layers import (
+    PredictionLayers,
+)
 from forerun.errors import ModelError
 from forerun.executors.cpu import native
 from forerun.executors.cpu.draft_pass import CpuDraftPass, commit, page_slots, run
@@ -29,15 +38,6 @@ from forerun.interface.draft_model import (
     FeatureNeeds,
 )
 from forerun.interface.features import Features
-from forerun.models.prediction_layers import (
-    PredictionLayers,
-)
-from forerun.models.prediction_naming import (
-    EMBEDDING_NORM,
-    FINAL_NORM,
-    FUSE,
-    HIDDEN_NORM,
-)
 from forerun.types import Floats, Ints
 
 _HEAD = Place("lm_head", -1, 1)

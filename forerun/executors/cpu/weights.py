@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from forerun.checkpoints.checkpoint import Checkpoint, InFourBits
+from forerun.checkpoints.mapped import release
 from forerun.errors import ModelError
 from forerun.executors.cpu import native
 from forerun.executors.cpu.few_bits import (
@@ -25,9 +27,7 @@ from forerun.executors.cpu.few_bits import (
 )
 from forerun.executors.cpu.latent import ABSORBED, absorbed, in_kind
 from forerun.executors.cpu.places import Place, layer_kind, matrices, routes, vectors
-from forerun.models.arch import Architecture
-from forerun.models.checkpoint import Checkpoint, InFourBits
-from forerun.models.mapped import release
+from forerun.networks.arch import Architecture
 from forerun.types import AnyArray, Floats, Ints
 
 _KINDS = {

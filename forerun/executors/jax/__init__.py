@@ -1,12 +1,12 @@
 """The JAX executor: one step as one XLA program, for TPUs and whatever else XLA compiles to."""
 
-from forerun.executors.jax.block_model import JaxBlockModel
-from forerun.executors.jax.draft_decoder import JaxDecoderModel
-from forerun.executors.jax.eagle import JaxEagleModel
+from forerun.executors.jax.draft_models.block_model import JaxBlockModel
+from forerun.executors.jax.draft_models.draft_decoder import JaxDecoderModel
+from forerun.executors.jax.draft_models.eagle import JaxEagleModel
+from forerun.executors.jax.draft_models.prediction import JaxPredictionModel
 from forerun.executors.jax.executor import JaxExecutor
 from forerun.executors.jax.memory import free_bytes
 from forerun.executors.jax.options import JaxOptions
-from forerun.executors.jax.prediction import JaxPredictionModel
 
 __all__ = [
     "JaxBlockModel",

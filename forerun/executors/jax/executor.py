@@ -7,26 +7,30 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.draft_shape import DraftShape
 from forerun.errors import EngineError
 from forerun.executors.host_sampler import HostSampler
-from forerun.executors.jax.batches import Batch, Buckets, batches
-from forerun.executors.jax.block import BlockNetwork
-from forerun.executors.jax.decoder import JaxDecoder
-from forerun.executors.jax.draft_network import DraftNetwork
-from forerun.executors.jax.draft_passes import FEW
-from forerun.executors.jax.drafted import Drafted
-from forerun.executors.jax.features import JaxFeatures
-from forerun.executors.jax.functions import Functions, Key
-from forerun.executors.jax.inputs import packed, packed_carried, padded_masks
-from forerun.executors.jax.kv import DraftArrays, NetworkSizes, StateShape, first_without_page
+from forerun.executors.jax.drafts.block import BlockNetwork
+from forerun.executors.jax.drafts.draft_network import DraftNetwork
+from forerun.executors.jax.drafts.draft_passes import FEW
 from forerun.executors.jax.limits import check_runs
 from forerun.executors.jax.memory import check_fits, planned_bytes
+from forerun.executors.jax.network.decoder import JaxDecoder
+from forerun.executors.jax.network.kv import (
+    DraftArrays,
+    NetworkSizes,
+    StateShape,
+    first_without_page,
+)
+from forerun.executors.jax.network.sharding import make_sharding
+from forerun.executors.jax.network.weights import Params, can_stack, load_params
 from forerun.executors.jax.options import DTYPES, JaxOptions, check_options
-from forerun.executors.jax.programs import JaxPrograms, keep_compiled
-from forerun.executors.jax.shaping import EditsByRow, packed_shaping, room_for_edits
-from forerun.executors.jax.sharding import make_sharding
-from forerun.executors.jax.step import (
+from forerun.executors.jax.program.drafted import Drafted
+from forerun.executors.jax.program.features import JaxFeatures
+from forerun.executors.jax.program.functions import Functions, Key
+from forerun.executors.jax.program.programs import JaxPrograms, keep_compiled
+from forerun.executors.jax.program.step import (
     Answers,
     JaxRound,
     asked_of,
@@ -36,7 +40,9 @@ from forerun.executors.jax.step import (
     left_to_move,
     receive,
 )
-from forerun.executors.jax.weights import Params, can_stack, load_params
+from forerun.executors.jax.rounds.batches import Batch, Buckets, batches
+from forerun.executors.jax.rounds.inputs import packed, packed_carried, padded_masks
+from forerun.executors.jax.rounds.shaping import EditsByRow, packed_shaping, room_for_edits
 from forerun.interface.executor import (
     Capabilities,
     Executor,
@@ -46,7 +52,6 @@ from forerun.interface.executor import (
 from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit
 from forerun.machine import cores
-from forerun.models.checkpoint import Checkpoint
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.tree import NodeMasks, TreeBatch, full_size
 from forerun.types import Bools, Floats, Ints

@@ -1,8 +1,8 @@
 """The models that the jax executor cannot run yet."""
 
 from forerun.errors import ModelError
-from forerun.models.arch import Architecture
-from forerun.models.layer_spec import Experts
+from forerun.networks.arch import Architecture
+from forerun.networks.layer_spec import Experts
 
 
 def refusal(arch: Architecture) -> str | None:

@@ -5,11 +5,11 @@ allocated.
 from typing import Any
 
 from forerun.errors import MemoryPlanError
-from forerun.executors.jax.batches import Buckets
-from forerun.executors.jax.kv import StateShape
-from forerun.executors.jax.sharding import devices_of
+from forerun.executors.jax.network.kv import StateShape
+from forerun.executors.jax.network.sharding import devices_of
+from forerun.executors.jax.rounds.batches import Buckets
 from forerun.machine import memory_available
-from forerun.models.arch import Architecture
+from forerun.networks.arch import Architecture
 
 
 def planned_bytes(

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from forerun.errors import ConfigError
 from forerun.interface.executor import ExecutorLimits
-from forerun.models.arch import Architecture
+from forerun.networks.arch import Architecture
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.errors import EngineError
 from forerun.executors.device_choice import plain_nodes
 from forerun.executors.host_choice import Logits, ReportsOf, put_path
@@ -17,7 +18,6 @@ from forerun.executors.torch.model_runner import ModelRunner, TorchOptions, Torc
 from forerun.interface.executor import Capabilities, Executor, ExecutorLimits
 from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit
-from forerun.models.checkpoint import Checkpoint
 from forerun.speculative.accept import NOTHING, accept_row
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import NO_DRAFT, NodeMasks, TreeBatch, batch

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from forerun.models.tensor_parallel import TensorParallel
+from forerun.checkpoints.tensor_parallel import TensorParallel
 
 PATIENCE = timedelta(minutes=10)
 """Seconds a rank waits for another within a pass. An ended rank is noticed at once

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 import torch
 
+from forerun.checkpoints.grouped import Grouped
+from forerun.checkpoints.kept import PARTS, SCRATCH, saved_bytes
 from forerun.errors import ConfigError, MemoryPlanError
 from forerun.executors.torch.attention.kv import KvShape
 from forerun.interface.executor import ExecutorLimits
 from forerun.machine import memory_available
-from forerun.models.arch import Architecture
-from forerun.models.grouped import Grouped
-from forerun.models.kept import PARTS, SCRATCH, saved_bytes
+from forerun.networks.arch import Architecture
 
 DTYPES = {
     "float32": torch.float32,

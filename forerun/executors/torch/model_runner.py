@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.checkpoints.checkpoint import Checkpoint
+from forerun.checkpoints.kept import kept_matrices, kept_sentence
 from forerun.errors import ConfigError, EngineError
 from forerun.executors.device_choice import PlainNodes
 from forerun.executors.host_choice import Logits
@@ -37,9 +39,7 @@ from forerun.executors.torch.memory import (
 from forerun.executors.torch.triton.kernels import Kernels, kernels_for, parts_of
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.plan import Plan, Round
-from forerun.models.arch import Architecture
-from forerun.models.checkpoint import Checkpoint
-from forerun.models.kept import kept_matrices, kept_sentence
+from forerun.networks.arch import Architecture
 from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.speculative.verify import positions
 from forerun.types import Floats, Ints

@@ -1,8 +1,8 @@
 """The common part of conversation dialects: one choice, whose text is parsed as it arrives."""
 
 from forerun.engine.request import Delta, Finish
-from forerun.serve.output_parser import Heard, OutputParser
-from forerun.serve.prepare import Generation
+from forerun.serve.bodies.output_parser import Heard, OutputParser
+from forerun.serve.bodies.prepare import Generation
 
 
 class Hearing:

@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from forerun.serve.errors import ApiError
+from forerun.serve.http.errors import ApiError
 
 EMBEDDINGS = (
     "/v1/embeddings",

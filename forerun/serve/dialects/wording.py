@@ -8,7 +8,7 @@ from typing import Any
 from forerun.serve.dialects.anthropic.errors import error_body as anthropic_error
 from forerun.serve.dialects.ollama.errors import error_body as ollama_error
 from forerun.serve.dialects.openai.errors import error_body as openai_error
-from forerun.serve.errors import ApiError
+from forerun.serve.http.errors import ApiError
 
 _FAMILIES: tuple[tuple[str, Callable[[ApiError], Any]], ...] = (
     ("/v1/messages", anthropic_error),

@@ -30,7 +30,7 @@ from forerun.executors.torch.attention.kv import CacheTensor, PagedCache, Slots,
 from forerun.executors.torch.decoder.decoder import Attend
 from forerun.executors.torch.decoder.elementwise import softcapped
 from forerun.interface.plan import Plan
-from forerun.models.layer_spec import AttentionSpec
+from forerun.networks.layer_spec import AttentionSpec
 from forerun.speculative.tree import TreeBatch
 from forerun.speculative.verify import positions
 from forerun.types import Ints

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from forerun.errors import EngineError
 from forerun.executors.torch.attention.kv import CacheTensor
-from forerun.models.layer_spec import AttentionSpec
+from forerun.networks.layer_spec import AttentionSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from forerun.errors import EngineError
 from forerun.executors.torch.decoder.elementwise import AnyHeads
 from forerun.executors.torch.decoder.float8 import FLOAT8, float8_rows
 from forerun.interface.executor import ExecutorLimits
-from forerun.models.cache_layer import CacheLayer
+from forerun.networks.cache_layer import CacheLayer
 from forerun.types import AnyArray, Ints
 
 Slots = NDArray[np.int64]

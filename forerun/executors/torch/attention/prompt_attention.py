@@ -20,7 +20,7 @@ from forerun.executors.torch.attention.kv import CacheTensor, PagedCache, read
 from forerun.executors.torch.attention.tiles import most_parts, programs_for, split_of, tiles_of
 from forerun.executors.torch.attention.varlen_attention import PackedPrompts, VariableLength
 from forerun.interface.plan import Plan
-from forerun.models.layer_spec import AttentionSpec
+from forerun.networks.layer_spec import AttentionSpec
 from forerun.speculative.tree import TreeBatch
 
 

@@ -31,7 +31,7 @@ from forerun.executors.torch.decoder.delta import DeltaInputs, Tokens, convolved
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.plan import Outcome, Plan
 from forerun.interface.slot_init import SlotInit
-from forerun.models.arch import Architecture
+from forerun.networks.arch import Architecture
 from forerun.speculative.tree import TreeBatch
 from forerun.types import AnyArray, Ints
 

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from forerun.executors.torch.attention.kv import PagedCache
 from forerun.interface.plan import Plan
-from forerun.models.layer_spec import AttentionSpec
+from forerun.networks.layer_spec import AttentionSpec
 from forerun.speculative.tree import TreeBatch
 from forerun.types import Ints
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
+from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.executors.torch.decoder.delta import DeltaProjections, Recur, no_states
 from forerun.executors.torch.decoder.elementwise import (
     PLAIN,
@@ -37,9 +38,8 @@ from forerun.executors.torch.decoder.layers import (
 )
 from forerun.executors.torch.decoder.weights import Weights
 from forerun.executors.torch.group import Group
-from forerun.models.arch import Architecture
-from forerun.models.checkpoint import Checkpoint
-from forerun.models.layer_spec import NORM_NAMES, Dense, LayerSpec
+from forerun.networks.arch import Architecture
+from forerun.networks.layer_spec import NORM_NAMES, Dense, LayerSpec
 
 Attend = Callable[[int, AnyHeads], Tensor]
 """(layer, its heads) -> context [M,A,E]; of latent heads [M,A,rank]. Layers are counted from 0

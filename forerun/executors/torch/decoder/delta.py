@@ -15,8 +15,8 @@ from torch import Tensor
 from forerun.executors.torch.decoder.elementwise import Elementwise
 from forerun.executors.torch.decoder.layers import Product
 from forerun.executors.torch.decoder.weights import Weights
-from forerun.models.arch import Architecture
-from forerun.models.layer_spec import GatedDelta
+from forerun.networks.arch import Architecture
+from forerun.networks.layer_spec import GatedDelta
 
 _LEAST = 1e-6
 """Keeps the length of a query or a key from zero; the published model's."""

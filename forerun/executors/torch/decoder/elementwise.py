@@ -12,7 +12,7 @@ from torch import Tensor
 
 from forerun.executors.torch.decoder.few_bits import IN_TORCH, FewBitsProducts
 from forerun.executors.torch.decoder.grouped import GroupedProduct
-from forerun.models.layer_spec import CLAMP, CLAMP_SLOPE
+from forerun.networks.layer_spec import CLAMP, CLAMP_SLOPE
 
 Gate = Callable[[Tensor, Tensor], Tensor]
 """(gate [M,I], up [M,I]) -> [M,I]: Elementwise.gate or its like."""

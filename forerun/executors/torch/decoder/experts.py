@@ -17,7 +17,7 @@ from forerun.executors.torch.decoder.kept import feed_forward
 from forerun.executors.torch.decoder.layers import FeedForward, Product, alone, padded_rows
 from forerun.executors.torch.decoder.weights import Weights
 from forerun.executors.torch.group import Group
-from forerun.models.layer_spec import Activation, Experts, Router
+from forerun.networks.layer_spec import Activation, Experts, Router
 
 
 class Mixture:

@@ -1,5 +1,5 @@
 """Products whose weight stays quantised: integers with a scale, and perhaps a zero point, for
-each group of columns, or float8 with scales likewise (models/grouped.py has the formats).
+each group of columns, or float8 with scales likewise (checkpoints/grouped.py has the formats).
 
 The arithmetic is that of the formats: differences of integers are exact in 16 bits, sums and scales
 are float32. The kernel is triton_few_bits.py; the slow twin here also serves on the CPU.
@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
+from forerun.checkpoints.grouped import MIDDLE, Grouped, GroupedKind, whole_block
 from forerun.executors.torch.decoder.float8 import FLOAT8, float8_rows
 from forerun.machine import cores
-from forerun.models.grouped import MIDDLE, Grouped, GroupedKind, whole_block
 from forerun.types import AnyArray
 
 READ, PIECE = 1 << 23, 1 << 24

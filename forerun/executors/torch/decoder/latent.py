@@ -8,8 +8,8 @@ from torch import Tensor
 from forerun.executors.torch.decoder.elementwise import Elementwise, LatentHeads, Rotary
 from forerun.executors.torch.decoder.layers import Linear, Product
 from forerun.executors.torch.decoder.weights import Weights
-from forerun.models.arch import Architecture
-from forerun.models.layer_spec import Latent, LayerSpec
+from forerun.networks.arch import Architecture
+from forerun.networks.layer_spec import Latent, LayerSpec
 
 
 class LatentProjections:

@@ -13,6 +13,9 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
+from forerun.checkpoints.checkpoint import Checkpoint, Repeated
+from forerun.checkpoints.kept import kept_matrix
+from forerun.checkpoints.mapped import Packed, release
 from forerun.errors import ModelError
 from forerun.executors.torch.decoder.few_bits import FewBitsProducts, alike, loaded, rounded
 from forerun.executors.torch.decoder.float8 import FLOAT8, float8_rows
@@ -20,9 +23,6 @@ from forerun.executors.torch.decoder.grouped import Stacked
 from forerun.executors.torch.decoder.kept import FewBitsLinear, SideBySide
 from forerun.executors.torch.decoder.layers import MakeProduct, Product
 from forerun.executors.torch.decoder.staging import staging
-from forerun.models.checkpoint import Checkpoint, Repeated
-from forerun.models.kept import kept_matrix
-from forerun.models.mapped import Packed, release
 from forerun.types import AnyArray, Ints
 
 PIECE = 1 << 24
@@ -69,8 +69,8 @@ class Weights:
 
     products  makes the blocks' products
     finite    refuse values that are not finite: ModelError
-    few_bits  makes products whose weights stay quantised as in the file (models/kept.py); None: all
-              are widened
+    few_bits  makes products whose weights stay quantised as in the file (checkpoints/kept.py);
+              None: all are widened
     narrow    few_bits makes the blocks' products, of weights rounded to float8, and no others
     """
 

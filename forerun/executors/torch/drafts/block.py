@@ -16,6 +16,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor, nn
 
+from forerun.checkpoints.checkpoint import Checkpoint
+from forerun.drafts.block_config import BlockHead
+from forerun.drafts.block_folder import BlockFile
 from forerun.errors import EngineError
 from forerun.executors.draft_checks import check_block, check_extension
 from forerun.executors.torch.attention.attention import apart
@@ -47,14 +50,11 @@ from forerun.interface.draft_model import (
     no_candidates,
 )
 from forerun.interface.features import Features
-from forerun.models.block_config import BlockHead
-from forerun.models.block_folder import BlockFile
-from forerun.models.checkpoint import Checkpoint
 from forerun.types import AnyArray
 
 
 class BlockDrafter(nn.Module):
-    """A block drafter. Parameter names are the canonical names of forerun.models.block_config.
+    """A block drafter. Parameter names are the canonical names of forerun.drafts.block_config.
 
     Embedding and output head are parameters only where the drafter has its own.
     """

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
+from forerun.drafts.whole_draft import WholeDraft
 from forerun.executors.torch.decoder.decoder import Decoder
 from forerun.executors.torch.decoder.layers import Linear, padded_rows
 from forerun.executors.torch.decoder.weights import some_rows
@@ -18,7 +19,6 @@ from forerun.executors.torch.drafts.target import TorchTarget
 from forerun.executors.torch.memory import check_fits
 from forerun.executors.torch.triton.kernels import parts_of
 from forerun.interface.draft_model import DraftModelTraits
-from forerun.models.whole_draft import WholeDraft
 
 
 class TorchDecoderModel(LevelModel):

@@ -20,8 +20,8 @@ from forerun.executors.torch.attention.attention import KeyBlock, RowKeys, atten
 from forerun.executors.torch.attention.kv import KvShape, PagedCache, Slots, write
 from forerun.interface.draft_model import DraftBlock, DraftLevel, Extension
 from forerun.interface.executor import ExecutorLimits
-from forerun.models.cache_layer import CacheLayer
-from forerun.models.layer_spec import AttentionSpec
+from forerun.networks.cache_layer import CacheLayer
+from forerun.networks.layer_spec import AttentionSpec
 from forerun.types import AnyArray, Ints
 
 AttendLayer = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]

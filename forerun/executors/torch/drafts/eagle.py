@@ -11,6 +11,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor, nn
 
+from forerun.checkpoints.checkpoint import Checkpoint
+from forerun.drafts.eagle_config import DraftHead
+from forerun.drafts.eagle_folder import DraftFile
 from forerun.executors.torch.decoder.elementwise import Elementwise, Rotary
 from forerun.executors.torch.drafts.draft_layer import (
     TRAINED,
@@ -29,13 +32,10 @@ from forerun.executors.torch.drafts.loading import (
 )
 from forerun.executors.torch.drafts.target import TorchTarget
 from forerun.executors.torch.triton.kernels import parts_of
-from forerun.models.checkpoint import Checkpoint
-from forerun.models.draft_config import DraftHead
-from forerun.models.draft_folder import DraftFile
 
 
 class EagleHead(nn.Module):
-    """A draft head. Parameter names are the canonical tensor names of forerun.models.draft_config.
+    """A draft head. Parameter names are the canonical tensor names of forerun.drafts.eagle_config.
 
     `lm_head` is a parameter also where it was copied from the target; the trainer freezes it.
     """

@@ -41,7 +41,7 @@ from forerun.interface.draft_model import (
     Extension,
 )
 from forerun.interface.features import Features
-from forerun.models.rope import Rope
+from forerun.networks.rope import Rope
 from forerun.types import Ints
 
 

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from forerun.checkpoints.checkpoint import Checkpoint
+from forerun.drafts.eagle_folder import DraftFile
 from forerun.errors import ModelError
 from forerun.executors.torch.decoder.weights import some_rows
 from forerun.executors.torch.drafts.draft_cache import DraftCache
@@ -16,8 +18,6 @@ from forerun.executors.torch.drafts.draft_layer import DraftLayer
 from forerun.executors.torch.drafts.target import TorchTarget
 from forerun.executors.torch.memory import check_fits
 from forerun.interface.draft_model import DraftModelTraits, FeatureNeeds
-from forerun.models.checkpoint import Checkpoint
-from forerun.models.draft_folder import DraftFile
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -1,11 +1,20 @@
 """The target's own prediction layers in torch, over pages and trees: what they compute is said in
-models/prediction_layers.py, where they find it in executors/layer_states.py. Positions are an EAGLE
+drafts/prediction_layers.py, where they find it in executors/layer_states.py. Positions are an EAGLE
 head's (level_model.py).
 """
 
 import torch
 from torch import Tensor
 
+from forerun.checkpoints.prediction_naming import (
+    EMBEDDING_NORM,
+    FINAL_NORM,
+    FUSE,
+    HIDDEN_NORM,
+)
+from forerun.drafts.prediction_layers import (
+    PredictionLayers,
+)
 from forerun.executors.layer_states import LayerStates, layer_read, layers_at
 from forerun.executors.torch.decoder.decoder import Block
 from forerun.executors.torch.decoder.elementwise import Elementwise
@@ -17,15 +26,6 @@ from forerun.executors.torch.drafts.target import TorchTarget
 from forerun.executors.torch.memory import check_fits
 from forerun.executors.torch.triton.kernels import parts_of
 from forerun.interface.draft_model import DraftModelTraits, FeatureNeeds
-from forerun.models.prediction_layers import (
-    PredictionLayers,
-)
-from forerun.models.prediction_naming import (
-    EMBEDDING_NORM,
-    FINAL_NORM,
-    FUSE,
-    HIDDEN_NORM,
-)
 
 
 class _Layer:

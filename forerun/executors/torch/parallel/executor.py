@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from forerun.checkpoints.checkpoint import Checkpoint
+from forerun.checkpoints.tensor_parallel import RankCheckpoint, TensorParallel, check_divides
 from forerun.errors import ConfigError
 from forerun.executors.host_choice import Logits, ReportsOf
 from forerun.executors.host_sampler import HostSampler
@@ -31,8 +33,6 @@ from forerun.executors.torch.parallel.step import Gathered, SharedStep, agree, g
 from forerun.executors.torch.triton.kernels import Kernels, parts_of
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.plan import Plan, Reports
-from forerun.models.checkpoint import Checkpoint
-from forerun.models.tensor_parallel import RankCheckpoint, TensorParallel, check_divides
 from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.types import Floats, Ints
 

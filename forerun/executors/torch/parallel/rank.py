@@ -9,6 +9,10 @@ from pathlib import Path
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from forerun.checkpoints.checkpoint import Checkpoint
+from forerun.checkpoints.folder import FolderCheckpoint
+from forerun.checkpoints.gguf.file import GgufCheckpoint
+from forerun.checkpoints.tensor_parallel import RankCheckpoint
 from forerun.errors import EngineError
 from forerun.executors.torch.group import Processes, Waits
 from forerun.executors.torch.model_runner import ModelRunner, TorchRound
@@ -17,10 +21,6 @@ from forerun.executors.torch.parallel.processes import end_with_parent
 from forerun.executors.torch.parallel.rounds import RankRounds
 from forerun.executors.torch.parallel.start import RankStart
 from forerun.executors.torch.parallel.step import SharedStep, agree, gathered, reports
-from forerun.models.checkpoint import Checkpoint
-from forerun.models.folder import FolderCheckpoint
-from forerun.models.gguf import GgufCheckpoint
-from forerun.models.tensor_parallel import RankCheckpoint
 
 
 def opened(path: Path, context: int | None = None) -> Checkpoint:

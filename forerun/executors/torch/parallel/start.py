@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from forerun.checkpoints.gguf.parts import parts_of
+from forerun.checkpoints.tensor_parallel import TensorParallel
 from forerun.executors.torch.model_runner import TorchOptions
 from forerun.interface.executor import ExecutorLimits
-from forerun.models.gguf_parts import parts_of
-from forerun.models.tensor_parallel import TensorParallel
 from forerun.version import __version__
 
 HEAD, SAMPLE, SAMPLES = 1 << 20, 1 << 12, 64

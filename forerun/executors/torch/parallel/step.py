@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forerun.checkpoints.tensor_parallel import TensorParallel
 from forerun.executors.device_choice import PlainNodes
 from forerun.executors.torch.accept import best
 from forerun.executors.torch.attention.kv import Slots, indices
@@ -17,7 +18,6 @@ from forerun.executors.torch.group import Group
 from forerun.executors.torch.model_runner import ModelRunner, TorchRound
 from forerun.executors.torch.parallel.channel import RankMessage
 from forerun.interface.plan import Plan, Reports, TokenLogprobs
-from forerun.models.tensor_parallel import TensorParallel
 from forerun.speculative.accept import NOTHING
 from forerun.speculative.sampling import largest
 from forerun.speculative.tree import TreeBatch

@@ -37,7 +37,7 @@ from forerun.executors.torch.attention.geometry import Geometry, positions_of
 from forerun.executors.torch.attention.kv import CacheTensor, Narrow
 from forerun.executors.torch.attention.tiles import MOST_PARTS, PROGRAMS
 from forerun.executors.torch.triton.triton_merge import AttentionParts, merged
-from forerun.models.layer_spec import AttentionSpec
+from forerun.networks.layer_spec import AttentionSpec
 
 VIEWS = (
     "key_scales",

@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forerun.checkpoints.kept import PARTS, SCRATCH
 from forerun.executors.torch.decoder.few_bits import COLUMNS, FEW, FewBits
 from forerun.executors.torch.triton.triton_layers import gate, gated
 from forerun.executors.torch.triton.triton_widening import FLOAT8, widened
-from forerun.models.kept import PARTS, SCRATCH
-from forerun.models.layer_spec import CLAMP, CLAMP_SLOPE
+from forerun.networks.layer_spec import CLAMP, CLAMP_SLOPE
 
 PROGRAMS, LEAST = PARTS // (4 * FEW * COLUMNS), 512
 """Programs that columns are split for, 4 on each of 128 multiprocessors: as fast as any of 512,

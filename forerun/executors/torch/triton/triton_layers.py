@@ -13,7 +13,7 @@ from torch import Tensor
 from forerun.executors.torch.attention import kv
 from forerun.executors.torch.attention.kv import CacheTensor, Narrow
 from forerun.executors.torch.decoder.elementwise import AnyHeads, LatentHeads
-from forerun.models.layer_spec import CLAMP, CLAMP_SLOPE
+from forerun.networks.layer_spec import CLAMP, CLAMP_SLOPE
 
 
 @triton.jit(do_not_specialize=["eps"])

@@ -3,7 +3,7 @@
 import secrets
 from typing import Any
 
-from forerun.serve.output_parser import Heard
+from forerun.serve.bodies.output_parser import Heard
 from forerun.text.tool_bodies import NOTHING, loads_or
 
 Event = dict[str, Any]

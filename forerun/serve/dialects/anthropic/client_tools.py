@@ -5,9 +5,9 @@ and an editor. Other models are offered functions of the same names and argument
 from dataclasses import dataclass
 from typing import Any
 
-from forerun.serve.fields import accept, boolean, ignore, integer, mapping, need, read
-from forerun.serve.messages import plain_text
-from forerun.serve.tools import Tool, function_name, plain_tool
+from forerun.serve.bodies.fields import accept, boolean, ignore, integer, mapping, need, read
+from forerun.serve.bodies.messages import plain_text
+from forerun.serve.bodies.tools import Tool, function_name, plain_tool
 
 _STRING, _WHOLE = {"type": "string"}, {"type": "integer"}
 _BASH = {

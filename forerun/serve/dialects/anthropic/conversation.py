@@ -5,6 +5,10 @@ from typing import Any
 
 from forerun.constrain.grammar.calls import Rules
 from forerun.errors import RequestError
+from forerun.serve.bodies.fields import ignored_in
+from forerun.serve.bodies.history import left_out
+from forerun.serve.bodies.schema import ChatBody
+from forerun.serve.bodies.tools import ToolChoice, different
 from forerun.serve.dialects.anthropic.schema import (
     AnthropicMessage,
     CountBody,
@@ -15,10 +19,6 @@ from forerun.serve.dialects.anthropic.schema import (
     ToolResult,
     ToolUse,
 )
-from forerun.serve.fields import ignored_in
-from forerun.serve.history import left_out
-from forerun.serve.schema import ChatBody
-from forerun.serve.tools import ToolChoice, different
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 

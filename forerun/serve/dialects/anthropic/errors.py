@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from forerun.serve.errors import ApiError
+from forerun.serve.http.errors import ApiError
 
 _KINDS = {
     401: "authentication_error",

@@ -5,20 +5,20 @@ from dataclasses import replace
 from typing import Any
 
 from forerun.engine.request import Finish
+from forerun.serve.answers.contract import Dialect, News
+from forerun.serve.answers.service import Service
+from forerun.serve.answers.session import Tally
+from forerun.serve.bodies.dialogue import dialogue, ignored_fields
+from forerun.serve.bodies.fields import read
+from forerun.serve.bodies.prepare import Generation, chat_generation
+from forerun.serve.bodies.wire import event
 from forerun.serve.dialects.anthropic.blocks import Blocks, Event
 from forerun.serve.dialects.anthropic.conversation import chat_body, ignored
 from forerun.serve.dialects.anthropic.errors import error_body
 from forerun.serve.dialects.anthropic.schema import CountBody, MessagesBody
-from forerun.serve.dialects.contract import Dialect, News
 from forerun.serve.dialects.conversation import Hearing
 from forerun.serve.dialects.openai.render import speculation_metrics
-from forerun.serve.dialogue import dialogue, ignored_fields
-from forerun.serve.errors import ApiError
-from forerun.serve.fields import read
-from forerun.serve.prepare import Generation, chat_generation
-from forerun.serve.service import Service
-from forerun.serve.session import Tally
-from forerun.serve.wire import event
+from forerun.serve.http.errors import ApiError
 
 
 class MessagesDialect(Dialect):

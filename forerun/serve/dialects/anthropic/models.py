@@ -3,7 +3,7 @@
 from datetime import UTC, datetime
 from typing import Any
 
-from forerun.serve.service import Served
+from forerun.serve.answers.service import Served
 
 
 def model_card(served: Served) -> dict[str, Any]:

@@ -5,8 +5,7 @@ from typing import Any, ClassVar
 
 from forerun.constrain.grammar.calls import Rules
 from forerun.errors import RequestError
-from forerun.serve.dialects.anthropic.client_tools import known_tool
-from forerun.serve.fields import (
+from forerun.serve.bodies.fields import (
     accept,
     body_schema,
     boolean,
@@ -24,18 +23,19 @@ from forerun.serve.fields import (
     takes,
     text,
 )
-from forerun.serve.history import history
-from forerun.serve.messages import MAX_MESSAGES, NO_MEDIA, is_assistant, of_parts, plain_text
-from forerun.serve.schema import (
+from forerun.serve.bodies.history import history
+from forerun.serve.bodies.messages import MAX_MESSAGES, NO_MEDIA, is_assistant, of_parts, plain_text
+from forerun.serve.bodies.schema import (
     MAX_STOP_TEXT,
     MAX_STOP_TOKENS,
     MAX_TOKENS,
     SpeculativeOptions,
     untraced,
 )
-from forerun.serve.structure import json_rules
-from forerun.serve.tools import MAX_TOOLS, Tool, argument_object, function_name, plain_tool
-from forerun.serve.unused import TIERS
+from forerun.serve.bodies.structure import json_rules
+from forerun.serve.bodies.tools import MAX_TOOLS, Tool, argument_object, function_name, plain_tool
+from forerun.serve.bodies.unused import TIERS
+from forerun.serve.dialects.anthropic.client_tools import known_tool
 
 OWN_TOOLS = "the server runs no tools of its own; offer functions with an input_schema"
 _OURS = "no model here can read it; leave it out"

@@ -9,19 +9,19 @@ from typing import Any, ClassVar
 from forerun.engine.request import Delta, Finish, Request, choice_seed
 from forerun.errors import RequestError
 from forerun.interface.plan import TokenLogprobs
-from forerun.serve.dialects.contract import Dialect, News
+from forerun.serve.answers.contract import Dialect, News
+from forerun.serve.answers.service import Service
+from forerun.serve.answers.session import Tally
+from forerun.serve.bodies.fields import ignored_in, read
+from forerun.serve.bodies.prepare import Cut, Generation, completion_generation, within
+from forerun.serve.bodies.schema import CompletionBody, Prompt
+from forerun.serve.bodies.wire import event
 from forerun.serve.dialects.llama.infill import infill_prompt, marks_of
 from forerun.serve.dialects.llama.limits import LineLimits
 from forerun.serve.dialects.llama.schema import InfillBody, NativeBody, Parts
 from forerun.serve.dialects.openai.errors import error_body
 from forerun.serve.dialects.openai.render import LEAST_LOGPROB, text_of, timings, visible
-from forerun.serve.errors import ApiError
-from forerun.serve.fields import ignored_in, read
-from forerun.serve.prepare import Cut, Generation, completion_generation, within
-from forerun.serve.schema import CompletionBody, Prompt
-from forerun.serve.service import Service
-from forerun.serve.session import Tally
-from forerun.serve.wire import event
+from forerun.serve.http.errors import ApiError
 from forerun.text.tokenizer import Tokenizer
 
 NO_SLOT = -1

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from forerun.serve.dialects.llama.schema import InfillBody
-from forerun.serve.errors import ApiError
+from forerun.serve.http.errors import ApiError
 from forerun.text.tokenizer import Tokenizer
 
 

@@ -6,13 +6,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from forerun.serve.answering import Json, generated, received, rendered, service_of
+from forerun.build.engine import Frontend
+from forerun.serve.answers.answering import Json, generated, received, rendered, service_of
+from forerun.serve.answers.service import Served, Service
+from forerun.serve.bodies.dialogue import dialogue, template_of
+from forerun.serve.bodies.fields import read
+from forerun.serve.bodies.schema import ChatBody
 from forerun.serve.dialects.llama.completion import CompletionsDialect, InfillDialect
 from forerun.serve.dialects.llama.schema import TemplateBody
-from forerun.serve.dialogue import dialogue, rendered_chat
-from forerun.serve.fields import read
-from forerun.serve.schema import ChatBody
-from forerun.serve.service import Served, Service
 from forerun.version import __version__
 
 
@@ -69,7 +70,16 @@ async def apply_template(request: Request) -> Response:
     service = service_of(request)
     body = await service.workers.run(len(data), read, TemplateBody, value)
     loaded = service.named(body.model).loaded
-    return Json({"prompt": await rendered(service, len(data), rendered_chat, body, loaded)})
+    return Json({"prompt": await rendered(service, len(data), _as_text, body, loaded)})
+
+
+def _as_text(body: TemplateBody, loaded: Frontend) -> str:
+    return template_of(loaded).render(
+        list(body.messages),
+        [tool.plain for tool in body.tools] or None,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        extra=body.chat_template_kwargs,
+    )
 
 
 async def input_tokens(request: Request) -> Response:

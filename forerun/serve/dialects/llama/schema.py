@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from forerun.errors import RequestError
-from forerun.serve.fields import (
+from forerun.serve.bodies.fields import (
     accept,
     boolean,
     ignore,
@@ -20,8 +20,8 @@ from forerun.serve.fields import (
     takes,
     text,
 )
-from forerun.serve.messages import NO_MEDIA, messages, plain_text
-from forerun.serve.schema import (
+from forerun.serve.bodies.messages import NO_MEDIA, messages, plain_text
+from forerun.serve.bodies.schema import (
     MAX_PROMPTS,
     MAX_TOKENS,
     UNLIMITED,
@@ -30,7 +30,7 @@ from forerun.serve.schema import (
     SampledBody,
     template_options,
 )
-from forerun.serve.tools import Tool, tools
+from forerun.serve.bodies.tools import Tool, tools
 
 MAX_FIELDS = 256
 """Names in response_fields, and chunks of input_extra."""

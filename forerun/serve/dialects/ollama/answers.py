@@ -10,21 +10,21 @@ from typing import Any
 
 from forerun.engine.request import Finish
 from forerun.errors import RequestError
-from forerun.serve.dialects.contract import Dialect, News, Ready
+from forerun.serve.answers.contract import Dialect, News, Ready
+from forerun.serve.answers.service import Served, Service
+from forerun.serve.answers.session import Tally
+from forerun.serve.bodies.dialogue import ignored_fields
+from forerun.serve.bodies.fields import ignored_in, read
+from forerun.serve.bodies.history import left_out
+from forerun.serve.bodies.output_parser import Heard
+from forerun.serve.bodies.prepare import Generation, chat_generation, completion_generation, within
+from forerun.serve.bodies.schema import UNLIMITED, ChatBody, CompletionBody
+from forerun.serve.bodies.wire import line
 from forerun.serve.dialects.conversation import Hearing
 from forerun.serve.dialects.ollama.errors import error_body
 from forerun.serve.dialects.ollama.schema import OllamaBody, OllamaChatBody, OllamaGenerateBody
 from forerun.serve.dialects.openai.render import logprob_entries, speculation_metrics
-from forerun.serve.dialogue import ignored_fields
-from forerun.serve.errors import ApiError
-from forerun.serve.fields import ignored_in, read
-from forerun.serve.history import left_out
-from forerun.serve.output_parser import Heard
-from forerun.serve.prepare import Generation, chat_generation, completion_generation, within
-from forerun.serve.schema import UNLIMITED, ChatBody, CompletionBody
-from forerun.serve.service import Served, Service
-from forerun.serve.session import Tally
-from forerun.serve.wire import line
+from forerun.serve.http.errors import ApiError
 from forerun.text.tool_bodies import NOTHING, CallPiece, loads_or
 
 LATEST = ":latest"

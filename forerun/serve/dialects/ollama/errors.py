@@ -1,6 +1,6 @@
 """Errors as Ollama's clients expect them."""
 
-from forerun.serve.errors import ApiError
+from forerun.serve.http.errors import ApiError
 
 
 def error_body(error: ApiError) -> dict[str, str]:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from forerun.serve.answers.service import Served
+from forerun.serve.bodies.fields import accept, boolean, ignore, text
 from forerun.serve.dialects.ollama.answers import LATEST
-from forerun.serve.fields import accept, boolean, ignore, text
-from forerun.serve.service import Served
 from forerun.text.reasoning import Marks
 
 

@@ -5,12 +5,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from forerun.errors import RequestError
-from forerun.serve.answering import Json, generated, received, service_of
+from forerun.serve.answers.answering import Json, generated, received, service_of
+from forerun.serve.bodies.fields import read
+from forerun.serve.bodies.wire import line
 from forerun.serve.dialects.ollama.answers import LATEST, OllamaChat, OllamaGenerate, named
 from forerun.serve.dialects.ollama.models import PullBody, ShowBody, listed, running, shown
-from forerun.serve.errors import ApiError
-from forerun.serve.fields import read
-from forerun.serve.wire import line
+from forerun.serve.http.errors import ApiError
 from forerun.version import __version__
 
 KEPT = ("push", "create", "copy", "delete", "blobs/{digest}")

@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 from forerun.constrain.grammar.calls import Rules
 from forerun.errors import RequestError
-from forerun.serve.fields import (
+from forerun.serve.bodies.fields import (
     accept,
     body_schema,
     boolean,
@@ -28,17 +28,17 @@ from forerun.serve.fields import (
     takes,
     text,
 )
-from forerun.serve.history import history
-from forerun.serve.messages import MAX_MESSAGES, NO_MEDIA, is_assistant, of_tools, plain_text
-from forerun.serve.schema import (
+from forerun.serve.bodies.history import history
+from forerun.serve.bodies.messages import MAX_MESSAGES, NO_MEDIA, is_assistant, of_tools, plain_text
+from forerun.serve.bodies.schema import (
     MAX_STOP_TEXT,
     MAX_STOP_TOKENS,
     MAX_TOKENS,
     SpeculativeOptions,
     untraced,
 )
-from forerun.serve.structure import json_object_rules, json_rules
-from forerun.serve.tools import MAX_TOOLS, Tool, argument_object, function_name, plain_tool
+from forerun.serve.bodies.structure import json_object_rules, json_rules
+from forerun.serve.bodies.tools import MAX_TOOLS, Tool, argument_object, function_name, plain_tool
 
 _ANY = integer(-(2**31), 2**31 - 1)
 _NUMBER = number(-1e9, 1e9)

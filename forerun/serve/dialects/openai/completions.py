@@ -4,7 +4,15 @@ from abc import abstractmethod
 from time import monotonic
 from typing import Any, ClassVar
 
-from forerun.serve.dialects.contract import Dialect, News
+from forerun.serve.answers.contract import Dialect, News
+from forerun.serve.answers.service import Service
+from forerun.serve.answers.session import Tally
+from forerun.serve.bodies.dialogue import ignored_fields
+from forerun.serve.bodies.fields import read
+from forerun.serve.bodies.messages import ignored_in_messages
+from forerun.serve.bodies.prepare import Generation, chat_generation, completion_generation
+from forerun.serve.bodies.schema import ChatBody, CompletionBody, SampledBody, StreamOptions
+from forerun.serve.bodies.wire import event
 from forerun.serve.dialects.openai.errors import error_body
 from forerun.serve.dialects.openai.render import (
     ChatFormat,
@@ -18,15 +26,7 @@ from forerun.serve.dialects.openai.render import (
     timings,
     usage,
 )
-from forerun.serve.dialogue import ignored_fields
-from forerun.serve.errors import ApiError
-from forerun.serve.fields import read
-from forerun.serve.messages import ignored_in_messages
-from forerun.serve.prepare import Generation, chat_generation, completion_generation
-from forerun.serve.schema import ChatBody, CompletionBody, SampledBody, StreamOptions
-from forerun.serve.service import Service
-from forerun.serve.session import Tally
-from forerun.serve.wire import event
+from forerun.serve.http.errors import ApiError
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import Ints
 

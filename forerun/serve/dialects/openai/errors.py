@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from forerun.serve.errors import ApiError
+from forerun.serve.http.errors import ApiError
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from forerun.engine.request import Delta, Finish, SpeculationStats
 from forerun.interface.plan import TokenLogprobs
-from forerun.serve import trace
-from forerun.serve.output_parser import Heard, OutputParser, streamed_calls, whole_calls
+from forerun.serve.bodies.output_parser import Heard, OutputParser, streamed_calls, whole_calls
+from forerun.serve.observe import trace
 from forerun.text.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0

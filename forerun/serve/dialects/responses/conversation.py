@@ -5,6 +5,10 @@ from dataclasses import fields
 from typing import Any
 
 from forerun.errors import RequestError
+from forerun.serve.bodies.fields import ignored_in
+from forerun.serve.bodies.history import left_out
+from forerun.serve.bodies.schema import ChatBody
+from forerun.serve.bodies.tools import different
 from forerun.serve.dialects.responses.free_tools import CustomCall, ShellCall, unheld
 from forerun.serve.dialects.responses.schema import (
     LOGPROBS,
@@ -18,10 +22,6 @@ from forerun.serve.dialects.responses.schema import (
     TextConfig,
     is_hosted,
 )
-from forerun.serve.fields import ignored_in
-from forerun.serve.history import left_out
-from forerun.serve.schema import ChatBody
-from forerun.serve.tools import different
 
 Messages = tuple[dict[str, Any], ...]
 

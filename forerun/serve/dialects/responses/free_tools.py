@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from forerun.constrain.grammar import Grammar
-from forerun.serve.fields import accept, items, mapping, need, only, read, tagged, takes
-from forerun.serve.messages import plain_text
-from forerun.serve.tools import Tool, function_name, plain_tool
+from forerun.serve.bodies.fields import accept, items, mapping, need, only, read, tagged, takes
+from forerun.serve.bodies.messages import plain_text
+from forerun.serve.bodies.tools import Tool, function_name, plain_tool
 from forerun.text.tool_bodies import NOTHING, loads_or
 
 SHELL = "local_shell"

@@ -4,13 +4,13 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
+from forerun.serve.bodies.output_parser import Heard
 from forerun.serve.dialects.responses.free_tools import (
     free_input,
     of_action,
     of_input,
     shell_action,
 )
-from forerun.serve.output_parser import Heard
 
 Event = dict[str, Any]
 Logprobs = list[dict[str, Any]]

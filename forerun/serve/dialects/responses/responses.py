@@ -6,7 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from forerun.engine.request import Finish
-from forerun.serve.dialects.contract import Dialect, News
+from forerun.serve.answers.contract import Dialect, News
+from forerun.serve.answers.service import Service
+from forerun.serve.answers.session import Tally
+from forerun.serve.bodies.dialogue import dialogue, ignored_fields
+from forerun.serve.bodies.fields import read
+from forerun.serve.bodies.prepare import Generation, chat_generation
+from forerun.serve.bodies.wire import event
 from forerun.serve.dialects.conversation import Hearing
 from forerun.serve.dialects.openai.errors import error_body
 from forerun.serve.dialects.openai.render import (
@@ -26,13 +32,7 @@ from forerun.serve.dialects.responses.output import Event, Logprobs, Output
 from forerun.serve.dialects.responses.schema import ResponsesBody, namespaces
 from forerun.serve.dialects.responses.store import ResponseStore
 from forerun.serve.dialects.responses.truncation import fitting, with_items
-from forerun.serve.dialogue import dialogue, ignored_fields
-from forerun.serve.errors import ApiError
-from forerun.serve.fields import read
-from forerun.serve.prepare import Generation, chat_generation
-from forerun.serve.service import Service
-from forerun.serve.session import Tally
-from forerun.serve.wire import event
+from forerun.serve.http.errors import ApiError
 
 
 class ResponsesDialect(Dialect):

@@ -5,14 +5,7 @@ from typing import Any, ClassVar
 
 from forerun.constrain.grammar.calls import Rules
 from forerun.errors import RequestError
-from forerun.serve.dialects.responses.free_tools import (
-    SHELL,
-    CustomCall,
-    ShellCall,
-    free_tool,
-    is_free,
-)
-from forerun.serve.fields import (
+from forerun.serve.bodies.fields import (
     accept,
     body_schema,
     boolean,
@@ -32,17 +25,17 @@ from forerun.serve.fields import (
     text,
     whatever,
 )
-from forerun.serve.history import history
-from forerun.serve.messages import MAX_MESSAGES, NO_MEDIA, of_parts, plain_text
-from forerun.serve.schema import (
+from forerun.serve.bodies.history import history
+from forerun.serve.bodies.messages import MAX_MESSAGES, NO_MEDIA, of_parts, plain_text
+from forerun.serve.bodies.schema import (
     EFFORTS,
     MAX_TOKENS,
     SpeculativeOptions,
     cache_salt,
     untraced,
 )
-from forerun.serve.structure import json_object_rules, named_rules
-from forerun.serve.tools import (
+from forerun.serve.bodies.structure import json_object_rules, named_rules
+from forerun.serve.bodies.tools import (
     MAX_TOOLS,
     Tool,
     ToolChoice,
@@ -50,7 +43,14 @@ from forerun.serve.tools import (
     function_name,
     plain_tool,
 )
-from forerun.serve.unused import TIERS
+from forerun.serve.bodies.unused import TIERS
+from forerun.serve.dialects.responses.free_tools import (
+    SHELL,
+    CustomCall,
+    ShellCall,
+    free_tool,
+    is_free,
+)
 
 OWN_TOOLS = "the server runs no tools of its own; offer functions"
 _STATUS = only("in_progress", "completed", "incomplete", why="these exist")

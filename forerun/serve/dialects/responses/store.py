@@ -6,8 +6,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
+from forerun.serve.bodies.wire import dump_json
 from forerun.serve.dialects.responses.conversation import Messages
-from forerun.serve.wire import dump_json
 
 MAX_BYTES = 1 << 26
 """Most bytes of stored answers, as JSON."""

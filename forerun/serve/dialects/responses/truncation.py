@@ -7,10 +7,10 @@ from typing import Any
 from forerun.build.engine import Frontend
 from forerun.errors import ContextError
 from forerun.options.config import ServeSettings
+from forerun.serve.bodies.prepare import Generation, chat_generation
+from forerun.serve.bodies.schema import ChatBody
 from forerun.serve.dialects.responses.store import ResponseStore
-from forerun.serve.errors import ApiError
-from forerun.serve.prepare import Generation, chat_generation
-from forerun.serve.schema import ChatBody
+from forerun.serve.http.errors import ApiError
 
 
 def with_items(value: Any, store: ResponseStore) -> Any:

@@ -8,7 +8,12 @@ from typing import Any
 from forerun.engine.request import Delta, Finish
 from forerun.errors import RequestError
 from forerun.interface.plan import TokenLogprobs
-from forerun.serve.dialects.contract import Dialect, News
+from forerun.serve.answers.contract import Dialect, News
+from forerun.serve.answers.service import Service
+from forerun.serve.answers.session import Tally
+from forerun.serve.bodies.fields import ignored_in, read
+from forerun.serve.bodies.prepare import Generation
+from forerun.serve.bodies.wire import event
 from forerun.serve.dialects.openai.errors import error_body
 from forerun.serve.dialects.openai.render import LEAST_LOGPROB, token_text
 from forerun.serve.dialects.sglang.schema import GenerateBody
@@ -19,12 +24,7 @@ from forerun.serve.dialects.sglang.text_requests import (
     together,
     unused_reports,
 )
-from forerun.serve.errors import ApiError
-from forerun.serve.fields import ignored_in, read
-from forerun.serve.prepare import Generation
-from forerun.serve.service import Service
-from forerun.serve.session import Tally
-from forerun.serve.wire import event
+from forerun.serve.http.errors import ApiError
 
 DONE = b"data: [DONE]\n\n"
 

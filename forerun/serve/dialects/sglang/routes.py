@@ -8,15 +8,15 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from forerun.engine.stats import Stats
-from forerun.serve.answering import Json, generated, received, service_of
+from forerun.serve.answers.answering import Json, generated, received, service_of
+from forerun.serve.answers.service import Served
+from forerun.serve.answers.session import GenerationSession
+from forerun.serve.bodies.fields import accept, boolean, ignore, read, text, whatever
+from forerun.serve.bodies.prepare import completion_generation
+from forerun.serve.bodies.schema import CompletionBody
+from forerun.serve.bodies.wire import check_same_site
 from forerun.serve.dialects.sglang.generate import GenerateDialect
-from forerun.serve.errors import ApiError
-from forerun.serve.fields import accept, boolean, ignore, read, text, whatever
-from forerun.serve.prepare import completion_generation
-from forerun.serve.schema import CompletionBody
-from forerun.serve.service import Served
-from forerun.serve.session import GenerationSession
-from forerun.serve.wire import check_same_site
+from forerun.serve.http.errors import ApiError
 from forerun.version import __version__
 
 

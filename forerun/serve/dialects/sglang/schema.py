@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from forerun.constrain.grammar.calls import Rules
 from forerun.errors import RequestError
-from forerun.serve.fields import (
+from forerun.serve.bodies.fields import (
     DescribedReader,
     Reader,
     accept,
@@ -22,8 +22,8 @@ from forerun.serve.fields import (
     takes,
     text,
 )
-from forerun.serve.messages import NO_MEDIA, plain_text
-from forerun.serve.schema import (
+from forerun.serve.bodies.messages import NO_MEDIA, plain_text
+from forerun.serve.bodies.schema import (
     MAX_PROMPTS,
     MAX_STOP_TEXT,
     MAX_STOP_TOKENS,
@@ -35,7 +35,13 @@ from forerun.serve.schema import (
     token_ids,
     untraced,
 )
-from forerun.serve.structure import grammar_rules, json_rules, one_of, regex_rules, structural_rules
+from forerun.serve.bodies.structure import (
+    grammar_rules,
+    json_rules,
+    one_of,
+    regex_rules,
+    structural_rules,
+)
 
 _NO_SESSIONS = "requests stand alone; prefixes are cached automatically"
 

@@ -5,9 +5,14 @@ from dataclasses import dataclass, replace
 from forerun.build.engine import Frontend
 from forerun.errors import RequestError
 from forerun.options.config import ServeSettings
+from forerun.serve.bodies.prepare import (
+    MAX_REPORTED,
+    MAX_SEQUENCES,
+    Generation,
+    completion_generation,
+)
+from forerun.serve.bodies.schema import CompletionBody, Prompt
 from forerun.serve.dialects.sglang.schema import GenerateBody, Prompts, SamplingParams
-from forerun.serve.prepare import MAX_REPORTED, MAX_SEQUENCES, Generation, completion_generation
-from forerun.serve.schema import CompletionBody, Prompt
 
 
 @dataclass(frozen=True, slots=True)

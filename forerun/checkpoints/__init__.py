@@ -1,0 +1,1 @@
+"""Checkpoints on disk as canonical tensors, independent of any framework."""

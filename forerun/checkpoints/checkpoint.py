@@ -1,0 +1,124 @@
+"""The interface of a checkpoint on disk, for every format, and the check that it is complete."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from forerun.checkpoints.mapped import FourBits, Packed
+from forerun.errors import ModelError
+from forerun.networks.arch import Architecture, expected_tensors
+from forerun.types import Floats
+
+_NAMED = 12
+"""Culprits named in one message; the rest are counted."""
+
+
+class Checkpoint(Protocol):
+    """Named tensors, read from a mapped file on use and not cached.
+
+    Names and shapes are those of `expected_tensors(architecture)`; the output head is absent
+    if it is the embedding. Opening a checkpoint
+    proves it complete.
+    """
+
+    @property
+    def architecture(self) -> Architecture:
+        """The network that the tensors make up."""
+        ...
+
+    @property
+    def path(self) -> Path:
+        """The file, or the folder of files, that they are read from."""
+        ...
+
+    def names(self) -> tuple[str, ...]:
+        """Canonical names of all tensors (arch.expected_tensors)."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of the tensor of that canonical name. Raises KeyError for an unknown one."""
+        ...
+
+    def tensor(self, name: str) -> Floats:
+        """The tensor of that canonical name as float32, of its `shape`, perhaps a read-only view of
+        the file. Raises KeyError for an unknown name.
+        """
+        ...
+
+    def packed(self, name: str) -> Packed | None:
+        """A matrix as the file stores it; None for a vector, and where it cannot be read so. Raises
+        KeyError for an unknown name.
+        """
+        ...
+
+
+@runtime_checkable
+class ReadInParts(Protocol):
+    """A checkpoint that can read a part of a matrix of which `packed` is None."""
+
+    def part(self, name: str, rows: slice, columns: slice) -> Floats:
+        """float32[n,k]: some rows and columns of a matrix; little else is read. Raises KeyError for
+        an unknown name.
+        """
+        ...
+
+
+@runtime_checkable
+class InFourBits(Protocol):
+    """A checkpoint some of whose matrices are 4-bit integers, which may stay so."""
+
+    def four_bit_group(self, name: str) -> int:
+        """Inputs that share a scale and a zero point; 0 if the matrix is not stored so, or its
+        scales are no halves. KeyError.
+        """
+        ...
+
+    def four_bits(self, name: str) -> FourBits:
+        """Return the matrix as stored; only if `four_bit_group` is not 0. Raises KeyError for an
+        unknown name.
+        """
+        ...
+
+
+@runtime_checkable
+class Repeated(Protocol):
+    """A checkpoint whose matrices all repeat the same numbers, float32[n], row after row: a device
+    can be filled with them without writing them out on the host.
+    """
+
+    @property
+    def block(self) -> Floats:
+        """float32: the numbers that every matrix repeats."""
+        ...
+
+
+def check_whole(
+    arch: Architecture,
+    found: Mapping[str, tuple[int, ...]],
+    where: Path,
+    wanted: Mapping[str, tuple[int, ...]] | None = None,
+) -> None:
+    """Raise ModelError naming every missing, unexpected or wrongly shaped tensor.
+
+    wanted  name -> shape of what there must be; None: the canonical tensors
+    """
+    expected = expected_tensors(arch) if wanted is None else wanted
+    faults = [f"missing {name}" for name in expected if name not in found]
+    faults += [f"unexpected {name}" for name in found if name not in expected]
+    faults += [
+        f"{name} is {list(found[name])}, not {list(shape)}"
+        for name, shape in expected.items()
+        if found.get(name, shape) != shape
+    ]
+    if faults:
+        raise ModelError(
+            f"{where}: its tensors are not those of the {arch.family} model it describes: "
+            + shortened(faults)
+        )
+
+
+def shortened(items: Iterable[str]) -> str:
+    """Join the first few items and count the rest; each is cut at a readable length."""
+    listed = list(items)
+    text = "; ".join(item[:200] for item in listed[:_NAMED])
+    return text + (f"; and {len(listed) - _NAMED} more" if len(listed) > _NAMED else "")

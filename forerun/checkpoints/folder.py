@@ -1,0 +1,381 @@
+"""Folders of config.json and safetensors, as `transformers` writes them."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forerun.checkpoints.checkpoint import check_whole, shortened
+from forerun.checkpoints.converted import read_pickled
+from forerun.checkpoints.grouped import Grouped
+from forerun.checkpoints.mapped import FourBits, Packed, TensorFile
+from forerun.checkpoints.naming import IN_LAYER, StoredPart, StoredTensor, layer_pieces
+from forerun.checkpoints.prediction_naming import (
+    divided,
+)
+from forerun.checkpoints.quantised.files import with_matrices
+from forerun.checkpoints.quantised.method import Method, read_method
+from forerun.checkpoints.shard import FLOATS, QUANTISED, read_shard
+from forerun.errors import ModelError
+from forerun.networks.arch import Architecture, expected_tensors
+from forerun.networks.config_json import architecture_from, read_json
+from forerun.networks.keys import shown
+from forerun.types import Floats
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLED, _PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_SPECIAL_TOKENS = "special_tokens_map.json"
+_TEMPLATES = ("chat_template.jinja", "additional_chat_templates/tool_use.jinja")
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_MOST_SHARDS = 1024
+_MOST_INDEX = 64 << 20
+"""Bytes; that of Kimi K2 has 13.5 MB."""
+_ROTARY_TABLE = re.compile(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)")
+
+
+class FolderCheckpoint:
+    """A folder as a Checkpoint.
+
+    methods           the quantisation methods of its matrices; () = all are floats
+    prediction_files  by stored name, the tensors of prediction layers: not part of the model
+                      itself, and read only to draft with them
+    """
+
+    def __init__(self, folder: Path, context: int | None = None) -> None:
+        """Map and check the files; ModelError names what is wrong with them.
+
+        context  of the longest text, where the model depends on it (Architecture.for_context)
+        """
+        self._folder = folder
+        self.config: dict[str, Any] = config_of(folder)
+        self.architecture: Architecture = architecture_from(self.config, folder).for_context(
+            context
+        )
+        self.methods: tuple[Method, ...] = read_method(self.config)
+        stored = files_by_tensor(folder, QUANTISED if self.methods else FLOATS)
+        files = with_matrices(text_only(stored, self.config, folder), self.methods)
+        own, self.prediction_files = divided(files, self.architecture)
+        if self.architecture.tied_head and _own_head(own):
+            self.architecture = replace(self.architecture, tied_head=False)
+        self._stored = _stored(_needed(own, self.architecture), self.architecture, folder)
+
+    @property
+    def path(self) -> Path:
+        """The folder."""
+        return self._folder
+
+    def names(self) -> tuple[str, ...]:
+        """Canonical names of all tensors."""
+        return tuple(self._stored)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor; KeyError for an unknown name."""
+        return self._stored[name].piece.shape
+
+    def tensor(self, name: str) -> Floats:
+        """The tensor as float32, of its `shape`; a read-only view of the file where that is how it
+        is stored. Raises KeyError for an unknown name.
+        """
+        return self._stored[name].floats()
+
+    def part(self, name: str, rows: slice, columns: slice) -> Floats:
+        """Some rows and columns of a matrix as float32; of one that is stored in few bits little
+        else is read.
+        """
+        return self._stored[name].part(rows, columns)
+
+    def grouped(self, name: str) -> Grouped | None:
+        """Return a quantised matrix whose columns share scales; None: it is none. Raises
+        KeyError.
+        """
+        return self._stored[name].grouped()
+
+    def four_bit_group(self, name: str) -> int:
+        """Columns of a matrix of 4-bit integers that share a scale; 0: it is none. KeyError."""
+        return self._stored[name].four_bit_group()
+
+    def four_bits(self, name: str) -> FourBits:
+        """A matrix with such a group as stored. KeyError."""
+        return self._stored[name].four_bits()
+
+    def packed(self, name: str) -> Packed | None:
+        """A matrix of floats as stored; None for a vector, and for what is stored in few bits."""
+        return self._stored[name].packed()
+
+
+def _stored(
+    files: dict[str, TensorFile], arch: Architecture, where: Path
+) -> dict[str, StoredTensor]:
+    """Canonical name -> where it is stored. Raises ModelError naming every missing, unexpected or
+    wrongly shaped tensor as the files call it.
+    """
+    pieces = {spec: layer_pieces(arch, spec) for spec in dict.fromkeys(arch.layer_specs)}
+    wanted: dict[str, tuple[str, StoredPart]] = {}
+    for name, shape in expected_tensors(arch).items():
+        match = IN_LAYER.match(name)
+        if match is None:
+            wanted[name] = name, StoredPart(name, shape, shape)
+        else:
+            piece = pieces[arch.layer_specs[int(match[1])]][name[match.end() :]]
+            wanted[name] = match[0] + piece.stored, piece
+    whole = {stored: piece.whole for stored, piece in wanted.values()}
+    check_whole(
+        arch, {name: file.tensors[name].shape for name, file in files.items()}, where, whole
+    )
+    return {
+        name: StoredTensor(files[stored], stored, piece) for name, (stored, piece) in wanted.items()
+    }
+
+
+_VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..+")
+_WRAPPED = re.compile(r"(language_model\.model|model\.language_model)\.(.+)")
+
+
+def text_only(
+    files: dict[str, TensorFile], config: dict[str, Any], folder: Path
+) -> dict[str, TensorFile]:
+    """A multimodal checkpoint's language model alone, named as one that was saved alone; any other
+    checkpoint's files as they are. Raises ModelError if two tensors would have one name.
+    """
+    if not isinstance(config.get("text_config"), dict):
+        return files
+    names: dict[str, str] = {}
+    for name in files:
+        if _VISION.fullmatch(name):
+            continue
+        inner = _WRAPPED.fullmatch(name)
+        plain = f"model.{inner[2]}" if inner else name.removeprefix("language_model.")
+        if plain in names:
+            raise ModelError(f"{folder}: {name} and {names[plain]} are both {plain}")
+        names[plain] = name
+    renamed = {
+        id(file): replace(
+            file,
+            tensors={new: file.tensors[old] for new, old in names.items() if old in file.tensors},
+        )
+        for file in {id(file): file for file in files.values()}.values()
+    }
+    return {new: renamed[id(files[old])] for new, old in names.items()}
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """A model folder's config.json. Raises ModelError that says what the folder is instead."""
+    if (folder / "config.json").is_file():
+        return read_json(folder / "config.json")
+    hint = ""
+    if (folder / "adapter_config.json").is_file():
+        hint = "; it holds an adapter: merge it into its base model first"
+    elif files := sorted(folder.glob("*.gguf")):
+        hint = f"; name the GGUF file itself, for example {files[0]}"
+    raise ModelError(f"{folder} is not a model folder: it has no config.json{hint}")
+
+
+def files_by_tensor(folder: Path, kinds: Mapping[str, int] = FLOATS) -> dict[str, TensorFile]:
+    """Return tensor name -> the file that holds it; a single file takes precedence over an index,
+    safetensors over pickles, whose tensors are converted to safetensors in the cache.
+
+    kinds  as in read_shard. Raises ModelError.
+    """
+    if (folder / _SINGLE).is_file():
+        file = read_shard(folder / _SINGLE, kinds)
+        return dict.fromkeys(file.tensors, file)
+    if (folder / _INDEX).is_file():
+        return _sharded(folder / _INDEX, ".safetensors", lambda path: read_shard(path, kinds))
+    if (folder / _PICKLED).is_file():
+        file = read_pickled(folder / _PICKLED)
+        return dict.fromkeys(file.tensors, file)
+    if (folder / _PICKLED_INDEX).is_file():
+        return _sharded(folder / _PICKLED_INDEX, ".bin", read_pickled)
+    pickles = sorted(f.name for f in folder.iterdir() if f.suffix in _PICKLES)
+    hint = f"; {pickles[0]} is a pickle, and only {_PICKLED} is read" if pickles else ""
+    raise ModelError(f"{folder} has neither {_SINGLE} nor {_INDEX}{hint}")
+
+
+def _sharded(index: Path, suffix: str, read: Callable[[Path], TensorFile]) -> dict[str, TensorFile]:
+    """The same of an index and the files that it names, each of which `read` opens."""
+    listed = read_json(index, _MOST_INDEX).get("weight_map")
+    if not isinstance(listed, dict) or not all(isinstance(f, str) for f in listed.values()):
+        raise ModelError(f"{index} has no weight_map from tensor to file name")
+    names = sorted(set(listed.values()))
+    outside = [n for n in names if not n.endswith(suffix) or set(n) & set("/\\:\0")]
+    if outside or len(names) > _MOST_SHARDS:
+        raise ModelError(
+            f"{index} must name at most {_MOST_SHARDS} {suffix} files beside it, "
+            f"not {shortened(outside or [f'{len(names)} files'])}"
+        )
+    files: dict[str, TensorFile] = {}
+    owners: dict[str, str] = {}
+    for name in names:
+        shard = read(index.parent / name)
+        twins = files.keys() & shard.tensors.keys()
+        if twins:
+            raise ModelError(f"{index.parent / name} repeats tensors: {shortened(sorted(twins))}")
+        files |= dict.fromkeys(shard.tensors, shard)
+        owners |= dict.fromkeys(shard.tensors, name)
+    wrong = {name for name, _ in owners.items() ^ listed.items()}
+    if wrong:
+        raise ModelError(f"{index} and its files disagree on {shortened(sorted(wrong))}")
+    return files
+
+
+def _needed(files: dict[str, TensorFile], arch: Architecture) -> dict[str, TensorFile]:
+    """Without old checkpoints' rotary tables, and without a copy of a tied head."""
+    copied = {_HEAD} if arch.tied_head else set()
+    return {
+        name: file
+        for name, file in files.items()
+        if name not in copied and _ROTARY_TABLE.fullmatch(name) is None
+    }
+
+
+def _own_head(files: dict[str, TensorFile]) -> bool:
+    """Whether there is a head that is no copy of the embedding: it counts even where config.json
+    ties them, as in transformers.
+    """
+    if _HEAD not in files or _EMBEDDING not in files:
+        return False
+    head, embedding = files[_HEAD], files[_EMBEDDING]
+    kinds = {head.tensors[_HEAD].kind, embedding.tensors[_EMBEDDING].kind}
+    if len(kinds) == 1 and kinds <= FLOATS.keys():
+        return not np.array_equal(head.rows(_HEAD), embedding.rows(_EMBEDDING))
+    return not np.array_equal(head.floats(_HEAD), embedding.floats(_EMBEDDING))
+
+
+def eos_ids(folder: Path, config: dict[str, Any], vocab: int) -> tuple[int, ...]:
+    """Ids that end a text: generation_config.json's, then config.json's; special_tokens may name
+    one more.
+    """
+    ids: list[int] = []
+    for source in [generation_config(folder), config]:
+        ids += _token_ids(folder, "eos_token_id", source.get("eos_token_id"), vocab)
+    return tuple(dict.fromkeys(ids))
+
+
+def bos_id(folder: Path, config: dict[str, Any], vocab: int) -> int | None:
+    """config.json's begin-of-text id; special_tokens may name another."""
+    ids = _token_ids(folder, "bos_token_id", config.get("bos_token_id"), vocab)
+    return ids[0] if ids else None
+
+
+_SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+
+
+def special_tokens(folder: Path) -> dict[str, str | None]:
+    """By the names that chat templates know, the texts of the special tokens that
+    tokenizer_config.json names, or special_tokens_map.json where it does not; None if it says
+    that there is none. Raises ModelError if one is no text.
+    """
+    path = folder / _SPECIAL_TOKENS
+    settings = (read_json(path) if path.is_file() else {}) | tokenizer_settings(folder)
+    tokens: dict[str, str | None] = {}
+    for name in _SPECIAL:
+        if name in settings:
+            value = settings[name]
+            text = value.get("content") if isinstance(value, dict) else value
+            if text is not None and not isinstance(text, str):
+                raise ModelError(f"{folder}: {name} {shown(value)} is not a token's text")
+            tokens[name] = text or None
+    return tokens
+
+
+def _token_ids(folder: Path, name: str, value: Any, vocab: int) -> list[int]:
+    """One id, a list of them, or null."""
+    items = value if isinstance(value, list) else [value]
+    ids = [item for item in items if item is not None]
+    for item in ids:
+        if type(item) is not int or not 0 <= item < vocab:
+            raise ModelError(f"{folder}: {name} {shown(item)} is not a token's id")
+    return ids
+
+
+SAMPLING = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (-1, 2**31 - 1),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+}
+"""Sampling parameters that a model may recommend, and their bounds."""
+
+
+def sampling_defaults(source: str, values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the sampling parameters that a model recommends, from `values` by their names in
+    SAMPLING.
+
+    source  where they come from, for messages
+
+    Raises ModelError naming a value that is not a number or out of bounds.
+    """
+    defaults: dict[str, float] = {}
+    for name, (low, high) in SAMPLING.items():
+        value = values.get(name)
+        if value is None:
+            continue
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not low <= value <= high
+        ):
+            raise ModelError(
+                f"{source}: {name} is {shown(value)}, but must be between {low} and {high}"
+            )
+        defaults[name] = max(int(value), 0) if name == "top_k" else float(value)
+    return defaults
+
+
+def generation_config(folder: Path) -> dict[str, Any]:
+    """generation_config.json, or nothing."""
+    path = folder / "generation_config.json"
+    return read_json(path) if path.is_file() else {}
+
+
+def chat_template(folder: Path) -> str | None:
+    """The chat template: chat_template.jinja, else the one in tokenizer_config.json; with the one
+    for tools where there is one. Raises ModelError.
+    """
+    alone, with_tools = (_text(folder / name) for name in _TEMPLATES)
+    if alone is not None:
+        return joined_templates(str(folder), alone, with_tools)
+    value = tokenizer_settings(folder).get("chat_template")
+    with_tools = None
+    if isinstance(value, list):
+        named = {t.get("name"): t.get("template") for t in value if isinstance(t, dict)}
+        value, with_tools = named.get("default"), named.get("tool_use")
+    return joined_templates(f"{folder}: chat_template", value, with_tools)
+
+
+def joined_templates(source: str, default: Any, with_tools: Any) -> str | None:
+    """One chat template of that for conversations, and of that for conversations in which tools are
+    offered; either may be missing.
+
+    source  where they come from, for messages
+
+    Raises ModelError if one is no string.
+    """
+    for template in (default, with_tools):
+        if template is not None and not isinstance(template, str):
+            raise ModelError(f"{source} is {shown(template)}; it must be a string")
+    if not default or not with_tools:
+        found: str | None = default or with_tools or None
+        return found
+    # A line break behind a tag, and one at the end of a template, are left out by Jinja.
+    plain, tools = (str(text).removesuffix("\n") for text in (default, with_tools))
+    return f"{{% if tools %}}\n{tools}{{%+ else %}}\n{plain}{{%+ endif %}}"
+
+
+def _text(path: Path) -> str | None:
+    """Return a file's text; None without the file."""
+    try:
+        return path.read_text(encoding="utf-8") if path.is_file() else None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+
+
+def tokenizer_settings(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json, or nothing."""
+    path = folder / "tokenizer_config.json"
+    return read_json(path) if path.is_file() else {}

@@ -1,0 +1,1 @@
+"""GGUF files, by llama.cpp's names."""

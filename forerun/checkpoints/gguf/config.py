@@ -1,0 +1,341 @@
+"""GGUF metadata -> Architecture. Every key of the model's namespace is honoured or refused."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from forerun.checkpoints.gguf.delta import delta_layers
+from forerun.checkpoints.gguf.experts import experts_of, scored_by_softmax
+from forerun.checkpoints.gguf.header import GgufFile, Value
+from forerun.checkpoints.gguf.latent import latent_attention, latent_of, latent_rope
+from forerun.errors import ModelError
+from forerun.networks.arch import Architecture, ArchitectureSizes, Family
+from forerun.networks.keys import Keys
+from forerun.networks.layer_spec import AttentionSpec, Dense, Latent, LayerSpec
+from forerun.networks.rope import (
+    Divided,
+    LinearScaling,
+    LongRope,
+    Rope,
+    Scaling,
+    Yarn,
+    yarn_attention_factor,
+)
+
+_FAMILIES: dict[str, Family] = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+    "qwen2moe": "qwen2_moe",
+    "qwen3moe": "qwen3_moe",
+    "glm4moe": "glm4_moe",
+    "deepseek2": "deepseek_v3",
+    "gpt-oss": "gpt_oss",
+    "smollm3": "smollm3",
+    "granite": "granite",
+    "olmo2": "olmo2",
+    "phi3": "phi3",
+    "qwen3next": "qwen3_next",
+}
+"""general.architecture -> family. Mistral's files call themselves llama; Mixtral's too, and have
+experts; DeepSeek V2's call themselves as V3's, and score experts by a softmax.
+"""
+_LACKS = {
+    "llama4": "chunked attention, query and key norms without weights, attention scores scaled by "
+    "position, and experts with weighted inputs",
+}
+"""Features of known architectures that no layer here has."""
+_LATENT: tuple[Family, ...] = ("deepseek_v2", "deepseek_v3")
+_EXPERTS: tuple[Family, ...] = (
+    *("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss", "qwen3_next"),
+    *_LATENT,
+)
+_WINDOWS: tuple[Family, ...] = ("llama", "mixtral", "phi3")
+"""Architectures whose window, if there is one, is in all layers."""
+_PARTLY_TURNED: tuple[Family, ...] = ("glm4_moe", "phi3", "qwen3_next")
+"""Architectures whose heads may be rotated in part."""
+_NO_POSITIONS = 4
+"""SmolLM3: llama.cpp assumes, without a key, that every fourth layer has no positions."""
+_QWENS: tuple[Family, ...] = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+
+
+@dataclass(frozen=True, slots=True)
+class _Gemma:
+    """What llama.cpp assumes of a Gemma without a key.
+
+    pattern        the last of every `pattern` layers has no window; the others have one
+    layers_of_27b  the model of so many layers scales its scores by sqrt(A/H), not sqrt(1/E)
+    window, score_cap, logit_cap  defaults; 0 = none
+    theta          default of rope.freq_base; None = required
+    local_theta    of layers with a window, whose contexts are not stretched; None = as of others
+    """
+
+    pattern: int
+    layers_of_27b: int
+    window: int = 0
+    score_cap: float = 0.0
+    logit_cap: float = 0.0
+    theta: float | None = None
+    local_theta: float | None = None
+    qk_norm: bool = False
+
+
+_GEMMAS: dict[Family, _Gemma] = {
+    "gemma2": _Gemma(2, 46, window=4096, score_cap=50.0, logit_cap=30.0, theta=1e4),
+    "gemma3_text": _Gemma(6, 62, local_theta=1e4, qk_norm=True),
+}
+
+_DIVISORS = "rope_freqs.weight"
+_SHORT, _LONG = "rope_factors_short.weight", "rope_factors_long.weight"
+"""Tensors that belong to the rope, not to the layers."""
+
+_NEUTRAL: dict[str, tuple[Value, ...]] = {
+    "attention.causal": (True,),
+    "rope.scale_linear": (1.0,),
+    "rope.scaling.finetuned": (True, False),
+    "rope.scaling.yarn_ext_factor": (1.0, -1.0),
+    "rope.scaling.yarn_attn_factor": (1.0,),
+    "tensor_data_layout": ("Meta AI original pth",),
+}
+"""Keys that change the model unless they have one of these values (or are 0 or False)."""
+
+
+def architecture_of(file: GgufFile) -> Architecture:
+    """Read the architecture, or raise ModelError naming the key that stands in the way."""
+    metadata = file.metadata
+    _check_kind(file)
+    name = str(metadata["general.architecture"])
+    keys = Keys(_below(metadata, f"{name}."), f"{name}.")
+    family = _FAMILIES[name]
+    if family == "llama" and keys.integer("expert_count", 0):
+        family = "mixtral"
+    if family == "deepseek_v3" and scored_by_softmax(keys):
+        family = "deepseek_v2"
+    sizes = _sizes(keys, file)
+    latent = latent_of(keys, sizes) if family in _LATENT else None
+    keys.require("attention.value_length", latent.rank if latent else sizes.head_size)
+    keys.require("vocab_size", sizes.vocab)
+    gemma = _GEMMAS.get(family)
+    layers = (
+        _gemma(keys, sizes, file, gemma) if gemma else _plain(keys, sizes, file, family, latent)
+    )
+    window = _window(keys) if family in _QWENS else None
+    arch = Architecture(
+        family=family,
+        hidden=sizes.hidden,
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
+        head_size=sizes.head_size,
+        vocab=sizes.vocab,
+        # Which layers of a Qwen have the window is not in the file: up to it none has.
+        context=min(sizes.context, window or sizes.context),
+        norm_eps=keys.real("attention.layer_norm_rms_epsilon"),
+        layer_specs=layers,
+        tied_head="output.weight" not in file.tensors,
+        # The converter adds Gemma's and Qwen3-Next's 1 to the norms that it writes.
+        embedding_scale=sizes.hidden**0.5 if gemma else _factor(keys, family, "embedding_scale"),
+        final_softcap=_cap(keys, "final_logit_softcapping", gemma.logit_cap) if gemma else None,
+        logit_scale=1 / _factor(keys, family, "logit_scale"),
+    )
+    keys.refuse_the_rest(_harmless)
+    return arch
+
+
+def _sizes(keys: Keys, file: GgufFile) -> ArchitectureSizes:
+    hidden, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
+    return ArchitectureSizes(
+        # Prediction layers are counted, and left aside here.
+        layers=keys.integer("block_count") - keys.integer("nextn_predict_layers", 0),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=keys.integer("attention.head_count_kv", heads),
+        head_size=keys.integer("attention.key_length", hidden // max(heads, 1)),
+        vocab=_vocab(file),
+        context=keys.integer("context_length"),
+    )
+
+
+def _window(keys: Keys, absent: int = 0) -> int | None:
+    return keys.integer("attention.sliding_window", absent) or None
+
+
+def _cap(keys: Keys, name: str, absent: float) -> float | None:
+    return keys.real(name, absent) or None
+
+
+def _plain(
+    keys: Keys,
+    sizes: ArchitectureSizes,
+    file: GgufFile,
+    family: Family,
+    latent: Latent | None,
+) -> tuple[LayerSpec, ...]:
+    """The layers of all other families."""
+    window = _window(keys) if family in _WINDOWS else None
+    whole = keys.integer("feed_forward_length", 0 if family in _EXPERTS else None)
+    own_scale = _factor(keys, family, "attention.scale", sizes.head_size**-0.5)
+    normed = family in ("qwen3", "qwen3_moe") or "blk.0.attn_q_norm.weight" in file.tensors
+    behind = family == "olmo2"
+    attention = AttentionSpec(own_scale, window)
+    if latent is not None:
+        attention = latent_attention(keys, latent)
+    spec = LayerSpec(
+        attention,
+        _rope(keys, sizes, file, family, latent),
+        Dense(whole, "blk.0.ffn_up.bias" in file.tensors),
+        norms="post" if behind else "pre",
+        qk_norm=normed and not behind,
+        wide_qk_norm=behind,
+        qkv_bias=family == "qwen2" or "blk.0.attn_q.bias" in file.tensors,
+        o_bias="blk.0.attn_output.bias" in file.tensors,
+        residual=_factor(keys, family, "residual_scale"),
+    )
+    if family == "smollm3":
+        still = replace(spec, rope=Rope(spec.rope.theta, rotated=0))
+        return tuple(spec if (i + 1) % _NO_POSITIONS else still for i in range(sizes.layers))
+    if family not in _EXPERTS:
+        return (spec,) * sizes.layers
+    mixed = replace(spec, feed_forward=experts_of(keys, sizes, file, family))
+    if family == "qwen3_next":
+        return delta_layers(keys, sizes, mixed)
+    if family == "gpt_oss":
+        return _gpt_oss(keys, sizes, mixed)
+    dense = keys.integer("leading_dense_block_count", 0)
+    return tuple(spec if layer < dense else mixed for layer in range(sizes.layers))
+
+
+def _gpt_oss(keys: Keys, sizes: ArchitectureSizes, mixed: LayerSpec) -> tuple[LayerSpec, ...]:
+    """Sinks, clamped gates and a window in every other layer, the first one. Its YaRN blends from
+    where the model was trained to, which llama.cpp rounds to whole dimensions.
+    """
+    scaling = mixed.rope.scaling
+    if isinstance(scaling, Yarn):
+        mixed = replace(mixed, rope=replace(mixed.rope, scaling=replace(scaling, truncate=False)))
+    scale = mixed.attention.scale
+    whole = replace(mixed, attention=AttentionSpec(scale, sinks=True), activation="clamped_silu")
+    local = replace(whole, attention=AttentionSpec(scale, _window(keys), sinks=True))
+    return tuple(whole if layer % 2 else local for layer in range(sizes.layers))
+
+
+def _factor(keys: Keys, family: Family, name: str, absent: float = 1.0) -> float:
+    """One of Granite's own scales. It is not there, or 0, where there is none."""
+    return (keys.real(name, 0.0) if family == "granite" else 0.0) or absent
+
+
+def _rope(
+    keys: Keys, sizes: ArchitectureSizes, file: GgufFile, family: Family, latent: Latent | None
+) -> Rope:
+    """Return the rotation of queries and keys: in GLM-4.5 and some of Phi of a part of each
+    head.
+    """
+    if latent is not None:
+        return latent_rope(keys, latent, _scaling(keys, sizes.context, file))
+    rotated = keys.integer("rope.dimension_count", sizes.head_size)
+    if rotated != sizes.head_size and family not in _PARTLY_TURNED:
+        raise keys.unfit("rope.dimension_count", rotated, f"{sizes.head_size} to run here")
+    theta, scaling = keys.real("rope.freq_base", 10000.0), _scaling(keys, sizes.context, file)
+    return Rope(theta, scaling, None if rotated == sizes.head_size else rotated)
+
+
+def _gemma(
+    keys: Keys, sizes: ArchitectureSizes, file: GgufFile, about: _Gemma
+) -> tuple[LayerSpec, ...]:
+    """Gemma's layers, as llama.cpp runs them."""
+    keys.require("rope.dimension_count", sizes.head_size)
+    large = sizes.layers == about.layers_of_27b
+    scale = ((sizes.hidden // sizes.heads) if large else sizes.head_size) ** -0.5
+    keys.require("attention.sliding_window_pattern", about.pattern)
+    cap = _cap(keys, "attn_logit_softcapping", about.score_cap) if about.score_cap else None
+    rope = Rope(keys.real("rope.freq_base", about.theta), _scaling(keys, sizes.context, file))
+    whole = LayerSpec(
+        AttentionSpec(scale, softcap=cap),
+        rope,
+        Dense(keys.integer("feed_forward_length")),
+        norms="sandwich",
+        activation="gelu_tanh",
+        qk_norm=about.qk_norm,
+    )
+    window = _window(keys, about.window)
+    if window is None:
+        return (whole,) * sizes.layers
+    if about.local_theta is not None:
+        rope = Rope(keys.real("rope.freq_base_swa", about.local_theta))
+    local = replace(whole, attention=AttentionSpec(scale, window, cap), rope=rope)
+    return tuple(local if (layer + 1) % about.pattern else whole for layer in range(sizes.layers))
+
+
+def _below(metadata: Mapping[str, Value], prefix: str) -> dict[str, Any]:
+    return {k.removeprefix(prefix): value for k, value in metadata.items() if k.startswith(prefix)}
+
+
+def _check_kind(file: GgufFile) -> None:
+    metadata, path = file.metadata, file.path
+    kind = metadata.get("general.type", "model")
+    if not isinstance(kind, str) or kind != "model":
+        raise ModelError(f"{path} holds {kind!r}, not a language model")
+    name = metadata.get("general.architecture")
+    if isinstance(name, str) and name in _LACKS:
+        raise ModelError(f"{path}: a {name} model does not run here: it needs {_LACKS[name]}")
+    if not isinstance(name, str) or name not in _FAMILIES:
+        raise ModelError(
+            f"{path}: the architecture {name!r} does not run here; "
+            f"these do: {', '.join(_FAMILIES)} (Mistral calls itself llama)"
+        )
+
+
+def _vocab(file: GgufFile) -> int:
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise ModelError(f"{file.path}: missing token_embd.weight")
+    return embedding.shape[0]
+
+
+def _scaling(keys: Keys, context: int, file: GgufFile) -> Scaling | None:
+    """Return how the context was stretched.
+
+    llama.cpp multiplies YaRN's own attention factor by `attn_factor`; Llama 3's bands come as
+    one divisor per frequency in the tensor rope_freqs, LongRoPE's two sets in two tensors, and its
+    own factor as `attn_factor`.
+    """
+    factor = keys.real("rope.scaling.factor", 0.0) or 1.0
+    kind = keys.text("rope.scaling.type", "linear" if factor != 1.0 else "none")
+    original = keys.integer("rope.scaling.original_context_length", context)
+    extra = keys.real("rope.scaling.attn_factor", 1.0)
+    fast = keys.real("rope.scaling.yarn_beta_fast", 32.0)
+    slow = keys.real("rope.scaling.yarn_beta_slow", 1.0)
+    if _LONG in file.tensors or _SHORT in file.tensors:
+        return LongRope(_divisors(file, _SHORT), _divisors(file, _LONG), original, extra)
+    scaling: Scaling | None = None
+    if kind == "linear":
+        scaling = LinearScaling(factor) if factor != 1.0 else None
+    elif kind == "yarn":
+        scaling = Yarn(factor, original, extra * yarn_attention_factor(factor), fast, slow)
+    elif kind != "none":
+        raise ModelError(f"{keys.prefix}rope.scaling.type is {kind!r}; known: none, linear, yarn")
+    if extra != 1.0 and kind != "yarn":
+        raise ModelError(f"{keys.prefix}rope.scaling.attn_factor is {extra} without YaRN")
+    return _with_divisors(scaling, file)
+
+
+def _with_divisors(scaling: Scaling | None, file: GgufFile) -> Scaling | None:
+    if _DIVISORS not in file.tensors:
+        return scaling
+    if scaling is not None:
+        raise ModelError(f"{_DIVISORS} must be the only rope scaling")
+    return Divided(_divisors(file, _DIVISORS))
+
+
+def _divisors(file: GgufFile, name: str) -> tuple[float, ...]:
+    stored = file.tensors.get(name)
+    if stored is None or stored.kind != "F32" or len(stored.shape) != 1:
+        raise ModelError(f"{name} must be an F32 vector")
+    return tuple(file.floats(name).tolist())
+
+
+def _harmless(name: str, value: Value) -> bool:
+    """Zero and False switch nothing on; some keys have other values that change nothing."""
+    if not isinstance(value, int | float | str):
+        return False
+    return value in (0, False) or value in _NEUTRAL.get(name, ())

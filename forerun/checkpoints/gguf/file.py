@@ -1,0 +1,68 @@
+"""GGUF checkpoints: canonical names, canonical row order, floats on demand."""
+
+from pathlib import Path
+
+from forerun.checkpoints.checkpoint import check_whole
+from forerun.checkpoints.gguf.config import architecture_of
+from forerun.checkpoints.gguf.header import GgufFile, Value
+from forerun.checkpoints.gguf.naming import AnyStored, divided, stored_tensors
+from forerun.checkpoints.gguf.parts import read_gguf
+from forerun.checkpoints.mapped import Packed
+from forerun.networks.arch import Architecture
+from forerun.types import Floats
+
+
+class GgufCheckpoint:
+    """A GGUF file, perhaps in several parts, as a Checkpoint.
+
+    llama.cpp stores the query and key rows of Llama models with each head's halves
+    interleaved, for a rotation of neighbouring pairs, and all experts' matrices as one tensor; they
+    are put back and taken apart here, so `tensor` and `packed` are always in the half-split order
+    of `forerun.networks.rope`.
+
+    prediction_files  as FolderCheckpoint's, of the layers that the metadata announce
+    """
+
+    def __init__(self, path: Path, context: int | None = None) -> None:
+        """Map and check the file; ModelError names what is wrong with it.
+
+        context  of the longest text, where the model depends on it (Architecture.for_context)
+        """
+        self._file = read_gguf(path)
+        self.architecture: Architecture = architecture_of(self._file).for_context(context)
+        self._stored: dict[str, AnyStored] = stored_tensors(self._file, self.architecture)
+        parts = [part for item in self._stored.values() for part in item.parts]
+        whole = {part.name: part.piece.whole for part in parts}
+        own, behind = divided(self._file, self.architecture)
+        check_whole(self.architecture, own, path, whole)
+        self.prediction_files: dict[str, GgufFile] = dict.fromkeys(behind, self._file)
+
+    @property
+    def path(self) -> Path:
+        """The file that it is read from."""
+        return self._file.path
+
+    @property
+    def metadata(self) -> dict[str, Value]:
+        """Everything the header says; the tokenizer and chat template live here."""
+        return self._file.metadata
+
+    def names(self) -> tuple[str, ...]:
+        """Canonical names of all tensors (arch.expected_tensors)."""
+        return tuple(self._stored)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of the tensor of that canonical name. Raises KeyError for an unknown one."""
+        return self._stored[name].piece.shape
+
+    def tensor(self, name: str) -> Floats:
+        """The tensor as float32, of its `shape`; a read-only view of the file where that is how it
+        is stored. Raises KeyError for an unknown name.
+        """
+        return self._stored[name].floats()
+
+    def packed(self, name: str) -> Packed | None:
+        """A matrix as stored, rows in canonical order; None for a vector. Raises KeyError for an
+        unknown name.
+        """
+        return self._stored[name].packed()

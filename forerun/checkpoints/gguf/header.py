@@ -1,0 +1,257 @@
+"""A strict, bounded reader of GGUF headers (the format: ggml's docs/gguf.md, versions 2 and 3).
+
+A file is untrusted: every count, length, shape and offset is checked against what is left of
+the file before anything of that size is made, so a damaged or hostile header costs neither
+time nor memory. Tensor data is mapped, never read here.
+"""
+
+import struct
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+from numpy.typing import NDArray
+
+from forerun.checkpoints.mapped import (
+    TensorEntry,
+    TensorFile,
+    UnsupportedError,
+    check_disjoint,
+    mapped,
+)
+from forerun.errors import ModelError
+
+Value = bool | int | float | str | list[str] | list[int] | list[float] | list[bool]
+"""A metadata value."""
+
+_SCALARS: dict[int, str] = {
+    0: "<B",
+    1: "<b",
+    2: "<H",
+    3: "<h",
+    4: "<I",
+    5: "<i",
+    6: "<f",
+    7: "<?",
+    10: "<Q",
+    11: "<q",
+    12: "<d",
+}
+_FLOAT32, _STRING, _ARRAY = 6, 8, 9
+_LENGTH = struct.Struct("<Q")
+
+# Several times what the largest published models need, and few enough to read in a second.
+_MOST_KEYS = 4096
+_MOST_TENSORS = 16384
+_MOST_ITEMS = 1_000_000
+_MOST_TEXT = 64 << 20
+_MOST_NAME = 256
+_MOST_ALIGNMENT = 1 << 16
+_DIMENSIONS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile(TensorFile):
+    """A checked header over a mapped file."""
+
+    metadata: dict[str, Value]
+
+
+def read_header(path: Path) -> GgufFile:
+    """Map `path` and check its header. ModelError for anything out of order."""
+    data = mapped(path)
+    cursor = _Cursor(path, data)
+    try:
+        if cursor.take(4) != b"GGUF":
+            raise UnsupportedError("it is not a GGUF file (it does not begin with 'GGUF')")
+        _check_version(cursor.scalar(4))
+        n_tensors = cursor.count("tensors", 8, _MOST_TENSORS)
+        n_keys = cursor.count("metadata keys", 8, _MOST_KEYS)
+        metadata = _read_metadata(cursor, n_keys)
+        tensors = _read_tensors(cursor, n_tensors, _alignment(metadata))
+        check_disjoint(tensors)
+    except UnsupportedError as error:
+        raise ModelError(f"{path}: {error}") from error
+    except (struct.error, UnicodeDecodeError, ModelError) as error:
+        raise ModelError(f"{path}: damaged GGUF header at byte {cursor.at}: {error}") from error
+    return GgufFile(path, tensors, data, metadata)
+
+
+class _Cursor:
+    """Reads forward through the header; never past the end, never more than the budgets."""
+
+    def __init__(self, path: Path, data: NDArray[np.uint8]) -> None:
+        self.path = path
+        self.at = 0
+        self._view = data.data
+        self._items_left = _MOST_ITEMS
+        self._text_left = _MOST_TEXT
+
+    @property
+    def left(self) -> int:
+        """Bytes not read yet."""
+        return len(self._view) - self.at
+
+    def take(self, size: int) -> bytes:
+        """The next `size` bytes, copied."""
+        self._need(size)
+        start = self.at
+        self.at += size
+        return bytes(self._view[start : self.at])
+
+    def scalar(self, kind: int) -> int | float | bool:
+        """One number of GGUF value type `kind`; a float32's shortest decimal (1e-05, not
+        9.999999747378752e-06), which is what its author wrote.
+        """
+        layout = _SCALARS[kind]
+        (value,) = struct.unpack_from(layout, self._view, self.at)
+        self.at += struct.calcsize(layout)
+        if kind == _FLOAT32:
+            return float(str(np.float32(value)))
+        number: int | float | bool = value
+        return number
+
+    def count(self, what: str, least_bytes: int, most: int) -> int:
+        """A 64-bit count of things that take at least `least_bytes` each."""
+        number = int(self.scalar(10))
+        if number > most or number * least_bytes > self.left:
+            raise ModelError(
+                f"it announces {number} {what}; the file has room for "
+                f"{min(self.left // least_bytes, most)}"
+            )
+        return number
+
+    def string(self, most: int = _MOST_TEXT) -> str:
+        """A length-prefixed UTF-8 string."""
+        size = int(self.scalar(10))
+        if size > most or size > self._text_left:
+            raise ModelError(f"a string of {size} bytes is longer than any a model needs")
+        self._text_left -= size
+        return self.take(size).decode("utf-8")
+
+    def value(self, kind: int) -> Value:
+        """One metadata value."""
+        if kind in _SCALARS:
+            return self.scalar(kind)
+        if kind == _STRING:
+            return self.string()
+        if kind == _ARRAY:
+            return self._array()
+        raise ModelError(f"unknown metadata type {kind}")
+
+    def _array(self) -> Value:
+        kind = int(self.scalar(4))
+        if kind != _STRING and kind not in _SCALARS:
+            what = "an array of arrays" if kind == _ARRAY else f"an array of unknown type {kind}"
+            raise UnsupportedError(f"{what} is not supported")
+        size = 8 if kind == _STRING else struct.calcsize(_SCALARS[kind])
+        length = self.count("items", size, self._items_left)
+        self._items_left -= length
+        if kind == _STRING:
+            return self._strings(length)
+        raw = self.take(length * size)
+        numbers: list[int] | list[float] | list[bool] = np.frombuffer(raw, _SCALARS[kind]).tolist()
+        return numbers
+
+    def _strings(self, count: int) -> list[str]:
+        """`count` strings; `string` in a tight loop, for vocabularies are long."""
+        texts, view, at = [], self._view, self.at
+        end = min(len(view), at + 8 * count + self._text_left)
+        for _ in range(count):
+            (size,) = _LENGTH.unpack_from(view, at)
+            at += 8
+            if size > end - at:
+                raise ModelError(f"a string of {size} bytes at byte {at} is too long")
+            texts.append(str(view[at : at + size], "utf-8"))
+            at += size
+        self._text_left -= at - self.at - 8 * count
+        self.at = at
+        return texts
+
+    def _need(self, size: int) -> None:
+        if size > self.left:
+            raise ModelError(f"the file ends: {size} bytes needed, {self.left} left")
+
+
+def _check_version(version: int | float | bool) -> None:
+    if version in (2, 3):
+        return
+    if isinstance(version, int) and version >= 1 << 16:
+        raise UnsupportedError("a big-endian GGUF; convert it to little-endian")
+    raise UnsupportedError(f"GGUF version {version}; versions 2 and 3 can be read")
+
+
+def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Value]:
+    metadata: dict[str, Value] = {}
+    for _ in range(count):
+        key = cursor.string(_MOST_NAME)
+        if key in metadata:
+            raise ModelError(f"the metadata key {key!r} appears twice")
+        metadata[key] = cursor.value(int(cursor.scalar(4)))
+    return metadata
+
+
+def _alignment(metadata: dict[str, Value]) -> int:
+    value = metadata.get("general.alignment", 32)
+    if not isinstance(value, int) or not 1 <= value <= _MOST_ALIGNMENT or value & (value - 1):
+        raise ModelError(f"general.alignment is {value!r}, not a small power of two")
+    return value
+
+
+def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, TensorEntry]:
+    """Tensor table, then the checks that need to know where the data begins."""
+    table = [_read_tensor(cursor) for _ in range(count)]
+    begin = -(-cursor.at // alignment) * alignment
+    tensors: dict[str, TensorEntry] = {}
+    for name, stored in table:
+        if name in tensors:
+            raise ModelError(f"the tensor {name!r} appears twice")
+        if stored.start % alignment:
+            raise ModelError(f"tensor {name!r} begins at {stored.start}, not aligned")
+        end = begin + stored.start + stored.size
+        if end > cursor.at + cursor.left:
+            raise ModelError(
+                f"tensor {name!r} ends at byte {end} of a file of {cursor.at + cursor.left}"
+            )
+        tensors[name] = TensorEntry(stored.kind, stored.shape, begin + stored.start, stored.size)
+    return tensors
+
+
+def _read_tensor(cursor: _Cursor) -> tuple[str, TensorEntry]:
+    name = cursor.string(_MOST_NAME)
+    dimensions = int(cursor.scalar(4))
+    if not 1 <= dimensions <= _DIMENSIONS:
+        raise ModelError(f"tensor {name!r} has {dimensions} dimensions")
+    shape = tuple(int(cursor.scalar(10)) for _ in range(dimensions))[::-1]
+    kind, block, block_bytes = _storage(name, int(cursor.scalar(4)))
+    elements = 1
+    for length in shape:
+        elements *= length
+    if elements == 0 or shape[-1] % block:
+        raise ModelError(f"tensor {name!r} of shape {list(shape)} cannot be {kind}")
+    return name, TensorEntry(kind, shape, int(cursor.scalar(10)), elements // block * block_bytes)
+
+
+def _storage(name: str, number: int) -> tuple[str, int, int]:
+    """The ggml name, numbers per block and bytes per block of storage type `number`."""
+    try:
+        kind = GGMLQuantizationType(number)
+    except ValueError:
+        raise UnsupportedError(f"tensor {name!r} has the unknown storage type {number}") from None
+    if not _readable(kind):
+        raise UnsupportedError(f"tensor {name!r} is stored as {kind.name}, which cannot be read")
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    return kind.name, block, block_bytes
+
+
+@lru_cache
+def _readable(kind: GGMLQuantizationType) -> bool:
+    """Whether the gguf package can turn `kind` into floats: tried on one block of zeros."""
+    try:
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except (NotImplementedError, KeyError):
+        return False
+    return True

@@ -1,0 +1,176 @@
+"""Files of tensors, mapped into memory: where each tensor lies, and its numbers as floats."""
+
+import math
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import dequantize
+from numpy.typing import NDArray
+
+from forerun.checkpoints.grouped import Grouped
+from forerun.errors import ModelError
+from forerun.types import Floats
+
+_ROWS_AT_ONCE = 2048
+
+
+class UnsupportedError(ModelError):
+    """A file may be sound, but holds what is not read here."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """The place of a tensor. `shape` is outermost first, as in NumPy; bytes from file start.
+
+    kind  ggml's name of the storage type; also for safetensors' F32, F16 and BF16
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A matrix as its file stores it, rows in canonical order.
+
+    kind     ggml's name of the storage: "F32", "F16", "BF16", "Q8_0", "Q4_1", ...
+    rows     uint8[rows, bytes of a row], read-only; a view of the file where possible
+    columns  numbers in a row
+    """
+
+    kind: str
+    rows: NDArray[np.uint8]
+    columns: int
+
+    def floats(self) -> Floats:
+        """float32[rows,columns]; a read-only view of the file where that is how it is stored."""
+        if self.kind == "F32" and self.rows.flags.c_contiguous:
+            return np.require(self.rows.view("<f4"), requirements="A")
+        kind = GGMLQuantizationType[self.kind]
+        flat = np.empty((len(self.rows), self.columns), np.float32)
+        with np.errstate(all="ignore"):
+            for start in range(0, len(self.rows), _ROWS_AT_ONCE):
+                part = slice(start, start + _ROWS_AT_ONCE)
+                flat[part] = dequantize(np.ascontiguousarray(self.rows[part]), kind)
+        return flat
+
+
+@dataclass(frozen=True, slots=True)
+class FourBits:
+    """A matrix w [N,K] of 4-bit integers: w = scales (numbers - zeros), exact in float32.
+
+    numbers  uint8[N,K] from 0 to 15
+    scales   float16[N,K/group]
+    zeros    uint8[N,K/group] from 0 to 15
+    """
+
+    numbers: NDArray[np.uint8]
+    scales: NDArray[np.float16]
+    zeros: NDArray[np.uint8]
+
+    @property
+    def group(self) -> int:
+        """How many neighbouring columns share a scale."""
+        return int(self.numbers.shape[1]) // int(self.scales.shape[1])
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFile:
+    """A mapped file whose table of tensors has been checked against its size."""
+
+    path: Path
+    tensors: dict[str, TensorEntry]
+    data: NDArray[np.uint8]
+
+    def rows(self, name: str) -> NDArray[np.uint8]:
+        """uint8[rows, bytes of a row] of a tensor, a read-only view; a vector is one row."""
+        stored = self.tensors[name]
+        flat = self.data[stored.start : stored.start + stored.size]
+        count = math.prod(stored.shape[:-1])
+        return flat.reshape(count, stored.size // count)
+
+    def packed(self, name: str) -> Packed | None:
+        """A matrix as stored; None for a vector. Raises KeyError for a name that is not in the
+        file.
+        """
+        stored = self.tensors[name]
+        if len(stored.shape) != 2:
+            return None
+        return Packed(stored.kind, self.rows(name), stored.shape[-1])
+
+    def expert(self, name: str, expert: int) -> Packed | None:
+        """One expert's matrix [out,in] of a tensor of all experts, where it is stored in few bits
+        that have a name; else None, and it is a part of `floats`.
+        """
+        return None
+
+    def grouped(self, name: str) -> Grouped | None:
+        """Return a quantised matrix whose columns share scales; None: always, in this format."""
+        return None
+
+    def four_bit_group(self, name: str) -> int:
+        """Return the columns that share a scale in a matrix of 4-bit integers with float16 scales;
+        0: it is none.
+        """
+        return 0
+
+    def four_bits(self, name: str) -> FourBits:
+        """Return a matrix of 4-bit integers; only for names whose four_bit_group is not 0, of which
+        this format has none (AssertionError).
+        """
+        raise AssertionError(f"{name} is not a matrix of 4-bit integers")
+
+    def part(self, name: str, rows: slice, columns: slice) -> Floats:
+        """float32[n,k]: some rows and columns of a matrix. Raises KeyError for a name that is not
+        in the file.
+        """
+        return self.floats(name)[rows, columns]
+
+    def floats(self, name: str) -> Floats:
+        """The tensor of that name in the file as float32, of its stored shape; a read-only view
+        where that is how it is stored. Raises KeyError for an unknown name.
+        """
+        stored = self.tensors[name]
+        packed = Packed(stored.kind, self.rows(name), stored.shape[-1])
+        return packed.floats().reshape(stored.shape)
+
+
+def mapped(path: Path) -> NDArray[np.uint8]:
+    """The file's bytes uint8[n], read-only, loaded when touched. Raises ModelError if it cannot
+    be read.
+    """
+    try:
+        with path.open("rb") as file:
+            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    return np.frombuffer(mapping, np.uint8)
+
+
+def release(rows: NDArray[np.uint8]) -> None:
+    """Give the memory of rows that lie in a mapped file back to the system: they are loaded again
+    when touched. Nothing happens to rows that lie elsewhere, and where the system has no such call.
+    """
+    owner: object = rows
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    owner = owner.obj if isinstance(owner, memoryview) else owner
+    if not isinstance(owner, mmap.mmap) or not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    start = rows.ctypes.data - np.frombuffer(owner, np.uint8).ctypes.data
+    page = start // mmap.PAGESIZE * mmap.PAGESIZE
+    owner.madvise(mmap.MADV_DONTNEED, page, start + rows.nbytes - page)
+
+
+def check_disjoint(tensors: dict[str, TensorEntry]) -> None:
+    """Raise ModelError if two tensors share bytes."""
+    end, before = 0, ""
+    for name, stored in sorted(tensors.items(), key=lambda item: item[1].start):
+        if stored.start < end:
+            raise ModelError(f"tensors {before!r} and {name!r} overlap")
+        end, before = stored.start + stored.size, name

@@ -1,0 +1,319 @@
+"""Where a folder keeps a layer's tensors: under other names, several in one, or in another order.
+
+`arch.layer_tensors` names what a layer has; a `StoredPart` says which stored tensor each is, or is
+a part of. Families differ in a table of names (_RENAMED) and in four layouts:
+
+    fused        queries, keys and values are one matrix, gate and up another (Phi-3)
+    stacked      all experts are one tensor, matrices [in, out], gate and up in turns (gpt-oss)
+    interleaved  rows of several parts stand head by head in one matrix (Qwen3-Next)
+    rotated      in a head the rotated numbers stand first (partial rotation), or pairs stand side
+                 by side (DeepSeek); here pairs stand half a head apart, over the whole head
+"""
+
+import re
+from dataclasses import dataclass, replace
+
+import numpy as np
+from gguf.constants import GGMLQuantizationType
+from numpy.typing import NDArray
+
+from forerun.checkpoints.grouped import Grouped
+from forerun.checkpoints.mapped import FourBits, Packed, TensorFile
+from forerun.networks.arch import Architecture, Family, layer_tensors
+from forerun.networks.layer_spec import LayerSpec
+from forerun.networks.rope import Rope
+from forerun.types import AnyArray, Floats
+
+Order = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredPart:
+    """A tensor as a part of a stored one.
+
+    stored      its name, without the layer's prefix
+    shape       its own
+    whole       the stored tensor's
+    expert      which one of a stored tensor of all experts; None: it is of no such
+    transposed  a matrix that is stored [in, out]
+    rows        which rows (of a vector: numbers) of what is left; None = all
+    order       in which order these are, int64[rows]; None = as they are
+    """
+
+    stored: str
+    shape: tuple[int, ...]
+    whole: tuple[int, ...]
+    expert: int | None = None
+    transposed: bool = False
+    rows: slice | None = None
+    order: Order | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether the stored tensor is this one, number by number."""
+        return self.shape == self.whole and self.order is None and not self.transposed
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of the model as a part of one in a file; `name` is the stored tensor's in full."""
+
+    file: TensorFile
+    name: str
+    piece: StoredPart
+
+    @property
+    def parts(self) -> tuple["StoredTensor", ...]:
+        """The tensors that are stored of it: itself."""
+        return (self,)
+
+    @property
+    def kind(self) -> str:
+        """The storage by its name in ggml, such as Q4_K."""
+        return self.file.tensors[self.name].kind
+
+    def floats(self) -> Floats:
+        """The tensor as float32; a read-only view of the file where it is stored like that."""
+        if self.piece.alone:
+            return self.file.floats(self.name)
+        packed = self.packed()
+        if packed is not None and self.kind != "F32":
+            return packed.floats()
+        found: Floats = self.cut(self.file.floats(self.name)).reshape(self.piece.shape)
+        return found
+
+    def part(self, rows: slice, columns: slice) -> Floats:
+        """Some rows and columns of a matrix as float32; of one that is stored in few bits little
+        else is read.
+        """
+        piece = self.piece
+        if piece.transposed or piece.expert is not None:
+            return self.floats()[rows, columns]
+        which = self._ordered(np.arange(piece.whole[0]))[rows]
+        first = int(which.min())
+        cut = self.file.part(self.name, slice(first, int(which.max()) + 1), columns)
+        found: Floats = cut[which - first]
+        return found
+
+    @property
+    def _of_rows(self) -> bool:
+        """Whether it is rows of a matrix, or all of them."""
+        piece = self.piece
+        return len(piece.shape) == 2 and not piece.transposed and piece.expert is None
+
+    def grouped(self) -> Grouped | None:
+        """TensorFile.grouped; None of an expert's part of a tensor too."""
+        found = self.file.grouped(self.name) if self._of_rows else None
+        if found is None or self.piece.alone:
+            return found
+        return found.rows(self._ordered(np.arange(self.piece.whole[0])))
+
+    def four_bit_group(self) -> int:
+        """TensorFile.four_bit_group; 0 of an expert's part of a tensor too."""
+        return self.file.four_bit_group(self.name) if self._of_rows else 0
+
+    def four_bits(self) -> FourBits:
+        """Return the matrix with its rows in order; only if `four_bit_group` is not 0."""
+        matrix = self.file.four_bits(self.name)
+        parts = (self._ordered(part) for part in (matrix.numbers, matrix.scales, matrix.zeros))
+        return FourBits(*parts)
+
+    def rows(self) -> NDArray[np.uint8]:
+        """uint8[rows, bytes of a row] of a matrix; a view of the file where possible."""
+        stored, piece = self.file.rows(self.name), self.piece
+        if piece.alone or len(piece.whole) == 1:
+            return stored
+        if not piece.transposed:
+            per = piece.whole[-2]
+            first = 0 if piece.expert is None else piece.expert * per
+            return self._ordered(stored[first : first + per])
+        width = stored.shape[1] // piece.whole[-1]
+        numbers = stored.view(f"u{width}").reshape(piece.whole)
+        matrix = numbers if piece.expert is None else numbers[piece.expert]
+        turned: NDArray[np.uint8] = np.ascontiguousarray(self._ordered(matrix.T)).view(np.uint8)
+        return turned
+
+    def packed(self) -> Packed | None:
+        """A matrix as stored; None for a vector, and for what only its own file can widen."""
+        if self.piece.alone:
+            return self.file.packed(self.name)
+        if self.piece.expert is not None:
+            found = self.file.expert(self.name, self.piece.expert)
+            if found is not None:
+                return Packed(found.kind, self._ordered(found.rows), found.columns)
+        if len(self.piece.shape) != 2 or self.kind not in GGMLQuantizationType.__members__:
+            return None
+        return Packed(self.kind, self.rows(), self.piece.shape[-1])
+
+    def cut(self, whole: AnyArray) -> AnyArray:
+        """Return its part of the whole stored tensor's numbers, transposed and ordered."""
+        piece = self.piece
+        found = whole if piece.expert is None else whole[piece.expert]
+        return self._ordered(found.T if piece.transposed else found)
+
+    def _ordered(self, rows: AnyArray) -> AnyArray:
+        piece = self.piece
+        rows = rows if piece.rows is None else rows[piece.rows]
+        return rows if piece.order is None else rows[piece.order]
+
+
+_SHARED = (r"mlp\.shared_expert\.", "mlp.shared_experts.")
+
+_RENAMED: dict[Family, tuple[tuple[str, str], ...]] = {
+    "mixtral": (
+        (r"mlp\.gate\.", "block_sparse_moe.gate."),
+        (r"mlp\.experts\.(\d+)\.gate_proj\.", r"block_sparse_moe.experts.\1.w1."),
+        (r"mlp\.experts\.(\d+)\.down_proj\.", r"block_sparse_moe.experts.\1.w2."),
+        (r"mlp\.experts\.(\d+)\.up_proj\.", r"block_sparse_moe.experts.\1.w3."),
+    ),
+    "glm4_moe": (_SHARED,),
+    "deepseek_v3": (_SHARED,),
+    "deepseek_v2": (_SHARED,),
+    "gpt_oss": ((r"mlp\.gate\.", "mlp.router."),),
+}
+"""By family: how canonical names begin, and how the files' do."""
+
+IN_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
+
+
+def layer_pieces(arch: Architecture, spec: LayerSpec) -> dict[str, StoredPart]:
+    """Canonical name -> piece of every tensor of a layer of `arch` that is as `spec` says; names
+    without the layer's prefix.
+    """
+    pieces = {}
+    for name, shape in layer_tensors(arch, spec).items():
+        piece = StoredPart(_renamed(name, arch.family), shape, shape)
+        if arch.family == "phi3":
+            piece = fused(name, piece, arch, spec)
+        elif arch.family == "gpt_oss":
+            piece = _stacked(name, piece, spec)
+        elif arch.family == "qwen3_next":
+            piece = head_by_head(name, piece, arch, spec)
+        order = order_of(name, arch, spec)
+        if order is not None:
+            piece = replace(piece, order=order if piece.order is None else piece.order[order])
+        pieces[name] = piece
+    return pieces
+
+
+def _renamed(name: str, family: Family) -> str:
+    for begin, stored in _RENAMED.get(family, ()):
+        renamed, count = re.subn(f"^{begin}", stored, name)
+        if count:
+            return renamed
+    return name
+
+
+def fused(name: str, piece: StoredPart, arch: Architecture, spec: LayerSpec) -> StoredPart:
+    """The part of Phi-3's fused tensors that `name` is: q, k and v stand one above the other, and
+    gate and up; `piece` as it is for other names.
+    """
+    queries, keys = arch.heads * arch.head_size, arch.kv_heads * arch.head_size
+    width = spec.active_width
+    places = {
+        "self_attn.q_proj.weight": ("self_attn.qkv_proj.weight", 0, queries + 2 * keys),
+        "self_attn.k_proj.weight": ("self_attn.qkv_proj.weight", queries, queries + 2 * keys),
+        "self_attn.v_proj.weight": (
+            "self_attn.qkv_proj.weight",
+            queries + keys,
+            queries + 2 * keys,
+        ),
+        "mlp.gate_proj.weight": ("mlp.gate_up_proj.weight", 0, 2 * width),
+        "mlp.up_proj.weight": ("mlp.gate_up_proj.weight", width, 2 * width),
+    }
+    if name not in places:
+        return piece
+    stored, first, rows = places[name]
+    part = slice(first, first + piece.shape[0])
+    return replace(piece, stored=stored, whole=(rows, piece.shape[1]), rows=part)
+
+
+def _stacked(name: str, piece: StoredPart, spec: LayerSpec) -> StoredPart:
+    """gpt-oss's: all experts in one tensor, rows of gate and up in turns."""
+    match = EXPERT.fullmatch(name)
+    if match is None:
+        return piece
+    count = spec.feed_forward.count  # type: ignore[union-attr]  # Named by an expert.
+    expert, part, kind = int(match[1]), match[2], match[3]
+    opens = part != "down"
+    stored = "mlp.experts." + ("gate_up_proj" if opens else "down_proj")
+    rows = slice(part == "up", None, 2) if opens else None
+    outputs = piece.shape[0] * (2 if opens else 1)
+    if kind == "bias":
+        return replace(
+            piece, stored=f"{stored}_bias", whole=(count, outputs), expert=expert, rows=rows
+        )
+    whole = count, piece.shape[1], outputs
+    return replace(piece, stored=stored, whole=whole, expert=expert, transposed=True, rows=rows)
+
+
+def head_by_head(name: str, piece: StoredPart, arch: Architecture, spec: LayerSpec) -> StoredPart:
+    """Qwen3-Next's: each head's gate follows its query; of a delta net, each key head's query, key
+    and the values and gates of its value heads are one matrix, and their b and a another.
+    """
+    room, part, kind = name.split(".", 2) if name.count(".") == 2 else ("", "", "")
+    if room == "self_attn" and part in ("q_proj", "gate_proj"):
+        heads, stored = arch.heads, "q_proj"
+        widths = {"q_proj": arch.head_size, "gate_proj": arch.head_size}
+    elif room == "linear_attn" and spec.delta is not None and part.endswith("_proj"):
+        delta = spec.delta
+        heads, each = delta.key_heads, delta.value_heads // delta.key_heads
+        wide = each * delta.value_size
+        widths = {"q_proj": delta.key_size, "k_proj": delta.key_size, "v_proj": wide}
+        widths["z_proj"], stored = wide, "in_proj_qkvz"
+        if part in ("b_proj", "a_proj"):
+            widths, stored = {"b_proj": each, "a_proj": each}, "in_proj_ba"
+    else:
+        return piece
+    if part not in widths:  # out_proj
+        return piece
+    whole = sum(widths.values())
+    first = sum(list(widths.values())[: list(widths).index(part)])
+    rows = np.arange(heads)[:, None] * whole + np.arange(first, first + widths[part])
+    return replace(
+        piece,
+        stored=f"{room}.{stored}.{kind}",
+        whole=(heads * whole, *piece.shape[1:]),
+        order=rows.ravel(),
+    )
+
+
+def order_of(name: str, arch: Architecture, spec: LayerSpec) -> Order | None:
+    """Return the order of the rows of query and key weights and norms, if files have another."""
+    latent, rope = spec.attention.latent, spec.rope
+    if latent is not None:
+        if not latent.paired:
+            return None
+        head = np.arange(latent.rope).reshape(-1, 2).T.ravel()
+        if name.startswith("self_attn.kv_a_proj_with_mqa."):
+            return np.concatenate([np.arange(latent.rank), latent.rank + head])
+        if name in ("self_attn.q_b_proj.weight", "self_attn.q_proj.weight"):
+            whole = np.concatenate([np.arange(latent.nope), latent.nope + head])
+            return each_head(whole, arch.heads)
+        return None
+    if rope.rotated is None or not 0 < rope.rotated < arch.head_size:
+        return None
+    head = _rotated_first(rope, arch.head_size)
+    kind = name.removeprefix("self_attn.").rsplit(".", 1)[0]
+    heads = {"q_proj": arch.heads, "k_proj": arch.kv_heads, "q_norm": 1, "k_norm": 1}.get(kind)
+    return None if heads is None else each_head(head, heads)
+
+
+def each_head(head: Order, heads: int) -> Order:
+    """The order of rows of `heads` heads, each as `head` has it."""
+    order: Order = (np.arange(heads)[:, None] * len(head) + head).ravel()
+    return order
+
+
+def _rotated_first(rope: Rope, size: int) -> Order:
+    """Return one head's order: pairs (i, i + rotated/2) of its first numbers become (i, i +
+    size/2).
+    """
+    half, rotated = size // 2, rope.rotated or 0
+    rest = np.arange(rotated, size)
+    keep = half - rotated // 2
+    first = np.concatenate([np.arange(rotated // 2), rest[:keep]])
+    second = np.concatenate([np.arange(rotated // 2, rotated), rest[keep:]])
+    order: Order = np.concatenate([first, second])
+    return order

@@ -1,0 +1,127 @@
+"""A folder's tensors with every matrix that is stored in few bits as one tensor `NAME.weight`."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forerun.checkpoints.grouped import Grouped
+from forerun.checkpoints.mapped import FourBits, Packed, TensorEntry, TensorFile
+from forerun.checkpoints.quantised.fp4 import with_experts
+from forerun.checkpoints.quantised.grouped import four_bit_group, four_bits, grouped
+from forerun.checkpoints.quantised.matrices import PARTS, StoredMatrix, stored_matrix
+from forerun.checkpoints.quantised.method import Method
+from forerun.errors import ModelError
+from forerun.types import Floats
+
+QUANTISED = "quantised"
+"""`TensorEntry.kind` of such a matrix."""
+
+_OF_ACTIVATIONS = re.compile(
+    r".*\.(input_scale|input_global_scale|output_scale|[kv]_scale|kv_scale)"
+)
+"""Scales of what is not quantised here: activations, keys and values."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedFile(TensorFile):
+    """A file's matrices that are stored in few bits. `floats` widens one; `rows` is its bytes as
+    float32.
+
+    matrices  by the names in `tensors`
+    """
+
+    matrices: Mapping[str, StoredMatrix] = field(default_factory=dict)
+
+    def floats(self, name: str) -> Floats:
+        """The matrix float32[N,K]. Raises KeyError for an unknown name, ModelError as
+        StoredMatrix.floats.
+        """
+        return self.matrices[name].floats()
+
+    def part(self, name: str, rows: slice, columns: slice) -> Floats:
+        """float32[n,k] of some rows and columns; little else is read (StoredMatrix.part)."""
+        return self.matrices[name].part(rows, columns)
+
+    def four_bit_group(self, name: str) -> int:
+        """Return how many columns share a scale, if float32 represents the 4-bit matrix exactly;
+        else 0.
+        """
+        return four_bit_group(self.matrices[name])
+
+    def four_bits(self, name: str) -> FourBits:
+        """Return the matrix in four bits; only if `four_bit_group` is not 0."""
+        return four_bits(self.matrices[name])
+
+    def grouped(self, name: str) -> Grouped | None:
+        """The matrix in few bits with its scales; None if its storage is another."""
+        return grouped(self.matrices[name])
+
+    def packed(self, name: str) -> Packed | None:
+        """None: these storages are none of ggml's."""
+        return None
+
+    def rows(self, name: str) -> NDArray[np.uint8]:
+        """uint8[N,4K]: the bytes of the matrix as float32. Raises as `floats`."""
+        return self.floats(name).view(np.uint8)
+
+
+def with_matrices(
+    files: Mapping[str, TensorFile], methods: tuple[Method, ...]
+) -> dict[str, TensorFile]:
+    """Return stored name -> the file that has it, each quantised matrix under the name
+    `MODULE.weight`.
+
+    files  likewise, of a folder whose matrices are stored by `methods`; () changes nothing
+
+    A matrix of plain floats stays one, whichever modules the configuration excludes.
+    Raises ModelError naming the tensor that is missing, left over or does not fit.
+    """
+    if not methods:
+        return dict(files)
+    if methods[0].layout == "mxfp4":
+        return with_experts(files)
+    known = {part for method in methods for group in PARTS[method.layout] for part in group}
+    plain: dict[str, TensorFile] = {}
+    modules: dict[str, dict[str, tuple[TensorFile, str]]] = {}
+    for name, file in files.items():
+        module, _, part = name.rpartition(".")
+        if _OF_ACTIVATIONS.fullmatch(name):
+            continue
+        if part not in known or _plain(files, module, part):
+            plain[name] = file
+        else:
+            modules.setdefault(module, {})[part] = (file, name)
+    if not modules:
+        raise ModelError(
+            "config.json says that weights are quantised "
+            f"({methods[0].title}), and no tensor is: remove quantization_config if that is so"
+        )
+    return plain | _collected(modules, methods)
+
+
+def _plain(files: Mapping[str, TensorFile], module: str, part: str) -> bool:
+    """Whether `MODULE.weight` is no quantised matrix: of floats."""
+    name = f"{module}.weight"
+    return part == "weight" and files[name].tensors[name].kind in ("F32", "F16", "BF16")
+
+
+def _collected(
+    modules: Mapping[str, Mapping[str, tuple[TensorFile, str]]], methods: tuple[Method, ...]
+) -> dict[str, TensorFile]:
+    by_file: dict[int, tuple[TensorFile, dict[str, StoredMatrix]]] = {}
+    for module, parts in modules.items():
+        matrix = stored_matrix(module, methods, parts)
+        file, _ = next(iter(parts.values()))
+        by_file.setdefault(id(file), (file, {}))[1][f"{module}.weight"] = matrix
+    collected: dict[str, TensorFile] = {}
+    for file, matrices in by_file.values():
+        tensors = {
+            name: TensorEntry(QUANTISED, matrix.shape, 0, 4 * matrix.shape[0] * matrix.shape[1])
+            for name, matrix in matrices.items()
+        }
+        one = QuantisedFile(file.path, tensors, file.data[:0], matrices)
+        collected |= dict.fromkeys(tensors, one)
+    return collected

@@ -1,0 +1,233 @@
+"""`quantization_config` of a config.json: what is read, and what it says of every matrix."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from forerun.errors import ModelError
+from forerun.networks.keys import Keys, shown
+
+Layout = Literal["float8", "gptq", "awq", "packed", "int8", "mxfp4"]
+"""The layout of a matrix in its file: see `matrices`."""
+
+READ = (
+    "fp8 (float8 E4M3 with scales per block or tensor)",
+    "compressed-tensors (float-quantized, int-quantized, naive-quantized, pack-quantized)",
+    "gptq (2, 4 and 8 bits)",
+    "awq (gemm, 4 bits)",
+    "mxfp4 (gpt-oss's experts)",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One way in which matrices of a checkpoint are stored. w [N,K] is the matrix.
+
+    title      for people: "AWQ, 4 bits in groups of 128"
+    layout     which tensors a matrix consists of, and how they are packed
+    bits       of one weight
+    group      columns that share a scale; 0 = all of them
+    rows       rows that share a scale: 1, a block's, or 0 = all of them
+    zeros      there are zero points
+    minus_one  GPTQ's first format stores zero points less one
+    """
+
+    title: str
+    layout: Layout
+    bits: int
+    group: int
+    rows: int = 1
+    zeros: bool = False
+    minus_one: bool = False
+
+
+def read_method(config: Mapping[str, Any]) -> tuple[Method, ...]:
+    """Read config.json's `quantization_config`; () without one.
+
+    Several: groups of modules are stored in different ways, which their tensors show.
+
+    Raises ModelError naming the key that is not supported, or the supported methods.
+    """
+    settings = config.get("quantization_config")
+    if settings is None:
+        return ()
+    if not isinstance(settings, dict):
+        raise ModelError(f"config.json: quantization_config is {shown(settings)}, not an object")
+    keys = Keys(settings, "config.json: quantization_config.")
+    name = keys.text("quant_method")
+    readers = {
+        "fp8": _float8,
+        "gptq": _gptq,
+        "awq": _awq,
+        "mxfp4": _mxfp4,
+        "compressed-tensors": _compressed,
+    }
+    if name not in readers:
+        raise ModelError(
+            f"config.json: quantization_config.quant_method is {shown(name)}, which is not read "
+            f"here; these are: {', '.join(READ)}. Take one of these, or {_OTHERWISE}"
+        )
+    try:
+        methods = readers[name](keys)
+        keys.refuse_the_rest(_harmless)
+    except ModelError as error:
+        raise ModelError(f"{error}. Take {_OTHERWISE}") from error
+    return methods
+
+
+_OTHERWISE = "the model's unquantised checkpoint, or a GGUF file of it"
+
+
+_HARMLESS = re.compile(
+    r"""
+    # how the numbers were found, which are in the file
+    damp_percent | damp_auto_increment | static_groups | true_sequential | batch_size | tokenizer
+    | dataset | model_seqlen | block_name_to_quantize | module_name_preceding_first_block
+    | quantizer | meta | model_name_or_path | model_file_base_name | lm_head | is_marlin_format
+    | mse | mock_quantization | offload_to_disk | hyb_act | adapter | pack_dtype | pack_impl
+    | autoround_version | packing_format | iters | low_gpu_mem_usage | nsamples | seqlen
+    # which kernels somebody used
+    | backend | use_exllama | exllama_config | disable_exllama | use_cuda_fp16 | max_input_length
+    | do_fuse | fuse_max_seq_len | modules_to_fuse
+    # who wrote it
+    | .*version | quantization_status | global_compression_ratio | scale_fmt
+    # which modules are left out: their tensors say so too
+    | modules_to_not_convert | ignored_layers | ignore | modules_in_block_to_quantize | dynamic
+    # of activations and keys, which are not quantised here
+    | activation_scheme | kv_cache_scheme | kv_cache_quant_algo
+    """,
+    re.VERBOSE,
+)
+
+
+def _harmless(name: str, value: Any) -> bool:
+    return value is False or value in ({}, [], "") or _HARMLESS.fullmatch(name) is not None
+
+
+def _float8(keys: Keys) -> tuple[Method, ...]:
+    """DeepSeek-V3's blocks (arXiv 2412.19437, section 3.3), or one scale for a whole matrix."""
+    keys.require("fmt", "e4m3")
+    block = keys.get("weight_block_size")
+    if block is None:
+        return (Method("float8, one scale for a matrix", "float8", 8, 0, 0),)
+    rows, columns = _block(keys, "weight_block_size", block)
+    return (Method(f"float8 in blocks of {rows} x {columns}", "float8", 8, columns, rows),)
+
+
+def _block(keys: Keys, name: str, value: Any) -> tuple[int, int]:
+    if (
+        not isinstance(value, list)
+        or len(value) != 2
+        or not all(type(each) is int and 1 <= each <= 1 << 16 for each in value)
+    ):
+        raise keys.unfit(name, value, "two sizes, rows and columns")
+    return value[0], value[1]
+
+
+def _gptq(keys: Keys) -> tuple[Method, ...]:
+    """GPTQ (arXiv 2210.17323) as AutoGPTQ and GPTQModel store it."""
+    bits = keys.integer("bits")
+    if bits not in (2, 4, 8):
+        raise keys.unfit("bits", bits, "2, 4 or 8")
+    group = _group(keys, "group_size")
+    ordered = keys.flag("desc_act", False)
+    keys.get("sym")  # The zero points are in the file either way.
+    form = keys.text("checkpoint_format", "gptq")
+    if form not in ("gptq", "gptq_v2"):
+        raise keys.unfit("checkpoint_format", form, "gptq or gptq_v2; others are made for a kernel")
+    groups = f"in groups of {group}" if group else "a scale per channel"
+    order = ", columns in order of activation" if ordered else ""
+    title = f"GPTQ, {bits} bits {groups}{order}"
+    return (Method(title, "gptq", bits, group, 1, True, form == "gptq"),)
+
+
+def _awq(keys: Keys) -> tuple[Method, ...]:
+    """AWQ (arXiv 2306.00978) as AutoAWQ's "gemm" stores it."""
+    keys.require("bits" if keys.has("bits") else "w_bit", 4)
+    group = _group(keys, "group_size" if keys.has("group_size") else "q_group_size")
+    version = keys.text("version", "gemm").lower()
+    if version != "gemm":
+        raise keys.unfit("version", version, "gemm; gemv and marlin pack the numbers otherwise")
+    if not keys.flag("zero_point", True):
+        raise keys.unfit("zero_point", False, "true")
+    return (Method(f"AWQ, 4 bits in groups of {group}", "awq", 4, group, 1, True),)
+
+
+def _mxfp4(keys: Keys) -> tuple[Method, ...]:
+    """gpt-oss's experts; its other matrices are floats."""
+    return (Method("MXFP4, floats of 4 bits in groups of 32", "mxfp4", 4, 32),)
+
+
+def _group(keys: Keys, name: str) -> int:
+    group = keys.integer(name, 128)
+    if group != -1 and not 1 <= group <= 1 << 16:
+        raise keys.unfit(name, group, "columns that share a scale, or -1 for all")
+    return max(group, 0)
+
+
+def _compressed(keys: Keys) -> tuple[Method, ...]:
+    """The formats of compressed-tensors (vLLM's llm-compressor writes them)."""
+    form = keys.text("format", "dense")
+    sparsity = keys.get("sparsity_config") or {}
+    if isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":
+        raise keys.unfit("sparsity_config", sparsity, "absent: sparse files are not read here")
+    groups = keys.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise keys.unfit("config_groups", groups, "an object of groups")
+    methods = []
+    for name, group in groups.items():
+        prefix = f"{keys.prefix}config_groups.{name}."
+        if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
+            raise ModelError(f"{prefix}weights is missing; only weights are read quantised here")
+        own = group.get("format") or form
+        methods.append(_compressed_group(Keys(group["weights"], f"{prefix}weights."), own))
+    return tuple(dict.fromkeys(methods))
+
+
+_FORMATS = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized")
+
+
+def _compressed_group(keys: Keys, form: Any) -> Method:
+    if form not in _FORMATS:
+        raise ModelError(
+            f"config.json: quantization_config.format is {shown(form)}; of compressed-tensors "
+            f"these are read: {', '.join(_FORMATS)}"
+        )
+    bits, kind = keys.integer("num_bits"), keys.text("type", "int")
+    packed = form == "pack-quantized"
+    if kind not in ("int", "float") or (packed and kind == "float"):
+        raise keys.unfit("type", kind, "int, or float where the format is not pack-quantized")
+    if bits not in ((4, 8) if packed else (8,)):
+        raise keys.unfit("num_bits", bits, "8, or 4 where the format is pack-quantized")
+    rows, group, how = _strategy(keys)
+    zeros = not keys.flag("symmetric", True)
+    order = keys.get("actorder")
+    if order not in (None, False, True, "group", "weight", "static", "dynamic"):
+        raise keys.unfit("actorder", order, "group, weight or absent")
+    if keys.flag("dynamic", False):
+        raise keys.unfit("dynamic", True, "false, since weights are stored")
+    for name in ("observer", "observer_kwargs", "scale_dtype", "zp_dtype"):
+        keys.get(name)
+    keys.refuse_the_rest(lambda _, value: value in (None, False, {}, []))
+    number = f"float{bits}" if kind == "float" else f"{bits}-bit integers"
+    title = f"compressed-tensors, {number}, {how}"
+    layout: Layout = "packed" if packed else "float8" if kind == "float" else "int8"
+    return Method(title, layout, bits, group, rows, zeros)
+
+
+def _strategy(keys: Keys) -> tuple[int, int, str]:
+    """Rows and columns that share a scale, and the same in words."""
+    strategy, size = keys.text("strategy", "tensor"), keys.get("group_size")
+    structure = keys.get("block_structure")
+    match strategy:
+        case "tensor":
+            return 0, 0, "one scale for a matrix"
+        case "channel":
+            return 1, 0, "a scale per channel"
+        case "group" if type(size) is int and size > 0:
+            return 1, size, f"groups of {size}"
+        case "block":
+            rows, columns = _block(keys, "block_structure", structure)
+            return rows, columns, f"blocks of {rows} x {columns}"
+    raise keys.unfit("strategy", strategy, "tensor, channel, block, or group with a group_size")

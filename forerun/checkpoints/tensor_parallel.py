@@ -1,0 +1,325 @@
+"""Tensor and expert parallelism: which part of every tensor a rank holds, and the model that its
+parts make up.
+
+Megatron's cut (Shoeybi et al. 2019, arXiv 1909.08053, section 3): queries, keys, values, gate and
+up are cut by their outputs, o_proj and down_proj by their inputs, so that a layer needs two sums
+over the ranks. Embedding and head are cut by token. Everything else is on every rank, and so is a
+key/value head that more ranks than there are such heads need.
+
+Experts are cut likewise, each by its columns, or divided as wholes: groups of ranks have the same
+number of them each, and only within a group are they cut.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from forerun.checkpoints.checkpoint import Checkpoint, ReadInParts
+from forerun.checkpoints.grouped import Grouped
+from forerun.checkpoints.kept import grouped_of
+from forerun.checkpoints.mapped import Packed
+from forerun.errors import ConfigError
+from forerun.networks.arch import Architecture, expected_tensors
+from forerun.networks.layer_spec import Dense, Experts
+from forerun.types import Floats
+
+
+class Cut(Enum):
+    """How a tensor is divided among the ranks."""
+
+    WHOLE = "every rank has all of it"
+    ROWS = "by its first axis"
+    COLUMNS = "by its last axis"
+    KV_HEADS = "by its first axis, key/value head by key/value head"
+    ONCE = "rank 0 has it, the others zeros: it is added to a sum over the ranks"
+
+
+_CUTS = {
+    r".*\.(q_proj|q_b_proj|kv_b_proj|gate_proj|up_proj)\.(weight|bias)": Cut.ROWS,
+    r".*\.(k_proj|v_proj)\.(weight|bias)": Cut.KV_HEADS,
+    r".*\.(o_proj|down_proj)\.weight": Cut.COLUMNS,
+    r".*\.(o_proj|down_proj)\.bias": Cut.ONCE,
+    r".*\.sinks": Cut.ROWS,
+    r"(model\.embed_tokens|lm_head)\.weight": Cut.ROWS,
+}
+"""By canonical name; what is not here is whole."""
+
+
+def cut_of(name: str) -> Cut:
+    """Return how the tensor of this canonical name is divided among ranks; WHOLE by default."""
+    return next((cut for pattern, cut in _CUTS.items() if re.fullmatch(pattern, name)), Cut.WHOLE)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """One of the ranks that share a model.
+
+    rank          its number, from 0
+    size          how many there are
+    experts       groups of ranks among which experts are divided (ep-size); divides `size`
+    shared_whole  every rank has the shared expert whole; else it is cut by its columns
+    """
+
+    rank: int = 0
+    size: int = 1
+    experts: int = 1
+    shared_whole: bool = False
+
+    def span(self, length: int) -> slice:
+        """Its part of an axis of so many numbers: the ranks' parts follow each other, and differ
+        in length by one at most.
+        """
+        return slice(length * self.rank // self.size, length * (self.rank + 1) // self.size)
+
+    def kv_span(self, kv_heads: int, length: int) -> slice:
+        """A rank's part of an axis of `length` numbers that `kv_heads` heads make up: whole
+        heads, one at least, which several ranks have where there are fewer heads.
+        """
+        if kv_heads >= self.size:
+            return self.span(length)
+        head, each = kv_heads * self.rank // self.size, length // kv_heads
+        return slice(head * each, (head + 1) * each)
+
+    def among(self, name: str) -> "TensorParallel":
+        """The ranks that share the tensor of this canonical name, and which of them this is."""
+        if ".mlp.experts." in name:
+            share = self.size // self.experts
+            return TensorParallel(self.rank % share, share)
+        if self.shared_whole and ".mlp.shared_expert." in name:
+            return TensorParallel()
+        return self
+
+    def architecture(self, arch: Architecture) -> Architecture:
+        """The model that this rank's parts of `arch` make up; its vocabulary is the whole one."""
+        if self.size == 1:
+            return arch
+        narrow = {spec: self._feed_forward(spec.feed_forward) for spec in set(arch.layer_specs)}
+        return replace(
+            arch,
+            heads=arch.heads // self.size,
+            kv_heads=max(1, arch.kv_heads // self.size),
+            layer_specs=tuple(
+                replace(spec, feed_forward=narrow[spec]) for spec in arch.layer_specs
+            ),
+        )
+
+    def parameters(self, arch: Architecture) -> int:
+        """Number of weights that this rank has of `arch`, a tied head counted once."""
+        return sum(
+            math.prod(self.shape(name, shape, arch.kv_heads))
+            for name, shape in self.own(expected_tensors(arch), arch).items()
+        )
+
+    def own(
+        self, tensors: Mapping[str, tuple[int, ...]], arch: Architecture
+    ) -> dict[str, tuple[int, ...]]:
+        """Those of `tensors`, by canonical name, of which this rank has a part: all but those of
+        experts that others have.
+        """
+        if self.experts == 1:
+            return dict(tensors)
+        own_shapes = expected_tensors(self.architecture(arch))
+        return {name: shape for name, shape in tensors.items() if name in own_shapes}
+
+    def shape(self, name: str, shape: tuple[int, ...], kv_heads: int) -> tuple[int, ...]:
+        """The shape of this rank's part of a tensor of that name and shape; kv_heads: G of the
+        whole model.
+        """
+        index = self.index(name, shape, kv_heads)
+        return tuple(len(range(*part.indices(n))) for part, n in zip(index, shape, strict=True))
+
+    def index(self, name: str, shape: tuple[int, ...], kv_heads: int) -> tuple[slice, ...]:
+        """Which part of a tensor of this name and shape is its own.
+
+        kv_heads  G of the whole model
+        """
+        all_of, ranks = tuple(slice(0, length) for length in shape), self.among(name)
+        match cut_of(name):
+            case Cut.ROWS:
+                return ranks.span(shape[0]), *all_of[1:]
+            case Cut.KV_HEADS:
+                return ranks.kv_span(kv_heads, shape[0]), *all_of[1:]
+            case Cut.COLUMNS:
+                return *all_of[:-1], ranks.span(shape[-1])
+        return all_of
+
+    def _feed_forward(self, spec: Dense | Experts) -> Dense | Experts:
+        if isinstance(spec, Dense):
+            return replace(spec, width=spec.width // self.size)
+        share = self.size // self.experts
+        own = TensorParallel(self.rank // share, self.experts).span(spec.count)
+        return replace(
+            spec,
+            width=spec.width // share,
+            shared=spec.shared if self.shared_whole else spec.shared // self.size,
+            own=None if self.experts == 1 else range(own.start, own.stop),
+            shared_whole=self.shared_whole,
+        )
+
+
+def check_divides(arch: Architecture, tp: TensorParallel) -> None:
+    """Raise ConfigError if a model cannot be shared by the ranks of which `tp` is one; it says
+    by how many it could be.
+    """
+    if arch.delta is not None and tp.size > 1:
+        raise ConfigError(
+            f"tp-size is {tp.size}, but recurrent states are not cut over ranks yet; this model "
+            "runs on one device."
+        )
+    _check_experts(arch, tp)
+    fault = _fault(arch, tp)
+    if fault is None:
+        return
+    able = [n for n in range(1, arch.heads + 1) if _fault(arch, _resized(tp, n)) is None]
+    ways = f"this model can be shared by {_listed(able)}"
+    if able == [1] and not tp.shared_whole and _fault(arch, replace(tp, shared_whole=True)) is None:
+        ways = "with --replicate-shared-expert every rank has all of it"
+    raise ConfigError(f"tp-size is {tp.size}, but {fault}; {ways}.")
+
+
+def _check_experts(arch: Architecture, tp: TensorParallel) -> None:
+    mixtures = {s.feed_forward for s in arch.layer_specs if isinstance(s.feed_forward, Experts)}
+    if not mixtures:
+        if tp.experts > 1:
+            raise ConfigError(
+                f"ep-size is {tp.experts}, but this model has no experts; leave it out."
+            )
+        return
+    counts = {about.count for about in mixtures}
+    able = [n for n in range(1, tp.size + 1) if not any(c % n for c in (tp.size, *counts))]
+    fault = ""
+    if tp.size % tp.experts:
+        fault = f"does not divide tp-size, which is {tp.size}"
+    elif any(count % tp.experts for count in counts):
+        fault = f"does not divide the model's {_listed(sorted(counts), 'and')} experts"
+    if fault:
+        raise ConfigError(
+            f"ep-size is {tp.experts}, which {fault}; with {tp.size} ranks it can be "
+            f"{_listed(able)}."
+        )
+
+
+def _resized(tp: TensorParallel, size: int) -> TensorParallel:
+    """As `tp`, of so many ranks: the groups of experts grow with them where each rank is one."""
+    experts = size if tp.experts == tp.size else tp.experts if size > 1 else 1
+    return TensorParallel(0, size, experts, tp.shared_whole)
+
+
+def _listed(numbers: list[int], last: str = "or") -> str:
+    return f" {last} ".join(str(number) for number in numbers)
+
+
+def _fault(arch: Architecture, tp: TensorParallel) -> str | None:
+    """Why a model cannot be shared so, in one clause; None if it can."""
+    size = tp.size
+    if size % tp.experts:
+        return f"its {tp.experts} groups of experts do not divide by that"
+    parts = [("attention heads", arch.heads, size)]
+    for spec in dict.fromkeys(arch.layer_specs):
+        match spec.feed_forward:
+            case Dense(width):
+                parts.append(("feed-forward columns", width, size))
+            case Experts() as experts:
+                parts.append(("experts", experts.count, tp.experts))
+                parts.append(("columns of each expert", experts.width, size // tp.experts))
+                whole = tp.shared_whole
+                parts.append(("columns of the shared expert", experts.shared, 1 if whole else size))
+        if spec.wide_qk_norm and size > 1:
+            return "its queries are normed over all heads at once"
+    for what, count, ranks in parts:
+        if count % ranks:
+            return f"its {count} {what} do not divide by {'that' if ranks == size else ranks}"
+    groups = arch.kv_heads
+    if groups % size and size % groups:
+        return f"its {groups} key/value heads neither divide by that nor divide it"
+    return None
+
+
+class RankCheckpoint:
+    """A rank's parts of a checkpoint, as a Checkpoint of its own: nothing else is read.
+
+    whole  the checkpoint
+    tp     which rank this is
+    """
+
+    def __init__(self, whole: Checkpoint, tp: TensorParallel) -> None:
+        self.whole, self.tp = whole, tp
+        self._kv_heads = whole.architecture.kv_heads
+        self._architecture = tp.architecture(whole.architecture)
+        shapes = {name: whole.shape(name) for name in whole.names()}
+        self._names = tuple(tp.own(shapes, whole.architecture))
+
+    @property
+    def architecture(self) -> Architecture:
+        """The network that this rank's parts make up."""
+        return self._architecture
+
+    @property
+    def path(self) -> Path:
+        """The file or folder of the whole checkpoint."""
+        return self.whole.path
+
+    def names(self) -> tuple[str, ...]:
+        """Canonical names of all tensors of which it has a part."""
+        return self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of this rank's part of a tensor. Raises KeyError for an unknown name."""
+        return self.tp.shape(name, self.whole.shape(name), self._kv_heads)
+
+    def tensor(self, name: str) -> Floats:
+        """The rank's part as float32; zeros where another adds it for all. Raises KeyError for an
+        unknown name.
+        """
+        index = self._index(name, self.whole.shape(name))
+        if cut_of(name) is Cut.ONCE and self.tp.among(name).rank:
+            return np.zeros(self.shape(name), np.float32)
+        packed = self.whole.packed(name)
+        if packed is None and len(index) == 2 and isinstance(self.whole, ReadInParts):
+            return self.whole.part(name, *index)
+        if packed is None:
+            return self.whole.tensor(name)[index]
+        rows, columns = index
+        blocks = _covering(packed.kind, columns, packed.columns)
+        part = _part(packed, rows, blocks).floats()
+        return part[:, columns.start - blocks.start : columns.stop - blocks.start]
+
+    def packed(self, name: str) -> Packed | None:
+        """The rank's part of a matrix as stored; None for a vector, and where a part does not end
+        where a block of the storage does: blocks are not cut.
+        """
+        packed = self.whole.packed(name)
+        if packed is None:
+            return None
+        rows, columns = self._index(name, self.whole.shape(name))
+        blocks = _covering(packed.kind, columns, packed.columns)
+        return _part(packed, rows, columns) if blocks == columns else None
+
+    def grouped(self, name: str) -> Grouped | None:
+        """The rank's part of a matrix in few bits; None if there is none, or a part would begin
+        within a group.
+        """
+        found = grouped_of(self.whole, name)
+        return None if found is None else found.cut(*self._index(name, found.shape))
+
+    def _index(self, name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
+        return self.tp.index(name, shape, self._kv_heads)
+
+
+def _covering(kind: str, columns: slice, length: int) -> slice:
+    """The columns of the storage's blocks that hold these."""
+    block = GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0]
+    return slice(columns.start // block * block, min(-(-columns.stop // block) * block, length))
+
+
+def _part(packed: Packed, rows: slice, columns: slice) -> Packed:
+    """Rows and whole blocks of columns of a matrix; a view of it."""
+    block, size = GGML_QUANT_SIZES[GGMLQuantizationType[packed.kind]]
+    octets = slice(columns.start // block * size, -(-columns.stop // block) * size)
+    return Packed(packed.kind, packed.rows[rows, octets], columns.stop - columns.start)

@@ -1,0 +1,38 @@
+"""The process in which strangers' pickled weights become safetensors: its memory is limited."""
+
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+from forerun.checkpoints.pickled import write_safetensors
+from forerun.errors import ModelError
+from forerun.sandbox import serve
+
+MEMORY = 1 << 30
+"""Address space in bytes beside the mapped file: some 400 MB of libraries, and a pickle's values,
+which take about ten times the 64 MB that it may have at most."""
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Convert the file `source` into the file `target`. The bytes written, or what was refused."""
+    try:
+        with Path(request["target"]).open("wb") as target:
+            return {"written": write_safetensors(Path(request["source"]), target)}
+    except ModelError as error:
+        return {"refused": str(error)}
+    except OSError as error:
+        return {"unwritable": error.strerror or str(error)}
+    except MemoryError:
+        return {"refused": f"{request['source']} takes too much memory to be read"}
+
+
+def main() -> None:
+    """Answer until standard input ends. The second argument is the size of the largest file."""
+    most = MEMORY + int(sys.argv.pop(1))
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    serve(answer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Drafts on disk: heads, blocks, prediction layers, whole models, n-gram tables."""

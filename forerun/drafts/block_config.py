@@ -1,0 +1,168 @@
+"""The description of a block drafter, independent of any framework: every public dialect loads into
+it.
+
+DFlash (block diffusion): a few decoder layers whose context is computed from the target's features.
+Its input is a block, the root and mask tokens behind it; one pass predicts all of the block's
+tokens. JetSpec is the same with a causal block; DSpark adds a bias that depends on the token
+before.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from forerun.errors import ModelError
+from forerun.networks.arch import Architecture
+from forerun.networks.cache_layer import CacheLayer
+from forerun.networks.rope import Rope
+
+
+@dataclass(frozen=True, slots=True)
+class BlockHead:
+    """One block drafter: sizes and switches. Letters as in forerun/types.py.
+
+    layers       decoder layers, pre-norm, each with its own keys and values of the features
+    hidden       H, also of the target, unless the drafter has embedding and output head of its own
+    vocab        Vd; `target_vocab` V. Equal: no vocabulary map
+    features     indices of hidden states: 0 = embeddings, i = entering layer i (counted from 0),
+                 which is transformers' `hidden_states[i]`; raw residual stream
+    places       of a block: the root and the masks
+    anchored     the root's place predicts a token too; else the masks alone do, each the token at
+                 its own position
+    mask         target id that stands in the places behind the root
+    causal       a place sees those before it and itself; else all of its block. Either sees all
+                 features
+    qk_norm      RMSNorm over E on each query and key head, before the rotation
+    own_embedding, own_head, own_mask  the file has these tensors; else they are the target's (of
+                 its output head, the rows of the draft vocabulary), and the mask is a row of the
+                 embedding
+    confidence   columns of a confidence head, which is not read; 0 = there is none
+    """
+
+    algorithm: ClassVar[str] = "dflash"
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    ffn: int
+    vocab: int
+    target_vocab: int
+    target_hidden: int
+    norm_eps: float
+    rope: Rope
+    context: int
+    features: tuple[int, ...]
+    places: int
+    mask: int
+    anchored: bool = False
+    causal: bool = False
+    qk_norm: bool = True
+    own_embedding: bool = False
+    own_head: bool = False
+    own_mask: bool = False
+    confidence: int = 0
+
+    @property
+    def depth(self) -> int:
+        """Draft tokens that a block proposes, at most."""
+        return self.places if self.anchored else self.places - 1
+
+    @property
+    def cache(self) -> tuple[CacheLayer, ...]:
+        """What each of its layers caches per position, in order."""
+        return (CacheLayer(self.kv_heads, self.head_size),) * self.layers
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights that are loaded; those of a confidence head are not."""
+        shapes = expected_block_tensors(self).items()
+        return sum(math.prod(shape) for name, shape in shapes if not name.startswith("confidence"))
+
+    def check_against(self, target: Architecture, where: str) -> None:
+        """Raise ModelError if this drafter cannot serve `target`, and say why."""
+        faults = []
+        if self.target_hidden != target.hidden:
+            faults.append(
+                f"it reads features of width {self.target_hidden}, the target's are {target.hidden}"
+            )
+        if self.target_vocab != target.vocab:
+            faults.append(
+                f"it was made for a vocabulary of {self.target_vocab}, the target's is "
+                f"{target.vocab}: a draft for another tokenizer"
+            )
+        if not (self.own_mask or 0 <= self.mask < self.target_vocab):
+            faults.append(f"mask_token_id {self.mask} has no row in the embedding")
+        if self.hidden != target.hidden and not (self.own_embedding and self.own_head):
+            faults.append(
+                f"a drafter of width {self.hidden} needs embed_tokens.weight and lm_head.weight of "
+                "its own"
+            )
+        if target.embedding_scale != 1.0 and not self.own_embedding:
+            faults.append("it is unknown whether it expects this target's scaled embeddings")
+        beyond = [index for index in self.features if not 0 <= index <= target.layers]
+        if beyond or not self.features:
+            faults.append(
+                f"features {list(self.features)} must lie within the target's {target.layers} "
+                "layers"
+            )
+        if faults:
+            raise ModelError(f"{where}: this draft does not fit the target: " + "; ".join(faults))
+
+
+def default_block_features(layers: int, count: int) -> tuple[int, ...]:
+    """Return where DFlash's authors read a target of L layers: the outputs of layers 1 to L - 3,
+    evenly.
+    """
+    if count == 1:
+        return (layers // 2 + 1,)
+    return tuple(round(1 + i * (layers - 4) / (count - 1)) + 1 for i in range(count))
+
+
+def expected_block_tensors(head: BlockHead) -> dict[str, tuple[int, ...]]:
+    """Canonical name -> shape of every tensor of a block drafter.
+
+    Matrices are [out, in]. `d2t` holds offsets: target id of draft id i = i + d2t[i].
+    """
+    hidden, query, key = head.hidden, head.heads * head.head_size, head.kv_heads * head.head_size
+    tensors: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, len(head.features) * head.target_hidden),
+        "hidden_norm.weight": (hidden,),
+    }
+    for layer in range(head.layers):
+        prefix = f"layers.{layer}."
+        shapes = {
+            "input_layernorm.weight": (hidden,),
+            "self_attn.q_proj.weight": (query, hidden),
+            "self_attn.k_proj.weight": (key, hidden),
+            "self_attn.v_proj.weight": (key, hidden),
+            "self_attn.o_proj.weight": (hidden, query),
+            "post_attention_layernorm.weight": (hidden,),
+            "mlp.gate_proj.weight": (head.ffn, hidden),
+            "mlp.up_proj.weight": (head.ffn, hidden),
+            "mlp.down_proj.weight": (hidden, head.ffn),
+        }
+        if head.qk_norm:
+            shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (
+                head.head_size,
+            )
+        tensors |= {f"{prefix}{name}": shape for name, shape in shapes.items()}
+    tensors["norm.weight"] = (hidden,)
+    return tensors | _optional_tensors(head)
+
+
+def _optional_tensors(head: BlockHead) -> dict[str, tuple[int, ...]]:
+    tensors: dict[str, tuple[int, ...]] = {}
+    if head.own_mask:
+        tensors["mask_embedding"] = (head.hidden,)
+    if head.own_embedding:
+        tensors["embed_tokens.weight"] = (head.target_vocab, head.hidden)
+    if head.own_head:
+        tensors["lm_head.weight"] = (head.vocab, head.hidden)
+    if head.vocab != head.target_vocab:
+        tensors["d2t"] = (head.vocab,)
+    if head.confidence:
+        tensors["confidence_head.proj.weight"] = (1, head.confidence)
+        tensors["confidence_head.proj.bias"] = (1,)
+    return tensors

@@ -1,0 +1,80 @@
+"""Prediction layers in GGUF files, by llama.cpp's names: `blk.N.nextn.*` and a decoder layer's own
+tensors behind the model's, N from its number of layers on (GLM-4.5, DeepSeek V3).
+"""
+
+import re
+
+from forerun.checkpoints.gguf.file import GgufCheckpoint
+from forerun.checkpoints.gguf.header import GgufFile
+from forerun.checkpoints.gguf.naming import AnyStored, announced_layers, stored_in_layer
+from forerun.checkpoints.naming import StoredTensor
+from forerun.checkpoints.prediction_naming import (
+    EMBEDDING_NORM,
+    FINAL_NORM,
+    FUSE,
+    HIDDEN_NORM,
+    Naming,
+    copied,
+    own_pieces,
+    several,
+)
+from forerun.drafts.prediction_layers import (
+    PredictionLayers,
+    check_stored,
+    layers_of,
+)
+from forerun.errors import ModelError
+from forerun.networks.arch import Architecture, layer_tensors
+
+_NAMING = Naming(
+    "llama.cpp",
+    re.compile(r"blk\.(\d+)\."),
+    {
+        "nextn.enorm.weight": EMBEDDING_NORM,
+        "nextn.hnorm.weight": HIDDEN_NORM,
+        "nextn.eh_proj.weight": FUSE,
+        "nextn.shared_head_norm.weight": FINAL_NORM,
+        "nextn.embed_tokens.weight": "model.embed_tokens.weight",
+        "nextn.shared_head_head.weight": "lm_head.weight",
+    },
+)
+
+
+def open_in_gguf(target: GgufCheckpoint) -> PredictionLayers:
+    """As many as the file's metadata announce.
+
+    Raises ModelError: there are none; missing, unexpected or wrongly shaped tensors, all named.
+    """
+    files, count = target.prediction_files, announced_layers(target.metadata)
+    there = {name: file.tensors[name].shape for name, file in files.items()}
+    if not any(".nextn." in name for name in there):
+        announced = f"announces {count} prediction layers, but " if count else ""
+        raise ModelError(
+            f"{target.path} {announced}has no prediction layers (no tensors called nextn)"
+        )
+    (file,) = {id(file): file for file in files.values()}.values()
+    wanted = _wanted(file, target.architecture, count)
+    parts = [(name, part) for name, item in wanted.items() for part in item.parts]
+    check_stored(
+        _NAMING.title,
+        target.path,
+        {part.name: part.piece.whole for _, part in parts},
+        there,
+        {part.name for name, part in parts if copied(name)},
+    )
+    absent = {name for name, part in parts if part.name not in there}
+    present = {name: item for name, item in wanted.items() if name not in absent}
+    return layers_of(target, _NAMING, present, count)
+
+
+def _wanted(file: GgufFile, target: Architecture, count: int) -> dict[str, AnyStored]:
+    """Canonical name -> what holds it of all that there may be."""
+    arch, wanted = several(target, count), dict[str, AnyStored]()
+    for layer, spec in enumerate(arch.layer_specs):
+        prefix = f"blk.{target.layers + layer}."
+        for name, shape in layer_tensors(arch, spec).items():
+            item = stored_in_layer(file, arch, spec, prefix, name, shape)
+            wanted[f"model.layers.{layer}.{name}"] = item
+        for name, (stored, piece) in own_pieces(arch, _NAMING, layer).items():
+            wanted[name] = StoredTensor(file, prefix + stored, piece)
+    return wanted

@@ -1,0 +1,96 @@
+"""The common part of all kinds of drafts on disk, after reading their folder."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+
+from forerun.checkpoints.mapped import TensorFile
+from forerun.errors import ModelError
+from forerun.networks.cache_layer import CacheLayer
+from forerun.types import Floats, Ints
+
+
+class DraftDescription(Protocol):
+    """A draft's network, from its configuration and tensors."""
+
+    @property
+    def parameters(self) -> int:
+        """How many weights run in a pass."""
+        ...
+
+    @property
+    def cache(self) -> tuple[CacheLayer, ...]:
+        """What each layer caches per position, in order."""
+        ...
+
+    @property
+    def vocab(self) -> int:
+        """Vd, how many draft ids it chooses among."""
+        ...
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        """Indices of the target's hidden states that it reads; empty: none."""
+        ...
+
+    @property
+    def target_hidden(self) -> int:
+        """H, the width of the target's hidden states."""
+        ...
+
+
+Head = TypeVar("Head", bound=DraftDescription)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedDraft(Generic[Head]):
+    """A draft's folder, read and checked.
+
+    target_ids  int32[Vd] target id of every draft id
+    warnings    sentences about known traps, each naming the configuration key
+    files       by canonical name: the file that holds a tensor, and its name there
+    """
+
+    path: Path
+    head: Head
+    target_ids: Ints
+    warnings: tuple[str, ...]
+    files: Mapping[str, tuple[TensorFile, str]]
+
+    @property
+    def parameters(self) -> int:
+        """How many weights run in a pass."""
+        return self.head.parameters
+
+    @property
+    def cache(self) -> tuple[CacheLayer, ...]:
+        """What each layer caches per position, in order."""
+        return self.head.cache
+
+    @property
+    def vocab(self) -> int:
+        """Vd, how many draft ids it chooses among."""
+        return self.head.vocab
+
+    @property
+    def node_numbers(self) -> int:
+        """0: beside its logits a node of a pass takes next to nothing."""
+        return 0
+
+    @property
+    def feature_numbers(self) -> int:
+        """F*H: numbers of the target's hidden states that it reads of a token."""
+        return len(self.head.features) * self.head.target_hidden
+
+    def tensor(self, name: str) -> Floats:
+        """A weight as float32 by its canonical name. Raises KeyError for an unknown name,
+        ModelError if a number is not finite.
+        """
+        file, stored = self.files[name]
+        values = file.floats(stored)
+        if not np.isfinite(values).all():
+            raise ModelError(f"{self.path}: {stored} holds NaN or infinity; the draft is damaged")
+        return values

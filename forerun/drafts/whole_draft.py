@@ -1,0 +1,120 @@
+"""A whole, smaller model that drafts, and which of its tokens are the target's.
+
+Two vocabularies meet token by token ("token-level intersection", Timor et al., arXiv 2502.05202,
+algorithm 4): what only one of them has is never proposed, and what the target says beyond the
+draft's vocabulary stands in the draft's context as one token of its own. That bounds what can be
+proposed, at every temperature; what is accepted is the target's own choice as ever.
+"""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+
+from forerun.checkpoints.checkpoint import Checkpoint
+from forerun.errors import ModelError
+from forerun.networks.cache_layer import CacheLayer
+from forerun.types import Ints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VocabularyMap:
+    """A draft model's ids for the target's tokens, and the tokens it may propose.
+
+    inputs      int32[V]   its own id for every target id
+    own_ids     int32[Vd]  its own ids that it may propose
+    target_ids  int32[Vd]  the target's ids of the same tokens, ascending
+    shared      tokens that both vocabularies have; Vd is smaller if a token map limits it
+    """
+
+    inputs: Ints
+    own_ids: Ints
+    target_ids: Ints
+    shared: int
+
+    def limited(self, token_map: Ints) -> "VocabularyMap":
+        """The vocabulary without all but the target ids int32[n] of `token_map` (FR-Spec). Raises
+        ModelError if nothing is left.
+        """
+        kept = np.isin(self.target_ids, token_map)
+        if not kept.any():
+            raise ModelError("the token map names no token that the draft model has")
+        return VocabularyMap(self.inputs, self.own_ids[kept], self.target_ids[kept], self.shared)
+
+    def every(self, own: int) -> bool:
+        """Whether all `own` ids of the draft may be proposed: its head is used as it is."""
+        return len(self.own_ids) == own and bool(np.all(self.own_ids == np.arange(own)))
+
+
+def equal_vocabulary(target: int, own: int) -> VocabularyMap:
+    """Return the vocabulary of a draft whose tokens have the target's ids; padded to V = `target`
+    and to `own`.
+    """
+    ids = np.arange(min(target, own), dtype=np.int32)
+    inputs = np.zeros(target, np.int32)
+    inputs[: len(ids)] = ids
+    return VocabularyMap(inputs, ids, ids, len(ids))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WholeDraft:
+    """An opened model that drafts for another one.
+
+    kind  what it is, in a sentence's words
+    """
+
+    kind: ClassVar[str] = "whole model"
+
+    name: str
+    checkpoint: Checkpoint
+    vocabulary: VocabularyMap
+
+    def __post_init__(self) -> None:
+        """Raise ModelError for a model that cannot draft here."""
+        if self.checkpoint.architecture.delta is not None:
+            raise ModelError(
+                f"{self.name} has layers with a recurrent state, which a draft model cannot have "
+                "yet; use --speculative-algorithm NGRAM, or a draft model with attention only"
+            )
+
+    def limited(self, token_map: Ints) -> "WholeDraft":
+        """The draft, proposing nothing but the target ids int32[n] of `token_map` (FR-Spec). Raises
+        ModelError if nothing is left.
+        """
+        return replace(self, vocabulary=self.vocabulary.limited(token_map))
+
+    @property
+    def algorithm(self) -> str:
+        """Its name in statistics: "standalone"."""
+        return "standalone"
+
+    @property
+    def cache(self) -> tuple[CacheLayer, ...]:
+        """What each of its layers caches per position, in order."""
+        arch = self.checkpoint.architecture
+        return (arch.cache_layer,) * arch.layers
+
+    @property
+    def vocab(self) -> int:
+        """Vd, how many draft ids it chooses among."""
+        return len(self.vocabulary.target_ids)
+
+    @property
+    def parameters(self) -> int:
+        """Numbers of weights that run; a head of some of a tied embedding's rows is a copy."""
+        arch = self.checkpoint.architecture
+        rows = self.vocab * arch.hidden
+        if arch.tied_head:
+            return arch.parameters + (0 if self.vocab == arch.vocab else rows)
+        return arch.parameters - arch.vocab * arch.hidden + rows
+
+    @property
+    def node_numbers(self) -> int:
+        """How many float32 numbers a node of a pass takes, beside its logits."""
+        arch = self.checkpoint.architecture
+        return (4 + arch.expert_rows) * arch.hidden + 3 * arch.ffn + arch.latent_numbers
+
+    @property
+    def feature_numbers(self) -> int:
+        """0: it reads tokens alone."""
+        return 0

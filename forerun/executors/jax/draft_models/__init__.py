@@ -1,0 +1,1 @@
+"""The DraftModel contract on programs."""

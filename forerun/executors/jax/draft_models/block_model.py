@@ -1,0 +1,152 @@
+"""A block drafter beside its target: the DraftModel contract on programs (block_passes.py).
+
+A step that drafts is three dispatches and two copies: the target's round, what was accepted into
+the drafter's pages, and the next block.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from forerun.checkpoints.checkpoint import Checkpoint
+from forerun.drafts.block_folder import BlockFile
+from forerun.errors import EngineError
+from forerun.executors.draft_checks import check_block, check_extension, check_pages
+from forerun.executors.jax.draft_models.draft_features import streams_of
+from forerun.executors.jax.drafts.block import BlockNetwork, load_block
+from forerun.executors.jax.drafts.block_passes import block_shapes, enter_shapes
+from forerun.executors.jax.executor import JaxExecutor
+from forerun.executors.jax.memory import check_fits
+from forerun.executors.jax.network.kv import put_table
+from forerun.executors.jax.program.functions import Key
+from forerun.executors.jax.rounds.batches import Bucket, chunks, sized
+from forerun.executors.jax.rounds.inputs import total, views_of
+from forerun.interface.draft_model import (
+    CANDIDATES,
+    BlockCandidates,
+    Candidates,
+    DraftBlock,
+    DraftLevel,
+    DraftModelTraits,
+    Extension,
+    FeatureNeeds,
+    no_candidates,
+)
+from forerun.interface.features import Features
+from forerun.types import AnyArray, Ints
+
+
+class JaxBlockModel:
+    """DraftModel on XLA, on the devices and in the dtype of its target; whole on each device.
+
+    Raises MemoryPlanError if it does not fit, EngineError if a block is larger than a step.
+    """
+
+    def __init__(self, executor: JaxExecutor, checkpoint: Checkpoint, draft: BlockFile) -> None:
+        head, limits = draft.head, executor.limits
+        self.traits = DraftModelTraits(
+            name=head.algorithm,
+            cache=head.cache,
+            target_ids=draft.target_ids,
+            max_nodes=limits.max_nodes,
+            features=FeatureNeeds("aux", head.features),
+            block_size=head.depth,
+        )
+        if head.places > limits.max_nodes:
+            raise EngineError(
+                f"a block of {head.places} does not fit into a step of {limits.max_nodes} nodes; "
+                "raise chunked-prefill-size"
+            )
+        self._executor, self._about, self._limits = executor, head, limits
+        network = BlockNetwork(head, executor.decoder)
+        self._bytes = executor.draft_bytes(network.sizes)
+        check_fits(self._bytes, *executor.place)
+        executor.attach(network, load_block(network, checkpoint, draft, executor.dtype))
+
+    def extend(self, extension: Extension, features: Features | None) -> Candidates:
+        """Write keys and values of the extension's features into the drafter's pages; dispatches
+        without waiting.
+
+        features  one row per token, of this executor
+
+        Returns no candidates. Raises EngineError for an unsound extension, or if candidates are
+        wanted.
+        """
+        check_extension(extension, self._limits)
+        check_pages(extension, self._limits)
+        stream = streams_of(extension, features)
+        buckets, start = self._executor.buckets.widest, extension.start
+        rows = [
+            (r, np.arange(start[r], start[r + 1], dtype=np.int32)) for r in range(len(start) - 1)
+        ]
+        short = [row for row in rows if len(row[1]) <= buckets.nodes[-1]]
+        for size, some in sized(short, buckets) if short else ():
+            self._enter(extension, stream, size, some)
+        for row, nodes in (row for row in rows if len(row[1]) > buckets.nodes[-1]):
+            for size, part in chunks(nodes, buckets.chunks):
+                self._enter(extension, stream, size, [(row, part)])
+        return no_candidates(len(extension.scored))
+
+    def _enter(
+        self, extension: Extension, stream: Ints, size: Bucket, rows: list[tuple[int, Ints]]
+    ) -> None:
+        shapes = enter_shapes(size, self._executor.width)
+        whole = np.zeros(total(shapes), np.int32)
+        views = views_of(whole, shapes)
+        for line, (row, nodes) in enumerate(rows):
+            count, begin = len(nodes), int(nodes[0] - extension.start[row])
+            views["kv_len"][line] = extension.kv_len[row] + begin
+            views["stream"][line, :count], views["real"][line, :count] = stream[nodes], 1
+            put_table(views["table"][line], extension.pages[row])
+        self._executor.programs.run(Key("enter", size), whole)
+
+    def expand(self, level: DraftLevel) -> Candidates:
+        """Raises EngineError: a block drafter proposes a whole block at once."""
+        raise EngineError("a block drafter proposes a block, not level by level")
+
+    def block(self, block: DraftBlock) -> BlockCandidates:
+        """Propose a block below each of R roots, as many rows per pass as there are slots; waits
+        for the device.
+
+        Returns [R,depth,k] with k = block.candidates, or Vd where that is smaller. Raises
+        EngineError if `block` is not sound or a log-probability is not finite.
+        """
+        check_block(block, self._about.depth, self._limits)
+        sizes = self._executor.buckets.rows
+        parts = [
+            self._propose(block.part(begin, begin + sizes[-1]))
+            for begin in range(0, len(block.roots), sizes[-1])
+        ]
+        ids = np.concatenate([part[0] for part in parts])
+        log_probs = np.concatenate([part[1] for part in parts])
+        if not np.isfinite(log_probs).all():
+            raise EngineError("a block drafter's logits are not finite")
+        return BlockCandidates(ids, log_probs)
+
+    def _propose(self, block: DraftBlock) -> tuple[AnyArray, AnyArray]:
+        """Draft ids and log-probabilities, each [R,depth,k]."""
+        count, vocab = len(block.roots), self.traits.vocab
+        rows = next(size for size in self._executor.buckets.rows if size >= count)
+        shapes = block_shapes(rows, self._executor.width)
+        whole = np.zeros(total(shapes), np.int32)
+        views = views_of(whole, shapes)
+        views["kv_len"][:count], views["root"][:count] = block.kv_len, block.roots
+        for line, pages in enumerate(block.pages):
+            put_table(views["table"][line], pages)
+        most = min(vocab, CANDIDATES if block.candidates <= CANDIDATES else vocab)
+        found = self._executor.programs.ask(Key("block", Bucket(rows, most)), whole)
+        found = found[:, :count, : block.depth, : block.candidates]
+        return np.ascontiguousarray(found[0]), np.ascontiguousarray(found[1]).view(np.float32)
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for /server_info: algorithm, vocab, features, block_size, causal, and bytes by
+        purpose.
+        """
+        return {
+            "algorithm": self._about.algorithm,
+            "vocab": self.traits.vocab,
+            "features": list(self._about.features),
+            "block_size": self._about.places,
+            "causal": self._about.causal,
+            **{f"{part}_bytes": count for part, count in self._bytes.items()},
+        }

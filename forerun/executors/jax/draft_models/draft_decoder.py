@@ -1,0 +1,129 @@
+"""A whole model that drafts, as pure functions: the target's own decoder over other weights; and
+the model that runs them beside its target (level_model.py).
+
+Weights lie in params["draft"] as weights.py has them, beside `ids` and `inputs` int32[V], its own
+id for every target id, and `rows` [Vd,H] of its output head where not all may be proposed.
+"""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from forerun.drafts.whole_draft import WholeDraft
+from forerun.executors.jax.draft_models.level_model import JaxLevelModel
+from forerun.executors.jax.drafts.draft_network import Ran
+from forerun.executors.jax.executor import JaxExecutor
+from forerun.executors.jax.limits import check_runs
+from forerun.executors.jax.network.decoder import Attend, JaxDecoder
+from forerun.executors.jax.network.kv import NetworkSizes
+from forerun.executors.jax.network.layers import product
+from forerun.executors.jax.network.sharding import Sharding, where_it_divides
+from forerun.executors.jax.network.weights import Params, can_stack, load_params
+from forerun.interface.draft_model import DraftModelTraits
+
+
+class DraftDecoder(NamedTuple):
+    """The DraftNetwork contract on a decoder, which reads tokens alone."""
+
+    about: WholeDraft
+    decoder: JaxDecoder
+
+    @classmethod
+    def of(cls, about: WholeDraft, sharding: Sharding) -> "DraftDecoder":
+        """The network of a draft checkpoint, cut over the target's devices where its dimensions
+        divide, else whole on each.
+        """
+        arch = about.checkpoint.architecture
+        return cls(about, JaxDecoder(arch, where_it_divides(arch, sharding)))
+
+    @property
+    def sizes(self) -> NetworkSizes:
+        """Sizes of the arrays that the draft model keeps from step to step beside the target's."""
+        return NetworkSizes(
+            features=(),
+            width=0,
+            cache=self.about.cache,
+            hidden=0,
+            read=self.decoder.arch.hidden,
+            vocab=self.about.vocab,
+            parameters=self.about.parameters,
+            cut=self.decoder.sharding.cut,
+            runs_root=True,
+        )
+
+    def enter(self, params: Params, features: Array) -> Array:
+        """The features as given, [...,0]: a whole model reads nothing of the target."""
+        del params
+        return features
+
+    def run(
+        self, params: Params, tokens: Array, hidden: Array, position: Array, attend: Attend
+    ) -> Ran:
+        """One pass over target ids tokens int32[R,N], mapped to its own ids, at `position`
+        int32[R,N].
+
+        Ran.read is [R,N,H] after the last layer; `hidden` is handed through unread.
+        """
+        weights = params["draft"]
+        own = jnp.take(weights["inputs"], tokens, mode="clip")
+        ran = self.decoder.forward(weights, own, position, attend)
+        return Ran(ran.last, hidden, ran.keys, ran.values)
+
+    def logits(self, params: Params, read: Array) -> Array:
+        """float32[n,Vd] from streams [n,H] after its last layer."""
+        weights = params["draft"]
+        if "rows" not in weights:
+            return self.decoder.logits(weights, read)
+        made = product(self.decoder.final_norm(weights, read), weights["rows"].T)
+        return self.decoder.sharding.put(made.astype(jnp.float32), None, None)
+
+
+def load_decoder(network: DraftDecoder, dtype: Any, stacked: bool) -> Params:
+    """params["draft"] of a whole draft model, on the devices, in `dtype`; `stacked` where its
+    layers are alike and may run in a scan.
+
+    Where not every token may be proposed, only the head's rows of those that may are kept. Raises
+    what reading the checkpoint raises (ModelError).
+    """
+    about, sharding = network.about, network.decoder.sharding
+    arch = network.decoder.arch
+    params = load_params(about.checkpoint, dtype, sharding, stacked and can_stack(arch))
+    for name, ids in (("ids", about.vocabulary.target_ids), ("inputs", about.vocabulary.inputs)):
+        params[name] = jax.device_put(ids.astype(np.int32), sharding.whole)
+    if not about.vocabulary.every(arch.vocab):
+        params.pop("head", None)
+        name = "model.embed_tokens.weight" if arch.tied_head else "lm_head.weight"
+        rows = about.checkpoint.tensor(name)[about.vocabulary.own_ids].astype(jnp.dtype(dtype))
+        cut = replace(sharding, cut=sharding.cut and about.vocab % sharding.shards == 0)
+        params["rows"] = jax.device_put(rows, cut.weight("head", 2))
+    return params
+
+
+class JaxDecoderModel(JaxLevelModel):
+    """Raises MemoryPlanError if it does not fit."""
+
+    def __init__(self, executor: JaxExecutor, draft: WholeDraft) -> None:
+        check_runs(draft.checkpoint.architecture)
+        traits = DraftModelTraits(
+            name=draft.algorithm,
+            cache=draft.cache,
+            target_ids=draft.vocabulary.target_ids,
+            max_nodes=executor.limits.max_nodes,
+        )
+        network = DraftDecoder.of(draft, executor.decoder.sharding)
+        super().__init__(
+            executor,
+            network,
+            traits,
+            lambda: load_decoder(network, executor.dtype, executor.stacked),
+            {
+                "algorithm": draft.algorithm,
+                "model": draft.name,
+                "layers": len(draft.cache),
+                "shared_tokens": draft.vocabulary.shared,
+            },
+        )

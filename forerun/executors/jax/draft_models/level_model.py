@@ -1,0 +1,225 @@
+"""A network that drafts level by level, beside its target: the DraftModel contract on programs.
+
+Rounds follow and draft by themselves (drafting.py). The passes here are for the rest: prompts,
+rows that the host decided, sequences that catch up, and trees below these.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from forerun.errors import EngineError
+from forerun.executors.draft_checks import check_extension, check_level, check_pages
+from forerun.executors.jax.draft_models.draft_features import streams_of
+from forerun.executors.jax.drafts.draft_network import DraftNetwork
+from forerun.executors.jax.drafts.draft_passes import (
+    DEPTHS,
+    FEW,
+    blank,
+    expand_shapes,
+    extend_shapes,
+)
+from forerun.executors.jax.executor import JaxExecutor
+from forerun.executors.jax.memory import check_fits
+from forerun.executors.jax.network.kv import put_table
+from forerun.executors.jax.network.weights import Params
+from forerun.executors.jax.program.functions import Key
+from forerun.executors.jax.rounds.batches import Bucket, chunks, sized
+from forerun.interface.draft_model import (
+    CANDIDATES,
+    BlockCandidates,
+    Candidates,
+    DraftBlock,
+    DraftLevel,
+    DraftModelTraits,
+    Extension,
+)
+from forerun.interface.features import Features
+from forerun.types import AnyArray, Ints
+
+
+class _Line(NamedTuple):
+    """A row's part of one dispatch: its number in the pass, and its flat nodes."""
+
+    row: int
+    nodes: Ints
+
+
+class _Chains(NamedTuple):
+    """The nodes of an extension: its tokens' or, with roots, one more per row.
+
+    tokens  int32[n] target ids
+    start   int32[R+1] row r owns tokens start[r]:start[r+1]
+    stream  int32[n] rows of the streams that they read; zeros if they read none
+    scored  int32[s] nodes to return candidates of
+    """
+
+    tokens: Ints
+    start: Ints
+    stream: Ints
+    scored: Ints
+
+    @classmethod
+    def of(cls, extension: Extension, stream: Ints) -> "_Chains":
+        """Return the chains for a network that reads features, with the token after each."""
+        return cls(extension.next_tokens, extension.start, stream, extension.scored)
+
+    @classmethod
+    def with_roots(cls, extension: Extension) -> "_Chains":
+        """Return the chains for a network that reads tokens alone: the permanent ones, and each
+        row's root.
+        """
+        lengths = np.diff(extension.start)
+        row = np.repeat(np.arange(len(lengths)), lengths)
+        start = (extension.start + np.arange(len(lengths) + 1)).astype(np.int32)
+        tokens = np.zeros(int(start[-1]), np.int32)
+        tokens[np.arange(len(row)) + row] = extension.tokens
+        tokens[start[1:] - 1] = extension.next_tokens[extension.start[1:] - 1]
+        scored = (extension.scored + row[extension.scored] + 1).astype(np.int32)
+        return cls(tokens, start, np.zeros_like(tokens), scored)
+
+
+class JaxLevelModel:
+    """DraftModel on XLA, on the devices and in the dtype of its target.
+
+    Raises MemoryPlanError if it does not fit.
+
+    load   called then: params["draft"], on the devices
+    facts  of `describe`, beside bytes and vocabulary
+    """
+
+    def __init__(
+        self,
+        executor: JaxExecutor,
+        network: DraftNetwork,
+        traits: DraftModelTraits,
+        load: Callable[[], Params],
+        facts: dict[str, Any],
+    ) -> None:
+        self.traits, self._facts = traits, facts
+        self._executor, self._limits = executor, executor.limits
+        self._roots = network.sizes.runs_root
+        self._bytes = executor.draft_bytes(network.sizes)
+        check_fits(self._bytes, *executor.place)
+        executor.attach(network, load())
+        # Of draft nodes: the node above, -1 = the root.
+        self._above = np.full(self._limits.max_nodes, -1, np.int32)
+
+    def extend(self, extension: Extension, features: Features | None) -> Candidates:
+        """Run the n tokens that became permanent through the draft network, and write its pages.
+
+        features  one row per token; None for a network that reads tokens alone
+
+        Returns candidates [s,k] of the scored tokens; waits for these. Raises EngineError if the
+        extension or its features are not sound.
+        """
+        check_extension(extension, self._limits)
+        check_pages(extension, self._limits)
+        chains = _Chains.with_roots(extension) if self._roots else self._beside(extension, features)
+        programs, buckets = self._executor.programs, self._executor.buckets.widest
+        start = chains.start
+        rows = [
+            (r, np.arange(start[r], start[r + 1], dtype=np.int32)) for r in range(len(start) - 1)
+        ]
+        short = [row for row in rows if len(row[1]) <= buckets.nodes[-1]]
+        for size, some in sized(short, buckets) if short else ():
+            lines = [_Line(*row) for row in some]
+            programs.run(Key("extend", size), self._extend(extension, chains, size, lines))
+        for row, nodes in (row for row in rows if len(row[1]) > buckets.nodes[-1]):
+            for size, part in chunks(nodes, buckets.chunks):
+                line = [_Line(row, part)]
+                programs.run(Key("extend", size), self._extend(extension, chains, size, line))
+        return self._candidates(chains.scored, extension.candidates)
+
+    def _extend(
+        self, extension: Extension, chains: _Chains, size: Bucket, lines: list[_Line]
+    ) -> AnyArray:
+        """One dispatch of `extend`, packed."""
+        whole, views = blank(extend_shapes(size, self._executor.width))
+        for line, (row, nodes) in enumerate(lines):
+            count, first = len(nodes), int(chains.start[row])
+            views["kv_len"][line] = extension.kv_len[row] + nodes[0] - first
+            if nodes[-1] + 1 == chains.start[row + 1]:
+                views["root"][line] = self._limits.max_nodes + extension.slots[row]
+            views["tokens"][line, :count] = chains.tokens[nodes]
+            views["stream"][line, :count] = chains.stream[nodes]
+            views["read"][line, :count] = nodes
+            views["real"][line, :count] = 1
+            put_table(views["table"][line], extension.pages[row])
+        return whole
+
+    def _beside(self, extension: Extension, features: Features | None) -> _Chains:
+        """With the rows of the streams that hold them."""
+        return _Chains.of(extension, streams_of(extension, features))
+
+    def expand(self, level: DraftLevel) -> Candidates:
+        """Run one level of n draft tokens, at most `level_nodes` of a row in one dispatch.
+
+        Returns candidates [n,k]; waits for them. Raises EngineError if the level is not sound.
+        """
+        count = len(level.tokens)
+        check_level(level, self._limits)
+        numbers = level.first + np.arange(count, dtype=np.int32)
+        self._above[numbers] = level.parents
+        paths = [self._path(number) for number in level.parents.tolist()]
+        deepest = max(map(len, paths))
+        depth = next((size for size in DEPTHS if size >= deepest), deepest)
+        lines = []
+        nodes = self._executor.level_nodes
+        for row, (begin, end) in enumerate(zip(level.start[:-1], level.start[1:], strict=True)):
+            whole = np.arange(begin, end, dtype=np.int32)
+            lines += [_Line(row, whole[at : at + nodes]) for at in range(0, len(whole), nodes)]
+        most = self._executor.buckets.rows[-1]
+        for begin in range(0, len(lines), most):
+            some = lines[begin : begin + most]
+            rows = next(size for size in self._executor.buckets.rows if size >= len(some))
+            size = Bucket(rows, nodes)
+            whole = self._expand(level, paths, size, depth, some)
+            self._executor.programs.run(Key("expand", size, levels=depth), whole)
+        return self._candidates(np.arange(count, dtype=np.int32), level.candidates, level.first)
+
+    def _expand(
+        self, level: DraftLevel, paths: list[Ints], size: Bucket, depth: int, lines: list[_Line]
+    ) -> AnyArray:
+        """One dispatch of `expand`, packed."""
+        whole, views = blank(expand_shapes(size, self._executor.width, depth))
+        for line, (row, nodes) in enumerate(lines):
+            root = self._limits.max_nodes + int(level.slots[row])
+            views["kv_len"][line], views["root"][line] = level.kv_len[row], root
+            put_table(views["table"][line], level.pages[row])
+            for at, node in enumerate(nodes.tolist()):
+                path, parent = paths[node], int(level.parents[node])
+                views["tokens"][line, at] = level.tokens[node]
+                views["above"][line, at] = root if parent < 0 else parent
+                views["number"][line, at] = level.first + node
+                views["depth"][line, at] = len(path)
+                views["path"][line, at, : len(path)] = path
+        return whole
+
+    def block(self, block: DraftBlock) -> BlockCandidates:
+        """Raises EngineError: this network proposes level by level."""
+        raise EngineError("this draft model proposes level by level, not a block")
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for /server_info: algorithm, features or layers, vocab, and bytes by purpose."""
+        return {**self._facts, "vocab": self.traits.vocab, **self._bytes}
+
+    def _candidates(self, nodes: Ints, asked: int, first: int = 0) -> Candidates:
+        """Return candidates of nodes of the last pass, whose numbers begin at `first`."""
+        vocab = self.traits.vocab
+        count = min(vocab, CANDIDATES if asked <= CANDIDATES else vocab)
+        key = Key("candidates", Bucket(FEW, count))
+        found = self._executor.programs.parts(key, np.asarray(nodes + first, np.int32))
+        whole = np.concatenate(found, 1) if found else np.zeros((2, 0, count), np.int32)
+        kept = min(asked, vocab)
+        ids, log_probs = whole[0, :, :kept], whole[1].view(np.float32)[:, :kept]
+        return Candidates(np.ascontiguousarray(ids), np.ascontiguousarray(log_probs))
+
+    def _path(self, number: int) -> Ints:
+        """Draft nodes from the first level down to `number`; none for the root."""
+        path = []
+        while number >= 0:
+            path.append(number)
+            number = int(self._above[number])
+        return np.array(path[::-1], np.int32)

@@ -1,0 +1,1 @@
+"""Draft networks as pure functions, and their passes."""

@@ -1,0 +1,160 @@
+"""A block drafter as pure functions; what they compute is torch/block.py's.
+
+Weights lie in params["draft"], whole on every device: `fc`, `hidden_norm`, `norm`, `layers` (a
+dictionary each, by the last parts of the canonical names), `ids`, `frequencies`; `mask_embedding`,
+`embed` [V,H] and `head` [Vd,H] where they are not the target's.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from forerun.checkpoints.checkpoint import Checkpoint
+from forerun.drafts.block_config import BlockHead, expected_block_tensors
+from forerun.drafts.block_folder import BlockFile
+from forerun.executors.jax.network.decoder import Attend, JaxDecoder
+from forerun.executors.jax.network.kv import NetworkSizes, sanitised
+from forerun.executors.jax.network.layers import product, rms_norm, rotate, rotation, swiglu
+from forerun.executors.jax.network.weights import Params
+from forerun.networks.layer_spec import AttentionSpec
+
+
+class BlockNetwork(NamedTuple):
+    """The fixed parts of a drafter: its description, and the target's."""
+
+    about: BlockHead
+    target: JaxDecoder
+
+    @property
+    def sizes(self) -> NetworkSizes:
+        """Sizes of the arrays that the drafter keeps from step to step beside the target's."""
+        about = self.about
+        return NetworkSizes(
+            features=about.features,
+            width=about.target_hidden * len(about.features),
+            cache=about.cache,
+            hidden=0,
+            read=0,
+            vocab=about.vocab,
+            parameters=about.parameters,
+            cut=False,
+            block=about.depth,
+        )
+
+    @property
+    def first(self) -> int:
+        """Index of the first place of a block that predicts a draft token: 0 if the root's own
+        place does (`anchored`), else 1.
+        """
+        return 0 if self.about.anchored else 1
+
+    def kept(self, params: Params, features: Array, position: Array) -> tuple[Array, Array]:
+        """Keys and values, each [layers,R,N,G,E], that the drafter keeps of the target's features.
+
+        features  [R,N,F*H] aux hidden states, side by side
+        position  int32[R,N]
+        """
+        weights = params["draft"]
+        context = self._normed(weights, "hidden_norm", product(features, weights["fc"]))
+        made = [
+            self._keys_values(layer, context, self._rotary(params, position))
+            for layer in weights["layers"]
+        ]
+        keys, values = (jnp.stack(part) for part in zip(*made, strict=True))
+        return keys, values
+
+    def block(self, params: Params, roots: Array, position: Array, attend: Attend) -> Array:
+        """Logits float32[R,places,Vd] of one block below each root, in one pass.
+
+        roots     int32[R] target ids of the decided tokens that begin the blocks; mask tokens
+                  follow
+        position  int32[R,places]
+        attend    attention over the drafter's pages and the block itself
+        """
+        about, weights = self.about, params["draft"]
+        tokens = jnp.full(position.shape, max(about.mask, 0), jnp.int32).at[:, 0].set(roots)
+        embedding = weights if "embed" in weights else params
+        x = self.target.embed(embedding, tokens)
+        x = self.target.sharding.put(x, None, None, None)
+        if about.own_mask:
+            masks = jnp.broadcast_to(weights["mask_embedding"], x[:, 1:].shape).astype(x.dtype)
+            x = jnp.concatenate([x[:, :1], masks], 1)
+        rotary = self._rotary(params, position)
+        spec = AttentionSpec(about.head_size**-0.5)
+        for number, layer in enumerate(weights["layers"]):
+            normed = self._normed(layer, "input_layernorm", x)
+            queries = self._heads(layer, "q", normed, rotary)
+            mixed = attend((number, spec), queries, *self._keys_values(layer, normed, rotary))
+            x = x + product(mixed.reshape(*x.shape[:2], -1), layer["o_proj"])
+            normed = self._normed(layer, "post_attention_layernorm", x)
+            wide = swiglu(product(normed, layer["gate_proj"]), product(normed, layer["up_proj"]))
+            x = x + product(wide, layer["down_proj"])
+        read = self._normed(weights, "norm", x)
+        if "head" in weights:
+            return product(read, weights["head"].T).astype(jnp.float32)
+        flat = self.target.read(params, read.reshape(-1, read.shape[-1]))
+        return flat.reshape(*position.shape, -1)
+
+    def _rotary(self, params: Params, position: Array) -> tuple[Array, Array]:
+        factor = self.about.rope.attention_factor
+        return rotation(position, params["draft"]["frequencies"], factor)
+
+    def _heads(self, layer: Params, part: str, x: Array, rotary: tuple[Array, Array]) -> Array:
+        """Queries or keys [R,N,heads,E], normed where the drafter does so, rotated."""
+        found = product(x, layer[f"{part}_proj"])
+        heads = found.reshape(*x.shape[:2], -1, self.about.head_size)
+        if self.about.qk_norm:
+            heads = self._normed(layer, f"{part}_norm", heads)
+        return rotate(heads, *rotary)
+
+    def _keys_values(
+        self, layer: Params, x: Array, rotary: tuple[Array, Array]
+    ) -> tuple[Array, Array]:
+        """Each [R,N,G,E], keys rotated; of features or of the block's states, alike."""
+        values = product(x, layer["v_proj"]).reshape(*x.shape[:2], -1, self.about.head_size)
+        return sanitised(self._heads(layer, "k", x, rotary), values)
+
+    def _normed(self, weights: Params, name: str, x: Array) -> Array:
+        return rms_norm(x, weights[name], self.about.norm_eps)
+
+
+_OWN = {"embed_tokens": "embed", "lm_head": "head"}
+
+
+def load_block(
+    network: BlockNetwork, checkpoint: Checkpoint, draft: BlockFile, dtype: Any
+) -> Params:
+    """params["draft"] of a block drafter, on the devices, matrices in `dtype`, vectors in float32.
+
+    A drafter with a vocabulary of its own but no head gets the target's rows of it, read from
+    `checkpoint`. Raises what reading a tensor raises (ModelError).
+    """
+    about, sharding = network.about, network.target.sharding
+
+    def put(values: Any, turned: bool = False) -> Array:
+        wide = np.ndim(values) > 1
+        values = values.T if wide and turned else values
+        kept = np.array(values, jnp.dtype(dtype) if wide else np.float32, order="C")
+        made: Array = jax.device_put(kept, sharding.whole)
+        return made
+
+    layers: list[Params] = [{} for _ in range(about.layers)]
+    params: Params = {
+        "ids": jax.device_put(draft.target_ids.astype(np.int32), sharding.whole),
+        "frequencies": put(about.rope.frequencies(about.head_size)),
+    }
+    for name in expected_block_tensors(about):
+        plain = name.removesuffix(".weight")
+        if plain.startswith("layers."):
+            _, number, *_, short = plain.split(".")
+            layers[int(number)][short] = put(draft.tensor(name), True)
+        elif not plain.startswith(("d2t", "confidence_head")):
+            params[_OWN.get(plain, plain)] = put(draft.tensor(name), plain == "fc")
+    if not about.own_head and about.vocab != about.target_vocab:
+        tied = checkpoint.architecture.tied_head
+        name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+        params["head"] = put(checkpoint.tensor(name)[draft.target_ids])
+    return {**params, "layers": tuple(layers)}

@@ -1,0 +1,89 @@
+"""Passes of a block drafter, beside the target's rounds on the same arrays.
+
+    enter  (R, N)       features of chains that became permanent: their keys and values into pages
+    block  (R, k)       one block below each root: candidates of every depth
+
+The first takes the state, donated, and gives it back; the second reads it.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from forerun.executors.jax.drafts.block import BlockNetwork
+from forerun.executors.jax.drafts.drafting import NOWHERE, log_normaliser
+from forerun.executors.jax.network.attention import Layer, Past, Tree, attend
+from forerun.executors.jax.network.decoder import Numbered
+from forerun.executors.jax.network.kv import State, slots_of
+from forerun.executors.jax.network.weights import Params
+from forerun.executors.jax.rounds.batches import Bucket
+from forerun.executors.jax.rounds.inputs import Shapes, views_of
+
+
+def enter_shapes(size: Bucket, width: int) -> Shapes:
+    """Parts of the int32 vector that `enter` reads: by row kv_len; by node `stream`, the row of the
+    streams that holds its features, and `real`, 1 where there is a node; page tables of `width`
+    places.
+    """
+    nodes = dict.fromkeys(("stream", "real"), (size.rows, size.nodes))
+    return {"kv_len": (size.rows,), **nodes, "table": (size.rows, width)}
+
+
+def block_shapes(rows: int, width: int) -> Shapes:
+    """Parts of the int32 vector that `block` reads: by row kv_len, root token and page table of
+    `width` places.
+    """
+    return {"kv_len": (rows,), "root": (rows,), "table": (rows, width)}
+
+
+class BlockPasses(NamedTuple):
+    """The programs as pure functions. width: places of a page table's row."""
+
+    network: BlockNetwork
+    page_size: int
+    width: int
+
+    def enter(self, params: Params, state: State, whole: Array, *, size: Bucket) -> State:
+        """The state with keys and values of accepted positions [R,N] written into the drafter's
+        pages.
+
+        whole  int32[total] vector of `enter_shapes(size, width)`; padding is written nowhere
+        """
+        held = state.draft
+        assert held is not None, "a draft network was attached"
+        given = views_of(whole, enter_shapes(size, self.width))
+        position = given["kv_len"][:, None] + jnp.arange(size.nodes)
+        made = self.network.kept(params, held.streams[given["stream"]], position)
+        target = slots_of(given["table"], position, self.page_size)
+        target = jnp.where(given["real"] > 0, target, NOWHERE).reshape(-1)
+        keys, values = (
+            into.at[:, target].set(new.reshape(new.shape[0], -1, *new.shape[3:]), mode="drop")
+            for into, new in zip((held.keys, held.values), made, strict=True)
+        )
+        return state._replace(draft=held._replace(keys=keys, values=values))
+
+    def block(self, params: Params, state: State, whole: Array, *, size: Bucket) -> Array:
+        """Candidates of one block below each of R = size.rows roots, int32[2,R,depth,k]: draft ids,
+        and the bits of float32 log-probabilities (nats), best first; k = size.nodes.
+
+        whole  int32 vector of `block_shapes`. Changes nothing.
+        """
+        held, about = state.draft, self.network.about
+        assert held is not None, "a draft network was attached"
+        given = views_of(whole, block_shapes(size.rows, self.width))
+        order = jnp.arange(about.places)
+        position = given["kv_len"][:, None] + order
+        past = Past(held.keys, held.values, given["table"], given["kv_len"])
+        seen = order[:, None] >= order if about.causal else jnp.ones((about.places,) * 2, bool)
+        tree = Tree(jnp.broadcast_to(seen, (size.rows, *seen.shape)), position)
+
+        def of_layer(layer: Numbered, queries: Array, keys: Array, values: Array) -> Array:
+            return attend(queries, (keys, values), past, tree, Layer(*layer, self.page_size))
+
+        made = self.network.block(params, given["root"], position, of_layer)
+        logits = made[:, self.network.first :]
+        best, ids = lax.top_k(logits, size.nodes)
+        flat = log_normaliser(logits.reshape(-1, logits.shape[-1]))
+        log_probs = best - flat.reshape(*logits.shape[:2], 1)
+        return jnp.stack([ids, lax.bitcast_convert_type(log_probs, jnp.int32)])

@@ -1,0 +1,349 @@
+"""What a draft network does at the end of a round: follow the target, grow the next trees.
+
+    round   forward -> choose -> walk -> commit -> extend -> level 1 -> level 2 -> ... -> record
+
+The arithmetic is that of forerun.drafters.model_drafter and forerun.speculative.draft_tree in fixed
+shapes: the host's branches become sorts, gathers and masks here.
+
+The extension runs the network over all nodes of the step, in the target's own tree. If it reads
+features, node n pairs its own with the target's choice there, so the accepted path contains
+exactly the tokens that follow (EAGLE, arXiv 2401.15077, section 4.1). If it reads tokens alone,
+the nodes stand for themselves, and the target's token at the path's end, the next root, is one more
+node, which attends to the path. Only that path is written to pages. The nodes of a level attend to
+the cached prefix, the accepted path and their ancestors, whose keys and values stay in the program:
+drafted ones are never written.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from forerun.executors.jax.drafts.draft_network import DraftNetwork, Ran
+from forerun.executors.jax.network.attention import Layer, Past, Tree, attend
+from forerun.executors.jax.network.decoder import Attend, Numbered
+from forerun.executors.jax.network.kv import DraftArrays, after, of_nodes, slots_of
+from forerun.executors.jax.network.weights import Params
+from forerun.executors.jax.rounds.inputs import Inputs
+from forerun.executors.jax.rounds.noise import approximate, words_of
+from forerun.interface.draft_model import CANDIDATES
+
+NOWHERE = np.int32(np.iinfo(np.int32).max)
+"""A place behind every array: what is written there is dropped."""
+
+
+class AcceptedStep(NamedTuple):
+    """A round after its commit.
+
+    choices   int32[R,N] of all nodes
+    kept      bool[R,N] nodes on an accepted path
+    streams   [R,N,F*H] features of the nodes
+    """
+
+    given: Inputs
+    choices: Array
+    kept: Array
+    streams: Array
+
+
+class _Roots(NamedTuple):
+    """The roots of the next trees: the end of every row's extension.
+
+    read, hidden  [R,.] input of the output head, and of a next step
+    position      int32[R] of the first level's nodes
+    accepted      int32[R] accepted nodes of this step
+    path          the extension's result, and bool[R,N] the part that the trees attend to
+    """
+
+    read: Array
+    hidden: Array
+    position: Array
+    accepted: Array
+    path: tuple[Ran, Array]
+
+
+class _Growing(NamedTuple):
+    """Trees between two levels; T = N of the extension, then `width` for every level that runs.
+
+    tokens, values  [R,width**2] of the newest level; the first one's are padded by -inf
+    hidden   [R,width,H] input of a next step, of the nodes that ran last
+    seen     bool[R,width,T] what these attend to
+    keys     keys and values [layers,R,T,G,E]
+    """
+
+    tokens: Array
+    values: Array
+    hidden: Array
+    seen: Array
+    keys: tuple[Array, Array]
+
+    @classmethod
+    def of(
+        cls, first: tuple[Array, Array, Array], roots: _Roots, shape: tuple[int, int]
+    ) -> "_Growing":
+        """Roots and the level below them."""
+        (width, levels), (path, kept) = shape, roots.path
+        more, wide = (levels - 1) * width, width * width - width
+        seen = jnp.pad(kept, ((0, 0), (0, more)))[:, None]
+        room = ((0, 0), (0, 0), (0, more), (0, 0), (0, 0))
+        return cls(
+            jnp.pad(first[0], ((0, 0), (0, wide))),
+            jnp.pad(first[2], ((0, 0), (0, wide)), constant_values=-jnp.inf),
+            jnp.repeat(roots.hidden[:, None], width, 1),
+            jnp.broadcast_to(seen, (len(kept), width, seen.shape[-1])),
+            (jnp.pad(path.keys, room), jnp.pad(path.values, room)),
+        )
+
+
+class _Extended(NamedTuple):
+    """The nodes of an extension: the N nodes of the step, and the next root if that is a node.
+
+    tokens, position  int32[R,N']
+    seen              bool[R,N',N'] what each attends to
+    path              bool[R,N'] the permanent ones
+    last              int32[R] the last of those
+    """
+
+    tokens: Array
+    position: Array
+    seen: Array
+    path: Array
+    last: Array
+
+    @classmethod
+    def of(cls, accepted: AcceptedStep, kept: Array, count: Array, root: bool) -> "_Extended":
+        """Return the extension of permanent nodes, kept bool[R,N], of which count int32[R] are
+        true.
+        """
+        given = accepted.given
+        position = given.kv_len[:, None] + given.depth
+        seen = given.trees.seen
+        last = jnp.where(kept, given.depth + 1, 0).argmax(1)
+        if not root:
+            return cls(jnp.maximum(accepted.choices, 0), position, seen, kept, last)
+        next_root = jnp.maximum(jnp.take_along_axis(accepted.choices, last[:, None], 1), 0)
+        path = jnp.pad(kept, ((0, 0), (0, 1)), constant_values=True)
+        before = jnp.pad(seen, ((0, 0), (0, 0), (0, 1)))
+        return cls(
+            jnp.concatenate([given.trees.tokens, next_root], 1),
+            jnp.concatenate([position, (given.kv_len + count)[:, None]], 1),
+            jnp.concatenate([before, path[:, None]], 1),
+            path,
+            jnp.full_like(last, kept.shape[1]),
+        )
+
+
+class Noise(NamedTuple):
+    """Sampling parameters of n nodes' children: seeds uint32[2,n], their output positions int32[n],
+    and temperature float32[n].
+    """
+
+    seeds: Array
+    positions: Array
+    temperature: Array
+
+
+class JaxDrafting(NamedTuple):
+    """The network's part of a round. nodes: M of a step; slots: of pages."""
+
+    network: DraftNetwork
+    page_size: int
+    slots: int
+    nodes: int
+
+    def work(
+        self, params: Params, held: DraftArrays, accepted: AcceptedStep, width: int, levels: int
+    ) -> tuple[DraftArrays, Array]:
+        """Extend the draft network by the accepted paths and grow full trees below their ends.
+
+        held     the draft's arrays, read and replaced
+        accepted  what the round chose and kept
+        width    children per node, and nodes expanded per level
+        levels   of draft tokens, at least one
+
+        Returns the new arrays and a record int32[3*R*K], K = full_size(width, levels): tokens,
+        parents and bits of values. Rows with draft_slot -1 keep nothing.
+        """
+        roots, past, target = self._extend(params, held, accepted)
+        grown = self._grow(params, accepted.given, roots, past, (width, levels))
+        whole = [jnp.concatenate(part, 1) for part in zip(*grown, strict=True)]
+        whole[2] = lax.bitcast_convert_type(whole[2], jnp.int32)
+        record = jnp.concatenate([part.reshape(-1) for part in whole])
+        # The trees read what is there now.
+        target = after(target, record[-1:])
+        held = committed(held, roots.path[0], target)
+        follows = accepted.given.draft_slot >= 0
+        place = jnp.where(follows, self.nodes + accepted.given.draft_slot, NOWHERE)
+        return held._replace(outputs=held.outputs.at[place].set(roots.hidden, mode="drop")), record
+
+    def attention(
+        self, past: Past, tree: Tree, held: tuple[Array, Array] | None = None, begin: Any = 0
+    ) -> Attend:
+        """Return the attention of a draft network's layer: to the cached prefix and the pass's own
+        nodes.
+
+        held  keys and values [layers,R,T,G,E] of nodes that ran before; the own ones are inserted
+              from index `begin` on
+        """
+
+        def of_layer(layer: Numbered, queries: Array, keys: Array, values: Array) -> Array:
+            if held is not None:
+                place = (0, begin, 0, 0)
+                keys = lax.dynamic_update_slice(held[0][layer[0]], keys, place)
+                values = lax.dynamic_update_slice(held[1][layer[0]], values, place)
+            return attend(queries, (keys, values), past, tree, Layer(*layer, self.page_size))
+
+        return of_layer
+
+    def _extend(
+        self, params: Params, held: DraftArrays, accepted: AcceptedStep
+    ) -> tuple[_Roots, Past, Array]:
+        """Run every node. Where trees begin, what they can read, and int32[R,N'] slots of what is
+        to stay: accepted nodes of rows that are followed.
+        """
+        given, network = accepted.given, self.network
+        past = Past(held.keys, held.values, given.table, given.kv_len)
+        kept = accepted.kept & (given.draft_slot >= 0)[:, None]
+        count = kept.sum(1, dtype=jnp.int32)
+        extended = _Extended.of(accepted, kept, count, network.sizes.runs_root)
+        hidden = network.enter(params, accepted.streams)
+        if network.sizes.runs_root:
+            hidden = jnp.zeros((*extended.tokens.shape, 0), accepted.streams.dtype)
+        tree = Tree(extended.seen, extended.position)
+        of_layer = self.attention(past, tree)
+        ran = network.run(params, extended.tokens, hidden, extended.position, of_layer)
+        follows = given.draft_slot >= 0
+        place = jnp.where(follows, self.nodes + given.draft_slot, NOWHERE)
+        slots = slots_of(given.table, extended.position, self.page_size)
+        target = jnp.where(extended.path, slots, NOWHERE)
+        if network.sizes.runs_root:
+            target = target.at[:, -1].set(jnp.where(follows, self.slots + place, NOWHERE))
+        last = extended.last[:, None, None]
+        read, output = (jnp.take_along_axis(x, last, 1)[:, 0] for x in (ran.read, ran.output))
+        position = given.kv_len + count + network.sizes.runs_root
+        return _Roots(read, output, position, count, (ran, extended.path)), past, target
+
+    def _grow(
+        self, params: Params, given: Inputs, roots: _Roots, past: Past, shape: tuple[int, int]
+    ) -> list[tuple[Array, Array, Array]]:
+        """Tokens, parents and values, [R,.] each: of the first level, then of all others."""
+        width, levels = shape
+        noise = _of_rows(given, roots.accepted)
+        tokens, values = self._children(params, roots.read, noise, width)
+        first = tokens, jnp.full_like(tokens, -1), jnp.minimum(values, 0.0)
+        if levels == 1:
+            return [first]
+        noise = Noise(*(jnp.repeat(part, width, -1) for part in noise))
+
+        def level(growing: _Growing, number: Array) -> tuple[_Growing, tuple[Array, ...]]:
+            """Run the best nodes of the level above; gives the level below them."""
+            chosen = jnp.sort(lax.top_k(growing.values, width)[1], -1)
+            seen = jnp.take_along_axis(growing.seen, (chosen // width)[..., None], 1)
+            growing, ran = self._run(params, growing, (chosen, seen), (roots, past), number)
+            read = ran.read.reshape(-1, ran.read.shape[-1])
+            below = noise._replace(positions=noise.positions + number)
+            tokens, values = self._children(params, read, below, width)
+            tokens, values = (part.reshape(-1, width * width) for part in (tokens, values))
+            base = jnp.take_along_axis(growing.values, chosen, 1)
+            values = jnp.repeat(base, width, 1) + jnp.minimum(values, 0.0)
+            begin = jnp.where(number == 1, 0, width + (number - 2) * width * width)
+            parents = (begin + jnp.repeat(chosen, width, 1)).astype(jnp.int32)
+            growing = growing._replace(tokens=tokens, values=values)
+            return growing, (tokens, parents, values)
+
+        start = _Growing.of(first, roots, shape)
+        _, grown = lax.scan(level, start, jnp.arange(1, levels))
+        rest = [jnp.moveaxis(part, 0, 1).reshape(part.shape[1], -1) for part in grown]
+        return [first, (rest[0], rest[1], rest[2])]
+
+    def _run(
+        self,
+        params: Params,
+        growing: "_Growing",
+        which: tuple[Array, Array],
+        below: tuple[_Roots, Past],
+        number: Array,
+    ) -> tuple["_Growing", Ran]:
+        """Run nodes chosen int32[R,width] of the newest level, which attend to their ancestors."""
+        (chosen, seen), (roots, past) = which, below
+        rows, width = chosen.shape
+        path = roots.path[1].shape[1]
+        own = jnp.broadcast_to(jnp.eye(width, dtype=bool), (rows, width, width))
+        begin = path + (number - 1) * width
+        seen = lax.dynamic_update_slice(seen, own, (0, 0, begin))
+        hidden = jnp.take_along_axis(growing.hidden, (chosen // width)[..., None], 1)
+        token = jnp.take_along_axis(growing.tokens, chosen, 1)
+        position = jnp.broadcast_to((roots.position + (number - 1))[:, None], token.shape)
+        of_layer = self.attention(past, Tree(seen, position), growing.keys, begin)
+        ran = self.network.run(params, token, hidden, position, of_layer)
+        keys = tuple(
+            lax.dynamic_update_slice(held, new, (0, 0, begin, 0, 0))
+            for held, new in zip(growing.keys, (ran.keys, ran.values), strict=True)
+        )
+        return growing._replace(hidden=ran.output, seen=seen, keys=(keys[0], keys[1])), ran
+
+    def _children(
+        self, params: Params, read: Array, noise: Noise, width: int
+    ) -> tuple[Array, Array]:
+        logits = self.network.logits(params, read)
+        return children(logits, params["draft"]["ids"], noise, width)
+
+
+def children(logits: Array, ids: Array, noise: Noise, width: int) -> tuple[Array, Array]:
+    """The best children of n nodes, best first: target ids int32[n,width] and values
+    float32[n,width] in nats, -inf where a logit is NaN.
+
+    logits  float32[n,Vd]
+    ids     int32[Vd] target id of every draft id
+
+    At T > 0 the noise of the child's position, which the target will use too, reorders the
+    CANDIDATES likeliest (arXiv 2408.07978); it need not be exact here.
+    """
+    normaliser = log_normaliser(logits)[:, None]
+    hot = noise.temperature > 0
+
+    def greedy() -> tuple[Array, Array]:
+        best, which = lax.top_k(logits, width)
+        return ids[which], best - normaliser
+
+    def sampled() -> tuple[Array, Array]:
+        best, which = lax.top_k(logits, min(max(CANDIDATES, width), logits.shape[1]))
+        tokens, values = ids[which], best - normaliser
+        seeds = jnp.broadcast_to(noise.seeds[..., None], (2, *tokens.shape))
+        words = words_of(seeds, jnp.broadcast_to(noise.positions[:, None], tokens.shape), tokens)
+        scores = values / jnp.where(hot, noise.temperature, 1.0)[:, None] + approximate(words)
+        values = jnp.where(hot[:, None], scores - log_normaliser(scores)[:, None], values)
+        best, order = lax.top_k(jnp.where(jnp.isnan(values), -jnp.inf, values), width)
+        return jnp.take_along_axis(tokens, order, 1), best
+
+    tokens, values = lax.cond(hot.any(), sampled, greedy)
+    return tokens, jnp.where(jnp.isnan(values), -jnp.inf, values)
+
+
+def log_normaliser(logits: Array) -> Array:
+    """float32[n]: log(sum(exp(logits))) in nats over the last axis of logits [n,V], maximum
+    subtracted.
+    """
+    most = logits.max(-1)
+    total: Array = most + jnp.log(jnp.exp(logits - most[:, None]).sum(-1))
+    return total
+
+
+def committed(held: DraftArrays, ran: Ran, target: Array) -> DraftArrays:
+    """The draft's arrays with a pass's keys and values written at slots target int32[R,N]; NOWHERE
+    writes nothing.
+    """
+    keys, values = (
+        into.at[:, target.reshape(-1)].set(of_nodes(new), mode="drop")
+        for into, new in ((held.keys, ran.keys), (held.values, ran.values))
+    )
+    return held._replace(keys=keys, values=values)
+
+
+def _of_rows(given: Inputs, accepted: Array) -> Noise:
+    """Return the noise for a child of every row's last permanent token."""
+    seeds, positions, temperature = (
+        part.reshape(*part.shape[:-1], *given.depth.shape)[..., 0] for part in given.sampling
+    )
+    return Noise(seeds, positions + accepted, temperature)

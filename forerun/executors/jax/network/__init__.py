@@ -1,0 +1,1 @@
+"""The target model as pure functions."""

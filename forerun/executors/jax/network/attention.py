@@ -1,0 +1,146 @@
+"""Attention of R rows of N nodes over their pages and their own tree, in plain jnp.
+
+A row's prefix is visible to all of its nodes, so the mask of a tree is N x N, never N x context.
+The tree is read first; then the prefix in blocks of BLOCK positions, merged by online softmax
+(arXiv 1805.02867). The number of blocks is that of the longest prefix, known to the running
+program alone: one program serves every length.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from forerun.executors.jax.network.kv import slots_of
+from forerun.executors.jax.network.layers import softcapped
+from forerun.networks.layer_spec import AttentionSpec
+
+BLOCK = 128
+"""Cached positions read at once."""
+
+
+class Past(NamedTuple):
+    """The pages that the rows of a program can read.
+
+    keys, values  [L,slots,G,E]; values of width 0 if they are the first of the keys' numbers
+    table         int32[R,W]
+    kv_len        int32[R]
+    """
+
+    keys: Array
+    values: Array
+    table: Array
+    kv_len: Array
+
+
+class Layer(NamedTuple):
+    """Which layer attends: its number (traced, in a scan) and how; tokens per page."""
+
+    number: Any
+    spec: AttentionSpec
+    page_size: int
+
+
+def ancestors(intervals: Array) -> Array:
+    """bool[R,N,N]: [r,i,j] is True where node j of row r is node i or an ancestor of it.
+
+    intervals  int32[2,R,N] enter and leave of each node, as forerun.speculative.verify.intervals
+    """
+    enter, leave = intervals
+    seen: Array = (enter[:, None] <= enter[..., None]) & (enter[..., None] < leave[:, None])
+    return seen
+
+
+class Tree(NamedTuple):
+    """The rows' own nodes: position int32[R,N], and seen bool[R,N,T], which of the T fresh keys
+    each attends to; if only the nodes themselves are fresh that is `ancestors`, and a window may
+    limit it.
+    """
+
+    seen: Array
+    position: Array
+
+
+def attend(queries: Array, fresh: tuple[Array, Array], past: Past, tree: Tree, how: Layer) -> Array:
+    """Attention of R rows of N nodes: context [R,N,A,E], in the dtype of the queries.
+
+    queries  [R,N,A,E], rotated
+    fresh    keys and values [R,T,G,E] that are not in pages, those of the same nodes among them; of
+             latent attention the context is of `rank` numbers, the first of the keys
+    past     pages of which row r reads positions 0 .. kv_len[r]-1
+    tree     which fresh keys each node sees
+
+    Scores and sums are float32; the prefix is read in blocks and merged by online softmax (arXiv
+    1805.02867). A node that sees no key gives NaN; every node sees itself at least.
+    """
+    rows, nodes, heads, size = queries.shape
+    groups, spec = fresh[0].shape[2], how.spec
+    grouped = (queries * spec.scale).reshape(rows, nodes, groups, heads // groups, size)
+    seen = tree.seen
+    if spec.window is not None:
+        seen = seen & (tree.position[:, :, None] - tree.position[:, None] < spec.window)
+    running = _first(_masked(_scores(grouped, fresh[0]), seen, spec), _values(*fresh, spec))
+
+    def block(index: Array, running: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        position = index * BLOCK + jnp.arange(BLOCK)
+        places = jnp.broadcast_to(position, (rows, BLOCK))
+        slots = slots_of(past.table, places, how.page_size)
+        seen = (places < past.kv_len[:, None])[:, None]
+        if spec.window is not None:
+            seen = seen & (tree.position[..., None] - position < spec.window)
+        keys, values = past.keys[how.number, slots], past.values[how.number, slots]
+        scores = _masked(_scores(grouped, keys), seen, spec)
+        return _merged(running, scores, _values(keys, values, spec))
+
+    blocks = (past.kv_len.max() + BLOCK - 1) // BLOCK
+    _, total, summed = lax.fori_loop(0, blocks, block, running)
+    context = jnp.moveaxis(summed / total[..., None], 3, 1)
+    return context.reshape(rows, nodes, heads, -1).astype(queries.dtype)
+
+
+def _values(keys: Array, values: Array, spec: AttentionSpec) -> Array:
+    return values if spec.latent is None else keys[..., : spec.latent.rank]
+
+
+def _masked(scores: Array, seen: Array, spec: AttentionSpec) -> Array:
+    """Scores [R,G,A/G,N,T], capped, where seen [R,N or 1,T]; -inf elsewhere."""
+    return jnp.where(seen[:, None, None], softcapped(scores, spec.softcap), -jnp.inf)
+
+
+def _scores(queries: Array, keys: Array) -> Array:
+    """float32[R,G,A/G,N,T]."""
+    return jnp.einsum(
+        "rngae,rtge->rgant",
+        queries,
+        keys,
+        precision=lax.Precision.HIGHEST if keys.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _mixed(weights: Array, values: Array) -> Array:
+    """float32[R,G,A/G,N,E]."""
+    return jnp.einsum(
+        "rgant,rtge->rgane",
+        weights.astype(values.dtype),
+        values,
+        precision=lax.Precision.HIGHEST if values.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _first(scores: Array, values: Array) -> tuple[Array, Array, Array]:
+    """Greatest score, sum of weights and weighted values; every node sees itself at least."""
+    most = scores.max(-1)
+    weights = jnp.exp(scores - most[..., None])
+    return most, weights.sum(-1), _mixed(weights, values)
+
+
+def _merged(
+    running: tuple[Array, Array, Array], scores: Array, values: Array
+) -> tuple[Array, Array, Array]:
+    before, total, summed = running
+    most = jnp.maximum(before, scores.max(-1))
+    weights, fade = jnp.exp(scores - most[..., None]), jnp.exp(before - most)
+    mixed = summed * fade[..., None] + _mixed(weights, values)
+    return most, total * fade + weights.sum(-1), mixed

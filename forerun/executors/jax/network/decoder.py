@@ -1,0 +1,369 @@
+"""The target model as a pure function: embeddings, L layers as their specs say, final norm, head.
+
+How nodes see each other is not known here: `attend` gets a layer's number and spec, queries, keys
+and values and returns the context. Layers run in a scan where they are stacked, else one after the
+other; the arithmetic is the same.
+
+In a mixture of experts (arXiv 1701.06538, as in Qwen2-MoE and DeepSeek) every expert runs every
+row, and a row takes from each what its router gives it, mostly nothing: shapes then depend on
+nothing, and each shard runs its own experts. It costs count / top_k times the products that are
+needed. Latent attention (layer_spec.Latent) is absorbed, as torch's: a head's query is brought into
+the latent's space, where one key serves all heads and its first numbers are the value; what is
+found there is brought out again.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from forerun.executors.jax.network.kv import sanitised
+from forerun.executors.jax.network.layers import (
+    GATES,
+    product,
+    products,
+    rms_norm,
+    rotate,
+    rotation,
+    softcapped,
+)
+from forerun.executors.jax.network.sharding import Sharding
+from forerun.executors.jax.network.weights import Params
+from forerun.networks.arch import Architecture
+from forerun.networks.layer_spec import (
+    NORM_NAMES,
+    AttentionSpec,
+    Dense,
+    Experts,
+    Latent,
+    LayerSpec,
+    Router,
+)
+
+Weights = dict[str, Any]
+
+
+def mixture(weights: Weights, about: Experts, activation: str, x: Array) -> Array:
+    """The weighted sum of the experts' outputs, float32[R,N,H], without the shared expert.
+
+    weights  the layer's, `gate` [H,count], its correction and stacked `experts.*`
+    about    how many there are, and how many a row takes
+    x        [R,N,H]
+    """
+    # DeepSeek's scores are so near each other that 16 bits would choose others.
+    sigmoid = about.router.scores == "sigmoid"
+    read, gate = (a.astype(jnp.float32) if sigmoid else a for a in (x, weights["gate"]))
+    logits = product(read, gate).astype(jnp.float32)
+    correction = weights.get("gate.e_score_correction_bias")
+    taken, chosen = routes(logits, about.router, about.top_k, correction)
+    every = jnp.arange(about.count)
+    share = ((chosen[..., None] == every) * taken[..., None]).sum(-2)
+    gate = products("rnh,xih->rnxi", x, weights["experts.gate_proj"])
+    up = products("rnh,xih->rnxi", x, weights["experts.up_proj"])
+    wide = GATES[activation](gate, up)
+    down = products("rnxi,xhi->rnxh", wide, weights["experts.down_proj"]).astype(jnp.float32)
+    # What a row does not take may be infinite.
+    down = jnp.where(share[..., None] > 0, down, 0.0)
+    return (down * share[..., None]).sum(-2)
+
+
+def routes(
+    logits: Array, router: Router, top_k: int, correction: Array | None
+) -> tuple[Array, Array]:
+    """Return each row's expert weights float32[...,k] and numbers int32[...,k], best first.
+
+    logits  float32[...,count]; correction: float32[count], if the router has one
+    """
+    if router.scores == "sigmoid":
+        scores = 1 / (1 + jnp.exp(-logits))
+    else:
+        scores = jnp.exp(logits - logits.max(-1, keepdims=True))
+        scores = scores / scores.sum(-1, keepdims=True)
+    ranked = scores if correction is None else scores + correction
+    if router.groups > 1:
+        grouped = ranked.reshape(*ranked.shape[:-1], router.groups, -1)
+        _, best = lax.top_k(lax.top_k(grouped, router.summed)[0].sum(-1), router.kept)
+        kept = (best[..., None] == jnp.arange(router.groups)).any(-2)
+        ranked = jnp.where(kept[..., None], grouped, -jnp.inf).reshape(ranked.shape)
+    _, chosen = lax.top_k(ranked, top_k)
+    taken = jnp.take_along_axis(scores, chosen, -1)
+    if router.normalised:
+        taken = taken / (taken.sum(-1, keepdims=True) + _LEAST)
+    return taken * router.scale, chosen
+
+
+_LEAST = 1e-20
+"""Keeps a sum of sigmoids from zero."""
+
+
+def shared(weights: Weights, activation: str, x: Array) -> Array:
+    """float32[R,N,H]: the output of the expert that every row runs, times the sigmoid of
+    its gate, where it has one.
+    """
+    wide = GATES[activation](
+        product(x, weights["shared.gate_proj"]), product(x, weights["shared.up_proj"])
+    )
+    made = product(wide, weights["shared.down_proj"]).astype(jnp.float32)
+    if "shared_expert_gate" not in weights:
+        return made
+    score = product(x.astype(jnp.float32), weights["shared_expert_gate"].astype(jnp.float32))
+    return made / (1 + jnp.exp(-score))
+
+
+def enter(
+    weights: Weights, about: Latent, heads: int, x: Array, rotary: tuple[Array, Array]
+) -> tuple[Array, Array]:
+    """Queries [R,N,A,rank+rope] and keys [R,N,1,rank+rope] of x [R,N,H], rotated, keys ready for
+    pages.
+
+    weights  the layer's; heads: A; rotary: cos and sin of the nodes' positions
+    """
+    lower, name = x, "q_proj"
+    if about.query_rank is not None:
+        lower, name = product(x, weights["q_a_proj"], weights.get("q_a_proj.bias")), "q_b_proj"
+        lower = rms_norm(lower, weights["q_a_layernorm"], about.norm_eps)
+    made = product(lower, weights[name]).reshape(*x.shape[:2], heads, -1)
+    plain, turned = jnp.split(made, [about.nope], -1)
+    into = _of_heads(weights, about, heads)[..., : about.nope]
+    queries = [products("rnad,kad->rnak", plain, into), rotate(turned, *rotary)]
+    name = "kv_a_proj_with_mqa"
+    kept, key = jnp.split(product(x, weights[name], weights.get(f"{name}.bias")), [about.rank], -1)
+    latent = rms_norm(kept, weights["kv_a_layernorm"], about.norm_eps)
+    keys = _sanitised(latent[:, :, None], rotate(key[:, :, None], *rotary))
+    return jnp.concatenate(queries, -1), keys
+
+
+def leave(weights: Weights, about: Latent, context: Array) -> Array:
+    """Return o_proj's input, [R,N,A*value], from the heads' context in the latent space
+    [R,N,A,rank].
+    """
+    out_of = _of_heads(weights, about, context.shape[2])[..., about.nope :]
+    values = products("rnak,kad->rnad", context, out_of)
+    return values.reshape(*values.shape[:2], -1)
+
+
+def _of_heads(weights: Weights, about: Latent, heads: int) -> Array:
+    """[rank,A,nope+value]"""
+    matrix: Array = weights["kv_b_proj"]
+    return matrix.reshape(about.rank, heads, -1)
+
+
+def _sanitised(latent: Array, key: Array) -> Array:
+    """kv.sanitised of keys that begin with their values: what is no number in the latent becomes 0,
+    and the rotated key NaN.
+    """
+    spoiled = (latent * 0).sum(-1, keepdims=True)
+    clean = jnp.nan_to_num(latent, nan=0.0, posinf=0.0, neginf=0.0)
+    return jnp.concatenate([clean, key + spoiled], -1)
+
+
+Numbered = tuple[Any, AttentionSpec]
+"""A layer's number, which is traced in a scan, and how it attends."""
+
+Attend = Callable[[Numbered, Array, Array, Array], Array]
+"""(layer, queries [R,N,A,E], keys [R,N,G,E], values [R,N,G,E]), rotated -> context [R,N,A,E]."""
+
+Rotary = tuple[Array, Array]
+"""Cos and sin, each float32[R,N,E/2]."""
+
+
+class Forwarded(NamedTuple):
+    """The result of a pass.
+
+    last          [R,N,H] residual stream after the last layer
+    keys, values  [L,R,N,G,E] of the nodes, ready to be cached; values of width 0 if keys begin with
+                  them (latent attention)
+    streams       [R,N,H] input of each requested layer
+    """
+
+    last: Array
+    keys: Array
+    values: Array
+    streams: tuple[Array, ...]
+
+    @property
+    def features(self) -> Array:
+        """[R,N,F*H]: the requested streams, concatenated; width 0 if there are none."""
+        if not self.streams:
+            return self.last[..., :0]
+        return jnp.concatenate(self.streams, -1)
+
+
+class JaxDecoder(NamedTuple):
+    """The fixed parts of a model: its description and its arrays' sharding."""
+
+    arch: Architecture
+    sharding: Sharding
+
+    def forward(
+        self,
+        params: Params,
+        tokens: Array,
+        positions: Array,
+        attend: Attend,
+        aux_layers: tuple[int, ...] = (),
+    ) -> Forwarded:
+        """One forward pass over tokens and positions, int32[R,N] each.
+
+        params      of the model (weights.py)
+        attend      how nodes see pages and each other
+        aux_layers  hidden states to keep, numbered as transformers' hidden_states (L = after the
+                    last)
+
+        The activations' dtype is the parameters'. Pure: writes no pages.
+        """
+        specs = self.arch.layer_specs
+        rotary = {
+            rope: rotation(positions, frequencies, rope.attention_factor)
+            for rope, frequencies in zip(self.arch.ropes, params["frequencies"], strict=True)
+        }
+        x = self.sharding.put(self.embed(params, tokens), None, None, None)
+        if self.arch.embedding_scale != 1.0:
+            # Rounded to the dtype first, as the models' own code has it.
+            x = x * np.asarray(self.arch.embedding_scale, x.dtype)
+        layers = params["layers"]
+        if isinstance(layers, dict):
+            last, kept = self._scanned(layers, x, rotary[specs[0].rope], attend, bool(aux_layers))
+        else:
+            last, kept = x, []
+            for number, (spec, weights) in enumerate(zip(specs, layers, strict=True)):
+                entering, turned = last, rotary[spec.rope]
+                last, own = self.layer(spec, weights, last, turned, _of(attend, number, spec))
+                kept.append((*own, entering) if number in aux_layers else own)
+            streams = {number: own[2] for number, own in enumerate(kept) if len(own) > 2}
+            keys, values = (jnp.stack([own[part] for own in kept]) for part in range(2))
+            kept = keys, values, streams
+        asked = tuple(last if layer == len(specs) else kept[2][layer] for layer in aux_layers)
+        return Forwarded(last, kept[0], kept[1], asked)
+
+    def _scanned(
+        self, layers: Params, x: Array, rotary: Rotary, attend: Attend, entering: bool
+    ) -> Any:
+        """Return the last stream; keys, values and, if requested, the input of each layer, [L,
+        ...].
+        """
+        spec = self.arch.layer_specs[0]
+
+        def layer(x: Array, numbered: tuple[Params, Array]) -> tuple[Array, tuple[Array, ...]]:
+            weights, number = numbered
+            after, kept = self.layer(spec, weights, x, rotary, _of(attend, number, spec))
+            return after, (*kept, x) if entering else kept
+
+        return lax.scan(layer, x, (layers, jnp.arange(self.arch.layers)))
+
+    def embed(self, params: Params, tokens: Array) -> Array:
+        """[...,H] rows of the embedding for tokens int32[...], without embedding_scale; ids out of
+        range are clipped.
+        """
+        return jnp.take(params["embed"], tokens, axis=0, mode="clip")
+
+    def logits(self, params: Params, last: Array) -> Array:
+        """float32[n,V] from residual streams [n,H] after the last layer: `final_norm`, then
+        `read`.
+        """
+        return self.read(params, self.final_norm(params, last))
+
+    def final_norm(self, params: Params, last: Array) -> Array:
+        """[...,H]: the final RMSNorm of residual streams [...,H] after the last layer."""
+        return rms_norm(last, params["norm"], self.arch.norm_eps)
+
+    def read(self, params: Params, normed: Array) -> Array:
+        """float32[n,V] logits from normed hidden states [n,H], with the model's final soft cap, if
+        it has one.
+        """
+        head: Array = params["embed"] if self.arch.tied_head else params["head"]
+        made = self.sharding.put(product(normed, head.T).astype(jnp.float32), None, None)
+        return softcapped(made, self.arch.final_softcap)
+
+    def layer(
+        self,
+        spec: LayerSpec,
+        weights: Params,
+        x: Array,
+        rotary: Rotary,
+        attend: Callable[..., Array],
+    ) -> tuple[Array, tuple[Array, Array]]:
+        """One decoder layer: the residual stream [R,N,H] after it, and its keys and values
+        [R,N,G,E] each, rotated and ready for pages.
+
+        spec     what the layer is
+        weights  its parameters by short name
+        x        [R,N,H] the stream that enters
+        rotary   cos and sin of the nodes' positions
+        attend   called with queries, keys, values; gives the context
+        """
+        names = NORM_NAMES[spec.norms]
+        before = self._normed(x, weights, names.before_attention)
+        context, kept = self._attention(spec, weights, before, rotary, attend)
+        x = x + self._normed(context, weights, names.after_attention)
+        before = self._normed(x, weights, names.before_feed_forward)
+        fed = self._feed_forward(spec, weights, before)
+        return x + self._normed(fed, weights, names.after_feed_forward), kept
+
+    def _normed(self, x: Array, weights: Params, name: str | None) -> Array:
+        return x if name is None else rms_norm(x, weights[name], self.arch.norm_eps)
+
+    def _attention(
+        self,
+        spec: LayerSpec,
+        weights: Params,
+        x: Array,
+        rotary: Rotary,
+        attend: Callable[..., Array],
+    ) -> tuple[Array, tuple[Array, Array]]:
+        arch, put = self.arch, self.sharding.put
+        if spec.attention.latent is not None:
+            return self._latent(spec.attention.latent, weights, x, rotary, attend)
+
+        def heads(name: str, count: int) -> Array:
+            made = product(x, weights[f"{name}_proj"], weights.get(f"{name}_proj.bias"))
+            return put(made.reshape(*x.shape[:2], count, -1), None, None, "model", None)
+
+        q, k, v = heads("q", arch.heads), heads("k", arch.kv_heads), heads("v", arch.kv_heads)
+        if spec.qk_norm:
+            q, k = self._normed(q, weights, "q_norm"), self._normed(k, weights, "k_norm")
+        q, k = rotate(q, *rotary), rotate(k, *rotary)
+        k, v = sanitised(k, v)
+        context = attend(q, k, v).reshape(*x.shape[:2], -1)
+        return self._summed(weights, "o_proj", context), (k, v)
+
+    def _latent(
+        self,
+        about: Latent,
+        weights: Params,
+        x: Array,
+        rotary: Rotary,
+        attend: Callable[..., Array],
+    ) -> tuple[Array, tuple[Array, Array]]:
+        """Run latent attention as `_attention` does, with keys that contain the values."""
+        queries, keys = enter(weights, about, self.arch.heads, x, rotary)
+        kept = keys, keys[..., :0]
+        found = leave(weights, about, attend(queries, *kept))
+        return self._summed(weights, "o_proj", found), kept
+
+    def _feed_forward(self, spec: LayerSpec, weights: Params, x: Array) -> Array:
+        match spec.feed_forward:
+            case Dense():
+                gate, up = (
+                    product(x, weights[name], weights.get(f"{name}.bias"))
+                    for name in ("gate_proj", "up_proj")
+                )
+                wide = self.sharding.put(GATES[spec.activation](gate, up), None, None, "model")
+                return self._summed(weights, "down_proj", wide)
+            case about:
+                mixed = mixture(weights, about, spec.activation, x)
+                if about.shared:
+                    mixed = mixed + shared(weights, spec.activation, x)
+                return self.sharding.put(mixed, None, None, None).astype(x.dtype)
+
+    def _summed(self, weights: Params, name: str, x: Array) -> Array:
+        """Return a product whose inputs are sharded: the sum over the shards, then the bias."""
+        made = self.sharding.put(product(x, weights[name]), None, None, None)
+        bias = weights.get(f"{name}.bias")
+        return made if bias is None else (made + bias).astype(made.dtype)
+
+
+def _of(attend: Attend, number: Any, spec: LayerSpec) -> Callable[..., Array]:
+    return lambda *qkv: attend((number, spec.attention), *qkv)

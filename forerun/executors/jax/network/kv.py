@@ -1,0 +1,200 @@
+"""The device's state from step to step, all of it donated to every program and returned.
+
+Slots as in torch/kv.py, `slots` axis second:
+
+    0 .. P*page_size     pages: offset o of page p is slot p*page_size + o
+    .. + scratch         nodes of rounds, until their rows are decided
+
+A program reads pages as they were before the step; permanent entries are written at its
+end, so XLA needs no copy of the pages.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from forerun.executors.feature_ring import ring_size
+from forerun.executors.jax.network.sharding import Sharding
+from forerun.interface.executor import ExecutorLimits
+from forerun.interface.plan import Plan
+from forerun.networks.arch import Architecture
+from forerun.networks.cache_layer import CacheLayer
+from forerun.types import AnyArray, Ints
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkSizes:
+    """Sizes and switches of a network.
+
+    features    indices of the target's hidden states that it reads, as transformers'
+    width       numbers of all of them together, of a node
+    cache       what each layer keeps of a position; all layers alike
+    hidden      numbers of what a next draft step receives
+    read        numbers of what its output head reads
+    vocab       Vd
+    parameters  numbers of weights that it brings
+    cut         its keys and values lie by head on the shards; else whole on each
+    runs_root   it reads tokens alone, and each row's root is a node of its own
+    block       draft tokens that it proposes at once; 0 = it proposes level by level
+    """
+
+    features: tuple[int, ...]
+    width: int
+    cache: tuple[CacheLayer, ...]
+    hidden: int
+    read: int
+    vocab: int
+    parameters: int
+    cut: bool
+    runs_root: bool = False
+    block: int = 0
+
+
+class DraftArrays(NamedTuple):
+    """A draft network's state from step to step; `slots` of pages, M nodes of a step, S slots of
+    sequences.
+
+    streams       [Xh + S*RING_TOKENS, width] residual streams that it reads of the step's nodes, at
+                  the rows of `State.hidden`; then a ring of the slots' last accepted tokens
+                  (feature_ring.py)
+    keys, values  [layers,slots + M,G,E] under the target's page ids, then of draft nodes; then S
+                  more, of the slots' roots, if these are nodes of their own
+    outputs       [M + S,hidden] input of a next draft step: of draft nodes, then of each slot's
+                  root
+    reads         [M + S,read] input of the output head, of the last pass's nodes
+    """
+
+    streams: Array
+    keys: Array
+    values: Array
+    outputs: Array
+    reads: Array
+
+
+class State(NamedTuple):
+    """The bundle.
+
+    keys, values  [L,slots,G,E]; of values no numbers where keys begin with them
+    hidden        [Xh,H] residual streams after the last layer of the step's nodes
+    draft         of the draft head, if there is one
+    future        what a next round carries on from (future_map.py), where one may
+    """
+
+    keys: Array
+    values: Array
+    hidden: Array
+    draft: DraftArrays | None = None
+    future: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """Sizes of a State.
+
+    slots    of pages
+    scratch  behind them, for nodes of rounds
+    hidden   rows of `State.hidden`: those of rounds, then those of prompt chunks
+    nodes    M of a step at most
+    """
+
+    slots: int
+    scratch: int
+    hidden: int
+    nodes: int
+
+    @classmethod
+    def of(cls, limits: ExecutorLimits, scratch: int, largest_chunk: int) -> "StateShape":
+        """Sizes with room for any step: `scratch` padded nodes of rounds and chunks of at most
+        `largest_chunk` tokens.
+        """
+        return cls(
+            slots=limits.pages * limits.page_size,
+            scratch=scratch,
+            hidden=scratch + limits.max_nodes + largest_chunk,
+            nodes=limits.max_nodes,
+        )
+
+    def cache_bytes(self, arch: Architecture, itemsize: int) -> int:
+        """Bytes of keys and values of pages and scratch, all devices together; `itemsize` bytes per
+        number.
+        """
+        per_slot = arch.layers * arch.cache_layer.numbers * itemsize
+        return (self.slots + self.scratch) * per_slot
+
+    def drafting(self, sizes: NetworkSizes, limits: ExecutorLimits) -> tuple[tuple[int, ...], ...]:
+        """Shapes of DraftArrays, in its order, for a network of these sizes."""
+        room, nodes = self.hidden + ring_size(limits.slots), limits.max_nodes
+        layer, roots = sizes.cache[0], limits.slots * sizes.runs_root
+        places = self.slots + nodes + roots
+        keys, values = _planes(len(sizes.cache), places, layer)
+        kept = nodes + limits.slots
+        return (room, sizes.width), keys, values, (kept, sizes.hidden), (kept, sizes.read)
+
+    def made(self, arch: Architecture, dtype: jnp.dtype, sharding: Sharding) -> State:
+        """A State of zeros, allocated on the devices."""
+        keys, values = _planes(arch.layers, self.slots + self.scratch, arch.cache_layer)
+        return State(
+            keys=jnp.zeros(keys, dtype, device=sharding.cache),
+            values=jnp.zeros(values, dtype, device=sharding.cache),
+            hidden=jnp.zeros((self.hidden, arch.hidden), dtype, device=sharding.whole),
+        )
+
+
+def _planes(layers: int, places: int, layer: CacheLayer) -> tuple[tuple[int, ...], ...]:
+    """Shapes of keys and values; of values no numbers where keys begin with them."""
+    size = layer.head_size
+    return tuple((layers, places, layer.kv_heads, n) for n in (size, (layer.planes - 1) * size))
+
+
+def slots_of(table: Array, positions: Array, page_size: int) -> Array:
+    """int32[R,T]: slot of each position [R,T] through page tables [R,W]. A missing page (-1) counts
+    as page 0, positions beyond the table as its last page; the caller masks them.
+    """
+    last = table.shape[1] - 1
+    page = jnp.take_along_axis(table, jnp.minimum(positions // page_size, last), 1)
+    return jnp.maximum(page, 0) * page_size + positions % page_size
+
+
+def of_nodes(made: Array) -> Array:
+    """[L,R*N,G,E] of keys or values [L,R,N,G,E], E of which may be 0."""
+    layers, rows, nodes, *rest = made.shape
+    return made.reshape(layers, rows * nodes, *rest)
+
+
+def after(slots: Array, made: Array) -> Array:
+    """Return `slots` int32[...] unchanged, but computed from `made`: a write at them then follows
+    every read that `made` depends on, and happens in place. XLA would otherwise write first and
+    copy all pages for later readers. The added value is always 0, which XLA cannot infer.
+    """
+    bits = lax.bitcast_convert_type(made.reshape(-1)[0].astype(jnp.float32), jnp.int32)
+    return slots + ((bits & 1) >> 1)
+
+
+def sanitised(keys: Array, values: Array) -> tuple[Array, Array]:
+    """Keys and values [...,E] that may go into pages: a NaN or infinity in a value becomes 0 there
+    and NaN in its key, where masks hide it; in a value, zero times NaN would spoil other nodes.
+    """
+    spoiled = (keys * 0 + values * 0).sum(-1, keepdims=True)
+    return keys + spoiled, jnp.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def first_without_page(plan: Plan, reach: np.ndarray, page_size: int) -> int | None:
+    """The first row of a plan that has a position below reach int[B] without a page; None = all
+    have them.
+    """
+    pages = -(-reach // page_size)
+    width = plan.page_table.shape[1]
+    missing = (plan.page_table < 0) & (np.arange(width) < pages[:, None])
+    rows = np.flatnonzero(missing.any(1) | (pages > width))
+    return int(rows[0]) if len(rows) else None
+
+
+def put_table(into: AnyArray, pages: Ints) -> None:
+    """Copy one row's pages int32[W] into a program's table row, in place; absent pages (-1) become
+    0, pages beyond its width are dropped.
+    """
+    width = min(len(pages), len(into))
+    into[:width] = np.maximum(pages[:width], 0)

@@ -1,0 +1,156 @@
+"""A checkpoint as a pytree of device arrays.
+
+    embed [V,H], norm [H], head [V,H] (absent where it is the embedding)
+    frequencies  tuple of [E/2], one for each of the model's `ropes`
+    layers       stacked: {name: [L, ...]}; apart: L dictionaries {name: [...]}
+
+Matrices are [in, out] in the dtype of activations, which XLA's CPU backend multiplies a few rows
+by in two thirds of the time that [out, in] takes; those of experts and those by token (BY_TOKEN)
+are [out, in]. Vectors are float32, norms with the model's offset. Names are the checkpoint's last
+parts, without ".weight"; those of experts have one axis more in front.
+
+Stacked layers run in a scan, so a program's size does not grow with the model; XLA's CPU backend
+copies each layer out of the stack, which doubles a step's time there, so on the CPU layers lie
+apart, and so do layers that differ from each other.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from forerun.checkpoints.checkpoint import Checkpoint
+from forerun.executors.jax.network.sharding import BY_TOKEN, Sharding
+from forerun.networks.arch import Architecture
+from forerun.types import AnyArray
+
+Params = dict[str, Any]
+"""The pytree."""
+
+
+def can_stack(arch: Architecture) -> bool:
+    """Whether all layers have the same spec, so that their weights can be stacked for a scan."""
+    return len(set(arch.layer_specs)) == 1
+
+
+def load_params(checkpoint: Checkpoint, dtype: Any, sharding: Sharding, stacked: bool) -> Params:
+    """A checkpoint's parameters on the devices, as the pytree above; each device reads its own part
+    only.
+
+    dtype  of matrices; stacked: layers in one array per name. Raises ModelError if a tensor is
+    missing or of another shape.
+    """
+    arch = checkpoint.architecture
+    reader = _Reader(checkpoint, dtype, sharding)
+    params: Params = {
+        "embed": reader.made("embed", "model.embed_tokens.weight"),
+        "norm": reader.made("norm", "model.norm.weight"),
+        "frequencies": tuple(
+            jax.device_put(rope.frequencies(arch.rope_size), sharding.whole) for rope in arch.ropes
+        ),
+    }
+    if not arch.tied_head:
+        params["head"] = reader.made("head", "lm_head.weight")
+    prefixes = [f"model.layers.{index}." for index in range(arch.layers)]
+    grouped = [_grouped(checkpoint, prefix) for prefix in prefixes]
+    if stacked:
+        params["layers"] = {
+            short: reader.made(short, [g[short] for g in grouped]) for short in grouped[0]
+        }
+    else:
+        params["layers"] = tuple(
+            {short: reader.made(short, names) for short, names in group.items()}
+            for group in grouped
+        )
+    return params
+
+
+def load_named(
+    checkpoint: Checkpoint, names: dict[str, str], dtype: Any, sharding: Sharding
+) -> Params:
+    """Parameters on the devices under the short names in `names`, which maps them to the
+    checkpoint's. Raises ModelError if a tensor is missing.
+    """
+    reader = _Reader(checkpoint, dtype, sharding)
+    return {short: reader.made(short, name) for short, name in names.items()}
+
+
+def load_layer(checkpoint: Checkpoint, dtype: Any, sharding: Sharding) -> Params:
+    """Parameters of the first decoder layer, by short name, in `dtype`, on the devices of
+    `sharding`. Raises ModelError if a tensor cannot be read.
+    """
+    group = _grouped(checkpoint, "model.layers.0.")
+    reader = _Reader(checkpoint, dtype, sharding)
+    return {short: reader.made(short, names) for short, names in group.items()}
+
+
+def _grouped(checkpoint: Checkpoint, prefix: str) -> dict[str, Any]:
+    """Short name -> full name, or the names of all experts, of one layer's parameters."""
+    found: dict[str, Any] = {}
+    for name in checkpoint.names():
+        if not name.startswith(prefix):
+            continue
+        *path, module, kind = name.removeprefix(prefix).split(".")
+        short = module if kind == "weight" else f"{module}.{kind}"
+        if "experts" in path:
+            found.setdefault(f"experts.{short}", []).append(name)
+        elif "shared_expert" in path:
+            found[f"shared.{short}"] = [name]
+        else:
+            found[short] = [name]
+    return {
+        short: names if short.startswith("experts.") else names[0] for short, names in found.items()
+    }
+
+
+class _Reader:
+    def __init__(self, checkpoint: Checkpoint, dtype: Any, sharding: Sharding) -> None:
+        self._checkpoint, self._dtype, self._sharding = checkpoint, jnp.dtype(dtype), sharding
+        self._offset = checkpoint.architecture.norm_offset
+
+    def made(self, short: str, names: Any) -> Array:
+        """One parameter from one name or a (nested) list of names, an axis in front per level. A
+        callback per device reads only its part.
+        """
+        experts = short.startswith("experts.")
+        shape, axes = _shape(names, self._checkpoint.shape)
+        own = self._sharding.weight(short, len(shape) - axes + experts)
+        lead = axes - experts
+        where = self._sharding.of(*[None] * lead, *own.spec)
+        narrow = len(shape) - axes > 1
+        turned = narrow and not experts and short not in BY_TOKEN
+        offset = self._offset if "norm" in short else 0.0
+
+        def read(name: str, index: tuple[slice, ...]) -> AnyArray:
+            tensor = self._checkpoint.tensor(name)
+            tensor = (tensor.T if turned else tensor)[index]
+            # A copy: device memory on the CPU may be the very same bytes, which are a file's.
+            wide = tensor + np.float32(offset) if offset else tensor
+            return np.array(wide, self._dtype if narrow else np.float32, order="C")
+
+        def part(index: tuple[slice, ...] | None) -> AnyArray:
+            assert index is not None  # Jax's word for a scalar.
+            return _read(names, index, read)
+
+        if turned:
+            shape = (*shape[:-2], shape[-1], shape[-2])
+        return jax.make_array_from_callback(shape, where, part)
+
+
+def _shape(names: Any, of: Callable[[str], tuple[int, ...]]) -> tuple[tuple[int, ...], int]:
+    """The shape of a parameter, and how many axes come from lists of names."""
+    if isinstance(names, str):
+        return tuple(of(names)), 0
+    inner, axes = _shape(names[0], of)
+    return (len(names), *inner), axes + 1
+
+
+def _read(
+    names: Any, index: tuple[slice, ...], read: Callable[[str, tuple[slice, ...]], AnyArray]
+) -> AnyArray:
+    if isinstance(names, str):
+        return read(names, index)
+    return np.stack([_read(name, index[1:], read) for name in names[index[0]]])

@@ -1,0 +1,76 @@
+"""The target's hidden states of one step, on the device: what a JAX draft model reads."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from forerun.errors import EngineError
+from forerun.executors.feature_ring import ring_place, ring_places
+from forerun.executors.jax.program.functions import Key
+from forerun.executors.jax.program.programs import JaxPrograms
+from forerun.executors.jax.program.step import JaxRound
+from forerun.types import AnyArray, Bools, Ints
+
+
+@dataclass(frozen=True, slots=True)
+class JaxFeatures:
+    """Features of nodes, where the target's step left them, which the next one overwrites, or in
+    the ring.
+
+    place   int[n] the row of `DraftArrays.streams` that each node has
+    ring    int[n] the row of the same array where it is kept
+    there   bool[n] it is there: the round that accepted it has written it
+    begin   row at which the ring begins
+    """
+
+    programs: JaxPrograms
+    place: AnyArray
+    ring: AnyArray
+    there: Bools
+    begin: int
+
+    @classmethod
+    def of(
+        cls, programs: JaxPrograms, round: JaxRound, begin: int, accepted: Bools
+    ) -> "JaxFeatures":
+        """Of a round that is read, bool[M] which nodes programs have accepted; the ring begins at
+        row `begin` of the streams.
+        """
+        ring = begin + ring_places(round.plan, round.trees, np.arange(len(round.place)))
+        return cls(programs, round.place, ring, accepted, begin)
+
+    def select(self, nodes: AnyArray) -> "JaxFeatures":
+        """The rows nodes int[n], in this order, without a copy. Raises EngineError if a node is
+        out of range.
+        """
+        if len(nodes) and not 0 <= nodes.min() <= nodes.max() < len(self.place):
+            raise EngineError(
+                f"features of a node outside of 0..{len(self.place) - 1} were asked for"
+            )
+        place, ring, there = self.place[nodes], self.ring[nodes], self.there[nodes]
+        return replace(self, place=place, ring=ring, there=there)
+
+    def keep(self) -> "JaxFeatureRing":
+        """In the ring: nothing leaves the device. What no round has put there is moved."""
+        late = ~self.there
+        self.programs.move(Key("keep"), self.place[late], self.ring[late])
+        return JaxFeatureRing(self.programs, self.begin)
+
+    def __len__(self) -> int:
+        """The number of rows."""
+        return len(self.place)
+
+
+@dataclass(frozen=True, slots=True)
+class JaxFeatureRing:
+    """The stored features: rows of `DraftArrays.streams` from `begin` on."""
+
+    programs: JaxPrograms
+    begin: int
+
+    def at(self, slots: Ints, positions: Ints) -> JaxFeatures:
+        """Features [n,F*H] of slots int32[n] at positions int32[n], where they are kept on the
+        device; not copied.
+        """
+        place = self.begin + ring_place(slots.astype(np.int64), positions)
+        return JaxFeatures(self.programs, place, place, np.ones(len(place), np.bool_), self.begin)

@@ -1,0 +1,277 @@
+"""The programs as pure functions: what programs.py compiles."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from forerun.executors.feature_ring import ring_place
+from forerun.executors.jax.drafts.block import BlockNetwork
+from forerun.executors.jax.drafts.block_passes import BlockPasses
+from forerun.executors.jax.drafts.draft_network import DraftNetwork
+from forerun.executors.jax.drafts.draft_passes import DraftPrograms
+from forerun.executors.jax.drafts.drafting import NOWHERE, AcceptedStep, JaxDrafting
+from forerun.executors.jax.network.attention import Layer, Past, Tree, attend
+from forerun.executors.jax.network.decoder import Forwarded, JaxDecoder
+from forerun.executors.jax.network.kv import State, StateShape, after, of_nodes, slots_of
+from forerun.executors.jax.network.weights import Params
+from forerun.executors.jax.program.future_map import enter, leave
+from forerun.executors.jax.rounds.accept import choose, unpacked, walk
+from forerun.executors.jax.rounds.batches import Bucket
+from forerun.executors.jax.rounds.inputs import Inputs
+from forerun.executors.jax.rounds.reports import line_size, lines
+from forerun.executors.jax.rounds.shaping import JaxShaping, choose_shaped
+from forerun.networks.layer_spec import AttentionSpec
+from forerun.speculative.accept import NOTHING
+from forerun.speculative.tree import full_size
+
+
+class Key(NamedTuple):
+    """The key of a program.
+
+    width, levels  of the trees that a round can grow at its end; levels: also draft tokens above
+                   those that `expand` runs
+    """
+
+    kind: str
+    size: Bucket = Bucket(0, 0)
+    width: int = 0
+    levels: int = 0
+
+
+@dataclass(frozen=True)
+class Functions:
+    """The programs as pure functions, not compiled.
+
+    width    places of a page table's row
+    edits    most tokens, over all rows, whose logits a round may change (shaping.py)
+    network  that drafts, with features to store, if there is one
+    future   width, levels of trees for carried rounds; None = none are carried
+    """
+
+    decoder: JaxDecoder
+    shape: StateShape
+    page_size: int
+    width: int
+    edits: int
+    network: DraftNetwork | BlockNetwork | None = None
+    future: tuple[int, int] | None = None
+
+    @property
+    def drafting(self) -> JaxDrafting:
+        """The draft network's part of a round. A network that drafts level by level must be
+        attached (AssertionError).
+        """
+        assert self.network is not None, "a draft network was attached"
+        assert not isinstance(self.network, BlockNetwork), "blocks are proposed beside rounds"
+        shape = self.shape
+        return JaxDrafting(self.network, self.page_size, shape.slots, shape.nodes)
+
+    def of(self, kind: str) -> Callable[..., Any]:
+        """The program named `kind` (programs.py lists them) as a pure function, not compiled.
+        Raises AttributeError for another name.
+        """
+        if hasattr(self, kind):
+            return cast("Callable[..., Any]", getattr(self, kind))
+        passes: Any
+        if isinstance(self.network, BlockNetwork):
+            passes = BlockPasses(self.network, self.page_size, self.width)
+        else:
+            passes = DraftPrograms(self.drafting, self.width)
+        return cast("Callable[..., Any]", getattr(passes, kind))
+
+    def chunk(
+        self, params: Params, state: State, whole: Array, *, size: Bucket
+    ) -> tuple[State, Array]:
+        """The state with keys, values and streams of N known tokens of one row; and int32[0],
+        nothing.
+
+        whole  int32 vector of inputs.py for `size`
+        """
+        given, passed = self._forward(params, state, Inputs.of(whole, size, self.width))
+        return self._kept(state, given, passed, given.trees.real), jnp.zeros(0, jnp.int32)
+
+    def round(self, params: Params, state: State, whole: Array, *, key: Key) -> tuple[State, Array]:
+        """One step of R rows: forward, choose, walk, commit; with key.levels also extend and draft.
+
+        Returns the state and a record: int32[R*N] choices along the accepted paths of decided rows,
+        NOTHING elsewhere; then what was drafted (drafting.py), then what ran (future_map.py), where
+        the next round may go on from this one.
+        """
+        given, passed = self._forward(params, state, self._entered(state, whole, key.size))
+        logits = self.decoder.logits(params, passed.last.reshape(key.size.total, -1))
+        choices = choose(logits, given.sampling).reshape(key.size)
+        state, kept, grown = self._ended(params, state, (given, passed, choices), key)
+        return state, jnp.concatenate([jnp.where(kept, choices, NOTHING).reshape(-1), grown])
+
+    def shaped(
+        self,
+        params: Params,
+        state: State,
+        whole: Array,
+        masks: tuple[Array, Array],
+        shaping: Array,
+        *,
+        key: Key,
+    ) -> tuple[State, Array]:
+        """Run `round` with grammar masks (inputs.padded_masks) and every sampling parameter
+        (shaping.py).
+
+        In the record, right behind the choices: int32[R*N,line_size] lines of log-probabilities
+        (reports.py), zeros if no row reports any.
+        """
+        size = key.size
+        given, passed = self._forward(params, state, self._entered(state, whole, size))
+        logits = self.decoder.logits(params, passed.last.reshape(size.total, -1))
+        which, bits = masks
+        allowed = unpacked(lax.bitcast_convert_type(bits[which], jnp.uint32), logits.shape[1])
+        how = JaxShaping.of(shaping, size.rows, self.edits)
+        choices = choose_shaped(
+            logits.reshape(*size, -1), given.sampling, given.trees, how, allowed.reshape(*size, -1)
+        )
+        told = lax.cond(
+            (how.told > 0).any(),
+            lambda: lines(logits, choices.reshape(-1)),
+            lambda: jnp.zeros((size.total, line_size(logits.shape[1])), jnp.int32),
+        )
+        state, kept, grown = self._ended(params, state, (given, passed, choices), key)
+        record = jnp.where(kept, choices, NOTHING).reshape(-1)
+        return state, jnp.concatenate([record, told.reshape(-1), grown])
+
+    def report(self, params: Params, state: State, asked: Array) -> Array:
+        """Return int32[REPORTED,line_size] lines (reports.py) of tokens asked[1] at rows asked[0]
+        of the streams; asked int32[2,REPORTED].
+        """
+        return lines(self.decoder.logits(params, state.hidden[asked[0]]), asked[1])
+
+    def logits(self, params: Params, state: State, rows: Array) -> Array:
+        """float32[FEW,V] logits of rows int32[FEW] of the streams."""
+        return self.decoder.logits(params, state.hidden[rows])
+
+    def move(self, params: Params, state: State, moves: Array) -> State:
+        """The state with keys and values of slots moves[0] copied to slots moves[1]; moves
+        int32[2,MOVED].
+        """
+        del params
+        return _moved(state, moves[0], moves[1])
+
+    def keep(self, params: Params, state: State, moves: Array) -> State:
+        """The state with features at rows moves[0] of the draft's streams copied to rows moves[1];
+        moves int32[2,MOVED].
+        """
+        del params
+        held = state.draft
+        assert held is not None, "a draft network was attached"
+        streams = held.streams.at[moves[1]].set(held.streams[moves[0]])
+        return state._replace(draft=held._replace(streams=streams))
+
+    def _ended(
+        self,
+        params: Params,
+        state: State,
+        chosen: tuple[Inputs, Forwarded, Array],
+        key: Key,
+    ) -> tuple[State, Array, Array]:
+        """Walk, commit, and draft if a row is followed. Returns the state, bool[R,N] the accepted
+        nodes, and the drafts.
+        """
+        given, passed, choices = chosen
+        kept = walk(choices, given.trees)
+        state = self._in_ring(self._kept(state, given, passed, kept), given, passed, kept)
+        state, grown = self._drafted(params, state, (given, passed, choices, kept), key)
+        if self.future is None:
+            return state, kept, grown
+        held, ran = leave(state.future, given, choices, kept, grown)
+        return state._replace(future=held), kept, jnp.concatenate([grown, ran])
+
+    def _drafted(
+        self,
+        params: Params,
+        state: State,
+        decided: tuple[Inputs, Forwarded, Array, Array],
+        key: Key,
+    ) -> tuple[State, Array]:
+        """Return the state, and the drafts if a row is followed."""
+        given, passed, choices, kept = decided
+        if not key.levels:
+            return state, jnp.zeros(0, jnp.int32)
+        held = state.draft
+        assert held is not None, "a draft network was attached"
+        about = AcceptedStep(given, choices, kept, passed.features)
+        count = 3 * key.size.rows * full_size(key.width, key.levels)
+        held, grown = lax.cond(
+            (given.draft_slot >= 0).any(),
+            lambda: self.drafting.work(params, held, about, key.width, key.levels),
+            lambda: (held, jnp.zeros(count, jnp.int32)),
+        )
+        return state._replace(draft=held), grown
+
+    def _entered(self, state: State, whole: Array, size: Bucket) -> Inputs:
+        """A round's, with what carried rows carry on from."""
+        given = Inputs.of(whole, size, self.width)
+        if self.future is None:
+            return given
+        return enter(given, state.future, self.future)
+
+    def _forward(self, params: Params, state: State, given: Inputs) -> tuple[Inputs, Forwarded]:
+        past = Past(state.keys, state.values, given.table, given.kv_len)
+        position = given.kv_len[:, None] + given.depth
+        tree = Tree(given.trees.seen, position)
+
+        def of_layer(
+            layer: tuple[Any, AttentionSpec], queries: Array, keys: Array, values: Array
+        ) -> Array:
+            how = Layer(*layer, self.page_size)
+            return attend(queries, (keys, values), past, tree, how)
+
+        asked = self.network.sizes.features if self.network is not None else ()
+        return given, self.decoder.forward(params, given.trees.tokens, position, of_layer, asked)
+
+    def _slots(self, given: Inputs) -> Array:
+        """int32[R*N] of nodes, in pages."""
+        position = given.kv_len[:, None] + given.depth
+        return slots_of(given.table, position, self.page_size).reshape(-1)
+
+    def _kept(self, state: State, given: Inputs, passed: Forwarded, kept: Array) -> State:
+        """Keep streams, and keys and values: of kept nodes in pages, of others in scratch.
+
+        Of a chunk what is not kept is no node, and goes nowhere.
+        """
+        scratch = self.shape.slots + given.place
+        target = after(jnp.where(kept.reshape(-1), self._slots(given), scratch), passed.last)
+        keys, values = (
+            held.at[:, target].set(of_nodes(new), mode="drop")
+            for held, new in ((state.keys, passed.keys), (state.values, passed.values))
+        )
+        hidden = _put(state.hidden, passed.last, given.place)
+        draft = state.draft
+        if draft is not None:
+            streams = _put(draft.streams, passed.features, given.place)
+            draft = draft._replace(streams=streams)
+        return state._replace(keys=keys, values=values, hidden=hidden, draft=draft)
+
+    def _in_ring(self, state: State, given: Inputs, passed: Forwarded, kept: Array) -> State:
+        """Store features of accepted nodes, for drafts that are requested later."""
+        held = state.draft
+        if held is None or not held.streams.shape[1]:
+            return state
+        position = given.kv_len[:, None] + given.depth
+        place = self.shape.hidden + ring_place(given.bounds.slot[:, None], position)
+        place = jnp.where(kept, place, NOWHERE)
+        values = passed.features.astype(held.streams.dtype)
+        streams = held.streams.at[place].set(values, mode="drop")
+        return state._replace(draft=held._replace(streams=streams))
+
+
+def _put(held: Array, streams: Array, place: Array) -> Array:
+    """Rows `held` with streams [R,N,.] where a batch's nodes have theirs, side by side."""
+    flat = streams.reshape(len(place), streams.shape[-1]).astype(held.dtype)
+    return lax.dynamic_update_slice(held, flat, (place[0], 0))
+
+
+def _moved(state: State, source: Array, target: Array) -> State:
+    both = state.keys, state.values
+    keys, values = (held.at[:, target].set(held[:, source]) for held in both)
+    return state._replace(keys=keys, values=values)

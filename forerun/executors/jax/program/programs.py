@@ -1,0 +1,311 @@
+"""The compiled programs of an executor, all made at start-up.
+
+    chunk   (R=1, N)  prompt tokens: forward, keys and values into pages
+    round   (R, N)    forward, choose, walk, commit: one dispatch and one small copy to the host
+    shaped  (R, N)    a round with grammars, sampling parameters beyond a temperature, or
+                      log-probabilities
+    report            log-probabilities of a prompt's tokens
+    logits            of a few nodes, if rounding leaves a choice open
+    move              keys and values of what the host accepted, from scratch into pages
+    keep              features of the same, from the step's streams into the ring
+
+With a draft network rounds of `levels` also follow and draft (drafting.py), and there are the
+passes of draft_passes.py. All take the state (kv.py), donated, and return it. No shape and no
+branch depends on a value.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from forerun.draft_shape import DraftShape
+from forerun.executors.jax.drafts.block import BlockNetwork
+from forerun.executors.jax.drafts.block_passes import block_shapes, enter_shapes
+from forerun.executors.jax.drafts.draft_network import DraftNetwork
+from forerun.executors.jax.drafts.draft_passes import (
+    DEPTHS,
+    FEW,
+    expand_shapes,
+    extend_shapes,
+)
+from forerun.executors.jax.network.kv import DraftArrays
+from forerun.executors.jax.network.weights import Params
+from forerun.executors.jax.program.functions import Functions, Key
+from forerun.executors.jax.program.future_map import FutureMap
+from forerun.executors.jax.rounds.batches import Bucket, Buckets
+from forerun.executors.jax.rounds.inputs import packed_size, total
+from forerun.executors.jax.rounds.reports import REPORTED
+from forerun.executors.jax.rounds.shaping import shaping_shapes
+from forerun.interface.draft_model import CANDIDATES
+from forerun.interface.executor import ExecutorLimits
+
+log = logging.getLogger("forerun.executors.jax")
+
+MOVED = 64
+"""Nodes that one `move` moves."""
+
+STATE_ONLY = ("move", "keep", "extend", "expand", "enter")
+"""Programs that give the state back and nothing else."""
+
+FEW_ROWS = ("logits", "candidates")
+"""Programs that read a few rows of the state."""
+
+NO_STATE = (*FEW_ROWS, "block", "report")
+"""Programs that change nothing."""
+
+
+class JaxPrograms:
+    """Compiled programs and how often they ran.
+
+    params, state  on the device; `state` is another after every call
+    compile_seconds  of start-up; late  programs that start-up had not foreseen
+    """
+
+    def __init__(
+        self, functions: Functions, params: Params, limits: ExecutorLimits, buckets: Buckets
+    ) -> None:
+        self._functions, self.params = functions, params
+        self.state = functions.shape.made(
+            functions.decoder.arch, params["embed"].dtype, functions.decoder.sharding
+        )
+        self._whole = functions.decoder.sharding.whole
+        self._words, self._slots = -(-limits.vocab // 32), limits.slots
+        self._everything: dict[Bucket, Any] = {}
+        self._buckets = buckets
+        self._draft = DraftShape()
+        self._compiled: dict[Key, Any] = {}
+        self.dispatches = self.late = 0
+        self.compile_seconds = 0.0
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        """Return the keys of all programs for the present sizes, network and draft shape."""
+        chunks = [Key("chunk", Bucket(1, nodes)) for nodes in self._buckets.chunks]
+        network, shape = self._functions.network, (0, 0)
+        if network is not None and not network.sizes.block:
+            shape = self._draft.width, self._draft.depth
+        rounds = [
+            Key(kind, size, *shape) for kind in ("round", "shaped") for size in self._buckets.rounds
+        ]
+        few = Key("report"), Key("logits"), Key("move")
+        return *chunks, *rounds, *few, *self._of_drafts()
+
+    def _of_drafts(self) -> Iterator[Key]:
+        """Return the keys that a network adds: the passes that the host runs."""
+        network, (nodes, width, levels) = self._functions.network, self._draft
+        if network is None or not nodes:
+            return
+        if network.sizes.width:
+            yield Key("keep")
+        count = min(CANDIDATES, network.sizes.vocab)
+        followed = [Bucket(1, chunk) for chunk in self._buckets.chunks]
+        followed += self._buckets.widest.rounds
+        if network.sizes.block:
+            yield from (Key("enter", size) for size in followed)
+            yield from (Key("block", Bucket(rows, count)) for rows in self._buckets.rows)
+        if not levels:
+            return
+        yield from (Key("extend", size) for size in followed)
+        depth = next(size for size in DEPTHS if size >= levels - 1)
+        for rows in self._buckets.rows:
+            yield Key("expand", Bucket(rows, width), levels=depth)
+        yield Key("candidates", Bucket(FEW, count))
+
+    def attach(
+        self, network: DraftNetwork | BlockNetwork, weights: Params, held: DraftArrays
+    ) -> None:
+        """Bind a draft network, its weights and its arrays; every compiled program is dropped."""
+        self._functions = replace(self._functions, network=network)
+        self.params = {**self.params, "draft": weights}
+        self.state = self.state._replace(draft=held)
+        self._compiled.clear()
+
+    def keep_state(self, width: int, levels: int) -> None:
+        """Let rounds go on from each other: make room in the state for trees of this width and
+        these levels. Compiled programs are dropped, unless there was such room already.
+        """
+        if self._functions.future == (width, levels):
+            return
+        self._functions = replace(self._functions, future=(width, levels))
+        future = FutureMap.of(self._slots, width, levels)
+        self.state = self.state._replace(future=self._there(future))
+        self._compiled.clear()
+
+    @property
+    def compiled(self) -> tuple[Key, ...]:
+        """The keys of all programs that are compiled."""
+        return tuple(self._compiled)
+
+    def warm_up(
+        self,
+        buckets: Buckets,
+        draft: DraftShape,
+        threads: int,
+        progress: Callable[[int, int], None],
+    ) -> None:
+        """Compile every program for these sizes, `threads` at once: the compiler releases Python's
+        lock.
+
+        progress  called after each with (done, total). Sets compile_seconds.
+        """
+        self._buckets, self._draft = buckets, draft
+        began, keys = perf_counter(), self.keys
+        with ThreadPoolExecutor(threads) as pool:
+            for done, (key, made) in enumerate(
+                zip(keys, pool.map(lambda k: self._lowered(k).compile(), keys), strict=True)
+            ):
+                self._compiled[key] = made
+                progress(done + 1, len(keys))
+        self.compile_seconds = perf_counter() - began
+
+    def run(self, key: Key, *given: Any) -> Any:
+        """Dispatch a program that changes the state. Returns its record on the device, not waited
+        for; None if it has none. A program that is not compiled yet is compiled first and
+        counted in `late`.
+        """
+        self.dispatches += 1
+        found = self._of(key)(self.params, self.state, *self._there(given))
+        self.state, rest = found if key.kind not in STATE_ONLY else (found, None)
+        return rest
+
+    def ask(self, key: Key, *given: Any) -> np.ndarray:
+        """The result of a program that changes nothing, copied to the host; waits for it."""
+        self.dispatches += 1
+        found: np.ndarray = jax.device_get(
+            self._of(key)(self.params, self.state, *self._there(given))
+        )
+        return found
+
+    def everything(self, size: Bucket) -> Any:
+        """Grammar masks that allow every node of a round everything, as `padded_masks` has them, on
+        the device; made once per size.
+        """
+        if size not in self._everything:
+            which = np.full(size.total, size.total, np.int32)
+            bits = np.full((size.total + 1, self._words), -1, np.int32)
+            self._everything[size] = self._there((which, bits))
+        return self._everything[size]
+
+    def lines(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """int32[n,line_size] of the report program for rows int32[n] of the streams and the tokens
+        int32[n] that follow them; n >= 1. Waits.
+        """
+        found = []
+        for begin in range(0, len(rows), REPORTED):
+            part = slice(begin, begin + REPORTED)
+            asked = np.zeros((2, REPORTED), np.int32)
+            count = len(rows[part])
+            asked[0, :count], asked[1, :count] = rows[part], tokens[part]
+            found.append(self.ask(Key("report"), asked)[:count])
+        return np.concatenate(found)
+
+    def logits(self, rows: np.ndarray) -> np.ndarray:
+        """float32[n,V] logits of rows int32[n] of the streams, n >= 1, on the host."""
+        return np.concatenate(self.parts(Key("logits"), rows, 0))
+
+    def move(self, key: Key, source: np.ndarray, target: np.ndarray, unused: int = 0) -> None:
+        """Run `move` or `keep`: what lies at int[n] goes to int[n]. Nothing is ever moved to
+        `unused`.
+        """
+        for begin in range(0, len(source), MOVED):
+            moves = np.full((2, MOVED), unused, np.int32)
+            part = slice(begin, begin + MOVED)
+            count = len(source[part])
+            moves[0, :count], moves[1, :count] = source[part], target[part]
+            self.run(key, moves)
+
+    def parts(self, key: Key, rows: np.ndarray, axis: int = 1) -> list[np.ndarray]:
+        """Results of a program that reads FEW rows at a time, for rows int32[n], as a list of
+        arrays on the host; the rows lie along `axis`. Empty for no row.
+        """
+        found = []
+        for begin in range(0, len(rows), FEW):
+            part = np.zeros(FEW, np.int32)
+            count = len(rows[begin : begin + FEW])
+            part[:count] = rows[begin : begin + FEW]
+            found.append(self.ask(key, part).take(range(count), axis))
+        return found
+
+    def text(self, key: Key) -> str:
+        """The compiler's text of a program (HLO), for tests and people; compiles it if need be."""
+        return str(self._of(key).as_text())
+
+    def _there(self, given: Any) -> Any:
+        return jax.device_put(given, self._whole)
+
+    def _of(self, key: Key) -> Any:
+        if key not in self._compiled:
+            self.late += bool(self._compiled)
+            self._compiled[key] = self._lowered(key).compile()
+        return self._compiled[key]
+
+    def _lowered(self, key: Key) -> Any:
+        work = self._functions.of(key.kind)
+        if key.kind in ("round", "shaped"):
+            work = partial(work, key=key)
+        elif key.size.rows:
+            work = partial(work, size=key.size)
+        if key.kind == "expand":
+            work = partial(work, levels=key.levels)
+        state = jax.tree.map(lambda array: array.sharding, self.state)
+        donated: tuple[int, ...] = (1,)
+        out: Any = (state, self._whole)
+        if key.kind in NO_STATE:
+            out, donated = self._whole, ()
+        elif key.kind in STATE_ONLY:
+            out = state
+        made = jax.jit(work, donate_argnums=donated, out_shardings=out)
+        return made.lower(_shapes(self.params), _shapes(self.state), *self._given(key))
+
+    def _given(self, key: Key) -> tuple[Any, ...]:
+        """Shapes of what a program takes beside parameters and state."""
+
+        def ints(*shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._whole)
+
+        width = self._functions.width
+        match key.kind:
+            case "move" | "keep":
+                return (ints(2, MOVED),)
+            case "report":
+                return (ints(2, REPORTED),)
+            case "extend":
+                whole = ints(total(extend_shapes(key.size, width)))
+            case "enter":
+                whole = ints(total(enter_shapes(key.size, width)))
+            case "block":
+                whole = ints(total(block_shapes(key.size.rows, width)))
+            case "expand":
+                whole = ints(total(expand_shapes(key.size, width, key.levels)))
+            case kind if kind in FEW_ROWS:
+                whole = ints(FEW)
+            case _:
+                whole = ints(packed_size(key.size, width))
+        if key.kind == "shaped":
+            nodes = key.size.total
+            shaping = ints(total(shaping_shapes(key.size.rows, self._functions.edits)))
+            return whole, (ints(nodes), ints(nodes + 1, self._words)), shaping
+        return (whole,)
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(
+        lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), tree
+    )
+
+
+def keep_compiled(folder: str) -> None:
+    """Keep compiled programs in `folder`, and load those that are there, for the whole process
+    (JAX's persistent compilation cache).
+    """
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

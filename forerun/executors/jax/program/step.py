@@ -1,0 +1,204 @@
+"""A round on XLA: the calls of its programs, and the reading of their records."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from forerun.executors.host_choice import reports_of
+from forerun.executors.host_sampler import HostSampler
+from forerun.executors.jax.drafts.draft_passes import FEW
+from forerun.executors.jax.program.drafted import Drafted
+from forerun.executors.jax.program.programs import JaxPrograms
+from forerun.executors.jax.rounds.batches import Batch
+from forerun.executors.jax.rounds.inputs import Rows
+from forerun.executors.jax.rounds.reports import TOP, is_told, line_size, report
+from forerun.executors.jax.rounds.shaping import EditsByRow, edits_of
+from forerun.interface.plan import Outcome, Plan, Reports, Round
+from forerun.speculative.sampling import Sampling
+from forerun.speculative.tree import TreeBatch, full_size
+from forerun.types import Bools, Floats, Ints
+
+
+@dataclass(eq=False)
+class JaxRound(Round):
+    """A running step. `batches` and `place` of one that began from another are known once it has
+    been read.
+
+    batches  its dispatches
+    records  the result of each that has begun, on the device; None of a chunk
+    place    int32[M] a flat node's row of State.hidden; -1 = it did not run
+    rows     what programs do for its rows; `decided`: rows that programs decide
+    asked    sampling parameters of rows that need a `shaped` round
+    drafted  its drafts
+    told     lines of flat nodes (reports.py)
+    """
+
+    batches: list[Batch] = field(kw_only=True)
+    records: list[Any] = field(default_factory=list)
+    place: Ints = field(kw_only=True)
+    rows: Rows = field(kw_only=True)
+    asked: EditsByRow = field(kw_only=True)
+    drafted: Drafted | None = field(kw_only=True)
+    told: dict[int, Ints] = field(default_factory=dict)
+
+
+def asked_of(plan: Plan, sampler: HostSampler, room: int) -> EditsByRow:
+    """By row: sampling parameters and edits of the rows that a plain round cannot decide but a
+    shaped one can.
+
+    Left to the host are rows with accept thresholds, with more than `room` edits, or with more
+    reported alternatives than a program finds.
+    """
+    found: EditsByRow = {}
+    more = (sampler.choosing.temperature[plan.slots] < 0) | plan.constrained
+    more |= sampler.reports(plan.slots)
+    for row in np.flatnonzero(plan.samples & more).tolist():
+        slot = sampler.of_row(plan, row)
+        shaped = (
+            not slot.sampling.temperature_only or plan.constrained[row] or is_told(slot.sampling)
+        )
+        if slot.sampling.lossy or not shaped:
+            continue
+        edits = edits_of(slot.sampling, slot.history)
+        if len(edits) <= room:
+            found[row] = slot.sampling, edits
+    return found
+
+
+def certain(plan: Plan, sampler: HostSampler) -> bool:
+    """Whether the programs' choices for all rows are final without the host: no grammar, no
+    penalty, no top_p, no threshold, no long report. Only then may the next round go on from this
+    one.
+    """
+    samplings = [sampler.of_row(plan, row).sampling for row in range(plan.rows)]
+    return not plan.constrained.any() and all(map(_certain, samplings))
+
+
+def _certain(sampling: Sampling) -> bool:
+    penalties = sampling.frequency_penalty or sampling.presence_penalty
+    cut = sampling.temperature > 0 and sampling.top_p < 1.0
+    told = sampling.logprobs is None or is_told(sampling)
+    return not (penalties or sampling.repetition_penalty != 1.0 or cut or sampling.lossy) and told
+
+
+def complete(round: JaxRound) -> None:
+    """Fill in plan, batch and trees of a round that went on from another, from its record; waits
+    for it. Changes `round`. Raises EngineError if the round before is not finished.
+    """
+    batch, rows = round.batches[0], round.plan.rows
+    round.records[0] = record = jax.device_get(round.records[0])
+    round.complete_plan()
+    tokens, parents, real = record[-3 * batch.size.total :].reshape(3, *batch.size)[:, :rows]
+    row, node = np.nonzero(real)
+    counts = real.sum(1).astype(np.int32)
+    start = np.append(0, np.cumsum(counts)).astype(np.int32)
+    above = parents[row, node]
+    depth = np.zeros(real.shape, np.int32)
+    for place in range(1, batch.size.nodes):
+        depth[:, place] = depth[np.arange(rows), np.maximum(parents[:, place], 0)] + 1
+    flat = np.split(np.arange(len(row), dtype=np.int32), start[1:-1])
+    round.batches[0] = replace(batch, nodes=tuple(flat))
+    round.place = (row * batch.size.nodes + node).astype(np.int32)
+    parents = np.where(above < 0, -1, above + start[row]).astype(np.int32)
+    known = np.ones(rows, np.int32)
+    round.trees = TreeBatch(tokens[row, node], parents, start, known, depth[row, node])
+
+
+def left_to_move(
+    round: JaxRound, outcome: Outcome, scratch: int, page_size: int
+) -> tuple[Ints, Ints]:
+    """int[n] each: slots in scratch (from `scratch` on) and slots in pages, of what the host
+    accepted in rows that no program decided.
+    """
+    plan, trees = round.plan, round.trees
+    source, target = [plan.slots[:0]], [plan.slots[:0]]
+    for row in np.flatnonzero(plan.samples & ~round.rows.decided).tolist():
+        path = outcome.permanent(trees, row)
+        path = path[path >= trees.root(row)]
+        positions = plan.kv_len[row] + trees.depth[path]
+        source.append(scratch + round.place[path])
+        pages = plan.page_table[row, positions // page_size]
+        target.append(pages * page_size + positions % page_size)
+    return np.concatenate(source), np.concatenate(target)
+
+
+def asked_rows(plan: Plan, decided: Bools, drafted: Drafted | None = None) -> Rows:
+    """Return what programs do for the plan's rows: which they decide (bool[B]) and whose draft
+    follows. Temperatures are 0 until they are filled in.
+    """
+    follows = np.zeros(plan.rows, np.bool_) if drafted is None else drafted.rows
+    cold = np.zeros(plan.rows, np.float32)
+    return Rows(decided, np.where(follows, plan.slots, -1).astype(np.int32), cold)
+
+
+def receive(record: Any, batch: Batch, choice: Ints, round: JaxRound, vocab: int) -> None:
+    """Wait for a round's record and store its parts: choices into choice int32[M] of flat nodes,
+    reported lines into `round.told`, trees into `round.drafted`.
+    """
+    found, end = jax.device_get(record), batch.size.total
+    _spread(choice, batch, found[:end])
+    if not round.asked.keys().isdisjoint(batch.rows):
+        begin, end = end, end + batch.size.total * line_size(vocab)
+        _tell(batch, found[begin:end].reshape(*batch.size, -1), choice, round)
+    if round.drafted is not None:
+        drafted = round.drafted
+        count = 3 * batch.size.rows * full_size(drafted.width, drafted.levels)
+        drafted.fill(batch, found[end : end + count])
+
+
+def _tell(batch: Batch, lines: Ints, choice: Ints, round: JaxRound) -> None:
+    """Store the lines of chosen tokens, for rows that report log-probabilities."""
+    for row, nodes, line in zip(batch.rows, batch.nodes, lines, strict=False):
+        if row in round.asked and is_told(round.asked[row][0]):
+            kept = choice[nodes] >= 0
+            round.told.update(zip(nodes[kept].tolist(), line[: len(nodes)][kept], strict=True))
+
+
+def _spread(choice: Ints, batch: Batch, record: Ints) -> None:
+    """Write a record's choices to their flat nodes, where it has any."""
+    for nodes, line in zip(batch.nodes, record.reshape(batch.size), strict=False):
+        found = line[: len(nodes)]
+        choice[nodes] = np.where(found >= 0, found, choice[nodes])
+
+
+class Answers:
+    """Further results of a finished step for the host; each takes a dispatch and a copy, only if
+    needed. there: no other step has begun since; after one only rows without finite logits need
+    any.
+    """
+
+    def __init__(
+        self, programs: JaxPrograms, round: JaxRound, vocab: int, there: bool = True
+    ) -> None:
+        self._programs, self._round, self._vocab = programs, round, vocab
+        self._there = there
+        self._logits: dict[int, Floats] = {}
+
+    def of_node(self, node: int) -> Floats:
+        """float32[V] raw logits of a flat node, fetched with a few of the next ones and remembered;
+        all NaN where it did not run, or where a later step has overwritten it.
+        """
+        place = self._round.place
+        if place[node] < 0 or not self._there:
+            return np.full(self._vocab, np.nan, np.float32)
+        if node not in self._logits:
+            last = min(node + FEW, len(place))
+            nodes = [other for other in range(node, last) if other not in self._logits]
+            rows = self._programs.logits(place[nodes])
+            self._logits.update(zip(nodes, rows, strict=True))
+        return self._logits[node]
+
+    def reports(self, top: int, pairs: list[tuple[int, int]]) -> Reports:
+        """Log-probabilities of (flat node, token) pairs with `top` alternatives each, as
+        host_choice.ReportsOf; what came with the record is not fetched again.
+        """
+        if top > TOP or not pairs:
+            return reports_of(self.of_node, top, pairs)
+        told = self._round.told
+        if any(node not in told for node, _ in pairs):
+            nodes, tokens = np.array(pairs, np.int32).T
+            found = self._programs.lines(self._round.place[nodes], tokens)
+            told.update(zip(nodes.tolist(), found, strict=True))
+        return tuple(report(told[node], token, top) for node, token in pairs)

@@ -1,0 +1,1 @@
+"""Rows of a round: inputs, choices, sampling, reports."""

@@ -1,1 +1,0 @@
-"""Checkpoints and model descriptions, independent of any framework."""

@@ -1,0 +1,1 @@
+"""Networks as data: what a model is, and how config.json says so."""

@@ -1,0 +1,392 @@
+"""The description of a decoder, independent of any framework: its sizes, its layers, its tensors.
+
+Layers are data (layer_spec.py); the parts that all of a model's layers share are here. families.py
+has the families, and how their files are read.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from forerun.errors import ModelError
+from forerun.networks.cache_layer import CacheLayer
+from forerun.networks.layer_spec import (
+    NORM_NAMES,
+    AttentionSpec,
+    Dense,
+    Experts,
+    GatedDelta,
+    Latent,
+    LayerSpec,
+    check_factor,
+)
+from forerun.networks.rope import LongRope, Rope
+
+__all__ = ["FAMILIES", "Architecture", "Family", "Rope", "expected_tensors"]
+
+Family = Literal[
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen2_moe",
+    "qwen3_moe",
+    "gemma2",
+    "gemma3_text",
+    "mixtral",
+    "glm4_moe",
+    "deepseek_v3",
+    "deepseek_v2",
+    "gpt_oss",
+    "phi3",
+    "smollm3",
+    "granite",
+    "olmo2",
+    "qwen3_next",
+]
+"""By the name that config.json gives as model_type."""
+FAMILIES: tuple[Family, ...] = get_args(Family)
+
+_MOST = {
+    "layers": 1024,
+    "hidden": 1 << 18,
+    "heads": 4096,
+    "kv_heads": 4096,
+    "head_size": 4096,
+    "vocab": 1 << 24,
+    "context": 1 << 30,
+}
+"""Larger than any existing model; a file with more is damaged or hostile."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArchitectureSizes:
+    """Letters as in Architecture; `layers` L. Raises ModelError for what no model can have."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocab: int
+    context: int
+
+    def __post_init__(self) -> None:
+        """Check all sizes, so that every ArchitectureSizes is valid."""
+        for name, most in _MOST.items():
+            value = getattr(self, name)
+            if not 1 <= value <= most:
+                raise ModelError(f"the model's {name} is {value}; it must be 1 to {most}")
+        if self.heads % self.kv_heads:
+            raise ModelError(
+                f"{self.heads} attention heads cannot share {self.kv_heads} key/value heads evenly"
+            )
+        if self.head_size % 2:
+            raise ModelError(f"the head size {self.head_size} is odd; RoPE rotates pairs")
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """The numbers an executor needs to run a checkpoint.
+
+    hidden H, heads A, kv_heads G, head_size E, vocab V; in latent attention G is 1 and E what is
+    kept of a position (layer_spec.Latent), so that heads, cache and kernels are as of any model
+    context          longest sequence the model was trained for, in tokens
+    norm_eps         added to the mean square in every RMSNorm
+    layer_specs      what each of the L layers is
+    tied_head        the output head is the embedding
+    norm_offset      added to every stored norm weight: 1 in the files of Gemma and Qwen3-Next
+    embedding_scale  multiplies the embeddings, rounded to the activations' dtype first (Gemma)
+    final_softcap    logits become final_softcap * tanh(logits / final_softcap); None leaves them
+    logit_scale      multiplies the logits (Granite)
+    """
+
+    family: Family
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocab: int
+    context: int
+    norm_eps: float
+    layer_specs: tuple[LayerSpec, ...]
+    tied_head: bool = False
+    norm_offset: float = 0.0
+    embedding_scale: float = 1.0
+    final_softcap: float | None = None
+    logit_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Raise ModelError for numbers that no model can have."""
+        ArchitectureSizes(**{name: getattr(self, name) for name in _MOST})
+        if not (math.isfinite(self.norm_eps) and 0 < self.norm_eps < 1):
+            raise ModelError(f"the norm's epsilon is {self.norm_eps}; it must be in (0, 1)")
+        check_factor("embedding scale", self.embedding_scale)
+        check_factor("final logit softcap", self.final_softcap or 1.0)
+        check_factor("scale of logits", self.logit_scale)
+        for spec in dict.fromkeys(self.layer_specs):
+            spec.check(self.head_size)
+        latent = self.latent
+        deltas = {spec.delta for spec in self.layer_specs} - {None}
+        if len({spec.attention.latent for spec in self.layer_specs}) > 1 or len(deltas) > 1:
+            raise ModelError("layers with caches of different shapes are not supported")
+        if latent and (self.kv_heads, self.head_size) != (1, latent.rank + latent.rope):
+            raise ModelError("latent attention must cache one head of rank + rope numbers")
+
+    @property
+    def layers(self) -> int:
+        """L, the number of decoder layers; prediction layers are none of them."""
+        return len(self.layer_specs)
+
+    @property
+    def latent(self) -> Latent | None:
+        """Its latent attention, the same in all layers; None if attention is not latent."""
+        return self.layer_specs[0].attention.latent
+
+    @property
+    def attention_specs(self) -> tuple[AttentionSpec, ...]:
+        """The attention of the layers that cache keys and values, in their order."""
+        return tuple(spec.attention for spec in self.layer_specs if spec.delta is None)
+
+    @property
+    def delta(self) -> GatedDelta | None:
+        """The shape of its recurrent layers, the same in all; None if there are none."""
+        return next((spec.delta for spec in self.layer_specs if spec.delta), None)
+
+    @property
+    def recurrent_layers(self) -> int:
+        """How many layers have a state instead of keys and values."""
+        return self.layers - len(self.attention_specs)
+
+    @property
+    def cache_layer(self) -> CacheLayer:
+        """What each layer with attention caches per position, the same in all of them."""
+        latent = self.latent
+        value_size = None if latent is None else latent.rank
+        return CacheLayer(self.kv_heads, self.head_size, value_size)
+
+    @property
+    def rope_size(self) -> int:
+        """How many numbers of a head are rotated."""
+        return self.head_size if self.latent is None else self.latent.rope
+
+    @property
+    def ffn(self) -> int:
+        """Width of the widest feed-forward that a token runs through: what a draft head beside
+        this model is as wide as, and what scratch is planned for.
+        """
+        return max(spec.active_width for spec in self.layer_specs)
+
+    @property
+    def expert_rows(self) -> int:
+        """Rows of H numbers that are gathered for a node's experts and come of them, in the layer
+        that has most; 0 of a dense model.
+        """
+        mixtures = (s.feed_forward for s in self.layer_specs)
+        rows = [2 * m.top_k + bool(m.shared) for m in mixtures if isinstance(m, Experts)]
+        return max(rows, default=0)
+
+    @property
+    def latent_numbers(self) -> int:
+        """Numbers of a node between latent attention's products: what makes queries, these, brought
+        into the latent's space, what they find there, what the heads' matrices read, and values. 0
+        if attention is not latent.
+        """
+        about = self.latent
+        if about is None:
+            return 0
+        each = about.nope + about.rope + 2 * self.head_size + about.value
+        each += max(about.nope, about.rank)
+        return self.heads * each + 3 * self.head_size + (about.query_rank or 0)
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The different rotary positions of its layers, in the order of first use."""
+        return tuple(dict.fromkeys(spec.rope for spec in self.layer_specs))
+
+    @property
+    def rope(self) -> Rope:
+        """The rope for a draft head beside this model: of the last layer without a window, else of
+        the last layer, skipping layers without positions if others have them.
+        """
+        turned = [spec for spec in self.layer_specs if spec.rope.rotated != 0] or self.layer_specs
+        whole = [spec for spec in turned if spec.attention.window is None]
+        return (whole or turned)[-1].rope
+
+    def for_context(self, context: int | None) -> "Architecture":
+        """The model for texts of up to `context` tokens; None: as many as need no stretching.
+
+        With LongRoPE positions turn otherwise where texts are longer than the original context, and
+        the keys of a text would change while it grows: what is served decides for all of them.
+        """
+        scalings = [spec.rope.scaling for spec in self.layer_specs]
+        limits = [s.original_context for s in scalings if isinstance(s, LongRope)]
+        if not limits:
+            return self
+        if context is None or context <= min(limits):
+            return replace(self, context=min(self.context, *limits))
+        return replace(self, layer_specs=tuple(map(_stretched, self.layer_specs)))
+
+    @property
+    def unstretched(self) -> str | None:
+        """A note for users if texts could be longer with another --context (for_context)."""
+        scalings = [spec.rope.scaling for spec in self.layer_specs]
+        if not any(isinstance(s, LongRope) and not s.stretched for s in scalings):
+            return None
+        return (
+            "this model uses other RoPE factors (LongRoPE) for texts longer than "
+            f"{self.context:,} tokens, which is the longest context here; to use those factors for "
+            "all texts, set --context above that."
+        )
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights, a tied head counted once."""
+        return sum(math.prod(shape) for shape in expected_tensors(self).values())
+
+    def beyond_llama(self) -> list[str]:
+        """What an executor must support besides Llama's block to run this model, as texts.
+
+        That block: one pre-norm layer repeated, 1/sqrt(E) scores, one rope, dense SwiGLU; with or
+        without biases and norms on queries and keys. Windows are not listed: they
+        change the mask, not the block. Empty if the block suffices.
+        """
+        specs = self.layer_specs
+        needs = {
+            "mixture-of-experts layers": any(isinstance(s.feed_forward, Experts) for s in specs),
+            "norms after attention and feed-forward": any(s.norms != "pre" for s in specs),
+            "a GELU gate": any("gelu" in s.activation for s in specs),
+            "a clamped gate": any(s.activation == "clamped_silu" for s in specs),
+            "latent attention": self.latent is not None,
+            "a gated delta net": self.delta is not None,
+            "gated attention": any(s.attention.gated for s in specs),
+            "attention sinks": any(s.attention.sinks for s in specs),
+            "norms over all heads at once": any(s.wide_qk_norm for s in specs),
+            "scaled residuals": any(s.residual != 1.0 for s in specs),
+            "scaled logits": self.logit_scale != 1.0,
+            "capped attention scores": any(s.attention.softcap for s in specs),
+            "capped logits": self.final_softcap is not None,
+            "its own scale of attention scores": any(
+                s.attention.scale != self.head_size**-0.5 for s in specs
+            ),
+            "scaled embeddings": self.embedding_scale != 1.0,
+            "norm weights stored without their 1": self.norm_offset != 0.0,
+            "a rope per layer": len(self.ropes) > 1,
+            "layers that differ": len({(s.feed_forward, s.qk_norm) for s in specs}) > 1,
+        }
+        return [what for what, there in needs.items() if there]
+
+
+def _stretched(spec: LayerSpec) -> LayerSpec:
+    scaling = spec.rope.scaling
+    if not isinstance(scaling, LongRope):
+        return spec
+    return replace(spec, rope=replace(spec.rope, scaling=replace(scaling, stretched=True)))
+
+
+def plain_layers(
+    count: int, head_size: int, ffn: int, rope: Rope, qk_norm: bool = False
+) -> tuple[LayerSpec, ...]:
+    """`count` of Llama's layers (or, with `qk_norm`, of Qwen3's), without biases and windows."""
+    spec = LayerSpec(AttentionSpec(head_size**-0.5), rope, Dense(ffn), qk_norm=qk_norm)
+    return (spec,) * count
+
+
+def expected_tensors(arch: Architecture) -> dict[str, tuple[int, ...]]:
+    """Canonical name -> shape of every tensor of the model, in the order of the computation.
+
+    Matrices are [out, in], as `y = W x` reads them.
+    """
+    tensors: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (arch.vocab, arch.hidden)}
+    of_spec = {spec: layer_tensors(arch, spec) for spec in dict.fromkeys(arch.layer_specs)}
+    for index, spec in enumerate(arch.layer_specs):
+        prefix = f"model.layers.{index}."
+        tensors |= {f"{prefix}{name}": shape for name, shape in of_spec[spec].items()}
+    tensors["model.norm.weight"] = (arch.hidden,)
+    if not arch.tied_head:
+        tensors["lm_head.weight"] = (arch.vocab, arch.hidden)
+    return tensors
+
+
+def layer_tensors(arch: Architecture, spec: LayerSpec) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of one layer, by canonical name without the layer's prefix."""
+    tensors, names = _Tensors(), NORM_NAMES[spec.norms]
+    tensors.norm(names.before_attention, arch.hidden)
+    if spec.delta is not None:
+        tensors.found |= spec.delta.tensors(arch.hidden)
+    elif spec.attention.latent is None:
+        _heads_tensors(tensors, arch, spec)
+    else:
+        _latent_tensors(tensors, arch, spec, spec.attention.latent)
+    if spec.attention.sinks:
+        tensors.found["self_attn.sinks"] = (arch.heads,)
+    tensors.norm(names.after_attention, arch.hidden)
+    tensors.norm(names.before_feed_forward, arch.hidden)
+    match spec.feed_forward:
+        case Dense(width, bias):
+            tensors.feed_forward("mlp", width, arch.hidden, bias)
+        case Experts() as experts:
+            _experts_tensors(tensors, arch, experts)
+    tensors.norm(names.after_feed_forward, arch.hidden)
+    return tensors.found
+
+
+class _Tensors:
+    """Names and shapes, in the order in which they are added."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, tuple[int, ...]] = {}
+
+    def norm(self, name: str | None, width: int) -> None:
+        if name is not None:
+            self.found[f"{name}.weight"] = (width,)
+
+    def matrix(self, name: str, rows: int, columns: int, bias: bool = False) -> None:
+        self.found[f"{name}.weight"] = (rows, columns)
+        if bias:
+            self.found[f"{name}.bias"] = (rows,)
+
+    def feed_forward(self, name: str, width: int, hidden: int, bias: bool = False) -> None:
+        self.matrix(f"{name}.gate_proj", width, hidden, bias)
+        self.matrix(f"{name}.up_proj", width, hidden, bias)
+        self.matrix(f"{name}.down_proj", hidden, width, bias)
+
+
+def _heads_tensors(tensors: _Tensors, arch: Architecture, spec: LayerSpec) -> None:
+    queries, keys = arch.heads * arch.head_size, arch.kv_heads * arch.head_size
+    gate = [("gate_proj", queries)] if spec.attention.gated else []
+    for part, width in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys), *gate):
+        tensors.matrix(f"self_attn.{part}", width, arch.hidden, spec.qkv_bias)
+    if spec.qk_norm or spec.wide_qk_norm:
+        for part, width in (("q_norm", queries), ("k_norm", keys)):
+            tensors.norm(f"self_attn.{part}", width if spec.wide_qk_norm else arch.head_size)
+    tensors.matrix("self_attn.o_proj", arch.hidden, queries, spec.o_bias)
+
+
+def _latent_tensors(tensors: _Tensors, arch: Architecture, spec: LayerSpec, latent: Latent) -> None:
+    queries = arch.heads * (latent.nope + latent.rope)
+    if latent.query_rank is None:
+        tensors.matrix("self_attn.q_proj", queries, arch.hidden)
+    else:
+        tensors.matrix("self_attn.q_a_proj", latent.query_rank, arch.hidden, spec.qkv_bias)
+        tensors.norm("self_attn.q_a_layernorm", latent.query_rank)
+        tensors.matrix("self_attn.q_b_proj", queries, latent.query_rank)
+    kept = latent.rank + latent.rope
+    tensors.matrix("self_attn.kv_a_proj_with_mqa", kept, arch.hidden, spec.qkv_bias)
+    tensors.norm("self_attn.kv_a_layernorm", latent.rank)
+    out_of = arch.heads * (latent.nope + latent.value)
+    tensors.matrix("self_attn.kv_b_proj", out_of, latent.rank)
+    tensors.matrix("self_attn.o_proj", arch.hidden, arch.heads * latent.value, spec.o_bias)
+
+
+def _experts_tensors(tensors: _Tensors, arch: Architecture, experts: Experts) -> None:
+    router, hidden = experts.router, arch.hidden
+    tensors.matrix("mlp.gate", experts.count, hidden, router.bias)
+    if router.correction:
+        tensors.found["mlp.gate.e_score_correction_bias"] = (experts.count,)
+    for expert in experts.here:
+        tensors.feed_forward(f"mlp.experts.{expert}", experts.width, hidden, experts.bias)
+    if experts.shared:
+        tensors.feed_forward("mlp.shared_expert", experts.shared, hidden)
+        if experts.shared_gate:
+            tensors.matrix("mlp.shared_expert_gate", 1, hidden)

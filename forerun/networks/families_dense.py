@@ -1,0 +1,218 @@
+"""Layers of families without experts, as their config.json says, with transformers' defaults."""
+
+from collections.abc import Sequence
+
+from forerun.networks.arch import ArchitectureSizes
+from forerun.networks.family_parts import (
+    FULL,
+    SLIDING,
+    Layers,
+    optional_integer,
+    optional_real,
+    plain_attention,
+    slides_of,
+    upper_windows,
+    uses_windows,
+)
+from forerun.networks.keys import Keys
+from forerun.networks.layer_spec import Activation, AttentionSpec, Dense, LayerSpec
+from forerun.networks.rope import Rope
+from forerun.networks.rope_config import rope_from, ropes_by_kind
+
+_GELUS: dict[str, Activation] = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+"""Their names in transformers."""
+
+
+def llama(keys: Keys, sizes: ArchitectureSizes) -> Layers:
+    """L layers of Llama 2 and 3 (arXiv 2407.21783), all alike. Raises ModelError for a key that is
+    missing or cannot be used.
+    """
+    biased = keys.flag("attention_bias", False)
+    feed_forward = Dense(keys.integer("intermediate_size"), keys.flag("mlp_bias", False))
+    rope = rope_from(keys, sizes.context)
+    spec = LayerSpec(plain_attention(sizes), rope, feed_forward, qkv_bias=biased, o_bias=biased)
+    return (spec,) * sizes.layers
+
+
+def mistral(keys: Keys, sizes: ArchitectureSizes) -> Layers:
+    """L layers of Mistral (arXiv 2310.06825), all with its window, if there is one. Raises
+    ModelError for a key that is missing or cannot be used.
+    """
+    window = optional_integer(keys, "sliding_window", 4096)
+    feed_forward = Dense(keys.integer("intermediate_size"))
+    rope = rope_from(keys, sizes.context)
+    return (LayerSpec(plain_attention(sizes, window), rope, feed_forward),) * sizes.layers
+
+
+def qwen2(keys: Keys, sizes: ArchitectureSizes) -> Layers:
+    """L layers of Qwen2 (arXiv 2407.10671): biases on q, k and v, windows in the upper layers where
+    used. Raises ModelError for a key that is missing or cannot be used.
+    """
+    if sizes.head_size * sizes.heads != sizes.hidden:
+        wanted = f"{sizes.hidden} / {sizes.heads} in a Qwen2 model"
+        raise keys.unfit("head_dim", sizes.head_size, wanted)
+    feed_forward, rope = Dense(keys.integer("intermediate_size")), rope_from(keys, sizes.context)
+    return tuple(
+        LayerSpec(plain_attention(sizes, window), rope, feed_forward, qkv_bias=True)
+        for window in upper_windows(keys, sizes)
+    )
+
+
+def qwen3(keys: Keys, sizes: ArchitectureSizes) -> Layers:
+    """L layers of Qwen3 (arXiv 2505.09388): heads are normed before the rotation. Raises ModelError
+    for a key that is missing or cannot be used.
+    """
+    biased = keys.flag("attention_bias", False)
+    feed_forward, rope = Dense(keys.integer("intermediate_size")), rope_from(keys, sizes.context)
+    return tuple(
+        LayerSpec(
+            plain_attention(sizes, window),
+            rope,
+            feed_forward,
+            qk_norm=True,
+            qkv_bias=biased,
+            o_bias=biased,
+        )
+        for window in upper_windows(keys, sizes)
+    )
+
+
+def gemma2(keys: Keys, sizes: ArchitectureSizes) -> Layers:
+    """L layers of Gemma 2 (arXiv 2408.00118): every second slides, scores are capped. Raises
+    ModelError for a key that is missing or cannot be used.
+    """
+    softcap = optional_real(keys, "attn_logit_softcapping", 50.0)
+    slides = slides_of(keys, sizes, [layer % 2 == 0 for layer in range(sizes.layers)])
+    rope = rope_from(keys, sizes.context)
+    return _gemma(keys, sizes, slides, {FULL: rope, SLIDING: rope}, softcap, qk_norm=False)
+
+
+def gemma3(keys: Keys, sizes: ArchitectureSizes) -> Layers:
+    """L layers of Gemma 3 (arXiv 2503.19786): five of six slide, with another rope. Raises
+    ModelError for a key that is missing or cannot be used.
+    """
+    pattern = keys.integer("sliding_window_pattern", 6)
+    if pattern < 1:
+        raise keys.unfit("sliding_window_pattern", pattern, "positive")
+    slides = slides_of(keys, sizes, [bool((layer + 1) % pattern) for layer in range(sizes.layers)])
+    thetas = {FULL: 1e6, SLIDING: 1e4}
+    if keys.get("rope_parameters") is not None:
+        return _gemma(keys, sizes, slides, ropes_by_kind(keys, sizes.context, thetas))
+    local = rope_from(Keys({}, keys.prefix), sizes.context, keys.real("rope_local_base_freq", 1e4))
+    ropes = {FULL: rope_from(keys, sizes.context, thetas[FULL]), SLIDING: local}
+    return _gemma(keys, sizes, slides, ropes)
+
+
+def _gemma(
+    keys: Keys,
+    sizes: ArchitectureSizes,
+    slides: Sequence[bool],
+    ropes: dict[str, Rope],
+    softcap: float | None = None,
+    qk_norm: bool = True,
+) -> Layers:
+    """The layers of Gemma 3, and with other values of the last two of Gemma 2.
+
+    slides  which layers have a window; ropes  of the layers with and without one
+    """
+    scalar = keys.real("query_pre_attn_scalar", 256.0)
+    if scalar <= 0:
+        raise keys.unfit("query_pre_attn_scalar", scalar, "positive")
+    window = keys.integer("sliding_window", 4096)
+    biased = keys.flag("attention_bias", False)
+    feed_forward, activation = Dense(keys.integer("intermediate_size")), _gelu(keys)
+    return tuple(
+        LayerSpec(
+            AttentionSpec(scalar**-0.5, window if slide else None, softcap),
+            ropes[SLIDING if slide else FULL],
+            feed_forward,
+            norms="sandwich",
+            activation=activation,
+            qk_norm=qk_norm,
+            qkv_bias=biased,
+            o_bias=biased,
+        )
+        for slide in slides
+    )
+
+
+def _gelu(keys: Keys) -> Activation:
+    """Read `hidden_activation`; `hidden_act`, which transformers ignores, must agree."""
+    name = keys.text("hidden_activation", "gelu_pytorch_tanh")
+    if name not in _GELUS:
+        raise keys.unfit("hidden_activation", name, f"one of {', '.join(_GELUS)}")
+    keys.require("hidden_act", name)
+    return _GELUS[name]
+
+
+def phi3(keys: Keys, sizes: ArchitectureSizes) -> Layers:
+    """L layers of Phi-3 and Phi-4 (arXiv 2412.08905), all alike. Raises ModelError for a key that
+    is missing or cannot be used.
+    """
+    keys.get("auto_map")  # Code that is never run.
+    window = optional_integer(keys, "sliding_window", None)
+    rope = rope_from(keys, sizes.context, head_size=sizes.head_size)
+    feed_forward = Dense(keys.integer("intermediate_size"))
+    return (LayerSpec(plain_attention(sizes, window), rope, feed_forward),) * sizes.layers
+
+
+def smollm3(keys: Keys, sizes: ArchitectureSizes) -> Layers:
+    """L layers of SmolLM3: Llama's, every fourth without positions. Raises ModelError for a key
+    that is missing or cannot be used.
+    """
+    keys.get("max_window_layers")  # Transformers does not look at it in this family.
+    used, window = uses_windows(keys), keys.integer("sliding_window", 4096)
+    slides = slides_of(keys, sizes, [False] * sizes.layers, used)
+    every = keys.integer("no_rope_layer_interval", 4)
+    if every < 1:
+        raise keys.unfit("no_rope_layer_interval", every, "positive")
+    rotates = keys.get("no_rope_layers") or [
+        int((layer + 1) % every != 0) for layer in range(sizes.layers)
+    ]
+    if not isinstance(rotates, list) or len(rotates) != sizes.layers or not {*rotates} <= {0, 1}:
+        raise keys.unfit("no_rope_layers", rotates, f"{sizes.layers} times 0 or 1")
+    if used and keys.get("layer_types") is None:
+        raise keys.unfit("layer_types", None, "given where use_sliding_window is true")
+    biased, rope = keys.flag("attention_bias", False), rope_from(keys, sizes.context, 2e6)
+    feed_forward = Dense(keys.integer("intermediate_size"), keys.flag("mlp_bias", False))
+    return tuple(
+        LayerSpec(
+            plain_attention(sizes, window if slide else None),
+            rope if rotated else Rope(rope.theta, rotated=0),
+            feed_forward,
+            qkv_bias=biased,
+            o_bias=biased,
+        )
+        for slide, rotated in zip(slides, rotates, strict=True)
+    )
+
+
+def granite(keys: Keys, sizes: ArchitectureSizes) -> Layers:
+    """L layers of Granite 3: Llama's, with scales of their own. Raises ModelError for a key that is
+    missing or cannot be used.
+    """
+    biased = keys.flag("attention_bias", False)
+    spec = LayerSpec(
+        AttentionSpec(keys.real("attention_multiplier", 1.0)),
+        rope_from(keys, sizes.context),
+        Dense(keys.integer("intermediate_size"), keys.flag("mlp_bias", False)),
+        qkv_bias=biased,
+        o_bias=biased,
+        residual=keys.real("residual_multiplier", 1.0),
+    )
+    return (spec,) * sizes.layers
+
+
+def olmo2(keys: Keys, sizes: ArchitectureSizes) -> Layers:
+    """OLMo 2 (arXiv 2501.00656): norms behind attention and feed-forward, and over all heads."""
+    biased = keys.flag("attention_bias", False)
+    spec = LayerSpec(
+        plain_attention(sizes),
+        rope_from(keys, sizes.context),
+        Dense(keys.integer("intermediate_size")),
+        norms="post",
+        wide_qk_norm=True,
+        qkv_bias=biased,
+        o_bias=biased,
+    )
+    return (spec,) * sizes.layers

@@ -1,0 +1,303 @@
+"""Layers of the families with experts, as their config.json says, with transformers' defaults."""
+
+from dataclasses import replace
+
+from forerun.networks.arch import ArchitectureSizes
+from forerun.networks.family_parts import (
+    FULL,
+    LINEAR,
+    Layers,
+    optional_integer,
+    plain_attention,
+    slides_of,
+    uses_windows,
+)
+from forerun.networks.keys import Keys
+from forerun.networks.layer_spec import (
+    CLAMP,
+    CLAMP_SLOPE,
+    AttentionSpec,
+    Dense,
+    Experts,
+    GatedDelta,
+    Latent,
+    LayerSpec,
+    Router,
+)
+from forerun.networks.rope import Yarn, yarn_attention_factor
+from forerun.networks.rope_config import rope_from
+
+
+def qwen2_moe(keys: Keys, sizes: ArchitectureSizes) -> Layers:
+    """Return L layers of Qwen2-MoE, whose tokens all share one expert. Raises ModelError for a key
+    that is missing or cannot be used.
+    """
+    biased, rope = keys.flag("qkv_bias", True), rope_from(keys, sizes.context)
+    shared = keys.integer("shared_expert_intermediate_size")
+    used, window = uses_windows(keys), keys.integer("sliding_window", 4096)
+    keys.get("max_window_layers")  # Only makes the layer_types that are required here.
+    if used and keys.get("layer_types") is None:
+        # Versions of transformers disagree on which layers these would be.
+        raise keys.unfit("layer_types", None, "given where use_sliding_window is true")
+    slides = slides_of(keys, sizes, [False] * sizes.layers, used)
+    return tuple(
+        LayerSpec(
+            plain_attention(sizes, window if slide else None), rope, feed_forward, qkv_bias=biased
+        )
+        for slide, feed_forward in zip(slides, _qwen_experts(keys, sizes, shared), strict=True)
+    )
+
+
+def qwen3_moe(keys: Keys, sizes: ArchitectureSizes) -> Layers:
+    """L layers of Qwen3-MoE (arXiv 2505.09388). Raises ModelError for a key that is missing or
+    cannot be used.
+    """
+    biased, rope = keys.flag("attention_bias", False), rope_from(keys, sizes.context)
+    used, window = uses_windows(keys), keys.integer("sliding_window", 4096)
+    keys.get("max_window_layers")  # Transformers does not look at it in this family.
+    slides = slides_of(keys, sizes, [used] * sizes.layers, used)
+    if slides != [used] * sizes.layers:
+        raise keys.unfit("layer_types", keys.get("layer_types"), "all of one kind in Qwen3-MoE")
+    return tuple(
+        LayerSpec(
+            plain_attention(sizes, window if used else None),
+            rope,
+            feed_forward,
+            qk_norm=True,
+            qkv_bias=biased,
+            o_bias=biased,
+        )
+        for feed_forward in _qwen_experts(keys, sizes, shared=0)
+    )
+
+
+def qwen3_next(keys: Keys, sizes: ArchitectureSizes) -> Layers:
+    """Qwen3-Next: a gated delta net in three layers of four, gated attention in the fourth."""
+    biased = keys.flag("attention_bias", False)
+    delta = GatedDelta(
+        keys.integer("linear_num_key_heads", 16),
+        keys.integer("linear_num_value_heads", 32),
+        keys.integer("linear_key_head_dim", 128),
+        keys.integer("linear_value_head_dim", 128),
+        keys.integer("linear_conv_kernel_dim", 4),
+    )
+    every = keys.integer("full_attention_interval", 4)
+    if every < 1:
+        raise keys.unfit("full_attention_interval", every, "positive")
+    default = [LINEAR if (layer + 1) % every else FULL for layer in range(sizes.layers)]
+    kinds = keys.get("layer_types") or default
+    named = isinstance(kinds, list) and all(kind in (FULL, LINEAR) for kind in kinds)
+    if not named or len(kinds) != sizes.layers or FULL not in kinds:
+        what = f"{sizes.layers} times {FULL} or {LINEAR}, the first of them at least once"
+        raise keys.unfit("layer_types", kinds, what)
+    attention = replace(plain_attention(sizes), gated=True)
+    rope = rope_from(keys, sizes.context, head_size=sizes.head_size, share=0.25)
+    shared = keys.integer("shared_expert_intermediate_size", 512)
+    feed_forwards = _qwen_experts(keys, sizes, shared, normalised=True)
+    made = []
+    for kind, feed_forward in zip(kinds, feed_forwards, strict=True):
+        spec = LayerSpec(attention, rope, feed_forward)
+        if kind == LINEAR:
+            made.append(replace(spec, delta=delta))
+        else:
+            made.append(replace(spec, qk_norm=True, qkv_bias=biased, o_bias=biased))
+    return tuple(made)
+
+
+def mixtral(keys: Keys, sizes: ArchitectureSizes) -> Layers:
+    """L layers of Mixtral (arXiv 2401.04088). Raises ModelError for a key that is missing or cannot
+    be used.
+    """
+    keys.get("router_jitter_noise")  # In training only.
+    experts = Experts(
+        keys.integer("num_local_experts", 8),
+        keys.integer("num_experts_per_tok", 2),
+        keys.integer("intermediate_size"),
+        Router(normalised=True),
+    )
+    window = optional_integer(keys, "sliding_window", None)
+    rope = rope_from(keys, sizes.context)
+    return (LayerSpec(plain_attention(sizes, window), rope, experts),) * sizes.layers
+
+
+def glm4_moe(keys: Keys, sizes: ArchitectureSizes) -> Layers:
+    """GLM-4.5 and 4.6 (arXiv 2508.06471): DeepSeek-V3's experts, half of a head rotated."""
+    rope = rope_from(keys, sizes.context, head_size=sizes.head_size, share=0.5)
+    spec = LayerSpec(
+        plain_attention(sizes),
+        rope,
+        Dense(keys.integer("intermediate_size")),
+        qk_norm=keys.flag("use_qk_norm", False),
+        qkv_bias=keys.flag("attention_bias", False),
+    )
+    return _mixed(keys, sizes, spec, _sigmoids(keys, 1, 1), first=1)
+
+
+def deepseek_sizes(keys: Keys) -> ArchitectureSizes:
+    """Sizes of DeepSeek's models: one key/value head, as wide as what is kept of a position. Raises
+    ModelError for a key that is missing or cannot be used.
+    """
+    for name in ("num_key_value_heads", "head_dim", "qk_head_dim"):
+        keys.get(name)  # Of the projections without absorption.
+    return ArchitectureSizes(
+        layers=keys.integer("num_hidden_layers"),
+        hidden=keys.integer("hidden_size"),
+        heads=keys.integer("num_attention_heads"),
+        kv_heads=1,
+        head_size=keys.integer("kv_lora_rank", 512) + keys.integer("qk_rope_head_dim", 64),
+        vocab=keys.integer("vocab_size"),
+        context=keys.integer("max_position_embeddings"),
+    )
+
+
+def deepseek_v3(keys: Keys, sizes: ArchitectureSizes) -> Layers:
+    """DeepSeek-V3 and R1 (arXiv 2412.19437), and what has their shape (Kimi K2)."""
+    keys.require("scoring_func", "sigmoid")
+    keys.require("topk_method", "noaux_tc")
+    dense = _latent(keys, sizes, keys.flag("rope_interleave", True))
+    return _mixed(keys, sizes, dense, _sigmoids(keys, 8, 4), first=3)
+
+
+def deepseek_v2(keys: Keys, sizes: ArchitectureSizes) -> Layers:
+    """Return layers of DeepSeek-V2 and V2-Lite (arXiv 2405.04434): a softmax over the experts,
+    whose groups, if there are several, are ranked by their best expert.
+    """
+    keys.require("scoring_func", "softmax")
+    if keys.flag("norm_topk_prob", False):
+        raise keys.unfit("norm_topk_prob", True, "false in a DeepSeek-V2 model")
+    method = keys.text("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise keys.unfit("topk_method", method, "greedy or group_limited_greedy")
+    groups = optional_integer(keys, "n_group", 1) or 1
+    kept = optional_integer(keys, "topk_group", groups) or groups
+    if method == "greedy":
+        groups = kept = 1
+    scale = keys.real("routed_scaling_factor", 1.0)
+    router = Router("softmax", scale=scale, groups=groups, kept=kept, summed=1)
+    return _mixed(keys, sizes, _latent(keys, sizes, True), router, first=0, shared=2)
+
+
+def _latent(keys: Keys, sizes: ArchitectureSizes, paired: bool) -> LayerSpec:
+    """DeepSeek's dense layers, with latent attention."""
+    for name in ("ep_size", "aux_loss_alpha", "seq_aux", "auto_map"):
+        keys.get(name)  # Of training, and code that is never run.
+    keys.require("moe_layer_freq", 1)
+    latent = Latent(
+        keys.integer("kv_lora_rank", 512),
+        keys.integer("qk_nope_head_dim", 128),
+        keys.integer("qk_rope_head_dim", 64),
+        keys.integer("v_head_dim", 128),
+        optional_integer(keys, "q_lora_rank", 1536),
+        paired,
+    )
+    scaling = keys.get("rope_scaling") or keys.get("rope_parameters") or {}
+    rope = rope_from(keys, sizes.context)
+    scale = (latent.nope + latent.rope) ** -0.5
+    over_all = scaling.get("mscale_all_dim")
+    if isinstance(rope.scaling, Yarn) and over_all:
+        scale *= (over_all * (yarn_attention_factor(rope.scaling.factor) - 1) + 1) ** 2
+    biased = keys.flag("attention_bias", False)
+    return LayerSpec(
+        AttentionSpec(scale, latent=latent),
+        rope,
+        Dense(keys.integer("intermediate_size")),
+        qkv_bias=biased,
+        o_bias=biased,
+    )
+
+
+def _sigmoids(keys: Keys, groups: int, kept: int) -> Router:
+    """DeepSeek-V3's router; groups, kept: where the keys are absent."""
+    return Router(
+        "sigmoid",
+        keys.flag("norm_topk_prob", True),
+        keys.real("routed_scaling_factor", 1.0),
+        correction=True,
+        groups=keys.integer("n_group", groups),
+        kept=keys.integer("topk_group", kept),
+    )
+
+
+def _mixed(
+    keys: Keys,
+    sizes: ArchitectureSizes,
+    dense: LayerSpec,
+    router: Router,
+    first: int,
+    shared: int = 1,
+) -> Layers:
+    """Layers with DeepSeek's experts behind the `first` dense ones, of which `shared` are visited
+    by every token; both where the keys are absent.
+    """
+    width = keys.integer("moe_intermediate_size")
+    experts = Experts(
+        keys.integer("n_routed_experts"),
+        keys.integer("num_experts_per_tok", 8),
+        width,
+        router,
+        shared=width * keys.integer("n_shared_experts", shared),
+    )
+    keys.require("num_local_experts", experts.count)  # transformers 5 writes it so.
+    first = keys.integer("first_k_dense_replace", first)
+    mixed = replace(dense, feed_forward=experts)
+    return tuple(dense if layer < first else mixed for layer in range(sizes.layers))
+
+
+def gpt_oss(keys: Keys, sizes: ArchitectureSizes) -> Layers:
+    """gpt-oss (arXiv 2508.10925): sinks, a window in every other layer, clamped gates."""
+    keys.require("swiglu_limit", CLAMP)
+    keys.require("swiglu_alpha", CLAMP_SLOPE)
+    keys.get("initial_context_length")  # What rope_scaling says.
+    biased = keys.flag("attention_bias", True)
+    top_k = keys.integer("num_experts_per_tok", keys.get("experts_per_token", 4))
+    keys.require("experts_per_token", top_k)
+    experts = Experts(
+        keys.integer("num_local_experts", 128),
+        top_k,
+        keys.integer("intermediate_size"),
+        Router(normalised=True, bias=True),
+        bias=True,
+    )
+    rope, window = rope_from(keys, sizes.context), keys.integer("sliding_window", 128)
+    slides = slides_of(keys, sizes, [layer % 2 == 0 for layer in range(sizes.layers)])
+    return tuple(
+        LayerSpec(
+            AttentionSpec(sizes.head_size**-0.5, window if slide else None, sinks=True),
+            rope,
+            experts,
+            activation="clamped_silu",
+            qkv_bias=biased,
+            o_bias=biased,
+        )
+        for slide in slides
+    )
+
+
+def _qwen_experts(
+    keys: Keys, sizes: ArchitectureSizes, shared: int, normalised: bool = False
+) -> list[Dense | Experts]:
+    """Each layer's feed-forward: experts in every decoder_sparse_step-th that is not listed.
+
+    shared      width of the expert that every token visits; 0 = none
+    normalised  norm_topk_prob where it is absent
+    """
+    count = keys.integer("num_experts", keys.get("num_local_experts"))
+    keys.require("num_local_experts", count)  # transformers 5 writes it so.
+    experts = Experts(
+        count,
+        keys.integer("num_experts_per_tok"),
+        keys.integer("moe_intermediate_size"),
+        Router(normalised=keys.flag("norm_topk_prob", normalised)),
+        shared,
+        shared_gate=bool(shared),
+    )
+    dense = Dense(keys.integer("intermediate_size"))
+    step, only = keys.integer("decoder_sparse_step", 1), keys.get("mlp_only_layers", [])
+    if step < 1:
+        raise keys.unfit("decoder_sparse_step", step, "positive")
+    if not isinstance(only, list) or any(type(layer) is not int for layer in only):
+        raise keys.unfit("mlp_only_layers", only, "a list of layers")
+    return [
+        experts if count and layer not in only and (layer + 1) % step == 0 else dense
+        for layer in range(sizes.layers)
+    ]

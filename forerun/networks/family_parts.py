@@ -1,0 +1,63 @@
+"""Parts that several families' readers share: windows, scales and keys that may be null."""
+
+from forerun.networks.arch import ArchitectureSizes
+from forerun.networks.keys import Keys
+from forerun.networks.layer_spec import AttentionSpec, LayerSpec
+
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+
+Layers = tuple[LayerSpec, ...]
+
+
+def plain_attention(sizes: ArchitectureSizes, window: int | None = None) -> AttentionSpec:
+    """Scores scaled by 1/sqrt(E), of keys within `window` tokens (None: all before)."""
+    return AttentionSpec(sizes.head_size**-0.5, window)
+
+
+def optional_real(keys: Keys, name: str, default: float | None) -> float | None:
+    """None where the key is null, and where it is absent the default."""
+    if keys.get(name) is None and (keys.has(name) or default is None):
+        return None
+    return keys.real(name, default)
+
+
+def optional_integer(keys: Keys, name: str, default: int | None) -> int | None:
+    """None where the key is null, and where it is absent the default."""
+    if keys.get(name) is None and (keys.has(name) or default is None):
+        return None
+    return keys.integer(name, default)
+
+
+def uses_windows(keys: Keys) -> bool:
+    """Qwen's switch. A window that is null switches off too, as in transformers."""
+    used = keys.flag("use_sliding_window", False)
+    return used and not (keys.has("sliding_window") and keys.get("sliding_window") is None)
+
+
+def upper_windows(keys: Keys, sizes: ArchitectureSizes) -> list[int | None]:
+    """Each layer's window in Qwen2 and Qwen3: those from max_window_layers on have one."""
+    used = uses_windows(keys)
+    window = keys.integer("sliding_window", 4096)
+    first = keys.integer("max_window_layers", 28)
+    slides = slides_of(
+        keys, sizes, [used and layer >= first for layer in range(sizes.layers)], used
+    )
+    return [window if slide else None for slide in slides]
+
+
+def slides_of(
+    keys: Keys, sizes: ArchitectureSizes, default: list[bool], used: bool = True
+) -> list[bool]:
+    """Which layers have a window: what layer_types says, else the default.
+
+    used  windows are switched on; without, layer_types must not name any
+    """
+    kinds = keys.get("layer_types")
+    if kinds is None:
+        return default
+    named = isinstance(kinds, list) and all(kind in (FULL, SLIDING) for kind in kinds)
+    if not named or len(kinds) != sizes.layers:
+        raise keys.unfit("layer_types", kinds, f"{sizes.layers} times {FULL} or {SLIDING}")
+    if SLIDING in kinds and not used:
+        raise keys.unfit("use_sliding_window", used, "true where layer_types say so")
+    return [kind == SLIDING for kind in kinds]

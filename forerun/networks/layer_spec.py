@@ -1,0 +1,324 @@
+"""What one decoder layer is, as data: executors run any of these, families are tables of them.
+
+The layer reads the residual stream x [M,H]:
+
+    pre       x + attention(norm x),               x + feed_forward(norm x)
+    post      x + norm(attention x),               x + norm(feed_forward x)
+    sandwich  x + norm(attention(norm x)),         x + norm(feed_forward(norm x))
+
+pre is Llama's order (Touvron et al. 2023), post OLMo 2's (arXiv 2501.00656), sandwich Gemma 2's and
+3's (arXiv 2408.00118, 2503.19786).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from forerun.errors import ModelError
+from forerun.networks.rope import Rope
+
+Activation = Literal["silu", "gelu_tanh", "gelu", "clamped_silu"]
+"""How gate g and up u become one: silu(g) u; GELU(g) u (arXiv 1606.08415, section 2) by its tanh
+approximation, or exactly, g (1 + erf(g / sqrt 2)) / 2; or gpt-oss's g sigmoid(1.702 g) (u + 1),
+with g at most CLAMP and u within it.
+"""
+CLAMP, CLAMP_SLOPE = 7.0, 1.702
+
+Norms = Literal["pre", "post", "sandwich"]
+
+
+@dataclass(frozen=True, slots=True)
+class NormNames:
+    """A checkpoint's names of a layer's norms, without `.weight`; None = no such norm."""
+
+    before_attention: str | None
+    after_attention: str | None
+    before_feed_forward: str | None
+    after_feed_forward: str | None
+
+
+_INPUT, _ATTENTION = "input_layernorm", "post_attention_layernorm"
+_BEFORE, _AFTER = "pre_feedforward_layernorm", "post_feedforward_layernorm"
+
+NORM_NAMES: dict[Norms, NormNames] = {
+    "pre": NormNames(_INPUT, None, _ATTENTION, None),
+    "post": NormNames(None, _ATTENTION, None, _AFTER),
+    "sandwich": NormNames(_INPUT, _ATTENTION, _BEFORE, _AFTER),
+}
+"""As transformers does: in "pre" the norm before the feed-forward is called post_attention."""
+
+_MOST_WIDTH, _MOST_EXPERTS, _MOST_WINDOW = 1 << 20, 1 << 14, 1 << 30
+_MOST_HEADS, _MOST_CONVOLVED = 4096, 64
+"""Larger than any model there is; a file that asks for more is damaged or hostile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): of a position only
+    one latent of `rank` numbers and one rotated key of `rope` numbers are kept, for all heads.
+
+    It runs absorbed: each head's query is brought into the latent's space, so that scores are a
+    product with what is kept, and the context, `rank` numbers a head, is brought out of it:
+
+        queries [A, rank + rope]    keys [1, rank + rope]    values [1, rank]: the keys' first
+
+    query_rank  width between the two products that make queries; None: one makes them
+    nope, rope  numbers of a head's query that are not, and that are, rotated
+    value       numbers of a head's value
+    norm_eps    of the norms of the latent and between the two products, whatever the model's is
+    paired      files keep the rotated numbers' pairs side by side (naming.py)
+    """
+
+    rank: int
+    nope: int
+    rope: int
+    value: int
+    query_rank: int | None = None
+    paired: bool = False
+    norm_eps: float = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """How scores are computed, in this order: q.k * scale, softcap, window, softmax.
+
+    scale    multiplies q.k; 1/sqrt(E) in most models
+    window   the query at position p attends to keys at positions > p - window; None: to all before
+             it
+    softcap  scores become softcap * tanh(scores / softcap); None leaves them
+    sinks    each head has a learnt score that takes part in the softmax and carries no value
+             (gpt-oss, arXiv 2508.10925, section 3.2)
+    latent   its own projections and cache; None: q_proj, k_proj and v_proj, G heads of E each
+    gated    the context is multiplied by the sigmoid of a gate of A heads of E, a product of its
+             own (Qwen3-Next; arXiv 2505.06708)
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    latent: Latent | None = None
+    gated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDelta:
+    """A gated delta net (Yang et al., arXiv 2412.06464), a layer's replacement of attention.
+    Instead of keys and values it has a state, whose size does not depend on the length of the text.
+
+    Queries, keys and values, `channels` numbers, each pass a causal convolution over `window`
+    tokens, channel by channel, and SiLU. Queries q and keys k, `key_heads` of `key_size` numbers,
+    are divided by their length, q by sqrt(key_size) too. Each of `value_heads`, several to a key
+    head, has values v of `value_size` numbers, gates a, b and z, and a state S [key_size,
+    value_size], zeros before the first token:
+
+        S <- exp(-exp(A) softplus(a + dt)) S
+        S <- S + k (sigmoid(b) (v - S^T k))^T
+        o  = S^T q           RMSNorm(o) SiLU(z) is the input of the output product
+
+    The state of a text is S, and the convolution's inputs of its last window - 1 tokens.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    window: int
+
+    @property
+    def keys(self) -> int:
+        """Numbers of all key heads of a token; as many make its queries."""
+        return self.key_heads * self.key_size
+
+    @property
+    def values(self) -> int:
+        """Numbers of all value heads of a token."""
+        return self.value_heads * self.value_size
+
+    @property
+    def channels(self) -> int:
+        """Numbers of a token that pass the convolution: queries, keys, values."""
+        return 2 * self.keys + self.values
+
+    @property
+    def state_numbers(self) -> int:
+        """Numbers of a text's state in one layer, all kept in float32."""
+        return (self.window - 1) * self.channels + self.value_heads * self.key_size * (
+            self.value_size
+        )
+
+    def tensors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """Canonical names and shapes of its tensors beside a residual stream of H numbers."""
+        keys, values, heads = self.keys, self.values, self.value_heads
+        widths = {"q": keys, "k": keys, "v": values, "z": values, "b": heads, "a": heads}
+        found: dict[str, tuple[int, ...]] = {
+            f"{part}_proj.weight": (width, hidden) for part, width in widths.items()
+        }
+        found |= {"conv1d.weight": (self.channels, 1, self.window), "A_log": (heads,)}
+        found |= {"dt_bias": (heads,), "norm.weight": (self.value_size,)}
+        found["out_proj.weight"] = (hidden, values)
+        return {f"linear_attn.{name}": shape for name, shape in found.items()}
+
+    def state_bytes(self, layers: int) -> int:
+        """Bytes, in float32, of a text's states in so many layers."""
+        return 4 * layers * self.state_numbers
+
+    @property
+    def draft_numbers(self) -> int:
+        """Numbers that are kept of a draft token in one layer until it is accepted or not."""
+        return self.channels + self.keys + self.values + 2 * self.value_heads
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """down(activation(gate x) * up x) with `width` numbers in between; biases on all three."""
+
+    width: int
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """Which of N experts a token visits, and with which weights.
+
+    scores = scores(W x + bias); the chosen are the top_k greatest of scores + correction; their
+    weights are the scores alone.
+
+    scores      softmax over all experts, or each one's sigmoid (arXiv 2412.19437, section 2.1.2)
+    normalised  the weights are divided by their sum
+    scale       then multiplies them
+    bias        the product has one (gpt-oss)
+    correction  a learnt number per expert, for the choice alone
+    groups      the experts are in so many groups; only the `kept` groups can be chosen that have
+                the greatest sums of their `summed` (two or one) greatest corrected scores; 1 = all
+                can
+    """
+
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalised: bool = False
+    scale: float = 1.0
+    bias: bool = False
+    correction: bool = False
+    groups: int = 1
+    kept: int = 1
+    summed: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of feed-forwards: a router chooses `top_k` of `count` for each token.
+
+    width        numbers between gate/up and down of one expert
+    shared       width of the expert that every token also visits; 0 = there is none
+    shared_gate  its output is multiplied by the sigmoid of a learnt gate [1,H] (Qwen2-MoE)
+    bias         each expert's products have biases
+    own          numbers of the experts that are here, of a rank's part of a model; None = all
+    shared_whole of such a part: the shared expert is no part of one but all of it
+    """
+
+    count: int
+    top_k: int
+    width: int
+    router: Router = Router()
+    shared: int = 0
+    shared_gate: bool = False
+    bias: bool = False
+    own: range | None = None
+    shared_whole: bool = False
+
+    @property
+    def here(self) -> range:
+        """Numbers of the experts whose weights are here: all, or a rank's own."""
+        return range(self.count) if self.own is None else self.own
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One layer. `rope` turns its queries and keys, half-split layout.
+
+    qk_norm       RMSNorm over E on each query and key head, before the rotation
+    wide_qk_norm  the same over all query heads at once, and over all key heads (OLMo 2)
+    qkv_bias      q_proj, k_proj and v_proj have biases; o_bias likewise
+    residual      multiplies what attention and feed-forward add to the stream (Granite)
+    delta         what stands here in the place of attention, of which nothing is said then
+    """
+
+    attention: AttentionSpec
+    rope: Rope
+    feed_forward: Dense | Experts
+    norms: Norms = "pre"
+    activation: Activation = "silu"
+    qk_norm: bool = False
+    wide_qk_norm: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    residual: float = 1.0
+    delta: GatedDelta | None = None
+
+    @property
+    def active_width(self) -> int:
+        """Numbers in between that one token makes: of its experts together, where it has some."""
+        match self.feed_forward:
+            case Dense(width):
+                return width
+            case Experts() as experts:
+                return experts.top_k * experts.width + experts.shared
+
+    def check(self, head_size: int) -> None:
+        """Raise ModelError for numbers that no layer can have."""
+        bounds, attention = {}, self.attention
+        match self.feed_forward:
+            case Dense(width):
+                bounds["ffn"] = (width, 1, _MOST_WIDTH)
+            case Experts() as experts:
+                bounds |= _bounds_of(experts)
+        if attention.window is not None:
+            bounds["sliding window"] = (attention.window, 1, _MOST_WINDOW)
+        if (latent := attention.latent) is not None:
+            for name in ("rank", "nope", "rope", "value"):
+                bounds[f"latent attention's {name}"] = (getattr(latent, name), 1, _MOST_WIDTH)
+            bounds["latent attention's query_rank"] = (latent.query_rank or 1, 1, _MOST_WIDTH)
+        if self.delta is not None:
+            bounds |= _bounds_of_delta(self.delta)
+        for name, (value, least, most) in bounds.items():
+            if not least <= value <= most:
+                raise ModelError(f"the model's {name} is {value}; it must be {least} to {most}")
+        for name, number in (("scale", attention.scale), ("softcap", attention.softcap or 1.0)):
+            check_factor(f"attention {name}", number)
+        check_factor("residual multiplier", self.residual)
+        self.rope.check(head_size if latent is None else latent.rope)
+
+
+def _bounds_of_delta(delta: GatedDelta) -> dict[str, tuple[int, int, int]]:
+    """As _bounds_of."""
+    heads, shared = delta.value_heads, max(delta.key_heads, 1)
+    if heads % shared:
+        raise ModelError(f"{heads} value heads of a delta net cannot share {shared} key heads")
+    bounds = {name: (getattr(delta, name), 1, _MOST_HEADS) for name in GatedDelta.__slots__}
+    bounds["window"] = (delta.window, 2, _MOST_CONVOLVED)
+    return {f"delta net's {name}": bound for name, bound in bounds.items()}
+
+
+def _bounds_of(experts: Experts) -> dict[str, tuple[int, int, int]]:
+    """Name -> number of a mixture, and between which two it must lie. Raises ModelError."""
+    router, count = experts.router, max(experts.count, 1)
+    check_factor("routed experts' scale", router.scale)
+    if router.groups < 1 or count % router.groups:
+        raise ModelError(f"{count} experts cannot be divided evenly into {router.groups} groups")
+    group = count // router.groups
+    if router.groups > 1 and group < router.summed:
+        raise ModelError("a group of one expert has no two greatest scores")
+    return {
+        "number of experts": (experts.count, 1, _MOST_EXPERTS),
+        "number of kept groups": (router.kept, 1, router.groups),
+        "number of summed scores of a group": (router.summed, 1, 2),
+        "number of experts per token": (experts.top_k, 1, router.kept * group),
+        "experts' width": (experts.width, 1, _MOST_WIDTH),
+        "shared expert's width": (experts.shared, 0, _MOST_WIDTH),
+    }
+
+
+def check_factor(name: str, value: float) -> None:
+    """Raise ModelError for a multiplier that is not positive or leaves float32."""
+    if not (math.isfinite(value) and 1e-6 <= value <= 1e6):
+        raise ModelError(f"the model's {name} is {value}; it must be in [1e-6, 1e6]")

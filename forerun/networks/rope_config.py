@@ -1,0 +1,127 @@
+"""Reads the rotary embedding from config.json, in both spellings."""
+
+from dataclasses import replace
+from typing import Any
+
+from forerun.networks.keys import Keys, shown
+from forerun.networks.rope import (
+    LinearScaling,
+    Llama3,
+    LongRope,
+    Rope,
+    Scaling,
+    Yarn,
+    longrope_attention_factor,
+    yarn_attention_factor,
+)
+
+
+def rope_from(
+    keys: Keys,
+    context: int,
+    theta: float = 10000.0,
+    head_size: int | None = None,
+    share: float = 1.0,
+) -> Rope:
+    """Both spellings: rope_theta with rope_scaling, and rope_parameters (transformers 5).
+
+    context    tokens the model was trained for; theta  the base where none is given
+    head_size  numbers of a head of which partial_rotary_factor says how many are rotated, `share`
+               where it is absent; None: the family rotates all
+
+    Raises ModelError naming the key that cannot be used.
+    """
+    scaling, parameters = keys.get("rope_scaling"), keys.get("rope_parameters")
+    inner = _object(keys, "rope_scaling" if scaling else "rope_parameters", scaling or parameters)
+    theta = keys.real("rope_theta", theta)
+    original = keys.integer("original_max_position_embeddings", context)
+    if head_size is None:
+        keys.require("partial_rotary_factor", 1.0)
+    else:
+        share = inner.real("partial_rotary_factor", keys.real("partial_rotary_factor", share))
+    rope = _rope(inner, theta, context, original, head_size is not None)
+    if head_size is None or share == 1.0:
+        return rope
+    if not 0 < share <= 1:
+        raise keys.unfit("partial_rotary_factor", share, "in (0, 1]")
+    return replace(rope, rotated=int(head_size * share))
+
+
+def ropes_by_kind(keys: Keys, context: int, thetas: dict[str, float]) -> dict[str, Rope]:
+    """A rope for each kind of layer in `thetas`, which holds the bases where none is given.
+
+    rope_parameters with an object for each kind, as transformers 5 writes it.
+    """
+    kinds = _object(keys, "rope_parameters", keys.get("rope_parameters"))
+    ropes = {
+        kind: _rope(_object(kinds, kind, kinds.get(kind)), theta, context, context)
+        for kind, theta in thetas.items()
+    }
+    kinds.refuse_the_rest(lambda name, value: False)
+    return ropes
+
+
+def _object(keys: Keys, name: str, value: Any) -> Keys:
+    """The object called `name` within `keys`; an empty one where there is none."""
+    if not isinstance(value or {}, dict):
+        raise keys.unfit(name, value, "an object")
+    return Keys(value or {}, f"{keys.prefix}{name}.")
+
+
+def _rope(inner: Keys, theta: float, context: int, original: int, partial: bool = False) -> Rope:
+    """The rope that an object of rope parameters describes. partial: it may rotate a part."""
+    if not partial:
+        inner.require("partial_rotary_factor", 1.0)
+    theta = inner.real("rope_theta", theta)
+    original = inner.integer("original_max_position_embeddings", original)
+    kind = inner.text("rope_type", inner.text("type", "default"))
+    rope = Rope(theta, _scaling(kind, inner, context, original))
+    inner.refuse_the_rest(lambda name, value: value is False or name == "finetuned")
+    return rope
+
+
+def _scaling(kind: str, inner: Keys, context: int, original: int) -> Scaling | None:
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return LinearScaling(inner.real("factor"))
+    if kind == "llama3":
+        low, high = inner.real("low_freq_factor"), inner.real("high_freq_factor")
+        return Llama3(inner.real("factor"), low, high, original)
+    if kind in ("longrope", "su"):  # Phi-3's first name for it.
+        stretch = inner.real("factor", context / max(original, 1))
+        recommended = longrope_attention_factor(stretch, original)
+        factor = inner.real("attention_factor", recommended)
+        short, long = (_divisors(inner, f"{name}_factor") for name in ("short", "long"))
+        return LongRope(short, long, original, factor)
+    if kind != "yarn":
+        raise inner.unfit("rope_type", kind, "default, linear, llama3, longrope or yarn")
+    factor = inner.real("factor", context / max(original, 1))
+    return Yarn(
+        factor,
+        original,
+        inner.real("attention_factor", _attention_factor(inner, factor)),
+        inner.real("beta_fast", 0.0) or 32.0,
+        inner.real("beta_slow", 0.0) or 1.0,
+        inner.flag("truncate", True),
+    )
+
+
+def _divisors(inner: Keys, name: str) -> tuple[float, ...]:
+    values = inner.get(name)
+    numbers = isinstance(values, list) and all(type(value) in (int, float) for value in values)
+    if not numbers or not values:
+        raise inner.unfit(name, values, "a list of numbers")
+    return tuple(float(value) for value in values)
+
+
+def _attention_factor(inner: Keys, factor: float) -> float:
+    """YaRN's factor; with DeepSeek's two scales where both are given."""
+    scale, over_all = inner.real("mscale", 0.0), inner.real("mscale_all_dim", 0.0)
+    if not (scale and over_all) or factor <= 1:
+        return yarn_attention_factor(factor)
+    step = yarn_attention_factor(factor) - 1
+    below = over_all * step + 1
+    if below <= 0:
+        raise inner.unfit("mscale_all_dim", shown(over_all), "positive")
+    return (scale * step + 1) / below

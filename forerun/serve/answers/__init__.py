@@ -1,0 +1,1 @@
+"""Answers: submit a request to the engine, follow it, write it in a dialect."""

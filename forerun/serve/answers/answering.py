@@ -1,0 +1,154 @@
+"""From a body to its answer, in every dialect: receive, parse, submit to the engine, write."""
+
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from forerun.serve.answers.contract import Dialect, Ready
+from forerun.serve.answers.service import Served, Service
+from forerun.serve.answers.session import GenerationSession
+from forerun.serve.answers.sse import EventStream
+from forerun.serve.bodies.prepare import Generation, within
+from forerun.serve.bodies.wire import Received, dump_json, parse_json
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+FIT_HEADER = "x-forerun-fit-max-tokens"
+"""Of a request: `true` asks for what the option fit-max-tokens does."""
+
+
+class Json(Response):
+    """A JSON answer."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """JSON of `content` in UTF-8, without blanks. Raises TypeError or ValueError for what JSON
+        has no value for.
+        """
+        return dump_json(content)
+
+
+class Generated(Response):
+    """An answer that the engine writes: in one piece or as a stream, with its client in view."""
+
+    def __init__(self, service: Service, dialect: Dialect, generation: Generation) -> None:
+        super().__init__()
+        self._service = service
+        self._dialect = dialect
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Submit, and answer as the news comes."""
+        dialect, generation, settings = self._dialect, self._generation, self._service.settings
+        self._service.enter()  # The server may have begun to drain while the body came.
+        served = dialect.served
+        events, engine = served.events(), served.engine
+        with (
+            self._service.busy(),
+            GenerationSession(generation, engine, events, settings, receive) as session,
+        ):
+            record = scope["state"]["record"]
+            record.session, record.model = session, served.name
+            running: set[GenerationSession] = scope["app"].state.running
+            running.add(session)
+            try:
+                if generation.stream:
+                    await EventStream(session, dialect, self._service.workers, send).run()
+                else:
+                    await (await self._whole(session))(scope, receive, send)
+            finally:
+                running.discard(session)
+        _observe(session, served)
+
+    async def _whole(self, session: GenerationSession) -> Response:
+        """The answer in one piece; a large one is made beside the event loop."""
+        dialect, choices = self._dialect, await session.whole()
+
+        def written() -> bytes:
+            return dump_json(dialect.whole(choices, session.tally))
+
+        data = await self._service.workers.run(dialect.size(choices), written)
+        return Response(data, media_type=Json.media_type)
+
+
+async def generated(request: Request, dialect: Dialect) -> Response:
+    """The answer to a request for text, whole or as a stream, in the words of `dialect`. Raises
+    RequestError and ApiError before the first byte; later errors end the stream in the dialect's
+    words.
+    """
+    service = service_of(request)
+    value, data = await received(request)
+    generation = await rendered(service, len(data), dialect.parse, value, service)
+    request.scope["state"]["record"].ignored += dialect.ignored
+    if isinstance(generation, Ready):
+        return Json(generation.body)
+    record = request.scope["state"]["record"]
+    if service.settings.fit_max_tokens or request.headers.get(FIT_HEADER) == "true":
+        generation, cut = fitted(generation, dialect.served.loaded.context)
+        record.ignored += cut
+    record.ignored += generation.ignored
+    record.lossy = dialect.lossy = generation.lossy
+    client = request.client.host if request.client is not None else ""
+    generation = generation.sent_by(client, request.scope["state"].get("tenant", ""))
+    if generation.rules is not None:
+        compiled = await service.compiled(dialect.served, generation.rules, client)
+        generation = generation.under(compiled)
+        dialect.unenforced = record.unenforced = compiled.unenforced
+    return Generated(service, dialect, generation)
+
+
+def fitted(generation: Generation, context: int) -> tuple[Generation, tuple[str, ...]]:
+    """The same generation with no more max_tokens than the context has room for, and a word about
+    it where they were cut.
+    """
+    found = within(generation, context)
+    asked, left = (
+        [request.stopping.max_tokens for request in one.requests] for one in (generation, found)
+    )
+    return found, () if asked == left else (f"max_tokens (cut to {min(left)})",)
+
+
+async def received(request: Request) -> tuple[Any, bytes]:
+    """The JSON of a body, and its bytes. Raises ApiError, also if nothing can be answered."""
+    service = service_of(request)
+    service.enter()
+    read: Received | None = request.scope["state"].get("received")
+    if read is not None:
+        if read.fault is not None:
+            raise read.fault
+        return read.value, read.data
+    data = await service.bodies.receive(request)
+    return await service.workers.run(len(data), parse_json, data), data
+
+
+async def rendered(
+    service: Service,
+    size: int,
+    work: Callable[Parameters, Result],
+    *args: Parameters.args,
+    **kwargs: Parameters.kwargs,
+) -> Result:
+    """Do `work`, which may render a conversation, for a body of `size` bytes."""
+    chat, workers = service.served().loaded.chat, service.workers
+    apart = chat is not None and chat.waits
+    return await (workers.apart if apart else workers.run)(size, work, *args, **kwargs)
+
+
+def service_of(request: Request) -> Service:
+    """The service that all routes of the request's app share."""
+    service: Service = request.app.state.service
+    return service
+
+
+def _observe(session: GenerationSession, served: Served) -> None:
+    """Count the speed of an answer that came to its end."""
+    events, generation = session.events, session.generation
+    tokens = session.tally.output_tokens / (len(generation.requests) * generation.n)
+    if events.first is not None and events.last is not None and tokens > 1:
+        served.meter.per_token((events.last - events.first) / (tokens - 1))

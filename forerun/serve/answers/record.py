@@ -1,0 +1,122 @@
+"""The entry of one request in log and traces, never with a prompt or an answer."""
+
+import re
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from time import monotonic
+from typing import Any
+from urllib.parse import quote
+
+from forerun.serve.answers.session import GenerationSession
+
+CLIENT_GONE = 499
+"""The logged status if the client has gone, as in nginx."""
+
+IGNORED = b"x-forerun-ignored"
+"""Header that names the fields of a request that changed nothing."""
+
+UNENFORCED = b"x-forerun-unenforced"
+"""Header that names the schema keywords that an answer need not follow."""
+
+LOSSY = b"x-forerun-lossy"
+"""Header that names the accept thresholds, where an answer may differ from plain decoding's."""
+
+LONGEST = 1000
+"""Bytes of the names in such a header, at most: proxies keep a few kilobytes for all headers. The
+answer's body names all."""
+
+_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
+"""Version, trace, span, flags (W3C Trace Context)."""
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request, as far as it has come.
+
+    route       its path with names in place of ids; None where there is no such route
+    model       what answers it
+    trace       the caller's trace id, where it sent a traceparent
+    ignored     fields of it that change nothing
+    unenforced  keywords of its schemas that are not enforced
+    lossy       its accept thresholds, where they may change the answer
+    """
+
+    id: str
+    trace: str | None = None
+    began: float = field(default_factory=monotonic)
+    status: int | None = None
+    note: str = ""
+    route: str | None = None
+    model: str | None = None
+    session: GenerationSession | None = None
+    ignored: tuple[str, ...] = ()
+    unenforced: tuple[str, ...] = ()
+    lossy: dict[str, float] | None = None
+
+    @classmethod
+    def of(cls, headers: Mapping[str, str]) -> "RequestRecord":
+        """Return the record of a request that begins now, under the client's own id, if that is
+        harmless.
+        """
+        given = headers.get("x-request-id", "")
+        trace = _TRACEPARENT.fullmatch(headers.get("traceparent", ""))
+        return cls(given if _ID.fullmatch(given) else uuid.uuid4().hex, trace and trace[1])
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Headers, names and values, by which an answer says what was ignored, not enforced, or may
+        be lossy.
+        """
+        found = [(IGNORED, _names(list(self.ignored)))] if self.ignored else []
+        if self.unenforced:
+            found.append(
+                (UNENFORCED, _names([quote(path, safe="[]$:") for path in self.unenforced]))
+            )
+        if self.lossy:
+            found.append((LOSSY, ", ".join(f"{k}={v:g}" for k, v in self.lossy.items())))
+        return [(name, value.encode()) for name, value in found]
+
+    def answered(self) -> int:
+        """The status that was sent; CLIENT_GONE where none was."""
+        return self.status or CLIENT_GONE
+
+    def first_seconds(self) -> float | None:
+        """Seconds from the request to its first token; None before that."""
+        first = self.session.events.first if self.session is not None else None
+        return None if first is None else first - self.began
+
+    def fields(self) -> dict[str, Any]:
+        """By short names: id, trace, times in milliseconds, and for generations tokens and
+        acceptance length.
+        """
+        found: dict[str, Any] = {"id": self.id}
+        if self.trace is not None:
+            found["trace"] = self.trace
+        found["ms"] = round((monotonic() - self.began) * 1000)
+        if self.session is not None:
+            tally, first = self.session.tally, self.first_seconds()
+            found |= {"in": tally.prompt_tokens, "out": tally.output_tokens}
+            if first is not None:
+                found["ttft_ms"] = round(first * 1000)
+            steps = sum(stats.steps for stats in tally.stats)
+            if steps:
+                accepted = sum(stats.accepted for stats in tally.stats)
+                found["accept"] = round(1 + accepted / steps, 2)
+        return found
+
+    def line(self, method: str, path: str) -> str:
+        """The record as one line of the log: method, path, status and fields."""
+        parts = [f"{method} {quote(path)[:200]} {self.answered()}"]
+        for name, value in self.fields().items():
+            parts.append(f"{name}={value:.2f}" if isinstance(value, float) else f"{name}={value}")
+        return " ".join(parts) + (f" ({self.note})" if self.note else "")
+
+
+def _names(paths: list[str]) -> str:
+    """Paths for a header: those that fit, and how many there are more."""
+    ends = accumulate(len(path) + 2 for path in paths)
+    count = sum(end <= LONGEST for end in ends)
+    more = len(paths) - count
+    return ", ".join([*paths[:count], *([f"{more} more"] if more else [])])

@@ -1,0 +1,268 @@
+"""The state that routes share: the model once it is loaded, and whether requests are accepted."""
+
+import asyncio
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from forerun.build.engine import Frontend, Loaded, open_text
+from forerun.client.engine_client import Constraint, EngineClient, LocalEngine, call_soon
+from forerun.client.engine_process import EngineCommand, EngineProcess
+from forerun.constrain.grammar.calls import Rules
+from forerun.hub.catalog import is_here
+from forerun.options.config import EngineConfig, ServeSettings
+from forerun.serve.answers.events import EventQueue
+from forerun.serve.bodies.wire import Bodies
+from forerun.serve.http.errors import stuck, unavailable, unknown_model
+from forerun.serve.http.in_flight import InFlight
+from forerun.serve.http.tasks import begun
+from forerun.serve.http.workers import Workers
+from forerun.serve.observe.decode_log import DecodeLog
+from forerun.serve.observe.metrics import Meter, Metrics
+from forerun.text.chat import ChatTemplate
+from forerun.text.tokenizer import Tokenizer
+from forerun.version import __version__
+
+Loader = Callable[[], Loaded]
+
+Start = Loaded | Loader | EngineCommand
+"""A loaded model, what loads it into this process, or what starts a process that does."""
+
+log = logging.getLogger("forerun.serve")
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A loaded model on the event loop.
+
+    name         what requests call it, and answers do
+    names        all that it is called
+    created      when it was loaded, in seconds since 1970
+    fingerprint  changes when the model, the configuration or the version does
+    """
+
+    loaded: Frontend
+    engine: EngineClient
+    name: str
+    names: tuple[str, ...]
+    created: int
+    fingerprint: str
+    meter: Meter
+
+    def events(self) -> EventQueue:
+        """A new queue where the news of one HTTP request comes in."""
+        return EventQueue(self.meter.gap)
+
+
+class Service(InFlight):
+    """Loads in the background, accepts requests while it can answer them, and drains.
+
+    metrics  the registry to use; None = one of its own
+    loading  the current stage of loading, as text for users; "" if unknown
+    arrived, failed  set when the model is loaded; when it cannot be, or can run no step any more
+    """
+
+    def __init__(
+        self, source: Start, settings: ServeSettings, metrics: Metrics | None = None
+    ) -> None:
+        super().__init__()
+        self.settings = settings
+        self.bodies = Bodies(settings.max_body_bytes, settings.send_seconds)
+        self.workers = Workers()
+        self.metrics = metrics or Metrics(settings.sglang_metrics)
+        self.failure: Exception | None = None
+        self.loading = ""
+        self.failed = asyncio.Event()
+        self.arrived = asyncio.Event()
+        self._source = source
+        self._served: Served | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begin to load, on the running event loop; returns at once. What fails is in `failure`."""
+        loop = asyncio.get_running_loop()
+        if isinstance(self._source, Loaded):
+            self._arrived(self._source.frontend, LocalEngine(self._source))
+            return
+        if isinstance(self._source, EngineCommand):
+            self._tasks.append(begun(self._launch(self._source), "loading"))
+            return
+        # Not the loop's pool: that is waited for at exit, and a download can take minutes.
+        load = (loop, self._source)
+        threading.Thread(target=self._load, args=load, name="forerun-load", daemon=True).start()
+
+    @property
+    def state(self) -> str:
+        """One of loading, ok, stuck, draining, stopped; stuck: a step takes longer than the
+        watchdog allows.
+        """
+        if self.draining:
+            return "draining"
+        if self._served is None:
+            return "loading"
+        engine = self._served.engine
+        if not engine.alive:
+            return "stopped"
+        return "stuck" if stuck(engine.step_began, self.settings.watchdog_seconds) else "ok"
+
+    def served(self) -> Served:
+        """The loaded model, whether it answers or not. Raises ApiError (503) before that."""
+        if self._served is None:
+            doing = f" ({self.loading})" if self.loading else ""
+            raise unavailable(f"The model is still loading{doing}.", "loading", 2.0)
+        return self._served
+
+    def enter(self) -> Served:
+        """Return what a request needs. Raises ApiError (503) while the model cannot answer it."""
+        if self.draining:
+            raise unavailable("The server is shutting down.", "shutting_down")
+        served = self.served()
+        if not served.engine.alive:
+            raise unavailable("The engine has stopped; see the server's log.", "engine_stopped")
+        if error := stuck(served.engine.step_began, self.settings.watchdog_seconds):
+            raise error
+        return served
+
+    def named(self, model: str | None, strict: bool = False) -> Served:
+        """Return what `enter` does, for a request that names a model. With one model any name is
+        accepted, unless `strict` or --strict-model-names: then ApiError, 404 for another.
+        """
+        served = self.enter()
+        strict = strict or self.settings.strict_model_names
+        if strict and model is not None and model not in served.names:
+            raise unknown_model(model, served.names)
+        return served
+
+    async def compiled(self, served: Served, rules: Rules, client: str) -> Constraint:
+        """Compile, on behalf of `client`. Raises RequestError that names the part at fault,
+        BusyError.
+        """
+        return await rules.compiled(lambda grammar: served.engine.compile(grammar, client))
+
+    async def close(self) -> None:
+        """Stop the engine, which ends what still runs, and release the model. Waits for both."""
+        self.draining = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.workers.close()
+        served, self._served = self._served, None
+        if served is not None:
+            self.metrics.remove(served.meter)
+            await served.engine.close()
+            if served.loaded.chat is not None:
+                await asyncio.to_thread(served.loaded.chat.close)
+
+    async def metrics_page(self) -> bytes:
+        """The text of /metrics, counted now; before the model is loaded, of HTTP alone."""
+        if self._served is not None:
+            await self._served.engine.stats()
+        return self.metrics.page()
+
+    async def _launch(self, command: EngineCommand) -> None:
+        """Have the model loaded in another process. What this one needs of it, the tokenizer, it
+        opens meanwhile where the model is here, and else when the other has fetched it.
+        """
+        text = partial(open_text, command.config)
+        here = is_here(command.config.model)
+        loading_text = asyncio.create_task(asyncio.to_thread(text)) if here else None
+        try:
+            engine, ready = await EngineProcess.open(command, self._at)
+        except BaseException as error:
+            if loading_text is not None:
+                loading_text.add_done_callback(_discard)
+            if not isinstance(error, Exception):
+                raise
+            log.debug("loading failed", exc_info=True)
+            self._fail(error)
+            return
+        try:
+            tokenizer, chat = await (loading_text or asyncio.to_thread(text))
+        except BaseException as error:
+            await engine.close()
+            if not isinstance(error, Exception):
+                raise
+            self._fail(error)
+            return
+        facts = (ready.name, ready.context, ready.config, ready.info, ready.sampling)
+        command.arrived(ready.facts)
+        self._arrived(Frontend(tokenizer, chat, *facts), engine)
+
+    def _at(self, loading: str) -> None:
+        self.loading = loading
+
+    def _load(self, loop: asyncio.AbstractEventLoop, load: Loader) -> None:
+        try:
+            loaded = load()
+        except Exception as error:
+            log.debug("loading failed", exc_info=True)
+            call_soon(loop, partial(self._fail, error))
+            return
+        if not call_soon(loop, partial(self._loaded, loaded)):
+            loaded.close()
+
+    async def _watch(self, engine: EngineClient) -> None:
+        await engine.lost.wait()
+        assert engine.loss is not None
+        self._fail(engine.loss)
+
+    def _loaded(self, loaded: Loaded) -> None:
+        self._arrived(loaded.frontend, LocalEngine(loaded))
+
+    def _fail(self, error: Exception) -> None:
+        self.failure = error
+        self.failed.set()
+
+    def _arrived(self, loaded: Frontend, engine: EngineClient) -> None:
+        names = self.settings.served_name or model_names(loaded.name, loaded.config.model)
+        name = names[0]
+        facts = f"{name} {loaded.config} {__version__}".encode()
+        cache = cache_facts(loaded.config)
+        meter = self.metrics.add(name, lambda: engine.last_stats, lambda: engine.fault, cache)
+        self._served = Served(
+            loaded=loaded,
+            engine=engine,
+            name=name,
+            names=names,
+            created=int(time.time()),
+            fingerprint="fp_" + hashlib.sha256(facts).hexdigest()[:10],
+            meter=meter,
+        )
+        self._tasks.append(begun(self._watch(engine), "the watch over the engine"))
+        self.arrived.set()
+        log.info("serving %s", name)
+        if self.settings.decode_log_interval:
+            decode_log = DecodeLog(self.settings.decode_log_interval, engine.last_stats)
+            self._tasks.append(begun(decode_log.run(engine.stats), "the decode log"))
+
+
+def _discard(loading_text: "asyncio.Task[tuple[Tokenizer, ChatTemplate | None]]") -> None:
+    """Close what was opened, because loading failed; the engine's own error has the reason."""
+    if loading_text.cancelled() or loading_text.exception() is not None:
+        return
+    _, chat = loading_text.result()
+    if chat is not None:
+        chat.close()
+
+
+def cache_facts(config: EngineConfig) -> dict[str, Any]:
+    """The key/value cache under vLLM's names: a block is a page."""
+    return {
+        "block_size": config.page_size,
+        "num_gpu_blocks": (config.kv_tokens or 0) // config.page_size,
+        "cache_dtype": config.kv_dtype,
+        "enable_prefix_caching": True,
+        "gpu_memory_utilization": config.mem_fraction_static,
+    }
+
+
+def model_names(name: str, given: str) -> tuple[str, ...]:
+    """Return the default names of a model: its own name, its name on the command line, and the last
+    part of that.
+    """
+    return tuple(dict.fromkeys((name, given, given.rstrip("/").rpartition("/")[2])))

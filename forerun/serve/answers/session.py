@@ -1,0 +1,203 @@
+"""One generation between a client and the engine, from submission to its end."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from time import monotonic
+from types import TracebackType
+from typing import Self
+
+import msgspec
+from starlette.types import Receive
+
+from forerun.client.engine_client import EngineClient
+from forerun.engine.request import GRAMMAR_LIMIT, Delta, Finish, SpeculationStats
+from forerun.errors import ForerunError
+from forerun.options.config import ServeSettings
+from forerun.serve.answers.events import EventQueue, merged
+from forerun.serve.bodies.prepare import Generation
+from forerun.serve.http.errors import ApiError, ClientGoneError, api_error, stuck, unavailable
+from forerun.types import RequestId
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts over all choices of one generation, as far as it has come.
+
+    began, first  when it was submitted and when the first tokens came, on the monotonic clock
+    """
+
+    prompt_tokens: int
+    began: float = field(default_factory=monotonic)
+    first: float | None = None
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    stats: tuple[SpeculationStats, ...] = ()
+
+    def add(self, delta: Delta) -> None:
+        """Count one delta: its tokens, when the first came, and the statistics of a choice that
+        ended.
+        """
+        if delta.tokens and self.first is None:
+            self.first = monotonic()
+        self.output_tokens += len(delta.tokens)
+        self.cached_tokens += delta.cached_tokens if delta.index == 0 else 0
+        self.stats += (delta.stats,) if delta.stats is not None else ()
+
+
+class GenerationSession:
+    """Submits a generation, passes on its deltas, and ends it with its client.
+
+        with GenerationSession(...) as exchange:
+            async for news in exchange.news():
+                ...
+
+    Leaving the block aborts what still runs. When the client closes its connection, the engine
+    gets the abort at once, whatever this task waits for: it drops the request before its next step.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        engine: EngineClient,
+        events: EventQueue,
+        settings: ServeSettings,
+        receive: Receive,
+    ) -> None:
+        self.generation = generation
+        self.tally = Tally(generation.prompt_tokens)
+        self.events = events
+        self._engine = engine
+        self._settings = settings
+        self._receive = receive
+        self._watcher: asyncio.Task[None] | None = None
+        self._gone = self._aborting = False
+        self._cut = generation.cut() if generation.cut is not None else None
+        # Choices that still run, and the index of the first choice, by request.
+        self._open: dict[RequestId, int] = {}
+        firsts = enumerate(generation.requests)
+        self._first = {request.id: place * generation.n for place, request in firsts}
+
+    def __enter__(self) -> Self:
+        """Submit. Raises RequestError (BusyError, ContextError) and EngineError."""
+        try:
+            for request in self.generation.requests:
+                self._engine.submit(request, self.events)
+                self._open[request.id] = request.n
+        except Exception:
+            self._abort()
+            raise
+        self._watcher = asyncio.create_task(self._watch())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Abort what still runs."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+        self._abort()
+
+    @property
+    def ended(self) -> bool:
+        """Whether no choice runs any more."""
+        return not self._open
+
+    def abort(self) -> None:
+        """End what still runs, for an abort route: `news` raises so that the client gets the
+        reason.
+        """
+        self._aborting = True
+        self._abort()
+
+    async def news(self) -> AsyncGenerator[list[tuple[int, Delta]]]:
+        """(index of the choice, what is new of it), as it comes; an empty list after a silence.
+
+        Raises ApiError if the engine ended the request, ClientGoneError.
+        """
+        deadline = monotonic() + self._settings.request_seconds
+        while self._open:
+            left = max(deadline - monotonic(), 0.0)
+            deltas = await self._taken(min(self._settings.keep_alive_seconds, left))
+            if not deltas and not self._engine.alive:
+                raise unavailable("The engine has stopped.", "engine_stopped")
+            error = stuck(self._engine.step_began, self._settings.watchdog_seconds)
+            if not deltas and error is not None:
+                raise error
+            if monotonic() >= deadline:
+                seconds = self._settings.request_seconds
+                raise ApiError(504, f"The answer took longer than {seconds:g} s.", "timeout")
+            yield [self._counted(self._shortened(delta)) for delta in deltas]
+
+    async def whole(self) -> list[tuple[int, Delta]]:
+        """All choices, in order, once they have ended. Raises what `news` raises."""
+        parts: dict[int, list[Delta]] = {}
+        async with aclosing(self.news()) as pieces:
+            async for news in pieces:
+                for index, delta in news:
+                    parts.setdefault(index, []).append(delta)
+        return [(index, merged(parts[index])[0]) for index in sorted(parts)]
+
+    async def _taken(self, patience: float) -> list[Delta]:
+        """Return what is new. Raises ApiError if the engine refused a request or has ended."""
+        try:
+            deltas = await self.events.take(patience)
+        except ForerunError as error:
+            raise api_error(error) from error
+        if self._gone:
+            raise ClientGoneError
+        return deltas
+
+    def _shortened(self, delta: Delta) -> Delta:
+        """Return the delta, or its beginning as the end of the answer, and then abort the rest. An
+        ending with an error stays.
+        """
+        if self._cut is None or delta.finish in (Finish.ERROR, Finish.ABORT):
+            return delta
+        began = self.tally.first
+        kept = self._cut(delta.text, 0.0 if began is None else monotonic() - began)
+        if kept is None:
+            return delta
+        if delta.finish is None:
+            self._engine.abort(delta.request)
+        return msgspec.structs.replace(delta, text=kept, finish=Finish.LENGTH, stop_reason=None)
+
+    def _counted(self, delta: Delta) -> tuple[int, Delta]:
+        self.tally.add(delta)
+        if delta.finish is not None:
+            self._open[delta.request] -= 1
+            if not self._open[delta.request]:
+                del self._open[delta.request]
+        if delta.finish == Finish.ERROR:
+            status = 400 if delta.code == GRAMMAR_LIMIT else 500
+            message = delta.error or "The engine failed."
+            raise ApiError(status, message, delta.code or "engine_error")
+        if delta.finish == Finish.ABORT:
+            raise self._aborted()
+        return self._first[delta.request] + delta.index, delta
+
+    def _aborted(self) -> Exception:
+        """Why the engine ended a request that it could have gone on with."""
+        if self._gone:
+            return ClientGoneError()
+        if self._aborting:
+            return ApiError(400, "The request was aborted through /abort_request.", "aborted")
+        if not self._engine.alive:
+            message = "The server is shutting down and cut this answer short."
+            return unavailable(message, "shutting_down")
+        return ApiError(500, "The request was aborted before its end.", "aborted")
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._gone = True
+        self._abort()
+        self.events.close()
+
+    def _abort(self) -> None:
+        for request in self._open:
+            self._engine.abort(request)

@@ -1,0 +1,312 @@
+"""A conversation's settings beyond its text: tools, reasoning, a constraint."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from forerun.build.engine import Frontend
+from forerun.constrain.grammar import Grammar, Start
+from forerun.constrain.grammar.calls import Calling, Rules, tool_rules
+from forerun.errors import RequestError
+from forerun.options.config import ServeSettings
+from forerun.serve.bodies.bans import token_rules
+from forerun.serve.bodies.closing import closed_grammar, closed_rules
+from forerun.serve.bodies.fields import ignored_in
+from forerun.serve.bodies.history import left_out
+from forerun.serve.bodies.output_parser import OutputParser
+from forerun.serve.bodies.schema import ChatBody, SampledBody
+from forerun.serve.bodies.tools import Tool, ToolChoice
+from forerun.serve.http.errors import ApiError
+from forerun.text.chat import ChatTemplate
+from forerun.text.harmony import (
+    FINAL,
+    MESSAGE,
+    START,
+    THOUGHTS,
+    HarmonyReader,
+    begun_message,
+)
+from forerun.text.reasoning import TAIL, Marks, ReasoningReader, Stage
+from forerun.text.tokenizer import Tokenizer
+from forerun.text.tools import FORMATS, HARMONY, ToolFormat, ToolReader, format_of
+from forerun.types import Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Dialogue:
+    """A conversation, ready to be answered.
+
+    prompt   int32[T]
+    rules    what the answer is constrained to
+    parser   makes the reader of one choice; None if its text is plain
+    control  control tokens leave text, because some of them are marks that `parser` reads
+    """
+
+    prompt: Ints
+    rules: Rules | None
+    parser: Callable[[], OutputParser] | None = None
+    control: bool = False
+
+
+def dialogue(body: ChatBody, loaded: Frontend, settings: ServeSettings) -> Dialogue:
+    """Render the conversation and find out what may come back.
+
+    Raises RequestError naming the field, ApiError if the model has no chat template.
+    """
+    offered, choice = _offered(body)
+    if settings.additional_properties == "deny":
+        offered = tuple(_closed(tool) for tool in offered)
+    template = template_of(loaded)
+    format = FORMATS.get(settings.tool_parser) or format_of(template.source)
+    marks = THOUGHTS if format is HARMONY else _marks(settings, template)
+    prompt = chat_prompt(body, loaded, offered, marks)
+    tail = loaded.tokenizer.decode(prompt[-TAIL:].tolist(), skip_special=False)
+    # Of Harmony: what the prompt has of the answer's first message; "" within a long text.
+    message = begun_message(tail) or ("" if body.continue_final_message else START)
+    banned = token_rules(body, loaded.tokenizer)
+    rules, free = banned or constraint(body, settings), False
+    if offered and banned is None:
+        answer = rules.grammar if rules is not None else None
+        inside = not message or MESSAGE in message
+        rules = _tool_rules(body, loaded, format, offered, choice, answer, inside)
+        free = choice.kind == "auto" and body.rules is None
+    plain = [tool.plain for tool in offered]
+    if format is HARMONY:
+        if rules is not None and not offered and banned is None and MESSAGE not in message:
+            rules = rules.after(Start(FINAL, True))
+        apart = _apart(body) and settings.reasoning_end != "off"
+        return Dialogue(prompt, rules, _channels(plain, message or FINAL, apart), control=True)
+
+    def tools() -> ToolReader | None:
+        return ToolReader(format, plain) if plain else None
+
+    if marks is None or (not _apart(body) and rules is banned):  # It stays in the content.
+        control = bool(plain) and _is_control(loaded, format.opener)
+        made = (lambda: OutputParser(None, tools())) if plain else None
+        return Dialogue(prompt, rules, made, control)
+    heard = (marks.opener, marks.closer, *([format.opener] if plain else []))
+    control = any(_is_control(loaded, mark) for mark in heard)
+    found = Dialogue(prompt, rules, control=control)
+    stage, bare = _stage(body, tail, marks)
+    if banned is None and not (free and stage == Stage.UNDECIDED):
+        seen = control or not body.skip_special_tokens
+        found, stage = _after_reasoning(found, stage, marks, loaded.tokenizer, seen)
+    return replace(found, parser=lambda: OutputParser(ReasoningReader(marks, stage, bare), tools()))
+
+
+def _channels(tools: list[dict[str, Any]], begun: str, apart: bool) -> Callable[[], OutputParser]:
+    """Return a factory of readers for answers in Harmony whose prompt already has `begun`."""
+    names = [tool["function"]["name"] for tool in tools]
+    return lambda: OutputParser(None, None, HarmonyReader(names, begun, apart))
+
+
+def _apart(body: ChatBody) -> bool:
+    """Return whether reasoning is separate from the content."""
+    return body.separate_reasoning and body.reasoning_format != "none"
+
+
+def constraint(body: SampledBody, settings: ServeSettings) -> Rules | None:
+    """Return the constraint of an answer without tools: the body's rules, with closed schemas
+    unless `settings` allow more keys; None: none.
+    """
+    rules = body.rules
+    if rules is None or settings.additional_properties == "allow":
+        return rules
+    return closed_rules(rules)
+
+
+class Conversational(Protocol):
+    """A body with a conversation that a template renders."""
+
+    @property
+    def messages(self) -> tuple[dict[str, Any], ...] | None:
+        """Messages as templates take them; None if the request has none."""
+        ...
+
+    @property
+    def add_generation_prompt(self) -> bool | None:
+        """Whether the prompt ends where the answer begins; None = unless a message goes on."""
+        ...
+
+    @property
+    def continue_final_message(self) -> bool:
+        """Whether the answer goes on with the last message."""
+        ...
+
+    @property
+    def chat_template_kwargs(self) -> dict[str, Any] | None:
+        """Names that the template may read, with their values; None: no more than usual."""
+        ...
+
+
+def chat_prompt(
+    body: Conversational,
+    loaded: Frontend,
+    offered: tuple[Tool, ...] = (),
+    marks: Marks | None = None,
+) -> Ints:
+    """int32[T] a conversation by the model's template. Raises ApiError if there is none.
+
+    marks  around thoughts: a message that goes on may break off in one
+    """
+    template, opens = template_of(loaded), _opens(body)
+    extra, most = dict(body.chat_template_kwargs or {}), None
+    continues = body.continue_final_message
+    if isinstance(body, ChatBody):
+        extra = effort_names(body, template) | extra
+        most = loaded.context if body.truncate_prompt_tokens is None else None
+    return template.encode(
+        list(body.messages or ()),
+        [tool.plain for tool in offered] or None,
+        add_generation_prompt=opens,
+        extra=extra,
+        continues=continues,
+        most=most,
+        marks=marks,
+    )
+
+
+def _opens(body: Conversational) -> bool:
+    """Whether the prompt ends where an answer begins. Raises RequestError if it would have to
+    end in two ways.
+    """
+    if body.continue_final_message and body.add_generation_prompt:
+        raise RequestError(
+            "add_generation_prompt and continue_final_message cannot both be true: the answer "
+            "either begins a message or continues the last one.",
+            "continue_final_message",
+        )
+    return body.add_generation_prompt is not False
+
+
+def effort_names(body: ChatBody, template: ChatTemplate) -> dict[str, Any]:
+    """Return the template's variables for `reasoning_effort`; empty if it has none."""
+    effort = body.reasoning_effort
+    if effort is not None and "reasoning_effort" in template.source:
+        return {"reasoning_effort": effort}
+    if effort is not None and "enable_thinking" in template.source:
+        return {"enable_thinking": effort != "none"}
+    return {}
+
+
+def ignored_fields(body: SampledBody, loaded: Frontend) -> tuple[str, ...]:
+    """Fields of a request that were sent and change nothing with this model."""
+    found = ignored_in(body)
+    if isinstance(body, ChatBody):
+        found += left_out(body.messages)
+    if isinstance(body, ChatBody) and body.reasoning_effort is not None:
+        told = loaded.chat is not None and effort_names(body, loaded.chat)
+        found += () if told else ("reasoning_effort",)
+    return found
+
+
+def _closed(tool: Tool) -> Tool:
+    arguments = closed_grammar(tool.signature.arguments)
+    return replace(tool, signature=replace(tool.signature, arguments=arguments))
+
+
+def template_of(loaded: Frontend) -> ChatTemplate:
+    """Return the model's chat template. Raises ApiError (400) if it has none."""
+    if loaded.chat is None:
+        raise ApiError(
+            400,
+            f"{loaded.name} has no chat template; use /v1/completions.",
+            "no_chat_template",
+            "messages",
+        )
+    return loaded.chat
+
+
+def _offered(body: ChatBody) -> tuple[tuple[Tool, ...], ToolChoice]:
+    """The tools that the model may call, and whether it must."""
+    tools = body.tools
+    choice = body.tool_choice or ToolChoice("auto")
+    if choice.kind == "none":
+        return (), choice
+    if not tools and choice.kind != "auto":
+        raise RequestError("tool_choice asks for a call, but there are no tools.", "tool_choice")
+    if choice.name is not None:
+        found = tuple(tool for tool in tools if tool.signature.name == choice.name)
+        if not found:
+            place = "tool_choice.function.name"
+            raise RequestError(f"{place}: there is no tool {choice.name!r} in tools.", place)
+        return found, choice
+    return tools, choice
+
+
+def _tool_rules(
+    body: ChatBody,
+    loaded: Frontend,
+    format: ToolFormat,
+    offered: tuple[Tool, ...],
+    choice: ToolChoice,
+    answer: Grammar | None,
+    inside: bool,
+) -> Rules:
+    """The grammar of an answer with calls; answer: of one without; inside: as of Calling."""
+    required = choice.kind != "auto"
+    if required and answer is not None:
+        raise RequestError(
+            f"{answer.field} and tool_choice cannot be honoured at once: an answer has one "
+            "constraint. Leave tool_choice to auto.",
+            "tool_choice",
+        )
+    tokenizer = loaded.tokenizer
+    marks = [mark for mark in format.marks if _is_control(loaded, mark)]
+    special = {mark: tokenizer.added[mark].id for mark in marks}
+    others = tokenizer.special_ids - set(tokenizer.eos_ids) - set(special.values())
+    several = body.parallel_tool_calls and choice.kind != "named"
+    signatures = [tool.signature for tool in offered]
+    calling = Calling(required, several, special, others, inside)
+    return tool_rules(format, signatures, calling, answer)
+
+
+def _marks(settings: ServeSettings, template: ChatTemplate) -> Marks | None:
+    end = settings.reasoning_end.strip()
+    if end in ("", "off"):
+        return None
+    return Marks.found_in(template.source) if end == "auto" else Marks.of(end)
+
+
+def _stage(body: ChatBody, tail: str, marks: Marks) -> tuple[Stage, bool]:
+    """Return where in its answer the model is after a prompt that ends with `tail`, and whether it
+    is right behind a mark.
+    """
+    stage = marks.stage(tail)
+    if not body.continue_final_message:
+        return stage, True
+    last = body.messages[-1]
+    begun = marks.begun(last)
+    if begun is not None:
+        return Stage.THINKING, not begun.strip()
+    return Stage.ANSWERING, str(last["content"]).rstrip().endswith(marks.closer)
+
+
+def _after_reasoning(
+    asked: Dialogue, stage: Stage, marks: Marks, tokenizer: Tokenizer, control: bool
+) -> tuple[Dialogue, Stage]:
+    """The same, its constraint beginning after the reasoning: where the reader of its text, in
+    which control tokens are seen with `control`, finds the end. And the stage behind its prompt.
+
+    Where the prompt leaves it to the model whether to think, and the constraint leaves no room
+    for it, the prompt begins the reasoning: the constraint needs to know its beginning.
+    """
+    rules = asked.rules
+    if rules is None or stage == Stage.ANSWERING:
+        return asked, stage
+    if stage == Stage.UNDECIDED:
+        opened = np.array(_mark_ids(marks.opener, tokenizer), np.int32)
+        asked = replace(asked, prompt=np.concatenate([asked.prompt, opened]))
+    return replace(asked, rules=rules.after(Start(marks.closer, control))), Stage.THINKING
+
+
+def _mark_ids(mark: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    token = tokenizer.added.get(mark)
+    return (token.id,) if token is not None else tuple(tokenizer.encode_within(mark))
+
+
+def _is_control(loaded: Frontend, mark: str) -> bool:
+    token = loaded.tokenizer.added.get(mark)
+    return token is not None and token.control

@@ -1,0 +1,154 @@
+"""The messages of a conversation, as OpenAI's clients write them."""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from forerun.errors import RequestError
+from forerun.serve.bodies.fields import (
+    DescribedReader,
+    Mend,
+    accept,
+    body_schema,
+    ignore,
+    items,
+    mapping,
+    mend_object,
+    need,
+    only,
+    read,
+    shown,
+    tagged,
+    takes,
+    text,
+    whatever,
+)
+from forerun.serve.bodies.history import history
+from forerun.serve.bodies.tools import calls
+
+MAX_TEXT = 2**31 - 1
+"""Texts are bounded by the size of the body."""
+MAX_MESSAGES = 4096
+NO_MEDIA = "this server reads and writes text only"
+USE_TOOLS = "use tools and tool_choice"
+
+plain_text = text(MAX_TEXT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TextPart:
+    type: str = need(text(64))
+    text: str = need(plain_text)
+    cache_control: dict[str, Any] | None = ignore(mapping)
+
+
+_MEDIA = "image_url image input_audio audio audio_url video video_url file input_file".split()  # noqa: SIM905
+_part = tagged({"text": _TextPart}, dict.fromkeys(_MEDIA, NO_MEDIA))
+
+
+_parts = items(_part, MAX_MESSAGES)
+
+
+def of_parts(parts: DescribedReader) -> Mend:
+    """Return the function that mends a message's text: it leaves out parts of a list that cannot be
+    read.
+    """
+
+    def mend(value: Any, where: str, left: list[str]) -> Any:
+        return (parts if isinstance(value, list) else plain_text).mend(value, where, left)
+
+    return mend
+
+
+@takes({"anyOf": [plain_text.schema, _parts.schema]}, of_parts(_parts))
+def content(value: Any, where: str) -> str:
+    """A message's text: a string, or parts, which are joined by line breaks. Raises RequestError,
+    naming `where`, for anything else.
+    """
+    if isinstance(value, list):
+        return "\n".join(part.text for part in _parts(value, where))
+    return str(plain_text(value, where))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One turn of a conversation. What clients copy from earlier answers may be null or empty."""
+
+    role: str = need(text(64))
+    content: str | None = accept(content)
+    name: str | None = accept(text(256, 1))
+    tool_calls: tuple[dict[str, Any], ...] = accept(calls, ())
+    tool_call_id: str | None = accept(text(256))
+    reasoning_content: str | None = accept(plain_text)
+    reasoning: str | None = accept(plain_text)
+    cache_control: dict[str, Any] | None = ignore(mapping)
+    reasoning_details: Any = ignore(whatever)
+    thinking_blocks: Any = ignore(whatever)
+    provider_specific_fields: Any = ignore(whatever)
+    parsed: Any = ignore(whatever)
+    annotations: list[Any] | None = accept(only([], why=NO_MEDIA))
+
+    refused: ClassVar[dict[str, str]] = {
+        "audio": NO_MEDIA,
+        "refusal": "the template has no place for it",
+        "function_call": USE_TOOLS,
+    }
+    blank: ClassVar[dict[str, Any]] = {"content": ""}
+
+
+IGNORED = (
+    "cache_control",
+    "reasoning_details",
+    "thinking_blocks",
+    "provider_specific_fields",
+    "parsed",
+)
+"""Fields of messages that change nothing: marks of caches, and what others leave in answers."""
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@takes(body_schema(Message), mend_object(Message))
+def _message(value: Any, where: str) -> dict[str, Any]:
+    """A message as the chat template takes it. OpenAI's `developer` is the older `system`."""
+    message = read(Message, value, where)
+    if message.reasoning is not None and message.reasoning_content is None:
+        message = replace(message, reasoning_content=message.reasoning)
+    place = f"{where}.role"
+    if message.role not in ROLES:
+        known = ", ".join(ROLES)
+        raise RequestError(f"{place} must be one of {known}, not {shown(message.role)}.", place)
+    if message.content is None and not (message.tool_calls or message.reasoning_content):
+        raise RequestError(f"{where}.content is missing.", f"{where}.content")
+    role = "system" if message.role == "developer" else message.role
+    rest = ("name", "tool_call_id", "reasoning_content")
+    given = {name: getattr(message, name) for name in rest if getattr(message, name) is not None}
+    if message.tool_calls:
+        given["tool_calls"] = list(message.tool_calls)
+    return {"role": role, "content": message.content, **given}
+
+
+def ignored_in_messages(body: dict[str, Any]) -> tuple[str, ...]:
+    """Fields that a checked body has in messages or in parts of them and that change nothing."""
+    messages = [one for one in body.get("messages") or [] if isinstance(one, dict)]
+    contents = [one["content"] for one in messages if isinstance(one.get("content"), list)]
+    parts = [part for content in contents for part in content]
+    given = {name for one in (*messages, *parts) for name in one if one[name] is not None}
+    return tuple(f"messages.{name}" for name in IGNORED if name in given)
+
+
+def is_assistant(message: dict[str, Any]) -> bool:
+    """Whether a message as it was sent is what the model said."""
+    return message.get("role") == "assistant"
+
+
+def of_tools(reader: DescribedReader) -> Mend:
+    """Return the function that mends new messages: only those from tools."""
+
+    def mend(value: Any, where: str, left: list[str]) -> Any:
+        brought = isinstance(value, dict) and value.get("role") == "tool"
+        return reader.mend(value, where, left) if brought else value
+
+    return mend
+
+
+messages = history(_message, MAX_MESSAGES, 1, assistant=is_assistant, fresh=of_tools(_message))

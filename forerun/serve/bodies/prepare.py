@@ -1,0 +1,385 @@
+"""From a checked body to requests for the engine: tokens, limits that depend on the model."""
+
+import secrets
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from forerun.build.engine import Frontend
+from forerun.client.engine_client import Constraint
+from forerun.constrain.grammar.calls import Rules
+from forerun.engine.request import Request, Speculation, Stopping
+from forerun.errors import ContextError, RequestError
+from forerun.options.config import NEUTRAL, ServeSettings
+from forerun.serve.bodies.bans import never, token_rules
+from forerun.serve.bodies.dialogue import constraint, dialogue
+from forerun.serve.bodies.output_parser import OutputParser
+from forerun.serve.bodies.schema import (
+    UNLIMITED,
+    ChatBody,
+    CompletionBody,
+    Prompt,
+    SampledBody,
+)
+from forerun.speculative.sampling import Sampling
+from forerun.text.tokenizer import Tokenizer, as_ids
+from forerun.types import Ints, RequestId
+
+MAX_SEQUENCES = 256
+"""Prompts times choices of one request, at most."""
+MAX_REPORTED = 1 << 19
+"""Log-probabilities that one request may have reported: some 100 MB of answer."""
+
+THRESHOLDS = ("accept_threshold_single", "accept_threshold_acc")
+
+Cut = Callable[[str, float], str | None]
+"""(New text, seconds since the first) -> what is kept of it, where the answer ends with it."""
+
+MAX_TRACED = 8
+"""Choices of a traced request: some 20 MB of traces where each is as long as it can be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One HTTP request for text, ready for the engine.
+
+    requests    one per prompt; choice c of prompt p has the index p * n + c in the answer
+    created     seconds since 1970
+    stream      the answer comes in pieces
+    rules       the constraint of the answers, not yet compiled
+    unseen      stop tokens without text: they get no log-probabilities either
+    parser      makes the reader of one choice's text; None if all of it is content
+    lossy       the accept thresholds, if they may change the answer
+    ignored     fields that have no effect beside others
+    given       the client's own name for it: it can be aborted by that and by its id
+    cut         makes what may end the one text before the engine does
+    """
+
+    id: str
+    created: int
+    requests: tuple[Request, ...]
+    n: int
+    stream: bool
+    unseen: frozenset[int]
+    rules: Rules | None = None
+    parser: Callable[[], OutputParser] | None = None
+    lossy: dict[str, float] | None = None
+    ignored: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()
+    cut: Callable[[], Cut] | None = None
+
+    def under(self, grammar: Constraint) -> "Generation":
+        """The same generation with its rules compiled to `grammar`, which holds for all its
+        requests.
+        """
+        requests = tuple(replace(request, grammar=grammar) for request in self.requests)
+        return replace(self, requests=requests, rules=None)
+
+    def sent_by(self, client: str, tenant: str) -> "Generation":
+        """Return the same generation with the client and tenant of its HTTP request
+        (engine.request.Request).
+        """
+        requests = tuple(
+            replace(request, client=client, tenant=tenant) for request in self.requests
+        )
+        return replace(self, requests=requests)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """How many tokens all its prompts have together."""
+        return sum(len(request.prompt) for request in self.requests)
+
+
+def chat_generation(body: ChatBody, loaded: Frontend, settings: ServeSettings) -> Generation:
+    """Return the generation for a conversation. Raises RequestError and ApiError."""
+    logprobs = _alternatives(body)
+    asked = dialogue(body, loaded, settings)
+    prompt = _truncated(asked.prompt, body, loaded)
+    limit = body.max_completion_tokens or body.max_tokens
+    if body.max_tokens not in (None, limit):
+        message = f"max_tokens is {body.max_tokens}, but max_completion_tokens is {limit}."
+        raise RequestError(message, "max_tokens")
+    if limit is None:
+        # One at least, so that a prompt that fills the context is refused as what it is.
+        limit = max(loaded.context - len(prompt), 1)
+    sampling = _sampling(body, loaded, logprobs, body.prompt_logprobs)
+    stopping = _stopping(body, sampling, limit)
+    unseen = _unseen(body, loaded.tokenizer)
+    # The first space of a grammar's text must not be lost either.
+    exact = body.rules is not None and asked.rules is not None and asked.rules.grammar.start is None
+    goes_on = body.continue_final_message or exact
+    made = _generation(body, loaded, (prompt,), stopping, sampling, settings, goes_on)
+    made = _with_thresholds(made, body, loaded)
+    made = replace(made, rules=asked.rules, unseen=unseen, parser=asked.parser)
+    if asked.control:
+        requests = tuple(replace(request, skip_special_tokens=False) for request in made.requests)
+        made = replace(made, requests=requests)
+    return made
+
+
+def completion_generation(
+    body: CompletionBody, loaded: Frontend, settings: ServeSettings
+) -> Generation:
+    """Return the generation for plain texts. Raises RequestError naming the field, ContextError for
+    a prompt that is longer than the context.
+    """
+    if body.best_of not in (None, body.n):
+        raise RequestError("best_of must equal n: all choices are returned.", "best_of")
+    prompts = tuple(
+        _plain_prompt(prompt, body, loaded, place)
+        for prompt, place in zip(body.prompt, places_of(body.prompt), strict=True)
+    )
+    echoed = body.logprobs if body.echo else None
+    told = [top for top in (echoed, body.prompt_logprobs) if top is not None]
+    sampling = _sampling(body, loaded, body.logprobs, max(told, default=None))
+    longest = max(map(len, prompts))
+    free = max(loaded.context - longest, 1) if body.max_tokens == UNLIMITED else body.max_tokens
+    stopping = _stopping(body, sampling, free)
+    made = _generation(body, loaded, prompts, stopping, sampling, settings, goes_on=True)
+    made = _with_thresholds(made, body, loaded)
+    unseen = _unseen(body, loaded.tokenizer)
+    rules = token_rules(body, loaded.tokenizer) or constraint(body, settings)
+    return replace(made, rules=rules, unseen=unseen)
+
+
+def within(generation: Generation, context: int) -> Generation:
+    """The same generation, each request asking for no more tokens than the context has room for,
+    one at least.
+    """
+    cut = []
+    for request in generation.requests:
+        room = max(context - len(request.prompt), 1)
+        stopping = replace(request.stopping, max_tokens=min(request.stopping.max_tokens, room))
+        cut.append(replace(request, stopping=stopping))
+    return replace(generation, requests=tuple(cut))
+
+
+def _alternatives(body: ChatBody) -> int | None:
+    """Return how many alternatives of each token to report; None = no log-probabilities. Raises
+    RequestError for alternatives without log-probabilities. `n_probs` means both.
+    """
+    if body.logprobs:
+        return body.n_probs if body.top_logprobs is None else body.top_logprobs
+    if body.top_logprobs:
+        raise RequestError("top_logprobs needs logprobs to be true.", "top_logprobs")
+    return body.n_probs or None
+
+
+def _generation(
+    body: SampledBody,
+    loaded: Frontend,
+    prompts: tuple[Ints, ...],
+    stopping: Stopping,
+    sampling: Sampling,
+    settings: ServeSettings,
+    goes_on: bool,
+) -> Generation:
+    """The requests of these prompts; `goes_on` as in Request. Raises RequestError."""
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options needs stream to be true.", "stream_options")
+    _check_limits(body, prompts, stopping, sampling, settings)
+    asked = body.speculative
+    speculation = Speculation(
+        asked.enabled, asked.max_nodes, asked.max_depth, asked.stats, asked.trace
+    )
+    predicted = _predicted(body, loaded)
+    name = body.id_prefix + uuid.uuid4().hex
+    id = name if body.request_id is None else body.id_prefix + body.request_id
+    requests = tuple(
+        Request(
+            id=RequestId(f"{name}-{index}"),
+            prompt=prompt,
+            sampling=sampling,
+            stopping=stopping,
+            n=body.n,
+            speculation=speculation,
+            skip_special_tokens=body.skip_special_tokens,
+            goes_on=goes_on,
+            prediction=predicted,
+            cache_salt=body.cache_salt or "",
+        )
+        for index, prompt in enumerate(prompts)
+    )
+    made = Generation(id, int(time.time()), requests, body.n, body.stream, frozenset())
+    return made if body.request_id is None else replace(made, given=(body.request_id,))
+
+
+def _predicted(body: SampledBody, loaded: Frontend) -> Ints:
+    """int32[T] what the answer is expected to be. Raises ContextError beyond the context."""
+    given, place = body.prediction or "", "prediction.content"
+    _check_length(given, loaded, place)
+    ids = np.array(loaded.tokenizer.encode_part(given, False), np.int32)
+    if len(ids) > loaded.context:
+        raise _too_long(len(ids), loaded, place)
+    return ids
+
+
+def _with_thresholds(made: Generation, body: SampledBody, loaded: Frontend) -> Generation:
+    """The same, saying what the accept thresholds mean for it: that it is lossy, or that they
+    change nothing although the request names them.
+    """
+    sampling, asked = made.requests[0].sampling, body.speculative
+    names = THRESHOLDS
+    if sampling.lossy and asked.enabled and loaded.config.speculates:
+        return replace(made, lossy=dict(zip(names, sampling.accept_thresholds, strict=True)))
+    given = {name: getattr(asked, name) for name in names}
+    idle = [f"speculative.{name}" for name, value in given.items() if (value or 1.0) < 1]
+    return replace(made, ignored=tuple(idle))
+
+
+def _sampling(
+    body: SampledBody,
+    loaded: Frontend,
+    logprobs: int | None,
+    prompt_logprobs: int | None = None,
+) -> Sampling:
+    """The sampler's part. Without a seed of the client's, each request gets a fresh one."""
+    tokenizer = loaded.tokenizer
+    eos = () if body.ignore_eos else tokenizer.eos_ids
+    given = {name: getattr(body, name) for name in NEUTRAL}
+    asked = {name: value for name, value in given.items() if value is not None}
+    usual = {**NEUTRAL, **loaded.sampling, **asked}
+    single, acc = body.speculative.accept_threshold_single, body.speculative.accept_threshold_acc
+    config = loaded.config
+    return Sampling(
+        temperature=usual["temperature"],
+        top_k=max(int(usual["top_k"]), 0),
+        top_p=usual["top_p"],
+        min_p=usual["min_p"],
+        seed=secrets.randbits(64) if body.seed is None else body.seed % 2**64,
+        repetition_penalty=usual["repetition_penalty"],
+        frequency_penalty=body.frequency_penalty,
+        presence_penalty=body.presence_penalty,
+        logit_bias=(*body.logit_bias, *never(body, tokenizer)),
+        min_tokens=body.min_tokens,
+        stop_tokens=tuple(dict.fromkeys((*eos, *body.stop_token_ids))),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        accept_threshold_single=config.speculative_accept_threshold_single
+        if single is None
+        else single,
+        accept_threshold_acc=config.speculative_accept_threshold_acc if acc is None else acc,
+    )
+
+
+def _stopping(body: SampledBody, sampling: Sampling, max_tokens: int) -> Stopping:
+    return Stopping(
+        max_tokens=max_tokens,
+        stop=body.stop,
+        stop_tokens=sampling.stop_tokens,
+        include_stop=body.include_stop_str_in_output,
+    )
+
+
+def _unseen(body: SampledBody, tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the stop tokens whose text, and so their log-probabilities, an answer leaves out."""
+    if body.include_stop_str_in_output:
+        return frozenset()
+    return frozenset(body.stop_token_ids) | frozenset(() if body.ignore_eos else tokenizer.eos_ids)
+
+
+def places_of(prompts: tuple[Prompt, ...]) -> list[str]:
+    """Return the path of each prompt in the body: a single one may be the field itself."""
+    if len(prompts) == 1:
+        return ["prompt"]
+    return [f"prompt[{index}]" for index in range(len(prompts))]
+
+
+def _plain_prompt(prompt: Prompt, body: CompletionBody, loaded: Frontend, place: str) -> Ints:
+    """int32[T] a prompt of /v1/completions. Raises RequestError, ContextError."""
+    if isinstance(prompt, str):
+        if body.truncate_prompt_tokens is None:
+            _check_length(prompt, loaded, place)
+        ids = loaded.tokenizer.encode(prompt, body.parse_special, body.add_special_tokens)
+    else:
+        ids = known_tokens(prompt, loaded, place)
+    ids = _truncated(ids, body, loaded)
+    if len(ids) > loaded.context:
+        raise _too_long(len(ids), loaded, place)
+    return ids
+
+
+def _too_long(count: int, loaded: Frontend, place: str, least: str = "") -> ContextError:
+    """Return the message for a text with more tokens than the context; least: "at least "."""
+    return ContextError(
+        f"This model's maximum context length is {loaded.context} tokens, but {place} has "
+        f"{least}{count} tokens. Shorten it.",
+        place,
+        count,
+        context=loaded.context,
+    )
+
+
+def _check_length(text: str, loaded: Frontend, place: str) -> None:
+    """Raises ContextError if a text certainly has more tokens than the context, unencoded."""
+    least = loaded.tokenizer.least_tokens(text)
+    if least > loaded.context:
+        raise _too_long(least, loaded, place, "at least ")
+
+
+def _truncated(prompt: Ints, body: SampledBody, loaded: Frontend) -> Ints:
+    """Return the last tokens of a prompt, as many as requested; -1: as leave room for one more."""
+    asked = body.truncate_prompt_tokens
+    if asked is None:
+        return prompt
+    kept = loaded.context - 1 if asked == -1 else asked
+    return prompt[-kept:]
+
+
+def known_tokens(tokens: tuple[int, ...], loaded: Frontend, place: str) -> Ints:
+    """int32[T] token ids that came from a client. Raises RequestError, naming `place`, for one
+    beyond the vocabulary.
+    """
+    ids, vocab = as_ids(tokens, np.int64), loaded.tokenizer.vocab_size
+    unknown = np.flatnonzero(ids >= vocab)
+    if len(unknown):
+        first = int(unknown[0])
+        raise RequestError(
+            f"{place}[{first}] is the token id {tokens[first]}, but ids are 0 to {vocab - 1}.",
+            f"{place}[{first}]",
+        )
+    return ids.astype(np.int32)
+
+
+def _check_limits(
+    body: SampledBody,
+    prompts: tuple[Ints, ...],
+    stopping: Stopping,
+    sampling: Sampling,
+    settings: ServeSettings,
+) -> None:
+    """Limits of the server as a whole, before anything is allocated."""
+    if body.n > settings.max_choices:
+        raise RequestError(f"n is {body.n}, but this server allows {settings.max_choices}.", "n")
+    if body.n * len(prompts) > MAX_SEQUENCES:
+        message = f"{len(prompts)} prompts with n = {body.n} are more than {MAX_SEQUENCES} texts."
+        raise RequestError(message, "n")
+    if len(body.stop) > settings.max_stop:
+        message = f"stop has {len(body.stop)} strings, but this server allows {settings.max_stop}."
+        raise RequestError(message, "stop")
+    if body.speculative.trace and body.n * len(prompts) > MAX_TRACED:
+        message = f"speculative.trace shows {MAX_TRACED} texts at most; lower n."
+        raise RequestError(message, "speculative.trace")
+    field = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
+    of_prompt = field if body.prompt_logprobs is None else "prompt_logprobs"
+    kinds = (
+        (field, sampling.logprobs, stopping.max_tokens),
+        (of_prompt, sampling.prompt_logprobs, max(map(len, prompts))),
+    )
+    entries = 0
+    for name, top, length in kinds:
+        if top is None:
+            continue
+        if top > settings.max_logprobs:
+            message = f"{name} is {top}, but this server allows {settings.max_logprobs}."
+            raise RequestError(message, name)
+        entries += body.n * len(prompts) * length * (top + 1)
+        if entries > MAX_REPORTED:
+            raise RequestError(
+                f"{entries} log-probabilities are more than the {MAX_REPORTED} that one answer may "
+                f"hold; lower {name}, n or max_tokens.",
+                name,
+            )

@@ -1,0 +1,357 @@
+"""Request bodies: one declaration per body, with OpenAI's and vLLM's names.
+
+A field is honoured exactly, refused by name, or, if it cannot change an answer, ignored: then a
+header of the response names it (docs/use/requests.md). Bounds here are those of the field
+alone; `prepare` checks what depends on the model or on other fields.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from forerun.errors import RequestError
+from forerun.serve.bodies.fields import (
+    accept,
+    body_schema,
+    boolean,
+    ignore,
+    integer,
+    items,
+    mapping,
+    need,
+    number,
+    one_or_more,
+    only,
+    part,
+    read,
+    shown,
+    takes,
+    text,
+)
+from forerun.serve.bodies.messages import (
+    MAX_TEXT,
+    NO_MEDIA,
+    USE_TOOLS,
+    content,
+    messages,
+    plain_text,
+)
+from forerun.serve.bodies.tools import Tool, ToolChoice, tool_choice, tools
+from forerun.serve.bodies.unused import UnusedFields
+
+MAX_TOKENS = 2**31 - 1
+UNLIMITED = -1
+"""As max_tokens: as many as the context takes."""
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+FORMATS = ("auto", "deepseek", "none")
+"""Formats of reasoning, by llama.cpp's names."""
+MAX_PROMPTS = 256
+MAX_LOGIT_BIAS = 1024
+MAX_STOP_TOKENS = 256
+MAX_STOP_TEXT = 1024
+MAX_ALLOWED = 1 << 16
+
+_SAFE = "a message's text never becomes a control token; use /v1/completions"
+_NO_BEAMS = "sequences are sampled, not searched"
+_NO_CODE = "the server runs no code from requests"
+NEVER = -1e9
+"""A bias that leaves a token no probability."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamOptions:
+    """`stream_options`. include_usage: a last chunk with token counts; continuous_usage_stats:
+    counts in every chunk (vLLM).
+    """
+
+    include_usage: bool = accept(boolean, False)
+    continuous_usage_stats: bool = accept(boolean, False)
+    include_obfuscation: bool = accept(only(False, why="chunks are not padded"), False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeOptions:
+    """`speculative`: control and statistics of speculation, Forerun's own field.
+
+    max_nodes and max_depth bound the draft tokens of a step and the longest path of them, within
+    the server's own bounds. stats: counts at the end; trace: a report of every step, as it happens
+    (docs/reference/trace.md). None of these changes the text; accept thresholds below 1 do if the
+    temperature is not 0, and the answer reports that.
+    """
+
+    enabled: bool = accept(boolean, True)
+    max_nodes: int | None = accept(integer(0, MAX_TOKENS))
+    max_depth: int | None = accept(integer(0, MAX_TOKENS))
+    stats: bool = accept(boolean, False)
+    trace: bool = accept(boolean, False)
+    accept_threshold_single: float | None = accept(number(0.0, 1.0))
+    accept_threshold_acc: float | None = accept(number(0.0, 1.0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prediction:
+    type: str = accept(only("content", why="it is the only kind of prediction"), "content")
+    content: str = need(content)
+
+
+@takes(body_schema(_Prediction))
+def prediction(value: Any, where: str) -> str:
+    """`prediction` (OpenAI): the text that the answer is expected to be, or most of it."""
+    return read(_Prediction, value, where).content
+
+
+@takes({"type": ["object", "array"], "maxProperties": MAX_LOGIT_BIAS})
+def token_biases(value: Any, where: str) -> tuple[tuple[int, float], ...]:
+    """`logit_bias`: {"token id": bias}, or [[token id, bias], ...] (llama.cpp), where false is
+    never. Whether the ids exist is checked by the engine.
+    """
+    if isinstance(value, list):
+        value = _bias_pairs(value, where)
+    if not isinstance(value, dict):
+        raise RequestError(f"{where} must be a JSON object, not {shown(value)}.", where)
+    if len(value) > MAX_LOGIT_BIAS:
+        message = f"{where} has {len(value)} entries, but may have {MAX_LOGIT_BIAS}."
+        raise RequestError(message, where)
+    bias = number(-100.0, 100.0)
+    found: dict[int, float] = {}
+    for key, amount in value.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            message = f"{where}: {shown(key)} is not a token id, which is a whole number from 0 on."
+            raise RequestError(message, where)
+        found[int(key)] = NEVER if amount is False else bias(amount, f"{where}.{key}")
+    return tuple(found.items())
+
+
+def _bias_pairs(pairs: list[Any], where: str) -> dict[str, Any]:
+    found = {}
+    for index, pair in enumerate(pairs):
+        if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) is not int:
+            place = f"{where}[{index}]"
+            raise RequestError(f"{place} must be [token id, bias], not {shown(pair)}.", place)
+        found[str(pair[0])] = pair[1]
+    return found
+
+
+@takes({"type": "integer", "minimum": -1, "not": {"const": 0}})
+def _truncation(value: Any, where: str) -> int:
+    """`truncate_prompt_tokens`: how many of a prompt's last tokens are kept; -1: as many as fit."""
+    found: int = integer(-1, MAX_TOKENS)(value, where)
+    if found == 0:
+        raise RequestError(f"{where} must be -1 or at least 1: a prompt has a token.", where)
+    return found
+
+
+@takes({"type": "integer", "minimum": -1, "not": {"const": 0}})
+def _answer_length(value: Any, where: str) -> int | None:
+    """`max_tokens` of a conversation; -1 (llama.cpp) is as if it were left out."""
+    if type(value) is int and value == UNLIMITED:
+        return None
+    found: int = integer(1, MAX_TOKENS)(value, where)
+    return found
+
+
+@takes(body_schema(SpeculativeOptions))
+def untraced(value: Any, where: str) -> SpeculativeOptions:
+    """Read `speculative` of routes whose answers have no place for a trace. Raises RequestError for
+    a trace.
+    """
+    found = read(SpeculativeOptions, value, where)
+    if found.trace:
+        place = f"{where}.trace"
+        message = f"{place} is for /v1/chat/completions and /v1/completions."
+        raise RequestError(message, place)
+    return found
+
+
+cache_salt = text(1024, 1)
+"""Read `cache_salt` of vLLM, `extra_key` of SGLang. Not empty: "" is probably a client's
+mistake.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledBody(UnusedFields):
+    """The common part of /v1/chat/completions and /v1/completions. Missing sampling parameters get
+    the model's recommended values. id_prefix: the beginning of the answer's id.
+
+    return_token_ids  the answer has its tokens and the prompt's (vLLM)
+    return_tokens_as_token_ids  log-probabilities name tokens as `token_id:N` (vLLM)
+    prompt_logprobs  alternatives to report of each token of the prompt (vLLM)
+    bad_words  texts that no answer contains (vLLM)
+    allowed_token_ids  the only tokens that an answer may have (vLLM)
+    timings_per_token  the answer has the times of prompt and answer (llama.cpp)
+    prediction  the expected text of the answer, for draft tokens (OpenAI)
+    cache_salt  cached prefixes are shared only with requests of the same salt (vLLM)
+    """
+
+    id_prefix: ClassVar[str] = ""
+
+    model: str | None = accept(text(256, 1))
+    stream: bool = accept(boolean, False)
+    stream_options: StreamOptions | None = accept(part(StreamOptions))
+    min_tokens: int = accept(integer(0, MAX_TOKENS), 0)
+    n: int = accept(integer(1, MAX_TOKENS), 1)
+    temperature: float | None = accept(number(0.0, 2.0))
+    top_p: float | None = accept(number(0.0, 1.0))
+    top_k: int | None = accept(integer(-1, MAX_TOKENS))
+    min_p: float | None = accept(number(0.0, 1.0))
+    seed: int | None = accept(integer(-(2**63), 2**63 - 1))
+    frequency_penalty: float = accept(number(-2.0, 2.0), 0.0)
+    presence_penalty: float = accept(number(-2.0, 2.0), 0.0)
+    repetition_penalty: float | None = accept(number(0.0, 2.0, above_low=True))
+    logit_bias: tuple[tuple[int, float], ...] = accept(token_biases, ())
+    stop: tuple[str, ...] = accept(one_or_more(text(MAX_STOP_TEXT, 1), MAX_STOP_TOKENS), ())
+    stop_token_ids: tuple[int, ...] = accept(items(integer(0, MAX_TOKENS), MAX_STOP_TOKENS), ())
+    ignore_eos: bool = accept(boolean, False)
+    include_stop_str_in_output: bool = accept(boolean, False)
+    skip_special_tokens: bool = accept(boolean, True)
+    speculative: SpeculativeOptions = accept(part(SpeculativeOptions), SpeculativeOptions())
+    user: str = accept(text(MAX_TEXT), "")
+    truncate_prompt_tokens: int | None = accept(_truncation)
+    priority: int = ignore(integer(-(2**63), 2**63 - 1), 0)
+    return_token_ids: bool = accept(boolean, False)
+    return_tokens_as_token_ids: bool = accept(boolean, False)
+    prompt_logprobs: int | None = accept(integer(0, MAX_TOKENS))
+    bad_words: tuple[str, ...] = accept(items(text(MAX_STOP_TEXT, 1), MAX_STOP_TOKENS), ())
+    allowed_token_ids: tuple[int, ...] = accept(items(integer(0, MAX_TOKENS), MAX_ALLOWED, 1), ())
+    cache_salt: str | None = accept(cache_salt)
+    timings_per_token: bool = accept(boolean, False)
+    request_id: str | None = accept(text(256, 1))
+    prediction: str | None = accept(prediction)
+
+    renamed: ClassVar[dict[str, str]] = {
+        "repeat_penalty": "repetition_penalty",
+        "n_predict": "max_tokens",
+        "rid": "request_id",
+        "extra_key": "cache_salt",
+        "no_stop_trim": "include_stop_str_in_output",
+    }
+    refused: ClassVar[dict[str, str]] = {
+        "use_beam_search": _NO_BEAMS,
+        "early_stopping": _NO_BEAMS,
+        "stop_regex": "use stop",
+        "custom_logit_processor": _NO_CODE,
+        "custom_params": _NO_CODE,
+        "return_tokens": "use return_token_ids",
+        "logits_processors": _NO_CODE,
+        "speculative_accept_threshold_single": "use speculative.accept_threshold_single",
+        "speculative_accept_threshold_acc": "use speculative.accept_threshold_acc",
+    }
+
+
+@takes({"type": "object", "maxProperties": 64})
+def template_options(value: Any, where: str) -> dict[str, Any]:
+    """`chat_template_kwargs`: names for the template, which checks their depth."""
+    if not isinstance(value, dict) or len(value) > 64:
+        raise RequestError(f"{where} must be an object of at most 64 entries.", where)
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatBody(SampledBody):
+    """POST /v1/chat/completions, and what other dialects make of their conversations."""
+
+    id_prefix: ClassVar[str] = "chatcmpl-"
+
+    messages: tuple[dict[str, Any], ...] = need(messages)
+    max_tokens: int | None = accept(_answer_length)
+    max_completion_tokens: int | None = accept(_answer_length)
+    logprobs: bool = accept(boolean, False)
+    top_logprobs: int | None = accept(integer(0, MAX_TOKENS))
+    n_probs: int = accept(integer(0, MAX_TOKENS), 0)
+    separate_reasoning: bool = accept(boolean, True)
+    reasoning_format: str | None = accept(
+        only(*FORMATS, why="reasoning is separate from the content, or not")
+    )
+    best_of: int | None = ignore(only(1, why="all choices are returned; use n"))
+    add_generation_prompt: bool | None = accept(boolean)
+    continue_final_message: bool = accept(boolean, False)
+    reasoning_effort: str | None = accept(only(*EFFORTS, why="these are the efforts"))
+    chat_template_kwargs: dict[str, Any] | None = accept(template_options)
+    modalities: list[str] | None = accept(only(["text"], why=NO_MEDIA))
+    verbosity: str | None = ignore(only("low", "medium", "high", why="it is one of these"))
+    cache_control: dict[str, Any] | None = ignore(mapping)
+    tools: tuple[Tool, ...] = accept(tools, ())
+    tool_choice: ToolChoice | None = accept(tool_choice)
+    parallel_tool_calls: bool = accept(boolean, True)
+    safety_identifier: str = accept(text(MAX_TEXT), "")
+    prompt_cache_key: str = accept(text(MAX_TEXT), "")
+    parse_special: bool = accept(only(False, why=_SAFE), False)
+    add_special_tokens: bool = accept(only(False, why="the template writes them"), False)
+
+    refused: ClassVar[dict[str, str]] = {
+        **SampledBody.refused,
+        "audio": NO_MEDIA,
+        "chat_template": "the template cannot be replaced by requests",
+        "documents": "put them into a message",
+        "echo": "it exists on /v1/completions only",
+        "function_call": USE_TOOLS,
+        "functions": USE_TOOLS,
+        "web_search_options": "the server fetches nothing",
+    }
+
+
+Prompt = str | tuple[int, ...]
+
+
+@takes({"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}})
+def token_ids(value: Any, where: str) -> tuple[int, ...]:
+    """A prompt as token ids, at least one. Raises RequestError for other values; whether ids exist
+    is checked in `prepare`.
+    """
+    if not isinstance(value, list) or not value:
+        raise RequestError(f"{where} must be a list of token ids, not {shown(value)}.", where)
+    for index, token in enumerate(value):
+        if type(token) is not int or not 0 <= token <= MAX_TOKENS:
+            place = f"{where}[{index}]"
+            raise RequestError(f"{place} must be a token id, not {shown(token)}.", place)
+    return tuple(value)
+
+
+_PROMPTS = [
+    plain_text.schema,
+    token_ids.schema,
+    items(plain_text, MAX_PROMPTS, 1).schema,
+    items(token_ids, MAX_PROMPTS, 1).schema,
+]
+
+
+@takes({"anyOf": _PROMPTS})
+def _prompts(value: Any, where: str) -> tuple[Prompt, ...]:
+    """`prompt`: a text, a list of texts, token ids, or a list of lists of token ids."""
+    if isinstance(value, str):
+        return (str(plain_text(value, where)),)
+    if not isinstance(value, list) or not value:
+        raise RequestError(
+            f"{where} must be a text, a list of texts, a list of token ids or a list of such "
+            f"lists, not {shown(value)}.",
+            where,
+        )
+    if isinstance(value[0], list):
+        several: tuple[Prompt, ...] = items(token_ids, MAX_PROMPTS)(value, where)
+        return several
+    if isinstance(value[0], str):
+        texts: tuple[Prompt, ...] = items(plain_text, MAX_PROMPTS)(value, where)
+        return texts
+    return (token_ids(value, where),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionBody(SampledBody):
+    """POST /v1/completions. parse_special: control strings in a text prompt are their tokens."""
+
+    id_prefix: ClassVar[str] = "cmpl-"
+
+    prompt: tuple[Prompt, ...] = need(_prompts)
+    max_tokens: int = accept(integer(UNLIMITED, MAX_TOKENS), 16)
+    echo: bool = accept(boolean, False)
+    logprobs: int | None = accept(integer(0, MAX_TOKENS))
+    best_of: int | None = accept(integer(1, MAX_TOKENS))
+    separate_reasoning: bool | None = ignore(boolean)
+    add_special_tokens: bool = accept(boolean, True)
+    parse_special: bool = accept(boolean, True)
+
+    renamed: ClassVar[dict[str, str]] = {**SampledBody.renamed, "n_probs": "logprobs"}
+    refused: ClassVar[dict[str, str]] = {
+        **SampledBody.refused,
+        "suffix": "text is only continued, not filled in",
+    }

@@ -1,0 +1,235 @@
+"""The fields about tools: what may be called, and whether the model may, must or must not."""
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from forerun.constrain.grammar import Grammar
+from forerun.constrain.grammar.calls import Signature
+from forerun.errors import RequestError
+from forerun.serve.bodies.closing import closed_grammar
+from forerun.serve.bodies.fields import (
+    accept,
+    boolean,
+    items,
+    mapping,
+    mend_object,
+    need,
+    only,
+    part,
+    read,
+    shown,
+    takes,
+    text,
+)
+from forerun.text.escape import check_json
+from forerun.text.json_text import JsonFault, read_first, read_json
+
+MAX_TOOLS = 1024
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,256}")
+_text = text(2**31 - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function on offer. plain: as it was sent, for the chat template."""
+
+    signature: Signature
+    plain: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """kind: none, auto, required, or named; `name` of the function with the last."""
+
+    kind: str
+    name: str | None = None
+
+
+@takes({"type": "object", "required": ["type", "function"]})
+def tool(value: Any, where: str) -> Tool:
+    """A function with its parameters; without any it takes none. Raises RequestError naming the
+    field.
+    """
+    given = read(_Tool, value, where)
+    place = f"{where}.function"
+    function = read(_Function, given.function, place)
+    signature = signed(function.name, function.parameters, function.strict, f"{place}.parameters")
+    return Tool(signature, value)
+
+
+def signed(name: str, parameters: dict[str, Any] | None, strict: bool, place: str) -> Signature:
+    """Return a function's parameters. `place` is their path, for messages."""
+    schema: dict[str, Any] = {"type": "object", "additionalProperties": False}
+    if parameters:
+        schema = {"type": "object", **parameters}
+    found = Grammar.json_schema(schema, not strict, place)
+    return Signature(name, closed_grammar(found) if strict else found)
+
+
+def plain_tool(
+    name: str,
+    description: str | None,
+    parameters: dict[str, Any] | None,
+    strict: bool,
+    place: str,
+) -> Tool:
+    """A function that came in another dialect's words; templates know OpenAI's."""
+    function: dict[str, Any] = {"name": name}
+    if description is not None:
+        function["description"] = description
+    function["parameters"] = parameters or {"type": "object", "properties": {}}
+    signature = signed(name, parameters, strict, place)
+    return Tool(signature, {"type": "function", "function": function})
+
+
+def different(tools: tuple[Tool, ...], name_field: str, where: str = "tools") -> tuple[Tool, ...]:
+    """`tools` as they are. Raises RequestError, by `where` and `name_field`, if two have one
+    name.
+    """
+    names = [item.signature.name for item in tools]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            place = f"{where}[{index}].{name_field}"
+            raise RequestError(f"{place}: {shown(name)} appears twice.", place)
+    return tools
+
+
+@takes(items(tool, MAX_TOOLS).schema)
+def tools(value: Any, where: str) -> tuple[Tool, ...]:
+    """Functions with different names, MAX_TOOLS at most. Raises RequestError naming the field."""
+    return different(items(tool, MAX_TOOLS)(value, where), "function.name", where)
+
+
+@takes({"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]})
+def tool_choice(value: Any, where: str) -> ToolChoice:
+    """none, auto, required, or {"type": "function", "function": {"name": ...}}."""
+    if isinstance(value, dict):
+        return ToolChoice("named", read(_Choice, value, where).function.name)
+    if value not in ("none", "auto", "required"):
+        raise RequestError(
+            f"{where} must be none, auto, required or a function, not {shown(value)}.", where
+        )
+    return ToolChoice(value)
+
+
+@takes({"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,256}$"})
+def function_name(value: Any, where: str) -> str:
+    """A name that every way of writing calls can hold. Raises RequestError, naming `where`, for
+    anything else.
+    """
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        message = f"{where} must be 1 to 256 letters, digits, '_', '.' or '-', not {shown(value)}."
+        raise RequestError(message, where)
+    return value
+
+
+_FUNCTIONS = only("function", why="tools are functions")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tool:
+    type: str = need(_FUNCTIONS)
+    function: dict[str, Any] = need(mapping)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Function:
+    name: str = need(function_name)
+    description: str | None = accept(_text)
+    parameters: dict[str, Any] | None = accept(mapping)
+    strict: bool = accept(boolean, False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Named:
+    name: str = need(function_name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choice:
+    type: str = need(_FUNCTIONS)
+    function: _Named = need(part(_Named))
+
+
+def _first_object(value: Any, where: str, left: list[str]) -> dict[str, Any]:
+    """The first whole object in arguments that a model wrote; an empty one where there is none."""
+    found, whole = value, True
+    try:
+        if isinstance(value, str):
+            written = value.strip()
+            found, end = read_first(written)
+            whole = end == len(written)
+        check_json(found, where)
+    except (JsonFault, RequestError):
+        found = None
+    if not (whole and isinstance(found, dict)):
+        left.append(where)
+    return found if isinstance(found, dict) else {}
+
+
+def _mend_text(value: Any, where: str, left: list[str]) -> str:
+    try:
+        return str(argument_text(value, where))
+    except RequestError:
+        return json.dumps(_first_object(value, where, left), ensure_ascii=False)
+
+
+@takes(_text.schema, _mend_text)
+def argument_text(value: Any, where: str) -> str:
+    """Arguments of a call as JSON text; none may be empty. Raises RequestError, naming `where`, for
+    anything else.
+    """
+    written = str(_text(value, where))
+    if written.strip():
+        try:
+            found = read_json(written, repeated=True)
+        except JsonFault as error:
+            raise RequestError(f"{where} is not JSON: {error}", where) from error
+        check_json(found, where)
+    return written
+
+
+@takes({"type": "object"}, _first_object)
+def argument_object(value: Any, where: str) -> dict[str, Any]:
+    """Arguments of a call as a JSON object. Raises RequestError, naming `where`, for anything
+    else.
+    """
+    check_json(value, where)
+    return dict(mapping(value, where))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Called:
+    """A function that was called. OpenAI's `parse` leaves its arguments in it a second time."""
+
+    name: str = need(function_name)
+    arguments: str = need(argument_text)
+    parsed_arguments: Any = accept(lambda value, where: value)
+
+    blank: ClassVar[dict[str, Any]] = {"arguments": "{}"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """A call of an earlier answer. Streams leave an index in it."""
+
+    id: str | None = accept(_text)
+    type: str = accept(_FUNCTIONS, "function")
+    function: _Called = need(part(_Called))
+    index: Any = accept(lambda value, where: value)
+
+
+@takes({"type": "object", "required": ["function"]}, mend_object(_Call))
+def call(value: Any, where: str) -> dict[str, Any]:
+    """A call of an earlier answer, as chat templates take it. Raises RequestError naming
+    the field.
+    """
+    given = read(_Call, value, where)
+    function = {"name": given.function.name, "arguments": given.function.arguments}
+    plain = {"type": "function", "function": function}
+    return plain if given.id is None else {"id": given.id, **plain}
+
+
+calls = items(call, MAX_TOOLS)

@@ -1,0 +1,1 @@
+"""HTTP without any dialect: connections, bytes, hosts, workers, static files."""
