@@ -15,6 +15,8 @@ constexpr int kColumns = 16;  // of a state, that are advanced together
 // known tokens first and then its draft tokens; nothing overlaps.
 struct DeltaStep {
     int32_t rows, key_heads, value_heads, key_size, value_size;
+    int32_t tiled;           // value head j has key head j % key_heads; else those of one key head
+                             // follow each other
     const int32_t* start;    // [rows + 1] nodes of each tree
     const int32_t* known;    // [rows] known tokens of each
     const int32_t* parents;  // [nodes] numbers of nodes
@@ -28,6 +30,9 @@ struct DeltaStep {
     const float* beta;       // the same
     float* out;              // as values: what each node reads
 
+    FORERUN_MEMBER int key_head(int head) const {
+        return tiled ? head % key_heads : head / (value_heads / key_heads);
+    }
     FORERUN_MEMBER int drafts(int row) const { return start[row + 1] - start[row] - known[row]; }
 };
 

@@ -66,7 +66,7 @@ FORERUN_INLINE void some_columns(const DeltaStep& s, int tree, int head, int fir
     const int rows = s.key_size, begin = s.start[tree], known = s.known[tree];
     const int rest = s.value_size - first;
     const int columns = rest < FORERUN_COLUMNS ? rest : FORERUN_COLUMNS;
-    const int key_head = head / (s.value_heads / s.key_heads);
+    const int key_head = s.key_head(head);
     const size_t bytes = sizeof(float) * (size_t)columns;
     Columns* const sums = (Columns*)scratch;
     Columns* const root = sums + rows;  // Of known tokens; then those of draft tokens.

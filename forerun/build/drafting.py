@@ -32,6 +32,7 @@ from forerun.interface.draft_model import DraftModel
 from forerun.interface.drafter import Drafter
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.features import RING_TOKENS
+from forerun.networks.config_json import announced_layers
 from forerun.options.algorithms import DEFAULT_STEPS
 from forerun.options.config import EngineConfig
 
@@ -263,7 +264,7 @@ def _layers_in(target: Checkpoint) -> PredictionLayers:
         case GgufCheckpoint():
             return open_in_gguf(target)
         case FolderCheckpoint():
-            declared = target.config.get("num_nextn_predict_layers")
+            declared = announced_layers(target.config)
             return open_prediction_layers(target, target.prediction_files, declared)
     return open_prediction_layers(target, {})
 

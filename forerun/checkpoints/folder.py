@@ -113,7 +113,7 @@ def _stored(
     """Canonical name -> where it is stored. Raises ModelError naming every missing, unexpected or
     wrongly shaped tensor as the files call it.
     """
-    pieces = {spec: layer_pieces(arch, spec) for spec in dict.fromkeys(arch.layer_specs)}
+    pieces = {spec: layer_pieces(arch, spec, files) for spec in dict.fromkeys(arch.layer_specs)}
     wanted: dict[str, tuple[str, StoredPart]] = {}
     for name, shape in expected_tensors(arch).items():
         match = IN_LAYER.match(name)
@@ -131,7 +131,7 @@ def _stored(
     }
 
 
-_VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..+")
+_VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual)\..+")
 _WRAPPED = re.compile(r"(language_model\.model|model\.language_model)\.(.+)")
 
 
@@ -246,11 +246,13 @@ def _own_head(files: dict[str, TensorFile]) -> bool:
 
 
 def eos_ids(folder: Path, config: dict[str, Any], vocab: int) -> tuple[int, ...]:
-    """Ids that end a text: generation_config.json's, then config.json's; special_tokens may name
-    one more.
+    """Ids that end a text: generation_config.json's, then config.json's, then those of the language
+    model in it; special_tokens may name one more.
     """
     ids: list[int] = []
-    for source in [generation_config(folder), config]:
+    for source in [generation_config(folder), config, config.get("text_config")]:
+        if not isinstance(source, dict):
+            continue
         ids += _token_ids(folder, "eos_token_id", source.get("eos_token_id"), vocab)
     return tuple(dict.fromkeys(ids))
 

@@ -1,16 +1,19 @@
 """Where a folder keeps a layer's tensors: under other names, several in one, or in another order.
 
 `arch.layer_tensors` names what a layer has; a `StoredPart` says which stored tensor each is, or is
-a part of. Families differ in a table of names (_RENAMED) and in four layouts:
+a part of. Families differ in a table of names (_RENAMED) and in these layouts:
 
     fused        queries, keys and values are one matrix, gate and up another (Phi-3)
-    stacked      all experts are one tensor, matrices [in, out], gate and up in turns (gpt-oss)
+    stacked      all experts are one tensor: matrices [in, out], gate and up in turns (gpt-oss), or
+                 [out, in], gate above up (what transformers 5 keeps in memory; Qwen3.5)
     interleaved  rows of several parts stand head by head in one matrix (Qwen3-Next)
+    joined       a delta net's queries, keys and values are one matrix (Qwen3.5)
     rotated      in a head the rotated numbers stand first (partial rotation), or pairs stand side
                  by side (DeepSeek); here pairs stand half a head apart, over the whole head
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,7 +23,7 @@ from numpy.typing import NDArray
 from forerun.checkpoints.grouped import Grouped
 from forerun.checkpoints.mapped import FourBits, Packed, TensorFile
 from forerun.networks.arch import Architecture, Family, layer_tensors
-from forerun.networks.layer_spec import LayerSpec
+from forerun.networks.layer_spec import Experts, LayerSpec
 from forerun.networks.rope import Rope
 from forerun.types import AnyArray, Floats
 
@@ -177,10 +180,15 @@ IN_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 
 
-def layer_pieces(arch: Architecture, spec: LayerSpec) -> dict[str, StoredPart]:
+def layer_pieces(
+    arch: Architecture, spec: LayerSpec, stored: Iterable[str] = ()
+) -> dict[str, StoredPart]:
     """Canonical name -> piece of every tensor of a layer of `arch` that is as `spec` says; names
     without the layer's prefix.
+
+    stored  names of the files' tensors, where these may have either of two layouts
     """
+    stacked = arch.family == "qwen3_5_moe_text" and any(n.endswith(_STACKED) for n in stored)
     pieces = {}
     for name, shape in layer_tensors(arch, spec).items():
         piece = StoredPart(_renamed(name, arch.family), shape, shape)
@@ -190,6 +198,9 @@ def layer_pieces(arch: Architecture, spec: LayerSpec) -> dict[str, StoredPart]:
             piece = _stacked(name, piece, spec)
         elif arch.family == "qwen3_next":
             piece = head_by_head(name, piece, arch, spec)
+        elif arch.family in ("qwen3_5_text", "qwen3_5_moe_text"):
+            piece = joined(name, piece, arch, spec)
+            piece = _one_above_the_other(name, piece, spec) if stacked else piece
         order = order_of(name, arch, spec)
         if order is not None:
             piece = replace(piece, order=order if piece.order is None else piece.order[order])
@@ -234,8 +245,9 @@ def _stacked(name: str, piece: StoredPart, spec: LayerSpec) -> StoredPart:
     match = EXPERT.fullmatch(name)
     if match is None:
         return piece
-    count = spec.feed_forward.count  # type: ignore[union-attr]  # Named by an expert.
-    expert, part, kind = int(match[1]), match[2], match[3]
+    assert isinstance(spec.feed_forward, Experts)
+    count, expert = spec.feed_forward.count, int(match[1])
+    part, kind = match[2], match[3]
     opens = part != "down"
     stored = "mlp.experts." + ("gate_up_proj" if opens else "down_proj")
     rows = slice(part == "up", None, 2) if opens else None
@@ -246,6 +258,43 @@ def _stacked(name: str, piece: StoredPart, spec: LayerSpec) -> StoredPart:
         )
     whole = count, piece.shape[1], outputs
     return replace(piece, stored=stored, whole=whole, expert=expert, transposed=True, rows=rows)
+
+
+_STACKED = "mlp.experts.gate_up_proj"
+
+
+def _one_above_the_other(name: str, piece: StoredPart, spec: LayerSpec) -> StoredPart:
+    """Return the part of a tensor of all experts; gate stands above up."""
+    match = EXPERT.fullmatch(name)
+    if match is None:
+        return piece
+    assert isinstance(spec.feed_forward, Experts)
+    count, part = spec.feed_forward.count, match[2]
+    width, columns = piece.shape
+    if part == "down":
+        stored, rows, height = "mlp.experts.down_proj", None, width
+    else:
+        first = 0 if part == "gate" else width
+        stored, rows, height = _STACKED, slice(first, first + width), 2 * width
+    whole = count, height, columns
+    return replace(piece, stored=stored, whole=whole, expert=int(match[1]), rows=rows)
+
+
+def joined(name: str, piece: StoredPart, arch: Architecture, spec: LayerSpec) -> StoredPart:
+    """Qwen3.5's: a delta net's queries, keys and values stand one above the other, its gates alone;
+    of attention each head's gate follows its query, as in Qwen3-Next.
+    """
+    delta = spec.delta
+    if delta is None:
+        return head_by_head(name, piece, arch, spec)
+    part = name.removeprefix("linear_attn.").removesuffix("_proj.weight")
+    if part in ("z", "b", "a"):
+        return replace(piece, stored=f"linear_attn.in_proj_{part}.weight")
+    rows = delta.rows_of(part)
+    if rows is None:
+        return piece
+    whole = delta.channels, piece.shape[1]
+    return replace(piece, stored="linear_attn.in_proj_qkv.weight", whole=whole, rows=rows)
 
 
 def head_by_head(name: str, piece: StoredPart, arch: Architecture, spec: LayerSpec) -> StoredPart:

@@ -3,7 +3,7 @@ layer.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -133,16 +133,16 @@ def naming_of(files: Files, arch: Architecture, where: Path) -> tuple[Naming, in
 
 
 def pieces(
-    arch: Architecture, naming: Naming, first: int, count: int
+    arch: Architecture, naming: Naming, first: int, count: int, files: Iterable[str] = ()
 ) -> dict[str, tuple[str, StoredPart]]:
     """By canonical name, the stored name and piece of every tensor that the file of `count` layers
-    from `first` on may have.
+    from `first` on may have. files: the names that there are.
     """
     wanted: dict[str, tuple[str, StoredPart]] = {}
     for layer, spec in enumerate(arch.layer_specs):
         pattern = naming.layer.pattern.replace("\\", "")
         prefix = pattern.replace("(d+)", str(layer + first))
-        for name, piece in layer_pieces(arch, spec).items():
+        for name, piece in layer_pieces(arch, spec, files).items():
             wanted[f"model.layers.{layer}.{name}"] = prefix + piece.stored, piece
         if naming.apart and layer:
             continue

@@ -199,7 +199,7 @@ def open_prediction_layers(
             f"(num_nextn_predict_layers), its tensors are those of {count}"
         )
     arch = several(target.architecture, count)
-    wanted = pieces(arch, naming, first, count)
+    wanted = pieces(arch, naming, first, count, files)
     check_stored(
         naming.title,
         where,

@@ -43,6 +43,8 @@ Family = Literal[
     "granite",
     "olmo2",
     "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
 ]
 """By the name that config.json gives as model_type."""
 FAMILIES: tuple[Family, ...] = get_args(Family)

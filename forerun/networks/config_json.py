@@ -3,15 +3,18 @@
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from forerun.errors import ModelError
-from forerun.networks.arch import FAMILIES, Architecture
+from forerun.networks.arch import FAMILIES, Architecture, Family
 from forerun.networks.families import READERS
 from forerun.networks.keys import Keys
 
 _MOST_BYTES = 4 << 20
+_ANNOUNCED = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""Keys that say how many prediction layers there are."""
 
 _HARMLESS = re.compile(
     r"""
@@ -32,6 +35,13 @@ _HARMLESS = re.compile(
     re.VERBOSE,
 )
 """Keys that never change what the model computes."""
+
+_ALIASES: dict[str, Family] = {
+    "kimi_k2": "deepseek_v3",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
+"""Names of configurations that another family's code reads; Qwen3.5's without a text_config."""
 
 _MIMO = {"architectures": ["MiMoForCausalLM"], "attention_bias": True, "use_mrope": False}
 """Keys of MiMo's configuration that repeat what Qwen2's code takes for granted."""
@@ -73,24 +83,59 @@ _GEMMA3 = {
 
 _OUTSIDE = (
     *("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index"),
-    *("image_token_index", "tie_word_embeddings"),
+    *("image_token_index", "quantization_config"),
 )
-"""Keys of a multimodal configuration about images, or repeated by text_config."""
+"""Keys of a multimodal configuration about images, or about the files."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Wrapper:
+    """A multimodal configuration, whose language model runs here alone.
+
+    class_name  the only value of `architectures`
+    inner       the language model's family
+    defaults    what text_config may leave out: transformers' defaults
+    tied        default of tie_word_embeddings
+    """
+
+    class_name: str
+    inner: Family
+    defaults: Mapping[str, Any]
+    tied: bool = False
+
+
+_WRAPPERS = {
+    "gemma3": _Wrapper("Gemma3ForConditionalGeneration", "gemma3_text", _GEMMA3, tied=True),
+    "qwen3_5": _Wrapper("Qwen3_5ForConditionalGeneration", "qwen3_5_text", {}),
+    "qwen3_5_moe": _Wrapper("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text", {}),
+}
+"""By model_type."""
 
 
 def _text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration of a multimodal Gemma 3's language model, which runs here alone."""
+    """Return the configuration of a multimodal checkpoint's language model. Raises ModelError for
+    one that is not known, and for a key that may change the model.
+    """
     keys = Keys(config, "config.json: ")
-    keys.require("model_type", "gemma3")
+    name = keys.get("model_type")
+    if not isinstance(name, str) or name not in _WRAPPERS:
+        known = ", ".join(_WRAPPERS)
+        raise ModelError(
+            f"config.json: model_type: {name!r} with a text_config does not run here; of "
+            f"multimodal checkpoints the language models of these do: {known}"
+        )
+    wrapper = _WRAPPERS[name]
     classes = keys.get("architectures")
-    if classes != ["Gemma3ForConditionalGeneration"]:
-        raise keys.unfit("architectures", classes, "['Gemma3ForConditionalGeneration'] to run here")
-    inner = keys.get("text_config")
-    for name in _OUTSIDE:
-        keys.get(name)
+    if classes != [wrapper.class_name]:
+        raise keys.unfit("architectures", classes, f"[{wrapper.class_name!r}] to run here")
+    inner = dict(keys.get("text_config"))
+    if inner.setdefault("model_type", wrapper.inner) != wrapper.inner:
+        raise keys.unfit("text_config.model_type", inner["model_type"], repr(wrapper.inner))
+    for key in _OUTSIDE:
+        keys.get(key)
+    ties = keys.flag("tie_word_embeddings", inner.get("tie_word_embeddings", wrapper.tied))
     keys.refuse_the_rest(harmless)
-    ties = config.get("tie_word_embeddings", True)
-    return {**_GEMMA3, "model_type": "gemma3_text", "tie_word_embeddings": ties, **inner}
+    return {**wrapper.defaults, **inner, "tie_word_embeddings": ties}
 
 
 def _plain_name(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -100,20 +145,22 @@ def _plain_name(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     if isinstance(config.get("text_config"), dict):
         return _text_of(config)
-    if config.get("model_type") == "kimi_k2":
-        return {**config, "model_type": "deepseek_v3"}
-    if config.get("model_type") != "mimo":
+    name = config.get("model_type")
+    if isinstance(name, str) and name in _ALIASES:
+        return {**config, "model_type": _ALIASES[name]}
+    if name != "mimo":
         return config
     keys = Keys(config, "config.json: ")
-    for name, value in _MIMO.items():
-        if config.get(name, value) != value:
-            raise keys.unfit(name, config[name], f"{value!r} in a MiMo model")
-    kept = {name: value for name, value in config.items() if name not in _MIMO}
+    for key, value in _MIMO.items():
+        if config.get(key, value) != value:
+            raise keys.unfit(key, config[key], f"{value!r} in a MiMo model")
+    kept = {key: value for key, value in config.items() if key not in _MIMO}
     return kept | {"model_type": "qwen2"}
 
 
 def _architecture(keys: Keys) -> Architecture:
-    keys.get("num_nextn_predict_layers")  # Their tensors say how many there are.
+    for name in _ANNOUNCED:
+        keys.get(name)  # The tensors say how many there are.
     keys.get("quantization_config")  # Of the files, not of the model: models/quantised.
     family = keys.get("model_type")
     if family not in FAMILIES:
@@ -124,6 +171,16 @@ def _architecture(keys: Keys) -> Architecture:
     arch = READERS[family].read(family, keys)
     keys.refuse_the_rest(harmless)
     return arch
+
+
+def announced_layers(config: Mapping[str, Any]) -> int | None:
+    """Return how many prediction layers a configuration announces; None: it says nothing."""
+    inner = config.get("text_config")
+    for source in (config, inner if isinstance(inner, dict) else {}):
+        for name in _ANNOUNCED:
+            if isinstance(count := source.get(name), int):
+                return count
+    return None
 
 
 def architectures(config: Mapping[str, Any]) -> list[str]:

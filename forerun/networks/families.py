@@ -1,13 +1,14 @@
 """The families as a table: how to read each one's config.json, with transformers' defaults.
 
 A new family is a row of READERS and the function that reads its layers (families_dense.py,
-families_experts.py; docs/reference/families.md). Every key that changes the model is read;
-config_json.py refuses the rest.
+families_experts.py, families_delta.py; docs/reference/families.md). Every key that changes the
+model is read; config_json.py refuses the rest.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from forerun.networks import families_delta as delta
 from forerun.networks import families_dense as dense
 from forerun.networks import families_experts as experts
 from forerun.networks.arch import Architecture, ArchitectureSizes, Family
@@ -122,5 +123,9 @@ READERS: dict[Family, Reader] = {
     "smollm3": Reader("SmolLM3ForCausalLM", dense.smollm3, tied=True),
     "granite": Reader("GraniteForCausalLM", dense.granite, every_head=True, granite=True),
     "olmo2": Reader("Olmo2ForCausalLM", dense.olmo2, every_head=True, norm_eps=1e-5),
-    "qwen3_next": Reader("Qwen3NextForCausalLM", experts.qwen3_next, head_size=256, centred=True),
+    "qwen3_next": Reader("Qwen3NextForCausalLM", delta.qwen3_next, head_size=256, centred=True),
+    "qwen3_5_text": Reader("Qwen3_5ForCausalLM", delta.qwen3_5, head_size=256, centred=True),
+    "qwen3_5_moe_text": Reader(
+        "Qwen3_5MoeForCausalLM", delta.qwen3_5_moe, head_size=256, centred=True
+    ),
 }

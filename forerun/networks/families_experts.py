@@ -4,8 +4,6 @@ from dataclasses import replace
 
 from forerun.networks.arch import ArchitectureSizes
 from forerun.networks.family_parts import (
-    FULL,
-    LINEAR,
     Layers,
     optional_integer,
     plain_attention,
@@ -19,7 +17,6 @@ from forerun.networks.layer_spec import (
     AttentionSpec,
     Dense,
     Experts,
-    GatedDelta,
     Latent,
     LayerSpec,
     Router,
@@ -44,7 +41,7 @@ def qwen2_moe(keys: Keys, sizes: ArchitectureSizes) -> Layers:
         LayerSpec(
             plain_attention(sizes, window if slide else None), rope, feed_forward, qkv_bias=biased
         )
-        for slide, feed_forward in zip(slides, _qwen_experts(keys, sizes, shared), strict=True)
+        for slide, feed_forward in zip(slides, qwen_experts(keys, sizes, shared), strict=True)
     )
 
 
@@ -67,41 +64,8 @@ def qwen3_moe(keys: Keys, sizes: ArchitectureSizes) -> Layers:
             qkv_bias=biased,
             o_bias=biased,
         )
-        for feed_forward in _qwen_experts(keys, sizes, shared=0)
+        for feed_forward in qwen_experts(keys, sizes, shared=0)
     )
-
-
-def qwen3_next(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """Qwen3-Next: a gated delta net in three layers of four, gated attention in the fourth."""
-    biased = keys.flag("attention_bias", False)
-    delta = GatedDelta(
-        keys.integer("linear_num_key_heads", 16),
-        keys.integer("linear_num_value_heads", 32),
-        keys.integer("linear_key_head_dim", 128),
-        keys.integer("linear_value_head_dim", 128),
-        keys.integer("linear_conv_kernel_dim", 4),
-    )
-    every = keys.integer("full_attention_interval", 4)
-    if every < 1:
-        raise keys.unfit("full_attention_interval", every, "positive")
-    default = [LINEAR if (layer + 1) % every else FULL for layer in range(sizes.layers)]
-    kinds = keys.get("layer_types") or default
-    named = isinstance(kinds, list) and all(kind in (FULL, LINEAR) for kind in kinds)
-    if not named or len(kinds) != sizes.layers or FULL not in kinds:
-        what = f"{sizes.layers} times {FULL} or {LINEAR}, the first of them at least once"
-        raise keys.unfit("layer_types", kinds, what)
-    attention = replace(plain_attention(sizes), gated=True)
-    rope = rope_from(keys, sizes.context, head_size=sizes.head_size, share=0.25)
-    shared = keys.integer("shared_expert_intermediate_size", 512)
-    feed_forwards = _qwen_experts(keys, sizes, shared, normalised=True)
-    made = []
-    for kind, feed_forward in zip(kinds, feed_forwards, strict=True):
-        spec = LayerSpec(attention, rope, feed_forward)
-        if kind == LINEAR:
-            made.append(replace(spec, delta=delta))
-        else:
-            made.append(replace(spec, qk_norm=True, qkv_bias=biased, o_bias=biased))
-    return tuple(made)
 
 
 def mixtral(keys: Keys, sizes: ArchitectureSizes) -> Layers:
@@ -273,7 +237,7 @@ def gpt_oss(keys: Keys, sizes: ArchitectureSizes) -> Layers:
     )
 
 
-def _qwen_experts(
+def qwen_experts(
     keys: Keys, sizes: ArchitectureSizes, shared: int, normalised: bool = False
 ) -> list[Dense | Experts]:
     """Each layer's feed-forward: experts in every decoder_sparse_step-th that is not listed.

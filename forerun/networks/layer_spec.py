@@ -116,6 +116,9 @@ class GatedDelta:
         S <- S + k (sigmoid(b) (v - S^T k))^T
         o  = S^T q           RMSNorm(o) SiLU(z) is the input of the output product
 
+    Value head j shares key head j // r, of r = value_heads / key_heads; `tiled`: key head
+    j % key_heads, as value heads stand in GGUF files of Qwen3.5.
+
     The state of a text is S, and the convolution's inputs of its last window - 1 tokens.
     """
 
@@ -124,6 +127,7 @@ class GatedDelta:
     key_size: int
     value_size: int
     window: int
+    tiled: bool = False
 
     @property
     def keys(self) -> int:
@@ -139,6 +143,12 @@ class GatedDelta:
     def channels(self) -> int:
         """Numbers of a token that pass the convolution: queries, keys, values."""
         return 2 * self.keys + self.values
+
+    def rows_of(self, part: str) -> slice | None:
+        """Return the channels of "q", "k" or "v"; None for any other name."""
+        parts = {"q": (0, self.keys), "k": (self.keys, 2 * self.keys)}
+        parts["v"] = 2 * self.keys, self.channels
+        return slice(*parts[part]) if part in parts else None
 
     @property
     def state_numbers(self) -> int:
@@ -294,7 +304,8 @@ def _bounds_of_delta(delta: GatedDelta) -> dict[str, tuple[int, int, int]]:
     heads, shared = delta.value_heads, max(delta.key_heads, 1)
     if heads % shared:
         raise ModelError(f"{heads} value heads of a delta net cannot share {shared} key heads")
-    bounds = {name: (getattr(delta, name), 1, _MOST_HEADS) for name in GatedDelta.__slots__}
+    sizes = (name for name in GatedDelta.__slots__ if name != "tiled")
+    bounds = {name: (getattr(delta, name), 1, _MOST_HEADS) for name in sizes}
     bounds["window"] = (delta.window, 2, _MOST_CONVOLVED)
     return {f"delta net's {name}": bound for name, bound in bounds.items()}
 

@@ -22,17 +22,21 @@ def rope_from(
     theta: float = 10000.0,
     head_size: int | None = None,
     share: float = 1.0,
+    ignored: tuple[str, ...] = (),
 ) -> Rope:
     """Both spellings: rope_theta with rope_scaling, and rope_parameters (transformers 5).
 
     context    tokens the model was trained for; theta  the base where none is given
     head_size  numbers of a head of which partial_rotary_factor says how many are rotated, `share`
                where it is absent; None: the family rotates all
+    ignored    keys of rope_parameters that mean nothing for text
 
     Raises ModelError naming the key that cannot be used.
     """
     scaling, parameters = keys.get("rope_scaling"), keys.get("rope_parameters")
     inner = _object(keys, "rope_scaling" if scaling else "rope_parameters", scaling or parameters)
+    for name in ignored:
+        inner.get(name)
     theta = keys.real("rope_theta", theta)
     original = keys.integer("original_max_position_embeddings", context)
     if head_size is None:

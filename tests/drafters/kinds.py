@@ -198,12 +198,12 @@ def family_layer(kinds, family, file=False):
     made = type(hf.model.layers[-1])(hf.config, hf.config.num_hidden_layers - 1)
     with torch.no_grad():
         for name, weight in [*made.named_parameters(), *made.named_buffers()]:
-            centre = float("norm" in name and family != "qwen3_next")
+            centre = float("norm" in name and family not in tiny.DELTAS)
             weight.normal_(centre, 0.2 if weight.dim() == 1 else 0.15)
     width = hf.config.hidden_size
     norms = [1 + 0.2 * torch.randn(width) for _ in range(3)]
     layer = made, *norms, torch.randn(width, 2 * width) / 8
-    if family == "qwen3_next":
+    if family in tiny.DELTAS and not file:
         return prediction(hf, [layer], kinds.folder(family), "qwen3-next", centred=True)
     naming, folder = (
         ("GGUF", kinds.folder(f"file of {family}")) if file else ("deepseek", kinds.folder(family))

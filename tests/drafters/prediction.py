@@ -89,11 +89,10 @@ def in_gguf(hf, layers, path, kind="F32", extra=None, **metadata):
     extra  more tensors, by their names in the file, or None for one to leave out
     """
     count, family = hf.config.num_hidden_layers, hf.config.model_type
-    whole = tiny.model(
-        family,
-        num_hidden_layers=count + len(layers),
-        max_position_embeddings=hf.config.max_position_embeddings,
-    )
+    changes = {"max_position_embeddings": hf.config.max_position_embeddings}
+    if family in tiny.DELTAS:
+        changes["layer_types"] = hf.config.layer_types + ["full_attention"] * len(layers)
+    whole = tiny.model(family, num_hidden_layers=count + len(layers), **changes)
     state, behind = dict(hf.state_dict()), {}
     for depth, (made, embedding, hidden, final, fuse) in enumerate(layers, count):
         of_layer = made.state_dict().items()

@@ -23,6 +23,7 @@ from tests.parity.test_torch_logits import FURTHER
 from tests.shape.tree import ROOT
 
 SAME_AS = {"mimo": "qwen2", "gemma3": "gemma3_text", "kimi_k2": "deepseek_v3"}
+SAME_AS |= {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """Names in config.json that stand for another family's layers."""
 KINDS = {
     "a head": DraftFile.kind,
@@ -65,9 +66,9 @@ def test_formats_are_those_that_are_read(name):
     """llama.cpp calls Mistral and Mixtral llama, and V2 and Kimi K2 what it calls DeepSeek."""
     also = {"mistral", "mixtral", "deepseek_v2"}
     read = {*gguf_config._FAMILIES.values(), *also} - set(SAME_AS)
-    shown = {*tiny.LLAMAS, *test_gguf.BLOCKS, "gemma2", "gemma3_text", "qwen3_next"}
+    shown = {*tiny.LLAMAS, *test_gguf.BLOCKS, "gemma2", "gemma3_text", *tiny.DELTAS}
     assert read == shown
-    formats = ["folder", "GGUF"] if name in {*read, "kimi_k2"} else ["folder"]
+    formats = ["folder"] if name in ("mimo", "gemma3") else ["folder", "GGUF"]
     assert re.sub(r" \(.*?\)", "", ROWS[name]["formats"]).split(", ") == formats
 
 
@@ -89,7 +90,7 @@ def test_executors_are_those_that_run_it(name, tmp_path):
 OWN_LAYERS = {
     "DeepSeek-V3 and GLM-4.5": ("glm4_moe", "deepseek_v3", "kimi_k2"),
     "MiMo": ("mimo",),
-    "Qwen3-Next": ("qwen3_next",),
+    "Qwen3-Next": (*tiny.DELTAS, "qwen3_5", "qwen3_5_moe"),
 }
 """By whose way of storing prediction layers (prediction_naming.Naming.title); what these propose is
 in tests/drafters/test_contract.py.
@@ -105,10 +106,10 @@ def test_own_layers_are_those_that_are_read(name):
 
 
 def test_every_family_is_run_with_drafts_somewhere():
-    """Llama's block in the equality matrix, Qwen3-Next in test_recurrent.py; Gemma 2 and the Qwens
+    """Llama's block in the equality matrix, delta nets in test_recurrent.py; Gemma 2 and the Qwens
     with experts differ from one that is here in what no draft sees.
     """
-    seen = {*WITH_DRAFTS, *tiny.LLAMAS, "qwen3_next"}
+    seen = {*WITH_DRAFTS, *tiny.LLAMAS, *tiny.DELTAS}
     assert set(FAMILIES) - seen == {"gemma2", "qwen2_moe"}
 
 

@@ -69,6 +69,8 @@ _CLASSES = {
     "granite": (transformers.GraniteConfig, transformers.GraniteForCausalLM),
     "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
     "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
+    "qwen3_5_text": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM),
+    "qwen3_5_moe_text": (transformers.Qwen3_5MoeTextConfig, transformers.Qwen3_5MoeForCausalLM),
 }
 assert tuple(_CLASSES) == FAMILIES
 
@@ -81,6 +83,10 @@ _GROUPED |= {"moe_intermediate_size": 32, "first_k_dense_replace": 1, "num_hidde
 _GROUPED |= {"routed_scaling_factor": 1.5}
 _LATENT = {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
 _LATENT |= {"v_head_dim": 12, "num_key_value_heads": 4, "head_dim": 8}
+_DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_hidden_layers": 4}
+_DELTA |= {"linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_conv_kernel_dim": 4}
+DELTAS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Families with gated delta nets."""
 DEEPSEEKS = ("deepseek_v2", "deepseek_v3")
 _OF_FAMILY: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
@@ -97,12 +103,14 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layer_interval": 2},
     "granite": {"embedding_multiplier": 6.0, "attention_multiplier": 0.2}
     | {"residual_multiplier": 0.3, "logits_scaling": 2.0},
-    "qwen3_next": _EXPERTS
-    | {"shared_expert_intermediate_size": 48, "num_hidden_layers": 4}
-    | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-    | {"linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_conv_kernel_dim": 4},
+    "qwen3_next": _EXPERTS | _DELTA | {"shared_expert_intermediate_size": 48},
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": _EXPERTS | _DELTA | {"shared_expert_intermediate_size": 48},
 }
 """What differs from the plain numbers; windows are shorter than the tests' texts."""
+
+
+_PARTIAL = {"glm4_moe": 0.5, **dict.fromkeys(DELTAS, 0.25)}
 
 
 def config(family: str, rope: dict[str, Any] | None = None, **changes: Any) -> Any:
@@ -130,7 +138,7 @@ def config(family: str, rope: dict[str, Any] | None = None, **changes: Any) -> A
         ropes = {"full_attention": numbers["rope_parameters"], "sliding_attention": local}
         numbers["rope_parameters"] = ropes
     numbers |= _OF_FAMILY.get(family, {})
-    partial = changes.pop("partial", {"glm4_moe": 0.5, "qwen3_next": 0.25}.get(family))
+    partial = changes.pop("partial", _PARTIAL.get(family))
     if partial is not None:
         numbers["rope_parameters"] |= {"partial_rotary_factor": partial}
     if family == "gemma3_text":
@@ -160,7 +168,7 @@ def _centre(family: str, name: str) -> float:
     """Of random weights: norms that do nothing, and states that are remembered for a while."""
     if name.endswith("A_log"):
         return -3.0
-    stored = family.startswith("gemma") or family == "qwen3_next"
+    stored = family.startswith("gemma") or family in DELTAS
     return float("norm" in name and (not stored or "linear_attn" in name))
 
 
@@ -181,7 +189,7 @@ def weights(hf: Any) -> dict[str, np.ndarray]:
         own = name.replace("shared_experts", "shared_expert").replace("mlp.router", "mlp.gate")
         if ".mlp.experts." in own:
             found |= _experts(own, array, hf.config)
-        elif hf.config.model_type == "qwen3_next" and own.split(".")[-2] in _NEXT:
+        elif hf.config.model_type in DELTAS and own.split(".")[-2] in _NEXT:
             found |= _of_next(own, array, hf.config)
         elif "qkv_proj" in own or "mlp.gate_up_proj" in own:
             found |= _parts(own, array, hf.config)
@@ -218,12 +226,18 @@ def _parts(name: str, array: np.ndarray, settings: Any) -> dict[str, np.ndarray]
     return {name: _half_split(name, matrix, settings) for name, matrix in split.items()}
 
 
-_NEXT = ("q_proj", "in_proj_qkvz", "in_proj_ba")
+_NEXT = ("q_proj", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", *(f"in_proj_{x}" for x in "zba"))
 
 
 def _of_next(name: str, array: np.ndarray, settings: Any) -> dict[str, np.ndarray]:
-    """Qwen3-Next's matrices whose rows are of several parts, head by head."""
+    """Qwen3-Next's and Qwen3.5's matrices whose rows are of several parts, head by head in most."""
     prefix, kind, end = name.rsplit(".", 2)
+    if kind in ("in_proj_z", "in_proj_b", "in_proj_a"):
+        return {f"{prefix}.{kind[-1]}_proj.{end}": array}
+    if kind == "in_proj_qkv":
+        keys = settings.linear_num_key_heads * settings.linear_key_head_dim
+        parts = zip("qkv", np.split(array, [keys, 2 * keys]), strict=True)
+        return {f"{prefix}.{part}_proj.{end}": rows for part, rows in parts}
     heads, each = settings.linear_num_key_heads, 1
     if kind == "q_proj":
         heads, names = settings.num_attention_heads, ["q_proj", "gate_proj"]
@@ -252,7 +266,7 @@ def _half_split(name: str, array: np.ndarray, settings: Any) -> np.ndarray:
         each = array.reshape(-1, 4, settings.head_dim // 4, *array.shape[1:])
         return each[:, [0, 2, 1, 3]].reshape(array.shape)
     turned = ("q_proj", "k_proj", "q_norm", "k_norm")
-    if settings.model_type == "qwen3_next" and ".self_attn." in name and kind in turned:
+    if settings.model_type in DELTAS and ".self_attn." in name and kind in turned:
         rotated, size = settings.head_dim // 8, settings.head_dim // 2  # A quarter of a head.
         each = array.reshape(-1, settings.head_dim, *array.shape[1:])
         one, two, rest = np.split(each, [rotated, 2 * rotated], 1)
@@ -368,7 +382,7 @@ def write_gguf(
     _add_metadata(writer, hf, metadata or {})
     quant = gguf.GGMLQuantizationType[kind]
     arrays = fused(hf) if family == "phi3" else stacked(weights(hf), settings)
-    if family == "qwen3_next":
+    if family in DELTAS:
         arrays = of_qwen3_next(hf, arrays)
     for source, weight in arrays.items():
         array = interleaved(source, weight, settings) if family in INTERLEAVED else weight
@@ -398,7 +412,7 @@ def write_gguf(
 
 
 def of_qwen3_next(hf: Any, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """As the converter has them: norms with their 1 but a net's own, decay as it is used, and the
+    """As the converters have them: norms with their 1 but a net's own, decay as it is used, and the
     rows of q, k and v of a net head after head; the others as in folders.
     """
     found = {name: array for name, array in arrays.items() if "_attn." not in name}
@@ -414,12 +428,36 @@ def of_qwen3_next(hf: Any, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarra
             found[f"{prefix}in_proj_qkv.weight"] = np.concatenate(joined)
             found[f"{prefix}in_proj_z.weight"] = parts[f"{prefix}z_proj.weight"]
         elif name.endswith(".A_log"):
-            found[name] = -np.exp(array)
+            found[name] = _in_turns(name, -np.exp(array), settings)
         elif name.endswith(".dt_bias"):
-            found[name.replace("dt_bias", "dt_proj.bias")] = array
+            found[name.replace("dt_bias", "dt_proj.bias")] = _in_turns(name, array, settings)
         elif "_attn." in name:
-            found[name] = array.squeeze()
+            found[name] = _in_turns(name, array, settings).squeeze()
     return found
+
+
+def _in_turns(name: str, array: np.ndarray, settings: Any) -> np.ndarray:
+    """Value heads as Qwen3.5's converter places them: the first of each key head, then the second
+    ones.
+    """
+    kind = name.partition("linear_attn.")[2].removesuffix(".weight")
+    if settings.model_type == "qwen3_next" or kind in ("", "norm"):
+        return array
+    keys, heads = settings.linear_num_key_heads, settings.linear_num_value_heads
+    width = (
+        1
+        if kind in ("A_log", "dt_bias", "in_proj_b", "in_proj_a")
+        else (settings.linear_value_head_dim)
+    )
+    if kind == "out_proj":
+        return _turned(array.T, keys, heads, width).T
+    first = 2 * keys * settings.linear_key_head_dim if kind in ("conv1d", "in_proj_qkv") else 0
+    return np.concatenate([array[:first], _turned(array[first:], keys, heads, width)])
+
+
+def _turned(rows: np.ndarray, keys: int, heads: int, width: int) -> np.ndarray:
+    each = rows.reshape(keys, heads // keys, width, *rows.shape[1:])
+    return each.swapaxes(0, 1).reshape(rows.shape)
 
 
 def _paired(name: str, array: np.ndarray, settings: Any) -> np.ndarray:
@@ -451,6 +489,8 @@ GGUF_NAMES = {
     **dict.fromkeys(DEEPSEEKS, "deepseek2"),
     "gpt_oss": "gpt-oss",
     "qwen3_next": "qwen3next",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
 }
 """What llama.cpp calls families that it does not call by their names here."""
 INTERLEAVED = ("llama", "mistral", "mixtral", "smollm3", "granite")
@@ -489,12 +529,12 @@ def _add_experts(writer: gguf.GGUFWriter, settings: Any) -> None:
             writer.add_expert_count(getattr(settings, name))
             writer.add_expert_used_count(settings.num_experts_per_tok)
             break
-    if family in ("qwen2_moe", "qwen3_moe", "glm4_moe", "qwen3_next", *DEEPSEEKS):
+    if hasattr(settings, "moe_intermediate_size"):
         writer.add_expert_feed_forward_length(settings.moe_intermediate_size)
     if family == "gpt_oss":
         writer.add_expert_feed_forward_length(settings.intermediate_size)
         writer.add_sliding_window(settings.sliding_window)
-    if family == "qwen3_next":
+    if family in DELTAS:
         writer.add_ssm_conv_kernel(settings.linear_conv_kernel_dim)
         writer.add_ssm_state_size(settings.linear_key_head_dim)
         writer.add_ssm_group_count(settings.linear_num_key_heads)
@@ -502,7 +542,9 @@ def _add_experts(writer: gguf.GGUFWriter, settings: Any) -> None:
         inner = settings.linear_num_value_heads * settings.linear_value_head_dim
         writer.add_ssm_inner_size(inner)
         writer.add_full_attention_interval(4)
-    if family in ("qwen2_moe", "qwen3_next"):
+    if family in DELTAS[1:]:
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
+    if hasattr(settings, "shared_expert_intermediate_size"):
         writer.add_expert_shared_feed_forward_length(settings.shared_expert_intermediate_size)
     if family in ("glm4_moe", *DEEPSEEKS):
         writer.add_expert_group_count(settings.n_group)
@@ -548,7 +590,8 @@ def _add_metadata(writer: gguf.GGUFWriter, hf: Any, changes: dict[str, Any]) -> 
     writer.add_block_count(settings.num_hidden_layers)
     writer.add_context_length(settings.max_position_embeddings)
     writer.add_embedding_length(settings.hidden_size)
-    writer.add_feed_forward_length(settings.intermediate_size)
+    if hasattr(settings, "intermediate_size"):
+        writer.add_feed_forward_length(settings.intermediate_size)
     writer.add_head_count(settings.num_attention_heads)
     writer.add_head_count_kv(settings.num_key_value_heads)
     writer.add_key_length(settings.head_dim)

@@ -31,10 +31,17 @@ from tests.twins.gated_delta import Recurrence
 GREEDY = Sampling(temperature=0.0)
 
 
-@pytest.fixture(scope="module")
-def arch(tmp_path_factory):
+@pytest.fixture(scope="module", params=[False, True], ids=["grouped", "tiled"])
+def arch(request, tmp_path_factory):
+    """Value heads of a key head follow each other, or stand in turns."""
     settings = tiny.config("qwen3_next", linear_key_head_dim=7).to_dict()
-    return architecture_from(settings, tmp_path_factory.mktemp("arch"))
+    made = architecture_from(settings, tmp_path_factory.mktemp("arch"))
+    if not request.param:
+        return made
+    specs = [
+        replace(s, delta=replace(s.delta, tiled=True)) if s.delta else s for s in made.layer_specs
+    ]
+    return replace(made, layer_specs=tuple(specs))
 
 
 def bounds(**changes):

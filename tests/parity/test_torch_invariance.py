@@ -173,6 +173,7 @@ MODELS = {
     "gpt_oss": {},
     "olmo2": {},
     "qwen3_next": {},
+    "qwen3_5_text": {},
 }
 """One model per family that differs in its block."""
 

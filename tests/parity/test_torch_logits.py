@@ -146,6 +146,14 @@ FURTHER = {
         "odd heads": {"linear_key_head_dim": 7, "linear_value_head_dim": 5}
         | {"linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 2},
     },
+    "qwen3_5_text": {
+        "plain": {},
+        "attention first": {
+            "layer_types": ["full_attention", "linear_attention"] * 2,
+            **{"attention_bias": True, "num_key_value_heads": 1},
+        },
+    },
+    "qwen3_5_moe_text": {"plain": {}},
 }
 """Of the other families, what their configurations choose."""
 

@@ -37,6 +37,8 @@ class Recurrence:
         found = []
         for head, value in enumerate(values.reshape(about.value_heads, about.value_size)):
             group = head * about.key_heads // about.value_heads
+            if about.tiled:
+                group = head % about.key_heads
             key, state = keys[group], self.state[head]
             state *= decay[head]
             state += np.outer(key, beta[head] * (value - state.T @ key))

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from forerun.checkpoints.gguf.delta import delta_layers
+from forerun.checkpoints.gguf.delta import DELTA_FAMILIES, delta_layers
 from forerun.checkpoints.gguf.experts import experts_of, scored_by_softmax
 from forerun.checkpoints.gguf.header import GgufFile, Value
 from forerun.checkpoints.gguf.latent import latent_attention, latent_of, latent_rope
@@ -38,6 +38,8 @@ _FAMILIES: dict[str, Family] = {
     "olmo2": "olmo2",
     "phi3": "phi3",
     "qwen3next": "qwen3_next",
+    "qwen35": "qwen3_5_text",
+    "qwen35moe": "qwen3_5_moe_text",
 }
 """general.architecture -> family. Mistral's files call themselves llama; Mixtral's too, and have
 experts; DeepSeek V2's call themselves as V3's, and score experts by a softmax.
@@ -50,11 +52,12 @@ _LACKS = {
 _LATENT: tuple[Family, ...] = ("deepseek_v2", "deepseek_v3")
 _EXPERTS: tuple[Family, ...] = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss", "qwen3_next"),
+    "qwen3_5_moe_text",
     *_LATENT,
 )
 _WINDOWS: tuple[Family, ...] = ("llama", "mixtral", "phi3")
 """Architectures whose window, if there is one, is in all layers."""
-_PARTLY_TURNED: tuple[Family, ...] = ("glm4_moe", "phi3", "qwen3_next")
+_PARTLY_TURNED: tuple[Family, ...] = ("glm4_moe", "phi3", *DELTA_FAMILIES)
 """Architectures whose heads may be rotated in part."""
 _NO_POSITIONS = 4
 """SmolLM3: llama.cpp assumes, without a key, that every fourth layer has no positions."""
@@ -195,11 +198,13 @@ def _plain(
     if family == "smollm3":
         still = replace(spec, rope=Rope(spec.rope.theta, rotated=0))
         return tuple(spec if (i + 1) % _NO_POSITIONS else still for i in range(sizes.layers))
+    mixed = spec
+    if family in _EXPERTS:
+        mixed = replace(spec, feed_forward=experts_of(keys, sizes, file, family))
+    if family in DELTA_FAMILIES:
+        return delta_layers(keys, sizes, family, mixed)
     if family not in _EXPERTS:
         return (spec,) * sizes.layers
-    mixed = replace(spec, feed_forward=experts_of(keys, sizes, file, family))
-    if family == "qwen3_next":
-        return delta_layers(keys, sizes, mixed)
     if family == "gpt_oss":
         return _gpt_oss(keys, sizes, mixed)
     dense = keys.integer("leading_dense_block_count", 0)

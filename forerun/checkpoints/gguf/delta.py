@@ -1,8 +1,11 @@
-"""Gated delta nets in GGUF files (llama.cpp's qwen3next).
+"""Gated delta nets in GGUF files (llama.cpp's qwen3next, qwen35 and qwen35moe).
 
 A net's queries, keys and values are one matrix, of all heads one after the other, and z another;
-files of before 2026 have all four in one, key head by key head, as folders do. b and a are always
-one matrix, key head by key head. What decays is stored as -exp(A_log).
+in qwen3next files of before 2026 all four are one, key head by key head, as in folders. b and a are
+one matrix there, key head by key head, and two in Qwen3.5. What decays is stored as -exp(A_log).
+
+Qwen3.5's converter writes value heads in turns of key heads (GatedDelta.tiled): they stay so, since
+columns of a K-quant cannot be moved.
 """
 
 from dataclasses import dataclass, replace
@@ -12,18 +15,23 @@ import numpy as np
 from forerun.checkpoints.checkpoint import shortened
 from forerun.checkpoints.gguf.header import GgufFile
 from forerun.checkpoints.mapped import Packed
-from forerun.checkpoints.naming import StoredPart, StoredTensor, head_by_head, order_of
+from forerun.checkpoints.naming import StoredPart, StoredTensor, head_by_head, joined, order_of
 from forerun.errors import ModelError
-from forerun.networks.arch import Architecture, ArchitectureSizes
+from forerun.networks.arch import Architecture, ArchitectureSizes, Family
 from forerun.networks.keys import Keys
 from forerun.networks.layer_spec import GatedDelta, LayerSpec
 from forerun.types import Floats
 
+DELTA_FAMILIES: tuple[Family, ...] = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 DECAY, _JOINED = "linear_attn.A_log", "linear_attn.in_proj_qkvz.weight"
 _NAMES = {
     "self_attn.q_proj.weight": "attn_q.weight",
     _JOINED: "ssm_in.weight",
     "linear_attn.in_proj_ba.weight": "ssm_ba.weight",
+    "linear_attn.in_proj_qkv.weight": "attn_qkv.weight",
+    "linear_attn.in_proj_z.weight": "attn_gate.weight",
+    "linear_attn.in_proj_b.weight": "ssm_beta.weight",
+    "linear_attn.in_proj_a.weight": "ssm_alpha.weight",
     "linear_attn.out_proj.weight": "ssm_out.weight",
     "linear_attn.conv1d.weight": "ssm_conv1d.weight",
     "linear_attn.dt_bias": "ssm_dt.bias",
@@ -33,7 +41,9 @@ _NAMES = {
 """By the names in folders."""
 
 
-def delta_layers(keys: Keys, sizes: ArchitectureSizes, spec: LayerSpec) -> tuple[LayerSpec, ...]:
+def delta_layers(
+    keys: Keys, sizes: ArchitectureSizes, family: Family, spec: LayerSpec
+) -> tuple[LayerSpec, ...]:
     """Every `full_attention_interval`th layer attends, as `spec` says, but gated and with norms of
     queries and keys; in the others a net stands. Raises ModelError naming the key.
     """
@@ -46,7 +56,10 @@ def delta_layers(keys: Keys, sizes: ArchitectureSizes, spec: LayerSpec) -> tuple
         keys.integer("ssm.state_size"),
         inner // heads,
         keys.integer("ssm.conv_kernel"),
+        tiled=family != "qwen3_next",
     )
+    if delta.tiled:
+        keys.get("rope.dimension_sections")  # Of a token of text all positions are one.
     attends = replace(spec, attention=replace(spec.attention, gated=True), qk_norm=True)
     net = replace(attends, qk_norm=False, delta=delta)
     return tuple(net if recurrent else attends for recurrent in _recurrent(keys, sizes.layers))
@@ -111,17 +124,13 @@ def delta_part(
     shape = (delta.tensors(arch.hidden) if delta is not None else own).get(name)
     if shape is None:
         return None
-    if delta is not None:
-        first = {"q": 0, "k": delta.keys, "v": 2 * delta.keys}
-        part = name.removeprefix("linear_attn.").removesuffix("_proj.weight")
-        if part in (*first, "z") and f"{prefix}{_NAMES[_JOINED]}" not in file.tensors:
-            if part == "z":
-                return f"{prefix}attn_gate.weight", StoredPart(name, shape, shape)
-            rows = slice(first[part], first[part] + shape[0])
-            joined = StoredPart(name, shape, (delta.channels, arch.hidden), rows=rows)
-            return f"{prefix}attn_qkv.weight", joined
     whole = shape[::2] if name == "linear_attn.conv1d.weight" else shape
-    piece = head_by_head(name, StoredPart(name, shape, whole), arch, spec)
+    layout = joined
+    if arch.family == "qwen3_next":
+        gates = name in ("linear_attn.b_proj.weight", "linear_attn.a_proj.weight")
+        if delta is None or gates or f"{prefix}{_NAMES[_JOINED]}" in file.tensors:
+            layout = head_by_head
+    piece = layout(name, StoredPart(name, shape, whole), arch, spec)
     order = order_of(name, arch, spec)
     if order is not None and piece.order is not None:
         piece = replace(piece, order=piece.order[order])

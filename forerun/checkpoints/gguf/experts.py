@@ -14,7 +14,7 @@ whose weights are normalised. Others weight what is chosen in ways of their own.
 _SIGMOID, _OF_THE_CHOSEN = 2, 3
 
 
-_GATED: tuple[Family, ...] = ("qwen2_moe", "qwen3_next")
+_GATED: tuple[Family, ...] = ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text")
 """Architectures whose shared expert has a gate."""
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from forerun.checkpoints.gguf.delta import DECAY, StoredALog, delta_part
+from forerun.checkpoints.gguf.delta import DECAY, DELTA_FAMILIES, StoredALog, delta_part
 from forerun.checkpoints.gguf.header import GgufFile, Value
 from forerun.checkpoints.gguf.latent import ABSORBED, StoredKvB, stored_kv_b
 from forerun.checkpoints.naming import (
@@ -62,7 +62,7 @@ _NORMS = {
     "after_feed_forward": "post_ffw_norm",
 }
 """Names of norms by where they stand (layer_spec.NormNames)."""
-_AS_TRANSFORMERS: tuple[Family, ...] = ("glm4_moe", "gpt_oss", "qwen3_next")
+_AS_TRANSFORMERS: tuple[Family, ...] = ("glm4_moe", "gpt_oss", *DELTA_FAMILIES)
 """Architectures whose norm before the feed-forward has transformers' name."""
 _INTERLEAVED: tuple[Family, ...] = ("llama", "mixtral", "smollm3", "granite")
 """Architectures whose queries and keys llama.cpp rotates in neighbouring pairs; their rows are in
@@ -146,7 +146,7 @@ def _part_of(
     if expert := EXPERT.fullmatch(name):
         assert isinstance(spec.feed_forward, Experts)
         return _of_expert(file, prefix, int(expert[1]), expert[2], kind, spec.feed_forward, shape)
-    if arch.family == "qwen3_next" and (part := delta_part(file, arch, spec, prefix, name)):
+    if arch.family in DELTA_FAMILIES and (part := delta_part(file, arch, spec, prefix, name)):
         return part
     if arch.family == "phi3":
         piece = fused(name, StoredPart(name, shape, shape), arch, spec)
@@ -170,8 +170,16 @@ def _of_expert(
     about: Experts,
     shape: tuple[int, ...],
 ) -> tuple[str, StoredPart]:
-    """All experts' matrices are one tensor; in files of early 2024 each is one by itself."""
+    """All experts' matrices are one tensor, perhaps gates above ups; in files of early 2024 each is
+    one by itself.
+    """
     stacked, alone = f"{prefix}ffn_{part}_exps.{kind}", f"{prefix}ffn_{part}.{expert}.{kind}"
+    both = f"{prefix}ffn_gate_up_exps.{kind}"
+    if part != "down" and both in file.tensors:
+        height, *columns = shape
+        rows = slice(0, height) if part == "gate" else slice(height, 2 * height)
+        whole = about.count, 2 * height, *columns
+        return both, StoredPart(both, shape, whole, expert=expert, rows=rows)
     if stacked not in file.tensors and alone in file.tensors:
         return alone, StoredPart(alone, shape, shape)
     return stacked, StoredPart(stacked, shape, (about.count, *shape), expert=expert)

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 Library = TypeVar("Library", ctypes.CDLL, ctypes.PyDLL)
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 32
+ABI = 33
 """The version that `forerun_abi` of csrc/api.cpp must return; raise both together."""
 KERNELS = ("avx512-amx", "avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon", "portable")
 """All names of csrc/dispatch.cpp, best first; `kernels` says which of them run here."""
@@ -139,7 +139,7 @@ class DeltaStep(ctypes.Structure):
 
     _fields_ = (
         *((name, c_int32) for name in ("rows", "key_heads", "value_heads")),
-        *((name, c_int32) for name in ("key_size", "value_size")),
+        *((name, c_int32) for name in ("key_size", "value_size", "tiled")),
         *((name, c_void_p) for name in ("start", "known", "parents", "slots", "targets")),
         *((name, c_void_p) for name in ("states", "queries", "keys", "values")),
         *((name, c_void_p) for name in ("decay", "beta", "out")),

@@ -82,7 +82,7 @@ class NativeDelta:
         queries, *others = (part.data_ptr() for part in kept)
         step = native.DeltaStep(
             len(way.slots),
-            *(tokens.keys.shape[1], states.shape[1], *states.shape[2:]),
+            *(tokens.keys.shape[1], states.shape[1], *states.shape[2:], tokens.tiled),
             *_places((way.start, way.known, way.parents, way.slots, way.targets)),
             states.data_ptr(),
             queries if out is not None else None,

@@ -115,6 +115,7 @@ class Tokens:
     queries, keys  [n,Hk,Dk]
     values         [n,Hv,Dv]
     decay, beta    [n,Hv]
+    tiled          as GatedDelta's
     """
 
     queries: Tensor
@@ -122,16 +123,25 @@ class Tokens:
     values: Tensor
     decay: Tensor
     beta: Tensor
+    tiled: bool = False
 
     def ordered(self, order: Tensor) -> "Tokens":
         """Copies of the nodes `order`, int64[n], in that order."""
-        parts = (self.queries, self.keys, self.values, self.decay, self.beta)
-        return Tokens(*(part.index_select(0, order) for part in parts))
+        return self._each(lambda part: part.index_select(0, order))
 
     def part(self, begin: int, end: int) -> "Tokens":
         """The nodes from `begin` to before `end`; views."""
-        parts = (self.queries, self.keys, self.values, self.decay, self.beta)
-        return Tokens(*(part[begin:end] for part in parts))
+        return self._each(lambda part: part[begin:end])
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Tokens":
+        return Tokens(
+            change(self.queries),
+            change(self.keys),
+            change(self.values),
+            change(self.decay),
+            change(self.beta),
+            self.tiled,
+        )
 
 
 def convolved(inputs: DeltaInputs, rows: Tensor, past: Tensor) -> Tokens:
@@ -152,6 +162,7 @@ def convolved(inputs: DeltaInputs, rows: Tensor, past: Tensor) -> Tokens:
         values.unflatten(-1, (about.value_heads, about.value_size)),
         inputs.decay[: len(past)],
         inputs.beta[: len(past)],
+        about.tiled,
     )
 
 
@@ -161,7 +172,7 @@ def _of_unit_length(x: Tensor) -> Tensor:
 
 def advance(states: Tensor, tokens: Tokens) -> None:
     """One token more, in place: `states` float32[n,Hv,Dk,Dv], of n tokens."""
-    keys = _each_value_head(tokens.keys, states).unsqueeze(-1)
+    keys = _each_value_head(tokens.keys, states, tokens.tiled).unsqueeze(-1)
     states *= tokens.decay[..., None, None]
     change = (tokens.values - summed(states * keys)) * tokens.beta.unsqueeze(-1)
     states += keys * change.unsqueeze(-2)
@@ -169,12 +180,16 @@ def advance(states: Tensor, tokens: Tokens) -> None:
 
 def read(states: Tensor, tokens: Tokens) -> Tensor:
     """float32[n,Hv,Dv]: what the queries of n tokens find in their states."""
-    return summed(states * _each_value_head(tokens.queries, states).unsqueeze(-1))
+    queries = _each_value_head(tokens.queries, states, tokens.tiled)
+    return summed(states * queries.unsqueeze(-1))
 
 
-def _each_value_head(x: Tensor, states: Tensor) -> Tensor:
-    """[n,Hv,Dk] of key heads [n,Hk,Dk]: several value heads, that follow each other, share one."""
-    return x.repeat_interleave(states.shape[1] // x.shape[1], 1)
+def _each_value_head(x: Tensor, states: Tensor, tiled: bool) -> Tensor:
+    """[n,Hv,Dk] of key heads [n,Hk,Dk]: several value heads share one; they follow each other, or
+    stand in turns (`tiled`).
+    """
+    times = states.shape[1] // x.shape[1]
+    return x.repeat(1, times, 1) if tiled else x.repeat_interleave(times, 1)
 
 
 def summed(x: Tensor) -> Tensor:
