@@ -84,7 +84,8 @@ class Account:
         masks: a plain step under a grammar needs them too.
         """
         prompt, before, allowed = self._last_prefill, self._last_allowed, max(report.allowed)
-        self._last_prefill, self._last_allowed, self.steady = report.prefill, allowed, False
+        self._last_prefill = report.prompt_tokens > 0
+        self._last_allowed, self.steady = allowed, False
         self._last_rows = rows = report.rows
         costs, in_round = self.costs, self.costs.measured.in_round
         cached = report.cached * rows // report.nodes
@@ -93,7 +94,7 @@ class Account:
         plain, late = costs.plain(rows, cached, can_carry), can_carry and not report.carried
         total, look = _unmasked(report) / plain, report.ms["draft"] / plain
         returns, found_none = self.of(rows), allowed > 0 and not any(report.draft_tokens)
-        if report.prefill or (late and (prompt or in_round)):
+        if report.prompt_tokens or (late and (prompt or in_round)):
             return total
         known = costs.seen(rows, can_carry) >= MIN_REPEATS
         self.steady = known and not prompt and before == allowed and not late

@@ -20,7 +20,7 @@ class StepReport:
     allowed       B: draft tokens that the plan allowed
     nodes         known tokens and draft tokens of all rows
     cached        cached tokens that the nodes see, summed over the nodes
-    prefill       whether some row ran more than one known token
+    prompt_tokens  known tokens of rows that ran more than one
     carried       begun before the previous step's outcome was read: the device drafted by itself
     constrained   a row has a grammar: such a step is never carried, with draft tokens or without
     ms            milliseconds by stage, the names of STAGES and "host"; together the whole step
@@ -35,7 +35,7 @@ class StepReport:
     allowed: list[int]
     nodes: int
     cached: int
-    prefill: bool
+    prompt_tokens: int
     constrained: bool
     ms: dict[str, float]
     carried: bool = False

@@ -135,7 +135,7 @@ class Shapes:
             free = [draft if draft.free is None else draft.free for draft in report.proposed]
             cached = [report.cached // report.nodes] * report.rows
             self.learn_floor(self._drafts.buy(*scored(free), cached)[1] / report.rows)
-        if report.prefill:
+        if report.prompt_tokens:
             return
         if not allowed or (self._merged and not report.modelled):
             self._bucket(report.rows).rest += 1

@@ -9,6 +9,7 @@ import numpy as np
 from forerun.cache.prefix import PrefixIndex
 from forerun.cache.table import PageTable
 from forerun.control.policy import Budget
+from forerun.engine.prompt_pace import PromptPace
 from forerun.engine.prompt_shares import PromptShares
 from forerun.engine.sequence import Sequence
 from forerun.engine.stats import Load
@@ -38,7 +39,7 @@ class Admission:
         self.index = PrefixIndex(limits.pages, limits.page_size, lookahead=int(features))
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        self.shares = PromptShares()
+        self.shares, self.pace = PromptShares(), PromptPace()
         # The budgets of the last step that had decoding rows.
         self._granted: Several[Budget] = ()
         # Every running row needs a node and its logits in every step.

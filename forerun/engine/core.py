@@ -159,6 +159,11 @@ class EngineCore:
         report.carried, report.proposed = step.carried, step.proposed
         report.reason = step.schedule.decision.reason
         self._parts.policy.observe(report)
+        pace = self.scheduler.pace
+        if report.prompt_tokens:
+            pace.observe(report.prompt_tokens, total)
+        else:
+            pace.decoding_ms = min(total, 2.0 * (pace.decoding_ms or total))
         self.metrics.step(report)
 
     def _fail(self, rows: tuple[Sequence, ...], error: Exception) -> None:

@@ -152,7 +152,7 @@ class Scheduler(Admission):
 
         0 ... decoding rows ... + draft tokens ............ max_nodes
               one node each     | at most half of the | prefill chunks,
-                                | rest if any prefill | by PromptShares
+                                | rest if any prefill | by PromptPace and PromptShares
         """
         ready = self.running
         if any(Columns.constrained(ready)):
@@ -168,6 +168,8 @@ class Scheduler(Admission):
         budgets, decision = self.grant(rows, draft_tokens, list(Columns.lengths(rows)))
         room -= sum(_nodes_of(budgets))
         rows, known = rows + fresh, [1] * len(decoding)
+        if decoding and prefill:
+            room = self.pace.bound(room)
         chunks = self.shares.divide(prefill, room) if prefill else []
         for sequence, chunk in zip(prefill, chunks, strict=True):
             if chunk:

@@ -125,7 +125,7 @@ def step_report(plan: Plan, outcome: Outcome, stages: dict[str, float], total: f
         allowed=plan.max_nodes.tolist(),
         nodes=sum(nodes),
         cached=sum(map(mul, nodes, plan.kv_len.tolist())),
-        prefill=max(known) > 1,
+        prompt_tokens=sum(filter((1).__lt__, known)),
         constrained=plan.some_constrained,
         ms=stages | {"host": max(total - sum(stages.values()), 0.0)},
         modelled=plan.model_depth is None or any(plan.model_depth.tolist()),

@@ -62,7 +62,7 @@ def report_of(
         allowed=list(draft_tokens) if allowed is None else list(allowed),
         nodes=nodes,
         cached=cached * nodes,
-        prefill=False,
+        prompt_tokens=0,
         carried=carried,
         constrained=False,
         ms={"draft": draft_ms, "mask": 0.0, "verify": ms, "host": 0.0},

@@ -1,0 +1,34 @@
+"""How many prompt tokens a step takes while rows decode beside them."""
+
+STEP_MS = 250.0
+"""Longest step beside decoding rows, milliseconds: the gap that a prompt makes in their streams."""
+LEAST = 32
+"""Prompt tokens that a step takes at least, and what their number is a multiple of."""
+
+
+class PromptPace:
+    """Bounds the prompt tokens of a step by its time: STEP_MS, or twice a step without a prompt.
+
+    Learned from every step, so it follows the machine, the batch and the length of texts.
+
+    decoding_ms  of a step without a prompt, lately
+    """
+
+    def __init__(self) -> None:
+        self.decoding_ms = self._tokens_per_ms = 0.0
+
+    def bound(self, room: int) -> int:
+        """Return how many prompt tokens a step beside decoding rows takes, at most `room`."""
+        if not self._tokens_per_ms:
+            return room
+        ms = max(STEP_MS - self.decoding_ms, self.decoding_ms)
+        return min(max(int(self._tokens_per_ms * ms) // LEAST, 1) * LEAST, room)
+
+    def observe(self, prompt_tokens: int, ms: float) -> None:
+        """Learn from a step with prompt tokens that took `ms` milliseconds.
+
+        A step that was slow for another reason, such as one that compiles, counts half at most.
+        """
+        if prompt_tokens >= LEAST or not self._tokens_per_ms:
+            rate = prompt_tokens / max(ms - self.decoding_ms, ms / 4.0, 1e-3)
+            self._tokens_per_ms = (rate + (self._tokens_per_ms or rate)) / 2.0
