@@ -150,7 +150,7 @@ async def _refused(request: Request, error: Exception) -> Response:
         message, code = f"{path} takes {allowed}, not {request.method}.", "method_not_allowed"
     else:
         near = f"/v1{request.url.path}"
-        known = any(getattr(route, "path", None) == near for route in request.app.routes)
+        known = any(getattr(route, "path", None) == near for route in _API)
         hint = f"did you mean /v1{path}?" if known else "see /openapi.json."
         message, code = f"There is no route {path}; {hint}", "unknown_url"
     raise ApiError(error.status_code, message, code, headers=error.headers)

@@ -21,7 +21,7 @@ from forerun.errors import ConfigError
 from forerun.options.config import ServeSettings
 from forerun.serve.answers.service import Start
 from forerun.serve.app import create_app, create_models_app
-from forerun.serve.http.connection import connections
+from forerun.serve.http.connection import close_idle, connections
 from forerun.serve.http.tasks import begun
 from forerun.serve.models import Source
 
@@ -36,6 +36,8 @@ AT_ONCE = 16
 """Connections that are taken in at once. Asyncio reports as many failures of one attempt, too."""
 SILENT_SECONDS = 60.0
 """How long it is not said again that no file can be opened."""
+ROOM_SECONDS = 0.5
+"""How long a new connection is spared: asyncio tries again after a second."""
 MOST_FILES = 65536
 """Most open files that a server requests."""
 IDLE_SECONDS = 75
@@ -192,7 +194,7 @@ class Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._signalled = False
-        self._full_since = -math.inf
+        self._full_since = self._room_made = -math.inf
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """See uvicorn.Server."""
@@ -221,16 +223,21 @@ class Server(uvicorn.Server):
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Log an error that no task raises. Where no connection can be taken in, asyncio waits for
-        a second and tries again.
+        a second and tries again; meanwhile idle connections make room.
         """
-        error = context.get("exception")
+        error, now = context.get("exception"), loop.time()
         if not (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)):
             loop.default_exception_handler(context)
-        elif loop.time() - self._full_since > SILENT_SECONDS:
-            self._full_since = loop.time()
+            return
+        if now - self._room_made > ROOM_SECONDS:
+            self._room_made = now
+            # What has come with its request by then is not idle.
+            loop.call_later(ROOM_SECONDS, close_idle, self.server_state.connections, AT_ONCE)
+        if now - self._full_since > SILENT_SECONDS:
+            self._full_since = now
             log.error(
-                "no new connection can be accepted: %s. Open connections continue; raise the "
-                "limit of open files (ulimit -n) for more.",
+                "no new connection can be accepted: %s. Idle connections are closed, those with "
+                "requests continue; raise the limit of open files (ulimit -n) for more.",
                 error.strerror,
             )
 

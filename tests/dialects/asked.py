@@ -1,5 +1,7 @@
 """What tests of all dialects ask, and what OpenAI's route answers to it."""
 
+import pytest
+
 SAMPLED = {"temperature": 1.0, "seed": 11}
 GREEDY = {"temperature": 0.0, "seed": 0}
 ASKED = [{"role": "user", "content": "Which city?"}]
@@ -9,6 +11,12 @@ PLACE = {
     "required": ["city", "days"],
     "additionalProperties": False,
 }
+
+
+def with_two(server="server"):
+    """Run a test against a server of one model and one of two: a row of every route does."""
+    both = [None, ["toy", "other"]]
+    return pytest.mark.parametrize(server, both, ids=["one", "two"], indirect=True)
 
 
 def is_place(value):

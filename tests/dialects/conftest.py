@@ -8,8 +8,11 @@ GUARDED = {"api_keys": ["sesame"], "strict_model_names": True}
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("dialects"), delay=0.001) as server:
+def server(request, tmp_path_factory):
+    """A server of one model, or of two (see asked.with_two)."""
+    models = getattr(request, "param", None)
+    with serving(tmp_path_factory.mktemp("dialects"), delay=0.001, models=models) as server:
+        assert server.complete(max_tokens=1).status_code == 200
         yield server
         assert server.idle()
         assert "Traceback" not in server.logged()

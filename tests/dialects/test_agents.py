@@ -7,7 +7,7 @@ import pytest
 from forerun.serve.bodies.fields import read
 from forerun.serve.dialects.anthropic.schema import MessagesBody
 from forerun.serve.dialects.responses.free_tools import free_input, shell_action
-from tests.dialects.asked import ASKED, GREEDY, PLACE
+from tests.dialects.asked import ASKED, GREEDY, PLACE, with_two
 from tests.lazy import LazyModule
 
 anthropic = LazyModule("anthropic")
@@ -87,6 +87,7 @@ def test_codexs_fields_and_a_loop_of_answers(codex):
         codex.responses.create(input="Where?", model="toy", tools=[{"type": "web_search"}])
 
 
+@with_two()
 @pytest.mark.parametrize("most", (1, 3, 12, 30))
 def test_a_forced_call_that_is_cut_says_so(server, claude, most):
     asked = {"model": "toy", "max_tokens": most, "messages": ASKED, "tools": [TOOL],
@@ -189,6 +190,7 @@ def test_a_thread_is_refused_so_that_clients_go_on_without_one(server):
     assert "details" not in other.json()["error"]
 
 
+@with_two()
 def test_documents_of_plain_text_are_text(server):
     source = {"type": "text", "media_type": "text/plain", "data": "It rains."}
     document = {"type": "document", "source": source, "title": "Weather", "context": "Of today."}
@@ -224,6 +226,7 @@ ALL = set(
 )
 
 
+@with_two()
 @pytest.mark.parametrize(
     ("kind", "name", "wanted"),
     [

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.dialects.asked import ASKED, GREEDY, PLACE, SAMPLED, chat, is_place, text_of
+from tests.dialects.asked import ASKED, GREEDY, PLACE, SAMPLED, chat, is_place, text_of, with_two
 from tests.dialects.thoughts import thoughtful
 from tests.e2e.processes import read_until, request_bytes
 from tests.lazy import LazyModule
@@ -26,6 +26,7 @@ def ask(client, sampling=GREEDY, **options):
     return client.messages.create(**{**base, **options})
 
 
+@with_two()
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_the_text_is_that_of_the_other_route(server, client, sampling):
     choice, usage = chat(server, **sampling)
@@ -43,6 +44,7 @@ def test_the_text_is_that_of_the_other_route(server, client, sampling):
     assert off.metrics["speculative_decoding"]["num_draft_tokens"] == 0
 
 
+@with_two()
 def test_stream_is_the_answer_in_events(server, client):
     whole = ask(client, SAMPLED)
     with client.messages.stream(
@@ -78,6 +80,7 @@ def test_the_answer_goes_on_with_what_was_begun(server, client):
     assert ask(client, messages=[*ASKED, begun]).content[0].text == text
 
 
+@with_two()
 @pytest.mark.parametrize("stream", [False, True])
 def test_tools_are_called_and_answered(server, client, stream):
     options = {"model": "toy", "tools": [TOOL], "max_tokens": 300, "extra_body": SAMPLED}
@@ -137,6 +140,7 @@ def test_thinking_is_a_block_of_its_own(thinking):
         assert client.messages.create(**{**options, "messages": turns}).content
 
 
+@with_two()
 @pytest.mark.parametrize("spelled", ["output_config", "output_format"])
 def test_structured_output(client, spelled):
     format = {"type": "json_schema", "schema": PLACE}
@@ -145,6 +149,7 @@ def test_structured_output(client, spelled):
     assert is_place(json.loads(answer.content[0].text))
 
 
+@with_two()
 def test_tokens_are_counted_as_they_will_be(client):
     asked = {"model": "toy", "messages": ASKED, "system": "Be brief.", "tools": [TOOL]}
     counted = client.messages.count_tokens(**asked)
@@ -181,6 +186,7 @@ BAD = [
 ]  # fmt: skip
 
 
+@with_two()
 @pytest.mark.parametrize(("wrong", "named"), BAD, ids=range(len(BAD)))
 def test_what_is_wrong_is_said_in_anthropics_shape(client, wrong, named):
     with pytest.raises(anthropic.BadRequestError) as caught:
@@ -209,6 +215,7 @@ def test_other_errors(client, guarded):
         assert ask(other.copy(api_key="sesame")).content
 
 
+@with_two()
 def test_a_client_that_leaves_is_noticed(server):
     body = {"model": "toy", "messages": ASKED, "max_tokens": 4000, "stream": True, **SAMPLED}
     with server.connect() as sock:

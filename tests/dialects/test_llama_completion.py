@@ -17,7 +17,7 @@ from forerun.serve.http.errors import ApiError
 from forerun.text.pieces import Pieces
 from forerun.text.tokenizer import AddedToken, TextEnds, Tokenizer
 from forerun.types import RequestId
-from tests.dialects.asked import GREEDY, PLACE, SAMPLED, is_place
+from tests.dialects.asked import GREEDY, PLACE, SAMPLED, is_place, with_two
 from tests.dialects.thoughts import TOKENIZER
 
 WHOLE = {
@@ -42,6 +42,7 @@ def pieces(server, **more):
     return [json.loads(line[6:]) for line in lines]
 
 
+@with_two()
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_the_text_is_that_of_the_other_route(server, sampling):
     theirs = server.complete(**sampling, max_tokens=40).json()
@@ -64,6 +65,7 @@ def test_the_text_is_that_of_the_other_route(server, sampling):
         assert 0 < timings["draft_n_accepted"] <= timings["draft_n"]
 
 
+@with_two()
 def test_a_stream_is_the_same_text_in_pieces(server):
     whole = ask(server, **SAMPLED, return_tokens=True)
     *parts, end = pieces(server, **SAMPLED, timings_per_token=True)
@@ -112,6 +114,7 @@ def test_a_random_seed_is_told(server, seed):
     assert again["content"] == first["content"]
 
 
+@with_two()
 def test_probabilities(server):
     answer = ask(server, n_probs=3, n_predict=5, return_tokens=True)
     told = answer["completion_probabilities"]
@@ -133,6 +136,7 @@ def test_parts_of_an_answer(server):
     assert end == {"stop_type": "limit"}
 
 
+@with_two()
 def test_a_schema_holds(server):
     answer = ask(server, json_schema=PLACE, n_predict=2000, **SAMPLED)
     assert is_place(json.loads(answer["content"])) and answer["stop_type"] == "eos"
@@ -140,6 +144,7 @@ def test_a_schema_holds(server):
     assert answer["content"] in ("yes", "no")
 
 
+@with_two()
 def test_what_editors_send_is_taken(server):
     body = {"prompt": "Hi", "n_predict": 4, "id_slot": 0, "cache_prompt": True, "n_indent": 0,
             "samplers": ["top_k"], "t_max_prompt_ms": 500, "t_max_predict_ms": 100000}  # fmt: skip
@@ -163,6 +168,7 @@ def test_a_time_limit_ends_an_answer_behind_a_line_break(server):
     assert server.idle(), "the engine was told"
 
 
+@with_two()
 @pytest.mark.parametrize(
     ("body", "word"),
     [

@@ -7,7 +7,7 @@ import pytest
 
 from forerun import __version__
 from forerun.serve.dialects.ollama.models import _details
-from tests.dialects.asked import ASKED, GREEDY, PLACE, SAMPLED, chat, is_place, text_of
+from tests.dialects.asked import ASKED, GREEDY, PLACE, SAMPLED, chat, is_place, text_of, with_two
 from tests.dialects.thoughts import thoughtful
 from tests.e2e.processes import read_until, request_bytes
 from tests.lazy import LazyModule
@@ -30,6 +30,7 @@ def ask(client, sampling=GREEDY, **more):
     return client.chat(**{"model": "toy", "messages": ASKED, "options": options, **more})
 
 
+@with_two()
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_the_text_is_that_of_the_other_route(server, client, sampling):
     choice, usage = chat(server, **sampling)
@@ -49,6 +50,7 @@ def test_the_text_is_that_of_the_other_route(server, client, sampling):
     assert (once.response, once.model) == (answer.message.content, "toy:latest")
 
 
+@with_two()
 def test_stream_is_the_answer_in_lines(server, client):
     whole = ask(client, SAMPLED)
     *pieces, last = ask(client, SAMPLED, stream=True)
@@ -93,6 +95,7 @@ def test_options_reach_the_sampler(server, client):
     assert once.response == text_of(server, system, **GREEDY)
 
 
+@with_two()
 def test_a_raw_prompt_is_only_continued(server, client):
     options = {**GREEDY, "num_predict": 40}
     answer = client.generate("toy", "Hi", raw=True, options=options)
@@ -187,6 +190,7 @@ def test_what_tools_brought_is_heard(server):
     assert answer["message"]["content"] == text_of(server, said, tools=[TOOL], **SAMPLED)
 
 
+@with_two()
 @pytest.mark.parametrize("stream", [False, True])
 def test_structured_output(client, stream):
     answer = ask(client, SAMPLED, format=PLACE, options={"num_predict": 400}, stream=stream)
@@ -256,6 +260,7 @@ BAD = [
 ]
 
 
+@with_two()
 @pytest.mark.parametrize(("path", "wrong", "named"), BAD, ids=range(len(BAD)))
 def test_what_is_wrong_is_said_in_ollamas_shape(server, path, wrong, named):
     answer = server.post(path, wrong)
@@ -280,6 +285,7 @@ def test_other_errors(server, client, guarded):
     assert with_key.list().models
 
 
+@with_two()
 def test_a_body_without_its_type_is_taken_but_not_from_a_web_page(server):
     body = json.dumps({"messages": ASKED, "stream": False, "options": {"num_predict": 3}})
     assert server.http.post("/api/chat", content=body).status_code == 200
@@ -291,6 +297,7 @@ def test_a_body_without_its_type_is_taken_but_not_from_a_web_page(server):
     assert server.http.post("/v1/chat/completions", content=body).status_code == 415
 
 
+@with_two()
 def test_a_client_that_leaves_is_noticed(server):
     body = {"messages": ASKED, "options": {**SAMPLED, "num_predict": 4000}}
     with server.connect() as sock:

@@ -6,12 +6,13 @@ import time
 
 import pytest
 
-from tests.dialects.asked import ASKED, chat
+from tests.dialects.asked import ASKED, chat, with_two
 from tests.dialects.thoughts import TOKENIZER
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
+@with_two()
 def test_what_benchmarks_read(server):
     server.complete(max_tokens=40, temperature=0)
     info = server.http.get("/get_server_info").json()
@@ -32,6 +33,7 @@ def test_probes(server):
     assert all(slot["is_processing"] is False for slot in server.http.get("/slots").json())
 
 
+@with_two()
 def test_properties_and_templates(server):
     props = server.http.get("/props").json()
     assert props["default_generation_settings"]["n_ctx"] == 4096 and props["total_slots"] > 0
@@ -44,6 +46,7 @@ def test_properties_and_templates(server):
     assert told["input_tokens"] == usage["prompt_tokens"]
 
 
+@with_two()
 def test_prefixes_are_forgotten(server):
     body = {"prompt": "z" * 200, "max_tokens": 1}
     for _ in range(2):
@@ -54,6 +57,7 @@ def test_prefixes_are_forgotten(server):
     assert cached["cached_tokens"] == 0 and server.http.get("/flush_cache").status_code == 200
 
 
+@with_two()
 @pytest.mark.parametrize("order", [{"rid": "mine"}, {"abort_all": True}])
 def test_a_request_is_ended_by_its_name(server, order):
     body = {"prompt": "Hi", "max_tokens": 4000, "ignore_eos": True, "rid": "mine"}
@@ -69,6 +73,7 @@ def test_a_request_is_ended_by_its_name(server, order):
     assert server.idle()
 
 
+@with_two()
 def test_a_stream_that_is_ended_says_so(server):
     body = {"prompt": "Hi", "max_tokens": 4000, "ignore_eos": True, "stream": True, "rid": "piece"}
     with server.http.stream("POST", "/v1/completions", json=body) as answer:
@@ -80,12 +85,14 @@ def test_a_stream_that_is_ended_says_so(server):
     assert "aborted through /abort_request" in rest[-2] and rest[-1] == "data: [DONE]"
 
 
+@with_two()
 def test_a_path_without_v1_is_named(server):
     answer = server.post("/responses", {"input": "Hi"})
     assert answer.status_code == 404
     assert "did you mean /v1/responses?" in answer.json()["error"]["message"]
 
 
+@with_two()
 def test_tokens_of_a_response_that_nobody_asks_for(server):
     counted = server.post("/v1/responses/input_tokens", {"input": "Which city?"}).json()
     asked = server.post("/v1/responses", {"input": "Which city?", "max_output_tokens": 5}).json()
@@ -105,6 +112,7 @@ def test_what_ended_an_answer(server):
         "stop", 257, None)  # fmt: skip
 
 
+@with_two()
 def test_chat_completions_without_v1(server):
     body = {"messages": ASKED, "max_tokens": 4, "temperature": 0}
     with_it, without = (server.post(f"{at}/chat/completions", body) for at in ("/v1", ""))

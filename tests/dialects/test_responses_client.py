@@ -7,7 +7,7 @@ import tracemalloc
 import pytest
 
 from forerun.serve.dialects.responses.store import ResponseStore
-from tests.dialects.asked import ASKED, GREEDY, PLACE, SAMPLED, chat, is_place, text_of
+from tests.dialects.asked import ASKED, GREEDY, PLACE, SAMPLED, chat, is_place, text_of, with_two
 from tests.dialects.thoughts import thoughtful
 from tests.e2e.processes import read_until, request_bytes
 from tests.lazy import LazyModule
@@ -37,6 +37,7 @@ def ask(client, sampling=GREEDY, **more):
     return client.responses.create(**options(sampling, **more))
 
 
+@with_two()
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_the_text_is_that_of_the_other_route(server, client, sampling):
     choice, usage = chat(server, **sampling)
@@ -55,6 +56,7 @@ def test_the_text_is_that_of_the_other_route(server, client, sampling):
     assert ask(client, sampling, input=spelled).output_text == answer.output_text
 
 
+@with_two()
 def test_stream_is_the_answer_in_numbered_events(client):
     whole = ask(client, SAMPLED)
     events = list(client.responses.create(stream=True, **options(SAMPLED)))
@@ -89,6 +91,7 @@ def test_instructions_are_a_system_message(server, client):
     assert ask(client, input=developer).output_text == text
 
 
+@with_two()
 def test_a_conversation_goes_on_and_can_be_forgotten(server, client):
     first = ask(client, instructions="Be brief.")
     second = ask(client, input="And then?", previous_response_id=first.id)
@@ -118,6 +121,7 @@ def test_a_conversation_goes_on_and_can_be_forgotten(server, client):
         client.responses.retrieve(unsaved.id)
 
 
+@with_two()
 @pytest.mark.parametrize("stream", [False, True])
 def test_functions_are_called_and_answered(server, client, stream):
     choice = {"type": "function", "name": "travel"}
@@ -229,6 +233,7 @@ BAD = [
 ]  # fmt: skip
 
 
+@with_two()
 @pytest.mark.parametrize(("wrong", "named"), BAD, ids=range(len(BAD)))
 def test_what_is_wrong_is_said(server, wrong, named):
     answer = server.post("/v1/responses", {"input": "Hi", **wrong})
@@ -274,6 +279,7 @@ def test_the_store_forgets_the_oldest():
     assert store.drop("again") and len(store) == 0
 
 
+@with_two()
 def test_a_stored_item_stands_for_itself(server):
     first = server.post("/v1/responses", {"input": "Hi", "max_output_tokens": 8}).json()
     asked = server.http.get(f"/v1/responses/{first['id']}/input_items").json()["data"]

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests.dialects.asked import GREEDY, PLACE, SAMPLED, is_place
+from tests.dialects.asked import GREEDY, PLACE, SAMPLED, is_place, with_two
 from tests.dialects.thoughts import TOKENIZER
 from tests.e2e.processes import read_until, request_bytes
 from tests.e2e.test_structured import DENSE
@@ -33,6 +33,7 @@ def pieces(server, body):
     return [json.loads(event) for event in events]
 
 
+@with_two()
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_the_tokens_are_those_of_the_other_route(server, sampling):
     theirs = server.complete(**sampling, max_tokens=40).json()
@@ -52,6 +53,7 @@ def test_the_tokens_are_those_of_the_other_route(server, sampling):
     assert server.post(GENERATE, body).json()["text"] == answer["text"]
 
 
+@with_two()
 def test_events_say_the_text_so_far(server):
     whole = ask(server, SAMPLED)
     found = pieces(server, {"text": "Hi", "sampling_params": params(SAMPLED)})
@@ -87,6 +89,7 @@ def test_why_it_ended(server):
     assert ended == {"type": "stop", "matched": 257}
 
 
+@with_two()
 @pytest.mark.parametrize(
     ("kind", "fits"),
     [
@@ -122,6 +125,7 @@ def test_logprobs_are_those_of_the_other_route(server):
     ]
 
 
+@with_two()
 def test_what_is_beside_it(server):
     info = server.http.get("/get_model_info").json()
     assert (info["model_path"], info["is_generation"]) == ("toy", True)
@@ -195,6 +199,7 @@ BAD = [
 ]  # fmt: skip
 
 
+@with_two()
 @pytest.mark.parametrize(("wrong", "named"), BAD, ids=range(len(BAD)))
 def test_what_is_wrong_is_said(server, wrong, named):
     answer = server.post(GENERATE, wrong)
@@ -202,6 +207,7 @@ def test_what_is_wrong_is_said(server, wrong, named):
     assert answer.json()["error"]["param"] == named
 
 
+@with_two()
 def test_a_client_that_leaves_is_noticed(server):
     body = {"text": "Hi", "sampling_params": params(SAMPLED, max_new_tokens=4000), "stream": True}
     with server.connect() as sock:

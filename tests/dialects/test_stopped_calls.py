@@ -8,7 +8,7 @@ from forerun.engine.request import Finish
 from forerun.serve.dialects.ollama.answers import Calls
 from forerun.serve.dialects.responses.free_tools import free_input, shell_action
 from forerun.text.tool_bodies import CallPiece
-from tests.dialects.asked import ASKED, PLACE, SAMPLED, chat
+from tests.dialects.asked import ASKED, PLACE, SAMPLED, chat, with_two
 
 TOOL = {"type": "function", "function": {"name": "travel", "parameters": PLACE}}
 FORCED = {"tools": [TOOL], "tool_choice": "required", "max_tokens": 300, **SAMPLED}
@@ -20,6 +20,7 @@ def events(answer):
     return [json.loads(line) for line in lines]
 
 
+@with_two()
 @pytest.mark.parametrize("kept", [False, True])
 def test_in_openais_words(server, kept):
     asked = {**FORCED, "stop": [INSIDE], "include_stop_str_in_output": kept}
@@ -35,6 +36,7 @@ def test_a_call_that_is_whole_counts(server):
     json.loads(whole["message"]["tool_calls"][0]["function"]["arguments"])
 
 
+@with_two()
 def test_in_anthropics_words(server):
     tool = {"name": "travel", "input_schema": PLACE}
     asked = {"messages": ASKED, "max_tokens": 300, "tools": [tool], "tool_choice": {"type": "any"}}

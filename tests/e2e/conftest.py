@@ -6,8 +6,11 @@ from tests.e2e.processes import serving
 
 
 @pytest.fixture(scope="session")
-def toy_server(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("toy")) as server:
+def toy_server(request, tmp_path_factory):
+    """A server of one model, or of two (see tests.dialects.asked.with_two)."""
+    models = getattr(request, "param", None)
+    with serving(tmp_path_factory.mktemp("toy"), models=models) as server:
+        assert server.complete(max_tokens=1).status_code == 200
         yield server
         assert server.idle()
         assert "Traceback" not in server.logged()

@@ -2,8 +2,8 @@
 
 import resource
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import httpx
 import pytest
@@ -217,20 +217,24 @@ def test_with_one_model_any_name_is_its_name(toy_server):
 
 
 def test_no_file_can_be_opened_any_more(tmp_path):
-    """It is said once, what is open goes on, and newcomers are answered once there is room."""
+    """It is said once, requests that run go on, and newcomers are answered: the connections that
+    have been idle for longest make room.
+    """
     with serving(tmp_path) as server:
         hard = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)[1]
         resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (64, hard))
-        socks = [server.connect() for _ in range(100)]
-        try:
+        with ExitStack() as stack:
+            asking = stack.enter_context(server.connect())
+            asking.sendall(request_bytes("/v1/completions", b"{", content_length=99))
+            socks = [stack.enter_context(server.connect()) for _ in range(100)]
             assert wait_for(lambda: "no new connection can be accepted" in server.logged())
-            assert server.complete(max_tokens=5).status_code == 200  # Its connection is open.
-            time.sleep(2.5)  # Another attempt or two.
-        finally:
-            for sock in socks:
-                sock.close()
-        with server.connect() as sock:
-            sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert read_until(sock, b"\r\n").startswith(b"HTTP/1.1 200")
+            newest = stack.enter_context(server.connect())
+            newest.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert read_until(newest, b"\r\n").startswith(b"HTTP/1.1 200")
+            assert socks[0].recv(1) == b"", "idle for longest"
+            asking.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                asking.recv(1)
+        assert server.complete(max_tokens=5).status_code == 200
         log = server.logged()
         assert log.count("no new connection can be accepted") == 1 and "Traceback" not in log

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.constrain.tools import PERSON, is_person
+from tests.dialects.asked import with_two
 from tests.e2e.processes import serving
 from tests.lazy import LazyModule
 
@@ -112,6 +113,7 @@ def test_every_spelling_whole_and_streamed_with_and_without_speculation(server, 
         assert streamed(server, route, **off) == wanted
 
 
+@with_two("toy_server")
 def test_paris_and_its_malformed_twin(server):
     assert texts(server, CHAT, regex=CITY)[0][0] in CITIES
     for body, field in (
@@ -132,6 +134,7 @@ def test_the_text_is_a_continuation_where_the_grammar_leaves_room(server):
     assert bound == (free, "stop")
 
 
+@with_two("toy_server")
 @pytest.mark.parametrize(
     "two",
     [
@@ -150,6 +153,7 @@ def test_a_text_format_is_no_constraint(server):
     assert texts(server, CHAT, **body)[0][0] in CITIES
 
 
+@with_two("toy_server")
 def test_json_on_one_line(server):
     asked = {"json": PERSON, "disable_any_whitespace": True}
     (text, finish), *_ = texts(
@@ -160,6 +164,7 @@ def test_json_on_one_line(server):
     assert server.post(CHAT, {"messages": ASKED, "structured_outputs": asked}).status_code == 400
 
 
+@with_two("toy_server")
 def test_what_is_not_strict_ignores_what_it_cannot_honour(server):
     items = {"type": "integer", "minimum": 0, "maximum": 99}
     schema = {"type": "array", "items": items, "uniqueItems": True, "maxItems": 2}
@@ -172,6 +177,7 @@ def test_what_is_not_strict_ignores_what_it_cannot_honour(server):
     assert set(json.loads(text)) <= set(range(100))
 
 
+@with_two("toy_server")
 def test_forty_at_once_half_of_them_constrained(server):
     free = [{"prompt": f"number {index}", "max_tokens": 40} for index in range(20)]
     alone = [server.complete(**body).json()["choices"][0]["text"] for body in free]
@@ -205,6 +211,7 @@ def test_logprobs_and_stop_strings(server):
     assert letters in ("Paris", "Amster")
 
 
+@with_two("toy_server")
 def test_hostile_grammars_hold_nobody_up(server):
     """Before the first of them is compiled or refused, others are answered: counted, not timed. One
     may have been before the first came; two say that nobody waits for it.
@@ -273,6 +280,7 @@ CHOICES = [
 ]
 
 
+@with_two("toy_server")
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1.0, "seed": 3}], ids=str)
 def test_named_tools(server, choice, sampling):
@@ -292,6 +300,7 @@ def one_call(server, choice, sampling):
     return called[0]
 
 
+@with_two("toy_server")
 def test_tools_that_may_be_called(server):
     """The toy never writes the opener by itself; a bias helps it."""
     body = {"tools": [WEATHER, NOW], "temperature": 0, "max_tokens": 20}
@@ -314,6 +323,7 @@ def test_parallel_calls_are_counted(server):
     assert (content, finish, len(calls)) == ("", "tool_calls", 1)
 
 
+@with_two("toy_server")
 def test_a_conversation_with_calls_goes_on(server):
     call = {"id": "abcdefghi", "type": "function", "function": {"name": "now", "arguments": "{}"}}
     messages = [
@@ -325,6 +335,7 @@ def test_a_conversation_with_calls_goes_on(server):
     assert server.post(CHAT, body).status_code == 200
 
 
+@with_two("toy_server")
 def test_tools_and_a_schema(server):
     body = {"tools": [NOW], "response_format": strict(PERSON), "max_tokens": 300}
     body["logit_bias"] = DENSE

@@ -1,6 +1,7 @@
 """One HTTP/1.1 connection: read in turns with others, and given up when a head does not arrive."""
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any
 
 import httptools
@@ -30,6 +31,14 @@ def connections(patience: float) -> type[HttpToolsProtocol]:
     wrong.
     """
     return type("Connection", (_Connection,), {"patience": patience})
+
+
+def close_idle(connections: Iterable[Any], most: int) -> None:
+    """Close the connections, at most so many, that have been without a request for longest."""
+    idle = [one for one in connections if one.timeout_keep_alive_task is not None]
+    idle.sort(key=lambda one: one.timeout_keep_alive_task.when())
+    for connection in idle[:most]:
+        connection.timeout_keep_alive_handler()
 
 
 class _Connection(HttpToolsProtocol):
