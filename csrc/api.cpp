@@ -33,7 +33,7 @@ int guarded(Work work) {
 extern "C" {
 
 // Raised whenever the meaning of a call or structure changes; native.py asks for the same number.
-int forerun_abi() { return 33; }
+int forerun_abi() { return 34; }
 
 const char* forerun_error() { return last_error.c_str(); }
 
@@ -235,6 +235,15 @@ int forerun_commit(Model* model, const int32_t* nodes, const int32_t* slots, int
 int forerun_commit_paths(Model* model, const int32_t* pages, int page_width, const int32_t* nodes,
                          int count) {
     return guarded([&] { return model->commit_paths(pages, page_width, nodes, count); });
+}
+
+// See Model::copy_state and Model::follow.
+int forerun_copy_state(Model* model, int64_t from, int64_t to) {
+    return guarded([&] { return model->copy_state(from, to); });
+}
+
+int forerun_follow(Model* model, const int64_t* rows, const int32_t* nodes, int count) {
+    return guarded([&] { return model->follow(rows, nodes, count); });
 }
 
 // From now on the model's steps keep the hidden states named by `layers`; see

@@ -51,7 +51,7 @@ void Model::plan_attention(const Step& step) {
     mixed_at_a_time_ = kGroup;  // Fewer where threads would have none.
     while (mixed_at_a_time_ > 8 && whole * (size / mixed_at_a_time_) < threads) mixed_at_a_time_ /= 2;
     const int64_t mixed = together_ ? mixed_at_a_time_ : shared * size;
-    in_groups_ = !sizes.rank && mixed % kGroup == 0 && (!together_ || size % kGroup == 0);
+    in_groups_ = !sizes.rank && !sizes.gated && mixed % kGroup == 0 && (!together_ || size % kGroup == 0);
     const int64_t own = together_ ? near : near + count * room_ * (stride_ + 1);
     for (Floats& floats : scratch_) {
         if ((int64_t)floats.size() < own) floats.resize(own);

@@ -104,7 +104,7 @@ void Model::reserve_for(const LayerKind& kind) {
 void Model::note_format(int layer, int which, int format) {
     if (layer < 0) return;
     Layer& at = layers_[layer];
-    if (which > 9 + 3 * (int)at.experts.size()) reserve_heads(is_float(format));
+    if (sizes.rank && which > 9 + 3 * (int)at.experts.size()) reserve_heads(is_float(format));
     const bool feeds = which >= 4 && which < 9 + 3 * (int)at.experts.size();
     if (feeds && !is_float(format)) at.reads_groups = true;
     const size_t floats = expert_rows(at.kind) * sizes.hidden;

@@ -151,8 +151,15 @@ void Model::attention_layer(const Step& step, int layer, int thread) {
     const Layer& at = layers_[layer];
     const Matrix& first = sizes.query_rank ? at.query_down : at.query;
     const Matrix& last = sizes.rank ? at.key : at.value;
-    put_normed(nullptr, step.nodes, at.attention_norm, {&first, &at.key, &last}, thread);
+    Wanted wanted = {&first, &at.key, &last};
+    if (at.kind.recurrent) {
+        wanted = {&at.query, &at.key, &at.value, &at.gate, &at.beta, &at.alpha};
+    } else if (sizes.gated) {
+        wanted = {&at.query, &at.key, &at.value, &at.gate};
+    }
+    put_normed(nullptr, step.nodes, at.attention_norm, wanted, thread);
     pool.barrier();
+    if (at.kind.recurrent) return recurrent_layer(step, layer, normed(), thread);
     if (sizes.rank) return mix_latent(step, layer, normed(), thread);
     mix(step, layer, normed(), thread);
 }
@@ -160,11 +167,8 @@ void Model::attention_layer(const Step& step, int layer, int thread) {
 // Attention of `layer` from its input `x` to the residual stream.
 void Model::mix(const Step& step, int layer, Inputs x, int thread) {
     const Layer& at = layers_[layer];
-    const int mixed = sizes.heads * sizes.head_size;
-    const int keys = sizes.kv_heads * sizes.head_size, nodes = step.nodes;
-    multiply({&at.query, &at.key, &at.value},
-             {&qkv_[0], &qkv_[mixed], &qkv_[mixed + keys]}, x, nodes,
-             (int)qkv_width(), false, thread);
+    const int mixed = sizes.heads * sizes.head_size, nodes = step.nodes;
+    heads_products(at, x, nodes, thread);
     pool.barrier();
     const Share rotated(nodes, thread, pool.threads());
     for (int n = rotated.first; n < rotated.last; n++) rotate_and_store(layer, n);
@@ -172,8 +176,42 @@ void Model::mix(const Step& step, int layer, Inputs x, int thread) {
     attend(layer, thread);
     pool.barrier();
     if (thread == 0) next_unit_.store(0);
-    if (!in_groups_) quantise_context(at, &mixed_[0], mixed, nodes, thread);
+    if (sizes.gated) {
+        open_context(at, nodes, thread);
+    } else if (!in_groups_) {
+        quantise_context(at, &mixed_[0], mixed, nodes, thread);
+    }
     bring_out(at, &mixed_[0], nodes, thread);
+}
+
+// Queries, keys, values and, where there is one, the gate of these rows.
+void Model::heads_products(const Layer& at, Inputs x, int rows, int thread) {
+    const int mixed = sizes.heads * sizes.head_size, keys = sizes.kv_heads * sizes.head_size;
+    float *query = &qkv_[0], *key = query + mixed, *value = key + keys;
+    const int width = (int)qkv_width();
+    if (sizes.gated) {
+        multiply({&at.query, &at.key, &at.value, &at.gate}, {query, key, value, value + keys}, x,
+                 rows, width, false, thread);
+    } else {
+        multiply({&at.query, &at.key, &at.value}, {query, key, value}, x, rows, width, false, thread);
+    }
+}
+
+// Attention's context times the sigmoid of its gate, as what the last product reads.
+void Model::open_context(const Layer& at, int nodes, int thread) {
+    const int width = sizes.heads * sizes.head_size, keys = sizes.kv_heads * sizes.head_size;
+    const Share mine = columns_of(nodes, thread, pool.threads());
+    for (int n = mine.first; n < mine.last; n++) {
+        const float* gate = &qkv_[n * qkv_width() + width + 2 * keys];
+        float* context = &mixed_[(size_t)n * width];
+        if (is_float(at.output.format)) {
+            kernels->gates[kSigmoid](gate, context, width, context);
+        } else {
+            kernels->gates_quantise[kSigmoid](gate, context, width,
+                                              column(mixed_q_.data(), n, width), n % kLanes);
+        }
+    }
+    pool.barrier();
 }
 
 // What attention found, to what its last product reads.
@@ -300,20 +338,20 @@ void Model::keep(const float* x, uint8_t* plane, int64_t place) const {
 // the rest of a step is measured against.
 void Model::products(int rows, float* logits) {
     pool.run([&](int thread) {
-        const int hidden = sizes.hidden, mixed = sizes.heads * sizes.head_size;
-        const int keys = sizes.kv_heads * sizes.head_size;
+        const int hidden = sizes.hidden;
         for (const Layer& at : layers_) {
             const int ffn = at.kind.ffn;
+            const float* context = at.kind.recurrent ? found_.data() : mixed_.data();
             if (sizes.rank) {
                 latent_products(at, rows, thread);
+            } else if (at.kind.recurrent) {
+                net_products(at, normed(), rows, thread);
             } else {
-                multiply({&at.query, &at.key, &at.value},
-                         {&qkv_[0], &qkv_[mixed], &qkv_[mixed + keys]}, normed(), rows,
-                         (int)qkv_width(), false, thread);
+                heads_products(at, normed(), rows, thread);
             }
             pool.barrier();
-            multiply({&at.output}, {&stream_[0]}, {mixed_q_.data(), mixed_.data()}, rows, hidden,
-                     false, thread);
+            multiply({&at.output}, {&stream_[0]}, {mixed_q_.data(), context}, rows, hidden, false,
+                     thread);
             pool.barrier();
             if (at.kind.experts) {
                 multiply({&at.router}, {&scores_of_[0]}, normed(), rows, at.kind.experts + 1, false,

@@ -79,7 +79,8 @@ enum Gate {
     kClamped = 1,  // gpt-oss's: g sigmoid(1.702 g) (u + 1), g at most 7 and u between -7 and 7
     kGelu = 2,     // GELU(g) u, by its tanh approximation
     kGeluErf = 3,  // GELU(g) u = g Phi(g) u, Phi the normal distribution's
-    kGates = 4,
+    kSigmoid = 4,  // u sigmoid(g), of attention's context
+    kGates = 5,
 };
 using Joined = void (*)(const float* gate, const float* up, int count, float* out);
 using JoinedQuantised = void (*)(const float* gate, const float* up, int count, Group* out,
@@ -147,8 +148,8 @@ struct Kernels {
 // What an isa_*.cpp puts into its table after the name.
 #define FORERUN_KERNELS \
     product, float_product, quantise, norm_quantise,                                      \
-        {silu_quantise, clamped_quantise, gelu_quantise, erf_gelu_quantise}, norm,            \
-        {silu, clamped, gelu, erf_gelu}, inverse_rms, soften, rotate, to_halves, attend,                     \
+        {silu_quantise, clamped_quantise, gelu_quantise, erf_gelu_quantise, sigmoid_quantise}, norm, \
+        {silu, clamped, gelu, erf_gelu, sigmoid}, inverse_rms, soften, rotate, to_halves, attend,            \
         attend_some_positions, weigh, attend_some_numbers, choose, exclude, gated_delta
 
 // One table per instruction set; null where it was compiled for another kind of machine or by a

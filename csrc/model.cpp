@@ -64,9 +64,13 @@ Model::Model(const Sizes& given, const Ropes& ropes, size_t weight_bytes, const 
       frequencies_(ropes.frequencies, ropes.frequencies + ropes.count * (rope_size() / 2)),
       factors_(ropes.factors, ropes.factors + ropes.count),
       weights_(weight_bytes, true),
-      cache_((size_t)given.layers * kinds() * given.kv_heads * given.head_size * given.cache_item *
+      cache_((size_t)given.cached() * kinds() * given.kv_heads * given.head_size * given.cache_item *
              ((size_t)given.pages * given.page_size + given.max_nodes)),
-      places_((int64_t)given.pages * given.page_size + given.max_nodes) {
+      places_((int64_t)given.pages * given.page_size + given.max_nodes),
+      states_(sizeof(float) * (size_t)given.recurrent * given.states * given.net_values() *
+              given.key_size),
+      windows_(sizeof(float) * (size_t)given.recurrent * given.states * given.channels() *
+               (given.recurrent ? given.convolved - 1 : 0)) {
     const size_t nodes = given.max_nodes, angles = frequencies_.size();
     const size_t columns = (nodes + kLanes - 1) / kLanes;
     const auto groups = [](int width) { return (size_t)(width + kGroup - 1) / kGroup; };
@@ -84,7 +88,7 @@ Model::Model(const Sizes& given, const Ropes& ropes, size_t weight_bytes, const 
     sine_.resize(nodes * angles);
     hidden_q_.resize(columns * groups(given.hidden));
     hidden_f_.resize(nodes * given.hidden);
-    mixed_q_.resize(columns * groups(mixed));
+    mixed_q_.resize(columns * groups(std::max(mixed, given.net_values())));
     ffn_q_.resize(columns * groups(given.ffn));
     branch_.resize(nodes * given.hidden);
     scratch_.resize(pool.most());
@@ -100,7 +104,9 @@ Model::Model(const Sizes& given, const Ropes& ropes, size_t weight_bytes, const 
         layer.kind.ffn = given.ffn;
         layer.kind.score_scale = 1.0f / std::sqrt((float)given.head_size);
         layer.kind.residual = 1.0f;
+        layer.place = (int)(&layer - layers_.data());
     }
+    if (given.recurrent) reserve_nets();
 }
 
 std::string Model::set_layer(int layer, const LayerKind& kind) {
@@ -114,13 +120,17 @@ std::string Model::set_layer(int layer, const LayerKind& kind) {
     if (kind.rope < 0 || kind.rope >= (int)factors_.size()) return "a rope that is not there";
     Layer& at = layers_[layer];
     at.kind = kind;
+    at.place = 0;
+    for (int i = 0; i < layer; i++) at.place += !layers_[i].kind.recurrent == !kind.recurrent;
+    if (at.place >= (kind.recurrent ? sizes.recurrent : sizes.cached())) return "a kind too many";
     at.experts.resize(kind.experts);
     if (kind.experts) reserve_for(kind);
     return "";
 }
 
 // 0 to 6: attention and feed-forward; 7 the router, 8 the shared expert's gate, then each expert's
-// gate, up and down; then what latent attention has besides: query_down, `into` and `out_of`.
+// gate, up and down; then what latent attention has besides: query_down, `into` and `out_of`; or a
+// gate, and beta and alpha of a delta net.
 Matrix* Model::matrix(int layer, int which) {
     if (layer == -1) return which == 0 ? &embedding_ : which == 1 ? &head_ : nullptr;
     if (layer < 0 || layer >= sizes.layers || which < 0) return nullptr;
@@ -129,6 +139,8 @@ Matrix* Model::matrix(int layer, int which) {
                            &at.feed.up, &at.feed.down, &at.router, &at.shared_gate};
     if (which < 9) return all[which];
     const int more = which - 9 - 3 * (int)at.experts.size(), heads = (int)at.into.size();
+    Matrix* const gates[] = {&at.gate, &at.beta, &at.alpha};
+    if (more >= 0 && more < 3 && !heads) return gates[more];
     if (more >= 1 + 2 * heads || (more >= 0 && !heads)) return nullptr;
     if (more >= 0) {
         return !more ? &at.query_down : more <= heads ? &at.into[more - 1] : &at.out_of[more - 1 - heads];
@@ -144,8 +156,10 @@ const float** Model::vector(int layer, int which) {
     Layer& at = layers_[layer];
     const float** const all[] = {&at.attention_norm, &at.ffn_norm,           &at.query_norm,
                                  &at.key_norm,       &at.attention_end_norm, &at.ffn_end_norm,
-                                 &at.correction,     &at.sinks};
-    return which < 0 || which >= 8 ? nullptr : all[which];
+                                 &at.correction,     &at.sinks,
+                                 &at.kernel,         &at.rate,
+                                 &at.step,           &at.net_norm};
+    return which < 0 || which >= 12 ? nullptr : all[which];
 }
 
 void Model::request_aux_hidden_states(const int32_t* layers, int count) {
@@ -171,7 +185,8 @@ uint64_t Model::read_weights() {
     std::vector<const Matrix*> read;
     for (const Layer& at : layers_) {
         for (const Matrix* w : {&at.query_down, &at.query, &at.key, &at.value, &at.output, &at.router,
-                                &at.shared_gate, &at.feed.gate, &at.feed.up, &at.feed.down}) {
+                                &at.shared_gate, &at.feed.gate, &at.feed.up, &at.feed.down,
+                                &at.gate, &at.beta, &at.alpha}) {
             read.push_back(w);
         }
         for (const Matrix& w : at.into) read.push_back(&w);
@@ -201,16 +216,18 @@ uint64_t Model::read_weights() {
 }
 
 uint8_t* Model::plane(int layer, int kind, int head) const {
-    const int64_t index = ((int64_t)layer * kinds() + kind) * sizes.kv_heads + head;
+    const int64_t place = layers_[layer].place;
+    const int64_t index = (place * kinds() + kind) * sizes.kv_heads + head;
     return cache_.data() + index * places_ * sizes.head_size * sizes.cache_item;
 }
 
 int64_t Model::qkv_width() const {
-    return (int64_t)(sizes.heads + 2 * sizes.kv_heads) * sizes.head_size;
+    const int64_t gates = sizes.gated ? sizes.heads : 0;
+    return (sizes.heads + 2 * sizes.kv_heads + gates) * sizes.head_size;
 }
 
 void Model::commit(const int32_t* nodes, const int32_t* slots, int count) {
-    const int64_t planes = kinds() * (int64_t)sizes.layers * sizes.kv_heads;
+    const int64_t planes = kinds() * (int64_t)sizes.cached() * sizes.kv_heads;
     const size_t bytes = (size_t)sizes.head_size * sizes.cache_item;
     const auto copy = [&](int begin, int end) {
         for (int64_t index = begin; index < end; index++) {

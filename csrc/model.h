@@ -22,8 +22,19 @@ struct Sizes {
     // Latent attention: forerun/networks/layer_spec.py, `Latent`. rank 0: there is none; query_rank 0:
     // one product makes queries. kv_heads is 1 and head_size the rank and what is rotated.
     int32_t rank, nope, value, query_rank;
+    // Recurrent layers: forerun/networks/layer_spec.py, `GatedDelta`; `recurrent` says how many there
+    // are, and `states` how many texts' states are kept.
+    int32_t recurrent, states;
+    int32_t key_heads, value_heads, key_size, value_size, convolved, tiled;
+    int32_t gated;  // attention's context is multiplied by the sigmoid of a gate
     float norm_eps;
     float latent_eps;  // of the norms of the latent and of what makes queries
+
+    int cached() const { return layers - recurrent; }  // layers with keys and values
+    // Of a delta net: numbers of all key heads, of all value heads, and what is convolved.
+    int net_keys() const { return key_heads * key_size; }
+    int net_values() const { return value_heads * value_size; }
+    int channels() const { return 2 * net_keys() + net_values(); }
 };
 
 // How positions turn queries and keys, in as many ways as a model's layers have.
@@ -40,6 +51,9 @@ struct Step {
     int32_t rows, nodes, page_width, scored;
     const int32_t *tokens, *parents, *depth;
     const int32_t *start, *known, *kv_len, *pages;
+    const int64_t* state_rows;     // [rows] whose state a row begins with, and its root's becomes;
+    const int64_t* state_targets;  // [nodes] where a known node's state goes as well, or -1: both
+                                   // null without recurrent layers
     const int32_t* scored_nodes;  // [scored] nodes whose logits may be asked for, ascending
     float* logits;                // [scored][vocab]
     int32_t* logits_row;          // [scored] out: the row of `logits` that is a scored node's,
@@ -81,6 +95,7 @@ struct LayerKind {
     int32_t gate;          // of Gate
     int32_t rope;          // which of the model's Ropes
     int32_t wide_norms;    // norms of queries and keys are over all heads at once
+    int32_t recurrent;     // a delta net stands in attention's place
     float router_scale;    // multiplies the weights of a node's experts
     float score_scale;     // multiplies q.k
     float residual;        // multiplies what attention and feed-forward add to the stream
@@ -94,7 +109,10 @@ struct FeedForward {
 
 struct Layer {
     LayerKind kind = {};
+    int32_t place = 0;  // its number among the layers with keys and values, or with states
     Matrix query, key, value, output;  // key, in latent attention: the latent and its rotated key
+    Matrix gate;         // of attention's context, or of what a delta net read
+    Matrix beta, alpha;  // of a delta net
     Matrix query_down;                 // of latent attention, whose `query` reads what it makes
     std::vector<Matrix> into, out_of;  // of it, by head: [rank][nope] and [value][rank]
     FeedForward feed;                  // or, beside experts, the one that every node visits
@@ -105,6 +123,8 @@ struct Layer {
     const float *query_norm = nullptr, *key_norm = nullptr;
     const float* correction = nullptr;  // [experts] takes part in the choice alone
     const float* sinks = nullptr;       // [heads] scores that carry no value
+    // Of a delta net: float32[convolved][channels], [value_heads], [value_heads], [value_size].
+    const float *kernel = nullptr, *rate = nullptr, *step = nullptr, *net_norm = nullptr;
     bool reads_groups = false;          // some feed-forward's weights are quantised
 };
 
@@ -222,6 +242,12 @@ public:
     std::string commit_paths(const int32_t* pages, int page_width, const int32_t* nodes,
                              int count);
 
+    // Of recurrent layers. The state of row `from`, or zeros for -1, becomes that of row `to`.
+    std::string copy_state(int64_t from, int64_t to);
+    // Each of these rows' states goes on by one draft token of the last step. Rows differ. Both:
+    // empty, or what was wrong.
+    std::string follow(const int64_t* rows, const int32_t* nodes, int count);
+
     // From now on every step keeps what enters these layers (`layers` itself: what leaves the
     // last), for draft heads: float[node][tap][hidden], valid until the next step.
     void request_aux_hidden_states(const int32_t* layers, int count);
@@ -268,6 +294,8 @@ protected:
     void keep_taps(const Step& step, int layer, int thread);
     void attention_layer(const Step& step, int layer, int thread);
     void mix(const Step& step, int layer, Inputs x, int thread);
+    void heads_products(const Layer& layer, Inputs x, int rows, int thread);
+    void open_context(const Layer& layer, int nodes, int thread);
     void quantise_context(const Layer& layer, const float* context, int width, int nodes, int thread);
     void bring_out(const Layer& layer, const float* context, int nodes, int thread);
     void mix_latent(const Step& step, int layer, Inputs x, int thread);
@@ -280,6 +308,18 @@ protected:
     void put_head(const Matrix& w, const float* x, int head, int node, int nodes);
     void multiply_heads(const std::vector<Matrix>& each, Target out, int apart, int nodes,
                         int thread);
+    void reserve_nets();
+    void prepare_nets(const Step& step);
+    void recurrent_layer(const Step& step, int layer, Inputs x, int thread);
+    void net_products(const Layer& layer, Inputs x, int rows, int thread);
+    void list_inputs(const Step& step, const Layer& layer, int node, const float** seen) const;
+    void enter_net(const Step& step, const Layer& layer, int node);
+    void keep_draft(const Layer& layer, int node);
+    void advance_states(const Step& step, const Layer& layer, int thread);
+    void keep_windows(const Step& step, const Layer& layer, int thread);
+    void leave_net(const Layer& layer, int nodes, int thread);
+    float* state(const Layer& layer, int64_t row) const;
+    float* window(const Layer& layer, int64_t row) const;
     void ffn_layer(const Step& step, int layer, int thread);
     size_t expert_rows(const LayerKind& kind) const;
     void reserve_for(const LayerKind& kind);
@@ -326,6 +366,10 @@ protected:
     uint8_t* plane(int layer, int kind, int head) const;
     void keep(const float* x, uint8_t* plane, int64_t place) const;
     int64_t qkv_width() const;
+    // A row of `net_`: what is convolved, the gate of what is read, beta, alpha.
+    int64_t net_width() const {
+        return sizes.channels() + sizes.net_values() + 2 * (int64_t)sizes.value_heads;
+    }
     // Numbers of a head that a rope is over, numbers of a value, and what is kept of a position: keys
     // and values, or keys that begin with their values.
     int rope_size() const { return sizes.head_size - sizes.rank; }
@@ -384,6 +428,19 @@ protected:
     Floats heads_f_;   // [heads][nodes][inputs of a head's matrix]
     std::vector<Group> heads_q_;   // the same in columns
     Floats values_of_; // [max_nodes][heads][value]
+
+    // Of recurrent layers (recurrent.cpp). Tables over texts, and what the draft tokens of the last
+    // step bring to each layer: [recurrent][drafts_][..].
+    Region states_, windows_;  // [recurrent][states][..] [value_heads][key_size][value_size],
+                               // [convolved - 1][channels]
+    Floats net_;               // [max_nodes][net_width()]
+    Floats net_queries_, net_keys_, net_values_, decay_, beta_, found_;  // as DeltaStep has them
+    Floats kept_mixed_, kept_keys_, kept_values_, kept_decay_, kept_beta_;
+    Floats ones_;
+    std::vector<int32_t> draft_of_;  // [max_nodes] a draft token's number in the step, or -1
+    std::vector<int64_t> nowhere_;   // [drafts_] -1
+    int32_t drafts_ = 0;
+    std::vector<Floats> net_scratch_;  // of each thread
 
     // Of the current layer of experts (experts.cpp).
     Floats scores_of_;    // [nodes][experts + 1] the last: the shared one's gate

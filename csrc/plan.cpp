@@ -48,6 +48,12 @@ std::string Model::check(const Step& step) const {
             if (step.depth[n] != above + 1) return say("a depth that is not its parent's + 1", n);
         }
     }
+    for (int b = 0; sizes.recurrent && b < step.rows; b++) {
+        if (!within(step.state_rows[b], 0, sizes.states)) return say("a state that is not there, row", b);
+    }
+    for (int n = 0; sizes.recurrent && n < step.nodes; n++) {
+        if (!within(step.state_targets[n], -1, sizes.states)) return say("a state's target", n);
+    }
     for (int i = 0; i < step.scored; i++) {
         if (!within(step.scored_nodes[i], 0, step.nodes)) return say("a scored node", i);
     }
@@ -69,6 +75,7 @@ void Model::prepare(const Step& step) {
     paths_.reserve(draft_tokens);
     for (int b = 0; b < step.rows; b++) list_places(step, b);
     last_nodes_ = step.nodes;
+    if (sizes.recurrent) prepare_nets(step);
     plan_attention(step);
 }
 

@@ -93,6 +93,10 @@ FORERUN_INLINE W silu_of(W g, W u) {
     return mulw(divw(g, one_plus), u);
 }
 
+FORERUN_INLINE W sigmoid_of(W g, W u) {
+    return divw(u, addw(splatw<W>(1.0f), exp_of(subw(splatw<W>(0.0f), g))));
+}
+
 FORERUN_INLINE W clamped_of(W g, W u) {
     g = minw(g, splatw<W>(7.0f));
     u = minw(maxw(u, splatw<W>(-7.0f)), splatw<W>(7.0f));
@@ -141,6 +145,10 @@ static void silu_quantise(const float* gate, const float* up, int count, Group* 
     quantise_joined(gate, up, count, out, lane, [](W g, W u) { return silu_of(g, u); });
 }
 
+static void sigmoid_quantise(const float* gate, const float* up, int count, Group* out, int lane) {
+    quantise_joined(gate, up, count, out, lane, [](W g, W u) { return sigmoid_of(g, u); });
+}
+
 static void clamped_quantise(const float* gate, const float* up, int count, Group* out, int lane) {
     quantise_joined(gate, up, count, out, lane, [](W g, W u) { return clamped_of(g, u); });
 }
@@ -153,7 +161,7 @@ static void erf_gelu_quantise(const float* gate, const float* up, int count, Gro
     quantise_joined(gate, up, count, out, lane, [](W g, W u) { return erf_gelu_of(g, u); });
 }
 
-// join(a, b), a vector at a time, as float32. `out` may be `a`.
+// join(a, b), a vector at a time, as float32. `out` may be `a` or `b`.
 template <class Join>
 FORERUN_INLINE void write_joined(const float* a, const float* b, int count, float* out, Join join) {
     int i = 0;
@@ -173,6 +181,10 @@ static void norm(const float* x, const float* weight, float factor, int count, f
 
 static void silu(const float* gate, const float* up, int count, float* out) {
     write_joined(gate, up, count, out, [](W g, W u) { return silu_of(g, u); });
+}
+
+static void sigmoid(const float* gate, const float* up, int count, float* out) {
+    write_joined(gate, up, count, out, [](W g, W u) { return sigmoid_of(g, u); });
 }
 
 static void clamped(const float* gate, const float* up, int count, float* out) {

@@ -1,5 +1,7 @@
 """The compiled CPU core, in the numbers of the file."""
 
+from dataclasses import replace
+
 from forerun.build.executor_entry import ExecutorEntry, Progress
 from forerun.build.memory import Needs, bytes_on_disk, needs_of
 from forerun.checkpoints.checkpoint import Checkpoint
@@ -56,7 +58,13 @@ def _needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint) -> 
         weights = min(weights, arch.parameters * bits // 8)
     if there and cpu.widens(checkpoint):
         weights = max(weights, arch.parameters * 9 // 8)
-    return needs_of(arch, weights, per_token)
+    between, kept = cpu.node_numbers(arch)
+    needs = needs_of(arch, weights, per_token)
+    return replace(
+        needs,
+        per_node=needs.per_node + 4 * between,
+        per_scored=needs.per_scored + 4 * kept,
+    )
 
 
 def _build(

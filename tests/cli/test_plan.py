@@ -62,8 +62,12 @@ def test_recurrent_states_are_counted(capsys, tmp_path):
     heads = {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
     heads |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
     (tmp_path / "config.json").write_text(json.dumps(tiny.config("qwen3_next", **heads).to_dict()))
-    words = ["--model", str(tmp_path), "--max-sequences", "4", "--executor", "torch"]
+    words = ["--model", str(tmp_path), "--max-sequences", "4", "--executor"]
+    core = planned(capsys, *words, "cpu")
+    words.append("torch")
     found = planned(capsys, *words, "--device", "cpu", "--dtype", "float32")
+    for counted in ("checkpoints", "state_bytes"):
+        assert core[counted] == found[counted]
     state = 4 * 3 * (32 * 128 * 128 + 3 * 8192)
     assert (found["checkpoints"], found["state_bytes"]) == (8, 12 * state)
     assert found["cache_bytes_per_1k_tokens"] == 1000 * 4 * 2 * 2 * 16, "one layer of four attends"
@@ -74,7 +78,8 @@ def test_recurrent_states_are_counted(capsys, tmp_path):
 
 
 def test_why_the_core_is_not_planned_with_is_a_sentence(capsys, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(tiny.config("qwen3_next").to_dict()))
+    odd = tiny.config("qwen3", head_dim=12).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(odd))
     assert main(["plan", "--model", str(tmp_path), "--device", "cpu"]) == 0
     assert capsys.readouterr().err.startswith("forerun: The native CPU core is not used (")
 

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from forerun.build.shapes import RandomCheckpoint, shape_named
+from forerun.executors import cpu
+from forerun.executors.cpu import CpuExecutor
 from forerun.executors.jax import JaxExecutor
 from forerun.executors.torch import TorchExecutor
 from forerun.executors.toy import ToyExecutor
@@ -20,12 +22,17 @@ def bench_of(name, arch):
     limits = limits_for(arch, ROWS, NODES, CONTEXT)
     if name == "toy":
         return StepBench(ToyExecutor(limits), CONTEXT)
-    made = {"torch": TorchExecutor, "jax": JaxExecutor}[name](RandomCheckpoint(arch), limits)
+    made = {"cpu": CpuExecutor, "torch": TorchExecutor, "jax": JaxExecutor}[name](
+        RandomCheckpoint(arch), limits
+    )
     return StepBench(made, CONTEXT)
 
 
 def recurrent(tmp_path):
     return architecture_from(tiny.config("qwen3_next").to_dict(), tmp_path)
+
+
+NATIVE = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
 
 
 @pytest.mark.parametrize(
@@ -34,6 +41,7 @@ def recurrent(tmp_path):
         ("toy", False),
         ("torch", False),
         ("torch", True),
+        pytest.param("cpu", True, marks=NATIVE),
         pytest.param("jax", False, marks=pytest.mark.slow),
     ],
 )

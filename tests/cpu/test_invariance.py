@@ -21,7 +21,9 @@ class KeepingExecutor(CpuExecutor):
         return outcome
 
 
-FAMILIES = ("llama", "qwen3", "qwen3_moe", "glm4_moe", "olmo2")
+FAMILIES = ("llama", "qwen3", "qwen3_moe", "glm4_moe", "olmo2", "qwen3_5_text")
+CHANGES = {"qwen3_5_text": {"linear_value_head_dim": 16}}
+"""So that rows are whole blocks."""
 PLACES = [(1, 1), (16, 2), (256, 3)]
 """Page size and threads."""
 
@@ -30,7 +32,7 @@ PLACES = [(1, 1), (16, 2), (256, 3)]
 def executors(checkpoint):
     made = {
         (family, page_size): KeepingExecutor(
-            checkpoint(family, "Q4_1"),
+            checkpoint(family, "Q4_1", **CHANGES.get(family, {})),
             limits(tiny.VOCAB, page_size=page_size, pages=2048 // page_size),
             threads,
         )

@@ -11,6 +11,7 @@ import numpy as np
 
 from forerun.checkpoints.checkpoint import InFourBits
 from forerun.networks.layer_spec import NORM_NAMES, Experts
+from tests.twins.gated_delta import Recurrence
 
 GROUP = 32
 FLOATS = ("F32", "F16", "BF16")
@@ -83,7 +84,8 @@ class Twin:
     def __init__(self, checkpoint):
         self.checkpoint, self.arch = checkpoint, checkpoint.architecture
         self.names = set(checkpoint.names())
-        first = checkpoint.packed("model.layers.0.self_attn.o_proj.weight")
+        name = next(n for n in checkpoint.names() if n.endswith("self_attn.o_proj.weight"))
+        first = checkpoint.packed(name)
         self.floats = first is not None and first.kind in FLOATS
 
     def product(self, name, x):
@@ -109,7 +111,10 @@ class Twin:
         for layer, spec in enumerate(arch.layer_specs):
             prefix, norms = f"model.layers.{layer}.", NORM_NAMES[spec.norms]
             x = self.normed(stream, prefix, norms.before_attention)
-            made = self.attention(prefix + "self_attn.", x, spec)
+            if spec.delta is not None:
+                made = self.net(prefix + "linear_attn.", x, spec.delta)
+            else:
+                made = self.attention(prefix + "self_attn.", x, spec)
             stream = stream + self.normed(made, prefix, norms.after_attention) * spec.residual
             x = self.normed(stream, prefix, norms.before_feed_forward)
             if isinstance(spec.feed_forward, Experts):
@@ -237,7 +242,22 @@ class Twin:
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
         mixed = np.einsum("hij,jhe->ihe", weights, v).reshape(count, -1)
+        if spec.attention.gated:
+            mixed = mixed / (1 + np.exp(-self.product(f"{prefix}gate_proj", x)))
         return self.product(prefix + "o_proj", mixed)
+
+    def net(self, prefix, x, about):
+        """A gated delta net, token by token."""
+        made = {part: self.product(f"{prefix}{part}_proj", x) for part in "qkvzba"}
+        recurrence = Recurrence(about, self.vector(f"{prefix}conv1d.weight")[:, 0])
+        opened = np.logaddexp(0, made["a"] + self.vector(f"{prefix}dt_bias"))
+        decay = np.exp(-np.exp(self.vector(f"{prefix}A_log")) * opened)
+        beta = 1 / (1 + np.exp(-made["b"]))
+        mixed = np.concatenate([made[part] for part in "qkv"], -1)
+        read = np.stack([recurrence.token(*each) for each in zip(mixed, decay, beta, strict=True)])
+        read = normed(read, self.vector(f"{prefix}norm.weight"), self.arch.norm_eps)
+        read = read.reshape(len(x), -1) * made["z"] / (1 + np.exp(-made["z"]))
+        return self.product(f"{prefix}out_proj", read)
 
     def rotated(self, x, rope):
         positions = np.arange(len(x), dtype=np.float32)[:, None]

@@ -118,6 +118,7 @@ SPOKEN = [
     *on("cpu", "NEXTN, qwen3-next", "NEXTN of, glm4_moe", "NEXTN of, deepseek_v3"),
     *on("cpu", "NEXTN by depth, deepseek", "NEXTN by depth, qwen3-next"),
     *on("cpu", "NEXTN in GGUF, glm4_moe", "NEXTN in GGUF, deepseek_v3"),
+    *on("cpu", "NEXTN of, qwen3_5_text", "NEXTN in GGUF, qwen3_5_moe_text"),
     *JAX_BLOCKS,
 ]
 SELDOM = [

@@ -1,5 +1,5 @@
-"""A model whose layers have recurrent states (Qwen3-Next): no text depends on speculation, trees,
-company, preemption or what others have left in the prefix cache.
+"""Models whose layers have recurrent states (Qwen3-Next, Qwen3.5): no text depends on speculation,
+trees, company, preemption or what others have left in the prefix cache.
 """
 
 from dataclasses import replace
@@ -11,6 +11,9 @@ from forerun.build.engine import open_target
 from forerun.build.registry import choose_executor
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.errors import ConfigError, ModelError
+from forerun.executors import cpu
+from forerun.executors.cpu import CpuExecutor
+from forerun.executors.torch import TorchExecutor
 from forerun.measure.prove import Trial, prove
 from forerun.options.config import EngineConfig
 from tests.drafters.prediction import with_layers
@@ -24,21 +27,39 @@ from tests.models import tiny
 TRIAL = Trial(PROMPTS[-4:], tokens=20, temperatures=(0.0, 1.0), group=4, mixed=True)
 
 
+ON = {"torch": "qwen3_next", "cpu": "qwen3_5_text"}
+"""Executor -> the family that it is tried with."""
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny.save_folder(tiny.model("qwen3_next"), tmp_path_factory.mktemp("target"))
+def folders(tmp_path_factory):
+    return {
+        family: tiny.save_folder(tiny.model(family), tmp_path_factory.mktemp(family))
+        for family in ON.values()
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(folders):
+    return folders["qwen3_next"]
 
 
 @pytest.fixture(scope="module")
 def layered(tmp_path_factory):
-    """With a random prediction layer under Qwen3-Next's names."""
-    hf = tiny.model("qwen3_next")
+    """With a random prediction layer under Qwen's names."""
+    return {
+        family: layered_folder(family, tmp_path_factory.mktemp("layered")) for family in ON.values()
+    }
+
+
+def layered_folder(family, folder):
+    hf = tiny.model(family)
     torch.manual_seed(3)
     made = type(hf.model.layers[-1])(hf.config, hf.config.num_hidden_layers - 1)
     made.apply(hf._init_weights)  # Experts are empty memory before.
     width = hf.config.hidden_size
     own = *(0.2 * torch.randn(width) for _ in range(3)), torch.randn(width, 2 * width) / 8
-    return with_layers(hf, [(made, *own)], tmp_path_factory.mktemp("layered"), "qwen3-next")
+    return with_layers(hf, [(made, *own)], folder, "qwen3-next")
 
 
 @pytest.fixture(scope="module")
@@ -65,26 +86,26 @@ def configured(folder, page, **changes):
     return replace(config, **changes)
 
 
+def on(executor):
+    """Changes of `configured` for an executor."""
+    return {"executor": executor, "dtype": "file" if executor == "cpu" else "float32"}
+
+
 class Watched:
     """Counts what an engine does with states, on every executor that is opened."""
 
     def __init__(self, monkeypatch):
-        from forerun.executors.torch import TorchExecutor
+        self.resumed, self.whole = 0, 0
+        for kind in (TorchExecutor, CpuExecutor):
+            monkeypatch.setattr(kind, "open", self.counting(kind.open))
 
-        self.resumed, self.whole, self.executors = 0, 0, []
-        opened, began = TorchExecutor.open, TorchExecutor.__init__
-
+    def counting(self, opened):
         def open(executor, slot_init):
             self.resumed += slot_init.cached > 0
             self.whole += slot_init.cached < slot_init.shared
             opened(executor, slot_init)
 
-        def init(executor, *args, **kwargs):
-            began(executor, *args, **kwargs)
-            self.executors.append(executor)
-
-        monkeypatch.setattr(TorchExecutor, "open", open)
-        monkeypatch.setattr(TorchExecutor, "__init__", init)
+        return open
 
 
 @pytest.fixture
@@ -92,12 +113,25 @@ def watched(monkeypatch):
     return Watched(monkeypatch)
 
 
+NATIVE = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
+EXECUTORS = ["torch", pytest.param("cpu", marks=NATIVE)]
+
+
 @pytest.mark.parametrize("page", [1, pytest.param(16, marks=pytest.mark.slow)])
-def test_texts_do_not_depend_on_trees_of_a_draft_model(folder, draft, watched, hints, page):  # noqa: F811
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_texts_do_not_depend_on_trees_of_a_draft_model(
+    folders,
+    draft,
+    watched,
+    hints,  # noqa: F811
+    executor,
+    page,
+):
     seen = []
     config = configured(
-        folder,
+        folders[ON[executor]],
         page,
+        **on(executor),
         speculative_algorithm="STANDALONE",
         speculative_draft_model_path=str(draft),
     )
@@ -107,19 +141,23 @@ def test_texts_do_not_depend_on_trees_of_a_draft_model(folder, draft, watched, h
     assert sum(run.preemptions for run in seen) > 0
 
 
-def test_nor_on_its_own_prediction_layer(layered, watched, hints):  # noqa: F811
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_nor_on_its_own_prediction_layer(layered, watched, hints, executor):  # noqa: F811
     """Which reads the target's hidden states, so that pages are shared a token later."""
     seen = []
-    config = configured(layered, 4, speculative_algorithm="NEXTN")
+    config = configured(layered[ON[executor]], 4, speculative_algorithm="NEXTN", **on(executor))
     proved(config, TRIAL, hints, lambda _, runs: seen.extend(runs), ("tree",))
     assert watched.resumed > 0
     assert sum(run.accepted for run in seen) > 50
 
 
-def test_without_room_for_checkpoints_prompts_run_from_the_start(folder, monkeypatch, watched):
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_without_room_for_checkpoints_prompts_run_from_the_start(
+    folders, monkeypatch, watched, executor
+):
     """Drafts from the text, of which hardly one is right here."""
     monkeypatch.setattr("forerun.build.memory.CHECKPOINTS", 0)
-    target = open_target(configured(folder, 4))
+    target = open_target(configured(folders[ON[executor]], 4, **on(executor)))
     try:
         sampled = replace(TRIAL, temperatures=(1.0,))
         proof = prove(target, replace(target.config, speculative_num_draft_tokens=8), sampled)
@@ -134,13 +172,11 @@ def test_who_cannot_run_it_says_so(folder, draft):
     arch = FolderCheckpoint(folder).architecture
     with pytest.raises(ConfigError, match="recurrent states are not cut over ranks"):
         open_target(configured(folder, 16, tp_size=2))
-    for name, dtype in (("cpu", "file"), ("jax", "float32")):
-        config = configured(folder, 16, executor=name, dtype=dtype, threads=None)
-        with pytest.raises((ModelError, ConfigError), match="recurrent"):
-            open_target(config)
-    auto = configured(folder, 16, executor="auto", dtype="auto")
-    with pytest.warns(UserWarning, match="recurrent"):
-        assert choose_executor(auto, arch).executor == "torch"
+    with pytest.raises((ModelError, ConfigError), match="recurrent"):
+        open_target(configured(folder, 16, executor="jax", threads=None))
+    if cpu.available() is None:
+        auto = configured(folder, 16, executor="auto", dtype="auto")
+        assert choose_executor(auto, arch).executor == "cpu"
     with pytest.raises(ModelError, match="which a draft model cannot have"):
         open_target(
             configured(

@@ -7,6 +7,7 @@ from forerun.executors.cpu.hidden_states import HiddenStates
 from forerun.executors.cpu.limits import check_runs, refusal
 from forerun.executors.cpu.native import available
 from forerun.executors.cpu.prediction_model import CpuPredictionModel
+from forerun.executors.cpu.states import node_numbers
 from forerun.executors.cpu.weights import bits_made, cache_bytes_per_token, cache_item, widens
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "cache_bytes_per_token",
     "cache_item",
     "check_runs",
+    "node_numbers",
     "refusal",
     "widens",
 ]

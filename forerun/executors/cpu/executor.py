@@ -11,8 +11,10 @@ from forerun.errors import EngineError
 from forerun.executors.cpu import native
 from forerun.executors.cpu.features import CpuFeatures
 from forerun.executors.cpu.model import CpuModel
+from forerun.executors.cpu.states import CpuStates
 from forerun.executors.cpu.step_buffers import StepBuffers
 from forerun.executors.host_sampler import HostSampler
+from forerun.executors.state_steps import StateStep
 from forerun.interface.executor import Capabilities, Executor, ExecutorLimits
 from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit
@@ -25,9 +27,10 @@ class CpuRound(Round):
     """A step that has run.
 
     `logits_of` a node, one of `scored` int32[n], returns float32[V], valid until the executor's
-    next round. It raises EngineError for another node.
+    next round. It raises EngineError for another node. states: of recurrent layers, if any.
     """
 
+    states: StateStep | None = field(kw_only=True)
     scored: Ints = field(kw_only=True)
     logits_of: Callable[[int], Floats] = field(kw_only=True)
 
@@ -67,14 +70,28 @@ class CpuExecutor(Executor):
         self._sampler = HostSampler(limits.slots, limits.vocab)
         self._buffers = StepBuffers(limits.max_nodes, self._sampler.choosing)
         self._logits = np.empty((0, limits.vocab), np.float32)
+        recurrent = checkpoint.architecture.delta is not None
+        self.states = CpuStates(self.native_model, limits) if recurrent else None
 
     def open(self, slot_init: SlotInit) -> None:
-        """Bind a sequence to its slot. EngineError: it is open, or a token is out of range."""
+        """Bind a sequence to its slot, where layers are recurrent with the state of its cached
+        tokens. EngineError: it is open, a token is out of range, or that state is not kept.
+        """
+        if self.states is not None:
+            self.states.open(slot_init)
         self._sampler.open(slot_init)
+
+    def resumable(self, tokens: Ints, salt: bytes = b"") -> int:
+        """Behind how many of the cached tokens int32[n] a sequence may go on: all, or where layers
+        are recurrent as many as a state was kept for, by a sequence of this salt.
+        """
+        return len(tokens) if self.states is None else self.states.book.resumable(tokens, salt)
 
     def close(self, slot: int) -> None:
         """Discard the slot's sequence, if it has one."""
         self._sampler.close(slot)
+        if self.states is not None:
+            self.states.book.close(slot)
 
     def begin(self, plan: Plan, trees: TreeBatch, masks: NodeMasks | None = None) -> CpuRound:
         """Run every node in one native call, finished on return; known nodes write their pages.
@@ -86,9 +103,16 @@ class CpuExecutor(Executor):
         if len(scored) > len(self._logits):
             self._logits = np.empty((len(scored), self.limits.vocab), np.float32)
         buffers.fill(plan, trees, scored, self._logits)
+        step = None if self.states is None else self.states.prepare(plan, trees, self._sampler.text)
+        if step is not None:
+            buffers.put_states(step)
         if self._library.forerun_forward(self.native_model(), buffers.step, buffers.walk):
+            if self.states is not None and step is not None:
+                self.states.failed(step)
             raise EngineError(f"a step was refused: {self._library.forerun_error().decode()}")
-        return CpuRound(plan, trees, scored=scored, logits_of=self._logits_of)
+        if self.states is not None and step is not None:
+            self.states.known(step)
+        return CpuRound(plan, trees, scored=scored, states=step, logits_of=self._logits_of)
 
     def finish(self, round: Round, masks: NodeMasks | None = None) -> Outcome:
         """Accept in the core where only temperature and masks matter, else by forerun.speculative;
@@ -110,6 +134,8 @@ class CpuExecutor(Executor):
             arguments = buffers.step.pages, buffers.step.page_width, buffers.path, count
             if library.forerun_commit_paths(self.native_model(), *arguments):
                 raise EngineError(f"commit was refused: {library.forerun_error().decode()}")
+            if self.states is not None and round.states is not None:
+                self.states.accept(round.states, outcome, self._sampler.text)
         return outcome
 
     def _logits_of(self, node: int) -> Floats:

@@ -8,12 +8,7 @@ def refusal(arch: Architecture) -> str | None:
     """Return why the compiled core cannot run this model, as a clause for an error message; or
     None.
     """
-    size, specs = arch.head_size, arch.layer_specs
-    if arch.delta is not None or any(spec.attention.gated for spec in specs):
-        return (
-            f"the CPU core cannot run this {arch.family} model, which needs a gated delta net, "
-            "whose state is recurrent, and gated attention"
-        )
+    size = arch.head_size
     if size % 8:
         return f"the CPU core needs a head size that is a multiple of 8, not {size}"
     if arch.latent is not None and arch.latent.rank % 8:

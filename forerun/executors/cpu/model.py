@@ -14,6 +14,7 @@ from forerun.executors.cpu import native
 from forerun.executors.cpu.latent import sizes_of
 from forerun.executors.cpu.limits import check_runs
 from forerun.executors.cpu.places import RopeTable
+from forerun.executors.cpu.states import net_sizes
 from forerun.executors.cpu.weights import Packer, cache_bytes_per_token, cache_item, sentence
 from forerun.executors.feature_ring import HostFeatureRing
 from forerun.interface.executor import ExecutorLimits
@@ -88,6 +89,7 @@ class CpuModel:
             cache_item=self._cache_item,
             norm_eps=arch.norm_eps,
             **sizes_of(arch.latent),
+            **net_sizes(arch, limits),
         )
         model: int | None = self._library.forerun_open(
             ctypes.byref(sizes),

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 Library = TypeVar("Library", ctypes.CDLL, ctypes.PyDLL)
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 33
+ABI = 34
 """The version that `forerun_abi` of csrc/api.cpp must return; raise both together."""
 KERNELS = ("avx512-amx", "avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon", "portable")
 """All names of csrc/dispatch.cpp, best first; `kernels` says which of them run here."""
@@ -34,6 +34,8 @@ class Sizes(ctypes.Structure):
         *((name, c_int32) for name in ("ffn", "vocab", "page_size", "pages", "max_nodes")),
         *((name, c_int32) for name in ("context", "threads", "cache_item")),
         *((name, c_int32) for name in ("rank", "nope", "value", "query_rank")),
+        *((name, c_int32) for name in ("recurrent", "states", "key_heads", "value_heads")),
+        *((name, c_int32) for name in ("key_size", "value_size", "convolved", "tiled", "gated")),
         *((name, c_float) for name in ("norm_eps", "latent_eps")),
     )
 
@@ -50,7 +52,7 @@ class LayerKind(ctypes.Structure):
     _fields_ = (
         *((name, c_int32) for name in ("ffn", "experts", "top_k", "shared")),
         *((name, c_int32) for name in ("sigmoid", "normalised", "groups", "kept", "summed")),
-        *((name, c_int32) for name in ("window", "gate", "rope", "wide_norms")),
+        *((name, c_int32) for name in ("window", "gate", "rope", "wide_norms", "recurrent")),
         *((name, c_float) for name in ("router_scale", "score_scale", "residual", "softcap")),
     )
 
@@ -62,6 +64,7 @@ class StepArrays(ctypes.Structure):
         *((name, c_int32) for name in ("rows", "nodes", "page_width", "scored")),
         *((name, c_void_p) for name in ("tokens", "parents", "depth")),
         *((name, c_void_p) for name in ("start", "known", "kv_len", "pages")),
+        *((name, c_void_p) for name in ("state_rows", "state_targets")),
         *((name, c_void_p) for name in ("scored_nodes", "logits", "logits_row")),
     )
 
@@ -189,6 +192,8 @@ _CALLS = {
     ),
     "forerun_draft": (c_int, [c_void_p, POINTER(DraftStep)]),
     "forerun_commit_paths": (c_int, [c_void_p, c_void_p, c_int, c_void_p, c_int]),
+    "forerun_copy_state": (c_int, [c_void_p, c_int64, c_int64]),
+    "forerun_follow": (c_int, [c_void_p, c_void_p, c_void_p, c_int]),
     "forerun_commit": (c_int, [c_void_p, c_void_p, c_void_p, c_int]),
 }
 

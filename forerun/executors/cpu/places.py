@@ -12,6 +12,9 @@ from forerun.networks.layer_spec import NORM_NAMES, Activation, Dense, Experts, 
 from forerun.networks.rope import Rope
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_NET = ("q_proj", "k_proj", "v_proj", "out_proj")
+_GATE, _NET_GATES = ("gate_proj",), ("z_proj", "b_proj", "a_proj")
+"""Numbered behind all other matrices of a layer."""
 _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 _FEED, _ROUTER, _SHARED_GATE, _EXPERTS = 4, 7, 8, 9
 """Numbers of a layer's matrices in csrc/model.cpp, `Model::matrix`; attention's are the first."""
@@ -32,7 +35,7 @@ def matrices(arch: Architecture) -> list[Place]:
     places = [Place("model.embed_tokens", -1, 0)]
     for layer, spec in enumerate(arch.layer_specs):
         prefix = f"model.layers.{layer}."
-        places += _attention_matrices(f"{prefix}self_attn.", spec, layer)
+        places += _attention_matrices(prefix, spec, layer)
         match spec.feed_forward:
             case Dense():
                 places += _placed(f"{prefix}mlp.", _FEED_FORWARD, layer, _FEED)
@@ -43,11 +46,17 @@ def matrices(arch: Architecture) -> list[Place]:
 
 def _attention_matrices(prefix: str, spec: LayerSpec, layer: int) -> list[Place]:
     latent, feed_forward = spec.attention.latent, spec.feed_forward
-    if latent is None:
-        return _placed(prefix, _ATTENTION, layer, 0)
     experts = feed_forward.count if isinstance(feed_forward, Experts) else 0
     first = _EXPERTS + len(_FEED_FORWARD) * experts
-    return [Place(prefix + name, layer, which) for name, which in numbered(latent, first)]
+    if spec.delta is not None:
+        net = f"{prefix}linear_attn."
+        *into, out = _placed(net, _NET, layer, 0)
+        return [*into, *_placed(net, _NET_GATES, layer, first), out]
+    prefix += "self_attn."
+    if latent is not None:
+        return [Place(prefix + name, layer, which) for name, which in numbered(latent, first)]
+    *into, out = _placed(prefix, _ATTENTION, layer, 0)
+    return [*into, *_placed(prefix, _GATE[: spec.attention.gated], layer, first), out]
 
 
 def _expert_matrices(prefix: str, experts: Experts, layer: int) -> list[Place]:
@@ -74,7 +83,11 @@ def vectors(arch: Architecture) -> list[Place]:
     for layer, spec in enumerate(arch.layer_specs):
         prefix, norms = f"model.layers.{layer}.", NORM_NAMES[spec.norms]
         q_norm = k_norm = None
-        if (latent := spec.attention.latent) is not None:
+        net: tuple[str | None, ...] = ()
+        if spec.delta is not None:
+            names = ("conv1d.weight", "A_log", "dt_bias", "norm.weight")
+            net = tuple(f"linear_attn.{name}" for name in names)
+        elif (latent := spec.attention.latent) is not None:
             q_norm = "self_attn.q_a_layernorm.weight" if latent.query_rank else None
             k_norm = "self_attn.kv_a_layernorm.weight"
         elif spec.qk_norm or spec.wide_qk_norm:
@@ -89,6 +102,7 @@ def vectors(arch: Architecture) -> list[Place]:
             f"{norms.after_feed_forward}.weight" if norms.after_feed_forward else None,
             correction if isinstance(experts, Experts) and experts.router.correction else None,
             "self_attn.sinks" if spec.attention.sinks else None,
+            *net,
         )
         places += [Place(prefix + name, layer, i) for i, name in enumerate(named) if name]
     return [*places, Place("model.norm.weight", -1, 0)]
@@ -106,6 +120,7 @@ def layer_kind(arch: Architecture, layer: int) -> native.LayerKind:
         gate=_GATES[spec.activation],
         rope=arch.ropes.index(spec.rope),
         wide_norms=spec.wide_qk_norm,
+        recurrent=spec.delta is not None,
         score_scale=spec.attention.scale,
         residual=spec.residual,
         softcap=spec.attention.softcap or 0.0,
@@ -133,6 +148,12 @@ class RopeTable(native.Ropes):
         super().__init__(len(ropes), *(each.ctypes.data for each in self._held))
 
 
+_PRECISE = ("linear_attn.b_proj", "linear_attn.a_proj")
+
+
 def routes(place: Place) -> bool:
-    """Return whether a matrix's product selects a row's experts, or weighs one."""
-    return place.layer >= 0 and place.which in (_ROUTER, _SHARED_GATE)
+    """Return whether a matrix's product selects a row's experts, or weighs one, or decides what a
+    state keeps: such a matrix keeps its precision.
+    """
+    weighs = place.which in (_ROUTER, _SHARED_GATE) or place.name.endswith(_PRECISE)
+    return place.layer >= 0 and weighs

@@ -28,6 +28,7 @@ from forerun.executors.cpu.hidden_state_model import (
 from forerun.executors.cpu.latent import sizes_of
 from forerun.executors.cpu.limits import check_runs
 from forerun.executors.cpu.places import Place, RopeTable, layer_kind, matrices, vectors
+from forerun.executors.cpu.states import net_sizes
 from forerun.executors.cpu.weights import Packer, set_layer
 from forerun.executors.layer_states import LayerStates, layer_read, layers_at
 from forerun.interface.draft_model import (
@@ -120,6 +121,7 @@ class CpuPredictionModel(CpuHiddenStateModel):
             cache_item=2,
             norm_eps=arch.norm_eps,
             **sizes_of(arch.latent),
+            **net_sizes(arch, limits),
         )
         kind = native.HeadKind(
             features=1,

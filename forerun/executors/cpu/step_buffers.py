@@ -5,12 +5,14 @@ import numpy as np
 from forerun.errors import EngineError
 from forerun.executors.cpu import native
 from forerun.executors.device_choice import Choosing
+from forerun.executors.state_steps import StateStep
 from forerun.interface.plan import Plan
 from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.types import AnyArray, Floats, Ints
 
 _WALK = ("slots", "samples", "choice")
 _STEP = ("tokens", "parents", "depth", "start", "known", "kv_len", "scored_nodes", "logits_row")
+_STATES = ("state_rows", "state_targets")
 
 
 class StepBuffers:
@@ -30,12 +32,14 @@ class StepBuffers:
             "samples": np.zeros(max_nodes, np.uint8),
             "choice": np.zeros(max_nodes, np.int32),
             "path": np.zeros(max_nodes, np.int32),
+            "state_rows": np.zeros(max_nodes, np.int64),
+            "state_targets": np.zeros(max_nodes, np.int64),
         }
         # They grow with the steps. `ctypes.data` of an array takes as long as filling five.
         self._pages, self._logits = np.zeros(0, np.int32), np.zeros((0, 0), np.float32)
         address = {name: array.ctypes.data for name, array in self._arrays.items()}
         self.path = address["path"]
-        self.step = native.StepArrays(**{name: address[name] for name in _STEP})
+        self.step = native.StepArrays(**{name: address[name] for name in (*_STEP, *_STATES)})
         self.walk = native.Walk(
             temperature=choosing.temperature.ctypes.data,
             seed=choosing.seed.ctypes.data,
@@ -70,6 +74,18 @@ class StepBuffers:
         self._put_pages(plan)
         if logits is not self._logits:
             self._logits, step.logits = logits, logits.ctypes.data
+
+    def put_states(self, step: StateStep) -> None:
+        """Write the rows of states that a step, which `fill` wrote, begins with, and those that its
+        known nodes' states go to besides.
+        """
+        self._put("state_rows", step.plan.slots)
+        targets = self._arrays["state_targets"][: self.step.nodes]
+        targets[:] = -1
+        slots = {*step.plan.slots.tolist()}
+        for row, node in step.ends.items():
+            if row not in slots:
+                targets[node] = row
 
     def put_masks(self, masks: NodeMasks | None) -> None:
         """Write the grammars' masks. The core reads them in place: they must outlive its call."""

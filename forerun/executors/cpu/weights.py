@@ -10,6 +10,7 @@ number to its largest, or Q4_K by ggml's rule of the format (csrc/make_q4_k.cpp)
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
@@ -119,7 +120,7 @@ def cache_item(checkpoint: Checkpoint, dtype: str) -> int:
 
 def cache_bytes_per_token(arch: Architecture, item: int) -> int:
     """Return the bytes of one position's keys and values in all layers, `item` bytes a number."""
-    return arch.layers * arch.cache_layer.numbers * item
+    return len(arch.attention_specs) * arch.cache_layer.numbers * item
 
 
 def sentence(checkpoint: Checkpoint, dtype: str) -> str:
@@ -170,7 +171,7 @@ class Packer:
         """Return the bytes that all packed tensors will take in the core, alignment included."""
         total = sum(self._bytes_of(place) for place in self._matrices())
         for place in self._vectors():
-            total += 4 * self._checkpoint.shape(place.name)[0] + _ALIGN
+            total += 4 * prod(self._checkpoint.shape(place.name)) + _ALIGN
         return total
 
     def _bytes_of(self, place: Place) -> int:
@@ -215,9 +216,7 @@ class Packer:
         if arch.tied_head and self._head_rows is None and self._tensors is None:
             self._library.forerun_tie_head(model)
         for place in self._vectors():
-            values = self._floats(place.name)
-            if place.name.endswith("norm.weight"):
-                values = values + np.float32(arch.norm_offset)
+            values = self._vector(place.name, arch)
             set_vector(self._library, model, (place.name, place.layer, place.which), values)
 
     def _set_layers(self, model: int, arch: Architecture) -> None:
@@ -299,6 +298,19 @@ class Packer:
                 (kind, rows_of_tiles(matrix)) if kind == _INT4 else ("Q8_0", rows_of_bytes(matrix))
             )
         return "F32", np.ascontiguousarray(self._checkpoint.tensor(name), "<f4")
+
+    def _vector(self, name: str, arch: Architecture) -> Floats:
+        """A vector as the core reads it: norms with their 1 except a delta net's own, what decays
+        as a rate, and a convolution's numbers token by token.
+        """
+        values = self._floats(name)
+        if name.endswith("linear_attn.conv1d.weight"):
+            return values.squeeze(1).T.ravel()
+        if name.endswith("linear_attn.A_log"):
+            return -np.exp(values)
+        if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+            return values + np.float32(arch.norm_offset)
+        return values
 
     def _floats(self, name: str) -> Floats:
         return np.ascontiguousarray(self._checkpoint.tensor(name), "<f4")

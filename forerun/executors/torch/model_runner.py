@@ -21,7 +21,7 @@ from forerun.executors.torch.attention.attention_shapes import tile_heads
 from forerun.executors.torch.attention.kv import PagedCache, Slots, write
 from forerun.executors.torch.attention.plan_geometry import StepNodes, geometry_of
 from forerun.executors.torch.attention.prompt_attention import PromptAttention, prompt_rows, takes
-from forerun.executors.torch.attention.states import States, StateStep
+from forerun.executors.torch.attention.states import States, TorchStateStep
 from forerun.executors.torch.decoder.decoder import Attend, Decoder
 from forerun.executors.torch.decoder.delta import DeltaInputs, no_states
 from forerun.executors.torch.decoder.elementwise import PLAIN, AnyHeads, Elementwise, compiled
@@ -69,7 +69,7 @@ class TorchRound(Round):
     reported: Tensor = field(kw_only=True)
     reported_of: Ints = field(kw_only=True)
     features: TorchStepFeatures | None = None
-    states: StateStep | None = None
+    states: TorchStateStep | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,7 @@ class ModelRunner:
         trees: TreeBatch,
         nodes: StepNodes,
         masks: NodeMasks | None = None,
-        step: StateStep | None = None,
+        step: TorchStateStep | None = None,
     ) -> TorchRound:
         """One forward pass. Of the plan nothing is read but kv_len, samples and page_table.
 
@@ -219,7 +219,7 @@ class ModelRunner:
             states=step,
         )
 
-    def _recur(self, step: StateStep, layer: int, inputs: DeltaInputs) -> Tensor:
+    def _recur(self, step: TorchStateStep, layer: int, inputs: DeltaInputs) -> Tensor:
         assert self.states is not None
         return self.states.layer(step, layer, inputs)
 

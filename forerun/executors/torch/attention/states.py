@@ -13,8 +13,6 @@ the same numbers, multiplied and added in the same order, and so to the same bit
 its last node was scored with.
 """
 
-from array import array
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,20 +21,17 @@ import torch
 from torch import Tensor
 
 from forerun.executors.cpu import native
-from forerun.executors.state_slots import Claim, StateSlots, rows_of
+from forerun.executors.state_slots import rows_of
+from forerun.executors.state_steps import StateStep, StateSteps, TextOf
 from forerun.executors.torch.attention.delta_levels import ByLevels, DeltaWalk
 from forerun.executors.torch.attention.delta_native import NativeDelta
 from forerun.executors.torch.attention.kv import indices
 from forerun.executors.torch.decoder.delta import DeltaInputs, Tokens, convolved
 from forerun.interface.executor import ExecutorLimits
-from forerun.interface.plan import Outcome, Plan
-from forerun.interface.slot_init import SlotInit
+from forerun.interface.plan import Plan
 from forerun.networks.arch import Architecture
 from forerun.speculative.tree import TreeBatch
-from forerun.types import AnyArray, Ints
-
-TextOf = Callable[[int], "array[int]"]
-"""The decided tokens of a slot's sequence, all that a step runs at least."""
+from forerun.types import Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +52,15 @@ class Paths:
     drafts: Tensor
 
 
-@dataclass(slots=True)
-class StateStep:
-    """A step that is under way.
+@dataclass(frozen=True, slots=True)
+class TorchStateStep(StateStep):
+    """The same with tensors.
 
-    claims  by slot, the checkpoints that it makes of known tokens
-    kept    of each layer, what is kept of the draft tokens: convolution rows float32[D,C], and the
-            others
+    kept  of each layer, what is kept of the draft tokens: convolution rows float32[D,C], and the
+          others
     """
 
-    plan: Plan
-    trees: TreeBatch
     paths: Paths
-    claims: dict[int, list[Claim]]
     kept: list[tuple[Tensor, Tokens]] = field(default_factory=list)
 
 
@@ -80,7 +71,7 @@ def chosen_walk(device: torch.device) -> DeltaWalk:
     return ByLevels(device)
 
 
-class States:
+class States(StateSteps):
     """The tables, and the bookkeeping of their rows.
 
     walk  advances matrices; None: `chosen_walk`
@@ -93,10 +84,10 @@ class States:
         device: torch.device,
         walk: DeltaWalk | None = None,
     ) -> None:
+        super().__init__(limits)
         about, rows = arch.delta, rows_of(limits)
         assert about is not None
         layers, self._width, self._device = arch.recurrent_layers, about.window, device
-        self.book = StateSlots(limits)
         matrix = about.value_heads, about.key_size, about.value_size
         self._walk = walk or chosen_walk(device)
         self.windows = torch.zeros(layers, rows, about.window - 1, about.channels, device=device)
@@ -109,33 +100,18 @@ class States:
             return 0
         return rows_of(limits) * arch.delta.state_bytes(arch.recurrent_layers)
 
-    def open(self, slot_init: SlotInit) -> None:
-        """A sequence takes a slot, with the state of its cached tokens. Raises EngineError if
-        that is not kept.
-        """
-        row, slot = self.book.open(slot_init), slot_init.slot
+    def copy(self, row: int | None, to: int) -> None:
+        """As StateSteps.copy, in all layers."""
         for table in (self.windows, self.matrices):
-            table[:, slot] = 0.0 if row is None else table[:, row]
+            table[:, to] = 0.0 if row is None else table[:, row]
 
-    def begin(self, plan: Plan, trees: TreeBatch, text_of: TextOf) -> StateStep:
-        """Begin a step; return the paths of its nodes. Reads the plan's kv_len and slots. Raises
-        EngineError if a slot's state does not stand for the plan's kv_len tokens.
-        """
-        claims: dict[int, list[Claim]] = {}
-        ends: dict[int, int] = {}
-        known, slots, lengths = trees.known.tolist(), plan.slots.tolist(), plan.kv_len.tolist()
-        for slot, length in zip(slots, lengths, strict=True):
-            self.book.begin(slot, length)
-        for row, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
-            root = trees.root(row)
-            found = self.book.claims(slot, text_of(slot), length, length + known[row])
-            claims[slot] = found
-            # A row that was claimed twice in a step has the state of the later claim.
-            ends |= {c.row: root - (length + known[row] - c.length) for c in found}
-            ends[slot] = root
-        return StateStep(plan, trees, self._paths(plan, trees, ends), claims)
+    def begin(self, plan: Plan, trees: TreeBatch, text_of: TextOf) -> TorchStateStep:
+        """Begin a step; return it with the paths of its nodes. Raises EngineError as `prepare`."""
+        step = self.prepare(plan, trees, text_of)
+        paths = self._paths(plan, trees, step.ends)
+        return TorchStateStep(plan, trees, step.claims, step.ends, paths)
 
-    def layer(self, step: StateStep, number: int, inputs: DeltaInputs) -> Tensor:
+    def layer(self, step: TorchStateStep, number: int, inputs: DeltaInputs) -> Tensor:
         """float32[M,Hv,Dv]: what the nodes read in layer `number`, counted among those with a
         state; zeros of padding. Writes the states after known tokens.
         """
@@ -150,56 +126,19 @@ class States:
         out[: len(paths.past)] = self._walk.advance(matrices, paths.way, tokens)
         return out
 
-    def known(self, step: StateStep) -> None:
-        """All layers of the step have run: checkpoints that it claimed are kept, and each slot's
-        state stands behind its known tokens. Call it once, after the last layer.
-        """
-        known = step.trees.known.tolist()
-        for row, slot in enumerate(step.plan.slots.tolist()):
-            self.book.keep(slot, step.claims.pop(slot))
-            self.book.end(slot, int(step.plan.kv_len[row]) + known[row])
-
-    def failed(self, step: StateStep) -> None:
-        """The step could not be run; its slots have no state any more."""
-        for claims in step.claims.values():
-            self.book.drop(claims)
-        step.claims.clear()
-
-    def accept(self, step: StateStep, outcome: Outcome, text_of: TextOf) -> None:
-        """Advance the slots' states along the accepted paths, all rows at once, token by token."""
-        dropped = np.concatenate([[0], np.cumsum(step.trees.known)])
-        paths = [  # By their numbers among the draft tokens.
-            (row, (path - int(dropped[row + 1])).tolist())
-            for row, path in enumerate(outcome.paths)
-            if len(path)
-        ]
-        paths.sort(key=lambda pair: -len(pair[1]))
-        for depth in range(len(paths[0][1]) if paths else 0):
-            rows = [row for row, path in paths if len(path) > depth]
-            nodes = [path[depth] for _, path in paths[: len(rows)]]
-            slots = step.plan.slots[rows]
-            self._follow(step, slots, np.array(nodes))
-            for row, slot in zip(rows, slots.tolist(), strict=True):
-                self._passed(step, row, slot, depth, text_of)
-
-    def _follow(self, step: StateStep, slots: Ints, nodes: AnyArray) -> None:
-        """One draft token more, of each of these slots."""
-        where, which = indices(slots, self._device), indices(nodes, self._device)
+    def follow(self, step: StateStep, slots: Ints, nodes: Ints) -> None:
+        """As StateSteps.follow, in all layers."""
+        assert isinstance(step, TorchStateStep)
+        trees = step.trees
+        row = np.searchsorted(trees.start, nodes, side="right") - 1
+        known = np.concatenate([[0], np.cumsum(trees.known)])
+        where = indices(slots, self._device)
+        which = indices(nodes - known[row + 1], self._device)  # Among the draft tokens.
         for number, (mixed, tokens) in enumerate(step.kept):
             windows, matrices = self.windows[number], self.matrices[number]
             entering = mixed.index_select(0, which).unsqueeze(1)
             windows[where] = torch.cat([windows[where][:, 1:], entering], 1)
             self._walk.follow(matrices, slots, tokens.ordered(which))
-
-    def _passed(self, step: StateStep, row: int, slot: int, depth: int, text_of: TextOf) -> None:
-        """The slot's state is one accepted token further: see whether it is to be kept."""
-        length = int(step.plan.kv_len[row]) + int(step.trees.known[row]) + depth
-        self.book.begin(slot, length)
-        for claim in (claims := self.book.claims(slot, text_of(slot), length, length + 1)):
-            for table in (self.windows, self.matrices):
-                table[:, claim.row] = table[:, slot]
-        self.book.keep(slot, claims)
-        self.book.end(slot, length + 1)
 
     def _paths(self, plan: Plan, trees: TreeBatch, ends: dict[int, int]) -> Paths:
         count, rows = len(trees.tokens), trees.rows

@@ -1,0 +1,67 @@
+"""Recurrent states on the compiled core (csrc/recurrent.cpp): one pool in its own memory."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from forerun.errors import EngineError
+from forerun.executors.cpu import native
+from forerun.executors.state_slots import rows_of
+from forerun.executors.state_steps import StateStep, StateSteps
+from forerun.interface.executor import ExecutorLimits
+from forerun.networks.arch import Architecture
+from forerun.types import Ints
+
+
+def net_sizes(arch: Architecture, limits: ExecutorLimits) -> dict[str, int]:
+    """Return the fields of native.Sizes for recurrent layers and gated attention."""
+    gated: dict[str, int] = {"gated": any(spec.attention.gated for spec in arch.layer_specs)}
+    delta = arch.delta
+    if delta is None:
+        return gated
+    return gated | {
+        "recurrent": arch.recurrent_layers,
+        "states": rows_of(limits),
+        "key_heads": delta.key_heads,
+        "value_heads": delta.value_heads,
+        "key_size": delta.key_size,
+        "value_size": delta.value_size,
+        "convolved": delta.window,
+        "tiled": delta.tiled,
+    }
+
+
+def node_numbers(arch: Architecture) -> tuple[int, int]:
+    """Return how many numbers of float32 a node of a step takes in recurrent layers: any node's
+    between products, and what is kept of a draft token.
+    """
+    delta = arch.delta
+    if delta is None:
+        return 0, 0
+    between = 2 * delta.channels + 2 * delta.values + 4 * delta.value_heads
+    return between, arch.recurrent_layers * delta.draft_numbers
+
+
+class CpuStates(StateSteps):
+    """The states of a native model, which `handle` returns."""
+
+    def __init__(self, handle: Callable[[], int], limits: ExecutorLimits) -> None:
+        super().__init__(limits)
+        self._handle, self._library = handle, native.load()
+
+    def copy(self, row: int | None, to: int) -> None:
+        """As StateSteps.copy."""
+        self._check(
+            self._library.forerun_copy_state(self._handle(), -1 if row is None else row, to)
+        )
+
+    def follow(self, step: StateStep, slots: Ints, nodes: Ints) -> None:
+        """As StateSteps.follow; the step must be the model's last one."""
+        rows = np.ascontiguousarray(slots, np.int64)
+        drafts = np.ascontiguousarray(nodes, np.int32)
+        arguments = rows.ctypes.data, drafts.ctypes.data, len(rows)
+        self._check(self._library.forerun_follow(self._handle(), *arguments))
+
+    def _check(self, code: int) -> None:
+        if code:
+            raise EngineError(f"a state was refused: {self._library.forerun_error().decode()}")

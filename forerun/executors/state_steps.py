@@ -1,0 +1,111 @@
+"""A step's way through an executor's recurrent states: which row of the pool gets which node's
+state, and how slots go on along accepted paths. The arrays are the executor's.
+"""
+
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from forerun.executors.state_slots import Claim, StateSlots
+from forerun.interface.executor import ExecutorLimits
+from forerun.interface.plan import Outcome, Plan
+from forerun.interface.slot_init import SlotInit
+from forerun.speculative.tree import TreeBatch
+from forerun.types import Ints
+
+TextOf = Callable[[int], "array[int]"]
+"""The decided tokens of a slot's sequence, all that a step runs at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateStep:
+    """A step that is under way.
+
+    claims  by slot, the checkpoints that it makes of known tokens
+    ends    row of the pool -> the known node whose state it gets
+    """
+
+    plan: Plan
+    trees: TreeBatch
+    claims: dict[int, list[Claim]]
+    ends: dict[int, int]
+
+
+class StateSteps(ABC):
+    """The bookkeeping of one pool (`book`), step by step. A subclass owns the states."""
+
+    def __init__(self, limits: ExecutorLimits) -> None:
+        self.book = StateSlots(limits)
+
+    @abstractmethod
+    def copy(self, row: int | None, to: int) -> None:
+        """Make the state of row `to` that of `row`; None: zeros."""
+
+    @abstractmethod
+    def follow(self, step: StateStep, slots: Ints, nodes: Ints) -> None:
+        """Advance the states of slots int32[n], which differ, by a draft token each: flat nodes
+        int32[n] of the step.
+        """
+
+    def open(self, slot_init: SlotInit) -> None:
+        """A sequence takes a slot, with the state of its cached tokens. Raises EngineError if
+        that is not kept.
+        """
+        self.copy(self.book.open(slot_init), slot_init.slot)
+
+    def prepare(self, plan: Plan, trees: TreeBatch, text_of: TextOf) -> StateStep:
+        """Return what a step does with states. Raises EngineError if a slot's state does not stand
+        for the plan's kv_len tokens.
+        """
+        claims: dict[int, list[Claim]] = {}
+        ends: dict[int, int] = {}
+        known, slots, lengths = trees.known.tolist(), plan.slots.tolist(), plan.kv_len.tolist()
+        for slot, length in zip(slots, lengths, strict=True):
+            self.book.begin(slot, length)
+        for row, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
+            root = trees.root(row)
+            found = self.book.claims(slot, text_of(slot), length, length + known[row])
+            claims[slot] = found
+            # A row that was claimed twice in a step has the state of the later claim.
+            ends |= {c.row: root - (length + known[row] - c.length) for c in found}
+            ends[slot] = root
+        return StateStep(plan, trees, claims, ends)
+
+    def known(self, step: StateStep) -> None:
+        """All layers of the step have run: checkpoints that it claimed are kept, and each slot's
+        state stands behind its known tokens. Call it once, after the last layer.
+        """
+        known = step.trees.known.tolist()
+        for row, slot in enumerate(step.plan.slots.tolist()):
+            self.book.keep(slot, step.claims.pop(slot))
+            self.book.end(slot, int(step.plan.kv_len[row]) + known[row])
+
+    def failed(self, step: StateStep) -> None:
+        """The step could not be run; its slots have no state any more."""
+        for claims in step.claims.values():
+            self.book.drop(claims)
+        step.claims.clear()
+
+    def accept(self, step: StateStep, outcome: Outcome, text_of: TextOf) -> None:
+        """Advance the slots' states along the accepted paths, all rows at once, token by token."""
+        paths = [(row, path) for row, path in enumerate(outcome.paths) if len(path)]
+        paths.sort(key=lambda pair: -len(pair[1]))
+        for depth in range(len(paths[0][1]) if paths else 0):
+            rows = [row for row, path in paths if len(path) > depth]
+            nodes = [path[depth] for _, path in paths[: len(rows)]]
+            slots = step.plan.slots[rows]
+            self.follow(step, slots, np.array(nodes, np.int32))
+            for row, slot in zip(rows, slots.tolist(), strict=True):
+                self._passed(step, row, slot, depth, text_of)
+
+    def _passed(self, step: StateStep, row: int, slot: int, depth: int, text_of: TextOf) -> None:
+        """The slot's state is one accepted token further: see whether it is to be kept."""
+        length = int(step.plan.kv_len[row]) + int(step.trees.known[row]) + depth
+        self.book.begin(slot, length)
+        for claim in (claims := self.book.claims(slot, text_of(slot), length, length + 1)):
+            self.copy(slot, claim.row)
+        self.book.keep(slot, claims)
+        self.book.end(slot, length + 1)
