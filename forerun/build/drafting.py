@@ -54,8 +54,8 @@ def with_shipped(config: EngineConfig, layered: bool = False) -> EngineConfig:
 
     AUTO takes its n-gram table, not its head: a table costs no arithmetic, and on the machines
     measured a head's draft tokens were not as much better as they are dearer
-    (docs/results/not-taken.md). For the same reason it takes prediction layers on no CPU. A GGUF
-    file is a whole model.
+    (docs/results/not-taken.md). Prediction layers, which were trained with the whole model, it
+    takes wherever they run. A GGUF file is a whole model.
     """
     if config.speculative_algorithm == AUTO:
         config = replace(config, speculative_algorithm=_automatic(config, layered))
@@ -99,8 +99,8 @@ def _automatic(config: EngineConfig, layered: bool) -> str:
     named = config.speculative_draft_model_path
     if named is not None and named.endswith(".gguf"):
         return "STANDALONE"
-    alone = layered and named is None and config.executor == "torch"
-    return "NEXTN" if alone and config.device != "cpu" else AUTO
+    own = layered and named is None and config.executor in ("cpu", "torch")
+    return "NEXTN" if own else AUTO
 
 
 def drafting_sentence(

@@ -43,7 +43,7 @@ ALGORITHMS = (
     Algorithm(
         "AUTO",
         "EAGLE+NGRAM if a draft with a head is named, DFLASH if one with a block drafter, "
-        "NEXTN if one with prediction layers, STANDALONE if a GGUF file; on a GPU NEXTN if the "
+        "NEXTN if one with prediction layers, STANDALONE if a GGUF file; NEXTN if the "
         "target has prediction layers of its own; else NGRAM",
         model=True,
         lookup=True,

@@ -81,9 +81,10 @@ class Kinds:
 def blind(hf, *layers):
     """The last token alone moves it then, by no norm: a scale moves no argmax."""
     with torch.no_grad():
-        hf.model.norm.weight.fill_(1.0)
+        hf.model.norm.weight.fill_(float(hf.config.model_type not in tiny.DELTAS))
         for layer in (*hf.model.layers, *layers):
-            layer.self_attn.o_proj.weight.zero_()
+            net = hasattr(layer, "linear_attn")
+            (layer.linear_attn.out_proj if net else layer.self_attn.o_proj).weight.zero_()
             layer.mlp.down_proj.weight.zero_()
     return hf
 
@@ -258,6 +259,20 @@ def right(kinds, method):
     return Kind(method, target, draft)
 
 
+def qwen(kinds, count):
+    """Qwen3.5 that looks at the last token alone, with one prediction layer for all depths, or one
+    for each, which share norms and fuse: all propose what the target says.
+    """
+    hf = tiny.model("qwen3_5_text", max_position_embeddings=512)
+    layers = [type(hf.model.layers[3])(hf.config, 3) for _ in range(int(count))]
+    blind(hf, *layers)
+    width = hf.config.hidden_size
+    fuse = torch.cat([torch.eye(width), torch.zeros(width, width)], 1)
+    own = *(torch.zeros(width) for _ in range(3)), fuse
+    folder = kinds.folder(f"qwen {count}")
+    return Kind("NEXTN", with_layers(hf, [(each, *own) for each in layers], folder, "qwen3-next"))
+
+
 def opposite(folder, name):
     """A copy of which one tensor has the other sign: the likeliest is the least likely."""
     made = folder.with_name(f"not {folder.name} {name}")
@@ -314,6 +329,7 @@ MAKERS = {
     "NEXTN in GGUF": family_file,
     "counting": counting_layers,
     "right": right,
+    "qwen": qwen,
     "EAGLE": random_head,
     "DFLASH": block,
 }

@@ -227,6 +227,8 @@ RIGHT = [
     *on("cpu", "STANDALONE, itself", "STANDALONE, GGUF", "STANDALONE, renumbered"),
     *on("torch", "right, EAGLE", "right, NEXTN"),
     *on("cpu", "right, NEXTN"),
+    *on("torch", "qwen, 1", "qwen, 3"),
+    *on("cpu", "qwen, 1", "qwen, 3"),
     *on("jax", "right, EAGLE", "right, NEXTN", "STANDALONE, itself"),
     *on("torch", "counting, right"),
     *on("cpu", "counting, right"),

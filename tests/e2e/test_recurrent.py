@@ -151,6 +151,17 @@ def test_nor_on_its_own_prediction_layer(layered, watched, hints, executor):  # 
     assert sum(run.accepted for run in seen) > 50
 
 
+@NATIVE
+def test_its_prediction_layer_drafts_unless_something_else_is_named(layered):
+    unnamed = {"executor": "auto", "dtype": "auto", "speculative_algorithm": "AUTO"}
+    target = open_target(configured(layered["qwen3_5_text"], 4, **unnamed))
+    try:
+        found = target.config
+        assert (found.executor, found.speculative_algorithm) == ("cpu", "NEXTN")
+    finally:
+        target.close()
+
+
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_without_room_for_checkpoints_prompts_run_from_the_start(
     folders, monkeypatch, watched, executor
