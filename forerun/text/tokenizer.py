@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -121,6 +121,16 @@ class Tokenizer:
         first = {"bos_token": ends.bos_id, "eos_token": next(iter(ends.eos_ids), None)}
         texts = {name: self._text(id) for name, id in first.items() if id is not None}
         self.names = {name: text for name, text in {**texts, **ends.named}.items() if text}
+
+    @cached_property
+    def control_within(self) -> dict[str, int]:
+        """Ids, by text, of the control tokens that end no text."""
+        ends = set(self.eos_ids)
+        return {
+            text: token.id
+            for text, token in self.added.items()
+            if token.control and token.id not in ends
+        }
 
     @classmethod
     def byte_level(cls) -> Self:

@@ -6,7 +6,9 @@ import json
 import pytest
 
 from forerun.constrain.grammar import Grammar
-from forerun.constrain.grammar.calls import Calling, Rules, Signature, Tag, tag_rules, tool_rules
+from forerun.constrain.grammar.calls import Calling, Rules, Signature, tool_rules
+from forerun.constrain.grammar.grammar import Start
+from forerun.constrain.grammar.tags import Tag, tag_rules
 from forerun.constrain.isolation.compile import Compiler
 from forerun.constrain.matcher.matcher import Matcher
 from forerun.errors import RequestError
@@ -164,37 +166,74 @@ def test_a_tag_without_its_trigger():
     assert isinstance(tag_rules(TAGS, ["<f=", "["], "f"), Rules)
 
 
+def with_control_tokens(*texts):
+    """Bytes, control tokens of these texts from 7000 on, and the end of text behind them."""
+    names = *texts, "<end>"
+    pieces = (*(bytes([value]) for value in range(256)), *[b"x"] * 6744, *map(str.encode, names))
+    added = [AddedToken(7000 + place, text, True) for place, text in enumerate(names)]
+    end = 7000 + len(texts)
+    return Tokenizer(
+        lambda text, first: list(text.encode()), Pieces(pieces, 0), added, TextEnds((end,))
+    )
+
+
+def takes(tokenizer, grammar):
+    """Whether tokens, and then the end of text, are taken."""
+    made = Compiler(tokenizer)
+    compiled = made.compile(grammar)
+    made.close()
+
+    def taken(tokens):
+        matcher = Matcher(compiled)
+        end = max(tokenizer.eos_ids)
+        return all(map(matcher.advance, tokens)) and allowed(matcher.mask(), end)
+
+    return taken
+
+
+def test_control_tokens_beside_tags():
+    """Of a family's own, such as channels, in free text; never in a tag, and never the end."""
+    tokenizer = with_control_tokens("<think>", "[[", "]]")
+    rules = tag_rules(TAGS, ["<f=", "[["], "f").with_control(tokenizer.control_within)
+    thought, opener, closer = 7000, 7001, 7002
+    taken = takes(tokenizer, rules.grammar)
+    tag = [*b"<f=a>12</f>"]
+    for text in (
+        [thought],
+        [*b"a", thought, *b"b", thought, thought, *tag, *b"c", thought],
+        [*tag, *tag, thought, *tag],
+        [opener, *b"true", closer],
+        [*b"a ", opener, *b"true", closer, thought, *b" b"],
+    ):
+        assert taken(text), text
+    for text in (
+        [*b"<f=a>1", thought, *b"2</f>"],
+        [*b"<f=", thought, *b"a>12</f>"],
+        [thought, *b"<f=c>"],
+        [opener, *b"1", closer],
+        [*b"[[true", closer],
+        [opener],
+        [7003, 97],
+    ):
+        assert not taken(text), text
+    with_start = rules.after(Start("</think>", True)).with_control(tokenizer.control_within)
+    assert with_start.grammar.start is not None
+
+
 @pytest.mark.parametrize("required", [False, True])
 @pytest.mark.parametrize("name", ["hermes", "mistral", "mistral-args"])
 def test_an_opener_that_is_a_control_token(name, required):
     format, special, divider = FORMATS[name], 7000, 7001
-    tokenizer = Tokenizer(
-        lambda text, first: list(text.encode()),
-        Pieces(
-            (*(bytes([value]) for value in range(256)), *[b"x"] * 6744, b"[T]", b"[D]", b"<end>"), 0
-        ),
-        [
-            AddedToken(special, "[T]", True),
-            AddedToken(divider, "[D]", True),
-            AddedToken(7002, "<end>", True),
-        ],
-        TextEnds((7002,)),
-    )
-    made = Compiler(tokenizer)
+    tokenizer = with_control_tokens("[T]", "[D]")
     marks = {format.opener: special} | ({format.divider: divider} if format.divider else {})
     grammar = tool_rules(format, TOOLS, Calling(required, True, marks)).grammar
-    compiled = made.compile(grammar)
-    made.close()
     call = list(WRITTEN[name].removeprefix(format.opener).encode())
     if format.divider:
         head, _, rest = bytes(call).partition(format.divider.encode())
         assert rest
         call = [*head, divider, *rest]
 
-    def taken(tokens):
-        matcher = Matcher(compiled)
-        return all(map(matcher.advance, tokens)) and allowed(matcher.mask(), 7002)
-
+    taken = takes(tokenizer, grammar)
     assert taken([special, *call])
     assert taken([*b"Sure. ", special, *call]) is not required
     assert taken(list(WRITTEN[name].encode())) is not required

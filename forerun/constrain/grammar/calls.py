@@ -6,7 +6,7 @@ Written in llguidance's Lark: a rule with `suffix` ends at the first occurrence 
 
 import json
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from forerun.constrain.grammar.glm import arguments
@@ -53,7 +53,7 @@ class Calling:
         """Return a mark of the format in a Lark grammar: a control token by its id, else the text
         as a literal.
         """
-        return f"<[{self.special[text]}]>" if text in self.special else _literal(text)
+        return f"<[{self.special[text]}]>" if text in self.special else literal(text)
 
     def free(self, terminal: str) -> tuple[str, list[str]]:
         """A rule of free text made of `terminal` and of control tokens, and its lines."""
@@ -61,15 +61,6 @@ class Calling:
             return terminal, []
         ids = ",".join(map(str, sorted(self.others)))
         return "free", [f"free: {terminal}? (other ANY?)*", f"other: <[{ids}]>", f"ANY: {ANY_TEXT}"]
-
-
-@dataclass(frozen=True, slots=True)
-class Tag:
-    """A part of a text that follows a schema: begin, JSON, end."""
-
-    begin: str
-    content: Grammar
-    end: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +89,11 @@ class Rules:
         """Return a copy whose JSON has white space as Python's json.dumps writes it and nowhere
         else. Raises RequestError if the grammar is not a schema.
         """
-        return Rules(self.grammar.on_one_line(), self.parts)
+        return replace(self, grammar=self.grammar.on_one_line())
 
     def after(self, start: Start) -> "Rules":
         """A copy that constrains only what comes after `start`."""
-        return Rules(self.grammar.after(start), self.parts)
+        return replace(self, grammar=self.grammar.after(start))
 
 
 def tool_rules(
@@ -124,7 +115,7 @@ def tool_rules(
     if format is HARMONY:
         lines = _in_channels(tools, calling, answer)
         return Rules(Grammar.grammar("\n".join(lines), "tools"), tuple(parts))
-    lines = [f"call: {_either('call', len(tools))}"]
+    lines = [f"call: {either('call', len(tools))}"]
     for index, tool in enumerate(tools):
         lines += _call(format, calling, index, tool)
     lines += _around(format, calling, answer)
@@ -138,42 +129,14 @@ def _in_channels(tools: Sequence[Signature], calling: Calling, answer: Grammar |
         *harmony_lines(
             [tool.name for tool in tools],
             calling.mark,
-            _literal,
+            literal,
             text,
             _content(answer) if answer is not None else None,
             calling.required,
             calling.inside,
         ),
-        *(f"json_{index}: {_json(tool.arguments)}" for index, tool in enumerate(tools)),
+        *(f"json_{index}: {json_texts(tool.arguments)}" for index, tool in enumerate(tools)),
     ]
-
-
-def tag_rules(tags: Sequence[Tag], triggers: Sequence[str], field: str) -> Rules:
-    """The grammar of free text in which every trigger begins one of the tags (SGLang's structural
-    tags).
-
-    triggers  beginnings of tags; free text may contain none of them
-    field     the request field that errors name
-
-    Raises RequestError if a tag does not begin with a trigger.
-    """
-    heads: dict[str, list[str]] = {trigger: [] for trigger in triggers}
-    lines: list[str] = []
-    for index, tag in enumerate(tags):
-        trigger = next((t for t in triggers if tag.begin.startswith(t)), None)
-        if trigger is None:
-            raise RequestError(f"{field}: {tag.begin!r} begins with none of the triggers", field)
-        heads[trigger].append(f"tag_{index}")
-        rest, end = _literal(tag.begin[len(trigger) :]), _literal(tag.end)
-        lines += [f"tag_{index}: {rest} json_{index} {end}", f"json_{index}: {_json(tag.content)}"]
-    used = [(trigger, names) for trigger, names in heads.items() if names]
-    for place, (trigger, names) in enumerate(used):
-        lines.append(f"part_{place}: head_{place} ({' | '.join(names)})")
-        lines.append(f"head_{place}[suffix={_literal(trigger)}]: {ANY_TEXT}")
-    lines.append(f"start: ({_either('part', len(used))})* TAIL")
-    lines.append(f"TAIL: {without([trigger for trigger, _ in used])}")
-    parts = tuple(tag.content for tag in tags)
-    return Rules(Grammar.grammar("\n".join(lines), field), parts)
 
 
 def _around(format: ToolFormat, calling: Calling, answer: Grammar | None) -> list[str]:
@@ -221,29 +184,27 @@ def _in_text(format: ToolFormat, calling: Calling, calls: str, opener: str) -> l
 def _call(format: ToolFormat, calling: Calling, index: int, tool: Signature) -> list[str]:
     """The rules of one call, from behind the opener to its closer."""
     if format is GLM:
-        made = arguments(index, tool.arguments, _literal, _json)
+        made = arguments(index, tool.arguments, literal, json_texts)
         left = [f"{LEFT_OUT}{_plain(made.left)}"] if made.left else []
-        head = _literal(f"{tool.name}\n")
-        return [*left, f"call_{index}: {head} {made.pairs} {_literal(format.closer)}", *made.rules]
+        head = literal(f"{tool.name}\n")
+        return [*left, f"call_{index}: {head} {made.pairs} {literal(format.closer)}", *made.rules]
     # Chat templates write arguments on one line, so models do.
-    written = f"json_{index}: {_json(tool.arguments.on_one_line())}"
+    written = f"json_{index}: {json_texts(tool.arguments.on_one_line())}"
     if format is MISTRAL_ARGS:
-        divided = f"{_literal(tool.name)} {calling.mark(format.divider)}"
+        divided = f"{literal(tool.name)} {calling.mark(format.divider)}"
         return [f"call_{index}: {divided} json_{index}", written]
     if format is KIMI:
         begin, end = map(calling.mark, format.each)
-        head = (
-            f"{begin} {_literal(f'functions.{tool.name}:')} NUMBER {calling.mark(format.divider)}"
-        )
+        head = f"{begin} {literal(f'functions.{tool.name}:')} NUMBER {calling.mark(format.divider)}"
         number = ["NUMBER: /[0-9]{1,6}/"] if index == 0 else []
         return [f"call_{index}: {head} json_{index} {end}", written, *number]
     begin = f'{{"name": {json.dumps(tool.name)}, "{format.arguments}": '
-    end = _literal("}")
+    end = literal("}")
     if format is HERMES:
-        begin, end = "\n" + begin, _literal("}\n" + format.closer)
+        begin, end = "\n" + begin, literal("}\n" + format.closer)
     elif format is PHI4:
         end = f"{end} {calling.mark(format.closer)}"
-    return [f"call_{index}: {_literal(begin)} json_{index} {end}", written]
+    return [f"call_{index}: {literal(begin)} json_{index} {end}", written]
 
 
 def _content(answer: Grammar) -> str:
@@ -253,16 +214,17 @@ def _content(answer: Grammar) -> str:
             "tool_choice to none or required.",
             answer.field,
         )
-    return _json(answer)
+    return json_texts(answer)
 
 
-def _json(grammar: Grammar) -> str:
+def json_texts(grammar: Grammar) -> str:
     """Texts of a schema, which the compiling process rewrites (see llguidance_worker.py)."""
     options = [grammar.field, grammar.lenient, grammar.one_line]
     return f"%json {_plain({'x-forerun': options, 'schema': json.loads(grammar.source)})}"
 
 
-def _literal(text: str) -> str:
+def literal(text: str) -> str:
+    """Return a text as it stands in a Lark grammar; nothing for an empty one."""
     return _plain(text) if text else ""
 
 
@@ -273,8 +235,9 @@ def _plain(value: Any) -> str:
 
 def without(texts: Sequence[str]) -> str:
     """A Lark terminal that matches any text in which none of `texts` occurs."""
-    return " & ".join([ANY_TEXT, *(f"~({ANY_TEXT} {_literal(text)} {ANY_TEXT})" for text in texts)])
+    return " & ".join([ANY_TEXT, *(f"~({ANY_TEXT} {literal(text)} {ANY_TEXT})" for text in texts)])
 
 
-def _either(name: str, count: int) -> str:
+def either(name: str, count: int) -> str:
+    """Return the alternatives of rules name_0, name_1, ..."""
     return " | ".join(f"{name}_{index}" for index in range(count))

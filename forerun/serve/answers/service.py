@@ -14,6 +14,7 @@ from forerun.build.engine import Frontend, Loaded, open_text
 from forerun.client.engine_client import Constraint, EngineClient, LocalEngine, call_soon
 from forerun.client.engine_process import EngineCommand, EngineProcess
 from forerun.constrain.grammar.calls import Rules
+from forerun.constrain.grammar.tags import TagRules
 from forerun.hub.catalog import is_here
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.serve.answers.events import EventQueue
@@ -142,6 +143,8 @@ class Service(InFlight):
         """Compile, on behalf of `client`. Raises RequestError that names the part at fault,
         BusyError.
         """
+        if isinstance(rules, TagRules):
+            rules = rules.with_control(served.loaded.tokenizer.control_within)
         return await rules.compiled(lambda grammar: served.engine.compile(grammar, client))
 
     async def close(self) -> None:

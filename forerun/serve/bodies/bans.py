@@ -41,7 +41,7 @@ def never(body: SampledBody, tokenizer: Tokenizer) -> tuple[tuple[int, float], .
 
 def _words(words: Sequence[str], tokenizer: Tokenizer) -> Rules:
     """Texts and control tokens, of which no text contains a word."""
-    special = sorted(tokenizer.special_ids - set(tokenizer.eos_ids))
+    special = sorted(tokenizer.control_within.values())
     between = f"(<[{','.join(map(str, special))}]> TEXT)*" if special else ""
     source = f"start: TEXT {between}\nTEXT: {without(words)}"
     return Rules(Grammar.grammar(source, "bad_words"))

@@ -256,7 +256,7 @@ def _tool_rules(
     tokenizer = loaded.tokenizer
     marks = [mark for mark in format.marks if _is_control(loaded, mark)]
     special = {mark: tokenizer.added[mark].id for mark in marks}
-    others = tokenizer.special_ids - set(tokenizer.eos_ids) - set(special.values())
+    others = set(tokenizer.control_within.values()) - set(special.values())
     several = body.parallel_tool_calls and choice.kind != "named"
     signatures = [tool.signature for tool in offered]
     calling = Calling(required, several, special, others, inside)

@@ -11,7 +11,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from forerun.constrain.grammar import Grammar
-from forerun.constrain.grammar.calls import Rules, Tag, tag_rules
+from forerun.constrain.grammar.calls import Rules
+from forerun.constrain.grammar.tags import Tag, tag_rules
 from forerun.constrain.schema.checks import check_members, check_regexes
 from forerun.errors import RequestError
 from forerun.serve.bodies.closing import closed_grammar, closed_rules
