@@ -68,7 +68,7 @@ def open_slot(sequence: Sequence, parts: Parts) -> None:
     )
     parts.executor.open(slot_init)
     parts.open_slots[slot_init.slot] = sequence
-    parts.ask_drafter(lambda drafter: drafter.begin(slot_init), None)
+    parts.drafter.begin(slot_init)
     grammar = sequence.request.grammar
     if grammar is not None:
         parts.grammars.open(slot_init.slot, grammar, sequence.output.tolist())

@@ -35,8 +35,7 @@ from forerun.engine.row_output import Ending, PendingRows
 from forerun.engine.scheduler import Schedule
 from forerun.engine.sequence import Columns, Sequence
 from forerun.engine.step import StageTimer, Step, with_request
-from forerun.interface.executor import NotYetError
-from forerun.interface.plan import Outcome, Plan, Round
+from forerun.interface.plan import Outcome, Round
 from forerun.types import RequestId
 
 log = logging.getLogger("forerun.engine")
@@ -162,10 +161,10 @@ class OverlappingCore(EngineCore):
         """Begin the next step from the running round, if the host needs nothing of that first."""
         round = running.round
         # The next step mostly drafts if this one does: check that first, to plan only once.
-        if not round.continues or not self._can_overlap(round.plan, round):
+        if not round.continues or not self._parts.drafter.can_overlap(round.plan, round):
             return
         schedule = self._plan_after(round, running.rows)
-        if schedule is None or not self._can_overlap(schedule.plan, round):
+        if schedule is None or not self._parts.drafter.can_overlap(schedule.plan, round):
             return
         timer = StageTimer()
         ends = np.array(list(Columns.limits(schedule.rows)), np.int32) - np.int32(1)
@@ -173,16 +172,13 @@ class OverlappingCore(EngineCore):
         timer.lap("draft")
         try:
             begun = self._parts.executor.begin_after(round, plan, ends)
-            timer.lap("verify")
-            self._steps.append(Step(schedule, begun, timer, [], carried=True))
-        except NotYetError:
-            pass
         except Exception:
             # Nothing has changed: the step begins once this one is finished.
             log.exception("a step could not be begun before the one before it was finished")
-
-    def _can_overlap(self, plan: Plan, running: Round) -> bool:
-        return self._parts.ask_drafter(lambda drafter: drafter.can_overlap(plan, running), False)
+            return
+        if begun is not None:
+            timer.lap("verify")
+            self._steps.append(Step(schedule, begun, timer, [], carried=True))
 
     def _plan_after(self, round: Round, sequences: tuple[Sequence, ...]) -> Schedule | None:
         """Plan the step that begins from a running round of these sequences: the same ones, without

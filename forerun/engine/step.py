@@ -20,7 +20,7 @@ from forerun.engine.parts import Parts
 from forerun.engine.scheduler import Schedule
 from forerun.engine.sequence import Sequence
 from forerun.interface.plan import Outcome, Plan, Round
-from forerun.speculative.tree import NO_DRAFT, Draft, batch
+from forerun.speculative.tree import Draft, batch
 
 
 class StageTimer:
@@ -84,7 +84,7 @@ def begin(schedule: Schedule, parts: Parts) -> Step:
 
 def with_request(plan: Plan, parts: Parts) -> Plan:
     """Return the plan with the drafter's request for the coming step."""
-    request = parts.ask_drafter(lambda drafter: drafter.draft_request(plan), None)
+    request = parts.drafter.draft_request(plan)
     return plan if request is None else replace(plan, request=request)
 
 
@@ -92,8 +92,7 @@ def propose(plan: Plan, parts: Parts) -> list[Draft]:
     """Return the proposals of drafter and grammars, a draft per row; () if no row may draft."""
     if not any(plan.max_nodes.tolist()):
         return []
-    nothing = [NO_DRAFT] * plan.rows
-    drafts = parts.ask_drafter(lambda drafter: drafter.propose(plan), nothing)
+    drafts = parts.drafter.propose(plan)
     if plan.some_constrained:
         drafts = parts.grammars.guide(plan.slots, drafts, plan.max_nodes, plan.max_depth)
     return drafts
@@ -109,7 +108,7 @@ def finish(step: Step, parts: Parts) -> Outcome:
     outcome = parts.executor.finish(round, masks)
     timer.lap("accept")
     plan, trees = round.plan, round.trees  # Complete from here on.
-    parts.ask_drafter(lambda drafter: drafter.observe(plan, trees, outcome), None)
+    parts.drafter.observe(plan, trees, outcome)
     timer.lap("draft")
     return outcome
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from forerun.control.policy import Policy
 from forerun.engine.core import EngineCore
+from forerun.engine.guarded import GuardedDrafter
 from forerun.engine.loop import EngineLoop
 from forerun.engine.options import EngineOptions
 from forerun.engine.parts import Parts
@@ -48,9 +49,8 @@ class Engine(EngineLoop):
         options: EngineOptions,
         fault: str | None = None,
     ) -> None:
-        if fault is not None:
-            policy.disable(fault)
-        self._parts = Parts(executor, drafter, policy, tokenizer, grammars, fault)
+        guarded = GuardedDrafter(drafter, policy, fault)
+        self._parts = Parts(executor, guarded, policy, tokenizer, grammars)
         self._options = options
         super().__init__(self._parts, options)
         self._orders = count()
@@ -65,7 +65,7 @@ class Engine(EngineLoop):
     @property
     def fault(self) -> str | None:
         """Why speculation is off although it was requested, as text for users; None = it is not."""
-        return self._parts.fault
+        return self._parts.drafter.fault
 
     @property
     def context(self) -> int:
@@ -187,8 +187,7 @@ class Engine(EngineLoop):
     def describe(self) -> dict[str, Any]:
         """Return facts for /server_info: drafter and policy."""
         parts = self._parts
-        drafter = parts.drafter.describe() | {"fault": parts.fault}
-        return {"drafter": drafter, "speculation": parts.policy.describe()}
+        return {"drafter": parts.drafter.describe(), "speculation": parts.policy.describe()}
 
     def check(self) -> None:
         """Prove that no page, slot or sequence leaked. Raises AssertionError.

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from forerun.draft_shape import DraftShape
-from forerun.errors import EngineError
 from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit
 from forerun.speculative.tree import NodeMasks, TreeBatch
@@ -44,12 +43,6 @@ class ExecutorLimits:
     def scored_nodes(self) -> int:
         """`max_scored` as a number: max_nodes if it is None."""
         return min(self.max_scored or self.max_nodes, self.max_nodes)
-
-
-class NotYetError(EngineError):
-    """Raised by `Executor.begin_after`, which has changed nothing: the engine has to plan the step
-    again once the running round is finished.
-    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +119,7 @@ class Executor(Protocol):
         """
         ...
 
-    def begin_after(self, running: Round, plan: Plan, ends: Ints) -> Round:
+    def begin_after(self, running: Round, plan: Plan, ends: Ints) -> Round | None:
         """Begin a round from a running one whose outcome is not read yet. Needs
         `Capabilities.overlap`.
 
@@ -136,10 +129,10 @@ class Executor(Protocol):
         ends  int32[B] most positions that the sequence may ever take; pages are reserved for kv_len
               + 1 + max_depth positions, or up to `ends`
 
-        Begins nothing if it raises: EngineError as `begin`, NotYetError if no round can begin from
-        `running`.
+        Returns None, and begins nothing, if no round can begin from `running`: the engine plans the
+        step again once that is finished. Raises EngineError as `begin`.
         """
-        raise NotYetError(f"no round of {self.name} goes on from another")
+        return None
 
     def finish(self, round: Round, masks: NodeMasks | None = None) -> Outcome:
         """Wait for a round. Accept one path per tree plus one token of the target's own, write the

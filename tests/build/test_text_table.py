@@ -136,7 +136,7 @@ def test_a_table_of_ordinary_text_drafts_for_a_model_without_one(target):
         config = target.config
         engine = make_engine(target, config)
         for each in tables:
-            engine._parts.drafter.use(each)
+            engine._parts.drafter._drafter.use(each)
         engine.start()
         done = complete(engine, requests, 1)
         accepted.append(sum(choice.stats.accepted for (choice,) in done))

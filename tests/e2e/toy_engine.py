@@ -62,7 +62,7 @@ def load_toy(options):
     executor.poison, executor.delay = options.get("poison", -1), options.get("delay", 0.0)
     executor.steps = options.get("steps")
     if "drafter_calls" in options:
-        failing(loaded.engine._parts.drafter, options["drafter_calls"])
+        failing(loaded.engine._parts.drafter._drafter, options["drafter_calls"])
     return loaded
 
 

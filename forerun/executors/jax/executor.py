@@ -47,7 +47,6 @@ from forerun.interface.executor import (
     Capabilities,
     Executor,
     ExecutorLimits,
-    NotYetError,
 )
 from forerun.interface.plan import Outcome, Plan, Round
 from forerun.interface.slot_init import SlotInit
@@ -242,8 +241,8 @@ class JaxExecutor(Executor):
         self._dispatch(round, [batch for batch in cut if batch.chunk or not late])
         return self._begun(round)
 
-    def begin_after(self, running: Round, plan: Plan, ends: Ints) -> JaxRound:
-        """Begin a step on what the running one leaves; NotYetError if no one round can."""
+    def begin_after(self, running: Round, plan: Plan, ends: Ints) -> JaxRound | None:
+        """Begin a step on what the running one leaves; None if no one round can."""
         width, levels = self._within
         depth = np.minimum(plan.max_depth, levels).tolist()
         bounds = zip(plan.max_nodes.tolist(), depth, strict=True)
@@ -251,7 +250,7 @@ class JaxExecutor(Executor):
         size = self._buckets.round(plan.rows, 1 + int(most.max()))
         asked = asked_of(plan, self._sampler, self._edits)
         if size is None or sum(len(edits) for _, edits in asked.values()) > self._edits:
-            raise NotYetError("no one round holds the step")
+            return None
         reach = np.minimum(plan.kv_len + 1 + plan.max_depth, np.maximum(ends, plan.kv_len + 1))
         self._check_reach(plan, reach)
         every = np.ones(plan.rows, np.bool_)

@@ -46,7 +46,7 @@ from forerun.executors.torch.features import TorchStepFeatures
 from forerun.executors.torch.model_runner import TorchRound
 from forerun.executors.torch.triton.kernels import Kernels
 from forerun.executors.torch.triton.record import Size
-from forerun.interface.executor import Capabilities, Executor, NotYetError
+from forerun.interface.executor import Capabilities, Executor
 from forerun.interface.next_draft import DraftRequest
 from forerun.interface.plan import Outcome, Plan, Reports, Round
 from forerun.interface.slot_init import SlotInit
@@ -195,18 +195,18 @@ class CapturedExecutor(Executor):
         return round
 
     @torch.inference_mode()
-    def begin_after(self, running: Round, plan: Plan, ends: Ints) -> CapturedRound:
-        """Begin a round on what the running one leaves; NotYetError if no round can be."""
+    def begin_after(self, running: Round, plan: Plan, ends: Ints) -> CapturedRound | None:
+        """Begin a round on what the running one leaves; None if no round can."""
         before, runner, choosing = self.last, self.runner, self._shaped.choosing
         if runner.future is None or before is None or before is not running:
-            raise NotYetError("no round runs that keeps what the next one needs")
+            return None  # No round runs that keeps what the next one needs.
         levels = np.minimum(plan.max_depth, before.size.levels)
         grown = [full_size(before.size.width, level) for level in range(before.size.levels + 1)]
         most = np.minimum(plan.max_nodes, np.array(grown)[levels])
         size = self._size(plan.slots, 1 + int(most.max()), plan.request)
         # Room for deeper trees would be another's room.
         if size is None or (plan.request is not None and not size.levels) or runner.lacks(size):
-            raise NotYetError("no round of that size can go on from the running one")
+            return None
         deepest = np.minimum(plan.kv_len + plan.max_depth, ends - 1)
         check_pages(plan, np.maximum(plan.kv_len, deepest), self.limits.page_size)
         staging = runner.staging(size)
