@@ -1,12 +1,8 @@
 """A sequence's page table: reserved, then committed or rolled back."""
 
 from array import array
-from collections.abc import Sequence
-from itertools import compress, repeat
-from operator import add, ge
 
 from forerun.cache.prefix import CachedPage, PrefixIndex
-from forerun.columns import Column, column, consume
 from forerun.types import Ints
 
 
@@ -82,6 +78,9 @@ class PageTable:
         can change, content cannot. Raises ValueError beyond what was reserved.
         """
         size, lookahead, end = self._index.page_size, self._index.lookahead, self.length + count
+        if self.length <= end < self._due:  # It fills no page.
+            self.length = end
+            return
         if count < 0 or end > self.reserved:
             raise ValueError(f"commit to {end}, but only {self.reserved} positions are reserved")
         self.length = end
@@ -117,20 +116,3 @@ class PageTable:
         assert [entry.page for entry in self._chain] == list(self.pages[: len(self._chain)])
         assert len(set(self.pages)) == len(self.pages), "a page appears twice in one table"
         assert all(self._index.references(page) > 0 for page in self.pages), "a page is not held"
-
-
-_lengths_of: Column[PageTable, int] = column("length")
-_due_of: Column[PageTable, int] = column("_due")
-
-
-def commit(tables: Sequence[PageTable], counts: Sequence[int]) -> list[int]:
-    """Make the next counts[b] positions of tables[b] permanent, except in tables where they fill a
-    page or exceed the reserved ones: returns the indices of these, to be committed one by one.
-    """
-    ends = list(map(add, _lengths_of(tables), counts))
-    due = list(map(ge, ends, _due_of(tables)))
-    places = list(compress(range(len(due)), due))
-    for place in places:
-        ends[place] = tables[place].length
-    consume(map(setattr, tables, repeat("length"), ends))
-    return places

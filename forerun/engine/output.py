@@ -2,15 +2,9 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
-from collections.abc import Sequence as Several
-from itertools import compress, repeat
-from operator import add, and_, call, length_hint, lt, not_
+from collections.abc import Callable, Collection
 from time import monotonic
-from typing import TypeVar
 
-from forerun.cache.table import commit
-from forerun.columns import consume
 from forerun.engine.metrics import EngineMetrics
 from forerun.engine.parts import Parts
 from forerun.engine.request import Delta, Finish, Request, Stopping
@@ -25,7 +19,7 @@ from forerun.engine.row_output import (
     step_trace,
 )
 from forerun.engine.scheduler import Scheduler
-from forerun.engine.sequence import Columns, Sequence, append, count
+from forerun.engine.sequence import Sequence
 from forerun.engine.step import Step
 from forerun.engine.trace import MAX_STEPS
 from forerun.interface.grammars import Committed
@@ -34,7 +28,6 @@ from forerun.text.tokenizer import Tokenizer
 from forerun.types import RequestId
 
 log = logging.getLogger("forerun.engine")
-Each = TypeVar("Each")
 
 
 def check_stop(sequence: Sequence, tokens: Collection[int], eos_ids: Collection[int]) -> RowOutput:
@@ -66,11 +59,6 @@ def check_stop(sequence: Sequence, tokens: Collection[int], eos_ids: Collection[
     return RowOutput(tuple(counted), text, ending)
 
 
-def _pick(rows: list[int], each: Several[Each]) -> list[Each]:
-    """Return the entries of `each` at `rows`."""
-    return list(map(each.__getitem__, rows))
-
-
 class BulkFilter:
     """Selects rows that need no `check_stop`: whole characters only, no stop token."""
 
@@ -85,17 +73,14 @@ class BulkFilter:
             self._stops[token] += requests
             self._whole[token] = self._text[token] and not self._stops[token]
 
-    def rows(self, step: tuple[Sequence, ...], outcome: Outcome, rows: list[int]) -> list[bool]:
-        """Return a bool for each of `rows`: whether it needs no stop check and has not reached its
-        limit.
-
-        step  sequences of all rows of the step
+    def takes(self, sequence: Sequence, tokens: list[int]) -> bool:
+        """Return whether a sequence that has these new tokens needs no stop check and has not
+        reached its limit.
         """
-        sequences = _pick(rows, step)
-        tokens = _pick(rows, outcome.output_tokens)
-        is_whole = map(all, map(map, repeat(self._whole.__getitem__), tokens))
-        more = map(lt, Columns.totals(sequences), Columns.limits(sequences))
-        return list(map(and_, map(and_, is_whole, more), Columns.bulk(sequences)))
+        if not sequence.bulk or sequence.total >= sequence.limit:
+            return False
+        whole = self._whole
+        return all(whole[token] for token in tokens)
 
 
 def make_delta(sequence: Sequence, output: RowOutput, logprobs: Reports) -> Delta | None:
@@ -152,7 +137,7 @@ class OutputProcessor:
         self.live: dict[RequestId, list[Sequence]] = {}
         self._parts, self._scheduler, self._metrics = parts, scheduler, metrics
         self._vacate, self._ended = vacate, ended
-        self._eos_ids, self._piece = parts.tokenizer.eos_ids, parts.tokenizer.pieces.__getitem__
+        self._eos_ids, self._pieces = parts.tokenizer.eos_ids, parts.tokenizer.pieces
         self.bulk = BulkFilter(parts.tokenizer, parts.executor.limits.vocab)
         # Output tokens of the longest choice that has ended, by request.
         self._longest: dict[RequestId, int] = {}
@@ -166,58 +151,56 @@ class OutputProcessor:
         """Make the outcome of every row permanent: tokens, pages, grammars. Returns the rows for
         `emit` to report. A row whose logits were not finite ends its request.
         """
-        plan, finite = step.round.plan, outcome.finite.tolist()
-        if False in finite:
-            message = "The model's output was not finite, or nothing was allowed to follow."
-            for row in compress(range(plan.rows), map(not_, finite)):
+        plan, tokens = step.round.plan, outcome.output_tokens
+        for row, finite in enumerate(outcome.finite.tolist()):
+            if not finite:
+                message = "The model's output was not finite, or nothing was allowed to follow."
                 self.end(step.rows[row].request.id, Ending(Finish.ERROR, error=message))
-        rows, sequences = list(range(plan.rows)), list(step.rows)
-        tokens, counts = outcome.output_tokens, outcome.committed(plan)
-        if any(Columns.over(sequences)):  # Some ended just now, or while the step ran.
-            rows = [row for row in rows if not sequences[row].over]
-            sequences, tokens, counts = (
-                _pick(rows, sequences),
-                _pick(rows, tokens),
-                _pick(rows, counts),
-            )
-        if any(outcome.prompt_logprobs):
-            for sequence, row in zip(sequences, rows, strict=True):
-                echo(sequence, outcome.prompt_logprobs[row])
-        append(sequences, tokens)
-        tables = list(Columns.tables(sequences))
-        for place in commit(tables, counts):
-            tables[place].commit(counts[place], sequences[place].tokens)
-        if False in plan.samples.tolist():
-            rows = [row for row in rows if plan.samples[row]]
+        counts, samples, constrained = (
+            outcome.committed(plan),
+            plan.samples.tolist(),
+            plan.constrained.tolist(),
+        )
+        rows: list[int] = []
         committed: dict[int, Committed] = {}
-        for row in filter(plan.constrained.__getitem__, rows) if plan.some_constrained else ():
-            if state := self._through_grammar(step.rows[row], outcome.output_tokens[row]):
+        for row, sequence in enumerate(step.rows):
+            if sequence.over:  # It ended just now, or while the step ran.
+                continue
+            if outcome.prompt_logprobs and outcome.prompt_logprobs[row]:
+                echo(sequence, outcome.prompt_logprobs[row])
+            sequence.append(tokens[row])
+            sequence.table.commit(counts[row], sequence.tokens)
+            if not samples[row]:
+                continue
+            rows.append(row)
+            if constrained[row] and (state := self._through_grammar(sequence, tokens[row])):
                 committed[row] = state
         return PendingRows(rows, committed)
 
     def emit(self, step: Step, outcome: Outcome, pending: PendingRows) -> None:
         """Report the tokens of these rows that stop conditions let count."""
-        rows = pending.rows
-        if any(Columns.over(step.rows)):
-            rows = [row for row in rows if not step.rows[row].over]
+        rows = [row for row in pending.rows if not step.rows[row].over]
         self._metrics.rows(step.round.trees, rows, outcome)
-        count(step.rows, rows, outcome)
-        bulk = self.bulk.rows(step.rows, outcome, rows)
-        self._emit_bulk(step, outcome, list(compress(rows, bulk)))
-        for row in compress(rows, map(not_, bulk)):
+        tokens, draft_tokens = outcome.output_tokens, outcome.n_draft_tokens.tolist()
+        bulk, checked = list[int](), list[int]()
+        for row in rows:
+            sequence = step.rows[row]
+            sequence.counts.step(draft_tokens[row], len(tokens[row]) - 1)
+            (bulk if self.bulk.takes(sequence, tokens[row]) else checked).append(row)
+        self._emit_bulk([(step.rows[row], tokens[row]) for row in bulk])
+        for row in checked:
             self._emit_row(step, outcome, row, pending.committed.get(row))
 
-    def _emit_bulk(self, step: Step, outcome: Outcome, rows: list[int]) -> None:
-        """Report all tokens of these rows, detokenized together."""
-        sequences = _pick(rows, step.rows)
-        tokens = _pick(rows, outcome.output_tokens)
-        counts = list(map(len, tokens))
-        self._metrics.output_tokens += sum(counts)
-        reported = map(add, Columns.reported(sequences), counts)
-        consume(map(setattr, sequences, repeat("reported"), reported))
-        texts = map(bytes.decode, map(b"".join, map(map, repeat(self._piece), tokens)))
-        ids = Columns.request_ids(sequences), Columns.indices(sequences)
-        self._send(sequences, map(Delta, *ids, texts, map(tuple, tokens)))
+    def _emit_bulk(self, rows: list[tuple[Sequence, list[int]]]) -> None:
+        """Report all tokens of these sequences, without a look at each."""
+        pieces, deltas = self._pieces, list[tuple[Sequence, Delta]]()
+        for sequence, tokens in rows:
+            sequence.reported += len(tokens)
+            self._metrics.output_tokens += len(tokens)
+            text = b"".join([pieces[token] for token in tokens]).decode()
+            delta = Delta(sequence.request.id, sequence.index, text, tuple(tokens))
+            deltas.append((sequence, delta))
+        self._send(deltas)
 
     def _emit_row(
         self, step: Step, outcome: Outcome, row: int, committed: Committed | None
@@ -272,22 +255,24 @@ class OutputProcessor:
             self._ended(sequence.request.id)
         delta = make_delta(sequence, output, logprobs)
         if delta is not None:
-            self._send([sequence], [delta])
+            self._send([(sequence, delta)])
 
-    def _send(self, sequences: list[Sequence], deltas: Iterable[Delta]) -> None:
+    def _send(self, deltas: list[tuple[Sequence, Delta]]) -> None:
         """Send a delta of each. A sink that fails ends all choices of its request."""
-        left, unsent = iter(sequences), iter(deltas)
-        try:
-            consume(map(call, Columns.sinks(left), unsent))
-        except Exception:
-            sequence = sequences[-1 - length_hint(left)]
-            log.exception("the sink of request %s failed", sequence.request.id)
-            for other in (others := tuple(self.live.get(sequence.request.id, ()))):
-                self._remove(other, Finish.ABORT)
-            if others:
-                self._ended(sequence.request.id)
-            rest = [each for each in zip(left, unsent, strict=True) if not each[0].over]
-            self._send([one for one, _ in rest], [delta for _, delta in rest])
+        broken: set[RequestId] = set()
+        for sequence, delta in deltas:
+            request = sequence.request.id
+            if request in broken:
+                continue
+            try:
+                sequence.sink(delta)
+            except Exception:
+                broken.add(request)
+                log.exception("the sink of request %s failed", request)
+                for other in (others := tuple(self.live.get(request, ()))):
+                    self._remove(other, Finish.ABORT)
+                if others:
+                    self._ended(request)
 
     def end(self, request: RequestId, ending: Ending) -> None:
         """End every choice of a request that still runs."""

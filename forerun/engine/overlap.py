@@ -23,8 +23,6 @@ runs once more here too.
 import logging
 from collections import deque
 from collections.abc import Callable
-from itertools import compress
-from operator import add, not_
 
 import numpy as np
 
@@ -33,7 +31,7 @@ from forerun.engine.options import EngineOptions
 from forerun.engine.parts import Parts
 from forerun.engine.row_output import Ending, PendingRows
 from forerun.engine.scheduler import Schedule
-from forerun.engine.sequence import Columns, Sequence
+from forerun.engine.sequence import Sequence
 from forerun.engine.step import StageTimer, Step, with_request
 from forerun.interface.plan import Outcome, Round
 from forerun.types import RequestId
@@ -167,7 +165,7 @@ class OverlappingCore(EngineCore):
         if schedule is None or not self._parts.drafter.can_overlap(schedule.plan, round):
             return
         timer = StageTimer()
-        ends = np.array(list(Columns.limits(schedule.rows)), np.int32) - np.int32(1)
+        ends = np.array([sequence.limit - 1 for sequence in schedule.rows], np.int32)
         plan = with_request(schedule.plan, self._parts)
         timer.lap("draft")
         try:
@@ -188,18 +186,20 @@ class OverlappingCore(EngineCore):
         preempts no sequence.
         """
         scheduler = self.scheduler
-        alive = [not sequence.over for sequence in sequences]
-        rows = list(compress(sequences, alive))
+        deepest = zip(sequences, round.plan.max_depth.tolist(), strict=True)
+        alive = [(sequence, depth) for sequence, depth in deepest if not sequence.over]
         waits = scheduler.waiting and (scheduler.free_slots or self._leaving)
-        if waits or len(rows) != len(scheduler.running):
+        if waits or len(alive) != len(scheduler.running):
             return None  # A sequence could join, or one is not in the running step.
-        longer = list(map((1).__add__, compress(round.plan.max_depth.tolist(), alive)))
-        on = [sequence.remaining > 1 for sequence in rows]
-        rows, longer = list(compress(rows, on)), list(compress(longer, on))
-        reserved = zip(rows, longer, strict=True)
-        if not rows or not all(row.table.reserve(count + 1) for row, count in reserved):
+        rows, kv_len = list[Sequence](), list[int]()
+        for sequence, depth in alive:
+            if sequence.remaining > 1:
+                if not sequence.table.reserve(depth + 2):
+                    return None
+                rows.append(sequence)
+                kv_len.append(sequence.table.length + depth + 1)
+        if not rows:
             return None
-        kv_len = list(map(add, Columns.lengths(rows), longer))
         budgets, decision = scheduler.grant(rows, scheduler.scored - len(rows), kv_len, own=2)
         plan = scheduler.make_plan(rows, [1] * len(rows), kv_len, budgets, decision)
         return Schedule(plan, tuple(rows), decision)
@@ -210,12 +210,11 @@ class OverlappingCore(EngineCore):
         """Split the outputs into rows that end whatever their text says, or are decided again, and
         need not run on; and the others.
         """
-        on = self.outputs.bulk.rows(step.rows, outcome, pending.rows)
-        for place in compress(range(len(on)), map(not_, on.copy())):
-            row = pending.rows[place]
+        ended, others = list[int](), list[int]()
+        for row in pending.rows:
             sequence, committed = step.rows[row], pending.committed.get(row)
             stops, tokens = sequence.request.stopping.stop_tokens, outcome.output_tokens[row]
-            on[place] = sequence.remaining > 0 and not any(map(stops.__contains__, tokens))
-            on[place] = on[place] and (committed is None or not committed.ends)
-        ended, others = compress(pending.rows, map(not_, on)), compress(pending.rows, on)
-        return pending._replace(rows=[*ended]), pending._replace(rows=[*others])
+            ends = sequence.remaining <= 0 or any(token in stops for token in tokens)
+            ends = ends or (committed is not None and committed.ends)
+            (ended if ends else others).append(row)
+        return pending._replace(rows=ended), pending._replace(rows=others)

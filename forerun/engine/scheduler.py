@@ -2,20 +2,16 @@
 only.
 """
 
-from array import array
 from bisect import insort
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
-from itertools import compress, repeat
-from operator import add, ge, getitem, gt, not_, sub
 
 import numpy as np
 
-from forerun.columns import Column, column, consume
 from forerun.control.policy import Budget, Decision, Policy
 from forerun.engine.admission import Admission
-from forerun.engine.sequence import Columns, Sequence
+from forerun.engine.sequence import Sequence
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.plan import Plan
 from forerun.types import Ints
@@ -24,12 +20,6 @@ NOT_WANTED = Budget(0, 0, "off: the request disables speculation")
 NO_DECISION = Decision("", ())
 BOUND = "limited by the request"
 NO_ROOM = "limited: the answer ends there, or the step or the page pool is full"
-
-_nodes_of: Column[Budget, int] = column("nodes")
-_depths_of: Column[Budget, int] = column("depth")
-_model_depths_of: Column[Budget, int] = column("model_depth")
-_reasons_of: Column[Budget, str] = column("reason")
-_min_probs_of: Column[Budget, float] = column("min_prob")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +118,7 @@ class Scheduler(Admission):
         sequences.
         """
         closed: list[int] = []
-        short = map(ge, Columns.lengths(self.running), Columns.reserved(self.running))
-        for sequence in list(compress(self.running, short)):
+        for sequence in tuple(self.running):
             while sequence.slot is not None and not sequence.table.reserve(1):
                 closed.append(self.preempt(self.running[-1]))
         return tuple(closed)
@@ -154,19 +143,19 @@ class Scheduler(Admission):
               one node each     | at most half of the | prefill chunks,
                                 | rest if any prefill | by PromptPace and PromptShares
         """
-        ready = self.running
-        if any(Columns.constrained(ready)):
-            ready = list(filter(self._ready, ready))
-        pending = list(map(sub, Columns.totals(ready), Columns.lengths(ready)))
-        long = list(map((1).__lt__, pending))
-        decoding, prefill = list(compress(ready, map(not_, long))), list(compress(ready, long))
-        room, logits = self.limits.max_nodes - len(decoding), self.scored - len(ready)
+        decoding, prefill = list[Sequence](), list[Sequence]()
+        for sequence in self.running:
+            if not sequence.constrained or self._ready(sequence):
+                (decoding if sequence.pending == 1 else prefill).append(sequence)
+        room = self.limits.max_nodes - len(decoding)
+        logits = self.scored - len(decoding) - len(prefill)
         # These are not open in drafter and policy yet: they get no draft tokens.
         fresh = [sequence for sequence in opened if sequence in decoding]
         rows = [sequence for sequence in decoding if sequence not in fresh] if fresh else decoding
         draft_tokens = min(room // 2 if prefill else room, logits)
-        budgets, decision = self.grant(rows, draft_tokens, list(Columns.lengths(rows)))
-        room -= sum(_nodes_of(budgets))
+        kv_len = [sequence.table.length for sequence in rows]
+        budgets, decision = self.grant(rows, draft_tokens, kv_len)
+        room -= sum(budget.nodes for budget in budgets)
         rows, known = rows + fresh, [1] * len(decoding)
         if decoding and prefill:
             room = self.pace.bound(room)
@@ -175,7 +164,8 @@ class Scheduler(Admission):
             if chunk:
                 rows.append(sequence)
                 known.append(chunk)
-        plan = self.make_plan(rows, known, list(Columns.lengths(rows)), budgets, decision)
+        kv_len = [sequence.table.length for sequence in rows]
+        plan = self.make_plan(rows, known, kv_len, budgets, decision)
         return Schedule(plan, tuple(rows), decision, opened, closed)
 
     def grant(
@@ -190,40 +180,55 @@ class Scheduler(Admission):
         if not rows:
             return [], NO_DECISION
         decision = self.policy.decide(
-            np.array(list(Columns.slots(rows)), np.int32),
+            np.array([row.slot for row in rows], np.int32),
             np.array(kv_len, np.int32),
-            any(Columns.constrained(rows)),
+            any(row.constrained for row in rows),
         )
-        budgets: Several[Budget] = decision.rows
-        if any(Columns.bounded(rows)):
-            budgets = list(map(_within_request, rows, budgets))
-        consume(map(setattr, Columns.counts(rows), repeat("reason"), _reasons_of(budgets)))
-        if any(_nodes_of(budgets)):
-            most = sizes[len(self.running) - 1] - 1 if (sizes := self.limits.row_nodes) else room
-            left = list(map(sub, Columns.limits(rows), map(own.__add__, Columns.totals(rows))))
-            # A row at its limit wants none, so that the others can have its share.
-            wanted = map(min, _nodes_of(budgets), repeat(most), map(most.__mul__, left))
-            nodes = share_out(list(wanted), room)
-            depths = list(map(min, _depths_of(budgets), nodes, left))
-            self._reserve_draft_tokens(rows, depths, list(map((1).__add__, kv_len)))
-            if (nodes, depths) != (list(_nodes_of(budgets)), list(_depths_of(budgets))):
-                budgets = list(map(_bounded, budgets, nodes, depths))
+        budgets = list(decision.rows)
+        wanted = 0
+        for place, row in enumerate(rows):
+            if row.bounded:
+                budgets[place] = _within_request(row, budgets[place])
+            row.counts.reason = budgets[place].reason
+            wanted += budgets[place].nodes
+        if wanted:
+            budgets = self._within_room(rows, budgets, room, kv_len, own)
         self._granted = budgets
         return budgets, decision
 
-    def _reserve_draft_tokens(
-        self, rows: list[Sequence], depths: list[int], first: list[int]
-    ) -> None:
-        """Reserve pages for paths of draft tokens that begin at positions `first`; lowers `depths`
-        if there are too few. Preempts no sequence.
+    def _within_room(
+        self, rows: list[Sequence], budgets: list[Budget], room: int, kv_len: list[int], own: int
+    ) -> list[Budget]:
+        """Return the budgets that a step of `room` nodes, the answers' ends and the page pool have
+        room for; reserves their pages. Parameters as of `grant`.
         """
-        short = map(gt, map(add, first, depths), Columns.reserved(rows))
-        for row in list(compress(range(len(rows)), short)):
-            table, limit = rows[row].table, rows[row].limit
+        most = sizes[len(self.running) - 1] - 1 if (sizes := self.limits.row_nodes) else room
+        left = [row.limit - row.total - own for row in rows]
+        # A row at its limit wants none, so that the others can have its share.
+        wanted = [
+            min(budget.nodes, most, most * rest) for budget, rest in zip(budgets, left, strict=True)
+        ]
+        given = list[Budget]()
+        nodes = share_out(wanted, room)
+        for row, budget, count, rest, length in zip(
+            rows, budgets, nodes, left, kv_len, strict=True
+        ):
+            depth = self._reserve_draft_tokens(row, min(budget.depth, count, rest), length + 1)
+            same = count == budget.nodes and depth == budget.depth
+            given.append(budget if same else _bounded(budget, count, depth))
+        return given
+
+    def _reserve_draft_tokens(self, row: Sequence, depth: int, first: int) -> int:
+        """Reserve pages for a path of `depth` draft tokens that begins at position `first`. Returns
+        the depth that there are pages for. Preempts no sequence.
+        """
+        table = row.table
+        if first + depth > table.reserved:
             within = table.reserved + self.index.available * self.index.page_size
-            depths[row] = max(min(depths[row], within - first[row]), 0)
-            if depths[row]:  # The sequence's limit may be nearer.
-                table.reserve(min(first[row] + depths[row], limit) - table.length)
+            depth = max(min(depth, within - first), 0)
+            if depth:  # The sequence's limit may be nearer.
+                table.reserve(min(first + depth, row.limit) - table.length)
+        return depth
 
     def make_plan(
         self,
@@ -236,35 +241,36 @@ class Scheduler(Admission):
         """Return the arrays for an executor: counts[b] known tokens of sequence b run behind at
         most kv_len[b] positions in pages; the first sequences may draft by `budgets`.
         """
-        nothing = [0] * (len(sequences) - len(budgets))
         known: tuple[Ints, ...] | Ints
         if max(counts, default=1) == 1:
-            tokens = map(getitem, Columns.buffers(sequences), Columns.lengths(sequences))
-            known = np.array(list(tokens), np.int32).reshape(-1, 1)
+            pending = [sequence.buffer[sequence.table.length] for sequence in sequences]
+            known = np.array(pending, np.int32).reshape(-1, 1)
         else:
-            known = tuple(map(Sequence.upcoming, sequences, counts))
-        samples = map(ge, map(add, kv_len, counts), Columns.totals(sequences))
+            rows = zip(sequences, counts, strict=True)
+            known = tuple(sequence.upcoming(count) for sequence, count in rows)
+        ends = zip(sequences, kv_len, counts, strict=True)
+        nothing = [0] * (len(sequences) - len(budgets))
         return Plan(
-            slots=np.array(list(Columns.slots(sequences)), np.int32),
+            slots=np.array([sequence.slot for sequence in sequences], np.int32),
             kv_len=np.array(kv_len, np.int32),
             known=known,
-            samples=np.array(list(samples), np.bool_),
-            max_nodes=np.array([*_nodes_of(budgets), *nothing], np.int32),
-            max_depth=np.array([*_depths_of(budgets), *nothing], np.int32),
+            samples=np.array([at + count >= each.total for each, at, count in ends], np.bool_),
+            max_nodes=np.array([each.nodes for each in budgets] + nothing, np.int32),
+            max_depth=np.array([each.depth for each in budgets] + nothing, np.int32),
             page_table=page_rows(sequences),
-            constrained=np.array(list(Columns.constrained(sequences)), np.bool_),
-            min_prob=min(_min_probs_of(compress(budgets, _nodes_of(budgets))), default=0.0),
+            constrained=np.array([sequence.constrained for sequence in sequences], np.bool_),
+            min_prob=min((each.min_prob for each in budgets if each.nodes), default=0.0),
             prices=decision.prices,
-            model_depth=np.array([*_model_depths_of(budgets), *nothing], np.int32),
+            model_depth=np.array([each.model_depth for each in budgets] + nothing, np.int32),
         )
 
 
 def page_rows(sequences: list[Sequence]) -> Ints:
     """Return int32[B,W], the page tables of `sequences`, padded with -1 to the longest."""
-    pages = list(Columns.pages(sequences))
+    pages = [sequence.table.pages for sequence in sequences]
     width = max(map(len, pages), default=0)
-    padded = map(bytes.ljust, map(array.tobytes, pages), repeat(4 * width), repeat(b"\xff"))
-    return np.frombuffer(bytearray().join(padded), np.int32).reshape(len(pages), width)
+    rows = b"".join([each.tobytes().ljust(4 * width, b"\xff") for each in pages])
+    return np.frombuffer(bytearray(rows), np.int32).reshape(len(pages), width)
 
 
 def _within_request(row: Sequence, budget: Budget) -> Budget:

@@ -2,22 +2,17 @@
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence as Several
 from dataclasses import dataclass, field, replace
-from itertools import chain, repeat
-from operator import add, gt, setitem
 from time import monotonic
-from typing import Any
 
 import numpy as np
 
 from forerun.cache.table import PageTable
-from forerun.columns import Column, column, consume
 from forerun.engine.request import Request, Sink, SpeculationStats, choice_seed
 from forerun.engine.trace import StepTrace
-from forerun.interface.plan import Outcome, TokenLogprobs
+from forerun.interface.plan import TokenLogprobs
 from forerun.text.stream import TextStream
-from forerun.types import Ints, RequestId
+from forerun.types import Ints
 
 
 @dataclass(slots=True)
@@ -33,6 +28,11 @@ class SpeculationCounts:
     draft_tokens: "array[int]" = field(default_factory=lambda: array("H"))
     accepted: "array[int]" = field(default_factory=lambda: array("H"))
     predicted: tuple[int, int] = (0, 0)
+
+    def step(self, draft_tokens: int, accepted: int) -> None:
+        """Count a step that emitted tokens: draft tokens that it verified, and accepted."""
+        self.draft_tokens.append(draft_tokens)
+        self.accepted.append(accepted)
 
     def stats(self) -> SpeculationStats:
         """Return the counts as they are reported."""
@@ -62,8 +62,7 @@ class Sequence:
     limit     most tokens, prompt and output
     shared    tokens that filled cached pages when it took its slot
 
-    A step reads and writes these of all sequences at once (`append`, `count`), so
-    none of them is a property. A preempted sequence loses slot and pages, nothing more: when it
+    A preempted sequence loses slot and pages, nothing more: when it
     resumes, prompt and output so far are its known tokens.
     """
 
@@ -104,6 +103,18 @@ class Sequence:
         """int32[total] all decided tokens; a view."""
         return self.buffer[: self.total]
 
+    def append(self, tokens: list[int]) -> None:
+        """Append decided tokens. Raises ValueError, and changes nothing, beyond what the request
+        allows.
+        """
+        buffer, total = self.buffer, self.total
+        if total + len(tokens) > len(buffer):
+            raise ValueError(f"{total + len(tokens)} tokens decided, room for {len(buffer)}")
+        for token in tokens:
+            buffer[total] = token
+            total += 1
+        self.total = total
+
     def upcoming(self, count: int) -> Ints:
         """Return int32[count], the first decided tokens that have not run through the target; a
         view.
@@ -141,53 +152,3 @@ class Sequence:
         more = self.constrained or request.speculation.trace or len(request.prediction)
         checked = waits or more or self.over or self.sampling.logprobs is not None
         self.bulk = not checked and self.stream.passes
-
-
-class Columns:
-    """One attribute of many sequences, in order: `list(Columns.slots(rows))`."""
-
-    slots: Column[Sequence, int] = column("slot")
-    indices: Column[Sequence, int] = column("index")
-    request_ids: Column[Sequence, RequestId] = column("request.id")
-    sinks: Column[Sequence, Sink] = column("sink")
-    tables: Column[Sequence, PageTable] = column("table")
-    lengths: Column[Sequence, int] = column("table.length")
-    reserved: Column[Sequence, int] = column("table.reserved")
-    pages: Column[Sequence, "array[int]"] = column("table.pages")
-    totals: Column[Sequence, int] = column("total")
-    limits: Column[Sequence, int] = column("limit")
-    buffers: Column[Sequence, Any] = column("buffer")
-    reported: Column[Sequence, int] = column("reported")
-    constrained: Column[Sequence, bool] = column("constrained")
-    bounded: Column[Sequence, bool] = column("bounded")
-    bulk: Column[Sequence, bool] = column("bulk")
-    over: Column[Sequence, bool] = column("over")
-    counts: Column[Sequence, SpeculationCounts] = column("counts")
-    accepted: Column[Sequence, "array[int]"] = column("counts.accepted")
-    draft_tokens: Column[Sequence, "array[int]"] = column("counts.draft_tokens")
-
-
-def append(sequences: Several[Sequence], tokens: Several[list[int]]) -> None:
-    """Append decided tokens to all these sequences. Raises ValueError, and changes nothing, beyond
-    what a request allows.
-    """
-    totals, buffers = list(Columns.totals(sequences)), list(Columns.buffers(sequences))
-    counts = list(map(len, tokens))
-    ends = list(map(add, totals, counts))
-    if any(map(gt, ends, map(len, buffers))):
-        places = zip(ends, map(len, buffers), strict=True)
-        end, room = next(each for each in places if each[0] > each[1])
-        raise ValueError(f"{end} tokens decided, room for {room}")
-    flat = chain.from_iterable
-    targets = flat(map(repeat, buffers, counts)), flat(map(range, totals, ends))
-    consume(map(setitem, *targets, flat(tokens)))
-    consume(map(setattr, sequences, repeat("total"), ends))
-
-
-def count(step: Several[Sequence], rows: list[int], outcome: Outcome) -> None:
-    """Count, for these rows of a step, the draft tokens that it verified and accepted."""
-    sequences = list(map(step.__getitem__, rows))
-    accepted = map((-1).__add__, map(outcome.n_tokens.tolist().__getitem__, rows))
-    consume(map(array.append, Columns.accepted(sequences), accepted))
-    draft_tokens = map(outcome.n_draft_tokens.tolist().__getitem__, rows)
-    consume(map(array.append, Columns.draft_tokens(sequences), draft_tokens))
