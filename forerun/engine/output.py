@@ -179,15 +179,16 @@ class OutputProcessor:
 
     def emit(self, step: Step, outcome: Outcome, pending: PendingRows) -> None:
         """Report the tokens of these rows that stop conditions let count."""
-        rows = [row for row in pending.rows if not step.rows[row].over]
+        sequences = step.rows
+        rows = [row for row in pending.rows if not sequences[row].over]
         self._metrics.rows(step.round.trees, rows, outcome)
         tokens, draft_tokens = outcome.output_tokens, outcome.n_draft_tokens.tolist()
         bulk, checked = list[int](), list[int]()
         for row in rows:
-            sequence = step.rows[row]
+            sequence = sequences[row]
             sequence.counts.step(draft_tokens[row], len(tokens[row]) - 1)
             (bulk if self.bulk.takes(sequence, tokens[row]) else checked).append(row)
-        self._emit_bulk([(step.rows[row], tokens[row]) for row in bulk])
+        self._emit_bulk([(sequences[row], tokens[row]) for row in bulk])
         for row in checked:
             self._emit_row(step, outcome, row, pending.committed.get(row))
 

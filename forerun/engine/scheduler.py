@@ -157,6 +157,7 @@ class Scheduler(Admission):
         budgets, decision = self.grant(rows, draft_tokens, kv_len)
         room -= sum(budget.nodes for budget in budgets)
         rows, known = rows + fresh, [1] * len(decoding)
+        kv_len += [sequence.table.length for sequence in fresh]
         if decoding and prefill:
             room = self.pace.bound(room)
         chunks = self.shares.divide(prefill, room) if prefill else []
@@ -164,7 +165,7 @@ class Scheduler(Admission):
             if chunk:
                 rows.append(sequence)
                 known.append(chunk)
-        kv_len = [sequence.table.length for sequence in rows]
+                kv_len.append(sequence.table.length)
         plan = self.make_plan(rows, known, kv_len, budgets, decision)
         return Schedule(plan, tuple(rows), decision, opened, closed)
 

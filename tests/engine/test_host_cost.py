@@ -99,20 +99,21 @@ def test_a_row_of_a_step(cheap, name, most):
 
 def test_what_one_more_row_costs():
     """Count the lines that a row without draft tokens adds to a step, between 16 and 64 rows, pages
-    of 16 tokens included. The bound leaves room for a loop that a reader can follow: what rows cost
-    in processor time is measured by bench/host.py.
+    of 16 tokens included. The bound leaves room for loops that a reader can follow, whose every turn
+    counts as a line: what rows cost in processor time is measured by bench/host.py. (78 lines take
+    .61 ms at 64 rows, where 6 lines over columns of attributes took .64.)
     """
     counted = []
     for rows in (16, 64):
         engine = running("none", rows, sink=deque(maxlen=0).append)
         counted.append(lines(lambda: [engine.step_once() for _ in range(160)]) / 160)  # noqa: B023
-    assert (counted[1] - counted[0]) / 48 <= 60
-    assert counted[1] <= 4500
+    assert (counted[1] - counted[0]) / 48 <= 80
+    assert counted[1] <= 5700
 
 
 def test_speculation_at_rest_costs_next_to_nothing():
     """Count the lines that a drafter at rest adds to each of 64 rows, trials included. (Counted:
-    11.3, of some 60 that a row may have.)
+    11.3, of some 80 that a row may have.)
     """
     dear = StepCosts((1, 64, 128), (1.0, 10.0, 40.0))
     policy = seen(PolicyOnTable(dear, 8, 8, FREE))

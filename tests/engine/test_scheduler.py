@@ -8,7 +8,7 @@ from forerun.engine.check import check_scheduler
 from forerun.engine.prompt_shares import HALF_LIFE, PromptShares
 from forerun.engine.request import Speculation
 from forerun.engine.scheduler import Scheduler, share_out
-from forerun.engine.sequence import Sequence, append
+from forerun.engine.sequence import Sequence
 from forerun.text.stream import TextStream
 from tests.engine.toys import TOKENIZER, ask, limits
 
@@ -57,7 +57,7 @@ class World:
         self.inspect(plan)
         for row, sequence in enumerate(schedule.rows):
             emitted = min(accepted, int(plan.max_depth[row])) + 1 if plan.samples[row] else 0
-            append([sequence], [[99] * emitted])
+            sequence.append([99] * emitted)
             count = len(plan.known[row]) + max(emitted - 1, 0)
             sequence.table.commit(count, sequence.tokens)
             if sequence.remaining <= 0:
