@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from forerun.columns import Column, column, consume
 from forerun.draft_shape import DraftShape
 from forerun.drafters.backlog import Backlog
 from forerun.drafters.draft_passes import DraftPasses, Masks
@@ -32,7 +31,6 @@ PATIENCE = 1
 """Plain steps in a row in which the model is still extended: the last step of an answer is one, and
 pages that later requests reuse should hold its entries.
 """
-_tokens_of: Column[DraftState, "array[int]"] = column("tokens")
 
 
 class ModelDrafter:
@@ -85,7 +83,8 @@ class ModelDrafter:
         NaN.
         """
         states = self._states_of(plan)
-        consume(map(array.extend, _tokens_of(states), outcome.output_tokens))
+        for state, tokens in zip(states, outcome.output_tokens, strict=True):
+            state.tokens.extend(tokens)
         plain = not plan.max_nodes.any()
         if plain and self._backlog.keep_one(plan, trees, outcome):
             return

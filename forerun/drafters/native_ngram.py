@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from forerun.columns import consume
 from forerun.drafters import ngram
 from forerun.drafters.ngram_index import NgramIndex
 from forerun.drafts.ngram_table import NgramTable
@@ -125,8 +124,8 @@ class CpuNgramDrafter:
         """Store emitted tokens until the row may draft. Raises EngineError if a slot is not
         open.
         """
-        news = map(self._unsent.__getitem__, plan.slots.tolist())
-        consume(map(list.extend, news, outcome.output_tokens))
+        for slot, tokens in zip(plan.slots.tolist(), outcome.output_tokens, strict=True):
+            self._unsent[slot] += tokens
 
     def end(self, slot: int) -> None:
         """Discard the sequence, here and in the core, after the cache has counted its answer. Does

@@ -4,14 +4,11 @@ host_choice.py decides the rows that the executor has not decided itself.
 """
 
 from array import array
-from bisect import bisect_left
 from functools import partial
-from itertools import chain, compress, filterfalse, zip_longest
-from operator import add, gt, not_, or_
+from itertools import zip_longest
 
 import numpy as np
 
-from forerun.columns import Column, column, consume
 from forerun.errors import EngineError
 from forerun.executors.device_choice import ON_HOST, Choosing
 from forerun.executors.host_choice import (
@@ -31,7 +28,6 @@ from forerun.speculative.tree import NodeMasks, TreeBatch
 from forerun.types import Ints
 
 _NONE: Ints = np.zeros(0, np.int32)
-_histories_of: Column[SlotState | None, "array[int]"] = column("tokens")  # Of open slots.
 
 
 class HostSampler:
@@ -79,7 +75,9 @@ class HostSampler:
 
     def text(self, slot: int) -> "array[int]":
         """Return all decided tokens of an open slot's sequence, read-only."""
-        return next(_histories_of([self._open[slot]]))
+        state = self._open[slot]
+        assert state is not None, "the slot is open"
+        return state.tokens
 
     def reports(self, slots: Ints) -> bool:
         """Return whether one of the slots int32[n] wants log-probabilities."""
@@ -87,14 +85,14 @@ class HostSampler:
 
     def scored(self, plan: Plan, trees: TreeBatch) -> Ints:
         """Return int32[n] flat nodes, ascending, whose logits `finish` may need."""
-        ends, first, rows = trees.start[1:].tolist(), trees.roots.tolist(), range(plan.rows)
-        # A row that does not sample carries no draft token; echo still reads its whole chain.
-        for row in compress(rows, map(not_, plan.samples.tolist())):
-            first[row] = ends[row]
-        if self._echoes:
-            for row in compress(rows, map(self._echoes.__contains__, plan.slots.tolist())):
-                first[row] = trees.nodes(row).start
-        return np.array([*chain.from_iterable(map(range, first, ends))], np.int32)
+        starts, roots, nodes = trees.start.tolist(), trees.roots.tolist(), list[int]()
+        slots, samples = plan.slots.tolist(), plan.samples.tolist()
+        for row, slot in enumerate(slots):
+            if slot in self._echoes:
+                nodes.extend(range(starts[row], starts[row + 1]))
+            elif samples[row]:  # Others carry no draft token.
+                nodes.extend(range(roots[row], starts[row + 1]))
+        return np.array(nodes, np.int32)
 
     def accept(
         self,
@@ -118,18 +116,18 @@ class HostSampler:
         if choice is None:
             choice = np.full(len(trees.tokens), NOTHING, np.int32)
         # Lists: a call of NumPy takes ten times as long right after a forward pass.
-        decided = map((0).__le__, map(choice.tolist().__getitem__, trees.roots.tolist()))
-        pending = undecided = list(map(gt, plan.samples.tolist(), decided))
-        if self._reports:
-            reported = map(self._reports.__contains__, plan.slots.tolist())
-            pending = list(map(or_, undecided, reported))
-        if True not in pending:
+        chosen, samples, slots = choice.tolist(), plan.samples.tolist(), plan.slots.tolist()
+        finite, pending = [True] * plan.rows, list[tuple[int, SlotState]]()
+        for row, root in enumerate(trees.roots.tolist()):
+            finite[row] = not samples[row] or chosen[root] >= 0
+            if not finite[row] or slots[row] in self._reports:
+                pending.append((row, self.of_row(plan, row)))
+        if not pending:
             nothing = ((),) * plan.rows
-            return Choices(choice, np.array([True] * plan.rows), nothing, nothing)
-        choices = Choices(choice, ~np.array(undecided, np.bool_))
-        rows = [(row, self.of_row(plan, row)) for row in compress(range(plan.rows), pending)]
+            return Choices(choice, np.array(finite, np.bool_), nothing, nothing)
+        choices = Choices(choice, np.array(finite, np.bool_))
         reports = reports or partial(reports_of, logits)
-        return complete(plan, trees, rows, logits, masks, reports, choices)
+        return complete(plan, trees, pending, logits, masks, reports, choices)
 
     def finish(
         self,
@@ -172,19 +170,18 @@ class HostSampler:
         """Append emitted tokens to the histories of their rows. Raises EngineError, and changes
         nothing, if the known tokens of a row that samples do not end at the end of its history.
         """
-        states = list(map(self._open.__getitem__, plan.slots.tolist()))
-        if not all(states):
-            self.of_row(plan, states.index(None))
-        histories = list(_histories_of(states))
-        decided = list(map(add, plan.kv_len.tolist(), trees.known.tolist()))
-        if decided != list(map(len, histories)):  # They may differ for a chunk that stops short.
-            for row in compress(range(plan.rows), plan.samples.tolist()):
-                if decided[row] != len(histories[row]):
-                    raise EngineError(
-                        f"row {row} samples after {decided[row]} tokens, but slot "
-                        f"{plan.slots[row]} holds {len(histories[row])}"
-                    )
-        consume(map(array.extend, histories, emitted))
+        histories, samples = list["array[int]"](), plan.samples.tolist()
+        decided = zip(plan.kv_len.tolist(), trees.known.tolist(), strict=True)
+        for row, (kv_len, known) in enumerate(decided):
+            history = self.of_row(plan, row).tokens
+            if samples[row] and kv_len + known != len(history):
+                raise EngineError(
+                    f"row {row} samples after {kv_len + known} tokens, but slot "
+                    f"{plan.slots[row]} holds {len(history)}"
+                )
+            histories.append(history)
+        for history, tokens in zip(histories, emitted, strict=True):
+            history.extend(tokens)
 
     def of_row(self, plan: Plan, row: int) -> SlotState:
         """Return the state of plan row `row`'s slot. Raises EngineError if the slot is not open."""
@@ -198,10 +195,10 @@ def _paths(trees: TreeBatch, choice: Ints) -> tuple[list[list[int]], Ints]:
     """Return the tokens that each row emits, and the nodes of all accepted draft tokens."""
     chosen = choice.tolist()
     if trees.decode_only and min(chosen) >= 0:
-        return list(map(list, zip(chosen, strict=True))), _NONE
-    nodes = [node for node, token in enumerate(chosen) if token >= 0]
-    bounds = list(map(partial(bisect_left, nodes), trees.start.tolist()))
-    tokens = list(map(chosen.__getitem__, nodes))
-    emitted = list(map(tokens.__getitem__, map(slice, bounds, bounds[1:])))
-    accepted = list(filterfalse(set(trees.roots.tolist()).__contains__, nodes))
+        return [[token] for token in chosen], _NONE
+    emitted, accepted, starts = list[list[int]](), list[int](), trees.start.tolist()
+    for root, begin, end in zip(trees.roots.tolist(), starts, starts[1:], strict=True):
+        nodes = [node for node in range(begin, end) if chosen[node] >= 0]
+        emitted.append([chosen[node] for node in nodes])
+        accepted += [node for node in nodes if node != root]
     return emitted, np.array(accepted, np.int32) if accepted else _NONE

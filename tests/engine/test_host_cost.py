@@ -99,9 +99,9 @@ def test_a_row_of_a_step(cheap, name, most):
 
 def test_what_one_more_row_costs():
     """Count the lines that a row without draft tokens adds to a step, between 16 and 64 rows, pages
-    of 16 tokens included. The bound leaves room for loops that a reader can follow, whose every turn
-    counts as a line: what rows cost in processor time is measured by bench/host.py. (78 lines take
-    .61 ms at 64 rows, where 6 lines over columns of attributes took .64.)
+    of 16 tokens included. Loops that a reader can follow have room: each of their turns counts as a
+    line. What rows cost in processor time is measured by bench/host.py. (78 lines take .61 ms at 64
+    rows, where 6 lines over columns of attributes took .64.)
     """
     counted = []
     for rows in (16, 64):
