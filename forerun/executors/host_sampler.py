@@ -197,7 +197,7 @@ def _paths(trees: TreeBatch, choice: Ints) -> tuple[list[list[int]], Ints]:
     if trees.decode_only and min(chosen) >= 0:
         return [[token] for token in chosen], _NONE
     emitted, accepted, starts = list[list[int]](), list[int](), trees.start.tolist()
-    for root, begin, end in zip(trees.roots.tolist(), starts, starts[1:], strict=True):
+    for root, begin, end in zip(trees.roots.tolist(), starts[:-1], starts[1:], strict=True):
         nodes = [node for node in range(begin, end) if chosen[node] >= 0]
         emitted.append([chosen[node] for node in nodes])
         accepted += [node for node in nodes if node != root]
