@@ -1,13 +1,81 @@
-"""The parts that an engine consists of."""
+"""The parts that an engine consists of; one of them may fail and end no request: the drafter."""
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-from forerun.control.policy import Policy
-from forerun.engine.guarded import GuardedDrafter
+from forerun.control.policy import Policy, off
 from forerun.engine.sequence import Sequence
+from forerun.interface.drafter import Drafter
 from forerun.interface.executor import Executor
 from forerun.interface.grammars import Grammars
+from forerun.interface.next_draft import DraftRequest
+from forerun.interface.plan import Outcome, Plan, Round
+from forerun.interface.slot_init import SlotInit
+from forerun.speculative.tree import NO_DRAFT, Draft, TreeBatch
 from forerun.text.tokenizer import Tokenizer
+
+log = logging.getLogger("forerun.engine")
+
+Answer = TypeVar("Answer")
+
+
+class GuardedDrafter(Drafter):
+    """The Drafter contract on another drafter, up to the first exception of that.
+
+    From then on the drafter, whose state may be inconsistent, is not called any more: nothing is
+    proposed, and the policy is disabled.
+
+    fault  why speculation is off, in the words of `off`; None = it is not
+    """
+
+    def __init__(self, drafter: Drafter, policy: Policy, fault: str | None = None) -> None:
+        self.traits, self.fault = drafter.traits, fault
+        self._drafter, self._policy = drafter, policy
+        if fault is not None:
+            policy.disable(fault)
+
+    def begin(self, slot_init: SlotInit) -> None:
+        """Start a sequence."""
+        self._call(lambda: self._drafter.begin(slot_init), None)
+
+    def propose(self, plan: Plan) -> list[Draft]:
+        """Return one draft per row; after a failure empty ones."""
+        return self._call(lambda: self._drafter.propose(plan), [NO_DRAFT] * plan.rows)
+
+    def draft_request(self, plan: Plan) -> DraftRequest | None:
+        """Return what the step shall do for the draft model; after a failure None."""
+        return self._call(lambda: self._drafter.draft_request(plan), None)
+
+    def can_overlap(self, plan: Plan, running: Round) -> bool:
+        """Return whether the step may begin from the running round; after a failure False."""
+        return self._call(lambda: self._drafter.can_overlap(plan, running), False)
+
+    def observe(self, plan: Plan, trees: TreeBatch, outcome: Outcome) -> None:
+        """Learn the outcome of a step."""
+        self._call(lambda: self._drafter.observe(plan, trees, outcome), None)
+
+    def end(self, slot: int) -> None:
+        """Discard the state of a slot."""
+        self._call(lambda: self._drafter.end(slot), None)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the drafter's facts, and `fault`."""
+        return self._drafter.describe() | {"fault": self.fault}
+
+    def _call(self, call: Callable[[], Answer], otherwise: Answer) -> Answer:
+        """Return what `call` does; `otherwise` if it raises now, or a call did before."""
+        if self.fault is not None:
+            return otherwise
+        try:
+            return call()
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            self.fault = off(f"the drafter {self.traits.name} failed with {what}")
+            log.exception("%s", self.fault)
+            self._policy.disable(self.fault)
+            return otherwise
 
 
 @dataclass(slots=True)

@@ -8,10 +8,9 @@ from typing import Any
 
 from forerun.control.policy import Policy
 from forerun.engine.core import EngineCore
-from forerun.engine.guarded import GuardedDrafter
 from forerun.engine.loop import EngineLoop
 from forerun.engine.options import EngineOptions
-from forerun.engine.parts import Parts
+from forerun.engine.parts import GuardedDrafter, Parts
 from forerun.engine.request import Finish, Request, Sink
 from forerun.engine.row_output import Ending
 from forerun.engine.sequence import Sequence

@@ -51,7 +51,7 @@ class Drafter(Protocol):
 
         Called once before the slot's first plan; replaces all state of the slot. An exception of
         any method but `describe` ends speculation for the whole engine, and fails no request
-        (engine.guarded.GuardedDrafter).
+        (engine.parts.GuardedDrafter).
         """
         ...
 
