@@ -50,9 +50,12 @@ _LLAMA3 = dict.fromkeys(("llama3", "llama3_json"), "llama3")
 _GLM = dict.fromkeys(("glm", "glm45", "glm47"), "glm")
 _HARMONY = dict.fromkeys(("gpt-oss", "openai"), "harmony")
 _KIMI = dict.fromkeys(("kimi", "kimi_k2"), "kimi")
-_OTHERS = _KIMI | {"mistral": "mistral", "granite": "granite", "phi4_mini_json": "phi4"} | _HARMONY
+_QWEN = dict.fromkeys(("qwen3-coder", "qwen3_coder", "qwen3_xml"), "qwen3-coder")
+_SEED = dict.fromkeys(("seed-oss", "seed_oss"), "seed-oss")
+_MORE = {"mistral": "mistral", "granite": "granite", "phi4_mini_json": "phi4"}
+_OTHERS = _KIMI | _QWEN | _SEED | _MORE | _HARMONY
 _TOOLS = {"auto": "auto"} | _HERMES | _LLAMA3 | _GLM | _OTHERS
-_THINKERS = ("deepseek-r1", "deepseek_r1", "qwen3", "qwen3-thinking", "glm45")
+_THINKERS = ("deepseek-r1", "deepseek_r1", "qwen3", "qwen3-thinking", "glm45", "nemotron_3")
 _CHANNELS = dict.fromkeys(("gpt-oss", "openai_gptoss"), "auto")
 _REASONING = {"auto": "auto", "off": "off"} | _CHANNELS | dict.fromkeys(_THINKERS, "</think>")
 

@@ -454,6 +454,7 @@ class ServeSettings:
         "format of the model's tool calls; auto detects it from the chat template",
         choices=(
             *("auto", "hermes", "llama3", "mistral", "mistral-args", "glm"),
+            *("qwen3-coder", "seed-oss"),
             *("granite", "phi4", "kimi", "harmony"),
         ),
     )

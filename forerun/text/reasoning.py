@@ -74,13 +74,16 @@ class Marks:
 class ReasoningReader:
     """Splits the text of one answer into reasoning and answer, however it is cut.
 
-    White space next to the marks belongs to neither.
+    White space next to the marks belongs to neither; a closer that is repeated at once vanishes.
 
     bare  the text goes on right behind a mark, not within what was begun in the prompt
+    ends  texts of an answer that end a thought which was not closed, such as the opener of a call
     """
 
-    def __init__(self, marks: Marks, stage: Stage, bare: bool = True) -> None:
-        self._marks = marks
+    def __init__(
+        self, marks: Marks, stage: Stage, bare: bool = True, ends: tuple[str, ...] = ()
+    ) -> None:
+        self._marks, self._ends = marks, ends
         self._stage = stage
         self._held = ""
         self._bare = bare
@@ -121,21 +124,29 @@ class ReasoningReader:
     def _thought(self) -> str:
         """Move reasoning out; hold back white space and what may begin the closer."""
         text = self._held.lstrip() if self._bare else self._held
-        at = text.find(self._marks.closer)
-        if at >= 0:
-            self._stage, self._bare = Stage.ANSWERING, True
-            self._held = text[at + len(self._marks.closer) :]
+        marks = (self._marks.closer, *self._ends)
+        found = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
+        if found:
+            at, mark = min(found)
+            self._stage, self._bare = Stage.ANSWERING, mark not in self._ends
+            self._held = text[at + len(mark) * self._bare :]
             return text[:at].rstrip()
-        cut = len(text[: len(text) - overlap(text, self._marks.closer)].rstrip())
+        cut = len(text[: len(text) - max(overlap(text, mark) for mark in marks)].rstrip())
         self._held = text[cut:]
         self._bare = self._bare and not cut
         return text[:cut]
 
     def _answer(self) -> str:
         text, self._held = self._held, ""
-        if self._bare:
+        while self._bare:
             text = text.lstrip()
-            self._bare = not text
+            if not text.startswith(self._marks.closer):
+                break
+            text = text.removeprefix(self._marks.closer)
+        if self._bare and self._marks.closer.startswith(text):
+            self._held = text
+            return ""
+        self._bare = False
         return text
 
 

@@ -58,8 +58,8 @@ class JsonCalls:
                 self._call, self._between = _JsonCall(), ""
                 self._call.feed(character)
             elif self._closed(character):
-                return _merged(calls), text[place:], False
-        return _merged(calls), "", True
+                return merged(calls), text[place:], False
+        return merged(calls), "", True
 
     def _closed(self, character: str) -> bool:
         """Whether a character between calls completes the closer."""
@@ -209,82 +209,30 @@ class MarkedCalls:
                 if arguments:
                     calls.append(CallPiece(self.count - 1, None, arguments))
                 if not mark:
-                    return _merged(calls), held, True
+                    return merged(calls), held, True
                 self._inside, text = False, rest
                 continue
             begun = text.lstrip()
             if begun.startswith(self._closer):
-                return _merged(calls), begun[len(self._closer) :], False
+                return merged(calls), begun[len(self._closer) :], False
             header, mark, rest = begun.partition(self._divider)
             if not header.startswith(self._begin):
                 waits = any(one.startswith(begun) for one in (self._begin, self._closer))
-                return _merged(calls), text, waits
+                return merged(calls), text, waits
             if not mark:
-                return _merged(calls), text, len(header) < _LONGEST_HEADER
+                return merged(calls), text, len(header) < _LONGEST_HEADER
             name = header.removeprefix(self._begin).strip().removeprefix("functions.")
             calls.append(CallPiece(self.count, name.rpartition(":")[0] or name))
             self.count += 1
             self._inside, text = True, rest
 
 
-class GlmCalls:
-    """A name, then pairs of key and value in tags; strings stand there without quotes."""
-
-    def __init__(self, tools: Tools, closer: str) -> None:
-        self.count = 0
-        self._closer = closer
-        self._types = {
-            tool["function"]["name"]: _properties(tool["function"].get("parameters"))
-            for tool in tools
-        }
-        self._name: str | None = None
-        self._pairs = 0
-
-    def push(self, text: str) -> tuple[Sequence[CallPiece], str, bool]:
-        """Read the next piece of text (see Body.push): pairs of key and value become JSON once they
-        are whole, strings by the tools' declared types.
-        """
-        calls: list[CallPiece] = []
-        if self._name is None:
-            end = _NAME_END.search(text)
-            if end is None:
-                return (), text, True
-            self._name, text = text[: end.start()].strip(), text[end.start() :]
-            calls.append(CallPiece(self.count, self._name))
-            self.count += 1
-        at = 0
-        while text.find("</arg_value>", at) >= 0 and (pair := _PAIR.match(text, at)):
-            first_mark = ", " if self._pairs else "{"
-            argument = f"{first_mark}{json.dumps(pair[1])}: {self._value(pair[1], pair[2])}"
-            calls.append(CallPiece(self.count - 1, None, argument))
-            self._pairs += 1
-            at = pair.end()
-        text = text[at:]
-        if text.lstrip().startswith(self._closer):
-            calls.append(CallPiece(self.count - 1, None, "}" if self._pairs else "{}"))
-            self._name, self._pairs = None, 0
-            return _merged(calls), text.lstrip()[len(self._closer) :], False
-        return _merged(calls), text, True
-
-    def _value(self, key: str, text: str) -> str:
-        """A value as JSON: as it stands, unless it is to be a string."""
-        kind = self._types.get(self._name or "", {}).get(key)
-        if kind == "string" or loads_or(text, NOTHING) is NOTHING:
-            return json.dumps(text, ensure_ascii=False)
-        return text.strip()
-
-
 _DIVIDED = re.compile(r"\s*([\w.:-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?={)")
-_NAME_END = re.compile(r"\n|<arg_key>|</tool_call>")
-_PAIR = re.compile(
-    r"\s*+<arg_key>((?>.*?(?=</arg_key>)))</arg_key>\s*+<arg_value>((?>.*?(?=</arg_value>)))</arg_value>",
-    re.DOTALL,
-)
 _LONGEST_HEADER = 512
 NOTHING = object()
 
 
-def _merged(calls: list[CallPiece]) -> tuple[CallPiece, ...]:
+def merged(calls: list[CallPiece]) -> tuple[CallPiece, ...]:
     """Neighbouring pieces of one call's arguments in one."""
     merged: list[CallPiece] = []
     for (index, name), pieces in groupby(calls, lambda piece: (piece.index, piece.name)):
@@ -300,11 +248,3 @@ def loads_or(text: str, otherwise: Any = None) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return otherwise
-
-
-def _properties(schema: Any) -> dict[str, Any]:
-    """Name -> declared type of an object's properties."""
-    properties = schema.get("properties") if isinstance(schema, dict) else None
-    if not isinstance(properties, dict):
-        return {}
-    return {name: item.get("type") for name, item in properties.items() if isinstance(item, dict)}

@@ -13,6 +13,9 @@ begins calls; what precedes it is ordinary content.
              <|tool_call_argument_begin|>{...}<|tool_call_end|>...             Kimi K2
     harmony  ... to=functions.f<|message|>{...}, in messages (harmony.py)      gpt-oss
     glm      <tool_call>f\n<arg_key>k</arg_key>\n<arg_value>v</arg_value>\n</tool_call>
+    qwen3-coder  <tool_call>\n<function=f>\n<parameter=k>\nv\n</parameter>\n</function>\n
+             </tool_call>    Qwen3-Coder, Qwen3.5, Nemotron 3, Granite 4.2
+    seed-oss     the same in <seed:tool_call>                                   Seed-OSS
 """
 
 import re
@@ -21,11 +24,11 @@ from dataclasses import dataclass
 
 from forerun.text.harmony import CHANNEL, MARKS, shows_harmony
 from forerun.text.reasoning import overlap
+from forerun.text.tagged_calls import GlmCalls, QwenCalls
 from forerun.text.tool_bodies import (
     Body,
     CallPiece,
     DividedCall,
-    GlmCalls,
     JsonCalls,
     MarkedCalls,
     Tools,
@@ -50,6 +53,7 @@ class ToolFormat:
     divider    stands between name and arguments, if they are separate
     listed     calls are a JSON list, which is opened once
     each       begins and ends one call among several
+    bare       begins a call too, where a model leaves the opener out
     """
 
     name: str
@@ -59,6 +63,12 @@ class ToolFormat:
     divider: str = ""
     listed: bool = False
     each: tuple[str, str] = ("", "")
+    bare: str = ""
+
+    @property
+    def ends_thoughts(self) -> tuple[str, ...]:
+        """Texts that end a thought although it was not closed."""
+        return (self.opener,) if self.bare else ()
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -84,14 +94,21 @@ KIMI = ToolFormat(
 HARMONY = ToolFormat("harmony", CHANNEL, "", "")
 MISTRAL_ARGS = ToolFormat("mistral-args", "[TOOL_CALLS]", "", "", "[ARGS]")
 GLM = ToolFormat("glm", "<tool_call>", "</tool_call>", "")
+QWEN = ToolFormat("qwen3-coder", "<tool_call>", "</tool_call>", "", bare="<function=")
+SEED = ToolFormat("seed-oss", "<seed:tool_call>", "</seed:tool_call>", "", bare="<function=")
 
 FORMATS = {
     format.name: format
-    for format in (HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, GLM, GRANITE, PHI4, KIMI, HARMONY)
+    for format in (
+        *(HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, GLM, QWEN, SEED),
+        *(GRANITE, PHI4, KIMI, HARMONY),
+    )
 }
 
 _SIGNS = (
     ("<arg_key>", GLM),
+    (SEED.opener, SEED),
+    ("<function=", QWEN),
     (KIMI.opener, KIMI),
     ("[ARGS]", MISTRAL_ARGS),
     ("[TOOL_CALLS]", MISTRAL),
@@ -128,6 +145,8 @@ class ToolReader:
         self._body: Body = JsonCalls(format.closer)
         if format is GLM:
             self._body = GlmCalls(tools, format.closer)
+        elif format in (QWEN, SEED):
+            self._body = QwenCalls(tools, format.closer)
         elif format is MISTRAL_ARGS:
             self._body = DividedCall()
         elif format is KIMI:
@@ -197,15 +216,21 @@ class ToolReader:
 
     def _outside(self) -> str:
         """Move content out; hold back white space and what may begin a call."""
-        text, opener = self._held, self._format.opener
+        text, opener, bare = self._held, self._format.opener, self._format.bare
         if not opener:
             return self._outside_llama()
         at = text.find(opener)
+        alone = text.find(bare, 0, at if at >= 0 else None) if bare else -1
+        if alone >= 0:
+            content = text[:alone].rstrip()
+            self._enter(text[len(content) : alone], text[alone:])
+            return content
         if at >= 0:
             content = text[:at].rstrip()
             self._enter(text[len(content) : at] + opener, text[at + len(opener) :])
             return content
-        cut = len(text[: len(text) - overlap(text, opener)].rstrip())
+        held = max(overlap(text, opener), overlap(text, bare) if bare else 0)
+        cut = len(text[: len(text) - held].rstrip())
         self._held = text[cut:]
         return text[:cut]
 

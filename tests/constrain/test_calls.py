@@ -58,9 +58,14 @@ WRITTEN = {
     "glm": "<tool_call>note\n<arg_key>text</arg_key>\n<arg_value>a < b</arg_value>\n"
     "<arg_key>mood</arg_key>\n<arg_value>sad</arg_value>\n"
     "<arg_key>at</arg_key>\n<arg_value>[1, 2]</arg_value>\n</tool_call>",
+    "qwen3-coder": "<tool_call>\n<function=note>\n<parameter=text>\na < b\n</parameter>\n"
+    "<parameter=mood>\nsad\n</parameter>\n<parameter=at>\n[1, 2]\n</parameter>\n"
+    "</function>\n</tool_call>",
 }
+WRITTEN["seed-oss"] = WRITTEN["qwen3-coder"].replace("tool_call", "seed:tool_call")
+TAGGED = ("glm", "qwen3-coder", "seed-oss")
 CALLED = {name: [("weather", json.loads(ROME))] for name in WRITTEN} | {
-    "glm": [("note", {"text": "a < b", "mood": "sad", "at": [1, 2]})]
+    name: [("note", {"text": "a < b", "mood": "sad", "at": [1, 2]})] for name in TAGGED
 }
 MORE = {
     "hermes": WRITTEN["hermes"] + "\n" + WRITTEN["hermes"],
@@ -75,7 +80,7 @@ MORE = {
         WRITTEN["kimi"].removeprefix("<|tool_calls_section_begin|>").replace(":0", ":1"),
     ),
     "granite": WRITTEN["granite"][:-1] + ", " + WRITTEN["granite"][len("<|tool_call|>[") :],
-    "glm": WRITTEN["glm"] + "\n" + WRITTEN["glm"],
+    **{name: WRITTEN[name] + "\n" + WRITTEN[name] for name in TAGGED},
 }
 MORE["mistral"] = WRITTEN["mistral"][:-1] + ", " + WRITTEN["mistral"][len("[TOOL_CALLS] [") :]
 BROKEN = {

@@ -16,7 +16,7 @@ import pytest
 
 import forerun
 from forerun.constrain.grammar import Grammar
-from forerun.constrain.grammar.glm import _whole
+from forerun.constrain.grammar.tagged import _whole
 from forerun.constrain.schema.paths import schemas
 from forerun.constrain.schema.patterns import matching, portable
 from forerun.constrain.schema.strings import Unenforceable, plain_patterns
@@ -247,7 +247,7 @@ OTHERS_JSON = {
     "text/json_text.py",
     "text/tool_bodies.py",
     "constrain/schema/paths.py",
-    "constrain/grammar/glm.py",
+    "constrain/grammar/tagged.py",
     "constrain/grammar/calls.py",
     "constrain/isolation/matcher_worker.py",
     "constrain/isolation/llguidance_worker.py",

@@ -107,6 +107,10 @@ CALLS = {
     "harmony": "<|channel|>commentary<|message|>Well.<|end|><|start|>assistant to=functions.find"
     '<|channel|>commentary json<|message|>{"city": "Tokyo"}<|call|>',
     "mistral-args": 'Well.[TOOL_CALLS]find[ARGS]{"city": "Tokyo"}',
+    "qwen3-coder": "Well.<tool_call>\n<function=find>\n<parameter=city>\nTokyo\n</parameter>\n"
+    "</function>\n</tool_call>",
+    "seed-oss": "Well.<seed:tool_call><function=find><parameter=city>Tokyo</parameter></function>"
+    "</seed:tool_call>",
     "glm": "Well.<tool_call>find\n<arg_key>city</arg_key>\n<arg_value>Tokyo</arg_value>\n"
     "</tool_call>",
 }

@@ -17,6 +17,8 @@ from forerun.text.tools import (
     MISTRAL,
     MISTRAL_ARGS,
     PHI4,
+    QWEN,
+    SEED,
     ToolReader,
     format_of,
 )
@@ -56,7 +58,35 @@ def listened(reader, parts):
     return content, calls
 
 
+QWENS_CALL = (
+    "<tool_call>\n<function=weather>\n<parameter=city>\n12\n</parameter>\n"
+    "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
+)
 VECTORS = [
+    (
+        QWEN,
+        f"Hm\n{QWENS_CALL}\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+        "Hm",
+        [["weather", '{"city": "12", "days": 3}'], ["now", "{}"]],
+    ),
+    (
+        SEED,
+        QWENS_CALL.replace("tool_call", "seed:tool_call"),
+        "",
+        [["weather", '{"city": "12", "days": 3}']],
+    ),
+    (QWEN, "So. <function=now>\n</function> Done.", "So. Done.", [["now", "{}"]]),
+    (
+        QWEN,
+        "<tool_call>\n<function=f>\n<parameter=a>\n\n x </parameter> <b>\n\n</parameter>\n"
+        "<parameter=b>\nTrue\n</parameter>\n<parameter=c>[1,\n2]</parameter></function>"
+        "<function=now></function></tool_call>",
+        "",
+        [["f", '{"a": "\\n x </parameter> <b>\\n", "b": true, "c": [1,\n2]}'], ["now", "{}"]],
+    ),
+    (QWEN, "<tool_call>none</tool_call>", "<tool_call>none</tool_call>", []),
+    (QWEN, "a <tool_call> <funct", "a <tool_call> <funct", []),
+    (QWEN, "<function=f>\n<parameter=a>\nx\n</parameter>\n</tool_call>", "", [["f", '{"a": "x"}']]),
     (HERMES, "no call", "no call", []),
     (HERMES, "a < b <tool_cal", "a < b <tool_cal", []),
     (
@@ -182,6 +212,8 @@ def test_arguments_come_while_they_are_written():
 def test_the_template_shows_the_format(name):
     shown = {
         "glm": "{% for tool in tools %}<tool_call>{name}<arg_key>",
+        "qwen3-coder": "<tool_call>\n<function=example_function_name>\n<parameter=a>",
+        "seed-oss": "<seed:tool_call>\n<function={{ name }}>\n<parameter=a>",
         "mistral": "{{ '[TOOL_CALLS]' }}",
         "mistral-args": "{{ '[TOOL_CALLS]' + call.name + '[ARGS]' + call.arguments | tojson }}",
         "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>{{ id }}",
@@ -220,6 +252,8 @@ ALOUD = [
     (Stage.THINKING, "Hm. \n", "Hm.", ""),
     (Stage.ANSWERING, "\nYes", "", "Yes"),
     (Stage.ANSWERING, "a </think> b", "", "a </think> b"),
+    (Stage.THINKING, "Hm.</think>\n\n</think>\nYes </think>", "Hm.", "Yes </think>"),
+    (Stage.THINKING, "Hm.</think></thin", "Hm.", "</thin"),
 ]
 
 
@@ -230,6 +264,32 @@ def test_any_cut_gives_the_same_reasoning(stage, text, reasoning, answer):
         reader = ReasoningReader(THINK, stage)
         output_tokens = [*map(reader.push, pieces(text, cut)), reader.finish(cut=True)]
         assert tuple(map("".join, zip(*output_tokens, strict=True))) == (reasoning, answer), cut
+
+
+def test_a_call_ends_a_thought_that_is_not_closed():
+    text, found = "Hm. <tool_call>\nx", set()
+    for cut in [(), range(1, len(text)), *combinations(range(1, len(text)), 2)]:
+        reader = ReasoningReader(THINK, Stage.THINKING, ends=("<tool_call>",))
+        parts = [*map(reader.push, pieces(text, cut)), reader.finish()]
+        found.add(tuple(map("".join, zip(*parts, strict=True))))
+    assert found == {("Hm.", "<tool_call>\nx")}
+    assert QWEN.ends_thoughts == ("<tool_call>",) and HERMES.ends_thoughts == ()
+
+
+def test_the_declared_types_say_what_is_text():
+    """Where several types are declared, a text is one unless it is of another of them."""
+    kinds = {"a": ["string", "null"], "b": ["integer", "string"], "c": "boolean"}
+    parameters = {"properties": {name: {"type": kind} for name, kind in kinds.items()}}
+    tools = [{"function": {"name": "f", "parameters": parameters}}]
+    for given, read in (
+        (("12", "12", "False"), {"a": "12", "b": 12, "c": False}),
+        (("null", "x", "true"), {"a": None, "b": "x", "c": True}),
+        (('"q"', "1.5", "maybe"), {"a": "q", "b": "1.5", "c": "maybe"}),
+    ):
+        pairs = zip(kinds, given, strict=True)
+        inside = (f"<parameter={key}>{value}</parameter>" for key, value in pairs)
+        _, calls = listened(ToolReader(QWEN, tools), [f"<function=f>{''.join(inside)}</function>"])
+        assert json.loads(calls[0][1]) == read
 
 
 def test_marks_and_stages_are_found():

@@ -9,12 +9,23 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from forerun.constrain.grammar.glm import arguments
 from forerun.constrain.grammar.grammar import Grammar, Kind, Start
 from forerun.constrain.grammar.harmony import harmony_lines
+from forerun.constrain.grammar.tagged import GLM_TAGS, QWEN_TAGS, arguments
 from forerun.errors import BusyError, RequestError
 from forerun.text.harmony import END, START
-from forerun.text.tools import GLM, HARMONY, HERMES, KIMI, LLAMA3, MISTRAL_ARGS, PHI4, ToolFormat
+from forerun.text.tools import (
+    GLM,
+    HARMONY,
+    HERMES,
+    KIMI,
+    LLAMA3,
+    MISTRAL_ARGS,
+    PHI4,
+    QWEN,
+    SEED,
+    ToolFormat,
+)
 
 Compiled = TypeVar("Compiled")
 
@@ -108,7 +119,7 @@ def tool_rules(
     calling  whether calls are required, and whether there may be several
     answer   a schema for answers without a call; None = free text
 
-    Raises RequestError if `answer` is no JSON schema, or GLM's arguments cannot honour a strict
+    Raises RequestError if `answer` is no JSON schema, or arguments in tags cannot honour a strict
     one.
     """
     parts = [tool.arguments for tool in tools] + ([answer] if answer else [])
@@ -183,11 +194,14 @@ def _in_text(format: ToolFormat, calling: Calling, calls: str, opener: str) -> l
 
 def _call(format: ToolFormat, calling: Calling, index: int, tool: Signature) -> list[str]:
     """The rules of one call, from behind the opener to its closer."""
-    if format is GLM:
-        made = arguments(index, tool.arguments, literal, json_texts)
+    if format in (GLM, QWEN, SEED):
+        tags = GLM_TAGS if format is GLM else QWEN_TAGS
+        made = arguments(index, tool.arguments, tags, literal, json_texts)
         left = [f"{LEFT_OUT}{_plain(made.left)}"] if made.left else []
-        head = literal(f"{tool.name}\n")
-        return [*left, f"call_{index}: {head} {made.pairs} {literal(format.closer)}", *made.rules]
+        head, end = f"{tool.name}\n", calling.mark(format.closer)
+        if format is not GLM:
+            head, end = f"\n<function={head[:-1]}>\n", f'"</function>\\n" {end}'
+        return [*left, f"call_{index}: {literal(head)} {made.pairs} {end}", *made.rules]
     # Chat templates write arguments on one line, so models do.
     written = f"json_{index}: {json_texts(tool.arguments.on_one_line())}"
     if format is MISTRAL_ARGS:

@@ -93,7 +93,10 @@ def dialogue(body: ChatBody, loaded: Frontend, settings: ServeSettings) -> Dialo
     if banned is None and not (free and stage == Stage.UNDECIDED):
         seen = control or not body.skip_special_tokens
         found, stage = _after_reasoning(found, stage, marks, loaded.tokenizer, seen)
-    return replace(found, parser=lambda: OutputParser(ReasoningReader(marks, stage, bare), tools()))
+    ends = format.ends_thoughts if plain else ()
+    return replace(
+        found, parser=lambda: OutputParser(ReasoningReader(marks, stage, bare, ends), tools())
+    )
 
 
 def _channels(tools: list[dict[str, Any]], begun: str, apart: bool) -> Callable[[], OutputParser]:

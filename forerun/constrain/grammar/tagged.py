@@ -1,4 +1,4 @@
-"""Arguments of a call as GLM writes them: keys and values in tags, strings without quotes.
+"""Arguments of a call as GLM and Qwen write them: keys and values in tags, strings without quotes.
 
 Strings stand there raw, so what a schema says of them is written as terminals; every other value
 is JSON.
@@ -16,7 +16,6 @@ from forerun.constrain.schema.rewrite import rewritten
 from forerun.constrain.schema.strings import RAW_FORMATS, other_than
 from forerun.errors import RequestError
 
-CLOSER = "</arg_value>"
 _ANY = r"/(.|\n)*/"
 _STRING = frozenset(
     {"type", "const", "enum", "pattern", "format", "minLength", "maxLength", "allOf"}
@@ -24,6 +23,24 @@ _STRING = frozenset(
 _OBJECT = frozenset(
     {"type", "properties", "required", "additionalProperties", "patternProperties", "$defs"}
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """The tags around a value.
+
+    begin   before it, `{}` for its key
+    closer  behind it
+    never   what no string contains, for its reader would find the end there
+    """
+
+    begin: str
+    closer: str
+    never: str
+
+
+GLM_TAGS = Tags("<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>", "</arg_value>")
+QWEN_TAGS = Tags("<parameter={}>\n", "\n</parameter>", "</parameter>")
 
 
 @dataclass(slots=True)
@@ -41,10 +58,13 @@ class Arguments:
 
 
 def arguments(
-    index: int, grammar: Grammar, literal: Callable[[str], str], content: Callable[[Grammar], str]
+    index: int,
+    grammar: Grammar,
+    tags: Tags,
+    literal: Callable[[str], str],
+    content: Callable[[Grammar], str],
 ) -> Arguments:
-    """The rules of a function's arguments in GLM's form: tags of keys and values, strings without
-    quotes.
+    """Write the rules of a function's arguments: tags of keys and values, strings without quotes.
 
     index    number of the function, for the names of rules
     grammar  a schema of its arguments
@@ -56,7 +76,7 @@ def arguments(
     """
     raw = json.loads(grammar.source)
     try:
-        return _Writer(grammar, raw, literal, content).arguments(index)
+        return _Writer(grammar, tags, raw, literal, content).arguments(index)
     except RecursionError:
         message = f"{grammar.field} has levels or names that are too long for calls of this form"
         raise RequestError(message, grammar.field) from None
@@ -66,11 +86,13 @@ class _Writer:
     def __init__(
         self,
         grammar: Grammar,
+        tags: Tags,
         raw: dict[str, Any],
         literal: Callable[[str], str],
         content: Callable[[Grammar], str],
     ) -> None:
         self._grammar, self._literal, self._content = grammar, literal, content
+        self._tags = tags
         schema = rewritten(raw, plain=not grammar.lenient)
         whole = schema.schema if isinstance(schema.schema, dict) else {}
         self._defined: dict[str, Any] = whole.get("$defs", {})
@@ -102,7 +124,7 @@ class _Writer:
                 continue
             name = f"value_{index}_{place}"
             self._value(name, key, value)
-            begin = self._literal(f"<arg_key>{key}</arg_key>\n<arg_value>")
+            begin = self._literal(self._tags.begin.format(key))
             optional = "" if key in required else "?"
             pairs.append(f"({begin} {name} {self._literal(chr(10))}){optional}")
         self._out.pairs = " ".join(pairs)
@@ -116,15 +138,16 @@ class _Writer:
             return
         schema = {**value, "$defs": self._defined} if isinstance(value, dict) else value
         part = Grammar.json_schema(schema, self._grammar.lenient, self._grammar.field)
-        self._out.rules.append(f"{name}: {name}_json {self._literal(CLOSER)}")
+        self._out.rules.append(f"{name}: {name}_json {self._literal(self._tags.closer)}")
         self._out.rules.append(f"{name}_json: {self._content(part)}")
 
     def _string(self, name: str, key: str, schema: dict[str, Any]) -> None:
-        closer = self._literal(CLOSER)
+        closer = self._literal(self._tags.closer)
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         terms = self._terms(f"properties.{key}", schema)
         if values is not None:
-            words = [word for word in values if isinstance(word, str) and CLOSER not in word]
+            never = self._tags.never
+            words = [word for word in values if isinstance(word, str) and never not in word]
             either = " | ".join(self._literal(word) if word else '""' for word in words)
             if not words:
                 raise RequestError(f"{self._grammar.field}: no text satisfies properties.{key}")
@@ -132,18 +155,19 @@ class _Writer:
                 self._out.rules.append(f"{name}: ({either}) {closer}")
                 return
             terms.append(f"({either})")
-        if len(terms) == 1:
+        if len(terms) == 1 and self._tags.never == self._tags.closer:
             self._out.rules.append(f"{name}[suffix={closer}]: {_ANY}")
             return
         terminal = name.upper()
         self._out.rules.append(f"{name}: {terminal}")
-        self._out.rules.append(f"{terminal}: ({' & '.join(terms)}) {closer}")
+        both = " & ".join([_ANY, *terms])  # Of one negation alone the closer would be a part.
+        self._out.rules.append(f"{terminal}: ({both}) {closer}")
 
     def _terms(self, path: str, schema: dict[str, Any]) -> list[str]:
         """Return what a raw string must match, all of it; the first term excludes the closing
         tag.
         """
-        terms = [f"~({_ANY} {self._literal(CLOSER)} {_ANY})"]
+        terms = [f"~({_ANY} {self._literal(self._tags.never)} {_ANY})"]
         for keyword in schema.keys() - _STRING:
             self._fault(
                 UnenforcedKeyword(f"{path}.{keyword}", "not supported in calls of this form")

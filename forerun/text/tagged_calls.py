@@ -1,0 +1,176 @@
+"""Calls whose arguments stand in tags, key by key, strings without quotes: GLM's and Qwen's."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from forerun.text.tool_bodies import NOTHING, CallPiece, Tools, loads_or, merged
+
+_TYPES: dict[type, tuple[str, ...]] = {
+    str: ("string",),
+    bool: ("boolean",),
+    int: ("integer", "number"),
+    float: ("number",),
+    type(None): ("null",),
+    list: ("array",),
+    dict: ("object",),
+}
+"""Python's types of JSON values, and what a schema calls them."""
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+"""Python's words for JSON's, which models write at times."""
+
+
+class DeclaredTypes:
+    """The types that tools declare for their arguments."""
+
+    def __init__(self, tools: Tools) -> None:
+        self._types = {
+            tool["function"]["name"]: _properties(tool["function"].get("parameters"))
+            for tool in tools
+        }
+
+    def json_of(self, function: str, key: str, text: str) -> str:
+        """Return a value as JSON: as it stands, unless it is to be a string, or is no JSON."""
+        declared = self._types.get(function, {}).get(key)
+        if declared == "string":
+            return json.dumps(text, ensure_ascii=False)
+        value = loads_or(text, NOTHING)
+        if value is NOTHING and (word := _WORDS.get(text.strip())):
+            return word
+        listed = declared if isinstance(declared, list) else []
+        string = "string" in listed and not set(_TYPES.get(type(value), ())) & set(listed)
+        if value is NOTHING or string:
+            return json.dumps(text, ensure_ascii=False)
+        return text.strip()
+
+
+class GlmCalls:
+    """A name, then pairs of key and value in tags; strings stand there without quotes."""
+
+    def __init__(self, tools: Tools, closer: str) -> None:
+        self.count = 0
+        self._closer, self._declared = closer, DeclaredTypes(tools)
+        self._name: str | None = None
+        self._pairs = 0
+
+    def push(self, text: str) -> tuple[Sequence[CallPiece], str, bool]:
+        """Read the next piece of text (see Body.push): pairs of key and value become JSON once they
+        are whole, strings by the tools' declared types.
+        """
+        calls: list[CallPiece] = []
+        if self._name is None:
+            end = _NAME_END.search(text)
+            if end is None:
+                return (), text, True
+            self._name, text = text[: end.start()].strip(), text[end.start() :]
+            calls.append(CallPiece(self.count, self._name))
+            self.count += 1
+        at = 0
+        while text.find("</arg_value>", at) >= 0 and (pair := _PAIR.match(text, at)):
+            argument = self._declared.json_of(self._name, pair[1], pair[2])
+            calls.append(CallPiece(self.count - 1, None, member(self._pairs, pair[1], argument)))
+            self._pairs += 1
+            at = pair.end()
+        text = text[at:]
+        if text.lstrip().startswith(self._closer):
+            calls.append(CallPiece(self.count - 1, None, "}" if self._pairs else "{}"))
+            self._name, self._pairs = None, 0
+            return merged(calls), text.lstrip()[len(self._closer) :], False
+        return merged(calls), text, True
+
+
+class QwenCalls:
+    """Functions in tags, and in these parameters, each value on lines of its own.
+
+    A value ends at the first closing tag behind which another parameter or the function's end
+    stands, so that it may contain such a tag. Of the white space around it one line break at each
+    side belongs to the tags.
+
+    closer  behind the functions; without it the last function's end, where no opener was written
+    """
+
+    def __init__(self, tools: Tools, closer: str) -> None:
+        self.count = 0
+        self._closer, self._declared = closer, DeclaredTypes(tools)
+        self._name: str | None = None
+        self._pairs = 0
+
+    def push(self, text: str) -> tuple[Sequence[CallPiece], str, bool]:
+        """Read the next piece of text (see Body.push): a function's name once it is known, then its
+        parameters as JSON once they are whole. Ends behind the closer, or where nothing of this
+        kind can follow.
+        """
+        calls: list[CallPiece] = []
+        while True:
+            begun = text.lstrip()
+            if self._name is None:
+                if begun.startswith(self._closer):
+                    return merged(calls), begun[len(self._closer) :], False
+                opened = _FUNCTION.match(begun)
+                if opened is None:
+                    waits = _may_become(begun, (_FUNCTION_MARK, self._closer))
+                    return merged(calls), text, waits
+                self._name, self._pairs = opened[1].strip(), 0
+                calls.append(CallPiece(self.count, self._name))
+                self.count += 1
+                text = begun[opened.end() :]
+            elif begun.startswith((_FUNCTION_END, self._closer)):
+                calls.append(CallPiece(self.count - 1, None, "}" if self._pairs else "{}"))
+                self._name = None
+                text = begun.removeprefix(_FUNCTION_END)
+            elif (found := self._parameter(begun)) is None:
+                return merged(calls), text, _may_become(begun, (*_BEHIND, self._closer))
+            else:
+                argument, text = found
+                calls.append(CallPiece(self.count - 1, None, argument))
+                self._pairs += 1
+
+    def _parameter(self, text: str) -> tuple[str, str] | None:
+        """Return a parameter as a member of a JSON object, and the rest; None: it is not whole."""
+        head = _PARAMETER.match(text)
+        if head is None:
+            return None
+        end = text.find(_PARAMETER_END, head.end())
+        while end >= 0:
+            rest = text[end + len(_PARAMETER_END) :]
+            following = rest.lstrip()
+            if following.startswith((*_BEHIND, self._closer)):
+                value = text[head.end() : end].removeprefix("\n").removesuffix("\n")
+                key = head[1].strip()
+                argument = self._declared.json_of(self._name or "", key, value)
+                return member(self._pairs, key, argument), rest
+            if _may_become(following, (*_BEHIND, self._closer)):
+                return None
+            end = text.find(_PARAMETER_END, end + 1)
+        return None
+
+
+def member(place: int, key: str, value: str) -> str:
+    """Return a member of a JSON object with what precedes it; place: members before it."""
+    return f"{', ' if place else '{'}{json.dumps(key)}: {value}"
+
+
+_FUNCTION_MARK, _FUNCTION_END = "<function=", "</function>"
+_PARAMETER_MARK, _PARAMETER_END = "<parameter=", "</parameter>"
+_BEHIND = (_PARAMETER_MARK, _FUNCTION_END)
+_FUNCTION = re.compile(r"<function=([^>\n]{1,256})>")
+_PARAMETER = re.compile(r"<parameter=([^>\n]{1,256})>")
+_NAME_END = re.compile(r"\n|<arg_key>|</tool_call>")
+_PAIR = re.compile(
+    r"\s*+<arg_key>((?>.*?(?=</arg_key>)))</arg_key>\s*+<arg_value>((?>.*?(?=</arg_value>)))</arg_value>",
+    re.DOTALL,
+)
+
+
+def _may_become(text: str, marks: Sequence[str]) -> bool:
+    """Whether what a text begins with may be, or become, one of the marks."""
+    return any(mark.startswith(text) or text.startswith(mark) for mark in marks if mark)
+
+
+def _properties(schema: Any) -> Mapping[str, Any]:
+    """Name -> declared type of an object's properties."""
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    if not isinstance(properties, dict):
+        return {}
+    return {name: item.get("type") for name, item in properties.items() if isinstance(item, dict)}
