@@ -16,6 +16,7 @@ from forerun.build import engine as engine_module
 from forerun.client.llm import LLM
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.grammar.calls import Calling, Signature, tool_rules
+from forerun.constrain.grammar.tags import Tag, tag_rules
 from forerun.constrain.matcher.matcher import Matcher
 from forerun.engine.request import Speculation
 from forerun.text.tools import FORMATS
@@ -374,7 +375,7 @@ def test_an_escape_that_has_one_end_alone_is_not_begun(schema, start):
 def test_arguments_of_calls_have_any_escape_of_unicode(name):
     note = Signature("note", Grammar.json_schema({**CLOSED, "properties": {"text": TEXT}}))
     grammar = tool_rules(FORMATS[name], [note], Calling(True, False), None).grammar
-    for dumps in (json.dumps, short):
+    for dumps in (json.dumps, short, slashed):
         arguments = '{"text": ' + dumps(SAID) + "}"
         call = '{"name": "note", "arguments": ' + arguments + "}"
         text = {
@@ -384,6 +385,24 @@ def test_arguments_of_calls_have_any_escape_of_unicode(name):
             "mistral-args": f"[TOOL_CALLS]note[ARGS]{arguments}",
         }[name]
         assert writes(grammar, text) is None
+
+
+@pytest.mark.parametrize("name", ["bytes", "byte-level", "prepend"])
+def test_a_slash_is_escaped_in_arguments_alone(name):
+    note = Signature("note", Grammar.json_schema({**CLOSED, "properties": {"text": TEXT}}))
+    grammar = tool_rules(FORMATS["hermes"], [note], Calling(False, False), None).grammar
+    tags = tag_rules([Tag("<f>", Grammar.json_schema(TEXT), "</f>")], ["<f>"], "tags").grammar
+    call = '<tool_call>\n{"name": "note", "arguments": {"text": "%s"}}\n%s'
+    for text in ("a\\/b", "\\/", "\\\\/", "<\\/a>\\/\\/", "\\/n\\n"):
+        assert writes(grammar, "\\/ " + call % (text, "</tool_call>"), name, "shortest") is None
+        assert writes(tags, f'\\/ <f>"{text}"</f> \\/', name, "shortest") is None
+    assert writes(grammar, call % ("a", "<\\/tool_call>"), name, "longest") is not None
+    assert writes(tags, '<f>"a"<\\/f>', name, "longest") is not None
+    backslashed = [
+        Tag("<f\\n", Grammar.json_schema(TEXT), ";"),
+        Tag("<f/x", Grammar.json_schema(TEXT), ";"),
+    ]
+    assert writes(tag_rules(backslashed, ["<f"], "tags").grammar, '<f\\/x"a";', name) is not None
 
 
 class ByHeart(Scripted):

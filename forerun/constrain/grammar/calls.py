@@ -32,6 +32,10 @@ Compiled = TypeVar("Compiled")
 LEFT_OUT = "// x-forerun-unenforced: "
 """Before paths, as a JSON list, of what the grammar leaves out of its schemas."""
 
+SLASHES = "// x-forerun-slashes"
+"""First line of a grammar whose backslashes stand in JSON or where any text may: in its strings a
+slash may be escaped (matcher/slashes.py)."""
+
 ANY_TEXT = r"/(.|\n)*/"
 
 
@@ -124,9 +128,11 @@ def tool_rules(
     """
     parts = [tool.arguments for tool in tools] + ([answer] if answer else [])
     if format is HARMONY:
-        lines = _in_channels(tools, calling, answer)
+        lines = [SLASHES, *_in_channels(tools, calling, answer)]
         return Rules(Grammar.grammar("\n".join(lines), "tools"), tuple(parts))
-    lines = [f"call: {either('call', len(tools))}"]
+    # GLM's values are texts of their own, not JSON.
+    lines = [SLASHES] if format is not GLM else []
+    lines.append(f"call: {either('call', len(tools))}")
     for index, tool in enumerate(tools):
         lines += _call(format, calling, index, tool)
     lines += _around(format, calling, answer)

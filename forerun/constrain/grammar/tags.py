@@ -3,7 +3,15 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from forerun.constrain.grammar.calls import ANY_TEXT, Rules, either, json_texts, literal, without
+from forerun.constrain.grammar.calls import (
+    ANY_TEXT,
+    SLASHES,
+    Rules,
+    either,
+    json_texts,
+    literal,
+    without,
+)
 from forerun.constrain.grammar.grammar import Grammar
 from forerun.errors import RequestError
 
@@ -74,6 +82,8 @@ def _source(
     else:
         lines.append(f"start: ({parts})* TAIL")
     lines.append(f"TAIL: {without([trigger for trigger, _ in used])}")
+    if not any("\\" in text for tag in tags for text in (tag.begin, tag.end)):
+        lines.insert(0, SLASHES)
     return "\n".join(lines)
 
 

@@ -8,6 +8,7 @@ import llguidance
 import numpy as np
 
 from forerun.constrain.grammar import Grammar, Kind
+from forerun.constrain.grammar.calls import SLASHES
 from forerun.constrain.matcher.automaton import Vocabulary
 from forerun.constrain.matcher.limits import CALL_LIMITS, LIMITS
 from forerun.constrain.matcher.slashes import Slashes, shown
@@ -22,7 +23,7 @@ again, for its tokens may have been cut."""
 class GuidanceAutomaton:
     """An llguidance matcher. See Automaton.
 
-    slashes  of a grammar of JSON, whose strings may have slashes that are escaped
+    slashes  of a grammar with JSON, whose strings may have slashes that are escaped
     """
 
     def __init__(
@@ -101,7 +102,7 @@ def begin(
     can fail with any other; or why there is none. Takes 0.5 to 1 ms, under 1,500 optional
     properties 140; other threads run meanwhile.
 
-    slashes  of the vocabulary, where the grammar is one of JSON
+    slashes  of the vocabulary, where the grammar is one with JSON
     apart  for a process of its own: a step may take more
     """
     limits = LIMITS if apart else CALL_LIMITS
@@ -123,7 +124,8 @@ class Guidance:
 
     def __init__(self, tokenizer: Vocabulary) -> None:
         self._tokenizer = tokenizer
-        self._vocabularies: dict[bool, tuple[llguidance.LLTokenizer, Slashes | None]] = {}
+        self._vocabularies: dict[bool, tuple[llguidance.LLTokenizer, _Vocabulary]] = {}
+        self._slashes: dict[bool, Slashes] = {}
 
     def build(self, text: str) -> Callable[[bool], GuidanceAutomaton | str]:
         """`begin` of this tokenizer and a grammar in llguidance's form, as the compiling process
@@ -134,10 +136,14 @@ class Guidance:
         if of_json not in self._vocabularies:
             known: Any = _Vocabulary(self._tokenizer, of_json)
             ends = list(self._tokenizer.eos_ids)
-            slashes = Slashes(known.tokens, known.special_token_ids) if of_json else None
-            made = llguidance.LLTokenizer(known, eos_token=ends)
-            self._vocabularies[of_json] = made, slashes
-        return partial(begin, *self._vocabularies[of_json], text)
+            self._vocabularies[of_json] = llguidance.LLTokenizer(known, eos_token=ends), known
+        vocabulary, known = self._vocabularies[of_json]
+        slashes = None
+        if of_json or text.startswith(SLASHES):
+            if of_json not in self._slashes:
+                self._slashes[of_json] = Slashes(known.tokens, known.special_token_ids)
+            slashes = self._slashes[of_json]
+        return partial(begin, vocabulary, slashes, text)
 
     def explained(self, grammar: Grammar, message: str) -> str:
         """Return an error message for users: llguidance's `message` on one line, with the request

@@ -2,7 +2,8 @@ r"""`\/` in JSON strings, which llguidance does not have (docs/inside/llguidance
 
 It means `/`, so what may follow it is what may follow `/`: where a token ends with a backslash that
 begins an escape, a copy of the matcher stays before that backslash, and takes what begins with a
-slash. Within a token `\/` is shown to llguidance as `/`.
+slash. Where all is JSON, `\/` within a token is shown to llguidance as `/`; beside other text,
+where that would take `<\/` for `</`, it is not.
 """
 
 import re
