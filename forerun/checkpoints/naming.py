@@ -162,14 +162,18 @@ class StoredTensor:
 
 _SHARED = (r"mlp\.shared_expert\.", "mlp.shared_experts.")
 
+_SPARSE = (
+    (r"mlp\.gate\.e_score", "block_sparse_moe.e_score"),
+    (r"mlp\.gate\.", "block_sparse_moe.gate."),
+    (r"mlp\.experts\.(\d+)\.gate_proj\.", r"block_sparse_moe.experts.\1.w1."),
+    (r"mlp\.experts\.(\d+)\.down_proj\.", r"block_sparse_moe.experts.\1.w2."),
+    (r"mlp\.experts\.(\d+)\.up_proj\.", r"block_sparse_moe.experts.\1.w3."),
+)
 _RENAMED: dict[Family, tuple[tuple[str, str], ...]] = {
-    "mixtral": (
-        (r"mlp\.gate\.", "block_sparse_moe.gate."),
-        (r"mlp\.experts\.(\d+)\.gate_proj\.", r"block_sparse_moe.experts.\1.w1."),
-        (r"mlp\.experts\.(\d+)\.down_proj\.", r"block_sparse_moe.experts.\1.w2."),
-        (r"mlp\.experts\.(\d+)\.up_proj\.", r"block_sparse_moe.experts.\1.w3."),
-    ),
+    "mixtral": _SPARSE,
+    "minimax_m2": _SPARSE,
     "glm4_moe": (_SHARED,),
+    "glm4_moe_lite": (_SHARED,),
     "deepseek_v3": (_SHARED,),
     "deepseek_v2": (_SHARED,),
     "gpt_oss": ((r"mlp\.gate\.", "mlp.router."),),
@@ -346,6 +350,8 @@ def order_of(name: str, arch: Architecture, spec: LayerSpec) -> Order | None:
     head = _rotated_first(rope, arch.head_size)
     kind = name.removeprefix("self_attn.").rsplit(".", 1)[0]
     heads = {"q_proj": arch.heads, "k_proj": arch.kv_heads, "q_norm": 1, "k_norm": 1}.get(kind)
+    if spec.wide_qk_norm and kind.endswith("_norm"):
+        heads = {"q_norm": arch.heads, "k_norm": arch.kv_heads}.get(kind)
     return None if heads is None else each_head(head, heads)
 
 

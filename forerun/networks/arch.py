@@ -45,6 +45,11 @@ Family = Literal[
     "qwen3_next",
     "qwen3_5_text",
     "qwen3_5_moe_text",
+    "seed_oss",
+    "olmo3",
+    "exaone4",
+    "glm4_moe_lite",
+    "minimax_m2",
 ]
 """By the name that config.json gives as model_type."""
 FAMILIES: tuple[Family, ...] = get_args(Family)

@@ -128,4 +128,14 @@ READERS: dict[Family, Reader] = {
     "qwen3_5_moe_text": Reader(
         "Qwen3_5MoeForCausalLM", delta.qwen3_5_moe, head_size=256, centred=True
     ),
+    "seed_oss": Reader("SeedOssForCausalLM", dense.seed_oss, head_size=128),
+    "olmo3": Reader("Olmo3ForCausalLM", dense.olmo3, every_head=True, norm_eps=1e-5),
+    "exaone4": Reader("Exaone4ForCausalLM", dense.exaone4, norm_eps=1e-5),
+    "glm4_moe_lite": Reader(
+        "Glm4MoeLiteForCausalLM",
+        experts.glm4_moe_lite,
+        norm_eps=1e-5,
+        sizes=experts.deepseek_sizes,
+    ),
+    "minimax_m2": Reader("MiniMaxM2ForCausalLM", experts.minimax_m2, head_size=128),
 }

@@ -1,6 +1,7 @@
 """Layers of families without experts, as their config.json says, with transformers' defaults."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from forerun.networks.arch import ArchitectureSizes
 from forerun.networks.family_parts import (
@@ -203,12 +204,14 @@ def granite(keys: Keys, sizes: ArchitectureSizes) -> Layers:
     return (spec,) * sizes.layers
 
 
-def olmo2(keys: Keys, sizes: ArchitectureSizes) -> Layers:
-    """OLMo 2 (arXiv 2501.00656): norms behind attention and feed-forward, and over all heads."""
+def olmo2(keys: Keys, sizes: ArchitectureSizes, rope: Rope | None = None) -> Layers:
+    """OLMo 2 (arXiv 2501.00656): norms behind attention and feed-forward, and over all heads. rope:
+    of OLMo 3's; None: as the keys say.
+    """
     biased = keys.flag("attention_bias", False)
     spec = LayerSpec(
         plain_attention(sizes),
-        rope_from(keys, sizes.context),
+        rope_from(keys, sizes.context) if rope is None else rope,
         Dense(keys.integer("intermediate_size")),
         norms="post",
         wide_qk_norm=True,
@@ -216,3 +219,70 @@ def olmo2(keys: Keys, sizes: ArchitectureSizes) -> Layers:
         o_bias=biased,
     )
     return (spec,) * sizes.layers
+
+
+def olmo3(keys: Keys, sizes: ArchitectureSizes) -> Layers:
+    """Return layers of OLMo 3: OLMo 2's, three of four with a window and without the stretched
+    positions of the fourth. Raises ModelError for a key that is missing or cannot be used.
+    """
+    theta, window = 5e5, optional_integer(keys, "sliding_window", 4096)
+    if keys.get("rope_parameters") is not None:
+        ropes = ropes_by_kind(keys, sizes.context, {FULL: theta, SLIDING: theta})
+    else:
+        whole = rope_from(keys, sizes.context, theta)
+        ropes = {FULL: whole, SLIDING: Rope(whole.theta)}
+    (spec,) = {*olmo2(keys, sizes, ropes[FULL])}
+    local = replace(spec, attention=plain_attention(sizes, window), rope=ropes[SLIDING])
+    slides = slides_of(keys, sizes, [(layer + 1) % 4 != 0 for layer in range(sizes.layers)])
+    return tuple(local if slide else spec for slide in slides)
+
+
+def seed_oss(keys: Keys, sizes: ArchitectureSizes) -> Layers:
+    """Return layers of Seed-OSS: Llama's with biases on queries, keys and values. Raises ModelError
+    for a key that is missing or cannot be used.
+    """
+    spec = LayerSpec(
+        plain_attention(sizes),
+        rope_from(keys, sizes.context),
+        Dense(keys.integer("intermediate_size"), keys.flag("mlp_bias", False)),
+        qkv_bias=keys.flag("attention_bias", True),
+        o_bias=keys.flag("attention_out_bias", False),
+    )
+    return (spec,) * sizes.layers
+
+
+def exaone4(keys: Keys, sizes: ArchitectureSizes) -> Layers:
+    """Return layers of EXAONE 4 (arXiv 2507.11407): norms behind attention and feed-forward; where
+    some layers have windows, the others have no positions. Raises ModelError for a key that is
+    missing or cannot be used.
+    """
+    window = optional_integer(keys, "sliding_window", 4096)
+    slides = slides_of(keys, sizes, _exaone_slides(keys, sizes.layers, window), window is not None)
+    rope = rope_from(keys, sizes.context)
+    spec = LayerSpec(
+        plain_attention(sizes),
+        rope,
+        Dense(keys.integer("intermediate_size")),
+        norms="post",
+        qk_norm=True,
+    )
+    if window is None:
+        return (spec,) * sizes.layers
+    local = replace(spec, attention=plain_attention(sizes, window))
+    still = replace(spec, rope=Rope(rope.theta, rotated=0))
+    return tuple(local if slide else still for slide in slides)
+
+
+def _exaone_slides(keys: Keys, layers: int, window: int | None) -> list[bool]:
+    """Which layers have a window by `sliding_window_pattern`: every so many-th has none, or those
+    at its letters G; the last has none.
+    """
+    pattern = keys.get("sliding_window_pattern", 4)
+    if window is None:
+        return [False] * layers
+    if type(pattern) is int and pattern > 0:
+        return [(layer + 1) % pattern != 0 for layer in range(layers)]
+    if not isinstance(pattern, str) or not pattern or {*pattern} - {"L", "G"}:
+        raise keys.unfit("sliding_window_pattern", pattern, "a positive number, or letters L and G")
+    slides = [pattern[layer % len(pattern)] == "L" for layer in range(layers)]
+    return [*slides[:-1], False]

@@ -122,6 +122,57 @@ def deepseek_v3(keys: Keys, sizes: ArchitectureSizes) -> Layers:
     return _mixed(keys, sizes, dense, _sigmoids(keys, 8, 4), first=3)
 
 
+def glm4_moe_lite(keys: Keys, sizes: ArchitectureSizes) -> Layers:
+    """Return layers of GLM-4.7-Flash, which have DeepSeek-V3's shape. Raises ModelError for a key
+    that is missing or cannot be used: what DeepSeek's configurations may leave out must be there.
+    """
+    for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"):
+        keys.integer(name)
+    keys.real("routed_scaling_factor")
+    keys.require("scoring_func", "sigmoid")
+    keys.require("topk_method", "noaux_tc")
+    kinds = keys.get("mlp_layer_types")
+    first = keys.integer("first_k_dense_replace", 1)
+    if kinds is not None:
+        first = kinds.count("dense") if isinstance(kinds, list) else first
+        if kinds != ["dense"] * first + ["sparse"] * (sizes.layers - first):
+            wanted = f"dense layers, then sparse ones, {sizes.layers} in all"
+            raise keys.unfit("mlp_layer_types", kinds, wanted)
+        keys.require("first_k_dense_replace", first)
+    dense = _latent(keys, sizes, keys.flag("rope_interleave", True))
+    return _mixed(keys, sizes, dense, _sigmoids(keys, 1, 1), first=first)
+
+
+def minimax_m2(keys: Keys, sizes: ArchitectureSizes) -> Layers:
+    """Return layers of MiniMax M2 (arXiv 2511.13594): norms over all heads at once, a part of each
+    head rotated, experts by sigmoids. Raises ModelError for a key that is missing or cannot be
+    used.
+    """
+    for name in ("use_mtp", "num_mtp_modules", "mtp_transformer_layers"):
+        keys.get(name)  # Announced; no file holds them.
+    for name in ("router_jitter_noise", "mlp_intermediate_size", "shared_moe_mode"):
+        keys.get(name)  # In training only, or of no layer.
+    keys.require("scoring_func", "sigmoid")
+    keys.require("qk_norm_type", "per_layer")
+    keys.require("shared_intermediate_size", 0)
+    for name in ("use_qk_norm", "use_routing_bias"):
+        if not keys.flag(name, True):
+            raise keys.unfit(name, False, "true in a MiniMax M2 model")
+    kinds = keys.get("attn_type_list")
+    if kinds not in (None, [1] * sizes.layers):
+        raise keys.unfit("attn_type_list", kinds, f"{sizes.layers} times 1")
+    share = keys.integer("rotary_dim", sizes.head_size) / sizes.head_size
+    experts = Experts(
+        keys.integer("num_local_experts", 256),
+        keys.integer("num_experts_per_tok", 8),
+        keys.integer("intermediate_size"),
+        Router("sigmoid", normalised=True, correction=True),
+    )
+    rope = rope_from(keys, sizes.context, head_size=sizes.head_size, share=share)
+    spec = LayerSpec(plain_attention(sizes), rope, experts, wide_qk_norm=True)
+    return (spec,) * sizes.layers
+
+
 def deepseek_v2(keys: Keys, sizes: ArchitectureSizes) -> Layers:
     """Return layers of DeepSeek-V2 and V2-Lite (arXiv 2405.04434): a softmax over the experts,
     whose groups, if there are several, are ranked by their best expert.

@@ -111,6 +111,7 @@ SPOKEN = [
     *on("torch", "EAGLE", "STANDALONE, first layers", "NEXTN, mimo", "NEXTN of, glm4_moe"),
     *on("torch", "NEXTN of, deepseek_v3", "NEXTN of, qwen3_next"),
     *on("torch", "NEXTN of, qwen3_5_moe_text", "NEXTN in GGUF, qwen3_5_text"),
+    *on("torch", "NEXTN of, glm4_moe_lite"),
     *on("torch", "NEXTN by depth, deepseek", "NEXTN by depth, mimo"),
     *on("torch", "NEXTN in GGUF, glm4_moe", "NEXTN in GGUF, deepseek_v3"),
     *on("torch", *(f"DFLASH, {variant}" for variant in VARIANTS)),

@@ -81,6 +81,25 @@ def test_the_configuration_that_gemma_3_came_with(tmp_path):
     assert {spec.rope.theta for spec in arch.layer_specs} == {1e4, 1e6}
 
 
+def test_older_spellings_are_the_same_models(tmp_path):
+    """As published: OLMo 3's scaling is of the layers that see all, MiniMax has its rotated numbers
+    in one key, EXAONE 4's layers are letters.
+    """
+    olmo = tiny.config("olmo3", num_hidden_layers=4, rope=tiny.YARN).to_dict()
+    ropes = olmo.pop("rope_parameters")
+    scaling = {"rope_type": "yarn", **tiny.YARN}
+    older = olmo | {"rope_theta": 1e4, "rope_scaling": scaling}
+    newer = olmo | {"rope_parameters": ropes}
+    assert architecture_from(older, tmp_path) == architecture_from(newer, tmp_path)
+    minimax = tiny.config("minimax_m2").to_dict()
+    plain = minimax | {"rope_parameters": {"rope_theta": 1e4}, "rotary_dim": 8}
+    assert architecture_from(plain, tmp_path) == architecture_from(minimax, tmp_path)
+    letters = tiny.config("exaone4", num_hidden_layers=6).to_dict() | {"layer_types": None}
+    arch = architecture_from(letters | {"sliding_window_pattern": "LLG"}, tmp_path)
+    assert [bool(spec.attention.window) for spec in arch.layer_specs] == [True, True, False] * 2
+    assert [spec.rope.rotated for spec in arch.layer_specs] == [None, None, 0] * 2
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "named"),
     [
@@ -130,6 +149,15 @@ def test_the_configuration_that_gemma_3_came_with(tmp_path):
         ("gemma2", {"attn_logit_softcapping": "50"}, "attn_logit_softcapping"),
         ("gemma2", {"rope_local_base_freq": 1e4}, "rope_local_base_freq"),
         ("qwen3", {"layer_types": ["sliding_attention"] * 2}, "use_sliding_window"),
+        ("olmo3", {"rope_parameters": tiny.YARN | {"rope_theta": 5e5}}, "rope_parameters"),
+        ("exaone4", {"sliding_window_pattern": "LX"}, "sliding_window_pattern"),
+        ("exaone4", {"sliding_window": None}, "use_sliding_window"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "mlp_layer_types"),
+        ("glm4_moe_lite", {"v_head_dim": None}, "v_head_dim is missing"),
+        ("minimax_m2", {"use_qk_norm": False}, "use_qk_norm"),
+        ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func"),
+        ("minimax_m2", {"shared_intermediate_size": 64}, "shared_intermediate_size"),
+        ("minimax_m2", {"attn_type_list": [1, 0]}, "attn_type_list"),
         ("llama", {"vocab_size": "320"}, "vocab_size"),
         ("llama", {"vocab_size": True}, "vocab_size"),
         ("llama", {"hidden_size": None}, "hidden_size is missing"),

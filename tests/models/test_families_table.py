@@ -63,12 +63,21 @@ def test_every_family_has_a_row():
 
 @pytest.mark.parametrize("name", ROWS)
 def test_formats_are_those_that_are_read(name):
-    """llama.cpp calls Mistral and Mixtral llama, and V2 and Kimi K2 what it calls DeepSeek."""
-    also = {"mistral", "mixtral", "deepseek_v2"}
+    """llama.cpp calls Mistral and Mixtral llama, OLMo 3 olmo2, and all of DeepSeek's shape what it
+    calls that.
+    """
+    also = {"mistral", "mixtral", "deepseek_v2", "olmo3", "glm4_moe_lite"}
     read = {*gguf_config._FAMILIES.values(), *also} - set(SAME_AS)
-    shown = {*tiny.LLAMAS, *test_gguf.BLOCKS, "gemma2", "gemma3_text", *tiny.DELTAS}
+    shown = {
+        *tiny.LLAMAS,
+        *test_gguf.BLOCKS,
+        "gemma2",
+        "gemma3_text",
+        "glm4_moe_lite",
+        *tiny.DELTAS,
+    }
     assert read == shown
-    formats = ["folder"] if name in ("mimo", "gemma3") else ["folder", "GGUF"]
+    formats = ["folder"] if name in ("mimo", "gemma3", "exaone4") else ["folder", "GGUF"]
     assert re.sub(r" \(.*?\)", "", ROWS[name]["formats"]).split(", ") == formats
 
 
@@ -88,7 +97,7 @@ def test_executors_are_those_that_run_it(name, tmp_path):
 
 
 OWN_LAYERS = {
-    "DeepSeek-V3 and GLM-4.5": ("glm4_moe", "deepseek_v3", "kimi_k2"),
+    "DeepSeek-V3 and GLM-4.5": ("glm4_moe", "glm4_moe_lite", "deepseek_v3", "kimi_k2"),
     "MiMo": ("mimo",),
     "Qwen3-Next": (*tiny.DELTAS, "qwen3_5", "qwen3_5_moe"),
 }

@@ -310,6 +310,9 @@ BLOCKS = {
     "deepseek_v3": {"rope": tiny.YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
     "deepseek_v2": {"rope": tiny.YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
     "phi3": {"sliding_window": 20, "partial": 0.5},
+    "seed_oss": {},
+    "olmo3": {"rope": tiny.YARN, "num_hidden_layers": 4},
+    "minimax_m2": {"num_hidden_layers": 3},
 }
 
 

@@ -71,6 +71,11 @@ _CLASSES = {
     "qwen3_next": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM),
     "qwen3_5_text": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM),
     "qwen3_5_moe_text": (transformers.Qwen3_5MoeTextConfig, transformers.Qwen3_5MoeForCausalLM),
+    "seed_oss": (transformers.SeedOssConfig, transformers.SeedOssForCausalLM),
+    "olmo3": (transformers.Olmo3Config, transformers.Olmo3ForCausalLM),
+    "exaone4": (transformers.Exaone4Config, transformers.Exaone4ForCausalLM),
+    "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM),
+    "minimax_m2": (transformers.MiniMaxM2Config, transformers.MiniMaxM2ForCausalLM),
 }
 assert tuple(_CLASSES) == FAMILIES
 
@@ -87,7 +92,8 @@ _DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_hidden_la
 _DELTA |= {"linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_conv_kernel_dim": 4}
 DELTAS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Families with gated delta nets."""
-DEEPSEEKS = ("deepseek_v2", "deepseek_v3")
+DEEPSEEKS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+"""Families of DeepSeek's shape."""
 _OF_FAMILY: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 48},
@@ -104,13 +110,19 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     "granite": {"embedding_multiplier": 6.0, "attention_multiplier": 0.2}
     | {"residual_multiplier": 0.3, "logits_scaling": 2.0},
     "qwen3_next": _EXPERTS | _DELTA | {"shared_expert_intermediate_size": 48},
+    "olmo3": {"sliding_window": 24},
+    "exaone4": {"sliding_window": 24, "sliding_window_pattern": 2, "num_hidden_layers": 3},
+    "glm4_moe_lite": _GROUPED
+    | _LATENT
+    | {"n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "minimax_m2": {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 32},
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": _EXPERTS | _DELTA | {"shared_expert_intermediate_size": 48},
 }
 """What differs from the plain numbers; windows are shorter than the tests' texts."""
 
 
-_PARTIAL = {"glm4_moe": 0.5, **dict.fromkeys(DELTAS, 0.25)}
+_PARTIAL = {"glm4_moe": 0.5, "minimax_m2": 0.5, **dict.fromkeys(DELTAS, 0.25)}
 
 
 def config(family: str, rope: dict[str, Any] | None = None, **changes: Any) -> Any:
@@ -133,6 +145,10 @@ def config(family: str, rope: dict[str, Any] | None = None, **changes: Any) -> A
     }
     if "original_max_position_embeddings" in numbers["rope_parameters"] and family == "phi3":
         numbers |= {"original_max_position_embeddings": 64}  # Phi-3's own key goes before.
+    if family == "olmo3":  # Only layers without a window have stretched positions.
+        plain = {"rope_type": "default", "rope_theta": 10000.0}
+        ropes = {"full_attention": numbers["rope_parameters"], "sliding_attention": plain}
+        numbers["rope_parameters"] = ropes
     if family == "gemma3_text":
         local = {"rope_type": "default", "rope_theta": 3000.0}
         ropes = {"full_attention": numbers["rope_parameters"], "sliding_attention": local}
@@ -187,6 +203,7 @@ def weights(hf: Any) -> dict[str, np.ndarray]:
             continue
         array = tensor.detach().float().numpy().copy()
         own = name.replace("shared_experts", "shared_expert").replace("mlp.router", "mlp.gate")
+        own = own.replace("mlp.e_score", "mlp.gate.e_score")
         if ".mlp.experts." in own:
             found |= _experts(own, array, hf.config)
         elif hf.config.model_type in DELTAS and own.split(".")[-2] in _NEXT:
@@ -393,7 +410,7 @@ def write_gguf(
             continue
         if family in DEEPSEEKS:  # Pairs side by side, as in its folders.
             array = _paired(source, array, settings)
-        if family == "glm4_moe":  # Its own inverse: the rotated numbers first.
+        if family in ("glm4_moe", "minimax_m2"):  # Its own inverse: the rotated numbers first.
             array = _half_split(source, array, settings)
         if stored and source in stored:
             raw, raw_kind = stored[source]
@@ -491,6 +508,8 @@ GGUF_NAMES = {
     "qwen3_next": "qwen3next",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
+    "olmo3": "olmo2",
+    "minimax_m2": "minimax-m2",
 }
 """What llama.cpp calls families that it does not call by their names here."""
 INTERLEAVED = ("llama", "mistral", "mixtral", "smollm3", "granite")
@@ -531,6 +550,11 @@ def _add_experts(writer: gguf.GGUFWriter, settings: Any) -> None:
             break
     if hasattr(settings, "moe_intermediate_size"):
         writer.add_expert_feed_forward_length(settings.moe_intermediate_size)
+    if family == "olmo3":
+        writer.add_sliding_window(settings.sliding_window)
+    if family == "minimax_m2":
+        writer.add_expert_feed_forward_length(settings.intermediate_size)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if family == "gpt_oss":
         writer.add_expert_feed_forward_length(settings.intermediate_size)
         writer.add_sliding_window(settings.sliding_window)

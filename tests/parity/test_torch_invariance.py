@@ -174,6 +174,8 @@ MODELS = {
     "olmo2": {},
     "qwen3_next": {},
     "qwen3_5_text": {},
+    "exaone4": {},
+    "minimax_m2": {},
 }
 """One model per family that differs in its block."""
 

@@ -154,6 +154,24 @@ FURTHER = {
         },
     },
     "qwen3_5_moe_text": {"plain": {}},
+    "seed_oss": {
+        "plain": {},
+        "other biases": {"attention_bias": False, "attention_out_bias": True},
+    },
+    "olmo3": {
+        "plain": {},
+        "yarn where all is seen": {"rope": tiny.YARN, "num_hidden_layers": 4},
+    },
+    "exaone4": {
+        "plain": {},
+        "no windows": {"sliding_window": None, "layer_types": ["full_attention"] * 3},
+    },
+    "glm4_moe_lite": {
+        "plain": {},
+        "all sparse": {"mlp_layer_types": ["sparse"] * 3, "norm_topk_prob": False}
+        | {"first_k_dense_replace": 0},
+    },
+    "minimax_m2": {"plain": {}, "one key head": {"num_key_value_heads": 1}},
 }
 """Of the other families, what their configurations choose."""
 

@@ -40,9 +40,12 @@ _FAMILIES: dict[str, Family] = {
     "qwen3next": "qwen3_next",
     "qwen35": "qwen3_5_text",
     "qwen35moe": "qwen3_5_moe_text",
+    "seed_oss": "seed_oss",
+    "minimax-m2": "minimax_m2",
 }
 """general.architecture -> family. Mistral's files call themselves llama; Mixtral's too, and have
-experts; DeepSeek V2's call themselves as V3's, and score experts by a softmax.
+experts; DeepSeek V2's call themselves as V3's, and score experts by a softmax; GLM-4.7-Flash's are
+V3's; OLMo 3's call themselves olmo2, and have windows.
 """
 _LACKS = {
     "llama4": "chunked attention, query and key norms without weights, attention scores scaled by "
@@ -52,15 +55,17 @@ _LACKS = {
 _LATENT: tuple[Family, ...] = ("deepseek_v2", "deepseek_v3")
 _EXPERTS: tuple[Family, ...] = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "gpt_oss", "qwen3_next"),
-    "qwen3_5_moe_text",
+    *("qwen3_5_moe_text", "minimax_m2"),
     *_LATENT,
 )
 _WINDOWS: tuple[Family, ...] = ("llama", "mixtral", "phi3")
 """Architectures whose window, if there is one, is in all layers."""
-_PARTLY_TURNED: tuple[Family, ...] = ("glm4_moe", "phi3", *DELTA_FAMILIES)
+_PARTLY_TURNED: tuple[Family, ...] = ("glm4_moe", "phi3", "minimax_m2", *DELTA_FAMILIES)
 """Architectures whose heads may be rotated in part."""
 _NO_POSITIONS = 4
 """SmolLM3: llama.cpp assumes, without a key, that every fourth layer has no positions."""
+_WINDOWED = 4
+"""OLMo 3: the last of so many layers has no window."""
 _QWENS: tuple[Family, ...] = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 
 
@@ -116,6 +121,8 @@ def architecture_of(file: GgufFile) -> Architecture:
         family = "mixtral"
     if family == "deepseek_v3" and scored_by_softmax(keys):
         family = "deepseek_v2"
+    if family == "olmo2" and _window(keys):
+        family = "olmo3"
     sizes = _sizes(keys, file)
     latent = latent_of(keys, sizes) if family in _LATENT else None
     keys.require("attention.value_length", latent.rank if latent else sizes.head_size)
@@ -180,7 +187,8 @@ def _plain(
     whole = keys.integer("feed_forward_length", 0 if family in _EXPERTS else None)
     own_scale = _factor(keys, family, "attention.scale", sizes.head_size**-0.5)
     normed = family in ("qwen3", "qwen3_moe") or "blk.0.attn_q_norm.weight" in file.tensors
-    behind = family == "olmo2"
+    behind = family in ("olmo2", "olmo3")
+    wide = behind or family == "minimax_m2"
     attention = AttentionSpec(own_scale, window)
     if latent is not None:
         attention = latent_attention(keys, latent)
@@ -189,8 +197,8 @@ def _plain(
         _rope(keys, sizes, file, family, latent),
         Dense(whole, "blk.0.ffn_up.bias" in file.tensors),
         norms="post" if behind else "pre",
-        qk_norm=normed and not behind,
-        wide_qk_norm=behind,
+        qk_norm=normed and not wide,
+        wide_qk_norm=wide,
         qkv_bias=family == "qwen2" or "blk.0.attn_q.bias" in file.tensors,
         o_bias="blk.0.attn_output.bias" in file.tensors,
         residual=_factor(keys, family, "residual_scale"),
@@ -198,6 +206,8 @@ def _plain(
     if family == "smollm3":
         still = replace(spec, rope=Rope(spec.rope.theta, rotated=0))
         return tuple(spec if (i + 1) % _NO_POSITIONS else still for i in range(sizes.layers))
+    if family == "olmo3":
+        return _olmo3(keys, sizes, spec)
     mixed = spec
     if family in _EXPERTS:
         mixed = replace(spec, feed_forward=experts_of(keys, sizes, file, family))
@@ -209,6 +219,16 @@ def _plain(
         return _gpt_oss(keys, sizes, mixed)
     dense = keys.integer("leading_dense_block_count", 0)
     return tuple(spec if layer < dense else mixed for layer in range(sizes.layers))
+
+
+def _olmo3(keys: Keys, sizes: ArchitectureSizes, whole: LayerSpec) -> tuple[LayerSpec, ...]:
+    """Three of four layers have a window, and positions that are not stretched: llama.cpp assumes
+    it without a key.
+    """
+    keys.require("attention.sliding_window_pattern", _WINDOWED)
+    attention = replace(whole.attention, window=_window(keys))
+    local = replace(whole, attention=attention, rope=Rope(whole.rope.theta))
+    return tuple(local if (i + 1) % _WINDOWED else whole for i in range(sizes.layers))
 
 
 def _gpt_oss(keys: Keys, sizes: ArchitectureSizes, mixed: LayerSpec) -> tuple[LayerSpec, ...]:
