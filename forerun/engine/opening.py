@@ -70,5 +70,5 @@ def open_slot(sequence: Sequence, parts: Parts) -> None:
     parts.open_slots[slot_init.slot] = sequence
     parts.drafter.begin(slot_init)
     grammar = sequence.request.grammar
-    if grammar is not None:
+    if grammar is not None and sequence.constrained:
         parts.grammars.open(slot_init.slot, grammar, sequence.output.tolist())

@@ -175,6 +175,9 @@ class OutputProcessor:
             rows.append(row)
             if constrained[row] and (state := self._through_grammar(sequence, tokens[row])):
                 committed[row] = state
+                if state.released:
+                    sequence.constrained = False
+                    self._parts.grammars.close(plan.slots[row].item())
         return PendingRows(rows, committed)
 
     def emit(self, step: Step, outcome: Outcome, pending: PendingRows) -> None:

@@ -24,6 +24,7 @@ class Committed:
     complete  the text is whole and ends after these
     error     why nothing can follow these, if the matcher failed; else empty
     lost      the matcher failed for a reason outside the grammar: its process was ended or stopped
+    released  nothing that follows is constrained: close the slot's matcher
     again     the rest must be decided again: close the sequence and open it anew; the new matcher
               gets further
     """
@@ -33,6 +34,7 @@ class Committed:
     error: str = ""
     lost: bool = False
     again: bool = False
+    released: bool = False
 
     @property
     def ends(self) -> bool:

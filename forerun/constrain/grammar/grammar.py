@@ -23,11 +23,12 @@ MAX_SOURCE = 256 * 1024
 
 
 class Kind(StrEnum):
-    """Kinds of source. A choice compiles as a regex, a JSON object as a schema."""
+    """Kinds of source. A choice compiles as a regex, a JSON object as a schema. Free: any text."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
     GRAMMAR = "grammar"
+    FREE = "free"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,21 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """The most tokens that a thought may have before its end is forced.
+
+    tokens   N, of the thought without its marks
+    used     how many of them are in the prompt already
+    ending   ids that follow the N-th token, or the letter that it ends in: they spell the thought's
+             end, perhaps behind a message
+    """
+
+    tokens: int
+    used: int
+    ending: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Grammar:
     """A constraint on the text, not yet compiled; equal values compile to one grammar.
 
@@ -51,6 +67,7 @@ class Grammar:
     one_line of a schema: white space as Python's json.dumps writes it and nowhere else, so that
              more of the text is forced and needs no step of its own
     start    what the constraint begins after; None = it begins at once
+    budget   of the thought before `start`; None = it may go on as long as the answer
     field    the request field that errors name
     """
 
@@ -59,6 +76,7 @@ class Grammar:
     lenient: bool = False
     one_line: bool = False
     start: Start | None = None
+    budget: ThinkingBudget | None = None
     field: str = field(default="grammar", compare=False)
 
     @classmethod
@@ -136,9 +154,14 @@ class Grammar:
             raise RequestError(f"{self.field} is not a JSON schema; its own white space counts")
         return replace(self, one_line=True)
 
-    def after(self, start: Start) -> Self:
-        """A copy that begins after `start` instead of at once."""
-        return replace(self, start=start)
+    @classmethod
+    def free(cls) -> Self:
+        """Any text: for an answer of which only the thought has a budget."""
+        return cls(Kind.FREE, "any text")
+
+    def after(self, start: Start, budget: ThinkingBudget | None = None) -> Self:
+        """A copy that begins after `start` instead of at once, which is forced by `budget`."""
+        return replace(self, start=start, budget=budget)
 
     def _checked(self) -> Self:
         if not isinstance(self.source, str) or not self.source:

@@ -10,7 +10,7 @@ from typing import Any
 from forerun.constrain.grammar import Grammar, Kind, Start
 from forerun.constrain.isolation.fair_queue import FairQueue
 from forerun.constrain.isolation.remote_matcher import RemoteMatcher, RemoteMatchers
-from forerun.constrain.matcher.automaton import Automaton
+from forerun.constrain.matcher.automaton import Automaton, FreeText
 from forerun.constrain.matcher.limits import SECONDS
 from forerun.constrain.matcher.llguidance_backend import Guidance
 from forerun.constrain.matcher.matcher import CompiledGrammar, Translated
@@ -39,6 +39,7 @@ COMMAND = (sys.executable, "-m", "forerun.constrain.isolation.llguidance_worker"
 _Key = tuple[str, str, bool, bool]
 
 _ENTRY_BYTES = 1024
+_ANY_TEXT = Translated("", lambda _: FreeText(), expensive=False)
 
 
 class Compiler:
@@ -74,6 +75,8 @@ class Compiler:
         BusyError if MAX_WAITING wait already; WorkerError if the compiling process was ended
         or stopped from outside.
         """
+        if grammar.kind is Kind.FREE:
+            return self._compiled(grammar, _ANY_TEXT, FreeText())
         key = (grammar.kind, grammar.source, grammar.lenient, grammar.one_line)
         with self._lock:
             found = self._cache.get(key)
@@ -85,6 +88,11 @@ class Compiler:
         if isinstance(found, str) or isinstance(beginning, str):
             reason = found if isinstance(found, str) else str(beginning)
             raise RequestError(self._library.explained(grammar, reason), grammar.field)
+        return self._compiled(grammar, found, beginning)
+
+    def _compiled(
+        self, grammar: Grammar, found: Translated, beginning: Automaton | None
+    ) -> CompiledGrammar:
         return CompiledGrammar(
             prototype=beginning,
             start=None if grammar.start is None else self._marker(grammar.start),
@@ -93,6 +101,7 @@ class Compiler:
             translated=found,
             remote=partial(RemoteMatcher, self._matchers, found.text),
             unenforced=tuple(_named(grammar, path) for path in found.unenforced),
+            budget=grammar.budget,
         )
 
     def _marker(self, start: Start) -> MarkerTokens:

@@ -69,7 +69,11 @@ class Follower:
         ends = only(self._vocabulary.eos_ids, self._vocabulary.vocab_size)
         mask = ends if complete or error else automaton.mask()
         error = error or automaton.error
-        return {"mask": base64.b64encode(mask).decode(), "complete": complete, "error": error}
+        return {
+            "mask": base64.b64encode(mask or b"").decode(),
+            "complete": complete,
+            "error": error,
+        }
 
 
 def main() -> None:

@@ -67,7 +67,7 @@ def _legal(matcher: Automaton, ends: frozenset[int]) -> list[int]:
     """Tokens that may follow, end of text aside."""
     if matcher.complete:
         return []
-    bits = np.unpackbits(np.frombuffer(matcher.mask(), np.uint8), bitorder="little")
+    bits = np.unpackbits(np.frombuffer(matcher.mask() or b"", np.uint8), bitorder="little")
     return [id for id in np.flatnonzero(bits).tolist() if id not in ends]
 
 

@@ -41,11 +41,32 @@ class Automaton(Protocol):
         """Ids of the tokens that alone can follow, in order; often none. Changes nothing."""
         ...
 
-    def mask(self) -> bytes:
+    def mask(self) -> bytes | None:
         """One bit per id of the tokenizer, set where the token may follow: token 8 t + i is bit i
-        of byte t. Changes nothing but `error`.
+        of byte t. None = every token may. Changes nothing but `error`.
         """
         ...
+
+
+class FreeText(Automaton):
+    """Takes every token."""
+
+    complete, error = False, ""
+
+    def fork(self) -> Self:
+        """Return itself: it has no state."""
+        return self
+
+    def take(self, token: int) -> bool:
+        """Return True."""
+        return True
+
+    def forced(self) -> list[int]:
+        """Return []."""
+        return []
+
+    def mask(self) -> None:
+        """Return None: every token may follow."""
 
 
 class Vocabulary(Protocol):

@@ -102,7 +102,7 @@ class GrammarState:
         if matcher.complete:
             return Committed(len(tokens), complete=True)
         self._masks, self.failed, self._predicted = {}, {}, None
-        return Committed(len(tokens))
+        return Committed(len(tokens), released=matcher.released)
 
     def _likely(self, path: tuple[int, ...]) -> list[tuple[int, float]]:
         """The likeliest tokens at the end of `path`, where the matcher stands."""

@@ -64,7 +64,7 @@ class JumpForward:
     def _below(self, node: int, score: float) -> None:
         """Hang what is forced below a node, and remember what is likely behind that."""
         matcher, path = self._matcher, path_of(self._found, node)
-        if not move(matcher, self._path, path) or matcher.waiting or matcher.complete:
+        if not move(matcher, self._path, path) or matcher.complete:
             return
         for token in matcher.forced()[: MAX_AHEAD - len(self._found)]:
             if not matcher.advance(token):
@@ -73,7 +73,9 @@ class JumpForward:
             self._found.append(PredictedToken(token, node, score))
             node = len(self._found) - 1
         # Only forced tokens have probability 1, so with `min_prob` 1 no estimate is needed.
-        if self._min_prob == 1.0 or matcher.complete or len(self._found) == MAX_AHEAD:
+        if self._min_prob == 1.0 or matcher.waiting or matcher.complete:
+            return
+        if len(self._found) == MAX_AHEAD:
             return
         for token, chance in self._likely(tuple(self._path)):
             if score * chance >= self._min_prob:

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from forerun.constrain.matcher.automaton import AsyncMatcher, Automaton
-from forerun.constrain.matcher.start_marker import MarkerTokens, StartMarker
+from forerun.constrain.grammar import ThinkingBudget
+from forerun.constrain.matcher.automaton import AsyncMatcher, Automaton, FreeText
+from forerun.constrain.matcher.start_marker import MarkerTokens, Place, StartMarker
 from forerun.errors import EngineError
 from forerun.types import Words
 
@@ -61,6 +62,7 @@ class CompiledGrammar:
     ends        end-of-text ids
     remote      opens a matcher in a process of its own; it is given what to call when that answers
     unenforced  keywords of schemas that are not enforced, as paths from the request's body
+    budget      of the thought before `start`
     """
 
     prototype: Automaton | None
@@ -70,6 +72,12 @@ class CompiledGrammar:
     translated: Translated
     remote: Callable[[Callable[[], None]], AsyncMatcher]
     unenforced: tuple[str, ...] = ()
+    budget: ThinkingBudget | None = None
+
+    @property
+    def free(self) -> bool:
+        """Whether every text fits behind `start`."""
+        return isinstance(self.prototype, FreeText)
 
     @property
     def expensive(self) -> bool:
@@ -119,11 +127,14 @@ class Matcher:
     def __init__(self, compiled: CompiledGrammar) -> None:
         self._automaton = compiled.begin()
         self._vocab = compiled.vocab
-        self._start = StartMarker(compiled.start, compiled.ends, compiled.vocab)
+        self._free = compiled.free
+        self._start = StartMarker(
+            compiled.start, compiled.ends, compiled.vocab, compiled.budget, compiled.free
+        )
         # The constraint's first mask; needed while its start is ahead.
         self._first = self._automaton.mask() if self.waiting else b""
-        # Where the matcher stood before each draft token: bytes of the start, and the path below.
-        self._trail: list[tuple[int | None, Path]] = []
+        # Where the matcher stood before each draft token: on the way to the start, and below that.
+        self._trail: list[tuple[Place | None, Path]] = []
         # Draft tokens that copies took, up to here; positions behind such, and copies there.
         self._path: Path = ()
         self._positions: dict[Path, _Position] = {}
@@ -133,6 +144,11 @@ class Matcher:
     def waiting(self) -> bool:
         """Whether the constraint has not begun: its start marker is still ahead."""
         return self._start.waiting
+
+    @property
+    def released(self) -> bool:
+        """Whether the thought has ended and any text may follow: nothing is constrained now."""
+        return self._free and not self.waiting
 
     @property
     def complete(self) -> bool:
@@ -157,19 +173,20 @@ class Matcher:
         self.back(len(self._trail))
         self._positions.clear()
         self._copies.clear()
-        seen = self._start.seen
+        place = self._start.place
         given = self._start.take(token)
         if given is None:
             return False
         for under in given:
-            if not (0 <= under < self._vocab and self._automaton.take(under)):
-                self._start.seen = seen
+            known = self._free or 0 <= under < self._vocab
+            if not (known and self._automaton.take(under)):
+                self._start.place = place
                 return False
         return True
 
     def advance(self, token: int) -> bool:
         """Step over draft token `token`. False if it does not fit; then nothing has changed."""
-        before = self._start.seen, self._path
+        before = self._start.place, self._path
         given = self._start.take(token)
         if given is None:
             return False
@@ -179,7 +196,7 @@ class Matcher:
             if fits is None:
                 fits = position.fits[under] = self._try(position, under)
             if not fits:
-                self._start.seen = before[0]
+                self._start.place = before[0]
                 return False
             self._path = (*self._path, under)
         self._trail.append(before)
@@ -188,13 +205,15 @@ class Matcher:
     def back(self, steps: int) -> None:
         """Take back the last `steps` draft tokens; 0 does nothing."""
         if steps:
-            self._start.seen, self._path = self._trail[-steps]
+            self._start.place, self._path = self._trail[-steps]
             del self._trail[-steps:]
 
     def forced(self) -> list[int]:
-        """Ids that alone can follow here, in order; often none, and none while `waiting`."""
+        """Ids that alone can follow here, in order; often none. While `waiting` those by which a
+        thinking budget ends the thought.
+        """
         if self.waiting:
-            return []
+            return self._start.forced()
         position = self._position()
         if position.forced is None:
             position.forced = self._here().forced()
@@ -228,7 +247,7 @@ class Matcher:
 
     def _try(self, position: _Position, token: int) -> bool:
         """Whether a draft token fits here; where it does, a copy stands behind it."""
-        if not 0 <= token < self._vocab:
+        if not (self._free or 0 <= token < self._vocab):
             return False
         copy = self._copies.pop(self._path, None) or self._copy()
         position.left += 1

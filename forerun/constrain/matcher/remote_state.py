@@ -19,7 +19,7 @@ class RemoteState:
     ) -> None:
         self._compiled = compiled
         self._matcher = compiled.remote(answered)
-        self._start = StartMarker(compiled.start, compiled.ends, compiled.vocab)
+        self._start = StartMarker(compiled.start, compiled.ends, compiled.vocab, compiled.budget)
         self._matcher.take(self._constrained(output))
 
     @property

@@ -7,12 +7,16 @@ constrained.
 """
 
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
-from forerun.constrain.grammar import Start
+from forerun.constrain.grammar import Start, ThinkingBudget
 from forerun.constrain.matcher.automaton import Vocabulary
 from forerun.interface.grammars import legal
+
+_LETTER = 3
+"""Most tokens that a letter of UTF-8 may still need."""
 
 
 class MarkerTokens:
@@ -55,6 +59,17 @@ class MarkerTokens:
         sizes = range(min(len(tail), len(self._text) - 1), 0, -1)
         return next((size for size in sizes if tail.endswith(self._text[:size])), 0), b""
 
+    def letter(self, lacking: int, token: int) -> int:
+        """Return how many bytes the last letter of a text in UTF-8 lacks behind `token`, if it
+        lacked so many before.
+        """
+        for byte in self._bytes[token] if 0 <= token < len(self._bytes) else b"":
+            if byte & 0xC0 == 0x80:
+                lacking = max(lacking - 1, 0)
+            else:
+                lacking = 3 if byte >= 0xF0 else 2 if byte >= 0xE0 else 1 if byte >= 0xC0 else 0
+        return lacking
+
     def spelling(self, rest: bytes) -> int | None:
         """Return the token whose bytes are exactly `rest`; None if there is none. Known only for
         bytes that some token has behind the marker's end.
@@ -68,41 +83,88 @@ class MarkerTokens:
         return self._beyond[seen]
 
 
+class Place(NamedTuple):
+    """Where a sequence is on its way to its constraint.
+
+    seen     bytes of the marker that the text ends with
+    thought  tokens before the marker so far, those in the prompt included
+    letter   bytes that the text's last letter still lacks
+    forced   ids of the budget's ending that are there
+    """
+
+    seen: int = 0
+    thought: int = 0
+    letter: int = 0
+    forced: int = 0
+
+
 class StartMarker:
     """One sequence's way to where its constraint begins.
 
-    ends   end-of-text ids
-    vocab  ids below this are known
-    seen   bytes of the text that the sequence ends with; None = the constraint has begun
+    ends    end-of-text ids
+    vocab   ids below this are known
+    budget  of the tokens on the way; None = there may be any number
+    free    every text may follow the marker
+    place   None = the constraint has begun
     """
 
-    def __init__(self, marker: MarkerTokens | None, ends: tuple[int, ...], vocab: int) -> None:
+    def __init__(
+        self,
+        marker: MarkerTokens | None,
+        ends: tuple[int, ...],
+        vocab: int,
+        budget: ThinkingBudget | None = None,
+        free: bool = False,
+    ) -> None:
         self._marker, self._ends, self._vocab = marker, ends, vocab
+        self._budget, self._free = budget, free
         self._masks: dict[int, bytes | None] = {}
-        self.seen: int | None = None if marker is None else 0
+        used = 0 if budget is None else budget.used
+        self.place: Place | None = None if marker is None else Place(thought=used)
 
     @property
     def waiting(self) -> bool:
         """Whether the constraint has not begun."""
-        return self.seen is not None
+        return self.place is not None
+
+    def forced(self) -> list[int]:
+        """Return the ids that alone may follow because the budget is used up, often none.
+
+        A letter of several tokens is finished first, of which there are at most three more.
+        """
+        place, budget = self.place, self._budget
+        if place is None or budget is None:
+            return []
+        over = place.thought - budget.tokens
+        if not place.forced and (over < 0 or (place.letter and over < _LETTER)):
+            return []
+        return list(budget.ending[place.forced :])
 
     def take(self, token: int) -> tuple[int, ...] | None:
         """Step over a token, and say what the constraint sees of it: the token itself once that has
         begun; none while the marker is ahead.
 
         Where the marker ends within the token, its rest is seen as the token that says just that;
-        where no token does, None, and nothing changes.
+        where no token does, None, and nothing changes. None also where the budget forces another.
         """
-        if self._marker is None or self.seen is None:
+        marker, place = self._marker, self.place
+        if marker is None or place is None:
             return (token,)
-        seen, rest = self._marker.take(self.seen, token)
-        spelling = self._marker.spelling(rest) if rest else None
-        if rest and spelling is None:
+        if forced := self.forced():
+            if token != forced[0]:
+                return None
+            self.place = place._replace(forced=place.forced + 1) if len(forced) > 1 else None
+            return ()
+        seen, rest = marker.take(place.seen, token)
+        spelling = marker.spelling(rest) if rest and not self._free else None
+        if rest and spelling is None and not self._free:
             return None
-        self.seen = None if seen == len(self._marker) else seen
+        letter = marker.letter(place.letter, token)
+        following = Place(seen, place.thought + 1, letter)
+        self.place = None if seen == len(marker) else following
         return () if spelling is None else (spelling,)
 
-    def mask(self, first: bytes) -> bytes | None:
+    def mask(self, first: bytes | None) -> bytes | None:
         """Return the allowed tokens: one bit per id; None = any token.
 
         first  the constraint's mask where it now is, or at its beginning while waiting
@@ -111,16 +173,21 @@ class StartMarker:
         constraint, and the end of text unless the constraint allows an empty text: it would
         never begin. Afterwards it is `first`.
         """
-        if self._marker is None or self.seen is None:
+        if self._marker is None or self.place is None:
             return first
-        if self.seen not in self._masks:
+        if forced := self.forced():
+            return only((forced[0],), self._vocab)
+        if self._free:
+            return None
+        seen = self.place.seen
+        if seen not in self._masks:
             wrong = [] if any(legal(first, token) for token in self._ends) else [*self._ends]
-            for token, rest in self._marker.beyond(self.seen).items():
+            for token, rest in self._marker.beyond(seen).items():
                 spelling = self._marker.spelling(rest)
                 if spelling is None or not legal(first, spelling):
                     wrong.append(token)
-            self._masks[self.seen] = _all_but(wrong, self._vocab) if wrong else None
-        return self._masks[self.seen]
+            self._masks[seen] = _all_but(wrong, self._vocab) if wrong else None
+        return self._masks[seen]
 
 
 @cache
