@@ -227,6 +227,8 @@ ALIASES: tuple[Alias, ...] = (
           why="--reasoning-end names the text that ends the reasoning"),
     Alias("--reasoning-format", _L, SETS, "reasoning_end",
           values={"auto": "auto", "deepseek": "auto", "none": "off"}),
+    Alias("--reasoning-budget", _L, SETS, "thinking_budget"),
+    Alias("--reasoning-budget-message", _L, SETS, "thinking_budget_message"),
     Alias("--enable-metrics", _S, SETS, "sglang_metrics", values={"true": True}, takes=NOTHING),
     Alias("--metrics", _L, ONLY, why="/metrics is always there", takes=NOTHING),
     Alias("--uvicorn-log-level --log-level-http", _SV, SETS, "log_level"),

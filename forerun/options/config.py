@@ -463,6 +463,15 @@ class ServeSettings:
         "text that ends the model's reasoning, such as </think>; auto detects it from the chat "
         "template, off treats all text as the answer",
     )
+    thinking_budget: int = option(
+        -1,
+        "most tokens of a model's thought, which is ended then; requests may have their own; "
+        "-1 = no limit",
+        low=-1,
+    )
+    thinking_budget_message: str = option(
+        "", "text that stands before the end of a thought whose budget is used up"
+    )
     additional_properties: str = option(
         "allow",
         "keys that a JSON schema does not name: allow them, as JSON Schema does, or deny them "

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from forerun.constrain.grammar.grammar import Grammar, Kind, Start
+from forerun.constrain.grammar.grammar import Grammar, Kind, Start, ThinkingBudget
 from forerun.constrain.grammar.harmony import harmony_lines
 from forerun.constrain.grammar.tagged import GLM_TAGS, QWEN_TAGS, arguments
 from forerun.errors import BusyError, RequestError
@@ -106,9 +106,9 @@ class Rules:
         """
         return replace(self, grammar=self.grammar.on_one_line())
 
-    def after(self, start: Start) -> "Rules":
-        """A copy that constrains only what comes after `start`."""
-        return replace(self, grammar=self.grammar.after(start))
+    def after(self, start: Start, budget: ThinkingBudget | None = None) -> "Rules":
+        """A copy that constrains only what comes after `start`, which `budget` forces."""
+        return replace(self, grammar=self.grammar.after(start, budget))
 
 
 def tool_rules(

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from forerun.build.engine import Frontend
-from forerun.constrain.grammar import Grammar, Start
+from forerun.constrain.grammar import Grammar, Start, ThinkingBudget
 from forerun.constrain.grammar.calls import Calling, Rules, tool_rules
 from forerun.errors import RequestError
 from forerun.options.config import ServeSettings
@@ -74,6 +74,7 @@ def dialogue(body: ChatBody, loaded: Frontend, settings: ServeSettings) -> Dialo
         free = choice.kind == "auto" and body.rules is None
     plain = [tool.plain for tool in offered]
     if format is HARMONY:
+        _budget(body, settings, None)
         if rules is not None and not offered and banned is None and MESSAGE not in message:
             rules = rules.after(Start(FINAL, True))
         apart = _apart(body) and settings.reasoning_end != "off"
@@ -82,7 +83,9 @@ def dialogue(body: ChatBody, loaded: Frontend, settings: ServeSettings) -> Dialo
     def tools() -> ToolReader | None:
         return ToolReader(format, plain) if plain else None
 
-    if marks is None or (not _apart(body) and rules is banned):  # It stays in the content.
+    budget = _budget(body, settings, None if banned else marks)
+    if marks is None or (not _apart(body) and rules is banned and budget is None):
+        # It stays in the content.
         control = bool(plain) and _is_control(loaded, format.opener)
         made = (lambda: OutputParser(None, tools())) if plain else None
         return Dialogue(prompt, rules, made, control)
@@ -90,9 +93,11 @@ def dialogue(body: ChatBody, loaded: Frontend, settings: ServeSettings) -> Dialo
     control = any(_is_control(loaded, mark) for mark in heard)
     found = Dialogue(prompt, rules, control=control)
     stage, bare = _stage(body, tail, marks)
-    if banned is None and not (free and stage == Stage.UNDECIDED):
-        seen = control or not body.skip_special_tokens
-        found, stage = _after_reasoning(found, stage, marks, loaded.tokenizer, seen)
+    if banned is None and not (free and stage == Stage.UNDECIDED and budget is None):
+        seen = control or not body.skip_special_tokens or not _apart(body)
+        found, stage = _after_reasoning(found, stage, marks, loaded.tokenizer, seen, budget)
+    if not _apart(body) and body.rules is None and not plain:
+        return found
     ends = format.ends_thoughts if plain else ()
     return replace(
         found, parser=lambda: OutputParser(ReasoningReader(marks, stage, bare, ends), tools())
@@ -184,9 +189,17 @@ def _opens(body: Conversational) -> bool:
     return body.add_generation_prompt is not False
 
 
+def _effort(body: ChatBody) -> str | None:
+    """Return how much the request wants the model to think; None = as the template has it."""
+    asked = body.reasoning
+    if body.reasoning_effort is not None or asked is None:
+        return body.reasoning_effort
+    return "none" if asked.enabled is False else asked.effort
+
+
 def effort_names(body: ChatBody, template: ChatTemplate) -> dict[str, Any]:
     """Return the template's variables for `reasoning_effort`; empty if it has none."""
-    effort = body.reasoning_effort
+    effort = _effort(body)
     if effort is not None and "reasoning_effort" in template.source:
         return {"reasoning_effort": effort}
     if effort is not None and "enable_thinking" in template.source:
@@ -199,9 +212,12 @@ def ignored_fields(body: SampledBody, loaded: Frontend) -> tuple[str, ...]:
     found = ignored_in(body)
     if isinstance(body, ChatBody):
         found += left_out(body.messages)
-    if isinstance(body, ChatBody) and body.reasoning_effort is not None:
+    if isinstance(body, ChatBody) and _effort(body) is not None:
         told = loaded.chat is not None and effort_names(body, loaded.chat)
         found += () if told else ("reasoning_effort",)
+    if isinstance(body, ChatBody) and body.budget_is_target and body.thinking_token_budget:
+        source = "" if loaded.chat is None else loaded.chat.source
+        found += () if Marks.found_in(source) else ("thinking_token_budget",)
     return found
 
 
@@ -287,22 +303,85 @@ def _stage(body: ChatBody, tail: str, marks: Marks) -> tuple[Stage, bool]:
     return Stage.ANSWERING, str(last["content"]).rstrip().endswith(marks.closer)
 
 
+def _budget(body: ChatBody, settings: ServeSettings, marks: Marks | None) -> tuple[int, str] | None:
+    """Return the most tokens of a thought and the message that ends it there; None: no limit.
+
+    marks  around thoughts; None = they are unknown, or the answer has rules for single tokens
+
+    Raises RequestError for a budget that cannot be kept, if the request has it.
+    """
+    name, tokens = "thinking_token_budget", body.thinking_token_budget
+    asked = body.reasoning
+    if asked is not None and asked.max_tokens is not None:
+        if tokens not in (None, asked.max_tokens):
+            raise RequestError(f"reasoning.max_tokens and {name} disagree.", name)
+        name, tokens = "reasoning.max_tokens", asked.max_tokens
+    must = tokens is not None and not body.budget_is_target
+    tokens = settings.thinking_budget if tokens is None else tokens
+    message = body.thinking_budget_message
+    message = settings.thinking_budget_message if message is None else message
+    if tokens < 0:
+        return None
+    if marks is None:
+        if must:
+            raise RequestError(
+                f"{name} cannot be kept: thoughts have a budget where the model's template has "
+                "marks around them (--reasoning-end names the last), and no tokens are banned.",
+                name,
+            )
+        return None
+    limit = body.max_completion_tokens or body.max_tokens
+    if limit is not None and tokens >= limit:
+        if must:
+            raise RequestError(
+                f"{name} is {tokens}, which leaves nothing of max_tokens, {limit}, for the answer.",
+                name,
+            )
+        tokens = limit // 2
+    return tokens, message
+
+
+def _thought_tokens(prompt: Ints, opener: str, tokenizer: Tokenizer) -> int:
+    """Return how many tokens at the end of a prompt are a thought, behind its opener."""
+    token, ids = tokenizer.added.get(opener), prompt.tolist()
+    if token is not None and token.id in ids:
+        return ids[::-1].index(token.id)
+    text = tokenizer.decode(ids, skip_special=False)
+    thought = text[text.rfind(opener) + len(opener) :] if opener in text else ""
+    return len(tokenizer.encode_within(thought)) if thought else 0
+
+
 def _after_reasoning(
-    asked: Dialogue, stage: Stage, marks: Marks, tokenizer: Tokenizer, control: bool
+    asked: Dialogue,
+    stage: Stage,
+    marks: Marks,
+    tokenizer: Tokenizer,
+    control: bool,
+    budget: tuple[int, str] | None,
 ) -> tuple[Dialogue, Stage]:
     """The same, its constraint beginning after the reasoning: where the reader of its text, in
     which control tokens are seen with `control`, finds the end. And the stage behind its prompt.
 
     Where the prompt leaves it to the model whether to think, and the constraint leaves no room
-    for it, the prompt begins the reasoning: the constraint needs to know its beginning.
+    for it, the prompt begins the reasoning: the constraint, or the budget, needs to know its
+    beginning.
     """
     rules = asked.rules
-    if rules is None or stage == Stage.ANSWERING:
+    if (rules is None and budget is None) or stage == Stage.ANSWERING:
         return asked, stage
     if stage == Stage.UNDECIDED:
         opened = np.array(_mark_ids(marks.opener, tokenizer), np.int32)
         asked = replace(asked, prompt=np.concatenate([asked.prompt, opened]))
-    return replace(asked, rules=rules.after(Start(marks.closer, control))), Stage.THINKING
+    limit = None
+    if budget is not None:
+        tokens, message = budget
+        said = tokenizer.encode_within(message) if message else ()
+        ending = (*said, *_mark_ids(marks.closer, tokenizer))
+        limit = ThinkingBudget(
+            tokens, _thought_tokens(asked.prompt, marks.opener, tokenizer), ending
+        )
+    rules = (rules or Rules(Grammar.free())).after(Start(marks.closer, control), limit)
+    return replace(asked, rules=rules), Stage.THINKING
 
 
 def _mark_ids(mark: str, tokenizer: Tokenizer) -> tuple[int, ...]:

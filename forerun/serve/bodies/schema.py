@@ -26,6 +26,7 @@ from forerun.serve.bodies.fields import (
     shown,
     takes,
     text,
+    whatever,
 )
 from forerun.serve.bodies.messages import (
     MAX_TEXT,
@@ -246,11 +247,29 @@ def template_options(value: Any, where: str) -> dict[str, Any]:
     return value
 
 
+NO_BUDGET = -1
+"""As a thinking budget: the thought may go on as long as the answer."""
+thinking_budget = integer(NO_BUDGET, MAX_TOKENS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningOptions:
+    """`reasoning`, as OpenRouter's clients write it."""
+
+    effort: str | None = accept(only(*EFFORTS, why="these are the efforts"))
+    max_tokens: int | None = accept(thinking_budget)
+    enabled: bool | None = accept(boolean)
+    exclude: bool | None = ignore(boolean)
+    summary: str | None = ignore(text(64))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatBody(SampledBody):
     """POST /v1/chat/completions, and what other dialects make of their conversations."""
 
     id_prefix: ClassVar[str] = "chatcmpl-"
+    budget_is_target: ClassVar[bool] = False
+    """Whether a thinking budget that cannot be kept is left out, instead of being refused."""
 
     messages: tuple[dict[str, Any], ...] = need(messages)
     max_tokens: int | None = accept(_answer_length)
@@ -266,6 +285,9 @@ class ChatBody(SampledBody):
     add_generation_prompt: bool | None = accept(boolean)
     continue_final_message: bool = accept(boolean, False)
     reasoning_effort: str | None = accept(only(*EFFORTS, why="these are the efforts"))
+    reasoning: ReasoningOptions | None = accept(part(ReasoningOptions))
+    thinking_token_budget: int | None = accept(thinking_budget)
+    thinking_budget_message: str | None = accept(text(MAX_STOP_TEXT))
     chat_template_kwargs: dict[str, Any] | None = accept(template_options)
     modalities: list[str] | None = accept(only(["text"], why=NO_MEDIA))
     verbosity: str | None = ignore(only("low", "medium", "high", why="it is one of these"))
@@ -278,6 +300,13 @@ class ChatBody(SampledBody):
     parse_special: bool = accept(only(False, why=_SAFE), False)
     add_special_tokens: bool = accept(only(False, why="the template writes them"), False)
 
+    renamed: ClassVar[dict[str, str]] = {
+        **SampledBody.renamed,
+        "thinking_budget": "thinking_token_budget",
+        "thinking_budget_tokens": "thinking_token_budget",
+        "reasoning_budget_tokens": "thinking_token_budget",
+        "reasoning_budget_message": "thinking_budget_message",
+    }
     refused: ClassVar[dict[str, str]] = {
         **SampledBody.refused,
         "audio": NO_MEDIA,
@@ -347,6 +376,7 @@ class CompletionBody(SampledBody):
     logprobs: int | None = accept(integer(0, MAX_TOKENS))
     best_of: int | None = accept(integer(1, MAX_TOKENS))
     separate_reasoning: bool | None = ignore(boolean)
+    reasoning: Any = ignore(whatever)
     add_special_tokens: bool = accept(boolean, True)
     parse_special: bool = accept(boolean, True)
 

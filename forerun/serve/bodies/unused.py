@@ -82,7 +82,6 @@ class UnusedFields(ConstrainedBody):
     ttl: Any = ignore(whatever)
     keep_alive: Any = ignore(whatever)
     provider: Any = ignore(whatever)
-    reasoning: Any = ignore(whatever)
     include_reasoning: bool | None = ignore(boolean)
     stream_reasoning: bool | None = ignore(boolean)
     think: Any = ignore(whatever)

@@ -1,7 +1,8 @@
 """Conversations of blocks, as chat templates and the rest of the server know them."""
 
 import json
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from forerun.constrain.grammar.calls import Rules
 from forerun.errors import RequestError
@@ -21,6 +22,13 @@ from forerun.serve.dialects.anthropic.schema import (
 )
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Conversation(ChatBody):
+    """Anthropic's budgets are targets: clients send them to models that do not think, too."""
+
+    budget_is_target: ClassVar[bool] = True
 
 
 def chat_body(body: CountBody) -> ChatBody:
@@ -44,7 +52,7 @@ def chat_body(body: CountBody) -> ChatBody:
             "seed": body.seed,
             "speculative": body.speculative,
         }
-    return ChatBody(
+    return _Conversation(
         model=body.model,
         messages=tuple(messages),
         tools=different(body.tools, "name"),
@@ -52,6 +60,7 @@ def chat_body(body: CountBody) -> ChatBody:
         parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
         continue_final_message=body.messages[-1].role == "assistant",
         reasoning_effort=_effort(body),
+        thinking_token_budget=None if body.thinking is None else body.thinking.budget_tokens,
         json_schema=_schema(body),
         **options,
     )

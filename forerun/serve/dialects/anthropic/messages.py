@@ -46,6 +46,7 @@ class MessagesDialect(Dialect):
         self.ignored = (
             *ignored(body),
             *("thinking" for name in told if name == "reasoning_effort"),
+            *("thinking.budget_tokens" for name in told if name == "thinking_token_budget"),
         )
         thinking = body.thinking
         self._hearing = Hearing(made)

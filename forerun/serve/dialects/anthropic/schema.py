@@ -261,10 +261,10 @@ class AnthropicToolChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkingConfig:
-    """Whether to think. No budget is kept: max_tokens bounds thoughts and answer together."""
+    """Whether to think, and in how many tokens at most."""
 
     type: str = need(only("enabled", "adaptive", "between_tools", "disabled", why="these exist"))
-    budget_tokens: int | None = ignore(integer(1, MAX_TOKENS))
+    budget_tokens: int | None = accept(integer(1, MAX_TOKENS))
     display: str | None = accept(only("summarized", "omitted", why="it is one of these"))
 
 

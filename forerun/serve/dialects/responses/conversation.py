@@ -58,6 +58,7 @@ def chat_body(body: ResponsesBody, earlier: Messages) -> ChatBody:
         tool_choice=body.tool_choice,
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
+        thinking_token_budget=None if body.reasoning is None else body.reasoning.max_tokens,
         response_format=None if forced else (body.text or TextConfig()).format,
         speculative=body.speculative,
         cache_salt=body.cache_salt,

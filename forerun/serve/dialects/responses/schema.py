@@ -32,6 +32,7 @@ from forerun.serve.bodies.schema import (
     MAX_TOKENS,
     SpeculativeOptions,
     cache_salt,
+    thinking_budget,
     untraced,
 )
 from forerun.serve.bodies.structure import json_object_rules, named_rules
@@ -345,6 +346,7 @@ class ReasoningConfig:
     """`reasoning`: how much. The thoughts themselves are shown, so there is no summary."""
 
     effort: str | None = accept(only(*EFFORTS, why="these are the efforts"))
+    max_tokens: int | None = accept(thinking_budget)
     summary: str | None = ignore(text(64))
     generate_summary: str | None = ignore(text(64))
     context: str | None = ignore(text(64))
