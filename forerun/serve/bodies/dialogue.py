@@ -375,8 +375,8 @@ def _after_reasoning(
     limit = None
     if budget is not None:
         tokens, message = budget
-        said = tokenizer.encode_within(message) if message else ()
-        ending = (*said, *_mark_ids(marks.closer, tokenizer))
+        message_ids = tokenizer.encode_within(message) if message else ()
+        ending = (*message_ids, *_mark_ids(marks.closer, tokenizer))
         limit = ThinkingBudget(
             tokens, _thought_tokens(asked.prompt, marks.opener, tokenizer), ending
         )
