@@ -7,7 +7,7 @@ import numpy as np
 
 from forerun.constrain.grammar import ThinkingBudget
 from forerun.constrain.matcher.automaton import AsyncMatcher, Automaton, FreeText
-from forerun.constrain.matcher.start_marker import MarkerTokens, Place, StartMarker
+from forerun.constrain.matcher.start_marker import MarkerPlace, MarkerTokens, StartMarker
 from forerun.errors import EngineError
 from forerun.types import Words
 
@@ -134,7 +134,7 @@ class Matcher:
         # The constraint's first mask; needed while its start is ahead.
         self._first = self._automaton.mask() if self.waiting else b""
         # Where the matcher stood before each draft token: on the way to the start, and below that.
-        self._trail: list[tuple[Place | None, Path]] = []
+        self._trail: list[tuple[MarkerPlace | None, Path]] = []
         # Draft tokens that copies took, up to here; positions behind such, and copies there.
         self._path: Path = ()
         self._positions: dict[Path, _Position] = {}

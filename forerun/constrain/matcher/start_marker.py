@@ -83,7 +83,7 @@ class MarkerTokens:
         return self._beyond[seen]
 
 
-class Place(NamedTuple):
+class MarkerPlace(NamedTuple):
     """Where a sequence is on its way to its constraint.
 
     seen     bytes of the marker that the text ends with
@@ -120,7 +120,7 @@ class StartMarker:
         self._budget, self._free = budget, free
         self._masks: dict[int, bytes | None] = {}
         used = 0 if budget is None else budget.used
-        self.place: Place | None = None if marker is None else Place(thought=used)
+        self.place: MarkerPlace | None = None if marker is None else MarkerPlace(thought=used)
 
     @property
     def waiting(self) -> bool:
@@ -160,7 +160,7 @@ class StartMarker:
         if rest and spelling is None and not self._free:
             return None
         letter = marker.letter(place.letter, token)
-        following = Place(seen, place.thought + 1, letter)
+        following = MarkerPlace(seen, place.thought + 1, letter)
         self.place = None if seen == len(marker) else following
         return () if spelling is None else (spelling,)
 

@@ -343,7 +343,7 @@ def _budget(body: ChatBody, settings: ServeSettings, marks: Marks | None) -> tup
 
 def _thought_tokens(prompt: Ints, opener: str, tokenizer: Tokenizer) -> int:
     """Return how many tokens at the end of a prompt are a thought, behind its opener."""
-    token, ids = tokenizer.added.get(opener), prompt.tolist()
+    token, ids = tokenizer.added.get(opener), list[int](prompt.tolist())
     if token is not None and token.id in ids:
         return ids[::-1].index(token.id)
     text = tokenizer.decode(ids, skip_special=False)
