@@ -50,6 +50,7 @@ Family = Literal[
     "exaone4",
     "glm4_moe_lite",
     "minimax_m2",
+    "ministral3",
 ]
 """By the name that config.json gives as model_type."""
 FAMILIES: tuple[Family, ...] = get_args(Family)

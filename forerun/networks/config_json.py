@@ -83,7 +83,8 @@ _GEMMA3 = {
 
 _OUTSIDE = (
     *("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index"),
-    *("image_token_index", "quantization_config"),
+    *("image_token_index", "quantization_config", "projector_hidden_act", "vision_feature_layer"),
+    *("multimodal_projector_bias", "spatial_merge_size"),
 )
 """Keys of a multimodal configuration about images, or about the files."""
 
@@ -93,21 +94,22 @@ class _Wrapper:
     """A multimodal configuration, whose language model runs here alone.
 
     class_name  the only value of `architectures`
-    inner       the language model's family
+    inner       what the language model's family may be; the first where it is not said
     defaults    what text_config may leave out: transformers' defaults
     tied        default of tie_word_embeddings
     """
 
     class_name: str
-    inner: Family
+    inner: tuple[Family, ...]
     defaults: Mapping[str, Any]
     tied: bool = False
 
 
 _WRAPPERS = {
-    "gemma3": _Wrapper("Gemma3ForConditionalGeneration", "gemma3_text", _GEMMA3, tied=True),
-    "qwen3_5": _Wrapper("Qwen3_5ForConditionalGeneration", "qwen3_5_text", {}),
-    "qwen3_5_moe": _Wrapper("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text", {}),
+    "gemma3": _Wrapper("Gemma3ForConditionalGeneration", ("gemma3_text",), _GEMMA3, tied=True),
+    "qwen3_5": _Wrapper("Qwen3_5ForConditionalGeneration", ("qwen3_5_text",), {}),
+    "qwen3_5_moe": _Wrapper("Qwen3_5MoeForConditionalGeneration", ("qwen3_5_moe_text",), {}),
+    "mistral3": _Wrapper("Mistral3ForConditionalGeneration", ("ministral3", "mistral"), {}),
 }
 """By model_type."""
 
@@ -129,8 +131,9 @@ def _text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if classes != [wrapper.class_name]:
         raise keys.unfit("architectures", classes, f"[{wrapper.class_name!r}] to run here")
     inner = dict(keys.get("text_config"))
-    if inner.setdefault("model_type", wrapper.inner) != wrapper.inner:
-        raise keys.unfit("text_config.model_type", inner["model_type"], repr(wrapper.inner))
+    if inner.setdefault("model_type", wrapper.inner[0]) not in wrapper.inner:
+        wanted = " or ".join(wrapper.inner)
+        raise keys.unfit("text_config.model_type", inner["model_type"], wanted)
     for key in _OUTSIDE:
         keys.get(key)
     ties = keys.flag("tie_word_embeddings", inner.get("tie_word_embeddings", wrapper.tied))

@@ -137,5 +137,8 @@ READERS: dict[Family, Reader] = {
         norm_eps=1e-5,
         sizes=experts.deepseek_sizes,
     ),
+    "ministral3": Reader(
+        "Ministral3ForCausalLM", dense.ministral3, norm_eps=1e-5, sizes=dense.ministral_sizes
+    ),
     "minimax_m2": Reader("MiniMaxM2ForCausalLM", experts.minimax_m2, head_size=128),
 }

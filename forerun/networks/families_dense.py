@@ -45,6 +45,40 @@ def mistral(keys: Keys, sizes: ArchitectureSizes) -> Layers:
     return (LayerSpec(plain_attention(sizes, window), rope, feed_forward),) * sizes.layers
 
 
+_GROWING = "llama_4_scaling_beta"
+
+
+def ministral_sizes(keys: Keys) -> ArchitectureSizes:
+    """Return the sizes of Ministral 3, for texts within its original context: beyond it queries
+    grow with the position, which no layer here can do. Raises ModelError for a key that is missing
+    or cannot be used.
+    """
+    context = keys.integer("max_position_embeddings")
+    rope = keys.get("rope_parameters") or keys.get("rope_scaling") or {}
+    if isinstance(rope, dict) and rope.get(_GROWING):
+        original = rope.get("original_max_position_embeddings", context)
+        context = min(context, original) if isinstance(original, int) else context
+    return ArchitectureSizes(
+        layers=keys.integer("num_hidden_layers"),
+        hidden=keys.integer("hidden_size"),
+        heads=keys.integer("num_attention_heads"),
+        kv_heads=keys.integer("num_key_value_heads"),
+        head_size=keys.integer("head_dim", 128),
+        vocab=keys.integer("vocab_size"),
+        context=context,
+    )
+
+
+def ministral3(keys: Keys, sizes: ArchitectureSizes) -> Layers:
+    """Return layers of Ministral 3: Mistral's, whose positions are stretched. Raises ModelError for
+    a key that is missing or cannot be used.
+    """
+    window = optional_integer(keys, "sliding_window", None)
+    rope = rope_from(keys, sizes.context, theta=1e6, ignored=(_GROWING, "max_position_embeddings"))
+    feed_forward = Dense(keys.integer("intermediate_size"))
+    return (LayerSpec(plain_attention(sizes, window), rope, feed_forward),) * sizes.layers
+
+
 def qwen2(keys: Keys, sizes: ArchitectureSizes) -> Layers:
     """L layers of Qwen2 (arXiv 2407.10671): biases on q, k and v, windows in the upper layers where
     used. Raises ModelError for a key that is missing or cannot be used.

@@ -18,7 +18,7 @@ ALWAYS = ("deepseek_v3", 1), ("gpt_oss", 16)
 FAMILIES = (
     *("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss"),
     *("phi3", "smollm3", "granite", "olmo2", "gemma3_text", "deepseek_v2"),
-    *("seed_oss", "olmo3", "exaone4", "glm4_moe_lite", "minimax_m2"),
+    *("seed_oss", "olmo3", "exaone4", "glm4_moe_lite", "minimax_m2", "ministral3"),
 )
 CASES = [
     (family, page)
@@ -36,7 +36,15 @@ NATIVE = [
         pytest.param(family, marks=pytest.mark.slow)
         for family in (
             *("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "olmo2", "gemma3_text"),
-            *("deepseek_v2", "seed_oss", "olmo3", "exaone4", "glm4_moe_lite", "minimax_m2"),
+            *(
+                "deepseek_v2",
+                "seed_oss",
+                "olmo3",
+                "exaone4",
+                "glm4_moe_lite",
+                "minimax_m2",
+                "ministral3",
+            ),
         )
     ),
 ]

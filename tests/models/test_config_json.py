@@ -81,6 +81,20 @@ def test_the_configuration_that_gemma_3_came_with(tmp_path):
     assert {spec.rope.theta for spec in arch.layer_specs} == {1e4, 1e6}
 
 
+def test_ministral_ends_where_its_queries_would_grow(tmp_path):
+    """In its wrapper, as published; a Mistral may be in there, too."""
+    text = tiny.config("ministral3", max_position_embeddings=4096).to_dict()
+    whole = {"model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"]}
+    whole |= {"text_config": text, "vision_config": {}, "image_token_index": 10}
+    whole |= {"projector_hidden_act": "gelu", "vision_feature_layer": -1, "spatial_merge_size": 2}
+    arch = architecture_from(whole, tmp_path)
+    assert (arch.family, arch.context, arch.rope.attention_factor) == ("ministral3", 512, 1.0)
+    still = text | {"rope_parameters": text["rope_parameters"] | {"llama_4_scaling_beta": 0.0}}
+    assert architecture_from(whole | {"text_config": still}, tmp_path).context == 4096
+    older = whole | {"text_config": tiny.config("mistral").to_dict()}
+    assert architecture_from(older, tmp_path).family == "mistral"
+
+
 def test_older_spellings_are_the_same_models(tmp_path):
     """As published: OLMo 3's scaling is of the layers that see all, MiniMax has its rotated numbers
     in one key, EXAONE 4's layers are letters.

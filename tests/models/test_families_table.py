@@ -24,6 +24,8 @@ from tests.shape.tree import ROOT
 
 SAME_AS = {"mimo": "qwen2", "gemma3": "gemma3_text", "kimi_k2": "deepseek_v3"}
 SAME_AS |= {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+SAME_AS |= {"mistral3": "ministral3"}
+IN_FOLDERS = ("mimo", "gemma3", "exaone4", "ministral3", "mistral3")
 """Names in config.json that stand for another family's layers."""
 KINDS = {
     "a head": DraftFile.kind,
@@ -77,7 +79,7 @@ def test_formats_are_those_that_are_read(name):
         *tiny.DELTAS,
     }
     assert read == shown
-    formats = ["folder"] if name in ("mimo", "gemma3", "exaone4") else ["folder", "GGUF"]
+    formats = ["folder"] if name in IN_FOLDERS else ["folder", "GGUF"]
     assert re.sub(r" \(.*?\)", "", ROWS[name]["formats"]).split(", ") == formats
 
 

@@ -76,6 +76,7 @@ _CLASSES = {
     "exaone4": (transformers.Exaone4Config, transformers.Exaone4ForCausalLM),
     "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM),
     "minimax_m2": (transformers.MiniMaxM2Config, transformers.MiniMaxM2ForCausalLM),
+    "ministral3": (transformers.Ministral3Config, transformers.Ministral3ForCausalLM),
 }
 assert tuple(_CLASSES) == FAMILIES
 
@@ -115,6 +116,11 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": _GROUPED
     | _LATENT
     | {"n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "ministral3": {
+        "rope_parameters": YARN
+        | {"original_max_position_embeddings": 512, "rope_theta": 1e4, "mscale": 1.0}
+        | {"mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+    },
     "minimax_m2": {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 32},
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": _EXPERTS | _DELTA | {"shared_expert_intermediate_size": 48},

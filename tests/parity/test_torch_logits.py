@@ -171,6 +171,7 @@ FURTHER = {
         "all sparse": {"mlp_layer_types": ["sparse"] * 3, "norm_topk_prob": False}
         | {"first_k_dense_replace": 0},
     },
+    "ministral3": {"plain": {}},
     "minimax_m2": {"plain": {}, "one key head": {"num_key_value_heads": 1}},
 }
 """Of the other families, what their configurations choose."""
