@@ -131,7 +131,13 @@ def drafting_sentence(
         why += "; --speculative-algorithm OFF is plain decoding"
     else:
         why = f"AUTO: {named} holds no draft model"
-    return f"drafting: {method.name}, {method.meaning} ({why})"
+    if resolved.speculative_token_map is not None:
+        why += f"; of the tokens in {resolved.speculative_token_map}"
+    meaning = method.meaning
+    if method.name == "NGRAM":
+        counted = ", finished answers" * (not table and resolved.speculative_ngram_capacity > 0)
+        meaning = "lookup in the text so far" + ", the draft's n-gram table" * table + counted
+    return f"drafting: {method.name}, {meaning} ({why})"
 
 
 def _unlike_sglang(asked: EngineConfig) -> str:

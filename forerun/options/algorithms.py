@@ -65,7 +65,7 @@ ALGORITHMS = (
     ),
     Algorithm(
         "NGRAM",
-        "lookup in the text so far, and the draft's n-gram table, or a cache of finished answers",
+        "lookup in the text so far, in an n-gram table and in finished answers",
         aliases=("SUFFIX", "PROMPT_LOOKUP"),
         lookup=True,
         max_topk=0,

@@ -50,7 +50,13 @@ def test_the_start_says_what_drafts_and_why():
     assert "NGRAM" in drafting_sentence(asked, ngram, False, None)
     told = drafting_sentence(asked, ngram, False, None)
     assert "no draft is given; --speculative-algorithm OFF is plain decoding)" in told
-    assert "has an n-gram table" in drafting_sentence(asked, ngram, True, None)
+    assert "so far, finished answers (" in told and "table" not in told
+    uncounted = replace(ngram, speculative_ngram_capacity=0)
+    assert "lookup in the text so far (AUTO" in drafting_sentence(asked, uncounted, False, None)
+    tabled = drafting_sentence(asked, ngram, True, None)
+    assert "so far, the draft's n-gram table (" in tabled and "has an n-gram table" in tabled
+    mapped = replace(ngram, speculative_token_map="map.json")
+    assert "; of the tokens in map.json)" in drafting_sentence(asked, mapped, True, None)
     off = resolved_drafting(asked, head=False, fault="the draft has no fc.weight")
     assert drafting_sentence(asked, off, False, "the draft has no fc.weight") == (
         "drafting: OFF (the draft has no fc.weight)"
