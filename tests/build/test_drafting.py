@@ -55,8 +55,6 @@ def test_the_start_says_what_drafts_and_why():
     assert "lookup in the text so far (AUTO" in drafting_sentence(asked, uncounted, False, None)
     tabled = drafting_sentence(asked, ngram, True, None)
     assert "so far, the draft's n-gram table (" in tabled and "has an n-gram table" in tabled
-    mapped = replace(ngram, speculative_token_map="map.json")
-    assert "; of the tokens in map.json)" in drafting_sentence(asked, mapped, True, None)
     off = resolved_drafting(asked, head=False, fault="the draft has no fc.weight")
     assert drafting_sentence(asked, off, False, "the draft has no fc.weight") == (
         "drafting: OFF (the draft has no fc.weight)"
@@ -68,6 +66,8 @@ def test_the_start_says_what_drafts_and_why():
     told = drafting_sentence(said, found, False, None)
     assert "(as requested, by the draft that comes with the model; chains of 8" in told
     assert "SGLang's trees are --speculative-num-steps 5" in told
+    mapped = replace(found, speculative_token_map="map.json")
+    assert "; of the tokens in map.json)" in drafting_sentence(mapped, mapped, False, None)
     for size in ({"speculative_num_steps": 3}, {"speculative_eagle_topk": 2}):
         sized = replace(found, **size)
         assert drafting_sentence(sized, sized, False, None).endswith("(as requested, by folder)")
