@@ -336,6 +336,9 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
     model = open_model(config.model, progress, revision=config.revision, context=config.context)
     if unstretched := model.architecture.unstretched:
         warnings.warn(unstretched, stacklevel=3)
+    if towers := getattr(model.checkpoint, "towers", ()):
+        left_out = f"left out of {model.path.name}: {', '.join(towers)}; only text is read here"
+        warnings.warn(left_out, stacklevel=3)
     device = choose_device(config)
     arch = model.architecture
     layered = bool(getattr(model.checkpoint, "prediction_files", None))

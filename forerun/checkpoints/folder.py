@@ -41,6 +41,7 @@ class FolderCheckpoint:
     """A folder as a Checkpoint.
 
     methods           the quantisation methods of its matrices; () = all are floats
+    towers            names of its parts for images, which are left out
     prediction_files  by stored name, the tensors of prediction layers: not part of the model
                       itself, and read only to draft with them
     """
@@ -57,6 +58,7 @@ class FolderCheckpoint:
         )
         self.methods: tuple[Method, ...] = read_method(self.config)
         stored = files_by_tensor(folder, QUANTISED if self.methods else FLOATS)
+        self.towers: tuple[str, ...] = _towers(stored, self.config)
         files = with_matrices(text_only(stored, self.config, folder), self.methods)
         own, self.prediction_files = divided(files, self.architecture)
         if self.architecture.tied_head and _own_head(own):
@@ -133,6 +135,13 @@ def _stored(
 
 _VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual)\..+")
 _WRAPPED = re.compile(r"(language_model\.model|model\.language_model)\.(.+)")
+
+
+def _towers(files: Mapping[str, TensorFile], config: dict[str, Any]) -> tuple[str, ...]:
+    """The parts of a multimodal checkpoint that `text_only` leaves out, by name."""
+    if not isinstance(config.get("text_config"), dict):
+        return ()
+    return tuple(sorted({match[2] for name in files if (match := _VISION.fullmatch(name))}))
 
 
 def text_only(

@@ -154,6 +154,7 @@ def test_nor_on_its_own_prediction_layer(layered, watched, hints, executor):  # 
 @NATIVE
 def test_its_prediction_layer_drafts_unless_something_else_is_named(layered):
     unnamed = {"executor": "auto", "dtype": "auto", "speculative_algorithm": "AUTO"}
+    unnamed |= {"policy": "auto", "kv_tokens": 256}  # Steps are timed at the start.
     target = open_target(configured(layered["qwen3_5_text"], 4, **unnamed))
     try:
         found = target.config

@@ -10,12 +10,14 @@ import transformers
 from gguf.quants import dequantize, quantize
 from safetensors.numpy import load_file, save_file
 
+from forerun.build.engine import open_target
 from forerun.checkpoints.folder import FolderCheckpoint, eos_ids
 from forerun.checkpoints.gguf.file import GgufCheckpoint
 from forerun.errors import ModelError
 from forerun.executors.torch import TorchExecutor
 from forerun.networks.config_json import announced_layers, architecture_from
 from forerun.networks.layer_spec import Dense, GatedDelta
+from forerun.options.config import EngineConfig
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, limits
 
@@ -130,6 +132,14 @@ def test_the_language_model_of_a_multimodal_folder_runs_alone(multimodal):
     for name, weight in weights.items():
         np.testing.assert_array_equal(checkpoint.tensor(name), weight)
     assert torch.equal(alone(IDS).logits, made(IDS).logits)
+
+
+def test_towers_that_are_left_out_are_named(multimodal):
+    _, folder = multimodal
+    assert FolderCheckpoint(folder).towers == ("visual",)
+    (folder / "tokenizer.json").write_text(tiny._tokenizer())
+    with pytest.warns(UserWarning, match="left out of .*: visual; only text is read here"):
+        open_target(EngineConfig(model=str(folder), device="cpu", kv_tokens=256)).close()
 
 
 def test_other_tensors_of_a_multimodal_folder_are_refused(multimodal):

@@ -1,7 +1,7 @@
 """CpuExecutor: the executor contract on the compiled core."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -72,6 +72,8 @@ class CpuExecutor(Executor):
         self._logits = np.empty((0, limits.vocab), np.float32)
         recurrent = checkpoint.architecture.delta is not None
         self.states = CpuStates(self.native_model, limits) if recurrent else None
+        if recurrent:  # No state stands for what was never written.
+            self.capabilities = replace(self.capabilities, unwritten=False)
 
     def open(self, slot_init: SlotInit) -> None:
         """Bind a sequence to its slot, where layers are recurrent with the state of its cached
