@@ -46,7 +46,7 @@ class AdaptivePolicy:
     ) -> None:
         if not 1 <= max_depth <= max_nodes:
             raise ValueError(f"need 1 <= max_depth <= max_nodes, not {max_depth} and {max_nodes}")
-        self.account = Account(costs)
+        self.account = Account(costs, traits.merged)
         self.drafts = HostDrafts(self.account, max_nodes, traits.merged)
         self.shapes = None
         if not traits.free:
@@ -67,7 +67,7 @@ class AdaptivePolicy:
         """Implement Policy.decide."""
         rows, each = len(slots), kv_len.tolist()
         budget = self._budget(rows, sum(each), constrained)
-        budgets = (budget,) * rows
+        budgets, modelled = (budget,) * rows, budget.model_depth > 0
         if budget.reason == reasons.PROBING:
             first = -(-rows // 8)
             budgets = (budget,) * first + (Budget(0, 0, reasons.PROBING),) * (rows - first)
@@ -76,28 +76,35 @@ class AdaptivePolicy:
                 rows_known = self._lookahead.predicted(slots, FIXED_MIN_PROB)
                 known = [min(len(row), self._depth) for row in rows_known]
             else:
-                forced_only = self.account.empty or budget.reason == reasons.PLAIN
-                known = self.drafts.known(self._lookahead, slots, each, forced_only)
+                forced_only = budget.reason in (reasons.DISABLED, reasons.PLAIN)
+                known = self.drafts.known(self._lookahead, slots, each, forced_only, modelled)
             budgets = with_known(budgets, known)
-        if self._buys and not constrained:
+        if self._buys and not constrained and not modelled:
             prices = self._prices(rows, sum(each)) if budget.nodes else None
             return Decision(budget.reason, budgets, prices=prices)
-        select = None if self._in_round else partial(self.drafts.select, each)
+        select = None if self._in_round else partial(self.drafts.select, each, modelled)
         return Decision(budget.reason, budgets, select)
 
     def _budget(self, rows: int, cached: int, constrained: bool) -> Budget:
         """Return what the drafter may propose, for every row alike."""
         account = self.account
-        off_reason = self._fault or (reasons.DISABLED if account.empty else None)
         # A new engine learns what plain steps take from plain steps: they are never too slow.
         can_carry = account.costs.seen(rows, True) > 0.0 and not constrained
         known = account.costs.seen(rows, can_carry) >= MIN_REPEATS
         if can_carry and not self._since_allowed and not self._in_round:
             # Plain steps after a search for draft tokens tell what one takes that is not carried.
             known = known and account.costs.seen(rows, False) > 0.0
+        empty = account.main.empty and account.model.empty
+        off_reason = self._fault or (reasons.DISABLED if empty else None)
         if off_reason or not known or self._in_a_row >= PLAIN_EVERY:
             return Budget(0, 0, off_reason or reasons.PLAIN)
-        return (self.shapes and self.shapes.budget(rows)) or self._free_budget(rows, cached)
+        if self.shapes is not None and not account.model.empty:
+            budget = self.shapes.budget(rows)
+            if budget is not None:
+                return budget
+        if account.main.empty:
+            return Budget(0, 0, reasons.DISABLED)
+        return self._free_budget(rows, cached)
 
     def _free_budget(self, rows: int, cached: int) -> Budget:
         """Return the budget of a free drafter: all it knows if some of it may pay; now and then one
@@ -106,7 +113,7 @@ class AdaptivePolicy:
         curve = self.account.costs.curve(rows, rows * (1 + self._nodes), cached)
         if self._since_allowed >= PLAIN_EVERY:
             return Budget(1, 1, reasons.PROBING)
-        returns = self.account.of(rows)
+        returns = self.account.main.of(rows)
         if returns.speed < 1.0 and not self._search_is_due(returns.look.value):
             return Budget(0, 0, reasons.SELDOM)
         if curve.price >= 1.0:
@@ -117,15 +124,16 @@ class AdaptivePolicy:
         """Return whether to search for draft tokens although that lost lately, at a cost of `look`
         plain steps: so seldom that searches take a third of the allowed loss.
         """
-        return self._since_allowed + 1 >= 3.0 * look / LOSS_SHARE and self.account.covers(look)
+        return self._since_allowed + 1 >= 3.0 * look / LOSS_SHARE and self.account.main.covers(look)
 
     def _prices(self, rows: int, cached: int) -> Prices:
         """Return the tokens that 1, 2, ... draft tokens must bring for their time, for as many of
         them as the stake covers. Like HostDrafts.buy.
         """
-        account, costs, stake = self.account, self.account.costs, self.account.stake
+        costs, stake = self.account.costs, self.account.main.stake
         steps = costs.longer(rows, rows * (1 + self._nodes), cached)
-        paid, price = takewhile(lambda step: step[1] <= stake, steps), account.price(rows, cached)
+        paid = takewhile(lambda step: step[1] <= stake, steps)
+        price = self.account.price(rows, cached, False)
         return Prices(array("d", [price * more for more, _ in paid]), costs.measured.padded)
 
     def observe(self, report: StepReport) -> None:
@@ -134,7 +142,8 @@ class AdaptivePolicy:
         self.reasons[report.reason or reasons.PROMPTS] += report.rows
         if allowed and not self._in_round:
             self.reasons[reasons.VERIFIED if verified else reasons.NOTHING_VERIFIED] += report.rows
-        ratio = self.account.observe(report)
+        floor = self.shapes.floor if self.shapes is not None else 1.0
+        ratio = self.account.observe(report, floor)
         self._in_a_row = self._in_a_row + 1 if verified else 0
         self._since_allowed = 0 if allowed else self._since_allowed + 1
         if self.shapes is not None:

@@ -81,10 +81,15 @@ class HostDrafts:
         self.trust, self._account, self._nodes = Trust(calibrated), account, nodes
 
     def known(
-        self, lookahead: Lookahead, slots: Ints, kv_len: list[int], forced_only: bool
+        self,
+        lookahead: Lookahead,
+        slots: Ints,
+        kv_len: list[int],
+        forced_only: bool,
+        modelled: bool,
     ) -> list[int]:
         """Return by row how many tokens that a grammar knows are worth verifying; forced_only: only
-        those that it forces.
+        those that it forces; modelled: a draft model takes part in the step.
         """
         price, count = CERTAIN, len(kv_len)
         if not forced_only:
@@ -92,14 +97,16 @@ class HostDrafts:
             price = self._account.costs.price(count, most, sum(kv_len))
         rows = lookahead.predicted(slots, min(CERTAIN, max(MIN_PROB, price)))
         owners = [row for row, scores in enumerate(rows) for _ in scores]
-        bought, _ = self.buy([score for row in rows for score in row], owners, kv_len)
+        bought, _ = self.buy([score for row in rows for score in row], owners, kv_len, modelled)
         counts = Counter(owners[index] for index in bought)
         return [counts[row] for row in range(count)]
 
-    def select(self, kv_len: list[int], drafts: list[Draft]) -> list[Draft]:
-        """Cut each path behind the last node that is expected to bring more than it costs."""
+    def select(self, kv_len: list[int], modelled: bool, drafts: list[Draft]) -> list[Draft]:
+        """Cut each path behind the last node that is expected to bring more than it costs, in a
+        step with or without a draft model.
+        """
         drafts = [self.trust.believed(draft) if len(draft) else draft for draft in drafts]
-        return cut(drafts, self.buy(*scored(drafts), kv_len)[0])
+        return cut(drafts, self.buy(*scored(drafts), kv_len, modelled)[0])
 
     def learn(self, drafts: Sequence[Draft], tokens: list[list[int]]) -> list[LevelCounts]:
         """Learn which tokens came where these drafts were proposed. Returns the counts of each row
@@ -110,18 +117,19 @@ class HostDrafts:
         return [each for each in counts if each is not None]
 
     def buy(
-        self, scores: list[float], owners: list[int], kv_len: list[int]
+        self, scores: list[float], owners: list[int], kv_len: list[int], modelled: bool
     ) -> tuple[Sequence[int], float]:
         """Return the tokens to verify, by index, and what they gain in tokens beyond what their
-        time would bring elsewhere. scores: chances of being right; owners: the row of each.
+        time would bring elsewhere. scores: chances of being right; owners: the row of each;
+        modelled: a draft model takes part in the step.
 
         Maximises the gain among the best-first prefixes that lose no more than the stake if every
         token that is not certain is wrong. Uses lists: NumPy's calls, cold after a forward pass,
         take longer than the step can gain.
         """
-        costs, stake = self._account.costs, self._account.stake
+        costs, stake = self._account.costs, self._account.ledger(modelled).stake
         rows, cached, padded = len(kv_len), sum(kv_len), costs.measured.padded
-        layers, price = ranked(scores, owners, padded), self._account.price(rows, cached)
+        layers, price = ranked(scores, owners, padded), self._account.price(rows, cached, modelled)
         best, most, tokens, certain_longest, nodes = 0, 0.0, 0.0, 1.0, rows
         for number, layer in enumerate(layers, 1):
             nodes += rows if padded else 1

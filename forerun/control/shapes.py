@@ -118,12 +118,13 @@ class Shapes:
         speeds, bucket = self.speeds(rows), self._bucket(rows)
         order = sorted(range(len(speeds)), key=speeds.__getitem__, reverse=True)
         for shape in [self.shapes[place] for place in order]:
-            loss = self.ratio(rows, shape) - 1.0
-            if not self._account.covers(loss) or loss >= shape.depth:
+            ratio, ledger = self.ratio(rows, shape), self._account.model
+            loss = (ratio - 1.0) * self.floor
+            if not ledger.covers(loss) or ratio * self.floor >= 1.0 + shape.depth:
                 continue
             new = self._tries[:2].max() < MIN_REPEATS
             on = bucket.on and (new or max(speeds) > self.floor * (1.0 - LOSS_SHARE))
-            due = bucket.rest >= bucket.wait and self._account.covers(loss * TRIAL / rows)
+            due = bucket.rest >= bucket.wait and ledger.covers(loss * TRIAL / rows)
             return shape if on or due else None
         return None
 
@@ -134,7 +135,7 @@ class Shapes:
         if self._merged and report.proposed:
             free = [draft if draft.free is None else draft.free for draft in report.proposed]
             cached = [report.cached // report.nodes] * report.rows
-            self.learn_floor(self._drafts.buy(*scored(free), cached)[1] / report.rows)
+            self.learn_floor(self._drafts.buy(*scored(free), cached, False)[1] / report.rows)
         if report.prompt_tokens:
             return
         if not allowed or (self._merged and not report.modelled):
@@ -156,7 +157,7 @@ class Shapes:
         """Learn what the free drafters' tokens alone would have gained per row in a step that a
         draft model took part in: the draft model has to beat that.
         """
-        self.floor += (1.0 - DECAY) * (1.0 + won - self.floor)
+        self.floor += (1.0 - DECAY) / 3.0 * (1.0 + won - self.floor)
 
     def observe(self, rows: int, most: int, counts: list[LevelCounts], ratio: float) -> None:
         """Learn from a step without prompts: `found` are the counts of each row that drafted, at

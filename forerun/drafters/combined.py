@@ -6,7 +6,8 @@ drafter and at the same depth, is the node's value (`Calibration`). The best nod
 
 If Plan.model_depth is 0 only the free drafters propose: the draft model, which comes last, does not
 run. Its opinion is then unknown, so such trees are calibrated separately; they are built in other
-steps too, to measure what they would have gained (Draft.free).
+steps too, to measure what they would have gained (Draft.free). A free drafter that buys
+(DrafterTraits) needs no tree of this module in such steps.
 """
 
 from collections.abc import Sequence
@@ -172,7 +173,7 @@ def _merge(drafts: Sequence[Draft], first_bits: int) -> _MergedTree:
 
 def _for_model(plan: Plan) -> Plan:
     """Return the plan for the draft model."""
-    if plan.model_depth is None:
+    if plan.model_depth is None or not plan.max_nodes.any():
         return plan
     nodes = plan.max_nodes * np.sign(plan.model_depth)
     return replace(plan, max_nodes=nodes, max_depth=plan.model_depth)
@@ -196,6 +197,7 @@ class CombinedDrafter:
             max_depth=self._model.traits.max_depth,
             needs_features=any(drafter.traits.needs_features for drafter in drafters),
             merged=True,
+            buys=len(drafters) == 2 and drafters[0].traits.buys,
         )
 
     def begin(self, slot_init: SlotInit) -> None:
@@ -208,8 +210,11 @@ class CombinedDrafter:
         merged by path and scored by `Calibration`. If the draft model proposed, `Draft.free` is the
         draft of the others alone.
 
-        Stores all proposals by slot until `observe`. Raises what the drafters raise.
+        Stores all proposals by slot until `observe`, except with prices: then the free drafter buys
+        alone, as without a draft model. Raises what the drafters raise.
         """
+        if plan.prices is not None:
+            return self._drafters[0].propose(plan)
         proposals = [drafter.propose(plan) for drafter in self._drafters[:-1]]
         model_plan = _for_model(plan)
         proposed = self._model.propose(model_plan)

@@ -144,10 +144,12 @@ class ModelDrafter:
         behind with; else None. As many levels as this plan allows, a good guess for the next step,
         or one, so that the model keeps up.
         """
+        if not self.traits.drafts_on_device:
+            return None
         depth = min(int(plan.max_depth.max()), self.traits.max_depth)
         # In a step without draft tokens the model is extended by prompts only.
         wanted = (np.array(plan.known_counts) > 1) | ~plan.samples | (depth > 0)
-        if not (self.traits.drafts_on_device and wanted.any()):
+        if not wanted.any():
             return None
         levels = next(levels for levels in self._levels if levels >= depth)
         wanted &= self._backlog.begin[plan.slots] < 0

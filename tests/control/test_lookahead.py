@@ -34,7 +34,7 @@ def held(rows):
 
 def opened(costs, rows, lookahead, nodes=2, free=True):
     policy = AdaptivePolicy(costs, nodes, nodes, FREE if free else MODEL, lookahead)
-    policy.account.credit = 1e12  # Nothing is too dear to be tried.
+    policy.account.main.credit = 1e12  # Nothing is too dear to be tried.
     return seen(policy)
 
 
@@ -120,11 +120,11 @@ def test_while_speculation_is_disabled_only_what_is_certain_is_drafted():
     """What a grammar forces cannot be wrong, so it loses nothing, whatever the credit."""
     known = Known([1.0, 1.0, 0.9])
     policy = opened(COSTS, 2, known)
-    policy.account.credit, policy.account.empty = -0.1, True
+    policy.account.main.credit, policy.account.main.empty = -0.1, True
     budgets = policy.decide(*held(2)).rows
     assert [budget.nodes for budget in budgets] == [2, 0] and known.asked == [1.0]
     assert bought(policy, [1.0, 1.0, 0.9], [0.9]) == [2, 0]
-    policy.account.credit, policy.account.empty = 8.0, False
+    policy.account.main.credit, policy.account.main.empty = 8.0, False
     policy.disable("speculation is off: it failed")
     budgets = policy.decide(*held(2)).rows
     assert [budget.nodes for budget in budgets] == [3, 0]
@@ -137,10 +137,10 @@ def test_easy_text_makes_a_doubtful_draft_token_dear():
     for policy, tokens in ((easy, 4), (hard, 1)):
         for _ in range(100):
             policy.observe(report_of([[0] * tokens], [3], 5.2, cached=0))
-        policy.account.credit = 1e12
+        policy.account.main.credit = 1e12
     assert bought(easy, [0.3]) == [0] and bought(hard, [0.3]) == [1]
     assert bought(easy, [1.0] * 6) == [6], "what is certain is worth it"
-    assert easy.account.of(1).speed == pytest.approx(4 / 1.3, rel=0.05)
+    assert easy.account.main.of(1).speed == pytest.approx(4 / 1.3, rel=0.05)
 
 
 def test_over_many_steps_the_price_is_faster_than_any_step_by_itself():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from forerun.control.adaptive import AdaptivePolicy
+from forerun.control.policy import FixedPolicy
 from forerun.control.step_costs import StepCosts
 from forerun.drafters.combined import CombinedDrafter
 from forerun.interface.drafter import DrafterTraits
@@ -25,6 +26,10 @@ CORE = StepCosts(
     (1, 2, 4, 8, 16, 64), (2.9, 3.1, 3.4, 5.8, 11.5, 44.0), draft_ms=0.6, follow_ms=0.6
 )
 """A small model on a CPU: a head's token costs a fifth of a step."""
+TINY = StepCosts(
+    (1, 2, 4, 8, 16, 64), (0.5, 0.52, 0.55, 0.62, 0.8, 1.8), draft_ms=0.25, follow_ms=0.25
+)
+"""Six layers of 96: a head's token costs half a step, so that trying one uses up the credit."""
 DEVICE = StepCosts((1, 8, 64, 256), (10.0, 10.5, 12.0, 20.0), draft_ms=0.2, follow_ms=0.2)
 """Nodes are nearly free, and so is a head."""
 
@@ -200,6 +205,53 @@ def test_a_head_that_pays_beside_ngrams_that_do_not(costs, rows):
 def test_where_neither_pays_it_is_plain(costs, rows):
     merged, asked, verified = ran(costs, rows, NONE, (1.0, 0.05))
     assert verified < 0.1 and asked < 0.1 and merged > 0.975
+
+
+class AllOfIt(FixedPolicy):
+    """Has three draft tokens of both sources verified in every step."""
+
+    def decide(self, slots, kv_len, constrained=False):
+        return replace(super().decide(slots, kv_len), select=list)
+
+
+SPARSE = (0.2, 0.6)
+"""N-grams that bring a fifth of a step."""
+MANY = (0.6, 0.85)
+"""N-grams that double the speed."""
+
+
+@pytest.mark.parametrize(
+    ("costs", "ngrams", "head"),
+    thinned(
+        [
+            (costs, ngrams, head)
+            for costs in (TINY, CORE, DEVICE)
+            for ngrams in (SPARSE, MANY)
+            for head in ((1.0, 0.05), POOR, GOOD)
+        ],
+        values,
+    ),
+)
+def test_sources_are_bought_apart(costs, ngrams, head):
+    """N-grams alone, the head alone, both or nothing: what is reached is close to the best of them,
+    whatever the other source costs.
+    """
+    alone, _, _ = ran(costs, 1, ngrams, None)
+    modelled, _, _ = ran(costs, 1, (0.0, 0.0), head)
+    both = World(costs, 1, ngrams, head)
+    both.policy = AllOfIt(DEPTH, DEPTH)
+    reached, _, _ = ran(costs, 1, ngrams, head)
+    assert reached >= 0.97 * max(1.0, alone, modelled, both.run(600)[0])
+
+
+def test_a_head_that_loses_does_not_disable_the_ngrams():
+    """Its trials use up a credit of their own."""
+    world = World(CORE, 1, SPARSE, (1.0, 0.05))
+    searched = []
+    for _ in range(600):
+        world.run(1)
+        searched.append(world.policy.account.main.empty)
+    assert not any(searched) and world.head.asked > 5
 
 
 def test_a_text_whose_ngrams_stop_paying_gets_the_head_and_back():

@@ -103,7 +103,7 @@ def test_while_guesses_do_not_pay_they_are_seldom_looked_for():
 
     often = 100 // np.ceil(3 * 0.05 / LOSS_SHARE)  # A third of the share goes into looking.
     assert asked(100, 2) <= often + 5, "the first looks tell a new engine"
-    assert policy.account.of(2).speed < 1.0 and not policy.account.empty
+    assert policy.account.main.of(2).speed < 1.0 and not policy.account.main.empty
     assert asked(100, 2) == pytest.approx(often, abs=2)  # Perhaps with a probe.
     assert policy.describe()["reasons"][SELDOM] > 70
     asked(20, 4)
@@ -148,7 +148,7 @@ def test_the_choice_is_the_best_of_all_choices(rows, rises, speed):
     drafts = [chain(row) for row in rows]
 
     policy = opened(costs, len(rows))
-    policy.account.credit = 1e12  # Nothing is too dear to be tried.
+    policy.account.main.credit = 1e12  # Nothing is too dear to be tried.
     reached(policy, len(rows), speed)
     per_ms = max(1.0, speed) * len(rows) / float(costs.verify(len(rows)))
 
@@ -176,7 +176,7 @@ def test_prices_say_what_is_chosen(rows, rises, speed, credit, padded):
         seen(AdaptivePolicy(costs, 8, 8, replace(FREE, buys=buys))) for buys in (False, True)
     )
     for policy in (kept, buying):
-        policy.account.credit = credit
+        policy.account.main.credit = credit
         reached(policy, len(rows), speed)
     decision = buying.decide(*arrays(len(rows)))
     assert decision.select is None
@@ -201,7 +201,7 @@ def test_no_step_stakes_more_than_a_plain_step_and_the_credit():
     policy = opened(MIDDLE, 4)
     drafts = [chain([0.99] * 4)] * 4
     for credit, most in ((CREDIT, 2.0), (0.4, 1.4), (4 * CREDIT, 2.0)):
-        policy.account.credit = credit
+        policy.account.main.credit = credit
         kept = sum(map(len, kept_of(policy, drafts)))
         ms = [float(MIDDLE.verify(4 + count)) for count in (kept, kept + 1)]
         plain = float(MIDDLE.verify(4))
@@ -264,7 +264,7 @@ def account_after(costs, steps, draft_tokens, tokens, ms, drafting_ms=0.0):
     """The account after steps of one row; whether it was empty, step by step."""
     account, disabled = Account(costs), []
     for _ in range(steps):
-        off = account.empty
+        off = account.main.empty
         disabled.append(off)
         account.observe(
             report_of([[0]], [0], costs.verify_ms[0], allowed=[0], cached=0)
@@ -286,15 +286,15 @@ LEVEL = StepCosts((1, 2, 64), (10.0, 12.0, 136.0))
 
 def test_losing_guesses_lose_no_more_than_the_credit():
     account, empty = account_after(LEVEL, 2000, draft_tokens=1, tokens=1, ms=12.0)
-    assert -account.saved <= CREDIT + LOSS_SHARE * 2000 + 0.5
+    assert -account.main.saved <= CREDIT + LOSS_SHARE * 2000 + 0.5
     off = 1.0 - (CREDIT / 2000 + LOSS_SHARE) / 0.2  # A step with draft tokens loses .2.
-    assert np.mean(empty) > off - 0.005 and account.times_empty > 5
+    assert np.mean(empty) > off - 0.005 and account.main.times_empty > 5
 
 
 def test_looking_for_guesses_counts_as_loss():
     account, empty = account_after(LEVEL, 1000, draft_tokens=0, tokens=1, ms=10.0, drafting_ms=0.6)
     assert np.mean(empty) > 1.0 - (CREDIT / 1000 + LOSS_SHARE) / 0.06 - 0.005
-    assert -account.saved <= CREDIT + LOSS_SHARE * 1000 + 0.5
+    assert -account.main.saved <= CREDIT + LOSS_SHARE * 1000 + 0.5
 
 
 def test_a_look_that_finds_nothing_is_charged_with_all_that_it_takes():
@@ -304,7 +304,7 @@ def test_a_look_that_finds_nothing_is_charged_with_all_that_it_takes():
         for _ in range(3):
             account.observe(report_of([[0]], [0], 10.0, allowed=[0], cached=0))
         account.observe(step_of(1, 0, 10.9, 0.2))
-    returns = account.of(1)
+    returns = account.main.of(1)
     assert returns.paid.value == pytest.approx(1.11, abs=0.01)
     assert returns.look.value == pytest.approx(0.11, abs=0.01)
     assert account.costs.plain(1, 0, False) == pytest.approx(10.0, rel=0.01)
@@ -313,19 +313,19 @@ def test_a_look_that_finds_nothing_is_charged_with_all_that_it_takes():
 def test_winning_guesses_are_never_interrupted():
     account, empty = account_after(LEVEL, 500, draft_tokens=1, tokens=2, ms=12.0, drafting_ms=0.2)
     assert not any(empty)
-    assert account.saved == pytest.approx(500 * (2 - 1.22), rel=0.02)
+    assert account.main.saved == pytest.approx(500 * (2 - 1.22), rel=0.02)
 
 
 def test_an_interruption_from_outside_is_not_the_guesses_fault():
     account, _ = account_after(LEVEL, 50, draft_tokens=1, tokens=2, ms=12.0)
     account.observe(step_of(2, 1, 500.0))
-    assert not account.empty
+    assert not account.main.empty
 
 
 def test_old_wins_do_not_pay_for_ever():
     account, _ = account_after(LEVEL, 500, draft_tokens=1, tokens=2, ms=12.0)
     steps = 0
-    while not account.empty:
+    while not account.main.empty:
         account.observe(step_of(1, 1, 12.0))
         steps += 1
     assert steps <= (4 * CREDIT + 1) / (0.2 - LOSS_SHARE) + 2
@@ -333,7 +333,7 @@ def test_old_wins_do_not_pay_for_ever():
 
 def test_a_disabled_policy_asks_for_nothing_and_says_why():
     policy = opened(MIDDLE, 2)
-    policy.account.empty = True
+    policy.account.main.empty = True
     budget = policy.decide(*arrays(2)).rows[0]
     assert budget.nodes == 0 and budget.reason == DISABLED
     assert policy.describe()["disabled"] is True

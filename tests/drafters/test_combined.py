@@ -1,5 +1,6 @@
 """Several drafters and one tree: the text stays, and who is right more often gets the nodes."""
 
+from array import array
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +13,7 @@ from forerun.drafters.ngram import NgramDrafter
 from forerun.engine.thread import Engine, EngineOptions
 from forerun.interface.drafter import DrafterTraits
 from forerun.interface.grammars import NoGrammars
-from forerun.interface.plan import Outcome
+from forerun.interface.plan import Outcome, Prices
 from forerun.interface.slot_init import SlotInit
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft, DraftSource, batch
@@ -190,3 +191,20 @@ def test_where_only_free_drafters_are_asked_the_head_is_not():
     shares = drafter.describe()["sources"]
     assert shares["bad"] == {"proposed": 5, "right": 3}
     assert shares["bad+good"] == {"proposed": 2, "right": 1} and not shares["good"]["proposed"]
+
+
+def test_a_free_drafter_that_buys_does_so_alone_where_the_head_has_no_part():
+    """Its drafts come out as they are, without a tree of Python and without the head."""
+    good, bad = Said("good", 1.0, 0.9, GOOD), Said("bad", 1.0, 0.5, BAD)
+    bad.traits = replace(bad.traits, free=True, buys=True)
+    drafter = CombinedDrafter(bad, good)
+    assert drafter.traits.buys and not CombinedDrafter(bad, bad, good).traits.buys
+    bad.truth = [3, 4, 5]
+    good.propose = None
+    prices = Prices(array("d", [0.1]), False)
+    plan = replace(plan_of(1, [3]), model_depth=np.zeros(1, np.int32), prices=prices)
+    bought = [Draft()]
+    bad.propose = lambda asked: bought if asked.prices is prices else None
+    assert drafter.propose(plan) is bought
+    counts, tokens = np.ones(1, int), np.full((1, 1), 3)
+    drafter.observe(plan, None, Outcome(counts, tokens, 0 * counts, np.ones(1, bool)))
