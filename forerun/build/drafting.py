@@ -137,7 +137,17 @@ def drafting_sentence(
     if method.name == "NGRAM":
         counted = ", finished answers" * (not table and resolved.speculative_ngram_capacity > 0)
         meaning = "lookup in the text so far" + ", the draft's n-gram table" * table + counted
-    return f"drafting: {method.name}, {meaning} ({why})"
+    return f"drafting: {method.name}, {meaning} ({why}{_seldom(resolved)})"
+
+
+def _seldom(config: EngineConfig) -> str:
+    """The words about one draft token a step of a head on a CPU, which may draft nothing."""
+    if config.algorithm.name != "NAIVE" or config.device != "cpu" or config.policy == "fixed":
+        return ""
+    return (
+        "; on a CPU a head's token mostly takes longer than it saves, and is then not drafted: "
+        "--policy fixed drafts always"
+    )
 
 
 def _unlike_sglang(asked: EngineConfig) -> str:

@@ -7,7 +7,7 @@ a step may draft only while the credit covers its worst loss (ledger.py). Over n
 speculation can therefore lose CREDIT + LOSS_SHARE * n plain steps at most.
 """
 
-from forerun.control.constants import CREDIT, MIN_REPEATS, OUTLIER
+from forerun.control.constants import CREDIT, DOUBT, MIN_REPEATS, OUTLIER
 from forerun.control.costs import LiveCosts
 from forerun.control.ledger import Ledger
 from forerun.control.report import StepReport
@@ -37,6 +37,10 @@ class Account:
         # whether a draft model had a part in it.
         self._last_prefill, self._last_rows, self._last_allowed, self.steady = False, 1, 0, False
         self._last_modelled = False
+        # Slow steps that wait for the next, and whether nodes can take that long; the last step's
+        # time over the expected one.
+        self._slow: list[tuple[StepReport, float, bool]] = []
+        self._over = 0.0
 
     def ledger(self, modelled: bool) -> Ledger:
         """Return the ledger of steps with or without a draft model."""
@@ -49,13 +53,49 @@ class Account:
         speed = self.ledger(modelled).of(rows).speed
         return rows * max(1.0, speed) * self.costs.late(rows, cached)
 
+    @property
+    def in_doubt(self) -> bool:
+        """Whether DOUBT steps with draft tokens in a row were slow: a plain step tells whether the
+        machine is, or draft tokens are dearer than believed.
+        """
+        return len(self._slow) >= DOUBT
+
     def observe(self, report: StepReport, floor: float = 1.0) -> float:
         """Learn from a step, unless it says nothing about decoding: it has a prompt, or it began
         late for another reason than draft tokens. Returns the plain steps that it took, without
         masks: a plain step under a grammar needs them too.
 
         floor  speed without the draft model, relative to plain decoding
+
+        A slow step with draft tokens waits for those after it. If the next is not slow although as
+        large, or nodes cannot take that long, it was interrupted; if a plain one is slow as well,
+        the machine is: neither says anything about draft tokens.
         """
+        costs, rows, cached = self.costs, report.rows, report.cached * report.rows // report.nodes
+        if costs.measured.in_round or report.prefill or costs.seen(rows, True):
+            return self._observe(report, floor)
+        took = (_unmasked(report) - report.ms["draft"]) / costs.plain(rows, cached, False)
+        over = took / costs.ratio(rows, report.nodes, cached)
+        known, before = costs.seen(rows, False) >= MIN_REPEATS, self._over
+        self._over = over if known else 0.0
+        if known and max(report.allowed) and over > OUTLIER and not self.in_doubt:
+            possible = took <= OUTLIER * costs.dearest(rows, report.nodes)
+            self._slow.append((report, floor, possible))
+            self._last_allowed, self.steady = max(report.allowed), False
+            return took
+        waiting, alone, self._slow = self._slow, not self.in_doubt, []
+        if known and took < 1.0 / OUTLIER:  # No step takes less than a plain one.
+            costs.jump(took)
+        elif not max(report.allowed) and min(over, before) > OUTLIER:
+            costs.jump(min(over, before))
+        else:
+            for slow, floor_then, possible in waiting:
+                if possible and not (alone and report.nodes >= slow.nodes):
+                    self._observe(slow, floor_then)
+        return self._observe(report, floor)
+
+    def _observe(self, report: StepReport, floor: float) -> float:
+        """Learn from a step. Returns as `observe`."""
         prompt, before, allowed = self._last_prefill, self._last_allowed, max(report.allowed)
         self._last_prefill = report.prompt_tokens > 0
         self._last_allowed, self.steady = allowed, False
@@ -105,7 +145,9 @@ class Account:
         if nodes == rows:
             costs.learn_plain(rows, cached, report.carried, ms)
             return 1.0
-        ratio, bound = ms / plain / without, OUTLIER * costs.at_most(rows, nodes, cached)
+        ratio = ms / plain / without
+        bound = OUTLIER * costs.at_most(rows, nodes, cached)
+        bound = min(bound, costs.dearest(rows, nodes))
         if not late or costs.seen(rows, False):
             costs.learn(rows, nodes, cached, ratio)
         return min(ratio, bound)

@@ -15,7 +15,7 @@ from typing import Any
 
 from forerun.control import reasons
 from forerun.control.account import Account
-from forerun.control.constants import LOSS_SHARE, MIN_REPEATS, PLAIN_EVERY
+from forerun.control.constants import LOSS_SHARE, MIN_REPEATS, PLAIN_EVERY, RETRY
 from forerun.control.host_drafts import HostDrafts
 from forerun.control.policy import FIXED_MIN_PROB, Budget, Decision, Lookahead, with_known
 from forerun.control.report import StepReport
@@ -56,8 +56,9 @@ class AdaptivePolicy:
         self._nodes, self._depth = max_nodes, max_depth
         self._in_round, self._lookahead, self._buys = costs.in_round, lookahead, traits.buys
         self._fault: str | None = None
-        # Steps since draft tokens were last allowed; consecutive steps that verified some.
-        self._since_allowed, self._in_a_row = 0, 0
+        # Steps since draft tokens were last allowed; consecutive steps that verified some; steps
+        # until a trial of draft tokens that are believed too dear.
+        self._since_allowed, self._in_a_row, self._pause = 0, 0, int(RETRY)
 
     def disable(self, reason: str) -> None:
         """Implement Policy.disable."""
@@ -96,7 +97,8 @@ class AdaptivePolicy:
             known = known and account.costs.seen(rows, False) > 0.0
         empty = account.main.empty and account.model.empty
         off_reason = self._fault or (reasons.DISABLED if empty else None)
-        if off_reason or not known or self._in_a_row >= PLAIN_EVERY:
+        plain_is_due = not known or account.in_doubt or self._in_a_row >= PLAIN_EVERY
+        if off_reason or plain_is_due:
             return Budget(0, 0, off_reason or reasons.PLAIN)
         if self.shapes is not None and not account.model.empty:
             budget = self.shapes.budget(rows)
@@ -108,10 +110,10 @@ class AdaptivePolicy:
 
     def _free_budget(self, rows: int, cached: int) -> Budget:
         """Return the budget of a free drafter: all it knows if some of it may pay; now and then one
-        draft token if none may, since the costs may be wrong.
+        draft token if none may, since the costs may be wrong: soon at first, then ever less often.
         """
         curve = self.account.costs.curve(rows, rows * (1 + self._nodes), cached)
-        if self._since_allowed >= PLAIN_EVERY:
+        if self._since_allowed >= (self._pause if curve.price >= 1.0 else PLAIN_EVERY):
             return Budget(1, 1, reasons.PROBING)
         returns = self.account.main.of(rows)
         if returns.speed < 1.0 and not self._search_is_due(returns.look.value):
@@ -145,6 +147,8 @@ class AdaptivePolicy:
         floor = self.shapes.floor if self.shapes is not None else 1.0
         ratio = self.account.observe(report, floor)
         self._in_a_row = self._in_a_row + 1 if verified else 0
+        if report.reason == reasons.PROBING and verified:
+            self._pause = min(2 * self._pause, PLAIN_EVERY)
         self._since_allowed = 0 if allowed else self._since_allowed + 1
         if self.shapes is not None:
             self.shapes.learn(report, ratio)

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from math import exp, log
+from math import exp, inf, log
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from forerun.control.constants import (
     OUTLIER,
     PLAIN_EVERY,
     RENEW,
+    RETRY,
 )
 from forerun.control.step_costs import StepCosts
 
@@ -88,6 +89,8 @@ class LiveCosts:
         self._neighbours = _Between(self._counts)
         self._verify_ms: list[float] = measured.verify(np.array(self._counts)).tolist()
         self._corrections, self._largest_seen = [Mean() for _ in self._counts], 0
+        # Kinds of plain steps whose last one was slow.
+        self._slow: set[tuple[int, int | None, bool]] = set()
         # By powers of two of rows and of cached tokens per row, and whether they are carried; the
         # context None has the newest entry of so many rows.
         self._plain: dict[tuple[int, int | None, bool], Mean] = {}
@@ -121,16 +124,26 @@ class LiveCosts:
         measured = self._measured_ms(nodes, cached * nodes // rows) / self._measured_ms(
             rows, cached
         )
-        ratio = exp(self._error(nodes) - self._error(rows)) * measured
+        dearest = self.dearest(rows, nodes)
+        ratio = exp(self._error(nodes) - self._error(rows)) * min(measured, dearest)
+        ratio = max(1.0, min(ratio, dearest))
         if not hopeful:
             return ratio
         below, above, fraction = self._neighbours[nodes]
         one, two = self._trust(self._corrections[below]), self._trust(self._corrections[above])
         return 1.0 + (ratio - 1.0) * (one + fraction * (two - one))
 
+    def dearest(self, rows: int, nodes: int) -> float:
+        """Return the most plain steps that so many nodes can take: no node takes longer than a
+        step, so what takes longer was interrupted.
+        """
+        return inf if self.measured.padded else nodes / rows
+
     def _trust(self, mean: Mean) -> float:
         """Return how far to believe that a count is dear, 0 to 1: longer, the more it was seen."""
-        return min(1.0, PLAIN_EVERY * max(1.0, mean.seen) / max(self.steps - mean.last, 1))
+        known = mean.seen >= MIN_REPEATS
+        steps = PLAIN_EVERY * mean.seen if known else RETRY * (0.5 + mean.seen)
+        return min(1.0, steps / max(self.steps - mean.last, 1))
 
     def at_most(self, rows: int, nodes: int, cached: int) -> float:
         """Return the plain steps that a step may take if the hopeful ratio is wrong: beyond the
@@ -178,19 +191,29 @@ class LiveCosts:
     def learn_plain(self, rows: int, cached: int, carried: bool, ms: float) -> None:
         """Learn from a plain step that took so long."""
         kind, last = _kind(rows, cached, carried), self._last(rows, carried)
-        if kind not in self._plain:
+        known = kind in self._plain
+        if not known:
             # Start from the newest mean of another context, with a small weight.
             self._plain[kind] = Mean(last.value, min(last.seen, MIN_REPEATS))
         mean = self._plain[kind[0], None, carried] = self._plain[kind]
-        error = self.follow(ms / self.plain(rows, cached, carried), mean.seen)
+        ratio = ms / self.plain(rows, cached, carried)
+        slow, again = ratio > OUTLIER, kind in self._slow
+        self._slow = self._slow | {kind} if slow else self._slow - {kind}
+        if slow and known and not again:
+            ratio = 1.0  # It was interrupted, unless the next one is slow as well.
+        elif known and ratio < 1.0 and self.steps < MIN_REPEATS:
+            self.jump(ratio)  # The fastest of the first ones sets the pace.
+            ratio = 1.0
+        error = self.follow(ratio, mean.seen)
         if not carried:
-            before = self._error(rows)
+            believed = self._error(rows)
             self._learn_at(rows, error)
-            error -= self._error(rows) - before
+            error -= self._error(rows) - believed
         mean.learn(error)
 
     def learn(self, rows: int, nodes: int, cached: int, ratio: float) -> None:
         """Learn from a step with draft tokens that took `ratio` plain steps."""
+        ratio = min(ratio, self.dearest(rows, nodes))
         below, above, fraction = self._neighbours[nodes]
         seen = (1.0 - fraction) * self._corrections[below].seen + fraction * self._corrections[
             above
@@ -224,6 +247,10 @@ class LiveCosts:
         pace = max(FOLLOW, 1.0 / self.steps) * error if is_known or self.steps == 1 else 0.0
         self._pace += pace
         return error - pace
+
+    def jump(self, ratio: float) -> None:
+        """Put down to the machine that steps take `ratio` times the expected time from now on."""
+        self._pace += log(ratio)
 
     def describe(self) -> dict[str, float]:
         """Return milliseconds of one row by number of nodes, as estimated now, with little

@@ -69,5 +69,5 @@ class Ledger:
         self.credit = min(self.credit + LOSS_SHARE + gain, self.limit)
         if self.credit < 0.0 and not self.empty:
             self.empty, self.times_empty = True, self.times_empty + 1
-        elif self.credit >= CREDIT:
+        elif self.credit >= CREDIT / 2.0:
             self.empty = False

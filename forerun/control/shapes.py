@@ -109,7 +109,17 @@ class Shapes:
         if (shape := self.choose(rows)) is not None:
             reason, depth = reasons.ON_LEVELS.format(shape.nodes), shape.depth
             return Budget(shape.nodes, depth, reason, model_depth=depth)
-        return None if self._merged else Budget(0, 0, reasons.WRONG)
+        return None if self._merged else Budget(0, 0, self._off_reason(rows))
+
+    def _off_reason(self, rows: int) -> str:
+        """Return why no shape was chosen, by what was measured."""
+        ratios = [self.ratio(rows, shape) for shape in self.shapes]
+        pairs = zip(ratios, self.shapes, strict=True)
+        if all(ratio * self.floor >= 1.0 + shape.depth for ratio, shape in pairs):
+            return reasons.TOO_SLOW
+        if not self._account.model.covers((min(ratios) - 1.0) * self.floor):
+            return reasons.TOO_RISKY
+        return reasons.WRONG
 
     def choose(self, rows: int) -> DraftShape | None:
         """Return the shape of the coming step, the fastest whose loss the credit covers; None = no

@@ -71,6 +71,11 @@ def test_the_start_says_what_drafts_and_why():
     for size in ({"speculative_num_steps": 3}, {"speculative_eagle_topk": 2}):
         sized = replace(found, **size)
         assert drafting_sentence(sized, sized, False, None).endswith("(as requested, by folder)")
+    naive = replace(found, speculative_algorithm="NAIVE_EAGLE", device="cpu")
+    assert "--policy fixed drafts always)" in drafting_sentence(naive, naive, False, None)
+    for other in ({"policy": "fixed"}, {"device": "cuda"}):
+        elsewhere = replace(naive, **other)
+        assert "drafts always" not in drafting_sentence(elsewhere, elsewhere, False, None)
     layers = replace(said, speculative_algorithm="NEXTN")
     assert drafting_sentence(said, layers, False, None).endswith("by the target's own layers)")
 

@@ -5,7 +5,7 @@ import pytest
 
 from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.policy import FixedPolicy
-from forerun.control.reasons import ON_LEVELS, WRONG
+from forerun.control.reasons import ON_LEVELS, TOO_RISKY, TOO_SLOW, WRONG
 from forerun.control.step_costs import StepCosts
 from tests.control.steps import MODEL, report_of, seen, slots_of
 
@@ -160,7 +160,16 @@ def test_reasons_are_sentences():
     (easy,) = asked(seen(opened(FLAT, 1)), 1)
     assert easy.reason == ON_LEVELS.format(4)
     facts = policy.describe()
-    assert facts["reasons"][WRONG] > 20 and facts["right_by_level"][0] < 0.25
+    assert facts["reasons"][WRONG] > 10 and facts["right_by_level"][0] < 0.25
+
+
+def test_a_reason_says_what_was_measured():
+    """A layer that was never asked was once called wrong too often."""
+    linear = StepCosts((1, 64), (10.0, 640.0), in_round=True)
+    assert asked(seen(opened(linear, 2)), 2)[0].reason == TOO_SLOW
+    policy = seen(opened(STEEP, 1))
+    policy.account.model.credit = 0.0
+    assert asked(policy, 1)[0].reason == TOO_RISKY
 
 
 def test_costs_are_interpolated_and_continued():

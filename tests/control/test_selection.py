@@ -14,7 +14,7 @@ from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.constants import (
     CREDIT,
     LOSS_SHARE,
-    PLAIN_EVERY,
+    RETRY,
 )
 from forerun.control.costs import LiveCosts, StepCosts
 from forerun.control.host_drafts import compare
@@ -74,13 +74,13 @@ def test_it_recovers_when_the_text_becomes_easy():
 def test_dear_guesses_are_hardly_proposed():
     linear = StepCosts((1, 64), (10.0, 640.0))
     text = Text(linear, 4, 1.0).run(opened(linear, 4), 200)
-    assert text.looks == 200 // PLAIN_EVERY and sum(text.verified) == 0
+    assert text.looks <= 200 // RETRY and sum(text.verified) <= 4, "trials, ever less often"
     assert text.over_plain() > 0.98
 
 
 def test_a_trial_beside_many_rows_is_rare_and_loses_next_to_nothing():
     text = Text(STEEP, 64, 1.0, match=1.0).run(opened(STEEP, 64), 300)
-    assert 1 <= np.count_nonzero(text.verified) <= 300 // PLAIN_EVERY
+    assert 1 <= np.count_nonzero(text.verified) <= 4, "after 16, 32, 64 and 128 steps"
     assert text.over_plain() > 0.995
 
 
@@ -132,7 +132,7 @@ def test_what_wins_beside_one_row_is_not_looked_for_beside_sixteen():
         one.run(policy, 20)
         many.run(policy, 20)
     assert one.over_plain() > 1.3 and one.looks > 380
-    assert many.over_plain() > 0.99
+    assert many.over_plain() > 0.98
     assert many.looks < 150
 
 
