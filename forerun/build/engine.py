@@ -281,9 +281,10 @@ def _facts(target: Target) -> dict[str, Any]:
 
 def _lookup(config: EngineConfig, target: Target) -> TableDrafter:
     """Return the n-gram drafter. A table of the target's own answers knows more than a cache of
-    some: beside it there is none (decision 0054).
+    some: beside it there is none (decision 0054); beside one of other text there is.
     """
-    capacity = 0 if target.table else config.speculative_ngram_capacity
+    own = target.table is not None and target.table.answers
+    capacity = 0 if own else config.speculative_ngram_capacity
     return ngram_drafter(target.memory.limits.slots, target.table, capacity)
 
 

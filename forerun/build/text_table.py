@@ -19,7 +19,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -73,7 +73,8 @@ def count(tokenizer: Tokenizer, vocab: int, pieces: Iterable[str]) -> NgramTable
         tokens += tokenizer.encode_part(piece, False)
         starts.append(len(tokens))
     ids = np.array(tokens, np.int64)
-    return count_ngrams(ids, np.ones(len(ids), np.bool_), np.array(starts), vocab)
+    table = count_ngrams(ids, np.ones(len(ids), np.bool_), np.array(starts), vocab)
+    return replace(table, answers=False)
 
 
 def kept_at(tokenizer: Tokenizer, vocab: int) -> Path:

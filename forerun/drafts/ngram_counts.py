@@ -130,6 +130,8 @@ def write_table(table: NgramTable, path: Path) -> None:
         "rest": table.rest.astype(np.float16),
         "shares": table.shares.astype(np.float16),
     }
+    if not table.answers:
+        tensors["answers"] = np.zeros(1, np.int32)
     beside = path.with_name(f"{path.name}.{os.getpid()}.part")
     save_file(tensors, beside)
     beside.chmod(0o644)  # The user that serves it may be another than the one that made it.

@@ -27,6 +27,8 @@ FILE = "ngrams.safetensors"
 
 _COUNTS = ("extensions", "earlier", "predictions", "tokens", "vocab")
 _CHANCES = ("rest", "shares")
+_ANSWERS = "answers"
+"""Stored where it is false: files of before have answers."""
 _INTEGERS = {"U16": "<u2", "I32": "<i4"}
 
 
@@ -67,7 +69,9 @@ class NgramTable:
                              predictions[c + 1]
     tokens       int32[R]
     shares       float32[R]  probability of each; with `rest` at most 1 in a context
-    vocab        V of the target whose answers were counted
+    vocab        V of the target
+    answers      whether the target's own answers were counted; else other text was, and answers
+                 that are counted while serving add to it
     """
 
     extensions: Ints
@@ -77,6 +81,7 @@ class NgramTable:
     tokens: Ints
     shares: Floats
     vocab: int
+    answers: bool = True
 
     @property
     def contexts(self) -> int:
@@ -110,7 +115,7 @@ def read_ngram_table(path: Path, vocab: int) -> NgramTable:
     Raises ModelError: damaged, incomplete, or of another target.
     """
     file = read_shard(path, MAPS)
-    wrong = set(file.tensors) ^ {*_COUNTS, *_CHANCES}
+    wrong = set(file.tensors) - {_ANSWERS} ^ {*_COUNTS, *_CHANCES}
     if wrong:
         raise ModelError(f"{path}: missing or unexpected tensors: {shortened(sorted(wrong))}")
     counts = {name: _integers(file, name) for name in _COUNTS}
@@ -128,6 +133,7 @@ def read_ngram_table(path: Path, vocab: int) -> NgramTable:
         tokens=counts["tokens"],
         shares=chances["shares"],
         vocab=vocab,
+        answers=_ANSWERS not in file.tensors or bool(_integers(file, _ANSWERS).any()),
     )
     fault = _fault(table)
     if fault:

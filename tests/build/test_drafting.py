@@ -1,7 +1,9 @@
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from forerun.build import engine
 from forerun.build.drafting import drafting_sentence, resolved_drafting, with_shipped
 from forerun.errors import ConfigError
 from forerun.options.config import EngineConfig
@@ -92,3 +94,13 @@ def test_a_head_that_nobody_has_is_named_with_what_there_is():
             with_shipped(replace(asked, model=name))
     with pytest.raises(ConfigError, match=r"FOLDER\."):
         with_shipped(replace(asked, model="Qwen/Qwen3-14B"))
+
+
+@pytest.mark.parametrize(("answers", "counts"), [(True, False), (False, True), (None, True)])
+def test_answers_are_counted_beside_a_table_that_has_none(monkeypatch, answers, counts):
+    """A table of `train --text` once switched the cache of answers off."""
+    table = None if answers is None else SimpleNamespace(answers=answers)
+    memory = SimpleNamespace(limits=SimpleNamespace(slots=4))
+    monkeypatch.setattr(engine, "ngram_drafter", lambda slots, table, capacity: capacity)
+    capacity = engine._lookup(EngineConfig(), SimpleNamespace(table=table, memory=memory))
+    assert bool(capacity) is counts

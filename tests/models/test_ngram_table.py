@@ -143,6 +143,13 @@ def test_damage_is_named(stored, harm, message):
         read_ngram_table(stored, VOCAB)
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_file_says_whether_the_targets_own_answers_were_counted(tmp_path, answers):
+    write_ngrams(replace(counted([[0, 1, 2, 0, 1, 2]] * 3), answers=answers), tmp_path)
+    assert read_ngram_table(tmp_path / FILE, VOCAB).answers is answers
+    assert ("answers" in load_file(tmp_path / FILE)) is not answers, "files of before have answers"
+
+
 @settings(max_examples=200)
 @given(st.data())
 def test_damaged_bytes_are_refused_or_make_a_sound_table(tmp_path_factory, data):
