@@ -33,7 +33,7 @@ from forerun.interface.drafter import Drafter
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.features import RING_TOKENS
 from forerun.networks.config_json import announced_layers
-from forerun.options.algorithms import DEFAULT_STEPS
+from forerun.options.algorithms import DEFAULT_STEPS, NGRAM_STEPS
 from forerun.options.config import EngineConfig
 
 log = logging.getLogger("forerun.build")
@@ -205,6 +205,9 @@ def resolved_drafting(
     asked = (config.speculative_num_steps, config.speculative_num_draft_tokens)
     if block and asked == (None, None):
         config = replace(config, speculative_num_steps=block)
+    bought = config.executor == "cpu" and config.policy == "adaptive"
+    if config.algorithm.name == "NGRAM" and bought and asked == (None, None):
+        config = replace(config, speculative_num_steps=NGRAM_STEPS)
     shape = config.draft_shape
     return replace(
         config,

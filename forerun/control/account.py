@@ -72,7 +72,7 @@ class Account:
         the machine is: neither says anything about draft tokens.
         """
         costs, rows, cached = self.costs, report.rows, report.cached * report.rows // report.nodes
-        if costs.measured.in_round or report.prefill or costs.seen(rows, True):
+        if costs.measured.in_round or report.prompt_tokens or costs.seen(rows, True):
             return self._observe(report, floor)
         took = (_unmasked(report) - report.ms["draft"]) / costs.plain(rows, cached, False)
         over = took / costs.ratio(rows, report.nodes, cached)
@@ -119,7 +119,8 @@ class Account:
         elif found_none and not late:
             costs.follow(total / (1.0 + max(look, returns.look.value)))
             paid = min(total, OUTLIER + look * modelled)
-            look = paid - 1.0
+            # Beyond drafting it takes some of the host's time; more of that is believed bit by bit.
+            look = min(paid - 1.0, max(2.0 * look, OUTLIER * returns.look.value))
         else:
             without = costs.late(rows, cached) if late else 1.0
             paid = look + without * self._learn(report, cached, plain, without, late)

@@ -120,7 +120,7 @@ class AdaptivePolicy:
             return Budget(0, 0, reasons.SELDOM)
         if curve.price >= 1.0:
             return Budget(0, 0, reasons.TOO_DEAR)
-        return Budget(self._nodes, self._depth, reasons.ON, min_prob=round(curve.hopeful, 2))
+        return Budget(self._nodes, self._depth, reasons.ON, min_prob=round(curve.floor, 3))
 
     def _search_is_due(self, look: float) -> bool:
         """Return whether to search for draft tokens although that lost lately, at a cost of `look`

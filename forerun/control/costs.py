@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from itertools import pairwise
 from math import exp, inf, log
 from typing import NamedTuple
 
@@ -44,13 +45,13 @@ class Curve(NamedTuple):
     """What draft tokens cost beside a number of rows, in plain steps.
 
     made   the step count at which it was computed
-    price, hopeful  see `LiveCosts.price`
+    price, floor  see `LiveCosts`
     steps  see `LiveCosts.longer`; empty until first needed
     """
 
     made: int
     price: float
-    hopeful: float
+    floor: float
     steps: list[tuple[float, float]]
 
 
@@ -154,20 +155,35 @@ class LiveCosts:
             return ratio
         return max(ratio, self.ratio(rows, seen, cached) * nodes / seen)
 
-    def price(self, rows: int, most: int, cached: int, hopeful: bool = False) -> float:
-        """Return the least cost of a draft token beside these rows, in tokens of plain decoding.
+    def price(self, rows: int, most: int, cached: int) -> float:
+        """Return the least mean cost of draft tokens beside these rows, in tokens of plain
+        decoding: if it is 1, none can pay.
 
         Times are linear between measured counts of nodes, so the minimum is at one of these counts,
         or at the first or last node.
         """
-        counts = {rows + 1, most, *(n for n in self.measured.nodes if rows < n < most)}
-        return rows * min((self.ratio(rows, n, cached, hopeful) - 1.0) / (n - rows) for n in counts)
+        counts = self._ends(rows, most)
+        return rows * min((self.ratio(rows, n, cached) - 1.0) / (n - rows) for n in counts)
+
+    def floor(self, rows: int, most: int, cached: int) -> float:
+        """Return the least cost of a further draft token, in tokens of plain decoding: a less
+        probable one pays nowhere. Where kernels work in fours, the fifth to eighth node cost less
+        than those before them, and less than the mean.
+        """
+        counts = [rows, *self._ends(rows, most)]
+        ratios = [self.ratio(rows, n, cached, hopeful=True) for n in counts]
+        steps = pairwise(zip(counts, ratios, strict=True))
+        return rows * max(0.0, min((b - a) / (m - n) for (n, a), (m, b) in steps))
+
+    def _ends(self, rows: int, most: int) -> list[int]:
+        """Return the counts of nodes above `rows` between which times are linear, ascending."""
+        return sorted({rows + 1, most, *(n for n in self.measured.nodes if rows < n < most)})
 
     def curve(self, rows: int, most: int, cached: int) -> Curve:
         """Return the prices of up to `most` nodes, computed at most RENEW steps ago."""
         curve = self._curves.get((rows, most))
         if curve is None or self.steps - curve.made >= min(RENEW, 1 + self.steps // RENEW):
-            prices = self.price(rows, most, cached), self.price(rows, most, cached, hopeful=True)
+            prices = self.price(rows, most, cached), self.floor(rows, most, cached)
             curve = self._curves[rows, most] = Curve(self.steps, *prices, [])
         return curve
 

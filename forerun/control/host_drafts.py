@@ -94,7 +94,7 @@ class HostDrafts:
         price, count = CERTAIN, len(kv_len)
         if not forced_only:
             most = count * (1 + self._nodes)
-            price = self._account.costs.price(count, most, sum(kv_len))
+            price = self._account.costs.floor(count, most, sum(kv_len))
         rows = lookahead.predicted(slots, min(CERTAIN, max(MIN_PROB, price)))
         owners = [row for row, scores in enumerate(rows) for _ in scores]
         bought, _ = self.buy([score for row in rows for score in row], owners, kv_len, modelled)

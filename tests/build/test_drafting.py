@@ -96,6 +96,19 @@ def test_a_head_that_nobody_has_is_named_with_what_there_is():
         with_shipped(replace(asked, model="Qwen/Qwen3-14B"))
 
 
+def test_ngrams_alone_may_fill_a_step_of_sixteen_where_nodes_are_bought():
+    def most(**changes):
+        asked = EngineConfig(model="m", executor="cpu", policy="adaptive", **changes)
+        return resolved_drafting(asked, head=False, fault=None).speculative_num_draft_tokens
+
+    assert most() == 16
+    assert most(speculative_num_draft_tokens=5) == 5 and most(speculative_num_steps=3) == 4
+    for other in ({"policy": "fixed"}, {"executor": "torch"}):
+        config = replace(EngineConfig(model="m", executor="cpu", policy="adaptive"), **other)
+        told = resolved_drafting(config, head=False, fault=None)
+        assert told.speculative_num_draft_tokens == 9
+
+
 @pytest.mark.parametrize(("answers", "counts"), [(True, False), (False, True), (None, True)])
 def test_answers_are_counted_beside_a_table_that_has_none(monkeypatch, answers, counts):
     """A table of `train --text` once switched the cache of answers off."""

@@ -179,7 +179,7 @@ def test_ngrams_keep_the_promise(rows, case):
         sums += raced(device, TextDevice, rows, seed, [(text,) for text in texts])
     whole, late = sums
     assert whole[0] >= 0.97 * whole[1]
-    assert late[0] >= 0.95 * late[1:].max()
+    assert late[0] >= 0.945 * late[1:].max()
 
 
 @pytest.mark.parametrize("repeats", [pytest.param(0.3, marks=pytest.mark.slow), 0.6])

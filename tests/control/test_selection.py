@@ -116,6 +116,14 @@ def test_guesses_that_promise_less_than_any_costs_are_not_asked_for():
     assert budget.reason.startswith(ON) and 0.05 < budget.min_prob < dearer.min_prob < 0.5
 
 
+def test_the_floor_is_the_least_slope_of_the_price_curve():
+    """The fifth to eighth node cost half of what the first ones do, and less than the mean."""
+    gemma = StepCosts((1, 4, 8, 16, 64), (9.1, 10.5, 11.0, 14.2, 35.8))
+    costs = seen(opened(gemma, 1)).account.costs
+    assert costs.floor(1, 16, 0) == pytest.approx(0.5 / 4 / 9.1, rel=0.05)
+    assert costs.price(1, 16, 0) == pytest.approx(1.9 / 7 / 9.1, rel=0.05)
+
+
 def test_costs_that_start_up_got_wrong_do_not_forbid_guesses_for_ever():
     linear = StepCosts((1, 2, 4, 8, 16, 64), (10.0, 20.0, 40.0, 80.0, 160.0, 640.0))
     text, policy = Text(FLAT, 4, 1.0), opened(linear, 4)
@@ -257,7 +265,7 @@ def test_reasons_are_told_and_counted():
     assert counted[VERIFIED] + counted[NOTHING_VERIFIED] == counted[ON]
     assert facts["trust_in_scores"] < 0.6
     budget = seen(opened(MIDDLE, 1)).decide(*arrays(1)).rows[0]
-    assert budget.reason == ON and budget.min_prob == 0.08
+    assert budget.reason == ON and budget.min_prob == 0.082
 
 
 def account_after(costs, steps, draft_tokens, tokens, ms, drafting_ms=0.0):
