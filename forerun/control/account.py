@@ -3,27 +3,102 @@
 Every estimate can be wrong: what draft tokens bring, and what they cost. So the account books the
 result as well. A step that took m times as long as a plain one and gave each row t tokens gained
 t - m plain steps. A loss is taken from a credit that grows by LOSS_SHARE of a step in every step;
-a step may draft only while the credit covers its worst loss (ledger.py). Over n steps
+a step may draft only while the credit covers its worst loss (`Balance`). Over n steps
 speculation can therefore lose CREDIT + LOSS_SHARE * n plain steps at most.
 """
 
-from forerun.control.constants import CREDIT, DOUBT, MIN_REPEATS, OUTLIER
-from forerun.control.costs import LiveCosts
-from forerun.control.ledger import Ledger
+from dataclasses import dataclass, field
+
+from forerun.control.constants import (
+    CREDIT,
+    DECAY,
+    DOUBT,
+    LOSS_SHARE,
+    MIN_REPEATS,
+    OUTLIER,
+)
+from forerun.control.costs import LiveCosts, Mean
 from forerun.control.report import StepReport
 from forerun.control.step_costs import StepCosts
+
+
+@dataclass(slots=True)
+class Returns:
+    """Running means over the steps that were allowed draft tokens.
+
+    brought, paid  tokens per row, and the step's time in plain steps
+    look   plain steps that a search for draft tokens takes: the step's extra time if it found none
+    """
+
+    brought: Mean = field(default_factory=lambda: Mean(1.0 + LOSS_SHARE, MIN_REPEATS))
+    paid: Mean = field(default_factory=lambda: Mean(1.0, MIN_REPEATS))
+    look: Mean = field(default_factory=lambda: Mean(0.0, MIN_REPEATS))
+
+    @property
+    def speed(self) -> float:
+        """Tokens per time, relative to plain decoding."""
+        return self.brought.value / self.paid.value
+
+    def learn(self, brought: float, paid: float, look: float, drafted: bool) -> None:
+        """Learn from a step if it `drafted`; older steps lose weight anyway: texts change."""
+        for mean, value in ((self.brought, brought), (self.paid, paid), (self.look, look)):
+            mean.seen *= DECAY
+            if drafted:
+                mean.learn(value - mean.value)
+
+
+class Balance:
+    """The gain or loss of one source of draft tokens so far, in plain steps, against decoding
+    without it.
+
+    limit   largest credit
+    credit  plain steps that it may lose
+    saved   plain steps saved so far; negative: lost
+    empty   the credit is used up: no draft tokens until it is back at CREDIT
+    """
+
+    def __init__(self, credit: float = CREDIT) -> None:
+        self.limit, self.credit, self.saved = 4.0 * CREDIT, credit, 0.0
+        self.empty, self.times_empty = False, 0
+        self._returns: dict[int, Returns] = {}  # By powers of two of rows.
+
+    def of(self, rows: int) -> Returns:
+        """Return the means for about so many rows: what pays beside 1 row may not beside 16."""
+        return self._returns.setdefault((rows - 1).bit_length(), Returns())
+
+    def covers(self, loss: float) -> bool:
+        """Return whether the credit covers a loss of so many plain steps."""
+        return not self.empty and loss <= self.credit
+
+    @property
+    def stake(self) -> float:
+        """Plain steps that the coming step may lose: 1, or CREDIT once the largest credit was
+        saved.
+        """
+        return min(max(self.credit, 0.0), CREDIT if self.saved >= self.limit else 1.0)
+
+    def book(self, gain: float) -> None:
+        """Book a step's gain in plain steps (negative: a loss); 0 for a step that the source had no
+        part in.
+        """
+        self.saved += gain
+        self.credit = min(self.credit + LOSS_SHARE + gain, self.limit)
+        if self.credit < 0.0 and not self.empty:
+            self.empty, self.times_empty = True, self.times_empty + 1
+        elif self.credit >= CREDIT / 2.0:
+            self.empty = False
 
 
 class Account:
     """The cost of steps on this machine now, and the gain or loss of speculation so far.
 
-    merged  free drafters and a draft model share trees, and each has a ledger: a draft model that
+    merged  free drafters and a draft model share trees, and each has a balance: a draft model that
             loses does not disable n-grams that pay
 
     costs   of steps, corrected by every step. If rounds of a device grow draft tokens, steps of
             equal size differ in time, so only plain steps correct them
-    main    the ledger against plain decoding: of steps without a draft model, or of all if only one
-            source drafts
+    main    against plain decoding: of steps without a draft model, or of all if only one source
+            drafts
     model   that of steps in which a draft model drafts, against steps without it
     steady  the last step was of the same kind as the one before it, so its time is typical
     """
@@ -31,8 +106,8 @@ class Account:
     def __init__(self, measured: StepCosts, merged: bool = False) -> None:
         self.costs = LiveCosts(measured)
         # On a device a search for draft tokens delays the next step, so learning takes more credit.
-        self.main = Ledger(4.0 * CREDIT if measured.padded else CREDIT)
-        self.model = Ledger(self.main.credit) if merged else self.main
+        self.main = Balance(4.0 * CREDIT if measured.padded else CREDIT)
+        self.model = Balance(self.main.credit) if merged else self.main
         # The last step: whether it had a prompt, its rows, most draft tokens allowed to a row, and
         # whether a draft model had a part in it.
         self._last_prefill, self._last_rows, self._last_allowed, self.steady = False, 1, 0, False
@@ -42,15 +117,15 @@ class Account:
         self._slow: list[tuple[StepReport, float, bool]] = []
         self._over = 0.0
 
-    def ledger(self, modelled: bool) -> Ledger:
-        """Return the ledger of steps with or without a draft model."""
+    def balance(self, modelled: bool) -> Balance:
+        """Return the balance of steps with or without a draft model."""
         return self.model if modelled else self.main
 
     def price(self, rows: int, cached: int, modelled: bool) -> float:
         """Return the tokens, of all rows, that the time of a plain step brings on average in steps
         with or without a draft model.
         """
-        speed = self.ledger(modelled).of(rows).speed
+        speed = self.balance(modelled).of(rows).speed
         return rows * max(1.0, speed) * self.costs.late(rows, cached)
 
     @property
@@ -79,7 +154,7 @@ class Account:
         known, before = costs.seen(rows, False) >= MIN_REPEATS, self._over
         self._over = over if known else 0.0
         if known and max(report.allowed) and over > OUTLIER and not self.in_doubt:
-            possible = took <= OUTLIER * costs.dearest(rows, report.nodes)
+            possible = took <= OUTLIER * costs.upper_bound(rows, report.nodes)
             self._slow.append((report, floor, possible))
             self._last_allowed, self.steady = max(report.allowed), False
             return took
@@ -108,8 +183,8 @@ class Account:
         total, look = _unmasked(report) / plain, report.ms["draft"] / plain
         modelled = report.modelled if allowed else self._last_modelled
         self._last_modelled = modelled
-        ledger = self.ledger(modelled)
-        returns, found_none = ledger.of(rows), allowed > 0 and not any(report.draft_tokens)
+        balance = self.balance(modelled)
+        returns, found_none = balance.of(rows), allowed > 0 and not any(report.draft_tokens)
         if report.prompt_tokens or (late and (prompt or in_round)):
             return total
         known = costs.seen(rows, can_carry) >= MIN_REPEATS
@@ -128,9 +203,9 @@ class Account:
         if known or not in_round:
             brought = sum(map(len, report.tokens)) / rows
             returns.learn(brought, paid, look, allowed > 0)
-            gain = brought - paid * (floor if ledger is not self.main else 1.0)
+            gain = brought - paid * (floor if balance is not self.main else 1.0)
             for each in {self.main, self.model}:
-                each.book(gain if each is ledger and (allowed or before) else 0.0)
+                each.book(gain if each is balance and (allowed or before) else 0.0)
         return total
 
     def _learn(
@@ -148,7 +223,7 @@ class Account:
             return 1.0
         ratio = ms / plain / without
         bound = OUTLIER * costs.at_most(rows, nodes, cached)
-        bound = min(bound, costs.dearest(rows, nodes))
+        bound = min(bound, costs.upper_bound(rows, nodes))
         if not late or costs.seen(rows, False):
             costs.learn(rows, nodes, cached, ratio)
         return min(ratio, bound)
@@ -160,7 +235,7 @@ class Account:
             "step_time_over_startup": round(self.costs.pace, 2),
             "plain_steps_saved": round(self.main.saved, 1),
             "speed_over_plain": round(
-                self.ledger(self._last_modelled).of(self._last_rows).speed, 3
+                self.balance(self._last_modelled).of(self._last_rows).speed, 3
             ),
             "credit": round(self.main.credit, 1),
             "disabled": self.main.empty,

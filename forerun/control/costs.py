@@ -125,16 +125,16 @@ class LiveCosts:
         measured = self._measured_ms(nodes, cached * nodes // rows) / self._measured_ms(
             rows, cached
         )
-        dearest = self.dearest(rows, nodes)
-        ratio = exp(self._error(nodes) - self._error(rows)) * min(measured, dearest)
-        ratio = max(1.0, min(ratio, dearest))
+        upper_bound = self.upper_bound(rows, nodes)
+        ratio = exp(self._error(nodes) - self._error(rows)) * min(measured, upper_bound)
+        ratio = max(1.0, min(ratio, upper_bound))
         if not hopeful:
             return ratio
         below, above, fraction = self._neighbours[nodes]
         one, two = self._trust(self._corrections[below]), self._trust(self._corrections[above])
         return 1.0 + (ratio - 1.0) * (one + fraction * (two - one))
 
-    def dearest(self, rows: int, nodes: int) -> float:
+    def upper_bound(self, rows: int, nodes: int) -> float:
         """Return the most plain steps that so many nodes can take: no node takes longer than a
         step, so what takes longer was interrupted.
         """
@@ -229,7 +229,7 @@ class LiveCosts:
 
     def learn(self, rows: int, nodes: int, cached: int, ratio: float) -> None:
         """Learn from a step with draft tokens that took `ratio` plain steps."""
-        ratio = min(ratio, self.dearest(rows, nodes))
+        ratio = min(ratio, self.upper_bound(rows, nodes))
         below, above, fraction = self._neighbours[nodes]
         seen = (1.0 - fraction) * self._corrections[below].seen + fraction * self._corrections[
             above

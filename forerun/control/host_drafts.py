@@ -127,7 +127,7 @@ class HostDrafts:
         token that is not certain is wrong. Uses lists: NumPy's calls, cold after a forward pass,
         take longer than the step can gain.
         """
-        costs, stake = self._account.costs, self._account.ledger(modelled).stake
+        costs, stake = self._account.costs, self._account.balance(modelled).stake
         rows, cached, padded = len(kv_len), sum(kv_len), costs.measured.padded
         layers, price = ranked(scores, owners, padded), self._account.price(rows, cached, modelled)
         best, most, tokens, certain_longest, nodes = 0, 0.0, 0.0, 1.0, rows

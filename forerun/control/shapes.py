@@ -128,13 +128,13 @@ class Shapes:
         speeds, bucket = self.speeds(rows), self._bucket(rows)
         order = sorted(range(len(speeds)), key=speeds.__getitem__, reverse=True)
         for shape in [self.shapes[place] for place in order]:
-            ratio, ledger = self.ratio(rows, shape), self._account.model
+            ratio, balance = self.ratio(rows, shape), self._account.model
             loss = (ratio - 1.0) * self.floor
-            if not ledger.covers(loss) or ratio * self.floor >= 1.0 + shape.depth:
+            if not balance.covers(loss) or ratio * self.floor >= 1.0 + shape.depth:
                 continue
             new = self._tries[:2].max() < MIN_REPEATS
             on = bucket.on and (new or max(speeds) > self.floor * (1.0 - LOSS_SHARE))
-            due = bucket.rest >= bucket.wait and ledger.covers(loss * TRIAL / rows)
+            due = bucket.rest >= bucket.wait and balance.covers(loss * TRIAL / rows)
             return shape if on or due else None
         return None
 
