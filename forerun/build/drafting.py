@@ -273,6 +273,19 @@ def _standalone(config: EngineConfig, named: str, target: Model) -> WholeDraft:
     return draft
 
 
+def own_layers(config: EngineConfig, target: Checkpoint) -> PredictionLayers | None:
+    """Return the target's own prediction layers, where it has some and the configuration means
+    them. Raises ConfigError, ModelError.
+    """
+    layered = bool(getattr(target, "prediction_files", None))
+    if not layered or not config.speculates:
+        return None
+    meant = with_shipped(config, layered)
+    unnamed = meant.speculative_draft_model_path is None
+    own = meant.speculative_algorithm == "NEXTN" and unnamed
+    return _prediction_layers(meant, target) if own else None
+
+
 def _prediction_layers(config: EngineConfig, target: Checkpoint) -> PredictionLayers:
     """Those that the configuration's depth has a use for."""
     return _deep_enough(config, _layers_in(target))

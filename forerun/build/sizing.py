@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from forerun.build.draft_file import open_draft_file
-from forerun.build.drafting import with_draft
+from forerun.build.drafting import own_layers, with_draft
 from forerun.build.executor_entry import AnyDraft
 from forerun.build.memory import MemoryPlan, Needs, plan_memory
 from forerun.build.planned import PlannedCheckpoint
@@ -112,12 +112,12 @@ def sizing(config: EngineConfig, model: Described, memory: int | None) -> Sizing
 
 
 def _draft(config: EngineConfig, target: Checkpoint) -> AnyDraft | None:
-    """The draft model in the folder that the configuration names; its weights are mapped at most,
-    and of a whole model config.json alone is read.
+    """The draft model in the folder that the configuration names, or the target's own layers; its
+    weights are mapped at most, and of a whole model config.json alone is read.
     """
     named = config.speculative_draft_model_path
     if named is None or not config.speculates:
-        return None
+        return own_layers(config, target)
     folder = Path(named).expanduser()
     if not (folder / "config.json").is_file():
         if (folder / TABLE).is_file():  # Counted with nothing: a few megabytes of the host's.

@@ -9,6 +9,7 @@ from forerun.build.memory import human
 from forerun.build.shapes import SHAPES
 from forerun.checkpoints.tensor_parallel import TensorParallel
 from forerun.cli.main import main
+from tests.e2e.test_recurrent import layered_folder
 from tests.models import tiny
 from tests.shape.tree import ROOT
 
@@ -75,6 +76,13 @@ def test_recurrent_states_are_counted(capsys, tmp_path):
     assert f"{human(state)} for each of 4 sequences, and 8 checkpoints" in " ".join(
         capsys.readouterr().out.split()
     )
+
+
+def test_the_targets_own_layers_are_counted(capsys, tmp_path):
+    folder = layered_folder("qwen3_5_text", tmp_path)
+    words = ["--model", str(folder), "--executor", "cpu"]
+    assert planned(capsys, *words)["draft_bytes"] > 0
+    assert planned(capsys, *words, "--speculative-algorithm", "OFF")["draft_bytes"] == 0
 
 
 def test_why_the_core_is_not_planned_with_is_a_sentence(capsys, tmp_path):
