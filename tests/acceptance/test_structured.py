@@ -68,11 +68,13 @@ COSTS = StepCosts(nodes=(1, 2, 4, 8, 16), verify_ms=(4.0, 4.4, 5.2, 10.1, 20.1))
 def target(monkeypatch):
     observe = Account.observe
 
-    def by_table(account, report):
+    def by_table(account, report, *floor):
         rows, nodes, costs = report.rows, report.nodes, account.costs
         cached = report.cached * rows // nodes
         ms = costs.plain(rows, cached, False) * costs.ratio(rows, nodes, cached)
-        return observe(account, replace(report, ms=dict.fromkeys(report.ms, 0.0) | {"verify": ms}))
+        return observe(
+            account, replace(report, ms=dict.fromkeys(report.ms, 0.0) | {"verify": ms}), *floor
+        )
 
     monkeypatch.setattr(Account, "observe", by_table)
     target = open_target(EngineConfig(kv_tokens=2048))

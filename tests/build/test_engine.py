@@ -132,6 +132,7 @@ def default_model():
     target.close()
 
 
+@pytest.mark.slow
 @native
 @pytest.mark.model
 def test_the_default_model_is_proved_on_a_few_prompts(default_model):

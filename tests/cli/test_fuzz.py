@@ -29,6 +29,7 @@ def cases(count):
     return lambda report: report.cases >= count
 
 
+@pytest.mark.slow
 def test_every_answer_is_the_one_that_its_request_gets_alone(fuzzer):
     report = fuzzer.run(cases(30))
     assert report.failure is None
@@ -60,6 +61,7 @@ def forgetful(monkeypatch):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plant", [forgetful])
 def test_a_planted_fault_is_found_made_small_and_replayed(plant, monkeypatch, tmp_path, capsys):
     plant(monkeypatch)

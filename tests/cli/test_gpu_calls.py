@@ -74,6 +74,7 @@ def test_what_a_call_names_exists(name, command):
     assert importlib.util.find_spec("bench.compile_kernels")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["rounds", "formats"])
 def test_the_8b_calls_run_with_captures(what, monkeypatch, tmp_path):
     """Every number, events apart: a tape captures, plain torch stands for Triton."""
@@ -98,6 +99,7 @@ def test_the_profilers_table_names_what_ran():
     assert any("mm" in name and calls >= 1 and took > 0 for name, calls, took in table)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["wrong", "prompts"])
 def test_engines_of_random_weights_run(what, monkeypatch, tmp_path):
     """With a random head, whose draft tokens a policy leaves out."""

@@ -43,6 +43,7 @@ SEEDS = (0, 1, 2, 6, 7, 16, 18, 19, 23, 25, 30, 31)
 ended with "the grammar's matcher gave up"): docs/inside/llguidance-rollback.md."""
 
 
+@pytest.mark.slow
 def test_under_an_open_schema_speculation_changes_no_token():
     config = EngineConfig(policy="fixed", speculative_num_draft_tokens=9, kv_tokens=8192)
     target = open_target(config)

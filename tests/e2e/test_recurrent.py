@@ -141,6 +141,7 @@ def test_texts_do_not_depend_on_trees_of_a_draft_model(
     assert sum(run.preemptions for run in seen) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_nor_on_its_own_prediction_layer(layered, watched, hints, executor):  # noqa: F811
     """Which reads the target's hidden states, so that pages are shared a token later."""

@@ -499,7 +499,6 @@ def test_prediction_layers_are_left_aside(tmp_path):
         ("granite", "logit_scale", -2.0, "scale of logits"),
         ("granite", "attention.scale", 0.0, None),
         ("granite", "residual_scale", None, None),
-        ("olmo2", "attention.sliding_window", 20, r"olmo2\.attention\.sliding_window"),
         ("olmo2", "embedding_scale", 3.0, r"olmo2\.embedding_scale"),
         ("smollm3", "attention.sliding_window", 20, r"smollm3\.attention\.sliding_window"),
     ],

@@ -82,6 +82,7 @@ def target(tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 def test_trees_parameters_and_a_grammar(target):
     way = {"ep_size": 2, "replicate_shared_expert": True}
     trials = {"grammar": TRIALS["grammar"]}

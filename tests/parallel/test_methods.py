@@ -68,6 +68,7 @@ def compared(
     assert accepted > 0
 
 
+@pytest.mark.slow
 def test_n_grams_parameters_and_a_grammar(made):
     compared(made, "NGRAM", 2, shapes=("tree",), temperatures=(0.8,))
 

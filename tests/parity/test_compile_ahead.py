@@ -23,6 +23,7 @@ BINARIES = {
 """Of a model with a draft head whose chains are up to 3 long: rows are no part of any key."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [600, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_mixed_steps_compile_and_capture_nothing(steps):
     """Rows and nodes of any number, sampling parameters, grammars, reports, drafts in rounds, and

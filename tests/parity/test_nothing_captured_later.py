@@ -90,6 +90,7 @@ def requests(target, texts, count, calm):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("drafter", "slots", "steps"), CELLS)
 def test_nothing_is_captured_after_the_first_request(
     folder, learned, monkeypatch, drafter, slots, steps

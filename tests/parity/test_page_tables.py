@@ -199,6 +199,7 @@ HEAD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "overlap"),
     [

@@ -15,6 +15,7 @@ from forerun.build.engine import make_engine, open_target
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.client.completion import make_request
 from forerun.drafters.model_drafter import ModelDrafter
+from forerun.engine.prompt_pace import PromptPace
 from forerun.executors.torch import TorchBlockModel
 from forerun.executors.torch.captured.round import CapturedRound
 from forerun.executors.torch.drafts.level_model import LevelModel
@@ -230,6 +231,8 @@ def seen(monkeypatch):
         return drafts
 
     monkeypatch.setattr(ModelDrafter, "propose", proposed)
+    # How prompts are cut beside rows that decode depends on time.
+    monkeypatch.setattr(PromptPace, "bound", lambda pace, room: room)
     for owner, names in (
         (LevelModel, ("extend", "expand")),
         (TorchBlockModel, ("extend", "block")),

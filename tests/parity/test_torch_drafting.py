@@ -165,6 +165,7 @@ def answered(target, requests, every=5, **changes):
     return [[token for news in heard for token in news.tokens] for heard in output_tokens]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_rows_come_go_and_rest(pair, seen, learned, monkeypatch, width):
     """Also prompts between rounds, rows the device cannot decide, and wishes for deeper trees than

@@ -194,6 +194,7 @@ def test_what_is_looked_at_first_says_the_same(slow, eager, learned, shape):
         assert sum(heard[-1].stats.accepted for heard in found) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_wishes_that_change_from_step_to_step(slow, eager, learned, monkeypatch, width):
     """None at all now and then, and deeper ones than there is room for: looked at first."""

@@ -114,6 +114,7 @@ def falsified(small, folder, **changes):
     return folder
 
 
+@pytest.mark.slow
 def test_eval_shows_what_the_trainer_simulates(small, capsys):
     """Chain and tree, greedy and sampled; the two numbers are one within 2 %, in the trainer's
     arithmetic.

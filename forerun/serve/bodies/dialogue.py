@@ -215,9 +215,6 @@ def ignored_fields(body: SampledBody, loaded: Frontend) -> tuple[str, ...]:
     if isinstance(body, ChatBody) and _effort(body) is not None:
         told = loaded.chat is not None and effort_names(body, loaded.chat)
         found += () if told else ("reasoning_effort",)
-    if isinstance(body, ChatBody) and body.budget_is_target and body.thinking_token_budget:
-        source = "" if loaded.chat is None else loaded.chat.source
-        found += () if Marks.found_in(source) else ("thinking_token_budget",)
     return found
 
 
@@ -337,6 +334,8 @@ def _budget(body: ChatBody, settings: ServeSettings, marks: Marks | None) -> tup
                 f"{name} is {tokens}, which leaves nothing of max_tokens, {limit}, for the answer.",
                 name,
             )
+        if body.budget_is_target:
+            return None
         tokens = limit // 2
     return tokens, message
 

@@ -43,10 +43,11 @@ class MessagesDialect(Dialect):
         chat, loaded = chat_body(body), self.served.loaded
         made = chat_generation(chat, loaded, service.settings)
         told = ignored_fields(chat, loaded)
+        kept = made.rules is not None and made.rules.grammar.budget is not None
         self.ignored = (
             *ignored(body),
+            *(("thinking.budget_tokens",) if chat.thinking_token_budget and not kept else ()),
             *("thinking" for name in told if name == "reasoning_effort"),
-            *("thinking.budget_tokens" for name in told if name == "thinking_token_budget"),
         )
         thinking = body.thinking
         self._hearing = Hearing(made)
