@@ -104,7 +104,11 @@ def _automatic(config: EngineConfig, layered: bool) -> str:
 
 
 def drafting_sentence(
-    asked: EngineConfig, resolved: EngineConfig, table: bool, fault: str | None
+    asked: EngineConfig,
+    resolved: EngineConfig,
+    table: bool,
+    fault: str | None,
+    own: bool = True,
 ) -> str:
     """Return one line for the start: the drafter, and why.
 
@@ -112,13 +116,14 @@ def drafting_sentence(
     resolved  the same afterwards
     table     there is an n-gram table
     fault     why drafting is off although it was requested; None = it is not
+    own       the table was counted in the model's own answers: no others are counted beside it
     """
     method, named = resolved.algorithm, resolved.speculative_draft_model_path
     if not resolved.speculates:
         return f"drafting: OFF ({fault or 'as requested'})"
     if asked.speculative_algorithm != AUTO:
-        own = "the draft that comes with the model" if named else "the target's own layers"
-        why = f"as requested, by {asked.speculative_draft_model_path or own}" * method.model
+        source = "the draft that comes with the model" if named else "the target's own layers"
+        why = f"as requested, by {asked.speculative_draft_model_path or source}" * method.model
         why = (why or "as requested") + _unlike_sglang(asked) * (method.kind == "head")
     elif method.name == "NEXTN" and named is not None:
         why = f"AUTO: {named} holds prediction layers"
@@ -135,8 +140,9 @@ def drafting_sentence(
         why += f"; of the tokens in {resolved.speculative_token_map}"
     meaning = method.meaning
     if method.name == "NGRAM":
-        counted = ", finished answers" * (not table and resolved.speculative_ngram_capacity > 0)
-        meaning = "lookup in the text so far" + ", the draft's n-gram table" * table + counted
+        counts = resolved.speculative_ngram_capacity > 0 and not (table and own)
+        meaning = "lookup in the text so far" + ", the draft's n-gram table" * table
+        meaning += ", finished answers" * counts
     return f"drafting: {method.name}, {meaning} ({why}{_seldom(resolved)})"
 
 

@@ -225,7 +225,10 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     engine = _engine_on(target, target.config, lookup)
     table = _text_table(config, target, engine, lookup)
     engine.start()
-    drafting = drafting_sentence(config, target.config, target.table is not None, target.fault)
+    counted = target.table is not None and target.table.answers
+    drafting = drafting_sentence(
+        config, target.config, target.table is not None, target.fault, counted
+    )
     return Loaded(
         engine=engine,
         tokenizer=target.tokenizer,

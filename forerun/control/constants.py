@@ -35,12 +35,13 @@ after so many a count of nodes that no step had is assumed to cost less: estimat
 wrong. (Replayed, four streams, start-up wrong by a factor of seven: .81 of plain decoding with
 it, .43 without.)"""
 RETRY = 16.0
-"""After half as many steps a count of nodes that only start-up measured is assumed to cost less,
-and after as many more for every step that had it, up to MIN_REPEATS; after so many, draft
-tokens that are believed too dear are tried for the first time.
+"""Steps before doubt in a price. Draft tokens that are believed too dear are tried for the first
+time after RETRY steps. A count of nodes that only start-up measured is assumed to cost less after
+half of RETRY, and RETRY later for every step that had it, up to MIN_REPEATS. (Not measured yet.)
 """
 DOUBT = 2
 """Slow steps with draft tokens in a row after which a plain one shows whether the machine is slow.
+(Not measured yet.)
 """
 RENEW = 8
 """Steps after which the price of draft tokens is computed again, at first every step: it takes 40

@@ -135,8 +135,8 @@ class LiveCosts:
         return 1.0 + (ratio - 1.0) * (one + fraction * (two - one))
 
     def upper_bound(self, rows: int, nodes: int) -> float:
-        """Return the most plain steps that so many nodes can take: no node takes longer than a
-        step, so what takes longer was interrupted.
+        """Return the longest time of a step with `nodes` nodes, in plain steps: a node never takes
+        longer than a step, so a longer one was interrupted.
         """
         return inf if self.measured.padded else nodes / rows
 

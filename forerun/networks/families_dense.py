@@ -308,8 +308,8 @@ def exaone4(keys: Keys, sizes: ArchitectureSizes) -> Layers:
 
 
 def _exaone_slides(keys: Keys, layers: int, window: int | None) -> list[bool]:
-    """Which layers have a window by `sliding_window_pattern`: every so many-th has none, or those
-    at its letters G; the last has none.
+    """Return for each layer whether it has a window, by `sliding_window_pattern`. A number n: every
+    n-th layer has none. Letters: layers at a G have none. The last layer has none.
     """
     pattern = keys.get("sliding_window_pattern", 4)
     if window is None:

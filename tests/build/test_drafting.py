@@ -55,6 +55,8 @@ def test_the_start_says_what_drafts_and_why():
     assert "so far, finished answers (" in told and "table" not in told
     uncounted = replace(ngram, speculative_ngram_capacity=0)
     assert "lookup in the text so far (AUTO" in drafting_sentence(asked, uncounted, False, None)
+    beside = drafting_sentence(asked, ngram, True, None, own=False)
+    assert "so far, the draft's n-gram table, finished answers (" in beside
     tabled = drafting_sentence(asked, ngram, True, None)
     assert "so far, the draft's n-gram table (" in tabled and "has an n-gram table" in tabled
     off = resolved_drafting(asked, head=False, fault="the draft has no fc.weight")

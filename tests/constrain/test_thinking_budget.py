@@ -81,6 +81,14 @@ def test_small_pages_and_company_change_no_token():
         assert heard(ear, str(tokens)) == answer("none", "sampled", tokens)
 
 
+def test_a_slow_machine_moves_no_budget_to_another_process(monkeypatch):
+    """A grammar that takes long goes to a process of its own, which knows no free text."""
+    monkeypatch.setattr("forerun.constrain.matcher.tree_mask.SLOW", 0.0)
+    asked = ask("r", PROMPT, 60, grammar=grammar(17), **options("sampled"))
+    for _ in range(3):
+        assert heard(run(engine("random", "bytes"), asked)) == answer("none", "sampled", 17)
+
+
 @pytest.mark.parametrize("used", [0, 2, 5, 9])
 def test_tokens_of_the_prompt_count(used):
     matcher = Matcher(grammar(5, used))

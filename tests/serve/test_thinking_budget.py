@@ -86,7 +86,13 @@ def test_a_server_has_a_budget_that_requests_replace():
     ("body", "names"),
     [
         ({"thinking_token_budget": 40}, "thinking_token_budget"),
+        ({"thinking_token_budget": 33}, "8 tokens that end the thought"),
+        ({"thinking_token_budget": 4, "thinking_budget_message": "x</think>"}, "ends the thought"),
         ({"thinking_token_budget": -2}, "thinking_token_budget"),
+        ({"thinking_token_budget": True}, "thinking_token_budget"),
+        ({"thinking_token_budget": 1e300}, "thinking_token_budget"),
+        ({"reasoning": "high"}, "reasoning"),
+        ({"reasoning": {"max_tokens": "9"}}, "reasoning.max_tokens"),
         ({"thinking_token_budget": 3, "thinking_budget": 4}, "thinking_token_budget"),
         ({"thinking_budget": 3, "reasoning": {"max_tokens": 4}}, "thinking_token_budget"),
         ({"thinking_token_budget": 3, "bad_words": ["x"]}, "thinking_token_budget"),

@@ -65,7 +65,7 @@ _PARTLY_TURNED: tuple[Family, ...] = ("glm4_moe", "phi3", "minimax_m2", *DELTA_F
 _NO_POSITIONS = 4
 """SmolLM3: llama.cpp assumes, without a key, that every fourth layer has no positions."""
 _WINDOWED = 4
-"""OLMo 3: the last of so many layers has no window."""
+"""OLMo 3: in every group of this many layers the last has no window."""
 _QWENS: tuple[Family, ...] = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 
 

@@ -60,8 +60,8 @@ class MarkerTokens:
         return next((size for size in sizes if tail.endswith(self._text[:size])), 0), b""
 
     def letter(self, lacking: int, token: int) -> int:
-        """Return how many bytes the last letter of a text in UTF-8 lacks behind `token`, if it
-        lacked so many before.
+        """Return how many bytes of the last character of a UTF-8 text are missing after `token`;
+        lacking: how many were missing before it.
         """
         for byte in self._bytes[token] if 0 <= token < len(self._bytes) else b"":
             if byte & 0xC0 == 0x80:

@@ -157,7 +157,7 @@ class TreeGrammars:
             # A process, whose limits are wider, decides whether it is an error at all.
             compiled.translated.moved(limit=True)
             return Committed(committed.kept, again=True)
-        if state.seconds > SLOW and not committed.complete:
+        if state.seconds > SLOW and not (committed.complete or compiled.free):
             compiled.translated.moved(limit=False)
             del self._states[slot]
             self._remote[slot] = RemoteState(compiled, self._answered.set, state.output)

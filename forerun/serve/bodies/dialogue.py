@@ -74,7 +74,7 @@ def dialogue(body: ChatBody, loaded: Frontend, settings: ServeSettings) -> Dialo
         free = choice.kind == "auto" and body.rules is None
     plain = [tool.plain for tool in offered]
     if format is HARMONY:
-        _budget(body, settings, None)
+        _budget(body, settings, None, loaded.tokenizer)
         if rules is not None and not offered and banned is None and MESSAGE not in message:
             rules = rules.after(Start(FINAL, True))
         apart = _apart(body) and settings.reasoning_end != "off"
@@ -83,7 +83,7 @@ def dialogue(body: ChatBody, loaded: Frontend, settings: ServeSettings) -> Dialo
     def tools() -> ToolReader | None:
         return ToolReader(format, plain) if plain else None
 
-    budget = _budget(body, settings, None if banned else marks)
+    budget = _budget(body, settings, None if banned else marks, loaded.tokenizer)
     if marks is None or (not _apart(body) and rules is banned and budget is None):
         # It stays in the content.
         control = bool(plain) and _is_control(loaded, format.opener)
@@ -300,8 +300,10 @@ def _stage(body: ChatBody, tail: str, marks: Marks) -> tuple[Stage, bool]:
     return Stage.ANSWERING, str(last["content"]).rstrip().endswith(marks.closer)
 
 
-def _budget(body: ChatBody, settings: ServeSettings, marks: Marks | None) -> tuple[int, str] | None:
-    """Return the most tokens of a thought and the message that ends it there; None: no limit.
+def _budget(
+    body: ChatBody, settings: ServeSettings, marks: Marks | None, tokenizer: Tokenizer
+) -> ThinkingBudget | None:
+    """Return the budget of a thought that the prompt has not begun; None: no limit.
 
     marks  around thoughts; None = they are unknown, or the answer has rules for single tokens
 
@@ -313,7 +315,7 @@ def _budget(body: ChatBody, settings: ServeSettings, marks: Marks | None) -> tup
         if tokens not in (None, asked.max_tokens):
             raise RequestError(f"reasoning.max_tokens and {name} disagree.", name)
         name, tokens = "reasoning.max_tokens", asked.max_tokens
-    must = tokens is not None and not body.budget_is_target
+    own, must = tokens is not None, tokens is not None and not body.budget_is_target
     tokens = settings.thinking_budget if tokens is None else tokens
     message = body.thinking_budget_message
     message = settings.thinking_budget_message if message is None else message
@@ -327,17 +329,26 @@ def _budget(body: ChatBody, settings: ServeSettings, marks: Marks | None) -> tup
                 name,
             )
         return None
+    if marks.closer in message:
+        raise RequestError(
+            f"thinking_budget_message has {marks.closer!r}, which ends the thought by itself; "
+            "leave it out.",
+            "thinking_budget_message",
+        )
+    message_ids = tokenizer.encode_within(message) if message else ()
+    ending = (*message_ids, *_mark_ids(marks.closer, tokenizer))
     limit = body.max_completion_tokens or body.max_tokens
-    if limit is not None and tokens >= limit:
+    if limit is not None and tokens + len(ending) >= limit:
         if must:
             raise RequestError(
-                f"{name} is {tokens}, which leaves nothing of max_tokens, {limit}, for the answer.",
+                f"{name} is {tokens}: with the {len(ending)} tokens that end the thought it leaves "
+                f"nothing of max_tokens, {limit}, for the answer.",
                 name,
             )
-        if body.budget_is_target:
+        if own:
             return None
-        tokens = limit // 2
-    return tokens, message
+        tokens = min(tokens, limit // 2)
+    return ThinkingBudget(tokens, 0, ending)
 
 
 def _thought_tokens(prompt: Ints, opener: str, tokenizer: Tokenizer) -> int:
@@ -356,7 +367,7 @@ def _after_reasoning(
     marks: Marks,
     tokenizer: Tokenizer,
     control: bool,
-    budget: tuple[int, str] | None,
+    budget: ThinkingBudget | None,
 ) -> tuple[Dialogue, Stage]:
     """The same, its constraint beginning after the reasoning: where the reader of its text, in
     which control tokens are seen with `control`, finds the end. And the stage behind its prompt.
@@ -371,15 +382,9 @@ def _after_reasoning(
     if stage == Stage.UNDECIDED:
         opened = np.array(_mark_ids(marks.opener, tokenizer), np.int32)
         asked = replace(asked, prompt=np.concatenate([asked.prompt, opened]))
-    limit = None
     if budget is not None:
-        tokens, message = budget
-        message_ids = tokenizer.encode_within(message) if message else ()
-        ending = (*message_ids, *_mark_ids(marks.closer, tokenizer))
-        limit = ThinkingBudget(
-            tokens, _thought_tokens(asked.prompt, marks.opener, tokenizer), ending
-        )
-    rules = (rules or Rules(Grammar.free())).after(Start(marks.closer, control), limit)
+        budget = replace(budget, used=_thought_tokens(asked.prompt, marks.opener, tokenizer))
+    rules = (rules or Rules(Grammar.free())).after(Start(marks.closer, control), budget)
     return replace(asked, rules=rules), Stage.THINKING
 
 

@@ -34,7 +34,7 @@ def connections(patience: float) -> type[HttpToolsProtocol]:
 
 
 def close_idle(connections: Iterable[Any], most: int) -> None:
-    """Close the connections, at most so many, that have been without a request for longest."""
+    """Close at most `most` connections: those without a request for the longest time."""
     idle = [one for one in connections if one.timeout_keep_alive_task is not None]
     idle.sort(key=lambda one: one.timeout_keep_alive_task.when())
     for connection in idle[:most]:
