@@ -72,16 +72,23 @@ def locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
     except OSError as error:
         raise unwritable(path.parent, error) from error
     with file:
-        while not _try_lock(file):
+        while not _locked(file):
             waiting()
             time.sleep(_POLL_SECONDS)
         yield
 
 
+def _locked(file: IO[bytes]) -> bool:
+    try:
+        return try_lock(file)
+    except OSError as error:
+        raise DownloadError(f"{file.name} cannot be locked: {error}") from error
+
+
 if sys.platform == "win32":
 
-    def _try_lock(file: IO[bytes]) -> bool:
-        """Lock one byte of the open file; False if another process has it."""
+    def try_lock(file: IO[bytes]) -> bool:
+        """Lock the open file until it is closed; False if another process has it."""
         file.seek(0)
         try:
             msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
@@ -91,12 +98,12 @@ if sys.platform == "win32":
 
 else:
 
-    def _try_lock(file: IO[bytes]) -> bool:
-        """Lock the open file; False if another process has it."""
+    def try_lock(file: IO[bytes]) -> bool:
+        """Lock the open file until it is closed; False if it is locked already, by another process
+        or this one. Raises OSError if its file system has no locks.
+        """
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        except OSError as error:
-            raise DownloadError(f"{file.name} cannot be locked: {error}") from error
         return True
