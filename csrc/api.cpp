@@ -33,7 +33,7 @@ int guarded(Work work) {
 extern "C" {
 
 // Raised whenever the meaning of a call or structure changes; native.py asks for the same number.
-int forerun_abi() { return 34; }
+int forerun_abi() { return 35; }
 
 const char* forerun_error() { return last_error.c_str(); }
 
@@ -238,6 +238,13 @@ int forerun_commit_paths(Model* model, const int32_t* pages, int page_width, con
 }
 
 // See Model::copy_state and Model::follow.
+int64_t forerun_page_bytes(Model* model) { return model->page_bytes(); }
+
+// See Model::copy_page.
+int forerun_copy_page(Model* model, int page, uint8_t* outside, int out) {
+    return guarded([&] { return model->copy_page(page, outside, out != 0); });
+}
+
 int forerun_copy_state(Model* model, int64_t from, int64_t to) {
     return guarded([&] { return model->copy_state(from, to); });
 }

@@ -245,4 +245,16 @@ void Model::commit(const int32_t* nodes, const int32_t* slots, int count) {
     });
 }
 
+std::string Model::copy_page(int page, uint8_t* outside, bool out) {
+    if (page < 0 || page >= sizes.pages) return "no such page";
+    const int64_t planes = kinds() * (int64_t)sizes.cached() * sizes.kv_heads;
+    const int64_t position = (int64_t)sizes.head_size * sizes.cache_item;
+    const size_t bytes = (size_t)(sizes.page_size * position);
+    for (int64_t index = 0; index < planes; index++, outside += bytes) {
+        uint8_t* at = cache_.data() + (index * places_ + (int64_t)page * sizes.page_size) * position;
+        memcpy(out ? outside : at, out ? at : outside, bytes);
+    }
+    return "";
+}
+
 }  // namespace forerun

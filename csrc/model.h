@@ -242,6 +242,14 @@ public:
     std::string commit_paths(const int32_t* pages, int page_width, const int32_t* nodes,
                              int count);
 
+    // Bytes of a page: its keys and values in all layers. copy_page copies one of them to `outside`, or
+    // from there. Empty, or what was wrong.
+    int64_t page_bytes() const {
+        return (int64_t)kinds() * sizes.cached() * sizes.kv_heads * sizes.page_size * sizes.head_size *
+               sizes.cache_item;
+    }
+    std::string copy_page(int page, uint8_t* outside, bool out);
+
     // Of recurrent layers. The state of row `from`, or zeros for -1, becomes that of row `to`.
     std::string copy_state(int64_t from, int64_t to);
     // Each of these rows' states goes on by one draft token of the last step. Rows differ. Both:

@@ -81,6 +81,10 @@ class PrefixIndex:
         """Return how many tables hold `page`, from 0 to P-1."""
         return self._references[page]
 
+    def knows(self, entry: CachedPage) -> bool:
+        """Return whether an entry that was in the index is still there."""
+        return self._entries.get(entry.page) is entry
+
     def acquire(self, tokens: Ints, salt: bytes = b"") -> list[CachedPage]:
         """Hold the longest known chain of full pages at the start of `tokens` int32[T].
 

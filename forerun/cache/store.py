@@ -9,8 +9,8 @@ restart. No arrays and no threads; engine/kept_pages.py reads and writes beside 
 Entries have one size, and so have records (a page's tokens, then its content). A record is written
 before its entry, so what a killed process leaves is an entry of zeros: a table is read up to its
 first entry that is not whole. No entry that was read is ever changed. A segment takes its full size
-when it is made and is cut to what it holds when it is closed, so the sum of file sizes never exceeds
-the limit. Its writer holds a lock on it: several servers can use one folder.
+when it is made and is cut to what it holds when it is closed, so the sum of file sizes never
+exceeds the limit. Its writer holds a lock on it: several servers can use one folder.
 
 A page's digest covers its tokens, its salt and all pages before it, under the folder's secret. It
 only finds a record: checksum and tokens decide. Any doubt is a miss.
@@ -47,7 +47,7 @@ LOCK_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RecordPlace:
     """Where a record is, and its checksum."""
 
     path: Path
@@ -76,7 +76,7 @@ class PageStore:
     ) -> None:
         self._root, self._folder = folder, folder / fingerprint
         self._tokens, self._record = tokens, tokens + content
-        self._places: dict[bytes, Place] = {}
+        self._places: dict[bytes, RecordPlace] = {}
         self._file: IO[bytes] | None = None
         self._used = self.corrupt = self.deleted = 0
         try:
@@ -163,7 +163,7 @@ class PageStore:
         _write(self._file, offset, record)
         entry = digest + checksum
         _write(self._file, HEADER.size + self._used * ENTRY.size, entry + self._hash(entry))
-        self._places[digest] = Place(Path(self._file.name), offset, checksum)
+        self._places[digest] = RecordPlace(Path(self._file.name), offset, checksum)
         self._used += 1
         if self._used == self._capacity:
             self.close()
@@ -196,7 +196,7 @@ class PageStore:
                 end = offset + self._record
                 if own != self._hash(digest + checksum) or end > size:
                     return capacity, number
-                self._places[digest] = Place(path, offset, checksum)
+                self._places[digest] = RecordPlace(path, offset, checksum)
                 offset = end
             return capacity, capacity
         return 0, 0
@@ -303,7 +303,7 @@ def _secret(folder: Path) -> bytes:
         if any(path.name not in ("lock", "store.json.new") for path in folder.iterdir()):
             raise ConfigError(f"kv-store {folder} holds other files; name an empty or new folder.")
         new = folder / "store.json.new"
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             json.dump({"format": FORMAT, "secret": os.urandom(32).hex()}, file)
         new.replace(about)
     try:

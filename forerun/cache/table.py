@@ -32,6 +32,11 @@ class PageTable:
         # A commit up to this position fills a page, or is beyond the reserved ones.
         self._due = min((len(self._chain) + 1) * self.page_size, self.reserved + 1)
 
+    @property
+    def chain(self) -> list[CachedPage]:
+        """The entries of its pages that are in the index, first page first: a copy."""
+        return self._chain.copy()
+
     def start(self, tokens: Ints) -> int:
         """Hold the pages that the index knows of `tokens` int32[T]; return how many tokens they
         contain. For an empty table only (AssertionError). They are this table's until `release`.

@@ -9,6 +9,7 @@ import numpy as np
 from forerun.cache.prefix import PrefixIndex
 from forerun.cache.table import PageTable
 from forerun.control.policy import Budget
+from forerun.engine.kept_pages import KeptPages
 from forerun.engine.prompt_pace import PromptPace
 from forerun.engine.prompt_shares import PromptShares
 from forerun.engine.sequence import Sequence
@@ -22,6 +23,7 @@ class Admission:
 
     waiting, running  in order of arrival
     free_slots  that no sequence has
+    kept     pages on disk, if any are kept
     scored   most nodes of a step that may have logits
     ready    whether a sequence with a slot can take part in the next step
     resumable  (cached tokens, salt) -> how many of them a sequence can skip (Executor.resumable)
@@ -40,6 +42,7 @@ class Admission:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.shares, self.pace = PromptShares(), PromptPace()
+        self.kept: KeptPages | None = None
         # The budgets of the last step that had decoding rows.
         self._granted: Several[Budget] = ()
         # Every running row needs a node and its logits in every step.
@@ -102,8 +105,8 @@ class Admission:
         return True
 
     def _awaits_pages(self, sequence: Sequence) -> bool:
-        """Return whether a running sequence is computing a page of this one's prefix, which is
-        worth waiting for.
+        """Return whether a running sequence is computing a page of this one's prefix, or one is
+        being read from disk, which is worth waiting for.
 
         This concerns other choices of the same request, and a new system prompt that many requests
         share.
@@ -117,7 +120,7 @@ class Admission:
                 shared = common(other.tokens, sequence.tokens[:-1]) // size * size
                 if shared > other.table.length:
                     return True
-        return False
+        return self.kept is not None and self.kept.brings(sequence)
 
     def _reserve_prompt(self, sequence: Sequence) -> bool:
         """Reserve pages for all known tokens, cached or new, and leave one for each running row to
@@ -136,6 +139,15 @@ class Admission:
         if sequence.cached_tokens is None:
             sequence.cached_tokens = table.length
         return table.reserve(sequence.pending)
+
+    def wait(self, seconds: float, otherwise: Callable[[float], None]) -> None:
+        """Block while no sequence is ready: until pages were read, or as `otherwise` does if no
+        sequence waits for any; for at most `seconds`.
+        """
+        if self.kept is not None and self.kept.reading:
+            self.kept.wait(seconds)
+        else:
+            otherwise(seconds)
 
     def load(self, entering: int) -> Load:
         """Return what is held now; `entering` more sequences are about to enter the queue."""

@@ -1,5 +1,6 @@
 """Proof that nothing leaked: run when the engine becomes idle, and by tests after every step."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from forerun.engine.scheduler import Scheduler
@@ -33,11 +34,11 @@ def check_scheduler(scheduler: Scheduler, open: list[Sequence]) -> None:
     """
     index, waiting = scheduler.index, scheduler.waiting
     index.check()
-    held: dict[int, int] = {}
+    held = Counter(scheduler.kept.held if scheduler.kept is not None else ())
     for sequence in open + waiting:
         check_sequence(sequence)
         for page in sequence.table.pages:
-            held[page] = held.get(page, 0) + 1
+            held[page] += 1
     for page, count in held.items():
         assert index.references(page) == count, f"page {page} is counted wrongly"
     assert index.held == len(held), "a page leaked: it is held, but in no table"

@@ -23,9 +23,7 @@ from forerun.types import RequestId
 log = logging.getLogger("forerun.engine")
 
 STALL_SECONDS = 0.02
-"""Longest single wait while every running sequence waits for its grammar; new requests must
-enter.
-"""
+"""Longest single wait while no sequence is ready; new requests must enter."""
 
 
 class EngineCore:
@@ -37,17 +35,15 @@ class EngineCore:
 
     def __init__(self, parts: Parts, max_failures: int, ended: Callable[[RequestId], None]) -> None:
         self.metrics = EngineMetrics()
-        features = parts.drafter.traits.needs_features
         self.scheduler = Scheduler(
             parts.executor.limits,
             parts.policy,
-            features=features,
+            features=parts.drafter.traits.needs_features,
             ready=self._ready,
             resumable=parts.executor.resumable,
         )
         self.outputs = OutputProcessor(parts, self.scheduler, self.metrics, self._vacate, ended)
         self._parts = parts
-        self._grammars = parts.grammars
         self._max_failures = max_failures
         self._failures = 0
         # End of the last step, or arrival of the first sequence: the next step's time begins here.
@@ -113,7 +109,7 @@ class EngineCore:
     def _ready(self, sequence: Sequence) -> bool:
         """Return whether a running sequence can take part in the next step."""
         grammar, slot = sequence.request.grammar, sequence.slot
-        return grammar is None or slot is None or self._grammars.ready(slot, grammar)
+        return grammar is None or slot is None or self._parts.grammars.ready(slot, grammar)
 
     def _begin(self, schedule: Schedule) -> Step | None:
         """Open and close slots, then begin the step. Returns None if it has no row or failed, which
@@ -133,9 +129,11 @@ class EngineCore:
             return None
 
     def _stalled(self) -> bool:
-        """Wait for grammars: no sequence is ready. Returns False if there is no sequence at all."""
+        """Wait for grammars or the disk: no sequence is ready. Returns False if there is no
+        sequence at all.
+        """
         if self.outputs.live:
-            self._grammars.wait(STALL_SECONDS)
+            self.scheduler.wait(STALL_SECONDS, self._parts.grammars.wait)
             self._since = perf_counter()
         return bool(self.outputs.live)
 

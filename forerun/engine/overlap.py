@@ -124,6 +124,8 @@ class OverlappingCore(EngineCore):
 
     def _vacate(self, sequence: Sequence) -> None:
         if self._runs(sequence):
+            if self.scheduler.kept is not None:
+                self.scheduler.kept.leave(sequence)
             self.scheduler.running.remove(sequence)
             self._leaving.append(sequence)
         else:

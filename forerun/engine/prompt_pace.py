@@ -11,24 +11,25 @@ class PromptPace:
 
     Learned from every step, so it follows the machine, the batch and the length of texts.
 
-    decoding_ms  of a step without a prompt, lately
+    decoding_ms    of a step without a prompt, lately
+    tokens_per_ms  that steps read of prompts, lately; 0 before the first
     """
 
     def __init__(self) -> None:
-        self.decoding_ms = self._tokens_per_ms = 0.0
+        self.decoding_ms = self.tokens_per_ms = 0.0
 
     def bound(self, room: int) -> int:
         """Return how many prompt tokens a step beside decoding rows takes, at most `room`."""
-        if not self._tokens_per_ms:
+        if not self.tokens_per_ms:
             return room
         ms = max(STEP_MS - self.decoding_ms, self.decoding_ms)
-        return min(max(int(self._tokens_per_ms * ms) // LEAST, 1) * LEAST, room)
+        return min(max(int(self.tokens_per_ms * ms) // LEAST, 1) * LEAST, room)
 
     def observe(self, prompt_tokens: int, ms: float) -> None:
         """Learn from a step with prompt tokens that took `ms` milliseconds.
 
         A step that was slow for another reason, such as one that compiles, counts half at most.
         """
-        if prompt_tokens >= LEAST or not self._tokens_per_ms:
+        if prompt_tokens >= LEAST or not self.tokens_per_ms:
             rate = prompt_tokens / max(ms - self.decoding_ms, ms / 4.0, 1e-3)
-            self._tokens_per_ms = (rate + (self._tokens_per_ms or rate)) / 2.0
+            self.tokens_per_ms = (rate + (self.tokens_per_ms or rate)) / 2.0

@@ -87,6 +87,8 @@ class Scheduler(Admission):
         """Remove a sequence and release all it holds. Returns its slot, now to be closed, if
         any.
         """
+        if self.kept is not None:
+            self.kept.leave(sequence)
         if sequence.slot is None:
             self.waiting.remove(sequence)
             return None
@@ -186,13 +188,11 @@ class Scheduler(Admission):
             any(row.constrained for row in rows),
         )
         budgets = list(decision.rows)
-        wanted = 0
         for place, row in enumerate(rows):
             if row.bounded:
                 budgets[place] = _within_request(row, budgets[place])
             row.counts.reason = budgets[place].reason
-            wanted += budgets[place].nodes
-        if wanted:
+        if any(budget.nodes for budget in budgets):
             budgets = self._within_room(rows, budgets, room, kv_len, own)
         self._granted = budgets
         return budgets, decision

@@ -61,6 +61,7 @@ class Sequence:
     bulk      its tokens may be detokenized with others' in bulk (BulkFilter)
     limit     most tokens, prompt and output
     shared    tokens that filled cached pages when it took its slot
+    sought    whether its pages were looked for on disk
 
     A preempted sequence loses slot and pages, nothing more: when it
     resumes, prompt and output so far are its known tokens.
@@ -76,7 +77,7 @@ class Sequence:
         self.sink = sink
         self.stream = stream
         self.slot: int | None = None
-        self.over = self.bulk = False
+        self.over = self.bulk = self.sought = False
         self.constrained = request.grammar is not None
         self.bounded = request.speculation.bounded
         self.table: PageTable

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from forerun.control.policy import Budget
+from forerun.engine.kept_pages import StoreStats
 from forerun.engine.metrics import EngineMetrics, LiveHistogram
 from forerun.engine.request import Finish
 from forerun.speculative.tree import DraftSource
@@ -68,6 +69,7 @@ class Stats:
     max_tokens, choices   as requested
     by_source          verified and accepted draft tokens, by source and depth
     step_seconds, step_nodes   per step
+    store              of the pages on disk; None if none are kept
     """
 
     load: Load
@@ -100,10 +102,12 @@ class Stats:
     by_source: tuple[SourceCount, ...]
     step_seconds: Histogram
     step_nodes: Histogram
+    store: StoreStats | None = None
 
 
-def snapshot(metrics: EngineMetrics, load: Load) -> Stats:
-    """Return the counters as they are now, as a value of their own; load: what runs and waits.
+def snapshot(metrics: EngineMetrics, load: Load, store: StoreStats | None = None) -> Stats:
+    """Return the counters as they are now, as a value of their own; load: what runs and waits;
+    store: as in Stats.
 
     From any thread: a step that is being counted may be included in part.
     """
@@ -114,6 +118,7 @@ def snapshot(metrics: EngineMetrics, load: Load) -> Stats:
         accepted_at[depth] += accepted
     values: dict[str, Any] = {
         "load": load,
+        "store": store,
         "draft_tokens": sum(verified for _, (verified, _) in by_source),
         "accepted": accepted_at.total(),
         "accepted_at": tuple(count for _, count in sorted(accepted_at.items()) if count),

@@ -6,8 +6,10 @@ from functools import partial
 from itertools import count
 from typing import Any
 
+from forerun.cache.store import PageStore
 from forerun.control.policy import Policy
 from forerun.engine.core import EngineCore
+from forerun.engine.kept_pages import LEAST_TOKENS, KeptPages
 from forerun.engine.loop import EngineLoop
 from forerun.engine.options import EngineOptions
 from forerun.engine.parts import GuardedDrafter, Parts
@@ -101,6 +103,22 @@ class Engine(EngineLoop):
             self._inbox.append(partial(self._enter, sequences))
             self._changed.notify_all()
 
+    def keep_pages(self, store: PageStore, least: int = LEAST_TOKENS) -> None:
+        """Write full pages to `store`, and read them from there. Before `start`; the engine closes
+        the store. For an executor with `pages` (AssertionError). least: see KeptPages.
+        """
+        scheduler = self._core.scheduler
+        assert self._parts.executor.pages is not None
+        scheduler.kept = KeptPages(
+            store,
+            self._parts.executor.pages,
+            scheduler.index,
+            scheduler.pace,
+            scheduler.running,
+            lambda order: self.before_step(lambda core: order()),
+            least=least,
+        )
+
     def listen(self, turned: Callable[[], None]) -> None:
         """Have `turned` called on the engine's thread after sinks have received the deltas of a
         step.
@@ -178,10 +196,14 @@ class Engine(EngineLoop):
             self._thread.join()
         else:
             self._stop()
+        if (kept := self._core.scheduler.kept) is not None:
+            kept.close(self._take_inbox, flush=self._broken is None)
 
     def stats(self) -> Stats:
         """Return a snapshot of the counters."""
-        return snapshot(self._core.metrics, self._core.scheduler.load(self._entering))
+        scheduler = self._core.scheduler
+        store = None if scheduler.kept is None else scheduler.kept.stats()
+        return snapshot(self._core.metrics, scheduler.load(self._entering), store)
 
     def describe(self) -> dict[str, Any]:
         """Return facts for /server_info: drafter and policy."""

@@ -38,6 +38,27 @@ from forerun.types import Floats, Ints
 END = 257
 
 
+@dataclass(frozen=True, slots=True)
+class ToyPages:
+    """PageContents of the toy: positions int32[P,page_size], and tokens."""
+
+    keys: Ints
+    values: Ints
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
+        return int(self.keys[0].nbytes + self.values[0].nbytes)
+
+    def read_page(self, page: int) -> bytes:
+        """Return what a page holds."""
+        return bytes(self.keys[page].tobytes() + self.values[page].tobytes())
+
+    def write_page(self, page: int, content: bytes) -> None:
+        """Make a page hold what `read_page` returned."""
+        self.keys[page], self.values[page] = np.frombuffer(content, np.int32).reshape(2, -1)
+
+
 @dataclass(eq=False)
 class ToyRound(Round):
     """best int32[M]: each node's most probable next token; its logits follow from it."""
@@ -62,6 +83,7 @@ class ToyExecutor(Executor):
         shape = (limits.pages, limits.page_size)
         self._keys = np.full(shape, -1, np.int32)
         self._values = np.zeros(shape, np.int32)
+        self.pages = ToyPages(self._keys, self._values)
         self._sampler = HostSampler(limits.slots, limits.vocab)
         ramp = -np.arange(limits.vocab, dtype=np.float32) / np.float32(2)
         self._ramps = np.concatenate([ramp, ramp])

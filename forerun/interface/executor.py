@@ -66,12 +66,35 @@ class Capabilities:
     unwritten: bool = False
 
 
+class PageContents(Protocol):
+    """What the pages of an executor hold, to be copied between steps."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page in the target and every draft model."""
+        ...
+
+    def read_page(self, page: int) -> bytes:
+        """Return what a full page holds: keys and values, and what draft models store by page.
+        Raises EngineError if it does not exist.
+        """
+        ...
+
+    def write_page(self, page: int, content: bytes) -> None:
+        """Make a page hold what `read_page` returned, here or of an executor of the same weights,
+        drafts and page size. Raises EngineError if it cannot.
+        """
+        ...
+
+
 class Executor(Protocol):
     """Runs a target model. One thread calls it: `open`, then `begin` and `finish` for every step of
     the sequence, then `close`.
 
     Same sequence, same bits: a row's result must not depend on the other rows, on the
     draft tokens beside its path, or on how its known tokens were cut into chunks.
+
+    pages  copies what pages hold; None if it cannot, or pages do not suffice to continue a text
 
     Rounds finish in the order in which they began, and at most two are begun and unfinished. A
     round that begins from a running one advances the same sequences, or some of them, and the slots
@@ -81,6 +104,7 @@ class Executor(Protocol):
     limits: ExecutorLimits
     name: str
     capabilities: Capabilities
+    pages: PageContents | None = None
 
     def open(self, slot_init: SlotInit) -> None:
         """Bind a sequence to slot `slot_init.slot`: sampling parameters and token history.

@@ -81,7 +81,7 @@ def test_a_segment_is_continued_and_never_beyond_its_size(tmp_path):
 
 
 def test_a_killed_writer_leaves_what_was_whole(tmp_path):
-    store, pages = filled(tmp_path / "a")
+    _store, pages = filled(tmp_path / "a")
     shutil.copytree(tmp_path / "a", tmp_path / "b")  # As it is on disk, not closed.
     assert all(found(tmp_path / "b", pages))
     (segment,) = segments(tmp_path / "b")
@@ -233,7 +233,7 @@ def test_a_full_disk(tmp_path, monkeypatch, failing):
 
 def test_folders_that_cannot_be_used(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="kv-store .*file cannot be used .*name another folder"):
+    with pytest.raises(ConfigError, match=r"kv-store .*file cannot be used .*name another folder"):
         opened(tmp_path / "file")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("")
@@ -248,7 +248,7 @@ def test_folders_that_cannot_be_used(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"newer Forerun \(format 2, this one reads 1\)"):
         opened(tmp_path / "newer")
     about.write_text("{")
-    with pytest.raises(ConfigError, match="store.json is damaged"):
+    with pytest.raises(ConfigError, match=r"store\.json is damaged"):
         opened(tmp_path / "newer")
     monkeypatch.setattr(module, "LOCK_SECONDS", 0.02)
     with (tmp_path / "small" / "lock").open("a") as file:

@@ -19,7 +19,7 @@ from forerun.executors.cpu.weights import Packer, cache_bytes_per_token, cache_i
 from forerun.executors.feature_ring import HostFeatureRing
 from forerun.interface.executor import ExecutorLimits
 from forerun.machine import physical_cores
-from forerun.types import Floats
+from forerun.types import AnyArray, Floats
 
 log = logging.getLogger("forerun.executors")
 
@@ -32,6 +32,7 @@ class CpuModel:
 
     handle  the core's; None after `shutdown`
     ring    features for a draft model that reads any; None = no draft model reads them
+    by_page  [.,P,.] arrays of draft models that belong to pages, beside keys and values
 
     Parameters and errors are CpuExecutor's.
     """
@@ -60,6 +61,7 @@ class CpuModel:
         self.threads = threads or min(physical_cores(), MOST_THREADS)
         self._drafts: list[int] = []
         self.ring: HostFeatureRing | None = None
+        self.by_page: list[Floats] = []
         self._numbers = sentence(checkpoint, dtype)
         self._cache_item = cache_item(checkpoint, dtype)
         packer = Packer(self._library, checkpoint, dtype=dtype)
@@ -119,12 +121,46 @@ class CpuModel:
         ring = HostFeatureRing(self._limits.slots, features_width) if features_width else None
         self.ring = ring
 
-    def features(self, count: int, width: int) -> Floats:
-        """Return float32[count,width], features of the last step's first nodes. Or EngineError."""
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page in target and drafts."""
+        own = sum(self._library.forerun_page_bytes(model) for model in self._models())
+        return int(own) + sum(array[:, 0].nbytes for array in self.by_page)
+
+    def read_page(self, page: int) -> bytes:
+        """Return what a page holds in target and drafts. Raises EngineError if there is none."""
+        parts: list[AnyArray] = []
+        for model in self._models():
+            parts.append(np.empty(self._library.forerun_page_bytes(model), np.uint8))
+            self._copy_page(model, page, parts[-1], out=True)
+        return b"".join([part.tobytes() for part in parts + [a[:, page] for a in self.by_page]])
+
+    def write_page(self, page: int, content: bytes) -> None:
+        """Make a page of target and drafts hold what `read_page` returned. Or EngineError."""
+        if len(content) != self.page_bytes:
+            raise EngineError(f"{len(content)} bytes are not a page of {self.page_bytes}")
+        left = np.frombuffer(content, np.uint8)
+        for model in self._models():
+            own, left = np.split(left, [self._library.forerun_page_bytes(model)])
+            self._copy_page(model, page, own, out=False)
+        for array in self.by_page:
+            own, left = np.split(left, [array[:, page].nbytes])
+            array[:, page] = own.view(array.dtype).reshape(array[:, page].shape)
+
+    def _copy_page(self, model: int, page: int, outside: AnyArray, out: bool) -> None:
+        if self._library.forerun_copy_page(model, page, outside.ctypes.data, out):
+            raise EngineError(f"a page was refused: {self._library.forerun_error().decode()}")
+
+    def _models(self) -> tuple[int, ...]:
+        """Return the target's handle and its drafts'. Or EngineError."""
         if self.handle is None:
             raise EngineError("the executor was shut down")
-        values = np.empty((count, width), np.float32)
-        if self._library.forerun_aux_hidden_states(self.handle, count, values.ctypes.data):
+        return self.handle, *self._drafts
+
+    def features(self, count: int, width: int) -> Floats:
+        """Return float32[count,width], features of the last step's first nodes. Or EngineError."""
+        target, values = self._models()[0], np.empty((count, width), np.float32)
+        if self._library.forerun_aux_hidden_states(target, count, values.ctypes.data):
             raise EngineError(self._library.forerun_error().decode())
         return values
 

@@ -78,6 +78,9 @@ class CpuPredictionModel(CpuHiddenStateModel):
         self._rows = LayerStates(limits)
         rows = self._rows.rows if draft.count > 1 else 0
         self._states = np.zeros((draft.count, rows, arch.hidden), np.float32)
+        if rows:
+            of_pages = self._states[:, self._rows.pages : self._rows.pages + limits.pages]
+            executor.model.by_page.append(of_pages)
 
     def _layer(self, number: int) -> int:
         """Return a native model with one layer's tensors."""

@@ -1,0 +1,419 @@
+"""Pages on disk beside serving: what ended sequences leave is written, what waiting ones need is
+read, by one thread.
+
+    engine's thread                           the store's thread
+    brings   what is on disk of a prompt  ->  _read    records, checked
+    _take_in pages, and their entries     <-           in parts
+    leave    an ended sequence's pages    ->  _write   those that are not on disk
+    _copy_out what they hold              <-           in parts
+                                          ->           appended to a segment
+
+Those with an arrow to the left run on the engine's thread before a step (Engine.before_step), a
+bounded part in each. Pages that were read are like those of any other request: the sequence waits
+until they are in the prefix index, and finds them there. It waits no longer than reading its prompt
+would take. Nothing here can end a request.
+"""
+
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from time import monotonic
+from typing import TypeVar
+
+from forerun.cache.prefix import CachedPage, PrefixIndex
+from forerun.cache.store import PageStore
+from forerun.engine.prompt_pace import PromptPace
+from forerun.engine.sequence import Sequence
+from forerun.interface.executor import PageContents
+
+log = logging.getLogger("forerun.engine")
+
+READ_BYTES, WRITE_BYTES = 16 << 20, 4 << 20
+"""What is copied into pages, and out of them, before one step, if a page is not more."""
+LEAST_TOKENS = 1024
+"""Prompts that are worth writing when they are new; of others the part that was found before."""
+LEAST_PAGES = 2
+"""Pages that are worth reading."""
+QUEUED = 64
+"""Ended sequences whose pages wait to be written; more push out the oldest."""
+LEAST_SECONDS, FIRST_SECONDS = 0.1, 10.0
+"""How long a sequence waits for its pages at least, and before any prompt was timed."""
+CLOSE_SECONDS = 5.0
+"""What writing may take at the end of service."""
+
+Answer = TypeVar("Answer")
+
+
+class _ClosedError(Exception):
+    """The engine takes no more orders."""
+
+
+@dataclass(slots=True, eq=False)
+class _Reading:
+    """A sequence that waits for pages on disk.
+
+    digests, keys  of its first pages, all of which are on disk; keys without the salt
+    chain          entries of those that are in memory, held until it ends
+    first          how many were in memory when it began
+    """
+
+    sequence: Sequence
+    digests: list[bytes]
+    keys: list[bytes]
+    deadline: float
+    began: float = field(default_factory=monotonic)
+    chain: list[CachedPage] = field(default_factory=list)
+    first: int = 0
+    over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """What a page store did since the engine was made.
+
+    hits       sequences that got pages from disk; tokens: of these pages
+    misses     sequences that got none or not all, by reason: absent, corrupt, late (the disk was
+               slower than reading the prompt), failed (it reported an error), full (no page was
+               free)
+    dropped    pages that were not written: evicted before, or the disk failed
+    size       bytes of the folder
+    seconds_saved  what reading those tokens as prompts would have taken, less the time of the disk
+    """
+
+    hits: int
+    tokens: int
+    misses: dict[str, int]
+    read_bytes: int
+    written_bytes: int
+    dropped: int
+    pages: int
+    size: int
+    seconds_saved: float
+
+
+class KeptPages:
+    """A page store at work for one engine. Methods without another note are of its thread.
+
+    running  sequences that have a slot; each may need another page
+    post   has a function called on the engine's thread before its next step; from any thread
+    least  LEAST_TOKENS
+    """
+
+    def __init__(
+        self,
+        store: PageStore,
+        contents: PageContents,
+        index: PrefixIndex,
+        pace: PromptPace,
+        running: list[Sequence],
+        post: Callable[[Callable[[], None]], None],
+        *,
+        least: int = LEAST_TOKENS,
+    ) -> None:
+        self.store = store
+        self._contents, self._index, self._pace = contents, index, pace
+        self._running, self._post, self._least = running, post, least
+        self._current: _Reading | None = None
+        self._readings: dict[tuple[int, int], _Reading] = {}
+        self._hits = self._tokens = self._read_bytes = self._written = self._dropped = 0
+        self._size, self._seconds, self._misses = store.size(), 0.0, Counter[str]()
+        self._posted = threading.Event()
+        # Shared with the store's thread, under the lock of `_changed`:
+        self._changed = threading.Condition()
+        self._reads: deque[_Reading] = deque()
+        self._writes: deque[tuple[bytes, list[CachedPage]]] = deque(maxlen=QUEUED)
+        self._working = self._closing = self._refused = False
+        self._thread = threading.Thread(target=self._work, name="forerun-store", daemon=True)
+        self._thread.start()
+
+    @property
+    def held(self) -> list[int]:
+        """The pages that readings hold, each as often as it is held."""
+        return [entry.page for each in self._readings.values() for entry in each.chain]
+
+    @property
+    def reading(self) -> bool:
+        """Whether a sequence waits for pages."""
+        return bool(self._readings)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits to be read or written. From any thread."""
+        with self._changed:
+            return not (self._reads or self._writes or self._working)
+
+    def wait(self, seconds: float) -> None:
+        """Block until the store's thread needs the engine's, or `seconds` have passed."""
+        self._posted.wait(seconds)
+        self._posted.clear()
+
+    def brings(self, sequence: Sequence) -> bool:
+        """Return whether a sequence, which reuses its prefix, shall wait for pages that are read
+        for it.
+        """
+        reading = self._readings.get(sequence.order)
+        if reading is not None:
+            if monotonic() <= reading.deadline and self._thread.is_alive():
+                return True
+            self._end(reading, "late")
+            return False
+        if sequence.sought or not self._thread.is_alive():
+            return False
+        sequence.sought = True
+        reading = self._find(sequence)
+        if reading is None:
+            return False
+        if self._current is not None and self._current.over:  # The disk still stalls.
+            self._misses["late"] += 1
+            return False
+        self._readings[sequence.order] = reading
+        with self._changed:
+            self._reads.append(reading)
+            self._changed.notify()
+        return True
+
+    def leave(self, sequence: Sequence) -> None:
+        """Have the pages of a sequence written that are worth it, before it releases them; one
+        that never had any waits for none any more.
+        """
+        reading = self._readings.get(sequence.order)
+        if reading is not None:
+            self._end(reading)
+        size, lookahead = self._index.page_size, self._index.lookahead
+        worth = sequence.prompt_len if sequence.prompt_len >= self._least else sequence.shared
+        chain = sequence.table.chain[: max(worth - lookahead, 0) // size]
+        if chain and not self._refused:
+            with self._changed:
+                self._writes.append((sequence.table.salt, chain))
+                self._changed.notify()
+
+    def close(self, run_posted: Callable[[], None], flush: bool) -> None:
+        """End the thread; first, if `flush`, write what waits, for at most CLOSE_SECONDS.
+        After the engine's thread has ended. Idempotent.
+        """
+        deadline = monotonic() + CLOSE_SECONDS
+        while flush and not self.idle and monotonic() < deadline:
+            run_posted()
+            self.wait(0.01)
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(1.0)
+
+    def stats(self) -> StoreStats:
+        """Return the counters. From any thread."""
+        rate = 1000.0 * self._pace.tokens_per_ms
+        saved = self._tokens / rate - self._seconds if rate else 0.0
+        return StoreStats(
+            hits=self._hits,
+            tokens=self._tokens,
+            misses=dict(self._misses),
+            read_bytes=self._read_bytes,
+            written_bytes=self._written,
+            dropped=self._dropped,
+            pages=len(self.store),
+            size=self._size,
+            seconds_saved=saved,
+        )
+
+    # --- on the engine's thread ----------------------------------------------------------
+
+    def _find(self, sequence: Sequence) -> _Reading | None:
+        """Return what is on disk of a prompt; None if that is not worth reading."""
+        index, salt = self._index, sequence.table.salt
+        size, lookahead = index.page_size, index.lookahead
+        tokens = sequence.tokens[: sequence.total - 1 + lookahead]
+        most = (len(tokens) - lookahead) // size
+        known = index.acquire(tokens, salt)
+        for entry in reversed(known):
+            index.release(entry.page)
+        if most - len(known) < LEAST_PAGES:
+            return None
+        data, digest = tokens.tobytes(), b""
+        digests, keys = list[bytes](), list[bytes]()
+        for begin in range(0, most * size, size):
+            key = data[4 * begin : 4 * (begin + size + lookahead)]
+            digest = self.store.digest(digest, key if begin else salt + key)
+            if digest not in self.store:
+                break
+            digests.append(digest)
+            keys.append(key)
+        if len(keys) - len(known) < LEAST_PAGES:
+            self._misses["absent"] += 1
+            return None
+        rate = 1000.0 * self._pace.tokens_per_ms
+        seconds = (len(keys) - len(known)) * size / rate if rate else FIRST_SECONDS
+        return _Reading(sequence, digests, keys, monotonic() + max(seconds, LEAST_SECONDS))
+
+    def _begin(self, reading: _Reading) -> int:
+        """Hold the pages that are in memory; return how many."""
+        if not reading.over:
+            sequence, lookahead = reading.sequence, self._index.lookahead
+            known = len(reading.keys) * self._index.page_size + lookahead
+            reading.chain = self._index.acquire(sequence.tokens[:known], sequence.table.salt)
+            reading.first = len(reading.chain)
+        return len(reading.chain)
+
+    def _take_in(self, reading: _Reading, contents: list[bytes]) -> bool:
+        """Put pages into the index. Returns False if no more are wanted or there is no room."""
+        index, chain = self._index, reading.chain
+        for content in contents:
+            if reading.over:
+                return False
+            taken = index.take(1) if index.available > len(self._running) else None
+            if taken is None:
+                self._end(reading, "full")
+                return False
+            try:
+                self._contents.write_page(taken[0], content)
+            except BaseException:
+                index.release(taken[0])
+                raise
+            parent = chain[-1] if chain else index.root
+            tokens = reading.sequence.tokens[len(chain) * index.page_size :]
+            tokens = tokens[: index.page_size + index.lookahead]
+            chain.append(index.insert(parent, tokens, taken[0], reading.sequence.table.salt))
+        return not reading.over
+
+    def _end(self, reading: _Reading, miss: str = "") -> None:
+        """Release the pages of a reading: they are kept. Idempotent."""
+        if reading.over:
+            return
+        reading.over = True
+        del self._readings[reading.sequence.order]
+        taken = len(reading.chain) - reading.first
+        for entry in reversed(reading.chain):
+            self._index.release(entry.page)
+        reading.chain = []
+        if miss:
+            self._misses[miss] += 1
+        if taken > 0:
+            self._hits += 1
+            self._tokens += taken * self._index.page_size
+            self._seconds += monotonic() - reading.began
+
+    def _copy_out(self, entries: list[CachedPage]) -> list[bytes]:
+        """Return what the first of these pages hold, up to one that was evicted."""
+        contents: list[bytes] = []
+        for entry in entries:
+            if not self._index.knows(entry):
+                break
+            contents.append(self._contents.read_page(entry.page))
+        return contents
+
+    # --- on the store's thread -----------------------------------------------------------
+
+    def _on_engine(self, work: Callable[[], Answer]) -> Answer:
+        """Have `work` run on the engine's thread, and return its answer. Raises what it raises, and
+        _ClosedError.
+        """
+        answer = Future[Answer]()
+
+        def order() -> None:
+            try:
+                answer.set_result(work())
+            except Exception as error:
+                log.exception("kv-store: pages could not be copied")
+                answer.set_exception(error)
+
+        self._post(order)
+        self._posted.set()
+        while not self._closing:
+            try:
+                return answer.result(0.2)
+            except TimeoutError:
+                continue
+        raise _ClosedError
+
+    def _work(self) -> None:
+        try:
+            while (job := self._next()) is not None:
+                job()
+                self._size = self.store.size()
+        except _ClosedError:
+            pass
+        except Exception:
+            log.exception("kv-store: nothing is read or written any more")
+            self._refused = True
+        finally:
+            with self._changed:
+                self._working = False
+            try:
+                self.store.close()
+            except OSError as error:
+                log.warning("kv-store: a segment could not be closed: %s", error)
+
+    def _next(self) -> Callable[[], None] | None:
+        """Wait for a job: reads first, then what was used last. None: there are no more."""
+        with self._changed:
+            self._working, self._current = False, None
+            self._changed.wait_for(lambda: self._reads or self._writes or self._closing)
+            if self._closing:
+                return None
+            self._working = True
+            if self._reads:
+                return partial(self._read, self._reads.popleft())
+            return partial(self._write, *self._writes.pop())
+
+    def _read(self, reading: _Reading) -> None:
+        """Read the pages of a sequence that are not in memory, in order, up to a damaged one."""
+        self._current = reading
+        first, miss = self._on_engine(partial(self._begin, reading)), ""
+        most = max(READ_BYTES // self._contents.page_bytes, 1)
+        part: list[bytes] = []
+        try:
+            for digest, key in zip(reading.digests[first:], reading.keys[first:], strict=True):
+                content = None if reading.over else self.store.read(digest, key)
+                if content is None:
+                    miss = "corrupt"
+                    break
+                part.append(content)
+                self._read_bytes += len(content)
+                if len(part) == most:
+                    if not self._on_engine(partial(self._take_in, reading, part)):
+                        return
+                    part = []
+            self.store.touch(reading.digests[first:])
+        except OSError as error:
+            miss = "failed"
+            log.warning("kv-store: a page could not be read: %s", error)
+        self._on_engine(partial(self._take_in, reading, part))
+        self._on_engine(partial(self._end, reading, miss))
+
+    def _write(self, salt: bytes, chain: list[CachedPage]) -> None:
+        """Write the pages of a text that are not on disk, in order."""
+        own, digest = 4 * (self._index.page_size + self._index.lookahead), b""
+        missing: list[tuple[CachedPage, bytes]] = []
+        for entry in chain:
+            digest = self.store.digest(digest, entry.key)
+            if digest not in self.store:
+                missing.append((entry, digest))
+        most = max(WRITE_BYTES // self._contents.page_bytes, 1)
+        for begin in range(0, len(missing), most):
+            part = missing[begin : begin + most]
+            contents = self._on_engine(partial(self._copy_out, [entry for entry, _ in part]))
+            for (entry, digest), content in zip(part, contents, strict=False):
+                if not self._append(digest, entry.key[-own:], content):
+                    self._dropped += len(missing) - begin
+                    return
+            if len(contents) < len(part):
+                self._dropped += len(missing) - begin - len(contents)
+                return
+            while self._reads and not self._closing:
+                self._read(self._reads.popleft())
+
+    def _append(self, digest: bytes, tokens: bytes, content: bytes) -> bool:
+        try:
+            self.store.write(digest, tokens, content)
+        except OSError as error:
+            log.warning("kv-store: writing ends, reading goes on: %s", error)
+            self._refused = True
+            with self._changed:
+                self._writes.clear()
+            return False
+        self._written += len(content)
+        return True

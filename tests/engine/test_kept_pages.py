@@ -1,0 +1,328 @@
+"""Pages on disk beside an engine on the toy: the same text after a restart, whatever disks do."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from forerun.cache import store as stores
+from forerun.cache.store import PageStore
+from forerun.engine import kept_pages
+from forerun.errors import EngineError
+from forerun.executors.toy import ToyExecutor, ToyPages
+from tests.engine.toys import Ear, ask, finish, limits, make
+
+LONG = "".join(chr(97 + (7 * i + i // 5) % 26) for i in range(96))
+SIZE = 1 << 20
+
+
+@pytest.fixture
+def engines(tmp_path, monkeypatch):
+    """Makes engines on the toy that keep pages in one folder; they are shut down at the end."""
+    monkeypatch.setattr(kept_pages, "LEAST_SECONDS", 10.0)  # The toy reads faster than any disk.
+    made = []
+
+    def build(name="none", least=40, folder=tmp_path / "kv", limit=SIZE, executor=None, **shape):
+        engine = make(name, executor=executor, **shape)
+        runs = engine._parts.executor
+        tokens = 4 * (runs.limits.page_size + engine._core.scheduler.index.lookahead)
+        print_ = f"toy-{runs.limits.page_size}-{tokens}"
+        engine.keep_pages(PageStore(folder, print_, tokens, runs.pages.page_bytes, limit), least)
+        made.append(engine)
+        return engine
+
+    yield build
+    for engine in made:
+        engine.shutdown()
+
+
+def kept(engine):
+    return engine._core.scheduler.kept
+
+
+def written(engine):
+    """Turns until all pages are on disk."""
+    deadline = time.monotonic() + 30
+    while not kept(engine).idle:
+        assert time.monotonic() < deadline
+        engine.step_once()
+        engine.check()
+
+
+def answer(engine, *requests):
+    """Deltas of requests that run to the end, checked against the toy's definition."""
+    ear = Ear()
+    for request in requests:
+        engine.submit(request, ear)
+    finish(engine)
+    for request in requests:
+        ear.expect(request)
+    return ear
+
+
+def cached(ear, id="r", index=0):
+    return ear.of(id, index)[0].cached_tokens
+
+
+def restarted(engines, engine, **how):
+    """Another engine after this one; its memory knows nothing."""
+    written(engine)
+    engine.shutdown()
+    return engines(**how)
+
+
+@pytest.mark.parametrize("name", ["none", "ngram", "oracle", "adversary", "erratic"])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_the_same_text_after_a_restart(engines, name, page_size):
+    shape = {"name": name, "page_size": page_size, "pages": 512 // page_size}
+    first = engines(**shape)
+    before = answer(first, ask(prompt=LONG))
+    assert cached(before) == 0 and first.stats().store.misses == {"absent": 1}
+    second = restarted(engines, first, **shape)
+    after = answer(second, ask(prompt=LONG))
+    assert after.tokens() == before.tokens()
+    assert cached(after) == 95 // page_size * page_size
+    stats = second.stats().store
+    assert stats.hits == 1 and stats.tokens == cached(after) and not stats.misses
+    assert answer(second, ask(prompt=LONG)).tokens() == before.tokens()
+    assert second.stats().store.hits == 1  # Now it is in memory.
+
+
+def test_at_any_temperature_with_several_choices_and_a_longer_text(engines):
+    first = engines()
+    answer(first, ask(prompt=LONG))
+    second = restarted(engines, first)
+    ear = answer(
+        second,
+        ask("a", LONG + "more", temperature=1.0, seed=3, n=2),
+        ask("b", LONG[:70] + "other", temperature=0.7, seed=4),
+    )
+    assert cached(ear, "a") == 96 and cached(ear, "b") == 68
+    assert second.stats().store.hits == 1  # The others found its pages in memory.
+
+
+def test_salts_do_not_share(engines):
+    first = engines()
+    answer(first, ask(prompt=LONG, cache_salt="mine"))
+    second = restarted(engines, first, pages=256)
+    ear = answer(
+        second,
+        ask("none", LONG),
+        ask("other", LONG, cache_salt="yours"),
+        ask("mine", LONG, cache_salt="mine"),
+    )
+    assert [cached(ear, id) for id in ("none", "other", "mine")] == [0, 0, 92]
+
+
+def test_short_prompts_are_written_when_they_come_again(engines):
+    first = engines(least=1000)
+    answer(first, ask(prompt=LONG))
+    written(first)
+    assert len(kept(first).store) == 0
+    answer(first, ask(prompt=LONG[:50] + "others"))
+    written(first)
+    assert len(kept(first).store) == 12
+    second = restarted(engines, first, least=1000)
+    assert cached(answer(second, ask(prompt=LONG))) == 48
+
+
+def test_answers_are_not_written(engines):
+    first = engines()
+    answer(first, ask(prompt=LONG[:42], max_tokens=60))
+    written(first)
+    assert len(kept(first).store) == 10
+
+
+def test_shutdown_writes_what_waits_and_what_runs(engines):
+    engine = engines()
+    engine.start()
+    ear = Ear()
+    engine.submit(ask(prompt=LONG, max_tokens=90, stop_tokens=()), ear)
+    deadline = time.monotonic() + 30
+    while not ear.deltas:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    engine.shutdown()
+    assert len(kept(engine).store) == 24
+    assert cached(answer(engines(), ask(prompt=LONG))) == 92
+
+
+def test_two_servers_at_once(engines):
+    one, two = engines(), engines()
+    answer(one, ask(prompt=LONG))
+    answer(two, ask(prompt=LONG[::-1]))
+    written(one)
+    written(two)
+    three = engines()
+    ear = answer(three, ask("1", LONG), ask("2", LONG[::-1]))
+    assert cached(ear, "1") == cached(ear, "2") == 92
+
+
+def damage(folder, every=97):
+    for path in folder.glob("*/*.pages"):
+        data = bytearray(path.read_bytes())
+        data[::every] = bytes(byte ^ 1 for byte in data[::every])
+        path.write_bytes(data)
+
+
+@pytest.mark.parametrize("every", [97, 1500, 4000])
+def test_damaged_records_are_misses(engines, tmp_path, every):
+    first = engines()
+    answer(first, ask(prompt=LONG))
+    written(first)
+    first.shutdown()
+    damage(tmp_path / "kv", every)
+    second = engines()
+    assert cached(answer(second, ask(prompt=LONG))) < 92
+    third = restarted(engines, second)
+    assert cached(answer(third, ask(prompt=LONG))) == 92  # It was written again.
+
+
+def test_a_record_damaged_while_serving(engines, tmp_path):
+    first = engines()
+    answer(first, ask(prompt=LONG))
+    second = restarted(engines, first)
+    (path,) = (tmp_path / "kv").glob("*/*.pages")
+    data = path.read_bytes()
+    path.write_bytes(data[:-200] + bytes([data[-200] ^ 1]) + data[-199:])
+    ear = answer(second, ask(prompt=LONG))
+    stats = second.stats().store
+    assert 0 < cached(ear) < 92 and stats.misses == {"corrupt": 1} and stats.hits == 1
+
+
+@pytest.mark.parametrize("failing", [0, 1, 7, 20])
+def test_a_full_disk_ends_writing_only(engines, monkeypatch, failing):
+    write, calls = stores._write, []
+
+    def full(file, offset, data):
+        calls.append(offset)
+        if len(calls) > failing:
+            raise OSError(28, "No space left on device")
+        write(file, offset, data)
+
+    first = engines()
+    monkeypatch.setattr(stores, "_write", full)
+    answer(first, ask(prompt=LONG))
+    written(first)
+    assert first.stats().store.dropped > 0
+    answer(first, ask(prompt=LONG[::-1]))
+    written(first)
+    monkeypatch.undo()
+    second = restarted(engines, first)
+    assert cached(answer(second, ask(prompt=LONG))) == max(failing - 1, 0) // 2 * 4
+
+
+def test_a_disk_that_cannot_be_read(engines, monkeypatch):
+    first = engines()
+    answer(first, ask(prompt=LONG))
+    second = restarted(engines, first)
+
+    def broken(self, digest, tokens):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(PageStore, "read", broken)
+    assert cached(answer(second, ask(prompt=LONG))) == 0
+    assert second.stats().store.misses == {"failed": 1}
+
+
+def test_a_stalling_disk_delays_no_longer_than_reading_the_prompt(engines, monkeypatch):
+    first = engines()
+    answer(first, ask(prompt=LONG))
+    second = restarted(engines, first)
+    monkeypatch.setattr(kept_pages, "FIRST_SECONDS", 0.05)
+    monkeypatch.setattr(kept_pages, "LEAST_SECONDS", 0.05)
+    go, read = threading.Event(), PageStore.read
+    pages = iter(range(100))
+
+    def stalling(self, digest, tokens):
+        if next(pages) == 5:
+            go.wait(30)
+        return read(self, digest, tokens)
+
+    monkeypatch.setattr(PageStore, "read", stalling)
+    ear = answer(second, ask("a", LONG))
+    assert cached(ear, "a") == 0 and second.stats().store.misses == {"late": 1}
+    second.forget_prefixes()
+    ear = answer(second, ask("b", LONG))  # It does not wait for a disk that is known to stall.
+    assert cached(ear, "b") == 0 and second.stats().store.misses == {"late": 2}
+    go.set()
+    written(second)
+    second.forget_prefixes()
+    monkeypatch.setattr(kept_pages, "LEAST_SECONDS", 10.0)
+    assert cached(answer(second, ask("c", LONG)), "c") == 92
+
+
+def test_aborted_while_it_waits(engines, monkeypatch):
+    first = engines()
+    answer(first, ask(prompt=LONG))
+    second = restarted(engines, first)
+    monkeypatch.setattr(kept_pages, "READ_BYTES", 1)
+    go, read = threading.Event(), PageStore.read
+    monkeypatch.setattr(PageStore, "read", lambda *of: (go.wait(30), read(*of))[1])
+    ear = Ear()
+    second.submit(ask(prompt=LONG), ear)
+    second.step_once()
+    assert kept(second).reading and not ear.deltas
+    second.abort("r")
+    second.step_once()
+    second.check()
+    assert not kept(second).reading and second.stats().load.pages_held == 0
+    go.set()
+    written(second)
+
+
+def test_pages_that_were_evicted_before_they_were_written(engines):
+    first = engines(pages=30)
+    answer(first, ask(prompt=LONG))
+    first.forget_prefixes()
+    written(first)
+    stats = first.stats().store
+    assert stats.dropped + len(kept(first).store) == 24
+
+
+def test_a_small_pool(engines):
+    """Pages run out while others run; nobody loses text or waits for ever."""
+    first = engines(pages=64)
+    answer(first, ask("1", LONG), ask("2", LONG[::-1]))
+    second = restarted(engines, first, pages=34, slots=3)
+    answer(
+        second,
+        ask("1", LONG, max_tokens=30),
+        ask("2", LONG[::-1], max_tokens=30),
+        ask("3", "x" * 60, max_tokens=60),
+    )
+
+
+class Sulking(ToyPages):
+    def write_page(self, page, content):
+        raise EngineError("no")
+
+
+def test_an_executor_that_refuses_a_page(engines):
+    first = engines()
+    answer(first, ask(prompt=LONG))
+    executor = ToyExecutor(limits())
+    executor.pages = Sulking(executor.pages.keys, executor.pages.values)
+    second = restarted(engines, first, executor=executor)
+    assert cached(answer(second, ask("a", LONG)), "a") == 0
+    assert cached(answer(second, ask("b", LONG)), "b") == 92  # From memory; the store is off.
+
+
+def test_many_requests_on_a_shared_prefix(engines):
+    first = engines()
+    answer(first, ask(prompt=LONG))
+    second = restarted(engines, first, pages=256, slots=4)
+    ear = answer(second, *[ask(str(i), LONG + str(i), max_tokens=5) for i in range(12)])
+    assert all(cached(ear, str(i)) == 96 for i in range(12))
+    assert second.stats().store.hits == 1
+
+
+def test_the_size_stays_within_the_limit(engines, tmp_path):
+    engine = engines(limit=12_000, context=192, pages=128)
+    random = np.random.default_rng(0)
+    for number in range(12):
+        answer(engine, ask(str(number), random.integers(1, 250, 100), max_tokens=2))
+        written(engine)
+        assert sum(p.stat().st_size for p in (tmp_path / "kv").glob("*/*.pages")) <= 12_000
+    assert kept(engine).store.deleted
