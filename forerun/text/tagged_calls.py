@@ -95,6 +95,8 @@ class QwenCalls:
         self._closer, self._declared = closer, DeclaredTypes(tools)
         self._name: str | None = None
         self._pairs = 0
+        # Place in a parameter that is not whole before which it does not end.
+        self._read = 0
 
     def push(self, text: str) -> tuple[Sequence[CallPiece], str, bool]:
         """Read the next piece of text (see Body.push): a function's name once it is known, then its
@@ -116,33 +118,44 @@ class QwenCalls:
                 self.count += 1
                 text = begun[opened.end() :]
             elif begun.startswith((_FUNCTION_END, self._closer)):
-                calls.append(CallPiece(self.count - 1, None, "}" if self._pairs else "{}"))
-                self._name = None
+                calls.append(self._end())
                 text = begun.removeprefix(_FUNCTION_END)
             elif (found := self._parameter(begun)) is None:
-                return merged(calls), text, _may_become(begun, (*_BEHIND, self._closer))
+                waits = _may_become(begun, (*_BEHIND, self._closer))
+                if not waits:  # What was begun is a call.
+                    calls.append(self._end())
+                return merged(calls), text, waits
             else:
                 argument, text = found
                 calls.append(CallPiece(self.count - 1, None, argument))
                 self._pairs += 1
+
+    def _end(self) -> CallPiece:
+        """End the function's arguments."""
+        self._name = None
+        return CallPiece(self.count - 1, None, "}" if self._pairs else "{}")
 
     def _parameter(self, text: str) -> tuple[str, str] | None:
         """Return a parameter as a member of a JSON object, and the rest; None: it is not whole."""
         head = _PARAMETER.match(text)
         if head is None:
             return None
-        end = text.find(_PARAMETER_END, head.end())
+        marks = (*_BEHIND, self._closer)
+        end = text.find(_PARAMETER_END, max(head.end(), self._read))
         while end >= 0:
-            rest = text[end + len(_PARAMETER_END) :]
-            following = rest.lstrip()
-            if following.startswith((*_BEHIND, self._closer)):
+            behind = end + len(_PARAMETER_END)
+            following = _SPACE.match(text, behind).end()  # type: ignore[union-attr]
+            if text.startswith(marks, following):
+                self._read = 0
                 value = text[head.end() : end].removeprefix("\n").removesuffix("\n")
                 key = head[1].strip()
                 argument = self._declared.json_of(self._name or "", key, value)
-                return member(self._pairs, key, argument), rest
-            if _may_become(following, (*_BEHIND, self._closer)):
+                return member(self._pairs, key, argument), text[behind:]
+            self._read = end
+            if _may_become(text[following : following + max(map(len, marks))], marks):
                 return None
-            end = text.find(_PARAMETER_END, end + 1)
+            end = text.find(_PARAMETER_END, behind)
+        self._read = max(self._read, len(text) - len(_PARAMETER_END) + 1)
         return None
 
 
@@ -157,6 +170,7 @@ _BEHIND = (_PARAMETER_MARK, _FUNCTION_END)
 _FUNCTION = re.compile(r"<function=([^>\n]{1,256})>")
 _PARAMETER = re.compile(r"<parameter=([^>\n]{1,256})>")
 _NAME_END = re.compile(r"\n|<arg_key>|</tool_call>")
+_SPACE = re.compile(r"\s*+")
 _PAIR = re.compile(
     r"\s*+<arg_key>((?>.*?(?=</arg_key>)))</arg_key>\s*+<arg_value>((?>.*?(?=</arg_value>)))</arg_value>",
     re.DOTALL,

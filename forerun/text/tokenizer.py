@@ -186,8 +186,7 @@ class Tokenizer:
                 f"{path}: the tokenizer's model is {spec['model'].get('type')!r}; "
                 "only 'BPE' is supported"
             )
-        spec = spec if most is None else without_foreign(spec, most)
-        return cls._from_json(spec, tuple(eos_ids), bos_id, names or {})
+        return cls._from_json(spec, tuple(eos_ids), bos_id, names or {}, most=most)
 
     @classmethod
     def _from_json(
@@ -197,8 +196,10 @@ class Tokenizer:
         bos_id: int | None,
         names: Mapping[str, str | None] | None = None,
         twins: Mapping[int, str] | None = None,
+        most: int | None = None,
     ) -> Self:
         try:
+            spec = spec if most is None else without_foreign(spec, most)
             spec = served(spec)
             check_limits(spec)
             added = [_added_token(token) for token in spec.get("added_tokens") or []]

@@ -1,21 +1,27 @@
 """Arguments in tags: strings without quotes that still are what the schema says."""
 
+import asyncio
 import json
 
 import pytest
 
 from forerun.constrain.grammar import Grammar
-from forerun.constrain.grammar.calls import Calling, Signature, tool_rules
+from forerun.constrain.grammar.calls import Calling, Signature, tool_rules, with_tags
 from forerun.errors import RequestError
-from forerun.text.tools import GLM, ToolReader
+from forerun.text.tools import GLM, QWEN, SEED, ToolReader
 from tests.constrain.tools import compiled, fits
+from tests.counted import lines
 
 PLACE = "tools[0].function.parameters"
 
 
-def grammar(parameters, lenient=False):
+def rules(parameters, lenient=False, format=GLM):
     tools = [Signature("f", Grammar.json_schema(parameters, lenient, PLACE))]
-    return tool_rules(GLM, tools, Calling(True, False)).grammar
+    return tool_rules(format, tools, Calling(True, False))
+
+
+def grammar(parameters, lenient=False):
+    return rules(parameters, lenient).grammar
 
 
 def of(value, **more):
@@ -24,6 +30,10 @@ def of(value, **more):
 
 def called(value):
     return f"<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>"
+
+
+async def in_time(made):
+    return compiled(made)
 
 
 TEXT = {"type": "string"}
@@ -74,6 +84,34 @@ def test_what_a_schema_says_of_a_value_holds(parameters, valid, invalid):
 )
 def test_what_cannot_be_said_is_refused_or_named(parameters, path):
     with pytest.raises(RequestError, match="cannot be honoured") as error:
-        compiled(grammar(parameters))
+        asyncio.run(rules(parameters).compiled(in_time))
     assert error.value.field == PLACE and f"{PLACE}: {path} " in str(error.value)
     assert compiled(grammar(parameters, lenient=True)).unenforced == (f"{PLACE}.{path}",)
+
+
+@pytest.mark.parametrize("format", [GLM, QWEN, SEED])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda many: {"patternProperties": {f"^x{i}": {} for i in range(many)}},
+        lambda many: {"required": [f"q{i}" for i in range(many)]},
+        lambda many: {"$defs": {f"d{i}": {"enum": ["x" * 40]} for i in range(many)}},
+    ],
+)
+def test_a_large_schema_is_written_out_in_the_compiling_process(format, kind):
+    """The server's own took 20 s for 45 kB of patterns, and gigabytes for definitions."""
+
+    def work(many):
+        properties = {f"p{i}": {"type": "integer"} for i in range(many)}
+        return lines(lambda: rules({"properties": properties, **kind(many)}, True, format))
+
+    assert work(200) < 2.5 * work(100) < 250_000
+    many = {"properties": {f"p{i}": TEXT for i in range(1500)}, **kind(1500)}
+    assert len(with_tags(rules(many, True, format).grammar.source)[0]) < 1_000_000
+
+
+def test_definitions_stand_where_they_are_referred_to():
+    defined = {f"d{i}": {"enum": ["x" * 100, "y"]} for i in range(100)}
+    properties = {f"p{i}": {"type": "integer"} for i in range(100)}
+    made = grammar({"type": "object", "properties": properties, "$defs": defined})
+    assert fits(made, "<tool_call>f\n</tool_call>")

@@ -11,6 +11,7 @@ import time
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -204,6 +205,10 @@ ANSWERS = [
     "<tool_call>f\n" + "<arg_key>" + "</arg_key><arg_value>" * (MANY // 20),
     "<tool_call>f\n<arg_key>a</arg_key></arg_value>" + "</arg_key><arg_value>" * (MANY // 20),
     "<tool_call>f\n" + "<arg_key>k</arg_key><arg_value>1</arg_value>" * (MANY // 40),
+    "<tool_call>\n<function=f>\n<parameter=k>\n[" + '"</parameter>x",' * (MANY // 15),
+    "<tool_call>\n<function=f>\n" + "<parameter=k>\n1\n</parameter>\n" * (MANY // 30),
+    "<tool_call>\n<function=f>\n<parameter=k>" + "</parameter>" * (MANY // 12),
+    "<tool_call>" + "\n<function=f>" * (MANY // 15),
     "[TOOL_CALLS]" + "f" * MANY + "[ARGS]",
     *("<tool_call>" * (MANY // 10), "<" * MANY, " " * MANY, "{" * MANY, "[" * MANY, "a" * MANY),
 ]
@@ -213,6 +218,45 @@ ANSWERS = [
 def test_answers_are_read_in_time(text):
     with bounded(10):
         told(FORMATS.values(), text)
+
+
+@pytest.mark.parametrize("text", ANSWERS, ids=range(len(ANSWERS)))
+@pytest.mark.parametrize("name", FORMATS)
+def test_answers_are_read_in_time_as_they_come(name, text):
+    """Of a text twice as long in pieces each character is not read twice as often."""
+
+    def read(size):
+        reader = ToolReader(FORMATS[name], [])
+        for at in range(0, size, 12):
+            reader.push(text[at : min(at + 12, size)])
+        reader.finish()
+
+    with bounded(10):
+        short, long = (lines(lambda size=size: read(size)) for size in (2000, 4000))
+    assert long < 2.5 * short
+
+
+MARKS = [
+    *{mark for format in FORMATS.values() for mark in (format.opener, format.closer, format.bare)},
+    *{mark for format in FORMATS.values() for mark in (*format.marks, *format.each)},
+    *("<function=f>", "</function>", "<parameter=k>", "</parameter>", "<function=", "f\n"),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "[ARGS]", '{"name": "f"', "}"),
+    *("x", " ", "\n", "[", "]", '"', "\\", "functions.f:0"),
+]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_marks_in_any_order_are_read_to_their_end(name):
+    """An answer that begins two functions in a row was read for ever, on the event loop."""
+    random = Random(name)
+    for _ in range(300):
+        text = "".join(random.choices(MARKS, k=random.randrange(1, 12)))
+        with bounded(5):
+            reader, heard = ToolReader(FORMATS[name], []), list[str]()
+            for piece in random.choice([[text], text]):
+                heard.append(reader.push(piece).content)
+            heard.append(reader.finish().content)
+        assert sum(map(len, heard)) <= len(text)
 
 
 TEXTS = {

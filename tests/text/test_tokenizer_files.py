@@ -63,6 +63,18 @@ def test_what_is_not_known_is_refused_by_name(tmp_path, part, named):
         opened(tmp_path, **part)
 
 
+@pytest.mark.parametrize("added", [[None], [{}], [7], "text", 7, {"a": None}, [{"id": "x"}], [[]]])
+@pytest.mark.parametrize("most", [None, 3])
+def test_parts_of_another_type_are_one_sentence(tmp_path, added, most):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(small_spec(added_tokens=added)))
+    with pytest.raises(ModelError, match="the tokenizer cannot be built"):
+        Tokenizer.from_file(path, most=most)
+    path.write_text(json.dumps(small_spec(model={"vocab": added})))
+    with pytest.raises(ModelError, match="the tokenizer cannot be built"):
+        Tokenizer.from_file(path, most=most)
+
+
 def test_what_says_nothing_is_no_hindrance(tmp_path):
     parts = {"version": "2.0", "truncation": None, "comment": None}
     model = {"end_of_word_suffix": "", "continuing_subword_prefix": None, "vibration": False}

@@ -5,13 +5,14 @@ Written in llguidance's Lark: a rule with `suffix` ends at the first occurrence 
 """
 
 import json
+import re
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from forerun.constrain.grammar.grammar import Grammar, Kind, Start, ThinkingBudget
 from forerun.constrain.grammar.harmony import harmony_lines
-from forerun.constrain.grammar.tagged import GLM_TAGS, QWEN_TAGS, arguments
+from forerun.constrain.grammar.tagged import GLM_TAGS, QWEN_TAGS, Tags, arguments
 from forerun.errors import BusyError, RequestError
 from forerun.text.harmony import END, START
 from forerun.text.tools import (
@@ -29,14 +30,13 @@ from forerun.text.tools import (
 
 Compiled = TypeVar("Compiled")
 
-LEFT_OUT = "// x-forerun-unenforced: "
-"""Before paths, as a JSON list, of what the grammar leaves out of its schemas."""
-
 SLASHES = "// x-forerun-slashes"
 """First line of a grammar whose backslashes stand in JSON or where any text may: in its strings a
 slash may be escaped (matcher/slashes.py)."""
 
 ANY_TEXT = r"/(.|\n)*/"
+TAGGED = (GLM, QWEN, SEED)
+"""Formats whose arguments stand in tags."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def tool_rules(
     Raises RequestError if `answer` is no JSON schema, or arguments in tags cannot honour a strict
     one.
     """
-    parts = [tool.arguments for tool in tools] + ([answer] if answer else [])
+    parts = [_alone(format, tool.arguments) for tool in tools] + ([answer] if answer else [])
     if format is HARMONY:
         lines = [SLASHES, *_in_channels(tools, calling, answer)]
         return Rules(Grammar.grammar("\n".join(lines), "tools"), tuple(parts))
@@ -200,14 +200,12 @@ def _in_text(format: ToolFormat, calling: Calling, calls: str, opener: str) -> l
 
 def _call(format: ToolFormat, calling: Calling, index: int, tool: Signature) -> list[str]:
     """The rules of one call, from behind the opener to its closer."""
-    if format in (GLM, QWEN, SEED):
-        tags = GLM_TAGS if format is GLM else QWEN_TAGS
-        made = arguments(index, tool.arguments, tags, literal, json_texts)
-        left = [f"{LEFT_OUT}{_plain(made.left)}"] if made.left else []
+    if format in TAGGED:
         head, end = f"{tool.name}\n", calling.mark(format.closer)
         if format is not GLM:
             head, end = f"\n<function={head[:-1]}>\n", f'"</function>\\n" {end}'
-        return [*left, f"call_{index}: {literal(head)} {made.pairs} {end}", *made.rules]
+        written = f"arguments_{index}: {_tag_texts(format, tool.arguments)}"
+        return [f"call_{index}: {literal(head)} arguments_{index} {end}", written]
     # Chat templates write arguments on one line, so models do.
     written = f"json_{index}: {json_texts(tool.arguments.on_one_line())}"
     if format is MISTRAL_ARGS:
@@ -241,6 +239,44 @@ def json_texts(grammar: Grammar) -> str:
     """Texts of a schema, which the compiling process rewrites (see llguidance_worker.py)."""
     options = [grammar.field, grammar.lenient, grammar.one_line]
     return f"%json {_plain({'x-forerun': options, 'schema': json.loads(grammar.source)})}"
+
+
+def _tag_texts(format: ToolFormat, grammar: Grammar) -> str:
+    """Arguments in tags, which the compiling process writes out (`with_tags`): what that takes
+    grows faster than a schema.
+    """
+    options = [grammar.field, grammar.lenient, format is GLM]
+    return f"%tags {_plain({'x-forerun': options, 'schema': json.loads(grammar.source)})}"
+
+
+def with_tags(source: str) -> tuple[str, list[str]]:
+    """A grammar of calls with the rules of arguments in tags written out, and the paths of what is
+    left out of their schemas. Raises RequestError if a strict schema has a keyword that this form
+    cannot honour.
+    """
+    out, left, at = "", list[str](), 0
+    while match := _TAG_TEXTS.search(source, at):
+        given, end = json.JSONDecoder().raw_decode(source, match.end())
+        field, lenient, glm = given["x-forerun"]
+        tags: Tags = GLM_TAGS if glm else QWEN_TAGS
+        grammar = Grammar.json_schema(given["schema"], lenient, field)
+        made = arguments(int(match[1]), grammar, tags, literal, json_texts)
+        rule = source[at : match.end()].removesuffix("%tags ")
+        out += "\n".join([f"{rule}{made.pairs or chr(34) * 2}", *made.rules])
+        left += made.left
+        at = end
+    return out + source[at:], left
+
+
+_TAG_TEXTS = re.compile(r'(?<=\narguments_)(\d{1,4}): %tags (?=\{"x-forerun":)')
+
+
+def _alone(format: ToolFormat, arguments: Grammar) -> Grammar:
+    """A grammar of nothing but the arguments of one function, to find the one at fault."""
+    if format not in TAGGED:
+        return arguments
+    source = f"start: arguments_0\narguments_0: {_tag_texts(format, arguments)}"
+    return Grammar.grammar(source, arguments.field)
 
 
 def literal(text: str) -> str:

@@ -107,16 +107,17 @@ class _Writer:
     def arguments(self, index: int) -> Arguments:
         for key in self._root.keys() - _OBJECT:
             self._fault(UnenforcedKeyword(key, "not supported in calls of this form"))
-        properties, required = self._root.get("properties") or {}, self._root.get("required") or ()
-        for name in required:
+        properties, required = self._root.get("properties") or {}, {*self._root.get("required", ())}
+        for name in self._root.get("required", ()):
             if properties.get(name, False) is False:
                 self._fault(UnenforcedKeyword("required", f"{name!r} is not among the properties"))
         patterns = [*(self._root.get("patternProperties") or ())]
-        for pattern in patterns:
-            if pattern == other_than(properties):  # Written by `rewritten`.
-                continue
-            matches = matching(pattern, [*properties], MAX_STEPS // len(patterns))
-            if matches is None or any(matches):
+        if patterns and patterns != [other_than(properties)]:  # Written by `rewritten`.
+            names, most = [*properties], MAX_STEPS // len(patterns)
+            apart = sum(map(len, names)) <= most and all(
+                matching(pattern, names, most) == [False] * len(names) for pattern in patterns
+            )
+            if not apart:
                 self._fault(UnenforcedKeyword("patternProperties", "it adds to a listed property"))
         pairs = []
         for place, (key, value) in enumerate(properties.items()):
@@ -136,7 +137,8 @@ class _Writer:
         if isinstance(declared, dict) and declared.get("type") == "string":
             self._string(name, key, self._resolved(value))
             return
-        schema = {**value, "$defs": self._defined} if isinstance(value, dict) else value
+        refers = isinstance(value, dict) and '"$ref"' in json.dumps(value)
+        schema = {**value, "$defs": self._defined} if refers else value
         part = Grammar.json_schema(schema, self._grammar.lenient, self._grammar.field)
         self._out.rules.append(f"{name}: {name}_json {self._literal(self._tags.closer)}")
         self._out.rules.append(f"{name}_json: {self._content(part)}")

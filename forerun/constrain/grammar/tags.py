@@ -12,7 +12,7 @@ from forerun.constrain.grammar.calls import (
     literal,
     without,
 )
-from forerun.constrain.grammar.grammar import Grammar
+from forerun.constrain.grammar.grammar import MAX_SOURCE, Grammar
 from forerun.errors import RequestError
 
 
@@ -56,10 +56,16 @@ def tag_rules(tags: Sequence[Tag], triggers: Sequence[str], field: str) -> Rules
 def _source(
     tags: Sequence[Tag], triggers: Sequence[str], tokens: Mapping[str, int], field: str
 ) -> str:
+    size = sum(map(len, triggers)) + sum(len(tag.begin) + len(tag.content.source) for tag in tags)
+    if size > MAX_SOURCE:
+        raise RequestError(f"{field} has over {MAX_SOURCE} characters", field)
     heads: dict[str, list[str]] = {trigger: [] for trigger in triggers}
+    lengths = sorted({*map(len, triggers)})
     lines: list[str] = []
     for index, tag in enumerate(tags):
-        trigger = next((t for t in triggers if tag.begin.startswith(t)), None)
+        # Of the triggers that a tag begins with the shortest: free text cannot go on behind it.
+        begins = (tag.begin[:length] for length in lengths)
+        trigger = next((begin for begin in begins if begin in heads), None)
         if trigger is None:
             raise RequestError(f"{field}: {tag.begin!r} begins with none of the triggers", field)
         heads[trigger].append(f"tag_{index}")

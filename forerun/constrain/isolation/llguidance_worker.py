@@ -14,7 +14,7 @@ from typing import Any
 
 import llguidance
 
-from forerun.constrain.grammar.calls import LEFT_OUT
+from forerun.constrain.grammar.calls import with_tags
 from forerun.constrain.grammar.gbnf import lark
 from forerun.constrain.isolation.probe import expensive
 from forerun.constrain.matcher.limits import (
@@ -29,6 +29,7 @@ from forerun.constrain.matcher.limits import (
 from forerun.constrain.matcher.llguidance_backend import GuidanceAutomaton
 from forerun.constrain.schema.paths import without
 from forerun.constrain.schema.rewrite import rewritten
+from forerun.errors import RequestError
 from forerun.sandbox import serve
 
 
@@ -123,10 +124,7 @@ def _with_schemas(source: str, vocabulary: llguidance.LLTokenizer) -> tuple[str,
     what is left out of them.
     """
     out, at = "", 0
-    told = [
-        line.removeprefix(LEFT_OUT) for line in source.splitlines() if line.startswith(LEFT_OUT)
-    ]
-    left_out = [path for line in told for path in json.loads(line)]
+    source, left_out = with_tags(source)
     while match := _SCHEMA.search(source, at):
         part, end = json.JSONDecoder().raw_decode(source, match.end())
         place, lenient, one_line = part["x-forerun"]
@@ -173,7 +171,7 @@ def answer(request: dict[str, Any], vocabulary: llguidance.LLTokenizer) -> dict[
         grammar, left_out = translate(**request, vocabulary=vocabulary)
     except MemoryError:
         return {"error": f"it takes more than {MEMORY >> 20} MiB of memory"}
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, RequestError) as error:
         return {"error": str(error) or type(error).__name__}
     except UNREADABLE as error:
         return {"error": f"it cannot be read ({type(error).__name__}: {error})"}

@@ -153,6 +153,8 @@ class Guidance:
             return f"{grammar.field} cannot be satisfied by any text"
         lines = [line.rstrip() for line in message.splitlines() if line.strip()]
         lines = [line for line in lines if "<non-verbose/>" not in line]
+        if " cannot be honoured: " in message and message.startswith(grammar.field):
+            return message  # Of one tool among several.
         if grammar.kind is Kind.JSON_SCHEMA:
             if " cannot be honoured: " in message:
                 return f"{grammar.field}: {message}"
