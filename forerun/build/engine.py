@@ -8,6 +8,7 @@ load = both
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from forerun.build import text_table, tuned
@@ -29,6 +30,7 @@ from forerun.build.drafting import (
 )
 from forerun.build.executor_entry import AnyDraft, Progress
 from forerun.build.memory import MemoryPlan, Needs, few_bits_sentence, few_bits_titles, plan_memory
+from forerun.build.page_store import keep_pages
 from forerun.build.registry import EXECUTORS, check_offered, choose_executor, draft_model
 from forerun.build.text_table import TextTable
 from forerun.build.with_cpu import ngram_drafter
@@ -78,6 +80,7 @@ class Target:
               repetition_penalty; what is not there is neutral
     family    of its architecture; "" of the toy
     parameters  number of weights; 0 of the toy
+    network  the network and its draft in words, for page_store.keep_pages; files: their weights
     """
 
     executor: Executor
@@ -96,6 +99,8 @@ class Target:
     sampling: Mapping[str, float] = field(default_factory=dict)
     family: str = ""
     parameters: int = 0
+    network: str = "toy"
+    files: tuple[Path, ...] = ()
 
     def compile(self, grammar: Grammar, client: str = "") -> CompiledGrammar:
         """Compile a grammar for a request; client: see Compiler. May block for seconds.
@@ -224,6 +229,7 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
     lookup = _lookup(target.config, target)
     engine = _engine_on(target, target.config, lookup)
     table = _text_table(config, target, engine, lookup)
+    kept = keep_pages(target.config, target.executor, engine, target.network, list(target.files))
     engine.start()
     counted = target.table is not None and target.table.answers
     drafting = drafting_sentence(
@@ -240,6 +246,7 @@ def load(config: EngineConfig, progress: Progress | None = None) -> Loaded:
         | {
             "profile": profile.name if profile else None,
             "lossy": lossy_sentence(target.config),
+            "kv_store": kept,
             "drafting": drafting if table is None else f"{drafting}; {table.sentence}",
         },
         target=target,
@@ -395,6 +402,8 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
         sampling=model.sampling if config.sampling_defaults == "model" else {},
         family=arch.family,
         parameters=arch.parameters,
+        network=f"{arch} {drafts and drafts.traits.name} {draft and draft.cache}",
+        files=(model.checkpoint.path, *([draft.path] if draft and drafts else [])),
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from forerun.build.memory import CHUNK, Needs
@@ -23,6 +24,11 @@ class AnyDraft(Protocol):
     @property
     def kind(self) -> str:
         """The kind, in a sentence's words, "EAGLE head": a key of ExecutorEntry.draft_models."""
+        ...
+
+    @property
+    def path(self) -> Path:
+        """The file or folder of its weights."""
         ...
 
     @property
@@ -87,6 +93,7 @@ class ExecutorEntry:
     dtype         the meaning of "auto"; None: bfloat16 on devices of their own, float32 on the CPU
     keeps         "auto" is the file's own numbers for quantised matrices (kept.py)
     shards        whether it divides a model over devices
+    arithmetic    what changes when its results do, beside this package's version
     prefill_chunk default tokens of prompts and draft tokens in one step, for a device with so many
                   bytes of memory (None: this machine's)
     """
@@ -104,4 +111,5 @@ class ExecutorEntry:
     dtype: str | None = None
     shards: bool = False
     keeps: bool = False
+    arithmetic: Callable[[], str] = lambda: ""
     prefill_chunk: Callable[[EngineConfig, int | None], int] = lambda config, memory: CHUNK

@@ -59,7 +59,8 @@ class StartLog:
 
 def model_facts(loaded: Loaded, began: float) -> dict[str, str]:
     """Return a server's start lines, a sentence each by `model`, `executor`, `draft`, `memory`,
-    `context`, `ready` in this order; before the last `profile` and `lossy`, if any.
+    `context`, `ready` in this order; before the last `profile`, `lossy` and
+    `kv-store`, if any.
 
     began  when loading began, in seconds on the monotonic clock
     """
@@ -78,8 +79,8 @@ def model_facts(loaded: Loaded, began: float) -> dict[str, str]:
         "context": f"{limits.context:,} tokens; {limits.slots} sequences at once, together "
         f"{limits.pages * limits.page_size:,} tokens",
     }
-    for name in ("profile", "lossy"):
+    for name in ("profile", "lossy", "kv_store"):
         if loaded.info[name]:
-            facts[name] = loaded.info[name]
+            facts[name.replace("_", "-")] = loaded.info[name]
     facts["ready"] = f"after {monotonic() - began:.1f} s"
     return facts

@@ -46,6 +46,8 @@ class EngineArgs(TypedDict, total=False):
     context: int | None
     page_size: int
     kv_tokens: int | None
+    kv_store: str | None
+    kv_store_size: int | None
     max_sequences: int
     mem_fraction_static: float | None
     chunked_prefill_size: int | None

@@ -7,6 +7,7 @@ proposed, at every temperature; what is accepted is the target's own choice as e
 """
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -93,6 +94,11 @@ class WholeDraft:
         """What each of its layers caches per position, in order."""
         arch = self.checkpoint.architecture
         return (arch.cache_layer,) * arch.layers
+
+    @property
+    def path(self) -> Path:
+        """The file or folder of its weights."""
+        return self.checkpoint.path
 
     @property
     def vocab(self) -> int:

@@ -73,6 +73,11 @@ class Engine(EngineLoop):
         """Longest sequence, prompt and output, in tokens."""
         return self._core.scheduler.context
 
+    @property
+    def lookahead(self) -> int:
+        """PrefixIndex.lookahead of its pages."""
+        return self._core.scheduler.index.lookahead
+
     def start(self) -> None:
         """Begin to run requests on a thread of its own. Raises EngineError the second time."""
         if self._thread is not None:

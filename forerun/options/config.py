@@ -165,6 +165,17 @@ class EngineConfig:
     kv_tokens: int | None = option(
         None, "room in the key/value cache, in tokens (default: planned from memory)", low=16
     )
+    kv_store: str | None = option(
+        None,
+        "folder for pages of the key/value cache, found again after a restart (native core); made "
+        "if it is missing; as sensitive as prompts (default: none)",
+    )
+    kv_store_size: int | None = option(
+        None,
+        "most bytes of that folder, such as 10GB; what was used longest ago goes first (default: "
+        "10 GB, or a quarter of what is free on the disk)",
+        low=1 << 16,
+    )
     max_sequences: int = option(64, "sequences that run at once", low=1, high=4096)
     mem_fraction_static: float | None = option(
         None,
@@ -291,6 +302,8 @@ class EngineConfig:
                 f"kv-dtype {self.kv_dtype} needs the torch executor; the others have a format of "
                 "their own."
             )
+        if self.kv_store_size is not None and self.kv_store is None:
+            raise ConfigError("kv-store-size bounds the folder of kv-store, but that names none.")
         if (self.model == "toy") != (self.executor == "toy") and self.executor != "auto":
             raise ConfigError("the toy model and the toy executor only work with each other.")
         if self.toy and self.tp_size > 1:

@@ -126,14 +126,17 @@ def parsed(item: "Field[Any]", where: str, text: str) -> Any:
 
 
 def whole(text: str) -> int:
-    """A whole number; 8k is 8000 and 8K is 8192, likewise m, M, g and G, as vLLM reads them. Raises
-    ValueError.
+    """A whole number; 8k is 8000 and 8K is 8192, likewise m, M, g and G, as vLLM reads them; 8KB is
+    8000 and 8KiB is 8192, likewise MB, GB and TB. Raises ValueError.
     """
-    unit = _UNITS.get(text[-1:])
-    return int(text) if unit is None else round(float(text[:-1]) * unit)
+    digits = text.rstrip("kKmMgGTiB")
+    unit = _UNITS.get(text[len(digits) :].strip())
+    return int(text) if unit is None else round(float(digits) * unit)
 
 
 _UNITS = {"k": 1000, "K": 1 << 10, "m": 10**6, "M": 1 << 20, "g": 10**9, "G": 1 << 30}
+_UNITS |= {"KB": 1000, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
 def truth(where: str, text: str) -> bool:

@@ -26,6 +26,12 @@ LABELS = ["model_name", "engine"]
 
 ENGINE = "0"
 
+
+def _stored(name: str) -> Callable[[Stats], float]:
+    """Return what reads a counter of the pages on disk; 0 if none are kept."""
+    return lambda stats: getattr(stats.store, name, 0)
+
+
 _COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("vllm:prompt_tokens", "Prompt tokens of ended sequences.", lambda s: s.prompt_tokens),
     ("vllm:generation_tokens", "Tokens generated.", lambda s: s.output_tokens),
@@ -42,6 +48,11 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
         "Steps begun before the previous outcome was read.",
         lambda s: s.carried,
     ),
+    ("forerun:kv_store_hits", "Prompts that got pages from disk.", _stored("hits")),
+    ("forerun:kv_store_tokens", "Prompt tokens of pages from disk.", _stored("tokens")),
+    ("forerun:kv_store_read_bytes", "Bytes read from disk.", _stored("read_bytes")),
+    ("forerun:kv_store_written_bytes", "Bytes written to disk.", _stored("written_bytes")),
+    ("forerun:kv_store_dropped", "Pages that were not written.", _stored("dropped")),
 )
 _GAUGES: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("vllm:num_requests_running", "Sequences in a slot.", lambda s: s.load.running),
@@ -60,6 +71,13 @@ _GAUGES: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
         "forerun:acceptance_length",
         "Tokens per sequence and step, over the last steps.",
         lambda s: s.acceptance_length,
+    ),
+    ("forerun:kv_store_bytes", "Bytes of the folder, all models.", _stored("size")),
+    ("forerun:kv_store_pages", "Pages of this model on disk.", _stored("pages")),
+    (
+        "forerun:kv_store_saved_seconds",
+        "What reading those prompt tokens would have taken, less the time of the disk.",
+        _stored("seconds_saved"),
     ),
 )
 _SGLANG_COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
@@ -145,6 +163,12 @@ _LABELLED: tuple[
         lambda s: ((count.source, count.depth - 1, count.accepted) for count in s.by_source),
     ),
     ("forerun:step_part_seconds", "Time of steps.", ("part",), lambda s: s.seconds.items()),
+    (
+        "forerun:kv_store_misses",
+        "Prompts that got no pages from disk, or not all.",
+        ("reason",),
+        lambda s: s.store.misses.items() if s.store else (),
+    ),
 )
 """Counters with labels of their own: family, meaning, labels, (values of the labels, count)."""
 

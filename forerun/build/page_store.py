@@ -1,0 +1,99 @@
+"""Opens the store of pages on disk for a loaded model, in the part of the folder that only the same
+model, computed in the same way, can read.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from forerun.build.memory import human
+from forerun.build.registry import EXECUTORS
+from forerun.cache.store import PageStore
+from forerun.cache_dir import cache_dir
+from forerun.checkpoints.gguf.parts import parts_of
+from forerun.engine.thread import Engine
+from forerun.interface.executor import Executor
+from forerun.options.config import EngineConfig
+from forerun.version import __version__
+
+WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".json")
+OTHER = ("generation_config.json", "chat_template.json")
+"""Files of a model that change no key and no value."""
+HASHES = "hashes.json"
+"""In the cache directory: the hashes of files, which are read for them once."""
+
+
+def keep_pages(
+    config: EngineConfig, executor: Executor, engine: Engine, model: str, files: list[Path]
+) -> str | None:
+    """Have an engine that was not started keep pages as `config` says. Returns what it keeps, in
+    half a sentence; None if the user wants no store.
+
+    model  what the network and its draft are, in words that change when they do
+    files  files or folders of their weights
+
+    Raises ConfigError if the folder cannot be used.
+    """
+    if config.kv_store is None:
+        return None
+    if executor.pages is None:
+        return (
+            f"not used: the {config.executor} executor cannot copy the pages of this model "
+            "(recurrent layers, or an executor other than the native core)"
+        )
+    folder, content = Path(config.kv_store).expanduser(), executor.pages.page_bytes
+    tokens = 4 * (config.page_size + engine.lookahead)
+    facts = [__version__, model, config.executor, config.dtype, config.kv_dtype]
+    facts += [config.page_size, tokens, content]
+    if config.executor in EXECUTORS:
+        facts.append(EXECUTORS[config.executor].arithmetic())
+    facts += _hashes([one for path in files for one in _files(path)])
+    fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+    store = PageStore(folder, fingerprint, tokens, content, config.kv_store_size)
+    engine.keep_pages(store)
+    return (
+        f"{folder}, at most {human(store.limit)}, now {human(store.size())}; "
+        f"{len(store) * config.page_size:,} tokens of this model"
+    )
+
+
+def _files(path: Path) -> Iterator[Path]:
+    """Yield the files that a model's path stands for, in order."""
+    if path.is_dir():
+        yield from (
+            one for one in sorted(path.iterdir()) if one.suffix in WEIGHTS and one.name not in OTHER
+        )
+    else:
+        yield from parts_of(path)
+
+
+def _hashes(files: list[Path]) -> list[str]:
+    """Return the hash of each file; those that were read before are not read again."""
+    known: dict[str, list[Any]] = {}
+    place = cache_dir() / HASHES
+    with suppress(OSError, ValueError):
+        known = json.loads(place.read_text())
+    now = {str(path.resolve()): path for path in files}
+    hashes = {name: _hash(known, name, path) for name, path in now.items()}
+    if any(known.get(name) != entry for name, entry in hashes.items()):
+        with suppress(OSError):
+            new = place.with_name(f"{HASHES}.{os.getpid()}")
+            place.parent.mkdir(parents=True, exist_ok=True)
+            new.write_text(json.dumps(known | hashes))
+            new.replace(place)
+    return [entry[-1] for entry in hashes.values()]
+
+
+def _hash(known: Mapping[str, list[Any]], name: str, path: Path) -> list[Any]:
+    """Return what tells a file from another at its place, and its hash."""
+    about = path.stat()
+    state = [about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino]
+    entry = known.get(name, [])
+    if entry[:-1] == state:
+        return entry
+    with path.open("rb") as file:
+        return [*state, hashlib.file_digest(file, "sha256").hexdigest()]

@@ -1,0 +1,113 @@
+"""Pages on disk of a loaded model: which engines share them, and what users are told."""
+
+import os
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from forerun.build import page_store
+from forerun.build.engine import load
+from forerun.cli.start_log import model_facts
+from forerun.client.completion import complete, make_request
+from forerun.engine import kept_pages
+from forerun.errors import ConfigError
+from forerun.executors import cpu
+from forerun.options.config import EngineConfig
+from forerun.options.fields import whole
+from tests.models import tiny
+
+native = pytest.mark.skipif(bool(cpu.available()), reason="no native core on this machine")
+TOY = EngineConfig(model="toy", context=2048, kv_tokens=8192)
+PROMPT = np.random.default_rng(3).integers(97, 120, 1100).astype(np.int32)
+
+
+@pytest.fixture(autouse=True)
+def apart(tmp_path, monkeypatch):
+    monkeypatch.setattr(page_store, "cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr(kept_pages, "LEAST_SECONDS", 10.0)
+
+
+def served(config, prompt=PROMPT, start=None):
+    """(cached tokens, text, info, stats) of a prompt, by a server that begins and ends."""
+    loaded = load(config)
+    try:
+        ((done,),) = complete(loaded.engine, [make_request(prompt, max_tokens=8)])
+        if start is not None:
+            start.update(model_facts(loaded, 0.0))
+        return done.cached_tokens, done.text, loaded.info["kv_store"], loaded.engine.stats()
+    finally:
+        loaded.close()
+
+
+def test_a_restart_finds_what_was_read(tmp_path):
+    config, start = replace(TOY, kv_store=str(tmp_path / "kv"), kv_store_size=10**7), {}
+    cached, text, said, _ = served(config)
+    assert cached == 0 and said.endswith("kv, at most 10.0 MB, now 0 B; 0 tokens of this model")
+    again = served(config, start=start)
+    assert again[:2] == (1088, text) and again[3].store.tokens == 1088
+    assert start["kv-store"].endswith("1,088 tokens of this model") and "ready" in [*start][-1]
+    assert served(replace(config, page_size=8))[0] == 0
+    assert served(TOY)[2] is None
+
+
+@native
+def test_other_weights_of_the_same_name_share_nothing(tmp_path):
+    folder = tmp_path / "model"
+    config = EngineConfig(
+        model=str(folder), executor="cpu", kv_store=str(tmp_path / "kv"), threads=1, context=1200,
+        speculative_draft_model_path="none", kv_tokens=4096, max_sequences=2, policy="fixed",
+    )  # fmt: skip
+    models = [tiny.model("llama", max_position_embeddings=2048) for _ in range(2)]
+    for value in models[1].parameters():
+        value.data += 0.01
+    texts = []
+    for hf in models:
+        shutil.rmtree(folder, ignore_errors=True)
+        tiny.save_folder(hf, folder)
+        cached, text, *_ = served(config)
+        texts.append(text)
+        assert cached == 0
+        assert served(config)[:2] == (1088, text)
+    os.utime(folder / "model.safetensors", ns=(1, 1))  # Hashed again, found equal.
+    assert served(config)[:2] == (1088, texts[1])
+    assert served(replace(config, dtype="q8_0"))[0] == 0
+    assert len(list((tmp_path / "kv").glob("*/"))) == 3
+
+
+@native
+def test_a_model_with_recurrent_layers_says_that_it_keeps_none(tmp_path):
+    folder = tiny.save_folder(tiny.model("qwen3_5_text"), tmp_path / "model")
+    config = EngineConfig(
+        model=str(folder), executor="cpu", kv_store=str(tmp_path / "kv"), threads=1, context=128,
+        kv_tokens=512, max_sequences=2, policy="fixed",
+    )  # fmt: skip
+    assert served(config, PROMPT[:30])[2].startswith("not used: the cpu executor cannot copy")
+
+
+def test_what_cannot_be_kept(tmp_path):
+    with pytest.raises(ConfigError, match="kv-store-size bounds the folder of kv-store, but"):
+        EngineConfig(model="toy", kv_store_size=1 << 20)
+    with pytest.raises(ConfigError, match="kv-store-size is 5, but must be at least 65536"):
+        replace(TOY, kv_store="x", kv_store_size=5)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"kv-store .*/file cannot be used \(.*name another"):
+        load(replace(TOY, kv_store=str(tmp_path / "file")))
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("10GB", 10**10), ("10 GB", 10**10), ("1.5GiB", 3 << 29), ("2TB", 2 * 10**12),
+        ("10G", 10 << 30), ("10g", 10**10), ("64MiB", 64 << 20), ("7", 7),
+    ],
+)  # fmt: skip
+def test_sizes(text, number):
+    assert whole(text) == number
+
+
+@pytest.mark.parametrize("text", ["10XB", "GB", "", "10GBB", "1e3", "-", "10 bytes"])
+def test_sizes_that_are_none(text):
+    with pytest.raises(ValueError):
+        whole(text)

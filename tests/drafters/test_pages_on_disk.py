@@ -1,0 +1,72 @@
+"""Pages that come back from disk hold what draft models need: the same text, in as many steps."""
+
+import numpy as np
+import pytest
+
+from forerun.cache.store import PageStore
+from forerun.client.completion import complete
+from forerun.engine import kept_pages
+from forerun.errors import EngineError
+from forerun.executors import cpu
+from tests.drafters.served import PROMPTS, Cells, asked
+
+pytestmark = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
+PROMPT = PROMPTS[2]
+
+
+@pytest.fixture(scope="module")
+def cells(kinds, compiled):
+    opened = Cells(kinds, compiled)
+    yield opened
+    opened.close()
+
+
+def answers(cell, store, temperature, times, **changes):
+    """(cached tokens, tokens, steps) of the prompt, asked in turn, by an engine of its own, which
+    finds other pages in the executor's memory than the one before it left.
+    """
+    pages = cell.target.executor.pages
+    for page in range(cell.target.executor.limits.pages):
+        pages.write_page(page, bytes(pages.page_bytes))
+    engine = cell.engine(cell.model(), **changes)
+    size = cell.target.config.page_size
+    engine.keep_pages(
+        PageStore(store, "x", 4 * (size + engine.lookahead), pages.page_bytes, 1 << 30), least=16
+    )
+    engine.start()
+    try:
+        done = [complete(engine, asked([PROMPT], 19, temperature))[0][0] for _ in range(times)]
+        assert engine.fault is None
+        return [(one.cached_tokens, one.tokens, one.stats.steps) for one in done]
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    ("name", "page_size"),
+    [
+        ("EAGLE", 8),
+        ("EAGLE", 1),
+        ("STANDALONE, first layers", 16),
+        ("NEXTN, mimo", 16),
+        ("NEXTN by depth, deepseek", 4),
+    ],
+)
+def test_the_same_in_as_many_steps(cells, tmp_path, monkeypatch, name, page_size, temperature):
+    monkeypatch.setattr(kept_pages, "LEAST_SECONDS", 10.0)
+    cell = cells("cpu", name, page_size=page_size)
+    new, known = answers(cell, tmp_path, temperature, 2, shape=(3, 3, 1))
+    (after,) = answers(cell, tmp_path, temperature, 1, shape=(3, 3, 1))
+    assert after == known and after[0] >= len(PROMPT) - 1 - page_size and new[0] == 0
+    assert np.array_equal(new[1], after[1])
+    (plain,) = answers(cell, tmp_path / "plain", temperature, 1)
+    assert np.array_equal(plain[1], after[1])
+
+
+def test_a_page_that_does_not_exist(cells):
+    pages = cells("cpu", "EAGLE", page_size=8).target.executor.pages
+    with pytest.raises(EngineError, match="no such page"):
+        pages.read_page(10**6)
+    with pytest.raises(EngineError, match="are not a page of"):
+        pages.write_page(0, b"x")
