@@ -33,7 +33,11 @@ if find_spec("hypothesis") is not None:  # Machines that only run tests/gpu have
 
     # No test depends on the clock: neither how long an example takes nor how long it takes to find.
     settings.register_profile(
-        "patient", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        "patient",
+        settings.default,
+        max_examples=50,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
     )
     settings.load_profile("patient")
 

@@ -65,3 +65,13 @@ def thinned(
 def every(*values: Iterable) -> list[tuple]:
     """The cells of a whole matrix, by the values of each of its parameters."""
     return list(product(*values))
+
+
+def spread(cases: Iterable, keep: int) -> list:
+    """All cases as values of one parameter; but for `keep` of them, evenly spread, slow ones."""
+    cases = list(cases)
+    kept = {place * len(cases) // keep for place in range(keep)}
+    return [
+        case if place in kept else pytest.param(case, marks=pytest.mark.slow)
+        for place, case in enumerate(cases)
+    ]

@@ -13,6 +13,7 @@ from forerun.control.constants import (
     CREDIT,
     DECAY,
     DOUBT,
+    FIRST_RETURNS,
     LOSS_SHARE,
     MIN_REPEATS,
     OUTLIER,
@@ -30,8 +31,8 @@ class Returns:
     look   plain steps that a search for draft tokens takes: the step's extra time if it found none
     """
 
-    brought: Mean = field(default_factory=lambda: Mean(1.0 + LOSS_SHARE, MIN_REPEATS))
-    paid: Mean = field(default_factory=lambda: Mean(1.0, MIN_REPEATS))
+    brought: Mean = field(default_factory=lambda: Mean(1.0 + LOSS_SHARE, FIRST_RETURNS))
+    paid: Mean = field(default_factory=lambda: Mean(1.0, FIRST_RETURNS))
     look: Mean = field(default_factory=lambda: Mean(0.0, MIN_REPEATS))
 
     @property
@@ -193,9 +194,10 @@ class Account:
             paid = min(total, look + OUTLIER * max(report.nodes / rows, 2.0))
         elif found_none and not late:
             costs.follow(total / (1.0 + max(look, returns.look.value)))
-            paid = min(total, OUTLIER + look * modelled)
             # Beyond drafting it takes some of the host's time; more of that is believed bit by bit.
-            look = min(paid - 1.0, max(2.0 * look, OUTLIER * returns.look.value))
+            # The rest is what a plain step takes now.
+            look = min(total - 1.0, max(2.0 * look, OUTLIER * returns.look.value))
+            paid = 1.0 + look
         else:
             without = costs.late(rows, cached) if late else 1.0
             paid = look + without * self._learn(report, cached, plain, without, late)

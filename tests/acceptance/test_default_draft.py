@@ -104,6 +104,7 @@ def test_acceptance_length(served, shape, temperature, count):
     assert agreed[1] > 0.6 * agreed[0]
 
 
+@pytest.mark.slow
 def test_a_pickled_head_drafts_as_well(target, served, tmp_path, monkeypatch):
     """As most of the EAGLE family is published: the same text, the same draft tokens."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -121,6 +122,7 @@ def test_a_pickled_head_drafts_as_well(target, served, tmp_path, monkeypatch):
 # --- both --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_both_draft_more_than_either(served):
     length, _ = served("EAGLE+NGRAM", TREE)
     assert length >= 2.1

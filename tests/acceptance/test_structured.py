@@ -107,7 +107,7 @@ def test_constrained_text_takes_fewer_steps_than_free_text(target):
     found = {}
     for question, schema in ASKED.items():
         bound = target.compile(Grammar.json_schema(schema))
-        found[question] = length(target, question, bound, 6), length(target, question, None, 3)
+        found[question] = length(target, question, bound, 4), length(target, question, None, 2)
         assert found[question][0] > 1.1 * found[question][1], found
     gains = [bound / free for bound, free in found.values()]
     print(found, sum(gains) / len(gains))

@@ -99,7 +99,7 @@ def raced(device, kind, rows, seed, texts, then=THEN):
     return np.array([speeds(device, texts, then), alone, *found]).T
 
 
-@pytest.mark.parametrize(("rows", "head"), cells(HEADS, {1: (0, 1, 3), 16: (2,)}))
+@pytest.mark.parametrize(("rows", "head"), cells(HEADS, {1: (0, 2), 16: ()}))
 def test_a_head_is_never_slower_than_none_and_close_to_the_best_shape(rows, head):
     """Over four seeds: the luck of one is worth 5 % in 400 steps."""
     sums = np.zeros((2, 4))
@@ -125,7 +125,7 @@ def test_a_shape_that_start_up_called_too_dear_is_tried(rows):
 
 
 LONG = [(rows, texts) for rows in (1, 16) for texts in [*([head] for head in HEADS), *CHANGES]]
-FAST = [(1, [HEADS[0]]), (16, [HEADS[2]])]
+FAST = [(1, [HEADS[0]])]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_head_keeps_the_promise_in_long_answers(rows, texts):
     assert late[0] >= 0.95 * late[1:].max()
 
 
-@pytest.mark.parametrize(("rows", "texts"), cells(CHANGES, {1: (1, 2), 16: (0,)}))
+@pytest.mark.parametrize(("rows", "texts"), cells(CHANGES, {1: (1,), 16: (0,)}))
 def test_a_head_whose_text_changes_keeps_the_promise(rows, texts):
     """Against plain decoding and against every fixed shape, over all texts."""
     device = HeadDevice(adaptive_head(), rows)
@@ -166,7 +166,7 @@ another.
 """
 
 
-@pytest.mark.parametrize(("rows", "case"), cells(TEXTS, {1: (0, 9), 16: (1, 5, 10), 64: (11,)}))
+@pytest.mark.parametrize(("rows", "case"), cells(TEXTS, {1: (0, 9), 16: (5, 10)}))
 def test_ngrams_keep_the_promise(rows, case):
     """They are looked up on the host, so that a step that may have some is not carried. Of one row,
     whose luck is worth 5 % in 400 steps, over six seeds.
@@ -179,7 +179,8 @@ def test_ngrams_keep_the_promise(rows, case):
         sums += raced(device, TextDevice, rows, seed, [(text,) for text in texts])
     whole, late = sums
     assert whole[0] >= 0.97 * whole[1]
-    assert late[0] >= 0.945 * late[1:].max()
+    # Beside 64 rows the first trials of draft tokens believed too dear take half a percent.
+    assert late[0] >= (0.945 if rows == 64 else 0.95) * late[1:].max()
 
 
 @pytest.mark.parametrize("repeats", [pytest.param(0.3, marks=pytest.mark.slow), 0.6])

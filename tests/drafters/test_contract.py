@@ -123,10 +123,11 @@ SPOKEN = [
     *JAX_BLOCKS,
 ]
 SELDOM = [
-    *JAX_BLOCKS[1:],
-    *on("torch", "NEXTN of, deepseek_v3", "NEXTN in GGUF, glm4_moe"),
-    *on("cpu", "NEXTN in GGUF, deepseek_v3"),
-    *on("torch", "NEXTN by depth, mimo"),
+    *JAX_BLOCKS,
+    *on("torch", "NEXTN of, deepseek_v3", "NEXTN in GGUF, glm4_moe", "NEXTN of, glm4_moe"),
+    *on("torch", "NEXTN of, glm4_moe_lite", "NEXTN of, qwen3_next", "NEXTN in GGUF, deepseek_v3"),
+    *on("torch", "NEXTN in GGUF, qwen3_5_text", "NEXTN by depth, mimo"),
+    *on("cpu", "NEXTN in GGUF, deepseek_v3", "NEXTN in GGUF, glm4_moe"),
 ]
 FLOAT = 1e-3, 1e-3, 1 - 1e-6
 BYTES = 0.3, 0.1, 0.95

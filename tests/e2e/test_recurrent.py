@@ -114,7 +114,7 @@ def watched(monkeypatch):
 
 
 NATIVE = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
-EXECUTORS = ["torch", pytest.param("cpu", marks=NATIVE)]
+EXECUTORS = [pytest.param("torch", marks=pytest.mark.slow), pytest.param("cpu", marks=NATIVE)]
 
 
 @pytest.mark.parametrize("page", [1, pytest.param(16, marks=pytest.mark.slow)])

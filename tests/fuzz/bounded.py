@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from forerun.errors import ModelError
 
 FUZZ = settings(
-    max_examples=150,
+    max_examples=60,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 

@@ -194,7 +194,7 @@ def test_approximate_noise_is_near_enough():
     assert 0 < error < noise.APPROXIMATE_ERROR / 4
 
 
-@pytest.mark.parametrize("spoiled", [0.0, 1e-5])
+@pytest.mark.parametrize("spoiled", [pytest.param(0.0, marks=pytest.mark.slow), 1e-5])
 def test_near_ties_are_decided_by_the_exact_noise(spoiled, monkeypatch):
     """Also where the approximate noise is as wrong as it may be."""
     random = np.random.default_rng(4)

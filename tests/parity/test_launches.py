@@ -5,6 +5,7 @@ from dataclasses import fields
 import pytest
 import torch
 
+from tests.covering import spread
 from tests.parity.interpreted import load
 from tests.parity.launches import AIMS, COUNTED, KERNELS, Budget, Launches, budget, budget_of
 
@@ -31,7 +32,7 @@ def beyond(found, budget):
     return [part for part in PARTS if getattr(found, part) > getattr(budget, part)]
 
 
-@pytest.mark.parametrize("kind", list(COUNTED))
+@pytest.mark.parametrize("kind", spread(COUNTED, 3))
 def test_a_round_launches_no_more_than_its_budget(kind):
     found = budget_of(kind)
     assert not beyond(found, BUDGETS[kind]), found

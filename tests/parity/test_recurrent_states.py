@@ -177,7 +177,7 @@ def test_the_states_of_trees_are_the_oracles(arch, unkept, walk):
     assert not way.states.matrices[:, 1].any(), "a slot that nobody has was written to"
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 1 << 32))
 def test_a_state_has_the_same_bits_on_every_way(arch, seed):
     """Token by token alone, and in chunks and accepted branches of trees in company."""

@@ -16,6 +16,7 @@ from forerun.executors.torch.triton.record import Size
 from forerun.speculative.accept import NOTHING, accept_row
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft, batch
+from tests.covering import spread
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, as_draft, chain_draft, limits
 from tests.parity.tape import Tape, Watch, on_tape
@@ -116,7 +117,9 @@ def test_rounds_with_any_trees_give_the_eager_text(pair, plain, seed):
 
 @pytest.mark.parametrize(
     "family",
-    ["gemma2", "gemma3_text", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss"],
+    spread(
+        ["gemma2", "gemma3_text", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss"], 3
+    ),
 )
 def test_windows_caps_experts_and_latents_in_rounds_give_the_eager_text(checkpoint, family):
     captured, eager, tape = pair_of(checkpoint(family))

@@ -15,6 +15,7 @@ from forerun.executors import feature_ring
 from forerun.executors.torch import CapturedExecutor, TorchEagleModel
 from forerun.executors.torch.features import TorchStepFeatures
 from forerun.executors.torch.triton.record import Size
+from tests.covering import spread
 from tests.models import tiny
 from tests.parity.heads import SWITCHES, Twin, opened, serve
 from tests.parity.tape import on_tape
@@ -200,6 +201,7 @@ class Resting(FixedPolicy):
         return super().decide(slots, kv_len)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_plain_rounds_are_caught_up_with(folder, learned, seen, monkeypatch, overlap):
     """Features of plain rounds stay on the device, in a ring that goes round several times, and the
@@ -278,17 +280,9 @@ def test_without_captured_rounds_every_pass_is_asked_for(folder, learned, pair, 
     assert passes == same_passes > 20
 
 
-ALWAYS = [
-    changes
-    if len(changes) != 1 or "feature_norm" in changes
-    else pytest.param(changes, marks=pytest.mark.slow)
-    for changes in SWITCHES[1:]
-]
-"""Every switch; a head without any is the learned one."""
-
-
-@pytest.mark.parametrize("changes", ALWAYS)
+@pytest.mark.parametrize("changes", spread(SWITCHES[1:], 2))
 def test_every_kind_of_head(folder, dense, seen, tmp_path, changes):
+    """A head without any switch is the learned one."""
     twin = Twin(dense, tmp_path, changes)
     targets = taped(folder, twin), opened(folder, twin)
     prompts = np.random.default_rng(4).integers(0, tiny.VOCAB, (2, 12)).astype(np.int32)

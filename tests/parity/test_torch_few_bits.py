@@ -24,6 +24,7 @@ from forerun.executors.torch.decoder.few_bits import alike, loaded
 from forerun.executors.torch.decoder.kept import FewBitsLinear, SideBySide
 from forerun.executors.torch.decoder.layers import Linear
 from forerun.options.config import EngineConfig
+from tests.covering import spread
 from tests.models import packers, tiny
 from tests.models.test_quantised import AWQ, FP8, GPTQ, GROUP, compressed, shuffled
 from tests.parity.driver import limits
@@ -175,7 +176,7 @@ def test_logits_are_those_of_widened_weights(made, name):
     torch.testing.assert_close(kept, wide, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq-order", "int8", "float8-blocks"])
+@pytest.mark.parametrize("name", spread(["awq", "gptq-order", "int8", "float8-blocks"], 2))
 def test_texts_are_equal_with_and_without_speculation(made, name):
     tape, eager = Tape(), executor(made(name))
     with pytest.MonkeyPatch.context() as patch:

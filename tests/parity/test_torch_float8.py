@@ -71,6 +71,7 @@ def test_the_executor_in_float8(checkpoint, random, family):
     assert buffers["cache_bytes"] == half["cache_bytes"]
 
 
+@pytest.mark.slow
 def test_compiled_parts_compute_the_same(monkeypatch):
     """By the tracer without its code generator, which a test machine may lack."""
     seen = []

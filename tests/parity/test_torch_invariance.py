@@ -37,7 +37,7 @@ from forerun.networks.layer_spec import AttentionSpec, Experts, LayerSpec, Route
 from forerun.networks.rope import Rope
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft
-from tests.covering import covering, every, values
+from tests.covering import covering, every, spread, values
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, as_draft, limits
 
@@ -219,12 +219,13 @@ def texts(executors):
 
 
 @pytest.mark.parametrize(
-    ("family", "page_size", "rows"), covering(every(MODELS, PAGES, (4, 3, 2, 1)), values)
+    "cell", spread(covering(every(MODELS, PAGES, (4, 3, 2, 1)), values), 5), ids=str
 )
-def test_a_journey_meets_the_same_bits(executors, texts, family, page_size, rows):
+def test_a_journey_meets_the_same_bits(executors, texts, cell):
     """Every family once, with every page size and number of rows for some; any (below) with the
     slow tests.
     """
+    family, page_size, rows = cell
     meets_the_same_bits(executors[family, page_size], texts[family][:rows], seed=rows)
 
 

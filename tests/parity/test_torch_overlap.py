@@ -166,7 +166,14 @@ def test_requests_that_come_and_go(slow, eager, learned, shape, pause):
 NGRAM = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 5}
 
 
-@pytest.mark.parametrize("shape", [OFF, NGRAM, SHAPES[2]])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(OFF, marks=pytest.mark.slow),
+        NGRAM,
+        pytest.param(SHAPES[2], marks=pytest.mark.slow),
+    ],
+)
 def test_what_is_looked_at_first_says_the_same(slow, eager, learned, shape):
     """Draft tokens from the text and grammars, which only the host knows, beside penalties, cuts
     and reports, which the device does (decision 0022).
@@ -231,7 +238,12 @@ BOTH = SHAPES[2] | {"speculative_algorithm": "EAGLE+NGRAM"}
 
 
 @pytest.mark.parametrize(
-    ("shape", "first", "carried"), [(SHAPES[2], 0, 50), (BOTH, 8, 15), (BOTH, 0, 25)]
+    ("shape", "first", "carried"),
+    [
+        pytest.param(SHAPES[2], 0, 50, marks=pytest.mark.slow),
+        (BOTH, 8, 15),
+        pytest.param(BOTH, 0, 25, marks=pytest.mark.slow),
+    ],
 )
 def test_a_head_that_rested_drafts_as_if_it_had_not(
     slow, eager, learned, monkeypatch, shape, first, carried

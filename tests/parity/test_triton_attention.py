@@ -83,7 +83,7 @@ def test_prefixes_over_several_pages_of_every_size(page_size):
 
 
 @pytest.mark.slow
-@settings(max_examples=16)
+@settings(max_examples=8)
 @given(
     rows=st.lists(
         st.tuples(st.sampled_from([0, 1, 63, 64, 130]), st.integers(1, 12), drafts(9)),

@@ -75,7 +75,7 @@ some_logits = st.lists(
 texts = st.lists(st.integers(0, V - 1), max_size=5)
 
 
-@settings(max_examples=800)
+@settings(max_examples=150)
 @given(some_logits, parameters, texts, texts, texts, st.none() | st.sets(st.integers(0, V - 1)))
 def test_process_is_its_definition(logits, sampling, prompt, output, ancestors, allowed):
     history = History(np.array([*prompt, *output], np.int32), len(prompt))
